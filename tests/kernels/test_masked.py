@@ -1,0 +1,160 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_ppo.kernels import masked as kernel
+
+masked_sum = jax.jit(kernel.masked_sum, static_argnames="axis")
+masked_mean = jax.jit(kernel.masked_mean, static_argnames="axis")
+masked_variance = jax.jit(kernel.masked_variance, static_argnames="axis")
+masked_min, masked_max = jax.jit(kernel.masked_min), jax.jit(kernel.masked_max)
+whiten = jax.jit(kernel.whiten, static_argnames="shift_mean")
+explained_variance = jax.jit(kernel.explained_variance)
+
+X = jnp.array([[1.0, 2.0, 3.0], [6.0, 50.0, 60.0]])
+MASK = jnp.array([[1, 1, 1], [1, 0, 0]])
+
+
+def test_by_hand():
+    # 1, 2, 3, 6 count: sum 12, mean 3, deviations -2 -1 0 3, squares 4 1 0 9, biased variance 14 / 4 = 3.5.
+    assert masked_sum(X, MASK) == 12
+    assert masked_mean(X, MASK) == 3
+    assert masked_min(X, MASK) == 1
+    assert masked_max(X, MASK) == 6
+    assert masked_variance(X, MASK) == 3.5
+    # Rows: 1 2 3 has mean 2 and variance 2/3, the lone 6 has mean 6 and variance 0.
+    np.testing.assert_array_equal(masked_sum(X, MASK, axis=1), [6, 6])
+    np.testing.assert_array_equal(masked_mean(X, MASK, axis=1), [2, 6])
+    np.testing.assert_allclose(masked_variance(X, MASK, axis=1), [2 / 3, 0], rtol=1e-6)
+    # Columns: (1, 6) then 2 alone and 3 alone.
+    np.testing.assert_array_equal(masked_mean(X, MASK, axis=0), [3.5, 2, 3])
+    np.testing.assert_array_equal(masked_variance(X, MASK, axis=0), [6.25, 0, 0])
+
+
+def test_whiten_by_hand():
+    # Mean 3 and variance 3.5 as above.
+    expected = np.array([[-2, -1, 0], [3, 0, 0]]) / np.sqrt(3.5)
+    np.testing.assert_allclose(whiten(X, MASK), expected, atol=1e-6)
+    shifted = np.where(MASK, expected + 3, 0)
+    np.testing.assert_allclose(whiten(X, MASK, shift_mean=False), shifted, atol=1e-6)
+
+
+def test_explained_variance_by_hand():
+    # Returns 0 2 4: variance 8/3. Residuals 0 1 -1 have variance 2/3, so 1 - 1/4.
+    returns, mask = jnp.array([0.0, 2.0, 4.0]), jnp.ones(3)
+    values = returns - jnp.array([0.0, 1, -1])
+    np.testing.assert_allclose(explained_variance(values, returns, mask), 0.75, rtol=1e-6)
+    assert explained_variance(returns - 7, returns, mask) == 1  # a constant offset is not variance
+    assert explained_variance(jnp.full(3, 2.0), returns, mask) == 0
+    # The residual of the opposite is twice the returns, of four times their variance: 1 - 4.
+    np.testing.assert_allclose(explained_variance(-returns, returns, mask), -3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 1e6])
+def test_explained_variance_of_equal_returns_is_zero(value):
+    returns = jnp.full(7, value)  # 0.1: rounding leaves the variance above 0, so that dividing would give about -1e16
+    assert explained_variance(jnp.arange(7.0), returns, jnp.ones(7)) == 0
+
+
+def test_against_loops(rng, poison):
+    for _ in range(5):
+        mask = rng.integers(0, 2, (3, 5))
+        x, y = rng.normal(2, 3, (2, 3, 5)).astype(np.float32)
+        kept = [float(x[i, j]) for i in range(3) for j in range(5) if mask[i, j]]
+        mean = sum(kept) / len(kept)
+        variance = sum((k - mean) ** 2 for k in kept) / len(kept)
+        x_bad, y_bad = poison(x, mask), poison(y, mask)
+        np.testing.assert_allclose(masked_sum(x_bad, mask), sum(kept), rtol=1e-5)
+        np.testing.assert_allclose(masked_mean(x_bad, mask), mean, rtol=1e-5)
+        np.testing.assert_allclose(masked_variance(x_bad, mask), variance, rtol=1e-5)
+        assert masked_min(x_bad, mask) == np.float32(min(kept))
+        assert masked_max(x_bad, mask) == np.float32(max(kept))
+        whitened = whiten(x_bad, mask)
+        for i in range(3):
+            for j in range(5):
+                expected = (x[i, j] - mean) / variance**0.5 if mask[i, j] else 0
+                np.testing.assert_allclose(whitened[i, j], expected, atol=1e-5)
+        m = mask.astype(bool)
+        expected = 1 - np.var((y - x)[m]) / np.var(y[m])
+        np.testing.assert_allclose(explained_variance(x_bad, y_bad, mask), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bool_, jnp.int32, jnp.float32, jnp.bfloat16])
+def test_any_mask_dtype_and_float32_results(dtype):
+    x = X.astype(jnp.bfloat16)
+    for reduce in (masked_sum, masked_mean, masked_min, masked_max, masked_variance):
+        result = reduce(x, MASK.astype(dtype))
+        assert result.dtype == jnp.float32
+        assert result == reduce(X, MASK)
+
+
+def test_bfloat16_is_summed_in_float32():
+    assert masked_sum(jnp.ones(1001, jnp.bfloat16), jnp.ones(1001)) == 1001  # which bfloat16 rounds to 1000
+
+
+def indices(x):
+    return jnp.arange(x.size, dtype=jnp.float32).reshape(x.shape)
+
+
+SCALARS = {
+    "sum": masked_sum,
+    "mean": masked_mean,
+    "min": masked_min,
+    "max": masked_max,
+    "variance": masked_variance,
+    "whiten": lambda x, mask: jnp.sum(whiten(x, mask) ** 3),
+    "explained_variance of values": lambda x, mask: explained_variance(x, indices(x), mask),
+    "explained_variance of returns": lambda x, mask: explained_variance(indices(x), x, mask),
+}
+
+WITH_GRADIENT = {name: jax.jit(jax.value_and_grad(scalar)) for name, scalar in SCALARS.items()}
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_garbage_under_the_mask_reaches_neither_value_nor_gradient(name, rng, poison):
+    mask = np.array([[1, 1, 1, 0], [1, 0, 1, 0]])
+    x = rng.normal(0, 1, (2, 4)).astype(np.float32)
+    value, gradient = WITH_GRADIENT[name](jnp.asarray(poison(x, mask)), mask)
+    clean_value, clean_gradient = WITH_GRADIENT[name](jnp.asarray(x), mask)
+    assert value == clean_value and value != 0
+    np.testing.assert_array_equal(gradient, clean_gradient)
+    assert np.isfinite(gradient).all() and np.any(gradient != 0) and not np.any(gradient[mask == 0])
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_empty_mask_gives_zero_and_no_gradient(name):
+    value, gradient = WITH_GRADIENT[name](jnp.full((2, 4), jnp.nan), np.zeros((2, 4), int))
+    assert value == 0
+    np.testing.assert_array_equal(gradient, np.zeros((2, 4)))
+
+
+@pytest.mark.parametrize("reduce", [masked_sum, masked_mean, masked_variance])
+def test_an_empty_row_gives_zero_beside_a_full_one(reduce):
+    result = reduce(jnp.array([[1.0, 3.0], [jnp.nan, jnp.inf]]), jnp.array([[1, 1], [0, 0]]), axis=1)
+    assert result[0] != 0 and result[1] == 0
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_a_nan_that_counts_is_not_hidden(name):
+    value, _ = WITH_GRADIENT[name](jnp.ones((2, 4)).at[1, 2].set(jnp.nan), np.ones((2, 4), int))
+    assert np.isnan(value)
+
+
+def test_whitening_one_token_gives_zero():
+    """Bessel's correction divides by 0 here."""
+    x, mask = jnp.array([[5.3, jnp.nan]]), jnp.array([[1, 0]])
+    np.testing.assert_array_equal(whiten(x, mask), [[0, 0]])
+    np.testing.assert_allclose(whiten(x, mask, shift_mean=False), [[5.3, 0]], rtol=1e-6)
+    gradient = jax.grad(lambda x: whiten(x, mask).sum())(x)
+    np.testing.assert_array_equal(gradient, [[0, 0]])
+
+
+def test_variance_survives_a_large_mean():
+    """E[x^2] - E[x]^2 gives 0 or less here in float32."""
+    np.testing.assert_allclose(masked_variance(jnp.array([9999.0, 10000, 10001]), jnp.ones(3)), 2 / 3, rtol=1e-5)
+
+
+def test_shapes_that_would_broadcast_are_refused():
+    with pytest.raises(AssertionError, match=r"\(2, 3\).*\(3,\)"):
+        masked_mean(X, jnp.ones(3))
