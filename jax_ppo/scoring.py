@@ -1,0 +1,150 @@
+"""Rollout and rewards → Experience: log-probs of the policy and of the reference, values, shaped rewards, advantages.
+
+`actor_logprobs` and `critic_values` are the one way from parameters to numbers: the update differentiates the same functions,
+which is what makes the first mini-batch's ratio 1.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jax_ppo import packing as packing_lib
+from jax_ppo.config import Config
+from jax_ppo.kernels import advantages as advantages_lib
+from jax_ppo.kernels import kl, logprobs, masked
+from jax_ppo.models import heads
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.sharding import constrain_rows
+from jax_ppo.state import Networks, TrainState
+from jax_ppo.types import Experience, Packing, Rollout, Sequences, pytree
+
+
+def actor_logprobs(model: Transformer, params, rows: packing_lib.Rows, temperature: float, with_entropy: bool = True):
+    """Log-prob of each target and entropy of its distribution at the sampling temperature, float32 [R, L], 0 off the mask."""
+    hidden, _ = model.apply({"params": params}, rows.tokens, rows.positions, rows.segments)
+    values, entropy = logprobs.token_logprobs(hidden, heads.unembedding(params), rows.targets, temperature,
+                                              with_entropy=with_entropy)
+    return masked.zero_outside(values, rows.mask), masked.zero_outside(entropy, rows.mask) if with_entropy else None
+
+
+def critic_values(model: Transformer, params, rows: packing_lib.Rows):
+    """Value of the state before each target, float32 [R, L], 0 off the mask."""
+    hidden, _ = model.apply({"params": params}, rows.tokens, rows.positions, rows.segments)
+    return masked.zero_outside(heads.scalars(params, hidden), rows.mask)
+
+
+def reward_scores(model: Transformer, params, rows: packing_lib.Rows, sequences: Sequences):
+    """The reward model's scalar at each place, float32 [R, L], and the mask of the places that hold a sample's last token."""
+    hidden, _ = model.apply({"params": params}, rows.tokens, rows.positions, rows.segments)
+    total = sequences.prompt_lengths[rows.samples] + sequences.lengths[rows.samples]
+    last = (rows.segments >= 0) & (rows.positions == total - 1)
+    return masked.zero_outside(heads.scalars(params, hidden), last), last
+
+
+@pytree
+class Scores:
+    """What the frozen passes over a rollout give; [B, T] float32, 0 past the length.
+
+    Attributes:
+      old_logprobs, values: of the policy that sampled and of the critic.
+      ref_logprobs: of the reference; None without one.
+      reward_model: float32 [B], the reward model's score; None without one.
+    """
+
+    old_logprobs: jax.Array
+    values: jax.Array
+    ref_logprobs: jax.Array | None
+    reward_model: jax.Array | None
+
+
+def join(rollout: Rollout, length: int) -> Sequences:
+    """Prompt and response without the gap between them. `length`: S, columns of the result."""
+    column = jnp.arange(length)
+    prompts, lengths = rollout.prompts.lengths[:, None], rollout.lengths[:, None]
+
+    def pick(tokens, index):
+        return jnp.take_along_axis(tokens, jnp.clip(index, 0, tokens.shape[1] - 1), axis=1)
+
+    from_prompt = pick(rollout.prompts.tokens, jnp.broadcast_to(column, (prompts.shape[0], length)))
+    from_response = pick(rollout.responses, column - prompts)
+    tokens = jnp.where(column < prompts, from_prompt, jnp.where(column < prompts + lengths, from_response, 0))
+    return Sequences(tokens, rollout.prompts.lengths, rollout.lengths)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "nets"))
+def score(config: Config, nets: Networks, state: TrainState, rollout: Rollout, plan: Packing,
+          micro_batches) -> tuple[Sequences, Scores]:
+    """Runs actor, critic, reference and reward model over packed rows, a micro-batch at a time.
+
+    Args:
+      plan: Packing [A, R, L].
+      micro_batches: int32 scalar, how many of the A hold something.
+    """
+    sequences = join(rollout, config.sequence_length)
+    temperature = config.rollout.temperature
+    zeros = jnp.zeros(rollout.responses.shape, jnp.float32)
+    first = Scores(zeros, zeros, None if state.reference is None else zeros,
+                   None if state.reward is None else jnp.zeros(rollout.lengths.shape, jnp.float32))
+
+    def micro_batch(i, scores):
+        rows = packing_lib.gather(sequences, jax.tree.map(lambda x: constrain_rows(x[i]), plan))
+        old, _ = actor_logprobs(nets.actor, state.actor, rows, temperature, with_entropy=False)
+        values = critic_values(nets.critic, state.critic, rows)
+        reference, reward = scores.ref_logprobs, scores.reward_model
+        if reference is not None:
+            logprobs_RxL, _ = actor_logprobs(nets.actor, state.reference, rows, temperature, with_entropy=False)
+            reference = packing_lib.to_samples(logprobs_RxL, rows, reference)
+        if reward is not None:
+            values_RxL, last = reward_scores(nets.reward, state.reward, rows, sequences)
+            reward = reward.at[jnp.where(last, rows.samples, len(reward))].set(values_RxL, mode="drop")
+        return Scores(packing_lib.to_samples(old, rows, scores.old_logprobs),
+                      packing_lib.to_samples(values, rows, scores.values), reference, reward)
+
+    return sequences, jax.lax.fori_loop(0, micro_batches, micro_batch, first)
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def experience(config: Config, kl_coef, sequences: Sequences, scores: Scores, rewards_B) -> tuple[Experience, dict]:
+    """Shapes the rewards and estimates advantages.
+
+    r_t = [t is the last token] * (rule's reward + reward model's) - kl_coef * KL_t (Ziegler et al. 2019), then GAE (Schulman et
+    al. 2016) on the raw values; the returns are taken before the advantages are whitened over the whole rollout.
+
+    Args:
+      kl_coef: float32 scalar, used if algorithm.use_kl_in_reward.
+      rewards_B: float32 [B], the rule's reward of each sample.
+
+    Returns:
+      the experience, and metrics: scalars on the mesh.
+    """
+    options = config.algorithm
+    column = jnp.arange(scores.values.shape[1])
+    mask = column < sequences.lengths[:, None]
+    last = column == sequences.lengths[:, None] - 1
+    if scores.reward_model is not None:
+        rewards_B = rewards_B + scores.reward_model
+    token_rewards = jnp.where(last, rewards_B[:, None], 0.0)
+    mean_kl = jnp.float32(0)
+    if scores.ref_logprobs is not None:
+        estimate = kl.kl_estimate(scores.old_logprobs, scores.ref_logprobs, mask, options.kl_penalty)
+        mean_kl = masked.masked_mean(estimate, mask)
+        if options.use_kl_in_reward:
+            token_rewards = token_rewards - kl_coef * estimate
+    gae = jax.vmap(functools.partial(advantages_lib.gae, gamma=options.gamma, lam=options.lam))
+    raw_advantages, returns = gae(token_rewards, scores.values, mask)
+    advantages = masked.whiten(raw_advantages, mask) if options.whiten_advantages else raw_advantages
+    metrics = {
+        "reward/mean": rewards_B.mean(), "reward/std": rewards_B.std(),
+        "reward/min": rewards_B.min(), "reward/max": rewards_B.max(),
+        "reward/shaped_mean": masked.masked_sum(token_rewards, mask) / len(rewards_B),
+        "kl/reference": mean_kl, "kl/coefficient": kl_coef,
+        "critic/advantages_mean": masked.masked_mean(raw_advantages, mask),
+        "critic/advantages_std": jnp.sqrt(masked.masked_variance(raw_advantages, mask)),
+        "critic/returns_mean": masked.masked_mean(returns, mask),
+        "critic/values_mean": masked.masked_mean(scores.values, mask),
+        "critic/explained_variance": masked.explained_variance(scores.values, returns, mask),
+        "response_length/mean": sequences.lengths.mean(dtype=jnp.float32),
+        "response_length/min": sequences.lengths.min(), "response_length/max": sequences.lengths.max(),
+    }
+    return Experience(sequences, scores.old_logprobs, scores.ref_logprobs, scores.values, advantages, returns, mean_kl), metrics

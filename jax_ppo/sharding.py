@@ -1,0 +1,130 @@
+"""The machine: the mesh, where every parameter lies on it, and where batches do. No PartitionSpec stands anywhere else.
+
+Axes: `data` repeats the parameters, `fsdp` splits parameters and optimizer states and is gathered layer by layer, `model` splits
+each matrix product (tensor parallelism). Rows of a batch are split over data x fsdp.
+"""
+
+import re
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_ppo.config import ConfigError, MeshShape
+
+AXES = ("data", "fsdp", "model")
+ROWS = ("data", "fsdp")
+
+# (path pattern, layout). The first pattern found at the end of a parameter's path decides; a parameter that none fits raises.
+# "layers/" parameters have the stacked layers' axis in front, which is never split.
+TRAIN_RULES = (
+    (r"(embed|lm_head)/embedding", P("model", "fsdp")),
+    (r"layers/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/kernel", P(None, "fsdp", "model")),
+    (r"layers/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/bias", P(None, "model")),
+    (r"layers/.*(o_proj|down_proj)/kernel", P(None, "model", "fsdp")),
+    (r"layers/.*(o_proj|down_proj)/bias", P()),
+    (r"layers/.*norm/scale", P()),
+    (r"norm/scale", P()),
+    (r"score/kernel", P("fsdp", None)),
+    (r"count", P()),  # the optimizer's
+)
+# Decoding reads every weight once a token: nothing is split along fsdp, so that nothing is gathered inside the loop.
+DECODE_RULES = (
+    (r"(embed|lm_head)/embedding", P("model", None)),
+    (r"layer_\d+/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/kernel", P(None, "model")),
+    (r"layer_\d+/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/bias", P("model")),
+    (r"layer_\d+/.*(o_proj|down_proj)/kernel", P("model", None)),
+    (r"layer_\d+/.*(o_proj|down_proj)/bias", P()),
+    (r"norm/scale", P()),
+)
+
+
+def make_mesh(shape: MeshShape, devices=None) -> Mesh:
+    """The mesh over all devices. Raises ConfigError where the sizes do not multiply to their number."""
+    devices = jax.devices() if devices is None else devices
+    sizes = {axis: getattr(shape, axis) for axis in AXES}
+    known = int(np.prod([size for size in sizes.values() if size != -1]))
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if free and len(devices) % known == 0:
+        sizes[free[0]] = len(devices) // known
+    if int(np.prod(list(sizes.values()))) != len(devices):
+        wanted = " x ".join(f"config.mesh.{axis}={getattr(shape, axis)}" for axis in AXES)
+        raise ConfigError(f"{wanted}: must multiply to the number of devices, {len(devices)}")
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def row_shards(mesh: Mesh) -> int:
+    """Into how many parts the rows of a batch are split."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def check_architecture(mesh: Mesh, architecture) -> None:
+    """Raises ConfigError where the mesh cannot split the model's dimensions evenly."""
+    sizes = {"model": {"attention heads": architecture.num_heads, "key-value heads": architecture.num_kv_heads,
+                       "the MLP's width": architecture.intermediate_size, "the vocabulary": architecture.vocab_size},
+             "fsdp": {"the hidden size": architecture.hidden_size}}
+    for axis, dimensions in sizes.items():
+        for name, size in dimensions.items():
+            if size % mesh.shape[axis]:
+                raise ConfigError(f"config.mesh.{axis}={mesh.shape[axis]}: must divide {name} of the model, {size}")
+
+
+def tree_shardings(mesh: Mesh, tree, rules):
+    """A NamedSharding for each leaf of `tree` (arrays or shapes), by its path. Raises ValueError for a path without a rule."""
+
+    def sharding(path, leaf):
+        name = "/".join(str(getattr(part, "key", getattr(part, "name", getattr(part, "idx", part)))) for part in path)
+        for pattern, spec in rules:
+            if re.search(rf"(^|/){pattern}$", name):
+                return NamedSharding(mesh, spec)
+        raise ValueError(f"{name}: no partition rule for this parameter of shape {leaf.shape}; add one to sharding.py")
+
+    return jax.tree_util.tree_map_with_path(sharding, tree)
+
+
+def rows(mesh: Mesh, axis: int = 0) -> NamedSharding:
+    """Splits the axis that counts rows or samples."""
+    return NamedSharding(mesh, P(*[None] * axis, ROWS))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, P())
+
+
+def constrain_rows(x, axis: int = 0):
+    """Inside a compiled function: keeps the rows of `x` split. Without a mesh in the context it does nothing."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, P(*[None] * axis, ROWS))
+
+
+def place(tree, sharding: NamedSharding):
+    """Puts host arrays, the same in every process, on the mesh; each process hands over the part its devices hold."""
+    return jax.tree.map(lambda x: jax.make_array_from_callback(np.shape(x), sharding, lambda index: np.asarray(x)[index]), tree)
+
+
+def to_host(array: jax.Array) -> np.ndarray:
+    """The whole array, in every process."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    mesh = array.sharding.mesh
+    return np.asarray(jax.jit(lambda x: x, out_shardings=replicated(mesh))(array))
+
+
+def from_local_rows(mesh: Mesh, indices, values, total: int) -> jax.Array:
+    """The array [total, ...] split by rows, each process giving the rows that `local_rows` gave it."""
+    whole = np.zeros((total, *np.shape(values)[1:]), np.asarray(values).dtype)
+    whole[indices] = values
+    return jax.make_array_from_callback(whole.shape, rows(mesh), lambda index: whole[index])
+
+
+def local_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+    """The rows that this process's devices hold: (indices int [r], values [r, ...]), each once, in order."""
+    parts = {}
+    for shard in array.addressable_shards:
+        start = shard.index[0].start or 0 if shard.index else 0
+        parts.setdefault(start, shard)
+    values = [np.asarray(parts[start].data) for start in sorted(parts)]
+    indices = [start + np.arange(len(value)) for start, value in zip(sorted(parts), values, strict=True)]
+    return np.concatenate(indices), np.concatenate(values)

@@ -1,0 +1,120 @@
+"""The contracts between the rooms: what one hands to the next, with shapes, units and ranges.
+
+Shape letters: B samples (prompts x rollout.n), P prompt bucket, T response, S = the longest prompt + the longest response,
+R rows of a micro-batch, L tokens of a packed row.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+Array = Any  # jax.Array or numpy.ndarray: the same contract holds on the host and on the mesh
+
+
+def pytree(cls):
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """One row of a data set, on the host.
+
+    Attributes:
+      prompt: the text, or a tuple of {"role", "content"} messages when it is a chat.
+      data_source: names the rule that rewards it ("openai/gsm8k", "arithmetic", ...).
+      ground_truth: what the rule compares with; "" where the rule needs nothing.
+      extra_info: anything else that the row carried, handed to the reward function as it is.
+    """
+
+    prompt: str | tuple[dict[str, str], ...]
+    data_source: str
+    ground_truth: str = ""
+    extra_info: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@pytree
+class Prompts:
+    """Tokenised prompts. What stands after a row's length is padding and is never read.
+
+    Attributes:
+      tokens: int32 [B, P], each row from column 0 on.
+      lengths: int32 [B], 1..P.
+    """
+
+    tokens: Array
+    lengths: Array
+
+
+@pytree
+class Rollout:
+    """What the sampler made. Lengths are the truth: no room looks for pad or EOS ids to find where a response ends.
+
+    Attributes:
+      prompts: the prompts, each repeated n times, sample b answering row b.
+      responses: int32 [B, T]; row b holds its response in columns 0..lengths[b] - 1, an EOS that ended it included.
+      lengths: int32 [B], 1..T.
+      logprobs: float32 [B, T], log-probability of each token under the distribution it was drawn from before top-k and
+        top-p: log_softmax(logits / temperature). 0 past the length.
+      truncated: bool [B], True where T tokens came without an EOS.
+    """
+
+    prompts: Prompts
+    responses: Array
+    lengths: Array
+    logprobs: Array
+    truncated: Array
+
+
+@pytree
+class Sequences:
+    """Prompt and response joined without a gap: what the models score.
+
+    Attributes:
+      tokens: int32 [B, S]; row b holds prompt_lengths[b] + lengths[b] tokens from column 0 on, then zeros.
+      prompt_lengths: int32 [B], 1..S - 1.
+      lengths: int32 [B], tokens of the response, 1..T.
+    """
+
+    tokens: Array
+    prompt_lengths: Array
+    lengths: Array
+
+
+@pytree
+class Packing:
+    """Which token of which sample stands where in the packed rows. Leading dimensions (epochs, ...) may come before.
+
+    A row holds whole samples one after the other; `sample` is at the same time the segment that attention must not leave.
+
+    Attributes:
+      sample: int32 [..., R, L], index into the batch of samples, -1 where the row is empty.
+      position: int32 [..., R, L], position in that sample's sequence, 0 where the row is empty.
+    """
+
+    sample: Array
+    position: Array
+
+
+@pytree
+class Experience:
+    """All that the update learns from: one entry for each response token, aligned with Rollout.responses.
+
+    Attributes:
+      sequences: the tokens.
+      old_logprobs: float32 [B, T], log-probs of the policy that sampled, at the sampling temperature.
+      ref_logprobs: float32 [B, T], of the frozen reference at the same temperature; None without a reference.
+      values: float32 [B, T], the critic's value of the state before each token.
+      advantages: float32 [B, T], whitened if asked.
+      returns: float32 [B, T], raw advantages + values: what the critic learns.
+      kl: float32 scalar, mean KL estimate to the reference over the response tokens (of the kind algorithm.kl_penalty), per token.
+    All are 0 past the length.
+    """
+
+    sequences: Sequences
+    old_logprobs: Array
+    ref_logprobs: Array | None
+    values: Array
+    advantages: Array
+    returns: Array
+    kl: Array
