@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# Runs jax_ppo.train as several processes of this machine's CPU, connected as the hosts of a cluster would be.
+#   launch/local_processes.sh N -- --config=configs/... [more arguments of jax_ppo.train]
+# Process 0 prints here, the others to files in LOG_DIR (output/local_processes). When one process fails, the others are
+# stopped and its exit code is returned. SIGTERM is passed on: the run saves a checkpoint and ends.
+# PYTHON chooses the interpreter; XLA_FLAGS=--xla_force_host_platform_device_count=K gives each process K devices.
+set -euo pipefail
+
+usage() {
+  sed -n '2,7s/^# //p' "$0"
+}
+
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+  usage
+  exit 0
+fi
+if [[ ! ${1:-} =~ ^[1-9][0-9]*$ || ${2:-} != -- ]]; then
+  usage >&2
+  exit 2
+fi
+count=$1
+shift 2
+
+python=${PYTHON:-python}
+log_dir=${LOG_DIR:-output/local_processes}
+mkdir -p "$log_dir"
+port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("localhost", 0)); print(s.getsockname()[1])')
+
+declare -A running=() # process id -> number, 0 to count - 1
+
+stop_all() {
+  ((${#running[@]} > 0)) || return 0
+  # A training process takes SIGTERM for a request to save, so it may need the SIGKILL that comes STOP_SECONDS later.
+  kill -TERM "${!running[@]}" 2>/dev/null || true
+  for ((tenth = 0; tenth < ${STOP_SECONDS:-10} * 10; tenth++)); do
+    kill -0 "${!running[@]}" 2>/dev/null || return 0
+    sleep 0.1
+  done
+  kill -KILL "${!running[@]}" 2>/dev/null || true
+  wait 2>/dev/null || true
+}
+
+trap 'kill -TERM "${!running[@]}" 2>/dev/null || true' TERM
+trap 'exit 130' INT
+trap stop_all EXIT
+
+export JAX_PLATFORMS=cpu JAX_COORDINATOR_ADDRESS=localhost:$port JAX_NUM_PROCESSES=$count
+for ((id = 0; id < count; id++)); do
+  if ((id == 0)); then
+    JAX_PROCESS_ID=0 "$python" -m jax_ppo.train "$@" &
+  else
+    JAX_PROCESS_ID=$id "$python" -m jax_ppo.train "$@" >"$log_dir/process_$id.log" 2>&1 &
+  fi
+  running[$!]=$id
+done
+
+while ((${#running[@]} > 0)); do
+  code=0
+  wait -n -p finished "${!running[@]}" || code=$?
+  # A signal to this script interrupts `wait` without any process having finished.
+  [[ -n ${finished:-} ]] || continue
+  id=${running[$finished]}
+  unset "running[$finished]"
+  if ((code != 0)); then
+    echo "local_processes.sh: process $id of $count ended with code $code; stopping the others" >&2
+    ((id == 0)) || tail -n 20 "$log_dir/process_$id.log" >&2
+    exit "$code"
+  fi
+done

@@ -1,0 +1,131 @@
+#!/usr/bin/env bash
+# Trains on a Cloud TPU slice of one or many hosts, from a machine with gcloud set up.
+#   launch/tpu_pod.sh create --name NAME --zone ZONE --type v5litepod-16 [--version V] [--project P] [--spot]
+#   launch/tpu_pod.sh setup  --name NAME --zone ZONE [--repo URL]
+#   launch/tpu_pod.sh run    --name NAME --zone ZONE -- --config=configs/... [more arguments of jax_ppo.train]
+#   launch/tpu_pod.sh logs   --name NAME --zone ZONE [--worker N]
+#   launch/tpu_pod.sh stop   --name NAME --zone ZONE
+#   launch/tpu_pod.sh delete --name NAME --zone ZONE
+#
+# setup   copies this checkout's last commit (or clones --repo) to every host and installs it there with .[tpu].
+# run     starts jax_ppo.train on every host, in the background; the hosts find each other.
+# logs    follows the output of one host, 0 unless told otherwise.
+# stop    asks the run to save a checkpoint and end.
+# delete  removes the slice and its disks; gcloud asks first.
+#
+# --version  runtime of the hosts; unset: the one that Google recommends for the type
+# --dry-run  prints each command instead of running it
+# Checkpoints of several hosts belong on a disk that all of them see (a mounted Filestore share, say).
+set -euo pipefail
+
+die() {
+  echo "tpu_pod.sh: $*" >&2
+  exit 2
+}
+
+usage() {
+  sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "$0"
+}
+
+# Runs its arguments, or shows them as one would type them.
+execute() {
+  if [[ $dry_run == yes ]]; then
+    printf '%q ' "$@"
+    printf '\n'
+  else
+    "$@"
+  fi
+}
+
+tpu_vm() {
+  local command=$1
+  shift
+  execute gcloud compute tpus tpu-vm "$command" "$@" --zone="$zone" ${project:+"--project=$project"}
+}
+
+# Runs one shell command on hosts: on_hosts all|NUMBER COMMAND
+on_hosts() {
+  tpu_vm ssh "$name" --worker="$1" --command="$2"
+}
+
+runtime_version() {
+  case $type in
+    v5litepod-*) echo v2-alpha-tpuv5-lite ;;
+    v5p-*) echo v2-alpha-tpuv5 ;;
+    v6e-*) echo v2-alpha-tpuv6e ;;
+    *) echo tpu-ubuntu2204-base ;;
+  esac
+}
+
+create() {
+  [[ -n $type ]] || die "create needs --type, for example v5litepod-16"
+  tpu_vm create "$name" --accelerator-type="$type" --version="${version:-$(runtime_version)}" ${spot:+--spot}
+}
+
+setup() {
+  local fetch archive
+  if [[ -n $repo ]]; then
+    fetch="git init --quiet
+    git fetch --quiet --depth 1 $(printf '%q' "$repo") HEAD
+    git checkout --quiet FETCH_HEAD"
+  else
+    archive=$(mktemp -d)/jax_ppo.tar.gz
+    execute git -C "$(dirname "$0")/.." archive --format=tar.gz --output="$archive" HEAD
+    tpu_vm scp "$archive" "$name:jax_ppo.tar.gz" --worker=all
+    rm -rf "$(dirname "$archive")"
+    fetch='tar -xzf ../jax_ppo.tar.gz'
+  fi
+  # Outputs of earlier runs stay. The hosts' own Python is 3.10; uv brings one that JAX still supports.
+  on_hosts all "set -e
+    mkdir -p jax_ppo && cd jax_ppo
+    find . -mindepth 1 -maxdepth 1 ! -name output -exec rm -rf {} +
+    $fetch
+    python3 -m pip install --quiet --user uv
+    python3 -m uv venv --quiet --python 3.12 .venv
+    python3 -m uv pip install --quiet --python .venv/bin/python -e '.[tpu]'"
+}
+
+run() {
+  local arguments=''
+  (($# == 0)) || arguments=$(printf ' %q' "$@") # %q, because the hosts' shell takes them apart once more
+  on_hosts all "cd jax_ppo || exit 1
+    if kill -0 \"\$(cat train.pid 2>/dev/null)\" 2>/dev/null; then
+      echo 'a run is under way: stop it first' >&2
+      exit 1
+    fi
+    nohup .venv/bin/python -m jax_ppo.train$arguments >train.log 2>&1 </dev/null &
+    echo \$! >train.pid"
+}
+
+[[ ${1:-} != -h && ${1:-} != --help ]] || { usage; exit 0; }
+command=${1:-}
+[[ $command =~ ^(create|setup|run|logs|stop|delete)$ ]] || die "expected one of the commands in --help"
+shift
+
+name='' zone='' type='' version='' project='' repo='' spot='' worker=0 dry_run=no
+while (($# > 0)); do
+  case $1 in
+    --name | --zone | --type | --version | --project | --repo | --worker)
+      (($# > 1)) || die "$1 needs a value"
+      printf -v "${1#--}" %s "$2"
+      shift 2
+      ;;
+    --spot) spot=yes; shift ;;
+    --dry-run) dry_run=yes; shift ;;
+    -h | --help) usage; exit 0 ;;
+    --) shift; break ;;
+    *) die "unknown option $1; see --help" ;;
+  esac
+done
+[[ -n $name ]] || die "--name is missing"
+[[ -n $zone ]] || die "--zone is missing"
+(($# == 0)) || [[ $command == run ]] || die "only run takes arguments after --"
+
+case $command in
+  create) create ;;
+  setup) setup ;;
+  run) run "$@" ;;
+  logs) on_hosts "$worker" 'tail -n 100 -f jax_ppo/train.log' ;;
+  stop) on_hosts all "kill -TERM \"\$(cat jax_ppo/train.pid)\"" ;;
+  delete) tpu_vm delete "$name" ;;
+esac
