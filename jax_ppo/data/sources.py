@@ -1,0 +1,132 @@
+"""What `data.train_files` and `data.val_files` may say, and the examples behind it.
+
+    a.jsonl, a.jsonl.gz, a.parquet       files
+    hf:OWNER/NAME/PATH/IN/REPO           one such file of a data set repository on the Hugging Face hub
+    tfds:NAME/SPLIT                      TensorFlow Datasets, without TensorFlow
+    arithmetic:COUNT[:heldout]           generated word problems
+    stories:COUNT[:heldout]              generated story openings
+
+Several are separated by commas and come one after the other.
+"""
+
+import os
+from pathlib import Path
+
+from jax_ppo.data import arithmetic, files, hub, rows, stories
+from jax_ppo.data.errors import DataError, did_you_mean
+from jax_ppo.types import Example
+
+GENERATED = ("arithmetic", "stories")
+SCHEMES = (*GENERATED, "hf", "tfds")
+FORMS = ("files (" + ", ".join(files.SUFFIXES) + "), `arithmetic:COUNT[:heldout]`, `stories:COUNT[:heldout]`, "
+         "`hf:OWNER/NAME/FILE` or `tfds:NAME/SPLIT`")
+
+
+def load_examples(spec: str, *, prompt_key: str = "prompt", instruction: str = "", seed: int = 0,
+                  option: str = "config.data.train_files") -> list[Example]:
+    """Reads or generates every example that the specification names, in its order.
+
+    Args:
+      spec: the sources, separated by commas; see the top of this file.
+      prompt_key: column of the prompt in rows of verl's form.
+      instruction: text added after the question in rows of GSM8K's form, with a blank before it.
+      seed: of the generated stories. The arithmetic problems depend on their index alone.
+      option: the option that holds the specification, for the messages.
+
+    Raises:
+      DataError: a source that does not exist, can not be reached or read, or has rows of neither known form.
+    """
+    sources = [source.strip() for source in spec.split(",") if source.strip()]
+    if not sources:
+        raise DataError(f"{option}={spec!r}: expected {FORMS}")
+    examples = []
+    for source in sources:
+        examples += _load(source, prompt_key, instruction, seed, option)
+    return examples
+
+
+def _load(source, prompt_key, instruction, seed, option):
+    scheme, colon, rest = source.partition(":")
+    if colon and scheme in GENERATED:
+        count, split = _count_and_split(scheme, rest, option)
+        return arithmetic.examples(count, split) if scheme == "arithmetic" else stories.examples(count, split, seed)
+    if colon and scheme == "tfds":
+        located = _tfds_rows(rest, option)
+    elif colon and scheme == "hf":
+        located = files.read_rows(_hub_file(rest, option), option)
+    elif source.endswith(files.SUFFIXES):
+        located = files.read_rows(Path(source).expanduser(), option)
+    else:
+        raise DataError(f"{option}={source!r}: expected {FORMS}.{did_you_mean(scheme, SCHEMES)}")
+    examples = [rows.to_example(row, where, prompt_key, instruction) for where, row in located]
+    if not examples:
+        raise DataError(f"{option}: {source} holds no rows")
+    return examples
+
+
+def _count_and_split(scheme, rest, option):
+    count, colon, split = rest.partition(":")
+    if not count.isdecimal() or not int(count):
+        raise DataError(f"{option}='{scheme}:{rest}': expected a count of at least 1 after `{scheme}:`, got {count!r}")
+    if colon and split != "heldout":
+        raise DataError(f"{option}='{scheme}:{rest}': expected `{scheme}:{count}` for training or "
+                        f"`{scheme}:{count}:heldout`, got {split!r}")
+    return int(count), split or "train"
+
+
+def _hub_file(rest, option):
+    parts = rest.split("/", 2)
+    if len(parts) < 3 or not all(parts) or not rest.endswith(files.SUFFIXES):
+        raise DataError(f"{option}='hf:{rest}': expected hf:OWNER/NAME/FILE with a file that ends in "
+                        f"{', '.join(files.SUFFIXES)}, as in hf:openai/gsm8k/main/train-00000-of-00001.parquet")
+    return hub.download_file(f"{parts[0]}/{parts[1]}", parts[2], option)
+
+
+def _tfds_rows(rest, option):
+    """Yields (where, row) of a split, text decoded. The data set is prepared first if it is not there yet."""
+    name, slash, split = rest.rpartition("/")
+    if not slash or not name or not split:
+        raise DataError(f"{option}='tfds:{rest}': expected tfds:NAME/SPLIT, as in tfds:gsm8k/train")
+    source = _tfds_source(name, split, option)
+    expected = source.dataset_info.splits[split].num_examples
+    if len(source) != expected:
+        raise DataError(f"{option}='tfds:{rest}': {len(source)} rows can be read, but the data set's own record says "
+                        f"{expected}. Prepare it again with file_format='array_record'")
+    for index in range(len(source)):
+        yield f"tfds:{rest}, row {index + 1}", rows.plain(source[index])
+
+
+def _tfds_source(name, split, option):
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError as error:
+        raise DataError(f"{option}='tfds:{name}/{split}': needs the package tensorflow-datasets ({error}); "
+                        "`pip install tensorflow-datasets array_record`") from error
+    folder = os.environ.get("TFDS_DATA_DIR")
+    _register(tfds, name)
+    try:
+        return tfds.data_source(name, split=split, data_dir=folder)
+    except tfds.core.DatasetNotFoundError as error:
+        raise DataError(f"{option}='tfds:{name}/{split}': TFDS knows no data set {name!r}, and none is prepared under "
+                        f"{folder or '~/tensorflow_datasets'} "
+                        f"(TFDS_DATA_DIR).{did_you_mean(name, _known(tfds))}") from error
+    except Exception as error:
+        raise DataError(f"{option}='tfds:{name}/{split}': {error}. Expected a split of a data set that is prepared "
+                        f"with file_format='array_record' under {folder or '~/tensorflow_datasets'} (TFDS_DATA_DIR), "
+                        "or that can be downloaded from here") from error
+
+
+def _register(tfds, name):
+    """TFDS ships builders that it lists only once their module was imported; GSM8K's is one."""
+    import importlib
+
+    base = name.partition("/")[0].partition(":")[0]
+    if base.isidentifier() and base not in _known(tfds):
+        try:
+            importlib.import_module(f"tensorflow_datasets.text.{base}.{base}")
+        except ImportError:
+            pass  # not one of those: it may still be prepared on disk
+
+
+def _known(tfds):
+    return tfds.list_builders(with_community_datasets=False)  # those are asked for on the network

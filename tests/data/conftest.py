@@ -1,0 +1,44 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from jax_ppo.data import arithmetic, tokenizer
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def real_data():
+    """A function from a name to its path in the folder of real data; skips where it is missing."""
+    folder = Path(os.environ.get("JAX_PPO_DATA", REPOSITORY.parent / "shared" / "data"))
+
+    def find(name):
+        if not (folder / name).exists():
+            pytest.skip(f"needs {name} in {folder} (JAX_PPO_DATA)")
+        return folder / name
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """(tokenizer trained on worked examples, its folder)."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    texts = [prompt + response for prompt, response in arithmetic.worked_examples(500, 0.25, seed=0)]
+    return tokenizer.train_tokenizer(texts, 256, folder), folder
+
+
+class Letters:
+    """A tokenizer of one token a letter."""
+
+    chat_template = None
+    eos_token_id = 0
+
+    def encode(self, text, add_special_tokens=True):
+        return [ord(letter) for letter in text]
+
+
+@pytest.fixture
+def letters():
+    return Letters()

@@ -1,0 +1,91 @@
+import re
+
+import pytest
+
+from jax_ppo.data import arithmetic, stories
+
+
+def numbers_of(prompt):
+    return tuple(int(n) for n in re.findall(r"\d", prompt))
+
+
+def test_a_problem_depends_on_its_index_alone():
+    assert arithmetic.problem(5, "train") == arithmetic.problem(5, "train")
+    assert arithmetic.examples(3, "train", offset=4)[1] == arithmetic.examples(8)[5]
+    assert arithmetic.problem(5, "train") != arithmetic.problem(5, "heldout")
+
+
+def test_training_and_held_out_problems_share_no_numbers():
+    train = {numbers_of(e.prompt) for e in arithmetic.examples(5000)}
+    held_out = {numbers_of(e.prompt) for e in arithmetic.examples(2000, "heldout")}
+    assert len(held_out) > 60
+    assert len(train) > 500
+    assert not train & held_out
+
+
+def test_the_numbers_stay_small_and_never_negative():
+    for split in arithmetic.SPLITS:
+        for index in range(2000):
+            p = arithmetic.problem(index, split)
+            assert all(1 <= n <= 9 for n in p.numbers)
+            assert 0 <= p.between <= 18
+            assert 0 <= p.answer <= 18
+
+
+def test_a_problem_by_hand():
+    p = arithmetic.Problem((3, 4, 2), "+-", "Tom has 3 apples.")
+    assert p.careful == "3 + 4 = 7\n7 - 2 = 5\n#### 5"
+    assert p.prompt == "Question: Tom has 3 apples.\nAnswer:\n"
+    assert arithmetic.Problem((7, 5, 9), "-+", "").careful == "7 - 5 = 2\n2 + 9 = 11\n#### 11"
+
+
+def test_every_careful_solution_is_right():
+    for example in arithmetic.examples(1000):
+        first, second, final = example.extra_info["solution"].split("\n")
+        for step in (first, second):
+            left, sign, right, _, result = step.split(" ")
+            assert int(left) + (int(right) if sign == "+" else -int(right)) == int(result)
+        assert second.split(" ")[0] == first.split(" ")[-1]
+        assert final == f"#### {example.ground_truth}" == f"#### {second.split(' ')[-1]}"
+
+
+def test_worked_examples_have_the_shares_they_promise():
+    pairs = arithmetic.worked_examples(4000, 0.25, seed=3)
+    answers = {e.prompt: e.ground_truth for e in arithmetic.examples(4000)}
+    careful = [(p, r) for p, r in pairs if "=" in r]
+    hasty = [(p, r) for p, r in pairs if "=" not in r]
+    assert len(careful) / len(pairs) == pytest.approx(0.25, abs=0.03)
+    assert all(r.endswith(f"#### {answers[p]}") for p, r in careful)
+    assert sum(r == f"#### {answers[p]}" for p, r in hasty) / len(hasty) == pytest.approx(0.15, abs=0.03)
+    assert all(0 <= int(r[5:]) and abs(int(r[5:]) - int(answers[p])) <= 3 for p, r in hasty)
+    assert pairs == arithmetic.worked_examples(4000, 0.25, seed=3) != arithmetic.worked_examples(4000, 0.25, seed=4)
+
+
+def test_how_a_problem_is_solved_does_not_follow_from_the_problem():
+    """Regression: with seed 0 both drew the same numbers: those with a small first number were solved with care."""
+    pairs = arithmetic.worked_examples(4000, 0.25, seed=0)
+    for kind in ((1, 2, 3), (4, 5, 6), (7, 8, 9)):
+        careful = ["=" in response for prompt, response in pairs if numbers_of(prompt)[0] in kind]
+        assert sum(careful) / len(careful) == pytest.approx(0.25, abs=0.05)
+
+
+def test_an_unknown_split_is_refused():
+    with pytest.raises(ValueError, match="'held-out'.*'train', 'heldout'"):
+        arithmetic.examples(1, "held-out")
+    with pytest.raises(ValueError, match="'held-out'"):
+        stories.examples(1, "held-out")
+
+
+def test_story_openings_are_disjoint_by_name():
+    train, held_out = set(stories.names("train")), set(stories.names("heldout"))
+    assert not train & held_out
+    assert len(train | held_out) == len(stories.GIRLS) + len(stories.BOYS)
+    for split, names in (("train", train), ("heldout", held_out)):
+        for example in stories.examples(200, split):
+            assert len((train | held_out) & set(re.findall(r"[A-Z]\w+", example.prompt)) & names) == 1
+
+
+def test_story_openings_follow_from_the_seed():
+    assert stories.examples(20, seed=1) == stories.examples(20, seed=1) != stories.examples(20, seed=2)
+    assert stories.examples(5, seed=1) == stories.examples(20, seed=1)[:5]
+    assert {(e.data_source, e.ground_truth) for e in stories.examples(5)} == {("stories", "")}

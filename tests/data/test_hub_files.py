@@ -1,0 +1,87 @@
+import os
+import subprocess
+import sys
+import time
+import types
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from jax_ppo.data import hub, sources
+from jax_ppo.data.errors import DataError
+
+OFFLINE = """
+from jax_ppo.data import sources, tokenizer
+for attempt in (lambda: sources.load_examples("hf:openai/gsm8k/main/train.parquet"),
+                lambda: tokenizer.load_tokenizer("Qwen/Qwen2.5-0.5B")):
+    try:
+        attempt()
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_without_a_network_the_error_comes_at_once_and_says_what_to_do(tmp_path, request):
+    """Regression: the hub's own client retries for minutes."""
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path),
+                   "PYTHONPATH": str(request.config.rootpath)}
+    environment.pop("HF_HUB_OFFLINE", None)
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", OFFLINE], env=environment, capture_output=True, text=True, timeout=60)
+    assert time.monotonic() - start < 20
+    data, tokenizer = done.stdout.strip().splitlines()
+    assert data.startswith("config.data.train_files: the data set openai/gsm8k at revision main is not on this "
+                           "machine and "
+                           "the Hugging Face hub can not be reached (")
+    assert tokenizer.startswith("config.model.tokenizer_path: the model Qwen/Qwen2.5-0.5B at revision main is not on "
+                                "this")
+    assert "Give a local path in config.model.tokenizer_path, or run once with a network" in tokenizer
+
+
+@pytest.fixture
+def fake_hub(monkeypatch, tmp_path):
+    """A hub with one data set, whose cache is tmp_path. `down` set takes the network away."""
+    state = types.SimpleNamespace(down=False, error=None)
+    names = ["README.md", "main/train.jsonl", "main/test.jsonl"]
+
+    def repo_info(self, repo_id, **_):
+        if state.down:
+            raise ConnectionError("no route to host")
+        if state.error:
+            raise state.error
+        return types.SimpleNamespace(siblings=[types.SimpleNamespace(rfilename=name) for name in names])
+
+    def snapshot_download(repo_id, repo_type, revision, allow_patterns, local_files_only=False, etag_timeout=None):
+        assert (repo_id, repo_type, revision) == ("owner/name", "dataset", "main")
+        if local_files_only and not any(tmp_path.iterdir()):
+            raise FileNotFoundError("not in the cache")
+        for name in set(allow_patterns) & set(names) if not local_files_only else ():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text('{"question": "q", "answer": "#### 5"}\n')
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", repo_info)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return state
+
+
+def test_a_file_of_the_hub_is_read_and_cached(fake_hub):
+    (example,) = sources.load_examples("hf:owner/name/main/train.jsonl")
+    assert example.ground_truth == "5"
+    fake_hub.down = True
+    assert sources.load_examples("hf:owner/name/main/train.jsonl") == [example]
+    with pytest.raises(DataError, match="has no file main/test.jsonl"):
+        hub.download_file("owner/name", "main/test.jsonl", "option")
+
+
+def test_a_file_that_the_repository_has_not(fake_hub):
+    with pytest.raises(DataError, match="train_files: .* no file main/trian.jsonl. Did you mean 'main/train.jsonl'?"):
+        sources.load_examples("hf:owner/name/main/trian.jsonl")
+
+
+def test_a_repository_that_the_hub_has_not(fake_hub):
+    response = types.SimpleNamespace(headers={}, request=None, status_code=404)
+    fake_hub.error = errors.RepositoryNotFoundError("404", response=response)
+    with pytest.raises(DataError, match="the hub has no data set 'owner/name' at revision 'main', or .* logging in"):
+        sources.load_examples("hf:owner/name/main/train.jsonl")

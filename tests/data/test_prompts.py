@@ -1,0 +1,157 @@
+import logging
+
+import numpy as np
+import pytest
+
+from jax_ppo.data.errors import DataError
+from jax_ppo.data.prompts import PromptBatches, PromptDataset, bucket, evaluation_batches, tokenize
+from jax_ppo.types import Example
+
+
+def examples(*prompts):
+    return [Example(prompt, "stories") for prompt in prompts]
+
+
+def dataset(rows, max_prompt_length=64):
+    tokens = [np.full(1 + i % 7, i, np.int32) for i in range(rows)]
+    return PromptDataset(tuple(examples(*map(str, range(rows)))), tokens, max_prompt_length)
+
+
+def take(batches, count):
+    return [next(batches).indices.tolist() for _ in range(count)]
+
+
+def test_bucket():
+    lengths = (1, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 192, 193, 257, 384, 385, 513, 769, 1025)
+    widths = [16, 16, 32, 32, 64, 64, 96, 96, 128, 128, 192, 192, 256, 384, 384, 512, 768, 1024, 1536]
+    assert [bucket(length, 4096) for length in lengths] == widths
+    assert bucket(40, 50) == 50
+    assert bucket(3, 8) == 8
+
+
+def test_a_batch_by_hand():
+    data = PromptDataset(tuple(examples("a", "b")), [np.array([5, 6, 7]), np.array([8])], max_prompt_length=4)
+    batch = next(PromptBatches(data, 2, shuffle=False))
+    np.testing.assert_array_equal(batch.prompts.tokens, [[5, 6, 7, 0], [8, 0, 0, 0]])
+    np.testing.assert_array_equal(batch.prompts.lengths, [3, 1])
+    assert batch.prompts.tokens.dtype == batch.prompts.lengths.dtype == np.int32
+    assert batch.examples == data.examples
+    assert batch.count == 2
+
+
+@pytest.mark.parametrize(("truncation", "kept"), [("left", "cdefg"), ("right", "abcde"), ("middle", "abefg")])
+def test_truncation_is_applied(letters, truncation, kept):
+    """Regression: verl's data.truncation was read and never applied."""
+    data = tokenize(examples("abcdefg", "abcde"), letters, max_prompt_length=5, filter_overlong_prompts=False,
+                    truncation=truncation)
+    assert ["".join(map(chr, ids)) for ids in data.tokens] == [kept, "abcde"]
+    assert data.tokens[0].dtype == np.int32
+
+
+def test_truncation_error_names_row_length_and_option(letters):
+    with pytest.raises(DataError) as error:
+        tokenize(examples("abc", "abcdefg"), letters, max_prompt_length=5, filter_overlong_prompts=False)
+    for words in ("config.data.train_files, example 2", "7 tokens", "config.data.max_prompt_length=5",
+                  "config.data.filter_overlong_prompts", "config.data.truncation"):
+        assert words in str(error.value)
+
+
+def test_overlong_prompts_are_dropped_and_counted(letters, caplog):
+    with caplog.at_level(logging.WARNING):
+        data = tokenize(examples("abc", "abcdefg", "x"), letters, max_prompt_length=5, name="config.data.val_files")
+    assert [e.prompt for e in data.examples] == ["abc", "x"]
+    assert "config.data.val_files: dropped 1 of 3 prompts, longer than config.data.max_prompt_length=5" in caplog.text
+
+
+def test_nothing_left_is_refused(letters):
+    with pytest.raises(DataError, match="no prompt is left of 2; 2 are longer than config.data.max_prompt_length=2"):
+        tokenize(examples("abc", "def"), letters, max_prompt_length=2)
+    with pytest.raises(DataError, match="no prompt is left of 0"):
+        tokenize([], letters, max_prompt_length=2)
+
+
+@pytest.mark.parametrize("prompt", ["", " \n", ({"role": "user", "content": ""},)])
+def test_an_empty_prompt_is_refused(letters, prompt):
+    with pytest.raises(DataError, match="config.data.train_files, example 2: the prompt is empty"):
+        tokenize(examples("abc", prompt), letters, max_prompt_length=9)
+
+
+def test_an_epoch_gives_each_row_once_in_a_fresh_order():
+    batches = PromptBatches(dataset(12), 4, seed=1)
+    assert batches.steps_per_epoch == 3
+    first, second = (sum(take(batches, 3), []) for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(12))
+    assert first != second != list(range(12))
+    assert sum(take(PromptBatches(dataset(12), 4, seed=1), 3), []) == first
+    assert sum(take(PromptBatches(dataset(12), 4, seed=2), 3), []) != first
+
+
+def test_without_shuffle_the_order_is_the_rows_own():
+    assert take(PromptBatches(dataset(5), 2, shuffle=False), 4) == [[0, 1], [2, 3], [0, 1], [2, 3]]
+
+
+def test_the_rest_of_an_epoch_is_dropped():
+    batches = PromptBatches(dataset(11), 4, seed=1)
+    assert batches.steps_per_epoch == 2
+    take(batches, 2)
+    assert batches.epoch == 1
+    order = np.random.default_rng([1, 1]).permutation(11).tolist()
+    assert take(batches, 2) == [order[:4], order[4:8]]
+
+
+def test_repeat_false_ends_after_one_epoch():
+    batches = PromptBatches(dataset(5), 2, shuffle=False, repeat=False)
+    assert [batch.indices.tolist() for batch in batches] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("rows", [11, 12])
+@pytest.mark.parametrize("done", range(8))
+def test_a_saved_position_goes_on_identically(rows, done):
+    """Regression: the place in the data was lost on resume (OpenRLHF, tunix#2288), or the run ended (verl#5725)."""
+    undisturbed = PromptBatches(dataset(rows), 4, seed=7)
+    take(undisturbed, done)
+    resumed = PromptBatches(dataset(rows), 4, seed=7, position=int(undisturbed.position))
+    assert resumed.epoch == undisturbed.epoch
+    assert take(resumed, 9) == take(undisturbed, 9)
+    assert resumed.position == undisturbed.position
+
+
+def test_a_saved_position_holds_for_another_batch_size():
+    first = PromptBatches(dataset(12), 4, seed=7)
+    given = sum(take(first, 1), [])
+    rest = sum(take(PromptBatches(dataset(12), 2, seed=7, position=first.position), 4), [])
+    assert sorted(given + rest) == list(range(12))
+    order = np.random.default_rng([7, 0]).permutation(12).tolist()
+    assert given + rest == order
+    larger = PromptBatches(dataset(12), 10, seed=7, position=first.position)
+    assert larger.epoch == 1
+    assert next(larger).indices.tolist() == np.random.default_rng([7, 1]).permutation(12)[:10].tolist()
+
+
+def test_fewer_rows_than_a_batch_are_refused():
+    """Not an endless loop that yields nothing."""
+    with pytest.raises(DataError, match="data.train_files has 3 prompts, and config.data.train_batch_size=4 asks"):
+        PromptBatches(dataset(3), 4)
+    with pytest.raises(DataError, match="position=-1"):
+        PromptBatches(dataset(3), 2, position=-1)
+
+
+def test_evaluation_counts_each_row_once():
+    batches = list(evaluation_batches(dataset(7), 3))
+    assert [b.indices.tolist() for b in batches] == [[0, 1, 2], [3, 4, 5], [6, 6, 6]]
+    assert [b.count for b in batches] == [3, 3, 1]
+    assert all(b.prompts.tokens.shape[0] == len(b.examples) == 3 for b in batches)
+    (small,) = evaluation_batches(dataset(2), 5)
+    assert (small.indices.tolist(), small.count) == ([0, 1, 0, 1, 0], 2)
+
+
+def test_real_gsm8k_prompts(real_data, trained):
+    from jax_ppo.data.sources import load_examples
+
+    found = load_examples(str(real_data("gsm8k/test.jsonl")))[:200]
+    data = tokenize(found, trained[0], max_prompt_length=256)
+    batch = next(PromptBatches(data, 16))
+    assert batch.prompts.tokens.shape[1] == bucket(int(batch.prompts.lengths.max()), 256)
+    for row, example in enumerate(batch.examples):
+        ids = batch.prompts.tokens[row, : batch.prompts.lengths[row]].tolist()
+        assert ids == trained[0].encode(example.prompt[0]["content"])

@@ -1,0 +1,220 @@
+import gzip
+import json
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jax_ppo.data import sources
+from jax_ppo.data.errors import DataError
+from jax_ppo.data.sources import load_examples
+
+GSM8K = [{"question": "How many?", "answer": "Two and two.\n2+2=<<2+2=4>>4\n#### 4"},
+         {"question": "How much?", "answer": "It costs\n#### 1,234"},
+         {"question": "Café?", "answer": "below zero\n#### -7"}]
+VERL = [{"data_source": "openai/gsm8k", "ability": "math",
+         "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}],
+         "reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"index": 0, "split": "train"}},
+        {"data_source": "arithmetic", "ability": "math", "prompt": [{"role": "user", "content": "3+3?"}],
+         "reward_model": {"style": "rule", "ground_truth": "6"}, "extra_info": {"index": 1, "split": "train"}}]
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def write_parquet(path, rows):
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def write_gzip(path, rows):
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return str(path)
+
+
+WRITERS = [("a.jsonl", write_lines), ("a.jsonl.gz", write_gzip), ("a.parquet", write_parquet)]
+
+
+@pytest.mark.parametrize(("name", "write"), WRITERS)
+def test_rows_of_gsm8ks_form(tmp_path, name, write):
+    examples = load_examples(write(tmp_path / name, GSM8K), instruction="Think.")
+    assert [e.prompt for e in examples] == [({"role": "user", "content": text},)
+                                            for text in ("How many? Think.", "How much? Think.", "Café? Think.")]
+    assert [e.ground_truth for e in examples] == ["4", "1234", "-7"]
+    assert {e.data_source for e in examples} == {"openai/gsm8k"}
+
+
+def test_no_instruction_leaves_no_blank(tmp_path):
+    assert load_examples(write_lines(tmp_path / "a.jsonl", GSM8K))[0].prompt[0]["content"] == "How many?"
+
+
+@pytest.mark.parametrize(("name", "write"), WRITERS)
+def test_rows_of_verls_form_round_trip(tmp_path, name, write):
+    examples = load_examples(write(tmp_path / name, VERL))
+    assert [e.prompt for e in examples] == [tuple(row["prompt"]) for row in VERL]
+    assert [e.data_source for e in examples] == ["openai/gsm8k", "arithmetic"]
+    assert [e.ground_truth for e in examples] == ["4", "6"]
+    assert [e.extra_info for e in examples] == [row["extra_info"] for row in VERL]
+
+
+def test_verls_prompt_may_be_text_under_another_key(tmp_path):
+    row = {"data_source": "x", "text": "hello", "reward_model": {"ground_truth": 3}}
+    path = write_lines(tmp_path / "a.jsonl", [row])
+    (example,) = load_examples(path, prompt_key="text")
+    assert (example.prompt, example.ground_truth, example.extra_info) == ("hello", "3", {})
+
+
+def test_several_sources_follow_each_other(tmp_path):
+    examples = load_examples(f"{write_lines(tmp_path / 'a.jsonl', GSM8K)}, stories:2,arithmetic:3:heldout")
+    assert [e.data_source for e in examples] == ["openai/gsm8k"] * 3 + ["stories"] * 2 + ["arithmetic"] * 3
+    assert examples[-1].extra_info["split"] == "heldout"
+
+
+def test_real_gsm8k_is_read_whole(real_data):
+    train, test = (load_examples(str(real_data(f"gsm8k/{name}.jsonl"))) for name in ("train", "test"))
+    assert (len(train), len(test)) == (7473, 1319)
+    assert test[0].ground_truth == "18"
+    assert test[0].prompt[0]["content"].startswith("Janet")
+
+
+@pytest.mark.parametrize(("spec", "words"), [
+    ("", ["config.data.train_files=''", "arithmetic:COUNT"]),
+    ("arithmatic:8", ["config.data.train_files='arithmatic:8'", "Did you mean 'arithmetic'?"]),
+    ("data.csv", [".jsonl, .jsonl.gz, .parquet"]),
+    ("arithmetic:some", ["at least 1", "'some'"]),
+    ("arithmetic:0", ["at least 1", "'0'"]),
+    ("stories:8:held_out", ["stories:8:heldout", "'held_out'"]),
+    ("hf:gsm8k/train.parquet", ["hf:OWNER/NAME/FILE"]),
+    ("hf:openai/gsm8k/README.md", ["hf:OWNER/NAME/FILE"]),
+    ("tfds:gsm8k", ["tfds:NAME/SPLIT"]),
+])
+def test_a_wrong_specification_is_explained(spec, words):
+    with pytest.raises(DataError) as error:
+        load_examples(spec)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_missing_file_names_the_option_the_path_and_the_nearest(tmp_path):
+    write_lines(tmp_path / "train.jsonl", GSM8K)
+    with pytest.raises(DataError) as error:
+        load_examples(f"{tmp_path}/trian.jsonl", option="config.data.val_files")
+    assert str(error.value) == (f"config.data.val_files: there is no file {tmp_path}/trian.jsonl. "
+                                "Did you mean 'train.jsonl'?")
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(DataError, match="nor a folder .*/nowhere"):
+        load_examples(f"{tmp_path}/nowhere/train.jsonl")
+
+
+def test_a_malformed_line_is_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('\n{"question": "q", "answer": "#### 1"}\n{"question": "q", \n')
+    with pytest.raises(DataError, match="a.jsonl:3: not JSON"):
+        load_examples(str(path))
+
+
+@pytest.mark.parametrize(("row", "words"), [
+    ({"text": "x", "label": 1}, ["a.jsonl:2", "text, label", "GSM8K's form", "verl's (data_source, prompt"]),
+    ([1], ["a.jsonl:2", "expected a JSON object, got list"]),
+    ({"question": "q", "answer": "seven"}, ["a.jsonl:2", "no `#### N`", "'seven'"]),
+    ({"question": "q", "answer": 7}, ["a.jsonl:2", "must be text", "int"]),
+    ({"data_source": "x", "prompts": "p", "reward_model": {}},
+     ["config.data.prompt_key='prompt'", "Did you mean 'prompts'?"]),
+    ({"data_source": "x", "prompt": [{"role": "user"}], "reward_model": {}}, ["a.jsonl:2", "role and content"]),
+    ({"data_source": "x", "prompt": [], "reward_model": {}}, ["a.jsonl:2", "text or a list of messages"]),
+    ({"data_source": "x", "prompt": "p", "reward_model": "4"}, ["a.jsonl:2", "reward_model must hold"]),
+])
+def test_a_wrong_row_is_named(tmp_path, row, words):
+    path = write_lines(tmp_path / "a.jsonl", [GSM8K[0], row])
+    with pytest.raises(DataError) as error:
+        load_examples(path)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_wrong_row_of_parquet_is_named(tmp_path):
+    with pytest.raises(DataError, match="a.parquet, row 1: found the columns text; expected GSM8K's form"):
+        load_examples(write_parquet(tmp_path / "a.parquet", [{"text": "x"}]))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("a.parquet", "Parquet"), ("a.jsonl.gz", "gzipped"), ("a.jsonl", "UTF-8")])
+def test_a_broken_file_is_named(tmp_path, name, kind):
+    (tmp_path / name).write_bytes(b"\xff\xfenot what it says")
+    with pytest.raises(DataError, match=f"{name}.*can not be read as .*{kind}"):
+        load_examples(str(tmp_path / name))
+
+
+def test_an_empty_file_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n")
+    with pytest.raises(DataError, match="config.data.train_files: .*a.jsonl holds no rows"):
+        load_examples(str(tmp_path / "a.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def tfds_folder(tmp_path_factory):
+    """A folder with the rows above as TFDS array records, question and answer, and messages."""
+    tfds = pytest.importorskip("tensorflow_datasets")
+    text = tfds.features.Text()
+
+    class RoomTestSums(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version("1.0.0")
+        FEATURES = {"question": text, "answer": text}
+        ROWS = GSM8K
+
+        def _info(self):
+            return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(self.FEATURES))
+
+        def _split_generators(self, downloads):
+            return {"train": self._generate_examples()}
+
+        def _generate_examples(self):
+            yield from enumerate(self.ROWS)
+
+    class RoomTestChats(RoomTestSums):
+        FEATURES = {"data_source": text, "prompt": tfds.features.Sequence({"role": text, "content": text}),
+                    "reward_model": {"style": text, "ground_truth": text}}
+        ROWS = [{name: row[name] for name in ("data_source", "prompt", "reward_model")} for row in VERL]
+
+    folder = tmp_path_factory.mktemp("tfds")
+    for builder in (RoomTestSums, RoomTestChats):
+        builder(data_dir=folder, file_format="array_record").download_and_prepare()
+    return str(folder)
+
+
+def test_tfds_is_read_without_tensorflow(tfds_folder, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", tfds_folder)
+    sums = load_examples("tfds:room_test_sums/train")
+    assert sorted(e.ground_truth for e in sums) == ["-7", "1234", "4"]
+    assert "Café?" in {e.prompt[0]["content"] for e in sums}
+    chats = load_examples("tfds:room_test_chats:1.0.0/train")
+    assert sorted(len(e.prompt) for e in chats) == [1, 2]
+    assert {e.ground_truth for e in chats} == {"4", "6"}
+    assert len(load_examples("tfds:room_test_sums/train[:2]")) == 2
+    assert "tensorflow" not in sys.modules
+
+
+def test_tfds_rows_that_got_lost_are_noticed(tfds_folder, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", tfds_folder)
+    whole = sources._tfds_source("room_test_sums", "train", "option")
+
+    class Short:
+        dataset_info = whole.dataset_info
+
+        def __len__(self):
+            return 2
+
+    monkeypatch.setattr(sources, "_tfds_source", lambda *_: Short())
+    with pytest.raises(DataError, match="2 rows can be read, but the data set's own record says 3"):
+        load_examples("tfds:room_test_sums/train")
+
+
+def test_tfds_errors(tfds_folder, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", tfds_folder)
+    with pytest.raises(DataError, match="TFDS knows no data set 'room_test_sumz'.* Did you mean 'room_test_sums'"):
+        load_examples("tfds:room_test_sumz/train")
+    with pytest.raises(DataError, match="config.data.train_files='tfds:room_test_sums/trian': Unknown split 'trian'"):
+        load_examples("tfds:room_test_sums/trian")

@@ -1,0 +1,131 @@
+import json
+import shutil
+
+import pytest
+from transformers import AutoTokenizer
+
+from jax_ppo.data import arithmetic
+from jax_ppo.data.errors import DataError
+from jax_ppo.data.tokenizer import encode_prompt, load_tokenizer, train_tokenizer
+
+CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tom has 3 apples."})
+TEMPLATE = ("<s>{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+            "{% if add_generation_prompt %}[assistant]{% endif %}")
+
+
+def test_trained_tokenizer_round_trips(trained):
+    made, _ = trained
+    for prompt, response in arithmetic.worked_examples(300, 0.5, seed=9):
+        assert made.decode(made.encode(prompt + response)) == prompt + response
+        assert made.encode(prompt) + made.encode(response) == made.encode(prompt + response)
+
+
+def test_trained_tokenizer_splits_digits_and_keeps_responses_short(trained):
+    made, _ = trained
+    assert made.convert_ids_to_tokens(made.encode("109")) == ["1", "0", "9"]
+    lengths = {len(made.encode(arithmetic.problem(i, "train").careful)) for i in range(300)}
+    assert 16 <= min(lengths) <= max(lengths) <= 24
+    assert [made.convert_tokens_to_ids(t) for t in ("<pad>", "<eos>", "<unk>")] == [0, 1, 2]
+    assert (made.pad_token_id, made.eos_token_id) == (0, 1)
+    assert len(made) <= 256
+
+
+@pytest.mark.parametrize("model_type", [None, "llama"])
+def test_trained_tokenizer_is_the_same_when_loaded(trained, tmp_path, model_type):
+    made, folder = trained
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    if model_type:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": len(made)}))
+    for loaded in (load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)):
+        for index in range(100):
+            text = arithmetic.problem(index, "heldout").prompt
+            assert loaded.encode(text) == made.encode(text)
+        assert (loaded.pad_token_id, loaded.eos_token_id) == (0, 1)
+
+
+def test_a_large_vocabulary_holds_every_byte(tmp_path):
+    made = train_tokenizer(["one two three"], 512, tmp_path)
+    text = "Ünïcødé ☃ 10 \x00\n\t"
+    assert made.decode(made.encode(text)) == text
+
+
+def test_a_small_vocabulary_says_what_it_does_not_know(trained):
+    made, _ = trained
+    assert made.unk_token_id in made.encode("☃")
+
+
+def test_a_vocabulary_too_small_for_the_characters_is_refused(tmp_path):
+    with pytest.raises(DataError, match="config.model.create.vocab_size=32: .* need 39 tokens"):
+        train_tokenizer(["abcdefghijklmnopqrstuvwxyz"], 32, tmp_path)
+
+
+def test_tinystories_prompt_begins_with_bos(real_data):
+    loaded = load_tokenizer(str(real_data("tinystories-260k")))
+    ids = encode_prompt(loaded, "Once upon a time, there was a little girl named Lily.")
+    assert ids == [1, 403, 407, 261, 378, 432, 383, 286, 261, 376, 298, 315, 421, 395, 317, 426]
+
+
+@pytest.fixture
+def with_specials(tmp_path):
+    """A tokenizer that puts <s> before and <eos> after a text, and has a chat template that writes <s> itself."""
+    from tokenizers import processors
+
+    made = train_tokenizer(["[system] [user] [assistant] Be brief. Tom has 3 apples.\n"], 512, tmp_path)
+    made.add_special_tokens({"bos_token": "<s>"})
+    bos, eos = made.bos_token_id, made.eos_token_id
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A <eos>", special_tokens=[("<s>", bos), ("<eos>", eos)])
+    made.chat_template = TEMPLATE
+    assert made.encode("Tom") == [bos, *made.encode("Tom", add_special_tokens=False), eos]
+    return made
+
+
+def test_a_prompt_has_the_tokenizers_bos_but_no_eos(with_specials):
+    made = with_specials
+    assert encode_prompt(made, "Tom") == [made.bos_token_id, *made.encode("Tom", add_special_tokens=False)]
+    assert encode_prompt(made, CHAT, chat_template=False) == encode_prompt(made, "Be brief.\nTom has 3 apples.")
+
+
+def test_a_chat_template_writes_bos_once(with_specials):
+    made = with_specials
+    ids = encode_prompt(made, CHAT)
+    assert ids.count(made.bos_token_id) == 1
+    assert made.decode(ids) == "<s>[system] Be brief.\n[user] Tom has 3 apples.\n[assistant]"
+    assert encode_prompt(made, "Tom")[1:] == made.encode("Tom", add_special_tokens=False), "text is no chat"
+
+
+def test_a_named_bos_is_not_added_where_the_tokenizer_adds_none(trained):
+    """GPT-2 and Qwen2 name tokens that their models never saw at the start of a text."""
+    made, folder = trained
+    loaded = AutoTokenizer.from_pretrained(folder, bos_token="<eos>")
+    assert loaded.bos_token_id == 1
+    assert encode_prompt(loaded, "Tom has 3 apples") == made.encode("Tom has 3 apples")
+
+
+def test_a_folder_that_is_missing(tmp_path):
+    (tmp_path / "tiny-model").mkdir()
+    with pytest.raises(DataError) as error:
+        load_tokenizer(f"{tmp_path}/tiny-modle", option="config.model.path")
+    assert str(error.value).startswith(f"config.model.path='{tmp_path}/tiny-modle': there is no such folder")
+    assert str(error.value).endswith("Did you mean 'tiny-model'?")
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    (tmp_path / "model.safetensors").write_text("")
+    with pytest.raises(DataError, match="which holds model.safetensors. Expected tokenizer.json"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_no_path():
+    with pytest.raises(DataError, match="config.model.tokenizer_path='': must be set"):
+        load_tokenizer("")
+
+
+def test_code_of_a_repository_is_not_run(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(
+        {"auto_map": {"AutoTokenizer": ["mine.Mine", None]}, "tokenizer_class": "Mine"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine"}))
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass\n")
+    with pytest.raises(DataError, match="no code of its own"):
+        load_tokenizer(str(tmp_path))
+    assert not (tmp_path / "ran").exists()
