@@ -1,0 +1,1 @@
+"""Scores of responses: rules on the host, by data source or of one's own."""

@@ -1,0 +1,161 @@
+import logging
+import math
+
+import numpy as np
+import pytest
+
+from jax_ppo.rewards.custom import RewardError, to_result
+from jax_ppo.rewards.registry import check_sources, resolve, score_batch
+from jax_ppo.rewards.rules import RewardResult
+from jax_ppo.types import Example
+
+GSM8K = Example("q", "openai/gsm8k", "42")
+SUM = Example("q", "arithmetic", "5")
+STORY = Example("Once", "stories")
+
+MODULE = """
+import numpy as np
+
+def by_length(data_source, solution_str, ground_truth, extra_info=None):
+    return len(solution_str)
+
+def echo(**given):
+    return {"score": 0.5, "acc": True, "arguments": len(given), "pred": given["solution_str"] + given["ground_truth"]}
+
+def stumbles(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "bad":
+        raise KeyError("stumbled here")
+    return {"nan": float("nan"), "inf": np.inf, "huge": 1e39, "text": "0.5", "none": None}.get(solution_str,
+    np.float64(0.49))
+
+def three(data_source, solution_str, ground_truth):
+    return 0.0
+
+_hidden = NUMBER = 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path):
+    """The path of a file with the reward functions above."""
+    path = tmp_path / "mine.py"
+    path.write_text(MODULE)
+    return str(path)
+
+
+def test_the_built_in_rule_goes_by_the_data_source():
+    batch = score_batch(resolve(), [GSM8K, SUM, STORY, GSM8K], ["#### 42.0", "#### 6", "a happy friend", "42"])
+    np.testing.assert_array_equal(batch.scores, np.float32([1, 0, 0.4, 0]))
+    np.testing.assert_array_equal(batch.correct, [1, 0, math.nan, 0])
+    np.testing.assert_array_equal(batch.extra["answered"], [1, 1, math.nan, 0])
+    np.testing.assert_array_equal(batch.extra["joyful_words"], [math.nan, math.nan, 2, math.nan])
+    assert batch.failures == 0
+
+
+def test_strict_and_flexible_are_both_reachable():
+    """Regression: verl#7789."""
+    responses = ["so it is 42"]
+    assert score_batch(resolve("", "strict"), [GSM8K], responses).scores == [0]
+    assert score_batch(resolve("", "flexible"), [GSM8K], responses).scores == [1]
+    with pytest.raises(RewardError, match="config.reward.gsm8k_method='flexibel'.* Did you mean 'flexible'?"):
+        resolve("", "flexibel")
+
+
+def test_a_function_of_a_file(module):
+    batch = score_batch(resolve(f"{module}:by_length"), [GSM8K, STORY], ["abc", ""])
+    np.testing.assert_array_equal(batch.scores, [3, 0])
+    assert np.isnan(batch.correct).all()
+    assert (batch.failures, batch.extra) == (0, {})
+
+
+def test_a_function_of_an_importable_module(module, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    batch = score_batch(resolve("mine:echo"), [GSM8K], ["abc"])
+    assert (batch.scores, batch.correct) == ([0.5], [1])
+    assert batch.extra == {"arguments": [4]}, "what is no number is left out"
+
+
+def test_scores_are_float32_end_to_end(module):
+    """Regression: rewards cut to whole numbers, 0.49 to 0 (tunix 0.1.7)."""
+    batch = score_batch(resolve(f"{module}:stumbles"), [GSM8K], ["fine"])
+    assert batch.scores.dtype == batch.correct.dtype == np.float32
+    assert batch.scores[0] == np.float32(0.49)
+
+
+def test_a_failing_sample_costs_nobody_else_anything(module, caplog):
+    """Regression: one crashing score stopped the run, or scored the whole batch 0 (verl#6673, trl#5281, AReaL#1426)."""
+    responses = ["fine", "bad", "nan", "inf", "huge", "text", "none", "fine"]
+    examples = [Example("q", "mine", "4", {"index": i}) for i in range(8)]
+    with caplog.at_level(logging.WARNING):
+        batch = score_batch(resolve(f"{module}:stumbles"), examples, responses, fallback_score=-1.0)
+    np.testing.assert_array_equal(batch.scores, np.float32([0.49, -1, -1, -1, -1, -1, -1, 0.49]))
+    assert batch.failures == 6
+    (record,) = caplog.records
+    message = record.getMessage()
+    for words in ("6 of 8 responses", "config.reward.fallback_score=-1", "row 1 of the batch, data_source='mine'",
+                  "'index': 1", "response ending in 'bad'", "Traceback", "KeyError: 'stumbled here'", "mine.py"):
+        assert words in message
+
+
+def test_a_built_in_rule_that_can_not_be_had_is_a_failure_of_that_sample():
+    batch = score_batch(resolve(), [Example("q", "unknown"), SUM], ["x", "#### 5"], fallback_score=0.25)
+    np.testing.assert_array_equal(batch.scores, [0.25, 1])
+    assert batch.failures == 1
+
+
+def test_as_many_responses_as_examples():
+    with pytest.raises(ValueError, match="zip"):
+        score_batch(resolve(), [SUM], ["a", "b"])
+
+
+def test_nothing_to_score():
+    batch = score_batch(resolve(), [], [])
+    assert batch.scores.shape == batch.correct.shape == (0,)
+
+
+@pytest.mark.parametrize(("value", "result"), [
+    (1, RewardResult(1.0)), (True, RewardResult(1.0)), (np.float32(0.5), RewardResult(0.5)),
+    (np.array([0.5]), RewardResult(0.5)), (np.array(0.5), RewardResult(0.5)), ({"score": 0.5}, RewardResult(0.5)),
+    ({"score": 2, "acc": 0}, RewardResult(2.0, False)), ({"score": 0, "acc": np.bool_(True)}, RewardResult(0.0, True)),
+    ({"score": 0, "acc": float("nan"), "format": True, "pred": "7"}, RewardResult(0.0, None, {"format": 1.0}))])
+def test_what_a_function_may_return(value, result):
+    assert to_result(value) == result
+
+
+@pytest.mark.parametrize("value", ["1", None, [1.0], {"reward": 1.0}, {}, {"score": "1"}, {"score": None}, np.ones(2)])
+def test_what_a_function_may_not_return(value):
+    with pytest.raises(TypeError, match="the reward function returned"):
+        to_result(value)
+
+
+@pytest.mark.parametrize(("function", "words"), [
+    ("by_length", "expected module:function or path/to/file.py:function"),
+    ("FILE:by_lenght", "has no function 'by_lenght'; it has by_length, echo, stumbles, three. Did you mean "
+                       "'by_length'?"),
+    ("FILE:NUMBER", "has no function 'NUMBER'"),
+    ("FILE:three", "but takes (data_source, solution_str, ground_truth): got an unexpected keyword argument "
+                   "'extra_info'"),
+    ("FOLDER/mien.py:echo", "there is no file"),
+    ("FOLDER/mien.py:echo", "Did you mean 'mine.py'?"),
+    ("FOLDER/broken.py:echo", "importing FOLDER/broken.py failed: ZeroDivisionError"),
+    ("no_such_module_here:echo", "ModuleNotFoundError: No module named 'no_such_module_here'. Expected a module that"),
+])
+def test_a_wrong_function_is_explained_before_the_run(module, tmp_path, function, words):
+    (tmp_path / "broken.py").write_text("1 / 0")
+    function = function.replace("FILE", module).replace("FOLDER", str(tmp_path))
+    with pytest.raises(RewardError) as error:
+        resolve(function)
+    assert str(error.value).startswith(f"config.reward.function={function!r}: ")
+    assert words.replace("FOLDER", str(tmp_path)) in str(error.value)
+
+
+def test_check_sources():
+    check_sources([GSM8K, SUM, STORY])
+    check_sources([Example("q", "anything", "x")], "mine:echo")
+    with pytest.raises(RewardError) as error:
+        check_sources([SUM, Example("q", "openai/gsm8")])
+    for words in ("example 2: data_source='openai/gsm8'", "'openai/gsm8k', 'arithmetic', 'stories'",
+                  "config.reward.function=module:function", "Did you mean 'openai/gsm8k'?"):
+        assert words in str(error.value)
+    with pytest.raises(RewardError, match="example 1: ground_truth='five' is not a number"):
+        check_sources([Example("q", "arithmetic", "five")])
