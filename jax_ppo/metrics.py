@@ -1,0 +1,338 @@
+"""What a run tells: figures in files, lines and tables on the console, curves in a picture.
+
+Everything is written by the main process alone. `training_metrics.csv` is the record: a row for each step, to full
+precision, the same after an interruption as without one (but for the seconds that things took).
+"""
+
+import contextlib
+import csv
+import importlib.metadata
+import itertools
+import json
+import math
+import os
+import platform
+import shutil
+import sys
+import time
+import unicodedata
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tqdm
+
+from jax_ppo import distributed
+
+# before the figure, metric, width, format, after it
+CONSOLE = (
+    ("reward ", "reward/mean", 6, ".3f", ""),
+    ("acc ", "reward/accuracy", 5, ".3f", ""),
+    ("kl ", "kl/reference", 6, ".4f", ""),
+    ("ent ", "actor/entropy", 5, ".3f", ""),
+    ("len ", "response_length/mean", 4, ".0f", ""),
+    ("clip ", "actor/clip_fraction", 5, ".3f", ""),
+    ("grads ", "actor/grad_norm", 5, ".3g", ""),
+    ("", "critic/grad_norm", 5, ".3g", ""),
+    ("", "seconds/step", 5, ".2f", " s"),
+    ("", "tokens_per_second", 7, ",.0f", " tok/s"),
+)
+OPTIONAL = ("reward/accuracy",)  # left out where there is none; a dash in place of the others keeps the columns
+
+# title, vertical axis, {legend: metric}
+PANELS = (
+    ("reward", "score", {"mean": "reward/mean", "evaluation": "eval/reward_mean"}),
+    ("accuracy", "share of responses", {"training": "reward/accuracy", "evaluation": "eval/accuracy"}),
+    ("KL to the reference", "nats per token", {"KL": "kl/reference"}),
+    ("entropy", "nats per token", {"entropy": "actor/entropy"}),
+    ("response length", "tokens", {"mean": "response_length/mean", "max": "response_length/max"}),
+    ("clip fraction", "share of tokens", {"actor": "actor/clip_fraction", "critic": "critic/clip_fraction"}),
+    ("explained variance", "share", {"critic": "critic/explained_variance"}),
+    ("losses", "loss", {"actor": "actor/loss", "critic": "critic/loss"}),
+)
+
+
+def say(text: str) -> None:
+    """Prints a line, on the main process."""
+    if distributed.is_main():
+        print(text, flush=True)
+
+
+class CurveFile:
+    """training_metrics.csv: `step`, then the metrics by name; a row a step, empty where it has no such metric."""
+
+    def __init__(self, path: Path, steps_done: int):
+        """Opens the file of a run that begins (0 steps done), or goes on: rows of later steps are dropped."""
+        self._path = path
+        rows = [row for row in read_curves(path) if int(row["step"]) <= steps_done] if steps_done else []
+        self._rewrite(rows)
+
+    def write(self, step: int, figures: dict[str, float]) -> None:
+        """Adds a row, or figures to the last row if that is of the same step."""
+        row = {"step": str(step)} | {name: repr(float(value)) for name, value in figures.items()}
+        if step != self._last_step and row.keys() <= set(self._columns):
+            with self._path.open("a", newline="") as file:
+                csv.DictWriter(file, self._columns, lineterminator="\n").writerow(row)
+            self._last_step = step
+            return
+        rows = read_curves(self._path)
+        if step == self._last_step:
+            row = rows.pop() | row
+        self._rewrite([*rows, row])
+
+    def _rewrite(self, rows):
+        names = {name for row in rows for name, value in row.items() if value} - {"step"}
+        self._columns = ["step", *sorted(names)]
+        self._last_step = int(rows[-1]["step"]) if rows else None
+        with _replacing(self._path) as temporary, temporary.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self._columns, extrasaction="ignore", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+def read_curves(path: Path) -> list[dict[str, str]]:
+    """The rows of training_metrics.csv; none if it does not exist. A last line that a crash cut short is left out."""
+    if not path.exists():
+        return []
+    whole, _, _ = path.read_text().rpartition("\n")
+    return list(csv.DictReader(whole.splitlines()))
+
+
+class MetricsLog:
+    """Writes the figures of each step to training_metrics.csv and to the loggers."""
+
+    def __init__(self, workdir: Path, loggers: tuple[str, ...], experiment_name: str, config_dict: dict,
+                 first_step: int, is_main: bool):
+        """Opens the files and goes on where a run left off.
+
+        Args:
+          workdir: a folder, made if need be.
+          loggers: of "tensorboard" (events in WORKDIR/tensorboard) and "wandb".
+          experiment_name: the run's name in wandb.
+          config_dict: the resolved configuration, shown by wandb.
+          first_step: steps done: 0 begins anew; else what was written of later steps is dropped.
+          is_main: other processes write nothing.
+
+        Raises:
+          ImportError: wandb is asked for and not installed.
+        """
+        self._sinks, self._closers = [], []
+        if not is_main:
+            return
+        workdir = Path(workdir)
+        workdir.mkdir(parents=True, exist_ok=True)
+        self._sinks.append(CurveFile(workdir / "training_metrics.csv", first_step).write)
+        if "tensorboard" in loggers:
+            self._open_tensorboard(workdir / "tensorboard", first_step)
+        if "wandb" in loggers:
+            self._open_wandb(workdir, experiment_name, config_dict, first_step)
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """Writes figures of a step; a second call for the same step adds to it. Steps never go back."""
+        for sink in self._sinks:
+            sink(step, metrics)
+
+    def close(self) -> None:
+        """Writes out what is buffered."""
+        for closer in self._closers:
+            closer()
+        self._closers = []
+
+    def _open_tensorboard(self, folder, first_step):
+        import tensorboardX  # here, because it takes a second
+
+        # purge_step hides what an earlier process wrote from there on. Files are read in the order of their names, which
+        # tell seconds: the suffix tells those of one second apart.
+        writer = tensorboardX.SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else 0, flush_secs=10,
+                                            filename_suffix=f".{time.time_ns()}")
+
+        def write(step, metrics):
+            for name, value in metrics.items():
+                writer.add_scalar(name, float(value), step)
+
+        self._sinks.append(write)
+        self._closers.append(writer.close)
+
+    def _open_wandb(self, workdir, name, config_dict, first_step):
+        try:
+            import wandb
+        except ImportError as error:
+            raise ImportError("config.trainer.logger asks for wandb, which is not installed: "
+                              "pip install 'jax_ppo[wandb]'") from error
+        remembered = workdir / "wandb_id.txt"
+        if not (first_step and remembered.exists()):
+            remembered.write_text(uuid.uuid4().hex[:8])
+        run = wandb.init(project="jax_ppo", name=name, id=remembered.read_text(), resume="allow", config=config_dict,
+                         dir=str(workdir))
+        # wandb's own step cannot go back, as it must when a run goes on from a checkpoint: ours is one of the figures.
+        run.define_metric("*", step_metric="step")
+        self._sinks.append(lambda step, metrics: run.log({"step": step} | metrics))
+        self._closers.append(run.finish)
+
+
+def console_line(step: int, total: int, metrics: dict[str, float]) -> str:
+    """One line for a step; those of a run stand under each other in columns."""
+    parts = [f"step {step:{len(str(total))}d}/{total}"]
+    for before, name, width, form, after in CONSOLE:
+        value = metrics.get(name)
+        if name in OPTIONAL and (value is None or math.isnan(value)):
+            continue
+        parts.append(before + ("-" if value is None else format(float(value), form)).rjust(width) + after)
+    return "  ".join(parts)
+
+
+class Progress:
+    """A bar with the phase of the step on a terminal, plain lines elsewhere, and the seconds of each phase."""
+
+    def __init__(self, total: int, first_step: int, enabled: bool):
+        """Begins with `first_step` of `total` steps done. Where it is not enabled nothing is shown, only measured."""
+        self._enabled, self._seconds = enabled, {}
+        self._bar = tqdm.tqdm(total=total, initial=first_step, unit="step", dynamic_ncols=True,
+                              disable=not (enabled and sys.stderr.isatty()))
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._bar.close()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Shows the phase and adds its wall seconds on the host to `seconds/NAME`.
+
+        What JAX does meanwhile is counted in the phase that waits for it.
+        """
+        self._bar.set_description(name)
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            key = f"seconds/{name}"
+            self._seconds[key] = self._seconds.get(key, 0.0) + time.perf_counter() - started
+
+    def take_seconds(self) -> dict[str, float]:
+        """The seconds of each phase since the last call."""
+        taken, self._seconds = self._seconds, {}
+        return taken
+
+    def say(self, text: str) -> None:
+        """Prints without tearing the bar."""
+        if self._enabled:
+            self._bar.write(text)
+            sys.stdout.flush()
+
+    def advance(self, line: str) -> None:
+        """Counts a step done and prints its line."""
+        self.say(line)
+        self._bar.update()
+
+
+def sample_table(rows: list[dict[str, Any]], width: int | None = None) -> str:
+    """Responses as a table for the console.
+
+    Args:
+      rows: dicts of prompt and response (text), score (number), correct (bool, or None where that has no meaning).
+      width: columns of the table; unset: the terminal's, or 100.
+    """
+    width = width or shutil.get_terminal_size((100, 24)).columns
+    left = (width - 21) * 2 // 5  # 21: score, correct and what stands between
+    right = width - 21 - left
+    lines = [f"{'prompt':{left}}  {'response':{right}}  {'score':>8}  correct", "-" * width]
+    for row in rows:
+        correct = {True: "yes", False: "no", None: "-"}[row["correct"]]
+        texts = _cell(row["prompt"], left), _cell(row["response"], right)
+        lines.append("  ".join((*texts, f"{row['score']:8.3f}", f"{correct:>7}")))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _cell(text, width):
+    """Text on one line of exactly `width` columns, its middle left out if it is longer."""
+    # Anything that is not printed might be an escape sequence, which a model must not send to a terminal.
+    text = "".join(c if c.isprintable() else "·" for c in text.strip().replace("\n", "⏎"))
+    shown = [(c, 2 if unicodedata.east_asian_width(c) in "WF" else 1) for c in text]
+    if sum(size for _, size in shown) > width:
+        half = (width - 1) // 2
+        shown = [*_take(shown, half), ("…", 1), *_take(shown[::-1], width - 1 - half)[::-1]]
+    return "".join(c for c, _ in shown) + " " * (width - sum(size for _, size in shown))
+
+
+def _take(columns, width):
+    """As many characters as fit into `width` columns."""
+    ends = itertools.accumulate(size for _, size in columns)
+    return [column for column, end in zip(columns, ends, strict=True) if end <= width]
+
+
+def plot_curves(csv_path: Path, evaluations: list[dict[str, Any]], png_path: Path) -> None:
+    """Draws training_curves.png.
+
+    Args:
+      csv_path: training_metrics.csv.
+      evaluations: dicts of step and of accuracy and reward_mean, each a number or None.
+      png_path: what to write; it is replaced as a whole.
+    """
+    from matplotlib.figure import Figure  # not pyplot, which keeps every figure and may look for a display
+
+    rows = read_curves(Path(csv_path))
+
+    def points(name):
+        source, key = (evaluations, name.removeprefix("eval/")) if name.startswith("eval/") else (rows, name)
+        return [(int(row["step"]), float(row[key])) for row in source if row.get(key) not in (None, "")]
+
+    figure = Figure(figsize=(16, 7), layout="constrained")
+    for axes, (title, unit, curves) in zip(figure.subplots(2, 4).flat, PANELS, strict=True):
+        axes.set(title=title, xlabel="step", ylabel=unit)
+        axes.grid(alpha=0.3)
+        for legend, name in curves.items():
+            if curve := points(name):
+                marker = "o" if name.startswith("eval/") else None
+                axes.plot(*zip(*curve, strict=True), label=legend, marker=marker, markersize=4, linewidth=1.2)
+        if axes.lines:
+            axes.legend(frameon=False)
+    with _replacing(Path(png_path)) as temporary:
+        figure.savefig(temporary, dpi=100, format="png")
+
+
+def write_summary(workdir: Path, summary: dict[str, Any]) -> None:
+    """Writes WORKDIR/summary.json as a whole; NaN and infinities become null."""
+    with _replacing(Path(workdir) / "summary.json") as temporary:
+        temporary.write_text(json.dumps(_plain(summary), indent=2, allow_nan=False) + "\n")
+
+
+def versions() -> dict[str, Any]:
+    """What the run runs on: versions of Python and the libraries, kind and number of devices, number of processes."""
+    import jax
+
+    packages = {name: name for name in ("jax", "jaxlib", "flax", "optax", "transformers")}
+    packages["orbax"] = "orbax-checkpoint"
+    return {"python": platform.python_version()} | {
+        name: importlib.metadata.version(package) for name, package in packages.items()} | {
+        "device_kind": jax.devices()[0].device_kind, "device_count": jax.device_count(),
+        "process_count": jax.process_count()}
+
+
+def _plain(value):
+    """The value as JSON can hold it."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # NumPy's and JAX's numbers and arrays
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+@contextlib.contextmanager
+def _replacing(path):
+    """A temporary path beside `path`, which takes its place at the end: readers see the old file or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    yield temporary
+    os.replace(temporary, path)
