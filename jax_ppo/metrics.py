@@ -148,8 +148,8 @@ class MetricsLog:
     def _open_tensorboard(self, folder, first_step):
         import tensorboardX  # here, because it takes a second
 
-        # purge_step hides what an earlier process wrote from there on. Files are read in the order of their names, which
-        # tell seconds: the suffix tells those of one second apart.
+        # purge_step hides what an earlier process wrote from there on. Files are read in the order of their names, that
+        # tell seconds; the suffix orders those of one second.
         writer = tensorboardX.SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else 0, flush_secs=10,
                                             filename_suffix=f".{time.time_ns()}")
 
