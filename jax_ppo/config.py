@@ -257,6 +257,15 @@ def options(cls=Config, prefix=""):
             yield name, field.default, field.metadata["doc"]
 
 
+def option_types(cls=Config, prefix=""):
+    """Yields (dotted name, type) of every option; float for `float | None`."""
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(field.type):
+            yield from option_types(field.type, prefix + field.name + ".")
+        else:
+            yield prefix + field.name, _plain_type(field.type)
+
+
 def unknown_option(name: str) -> ConfigError:
     """The error for an option that does not exist, with the nearest name that does."""
     known = [known_name for known_name, _, _ in options()]
@@ -337,16 +346,12 @@ def _check_sizes(config: Config):
     if config.row_length < config.sequence_length:
         raise ConfigError(f"config.packing.row_length={config.row_length}: a row must hold config.data.max_prompt_length + "
                           f"config.data.max_response_length = {config.sequence_length} tokens; set it to that or more")
-    if config.rollout.top_p < 1 or config.rollout.top_k > 0:
-        if config.rollout.top_k == 0:
-            raise ConfigError("config.rollout.top_k=0: expected -1 (all tokens) or at least 1")
-    for name, clip in (("clip_ratio_low", config.actor.clip_ratio_low), ("clip_ratio_high", config.actor.clip_ratio_high)):
-        if clip is not None and config.actor.clip_ratio_c and name == "clip_ratio_high" and clip + 1 >= config.actor.clip_ratio_c:
-            raise ConfigError(f"config.actor.clip_ratio_c={config.actor.clip_ratio_c}: must be above 1 + clip_ratio_high = "
-                              f"{1 + clip}, or 0 to turn the dual clip off")
-    if config.actor.clip_ratio_c and config.actor.clip_ratio_c <= 1:
-        raise ConfigError(f"config.actor.clip_ratio_c={config.actor.clip_ratio_c}: the dual clip's constant must be above 1; "
-                          "0 turns it off")
+    for name, sampling in (("rollout", config.rollout), ("rollout.val_kwargs", config.rollout.val_kwargs)):
+        if sampling.top_k == 0:
+            raise ConfigError(f"config.{name}.top_k=0: expected -1 (all tokens) or at least 1")
+    dual = config.actor.clip_ratio_c
+    if dual and dual <= 1:
+        raise ConfigError(f"config.actor.clip_ratio_c={dual}: the dual clip's constant must be above 1; 0 turns it off")
     for name, used in (("algorithm.use_kl_in_reward", config.algorithm.use_kl_in_reward), ("actor.use_kl_loss", config.actor.use_kl_loss)):
         if used and not config.algorithm.use_reference:
             raise ConfigError(f"config.{name}=True: needs the reference; set config.algorithm.use_reference=True")
@@ -375,12 +380,11 @@ def _check_sizes(config: Config):
 
 def check_batches_divide(config: Config, shards: int):
     """The rows of a batch are dealt evenly to the devices of the data and fsdp axes. Raises ConfigError."""
-    for name, prompts, n in (("data.train_batch_size", config.data.train_batch_size, config.rollout.n),
-                             ("data.val_batch_size", config.data.val_batch_size, config.rollout.val_kwargs.n)):
+    for name, prompts in (("data.train_batch_size", config.data.train_batch_size),
+                          ("data.val_batch_size", config.data.val_batch_size)):
         if prompts % shards:
             raise ConfigError(f"config.{name}={prompts}: must be a multiple of the {shards} devices along config.mesh.data x "
                               f"config.mesh.fsdp; the nearest is {max(shards, round(prompts / shards) * shards)}")
-        del n
 
 
 def _nearest_divisor(number, wanted):

@@ -8,6 +8,7 @@ import re
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -36,6 +37,7 @@ DECODE_RULES = (
     (r"layer_\d+/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/bias", P("model")),
     (r"layer_\d+/.*(o_proj|down_proj)/kernel", P("model", None)),
     (r"layer_\d+/.*(o_proj|down_proj)/bias", P()),
+    (r"layer_\d+/.*norm/scale", P()),
     (r"norm/scale", P()),
 )
 
@@ -108,8 +110,7 @@ def to_host(array: jax.Array) -> np.ndarray:
     """The whole array, in every process."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
-    mesh = array.sharding.mesh
-    return np.asarray(jax.jit(lambda x: x, out_shardings=replicated(mesh))(array))
+    return multihost_utils.process_allgather(array, tiled=True)
 
 
 def from_local_rows(mesh: Mesh, indices, values, total: int) -> jax.Array:

@@ -154,7 +154,7 @@ def descend(transform: optax.GradientTransformation, params, opt_state, gradient
     Returns:
       new parameters, new optimizer state, the gradient's global norm before clipping, and whether it was finite.
     """
-    norm = optax.global_norm(gradients)
+    norm = optax.tree.norm(gradients)
     finite = jnp.isfinite(norm)
     updates, moved = transform.update(gradients, opt_state, params)
     stepped = jax.tree.map(lambda p, u: p - rate * u, params, updates)

@@ -1,0 +1,37 @@
+"""PPO from nothing, without a download, on a laptop.
+
+    python -m jax_ppo.train --config=configs/arithmetic.py
+
+Makes a tokenizer and a small Llama, warms it up on worked word problems in GSM8K's form, most of them solved hastily (the answer
+at once, usually wrong) and some carefully (step by step, right), and lets PPO find out which pays: a reward of 1 for the right
+answer is all it is told.
+"""
+
+from jax_ppo.config import default_config
+
+
+def get_config(arg=None):
+    del arg
+    config = default_config()
+    config.experiment_name = "arithmetic"
+    config.data.train_files = "arithmetic:8192"
+    config.data.val_files = "arithmetic:512:heldout"
+    config.data.train_batch_size = 128
+    config.data.val_batch_size = 512
+    config.data.max_prompt_length = 64
+    config.data.max_response_length = 32
+    config.model.dtype = "float32"
+    config.model.gradient_checkpointing = False
+    config.actor.ppo_mini_batch_size = 64
+    config.actor.optim.lr = 3e-4
+    config.actor.optim.lr_warmup_steps = 5
+    config.actor.optim.weight_decay = 0.0
+    config.critic.optim.lr = 1e-3
+    config.critic.optim.weight_decay = 0.0
+    config.trainer.critic_warmup = 3
+    config.algorithm.lam = 0.95
+    config.rollout.val_kwargs.temperature = 1.0
+    config.trainer.total_training_steps = 60
+    config.trainer.test_freq = 10
+    config.trainer.save_freq = 30
+    return config

@@ -1,0 +1,190 @@
+"""What one run is made of, built in the order in which things can be wrong: cheap checks first, weights last.
+
+Everything here stays the same from step to step; what changes is in TrainState.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ppo import config as config_lib
+from jax_ppo import packing, sft, sharding
+from jax_ppo import state as state_lib
+from jax_ppo.config import Config, ConfigError
+from jax_ppo.data import prompts as prompts_lib
+from jax_ppo.data import sources
+from jax_ppo.data import tokenizer as tokenizer_lib
+from jax_ppo.models import hf_hub, rope
+from jax_ppo.models.transformer import Transformer, unroll
+from jax_ppo.rewards import registry
+from jax_ppo.sampler.generate import Sampler, SamplingOptions
+from jax_ppo.types import Packing, Prompts, Rollout
+
+TRAINING, EVALUATION = 0, 1  # streams of random numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Plans:
+    """Packed rows for one rollout: arguments of scoring.score (plan, micro_batches) and of update (plan, micro_batches, members)."""
+
+    scoring: tuple[Packing, np.ndarray]
+    update: tuple[Packing, np.ndarray, np.ndarray]
+
+
+class Experiment:
+    """The parts of a run.
+
+    Attributes:
+      config, mesh: as given.
+      folders: where each role's checkpoint lies.
+      nets: each role's decoder.
+      tokenizer: the actor's.
+      training, held_out: PromptDatasets; held_out is None without validation files.
+      steps_per_epoch, total_steps: counts of steps.
+      sample, sample_held_out: Samplers with rollout.* and rollout.val_kwargs.*; they take what decode_params gives.
+      decode_params: the actor's parameters as the samplers want them: in the computation's type, laid out for decoding.
+    """
+
+    def __init__(self, config: Config, workdir: Path, mesh, report: Callable[[str], None]):
+        self.config, self.mesh = config, mesh
+        config_lib.check_batches_divide(config, sharding.row_shards(mesh))
+        training, held_out = self._examples()
+        self._reward_function = registry.resolve(config.reward.function, config.reward.gsm8k_method)
+        registry.check_sources([*training, *held_out], config.reward.function)
+        self.folders = self._folders(workdir, report)
+        self.nets = state_lib.networks(config, self.folders)
+        self.tokenizer = (
+            tokenizer_lib.load_tokenizer(config.model.tokenizer_path) if config.model.tokenizer_path else
+            tokenizer_lib.load_tokenizer(str(self.folders.actor), option="config.model.path"))
+        self._check_model()
+        self.training = self._tokenize(training, "config.data.train_files")
+        self.held_out = self._tokenize(held_out, "config.data.val_files") if held_out else None
+        self.steps_per_epoch = self.batches(0).steps_per_epoch
+        self.total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * self.steps_per_epoch
+        self._build_samplers()
+        report(f"{len(self.training.examples)} training and {len(held_out)} held-out prompts, {self.total_steps} steps of "
+               f"{config.data.train_batch_size} prompts x {config.rollout.n}")
+
+    def batches(self, position: int) -> prompts_lib.PromptBatches:
+        """Training batches from a position on, in examples consumed."""
+        return prompts_lib.PromptBatches(self.training, self.config.data.train_batch_size, self.config.data.shuffle,
+                                         self.config.seed, position)
+
+    def held_out_batches(self):
+        return prompts_lib.evaluation_batches(self.held_out, self.config.data.val_batch_size)
+
+    def key(self, stream: int, step: int) -> jax.Array:
+        """The base key of a step's samples, on the mesh."""
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.config.seed), stream), step)
+        return jax.device_put(key, sharding.replicated(self.mesh))
+
+    def on_mesh(self, prompts: Prompts) -> Prompts:
+        return sharding.place(prompts, sharding.rows(self.mesh))
+
+    def plan(self, step: int, prompt_lengths, rollout: Rollout) -> Plans:
+        """Packs the rollout for scoring, and each epoch's freshly shuffled mini-batches for the update. Waits for the lengths."""
+        config, options = self.config, self.config.actor
+        lengths = np.repeat(prompt_lengths, config.rollout.n) + sharding.to_host(rollout.lengths)
+        samples, shards = len(lengths), sharding.row_shards(self.mesh)
+        mini_batches = config.data.train_batch_size // options.ppo_mini_batch_size
+        shuffled = [np.random.default_rng([config.seed, step, epoch]).permutation(samples).reshape(mini_batches, -1)
+                    for epoch in range(options.ppo_epochs)]
+        groups = np.concatenate(shuffled)
+        members = np.zeros((len(groups), samples), bool)
+        np.put_along_axis(members, groups, True, axis=1)
+
+        def pack(groups, per_device):
+            at_once = packing.rows_at_once(per_device, config.row_length, groups.shape[1], shards)
+            packed, counts = packing.plan(lengths, groups, at_once, config.row_length, config.packing.enabled)
+            return sharding.place(packed, sharding.rows(self.mesh, axis=2)), counts
+
+        scored, counts = pack(np.arange(samples)[None], config.rollout.logprob_micro_batch_size_per_device)
+        return Plans((jax.tree.map(lambda x: x[0], scored), counts[0]),
+                     (*pack(groups, options.ppo_micro_batch_size_per_device), members))
+
+    def reward(self, batch, rollout: Rollout, keep: int = 0):
+        """Scores this process's responses by the rules.
+
+        Returns:
+          rewards float32 [B] and right answers float32 [B] (NaN: no notion of right), on the mesh; how many samples' rules
+          failed; and the first `keep` responses as dicts of prompt, response, score, correct.
+        """
+        indices, responses = sharding.local_rows(rollout.responses)
+        _, lengths = sharding.local_rows(rollout.lengths)
+        texts = self.tokenizer.batch_decode([row[:n] for row, n in zip(responses, lengths, strict=True)],
+                                            skip_special_tokens=True)
+        n = rollout.responses.shape[0] // len(batch.examples)
+        examples = [batch.examples[i // n] for i in indices]
+        scored = registry.score_batch(self._reward_function, examples, texts, self.config.reward.fallback_score)
+        total = rollout.responses.shape[0]
+        samples = [{"prompt": _text(example.prompt), "response": text, "score": float(score),
+                    "correct": None if np.isnan(correct) else bool(correct)}
+                   for example, text, score, correct in
+                   list(zip(examples, texts, scored.scores, scored.correct, strict=True))[:max(keep, 0)]]
+        return (sharding.from_local_rows(self.mesh, indices, scored.scores, total),
+                sharding.from_local_rows(self.mesh, indices, scored.correct, total), scored.failures, samples)
+
+    def _examples(self):
+        data = self.config.data
+        load = functools.partial(sources.load_examples, prompt_key=data.prompt_key, instruction=data.instruction,
+                                 seed=self.config.seed)
+        held_out = load(data.val_files, option="config.data.val_files") if data.val_files else []
+        return load(data.train_files), held_out[:None if data.val_max_samples == -1 else data.val_max_samples]
+
+    def _folders(self, workdir, report) -> state_lib.Folders:
+        """Finds or fetches every role's checkpoint; makes the actor where none is named."""
+        model, critic, reward = self.config.model, self.config.critic, self.config.reward
+        if model.path:
+            actor = hf_hub.find(model.path, model.revision, "config.model.path")
+        else:
+            actor = workdir / "model"
+            sft.make_model(self.config, actor, self.mesh, report)
+        return state_lib.Folders(
+            actor=actor,
+            critic=hf_hub.find(critic.path, what="config.critic.path") if critic.path else actor,
+            reward=hf_hub.find(reward.model_path, what="config.reward.model_path") if reward.model_path else None)
+
+    def _check_model(self):
+        config, tokenizer = self.config, self.tokenizer
+        for net in (self.nets.actor, self.nets.critic, self.nets.reward):
+            if net is None:
+                continue
+            sharding.check_architecture(self.mesh, net.architecture)
+            if config.sequence_length > rope.longest(net.architecture):
+                raise ConfigError(
+                    f"config.data.max_prompt_length + config.data.max_response_length = {config.sequence_length}: the model "
+                    f"takes {rope.longest(net.architecture)} tokens at most (its config.json)")
+            if len(tokenizer) > net.architecture.vocab_size:
+                raise ConfigError(f"config.model.tokenizer_path: the tokenizer has {len(tokenizer)} tokens, the model's "
+                                  f"embedding {net.architecture.vocab_size}; they do not belong together")
+
+    def _tokenize(self, examples, name):
+        data = self.config.data
+        return prompts_lib.tokenize(
+            examples, self.tokenizer, max_prompt_length=data.max_prompt_length,
+            filter_overlong_prompts=data.filter_overlong_prompts, truncation=data.truncation,
+            chat_template=data.chat_template, name=name)
+
+    def _build_samplers(self):
+        architecture, dtype = self.nets.actor.architecture, jnp.dtype(self.config.model.dtype)
+        eos = architecture.eos_ids or tuple(filter(lambda i: i is not None, (self.tokenizer.eos_token_id,)))
+        decoder = Transformer(architecture, dtype, unrolled=True)
+
+        def sampler(o):
+            options = SamplingOptions(self.config.data.max_response_length, o.temperature, o.top_k, o.top_p, o.n, eos)
+            return Sampler(decoder, options, sharding.constrain_rows)
+
+        self.sample, self.sample_held_out = sampler(self.config.rollout), sampler(self.config.rollout.val_kwargs)
+        form = functools.partial(unroll, dtype=dtype)
+        actor = state_lib.trained_shapes(self.config, self.nets, self.mesh)["actor"]
+        layout = sharding.tree_shardings(self.mesh, jax.eval_shape(form, actor), sharding.DECODE_RULES)
+        self.decode_params = jax.jit(form, out_shardings=layout)
+
+
+def _text(prompt):
+    return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)

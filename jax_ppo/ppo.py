@@ -1,0 +1,208 @@
+"""The algorithm: sample, score, estimate advantages, update; evaluate and save now and then.
+
+Nothing in a step waits for the mesh but the fetch of the sampled tokens, which the rules need. The figures of a step are fetched
+when the next step's sampling is already queued.
+"""
+
+import dataclasses
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ppo import distributed, metrics, scoring, sharding
+from jax_ppo import state as state_lib
+from jax_ppo.checkpoint import Checkpointer
+from jax_ppo.config import Config
+from jax_ppo.evaluate import Evaluation, evaluate
+from jax_ppo.experiment import EVALUATION, TRAINING, Experiment
+from jax_ppo.models import hf_export
+from jax_ppo.update import update
+
+
+def train(config: Config, workdir: Path) -> dict:
+    """Runs an experiment, from the newest checkpoint in `workdir` if there is one. Returns what summary.json holds."""
+    mesh = sharding.make_mesh(config.mesh)
+    with jax.set_mesh(mesh), Checkpointer(workdir / "checkpoints", config.trainer.max_checkpoints,
+                                          config.trainer.best_metric) as checkpoints:
+        run = Experiment(config, workdir, mesh, metrics.say)
+        state, progress = start(run, checkpoints)
+        with Reporter(run, workdir, progress) as report:
+            if progress.step == 0 and config.trainer.val_before_train:
+                report.evaluation(0, evaluation(run, state, 0))
+            batches = run.batches(progress.position)
+            for step in range(progress.step, run.total_steps):
+                batch = next(batches)
+                rollout = run.sample(run.decode_params(state.actor), run.on_mesh(batch.prompts), run.key(TRAINING, step))
+                report.flush()  # the step before: its update ends as this sampling begins
+                with report.phase("rollout"):
+                    plans = run.plan(step, batch.prompts.lengths, rollout)  # waits for the lengths: the one wait of a step
+                sequences, scores = scoring.score(config, run.nets, state, rollout, *plans.scoring)
+                with report.phase("reward"):  # on the host, while the mesh scores
+                    rewards, correct, failures, _ = run.reward(batch, rollout)
+                experience, of_rollout = scoring.experience(config, state.kl_coef, sequences, scores, rewards)
+                state, of_update = update(config, run.nets, run.total_steps, state, experience, *plans.update)
+                with report.phase("score"):
+                    jax.block_until_ready(scores)
+                report.later(step, of_rollout | of_update | rule_metrics(correct, rollout.truncated), failures)
+                finish_step(run, state, step + 1, batches.position, report, checkpoints)
+                if checkpoints.should_stop(step + 1):
+                    break
+            return report.finish(state)
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far a run has come: with the arrays of TrainState, all that a checkpoint holds.
+
+    Attributes:
+      step: steps done.
+      position: training examples consumed.
+      evaluations: {step, accuracy, reward_mean} of each evaluation so far.
+    """
+
+    step: int = 0
+    position: int = 0
+    evaluations: list[dict] = dataclasses.field(default_factory=list)
+
+
+def start(run: Experiment, checkpoints: Checkpointer) -> tuple[state_lib.TrainState, Progress]:
+    """The state to begin with: of the newest checkpoint, or of the roles' folders."""
+    latest = checkpoints.latest_step() if run.config.trainer.resume else None
+    if latest is None:
+        return state_lib.create(run.config, run.nets, run.folders, run.mesh), Progress()
+    arrays, meta = checkpoints.restore(latest, state_lib.trained_shapes(run.config, run.nets, run.mesh))
+    metrics.say(f"resuming after step {latest}")
+    state = state_lib.create(run.config, run.nets, run.folders, run.mesh, arrays, latest, meta["kl_coef"])
+    return state, Progress(latest, meta["position"], meta["evaluations"])
+
+
+def finish_step(run: Experiment, state, done: int, position: int, report: "Reporter", checkpoints: Checkpointer) -> None:
+    """Evaluates and saves where it is time: `done` steps are behind."""
+    trainer, last = run.config.trainer, done == run.total_steps
+
+    def due(frequency):
+        return last or (frequency and done % frequency == 0)
+
+    result = None
+    if run.held_out and due(trainer.test_freq):
+        report.flush()
+        result = evaluation(run, state, done)
+        report.evaluation(done, result)
+    if due(trainer.save_freq) or checkpoints.should_stop(done):
+        report.flush()
+        with report.phase("checkpoint"):
+            arrays = {"actor": state.actor, "critic": state.critic,
+                      "optimizer": {"actor": state.actor_optimizer, "critic": state.critic_optimizer}}
+            meta = {"position": position, "kl_coef": float(state.kl_coef), "evaluations": report.progress.evaluations}
+            figures = result and {"accuracy": result.accuracy, "reward_mean": result.reward_mean}
+            checkpoints.save(done, arrays, meta, figures)
+
+
+def evaluation(run: Experiment, state, step: int) -> Evaluation:
+    """Averages over the held-out prompts with rollout.val_kwargs; the same draws at every step but for the policy."""
+    params = run.decode_params(state.actor)
+
+    def reward(batch, rollout, keep):
+        scores, correct, _, samples = run.reward(batch, rollout, keep)
+        return sharding.to_host(scores), sharding.to_host(correct), samples
+
+    def sample(prompts, key, first):
+        return run.sample_held_out(params, prompts, key, first)
+
+    return evaluate(sample, reward, run.held_out_batches(), run.mesh, run.key(EVALUATION, 0), run.config.trainer.log_samples)
+
+
+@jax.jit
+def rule_metrics(correct_B, truncated_B) -> dict:
+    """Share of right answers (NaN where the rules have no notion of right) and of responses cut off at their longest."""
+    return {"reward/accuracy": jnp.nanmean(correct_B), "response_length/truncated_share": truncated_B.mean(dtype=jnp.float32)}
+
+
+class Reporter:
+    """Turns what a step leaves on the mesh into figures, one step late, and writes everything that a run writes."""
+
+    def __init__(self, run: Experiment, workdir: Path, progress: Progress):
+        self.progress, self._run, self._workdir = progress, run, workdir
+        trainer = run.config.trainer
+        self._log = metrics.MetricsLog(workdir, tuple(filter(None, trainer.logger.split(","))), run.config.experiment_name,
+                                       dataclasses.asdict(run.config), progress.step, distributed.is_main())
+        self._bar = metrics.Progress(run.total_steps, progress.step, distributed.is_main())
+        self._pending, self._skipped = None, 0
+        self._started = self._step_started = time.monotonic()
+
+    def __enter__(self):
+        self._log.__enter__()
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._bar.__exit__(*error)
+        self._log.__exit__(*error)
+
+    def phase(self, name: str):
+        return self._bar.phase(name)
+
+    def later(self, step: int, on_mesh: dict, failures: int) -> None:
+        """Keeps a step's metrics until they can be fetched without a wait."""
+        self._pending = (step, on_mesh, failures)
+
+    def flush(self) -> None:
+        """Fetches and writes the metrics kept. Raises FloatingPointError after too many steps without a finite gradient."""
+        if self._pending is None:
+            return
+        step, on_mesh, failures = self._pending
+        self._pending = None
+        with self.phase("update"):
+            figures = {name: float(value) for name, value in jax.device_get(on_mesh).items()}
+        if np.isnan(figures["reward/accuracy"]):
+            del figures["reward/accuracy"]  # the rules have no notion of right
+        figures |= self._bar.take_seconds()
+        now = time.monotonic()
+        figures["seconds/step"], self._step_started = now - self._step_started, now
+        tokens = figures["response_length/mean"] * self._run.config.data.train_batch_size * self._run.config.rollout.n
+        figures["tokens_per_second"] = tokens / figures["seconds/step"]
+        figures["reward/rule_failures"] = failures
+        self._log.write(step + 1, figures)
+        self._bar.advance(metrics.console_line(step + 1, self._run.total_steps, figures))
+        self._skipped = self._skipped + 1 if figures["update/skipped"] else 0
+        if self._skipped == self._run.config.trainer.max_skipped_updates:
+            raise FloatingPointError(
+                f"step {step + 1}: the gradient was not finite for {self._skipped} steps in a row (config.trainer."
+                "max_skipped_updates); a smaller config.actor.optim.lr or config.model.dtype=float32 may help")
+
+    def evaluation(self, done: int, result: Evaluation) -> None:
+        """Writes an evaluation and shows some responses."""
+        accuracy = result.accuracy
+        self.progress.evaluations.append({"step": done, "accuracy": accuracy, "reward_mean": result.reward_mean})
+        self._log.write(done, {"eval/reward_mean": result.reward_mean, "eval/response_length": result.length_mean}
+                        | ({} if accuracy is None else {"eval/accuracy": accuracy}))
+        shown = "" if accuracy is None else f"accuracy {accuracy:.3f}, "
+        self._bar.say(f"evaluation after step {done}: {shown}reward {result.reward_mean:.3f}")
+        if result.samples:
+            self._bar.say(metrics.sample_table(result.samples))
+        self._plot()
+        self._step_started = time.monotonic()
+
+    def finish(self, state) -> dict:
+        """Writes what is still kept, the exported actor, the curves and summary.json."""
+        self.flush()
+        run, evaluations = self._run, self.progress.evaluations
+        if run.config.trainer.export:
+            hf_export.export(state.actor, run.nets.actor.architecture, self._workdir / "actor",
+                             source_folder=run.folders.actor)
+        summary = {"experiment_name": run.config.experiment_name, "steps": int(state.step), "total_steps": run.total_steps,
+                   "evaluations": evaluations, "seconds": time.monotonic() - self._started,
+                   "devices": np.prod(list(run.mesh.shape.values())).item(), "mesh": dict(run.mesh.shape),
+                   "versions": metrics.versions()}
+        if distributed.is_main():
+            self._plot()
+            metrics.write_summary(self._workdir, summary)
+        return summary
+
+    def _plot(self):
+        if distributed.is_main():
+            metrics.plot_curves(self._workdir / "training_metrics.csv", self.progress.evaluations,
+                                self._workdir / "training_curves.png")

@@ -1,0 +1,36 @@
+"""The command: `python -m jax_ppo.train --config=configs/arithmetic.py [--config.OPTION=VALUE ...] [--workdir=FOLDER]`.
+
+Options are read and checked before anything heavy is imported, so that a mistake costs a second.
+"""
+
+import sys
+from pathlib import Path
+
+from jax_ppo import command_line, config
+
+
+def main(arguments: list[str]) -> None:
+    try:
+        options, workdir = command_line.read(arguments)
+    except config.ConfigError as error:
+        sys.exit(f"error: {error}")
+    from jax_ppo import distributed
+
+    distributed.initialize(options.distributed)
+    distributed.run_or_abort(lambda: run(options, workdir))
+
+
+def run(options: config.Config, workdir: Path) -> None:
+    """Writes the resolved configuration, trains, and ends with one line on an error that the user can mend."""
+    from jax_ppo import distributed, ppo
+
+    if distributed.is_main():
+        command_line.write_resolved(options, workdir)
+    try:
+        ppo.train(options, workdir)
+    except config.ConfigError as error:
+        distributed.exit_with(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,115 @@
+"""Every wrong option fails before anything heavy loads, naming the option, its value and what was expected."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jax_ppo import command_line, config
+
+
+def checked(**changes):
+    values = config.default_config()
+    values.data.train_files = "arithmetic:8"
+    values.update_from_flattened_dict({name.replace("__", "."): value for name, value in changes.items()})
+    return config.from_config_dict(values)
+
+
+def test_defaults_are_valid_and_hashable():
+    assert hash(checked()) == hash(checked())
+
+
+def test_every_option_has_a_meaning():
+    rows = list(config.options())
+    assert len(rows) > 60
+    assert all(len(doc) > 3 for _, _, doc in rows)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"actor__clip_ratio": -1.0}, r"config\.actor\.clip_ratio=-1\.0: expected more than 0"),
+    ({"actor__clip_ratio": float("nan")}, r"config\.actor\.clip_ratio=nan"),
+    ({"algorithm__gamma": 2.0}, r"config\.algorithm\.gamma=2\.0: expected at most 1"),
+    ({"rollout__temperature": 0.0}, r"config\.rollout\.temperature=0\.0: expected more than 0"),
+    ({"data__train_batch_size": 48}, r"config\.actor\.ppo_mini_batch_size=64.*train_batch_size=48"),
+    ({"actor__loss_agg_mode": "token_mean"}, r"Did you mean 'token-mean'"),
+    ({"actor__clip_ratio_c": 0.5}, r"config\.actor\.clip_ratio_c=0\.5"),
+    ({"packing__row_length": 100}, r"config\.packing\.row_length=100.*1024"),
+    ({"mesh__data": -1, "mesh__fsdp": -1}, r"only one of config\.mesh\.data and config\.mesh\.fsdp"),
+    ({"mesh__fsdp": 3}, r"config\.data\.train_batch_size=64: must be a multiple of the 3 devices.*nearest is 63"),
+    ({"algorithm__use_kl_in_reward": True, "algorithm__use_reference": False}, r"use_kl_in_reward=True: needs the reference"),
+    ({"data__train_files": ""}, r"config\.data\.train_files=''"),
+    ({"data__train_files": "x.jsonl"}, r"config\.model\.path=''"),
+    ({"rollout__top_k": 0}, r"config\.rollout\.top_k=0"),
+    ({"trainer__logger": "tensorbord"}, r"config\.trainer\.logger='tensorbord'"),
+])
+def test_impossible_values_are_named(changes, message):
+    with pytest.raises(config.ConfigError, match=message):
+        checked(**changes)
+
+
+def test_wrong_type_is_named():
+    values = config.default_config()
+    with values.ignore_type():
+        values.rollout.n = "four"
+    with pytest.raises(config.ConfigError, match=r"config\.rollout\.n='four': expected int"):
+        config.from_config_dict(values)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "tiny.py"
+    path.write_text("from jax_ppo.config import default_config\n"
+                    "def get_config(arg=None):\n"
+                    "    config = default_config()\n"
+                    "    config.data.train_files = 'arithmetic:8'\n"
+                    "    config.experiment_name = arg or 'tiny'\n"
+                    "    return config\n")
+    return path
+
+
+def test_overrides_and_argument(file):
+    options, workdir = command_line.read(["train", f"--config={file}:named", "--config.actor.optim.lr=1e-4", "--config.rollout.n=2",
+                                          "--config.actor.clip_ratio_high=0.28", "--noconfig.data.shuffle"])
+    assert options.actor.optim.lr == 1e-4 and options.rollout.n == 2 and options.actor.clip_ratio_high == 0.28
+    assert options.data.shuffle is False
+    assert str(workdir) == "output/named"
+
+
+@pytest.mark.parametrize(("argument", "message"), [
+    ("--config.actor.clip_rato=0.1", r"config\.actor\.clip_rato: there is no such option. Did you mean config\.actor\.clip_ratio\?"),
+    ("--config.clip_ratio=0.1", r"Did you mean config\.actor\.clip_ratio\?"),
+    ("--config.rollout.n=1.5", r"config\.rollout\.n='1\.5': expected int"),
+    ("--config.actor.optim.lr=fast", r"config\.actor\.optim\.lr='fast': expected float"),
+    ("--config.data.shuffle=maybe", r"config\.data\.shuffle='maybe': expected true or false"),
+    ("--config.rollout.n", r"write --config\.rollout\.n=VALUE"),
+    ("--confg.rollout.n=2", "confg"),
+    ("rollout.n=2", "rollout.n=2: not an option"),
+])
+def test_command_line_mistakes(file, argument, message):
+    with pytest.raises(config.ConfigError, match=message):
+        command_line.read(["train", f"--config={file}", argument])
+
+
+def test_missing_file_names_the_nearest(file):
+    with pytest.raises(config.ConfigError, match=r"no such file. Did you mean .*tiny\.py"):
+        command_line.read(["train", f"--config={file.parent}/tinny.py"])
+
+
+def test_a_mistake_costs_no_heavy_import(file):
+    code = ("import sys\nfrom jax_ppo import train\n"
+            f"try: train.main(['train', '--config={file}', '--config.actor.clip_rato=1'])\n"
+            "except SystemExit as error: print(error)\n"
+            "print(sorted({'jax', 'flax', 'transformers', 'orbax'} & set(sys.modules)))")
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "config.actor.clip_ratio" in done.stdout
+    assert time.monotonic() - started < 20  # 0.2 s on a quiet machine
+
+
+def test_resolved_configuration_is_written(file, tmp_path, capsys):
+    options, _ = command_line.read(["train", f"--config={file}"])
+    command_line.write_resolved(options, tmp_path / "work")
+    assert '"train_files": "arithmetic:8"' in (tmp_path / "work" / "config.json").read_text()
+    assert "clip_ratio=0.2" in capsys.readouterr().out

@@ -1,0 +1,186 @@
+"""The invariants of scoring and update: nothing depends on how a batch was cut up, and the first ratio is 1."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tiny
+from jax_ppo import scoring
+from jax_ppo import state as state_lib
+from jax_ppo.update import _gradients, update
+
+ALL = [list(range(tiny.B))]
+HALVES = [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def run_update(config, mesh, groups, rows, seed=0, rewards=None, prepare=lambda state: state, total_steps=100):
+    """One whole step on a random rollout: (state before, on the host; state after; metrics)."""
+    with jax.set_mesh(mesh):
+        state = prepare(tiny.make_state(config, mesh, seed))
+        rollout = tiny.make_rollout(mesh, seed)
+        experience, rollout_metrics = tiny.make_experience(config, mesh, state, rollout, rewards, rows)
+        plan, counts, members = tiny.plan(config, mesh, rollout, groups, rows)
+        before = jax.tree.map(np.array, state)
+        state, metrics = update(config, tiny.networks(config), total_steps, state, experience, plan, counts, members)
+    return before, state, {name: float(value) for name, value in (rollout_metrics | metrics).items()}
+
+
+def run_gradients(config, mesh, rows):
+    """Both gradients of one mini-batch of all samples, at a policy that has moved since the rollout."""
+    with jax.set_mesh(mesh):
+        state = tiny.make_state(config, mesh)
+        rollout = tiny.make_rollout(mesh)
+        experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=max(rows, 1))
+        moved = jax.tree.map(lambda x: x * 1.02, (state.actor, state.critic))
+        plan, counts, _ = tiny.plan(config, mesh, rollout, ALL, rows)
+        gradients = jax.jit(_gradients, static_argnums=(0, 1))
+        one = jax.tree.map(lambda x: x[0], plan)
+        grads, metrics = gradients(config, tiny.networks(config), moved, experience, one, counts[0],
+                                   experience.sequences.lengths)
+        return jax.tree.map(np.asarray, grads), {name: float(value) for name, value in metrics.items()}
+
+
+def assert_close(one, other, tolerance=2e-5):
+    def check(path, a, b):
+        scale = max(np.abs(a).max(), 1e-3)
+        assert np.abs(a - b).max() <= tolerance * scale, (jax.tree_util.keystr(path), np.abs(a - b).max(), scale)
+
+    jax.tree_util.tree_map_with_path(check, one, other)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The gradient of the mini-batch in one piece, padded, on one device."""
+    config = tiny.config(packing__enabled=False, actor__use_kl_loss=True, actor__kl_loss_coef=0.1, actor__entropy_coeff=0.01)
+    return run_gradients(config, tiny.make_mesh(), rows=8)
+
+
+@pytest.mark.parametrize(("packed", "rows"), [(False, 1), (False, 2), (False, 4), (True, 1), (True, 2), (True, 4)])
+def test_micro_batches_and_packing_do_not_change_the_gradient(whole, packed, rows):
+    config = tiny.config(packing__enabled=packed, actor__use_kl_loss=True, actor__kl_loss_coef=0.1, actor__entropy_coeff=0.01)
+    gradients, metrics = run_gradients(config, tiny.make_mesh(), rows)
+    assert_close(whole[0], gradients)
+    assert metrics == pytest.approx(whole[1], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("shape", [{"data": 2}, {"data": 1, "fsdp": 2}, {"data": 1, "model": 2}, {"data": 8},
+                                   {"data": 2, "fsdp": 2, "model": 2}])
+def test_devices_do_not_change_the_gradient(whole, shape):
+    config = tiny.config(actor__use_kl_loss=True, actor__kl_loss_coef=0.1, actor__entropy_coeff=0.01)
+    mesh = tiny.make_mesh(int(np.prod(list(shape.values()))), **shape)
+    gradients, metrics = run_gradients(config, mesh, rows=8)
+    assert_close(whole[0], gradients)
+    assert metrics == pytest.approx(whole[1], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["seq-mean-token-sum", "seq-mean-token-mean"])
+def test_other_averages_do_not_depend_on_micro_batches_either(mode):
+    config = tiny.config(actor__loss_agg_mode=mode)
+    assert_close(run_gradients(config, tiny.make_mesh(), 8)[0], run_gradients(config, tiny.make_mesh(), 1)[0])
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_first_mini_batch_has_ratio_one_and_kl_zero(temperature):
+    config = tiny.config(rollout__temperature=temperature, algorithm__use_kl_in_reward=True, actor__ppo_epochs=2)
+    _, _, metrics = run_update(config, tiny.make_mesh(), HALVES + HALVES, 2)
+    assert metrics["actor/first_log_ratio"] < 1e-5
+    assert abs(metrics["kl/reference"]) < 1e-6
+    assert metrics["actor/log_ratio_max"] > 1e-3  # later mini-batches have moved: the ratio is not 1 by construction
+
+
+@pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3"])
+def test_kl_is_zero_at_first_for_every_estimator(kind):
+    config = tiny.config(algorithm__kl_penalty=kind, rollout__temperature=0.9)
+    mesh = tiny.make_mesh()
+    with jax.set_mesh(mesh):
+        experience, metrics = tiny.make_experience(config, mesh, tiny.make_state(config, mesh), tiny.make_rollout(mesh))
+    assert float(metrics["kl/reference"]) == 0.0
+    np.testing.assert_array_equal(experience.old_logprobs, experience.ref_logprobs)
+
+
+def test_critic_warmup_is_exactly_n_steps():
+    config = tiny.config(trainer__critic_warmup=3)
+    for step, moves in ((0, False), (2, False), (3, True)):
+        before, after, metrics = run_update(
+            config, tiny.make_mesh(), ALL, 4,
+            prepare=lambda s, step=step: state_lib.TrainState(**{**vars(s), "step": jnp.int32(step)}))
+        same = jax.tree.map(lambda a, b: bool((a == b).all()), (before.actor, before.actor_optimizer),
+                            jax.tree.map(np.asarray, (after.actor, after.actor_optimizer)))
+        assert all(jax.tree.leaves(same)) != moves
+        assert (metrics["actor/lr"] > 0) == moves
+        assert not (before.critic["norm"]["scale"] == np.asarray(after.critic["norm"]["scale"])).all()
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted():
+    config = tiny.config()
+    rewards = np.zeros(tiny.B, np.float32)
+    rewards[3] = np.inf
+    before, after, metrics = run_update(config, tiny.make_mesh(), HALVES, 4, rewards=rewards)
+    for name in ("actor", "critic", "actor_optimizer", "critic_optimizer"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(before, name), jax.tree.map(np.asarray, getattr(after, name)))
+    assert metrics["update/skipped"] == 4  # two mini-batches of two models
+    assert int(after.step) == 1
+
+
+def test_score_sits_on_the_last_token_and_returns_are_raw():
+    config = tiny.config(algorithm__gamma=1.0, algorithm__lam=1.0)
+    mesh = tiny.make_mesh()
+    with jax.set_mesh(mesh):
+        rollout = tiny.make_rollout(mesh)
+        rewards = np.arange(tiny.B, dtype=np.float32) + 0.49  # not truncated to integers
+        experience, metrics = tiny.make_experience(config, mesh, tiny.make_state(config, mesh), rollout, rewards)
+    lengths = np.asarray(rollout.lengths)
+    mask = np.arange(tiny.T) < lengths[:, None]
+    # gamma = lambda = 1: every token's return is the score of its response, whatever the values are.
+    np.testing.assert_allclose(experience.returns, np.where(mask, rewards[:, None], 0), atol=1e-4)
+    advantages = np.asarray(experience.advantages)[mask]
+    assert abs(advantages.mean()) < 1e-5 and abs(advantages.std() - 1) < 1e-4
+    assert (np.asarray(experience.advantages)[~mask] == 0).all()
+    assert float(metrics["reward/mean"]) == pytest.approx(rewards.mean())
+
+
+def test_kl_in_reward_lowers_each_tokens_reward():
+    config = tiny.config(algorithm__use_kl_in_reward=True, algorithm__lam=0.0, algorithm__gamma=0.0,
+                         algorithm__whiten_advantages=False, algorithm__kl_ctrl__kl_coef=0.5)
+    scores = scoring.Scores(old_logprobs=jnp.log(jnp.array([[0.5, 0.25]])), values=jnp.zeros((1, 2)),
+                            ref_logprobs=jnp.log(jnp.array([[0.25, 0.5]])), reward_model=None)
+    sequences = scoring.Sequences(jnp.zeros((1, 4), jnp.int32), jnp.array([2]), jnp.array([2]))
+    experience, metrics = scoring.experience(config, jnp.float32(0.5), sequences, scores, jnp.array([1.0]))
+    # k1 = log 0.5/0.25 = log 2, then -log 2; with gamma = 0 the advantage is the token's own reward.
+    np.testing.assert_allclose(experience.advantages, [[-0.5 * np.log(2), 1 + 0.5 * np.log(2)]], rtol=1e-6)
+    assert float(metrics["kl/reference"]) == pytest.approx(0, abs=1e-7)
+
+
+def test_adaptive_coefficient_moves_towards_its_target():
+    config = tiny.config(algorithm__kl_ctrl__type="adaptive", algorithm__kl_ctrl__target_kl=0.1, algorithm__kl_ctrl__horizon=80,
+                         algorithm__kl_ctrl__kl_coef=0.2)
+    _, after, _ = run_update(config, tiny.make_mesh(), ALL, 4)
+    # KL is 0: error clipped to -0.2, so coef * (1 - 0.2 * 8 / 80).
+    assert float(after.kl_coef) == pytest.approx(0.2 * (1 - 0.02))
+
+
+def test_learning_rate_by_hand():
+    options = tiny.config(actor__optim__lr=1.0, actor__optim__lr_warmup_steps=4, actor__optim__lr_schedule="linear",
+                          actor__optim__min_lr_ratio=0.5).actor.optim
+    rates = [float(state_lib.learning_rate(options, jnp.int32(step), 14)) for step in (0, 3, 4, 9, 14)]
+    assert rates == pytest.approx([0.25, 1.0, 1.0, 0.75, 0.5])
+
+
+def test_weight_decay_leaves_norms_alone():
+    options = tiny.config(actor__optim__weight_decay=0.1)
+    params = {"norm": {"scale": jnp.ones(3)}, "embed": {"embedding": jnp.ones((2, 3))}}
+    transform = state_lib.optimizer(options.actor.optim, 1.0)
+    moved, _, _, _ = state_lib.descend(transform, params, transform.init(params), jax.tree.map(jnp.zeros_like, params), 1.0)
+    np.testing.assert_array_equal(moved["norm"]["scale"], 1.0)
+    np.testing.assert_allclose(moved["embed"]["embedding"], 0.9, rtol=1e-6)
+
+
+def test_joining_leaves_no_gap():
+    mesh = tiny.make_mesh()
+    rollout = tiny.make_rollout(mesh)
+    sequences = scoring.join(rollout, tiny.P + tiny.T)
+    for b in range(tiny.B):
+        p, n = int(rollout.prompts.lengths[b]), int(rollout.lengths[b])
+        expected = rollout.prompts.tokens[b, :p].tolist() + rollout.responses[b, :n].tolist()
+        assert sequences.tokens[b].tolist() == expected + [0] * (tiny.P + tiny.T - p - n)

@@ -1,0 +1,88 @@
+"""A random tiny actor, critic and rollout: what the tests of scoring and update start from."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ppo import config as config_lib
+from jax_ppo import packing, scoring, sharding
+from jax_ppo import state as state_lib
+from jax_ppo.models import heads
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.types import Prompts, Rollout
+
+ARCHITECTURE = Architecture(family="llama", vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=4,
+                            num_kv_heads=2, head_dim=4, tied=True, max_position_embeddings=64, eos_ids=(1,), pad_id=0)
+P, T, B = 8, 10, 8
+
+
+def config(**changes):
+    """A small configuration; changes are dotted names with __ for the dot: actor__ppo_epochs=2."""
+    values = config_lib.default_config()
+    values.data.train_files = "arithmetic:8"
+    values.data.train_batch_size = values.actor.ppo_mini_batch_size = values.data.val_batch_size = B
+    values.data.max_prompt_length, values.data.max_response_length = P, T
+    values.model.dtype = "float32"
+    values.actor.optim.lr = values.critic.optim.lr = 1e-2
+    for name, value in changes.items():
+        values.update_from_flattened_dict({name.replace("__", "."): value})
+    return config_lib.from_config_dict(values)
+
+
+def make_mesh(devices=1, **shape):
+    return sharding.make_mesh(config_lib.MeshShape(**shape), jax.devices()[:devices])
+
+
+def networks(config):
+    model = Transformer(ARCHITECTURE, jnp.dtype(config.model.dtype), remat=config.model.gradient_checkpointing)
+    return state_lib.Networks(model, model, None)
+
+
+def make_state(config, mesh, seed=0):
+    """Parameters scaled up so that distributions are far from uniform; the critic's head is not zero."""
+    nets = networks(config)
+
+    def build(key):
+        actor = jax.tree.map(lambda x: x * 5 if x.ndim > 1 else x, heads.init(nets.actor, key, "lm"))
+        critic = jax.tree.map(lambda x: x * 5 if x.ndim > 1 else x, heads.init(nets.critic, jax.random.fold_in(key, 1), "scalar"))
+        critic["score"]["kernel"] = jax.random.normal(key, critic["score"]["kernel"].shape)
+        optimizers = [state_lib.optimizer(o.optim, o.grad_clip).init(p) for o, p in ((config.actor, actor), (config.critic, critic))]
+        return state_lib.TrainState(jnp.int32(0), actor, critic, jax.tree.map(jnp.copy, actor), None, *optimizers,
+                                    jnp.float32(config.algorithm.kl_ctrl.kl_coef))
+
+    shapes = jax.eval_shape(build, jax.random.key(seed))
+    scalars = (("step", shapes.step), ("kl_coef", shapes.kl_coef))
+    del scalars
+    where = sharding.tree_shardings(mesh, shapes, sharding.TRAIN_RULES + ((r"step|kl_coef", sharding.replicated(mesh).spec),))
+    return jax.jit(build, out_shardings=where)(jax.random.key(seed))
+
+
+def make_rollout(mesh, seed=0, samples=B):
+    """Random tokens of random lengths, one response of one token and one that fills T among them."""
+    r = np.random.default_rng(seed)
+    prompt_lengths = r.integers(2, P + 1, samples).astype(np.int32)
+    lengths = r.integers(1, T + 1, samples).astype(np.int32)
+    lengths[0], lengths[1] = 1, T
+    responses = r.integers(2, 32, (samples, T)).astype(np.int32) * (np.arange(T) < lengths[:, None])
+    prompts = Prompts(r.integers(2, 32, (samples, P)).astype(np.int32), prompt_lengths)
+    rollout = Rollout(prompts, responses, lengths, np.zeros((samples, T), np.float32), lengths == T)
+    return sharding.place(rollout, sharding.rows(mesh))
+
+
+def plan(config, mesh, rollout, groups, rows):
+    """Packing on the mesh, micro-batch counts, and the members of each group."""
+    total = np.asarray(rollout.prompts.lengths) + np.asarray(rollout.lengths)
+    packed, counts = packing.plan(total, groups, rows, config.row_length, config.packing.enabled)
+    members = np.zeros((len(groups), len(total)), bool)
+    np.put_along_axis(members, np.asarray(groups), True, 1)
+    return sharding.place(packed, sharding.rows(mesh, 2)), counts, members
+
+
+def make_experience(config, mesh, state, rollout, rewards=None, rows=2):
+    """Scores a rollout and estimates advantages. `rows`: R of the scoring micro-batch."""
+    packed, counts, _ = plan(config, mesh, rollout, [np.arange(len(rollout.lengths))], rows)
+    rewards = np.linspace(-1, 1, len(rollout.lengths)).astype(np.float32) if rewards is None else rewards
+    sequences, scores = scoring.score(config, networks(config), state, rollout, jax.tree.map(lambda x: x[0], packed), counts[0])
+    rewards = sharding.place(rewards, sharding.rows(mesh))
+    return scoring.experience(config, state.kl_coef, sequences, scores, rewards)
