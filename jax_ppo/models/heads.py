@@ -1,0 +1,43 @@
+"""What stands on the decoder: a language-model head (actor, reference) or a scalar head (critic, reward model).
+
+A role's parameters are the decoder's dict with one entry more:
+    lm_head/embedding [V, D] when the output embedding is not the input embedding;
+    score/kernel [D, 1] for a scalar head, without a bias.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jax_ppo.models.transformer import Transformer
+
+HEADS = ("lm_head", "score")
+
+
+def init(model: Transformer, key, head: str) -> dict:
+    """Random parameters of a role. `head`: "lm" or "scalar" (which starts at zero, as a critic must)."""
+    architecture = model.architecture
+    key_trunk, key_head = jax.random.split(key)
+    one = jnp.zeros((1, 1), jnp.int32)
+    params = dict(model.init(key_trunk, one, one, one)["params"])
+    if head == "scalar":
+        params["score"] = {"kernel": jnp.zeros((architecture.hidden_size, 1), jnp.float32)}
+    elif not architecture.tied:
+        shape = (architecture.vocab_size, architecture.hidden_size)
+        params["lm_head"] = {"embedding": 0.02 * jax.random.normal(key_head, shape, jnp.float32)}
+    return params
+
+
+def unembedding(params: dict):
+    """The output embedding, [V, D]."""
+    return params.get("lm_head", params["embed"])["embedding"]
+
+
+def logits(params: dict, hidden):
+    """[..., V] float32 from [..., D]."""
+    weight = unembedding(params).astype(hidden.dtype)
+    return jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
+
+
+def scalars(params: dict, hidden):
+    """[...] float32 from [..., D]: the critic's values, or a reward model's scores."""
+    return (hidden.astype(jnp.float32) @ params["score"]["kernel"].astype(jnp.float32))[..., 0]

@@ -1,0 +1,181 @@
+"""One decoder: Llama and Qwen2 (grouped-query attention, RoPE, RMSNorm, SwiGLU). `Architecture` says what differs.
+
+Parameters, a nested dict (L: the stacked layers; the unrolled form has `layer_0`, ... instead, without this axis):
+    embed/embedding [V, D]
+    layers/{input_norm, post_attention_norm}/scale [L, D]
+    layers/attention/{q_proj, k_proj, v_proj, o_proj}/kernel [L, in, out] (bias [L, out])
+    layers/mlp/{gate_proj, up_proj, down_proj}/kernel [L, in, out]
+    norm/scale [D]
+Heads stand beside these in the same dict (heads.py) and the decoder does not look at them.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jax_ppo.models import rope
+from jax_ppo.models.architecture import Architecture
+
+
+class RMSNorm(nn.Module):
+    epsilon: float
+
+    @nn.compact
+    def __call__(self, x):
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.epsilon)
+        return scale.astype(x.dtype) * wide.astype(x.dtype)
+
+
+def _dense(features, use_bias, dtype, name):
+    kernel_init = nn.initializers.normal(0.02)
+    return nn.Dense(features, use_bias, dtype=dtype, param_dtype=jnp.float32, kernel_init=kernel_init, name=name)
+
+
+class Attention(nn.Module):
+    architecture: Architecture
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x_BxTxD, cos_sin, mask, cache, column):
+        a = self.architecture
+        B, T, _ = x_BxTxD.shape
+
+        def project(name, heads):
+            return _dense(heads * a.head_dim, a.qkv_bias, self.dtype, name)(x_BxTxD).reshape(B, T, heads, a.head_dim)
+
+        q, k, v = project("q_proj", a.num_heads), project("k_proj", a.num_kv_heads), project("v_proj", a.num_kv_heads)
+        q, k = rope.rotate(q, *cos_sin), rope.rotate(k, *cos_sin)
+        if cache is None:
+            out = jax.nn.dot_product_attention(q, k, v, mask=mask)
+            cache = (k.swapaxes(1, 2), v.swapaxes(1, 2))
+        else:
+            cache = (write_column(cache[0], k, column), write_column(cache[1], v, column))
+            out = attend_one(q, *cache, mask)
+        out = out.reshape(B, T, a.num_heads * a.head_dim)
+        return _dense(a.hidden_size, a.output_bias, self.dtype, "o_proj")(out), cache
+
+
+def write_column(cache_BxKxSxd, new_Bx1xKxd, column):
+    """Puts one new key or value into a column of the cache: the same for all rows (scalar) or one a row ([B])."""
+    new_BxKx1xd = new_Bx1xKxd.swapaxes(1, 2).astype(cache_BxKxSxd.dtype)
+    if jnp.ndim(column) == 0:
+        return jax.lax.dynamic_update_slice_in_dim(cache_BxKxSxd, new_BxKx1xd, column, axis=2)
+    write = jax.vmap(lambda cache, new, at: jax.lax.dynamic_update_slice_in_dim(cache, new, at, axis=1))
+    return write(cache_BxKxSxd, new_BxKx1xd, column)
+
+
+def attend_one(q_Bx1xHxd, keys_BxKxSxd, values_BxKxSxd, readable_BxS):
+    """Attention of one new token to the cache, as multiply-and-reduce: one pass over the cache, nothing transposed."""
+    B, K, _, d = keys_BxKxSxd.shape
+    q_BxKxGxd = q_Bx1xHxd.reshape(B, K, -1, d).astype(jnp.float32) * d**-0.5
+    scores_BxKxGxS = (q_BxKxGxd[:, :, :, None] * keys_BxKxSxd[:, :, None].astype(jnp.float32)).sum(-1)
+    scores_BxKxGxS = jnp.where(readable_BxS[:, None, None], scores_BxKxGxS, -1e30)
+    weights_BxKxGxS = jax.nn.softmax(scores_BxKxGxS, axis=-1)
+    out_BxKxGxd = (weights_BxKxGxS[..., None] * values_BxKxSxd[:, :, None].astype(jnp.float32)).sum(3)
+    return out_BxKxGxd.astype(q_Bx1xHxd.dtype)
+
+
+class MLP(nn.Module):
+    architecture: Architecture
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x):
+        a = self.architecture
+        gate = _dense(a.intermediate_size, a.mlp_bias, self.dtype, "gate_proj")(x)
+        up = _dense(a.intermediate_size, a.mlp_bias, self.dtype, "up_proj")(x)
+        return _dense(a.hidden_size, a.mlp_bias, self.dtype, "down_proj")(nn.silu(gate) * up)
+
+
+class Layer(nn.Module):
+    architecture: Architecture
+    dtype: Any
+    keep_cache: bool  # a scan would stack the keys and values that nobody reads
+
+    @nn.compact
+    def __call__(self, x, cos_sin, mask, cache=None, column=None):
+        a = self.architecture
+        attention, mlp = Attention(a, self.dtype, name="attention"), MLP(a, self.dtype, name="mlp")
+        attended, cache = attention(RMSNorm(a.norm_epsilon, name="input_norm")(x), cos_sin, mask, cache, column)
+        x = x + attended
+        x = x + mlp(RMSNorm(a.norm_epsilon, name="post_attention_norm")(x))
+        return x, cache if self.keep_cache else None
+
+
+class Transformer(nn.Module):
+    """The decoder without a head.
+
+    Attributes:
+      architecture: the shape.
+      dtype: of the computation; parameters may be of any type.
+      remat: recompute each layer in the backward pass.
+      unrolled: False: layers are one `scan` over stacked parameters (short compilation: training, scoring). True:
+        layers are written out and keys and values come back (decoding: no copy of the cache). `unroll` turns
+        parameters of the first form into the second.
+    """
+
+    architecture: Architecture
+    dtype: Any = jnp.float32
+    remat: bool = False
+    unrolled: bool = False
+
+    @nn.compact
+    def __call__(self, tokens_BxT, positions_BxT, segments_BxT=None, *, cache=None, column=None, readable_BxS=None):
+        """Runs tokens through the layers.
+
+        Args:
+          tokens_BxT: int32 token ids.
+          positions_BxT: int32, each token's place in its own sequence, from 0.
+          segments_BxT: int32; a token sees those before it in the row that have the same segment. None: the row is one
+            segment. Not with a cache.
+          cache: for one new token a row (T = 1, unrolled): (keys, values) of each layer, [B, kv heads, S, head_dim].
+          column: int32, scalar or [B]: where in the cache the new token goes.
+          readable_BxS: bool, the columns of the cache that the new token sees, its own included.
+
+        Returns:
+          hidden states after the last norm, [B, T, D] in `dtype`, and, unrolled, keys and values: of these tokens, each
+          [B, kv heads, T, head_dim], or with a cache the cache with the new token in it. None when not unrolled.
+        """
+        a = self.architecture
+        embedding = self.param("embed", _embedding, a.vocab_size, a.hidden_size)["embedding"]
+        x = embedding[tokens_BxT].astype(self.dtype)
+        rotation = rope.cos_sin(a, positions_BxT)
+        mask = readable_BxS
+        if cache is None:
+            mask = jnp.tril(jnp.ones((tokens_BxT.shape[1],) * 2, bool))[None, None]
+            if segments_BxT is not None:
+                mask &= (segments_BxT[:, :, None] == segments_BxT[:, None, :])[:, None]
+        x, cache = self._layers(x, rotation, mask, cache, column)
+        return RMSNorm(a.norm_epsilon, name="norm")(x), cache
+
+    def _layers(self, x, rotation, mask, cache, column):
+        layer = nn.remat(Layer, prevent_cse=self.unrolled) if self.remat else Layer
+        if not self.unrolled:
+            stack = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=nn.broadcast,
+                            length=self.architecture.num_layers)
+            return stack(self.architecture, self.dtype, keep_cache=False, name="layers")(x, rotation, mask)
+        new_cache = []
+        for i in range(self.architecture.num_layers):
+            own = None if cache is None else cache[i]
+            block = layer(self.architecture, self.dtype, keep_cache=True, name=f"layer_{i}")
+            x, own = block(x, rotation, mask, own, column)
+            new_cache.append(own)
+        return x, tuple(new_cache)
+
+
+def _embedding(key, rows, width):
+    return {"embedding": nn.initializers.normal(0.02)(key, (rows, width), jnp.float32)}
+
+
+def unroll(params: dict, dtype=None) -> dict:
+    """Parameters for `Transformer(unrolled=True)` from the stacked ones, cast to `dtype` if given. Heads come along."""
+    if dtype is not None:
+        params = jax.tree.map(lambda x: x.astype(dtype), params)
+    layers = params["layers"]
+    count = jax.tree.leaves(layers)[0].shape[0]
+    unstacked = {f"layer_{i}": jax.tree.map(lambda x, i=i: x[i], layers) for i in range(count)}
+    return {name: value for name, value in params.items() if name != "layers"} | unstacked

@@ -1,0 +1,22 @@
+import os
+from pathlib import Path
+
+import jax
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def exact_matmuls():
+    """Accelerators round float32 factors; comparisons with transformers on the CPU need them whole."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture
+def tinystories() -> Path:
+    """A real pretrained model's folder."""
+    root = os.environ.get("JAX_PPO_DATA", str(Path(__file__).parents[3] / "shared/data"))
+    folder = Path(root) / "tinystories-260k"
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is missing; JAX_PPO_DATA names the folder of the test data")
+    return folder

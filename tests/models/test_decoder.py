@@ -1,0 +1,157 @@
+"""What must hold of the decoder whatever its weights: causality, segments, and one result in each of its forms."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_ppo.models import heads
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.transformer import Transformer, unroll, write_column
+
+B, T = 2, 12
+ARCHITECTURE = Architecture(family="llama", vocab_size=31, hidden_size=16, intermediate_size=24, num_layers=2,
+                            num_heads=4, num_kv_heads=2, head_dim=4, qkv_bias=True, output_bias=True, mlp_bias=True)
+QUICK = {"xla_backend_optimization_level": 0}  # to compile sooner
+STACKED, UNROLLED = Transformer(ARCHITECTURE), Transformer(ARCHITECTURE, unrolled=True)
+
+
+@pytest.fixture(scope="module")
+def params():
+    """Biases and norms away from their start, or half of the decoder would not show."""
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda: heads.init(STACKED, jax.random.key(0), "lm"))
+
+    def draw(path, x):
+        return jnp.asarray(("norm" in str(path[-2])) + 0.2 * rng.normal(size=x.shape), jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return np.random.default_rng(1).integers(0, ARCHITECTURE.vocab_size, (B, T))
+
+
+def run(params, ids, segments=None, positions=None, model=STACKED):
+    """Hidden states [B, T, D] of whole sequences."""
+    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape) if positions is None else positions
+    return apply(model, params, ids, positions, segments)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+def apply(model, params, ids, positions, segments):
+    return model.apply({"params": params}, ids, positions, segments)
+
+
+def test_a_token_changes_nothing_before_it(params, ids):
+    before = run(params, ids)[0]
+    for column in (1, 5, T - 1):
+        changed = ids.copy()
+        changed[:, column] = (changed[:, column] + 1) % ARCHITECTURE.vocab_size
+        after = run(params, changed)[0]
+        np.testing.assert_array_equal(after[:, :column], before[:, :column])
+        assert (np.abs(after - before)[:, column:].max(-1) > 1e-4).all()
+
+
+def test_packed_sequences_do_not_see_each_other(params, ids):
+    lengths = (5, 4, 3)  # three sequences in a row, the last one padding that nobody reads
+    segments = np.repeat([1, 2, 0], lengths)[None].repeat(B, 0)
+    positions = np.concatenate([np.arange(n) for n in lengths])[None].repeat(B, 0)
+    packed = run(params, ids, segments, positions)[0]
+    start = 0
+    for n in lengths[:2]:
+        alone = run(params, ids[:, start:start + n])[0]
+        np.testing.assert_allclose(packed[:, start:start + n], alone, atol=1e-5)
+        start += n
+    assert np.isfinite(packed).all()
+
+
+def test_no_segments_means_one(params, ids):
+    np.testing.assert_array_equal(run(params, ids)[0], run(params, ids, np.ones_like(ids))[0])
+
+
+def test_unrolled_is_stacked(params, ids):
+    stacked, nothing = run(params, ids)
+    unrolled, cache = run(unroll(params), ids, model=UNROLLED)
+    assert nothing is None and len(cache) == ARCHITECTURE.num_layers
+    assert cache[0][0].shape == cache[0][1].shape == (B, ARCHITECTURE.num_kv_heads, T, ARCHITECTURE.head_dim)
+    np.testing.assert_allclose(unrolled, stacked, atol=1e-5)
+
+
+def test_unroll_casts_and_keeps_the_head(params):
+    flat = unroll(params, jnp.bfloat16)
+    assert {leaf.dtype for leaf in jax.tree.leaves(flat)} == {jnp.dtype(jnp.bfloat16)}
+    np.testing.assert_array_equal(flat["lm_head"]["embedding"], params["lm_head"]["embedding"].astype(jnp.bfloat16))
+    own = jax.eval_shape(lambda: heads.init(UNROLLED, jax.random.key(0), "lm"))
+    assert jax.tree.map(jnp.shape, flat) == jax.tree.map(jnp.shape, own)
+
+
+@pytest.mark.parametrize("vector", [False, True])
+def test_one_token_at_a_time_is_the_whole_sequence(params, ids, vector):
+    """With a column for all rows, or one a row; there the second row lags three tokens behind the first."""
+    flat = unroll(params)
+    expected = run(params, ids)[0]
+    lag = np.array([0, 3]) if vector else np.array([0, 0])
+    empty = jnp.full((B, ARCHITECTURE.num_kv_heads, T, ARCHITECTURE.head_dim), 7.0)  # garbage that must not be read
+    cache = ((empty, empty),) * ARCHITECTURE.num_layers
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def step(cache, new, positions, column):
+        readable = jnp.arange(T) <= positions
+        return UNROLLED.apply({"params": flat}, new, positions, cache=cache, column=column, readable_BxS=readable)
+
+    for i in range(T + max(lag)):
+        at = np.clip(i - lag, 0, T - 1)  # a row that has not started, or has ended, repeats a token
+        column = at if vector else at[0]
+        hidden, cache = step(cache, np.take_along_axis(ids, at[:, None], 1), at[:, None], column)
+        np.testing.assert_allclose(hidden[:, 0], expected[np.arange(B), at], atol=1e-5)
+
+
+def test_a_column_for_all_rows_is_the_same_column_in_each():
+    rng = np.random.default_rng(2)
+    cache, new = rng.normal(size=(3, 2, 5, 4)), rng.normal(size=(3, 1, 2, 4))
+    scalar = write_column(cache, new, jnp.int32(2))
+    np.testing.assert_array_equal(scalar, write_column(cache, new, jnp.full(3, 2)))
+    np.testing.assert_array_equal(scalar[:, :, 2], new[:, 0].astype(np.float32))
+    np.testing.assert_array_equal(np.delete(scalar, 2, 2), np.delete(cache, 2, 2).astype(np.float32))
+
+
+def test_recomputing_activations_leaves_the_gradient(params, ids):
+    def gradient(remat):
+        model = Transformer(ARCHITECTURE, remat=remat)
+        positions = np.broadcast_to(np.arange(T), ids.shape)
+
+        def loss(params):
+            return jnp.sum(jnp.sin(model.apply({"params": params}, ids, positions)[0]))
+
+        return jax.jit(jax.grad(loss), compiler_options=QUICK)(params)
+
+    plain, recomputed = gradient(False), gradient(True)
+    del plain["lm_head"], recomputed["lm_head"]  # not in this loss
+    for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(recomputed), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+        assert np.abs(one).max() > 0
+
+
+def test_computation_in_bfloat16(params, ids):
+    low = run(params, ids, model=Transformer(ARCHITECTURE, jnp.bfloat16))[0]
+    assert low.dtype == jnp.bfloat16
+    # Some thirty roundings of 8 bits lie between a token and its state, which is of size 1.
+    np.testing.assert_allclose(low.astype(jnp.float32), run(params, ids)[0], atol=0.15)
+
+
+def test_heads(params, ids):
+    hidden = run(params, ids)[0]
+    assert heads.logits(params, hidden).shape == (B, T, ARCHITECTURE.vocab_size)
+    assert heads.logits(params, hidden.astype(jnp.bfloat16)).dtype == jnp.float32
+    np.testing.assert_allclose(heads.logits(params, hidden), hidden @ params["lm_head"]["embedding"].T, atol=1e-5)
+    tied = {name: value for name, value in params.items() if name != "lm_head"}
+    np.testing.assert_allclose(heads.logits(tied, hidden), hidden @ params["embed"]["embedding"].T, atol=1e-5)
+    critic = jax.jit(lambda: heads.init(STACKED, jax.random.key(0), "scalar"), compiler_options=QUICK)()
+    assert "lm_head" not in critic and not heads.scalars(critic, hidden).any()
+    kernel = np.arange(16, dtype=np.float32)[:, None]
+    np.testing.assert_allclose(heads.scalars({"score": {"kernel": kernel}}, hidden), hidden @ kernel[:, 0], rtol=1e-4,
+                               atol=1e-4)
