@@ -1,0 +1,170 @@
+"""Hugging Face checkpoints in: a folder or hub name to an architecture, and its safetensors to sharded parameters."""
+
+import dataclasses
+import difflib
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jax_ppo.models import hf_files, hf_names
+from jax_ppo.models.architecture import Architecture, from_hf_config
+from jax_ppo.models.hf_hub import find
+
+__all__ = ["find", "load", "read_architecture"]
+
+
+def read_architecture(folder: str | Path) -> Architecture:
+    """From config.json. generation_config.json may name more ends of sequence: config.json's come first.
+
+    Raises ValueError for a folder without config.json or safetensors weights, or of a model that is not supported.
+    """
+    config_file, generation_file = Path(folder) / "config.json", Path(folder) / "generation_config.json"
+    if not config_file.exists():
+        raise ValueError(f"{folder} has no config.json: it is not a Hugging Face checkpoint")
+    architecture = from_hf_config(_read_json(config_file))
+    hf_files.weight_files(Path(folder))
+    more = _read_json(generation_file).get("eos_token_id") if generation_file.exists() else None
+    more = more if isinstance(more, list) else [] if more is None else [more]
+    eos_ids = tuple(dict.fromkeys([*architecture.eos_ids, *more]))
+    return dataclasses.replace(architecture, eos_ids=eos_ids)
+
+
+def _read_json(path):
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def load(folder: str | Path, architecture: Architecture, shardings: dict, dtype=jnp.float32, head: str = "lm",
+         progress: Callable[[int, int], None] | None = None) -> dict:
+    """Reads a checkpoint's weights into sharded arrays, each process only its own devices' parts.
+
+    On the host lives one layer's slice at a time. In a run of several processes all of them call it.
+
+    Args:
+      folder: with model.safetensors, or shards and their index. float32, bfloat16 or float16.
+      architecture: as `read_architecture` gives it.
+      shardings: a `jax.sharding.Sharding` for each parameter, in the structure of the parameters.
+      dtype: of the parameters.
+      head: "lm"; "scalar": score/kernel is zeros, as a critic starts; "reward": score/kernel is read.
+      progress: called as progress(done, total) after each tensor of the checkpoint.
+
+    Returns:
+      the parameters (transformer.py and heads.py say their layout).
+
+    Raises:
+      ValueError: a tensor is missing, of another shape, of another type, or not used. The message names it.
+    """
+    rows = hf_names.table(architecture, head)
+    places = hf_names.flatten_like(shardings, rows, "`shardings`")
+    zeros = {("score", "kernel")} if head == "scalar" else set()
+    wanted = {path: row for path, row in rows.items() if path not in zeros}
+    dtype, total, counter = np.dtype(dtype), sum(len(row.names()) for row in wanted.values()), itertools.count(1)
+
+    def tick():
+        done = next(counter)
+        if progress is not None:
+            progress(done, total)
+
+    params = {path: _zeros(rows[path].full_shape, dtype, places[path]) for path in zeros}
+    with hf_files.Checkpoint(folder) as checkpoint:
+        _check(checkpoint, wanted, head, architecture)
+        for path, row in wanted.items():
+            params[path] = _fill(checkpoint, row, dtype, places[path], tick)
+    return traverse_util.unflatten_dict(params)
+
+
+def _fill(checkpoint, row, dtype, sharding, tick):
+    """One parameter; a stacked one is a buffer into which the layers are written in place."""
+    if row.layers is None:
+        array = jax.block_until_ready(_read(checkpoint, row.name, row, dtype, sharding))
+        tick()
+        return array
+    write = jax.jit(jax.lax.dynamic_update_index_in_dim, static_argnums=3, donate_argnums=0, out_shardings=sharding)
+    buffer, one_layer = _zeros(row.full_shape, dtype, sharding), _without_first_axis(sharding)
+    for i, name in enumerate(row.names()):
+        # Waiting keeps the copies on their way to the devices to one layer.
+        buffer = jax.block_until_ready(write(buffer, _read(checkpoint, name, row, dtype, one_layer), i, 0))
+        tick()
+    return buffer
+
+
+def _read(checkpoint, name, row, dtype, sharding):
+    """One tensor as an array of ours (one layer), each device's block read by itself."""
+    blocks = {}  # devices that hold the same block share one reading
+
+    def block(index):
+        key = tuple((part.start, part.stop) for part in index)
+        if key not in blocks:
+            values = checkpoint.read(name, index[::-1] if row.transposed else index)
+            blocks[key] = np.ascontiguousarray(values.T if row.transposed else values, dtype)
+        return blocks[key]
+
+    return jax.make_array_from_callback(row.shape, sharding, block)
+
+
+def _zeros(shape, dtype, sharding):
+    return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)(shape, dtype)
+
+
+def _without_first_axis(sharding):
+    if isinstance(sharding, SingleDeviceSharding):
+        return sharding
+    if isinstance(sharding, NamedSharding):
+        spec = PartitionSpec(*sharding.spec[1:])
+        return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    raise TypeError(f"shardings must be NamedSharding or SingleDeviceSharding, got {sharding}")
+
+
+def _check(checkpoint, wanted, head, architecture):
+    """Raises ValueError unless the checkpoint has what is wanted, as it is wanted, and nothing that would change it."""
+    names = checkpoint.names()
+    for row in wanted.values():
+        for name in row.names():
+            if name not in names:
+                raise ValueError(f"{checkpoint.folder}: " + _missing(name, names, head))
+            where = f"{checkpoint.folder / checkpoint.file(name)}: {name}"
+            if name == "score.weight" and checkpoint.shape(name)[0] != 1:
+                raise ValueError(f"{where} has {checkpoint.shape(name)[0]} labels; a reward model has num_labels = 1")
+            if checkpoint.shape(name) != row.hf_shape:
+                raise ValueError(f"{where} has shape {list(checkpoint.shape(name))}, config.json makes it "
+                                 f"{list(row.hf_shape)}")
+            if checkpoint.dtype(name) not in hf_files.DTYPES:
+                raise ValueError(f"{where} is of type {checkpoint.dtype(name)}; only float32, bfloat16 and float16 "
+                                 "(F32, BF16, F16) are supported")
+    used = {name for row in wanted.values() for name in row.names()}
+    unused = sorted(name for name in names - used if not _ignorable(checkpoint, name, head, architecture))
+    if unused:
+        raise ValueError(f"{checkpoint.folder} has {len(unused)} tensors that this model would not use: "
+                         f"{hf_names.some(unused)}. It is another kind of model than "
+                         f"config.json's model_type {architecture.family!r} with this head ({head!r})")
+
+
+def _missing(name, names, head):
+    if name == "score.weight":
+        return "there is no score.weight in it: it is not a sequence-classification checkpoint, so not a reward model"
+    if name == "lm_head.weight" and "score.weight" in names:
+        return "there is no lm_head.weight in it but score.weight: it is a reward model or critic, not a language model"
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"tensor {name} is missing" + (f"; the nearest there is {near[0]}" if near else "")
+
+
+def _ignorable(checkpoint, name, head, architecture):
+    """Tensors whose absence from our model changes nothing."""
+    if name.endswith("rotary_emb.inv_freq"):  # computed from config.json
+        return True
+    if name == "lm_head.weight":
+        return head != "lm" or architecture.tied
+    if name == "score.weight":
+        return True
+    if name in ("score.bias", "classifier.bias"):
+        return head != "reward" or not np.any(checkpoint.read(name))
+    return False

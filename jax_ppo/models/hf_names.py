@@ -1,0 +1,95 @@
+"""Which tensor of a Hugging Face checkpoint is which of our parameters: one table, for import and for export."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from flax import traverse_util
+
+from jax_ppo.models.architecture import Architecture
+
+HEADS = ("lm", "scalar", "reward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One parameter of ours and its name in the checkpoint.
+
+    Attributes:
+      name: Hugging Face's; `{}` stands for the layer's number.
+      shape: ours, of one layer.
+      transposed: the checkpoint has it as [out, in], we as [in, out].
+      layers: how many are stacked along a first axis of ours; None: the parameter belongs to no layer.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    transposed: bool = False
+    layers: int | None = None
+
+    @property
+    def hf_shape(self) -> tuple[int, ...]:
+        return self.shape[::-1] if self.transposed else self.shape
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """Of our parameter, with the layers' axis."""
+        return self.shape if self.layers is None else (self.layers, *self.shape)
+
+    def names(self) -> list[str]:
+        """The checkpoint's names, one a layer."""
+        return [self.name] if self.layers is None else [self.name.format(i) for i in range(self.layers)]
+
+
+def table(architecture: Architecture, head: str) -> dict[tuple[str, ...], Tensor]:
+    """Our paths (("layers", "mlp", "up_proj", "kernel"), ...) to tensors. `head`: one of HEADS."""
+    if head not in HEADS:
+        raise ValueError(f"head={head!r}: expected one of {', '.join(map(repr, HEADS))}")
+    a = architecture
+    rows = {
+        ("embed", "embedding"): Tensor("model.embed_tokens.weight", (a.vocab_size, a.hidden_size)),
+        ("norm", "scale"): Tensor("model.norm.weight", (a.hidden_size,)),
+        **_layer_norm(a, "input_norm", "input_layernorm"),
+        **_layer_norm(a, "post_attention_norm", "post_attention_layernorm"),
+    }
+    queries, keys = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+    for name, outputs in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+        rows |= _dense(a, ("attention", name), f"self_attn.{name}", a.hidden_size, outputs, a.qkv_bias)
+    rows |= _dense(a, ("attention", "o_proj"), "self_attn.o_proj", queries, a.hidden_size, a.output_bias)
+    for name in ("gate_proj", "up_proj"):
+        rows |= _dense(a, ("mlp", name), f"mlp.{name}", a.hidden_size, a.intermediate_size, a.mlp_bias)
+    rows |= _dense(a, ("mlp", "down_proj"), "mlp.down_proj", a.intermediate_size, a.hidden_size, a.mlp_bias)
+    if head != "lm":
+        rows["score", "kernel"] = Tensor("score.weight", (a.hidden_size, 1), transposed=True)
+    elif not a.tied:
+        rows["lm_head", "embedding"] = Tensor("lm_head.weight", (a.vocab_size, a.hidden_size))
+    return rows
+
+
+def _layer_norm(a, name, hf_name):
+    hf_name = f"model.layers.{{}}.{hf_name}.weight"
+    return {("layers", name, "scale"): Tensor(hf_name, (a.hidden_size,), False, a.num_layers)}
+
+
+def _dense(a, path, hf_name, inputs, outputs, bias):
+    prefix = f"model.layers.{{}}.{hf_name}"
+    rows = {("layers", *path, "kernel"): Tensor(f"{prefix}.weight", (inputs, outputs), True, a.num_layers)}
+    if bias:
+        rows["layers", *path, "bias"] = Tensor(f"{prefix}.bias", (outputs,), False, a.num_layers)
+    return rows
+
+
+def flatten_like(tree: dict, rows: dict, what: str) -> dict:
+    """`tree` by paths. Raises ValueError where its paths are not the table's. `what` names the tree in the message."""
+    flat = traverse_util.flatten_dict(tree)
+    missing, unknown = sorted(rows.keys() - flat.keys()), sorted(flat.keys() - rows.keys())
+    if missing or unknown:
+        lists = [f"{word} {some('/'.join(map(str, path)) for path in paths)}"
+                 for word, paths in (("it lacks", missing), ("it should not have", unknown)) if paths]
+        raise ValueError(f"{what} does not have the structure of this architecture's parameters: {'; '.join(lists)}")
+    return flat
+
+
+def some(names: Iterable[str]) -> str:
+    """The first few, for a message."""
+    names = list(names)
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")

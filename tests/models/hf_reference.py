@@ -1,0 +1,83 @@
+"""Small random checkpoints made by transformers, and this project's logits of them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_ppo.models import heads, hf_import
+from jax_ppo.models.transformer import Transformer
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}
+MODELS = {"llama": ("LlamaConfig", "LlamaFor"), "qwen2": ("Qwen2Config", "Qwen2For")}
+
+
+def make(family="llama", task="CausalLM", **changes):
+    """A transformers model in float32 whose every parameter, norms and biases too, is far from its initial value."""
+    config_class, model_class = MODELS[family]
+    config = getattr(transformers, config_class)(**(SIZES | changes))
+    model = getattr(transformers, model_class + task)(config).eval()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=0.15, generator=generator)
+            if "norm" in name:
+                parameter += 1
+    return model
+
+
+def save(folder, *args, **changes):
+    """`make`, written to `folder`. Returns the model."""
+    model = make(*args, **changes)
+    model.save_pretrained(folder)
+    return model
+
+
+def reload(folder, dtype="float32", task="CausalLM"):
+    """What transformers makes of a folder."""
+    return getattr(transformers, "AutoModelFor" + task).from_pretrained(folder, dtype=dtype).eval()
+
+
+def tokens(rows=2, length=24, vocab_size=97):
+    return np.random.default_rng(3).integers(3, vocab_size, (rows, length)).astype(np.int32)
+
+
+def their_logits(model, ids):
+    with torch.no_grad():
+        return model(torch.from_numpy(np.asarray(ids, np.int64))).logits.float().numpy()
+
+
+def one_device(architecture, head):
+    """Shardings that put every parameter of a role on the first device."""
+    shapes = jax.eval_shape(lambda: heads.init(Transformer(architecture), jax.random.key(0), head))
+    return jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), shapes)
+
+
+def load(folder, head="lm", dtype=jnp.float32, **options):
+    """(architecture, parameters) of a folder."""
+    architecture = hf_import.read_architecture(folder)
+    shardings = one_device(architecture, "lm" if head == "lm" else "scalar")
+    return architecture, hf_import.load(folder, architecture, shardings, dtype, head, **options)
+
+
+def hidden(architecture, params, ids, dtype=jnp.float32):
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+    model = Transformer(architecture, dtype)
+    return _apply(model, params, ids, positions)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})  # compiles sooner
+def _apply(model, params, ids, positions):
+    return model.apply({"params": params}, ids, positions)[0]
+
+
+def our_logits(architecture, params, ids, dtype=jnp.float32):
+    return np.asarray(heads.logits(params, hidden(architecture, params, ids, dtype)))

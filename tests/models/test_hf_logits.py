@@ -1,0 +1,126 @@
+"""The decoder gives the numbers that transformers gives, from the same checkpoint."""
+
+import json
+
+import hf_reference as reference
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+VARIANTS = {
+    "llama": ("llama", {}),
+    "llama, one head a key": ("llama", {"num_key_value_heads": 4}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, attention bias": ("llama", {"attention_bias": True}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, wide heads": ("llama", {"head_dim": 16}),
+    "qwen2": ("qwen2", {}),
+    "qwen2, tied": ("qwen2", {"tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_are_those_of_transformers(name, tmp_path):
+    family, changes = VARIANTS[name]
+    model = reference.save(tmp_path, family, **changes)
+    ids = reference.tokens()
+    ours = reference.our_logits(*reference.load(tmp_path), ids)
+    theirs = reference.their_logits(model, ids)
+    assert theirs.std() > 0.3  # or the comparison would say nothing
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+def test_a_checkpoint_in_shards(tmp_path):
+    model = reference.make("qwen2")
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2 and not (tmp_path / "model.safetensors").exists()
+    ids = reference.tokens()
+    ours = reference.our_logits(*reference.load(tmp_path), ids)
+    np.testing.assert_allclose(ours, reference.their_logits(model, ids), atol=1e-4)
+
+
+def test_bfloat16(tmp_path):
+    reference.make("qwen2").bfloat16().save_pretrained(tmp_path)
+    architecture, params = reference.load(tmp_path)
+    ids = reference.tokens()
+    low, exact = (reference.their_logits(reference.reload(tmp_path, dtype), ids) for dtype in ("bfloat16", "float32"))
+    # The weights are bfloat16 numbers: in float32 they are the same numbers, so the logits agree as ever.
+    np.testing.assert_allclose(reference.our_logits(architecture, params, ids), exact, atol=1e-4)
+    # Computed in bfloat16 (8 bits: each operation is off by up to 1 in 256) both are wrong, each in its own way. The
+    # measure is transformers' own error: ours must be about as small in the mean, and nowhere far beyond its worst.
+    ours = reference.our_logits(architecture, params, ids, jnp.bfloat16)
+    our_error, their_error = np.abs(ours - exact), np.abs(low - exact)
+    assert 0 < our_error.mean() < 1.25 * their_error.mean()
+    assert our_error.max() < 2 * their_error.max()
+
+
+def test_loading_in_bfloat16_rounds_the_weights(tmp_path):
+    reference.save(tmp_path)
+    _, exact = reference.load(tmp_path)
+    _, low = reference.load(tmp_path, dtype=jnp.bfloat16)
+    kernel = low["layers"]["mlp"]["down_proj"]["kernel"]
+    assert kernel.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(kernel, exact["layers"]["mlp"]["down_proj"]["kernel"].astype(jnp.bfloat16))
+
+
+def test_float16_checkpoints_are_read(tmp_path):
+    reference.make().half().save_pretrained(tmp_path)
+    ids = reference.tokens()
+    ours = reference.our_logits(*reference.load(tmp_path), ids)
+    np.testing.assert_allclose(ours, reference.their_logits(reference.reload(tmp_path), ids), atol=1e-4)
+
+
+def test_reward_model(tmp_path):
+    model = reference.save(tmp_path, "qwen2", "SequenceClassification", num_labels=1)
+    architecture, params = reference.load(tmp_path, "reward")
+    ids = reference.tokens()
+    states = reference.hidden(architecture, params, ids)
+    scores = reference.heads.scalars(params, states)[:, -1]  # transformers scores the last token that is no padding
+    np.testing.assert_allclose(scores, reference.their_logits(model, ids)[:, 0], atol=1e-4)
+
+
+def test_a_critic_starts_at_zero_from_any_checkpoint(tmp_path):
+    for folder, task, options in (("lm", "CausalLM", {}), ("reward", "SequenceClassification", {"num_labels": 1})):
+        reference.save(tmp_path / folder, "llama", task, **options)
+        architecture, params = reference.load(tmp_path / folder, "scalar")
+        assert set(params) == {"embed", "layers", "norm", "score"}
+        values = reference.heads.scalars(params, reference.hidden(architecture, params, reference.tokens()))
+        assert values.shape == (2, 24) and not values.any()
+
+
+def test_progress_counts_every_tensor_of_the_checkpoint(tmp_path):
+    model = reference.save(tmp_path, "qwen2")
+    seen = []
+    reference.load(tmp_path, progress=lambda done, total: seen.append((done, total)))
+    count = len(model.state_dict())
+    assert seen == [(i, count) for i in range(1, count + 1)]
+
+
+def test_every_end_of_sequence_is_known_the_configs_first(tmp_path):
+    reference.save(tmp_path, eos_token_id=5)
+    for more, expected in ((None, (5,)), (5, (5,)), (9, (5, 9)), ([9, 5, 7], (5, 9, 7))):
+        file = tmp_path / "generation_config.json"
+        file.write_text(json.dumps({"eos_token_id": more}))
+        assert reference.hf_import.read_architecture(tmp_path).eos_ids == expected
+    file.unlink()
+    assert reference.hf_import.read_architecture(tmp_path).eos_ids == (5,)
+
+
+def test_the_real_model(tinystories):
+    model = reference.reload(tinystories)
+    tokenizer = reference.transformers.AutoTokenizer.from_pretrained(tinystories)
+    architecture, params = reference.load(tinystories)
+    ids = reference.tokens(length=200, vocab_size=512)
+    ours, theirs = reference.our_logits(architecture, params, ids), reference.their_logits(model, ids)
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+    prompt = "Once upon a time, there was a little girl named Lily."
+    start = tokenizer(prompt)["input_ids"]
+    if start[0] != architecture.bos_id:  # it was trained with one at the start of every story
+        start = [architecture.bos_id, *start]
+    row, end = np.zeros((1, 64), np.int32), len(start)
+    row[0, :end] = start
+    for column in range(end, 64):  # what stands behind a token does not reach it
+        row[0, column] = reference.our_logits(architecture, params, row)[0, column - 1].argmax()
+    story = tokenizer.decode(row[0], skip_special_tokens=True)
+    assert story.startswith(prompt + " She loved to play outside in the park. One day, she saw a big, red ball.")

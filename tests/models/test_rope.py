@@ -1,0 +1,95 @@
+"""Every kind of rotary position embedding has transformers' frequencies, and gives transformers' logits."""
+
+import hf_reference as reference
+import numpy as np
+import pytest
+
+from jax_ppo.models import rope
+from jax_ppo.models.architecture import ROPE_KINDS, from_hf_config, to_hf_config
+
+rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
+
+# Chosen so that every branch is taken: the four frequencies of a head (8 wide) have waves of 6, 63, 628 and 6,283
+# tokens, and the original length of 64 lies among them.
+SHORT, LONG = [1.0, 1.1, 1.3, 1.7], [1.0, 2.0, 3.0, 4.0]
+ORIGINAL = {"original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0} | ORIGINAL
+KINDS = {
+    "default": {"rope_type": "default", "rope_theta": 500.0},
+    "linear": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+    "yarn": YARN,
+    "yarn, with its constants": YARN | {"beta_fast": 16, "beta_slow": 2, "attention_factor": 1.2},
+    "yarn, not truncated": YARN | {"beta_fast": 8, "truncate": False},
+    "yarn, with mscale": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
+    "yarn, ramp of no width": YARN | {"rope_theta": 1e4, "beta_fast": 1e-3, "beta_slow": 1e-3},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 0.5, "high_freq_factor": 4.0, "rope_theta": 1e4}
+    | ORIGINAL,
+    "longrope": {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "rope_theta": 1e4} | ORIGINAL,
+    "longrope, with its factor": {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "factor": 8.0,
+                                  "rope_theta": 1e4} | ORIGINAL,
+}
+
+
+def config_of(parameters):
+    longer = 256 if "original_max_position_embeddings" in parameters else 64
+    return {"rope_parameters": dict(parameters), "max_position_embeddings": longer}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_frequencies_and_logits_are_those_of_transformers(name, tmp_path):
+    model = reference.save(tmp_path, **config_of(KINDS[name]))
+    architecture, params = reference.load(tmp_path)
+    inverse, factor = rope.frequencies(architecture)
+    if name == "default":
+        expected, expected_factor = model.model.rotary_emb.inv_freq, 1.0
+    else:
+        expected, expected_factor = rope_utils.ROPE_INIT_FUNCTIONS[KINDS[name]["rope_type"]](model.config)
+    np.testing.assert_allclose(inverse, expected, rtol=1e-6)
+    assert factor == pytest.approx(expected_factor, rel=1e-12)
+    ids = reference.tokens(rows=1, length=64)  # up to the original length
+    ours = reference.our_logits(architecture, params, ids)
+    np.testing.assert_allclose(ours, reference.their_logits(model, ids), atol=1e-4)
+
+
+def test_every_kind_is_tested():
+    assert {parameters["rope_type"] for parameters in KINDS.values()} == set(ROPE_KINDS)
+
+
+def test_longest_is_where_the_frequencies_would_change():
+    def longest(name):
+        config = reference.SIZES | config_of(KINDS[name]) | {"model_type": "llama"}
+        return rope.longest(from_hf_config(config))
+
+    assert longest("longrope") == 64  # beyond it transformers takes long_factor
+    assert longest("dynamic") == 64  # beyond it transformers stretches the base
+    assert longest("llama3") == longest("yarn") == 256
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_configurations_go_there_and_back(name):
+    config = reference.SIZES | config_of(KINDS[name]) | {"model_type": "llama"}
+    architecture = from_hf_config(config)
+    written = to_hf_config(architecture)
+    assert from_hf_config(written) == architecture
+    older = {key: value for key, value in written.items() if key != "rope_parameters"}  # what transformers 4 reads
+    assert from_hf_config(older) == architecture
+
+
+def test_transformers_4_spellings():
+    older = {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    architecture = from_hf_config(reference.SIZES | older)
+    assert architecture.rope_theta == 5e5
+    assert architecture.rope_scaling == (("factor", 2.0), ("rope_type", "linear"))
+    phi = reference.SIZES | {"model_type": "llama", "rope_scaling": {"rope_type": "longrope", "short_factor": SHORT,
+                             "long_factor": LONG}} | ORIGINAL | {"max_position_embeddings": 512}
+    assert rope.longest(from_hf_config(phi)) == 64
+
+
+def test_a_pair_is_turned_by_its_angle():
+    """By hand: at position 2 the first pair of a head turns by 2, the second by 2 / 10 (base 100, two pairs)."""
+    architecture = from_hf_config(reference.SIZES | {"model_type": "llama", "head_dim": 4, "rope_theta": 100.0})
+    x = np.array([1.0, 0.0, 0.0, 1.0], np.float32).reshape(1, 1, 1, 4)
+    turned = rope.rotate(x, *rope.cos_sin(architecture, np.array([[2]])))
+    expected = [np.cos(2), -np.sin(0.2), np.sin(2), np.cos(0.2)]
+    np.testing.assert_allclose(turned[0, 0, 0], expected, atol=1e-6)
