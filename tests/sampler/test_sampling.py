@@ -1,0 +1,167 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+
+from jax_ppo.sampler import sampling
+
+LAST = np.nextafter(np.float32(1), np.float32(0))  # jax.random.uniform stays below it, draw need not rely on that
+draw = jax.jit(sampling.draw)
+choose = jax.jit(sampling.choose, static_argnums=(2, 3, 4))
+keep_top_k, keep_top_p = (jax.jit(f, static_argnums=1) for f in (sampling.keep_top_k, sampling.keep_top_p))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def many(logits, draws, options=(1.0,)):
+    """`draws` tokens from one distribution, one sample each."""
+    uniforms = sampling.uniforms(sampling.sample_keys(jax.random.key(3), jnp.arange(draws)), 5)
+    return sampling.choose(jnp.broadcast_to(logits, (draws, len(logits))), uniforms, *options)[0]
+
+
+def random_logits(B, V, scale=3.0, seed=0):
+    return np.random.default_rng(seed).normal(0, scale, (B, V)).astype(np.float32)
+
+
+def kept(logits):
+    return np.isfinite(np.asarray(logits))
+
+
+@pytest.mark.parametrize("V", [50, 1000])
+def test_draws_follow_softmax(V):
+    logits, draws = random_logits(1, V, scale=1.5)[0], 50_000
+    expected = draws * np.asarray(jax.nn.softmax(logits.astype(np.float64)), np.float64)
+    counts = np.bincount(many(logits, draws), minlength=V)
+    rare = expected < 5  # the chi-square law wants five expected draws a bin
+    bins = [np.append(x[~rare], x[rare].sum()) if rare.any() else x for x in (counts, expected)]
+    assert scipy.stats.chisquare(bins[0], bins[1] * draws / bins[1].sum()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("temperature, k, p", [(1.0, 5, 1.0), (0.5, 50, 0.7), (2.0, 9, 0.8)])
+def test_draws_follow_the_filtered_distribution(temperature, k, p):
+    logits, draws = random_logits(1, 50)[0], 50_000
+    probability = np.exp(logits / temperature - (logits / temperature).max())
+    order = np.argsort(-probability)
+    probability[order[k:]] = 0
+    sums = np.cumsum(probability[order]) / probability.sum()
+    probability[order[np.searchsorted(sums, p) + 1:]] = 0
+    counts = np.bincount(many(logits, draws, (temperature, k, p)), minlength=50)
+    assert (counts[probability == 0] == 0).all()
+    distance = np.abs(counts / draws - probability / probability.sum()).sum() / 2
+    assert distance < 0.01  # about 0.005 from chance
+
+
+@pytest.mark.parametrize("V", [1, 3, 64, 65, 4097])
+def test_never_draws_what_has_probability_0(V):
+    """Random sets of -inf, one token left at either end of the row, huge logits, and the extremes of the uniforms."""
+    rng = np.random.default_rng(V)
+    logits = np.concatenate([random_logits(24, V, scale, seed=V) for scale in (0.0, 1.0, 30.0, 1e4, 1e30)])
+    logits = np.where(rng.random(logits.shape) < rng.random((len(logits), 1)), -np.inf, logits)
+    logits[np.arange(len(logits)), rng.integers(0, V, len(logits))] = 0.0  # some token is always left
+    only = np.full((3, V), -np.inf)
+    only[[0, 1, 2], [0, V // 2, V - 1]] = 5.0
+    logits = np.concatenate([logits, only]).astype(np.float32)
+    for u in [(0, 0), (0, LAST), (LAST, 0), (LAST, LAST), (1, 1), (0.5, LAST), *rng.random((4, 2))]:
+        tokens = np.asarray(draw(logits, np.tile(np.float32(u), (len(logits), 1))))
+        assert ((tokens >= 0) & (tokens < V)).all()
+        weights = np.exp(np.take_along_axis(logits, tokens[:, None], 1)[:, 0] - logits.max(1))
+        assert (weights > 0).all()
+        np.testing.assert_array_equal(tokens[-3:], [0, V // 2, V - 1])
+
+
+def test_running_sums_that_round_never_pick_weight_0():
+    """Over 512 weights they rise by rounding at weights of 0, and fall elsewhere: the uniforms aim at those places."""
+    rng = np.random.default_rng(0)
+    weights = (rng.random((200, 512)) * (rng.random((200, 512)) < 0.5)).astype(np.float32)
+    sums = np.asarray(jax.jit(lambda x: jnp.cumsum(x, -1))(weights))
+    row, before = np.nonzero(np.diff(sums) * (weights[:, 1:] == 0))
+    pick = jax.jit(sampling._pick)
+    for nudge in (0, 1, -1):
+        uniforms = sums[row, before] / sums[row, -1]
+        picked = pick(weights[row], uniforms + nudge * np.spacing(uniforms))
+        assert (weights[row, picked] > 0).all()
+
+
+def test_a_nan_gives_a_token_of_the_vocabulary_and_shows_in_the_log_prob():
+    logits = random_logits(2, 50)
+    logits[0, 7] = np.nan
+    tokens, logprobs = choose(logits, np.full((2, 2), 0.5, np.float32), 1.0)
+    assert 0 <= tokens[0] < 50 and np.isnan(logprobs[0]) and np.isfinite(logprobs[1])
+
+
+def test_the_address_alone_makes_the_uniforms():
+    key = jax.random.key(0)
+    keys = sampling.sample_keys(key, jnp.arange(6))
+    assert len(np.unique(np.concatenate([sampling.uniforms(keys, t).ravel() for t in range(4)]))) == 6 * 4 * 2
+    together = sampling.uniforms(keys, jnp.array([3, 1, 4, 1, 5, 9]))  # each row at a position of its own
+    for b, t in enumerate([3, 1, 4, 1, 5, 9]):
+        alone = jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, b), t), (2,))
+        np.testing.assert_array_equal(together[b], alone)
+
+
+def test_top_k_by_hand():
+    logits = jnp.array([[1.0, 4.0, 2.0, 3.0, -jnp.inf], [0.0, 0.0, 1.0, 0.0, -1.0]])
+    expected = [[0, 1, 0, 1, 0], [1, 1, 1, 1, 0]]  # ties with the second largest all stay
+    np.testing.assert_array_equal(kept(keep_top_k(logits, 2)), np.array(expected, bool))
+    for everything in (-1, 0, 5, 99):
+        np.testing.assert_array_equal(keep_top_k(logits, everything), logits)
+
+
+def test_top_p_by_hand():
+    probability = np.array([0.125, 0.5, 0.05, 0.25, 0.075])
+    logits = jnp.log(jnp.array(probability, jnp.float32))[None]
+    for p, expected in [(1e-6, [1]), (0.49, [1]), (0.51, [1, 3]), (0.74, [1, 3]), (0.76, [1, 3, 0]),
+                        (0.90, [1, 3, 0, 4]), (0.96, [0, 1, 2, 3, 4])]:
+        assert set(np.flatnonzero(kept(keep_top_p(logits, p))[0])) == set(expected), p
+    assert kept(keep_top_p(jnp.zeros((1, 4)), 0.5)).all()  # all as likely: none goes before another
+    np.testing.assert_array_equal(keep_top_p(logits, 1.0), logits)
+
+
+def test_filters_keep_the_exact_sets():
+    logits = random_logits(16, 999)
+    order = np.argsort(-logits, axis=-1)
+    ranks = np.argsort(order, axis=-1)
+    for k in (1, 50, 998):
+        np.testing.assert_array_equal(kept(keep_top_k(logits, k)), ranks < k)
+    probability = np.asarray(jax.nn.softmax(logits, -1), np.float64)
+    sums = np.take_along_axis(np.cumsum(np.take_along_axis(probability, order, 1), 1), ranks, 1)
+    for p in (0.5, 0.9, 0.999):
+        np.testing.assert_array_equal(kept(keep_top_p(logits, p)), sums - probability < p)
+
+
+@pytest.mark.parametrize("temperature, k, p", [(1.0, 7, 1.0), (0.6, 50, 0.95), (1.7, 999, 0.3)])
+def test_filters_agree_with_transformers(temperature, k, p):
+    torch = pytest.importorskip("torch")
+    process = pytest.importorskip("transformers.generation.logits_process")
+    logits = random_logits(32, 500)
+    scores = torch.tensor(logits)
+    scores = process.TemperatureLogitsWarper(temperature)(None, scores)
+    scores = process.TopPLogitsWarper(p)(None, process.TopKLogitsWarper(k)(None, scores))
+    ours = keep_top_p(keep_top_k(jnp.array(logits / temperature), k), p)
+    np.testing.assert_array_equal(kept(ours), kept(scores))
+
+
+def test_log_prob_is_from_before_the_filters():
+    logits, uniforms = random_logits(64, 50), np.random.default_rng(0).random((64, 2)).astype(np.float32)
+    tokens, logprobs = choose(logits, uniforms, 0.7, 3, 0.9)
+    expected = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits / 0.7)), np.asarray(tokens)[:, None], 1)[:, 0]
+    np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+
+
+def test_greedy_takes_the_first_of_the_likeliest_at_temperature_1():
+    logits = jnp.array([[0.0, 2.0, 2.0, 1.0]])
+    tokens, logprobs = choose(logits, jnp.full((1, 2), 0.9), 0.0, 2, 0.1)
+    assert tokens.tolist() == [1] and tokens.dtype == jnp.int32
+    np.testing.assert_allclose(logprobs, 2 - np.log(1 + 2 * np.exp(2) + np.exp(1)), rtol=1e-6)
+
+
+def test_plain_sampling_neither_sorts_nor_bisects():
+    def has_a_loop_or_sort(*options):
+        args = random_logits(2, 50), np.zeros((2, 2), np.float32)
+        text = str(jax.make_jaxpr(lambda *args: sampling.choose(*args, *options))(*args))
+        return any(name in text for name in (" sort[", " top_k[", " while[", " scan["))
+
+    assert not has_a_loop_or_sort(0.7) and not has_a_loop_or_sort(0.7, 50, 1.0)
+    assert has_a_loop_or_sort(0.7, 49) and has_a_loop_or_sort(0.7, -1, 0.9)
