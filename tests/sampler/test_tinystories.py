@@ -1,0 +1,40 @@
+"""A real pretrained model goes on as transformers does."""
+
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from jax_ppo.models import hf_import
+from jax_ppo.models.transformer import Transformer, unroll
+from jax_ppo.sampler.generate import Sampler, SamplingOptions
+from jax_ppo.types import Prompts
+
+FOLDER = Path(os.environ.get("JAX_PPO_DATA", "../shared/data")) / "tinystories-260k"
+PROMPT = "Once upon a time, there was a little girl named Lily."
+STORY = " She loved to play outside in the park. One day, she saw a big, red ball."
+
+
+@pytest.mark.skipif(not FOLDER.exists(), reason=f"{FOLDER} is missing; JAX_PPO_DATA names the folder it is in")
+def test_greedy_story():
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(FOLDER)
+    architecture = hf_import.read_architecture(FOLDER)
+    stacked = Transformer(architecture)
+    one = np.zeros((1, 1), np.int32)
+    shapes = jax.eval_shape(stacked.init, jax.random.key(0), one, one, one)["params"]
+    device = SingleDeviceSharding(jax.devices()[0])
+    params = hf_import.load(FOLDER, architecture, jax.tree.map(lambda _: device, dict(shapes)))
+
+    ids = tokenizer(PROMPT, add_special_tokens=False)["input_ids"]
+    ids = [architecture.bos_id, *ids]
+    tokens = np.zeros((1, 48), np.int32)
+    tokens[0, :len(ids)] = ids
+    options = SamplingOptions(48, 0.0, eos_ids=architecture.eos_ids)
+    sampler = Sampler(Transformer(architecture, unrolled=True), options)
+    rollout = sampler(unroll(params), Prompts(tokens, np.array([len(ids)], np.int32)), jax.random.key(0))
+    text = tokenizer.decode([*ids, *np.asarray(rollout.responses[0])], skip_special_tokens=True)
+    assert text.split(PROMPT)[1].startswith(STORY)
