@@ -84,16 +84,13 @@ def test_samples_depend_on_key_and_index(actor):
     assert len(responses) == 8  # the same prompt, four times in a step and in two steps
 
 
-def test_samples_do_not_depend_on_the_batch_or_the_bucket(actor, prompts):
+def test_samples_do_not_depend_on_the_batch_or_the_row(actor, prompts):
     rollout = actor.sample(prompts)
-    wide = make_prompts(prompts.lengths, P=32, pad=60)
-    assert_same(rows(actor.sample(wide), slice(None)), rows(rollout, slice(None)))
-    others = make_prompts((11, 2, 3, 16), seed=5)
-    others.tokens[2], others.lengths[2] = prompts.tokens[2], prompts.lengths[2]
-    assert_same(rows(actor.sample(others), 2), rows(rollout, 2))
     for b in range(4):
-        alone = Prompts(prompts.tokens[b:b + 1], prompts.lengths[b:b + 1])
-        assert_same(rows(actor.sample(alone, first=b), 0), rows(rollout, b))
+        for row in range(b + 1):
+            others = make_prompts((11, 2, 3, 16), seed=5 + row)
+            others.tokens[row], others.lengths[row] = prompts.tokens[b], prompts.lengths[b]
+            assert_same(rows(actor.sample(others, first=b - row), row), rows(rollout, b))
 
 
 def test_a_batch_can_be_cut_up_and_n_laid_out(actor, prompts):
@@ -163,12 +160,15 @@ def test_the_loop_ends_with_the_last_row(actor, prompts):
 # What is compiled
 
 
-def test_one_program_a_bucket(actor):
+def test_one_program_a_bucket_and_the_same_samples_from_each(actor):
     sampler = generate.Sampler(actor.decoded, generate.SamplingOptions(4, 1.0))
     for lengths, P, programs in [((5, 16), 16, 1), ((2, 3), 16, 1), ((2, 3), 32, 2), ((30, 1), 32, 2), ((9, 9), 16, 2)]:
         for seed in range(2):
             sampler(actor.params, make_prompts(lengths, P), jax.random.key(seed), 100 * seed)
         assert sampler.compilations == programs
+    narrow, wide = (sampler(actor.params, make_prompts((5, 16), P, pad), jax.random.key(7), 0)
+                    for P, pad in ((16, 0), (32, 60)))
+    assert_same(rows(narrow, slice(None)), rows(wide, slice(None)))
 
 
 def test_nothing_has_the_size_of_batch_by_time_by_vocabulary(actor):
