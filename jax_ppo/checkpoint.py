@@ -16,12 +16,10 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
+from jax_ppo.errors import UserError
+
 META = "meta"
 SHOWN = 5  # wrong parameters named in an error
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that does not fit what it is to be read into. The message names the parameters and both shapes."""
 
 
 class Checkpointer:
@@ -108,7 +106,7 @@ class Checkpointer:
 
         Raises:
           FileNotFoundError: there is no such checkpoint.
-          CheckpointError: names or shapes differ.
+          UserError: names or shapes differ.
         """
         self.wait()
         wanted = {name: tree for name, tree in abstract.items() if tree is not None}
@@ -153,14 +151,14 @@ class Checkpointer:
         """Compares names and shapes before orbax does, which would name no parameter."""
         path = self._manager.directory / str(step) / name
         if not path.exists():
-            raise CheckpointError(f"checkpoint {step} in {self._directory} holds no {name!r}")
+            raise UserError(f"checkpoint {step} in {self._directory} holds no {name!r}")
         saved = _shapes(ocp.StandardCheckpointHandler().metadata(path).tree)
         wanted = _shapes(abstract)
         wrong = [f"{name}/{key}: {saved.get(key, 'absent')} in the checkpoint, {wanted.get(key, 'absent')} in the model"
                  for key in sorted(saved.keys() | wanted.keys()) if saved.get(key) != wanted.get(key)]
         if wrong:
             more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-            raise CheckpointError(f"checkpoint {step} in {self._directory} is of another model or optimizer: "
+            raise UserError(f"checkpoint {step} in {self._directory} is of another model or optimizer: "
                                   f"{'; '.join(wrong[:SHOWN])}{more}")
 
 

@@ -14,9 +14,11 @@ import typing
 import ml_collections
 from ml_collections import config_dict
 
+from jax_ppo.errors import UserError, did_you_mean
 
-class ConfigError(ValueError):
-    """A wrong option. The message names it, its value, what was expected and, for a typing mistake, the nearest name."""
+
+class ConfigError(UserError):
+    """A wrong option."""
 
 
 def option(default, doc, *, choices=None, at_least=None, above=None, at_most=None, below=None):
@@ -56,10 +58,12 @@ class Create:
     num_layers: int = option(2, "layers", at_least=1)
     num_heads: int = option(4, "query heads", at_least=1)
     num_kv_heads: int = option(2, "key and value heads", at_least=1)
-    steps: int = option(400, "supervised steps on the worked examples", at_least=1)
-    batch_size: int = option(128, "worked examples a supervised step", at_least=1)
-    lr: float = option(3e-3, "peak learning rate of the supervised steps", above=0)
-    careful_share: float = option(0.25, "share of worked examples that are solved step by step", at_least=0, at_most=1)
+    steps: int = option(600, "supervised steps on examples that are all solved step by step", at_least=1)
+    habit_steps: int = option(100, "supervised steps after those, on examples of which careful_share are", at_least=1)
+    batch_size: int = option(64, "worked examples a supervised step", at_least=1)
+    lr: float = option(2e-3, "peak learning rate of the supervised steps", above=0)
+    habit_lr: float = option(5e-4, "their peak learning rate", above=0)
+    careful_share: float = option(0.2, "share of the later worked examples that are solved step by step", at_least=0, at_most=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,9 +327,8 @@ def _checked(name, value, field):
         raise ConfigError(f"{name}={value!r}: expected {expected.__name__}, got {type(value).__name__}")
     limits = field.metadata
     if limits["choices"] is not None and value not in limits["choices"]:
-        near = difflib.get_close_matches(value, limits["choices"], n=1)
-        hint = f". Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{name}={value!r}: expected one of {', '.join(map(repr, limits['choices']))}{hint}")
+        known = ", ".join(map(repr, limits["choices"]))
+        raise ConfigError(f"{name}={value!r}: expected one of {known}.{did_you_mean(value, limits['choices'])}")
     in_range = {"at_least": "at least", "above": "more than", "at_most": "at most", "below": "less than"}
     holds = {"at_least": lambda v, b: v >= b, "above": lambda v, b: v > b,
              "at_most": lambda v, b: v <= b, "below": lambda v, b: v < b}

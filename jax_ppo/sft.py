@@ -35,16 +35,20 @@ def make_model(config: Config, folder: Path, mesh, progress) -> None:
     if (folder / "config.json").exists():
         return
     create = config.model.create
-    pairs = arithmetic.worked_examples(EXAMPLES, create.careful_share, config.seed)
+    careful = arithmetic.worked_examples(EXAMPLES, 1.0, config.seed)
+    mostly_hasty = arithmetic.worked_examples(EXAMPLES, create.careful_share, config.seed)
     scratch = folder.with_name(folder.name + "_tokenizer")
-    tokenizer_lib.train_tokenizer([prompt + response for prompt, response in pairs[:2000]], create.vocab_size, scratch)
+    tokenizer_lib.train_tokenizer([prompt + response for prompt, response in careful[:2000]], create.vocab_size, scratch)
     tokenizer = tokenizer_lib.load_tokenizer(str(scratch))
     architecture = describe(create, tokenizer)
     model = Transformer(architecture, jnp.dtype(config.model.dtype))
     shapes = jax.eval_shape(functools.partial(heads.init, model, head="lm"), jax.random.key(0))
     init = jax.jit(functools.partial(heads.init, model, head="lm"),
                    out_shardings=sharding.tree_shardings(mesh, shapes, sharding.TRAIN_RULES))
-    params = train(model, init(jax.random.key(config.seed)), tokenize(pairs, tokenizer), create, config.seed, mesh, progress)
+    params = init(jax.random.key(config.seed))
+    # The skill first, then the habit: careful work is learned well before most examples stop showing it.
+    for pairs, steps, lr in ((careful, create.steps, create.lr), (mostly_hasty, create.habit_steps, create.habit_lr)):
+        params = train(model, params, tokenize(pairs, tokenizer), create.batch_size, steps, lr, config.seed, mesh, progress)
     hf_export.export(params, architecture, folder, source_folder=scratch)
 
 
@@ -67,14 +71,15 @@ def tokenize(pairs, tokenizer) -> Sequences:
     return Sequences(tokens, np.array([len(p) for p in prompts], np.int32), np.array([len(r) for r in responses], np.int32))
 
 
-def train(model: Transformer, params, sequences: Sequences, create: Create, seed: int, mesh, progress):
+def train(model: Transformer, params, sequences: Sequences, batch_size: int, steps: int, lr: float, seed: int, mesh,
+          progress):
     """Minimises the mean negative log-likelihood of the response tokens over packed rows; AdamW, cosine to 0."""
-    options = Optim(lr=create.lr, lr_warmup_steps=max(create.steps // 20, 1), lr_schedule="cosine", weight_decay=0.0)
+    options = Optim(lr=lr, lr_warmup_steps=max(steps // 20, 1), lr_schedule="cosine", weight_decay=0.0)
     transform = state_lib.optimizer(options, 1.0)
     total = sequences.prompt_lengths + sequences.lengths
     shards = sharding.row_shards(mesh)
     per_row = max(1, ROW_LENGTH // int(total.mean()))
-    rows_at_once = -(-create.batch_size // (per_row * shards)) * shards
+    rows_at_once = -(-batch_size // (per_row * shards)) * shards
     plan, _ = packing_lib.plan(total, np.arange(len(total))[None], 1, max(ROW_LENGTH, int(total.max())))
     plan = jax.tree.map(lambda x: x[0, :, 0], plan)
     plan = jax.tree.map(lambda x: x[(plan.sample >= 0).any(1)], plan)
@@ -90,18 +95,18 @@ def train(model: Transformer, params, sequences: Sequences, create: Create, seed
             return -logprobs.sum() / rows.mask.sum()
 
         value, gradients = jax.value_and_grad(loss)(params)
-        rate = state_lib.learning_rate(options, i, create.steps)
+        rate = state_lib.learning_rate(options, i, steps)
         params, opt_state, _, _ = state_lib.descend(transform, params, opt_state, gradients, rate)
         return params, opt_state, value
 
     sequences = sharding.place(sequences, sharding.replicated(mesh))
     rng, order = np.random.default_rng(seed), np.empty(0, np.int64)
-    for i in range(create.steps):
+    for i in range(steps):
         if len(order) < rows_at_once:  # packing sorts by length: batches are drawn from all rows, not cut from neighbours
             order = np.concatenate([order, rng.permutation(len(plan.sample))])
         taken, order = order[:rows_at_once], order[rows_at_once:]
         rows = jax.tree.map(lambda x: x[taken], plan)  # noqa: B023
         params, opt_state, loss = step(params, opt_state, sequences, sharding.place(rows, sharding.rows(mesh)), np.int32(i))
-        if i % 100 == 99 or i + 1 == create.steps:
-            progress(f"supervised warm-up: step {i + 1}/{create.steps}, loss {float(loss):.3f}")
+        if i % 100 == 99 or i + 1 == steps:
+            progress(f"supervised warm-up: step {i + 1}/{steps}, loss {float(loss):.3f}")
     return params

@@ -98,7 +98,8 @@ def constrain_rows(x, axis: int = 0):
     """Inside a compiled function: keeps the rows of `x` split. Without a mesh in the context it does nothing."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
-    return jax.lax.with_sharding_constraint(x, P(*[None] * axis, ROWS))
+    rest = [P.UNCONSTRAINED] * (x.ndim - axis - 1)  # what is split over `model` stays so
+    return jax.lax.with_sharding_constraint(x, P(*[None] * axis, ROWS, *rest))
 
 
 def place(tree, sharding: NamedSharding):

@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 from jax_ppo import command_line, config
+from jax_ppo.errors import UserError
 
 
 def main(arguments: list[str]) -> None:
     try:
         options, workdir = command_line.read(arguments)
-    except config.ConfigError as error:
+    except UserError as error:
         sys.exit(f"error: {error}")
     from jax_ppo import distributed
 
@@ -28,8 +29,8 @@ def run(options: config.Config, workdir: Path) -> None:
         command_line.write_resolved(options, workdir)
     try:
         ppo.train(options, workdir)
-    except config.ConfigError as error:
-        distributed.exit_with(f"error: {error}")
+    except UserError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-FOUNDATIONS = {"kernels", "types", "config", "sharding", "packing", "models"}
+FOUNDATIONS = {"kernels", "types", "config", "sharding", "packing", "models", "errors", "hub"}
 ALGORITHM = {"state", "sampler", "scoring", "update"}
 REPORTS = {"evaluate", "checkpoint", "metrics", "distributed"}
 HOST = {"data", "rewards"}
@@ -19,8 +19,8 @@ MAY_IMPORT = (
     {room: FOUNDATIONS for room in FOUNDATIONS}
     | {room: FOUNDATIONS | ALGORITHM for room in ALGORITHM}
     | {room: FOUNDATIONS | ALGORITHM | REPORTS for room in REPORTS}
-    | {room: {"types"} for room in HOST}
-    | {"kernels": set(), "types": set(), "config": set(), "sampler": FOUNDATIONS}
+    | {room: {"types", "hub", "errors"} for room in HOST}
+    | {"kernels": set(), "types": set(), "errors": set(), "hub": {"errors"}, "config": {"errors"}, "sampler": FOUNDATIONS}
 )
 LATE = {"jax_ppo/config.py", "jax_ppo/__init__.py"}  # loaded before the options are checked, so they load nothing heavy
 HEAVY = {"jax", "flax", "transformers"}

@@ -16,7 +16,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ppo.checkpoint import Checkpointer, CheckpointError
+from jax_ppo.checkpoint import Checkpointer
+from jax_ppo.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -146,7 +147,7 @@ class TestErrors:
         wanted = {"layers": {"kernel": jnp.zeros((2, 5)), "new": jnp.zeros(4)}, "same": jnp.zeros(1)}
         with Checkpointer(tmp_path) as checkpoints:
             checkpoints.save(1, {"actor": saved}, {})
-            with pytest.raises(CheckpointError) as error:
+            with pytest.raises(UserError) as error:
                 checkpoints.restore(1, {"actor": abstract(wanted)})
             message = str(error.value)
             assert "actor/layers/kernel: (2, 3) in the checkpoint, (2, 5) in the model" in message
@@ -154,9 +155,9 @@ class TestErrors:
             assert "actor/layers/old: (1,) in the checkpoint, absent in the model" in message
             assert "same" not in message
             many = {f"layer_{i}": jnp.zeros(1) for i in range(20)}
-            with pytest.raises(CheckpointError, match="and 18 more"):
+            with pytest.raises(UserError, match="and 18 more"):
                 checkpoints.restore(1, {"actor": abstract(many)})
-            with pytest.raises(CheckpointError, match="holds no 'critic'"):
+            with pytest.raises(UserError, match="holds no 'critic'"):
                 checkpoints.restore_item(1, "critic", abstract(saved))
 
     def test_a_step_that_is_not_there(self, tmp_path):

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jax_ppo.data.errors import DataError
 from jax_ppo.data.tokenizer import encode_prompt
+from jax_ppo.errors import UserError
 from jax_ppo.types import Example, Prompts
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def tokenize(examples: Sequence[Example], tokenizer, *, max_prompt_length: int, 
       name: the option that named the data, for messages.
 
     Raises:
-      DataError: an empty prompt, one that can not be encoded, an overlong one with truncation "error", or nothing left.
+      UserError: an empty prompt, one that can not be encoded, an overlong one with truncation "error", or nothing left.
     """
     kept, tokens, dropped = [], [], 0
     for row, example in enumerate(examples, 1):
@@ -82,7 +82,7 @@ def tokenize(examples: Sequence[Example], tokenizer, *, max_prompt_length: int, 
         log.warning("%s: dropped %d of %d prompts, longer than config.data.max_prompt_length=%d tokens",
                     name, dropped, len(examples), max_prompt_length)
     if not kept:
-        raise DataError(f"{name}: no prompt is left of {len(examples)}; {dropped} are longer than "
+        raise UserError(f"{name}: no prompt is left of {len(examples)}; {dropped} are longer than "
                         f"config.data.max_prompt_length={max_prompt_length} tokens. Set it higher, or give other data")
     return PromptDataset(tuple(kept), tokens, max_prompt_length, name)
 
@@ -113,16 +113,16 @@ class PromptBatches:
       repeat: False ends after the first epoch.
 
     Raises:
-      DataError: the data set is smaller than a batch, or the position is negative.
+      UserError: the data set is smaller than a batch, or the position is negative.
     """
 
     def __init__(self, dataset: PromptDataset, batch_size: int, shuffle: bool = True, seed: int = 0, position: int = 0,
                  repeat: bool = True):
         if not 1 <= batch_size <= len(dataset):
-            raise DataError(f"{dataset.name} has {len(dataset)} prompts, and config.data.train_batch_size={batch_size} "
+            raise UserError(f"{dataset.name} has {len(dataset)} prompts, and config.data.train_batch_size={batch_size} "
                             f"asks for that many in a step; set it to 1 to {len(dataset)}, or give more data")
         if position < 0:
-            raise DataError(f"position={position} in {dataset.name}: expected 0 or more")
+            raise UserError(f"position={position} in {dataset.name}: expected 0 or more")
         self.dataset, self.batch_size, self.shuffle, self.seed, self.repeat = dataset, batch_size, shuffle, seed, repeat
         self.position = position
         self._order = (-1, None)
@@ -160,7 +160,7 @@ class PromptBatches:
 def evaluation_batches(dataset: PromptDataset, batch_size: int) -> Iterator[PromptBatch]:
     """Yields all rows once, in order. The last batch is filled up by repeating its rows; `count` are real."""
     if batch_size < 1:
-        raise DataError(f"config.data.val_batch_size={batch_size}: expected 1 or more")
+        raise UserError(f"config.data.val_batch_size={batch_size}: expected 1 or more")
     for start in range(0, len(dataset), batch_size):
         real = np.arange(start, min(start + batch_size, len(dataset)))
         yield _batch(dataset, np.resize(real, batch_size), len(real))
@@ -178,14 +178,14 @@ def _batch(dataset, indices, count):
 def _encode(example, tokenizer, chat_template, where):
     texts = [example.prompt] if isinstance(example.prompt, str) else [message["content"] for message in example.prompt]
     if not any(text.strip() for text in texts):
-        raise DataError(f"{where}: the prompt is empty")
+        raise UserError(f"{where}: the prompt is empty")
     try:
         ids = encode_prompt(tokenizer, example.prompt, chat_template)
     except Exception as error:
-        raise DataError(f"{where}: the prompt can not be encoded (config.data.chat_template={chat_template}): "
+        raise UserError(f"{where}: the prompt can not be encoded (config.data.chat_template={chat_template}): "
                         f"{error}") from error
     if not ids:
-        raise DataError(f"{where}: the prompt has no tokens: {texts[-1][:80]!r}")
+        raise UserError(f"{where}: the prompt has no tokens: {texts[-1][:80]!r}")
     return ids
 
 
@@ -197,6 +197,6 @@ def _cut(ids, width, truncation, where):
     if truncation == "middle":
         first = width // 2
         return ids[:first] + ids[first - width:]
-    raise DataError(f"{where}: the prompt has {len(ids)} tokens, and config.data.max_prompt_length={width}. Set that "
+    raise UserError(f"{where}: the prompt has {len(ids)} tokens, and config.data.max_prompt_length={width}. Set that "
                     "higher, config.data.filter_overlong_prompts=True to drop such prompts, or config.data.truncation "
                     "to left, right or middle to cut them")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_ppo.data.errors import DataError, did_you_mean
+from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.types import Example
 
 FORMS = ("expected GSM8K's form (question, answer with `#### N`) or verl's (data_source, {prompt}, reward_model with "
@@ -30,7 +30,7 @@ def to_example(row: dict[str, Any], where: str, prompt_key: str = "prompt", inst
       instruction: added to the question in GSM8K's form, with a blank before it.
 
     Raises:
-      DataError: neither form, or a column of the wrong kind.
+      UserError: neither form, or a column of the wrong kind.
     """
     if {"data_source", prompt_key, "reward_model"} <= row.keys():
         return _from_verl(row, where, prompt_key)
@@ -38,9 +38,9 @@ def to_example(row: dict[str, Any], where: str, prompt_key: str = "prompt", inst
         return _from_gsm8k(row, where, instruction)
     found = f"{where}: found the columns {', '.join(map(str, row)) or '(none)'}; " + FORMS.format(prompt=prompt_key)
     if {"data_source", "reward_model"} <= row.keys():
-        raise DataError(f"{found}. config.data.prompt_key={prompt_key!r} names none of them."
+        raise UserError(f"{found}. config.data.prompt_key={prompt_key!r} names none of them."
                         f"{did_you_mean(prompt_key, row)}")
-    raise DataError(found)
+    raise UserError(found)
 
 
 def plain(value: Any) -> Any:
@@ -59,11 +59,11 @@ def plain(value: Any) -> Any:
 def _from_gsm8k(row, where, instruction):
     question, answer = row["question"], row["answer"]
     if not isinstance(question, str) or not isinstance(answer, str):
-        raise DataError(f"{where}: question and answer must be text, got {type(question).__name__} and "
+        raise UserError(f"{where}: question and answer must be text, got {type(question).__name__} and "
                         f"{type(answer).__name__}")
     gold = _GOLD.findall(answer)
     if not gold:
-        raise DataError(f"{where}: the answer has no `#### N` (it ends in {answer[-60:]!r})")
+        raise UserError(f"{where}: the answer has no `#### N` (it ends in {answer[-60:]!r})")
     content = f"{question} {instruction}" if instruction else question
     return Example(prompt=({"role": "user", "content": content},), data_source=GSM8K,
                    ground_truth=gold[-1].replace(",", "").rstrip("."), extra_info=dict(row))
@@ -72,11 +72,11 @@ def _from_gsm8k(row, where, instruction):
 def _from_verl(row, where, prompt_key):
     reward_model, extra_info = row["reward_model"], row.get("extra_info")
     if not isinstance(reward_model, dict):
-        raise DataError(f"{where}: reward_model must hold style and ground_truth, got {reward_model!r}")
+        raise UserError(f"{where}: reward_model must hold style and ground_truth, got {reward_model!r}")
     if not isinstance(row["data_source"], str):
-        raise DataError(f"{where}: data_source must be text, got {row['data_source']!r}")
+        raise UserError(f"{where}: data_source must be text, got {row['data_source']!r}")
     if extra_info is not None and not isinstance(extra_info, dict):
-        raise DataError(f"{where}: extra_info must hold named values, got {extra_info!r}")
+        raise UserError(f"{where}: extra_info must hold named values, got {extra_info!r}")
     return Example(prompt=_prompt(row[prompt_key], where, prompt_key), data_source=row["data_source"],
                    ground_truth=_ground_truth(reward_model.get("ground_truth")), extra_info=extra_info or {})
 
@@ -95,9 +95,9 @@ def _prompt(value, where, prompt_key):
         value = [{"role": role, "content": content}
                  for role, content in zip(value["role"], value["content"], strict=True)]
     if not isinstance(value, (list, tuple)) or not value:
-        raise DataError(f"{where}: {prompt_key} must be text or a list of messages, got {value!r}")
+        raise UserError(f"{where}: {prompt_key} must be text or a list of messages, got {value!r}")
     for message in value:
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise DataError(f"{where}: each message of {prompt_key} must hold role and content as text, got "
+            raise UserError(f"{where}: each message of {prompt_key} must hold role and content as text, got "
                             f"{message!r}")
     return tuple({key: item for key, item in message.items() if item is not None} for message in value)

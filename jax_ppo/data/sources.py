@@ -12,8 +12,9 @@ Several are separated by commas and come one after the other.
 import os
 from pathlib import Path
 
-from jax_ppo.data import arithmetic, files, hub, rows, stories
-from jax_ppo.data.errors import DataError, did_you_mean
+from jax_ppo import hub
+from jax_ppo.data import arithmetic, files, rows, stories
+from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.types import Example
 
 GENERATED = ("arithmetic", "stories")
@@ -34,11 +35,11 @@ def load_examples(spec: str, *, prompt_key: str = "prompt", instruction: str = "
       option: the option that holds the specification, for the messages.
 
     Raises:
-      DataError: a source that does not exist, can not be reached or read, or has rows of neither known form.
+      UserError: a source that does not exist, can not be reached or read, or has rows of neither known form.
     """
     sources = [source.strip() for source in spec.split(",") if source.strip()]
     if not sources:
-        raise DataError(f"{option}={spec!r}: expected {FORMS}")
+        raise UserError(f"{option}={spec!r}: expected {FORMS}")
     examples = []
     for source in sources:
         examples += _load(source, prompt_key, instruction, seed, option)
@@ -57,19 +58,19 @@ def _load(source, prompt_key, instruction, seed, option):
     elif source.endswith(files.SUFFIXES):
         located = files.read_rows(Path(source).expanduser(), option)
     else:
-        raise DataError(f"{option}={source!r}: expected {FORMS}.{did_you_mean(scheme, SCHEMES)}")
+        raise UserError(f"{option}={source!r}: expected {FORMS}.{did_you_mean(scheme, SCHEMES)}")
     examples = [rows.to_example(row, where, prompt_key, instruction) for where, row in located]
     if not examples:
-        raise DataError(f"{option}: {source} holds no rows")
+        raise UserError(f"{option}: {source} holds no rows")
     return examples
 
 
 def _count_and_split(scheme, rest, option):
     count, colon, split = rest.partition(":")
     if not count.isdecimal() or not int(count):
-        raise DataError(f"{option}='{scheme}:{rest}': expected a count of at least 1 after `{scheme}:`, got {count!r}")
+        raise UserError(f"{option}='{scheme}:{rest}': expected a count of at least 1 after `{scheme}:`, got {count!r}")
     if colon and split != "heldout":
-        raise DataError(f"{option}='{scheme}:{rest}': expected `{scheme}:{count}` for training or "
+        raise UserError(f"{option}='{scheme}:{rest}': expected `{scheme}:{count}` for training or "
                         f"`{scheme}:{count}:heldout`, got {split!r}")
     return int(count), split or "train"
 
@@ -77,7 +78,7 @@ def _count_and_split(scheme, rest, option):
 def _hub_file(rest, option):
     parts = rest.split("/", 2)
     if len(parts) < 3 or not all(parts) or not rest.endswith(files.SUFFIXES):
-        raise DataError(f"{option}='hf:{rest}': expected hf:OWNER/NAME/FILE with a file that ends in "
+        raise UserError(f"{option}='hf:{rest}': expected hf:OWNER/NAME/FILE with a file that ends in "
                         f"{', '.join(files.SUFFIXES)}, as in hf:openai/gsm8k/main/train-00000-of-00001.parquet")
     return hub.download_file(f"{parts[0]}/{parts[1]}", parts[2], option)
 
@@ -86,11 +87,11 @@ def _tfds_rows(rest, option):
     """Yields (where, row) of a split, text decoded. The data set is prepared first if it is not there yet."""
     name, slash, split = rest.rpartition("/")
     if not slash or not name or not split:
-        raise DataError(f"{option}='tfds:{rest}': expected tfds:NAME/SPLIT, as in tfds:gsm8k/train")
+        raise UserError(f"{option}='tfds:{rest}': expected tfds:NAME/SPLIT, as in tfds:gsm8k/train")
     source = _tfds_source(name, split, option)
     expected = source.dataset_info.splits[split].num_examples
     if len(source) != expected:
-        raise DataError(f"{option}='tfds:{rest}': {len(source)} rows can be read, but the data set's own record says "
+        raise UserError(f"{option}='tfds:{rest}': {len(source)} rows can be read, but the data set's own record says "
                         f"{expected}. Prepare it again with file_format='array_record'")
     for index in range(len(source)):
         yield f"tfds:{rest}, row {index + 1}", rows.plain(source[index])
@@ -100,18 +101,18 @@ def _tfds_source(name, split, option):
     try:
         import tensorflow_datasets as tfds
     except ImportError as error:
-        raise DataError(f"{option}='tfds:{name}/{split}': needs the package tensorflow-datasets ({error}); "
+        raise UserError(f"{option}='tfds:{name}/{split}': needs the package tensorflow-datasets ({error}); "
                         "`pip install tensorflow-datasets array_record`") from error
     folder = os.environ.get("TFDS_DATA_DIR")
     _register(tfds, name)
     try:
         return tfds.data_source(name, split=split, data_dir=folder)
     except tfds.core.DatasetNotFoundError as error:
-        raise DataError(f"{option}='tfds:{name}/{split}': TFDS knows no data set {name!r}, and none is prepared under "
+        raise UserError(f"{option}='tfds:{name}/{split}': TFDS knows no data set {name!r}, and none is prepared under "
                         f"{folder or '~/tensorflow_datasets'} "
                         f"(TFDS_DATA_DIR).{did_you_mean(name, _known(tfds))}") from error
     except Exception as error:
-        raise DataError(f"{option}='tfds:{name}/{split}': {error}. Expected a split of a data set that is prepared "
+        raise UserError(f"{option}='tfds:{name}/{split}': {error}. Expected a split of a data set that is prepared "
                         f"with file_format='array_record' under {folder or '~/tensorflow_datasets'} (TFDS_DATA_DIR), "
                         "or that can be downloaded from here") from error
 

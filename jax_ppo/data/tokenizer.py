@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from jax_ppo.data import hub
-from jax_ppo.data.errors import DataError, did_you_mean
+from jax_ppo import hub
+from jax_ppo.errors import UserError, did_you_mean
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 FULL_ALPHABET = 512  # from this vocabulary size on every byte has a token
@@ -22,10 +22,10 @@ def load_tokenizer(path: str, revision: str = "main", option: str = "config.mode
       option: the option that holds the path, for the messages.
 
     Raises:
-      DataError: no such folder or model, no tokenizer in it, one that needs code from the repository, or no network.
+      UserError: no such folder or model, no tokenizer in it, one that needs code from the repository, or no network.
     """
     if not path:
-        raise DataError(f"{option}='': must be set to a folder, or to a model's name on the Hugging Face hub")
+        raise UserError(f"{option}='': must be set to a folder, or to a model's name on the Hugging Face hub")
     folder = Path(path).expanduser()
     if not folder.is_dir():
         folder = _from_hub(path, revision, option)
@@ -35,7 +35,7 @@ def load_tokenizer(path: str, revision: str = "main", option: str = "config.mode
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:
         found = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
-        raise DataError(f"{option}={path!r}: no tokenizer can be loaded from {folder}, which holds {found}. Expected "
+        raise UserError(f"{option}={path!r}: no tokenizer can be loaded from {folder}, which holds {found}. Expected "
                         f"tokenizer.json with tokenizer_config.json, and no code of its own: {error}") from error
 
 
@@ -43,7 +43,7 @@ def _from_hub(path, revision, option):
     parent = Path(path).expanduser().parent
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         siblings = [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
-        raise DataError(f"{option}={path!r}: there is no such folder (looked from {Path.cwd()})."
+        raise UserError(f"{option}={path!r}: there is no such folder (looked from {Path.cwd()})."
                         f"{did_you_mean(Path(path).name, siblings)}")
     return hub.download(path, "model", revision, _FILES, option)[0]
 
@@ -64,7 +64,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path):
       The transformers tokenizer.
 
     Raises:
-      DataError: vocab_size is too small for the characters of the texts.
+      UserError: vocab_size is too small for the characters of the texts.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -77,7 +77,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path):
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[PAD, EOS, UNKNOWN], initial_alphabet=alphabet, show_progress=False))
     if tokenizer.get_vocab_size() > vocab_size:
-        raise DataError(f"config.model.create.vocab_size={vocab_size}: the characters of the data alone need "
+        raise UserError(f"config.model.create.vocab_size={vocab_size}: the characters of the data alone need "
                         f"{tokenizer.get_vocab_size()} tokens; set it to that or more")
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN,
                                       clean_up_tokenization_spaces=False)

@@ -4,6 +4,8 @@ import dataclasses
 import difflib
 from typing import Any
 
+from jax_ppo.errors import UserError
+
 FAMILIES = ("llama", "qwen2")
 
 # The kinds of rotary position embedding (rope.py), with the parameters that each cannot do without.
@@ -58,7 +60,7 @@ class Architecture:
 
 
 def from_hf_config(config: dict[str, Any]) -> Architecture:
-    """Reads the contents of config.json, of transformers 4 or 5. ValueError names what is missing or not supported."""
+    """Reads the contents of config.json, of transformers 4 or 5. UserError names what is missing or not supported."""
     _refuse_unsupported(config)
     family, heads, eos = config["model_type"], config["num_attention_heads"], config.get("eos_token_id")
     theta, rope = _rope_parameters(config)
@@ -91,19 +93,19 @@ def _refuse_unsupported(config):
     if family not in FAMILIES:
         near = difflib.get_close_matches(str(family), FAMILIES, n=1)
         hint = f"; the nearest is {near[0]}" if near else ""
-        raise ValueError(f"config.json: model_type {family!r} is not supported, only {', '.join(FAMILIES)} are{hint}")
+        raise UserError(f"config.json: model_type {family!r} is not supported, only {', '.join(FAMILIES)} are{hint}")
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
         if not isinstance(config.get(name), int):
-            raise ValueError(f"config.json: {name} must be a whole number, it is {config.get(name)!r}")
+            raise UserError(f"config.json: {name} must be a whole number, it is {config.get(name)!r}")
     if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"config.json: hidden_act {config['hidden_act']!r} is not supported, only 'silu' is")
+        raise UserError(f"config.json: hidden_act {config['hidden_act']!r} is not supported, only 'silu' is")
     if config.get("use_sliding_window"):
-        raise ValueError("config.json: use_sliding_window is not supported")
+        raise UserError("config.json: use_sliding_window is not supported")
     if config.get("quantization_config"):
-        raise ValueError("config.json: quantization_config is not supported; use a checkpoint in float32 or bfloat16")
+        raise UserError("config.json: quantization_config is not supported; use a checkpoint in float32 or bfloat16")
     layer_types = set(config.get("layer_types") or ["full_attention"])
     if layer_types != {"full_attention"}:
-        raise ValueError(f"config.json: layer_types {sorted(layer_types)} are not supported, only full_attention is")
+        raise UserError(f"config.json: layer_types {sorted(layer_types)} are not supported, only full_attention is")
 
 
 def _rope_parameters(config):
@@ -112,15 +114,15 @@ def _rope_parameters(config):
     rope["rope_type"] = kind = rope.get("rope_type", rope.pop("type", None)) or "default"
     theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
     if kind not in ROPE_KINDS:
-        raise ValueError(f"config.json: rope_type {kind!r} is not supported, only {', '.join(ROPE_KINDS)} are")
+        raise UserError(f"config.json: rope_type {kind!r} is not supported, only {', '.join(ROPE_KINDS)} are")
     nested = [name for name, value in rope.items() if isinstance(value, dict)]
     if nested:
-        raise ValueError(f"config.json: rope_parameters for each layer type ({', '.join(nested)}) are not supported")
+        raise UserError(f"config.json: rope_parameters for each layer type ({', '.join(nested)}) are not supported")
     if (rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1) != 1:
-        raise ValueError("config.json: partial_rotary_factor is not supported, only 1 is")
+        raise UserError("config.json: partial_rotary_factor is not supported, only 1 is")
     for name in ROPE_KINDS[kind]:
         if rope.get(name) is None:
-            raise ValueError(f"config.json: rope_type {kind!r} needs {name}")
+            raise UserError(f"config.json: rope_type {kind!r} needs {name}")
     if kind in ("yarn", "llama3", "longrope"):
         # transformers' order: beside the parameters (as Phi-3 has it), among them, or else the whole length.
         original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")

@@ -9,6 +9,8 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jax_ppo.errors import UserError
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 
@@ -20,7 +22,7 @@ class Checkpoint:
     """
 
     def __init__(self, folder: str | Path):
-        """Raises ValueError for a folder without whole safetensors files."""
+        """Raises UserError for a folder without whole safetensors files."""
         self.folder = Path(folder)
         self._stack = contextlib.ExitStack()
         self._files = {}
@@ -29,8 +31,8 @@ class Checkpoint:
                 try:
                     file = opening.enter_context(safe_open(path, framework="numpy"))
                 except SafetensorError as error:
-                    raise ValueError(f"{path} is not a whole safetensors file ({error}). If it was downloaded or "
-                                     "cloned, that stopped early or left a Git LFS pointer: fetch it again") from error
+                    raise UserError(f"{path} is not a whole safetensors file ({error}). If it was downloaded or "
+                                    "cloned, that stopped early or left a Git LFS pointer: fetch it again") from error
                 for name in file.keys():
                     self._files[name] = (file, path.name)
             self._stack = opening.pop_all()
@@ -65,26 +67,26 @@ class Checkpoint:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights. Raises ValueError where there are none, or only pickles, or one is missing."""
+    """The files that hold the weights. Raises UserError where there are none, or only pickles, or one is missing."""
     if (folder / SINGLE).exists():
         return [folder / SINGLE]
     if not (folder / INDEX).exists():
         _refuse_pickles(folder)
-        raise ValueError(f"{folder} has no weights: neither {SINGLE} nor {INDEX} (a hub repository that has them only "
-                         "in pytorch_model.bin, a pickle, must be converted to safetensors first)")
+        raise UserError(f"{folder} has no weights: neither {SINGLE} nor {INDEX} (a hub repository that has them only "
+                        "in pytorch_model.bin, a pickle, must be converted to safetensors first)")
     weight_map = json.loads((folder / INDEX).read_text()).get("weight_map", {})
     files = [folder / name for name in sorted(set(weight_map.values()))]
     missing = [path.name for path in files if not path.exists()]
     if missing or not files:
-        raise ValueError(f"{folder / INDEX} names {len(files)} files, of which {len(missing)} are not there: "
-                         f"{', '.join(missing[:4])}. Fetch them again")
+        raise UserError(f"{folder / INDEX} names {len(files)} files, of which {len(missing)} are not there: "
+                        f"{', '.join(missing[:4])}. Fetch them again")
     return files
 
 
 def _refuse_pickles(folder):
     pickles = sorted(path.name for pattern in ("pytorch_model*", "*.pth", "*.pt") for path in folder.glob(pattern))
     if pickles:
-        raise ValueError(
+        raise UserError(
             f"{folder} has its weights only in {pickles[0]}, a pickle: reading it would run whatever code it holds, so "
             f"it is not read. If you trust it, convert it once where torch is installed:\n"
             f"    model = transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})\n"

@@ -5,6 +5,8 @@ import os
 import re
 from pathlib import Path
 
+from jax_ppo.errors import UserError
+
 HUB_TIMEOUT_S = 5.0
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 HUB_FILES = ["*.json", "model*.safetensors", "tokenizer*", "*.model", "vocab*", "merges*", "*.jinja"]
@@ -14,11 +16,11 @@ def find(path: str, revision: str = "main", what: str = "config.model.path") -> 
     """The folder of a checkpoint: `path` itself, or what the hub holds under this name, downloaded or from its cache.
 
     The hub's own environment variables count (HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE). `what` is the option's
-    name, for the message of the ValueError that is raised where nothing is found: at once, or where the hub is silent
+    name, for the message of the UserError that is raised where nothing is found: at once, or where the hub is silent
     after about 2 x HUB_TIMEOUT_S seconds.
     """
     if not path:
-        raise ValueError(f"{what}='': must be set to a Hugging Face folder or hub name")
+        raise UserError(f"{what}='': must be set to a Hugging Face folder or hub name")
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -27,15 +29,15 @@ def find(path: str, revision: str = "main", what: str = "config.model.path") -> 
     remedy = f"set {what} to a folder with config.json and model.safetensors"
     remedy += f" (the nearest one here is {nearest})" if nearest else ""
     if folder.is_file():
-        raise ValueError(f"{problem}this is a file; {remedy}")
+        raise UserError(f"{problem}this is a file; {remedy}")
     if not HUB_NAME.fullmatch(path):
-        raise ValueError(f"{problem}there is no such folder (and it is no hub name, OWNER/NAME); {remedy}")
+        raise UserError(f"{problem}there is no such folder (and it is no hub name, OWNER/NAME); {remedy}")
     command = f"hf download {path} --revision {revision} --local-dir {path.rpartition('/')[2]}"
     try:
         return _from_hub(path, revision)
     except _NotOnHub as error:
-        raise ValueError(f"{problem}there is no such folder, and {error}. Either {remedy}; or get one, where the hub "
-                         f"can be reached, with `{command}`") from error
+        raise UserError(f"{problem}there is no such folder, and {error}. Either {remedy}; or get one, where the hub "
+                        f"can be reached, with `{command}`") from error
 
 
 class _NotOnHub(Exception):

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from jax_ppo.errors import UserError
 from jax_ppo.models import hf_files, hf_names
 from jax_ppo.models.architecture import Architecture, from_hf_config
 from jax_ppo.models.hf_hub import find
@@ -23,11 +24,11 @@ __all__ = ["find", "load", "read_architecture"]
 def read_architecture(folder: str | Path) -> Architecture:
     """From config.json. generation_config.json may name more ends of sequence: config.json's come first.
 
-    Raises ValueError for a folder without config.json or safetensors weights, or of a model that is not supported.
+    Raises UserError for a folder without config.json or safetensors weights, or of a model that is not supported.
     """
     config_file, generation_file = Path(folder) / "config.json", Path(folder) / "generation_config.json"
     if not config_file.exists():
-        raise ValueError(f"{folder} has no config.json: it is not a Hugging Face checkpoint")
+        raise UserError(f"{folder} has no config.json: it is not a Hugging Face checkpoint")
     architecture = from_hf_config(_read_json(config_file))
     hf_files.weight_files(Path(folder))
     more = _read_json(generation_file).get("eos_token_id") if generation_file.exists() else None
@@ -40,7 +41,7 @@ def _read_json(path):
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise UserError(f"{path} is not JSON: {error}") from error
 
 
 def load(folder: str | Path, architecture: Architecture, shardings: dict, dtype=jnp.float32, head: str = "lm",
@@ -61,7 +62,7 @@ def load(folder: str | Path, architecture: Architecture, shardings: dict, dtype=
       the parameters (transformer.py and heads.py say their layout).
 
     Raises:
-      ValueError: a tensor is missing, of another shape, of another type, or not used. The message names it.
+      UserError: a tensor is missing, of another shape, of another type, or not used. The message names it.
     """
     rows = hf_names.table(architecture, head)
     places = hf_names.flatten_like(shardings, rows, "`shardings`")
@@ -119,33 +120,33 @@ def _without_first_axis(sharding):
     if isinstance(sharding, SingleDeviceSharding):
         return sharding
     if isinstance(sharding, NamedSharding):
-        spec = PartitionSpec(*sharding.spec[1:])
+        spec = type(sharding.spec)(*sharding.spec[1:])
         return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
     raise TypeError(f"shardings must be NamedSharding or SingleDeviceSharding, got {sharding}")
 
 
 def _check(checkpoint, wanted, head, architecture):
-    """Raises ValueError unless the checkpoint has what is wanted, as it is wanted, and nothing that would change it."""
+    """Raises UserError unless the checkpoint has what is wanted, as it is wanted, and nothing that would change it."""
     names = checkpoint.names()
     for row in wanted.values():
         for name in row.names():
             if name not in names:
-                raise ValueError(f"{checkpoint.folder}: " + _missing(name, names, head))
+                raise UserError(f"{checkpoint.folder}: " + _missing(name, names, head))
             where = f"{checkpoint.folder / checkpoint.file(name)}: {name}"
             if name == "score.weight" and checkpoint.shape(name)[0] != 1:
-                raise ValueError(f"{where} has {checkpoint.shape(name)[0]} labels; a reward model has num_labels = 1")
+                raise UserError(f"{where} has {checkpoint.shape(name)[0]} labels; a reward model has num_labels = 1")
             if checkpoint.shape(name) != row.hf_shape:
-                raise ValueError(f"{where} has shape {list(checkpoint.shape(name))}, config.json makes it "
-                                 f"{list(row.hf_shape)}")
+                raise UserError(f"{where} has shape {list(checkpoint.shape(name))}, config.json makes it "
+                                f"{list(row.hf_shape)}")
             if checkpoint.dtype(name) not in hf_files.DTYPES:
-                raise ValueError(f"{where} is of type {checkpoint.dtype(name)}; only float32, bfloat16 and float16 "
-                                 "(F32, BF16, F16) are supported")
+                raise UserError(f"{where} is of type {checkpoint.dtype(name)}; only float32, bfloat16 and float16 "
+                                "(F32, BF16, F16) are supported")
     used = {name for row in wanted.values() for name in row.names()}
     unused = sorted(name for name in names - used if not _ignorable(checkpoint, name, head, architecture))
     if unused:
-        raise ValueError(f"{checkpoint.folder} has {len(unused)} tensors that this model would not use: "
-                         f"{hf_names.some(unused)}. It is another kind of model than "
-                         f"config.json's model_type {architecture.family!r} with this head ({head!r})")
+        raise UserError(f"{checkpoint.folder} has {len(unused)} tensors that this model would not use: "
+                        f"{hf_names.some(unused)}. It is another kind of model than "
+                        f"config.json's model_type {architecture.family!r} with this head ({head!r})")
 
 
 def _missing(name, names, head):

@@ -69,13 +69,17 @@ def write_column(cache_BxKxSxd, new_Bx1xKxd, column):
 
 
 def attend_one(q_Bx1xHxd, keys_BxKxSxd, values_BxKxSxd, readable_BxS):
-    """Attention of one new token to the cache, as multiply-and-reduce: one pass over the cache, nothing transposed."""
+    """Attention of one new token to the cache, in float32: one pass over the cache, nothing transposed."""
     B, K, _, d = keys_BxKxSxd.shape
     q_BxKxGxd = q_Bx1xHxd.reshape(B, K, -1, d).astype(jnp.float32) * d**-0.5
-    scores_BxKxGxS = (q_BxKxGxd[:, :, :, None] * keys_BxKxSxd[:, :, None].astype(jnp.float32)).sum(-1)
-    scores_BxKxGxS = jnp.where(readable_BxS[:, None, None], scores_BxKxGxS, -1e30)
-    weights_BxKxGxS = jax.nn.softmax(scores_BxKxGxS, axis=-1)
-    out_BxKxGxd = (weights_BxKxGxS[..., None] * values_BxKxSxd[:, :, None].astype(jnp.float32)).sum(3)
+    keys, values = keys_BxKxSxd.astype(jnp.float32), values_BxKxSxd.astype(jnp.float32)
+    # Multiply-and-reduce beats a product of matrices on CPU where query heads share a key, and loses 40-fold where not.
+    shared = q_BxKxGxd.shape[2] > 1
+    scores_BxKxGxS = ((q_BxKxGxd[:, :, :, None] * keys[:, :, None]).sum(-1) if shared else
+                      jnp.einsum("bkgd,bksd->bkgs", q_BxKxGxd, keys))
+    weights_BxKxGxS = jax.nn.softmax(jnp.where(readable_BxS[:, None, None], scores_BxKxGxS, -1e30), axis=-1)
+    out_BxKxGxd = ((weights_BxKxGxS[..., None] * values[:, :, None]).sum(3) if shared else
+                   jnp.einsum("bkgs,bksd->bkgd", weights_BxKxGxS, values))
     return out_BxKxGxd.astype(q_Bx1xHxd.dtype)
 
 

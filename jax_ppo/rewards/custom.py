@@ -1,6 +1,5 @@
 """Reward functions of the user's own: found, checked, called, and their answer read."""
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -10,36 +9,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.rewards.rules import RewardResult
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-
-
-class RewardError(ValueError):
-    """A reward that can not be had. The message names the option, what was given and what was expected."""
-
-
-def did_you_mean(given: str, known) -> str:
-    """" Did you mean 'x'?" with the nearest of the known names, or "" where none is near."""
-    near = difflib.get_close_matches(given, list(known), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def load_function(function: str) -> Callable[..., Any]:
     """The function named by `module:function` or `path/to/file.py:function`.
 
     Raises:
-      RewardError: not of that form, no such module, file or function, an error while the module is imported, or a
+      UserError: not of that form, no such module, file or function, an error while the module is imported, or a
         function that can not be called with ARGUMENTS by name.
     """
     module_name, colon, name = function.rpartition(":")
     if not colon or not module_name or not name.isidentifier():
-        raise RewardError(f"config.reward.function={function!r}: expected module:function or path/to/file.py:function")
+        raise UserError(f"config.reward.function={function!r}: expected module:function or path/to/file.py:function")
     module = _module(module_name, function)
     found = getattr(module, name, None)
     if not callable(found):
         callables = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise RewardError(f"config.reward.function={function!r}: {module_name} has no function {name!r}; it has "
+        raise UserError(f"config.reward.function={function!r}: {module_name} has no function {name!r}; it has "
                           f"{', '.join(callables) or 'none'}.{did_you_mean(name, callables)}")
     _check_signature(found, function)
     return found
@@ -73,16 +63,16 @@ def _module(module_name, function):
         if module_name.endswith(".py"):
             if not path.is_file():
                 known = [file.name for file in path.parent.glob("*.py")]
-                raise RewardError(f"config.reward.function={function!r}: there is no file {path} (looked from "
+                raise UserError(f"config.reward.function={function!r}: there is no file {path} (looked from "
                                   f"{Path.cwd()}).{did_you_mean(path.name, known)}")
             return _import_file(path)
         return importlib.import_module(module_name)
-    except RewardError:
+    except UserError:
         raise
     except Exception as error:
         absent = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
         hint = ". Expected a module that Python can import from here, or path/to/file.py:function" if absent else ""
-        raise RewardError(f"config.reward.function={function!r}: importing {module_name} failed: "
+        raise UserError(f"config.reward.function={function!r}: importing {module_name} failed: "
                           f"{type(error).__name__}: {error}{hint}") from error
 
 
@@ -103,7 +93,7 @@ def _check_signature(found, function):
     try:
         signature.bind(**dict.fromkeys(ARGUMENTS))
     except TypeError as error:
-        raise RewardError(f"config.reward.function={function!r}: it is called as "
+        raise UserError(f"config.reward.function={function!r}: it is called as "
                           f"f({', '.join(f'{a}=...' for a in ARGUMENTS)}), but takes {signature}: {error}") from error
 
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.rewards import rules
-from jax_ppo.rewards.custom import RewardError, did_you_mean, load_function, to_result
+from jax_ppo.rewards.custom import load_function, to_result
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.types import Example
 
@@ -54,10 +55,10 @@ def resolve(function: str = "", gsm8k_method: str = "strict") -> RewardFunction:
       gsm8k_method: "strict" or "flexible".
 
     Raises:
-      RewardError: no such module or function, or one that does not take those arguments.
+      UserError: no such module or function, or one that does not take those arguments.
     """
     if gsm8k_method not in rules.METHODS:
-        raise RewardError(f"config.reward.gsm8k_method={gsm8k_method!r}: expected one of {rules.METHODS}."
+        raise UserError(f"config.reward.gsm8k_method={gsm8k_method!r}: expected one of {rules.METHODS}."
                           f"{did_you_mean(gsm8k_method, rules.METHODS)}")
     if not function:
         return lambda example, response: _built_in(example, response, gsm8k_method)
@@ -71,7 +72,7 @@ def resolve(function: str = "", gsm8k_method: str = "strict") -> RewardFunction:
 
 
 def check_sources(examples: Sequence[Example], function: str = "") -> None:
-    """Raises RewardError for an example that the reward function of `resolve` can not score. To be called before a run.
+    """Raises UserError for an example that the reward function of `resolve` can not score. To be called before a run.
 
     With a function of one's own everything passes. Otherwise each data_source must have a built-in rule, and the ground
     truth of a numeric one must be a number.
@@ -81,10 +82,10 @@ def check_sources(examples: Sequence[Example], function: str = "") -> None:
     for row, example in enumerate(examples, 1):
         source = example.data_source
         if source not in SOURCES:
-            raise RewardError(f"example {row}: data_source={source!r} has no built-in rule; expected one of {SOURCES}, "
+            raise UserError(f"example {row}: data_source={source!r} has no built-in rule; expected one of {SOURCES}, "
                               f"or config.reward.function=module:function.{did_you_mean(source, SOURCES)}")
         if source in NUMERIC_SOURCES and rules.parse_number(str(example.ground_truth)) is None:
-            raise RewardError(f"example {row}: ground_truth={example.ground_truth!r} is not a number, as "
+            raise UserError(f"example {row}: ground_truth={example.ground_truth!r} is not a number, as "
                               f"data_source={source!r} wants; mend the data, or set "
                               "config.reward.function=module:function")
 
@@ -129,12 +130,12 @@ def _built_in(example, response, gsm8k_method):
         return rules.arithmetic(response, example.ground_truth)
     if example.data_source == "stories":
         return rules.stories(response)
-    raise RewardError(f"data_source={example.data_source!r} has no built-in rule; expected one of {SOURCES}")
+    raise UserError(f"data_source={example.data_source!r} has no built-in rule; expected one of {SOURCES}")
 
 
 def _finite(result):
     if not abs(result.score) <= _LARGEST:  # NaN too
-        raise RewardError(f"the score is {result.score}; expected a finite float32")
+        raise UserError(f"the score is {result.score}; expected a finite float32")
     return result
 
 

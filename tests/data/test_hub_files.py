@@ -8,8 +8,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from jax_ppo.data import hub, sources
-from jax_ppo.data.errors import DataError
+from jax_ppo import hub
+from jax_ppo.data import sources
+from jax_ppo.errors import UserError
 
 OFFLINE = """
 from jax_ppo.data import sources, tokenizer
@@ -71,17 +72,17 @@ def test_a_file_of_the_hub_is_read_and_cached(fake_hub):
     assert example.ground_truth == "5"
     fake_hub.down = True
     assert sources.load_examples("hf:owner/name/main/train.jsonl") == [example]
-    with pytest.raises(DataError, match="has no file main/test.jsonl"):
+    with pytest.raises(UserError, match="has no file main/test.jsonl"):
         hub.download_file("owner/name", "main/test.jsonl", "option")
 
 
 def test_a_file_that_the_repository_has_not(fake_hub):
-    with pytest.raises(DataError, match="train_files: .* no file main/trian.jsonl. Did you mean 'main/train.jsonl'?"):
+    with pytest.raises(UserError, match="train_files: .* no file main/trian.jsonl. Did you mean 'main/train.jsonl'?"):
         sources.load_examples("hf:owner/name/main/trian.jsonl")
 
 
 def test_a_repository_that_the_hub_has_not(fake_hub):
     response = types.SimpleNamespace(headers={}, request=None, status_code=404)
     fake_hub.error = errors.RepositoryNotFoundError("404", response=response)
-    with pytest.raises(DataError, match="the hub has no data set 'owner/name' at revision 'main', or .* logging in"):
+    with pytest.raises(UserError, match="the hub has no data set 'owner/name' at revision 'main', or .* logging in"):
         sources.load_examples("hf:owner/name/main/train.jsonl")

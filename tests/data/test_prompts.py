@@ -3,8 +3,8 @@ import logging
 import numpy as np
 import pytest
 
-from jax_ppo.data.errors import DataError
 from jax_ppo.data.prompts import PromptBatches, PromptDataset, bucket, evaluation_batches, tokenize
+from jax_ppo.errors import UserError
 from jax_ppo.types import Example
 
 
@@ -49,7 +49,7 @@ def test_truncation_is_applied(letters, truncation, kept):
 
 
 def test_truncation_error_names_row_length_and_option(letters):
-    with pytest.raises(DataError) as error:
+    with pytest.raises(UserError) as error:
         tokenize(examples("abc", "abcdefg"), letters, max_prompt_length=5, filter_overlong_prompts=False)
     for words in ("config.data.train_files, example 2", "7 tokens", "config.data.max_prompt_length=5",
                   "config.data.filter_overlong_prompts", "config.data.truncation"):
@@ -64,15 +64,15 @@ def test_overlong_prompts_are_dropped_and_counted(letters, caplog):
 
 
 def test_nothing_left_is_refused(letters):
-    with pytest.raises(DataError, match="no prompt is left of 2; 2 are longer than config.data.max_prompt_length=2"):
+    with pytest.raises(UserError, match="no prompt is left of 2; 2 are longer than config.data.max_prompt_length=2"):
         tokenize(examples("abc", "def"), letters, max_prompt_length=2)
-    with pytest.raises(DataError, match="no prompt is left of 0"):
+    with pytest.raises(UserError, match="no prompt is left of 0"):
         tokenize([], letters, max_prompt_length=2)
 
 
 @pytest.mark.parametrize("prompt", ["", " \n", ({"role": "user", "content": ""},)])
 def test_an_empty_prompt_is_refused(letters, prompt):
-    with pytest.raises(DataError, match="config.data.train_files, example 2: the prompt is empty"):
+    with pytest.raises(UserError, match="config.data.train_files, example 2: the prompt is empty"):
         tokenize(examples("abc", prompt), letters, max_prompt_length=9)
 
 
@@ -130,9 +130,9 @@ def test_a_saved_position_holds_for_another_batch_size():
 
 def test_fewer_rows_than_a_batch_are_refused():
     """Not an endless loop that yields nothing."""
-    with pytest.raises(DataError, match="data.train_files has 3 prompts, and config.data.train_batch_size=4 asks"):
+    with pytest.raises(UserError, match="data.train_files has 3 prompts, and config.data.train_batch_size=4 asks"):
         PromptBatches(dataset(3), 4)
-    with pytest.raises(DataError, match="position=-1"):
+    with pytest.raises(UserError, match="position=-1"):
         PromptBatches(dataset(3), 2, position=-1)
 
 

@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from jax_ppo.data import sources
-from jax_ppo.data.errors import DataError
 from jax_ppo.data.sources import load_examples
+from jax_ppo.errors import UserError
 
 GSM8K = [{"question": "How many?", "answer": "Two and two.\n2+2=<<2+2=4>>4\n#### 4"},
          {"question": "How much?", "answer": "It costs\n#### 1,234"},
@@ -93,28 +93,28 @@ def test_real_gsm8k_is_read_whole(real_data):
     ("tfds:gsm8k", ["tfds:NAME/SPLIT"]),
 ])
 def test_a_wrong_specification_is_explained(spec, words):
-    with pytest.raises(DataError) as error:
+    with pytest.raises(UserError) as error:
         load_examples(spec)
     assert all(word in str(error.value) for word in words), error.value
 
 
 def test_a_missing_file_names_the_option_the_path_and_the_nearest(tmp_path):
     write_lines(tmp_path / "train.jsonl", GSM8K)
-    with pytest.raises(DataError) as error:
+    with pytest.raises(UserError) as error:
         load_examples(f"{tmp_path}/trian.jsonl", option="config.data.val_files")
     assert str(error.value) == (f"config.data.val_files: there is no file {tmp_path}/trian.jsonl. "
                                 "Did you mean 'train.jsonl'?")
 
 
 def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(DataError, match="nor a folder .*/nowhere"):
+    with pytest.raises(UserError, match="nor a folder .*/nowhere"):
         load_examples(f"{tmp_path}/nowhere/train.jsonl")
 
 
 def test_a_malformed_line_is_named(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('\n{"question": "q", "answer": "#### 1"}\n{"question": "q", \n')
-    with pytest.raises(DataError, match="a.jsonl:3: not JSON"):
+    with pytest.raises(UserError, match="a.jsonl:3: not JSON"):
         load_examples(str(path))
 
 
@@ -131,26 +131,26 @@ def test_a_malformed_line_is_named(tmp_path):
 ])
 def test_a_wrong_row_is_named(tmp_path, row, words):
     path = write_lines(tmp_path / "a.jsonl", [GSM8K[0], row])
-    with pytest.raises(DataError) as error:
+    with pytest.raises(UserError) as error:
         load_examples(path)
     assert all(word in str(error.value) for word in words), error.value
 
 
 def test_a_wrong_row_of_parquet_is_named(tmp_path):
-    with pytest.raises(DataError, match="a.parquet, row 1: found the columns text; expected GSM8K's form"):
+    with pytest.raises(UserError, match="a.parquet, row 1: found the columns text; expected GSM8K's form"):
         load_examples(write_parquet(tmp_path / "a.parquet", [{"text": "x"}]))
 
 
 @pytest.mark.parametrize(("name", "kind"), [("a.parquet", "Parquet"), ("a.jsonl.gz", "gzipped"), ("a.jsonl", "UTF-8")])
 def test_a_broken_file_is_named(tmp_path, name, kind):
     (tmp_path / name).write_bytes(b"\xff\xfenot what it says")
-    with pytest.raises(DataError, match=f"{name}.*can not be read as .*{kind}"):
+    with pytest.raises(UserError, match=f"{name}.*can not be read as .*{kind}"):
         load_examples(str(tmp_path / name))
 
 
 def test_an_empty_file_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n")
-    with pytest.raises(DataError, match="config.data.train_files: .*a.jsonl holds no rows"):
+    with pytest.raises(UserError, match="config.data.train_files: .*a.jsonl holds no rows"):
         load_examples(str(tmp_path / "a.jsonl"))
 
 
@@ -208,13 +208,13 @@ def test_tfds_rows_that_got_lost_are_noticed(tfds_folder, monkeypatch):
             return 2
 
     monkeypatch.setattr(sources, "_tfds_source", lambda *_: Short())
-    with pytest.raises(DataError, match="2 rows can be read, but the data set's own record says 3"):
+    with pytest.raises(UserError, match="2 rows can be read, but the data set's own record says 3"):
         load_examples("tfds:room_test_sums/train")
 
 
 def test_tfds_errors(tfds_folder, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", tfds_folder)
-    with pytest.raises(DataError, match="TFDS knows no data set 'room_test_sumz'.* Did you mean 'room_test_sums'"):
+    with pytest.raises(UserError, match="TFDS knows no data set 'room_test_sumz'.* Did you mean 'room_test_sums'"):
         load_examples("tfds:room_test_sumz/train")
-    with pytest.raises(DataError, match="config.data.train_files='tfds:room_test_sums/trian': Unknown split 'trian'"):
+    with pytest.raises(UserError, match="config.data.train_files='tfds:room_test_sums/trian': Unknown split 'trian'"):
         load_examples("tfds:room_test_sums/trian")

@@ -5,8 +5,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from jax_ppo.data import arithmetic
-from jax_ppo.data.errors import DataError
 from jax_ppo.data.tokenizer import encode_prompt, load_tokenizer, train_tokenizer
+from jax_ppo.errors import UserError
 
 CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tom has 3 apples."})
 TEMPLATE = ("<s>{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
@@ -55,7 +55,7 @@ def test_a_small_vocabulary_says_what_it_does_not_know(trained):
 
 
 def test_a_vocabulary_too_small_for_the_characters_is_refused(tmp_path):
-    with pytest.raises(DataError, match="config.model.create.vocab_size=32: .* need 39 tokens"):
+    with pytest.raises(UserError, match="config.model.create.vocab_size=32: .* need 39 tokens"):
         train_tokenizer(["abcdefghijklmnopqrstuvwxyz"], 32, tmp_path)
 
 
@@ -104,7 +104,7 @@ def test_a_named_bos_is_not_added_where_the_tokenizer_adds_none(trained):
 
 def test_a_folder_that_is_missing(tmp_path):
     (tmp_path / "tiny-model").mkdir()
-    with pytest.raises(DataError) as error:
+    with pytest.raises(UserError) as error:
         load_tokenizer(f"{tmp_path}/tiny-modle", option="config.model.path")
     assert str(error.value).startswith(f"config.model.path='{tmp_path}/tiny-modle': there is no such folder")
     assert str(error.value).endswith("Did you mean 'tiny-model'?")
@@ -112,12 +112,12 @@ def test_a_folder_that_is_missing(tmp_path):
 
 def test_a_folder_without_a_tokenizer(tmp_path):
     (tmp_path / "model.safetensors").write_text("")
-    with pytest.raises(DataError, match="which holds model.safetensors. Expected tokenizer.json"):
+    with pytest.raises(UserError, match="which holds model.safetensors. Expected tokenizer.json"):
         load_tokenizer(str(tmp_path))
 
 
 def test_no_path():
-    with pytest.raises(DataError, match="config.model.tokenizer_path='': must be set"):
+    with pytest.raises(UserError, match="config.model.tokenizer_path='': must be set"):
         load_tokenizer("")
 
 
@@ -126,6 +126,6 @@ def test_code_of_a_repository_is_not_run(tmp_path):
         {"auto_map": {"AutoTokenizer": ["mine.Mine", None]}, "tokenizer_class": "Mine"}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine"}))
     (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass\n")
-    with pytest.raises(DataError, match="no code of its own"):
+    with pytest.raises(UserError, match="no code of its own"):
         load_tokenizer(str(tmp_path))
     assert not (tmp_path / "ran").exists()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jax_ppo.errors import UserError
 from jax_ppo.models import hf_files, hf_import, hf_names
 from jax_ppo.models.architecture import from_hf_config
 
@@ -27,7 +28,7 @@ def change(folder, add=(), remove=()):
 
 
 def refusal(folder, head="lm"):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         reference.load(folder, head)
     return str(caught.value)
 
@@ -98,7 +99,7 @@ def test_shardings_of_another_structure(folder):
 def test_pickles_are_not_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         hf_import.read_architecture(tmp_path)
     message = str(caught.value)
     assert "only in pytorch_model.bin, a pickle" in message and "so it is not read" in message
@@ -141,7 +142,7 @@ def test_files_that_are_cut_short_or_missing(tmp_path):
     ({"rope_parameters": {"full_attention": {}}}, "for each layer type (full_attention) are not supported"),
 ])
 def test_configurations_that_are_not_supported(change, message):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         from_hf_config(CONFIG | change)
     assert message in str(caught.value) and str(caught.value).startswith("config.json: ")
 

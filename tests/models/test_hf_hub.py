@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from jax_ppo.errors import UserError
 from jax_ppo.models import hf_hub, hf_import
 
 constants = pytest.importorskip("huggingface_hub.constants")
@@ -82,7 +83,7 @@ def offline(monkeypatch):
 
 def refusal(*arguments):
     start = time.monotonic()
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         hf_import.find(*arguments)
     assert time.monotonic() - start < 10
     return str(caught.value)

@@ -4,7 +4,8 @@ import math
 import numpy as np
 import pytest
 
-from jax_ppo.rewards.custom import RewardError, to_result
+from jax_ppo.errors import UserError
+from jax_ppo.rewards.custom import to_result
 from jax_ppo.rewards.registry import check_sources, resolve, score_batch
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.types import Example
@@ -57,7 +58,7 @@ def test_strict_and_flexible_are_both_reachable():
     responses = ["so it is 42"]
     assert score_batch(resolve("", "strict"), [GSM8K], responses).scores == [0]
     assert score_batch(resolve("", "flexible"), [GSM8K], responses).scores == [1]
-    with pytest.raises(RewardError, match="config.reward.gsm8k_method='flexibel'.* Did you mean 'flexible'?"):
+    with pytest.raises(UserError, match="config.reward.gsm8k_method='flexibel'.* Did you mean 'flexible'?"):
         resolve("", "flexibel")
 
 
@@ -143,7 +144,7 @@ def test_what_a_function_may_not_return(value):
 def test_a_wrong_function_is_explained_before_the_run(module, tmp_path, function, words):
     (tmp_path / "broken.py").write_text("1 / 0")
     function = function.replace("FILE", module).replace("FOLDER", str(tmp_path))
-    with pytest.raises(RewardError) as error:
+    with pytest.raises(UserError) as error:
         resolve(function)
     assert str(error.value).startswith(f"config.reward.function={function!r}: ")
     assert words.replace("FOLDER", str(tmp_path)) in str(error.value)
@@ -152,10 +153,10 @@ def test_a_wrong_function_is_explained_before_the_run(module, tmp_path, function
 def test_check_sources():
     check_sources([GSM8K, SUM, STORY])
     check_sources([Example("q", "anything", "x")], "mine:echo")
-    with pytest.raises(RewardError) as error:
+    with pytest.raises(UserError) as error:
         check_sources([SUM, Example("q", "openai/gsm8")])
     for words in ("example 2: data_source='openai/gsm8'", "'openai/gsm8k', 'arithmetic', 'stories'",
                   "config.reward.function=module:function", "Did you mean 'openai/gsm8k'?"):
         assert words in str(error.value)
-    with pytest.raises(RewardError, match="example 1: ground_truth='five' is not a number"):
+    with pytest.raises(UserError, match="example 1: ground_truth='five' is not a number"):
         check_sources([Example("q", "arithmetic", "five")])
