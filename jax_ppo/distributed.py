@@ -13,7 +13,6 @@ import traceback
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from typing import NoReturn
 
 import jax
 from jax.experimental import multihost_utils
@@ -49,11 +48,6 @@ def barrier(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
-def exit_with(message: str) -> NoReturn:
-    """Ends the run with a message instead of a traceback, and code 1."""
-    raise SystemExit(message)
-
-
 def run_or_abort(function: Callable[[], object]) -> object:
     """Returns function(). In a run of several processes an exception ends this process at once, with code 1.
 
@@ -68,7 +62,7 @@ def run_or_abort(function: Callable[[], object]) -> object:
             raise
         print(f"process {jax.process_index()} of {jax.process_count()} ends the run:", file=sys.stderr)
         if isinstance(error, SystemExit):
-            print(error.code, file=sys.stderr)
+            print(error.code, file=sys.stderr)  # sys.exit("error: ..."): the message says it all
         else:
             traceback.print_exc()
         sys.stdout.flush()

@@ -125,7 +125,7 @@ class TestOneProcess:
         with pytest.raises(ZeroDivisionError):
             distributed.run_or_abort(lambda: 1 / 0)
         with pytest.raises(SystemExit, match="enough"):
-            distributed.run_or_abort(lambda: distributed.exit_with("enough"))
+            distributed.run_or_abort(lambda: sys.exit("enough"))
 
 
 PROGRAM = """
@@ -145,7 +145,7 @@ def main():
     if number == 1 and way == "interrupt":
         raise KeyboardInterrupt
     if number == 1 and way == "message":
-        distributed.exit_with("error: mend this")
+        sys.exit("error: mend this")
     if number == 1 and way == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if way == "finish":
