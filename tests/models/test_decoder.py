@@ -9,7 +9,7 @@ import pytest
 
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.transformer import Transformer, unroll, write_column
+from jax_ppo.models.transformer import Transformer, attend_one, unroll, write_column
 
 B, T = 2, 12
 ARCHITECTURE = Architecture(family="llama", vocab_size=31, hidden_size=16, intermediate_size=24, num_layers=2,
@@ -108,6 +108,17 @@ def test_one_token_at_a_time_is_the_whole_sequence(params, ids, vector):
         column = at if vector else at[0]
         hidden, cache = step(cache, np.take_along_axis(ids, at[:, None], 1), at[:, None], column)
         np.testing.assert_allclose(hidden[:, 0], expected[np.arange(B), at], atol=1e-5)
+
+
+@pytest.mark.parametrize("heads_a_key", [1, 3])
+def test_attention_to_the_cache_is_attention(heads_a_key):
+    rng = np.random.default_rng(4)
+    q, keys, values = (rng.normal(size=size) for size in ((2, 1, 2 * heads_a_key, 4), (2, 2, 5, 4), (2, 2, 5, 4)))
+    readable = np.array([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]], bool)
+    expected = jax.nn.dot_product_attention(*map(jnp.asarray, (q, keys.swapaxes(1, 2), values.swapaxes(1, 2))),
+                                            mask=readable[:, None, None])
+    ours = attend_one(*map(jnp.asarray, (q, keys, values, readable)))
+    np.testing.assert_allclose(ours.reshape(expected.shape), expected, atol=1e-5)
 
 
 def test_a_column_for_all_rows_is_the_same_column_in_each():
