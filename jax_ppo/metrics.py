@@ -24,6 +24,7 @@ from typing import Any
 import tqdm
 
 from jax_ppo import distributed
+from jax_ppo.errors import UserError
 
 # before the figure, metric, width, format, after it
 CONSOLE = (
@@ -115,7 +116,7 @@ class MetricsLog:
           is_main: other processes write nothing.
 
         Raises:
-          ImportError: wandb is asked for and not installed.
+          UserError: wandb is asked for and not installed.
         """
         self._sinks, self._closers = [], []
         if not is_main:
@@ -164,8 +165,8 @@ class MetricsLog:
         try:
             import wandb
         except ImportError as error:
-            raise ImportError("config.trainer.logger asks for wandb, which is not installed: "
-                              "pip install 'jax_ppo[wandb]'") from error
+            raise UserError("config.trainer.logger asks for wandb, which is not installed: "
+                            "pip install 'jax_ppo[wandb]'") from error
         remembered = workdir / "wandb_id.txt"
         if not (first_step and remembered.exists()):
             remembered.write_text(uuid.uuid4().hex[:8])

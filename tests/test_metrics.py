@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jax_ppo import metrics
+from jax_ppo.errors import UserError
 
 TRAINING = {"reward/mean": 0.1 + 0.2, "kl/reference": 1e-17, "actor/entropy": math.nan, "seconds/step": 1.5}
 EVALUATION = {"eval/accuracy": 0.5, "eval/reward_mean": 0.25}
@@ -128,7 +129,7 @@ class TestWandb:
 
     def test_a_missing_package_is_named(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "wandb", None)
-        with pytest.raises(ImportError, match=r"jax_ppo\[wandb\]"):
+        with pytest.raises(UserError, match=r"jax_ppo\[wandb\]"):
             log(tmp_path, 0, ("wandb",))
 
 
