@@ -159,7 +159,7 @@ class Checkpointer:
         if wrong:
             more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
             raise UserError(f"checkpoint {step} in {self._directory} is of another model or optimizer: "
-                                  f"{'; '.join(wrong[:SHOWN])}{more}")
+                            f"{'; '.join(wrong[:SHOWN])}{more}")
 
 
 def _shapes(tree) -> dict[str, tuple[int, ...]]:
