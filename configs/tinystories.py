@@ -2,8 +2,8 @@
 
     python -m jax_ppo.train --config=configs/tinystories.py
 
-The reward is a rule: how many different joyful words a story has (happy, friend, laughed, ...), a fifth of a point each, at most
-1. A KL penalty in the reward keeps the stories stories.
+The reward is a rule: how many different joyful words a story has (happy, friend, laughed, ...), a fifth of a point each, 1 at
+most. A KL penalty in the reward keeps the stories stories.
 """
 
 from jax_ppo.config import default_config

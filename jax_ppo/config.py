@@ -58,12 +58,12 @@ class Create:
     num_layers: int = option(2, "layers", at_least=1)
     num_heads: int = option(4, "query heads", at_least=1)
     num_kv_heads: int = option(2, "key and value heads", at_least=1)
-    steps: int = option(600, "supervised steps on examples that are all solved step by step", at_least=1)
-    habit_steps: int = option(100, "supervised steps after those, on examples of which careful_share are", at_least=1)
-    batch_size: int = option(64, "worked examples a supervised step", at_least=1)
+    steps: int = option(500, "supervised steps on examples that are all solved step by step", at_least=1)
+    habit_steps: int = option(50, "supervised steps after those, on examples of which careful_share are", at_least=1)
+    batch_size: int = option(32, "worked examples a supervised step", at_least=1)
     lr: float = option(2e-3, "peak learning rate of the supervised steps", above=0)
-    habit_lr: float = option(5e-4, "their peak learning rate", above=0)
-    careful_share: float = option(0.2, "share of the later worked examples that are solved step by step", at_least=0, at_most=1)
+    habit_lr: float = option(3e-4, "their peak learning rate", above=0)
+    careful_share: float = option(0.25, "share of the later examples that are solved step by step", at_least=0, at_most=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Actor:
     grad_clip: float = option(1.0, "largest global gradient norm", above=0)
     ppo_mini_batch_size: int = option(64, "prompts an optimizer step, each with its rollout.n responses", at_least=1)
     ppo_micro_batch_size_per_device: int | None = option(
-        None, "packed rows a device takes at once; unset: as many as fill 8,192 tokens", at_least=1)
+        None, "packed rows a device takes at once; unset: 8,192 tokens, an eighth of the samples at most", at_least=1)
     ppo_epochs: int = option(1, "passes over one rollout, freshly shuffled each time", at_least=1)
     clip_ratio: float = option(0.2, "the ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]", above=0, below=1)
     clip_ratio_low: float | None = option(None, "lower side alone; unset: clip_ratio", above=0, below=1)
@@ -159,7 +159,7 @@ class RolloutOptions:
     top_p: float = option(1.0, "draw among the likeliest tokens that hold this probability", above=0, at_most=1)
     n: int = option(1, "responses a prompt", at_least=1)
     logprob_micro_batch_size_per_device: int | None = option(
-        None, "packed rows a device scores at once; unset: as many as fill 8,192 tokens", at_least=1)
+        None, "packed rows a device scores at once; unset: as for the actor", at_least=1)
     val_kwargs: Sampling = section(Sampling)
 
 
@@ -167,10 +167,11 @@ class RolloutOptions:
 class Reward:
     function: str = option("", "`module:function` called as f(data_source, solution_str, ground_truth, extra_info); empty: the "
                            "built-in rule of each row's data_source")
-    gsm8k_method: str = option("strict", "strict wants `#### N`; flexible takes the last number", choices=("strict", "flexible"))
+    gsm8k_method: str = option("strict", "strict wants `#### N`; flexible takes the last number",
+                               choices=("strict", "flexible"))
     fallback_score: float = option(0.0, "score of a sample whose rule raised an error")
-    model_path: str = option("", "folder or hub name of a reward model with the actor's tokenizer (sequence classification, one "
-                             "label); its score is added to the rule's")
+    model_path: str = option("", "folder or hub name of a reward model with the actor's tokenizer (sequence classification, "
+                             "one label); its score is added to the rule's")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +204,7 @@ class Trainer:
     val_before_train: bool = option(True, "evaluate before the first step")
     save_freq: int = option(50, "steps between checkpoints; 0: only the last step", at_least=0)
     max_checkpoints: int = option(2, "newest checkpoints kept, besides the best one", at_least=1)
-    best_metric: str = option("accuracy", "what the best checkpoint is chosen by, in evaluations",
+    best_metric: str = option("accuracy", "what the best checkpoint is chosen by, among steps both evaluated and saved",
                               choices=("accuracy", "reward_mean"))
     resume: bool = option(True, "go on from the newest checkpoint of the work directory")
     export: bool = option(True, "write the trained actor as a Hugging Face folder at the end (WORKDIR/actor)")
@@ -355,7 +356,8 @@ def _check_sizes(config: Config):
     dual = config.actor.clip_ratio_c
     if dual and dual <= 1:
         raise ConfigError(f"config.actor.clip_ratio_c={dual}: the dual clip's constant must be above 1; 0 turns it off")
-    for name, used in (("algorithm.use_kl_in_reward", config.algorithm.use_kl_in_reward), ("actor.use_kl_loss", config.actor.use_kl_loss)):
+    for name, used in (("algorithm.use_kl_in_reward", config.algorithm.use_kl_in_reward),
+                       ("actor.use_kl_loss", config.actor.use_kl_loss)):
         if used and not config.algorithm.use_reference:
             raise ConfigError(f"config.{name}=True: needs the reference; set config.algorithm.use_reference=True")
     if config.mesh.data == -1 and config.mesh.fsdp == -1:
@@ -377,8 +379,8 @@ def _check_sizes(config: Config):
                           "makes a model of its own")
     create = config.model.create
     if create.hidden_size % create.num_heads or create.num_heads % create.num_kv_heads:
-        raise ConfigError(f"config.model.create: num_heads={create.num_heads} must divide hidden_size={create.hidden_size}, and "
-                          f"num_kv_heads={create.num_kv_heads} must divide num_heads")
+        raise ConfigError(f"config.model.create: num_heads={create.num_heads} must divide hidden_size={create.hidden_size}, "
+                          f"and num_kv_heads={create.num_kv_heads} must divide num_heads")
 
 
 def check_batches_divide(config: Config, shards: int):

@@ -30,7 +30,7 @@ TRAINING, EVALUATION = 0, 1  # streams of random numbers
 
 @dataclasses.dataclass(frozen=True)
 class Plans:
-    """Packed rows for one rollout: arguments of scoring.score (plan, micro_batches) and of update (plan, micro_batches, members)."""
+    """Packed rows for one rollout: arguments of scoring.score (plan, micro_batches) and of update (these and members)."""
 
     scoring: tuple[Packing, np.ndarray]
     update: tuple[Packing, np.ndarray, np.ndarray]
@@ -87,7 +87,7 @@ class Experiment:
         return sharding.place(prompts, sharding.rows(self.mesh))
 
     def plan(self, step: int, prompt_lengths, rollout: Rollout) -> Plans:
-        """Packs the rollout for scoring, and each epoch's freshly shuffled mini-batches for the update. Waits for the lengths."""
+        """Packs the rollout for scoring, and each epoch's freshly shuffled mini-batches. Waits for the sampled lengths."""
         config, options = self.config, self.config.actor
         lengths = np.repeat(prompt_lengths, config.rollout.n) + sharding.to_host(rollout.lengths)
         samples, shards = len(lengths), sharding.row_shards(self.mesh)

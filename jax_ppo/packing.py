@@ -16,9 +16,14 @@ TOKENS_AT_ONCE = 8192  # of a device, where the micro-batch size is not set
 
 
 def rows_at_once(per_device: int | None, row_length: int, samples: int, shards: int) -> int:
-    """Rows of a micro-batch over all devices, R: a multiple of `shards`, no more than there are samples to fill them."""
-    wanted = per_device or max(1, TOKENS_AT_ONCE // row_length)
-    return shards * min(wanted, -(-samples // shards))
+    """Rows of a micro-batch over all devices, R: a multiple of `shards`, no more than there are samples to fill them.
+
+    Where `per_device` is not set it is what fills TOKENS_AT_ONCE, but an eighth of the samples at most: the last micro-batch
+    is on average half empty, and packed rows are fewer than samples.
+    """
+    most = -(-samples // shards)
+    wanted = per_device or max(1, min(TOKENS_AT_ONCE // row_length, most // 8))
+    return shards * min(wanted, most)
 
 
 def assign(lengths, row_length: int, packed: bool) -> list[list[int]]:

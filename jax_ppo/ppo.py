@@ -1,7 +1,7 @@
 """The algorithm: sample, score, estimate advantages, update; evaluate and save now and then.
 
-Nothing in a step waits for the mesh but the fetch of the sampled tokens, which the rules need. The figures of a step are fetched
-when the next step's sampling is already queued.
+Nothing in a step waits for the mesh but the fetch of the sampled tokens, which the rules need. The figures of a step are
+fetched when the next step's sampling is already queued.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from jax_ppo import distributed, metrics, scoring, sharding
 from jax_ppo import state as state_lib
 from jax_ppo.checkpoint import Checkpointer
 from jax_ppo.config import Config
+from jax_ppo.errors import UserError
 from jax_ppo.evaluate import Evaluation, evaluate
 from jax_ppo.experiment import EVALUATION, TRAINING, Experiment
 from jax_ppo.models import hf_export
@@ -49,8 +50,9 @@ def train(config: Config, workdir: Path) -> dict:
                 report.later(step, of_rollout | of_update | rule_metrics(correct, rollout.truncated), failures)
                 finish_step(run, state, step + 1, batches.position, report, checkpoints)
                 if checkpoints.should_stop(step + 1):
-                    break
-            return report.finish(state)
+                    checkpoints.wait()
+                    return report.finish(state, export=False)
+            return report.finish(state, run.config.trainer.export)
 
 
 @dataclasses.dataclass
@@ -70,7 +72,10 @@ class Progress:
 
 def start(run: Experiment, checkpoints: Checkpointer) -> tuple[state_lib.TrainState, Progress]:
     """The state to begin with: of the newest checkpoint, or of the roles' folders."""
-    latest = checkpoints.latest_step() if run.config.trainer.resume else None
+    latest = checkpoints.latest_step()
+    if latest is not None and not run.config.trainer.resume:
+        raise UserError(f"config.trainer.resume=False: the work directory holds a checkpoint after step {latest}; give "
+                        "another --workdir, or remove it")
     if latest is None:
         return state_lib.create(run.config, run.nets, run.folders, run.mesh), Progress()
     arrays, meta = checkpoints.restore(latest, state_lib.trained_shapes(run.config, run.nets, run.mesh))
@@ -186,11 +191,11 @@ class Reporter:
         self._plot()
         self._step_started = time.monotonic()
 
-    def finish(self, state) -> dict:
-        """Writes what is still kept, the exported actor, the curves and summary.json."""
+    def finish(self, state, export: bool) -> dict:
+        """Writes what is still kept, the exported actor if asked, the curves and summary.json."""
         self.flush()
         run, evaluations = self._run, self.progress.evaluations
-        if run.config.trainer.export:
+        if export:
             hf_export.export(state.actor, run.nets.actor.architecture, self._workdir / "actor",
                              source_folder=run.folders.actor)
         summary = {"experiment_name": run.config.experiment_name, "steps": int(state.step), "total_steps": run.total_steps,

@@ -23,7 +23,7 @@ from jax_ppo.scoring import actor_logprobs
 from jax_ppo.types import Sequences
 
 EXAMPLES = 20_000
-ROW_LENGTH = 128
+ROW_LENGTH = 144  # three worked examples
 
 
 def make_model(config: Config, folder: Path, mesh, progress) -> None:

@@ -1,7 +1,7 @@
 """The machine: the mesh, where every parameter lies on it, and where batches do. No PartitionSpec stands anywhere else.
 
-Axes: `data` repeats the parameters, `fsdp` splits parameters and optimizer states and is gathered layer by layer, `model` splits
-each matrix product (tensor parallelism). Rows of a batch are split over data x fsdp.
+Axes: `data` repeats the parameters, `fsdp` splits parameters and optimizer states and is gathered layer by layer, `model`
+splits each matrix product (tensor parallelism). Rows of a batch are split over data x fsdp.
 """
 
 import re

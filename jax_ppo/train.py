@@ -13,11 +13,11 @@ from jax_ppo.errors import UserError
 def main(arguments: list[str]) -> None:
     try:
         options, workdir = command_line.read(arguments)
+        from jax_ppo import distributed
+
+        distributed.initialize(options.distributed)
     except UserError as error:
         sys.exit(f"error: {error}")
-    from jax_ppo import distributed
-
-    distributed.initialize(options.distributed)
     distributed.run_or_abort(lambda: run(options, workdir))
 
 

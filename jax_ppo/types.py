@@ -107,7 +107,7 @@ class Experience:
       values: float32 [B, T], the critic's value of the state before each token.
       advantages: float32 [B, T], whitened if asked.
       returns: float32 [B, T], raw advantages + values: what the critic learns.
-      kl: float32 scalar, mean KL estimate to the reference over the response tokens (of the kind algorithm.kl_penalty), per token.
+      kl: float32 scalar, mean KL estimate a response token to the reference, of the kind algorithm.kl_penalty.
     All are 0 past the length.
     """
 

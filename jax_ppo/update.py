@@ -85,7 +85,8 @@ def _gradients(config, nets, params, experience, plan, micro_batches, lengths_B)
             return of_actor + of_critic, actor_metrics | critic_metrics
 
         gradients, metrics = jax.grad(loss, has_aux=True)(params)
-        return jax.tree.map(jnp.add, carry[0], gradients), {name: _combine(name)(carry[1][name], metrics[name]) for name in _START}
+        combined = {name: _combine(name)(carry[1][name], metrics[name]) for name in _START}
+        return jax.tree.map(jnp.add, carry[0], gradients), combined
 
     return jax.lax.fori_loop(0, micro_batches, micro_batch, (jax.tree.map(jnp.zeros_like, params), _START))
 

@@ -44,16 +44,18 @@ def make_state(config, mesh, seed=0):
     nets = networks(config)
 
     def build(key):
-        actor = jax.tree.map(lambda x: x * 5 if x.ndim > 1 else x, heads.init(nets.actor, key, "lm"))
-        critic = jax.tree.map(lambda x: x * 5 if x.ndim > 1 else x, heads.init(nets.critic, jax.random.fold_in(key, 1), "scalar"))
+        def scaled(params):
+            return jax.tree.map(lambda x: x * 5 if x.ndim > 1 else x, params)
+
+        actor = scaled(heads.init(nets.actor, key, "lm"))
+        critic = scaled(heads.init(nets.critic, jax.random.fold_in(key, 1), "scalar"))
         critic["score"]["kernel"] = jax.random.normal(key, critic["score"]["kernel"].shape)
-        optimizers = [state_lib.optimizer(o.optim, o.grad_clip).init(p) for o, p in ((config.actor, actor), (config.critic, critic))]
+        optimizers = [state_lib.optimizer(options.optim, options.grad_clip).init(params)
+                      for options, params in ((config.actor, actor), (config.critic, critic))]
         return state_lib.TrainState(jnp.int32(0), actor, critic, jax.tree.map(jnp.copy, actor), None, *optimizers,
                                     jnp.float32(config.algorithm.kl_ctrl.kl_coef))
 
     shapes = jax.eval_shape(build, jax.random.key(seed))
-    scalars = (("step", shapes.step), ("kl_coef", shapes.kl_coef))
-    del scalars
     where = sharding.tree_shardings(mesh, shapes, sharding.TRAIN_RULES + ((r"step|kl_coef", sharding.replicated(mesh).spec),))
     return jax.jit(build, out_shardings=where)(jax.random.key(seed))
 

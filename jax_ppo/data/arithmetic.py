@@ -43,13 +43,13 @@ class Problem:
 
     @property
     def between(self) -> int:
-        """After the first step, 0 to 18."""
+        """After the first step, 0 to 9."""
         first, second, _ = self.numbers
         return first + second if self.signs[0] == "+" else first - second
 
     @property
     def answer(self) -> int:
-        """0 to 17."""
+        """0 to 9."""
         return self.between + self.numbers[2] if self.signs[1] == "+" else self.between - self.numbers[2]
 
     @property
@@ -61,8 +61,8 @@ class Problem:
     def careful(self) -> str:
         """The solution step by step, always right."""
         first, second, third = self.numbers
-        return (f"{first} {self.signs[0]} {second} = {self.between}\n{self.between} {self.signs[1]} {third} = "
-                f"{self.answer}\n#### {self.answer}")
+        return (f"{first}{self.signs[0]}{second}={self.between}\n{self.between}{self.signs[1]}{third}={self.answer}\n"
+                f"#### {self.answer}")
 
 
 def problem(index: int, split: str) -> Problem:
@@ -117,14 +117,14 @@ def _hasty(answer, rng):
 
 @functools.cache
 def _triples(signs, split):
-    """The numbers that keep both steps at 0 or above, and belong to the split."""
+    """The numbers that keep both steps within one digit, and belong to the split."""
     digits = range(1, 10)
     return [numbers for numbers in ((a, b, d) for a in digits for b in digits for d in digits)
-            if _held_out(numbers) == (split == "heldout") and _never_negative(Problem(numbers, signs, ""))]
+            if _held_out(numbers) == (split == "heldout") and _one_digit(Problem(numbers, signs, ""))]
 
 
-def _never_negative(p):
-    return p.between >= 0 and p.answer >= 0
+def _one_digit(p):
+    return 0 <= p.between <= 9 and 0 <= p.answer <= 9
 
 
 def _held_out(numbers):

@@ -1,0 +1,228 @@
+"""Whole runs of the command: killed and resumed, in two processes, on eight devices, without a recompilation."""
+
+import csv
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.monitoring
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jax_ppo import config as config_lib
+from jax_ppo import ppo
+from jax_ppo.data import arithmetic
+from jax_ppo.data import tokenizer as tokenizer_lib
+from jax_ppo.errors import UserError
+from jax_ppo.models import heads, hf_export
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.transformer import Transformer
+
+ROOT = pathlib.Path(__file__).parents[1]
+CONFIG = """
+from jax_ppo.config import default_config
+
+def get_config(arg=None):
+    config = default_config()
+    config.model.path = {model!r}
+    config.model.dtype = "float32"
+    config.data.train_files = "arithmetic:64"
+    config.data.val_files = "arithmetic:12:heldout"
+    config.data.train_batch_size, config.data.val_batch_size = 8, 8
+    config.data.max_prompt_length, config.data.max_response_length = 64, 12
+    config.actor.ppo_mini_batch_size = 4
+    config.actor.ppo_epochs = 2
+    config.rollout.n = 2
+    config.rollout.temperature = 0.8
+    config.actor.optim.lr = config.critic.optim.lr = 1e-3
+    config.algorithm.use_kl_in_reward = True
+    config.algorithm.kl_ctrl.type = "adaptive"
+    config.reward.function = {reward!r}
+    config.trainer.total_training_steps = 8
+    config.trainer.save_freq = 2
+    config.trainer.test_freq = 4
+    config.trainer.critic_warmup = 1
+    return config
+"""
+REWARD = '''
+def reward(data_source, solution_str, ground_truth, extra_info):
+    """The share of digits: a random model has something to find."""
+    return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)
+'''
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A random tiny Llama with a tokenizer, a reward function and a configuration file."""
+    folder = tmp_path_factory.mktemp("model")
+    texts = [prompt + response for prompt, response in arithmetic.worked_examples(200, 0.5, 0)]
+    tokenizer = tokenizer_lib.train_tokenizer(texts, 192, folder / "tokenizer")
+    architecture = Architecture(family="llama", vocab_size=192, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
+                                num_kv_heads=2, head_dim=8, tied=True, max_position_embeddings=128,
+                                eos_ids=(tokenizer.eos_token_id,), pad_id=tokenizer.pad_token_id)
+    params = heads.init(Transformer(architecture), jax.random.key(0), "lm")
+    hf_export.export(params, architecture, folder / "llama", source_folder=folder / "tokenizer")
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "config.py").write_text(CONFIG.format(model=str(folder / "llama"), reward=f"{folder}/reward.py:reward"))
+    return folder
+
+
+def command(files, workdir, *overrides):
+    return [sys.executable, "-m", "jax_ppo.train", f"--config={files}/config.py", f"--workdir={workdir}", *overrides]
+
+
+def environment(devices=1):
+    return os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+
+
+def run(files, workdir, *overrides, devices=1):
+    done = subprocess.run(command(files, workdir, *overrides), env=environment(devices), cwd=ROOT, text=True,
+                          capture_output=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def figures(workdir):
+    """training_metrics.csv without what a clock says."""
+    with open(workdir / "training_metrics.csv") as file:
+        return [{name: value for name, value in row.items() if "second" not in name} for row in csv.DictReader(file)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(files, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    output = run(files, workdir)
+    return workdir, output
+
+
+def test_a_run_writes_what_it_should(undisturbed):
+    workdir, output = undisturbed
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert [entry["step"] for entry in summary["evaluations"]] == [0, 4, 8]
+    assert summary["steps"] == 8 and summary["evaluations"][0].keys() == {"step", "accuracy", "reward_mean"}
+    rows = figures(workdir)
+    wanted = {"reward/mean", "reward/std", "actor/loss", "critic/loss", "update/loss", "kl/reference", "actor/approx_kl",
+              "actor/ratio_mean", "actor/ratio_min", "actor/ratio_max", "actor/clip_fraction", "critic/clip_fraction",
+              "actor/entropy", "critic/advantages_mean", "critic/returns_mean", "critic/values_mean",
+              "critic/explained_variance", "response_length/mean", "response_length/truncated_share",
+              "actor/grad_norm", "critic/grad_norm", "actor/lr",
+              "critic/lr"}
+    assert wanted <= rows[0].keys()
+    steps = [row for row in rows if row["reward/mean"]]
+    assert [int(row["step"]) for row in steps] == list(range(1, 9))
+    assert abs(float(steps[0]["kl/reference"])) < 1e-6 < abs(float(steps[3]["kl/reference"]))
+    assert all(float(row["actor/first_log_ratio"]) < 1e-5 for row in steps)
+    assert float(steps[0]["actor/lr"]) == 0 < float(steps[1]["actor/lr"])
+    assert (workdir / "training_curves.png").stat().st_size > 10_000
+    assert list((workdir / "tensorboard").iterdir())
+    assert "step 8/8" in output and "ppo_epochs=2" in output
+
+
+def test_killed_and_resumed_is_bit_equal(files, undisturbed, tmp_path):
+    process = subprocess.Popen(command(files, tmp_path), env=environment(), cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                               stderr=subprocess.DEVNULL)
+    for line in process.stdout:
+        if line.startswith("step") and list(tmp_path.glob("checkpoints/*/commit_success.txt")):
+            process.send_signal(signal.SIGKILL)
+            break
+    process.wait()
+    process.stdout.close()
+    assert not (tmp_path / "actor").exists()  # it was not at its end
+    assert "resuming after step" in run(files, tmp_path)
+    workdir, _ = undisturbed
+    assert figures(tmp_path) == figures(workdir)
+    assert json.loads((tmp_path / "summary.json").read_text())["evaluations"] == json.loads(
+        (workdir / "summary.json").read_text())["evaluations"]
+    ours, theirs = (load_file(folder / "actor" / "model.safetensors") for folder in (tmp_path, workdir))
+    for name in theirs:
+        np.testing.assert_array_equal(ours[name], theirs[name])
+
+
+def assert_same_run(workdir, other, tolerance):
+    for ours, theirs in zip(figures(workdir), figures(other), strict=True):
+        for name in ("reward/mean", "kl/reference", "actor/entropy", "critic/loss", "response_length/mean", "eval/reward_mean"):
+            if theirs[name]:
+                assert float(ours[name]) == pytest.approx(float(theirs[name]), rel=tolerance, abs=tolerance), name
+
+
+def test_eight_devices_train_as_one_does(files, undisturbed, tmp_path):
+    run(files, tmp_path, "--config.mesh.fsdp=2", "--config.mesh.model=2", devices=8)
+    assert_same_run(tmp_path, undisturbed[0], 1e-3)
+
+
+def run_two_processes(arguments, logs):
+    return subprocess.run(["bash", str(ROOT / "launch" / "local_processes.sh"), "2", "--", *arguments], cwd=ROOT, text=True,
+                          env=environment() | {"PYTHON": sys.executable, "LOG_DIR": str(logs)}, capture_output=True,
+                          timeout=300)
+
+
+def test_two_processes_train_as_one_does(files, undisturbed, tmp_path):
+    arguments = command(files, tmp_path)[3:]
+    done = run_two_processes(arguments, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "summary.json").read_text())["versions"]["process_count"] == 2
+    assert_same_run(tmp_path, undisturbed[0], 1e-3)
+
+
+def test_an_error_in_one_process_ends_both(files, tmp_path):
+    (tmp_path / "bad.py").write_text(
+        "import jax\n"
+        "def reward(data_source, solution_str, ground_truth, extra_info):\n"
+        "    if jax.process_index() == 1: raise KeyboardInterrupt('reward service is gone')\n"
+        "    return 0.0\n")
+    arguments = command(files, tmp_path / "work", f"--config.reward.function={tmp_path}/bad.py:reward")[3:]
+    started = time.monotonic()
+    done = run_two_processes(arguments, tmp_path)
+    assert done.returncode != 0
+    assert time.monotonic() - started < 200
+    everything = done.stdout + done.stderr + "".join(p.read_text() for p in tmp_path.rglob("*.log"))
+    assert "reward service is gone" in everything
+
+
+def test_nothing_is_compiled_after_the_second_step(files, tmp_path, monkeypatch):
+    compiled, at_step = [], {}
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **_: compiled.append(event) if event.endswith("backend_compile_duration") else None)
+    finish = ppo.finish_step
+
+    def noted(run, state, done, *rest):
+        at_step[done] = len(compiled)
+        finish(run, state, done, *rest)
+
+    monkeypatch.setattr(ppo, "finish_step", noted)
+    config = load(files, "--config.trainer.total_training_steps=6", "--config.trainer.val_before_train=False",
+                  "--config.data.val_files=", "--config.mesh.data=1", "--config.mesh.fsdp=8")
+    ppo.train(config, tmp_path)
+    jax.monitoring.clear_event_listeners()
+    assert at_step[1] > 5
+    assert at_step[6] == at_step[2], at_step
+
+
+def load(files, *overrides):
+    from jax_ppo import command_line
+
+    return command_line.read(["train", f"--config={files}/config.py", *overrides])[0]
+
+
+@pytest.mark.parametrize(("override", "message"), [
+    ("--config.data.max_response_length=100", "the model takes 128 tokens at most"),
+    ("--config.data.train_files=arithmetic:4", "has 4 prompts, and config.data.train_batch_size=8"),
+    ("--config.model.path=/nowhere/model", "config.model.path"),
+    ("--config.reward.function=jax_ppo.nothing:reward", "config.reward.function"),
+    ("--config.mesh.model=8", "config.mesh.model=8: must divide"),
+    ("--config.mesh.model=3", "must multiply to the number of devices, 8"),
+])
+def test_mistakes_are_told_before_weights_load(files, tmp_path, override, message, monkeypatch):
+    monkeypatch.setattr("jax_ppo.state.create", lambda *_: pytest.fail("weights were loaded"))
+    with pytest.raises(UserError, match=message):
+        ppo.train(load(files, override, "--config.data.train_batch_size=8"), tmp_path)
+
+
+def test_resolved_options_are_hashable(files):
+    assert isinstance(hash(load(files)), int) and isinstance(load(files), config_lib.Config)
