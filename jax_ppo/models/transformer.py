@@ -31,8 +31,10 @@ class RMSNorm(nn.Module):
 
 
 def _dense(features, use_bias, dtype, name):
+    """x [..., in] -> [..., features]. The axes before are one in the product: its gradient needs no transposed copies then."""
     kernel_init = nn.initializers.normal(0.02)
-    return nn.Dense(features, use_bias, dtype=dtype, param_dtype=jnp.float32, kernel_init=kernel_init, name=name)
+    dense = nn.Dense(features, use_bias, dtype=dtype, param_dtype=jnp.float32, kernel_init=kernel_init, name=name)
+    return lambda x: dense(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], features)
 
 
 class Attention(nn.Module):

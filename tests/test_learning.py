@@ -1,0 +1,37 @@
+"""What the configurations promise, run in full: minutes each, so in the slow suite."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from test_real_data import DATA, ROOT, needs
+
+pytestmark = pytest.mark.slow
+
+
+def train(workdir, *arguments):
+    """(evaluations, rows of training_metrics.csv that belong to steps)"""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    subprocess.run([sys.executable, "-m", "jax_ppo.train", *arguments, f"--workdir={workdir}"], cwd=ROOT, check=True,
+                   env=environment)
+    with open(workdir / "training_metrics.csv") as file:
+        steps = [row for row in csv.DictReader(file) if row["reward/mean"]]
+    return json.loads((workdir / "summary.json").read_text())["evaluations"], steps
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_arithmetic_goes_from_hasty_to_right(tmp_path, seed):
+    evaluations, _ = train(tmp_path, "--config=configs/arithmetic.py", f"--config.seed={seed}")
+    assert evaluations[0]["step"] == 0
+    assert evaluations[0]["accuracy"] <= 0.40
+    assert evaluations[-1]["accuracy"] >= 0.90
+
+
+@needs("tinystories-260k")
+def test_tinystories_become_joyful_and_stay_near_the_reference(tmp_path):
+    evaluations, steps = train(tmp_path, "--config=configs/tinystories.py", f"--config.model.path={DATA}/tinystories-260k")
+    assert evaluations[-1]["reward_mean"] >= evaluations[0]["reward_mean"] + 0.25
+    assert max(float(row["kl/reference"]) for row in steps) < 0.5  # nats a token
