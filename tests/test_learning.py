@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+
 from test_real_data import DATA, ROOT, needs
 
 pytestmark = pytest.mark.slow
@@ -33,5 +34,5 @@ def test_arithmetic_goes_from_hasty_to_right(tmp_path, seed):
 @needs("tinystories-260k")
 def test_tinystories_become_joyful_and_stay_near_the_reference(tmp_path):
     evaluations, steps = train(tmp_path, "--config=configs/tinystories.py", f"--config.model.path={DATA}/tinystories-260k")
-    assert evaluations[-1]["reward_mean"] >= evaluations[0]["reward_mean"] + 0.25
-    assert max(float(row["kl/reference"]) for row in steps) < 0.5  # nats a token
+    assert evaluations[-1]["reward_mean"] >= evaluations[0]["reward_mean"] + 0.5
+    assert max(float(row["kl/reference"]) for row in steps) < 0.3  # nats a token
