@@ -17,7 +17,7 @@ import sys
 import time
 import unicodedata
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +187,21 @@ def console_line(step: int, total: int, metrics: dict[str, float]) -> str:
             continue
         parts.append(before + ("-" if value is None else format(float(value), form)).rjust(width) + after)
     return "  ".join(parts)
+
+
+def loading(role: str) -> Callable[[int, int], None]:
+    """What hf_import.load reports to while it reads a role's weights: a bar on a terminal, elsewhere a line at the end."""
+    bar = tqdm.tqdm(desc=f"loading the {role}", unit="tensor", leave=False,
+                    disable=not (distributed.is_main() and sys.stderr.isatty()))
+
+    def progress(done: int, total: int) -> None:
+        bar.total = total
+        bar.update()
+        if done == total:
+            bar.close()
+            say(f"loaded the {role}: {total} tensors")
+
+    return progress
 
 
 class Progress:

@@ -31,7 +31,7 @@ def train(config: Config, workdir: Path) -> dict:
         run = Experiment(config, workdir, mesh, metrics.say)
         state, progress = start(run, checkpoints)
         with Reporter(run, workdir, progress) as report:
-            if progress.step == 0 and config.trainer.val_before_train:
+            if run.held_out and progress.step == 0 and config.trainer.val_before_train:
                 report.evaluation(0, evaluation(run, state, 0))
             batches = run.batches(progress.position)
             for step in range(progress.step, run.total_steps):
@@ -77,10 +77,10 @@ def start(run: Experiment, checkpoints: Checkpointer) -> tuple[state_lib.TrainSt
         raise UserError(f"config.trainer.resume=False: the work directory holds a checkpoint after step {latest}; give "
                         "another --workdir, or remove it")
     if latest is None:
-        return state_lib.create(run.config, run.nets, run.folders, run.mesh), Progress()
+        return state_lib.create(run.config, run.nets, run.folders, run.mesh, metrics.loading), Progress()
     arrays, meta = checkpoints.restore(latest, state_lib.trained_shapes(run.config, run.nets, run.mesh))
     metrics.say(f"resuming after step {latest}")
-    state = state_lib.create(run.config, run.nets, run.folders, run.mesh, arrays, latest, meta["kl_coef"])
+    state = state_lib.create(run.config, run.nets, run.folders, run.mesh, metrics.loading, arrays, latest, meta["kl_coef"])
     return state, Progress(latest, meta["position"], meta["evaluations"])
 
 

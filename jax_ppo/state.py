@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,36 +82,38 @@ def trained_shapes(config: config_lib.Config, nets: Networks, mesh) -> dict[str,
                         sharding.tree_shardings(mesh, tree, sharding.TRAIN_RULES))
 
 
-def create(config: config_lib.Config, nets: Networks, folders: Folders, mesh, trained: dict[str, Any] | None = None,
-           step: int = 0, kl_coef: float | None = None) -> TrainState:
+def create(config: config_lib.Config, nets: Networks, folders: Folders, mesh,
+           progress: Callable[[str], Callable[[int, int], None]], trained: dict[str, Any] | None = None, step: int = 0,
+           kl_coef: float | None = None) -> TrainState:
     """The state to start from, each tree read straight into its shards.
 
     Args:
+      progress: gives for a role's name what `hf_import.load` reports to.
       trained: arrays of the form of `trained_shapes`, from a checkpoint; None reads the roles' folders.
       step, kl_coef: from the same checkpoint.
     """
     shapes = trained_shapes(config, nets, mesh)
     frozen_type = jnp.dtype(config.model.dtype)
 
-    def load(folder, net, shape, head, dtype=jnp.float32):
-        return hf_import.load(folder, net.architecture, jax.tree.map(lambda x: x.sharding, shape), dtype=dtype, head=head)
+    def load(role, folder, net, where, head, dtype=jnp.float32):
+        return hf_import.load(folder, net.architecture, where, dtype, head, progress(role))
 
+    places = jax.tree.map(lambda x: x.sharding, shapes)
     if trained is None:
-        actor = load(folders.actor, nets.actor, shapes["actor"], "lm")
-        critic = load(folders.critic, nets.critic, shapes["critic"], "scalar")
-        where = jax.tree.map(lambda x: x.sharding, shapes["optimizer"])
+        actor = load("actor", folders.actor, nets.actor, places["actor"], "lm")
+        critic = load("critic", folders.critic, nets.critic, places["critic"], "scalar")
         init = {"actor": optimizer(config.actor.optim, config.actor.grad_clip).init,
                 "critic": optimizer(config.critic.optim, config.critic.grad_clip).init}
-        optimizers = {name: jax.jit(init[name], out_shardings=where[name])(params)
+        optimizers = {name: jax.jit(init[name], out_shardings=places["optimizer"][name])(params)
                       for name, params in (("actor", actor), ("critic", critic))}
         trained = {"actor": actor, "critic": critic, "optimizer": optimizers}
     reference = reward = None
     if config.algorithm.use_reference:
-        reference = load(folders.actor, nets.actor, shapes["actor"], "lm", frozen_type)
+        reference = load("reference", folders.actor, nets.actor, places["actor"], "lm", frozen_type)
     if folders.reward:
         shape = jax.eval_shape(functools.partial(heads.init, nets.reward, head="scalar"), jax.random.key(0))
         where = sharding.tree_shardings(mesh, shape, sharding.TRAIN_RULES)
-        reward = hf_import.load(folders.reward, nets.reward.architecture, where, dtype=frozen_type, head="reward")
+        reward = load("reward model", folders.reward, nets.reward, where, "reward", frozen_type)
     kl_coef = config.algorithm.kl_ctrl.kl_coef if kl_coef is None else kl_coef
     scalars = sharding.place((np.int32(step), np.float32(kl_coef)), sharding.replicated(mesh))
     return TrainState(scalars[0], trained["actor"], trained["critic"], reference, reward, trained["optimizer"]["actor"],
