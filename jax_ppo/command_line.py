@@ -34,7 +34,7 @@ def read(arguments: list[str]) -> tuple[Config, Path]:
         config_lib.main()
         raise SystemExit(0)
     values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", None, flag_values=values)
+    config_flags.DEFINE_config_file("config", None, flag_values=values, sys_argv=arguments)
     flags.DEFINE_string("workdir", None, "folder for everything the run writes", flag_values=values)
     for argument in arguments[1:]:
         _check_argument(argument)

@@ -80,7 +80,11 @@ def _hub_file(rest, option):
     if len(parts) < 3 or not all(parts) or not rest.endswith(files.SUFFIXES):
         raise UserError(f"{option}='hf:{rest}': expected hf:OWNER/NAME/FILE with a file that ends in "
                         f"{', '.join(files.SUFFIXES)}, as in hf:openai/gsm8k/main/train-00000-of-00001.parquet")
-    return hub.download_file(f"{parts[0]}/{parts[1]}", parts[2], option)
+    repo_id, path = f"{parts[0]}/{parts[1]}", parts[2]
+    folder, names = hub.download(repo_id, [path], option, repo_type="dataset")
+    if path not in names:
+        raise UserError(f"{option}: the data set {repo_id} on the hub has no file {path}.{did_you_mean(path, names)}")
+    return folder / path
 
 
 def _tfds_rows(rest, option):

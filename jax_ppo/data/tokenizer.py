@@ -45,7 +45,7 @@ def _from_hub(path, revision, option):
         siblings = [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
         raise UserError(f"{option}={path!r}: there is no such folder (looked from {Path.cwd()})."
                         f"{did_you_mean(Path(path).name, siblings)}")
-    return hub.download(path, "model", revision, _FILES, option)[0]
+    return hub.download(path, _FILES, option, revision=revision)[0]
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path):

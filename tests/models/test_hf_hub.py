@@ -9,8 +9,9 @@ import time
 
 import pytest
 
+from jax_ppo import hub
 from jax_ppo.errors import UserError
-from jax_ppo.models import hf_hub, hf_import
+from jax_ppo.models import hf_import
 
 constants = pytest.importorskip("huggingface_hub.constants")
 SHA = "a" * 40
@@ -19,7 +20,7 @@ FILES = {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"weigh
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the hub's interface as a download needs. One repository: ada/tiny; ada/locked is gated."""
+    """As much of the hub's interface as a download needs. One repository: ada/tiny. ada/locked is gated; of ada/shut the files only."""
 
     def log_message(self, *arguments):
         pass
@@ -29,6 +30,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         path = self.path.split("?")[0]
+        if "/resolve/" not in path:
+            path = path.replace("ada/shut", "ada/tiny")
         if path == "/api/models/ada/tiny/revision/main":
             self.answer(json.dumps({"id": "ada/tiny", "sha": SHA, "siblings": []}).encode())
         elif path == f"/api/models/ada/tiny/tree/{SHA}":
@@ -38,7 +41,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         elif path.startswith(f"/ada/tiny/resolve/{SHA}/"):
             self.answer(FILES[path.removeprefix(f"/ada/tiny/resolve/{SHA}/")])
         else:
-            kind = "GatedRepo" if "locked" in path else "RevisionNotFound" if "tiny" in path else "RepoNotFound"
+            kind = "GatedRepo" if "locked" in path or "shut" in path else "RevisionNotFound" if "tiny" in path else "RepoNotFound"
             self.answer(b"{}", 403 if kind == "GatedRepo" else 404, {"X-Error-Code": kind})
 
     def answer(self, data, status=200, headers=()):
@@ -55,7 +58,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 @pytest.fixture(autouse=True)
 def empty_cache(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(hf_hub, "HUB_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(hub, "TIMEOUT", 0.3)
     monkeypatch.chdir(tmp_path)
 
 
@@ -111,6 +114,7 @@ def test_what_the_hub_refuses(online):
     assert "HF_TOKEN" in message
     assert "has no revision 'v9'" in refusal("ada/tiny", "v9")
     assert "is gated: accept its terms there and set HF_TOKEN" in refusal("ada/locked")
+    assert "/ada/shut is gated: accept its terms there and set HF_TOKEN" in refusal("ada/shut")
     assert "it is no hub name" in refusal("ada..x/tiny")
 
 
