@@ -20,7 +20,8 @@ FILES = {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"weigh
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the hub's interface as a download needs. One repository: ada/tiny. ada/locked is gated; of ada/shut the files only."""
+    """As much of the hub's interface as a download needs. One repository: ada/tiny; ada/locked is gated. Of ada/shut
+    only the files are, as the real hub has it: it answers what there is to anyone."""
 
     def log_message(self, *arguments):
         pass
@@ -41,7 +42,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
         elif path.startswith(f"/ada/tiny/resolve/{SHA}/"):
             self.answer(FILES[path.removeprefix(f"/ada/tiny/resolve/{SHA}/")])
         else:
-            kind = "GatedRepo" if "locked" in path or "shut" in path else "RevisionNotFound" if "tiny" in path else "RepoNotFound"
+            gated = "locked" in path or "shut" in path
+            kind = "GatedRepo" if gated else "RevisionNotFound" if "tiny" in path else "RepoNotFound"
             self.answer(b"{}", 403 if kind == "GatedRepo" else 404, {"X-Error-Code": kind})
 
     def answer(self, data, status=200, headers=()):
