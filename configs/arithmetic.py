@@ -10,8 +10,7 @@ told. Expect held-out accuracy, sampled at temperature 1, to go from about 0.3 t
 from jax_ppo.config import default_config
 
 
-def get_config(arg=None):
-    del arg
+def get_config():
     config = default_config()
     config.experiment_name = "arithmetic"
     config.data.train_files = "arithmetic:8192"

@@ -13,8 +13,7 @@ Sizes are verl's published example: 256 prompts a step, mini-batches of 64, prom
 from jax_ppo.config import default_config
 
 
-def get_config(arg=None):
-    del arg
+def get_config():
     config = default_config()
     config.experiment_name = "gsm8k"
     config.model.path = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -28,7 +27,6 @@ def get_config(arg=None):
     config.actor.ppo_mini_batch_size = 64
     config.actor.optim.lr = 1e-6
     config.critic.optim.lr = 1e-5
-    config.algorithm.kl_ctrl.kl_coef = 0.001
     config.trainer.total_epochs = 15
     config.trainer.test_freq = 10
     config.trainer.save_freq = 50

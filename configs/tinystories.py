@@ -10,8 +10,7 @@ above 0.85 while the KL to the reference stays below 0.3 nats a token: a minute 
 from jax_ppo.config import default_config
 
 
-def get_config(arg=None):
-    del arg
+def get_config():
     config = default_config()
     config.experiment_name = "tinystories"
     config.model.path = "../shared/data/tinystories-260k"

@@ -47,6 +47,8 @@ def read(arguments: list[str]) -> tuple[Config, Path]:
     if values.config is None:
         raise ConfigError("--config: must be given, for example --config=configs/arithmetic.py")
     config = config_lib.from_config_dict(values.config)
+    if "://" in (values.workdir or ""):
+        raise ConfigError(f"--workdir={values.workdir}: must be a folder of this machine or of a disk that it mounts")
     return config, Path(values.workdir or Path("output") / config.experiment_name)
 
 

@@ -38,7 +38,7 @@ class Data:
     val_files: str = option("", "held-out data, named the same way; empty turns evaluation off")
     train_batch_size: int = option(64, "prompts a step", at_least=1)
     val_batch_size: int = option(256, "prompts sampled at a time in an evaluation", at_least=1)
-    val_max_samples: int = option(-1, "held-out prompts used, from the start of the files; -1 is all", at_least=-1)
+    val_max_samples: int | None = option(None, "held-out prompts used, from the files' start; unset: all", at_least=1)
     max_prompt_length: int = option(512, "tokens; longer prompts are dropped, cut or refused", at_least=1)
     max_response_length: int = option(512, "tokens sampled at most", at_least=1)
     filter_overlong_prompts: bool = option(True, "drop prompts longer than max_prompt_length, saying how many")
@@ -360,6 +360,15 @@ def _check_sizes(config: Config):
                        ("actor.use_kl_loss", config.actor.use_kl_loss)):
         if used and not config.algorithm.use_reference:
             raise ConfigError(f"config.{name}=True: needs the reference; set config.algorithm.use_reference=True")
+    control = config.algorithm.kl_ctrl
+    if control.type == "adaptive":
+        if not config.algorithm.use_kl_in_reward:
+            raise ConfigError("config.algorithm.kl_ctrl.type='adaptive': moves the coefficient of the KL in the reward; set "
+                              "config.algorithm.use_kl_in_reward=True")
+        samples = batch * config.rollout.n
+        if control.horizon < samples:
+            raise ConfigError(f"config.algorithm.kl_ctrl.horizon={control.horizon}: must be at least the {samples} samples of "
+                              "a step, or one step could take the coefficient far past its target")
     if config.mesh.data == -1 and config.mesh.fsdp == -1:
         raise ConfigError("config.mesh.fsdp=-1: only one of config.mesh.data and config.mesh.fsdp can be -1")
     for axis in ("data", "fsdp"):
@@ -374,7 +383,7 @@ def _check_sizes(config: Config):
     for logger in filter(None, config.trainer.logger.split(",")):
         if logger not in ("tensorboard", "wandb"):
             raise ConfigError(f"config.trainer.logger={config.trainer.logger!r}: expected tensorboard, wandb, or both")
-    if not config.model.path and not config.data.train_files.startswith("arithmetic"):
+    if not config.model.path and not config.data.train_files.startswith("arithmetic:"):
         raise ConfigError("config.model.path='': must be set to a Hugging Face folder or hub name; only the `arithmetic` data "
                           "makes a model of its own")
     create = config.model.create

@@ -54,6 +54,9 @@ class Experiment:
         self.config, self.mesh = config, mesh
         config_lib.check_batches_divide(config, sharding.row_shards(mesh))
         training, held_out = self._examples()
+        if config.rollout.top_k > 0 or config.rollout.top_p < 1:
+            report("note: config.rollout.top_k and top_p cut the distribution that is sampled, while log-probs and ratios are "
+                   "of the whole one: what is learned is off-policy by that much")
         self._reward_function = registry.resolve(config.reward.function, config.reward.gsm8k_method)
         registry.check_sources([*training, *held_out], config.reward.function)
         self.folders = self._folders(workdir, report)
@@ -67,6 +70,7 @@ class Experiment:
         self.steps_per_epoch = self.batches(0).steps_per_epoch
         self.total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * self.steps_per_epoch
         self._build_samplers()
+        self._key = jax.jit(functools.partial(_sample_key, config.seed), out_shardings=sharding.replicated(mesh))
         report(f"{len(self.training.examples)} training and {len(held_out)} held-out prompts, {self.total_steps} steps of "
                f"{config.data.train_batch_size} prompts x {config.rollout.n}")
 
@@ -80,8 +84,7 @@ class Experiment:
 
     def key(self, stream: int, step: int) -> jax.Array:
         """The base key of a step's samples, on the mesh."""
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.config.seed), stream), step)
-        return jax.device_put(key, sharding.replicated(self.mesh))
+        return self._key(np.int32(stream), np.int32(step))
 
     def on_mesh(self, prompts: Prompts) -> Prompts:
         return sharding.place(prompts, sharding.rows(self.mesh))
@@ -133,8 +136,9 @@ class Experiment:
         data = self.config.data
         load = functools.partial(sources.load_examples, prompt_key=data.prompt_key, instruction=data.instruction,
                                  seed=self.config.seed)
+        training = load(data.train_files)
         held_out = load(data.val_files, option="config.data.val_files") if data.val_files else []
-        return load(data.train_files), held_out[:None if data.val_max_samples == -1 else data.val_max_samples]
+        return training, held_out[:data.val_max_samples]
 
     def _folders(self, workdir, report) -> state_lib.Folders:
         """Finds or fetches every role's checkpoint; makes the actor where none is named."""
@@ -184,6 +188,10 @@ class Experiment:
         actor = state_lib.trained_shapes(self.config, self.nets, self.mesh)["actor"]
         layout = sharding.tree_shardings(self.mesh, jax.eval_shape(form, actor), sharding.DECODE_RULES)
         self.decode_params = jax.jit(form, out_shardings=layout)
+
+
+def _sample_key(seed, stream, step):
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), step)
 
 
 def _text(prompt):

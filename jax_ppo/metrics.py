@@ -204,7 +204,7 @@ def loading(role: str) -> Callable[[int, int], None]:
     return progress
 
 
-class Progress:
+class ProgressBar:
     """A bar with the phase of the step on a terminal, plain lines elsewhere, and the seconds of each phase."""
 
     def __init__(self, total: int, first_step: int, enabled: bool):
@@ -213,7 +213,7 @@ class Progress:
         self._bar = tqdm.tqdm(total=total, initial=first_step, unit="step", dynamic_ncols=True,
                               disable=not (enabled and sys.stderr.isatty()))
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressBar":
         return self
 
     def __exit__(self, *error) -> None:

@@ -1,7 +1,7 @@
 """The algorithm: sample, score, estimate advantages, update; evaluate and save now and then.
 
-Nothing in a step waits for the mesh but the fetch of the sampled tokens, which the rules need. The figures of a step are
-fetched when the next step's sampling is already queued.
+The mesh waits for the host once a step: for the sampled tokens to be scored by the rules. Where the host waits for the mesh
+besides, to tell the time of a phase, the next work is already queued.
 """
 
 import dataclasses
@@ -40,10 +40,12 @@ def train(config: Config, workdir: Path) -> dict:
                 report.flush()  # the step before: its update ends as this sampling begins
                 with report.phase("rollout"):
                     plans = run.plan(step, batch.prompts.lengths, rollout)  # waits for the lengths: the one wait of a step
-                sequences, scores = scoring.score(config, run.nets, state, rollout, *plans.scoring)
+                sequences = scoring.join(rollout, config.sequence_length)
+                scores = scoring.score(config, run.nets, state, sequences, *plans.scoring)
                 with report.phase("reward"):  # on the host, while the mesh scores
                     rewards, correct, failures, _ = run.reward(batch, rollout)
-                experience, of_rollout = scoring.experience(config, state.kl_coef, sequences, scores, rewards)
+                experience, of_rollout = scoring.experience(config, state.kl_coef, sequences, scores, rewards,
+                                                            rollout.logprobs)
                 state, of_update = update(config, run.nets, run.total_steps, state, experience, *plans.update)
                 with report.phase("score"):
                     jax.block_until_ready(scores)
@@ -79,9 +81,29 @@ def start(run: Experiment, checkpoints: Checkpointer) -> tuple[state_lib.TrainSt
     if latest is None:
         return state_lib.create(run.config, run.nets, run.folders, run.mesh, metrics.loading), Progress()
     arrays, meta = checkpoints.restore(latest, state_lib.trained_shapes(run.config, run.nets, run.mesh))
-    metrics.say(f"resuming after step {latest}")
+    _check_same_experiment(run.config, meta["config"])
+    metrics.say(f"resuming after step {latest} of {run.total_steps}")
     state = state_lib.create(run.config, run.nets, run.folders, run.mesh, metrics.loading, arrays, latest, meta["kl_coef"])
     return state, Progress(latest, meta["position"], meta["evaluations"])
+
+
+def _check_same_experiment(config: Config, saved: dict) -> None:
+    """Says which options differ from the checkpoint's; raises UserError for those that make it another experiment."""
+    now, then = (dict(_flatten(options)) for options in (dataclasses.asdict(config), saved))
+    changed = [name for name in now if name in then and now[name] != then[name]]
+    for name in changed:
+        if name.startswith(("seed", "model.", "critic.path", "reward.model_path", "data.train_files")):
+            raise UserError(f"config.{name}={now[name]!r}: the work directory holds checkpoints of another experiment, with "
+                            f"{then[name]!r}; give another --workdir")
+        metrics.say(f"config.{name} was {then[name]!r} until the checkpoint, and is {now[name]!r} from here on")
+
+
+def _flatten(options: dict, prefix: str = ""):
+    for name, value in options.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def finish_step(run: Experiment, state, done: int, position: int, report: "Reporter", checkpoints: Checkpointer) -> None:
@@ -101,9 +123,11 @@ def finish_step(run: Experiment, state, done: int, position: int, report: "Repor
         with report.phase("checkpoint"):
             arrays = {"actor": state.actor, "critic": state.critic,
                       "optimizer": {"actor": state.actor_optimizer, "critic": state.critic_optimizer}}
-            meta = {"position": position, "kl_coef": float(state.kl_coef), "evaluations": report.progress.evaluations}
+            meta = {"position": position, "kl_coef": float(state.kl_coef), "evaluations": report.progress.evaluations,
+                    "config": dataclasses.asdict(run.config)}
             figures = result and {"accuracy": result.accuracy, "reward_mean": result.reward_mean}
             checkpoints.save(done, arrays, meta, figures)
+        report.restart_clock()
 
 
 def evaluation(run: Experiment, state, step: int) -> Evaluation:
@@ -134,7 +158,7 @@ class Reporter:
         trainer = run.config.trainer
         self._log = metrics.MetricsLog(workdir, tuple(filter(None, trainer.logger.split(","))), run.config.experiment_name,
                                        dataclasses.asdict(run.config), progress.step, distributed.is_main())
-        self._bar = metrics.Progress(run.total_steps, progress.step, distributed.is_main())
+        self._bar = metrics.ProgressBar(run.total_steps, progress.step, distributed.is_main())
         self._pending, self._skipped = None, 0
         self._started = self._step_started = time.monotonic()
 
@@ -155,7 +179,7 @@ class Reporter:
         self._pending = (step, on_mesh, failures)
 
     def flush(self) -> None:
-        """Fetches and writes the metrics kept. Raises FloatingPointError after too many steps without a finite gradient."""
+        """Fetches and writes the metrics kept. Raises FloatingPointError after too many steps in a row with skipped updates."""
         if self._pending is None:
             return
         step, on_mesh, failures = self._pending
@@ -189,6 +213,11 @@ class Reporter:
         if result.samples:
             self._bar.say(metrics.sample_table(result.samples))
         self._plot()
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """What has passed since the last step's figures is no part of the next step."""
+        self._bar.take_seconds()
         self._step_started = time.monotonic()
 
     def finish(self, state, export: bool) -> dict:

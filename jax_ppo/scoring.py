@@ -58,6 +58,7 @@ class Scores:
     reward_model: jax.Array | None
 
 
+@functools.partial(jax.jit, static_argnames=("length",))
 def join(rollout: Rollout, length: int) -> Sequences:
     """Prompt and response without the gap between them. `length`: S, columns of the result."""
     column = jnp.arange(length)
@@ -73,19 +74,18 @@ def join(rollout: Rollout, length: int) -> Sequences:
 
 
 @functools.partial(jax.jit, static_argnames=("config", "nets"))
-def score(config: Config, nets: Networks, state: TrainState, rollout: Rollout, plan: Packing,
-          micro_batches) -> tuple[Sequences, Scores]:
+def score(config: Config, nets: Networks, state: TrainState, sequences: Sequences, plan: Packing, micro_batches) -> Scores:
     """Runs actor, critic, reference and reward model over packed rows, a micro-batch at a time.
 
     Args:
       plan: Packing [A, R, L].
       micro_batches: int32 scalar, how many of the A hold something.
     """
-    sequences = join(rollout, config.sequence_length)
     temperature = config.rollout.temperature
-    zeros = jnp.zeros(rollout.responses.shape, jnp.float32)
+    samples = sequences.lengths.shape
+    zeros = jnp.zeros((*samples, config.data.max_response_length), jnp.float32)
     first = Scores(zeros, zeros, None if state.reference is None else zeros,
-                   None if state.reward is None else jnp.zeros(rollout.lengths.shape, jnp.float32))
+                   None if state.reward is None else jnp.zeros(samples, jnp.float32))
 
     def micro_batch(i, scores):
         rows = packing_lib.gather(sequences, jax.tree.map(lambda x: constrain_rows(x[i]), plan))
@@ -101,11 +101,12 @@ def score(config: Config, nets: Networks, state: TrainState, rollout: Rollout, p
         return Scores(packing_lib.to_samples(old, rows, scores.old_logprobs),
                       packing_lib.to_samples(values, rows, scores.values), reference, reward)
 
-    return sequences, jax.lax.fori_loop(0, micro_batches, micro_batch, first)
+    return jax.lax.fori_loop(0, micro_batches, micro_batch, first)
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
-def experience(config: Config, kl_coef, sequences: Sequences, scores: Scores, rewards_B) -> tuple[Experience, dict]:
+def experience(config: Config, kl_coef, sequences: Sequences, scores: Scores, rewards_B,
+               sampled_BxT) -> tuple[Experience, dict]:
     """Shapes the rewards and estimates advantages.
 
     r_t = [t is the last token] * (rule's reward + reward model's) - kl_coef * KL_t (Ziegler et al. 2019), then GAE (Schulman et
@@ -114,6 +115,8 @@ def experience(config: Config, kl_coef, sequences: Sequences, scores: Scores, re
     Args:
       kl_coef: float32 scalar, used if algorithm.use_kl_in_reward.
       rewards_B: float32 [B], the rule's reward of each sample.
+      sampled_BxT: float32 [B, T], Rollout.logprobs: measured against the old log-probs, which are the same numbers from
+        another program.
 
     Returns:
       the experience, and metrics: scalars on the mesh.
@@ -142,7 +145,10 @@ def experience(config: Config, kl_coef, sequences: Sequences, scores: Scores, re
         "critic/advantages_mean": masked.masked_mean(raw_advantages, mask),
         "critic/advantages_std": jnp.sqrt(masked.masked_variance(raw_advantages, mask)),
         "critic/returns_mean": masked.masked_mean(returns, mask),
+        "critic/returns_std": jnp.sqrt(masked.masked_variance(returns, mask)),
         "critic/values_mean": masked.masked_mean(scores.values, mask),
+        "critic/values_std": jnp.sqrt(masked.masked_variance(scores.values, mask)),
+        "rollout/logprob_difference": masked.masked_mean(jnp.abs(sampled_BxT - scores.old_logprobs), mask),
         "critic/explained_variance": masked.explained_variance(scores.values, returns, mask),
         "response_length/mean": sequences.lengths.mean(dtype=jnp.float32),
         "response_length/min": sequences.lengths.min(), "response_length/max": sequences.lengths.max(),

@@ -4,6 +4,7 @@ It gives the embedded arithmetic task something to start from without a download
 """
 
 import functools
+import shutil
 from pathlib import Path
 
 import jax
@@ -37,9 +38,9 @@ def make_model(config: Config, folder: Path, mesh, progress) -> None:
     create = config.model.create
     careful = arithmetic.worked_examples(EXAMPLES, 1.0, config.seed)
     mostly_hasty = arithmetic.worked_examples(EXAMPLES, create.careful_share, config.seed)
-    scratch = folder.with_name(folder.name + "_tokenizer")
-    tokenizer_lib.train_tokenizer([prompt + response for prompt, response in careful[:2000]], create.vocab_size, scratch)
-    tokenizer = tokenizer_lib.load_tokenizer(str(scratch))
+    scratch = folder.with_name(f"{folder.name}_tokenizer_{jax.process_index()}")
+    texts = [prompt + response for prompt, response in careful[:2000]]
+    tokenizer = tokenizer_lib.train_tokenizer(texts, create.vocab_size, scratch)
     architecture = describe(create, tokenizer)
     model = Transformer(architecture, jnp.dtype(config.model.dtype))
     shapes = jax.eval_shape(functools.partial(heads.init, model, head="lm"), jax.random.key(0))
@@ -50,6 +51,7 @@ def make_model(config: Config, folder: Path, mesh, progress) -> None:
     for pairs, steps, lr in ((careful, create.steps, create.lr), (mostly_hasty, create.habit_steps, create.habit_lr)):
         params = train(model, params, tokenize(pairs, tokenizer), create.batch_size, steps, lr, config.seed, mesh, progress)
     hf_export.export(params, architecture, folder, source_folder=scratch)
+    shutil.rmtree(scratch)
 
 
 def describe(create: Create, tokenizer) -> Architecture:

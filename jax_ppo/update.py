@@ -14,7 +14,7 @@ from jax_ppo import state as state_lib
 from jax_ppo.config import Config
 from jax_ppo.kernels import kl, losses
 from jax_ppo.scoring import actor_logprobs, critic_values
-from jax_ppo.sharding import constrain_rows
+from jax_ppo.sharding import TRAIN_RULES, constrain_rows, constrain_tree
 from jax_ppo.state import Networks, TrainState
 from jax_ppo.types import Experience, Packing
 
@@ -58,11 +58,13 @@ def update(config: Config, nets: Networks, total_steps: int, state: TrainState, 
 
     trained = (state.actor, state.critic, state.actor_optimizer, state.critic_optimizer)
     trained, metrics = jax.lax.scan(mini_batch, trained, (plan, micro_batches_U, members_UxB))
-    actor, critic, actor_optimizer, critic_optimizer = trained
+    # Left to itself the compiler splits what the table repeats, and the next call would be another program.
+    actor, critic, actor_optimizer, critic_optimizer = constrain_tree(trained, TRAIN_RULES)
     kl_coef = state.kl_coef
     if config.algorithm.kl_ctrl.type == "adaptive":
         control = config.algorithm.kl_ctrl
-        kl_coef = kl.adaptive_kl_coef(kl_coef, experience.kl, control.target_kl, control.horizon, members_UxB.shape[1])
+        moved = kl.adaptive_kl_coef(kl_coef, experience.kl, control.target_kl, control.horizon, members_UxB.shape[1])
+        kl_coef = jnp.where(jnp.isfinite(moved), moved, kl_coef)  # one broken rollout must not break all that follow
     new_state = TrainState(state.step + 1, actor, critic, state.reference, state.reward, actor_optimizer, critic_optimizer,
                            kl_coef)
     rates = {"actor/lr": jnp.where(actor_learns, actor_rate, 0.0), "critic/lr": critic_rate}
@@ -100,6 +102,8 @@ def _actor_loss(config, model, params, rows, experience, weights, token_mean):
     low = options.clip_ratio if options.clip_ratio_low is None else options.clip_ratio_low
     high = options.clip_ratio if options.clip_ratio_high is None else options.clip_ratio_high
     policy = losses.policy_loss(logprobs, old, advantages, rows.mask, low, high, options.clip_ratio_c or None)
+    if not options.entropy_coeff:
+        entropy = jax.lax.stop_gradient(entropy)  # a factor of 0 alone would not spare its backward pass
     policy_loss = jnp.sum(weights * policy.loss)
     entropy_bonus = jnp.sum(weights * entropy)
     kl_loss = jnp.float32(0)

@@ -160,7 +160,7 @@ class Terminal(io.StringIO):
 
 class TestProgress:
     def test_plain_lines_where_there_is_no_terminal(self, capsys):
-        with metrics.Progress(3, 0, enabled=True) as progress:
+        with metrics.ProgressBar(3, 0, enabled=True) as progress:
             with progress.phase("rollout"):
                 progress.say("between")
             progress.advance("step 1/3")
@@ -169,7 +169,7 @@ class TestProgress:
     def test_a_bar_with_the_phase_on_a_terminal(self, monkeypatch, capsys):
         terminal = Terminal()
         monkeypatch.setattr(sys, "stderr", terminal)
-        with metrics.Progress(10, 4, enabled=True) as progress:
+        with metrics.ProgressBar(10, 4, enabled=True) as progress:
             with progress.phase("rollout"):
                 pass
             progress.advance("step 5/10")
@@ -178,14 +178,14 @@ class TestProgress:
 
     def test_other_processes_show_nothing(self, monkeypatch, capsys):
         monkeypatch.setattr(sys, "stderr", Terminal())
-        with metrics.Progress(3, 0, enabled=False) as progress:
+        with metrics.ProgressBar(3, 0, enabled=False) as progress:
             progress.advance("line")
         assert capsys.readouterr().out == "" and sys.stderr.getvalue() == ""
 
     def test_seconds_of_phases_add_up_until_taken(self, monkeypatch):
         clock = iter([0.0, 1.0, 10.0, 12.0, 20.0, 25.0])
         monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(clock))
-        progress = metrics.Progress(1, 0, enabled=False)
+        progress = metrics.ProgressBar(1, 0, enabled=False)
         for name in ("rollout", "rollout"):
             with progress.phase(name):
                 pass

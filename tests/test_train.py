@@ -197,7 +197,7 @@ def test_nothing_is_compiled_after_the_second_step(files, tmp_path, monkeypatch)
 
     monkeypatch.setattr(ppo, "finish_step", noted)
     config = load(files, "--config.trainer.total_training_steps=6", "--config.trainer.val_before_train=False",
-                  "--config.data.val_files=", "--config.mesh.data=1", "--config.mesh.fsdp=8")
+                  "--config.data.val_files=", "--config.trainer.save_freq=0", "--config.mesh.data=1", "--config.mesh.fsdp=8")
     ppo.train(config, tmp_path)
     jax.monitoring.clear_event_listeners()
     assert at_step[1] > 5

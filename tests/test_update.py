@@ -1,5 +1,7 @@
 """The invariants of scoring and update: nothing depends on how a batch was cut up, and the first ratio is 1."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,10 +118,10 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted():
     config = tiny.config()
     rewards = np.zeros(tiny.B, np.float32)
     rewards[3] = np.inf
-    before, after, metrics = run_update(config, tiny.make_mesh(), HALVES, 4, rewards=rewards)
+    before, after, metrics = run_update(config, tiny.make_mesh(), ALL, 4, rewards=rewards)
     for name in ("actor", "critic", "actor_optimizer", "critic_optimizer"):
         jax.tree.map(np.testing.assert_array_equal, getattr(before, name), jax.tree.map(np.asarray, getattr(after, name)))
-    assert metrics["update/skipped"] == 4  # two mini-batches of two models
+    assert metrics["update/skipped"] == 2  # the actor's and the critic's
     assert int(after.step) == 1
 
 
@@ -146,18 +148,52 @@ def test_kl_in_reward_lowers_each_tokens_reward():
     scores = scoring.Scores(old_logprobs=jnp.log(jnp.array([[0.5, 0.25]])), values=jnp.zeros((1, 2)),
                             ref_logprobs=jnp.log(jnp.array([[0.25, 0.5]])), reward_model=None)
     sequences = scoring.Sequences(jnp.zeros((1, 4), jnp.int32), jnp.array([2]), jnp.array([2]))
-    experience, metrics = scoring.experience(config, jnp.float32(0.5), sequences, scores, jnp.array([1.0]))
+    experience, metrics = scoring.experience(config, jnp.float32(0.5), sequences, scores, jnp.array([1.0]),
+                                             scores.old_logprobs)
     # k1 = log 0.5/0.25 = log 2, then -log 2; with gamma = 0 the advantage is the token's own reward.
     np.testing.assert_allclose(experience.advantages, [[-0.5 * np.log(2), 1 + 0.5 * np.log(2)]], rtol=1e-6)
     assert float(metrics["kl/reference"]) == pytest.approx(0, abs=1e-7)
 
 
 def test_adaptive_coefficient_moves_towards_its_target():
-    config = tiny.config(algorithm__kl_ctrl__type="adaptive", algorithm__kl_ctrl__target_kl=0.1, algorithm__kl_ctrl__horizon=80,
-                         algorithm__kl_ctrl__kl_coef=0.2)
+    config = tiny.config(algorithm__use_kl_in_reward=True, algorithm__kl_ctrl__type="adaptive",
+                         algorithm__kl_ctrl__target_kl=0.1, algorithm__kl_ctrl__horizon=80, algorithm__kl_ctrl__kl_coef=0.2)
     _, after, _ = run_update(config, tiny.make_mesh(), ALL, 4)
     # KL is 0: error clipped to -0.2, so coef * (1 - 0.2 * 8 / 80).
     assert float(after.kl_coef) == pytest.approx(0.2 * (1 - 0.02))
+
+
+def test_a_broken_rollout_leaves_the_adaptive_coefficient_alone():
+    config = tiny.config(algorithm__use_kl_in_reward=True, algorithm__kl_ctrl__type="adaptive")
+
+    def broken(state):
+        return dataclasses.replace(state, reference=jax.tree.map(lambda x: x * jnp.nan, state.reference))
+
+    before, after, _ = run_update(config, tiny.make_mesh(), ALL, 4, prepare=broken)
+    assert float(after.kl_coef) == float(before.kl_coef)
+
+
+def test_the_state_keeps_its_places():
+    """Regression: the compiler split norms that the table repeats, so that the next update was compiled anew."""
+    mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
+    config = tiny.config()
+    with jax.set_mesh(mesh):
+        wanted = jax.tree.map(lambda x: x.sharding, tiny.make_state(config, mesh))
+    _, after, _ = run_update(config, mesh, ALL, 8)
+    for name in ("actor", "critic", "actor_optimizer", "critic_optimizer"):
+        jax.tree.map(lambda x, s: s.is_equivalent_to(x.sharding, x.ndim) or pytest.fail(f"{x.sharding} is not {s}"),
+                     getattr(after, name), getattr(wanted, name))
+
+
+def test_scoring_is_one_program_for_all_prompt_buckets():
+    config, mesh = tiny.config(), tiny.make_mesh()
+    with jax.set_mesh(mesh):
+        state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
+        tiny.make_experience(config, mesh, state, rollout)
+        programs = scoring.score._cache_size()
+        wider = dataclasses.replace(rollout.prompts, tokens=jnp.pad(rollout.prompts.tokens, ((0, 0), (0, 3))))
+        tiny.make_experience(config, mesh, state, dataclasses.replace(rollout, prompts=wider))
+    assert scoring.score._cache_size() == programs
 
 
 def test_learning_rate_by_hand():

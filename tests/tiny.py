@@ -85,6 +85,7 @@ def make_experience(config, mesh, state, rollout, rewards=None, rows=2):
     """Scores a rollout and estimates advantages. `rows`: R of the scoring micro-batch."""
     packed, counts, _ = plan(config, mesh, rollout, [np.arange(len(rollout.lengths))], rows)
     rewards = np.linspace(-1, 1, len(rollout.lengths)).astype(np.float32) if rewards is None else rewards
-    sequences, scores = scoring.score(config, networks(config), state, rollout, jax.tree.map(lambda x: x[0], packed), counts[0])
+    sequences = scoring.join(rollout, config.sequence_length)
+    scores = scoring.score(config, networks(config), state, sequences, jax.tree.map(lambda x: x[0], packed), counts[0])
     rewards = sharding.place(rewards, sharding.rows(mesh))
-    return scoring.experience(config, state.kl_coef, sequences, scores, rewards)
+    return scoring.experience(config, state.kl_coef, sequences, scores, rewards, rollout.logprobs)

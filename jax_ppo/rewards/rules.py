@@ -77,8 +77,9 @@ def gsm8k(solution: str, ground_truth: str, method: str = "strict") -> RewardRes
 
 
 def arithmetic(solution: str, ground_truth: str) -> RewardResult:
-    """gsm8k, always strict."""
-    return gsm8k(solution, ground_truth, "strict")
+    """gsm8k, strict, with nothing behind the number: the response must end as the worked examples do."""
+    ended = re.search(r"#### -?\d+\s*\Z", solution) is not None
+    return gsm8k(solution if ended else "", ground_truth, "strict")
 
 
 def stories(solution: str) -> RewardResult:

@@ -18,8 +18,8 @@ def test_a_problem_depends_on_its_index_alone():
 def test_training_and_held_out_problems_share_no_numbers():
     train = {numbers_of(e.prompt) for e in arithmetic.examples(5000)}
     held_out = {numbers_of(e.prompt) for e in arithmetic.examples(2000, "heldout")}
-    assert len(held_out) > 60
-    assert len(train) > 500
+    assert len(held_out) > 50
+    assert len(train) > 300
     assert not train & held_out
 
 
@@ -43,10 +43,10 @@ def test_every_careful_solution_is_right():
     for example in arithmetic.examples(1000):
         first, second, final = example.extra_info["solution"].split("\n")
         for step in (first, second):
-            left, sign, right, _, result = step.split(" ")
+            left, sign, right, _, result = step  # each a single character
             assert int(left) + (int(right) if sign == "+" else -int(right)) == int(result)
-        assert second.split(" ")[0] == first.split(" ")[-1]
-        assert final == f"#### {example.ground_truth}" == f"#### {second.split(' ')[-1]}"
+        assert second[0] == first[-1]
+        assert final == f"#### {example.ground_truth}" == f"#### {second[-1]}"
 
 
 def test_worked_examples_have_the_shares_they_promise():

@@ -24,7 +24,7 @@ def test_trained_tokenizer_splits_digits_and_keeps_responses_short(trained):
     made, _ = trained
     assert made.convert_ids_to_tokens(made.encode("109")) == ["1", "0", "9"]
     lengths = {len(made.encode(arithmetic.problem(i, "train").careful)) for i in range(300)}
-    assert 16 <= min(lengths) <= max(lengths) <= 24
+    assert lengths == {15}
     assert [made.convert_tokens_to_ids(t) for t in ("<pad>", "<eos>", "<unk>")] == [0, 1, 2]
     assert (made.pad_token_id, made.eos_token_id) == (0, 1)
     assert len(made) <= 256

@@ -108,6 +108,7 @@ def test_every_gold_answer_of_gsm8k_scores_one(method, name, count):
 def test_arithmetic_is_strict():
     assert rules.arithmetic("3 + 4 = 7\n7 - 2 = 5\n#### 5", "5").score == 1
     assert rules.arithmetic("5", "5").score == 0
+    assert rules.arithmetic("#### 5+5", "5").score == 0
 
 
 @pytest.mark.parametrize(("text", "score"), [
