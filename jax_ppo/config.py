@@ -171,7 +171,7 @@ class Reward:
                                choices=("strict", "flexible"))
     fallback_score: float = option(0.0, "score of a sample whose rule raised an error")
     model_path: str = option("", "folder or hub name of a reward model with the actor's tokenizer (sequence classification, "
-                             "one label); its score is added to the rule's")
+                             "one label); its score is added to reward.function's, or is the reward where that is empty")
 
 
 @dataclasses.dataclass(frozen=True)

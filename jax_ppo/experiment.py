@@ -22,6 +22,7 @@ from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.models import hf_hub, rope
 from jax_ppo.models.transformer import Transformer, unroll
 from jax_ppo.rewards import registry
+from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.types import Packing, Prompts, Rollout
 
@@ -57,8 +58,10 @@ class Experiment:
         if config.rollout.top_k > 0 or config.rollout.top_p < 1:
             report("note: config.rollout.top_k and top_p cut the distribution that is sampled, while log-probs and ratios are "
                    "of the whole one: what is learned is off-policy by that much")
-        self._reward_function = registry.resolve(config.reward.function, config.reward.gsm8k_method)
-        registry.check_sources([*training, *held_out], config.reward.function)
+        self._reward_function = None  # a reward model without a function is all the reward there is
+        if config.reward.function or not config.reward.model_path:
+            self._reward_function = registry.resolve(config.reward.function, config.reward.gsm8k_method)
+            registry.check_sources([*training, *held_out], config.reward.function)
         self.folders = self._folders(workdir, report)
         self.nets = state_lib.networks(config, self.folders)
         self.tokenizer = (
@@ -89,26 +92,29 @@ class Experiment:
     def on_mesh(self, prompts: Prompts) -> Prompts:
         return sharding.place(prompts, sharding.rows(self.mesh))
 
-    def plan(self, step: int, prompt_lengths, rollout: Rollout) -> Plans:
-        """Packs the rollout for scoring, and each epoch's freshly shuffled mini-batches. Waits for the sampled lengths."""
-        config, options = self.config, self.config.actor
-        lengths = np.repeat(prompt_lengths, config.rollout.n) + sharding.to_host(rollout.lengths)
-        samples, shards = len(lengths), sharding.row_shards(self.mesh)
+    def plan_scoring(self, lengths) -> tuple[Packing, np.ndarray]:
+        """Packs all samples, of these lengths (prompt and response), for the passes that only read."""
+        packed, counts = self._pack(lengths, np.arange(len(lengths))[None],
+                                    self.config.rollout.logprob_micro_batch_size_per_device)
+        return jax.tree.map(lambda x: x[0], packed), counts[0]
+
+    def plan(self, step: int, lengths) -> Plans:
+        """Packs a rollout of these lengths for scoring, and each epoch's freshly shuffled mini-batches for the update."""
+        config, options, samples = self.config, self.config.actor, len(lengths)
         mini_batches = config.data.train_batch_size // options.ppo_mini_batch_size
         shuffled = [np.random.default_rng([config.seed, step, epoch]).permutation(samples).reshape(mini_batches, -1)
                     for epoch in range(options.ppo_epochs)]
         groups = np.concatenate(shuffled)
         members = np.zeros((len(groups), samples), bool)
         np.put_along_axis(members, groups, True, axis=1)
+        return Plans(self.plan_scoring(lengths),
+                     (*self._pack(lengths, groups, options.ppo_micro_batch_size_per_device), members))
 
-        def pack(groups, per_device):
-            at_once = packing.rows_at_once(per_device, config.row_length, groups.shape[1], shards)
-            packed, counts = packing.plan(lengths, groups, at_once, config.row_length, config.packing.enabled)
-            return sharding.place(packed, sharding.rows(self.mesh, axis=2)), counts
-
-        scored, counts = pack(np.arange(samples)[None], config.rollout.logprob_micro_batch_size_per_device)
-        return Plans((jax.tree.map(lambda x: x[0], scored), counts[0]),
-                     (*pack(groups, options.ppo_micro_batch_size_per_device), members))
+    def _pack(self, lengths, groups, per_device):
+        config = self.config
+        at_once = packing.rows_at_once(per_device, config.row_length, groups.shape[1], sharding.row_shards(self.mesh))
+        packed, counts = packing.plan(lengths, groups, at_once, config.row_length, config.packing.enabled)
+        return sharding.place(packed, sharding.rows(self.mesh, axis=2)), counts
 
     def reward(self, batch, rollout: Rollout, keep: int = 0):
         """Scores this process's responses by the rules.
@@ -123,7 +129,8 @@ class Experiment:
                                             skip_special_tokens=True)
         n = rollout.responses.shape[0] // len(batch.examples)
         examples = [batch.examples[i // n] for i in indices]
-        scored = registry.score_batch(self._reward_function, examples, texts, self.config.reward.fallback_score)
+        rule = self._reward_function or (lambda example, text: RewardResult(0.0))
+        scored = registry.score_batch(rule, examples, texts, self.config.reward.fallback_score)
         total = rollout.responses.shape[0]
         samples = [{"prompt": _text(example.prompt), "response": text, "score": float(score),
                     "correct": None if np.isnan(correct) else bool(correct)}

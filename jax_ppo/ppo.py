@@ -39,11 +39,12 @@ def train(config: Config, workdir: Path) -> dict:
                 rollout = run.sample(run.decode_params(state.actor), run.on_mesh(batch.prompts), run.key(TRAINING, step))
                 report.flush()  # the step before: its update ends as this sampling begins
                 with report.phase("rollout"):
-                    plans = run.plan(step, batch.prompts.lengths, rollout)  # waits for the lengths: the one wait of a step
+                    plans = run.plan(step, sample_lengths(batch, rollout))  # waits for the lengths: the one wait of a step
                 sequences = scoring.join(rollout, config.sequence_length)
                 scores = scoring.score(config, run.nets, state, sequences, *plans.scoring)
                 with report.phase("reward"):  # on the host, while the mesh scores
                     rewards, correct, failures, _ = run.reward(batch, rollout)
+                rewards = add_reward_model(run, state, rewards, sequences, plans.scoring)
                 experience, of_rollout = scoring.experience(config, state.kl_coef, sequences, scores, rewards,
                                                             rollout.logprobs)
                 state, of_update = update(config, run.nets, run.total_steps, state, experience, *plans.update)
@@ -130,12 +131,28 @@ def finish_step(run: Experiment, state, done: int, position: int, report: "Repor
         report.restart_clock()
 
 
+def sample_lengths(batch, rollout) -> np.ndarray:
+    """Tokens of each sample's prompt and response, on the host."""
+    responses = sharding.to_host(rollout.lengths)
+    return np.repeat(batch.prompts.lengths, len(responses) // len(batch.prompts.lengths)) + responses
+
+
+def add_reward_model(run: Experiment, state, rewards, sequences, plan):
+    """The rule's rewards [B], with the reward model's score if there is one."""
+    if run.nets.reward is None:
+        return rewards
+    return rewards + scoring.reward_model_scores(run.nets.reward, state.reward, sequences, *plan)
+
+
 def evaluation(run: Experiment, state, step: int) -> Evaluation:
     """Averages over the held-out prompts with rollout.val_kwargs; the same draws at every step but for the policy."""
     params = run.decode_params(state.actor)
 
     def reward(batch, rollout, keep):
         scores, correct, _, samples = run.reward(batch, rollout, keep)
+        if run.nets.reward is not None:
+            sequences = scoring.join(rollout, run.config.sequence_length)
+            scores = add_reward_model(run, state, scores, sequences, run.plan_scoring(sample_lengths(batch, rollout)))
         return sharding.to_host(scores), sharding.to_host(correct), samples
 
     def sample(prompts, key, first):

@@ -34,14 +34,6 @@ def critic_values(model: Transformer, params, rows: packing_lib.Rows):
     return masked.zero_outside(heads.scalars(params, hidden), rows.mask)
 
 
-def reward_scores(model: Transformer, params, rows: packing_lib.Rows, sequences: Sequences):
-    """The reward model's scalar at each place, float32 [R, L], and the mask of the places that hold a sample's last token."""
-    hidden, _ = model.apply({"params": params}, rows.tokens, rows.positions, rows.segments)
-    total = sequences.prompt_lengths[rows.samples] + sequences.lengths[rows.samples]
-    last = (rows.segments >= 0) & (rows.positions == total - 1)
-    return masked.zero_outside(heads.scalars(params, hidden), last), last
-
-
 @pytree
 class Scores:
     """What the frozen passes over a rollout give; [B, T] float32, 0 past the length.
@@ -49,13 +41,11 @@ class Scores:
     Attributes:
       old_logprobs, values: of the policy that sampled and of the critic.
       ref_logprobs: of the reference; None without one.
-      reward_model: float32 [B], the reward model's score; None without one.
     """
 
     old_logprobs: jax.Array
     values: jax.Array
     ref_logprobs: jax.Array | None
-    reward_model: jax.Array | None
 
 
 @functools.partial(jax.jit, static_argnames=("length",))
@@ -75,33 +65,43 @@ def join(rollout: Rollout, length: int) -> Sequences:
 
 @functools.partial(jax.jit, static_argnames=("config", "nets"))
 def score(config: Config, nets: Networks, state: TrainState, sequences: Sequences, plan: Packing, micro_batches) -> Scores:
-    """Runs actor, critic, reference and reward model over packed rows, a micro-batch at a time.
+    """Runs actor, critic and reference over packed rows, a micro-batch at a time.
 
     Args:
       plan: Packing [A, R, L].
       micro_batches: int32 scalar, how many of the A hold something.
     """
     temperature = config.rollout.temperature
-    samples = sequences.lengths.shape
-    zeros = jnp.zeros((*samples, config.data.max_response_length), jnp.float32)
-    first = Scores(zeros, zeros, None if state.reference is None else zeros,
-                   None if state.reward is None else jnp.zeros(samples, jnp.float32))
+    zeros = jnp.zeros((len(sequences.lengths), config.data.max_response_length), jnp.float32)
+    first = Scores(zeros, zeros, None if state.reference is None else zeros)
 
     def micro_batch(i, scores):
         rows = packing_lib.gather(sequences, jax.tree.map(lambda x: constrain_rows(x[i]), plan))
         old, _ = actor_logprobs(nets.actor, state.actor, rows, temperature, with_entropy=False)
         values = critic_values(nets.critic, state.critic, rows)
-        reference, reward = scores.ref_logprobs, scores.reward_model
+        reference = scores.ref_logprobs
         if reference is not None:
             logprobs_RxL, _ = actor_logprobs(nets.actor, state.reference, rows, temperature, with_entropy=False)
             reference = packing_lib.to_samples(logprobs_RxL, rows, reference)
-        if reward is not None:
-            values_RxL, last = reward_scores(nets.reward, state.reward, rows, sequences)
-            reward = reward.at[jnp.where(last, rows.samples, len(reward))].set(values_RxL, mode="drop")
         return Scores(packing_lib.to_samples(old, rows, scores.old_logprobs),
-                      packing_lib.to_samples(values, rows, scores.values), reference, reward)
+                      packing_lib.to_samples(values, rows, scores.values), reference)
 
     return jax.lax.fori_loop(0, micro_batches, micro_batch, first)
+
+
+@functools.partial(jax.jit, static_argnames=("model",))
+def reward_model_scores(model: Transformer, params, sequences: Sequences, plan: Packing, micro_batches):
+    """The reward model's scalar at each sample's last token, float32 [B]. Arguments as for `score`."""
+    last = sequences.prompt_lengths + sequences.lengths - 1
+
+    def micro_batch(i, scores_B):
+        rows = packing_lib.gather(sequences, jax.tree.map(lambda x: constrain_rows(x[i]), plan))
+        hidden, _ = model.apply({"params": params}, rows.tokens, rows.positions, rows.segments)
+        ends = (rows.segments >= 0) & (rows.positions == last[rows.samples])
+        outside = len(scores_B)  # dropped
+        return scores_B.at[jnp.where(ends, rows.samples, outside)].set(heads.scalars(params, hidden), mode="drop")
+
+    return jax.lax.fori_loop(0, micro_batches, micro_batch, jnp.zeros(len(last), jnp.float32))
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
@@ -109,12 +109,12 @@ def experience(config: Config, kl_coef, sequences: Sequences, scores: Scores, re
                sampled_BxT) -> tuple[Experience, dict]:
     """Shapes the rewards and estimates advantages.
 
-    r_t = [t is the last token] * (rule's reward + reward model's) - kl_coef * KL_t (Ziegler et al. 2019), then GAE (Schulman et
+    r_t = [t is the last token] * reward - kl_coef * KL_t (Ziegler et al. 2019), then GAE (Schulman et
     al. 2016) on the raw values; the returns are taken before the advantages are whitened over the whole rollout.
 
     Args:
       kl_coef: float32 scalar, used if algorithm.use_kl_in_reward.
-      rewards_B: float32 [B], the rule's reward of each sample.
+      rewards_B: float32 [B], the reward of each sample.
       sampled_BxT: float32 [B, T], Rollout.logprobs: measured against the old log-probs, which are the same numbers from
         another program.
 
@@ -125,8 +125,6 @@ def experience(config: Config, kl_coef, sequences: Sequences, scores: Scores, re
     column = jnp.arange(scores.values.shape[1])
     mask = column < sequences.lengths[:, None]
     last = column == sequences.lengths[:, None] - 1
-    if scores.reward_model is not None:
-        rewards_B = rewards_B + scores.reward_model
     token_rewards = jnp.where(last, rewards_B[:, None], 0.0)
     mean_kl = jnp.float32(0)
     if scores.ref_logprobs is not None:

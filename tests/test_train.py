@@ -20,7 +20,7 @@ from jax_ppo import ppo
 from jax_ppo.data import arithmetic
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.errors import UserError
-from jax_ppo.models import heads, hf_export
+from jax_ppo.models import heads, hf_export, hf_import
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer
 
@@ -168,6 +168,21 @@ def test_two_processes_train_as_one_does(files, undisturbed, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "summary.json").read_text())["versions"]["process_count"] == 2
     assert_same_run(tmp_path, undisturbed[0], 1e-3)
+
+
+def test_a_reward_model_alone(files, tmp_path):
+    """Its score at the last token of prompt and response is the reward, in training and in evaluations."""
+    folder = files / "reward_model"
+    architecture = hf_import.read_architecture(files / "llama")
+    params = heads.init(Transformer(architecture), jax.random.key(1), "scalar")
+    params["score"]["kernel"] = jax.random.normal(jax.random.key(2), params["score"]["kernel"].shape)
+    hf_export.export(params, architecture, folder)
+    run(files, tmp_path, "--config.reward.function=", f"--config.reward.model_path={folder}",
+        "--config.trainer.total_training_steps=2", "--config.trainer.test_freq=0")
+    steps = [row for row in figures(tmp_path) if row["reward/mean"]]
+    evaluations = json.loads((tmp_path / "summary.json").read_text())["evaluations"]
+    assert all(abs(float(row["reward/std"])) > 0.01 for row in steps)
+    assert all(entry["accuracy"] is None and abs(entry["reward_mean"]) > 1e-3 for entry in evaluations)
 
 
 def test_an_error_in_one_process_ends_both(files, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import tiny
 from jax_ppo import scoring
 from jax_ppo import state as state_lib
+from jax_ppo.models import heads
 from jax_ppo.update import _gradients, update
 
 ALL = [list(range(tiny.B))]
@@ -146,7 +147,7 @@ def test_kl_in_reward_lowers_each_tokens_reward():
     config = tiny.config(algorithm__use_kl_in_reward=True, algorithm__lam=0.0, algorithm__gamma=0.0,
                          algorithm__whiten_advantages=False, algorithm__kl_ctrl__kl_coef=0.5)
     scores = scoring.Scores(old_logprobs=jnp.log(jnp.array([[0.5, 0.25]])), values=jnp.zeros((1, 2)),
-                            ref_logprobs=jnp.log(jnp.array([[0.25, 0.5]])), reward_model=None)
+                            ref_logprobs=jnp.log(jnp.array([[0.25, 0.5]])))
     sequences = scoring.Sequences(jnp.zeros((1, 4), jnp.int32), jnp.array([2]), jnp.array([2]))
     experience, metrics = scoring.experience(config, jnp.float32(0.5), sequences, scores, jnp.array([1.0]),
                                              scores.old_logprobs)
@@ -220,3 +221,19 @@ def test_joining_leaves_no_gap():
         p, n = int(rollout.prompts.lengths[b]), int(rollout.lengths[b])
         expected = rollout.prompts.tokens[b, :p].tolist() + rollout.responses[b, :n].tolist()
         assert sequences.tokens[b].tolist() == expected + [0] * (tiny.P + tiny.T - p - n)
+
+
+def test_reward_model_scores_stand_on_the_last_token():
+    """Packed rows give what a forward pass over each sequence alone gives at its end."""
+    config, mesh = tiny.config(), tiny.make_mesh()
+    with jax.set_mesh(mesh):
+        params, model = tiny.make_state(config, mesh).critic, tiny.networks(config).critic
+        rollout = tiny.make_rollout(mesh)
+        sequences = scoring.join(rollout, config.sequence_length)
+        plan, counts, _ = tiny.plan(config, mesh, rollout, ALL, 2)
+        scores = scoring.reward_model_scores(model, params, sequences, jax.tree.map(lambda x: x[0], plan), counts[0])
+    for b in range(tiny.B):
+        length = int(sequences.prompt_lengths[b] + sequences.lengths[b])
+        tokens = sequences.tokens[b:b + 1, :length]
+        hidden, _ = model.apply({"params": params}, tokens, jnp.arange(length)[None])
+        assert float(scores[b]) == pytest.approx(float(heads.scalars(params, hidden)[0, -1]), abs=1e-4)
