@@ -60,7 +60,7 @@ def _check_argument(argument: str) -> None:
     if not argument.startswith("--config."):
         return
     name = name.removeprefix("config.")
-    types = {known: kind for known, kind in config_lib.option_types()}
+    types = {known: kind for known, kind, *_ in config_lib.options()}
     if name not in types:
         raise config_lib.unknown_option(name)
     if not given and types[name] is not bool:
@@ -88,7 +88,7 @@ def write_resolved(config: Config, workdir: Path) -> None:
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
     sections = {}
-    for name, _, _ in config_lib.options():
+    for name, *_ in config_lib.options():
         section, _, rest = name.rpartition(".")
         value = config
         for part in name.split("."):

@@ -153,11 +153,8 @@ class Sampling:
 
 
 @dataclasses.dataclass(frozen=True)
-class RolloutOptions:
+class RolloutOptions(Sampling):
     temperature: float = option(1.0, "divides the logits, in sampling and in every scoring pass", above=0)
-    top_k: int = option(-1, "draw among the k likeliest tokens; -1 among all", at_least=-1)
-    top_p: float = option(1.0, "draw among the likeliest tokens that hold this probability", above=0, at_most=1)
-    n: int = option(1, "responses a prompt", at_least=1)
     logprob_micro_batch_size_per_device: int | None = option(
         None, "packed rows a device scores at once; unset: as for the actor", at_least=1)
     val_kwargs: Sampling = section(Sampling)
@@ -253,27 +250,17 @@ def from_config_dict(config: ml_collections.ConfigDict) -> Config:
 
 
 def options(cls=Config, prefix=""):
-    """Yields (dotted name, default, doc) of every option."""
-    for field in dataclasses.fields(cls):
-        name = prefix + field.name
-        if dataclasses.is_dataclass(field.type):
-            yield from options(field.type, name + ".")
-        else:
-            yield name, field.default, field.metadata["doc"]
-
-
-def option_types(cls=Config, prefix=""):
-    """Yields (dotted name, type) of every option; float for `float | None`."""
+    """Yields (dotted name, type, default, doc) of every option; the type of `float | None` is float."""
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(field.type):
-            yield from option_types(field.type, prefix + field.name + ".")
+            yield from options(field.type, f"{prefix}{field.name}.")
         else:
-            yield prefix + field.name, _plain_type(field.type)
+            yield prefix + field.name, _plain_type(field.type), field.default, field.metadata["doc"]
 
 
 def unknown_option(name: str) -> ConfigError:
     """The error for an option that does not exist, with the nearest name that does."""
-    known = [known_name for known_name, _, _ in options()]
+    known = [known_name for known_name, *_ in options()]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
     leaf = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]
     return ConfigError(f"config.{name}: there is no such option. Did you mean config.{(leaf or near)[0]}?")
@@ -406,11 +393,11 @@ def _nearest_divisor(number, wanted):
 
 
 def _doc(name):
-    return next(doc for known, _, doc in options() if known == name)
+    return next(doc for known, _, _, doc in options() if known == name)
 
 
 def main():
-    for name, default, doc in options():
+    for name, _, default, doc in options():
         print(f"{name:48s} {default!r:>16}  {doc}")
 
 

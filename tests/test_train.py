@@ -125,21 +125,37 @@ def test_a_run_writes_what_it_should(undisturbed):
 
 
 def test_killed_and_resumed_is_bit_equal(files, undisturbed, tmp_path):
-    process = subprocess.Popen(command(files, tmp_path), env=environment(), cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.DEVNULL)
+    kill_and_resume(files, tmp_path)
+    assert_equal_runs(tmp_path, undisturbed[0])
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_is_bit_equal_on_eight_devices(files, tmp_path):
+    shape = "--config.mesh.fsdp=2", "--config.mesh.model=2"
+    run(files, tmp_path / "undisturbed", *shape, devices=8)
+    kill_and_resume(files, tmp_path / "killed", *shape, devices=8)
+    assert_equal_runs(tmp_path / "killed", tmp_path / "undisturbed")
+
+
+def kill_and_resume(files, workdir, *overrides, devices=1):
+    process = subprocess.Popen(command(files, workdir, *overrides), env=environment(devices), cwd=ROOT, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     for line in process.stdout:
-        if line.startswith("step") and list(tmp_path.glob("checkpoints/*/commit_success.txt")):
+        if line.startswith("step") and list(workdir.glob("checkpoints/*/commit_success.txt")):
             process.send_signal(signal.SIGKILL)
             break
     process.wait()
     process.stdout.close()
-    assert not (tmp_path / "actor").exists()  # it was not at its end
-    assert "resuming after step" in run(files, tmp_path)
-    workdir, _ = undisturbed
-    assert figures(tmp_path) == figures(workdir)
-    assert json.loads((tmp_path / "summary.json").read_text())["evaluations"] == json.loads(
-        (workdir / "summary.json").read_text())["evaluations"]
-    ours, theirs = (load_file(folder / "actor" / "model.safetensors") for folder in (tmp_path, workdir))
+    assert not (workdir / "actor").exists()  # it was not at its end
+    assert "resuming after step" in run(files, workdir, *overrides, devices=devices)
+
+
+def assert_equal_runs(workdir, other):
+    """Every figure but those of a clock, every evaluation and every exported weight, bit for bit."""
+    assert figures(workdir) == figures(other)
+    ours, theirs = (json.loads((folder / "summary.json").read_text())["evaluations"] for folder in (workdir, other))
+    assert ours == theirs
+    ours, theirs = (load_file(folder / "actor" / "model.safetensors") for folder in (workdir, other))
     for name in theirs:
         np.testing.assert_array_equal(ours[name], theirs[name])
 
