@@ -15,7 +15,7 @@ class Evaluation:
 
     Attributes:
       accuracy: share of right answers, 0..1; None where the rules have no notion of right.
-      reward_mean: the rules' mean score.
+      reward_mean: the mean reward, of rules and reward model.
       length_mean: tokens a response.
       samples: the first responses, as dicts of prompt, response, score, correct.
     """

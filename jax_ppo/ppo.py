@@ -32,7 +32,7 @@ def train(config: Config, workdir: Path) -> dict:
         state, progress = start(run, checkpoints)
         with Reporter(run, workdir, progress) as report:
             if run.held_out and progress.step == 0 and config.trainer.val_before_train:
-                report.evaluation(0, evaluation(run, state, 0))
+                report.evaluation(0, evaluation(run, state))
             batches = run.batches(progress.position)
             for step in range(progress.step, run.total_steps):
                 batch = next(batches)
@@ -117,7 +117,7 @@ def finish_step(run: Experiment, state, done: int, position: int, report: "Repor
     result = None
     if run.held_out and due(trainer.test_freq):
         report.flush()
-        result = evaluation(run, state, done)
+        result = evaluation(run, state)
         report.evaluation(done, result)
     if due(trainer.save_freq) or checkpoints.should_stop(done):
         report.flush()
@@ -144,7 +144,7 @@ def add_reward_model(run: Experiment, state, rewards, sequences, plan):
     return rewards + scoring.reward_model_scores(run.nets.reward, state.reward, sequences, *plan)
 
 
-def evaluation(run: Experiment, state, step: int) -> Evaluation:
+def evaluation(run: Experiment, state) -> Evaluation:
     """Averages over the held-out prompts with rollout.val_kwargs; the same draws at every step but for the policy."""
     params = run.decode_params(state.actor)
 

@@ -10,8 +10,6 @@ import jax.numpy as jnp
 
 from jax_ppo.models.transformer import Transformer
 
-HEADS = ("lm_head", "score")
-
 
 def init(model: Transformer, key, head: str) -> dict:
     """Random parameters of a role. `head`: "lm" or "scalar" (which starts at zero, as a critic must)."""
