@@ -1,0 +1,123 @@
+"""Worker of time_to_reward.py: jax_ppo on addition. Arguments: options of the configuration as JSON, by dotted name.
+
+Each turn is a run with the next seed, from the configuration to the target, of the parts that ppo.train is made of. What
+compiles is compiled before the clock, by steps and an evaluation on a state that is thrown away.
+"""
+
+import itertools
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import addition
+import harness
+import jax
+
+from jax_ppo import config as config_lib
+from jax_ppo import metrics, ppo, scoring, sharding
+from jax_ppo import state as state_lib
+from jax_ppo.experiment import TRAINING, Experiment
+from jax_ppo.update import update
+
+WARM_UP_STEPS = 2  # the second one takes what the first one's update gave
+
+
+def exact(data_source, solution_str, ground_truth, extra_info):
+    """The reward. A response of three symbols that was cut off instead of ended would need a fourth, which is no symbol."""
+    right = solution_str == ground_truth
+    return {"score": float(right), "acc": right}
+
+
+def write_data(folder: Path) -> None:
+    """train.jsonl and held.jsonl in verl's form, and the tokenizer of single characters."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    splits = addition.splits()
+    for name in ("train", "held"):
+        rows = ({"data_source": "addition", "prompt": addition.prompt(pair),
+                 "reward_model": {"style": "rule", "ground_truth": addition.answer(pair)}} for pair in splits[name])
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    vocabulary = {symbol: token for token, symbol in enumerate(splits["vocab"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=splits["vocab"][addition.PAD]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    (folder / "tokenizer").mkdir()
+    tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
+    # EOS alone is special: PAD, if sampled, shows in the text and makes it wrong.
+    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": splits["vocab"][addition.EOS]}))
+
+
+def make_config(folder: Path, options: dict, seed: int) -> config_lib.Config:
+    config = config_lib.default_config()
+    config.update_from_flattened_dict({
+        "seed": seed,
+        "data.train_files": str(folder / "train.jsonl"),
+        "data.val_files": str(folder / "held.jsonl"),
+        "data.val_batch_size": 1000,
+        "data.max_prompt_length": addition.PROMPT,
+        "data.max_response_length": addition.RESPONSE,
+        "model.path": str(addition.FOLDER),
+        "model.tokenizer_path": str(folder / "tokenizer"),
+        "model.dtype": "float32",
+        "model.gradient_checkpointing": False,
+        "reward.function": f"{__file__}:exact",
+        "trainer.total_training_steps": addition.MAX_STEPS,
+        "trainer.log_samples": 0,
+    } | options)
+    return config_lib.from_config_dict(config)
+
+
+class Training:
+    """The body of ppo.train without its curves, checkpoints and progress bar."""
+
+    def __init__(self, run: Experiment):
+        self.run, self.batches, self.done = run, run.batches(0), 0
+        self.state = state_lib.create(run.config, run.nets, run.folders, run.mesh, metrics.loading)
+
+    def step(self) -> None:
+        run, config, state = self.run, self.run.config, self.state
+        batch = next(self.batches)
+        rollout = run.sample(run.decode_params(state.actor), run.on_mesh(batch.prompts), run.key(TRAINING, self.done))
+        plans = run.plan(self.done, ppo.sample_lengths(batch, rollout))
+        sequences = scoring.join(rollout, config.sequence_length)
+        scores = scoring.score(config, run.nets, state, sequences, *plans.scoring)
+        rewards, *_ = run.reward(batch, rollout)
+        experience, _ = scoring.experience(config, state.kl_coef, sequences, scores, rewards, rollout.logprobs)
+        self.state, _ = update(config, run.nets, run.total_steps, state, experience, *plans.update)
+        self.done += 1
+
+    def wait(self) -> None:
+        jax.block_until_ready(self.state)
+
+    def accuracy(self) -> float:
+        return ppo.evaluation(self.run, self.state).accuracy
+
+
+def reach_target(config: config_lib.Config) -> dict:
+    """One run. warm_up_seconds: of the first calls of everything, which compile."""
+    mesh = sharding.make_mesh(config.mesh)
+    with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as workdir:
+        run = Experiment(config, Path(workdir), mesh, metrics.say)
+        start = time.perf_counter()
+        thrown_away = Training(run)
+        for _ in range(WARM_UP_STEPS):
+            thrown_away.step()
+        thrown_away.accuracy()
+        warm_up = time.perf_counter() - start
+        training = Training(run)
+        return addition.until_target(training.step, training.wait, training.accuracy) | {"warm_up_seconds": warm_up}
+
+
+def main(options: dict):
+    seeds = itertools.count()
+    with tempfile.TemporaryDirectory() as folder:
+        write_data(Path(folder))
+        harness.serve(lambda: reach_target(make_config(Path(folder), options, next(seeds))),
+                      packages=("jax", "jaxlib", "flax", "optax", "numpy", "tokenizers"))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

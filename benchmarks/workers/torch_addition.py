@@ -1,0 +1,149 @@
+"""Worker of time_to_reward.py: PPO written by hand in torch for addition. Arguments: options as JSON, by jax_ppo's names.
+
+What a good torch programmer writes for this task and this CPU: no framework, no padding, the log-probs of the sampler as the
+old ones, fused AdamW. Each turn is a run with the next seed.
+"""
+
+import itertools
+import json
+import sys
+import time
+
+import addition
+import harness
+import torch
+import torch.nn.functional as F
+from torch_decoder import Decoder, greedy, sample
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.utils import logging
+
+torch.set_num_threads(harness.THREADS)
+logging.disable_progress_bar()
+logging.set_verbosity_error()
+
+
+def load_splits() -> dict[str, tuple]:
+    """(prompts [N, PROMPT], answers [N, RESPONSE]) of each split."""
+    splits = addition.splits()
+    ids = {symbol: token for token, symbol in enumerate(splits["vocab"])}
+
+    def encoded(name):
+        return (torch.tensor([[ids[c] for c in addition.prompt(pair)] for pair in splits[name]]),
+                torch.tensor([[ids[c] for c in addition.answer(pair)] + [addition.EOS] for pair in splits[name]]))
+
+    return {name: encoded(name) for name in ("train", "held")}
+
+
+def mask_of(responses):
+    """1 up to the first EOS and there."""
+    ends = (responses == addition.EOS).long()
+    return (ends.cumsum(1) - ends == 0).float()
+
+
+def masked_mean(x, mask):
+    return (x * mask).sum() / mask.sum()
+
+
+def whiten(x, mask):
+    x = x - masked_mean(x, mask)
+    return x * torch.rsqrt(masked_mean(x**2, mask) + 1e-8)
+
+
+def generalized_advantages(rewards, values, gamma, lam):
+    advantages, following, next_value = torch.zeros_like(rewards), 0.0, 0.0
+    for t in reversed(range(rewards.shape[1])):
+        following = rewards[:, t] + gamma * next_value - values[:, t] + gamma * lam * following
+        advantages[:, t], next_value = following, values[:, t]
+    return advantages
+
+
+class Training:
+    """A run. `options` are of jax_ppo's configuration; of the names below no other is read."""
+
+    def __init__(self, options: dict, data: dict, seed: int):
+        torch.manual_seed(seed)
+        self.options, self.data, self.done = options, data, 0
+        folder = str(addition.FOLDER)
+        self.actor = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.critic = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+        self.critic.score.weight.data.zero_()
+        size = addition.PROMPT, addition.RESPONSE
+        self.decoder = Decoder(self.actor, options["data.train_batch_size"], *size)
+        self.held_out_decoder = Decoder(self.actor, len(data["held"][0]), *size)
+        self.optimizers = {role: torch.optim.AdamW(
+            model.parameters(), lr=options[f"{role}.optim.lr"], betas=(0.9, options[f"{role}.optim.beta2"]),
+            weight_decay=options[f"{role}.optim.weight_decay"], fused=True)
+            for role, model in (("actor", self.actor), ("critic", self.critic))}
+
+    def step(self) -> None:
+        o = self.options
+        prompts, answers = self.data["train"]
+        drawn = torch.randint(0, len(prompts), (o["data.train_batch_size"],))
+        responses, old = self.decoder.generate(prompts[drawn], lambda logits: sample(logits, o["rollout.temperature"]))
+        sequences, mask = torch.cat([prompts[drawn], responses], 1), mask_of(responses)
+        with torch.no_grad():
+            values = self._values(sequences) * mask
+        rewards = torch.zeros_like(old)
+        rewards[torch.arange(len(rewards)), mask.sum(1).long() - 1] = (responses == answers[drawn]).all(1).float()
+        advantages = generalized_advantages(rewards, values, o["algorithm.gamma"], o["algorithm.lam"]) * mask
+        returns = advantages + values
+        if o["algorithm.whiten_advantages"]:
+            advantages = whiten(advantages, mask)
+        # Reaches the full rate in the step in which jax_ppo does, but rises from the run's first step on.
+        rising = (self.done + 1) / (o["trainer.critic_warmup"] + o["actor.optim.lr_warmup_steps"])
+        self.optimizers["actor"].param_groups[0]["lr"] = o["actor.optim.lr"] * min(1.0, rising)
+        for _ in range(o["actor.ppo_epochs"]):
+            for i in torch.randperm(len(sequences)).split(o["actor.ppo_mini_batch_size"]):
+                self._mini_batch(sequences[i], responses[i], mask[i], old[i], advantages[i], values[i], returns[i])
+        self.done += 1
+
+    def accuracy(self) -> float:
+        prompts, answers = self.data["held"]
+        return (self.held_out_decoder.generate(prompts, greedy)[0] == answers).all(1).float().mean().item()
+
+    def _mini_batch(self, sequences, responses, mask, old, advantages, values, returns):
+        o = self.options
+        moved = self._values(sequences)
+        clipped = moved.clamp(values - o["critic.cliprange_value"], values + o["critic.cliprange_value"])
+        worse = torch.maximum((moved - returns)**2, (clipped - returns)**2)
+        self._descend("critic", self.critic, 0.5 * masked_mean(worse, mask))
+        if self.done >= o["trainer.critic_warmup"]:
+            ratio = ((self._logprobs(sequences, responses) - old) * mask).exp()
+            clipped = ratio.clamp(1 - o["actor.clip_ratio"], 1 + o["actor.clip_ratio"])
+            worse = torch.maximum(-advantages * ratio, -advantages * clipped)
+            self._descend("actor", self.actor, masked_mean(worse, mask))
+
+    def _descend(self, role, model, loss):
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), self.options[f"{role}.grad_clip"])
+        self.optimizers[role].step()
+        self.optimizers[role].zero_grad()
+
+    def _hidden(self, model, sequences):
+        """Of the places that predict the response."""
+        return model.model(input_ids=sequences, use_cache=False).last_hidden_state[:, addition.PROMPT - 1:-1]
+
+    def _values(self, sequences):
+        return self.critic.score(self._hidden(self.critic, sequences))[..., 0]
+
+    def _logprobs(self, sequences, responses):
+        logits = F.linear(self._hidden(self.actor, sequences), self.actor.lm_head.weight) / self.options["rollout.temperature"]
+        return logits.gather(-1, responses[..., None])[..., 0] - logits.logsumexp(-1)
+
+
+def reach_target(options: dict, data: dict, seed: int) -> dict:
+    """One run. warm_up_seconds: of the first step, on a state that is thrown away; nothing compiles."""
+    start = time.perf_counter()
+    Training(options, data, seed).step()
+    warm_up = time.perf_counter() - start
+    training = Training(options, data, seed)
+    return addition.until_target(training.step, lambda: None, training.accuracy) | {"warm_up_seconds": warm_up}
+
+
+def main(options: dict):
+    seeds, data = itertools.count(), load_splits()
+    harness.serve(lambda: reach_target(options, data, next(seeds)), packages=("torch", "transformers"))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
