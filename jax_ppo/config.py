@@ -207,6 +207,8 @@ class Trainer:
     export: bool = option(True, "write the trained actor as a Hugging Face folder at the end (WORKDIR/actor)")
     max_skipped_updates: int = option(10, "stop after so many steps in a row with a non-finite gradient", at_least=1)
     log_samples: int = option(3, "responses shown at each evaluation", at_least=0)
+    compilation_cache: str = option("", "folder in which compiled programs are kept for later runs; `off` keeps none; empty: "
+                                    "JAX_COMPILATION_CACHE_DIR if set, else jax_ppo/compiled in the user's cache folder")
     logger: str = option("tensorboard", "curves besides the CSV: tensorboard, wandb, both with a comma, or empty")
 
 

@@ -33,8 +33,8 @@ TRAINING, EVALUATION = 0, 1  # streams of random numbers
 class Plans:
     """Packed rows for one rollout: arguments of scoring.score (plan, micro_batches) and of update (these and members)."""
 
-    scoring: tuple[Packing, np.ndarray]
-    update: tuple[Packing, np.ndarray, np.ndarray]
+    scoring: tuple[Packing, jax.Array]
+    update: tuple[Packing, jax.Array, jax.Array]
 
 
 class Experiment:
@@ -87,16 +87,17 @@ class Experiment:
 
     def key(self, stream: int, step: int) -> jax.Array:
         """The base key of a step's samples, on the mesh."""
-        return self._key(np.int32(stream), np.int32(step))
+        return self._key(self._everywhere(np.int32(stream)), self._everywhere(np.int32(step)))
 
     def on_mesh(self, prompts: Prompts) -> Prompts:
         return sharding.place(prompts, sharding.rows(self.mesh))
 
-    def plan_scoring(self, lengths) -> tuple[Packing, np.ndarray]:
+    def plan_scoring(self, lengths) -> tuple[Packing, jax.Array]:
         """Packs all samples, of these lengths (prompt and response), for the passes that only read."""
         packed, counts = self._pack(lengths, np.arange(len(lengths))[None],
                                     self.config.rollout.logprob_micro_batch_size_per_device)
-        return jax.tree.map(lambda x: x[0], packed), counts[0]
+        packed = jax.tree.map(lambda x: x[0], packed)
+        return sharding.place(packed, sharding.rows(self.mesh, axis=1)), self._everywhere(counts[0])
 
     def plan(self, step: int, lengths) -> Plans:
         """Packs a rollout of these lengths for scoring, and each epoch's freshly shuffled mini-batches for the update."""
@@ -107,14 +108,17 @@ class Experiment:
         groups = np.concatenate(shuffled)
         members = np.zeros((len(groups), samples), bool)
         np.put_along_axis(members, groups, True, axis=1)
-        return Plans(self.plan_scoring(lengths),
-                     (*self._pack(lengths, groups, options.ppo_micro_batch_size_per_device), members))
+        packed, counts = self._pack(lengths, groups, options.ppo_micro_batch_size_per_device)
+        packed = sharding.place(packed, sharding.rows(self.mesh, axis=2))
+        return Plans(self.plan_scoring(lengths), (packed, self._everywhere(counts), self._everywhere(members)))
+
+    def _everywhere(self, array) -> jax.Array:
+        return sharding.place(array, sharding.replicated(self.mesh))
 
     def _pack(self, lengths, groups, per_device):
         config = self.config
         at_once = packing.rows_at_once(per_device, config.row_length, groups.shape[1], sharding.row_shards(self.mesh))
-        packed, counts = packing.plan(lengths, groups, at_once, config.row_length, config.packing.enabled)
-        return sharding.place(packed, sharding.rows(self.mesh, axis=2)), counts
+        return packing.plan(lengths, groups, at_once, config.row_length, config.packing.enabled)
 
     def reward(self, batch, rollout: Rollout, keep: int = 0):
         """Scores this process's responses by the rules.

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ppo import distributed, metrics, scoring, sharding
+from jax_ppo import compilation, distributed, metrics, scoring, sharding
 from jax_ppo import state as state_lib
 from jax_ppo.checkpoint import Checkpointer
 from jax_ppo.config import Config
@@ -26,11 +26,11 @@ from jax_ppo.update import update
 def train(config: Config, workdir: Path) -> dict:
     """Runs an experiment, from the newest checkpoint in `workdir` if there is one. Returns what summary.json holds."""
     mesh = sharding.make_mesh(config.mesh)
-    with jax.set_mesh(mesh), Checkpointer(workdir / "checkpoints", config.trainer.max_checkpoints,
-                                          config.trainer.best_metric) as checkpoints:
+    with (jax.set_mesh(mesh), compilation.counted() as compiled,
+          Checkpointer(workdir / "checkpoints", config.trainer.max_checkpoints, config.trainer.best_metric) as checkpoints):
         run = Experiment(config, workdir, mesh, metrics.say)
         state, progress = start(run, checkpoints)
-        with Reporter(run, workdir, progress) as report:
+        with Reporter(run, workdir, progress, compiled) as report:
             if run.held_out and progress.step == 0 and config.trainer.val_before_train:
                 report.evaluation(0, evaluation(run, state))
             batches = run.batches(progress.position)
@@ -170,8 +170,8 @@ def rule_metrics(correct_B, truncated_B) -> dict:
 class Reporter:
     """Turns what a step leaves on the mesh into figures, one step late, and writes everything that a run writes."""
 
-    def __init__(self, run: Experiment, workdir: Path, progress: Progress):
-        self.progress, self._run, self._workdir = progress, run, workdir
+    def __init__(self, run: Experiment, workdir: Path, progress: Progress, compiled: compilation.Compilations):
+        self.progress, self._run, self._workdir, self._compiled = progress, run, workdir, compiled
         trainer = run.config.trainer
         self._log = metrics.MetricsLog(workdir, tuple(filter(None, trainer.logger.split(","))), run.config.experiment_name,
                                        dataclasses.asdict(run.config), progress.step, distributed.is_main())
@@ -247,7 +247,7 @@ class Reporter:
         summary = {"experiment_name": run.config.experiment_name, "steps": int(state.step), "total_steps": run.total_steps,
                    "evaluations": evaluations, "seconds": time.monotonic() - self._started,
                    "devices": np.prod(list(run.mesh.shape.values())).item(), "mesh": dict(run.mesh.shape),
-                   "versions": metrics.versions()}
+                   "compilations": dataclasses.asdict(self._compiled), "versions": metrics.versions()}
         if distributed.is_main():
             self._plot()
             metrics.write_summary(self._workdir, summary)

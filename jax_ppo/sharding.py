@@ -109,8 +109,16 @@ def constrain_tree(tree, rules):
 
 
 def place(tree, sharding: NamedSharding):
-    """Puts host arrays, the same in every process, on the mesh; each process hands over the part its devices hold."""
-    return jax.tree.map(lambda x: jax.make_array_from_callback(np.shape(x), sharding, lambda index: np.asarray(x)[index]), tree)
+    """Puts host arrays, the same in every process, on the mesh; each process hands over the part its devices hold.
+
+    All that a step sends to the mesh goes through here, so that `jax.transfer_guard` finds what is sent unawares.
+    """
+
+    def put(x):
+        return jax.make_array_from_callback(np.shape(x), sharding, lambda index: np.asarray(x)[index])
+
+    with jax.transfer_guard_host_to_device("allow"):
+        return jax.tree.map(put, tree)
 
 
 def to_host(array: jax.Array) -> np.ndarray:
@@ -124,7 +132,7 @@ def from_local_rows(mesh: Mesh, indices, values, total: int) -> jax.Array:
     """The array [total, ...] split by rows, each process giving the rows that `local_rows` gave it."""
     whole = np.zeros((total, *np.shape(values)[1:]), np.asarray(values).dtype)
     whole[indices] = values
-    return jax.make_array_from_callback(whole.shape, rows(mesh), lambda index: whole[index])
+    return place(whole, rows(mesh))
 
 
 def local_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:

@@ -23,8 +23,9 @@ def main(arguments: list[str]) -> None:
 
 def run(options: config.Config, workdir: Path) -> None:
     """Writes the resolved configuration, trains, and ends with one line on an error that the user can mend."""
-    from jax_ppo import distributed, ppo
+    from jax_ppo import compilation, distributed, metrics, ppo
 
+    compilation.keep(options.trainer.compilation_cache, metrics.say)
     if distributed.is_main():
         command_line.write_resolved(options, workdir)
     try:

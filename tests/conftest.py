@@ -1,9 +1,16 @@
 """Eight virtual CPU devices for every test, so that meshes of 1, 2 and 8 can be compared in one process."""
 
+import atexit
 import os
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
+# The runs that tests start keep their compiled programs for each other, and leave the user's own alone.
+_cache = tempfile.TemporaryDirectory(prefix="jax_ppo_tests_")
+atexit.register(_cache.cleanup)
+os.environ["XDG_CACHE_HOME"] = _cache.name

@@ -1,5 +1,6 @@
 """Whole runs of the command: killed and resumed, in two processes, on eight devices, without a recompilation."""
 
+import collections
 import csv
 import json
 import os
@@ -15,8 +16,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jax_ppo import compilation, ppo, sharding
 from jax_ppo import config as config_lib
-from jax_ppo import ppo
 from jax_ppo.data import arithmetic
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.errors import UserError
@@ -105,6 +106,7 @@ def test_a_run_writes_what_it_should(undisturbed):
     workdir, output = undisturbed
     summary = json.loads((workdir / "summary.json").read_text())
     assert [entry["step"] for entry in summary["evaluations"]] == [0, 4, 8]
+    assert summary["compilations"]["programs"] > 5 and summary["compilations"]["seconds"] > 0
     assert summary["steps"] == 8 and summary["evaluations"][0].keys() == {"step", "accuracy", "reward_mean"}
     rows = figures(workdir)
     wanted = {"reward/mean", "reward/std", "actor/loss", "critic/loss", "update/loss", "kl/reference", "actor/approx_kl",
@@ -219,7 +221,7 @@ def test_an_error_in_one_process_ends_both(files, tmp_path):
 def test_nothing_is_compiled_after_the_second_step(files, tmp_path, monkeypatch):
     compiled, at_step = [], {}
     jax.monitoring.register_event_duration_secs_listener(
-        lambda event, seconds, **_: compiled.append(event) if event.endswith("backend_compile_duration") else None)
+        lambda event, seconds, **_: compiled.append(seconds) if event == compilation.COMPILED else None)
     finish = ppo.finish_step
 
     def noted(run, state, done, *rest):
@@ -233,6 +235,46 @@ def test_nothing_is_compiled_after_the_second_step(files, tmp_path, monkeypatch)
     jax.monitoring.clear_event_listeners()
     assert at_step[1] > 5
     assert at_step[6] == at_step[2], at_step
+    summary = json.loads((tmp_path / "summary.json").read_text())["compilations"]
+    assert summary["programs"] == len(compiled) and summary["seconds"] == pytest.approx(sum(compiled))
+    # Sampling, scoring, advantages and update are nearly all of it; what reads and writes weights is many small programs.
+    assert sum(seconds > 0.01 * sum(compiled) for seconds in compiled) <= 12, compiled
+
+
+def test_a_warm_step_transfers_only_what_it_says(files, tmp_path, monkeypatch):
+    """Nothing travels to the mesh unawares, and what does on purpose, either way, is a handful of arrays."""
+    calls, at_step = collections.Counter(), {}
+
+    def counted(owner, name):
+        function = getattr(owner, name)
+
+        def call(*args):
+            calls[name] += 1
+            return function(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(sharding, "place")
+    counted(sharding, "to_host")
+    counted(sharding, "local_rows")
+    counted(jax, "device_get")
+    finish = ppo.finish_step
+
+    def noted(run, state, done, *rest):
+        at_step[done] = calls.copy()
+        finish(run, state, done, *rest)
+        jax.config.update("jax_transfer_guard", "disallow" if done in (3, 4) else "allow")
+
+    monkeypatch.setattr(ppo, "finish_step", noted)
+    config = load(files, "--config.trainer.total_training_steps=6", "--config.data.val_files=", "--config.trainer.save_freq=0",
+                  "--config.mesh.data=2", "--config.mesh.fsdp=4")
+    try:
+        ppo.train(config, tmp_path)
+    finally:
+        jax.config.update("jax_transfer_guard", "allow")
+    # Up: prompts, the key's two numbers, the packings of scoring and update with three counts and members, two columns of
+    # rewards. Down: lengths to pack by, responses and their lengths to reward, metrics of the step before.
+    assert at_step[5] - at_step[4] == {"place": 10, "to_host": 1, "local_rows": 2, "device_get": 1}
 
 
 def load(files, *overrides):

@@ -1,0 +1,85 @@
+"""Compiled programs: kept on disk from one run to the next, and counted."""
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jax.monitoring
+
+COMPILED = "/jax/core/compile/backend_compile_duration"  # compiled, or read from the cache
+CACHE_HIT = "/jax/compilation_cache/cache_hits"
+
+
+def keep(option: str, report: Callable[[str], None]) -> None:
+    """Has JAX keep what it compiles, and look there before it compiles. Call it before any computation.
+
+    Several processes, of one run or of several, may use one folder. JAX tells programs apart by what is computed, on which
+    kind of device and by which version of the compiler, so that an entry is never out of date.
+
+    Args:
+      option: config.trainer.compilation_cache.
+      report: called with a line where the folder cannot be written, which is done without.
+    """
+    folder = option or os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(default_folder())
+    if folder == "off":
+        jax.config.update("jax_enable_compilation_cache", False)
+        return
+    if "://" not in folder:  # of this machine, or of a disk that it mounts
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            report(f"note: compiled programs are not kept, each run compiles anew (config.trainer.compilation_cache): {error}")
+            jax.config.update("jax_enable_compilation_cache", False)
+            return
+    jax.config.update("jax_compilation_cache_dir", folder)
+    # JAX's own thresholds leave out what compiles within a second: a run has many such programs.
+    for name, value in (("jax_persistent_cache_min_compile_time_secs", 0.0),
+                        ("jax_persistent_cache_min_entry_size_bytes", -1)):
+        if name.upper() not in os.environ:
+            jax.config.update(name, value)
+
+
+def default_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jax_ppo" / "compiled"
+
+
+@dataclasses.dataclass
+class Compilations:
+    """What has been compiled so far.
+
+    Attributes:
+      programs: how many.
+      cache_hits: how many of them were read from the cache instead.
+      seconds: what compiling and reading took.
+    """
+
+    programs: int = 0
+    cache_hits: int = 0
+    seconds: float = 0.0
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Compilations]:
+    """Counts every program that JAX compiles while the context is open."""
+    count = Compilations()
+
+    def compiled(event: str, seconds: float, **_) -> None:
+        if event == COMPILED:
+            count.programs += 1
+            count.seconds += seconds
+
+    def hit(event: str, **_) -> None:
+        count.cache_hits += event == CACHE_HIT
+
+    jax.monitoring.register_event_duration_secs_listener(compiled)
+    jax.monitoring.register_event_listener(hit)
+    try:
+        yield count
+    finally:
+        jax.monitoring.unregister_event_duration_listener(compiled)
+        jax.monitoring.unregister_event_listener(hit)
