@@ -15,7 +15,7 @@ from jax_ppo.kernels import advantages as advantages_lib
 from jax_ppo.kernels import kl, logprobs, masked
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.sharding import constrain_rows
+from jax_ppo.sharding import constrain_rows, split_by_device
 from jax_ppo.state import Networks, TrainState
 from jax_ppo.types import Experience, Packing, Rollout, Sequences, pytree
 
@@ -23,9 +23,10 @@ from jax_ppo.types import Experience, Packing, Rollout, Sequences, pytree
 def actor_logprobs(model: Transformer, params, rows: packing_lib.Rows, temperature: float, with_entropy: bool = True):
     """Log-prob of each target and entropy of its distribution at the sampling temperature, float32 [R, L], 0 off the mask."""
     hidden, _ = model.apply({"params": params}, rows.tokens, rows.positions, rows.segments)
-    values, entropy = logprobs.token_logprobs(hidden, heads.unembedding(params), rows.targets, temperature,
+    hidden, targets, mask = (split_by_device(x) for x in (hidden, rows.targets, rows.mask))
+    values, entropy = logprobs.token_logprobs(hidden, heads.unembedding(params), targets, mask, temperature,
                                               with_entropy=with_entropy)
-    return masked.zero_outside(values, rows.mask), masked.zero_outside(entropy, rows.mask) if with_entropy else None
+    return values.reshape(rows.mask.shape), entropy.reshape(rows.mask.shape) if with_entropy else None
 
 
 def critic_values(model: Transformer, params, rows: packing_lib.Rows):

@@ -102,6 +102,13 @@ def constrain_rows(x, axis: int = 0):
     return jax.lax.with_sharding_constraint(x, P(*[None] * axis, ROWS, *rest))
 
 
+def split_by_device(x_RxL):
+    """Inside a compiled function: [R, L, ...] -> [G, R * L / G, ...], G the parts that the mesh splits rows into."""
+    mesh = jax.sharding.get_abstract_mesh()
+    groups = 1 if mesh.empty else row_shards(mesh)
+    return constrain_rows(x_RxL.reshape(groups, -1, *x_RxL.shape[2:]))
+
+
 def constrain_tree(tree, rules):
     """Inside a compiled function: every leaf where the table says. Without a mesh in the context it does nothing."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -1,66 +1,184 @@
-"""Log-probabilities of tokens from hidden states, without an array over [rows, length, vocabulary]."""
+"""Log-probabilities of tokens from hidden states, without an array over [tokens, vocabulary], and their gradient.
+
+Logits are computed for the places that the mask names and for no other, a chunk at a time, and forgotten. The gradient, in
+closed form, computes each chunk's logits once more from what the forward pass kept of it: one number a token.
+
+Shape letters: G groups (one a device: nothing here crosses from one into another), N places, C places of a chunk, V, D.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 
+from jax_ppo.kernels.masked import zero_outside
+
+# Float32 logits of a chunk. On CPU they should stay in the cache; elsewhere a chunk must be long enough that the sum of the
+# unembedding's gradient, read and written once a chunk, costs less than the products.
+CHUNK_BYTES = {"cpu": 4 * 2**20}
+CHUNK_BYTES_ELSEWHERE = 512 * 2**20
+LEAST_CHUNK = 128
+
+
+def chunk_places(vocabulary: int, platform: str) -> int:
+    """C where it is not given: as many places as have CHUNK_BYTES of logits on this platform, LEAST_CHUNK at least."""
+    return max(CHUNK_BYTES.get(platform, CHUNK_BYTES_ELSEWHERE) // (4 * vocabulary), LEAST_CHUNK)
+
 
 def token_logprobs(
-    hidden_RxLxD: jax.Array,
+    hidden_GxNxD: jax.Array,
     unembedding_VxD: jax.Array,
-    targets_RxL: jax.Array,
-    temperature: float | jax.Array,
-    chunk_size: int = 128,
+    targets_GxN: jax.Array,
+    mask_GxN: jax.Array,
+    temperature: float,
+    chunk_size: int | None = None,
     with_entropy: bool = True,
 ) -> tuple[jax.Array, jax.Array | None]:
     """log p(target) and the entropy of p, where p = softmax(hidden @ unembedding.T / temperature).
 
-    Works through the length `chunk_size` positions at a time, all rows in each chunk so that rows may stay sharded over
-    devices, and forgets each chunk's logits; the gradient computes them again. The largest temporaries are therefore a
-    few of [R, chunk_size, V], whatever L is. Values depend on chunk_size by rounding alone.
+    Places where mask = 1 are brought together group by group, and as many chunks of them computed as the fullest group needs:
+    cost follows the mask, while the compiled program is one for all masks. The largest temporaries are a few of
+    [G, chunk_size, V]. Values depend on chunk_size and mask by rounding alone.
+
+    With z = logits / temperature and H the entropy, the gradient that is propagated is
+
+        d log p(target) / dz_v = [v = target] - p_v        dH / dz_v = -p_v (log p_v + H)
+
+    Its products are in hidden's dtype with float32 sums, the one over chunks (of the unembedding's gradient) included. That
+    sum is kept group by group until the last chunk: groups on several devices exchange it once. There is no gradient to the
+    temperature; an entropy that no loss is differentiated through costs nothing in the backward pass.
 
     Args:
-      hidden_RxLxD: last hidden states, in the dtype to multiply in (the logits are float32 in any case). Position t
-        predicts targets[:, t]: any shift by one is the caller's. There is no mask here: padding must be finite.
-      unembedding_VxD: output embedding, the float32 master where there is one; each chunk casts it to hidden's dtype.
-      targets_RxL: token ids in [0, V); an id outside it gets log-prob 0.
+      hidden_GxNxD: last hidden states, in the dtype to multiply in (logits are float32 in any case). Place n predicts
+        targets[:, n]: any shift by one is the caller's.
+      unembedding_VxD: output embedding, the float32 master where there is one.
+      targets_GxN: token ids in [0, V) where mask = 1.
+      mask_GxN: 1 where a log-prob is wanted. Elsewhere hidden states and targets may be anything, NaN included.
       temperature: > 0, the one the tokens were sampled at.
+      chunk_size: places of each group at a time; None chooses by `chunk_places`.
 
     Returns:
-      (logprobs_RxL <= 0, entropy_RxL in [0, log V]), float32, in nats. The entropy is None if not with_entropy.
+      (logprobs_GxN <= 0, entropy_GxN in [0, log V]), float32, in nats, 0 where mask = 0. The entropy is None if not
+      with_entropy.
     """
-    assert hidden_RxLxD.ndim == 3 and unembedding_VxD.ndim == 2, (hidden_RxLxD.shape, unembedding_VxD.shape)
-    assert hidden_RxLxD.shape[2] == unembedding_VxD.shape[1], (hidden_RxLxD.shape, unembedding_VxD.shape)
-    assert hidden_RxLxD.shape[:2] == targets_RxL.shape, (hidden_RxLxD.shape, targets_RxL.shape)
-    assert chunk_size > 0, chunk_size
-
-    @jax.checkpoint
-    def score_chunk(chunk):
-        hidden_RxCxD, targets_RxC = chunk
-        # The cast is in here so that the chunks' gradients are summed in the master's float32: summed in bfloat16 over
-        # some hundreds of chunks they are wrong by percents.
-        unembedding = unembedding_VxD.astype(hidden_RxCxD.dtype)
-        logits_RxCxV = jnp.einsum("rcd,vd->rcv", hidden_RxCxD, unembedding, preferred_element_type=jnp.float32)
-        all_RxCxV = jax.nn.log_softmax(logits_RxCxV / temperature)
-        # Not a gather: the gradient of this is a select, which fuses; that of a gather is a scatter into [R, chunk, V].
-        is_target_RxCxV = jnp.arange(unembedding.shape[0]) == targets_RxC[..., None]
-        logprobs_RxC = jnp.sum(jnp.where(is_target_RxCxV, all_RxCxV, 0.0), axis=-1)
-        # Each term is >= 0, so the sum is; logsumexp - E[logit] would dip below 0 by rounding.
-        entropy_RxC = -jnp.sum(jnp.exp(all_RxCxV) * all_RxCxV, axis=-1) if with_entropy else None
-        return logprobs_RxC, entropy_RxC
-
-    length = targets_RxL.shape[1]
-    if length <= chunk_size:
-        return score_chunk((hidden_RxLxD, targets_RxL))
-    chunks = (_split(hidden_RxLxD, chunk_size), _split(targets_RxL, chunk_size))
-    return jax.tree.map(lambda x_NxRxC: _join(x_NxRxC, length), jax.lax.map(score_chunk, chunks))
+    assert hidden_GxNxD.ndim == 3 and unembedding_VxD.ndim == 2, (hidden_GxNxD.shape, unembedding_VxD.shape)
+    assert hidden_GxNxD.shape[2] == unembedding_VxD.shape[1], (hidden_GxNxD.shape, unembedding_VxD.shape)
+    shapes = (hidden_GxNxD.shape[:2], targets_GxN.shape, mask_GxN.shape)
+    assert len(set(shapes)) == 1, f"hidden, targets, mask differ in [G, N]: {shapes}"
+    assert chunk_size is None or chunk_size > 0, chunk_size
+    chunk_size = chunk_size or chunk_places(unembedding_VxD.shape[0], jax.default_backend())
+    chunk_size = min(chunk_size, hidden_GxNxD.shape[1])
+    logprobs, entropy = _token_logprobs(hidden_GxNxD, unembedding_VxD, targets_GxN, mask_GxN.astype(bool), temperature,
+                                        chunk_size, with_entropy)
+    return logprobs, entropy if with_entropy else None
 
 
-def _split(x_RxL, chunk_size):
-    """[R, L, ...] -> [number of chunks, R, chunk_size, ...], filled up with zeros, which are dropped again by _join."""
-    rows, length, *rest = x_RxL.shape
-    x_RxL = jnp.pad(x_RxL, [(0, 0), (0, -length % chunk_size)] + [(0, 0)] * len(rest))
-    return jnp.swapaxes(x_RxL.reshape(rows, -1, chunk_size, *rest), 0, 1)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _token_logprobs(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy):
+    return _forward(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy)[:2]
 
 
-def _join(x_NxRxC, length):
-    return jnp.swapaxes(x_NxRxC, 0, 1).reshape(x_NxRxC.shape[1], -1)[:, :length]
+def _forward(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy):
+    """log p(target), entropy (0 if not asked for) and logsumexp z, each [G, N]."""
+    chunks = _Chunks(mask, chunk_size)
+    weight = unembedding.astype(hidden.dtype)
+
+    def chunk(i, kept):
+        z = _logits(chunks.take(hidden, i), weight, temperature)
+        target = jnp.take_along_axis(z, chunks.take(targets, i)[..., None], axis=-1)[..., 0]
+        top = jnp.max(z, axis=-1)
+        shifted = z - top[..., None]
+        total = jnp.sum(jnp.exp(shifted), axis=-1)
+        # Both terms of the entropy are >= 0; logsumexp - E[z] would dip below 0 by rounding.
+        spread = jnp.sum(jnp.exp(shifted) * -shifted, axis=-1) / total if with_entropy else -jnp.log(total)
+        new = (target - top) - jnp.log(total), jnp.log(total) + spread, top + jnp.log(total)
+        return tuple(chunks.put(whole, x, i) for whole, x in zip(kept, new, strict=True))
+
+    compact = jax.lax.fori_loop(0, chunks.count, chunk, (chunks.room(jnp.float32),) * 3)
+    return tuple(zero_outside(chunks.spread(x), mask) for x in compact)
+
+
+def _forward_and_residuals(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy):
+    hidden, unembedding, targets, mask = (x.value for x in (hidden, unembedding, targets, mask))
+    logprobs, entropy, logsumexp = _forward(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy)
+    return (logprobs, entropy), (hidden, unembedding, targets, mask, entropy, logsumexp)
+
+
+def _backward(temperature, chunk_size, with_entropy, residuals, cotangents):
+    hidden, unembedding, targets, mask, entropy, logsumexp = residuals
+    of_logprobs, of_entropy = (_known(x, mask) for x in cotangents)
+    chunks = _Chunks(mask, chunk_size)
+    weight = unembedding.astype(hidden.dtype)
+    V, D = unembedding.shape
+
+    def chunk(i, sums):
+        states = chunks.take(hidden, i)
+        z = _logits(states, weight, temperature)
+        log_p = z - chunks.take(logsumexp, i)[..., None]
+        slope = jnp.zeros_like(z)
+        if of_logprobs is not None:
+            is_target = jnp.arange(V) == chunks.take(targets, i)[..., None]
+            slope = chunks.take(of_logprobs, i)[..., None] * (is_target - jnp.exp(log_p))
+        if of_entropy is not None:
+            fall = log_p + chunks.take(entropy, i)[..., None]
+            slope = slope - chunks.take(of_entropy, i)[..., None] * jnp.exp(log_p) * fall
+        slope = (slope / temperature).astype(hidden.dtype)
+        of_states = jnp.einsum("gcv,vd->gcd", slope, weight, preferred_element_type=jnp.float32)
+        of_weight = jnp.einsum("gcv,gcd->gvd", slope, states, preferred_element_type=jnp.float32)
+        return chunks.put(sums[0], of_states.astype(hidden.dtype), i), sums[1] + of_weight
+
+    start = chunks.room(hidden.dtype, D), jnp.zeros((mask.shape[0], V, D), jnp.float32)
+    of_hidden, of_unembedding = jax.lax.fori_loop(0, chunks.count, chunk, start)
+    of_hidden = jnp.where(mask[..., None], chunks.spread(of_hidden), 0)
+    return of_hidden, of_unembedding.sum(0).astype(unembedding.dtype), None, None
+
+
+_token_logprobs.defvjp(_forward_and_residuals, _backward, symbolic_zeros=True)
+
+
+def _known(cotangent, mask):
+    """The cotangent where it counts, or None where nothing is differentiated through its output."""
+    unused = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
+    return None if unused else zero_outside(cotangent, mask)
+
+
+def _logits(states_GxCxD, weight_VxD, temperature):
+    return jnp.einsum("gcd,vd->gcv", states_GxCxD, weight_VxD, preferred_element_type=jnp.float32) / temperature
+
+
+class _Chunks:
+    """The places that a mask [G, N] names, brought to the front of each group and cut into chunks of C.
+
+    Attributes:
+      count: int32 scalar, chunks that the fullest group needs.
+    """
+
+    def __init__(self, mask_GxN, size):
+        self._size, places = size, mask_GxN.shape[1]
+        named = jnp.sum(mask_GxN, axis=1, keepdims=True)
+        order = jnp.argsort(~mask_GxN, axis=1, stable=True)
+        self._order = jnp.pad(order, ((0, 0), (0, -places % size)))
+        self._named = jnp.arange(self._order.shape[1]) < named
+        self._rank = jnp.maximum(jnp.cumsum(mask_GxN, axis=1) - 1, 0)
+        self.count = (jnp.max(named) + size - 1) // size
+
+    def _cut(self, x, i):
+        return jax.lax.dynamic_slice_in_dim(x, i * self._size, self._size, axis=1)
+
+    def take(self, x_GxN, i):
+        """Chunk i of x, [G, C, ...]; 0 where the group has no more places, so that nothing there reaches a sum."""
+        at, named = self._cut(self._order, i), self._cut(self._named, i)
+        trailing = (slice(None),) * 2 + (None,) * (x_GxN.ndim - 2)
+        return jnp.where(named[trailing], jnp.take_along_axis(x_GxN, at[trailing], axis=1), 0)
+
+    def room(self, dtype, *trailing):
+        """Where chunks are put, [G, N filled up to whole chunks, ...]."""
+        return jnp.zeros((*self._order.shape, *trailing), dtype)
+
+    def put(self, room, chunk, i):
+        return jax.lax.dynamic_update_slice_in_dim(room, chunk, i * self._size, axis=1)
+
+    def spread(self, room):
+        """[G, N, ...] with everything back in its place; anything where the mask is 0."""
+        trailing = (slice(None),) * 2 + (None,) * (room.ndim - 2)
+        return jnp.take_along_axis(room, self._rank[trailing], axis=1)
