@@ -11,10 +11,10 @@ import dataclasses
 import difflib
 import typing
 
-import ml_collections
-from ml_collections import config_dict
-
 from jax_ppo.errors import UserError, did_you_mean
+
+if typing.TYPE_CHECKING:
+    import ml_collections  # else only where a ConfigDict is made: a Config can be built and used without it
 
 
 class ConfigError(UserError):
@@ -155,6 +155,8 @@ class Sampling:
 @dataclasses.dataclass(frozen=True)
 class RolloutOptions(Sampling):
     temperature: float = option(1.0, "divides the logits, in sampling and in every scoring pass", above=0)
+    max_num_seqs: int = option(256, "samples a device decodes at once; the others wait, and take the place of one that has "
+                                    "ended", at_least=1)
     logprob_micro_batch_size_per_device: int | None = option(
         None, "packed rows a device scores at once; unset: as for the actor", at_least=1)
     val_kwargs: Sampling = section(Sampling)
@@ -239,12 +241,12 @@ class Config:
         return self.data.max_prompt_length + self.data.max_response_length
 
 
-def default_config() -> ml_collections.ConfigDict:
+def default_config() -> "ml_collections.ConfigDict":
     """All options at their defaults, locked: setting a name that does not exist raises."""
     return _to_config_dict(Config())
 
 
-def from_config_dict(config: ml_collections.ConfigDict) -> Config:
+def from_config_dict(config: "ml_collections.ConfigDict") -> Config:
     """Checks names, types, ranges and sizes against each other. Raises ConfigError for the first thing that is wrong."""
     frozen = _build(Config, config, "")
     _check_sizes(frozen)
@@ -271,6 +273,9 @@ def unknown_option(name: str) -> ConfigError:
 def _to_config_dict(value):
     if not dataclasses.is_dataclass(value):
         return value
+    import ml_collections
+    from ml_collections import config_dict
+
     result = ml_collections.ConfigDict()
     for field in dataclasses.fields(value):
         current = getattr(value, field.name)
@@ -295,7 +300,7 @@ def _build(cls, values, prefix):
     for name, field in fields.items():
         if name not in values:
             continue  # a configuration written before the option existed means its default
-        value = values.get_oneway_ref(name).get() if isinstance(values, ml_collections.ConfigDict) else values[name]
+        value = values.get_oneway_ref(name).get() if hasattr(values, "get_oneway_ref") else values[name]
         if dataclasses.is_dataclass(field.type):
             if not hasattr(value, "items"):
                 raise ConfigError(f"config.{prefix}{name}: expected a section of options, got {value!r}")

@@ -191,8 +191,9 @@ class Experiment:
         decoder = Transformer(architecture, dtype, unrolled=True)
 
         def sampler(o):
-            options = SamplingOptions(self.config.data.max_response_length, o.temperature, o.top_k, o.top_p, o.n, eos)
-            return Sampler(decoder, options, sharding.constrain_rows)
+            options = SamplingOptions(self.config.data.max_response_length, o.temperature, o.top_k, o.top_p, o.n, eos,
+                                      self.config.rollout.max_num_seqs)
+            return Sampler(decoder, options, sharding.split_rows)
 
         self.sample, self.sample_held_out = sampler(self.config.rollout), sampler(self.config.rollout.val_kwargs)
         form = functools.partial(unroll, dtype=dtype)

@@ -50,7 +50,7 @@ def train(config: Config, workdir: Path) -> dict:
                 state, of_update = update(config, run.nets, run.total_steps, state, experience, *plans.update)
                 with report.phase("score"):
                     jax.block_until_ready(scores)
-                report.later(step, of_rollout | of_update | rule_metrics(correct, rollout.truncated), failures)
+                report.later(step, of_rollout | of_update | rollout_metrics(rollout, correct), failures)
                 finish_step(run, state, step + 1, batches.position, report, checkpoints)
                 if checkpoints.should_stop(step + 1):
                     checkpoints.wait()
@@ -162,9 +162,12 @@ def evaluation(run: Experiment, state) -> Evaluation:
 
 
 @jax.jit
-def rule_metrics(correct_B, truncated_B) -> dict:
-    """Share of right answers (NaN where the rules have no notion of right) and of responses cut off at their longest."""
-    return {"reward/accuracy": jnp.nanmean(correct_B), "response_length/truncated_share": truncated_B.mean(dtype=jnp.float32)}
+def rollout_metrics(rollout, correct_B) -> dict:
+    """Shares: of right answers (NaN where the rules have no notion of right), of responses cut off at their longest, and of
+    the decoder's slot-steps that drew a token."""
+    return {"reward/accuracy": jnp.nanmean(correct_B),
+            "response_length/truncated_share": rollout.truncated.mean(dtype=jnp.float32),
+            "rollout/slot_use": rollout.lengths.sum() / rollout.slot_steps.sum()}
 
 
 class Reporter:

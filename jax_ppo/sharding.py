@@ -4,6 +4,7 @@ Axes: `data` repeats the parameters, `fsdp` splits parameters and optimizer stat
 splits each matrix product (tensor parallelism). Rows of a batch are split over data x fsdp.
 """
 
+import functools
 import re
 
 import jax
@@ -100,6 +101,31 @@ def constrain_rows(x, axis: int = 0):
         return x
     rest = [P.UNCONSTRAINED] * (x.ndim - axis - 1)  # what is split over `model` stays so
     return jax.lax.with_sharding_constraint(x, P(*[None] * axis, ROWS, *rest))
+
+
+def split_rows(function):
+    """`function` of (params, rows, rows, key, any_shard), run by each shard of rows for itself.
+
+    What it returns has rows in front. Its loops may differ in length from shard to shard, unless matrices are split over
+    `model`: the devices must then meet in every product, and any_shard(bool) tells of the others. Without a mesh in the
+    context it is `function`.
+    """
+
+    def run(params, *rows_and_key):
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            return function(params, *rows_and_key)
+        in_step = mesh.shape["model"] > 1
+        split = functools.partial(function, any_shard=_any_shard) if in_step else function
+        specs = (P(), P(ROWS), P(ROWS), P())
+        return jax.shard_map(split, in_specs=specs, out_specs=P(ROWS), axis_names=set(ROWS), check_vma=False)(
+            params, *rows_and_key)
+
+    return run
+
+
+def _any_shard(condition):
+    return jax.lax.pmax(condition.astype(np.int32), ROWS) > 0
 
 
 def split_by_device(x_RxL):

@@ -57,6 +57,8 @@ class Rollout:
       logprobs: float32 [B, T], log-probability of each token under the distribution it was drawn from before top-k and
         top-p: log_softmax(logits / temperature). 0 past the length.
       truncated: bool [B], True where T tokens came without an EOS.
+      slot_steps: int32, one a shard of rows: tokens that the decoder's slots had room for, used or not. None where there
+        was no decoder.
     """
 
     prompts: Prompts
@@ -64,6 +66,7 @@ class Rollout:
     lengths: Array
     logprobs: Array
     truncated: Array
+    slot_steps: Array | None = None
 
 
 @pytree

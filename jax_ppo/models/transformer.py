@@ -9,6 +9,7 @@ Parameters, a nested dict (L: the stacked layers; the unrolled form has `layer_0
 Heads stand beside these in the same dict (heads.py) and the decoder does not look at them.
 """
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -42,7 +43,7 @@ class Attention(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, x_BxTxD, cos_sin, mask, cache, column):
+    def __call__(self, x_BxTxD, cos_sin, mask, cache, columns_B, windows):
         a = self.architecture
         B, T, _ = x_BxTxD.shape
 
@@ -55,23 +56,36 @@ class Attention(nn.Module):
             out = jax.nn.dot_product_attention(q, k, v, mask=mask)
             cache = (k.swapaxes(1, 2), v.swapaxes(1, 2))
         else:
-            cache = (write_column(cache[0], k, column), write_column(cache[1], v, column))
-            out = attend_one(q, *cache, mask)
+            cache = (write_columns(cache[0], k, columns_B), write_columns(cache[1], v, columns_B))
+            out = attend_one(q, *cache, columns_B, windows)
         out = out.reshape(B, T, a.num_heads * a.head_dim)
         return _dense(a.hidden_size, a.output_bias, self.dtype, "o_proj")(out), cache
 
 
-def write_column(cache_BxKxSxd, new_Bx1xKxd, column):
-    """Puts one new key or value into a column of the cache: the same for all rows (scalar) or one a row ([B])."""
+def write_columns(cache_BxKxSxd, new_Bx1xKxd, columns_B):
+    """Puts one new key or value a row into that row's column of the cache."""
     new_BxKx1xd = new_Bx1xKxd.swapaxes(1, 2).astype(cache_BxKxSxd.dtype)
-    if jnp.ndim(column) == 0:
-        return jax.lax.dynamic_update_slice_in_dim(cache_BxKxSxd, new_BxKx1xd, column, axis=2)
     write = jax.vmap(lambda cache, new, at: jax.lax.dynamic_update_slice_in_dim(cache, new, at, axis=1))
-    return write(cache_BxKxSxd, new_BxKx1xd, column)
+    return write(cache_BxKxSxd, new_BxKx1xd, columns_B)
 
 
-def attend_one(q_Bx1xHxd, keys_BxKxSxd, values_BxKxSxd, readable_BxS):
-    """Attention of one new token to the cache, in float32: one pass over the cache, nothing transposed."""
+def attend_one(q_Bx1xHxd, keys_BxKxSxd, values_BxKxSxd, columns_B, windows=()):
+    """Attention of one new token a row to the cache up to its own column, in float32: one pass, nothing transposed.
+
+    Args:
+      windows: increasing, the last S. Only the first so many columns are read, as few as hold every row's; (): all S.
+    """
+    windows = windows or (keys_BxKxSxd.shape[2],)
+
+    def read(width, q, keys, values):
+        return _attend_one(q, keys[:, :, :width], values[:, :, :width], jnp.arange(width) <= columns_B[:, None])
+
+    enough = jnp.sum(columns_B.max() >= jnp.array(windows[:-1], jnp.int32))
+    return jax.lax.switch(enough, [functools.partial(read, width) for width in windows], q_Bx1xHxd, keys_BxKxSxd,
+                          values_BxKxSxd)
+
+
+def _attend_one(q_Bx1xHxd, keys_BxKxSxd, values_BxKxSxd, readable_BxS):
     B, K, _, d = keys_BxKxSxd.shape
     q_BxKxGxd = q_Bx1xHxd.reshape(B, K, -1, d).astype(jnp.float32) * d**-0.5
     keys, values = keys_BxKxSxd.astype(jnp.float32), values_BxKxSxd.astype(jnp.float32)
@@ -103,10 +117,11 @@ class Layer(nn.Module):
     keep_cache: bool  # a scan would stack the keys and values that nobody reads
 
     @nn.compact
-    def __call__(self, x, cos_sin, mask, cache=None, column=None):
+    def __call__(self, x, cos_sin, mask, cache=None, columns_B=None, windows=()):
         a = self.architecture
         attention, mlp = Attention(a, self.dtype, name="attention"), MLP(a, self.dtype, name="mlp")
-        attended, cache = attention(RMSNorm(a.norm_epsilon, name="input_norm")(x), cos_sin, mask, cache, column)
+        attended, cache = attention(RMSNorm(a.norm_epsilon, name="input_norm")(x), cos_sin, mask, cache, columns_B,
+                                    windows)
         x = x + attended
         x = x + mlp(RMSNorm(a.norm_epsilon, name="post_attention_norm")(x))
         return x, cache if self.keep_cache else None
@@ -130,7 +145,7 @@ class Transformer(nn.Module):
     unrolled: bool = False
 
     @nn.compact
-    def __call__(self, tokens_BxT, positions_BxT, segments_BxT=None, *, cache=None, column=None, readable_BxS=None):
+    def __call__(self, tokens_BxT, positions_BxT, segments_BxT=None, *, cache=None, windows=()):
         """Runs tokens through the layers.
 
         Args:
@@ -138,9 +153,9 @@ class Transformer(nn.Module):
           positions_BxT: int32, each token's place in its own sequence, from 0.
           segments_BxT: int32; a token sees those before it in the row that have the same segment. None: the row is one
             segment. Not with a cache.
-          cache: for one new token a row (T = 1, unrolled): (keys, values) of each layer, [B, kv heads, S, head_dim].
-          column: int32, scalar or [B]: where in the cache the new token goes.
-          readable_BxS: bool, the columns of the cache that the new token sees, its own included.
+          cache: for one new token a row (T = 1, unrolled): (keys, values) of each layer, [B, kv heads, S, head_dim]. The
+            token at position i of a sequence has column i; the new token goes into its own and sees those up to it.
+          windows: static, with a cache: see `attend_one`.
 
         Returns:
           hidden states after the last norm, [B, T, D] in `dtype`, and, unrolled, keys and values: of these tokens, each
@@ -150,15 +165,15 @@ class Transformer(nn.Module):
         embedding = self.param("embed", _embedding, a.vocab_size, a.hidden_size)["embedding"]
         x = embedding[tokens_BxT].astype(self.dtype)
         rotation = rope.cos_sin(a, positions_BxT)
-        mask = readable_BxS
+        mask = None
         if cache is None:
             mask = jnp.tril(jnp.ones((tokens_BxT.shape[1],) * 2, bool))[None, None]
             if segments_BxT is not None:
                 mask &= (segments_BxT[:, :, None] == segments_BxT[:, None, :])[:, None]
-        x, cache = self._layers(x, rotation, mask, cache, column)
+        x, cache = self._layers(x, rotation, mask, cache, positions_BxT[:, 0], windows)
         return RMSNorm(a.norm_epsilon, name="norm")(x), cache
 
-    def _layers(self, x, rotation, mask, cache, column):
+    def _layers(self, x, rotation, mask, cache, columns_B, windows):
         layer = nn.remat(Layer, prevent_cse=self.unrolled) if self.remat else Layer
         if not self.unrolled:
             stack = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=nn.broadcast,
@@ -168,7 +183,7 @@ class Transformer(nn.Module):
         for i in range(self.architecture.num_layers):
             own = None if cache is None else cache[i]
             block = layer(self.architecture, self.dtype, keep_cache=True, name=f"layer_{i}")
-            x, own = block(x, rotation, mask, own, column)
+            x, own = block(x, rotation, mask, own, columns_B, windows)
             new_cache.append(own)
         return x, tuple(new_cache)
 

@@ -1,11 +1,16 @@
-"""Responses to prompts: prefill, then one token a row and step in a `while_loop`, on the device from first to last.
+"""Responses to prompts, on the device from first to last: one `while_loop` whose slots never wait for the longest response.
 
-The cache has S = P + T columns: prompt token i in column i, response token t in column P + t, at position length + t of
-its sequence. A row reads its prompt's columns and those of the response so far, never the padding between.
+All prompts of a step wait in a queue on the device. B slots decode together, one token a step and slot; a slot whose
+response has ended takes the next sample. Prompts are prefilled in groups into a stage, from where each of their n samples
+copies keys and values into its slot. Once the queue is empty and half of the slots idle, the others move into half as many.
+
+The cache has S = P + T columns a slot, and the token at position i of a sequence stands in column i. A slot enters with
+its prompt's last token still to be run: the step that runs it draws the first token of the response.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +20,10 @@ from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.sampler import sampling
 from jax_ppo.types import Prompts, Rollout
+
+PREFILL_TOKENS = 8192  # prompt tokens prefilled at once
+LEAST_SLOTS = 16  # no narrower: below, a step costs the same for fewer
+LEAST_WINDOW = 128  # columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +37,7 @@ class SamplingOptions:
       top_p: draw among the likeliest tokens that hold this probability, in (0, 1].
       n: responses a prompt.
       eos_ids: tokens that end a response; each stays in it.
+      slots: B, samples decoded together, at most (on each device that rows are split over); None: all.
     """
 
     max_response_length: int
@@ -36,122 +46,253 @@ class SamplingOptions:
     top_p: float = 1.0
     n: int = 1
     eos_ids: tuple[int, ...] = ()
+    slots: int | None = None
 
 
-class State(NamedTuple):
-    """What the decode loop carries.
+class Slots(NamedTuple):
+    """The samples that are decoded together.
 
     Fields:
-      drawn: int32, tokens drawn so far in the rows that go on.
-      responses: int32 [B, T]; logprobs: float32 [B, T]; lengths: int32 [B]: of what was drawn, 0 past the length.
-      finished: bool [B], an EOS ended the row.
+      sample: int32 [B], index of the slot's sample; N, the number of samples, where the slot is idle.
+      drawn: int32 [B], tokens of its response so far.
+      token: int32 [B], the last token of its sequence, which has not been run.
       cache: (keys, values) of each layer, each [B, kv heads, S, head_dim].
     """
 
+    sample: Any
     drawn: Any
+    token: Any
+    cache: Any
+
+
+class State(NamedTuple):
+    """What the loop carries.
+
+    Fields:
+      slots: Slots.
+      entered: int32, samples that have left the queue, in their order.
+      staged: int32, prompts prefilled; the last G of them are on the stage.
+      stage: (keys, values) of each layer, each [G, kv heads, P, head_dim].
+      responses: int32 [N, T]; logprobs: float32 [N, T]; lengths: int32 [N]: of what was drawn, 0 past the length.
+      finished: bool [N], an EOS ended the response.
+      slot_steps: int32, tokens that the slots could have drawn so far: steps times slots.
+    """
+
+    slots: Slots
+    entered: Any
+    staged: Any
+    stage: Any
     responses: Any
     logprobs: Any
     lengths: Any
     finished: Any
-    cache: Any
+    slot_steps: Any
 
 
-def sample(model: Transformer, options: SamplingOptions, params, prompts: Prompts, key, first_sample_index=0,
-           constrain=lambda rows: rows) -> Rollout:
-    """Samples n responses to each prompt. Pure; to be compiled with model, options and constrain static.
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What stays the same throughout.
 
-    A sample's tokens depend on key, its prompt and its index alone, up to the rounding of logits: not on the rows
-    beside it, their number, the bucket P or the devices. All samples of a prompt share its prefill.
+    Attributes:
+      prompts: [N / n, P] and some of length 1 behind, which nobody answers, to a multiple of `group`.
+      keys_N: one a sample.
+      group: G, prompts prefilled together.
+      width: B, slots at first.
+      any_shard: whether a bool holds on any shard of rows that runs the loops in step with this one.
+    """
+
+    model: Transformer
+    options: SamplingOptions
+    params: Any
+    prompts: Prompts
+    keys_N: Any
+    group: int
+    width: int
+    any_shard: Callable
+
+    @property
+    def samples(self) -> int:
+        return len(self.keys_N)
+
+    @property
+    def refill(self) -> int:
+        """Slots that take a sample at once, and as many must be idle before decoding stops for them."""
+        return max(1, self.width // 64)
+
+
+def sample(model: Transformer, options: SamplingOptions, params, prompts: Prompts, indices_N, key,
+           any_shard=lambda x: x) -> Rollout:
+    """Samples n responses to each prompt. Pure; to be compiled with model and options static.
+
+    A sample's tokens depend on key, its prompt and its index alone, up to the rounding of logits: not on the slots, the
+    samples beside it, their number, the bucket P or the devices. All samples of a prompt share its prefill.
 
     Args:
       model: with unrolled=True.
       params: the actor's as `models.transformer.unroll` gives them, in the type to compute in, laid out for decoding.
-      prompts: [B / n, P]; sample b answers prompt b // n.
+      prompts: [N / n, P]; sample i answers prompt i // n.
+      indices_N: int32, the samples' addresses.
       key: the step's.
-      first_sample_index: int32, the index of sample 0, for a batch that is cut up.
-      constrain: applied to arrays whose first axis is rows, to say where rows live: [B], [B, T], [B, V] and the cache's
-        [B, kv heads, S, head_dim], whose other axes it should leave as they are.
+      any_shard: see Job.
     """
-    state, prompts = run(model, options, params, prompts, key, first_sample_index, constrain)
-    return Rollout(prompts=prompts, responses=state.responses, lengths=state.lengths, logprobs=state.logprobs,
-                   truncated=~state.finished)
-
-
-def run(model, options, params, prompts, key, first_sample_index, constrain) -> tuple[State, Prompts]:
-    """`sample`, giving the loop's last state (`drawn` tells when it ended) and the prompts, each repeated n times."""
     assert model.unrolled, "the sampler needs Transformer(unrolled=True), which returns keys and values"
-    logits, cache = prefill(model, params, prompts, room=options.max_response_length)
-    prompts, logits, cache = jax.tree.map(lambda x: jnp.repeat(x, options.n, axis=0), (prompts, logits, cache))
-    B, P = prompts.tokens.shape
-    T = options.max_response_length
-    keys_B = sampling.sample_keys(key, first_sample_index + jnp.arange(B))
-
-    def some_row_goes_on(state: State):
-        return (state.drawn < T) & ~state.finished.all()
-
-    def step(state: State) -> State:
-        t = state.drawn - 1  # of the last token drawn: it enters the cache, and the next is drawn
-        logits, cache = decode(model, params, prompts.lengths, state.cache, _column(state.responses, t), t, P)
-        return draw_next(options, keys_B, state._replace(cache=cache), logits)
-
-    empty = jnp.zeros((B, T), jnp.int32), jnp.zeros((B, T)), jnp.zeros(B, jnp.int32), jnp.zeros(B, bool)
-    prompts, logits, cache, empty = jax.tree.map(constrain, (prompts, logits, cache, empty))
-    state = draw_next(options, keys_B, State(jnp.int32(0), *empty, cache), logits)
-    return jax.lax.while_loop(some_row_goes_on, step, state), prompts
+    job = plan(model, options, params, prompts, sampling.sample_keys(key, indices_N), any_shard)
+    state = start(job)
+    widths = narrowing(job.width)
+    for width, narrower in zip(widths, (*widths[1:], 0), strict=True):
+        if width < job.width:
+            state = narrow(job, state, width)
+        step = functools.partial(refill_and_decode, job, narrower) if width == job.width else functools.partial(decode, job)
+        state = jax.lax.while_loop(lambda s, n=narrower: any_shard(queued(job, s) | (busy(job, s).sum() > n)), step, state)
+    prompts = jax.tree.map(lambda x: jnp.repeat(x, options.n, axis=0), prompts)
+    return Rollout(prompts=prompts, responses=state.responses, lengths=state.lengths, logprobs=state.logprobs,
+                   truncated=~state.finished, slot_steps=state.slot_steps[None])
 
 
-def prefill(model: Transformer, params, prompts: Prompts, room: int):
-    """Logits after each prompt's last token, float32 [B, V], and the prompts' cache with `room` free columns behind."""
-    P = prompts.tokens.shape[1]
-    is_prompt_BxP = jnp.arange(P) < prompts.lengths[:, None]
+def plan(model, options, params, prompts: Prompts, keys_N, any_shard=lambda x: x) -> Job:
+    """Chooses B and G and fills the queue up to a multiple of G."""
+    count, P = prompts.tokens.shape
+    width = min(options.slots or len(keys_N), len(keys_N))
+    group = max(1, min(PREFILL_TOKENS // P, count, -(-width // options.n)))
     # Whatever stands behind a prompt, an id outside the vocabulary too, nothing but zeros goes in.
-    tokens_BxP = jnp.where(is_prompt_BxP, prompts.tokens, 0)
-    positions_BxP = jnp.broadcast_to(jnp.arange(P), tokens_BxP.shape)
-    hidden_BxPxD, cache = model.apply({"params": params}, tokens_BxP, positions_BxP, is_prompt_BxP.astype(jnp.int32))
-    last_BxD = jnp.take_along_axis(hidden_BxPxD, prompts.lengths[:, None, None] - 1, axis=1)[:, 0]
-    cache = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, room), (0, 0))), cache)
-    return heads.logits(params, last_BxD), cache
+    tokens = jnp.where(jnp.arange(P) < prompts.lengths[:, None], prompts.tokens, 0)
+    queue = Prompts(jnp.pad(tokens, ((0, -count % group), (0, 0))),
+                    jnp.pad(prompts.lengths, (0, -count % group), constant_values=1))
+    return Job(model, options, params, queue, keys_N, group, width, any_shard)
 
 
-def decode(model: Transformer, params, prompt_lengths_B, cache, tokens_B, t, P: int):
-    """Puts response token t of each row into the cache; logits of token t + 1, float32 [B, V], and the cache."""
-    columns_S = jnp.arange(cache[0][0].shape[2])
-    readable_BxS = (columns_S < prompt_lengths_B[:, None]) | ((columns_S >= P) & (columns_S <= P + t))
-    positions_B = prompt_lengths_B + t
-    hidden_Bx1xD, cache = model.apply({"params": params}, tokens_B[:, None], positions_B[:, None], cache=cache,
-                                      column=P + t, readable_BxS=readable_BxS)
-    return heads.logits(params, hidden_Bx1xD[:, 0]), cache
+def start(job: Job) -> State:
+    """All slots idle, nothing staged."""
+    a, T, P = job.model.architecture, job.options.max_response_length, job.prompts.tokens.shape[1]
+
+    def cache(rows, columns):
+        zeros = jnp.zeros((rows, a.num_kv_heads, columns, a.head_dim), job.model.dtype)
+        return tuple((zeros, zeros) for _ in range(a.num_layers))
+
+    N, B, none = job.samples, job.width, jnp.int32(0)
+    slots = Slots(jnp.full(B, N, jnp.int32), jnp.zeros(B, jnp.int32), jnp.zeros(B, jnp.int32), cache(B, P + T))
+    return State(slots, none, none, cache(job.group, P), jnp.zeros((N, T), jnp.int32), jnp.zeros((N, T)),
+                 jnp.zeros(N, jnp.int32), jnp.zeros(N, bool), none)
 
 
-def draw_next(options: SamplingOptions, keys_B, state: State, logits_BxV) -> State:
-    """Draws token number `drawn` of each row and writes it down where the row is not finished."""
-    t, going_B = state.drawn, ~state.finished
-    uniforms_Bx2 = sampling.uniforms(keys_B, t)
-    tokens_B, logprobs_B = sampling.choose(logits_BxV, uniforms_Bx2, options.temperature, options.top_k, options.top_p)
+def narrowing(width: int) -> tuple[int, ...]:
+    """The widths that the slots pass through: halves, four in all, none below LEAST_SLOTS but the first."""
+    return (width, *(width >> i for i in (1, 2, 3) if width >> i >= LEAST_SLOTS))
+
+
+def queued(job: Job, state: State):
+    return state.entered < job.samples
+
+
+def busy(job: Job, state: State):
+    return state.slots.sample < job.samples
+
+
+def refill_and_decode(job: Job, narrower: int, state: State) -> State:
+    """Fills idle slots from the queue, then decodes until some can be filled again, or all but `narrower` are idle."""
+
+    def can_stage(state):
+        return job.any_shard(stage_is_used_up(job, state))
+
+    def can_enter(state):
+        staged = jnp.minimum(state.staged * job.options.n, job.samples)
+        return job.any_shard((state.entered < staged) & ~busy(job, state).all())
+
+    def goes_on(state):
+        busy_B, waiting = busy(job, state), queued(job, state)
+        can_refill = job.any_shard(waiting & ((~busy_B).sum() >= job.refill))
+        return job.any_shard(waiting | (busy_B.sum() > narrower)) & ~can_refill
+
+    # Loops of one turn or none, not conditionals: XLA copies nothing on their way.
+    state = jax.lax.while_loop(can_stage, functools.partial(prefill, job), state)
+    state = jax.lax.while_loop(can_enter, functools.partial(enter, job), state)
+    return jax.lax.while_loop(goes_on, functools.partial(decode, job), state)
+
+
+def stage_is_used_up(job: Job, state: State):
+    return queued(job, state) & (state.entered == state.staged * job.options.n)
+
+
+def prefill(job: Job, state: State) -> State:
+    """Puts the keys and values of the next group of prompts on the stage, if the one before has left it."""
+    tokens_GxP, lengths_G = (jax.lax.dynamic_slice_in_dim(x, state.staged, job.group) for x in
+                             (job.prompts.tokens, job.prompts.lengths))
+    columns_GxP = jnp.broadcast_to(jnp.arange(tokens_GxP.shape[1]), tokens_GxP.shape)
+    is_prompt_GxP = (columns_GxP < lengths_G[:, None]).astype(jnp.int32)
+    _, stage = job.model.apply({"params": job.params}, tokens_GxP, columns_GxP, is_prompt_GxP)
+    used_up = stage_is_used_up(job, state)  # on another shard, if not on this
+    stage = jax.tree.map(lambda new, old: jnp.where(used_up, new, old), stage, state.stage)
+    return state._replace(staged=state.staged + used_up * job.group, stage=stage)
+
+
+def enter(job: Job, state: State) -> State:
+    """Gives `job.refill` idle slots, or as many as there are, the next samples whose prompts are on the stage."""
+    n, slots, P = job.options.n, state.slots, job.prompts.tokens.shape[1]
+    B = len(slots.sample)
+    slot_g = jnp.nonzero(~busy(job, state), size=job.refill, fill_value=B)[0]
+    sample_g = state.entered + jnp.arange(job.refill)
+    enters_g = (slot_g < B) & (sample_g < jnp.minimum(state.staged * n, job.samples))
+    slot_g = jnp.where(enters_g, slot_g, B)  # B: dropped
+    prompt_g = jnp.minimum(sample_g // n, state.staged - 1)
+    staged_g = prompt_g - (state.staged - job.group)
+
+    def put(slots_B, new_g):
+        return slots_B.at[slot_g].set(new_g, mode="drop")
+
+    cache = jax.tree.map(lambda cache, stage: cache.at[slot_g, :, :P].set(stage[staged_g], mode="drop"),
+                         slots.cache, state.stage)
+    last_g = job.prompts.tokens[prompt_g, job.prompts.lengths[prompt_g] - 1]
+    slots = Slots(put(slots.sample, sample_g), put(slots.drawn, 0), put(slots.token, last_g), cache)
+    return state._replace(slots=slots, entered=state.entered + enters_g.sum())
+
+
+def decode(job: Job, state: State) -> State:
+    """One step: runs each slot's last token, draws the next and writes it down. What idle slots draw is dropped."""
+    options, slots, busy_B = job.options, state.slots, busy(job, state)
+    some_B = jnp.minimum(slots.sample, job.samples - 1)
+    positions_B = jnp.where(busy_B, job.prompts.lengths[some_B // options.n] + slots.drawn - 1, 0)
+    hidden_Bx1xD, cache = job.model.apply({"params": job.params}, slots.token[:, None], positions_B[:, None],
+                                          cache=slots.cache, windows=windows(slots.cache[0][0].shape[2]))
+    uniforms_Bx2 = sampling.uniforms(job.keys_N[some_B], slots.drawn)
+    tokens_B, logprobs_B = sampling.choose(heads.logits(job.params, hidden_Bx1xD[:, 0]), uniforms_Bx2, options.temperature,
+                                           options.top_k, options.top_p)
     is_eos_B = (tokens_B[:, None] == jnp.array(options.eos_ids, jnp.int32)).any(-1)
+    drawn_B = slots.drawn + 1
+    over_B = is_eos_B | (drawn_B == options.max_response_length)
     return state._replace(
-        drawn=t + 1,
-        responses=_write_column(state.responses, jnp.where(going_B, tokens_B, 0), t),
-        logprobs=_write_column(state.logprobs, jnp.where(going_B, logprobs_B, 0.0), t),
-        lengths=state.lengths + going_B,
-        finished=state.finished | is_eos_B,
+        slots=Slots(jnp.where(over_B, job.samples, slots.sample), drawn_B, tokens_B, cache),
+        responses=state.responses.at[slots.sample, slots.drawn].set(tokens_B, mode="drop"),
+        logprobs=state.logprobs.at[slots.sample, slots.drawn].set(logprobs_B, mode="drop"),
+        lengths=state.lengths.at[slots.sample].set(drawn_B, mode="drop"),
+        finished=state.finished.at[slots.sample].set(is_eos_B, mode="drop"),
+        slot_steps=state.slot_steps + len(busy_B),
     )
 
 
-def _column(x_BxT, t):
-    return jax.lax.dynamic_index_in_dim(x_BxT, t, axis=1, keepdims=False)
+def windows(columns: int) -> tuple[int, ...]:
+    """The lengths that the cache is read to: the shortest of these that holds every slot's sequence. Halves of S."""
+    return tuple(sorted({columns} | {-(-columns >> i) for i in (1, 2, 3) if columns >> i >= LEAST_WINDOW}))
 
 
-def _write_column(x_BxT, new_B, t):
-    return jax.lax.dynamic_update_index_in_dim(x_BxT, new_B, t, axis=1)
+def narrow(job: Job, state: State, width: int) -> State:
+    """Moves what is in the busy slots, `width` at most, into so many slots."""
+    kept = jnp.argsort(~busy(job, state))[:width]
+    return state._replace(slots=jax.tree.map(lambda x: x[kept], state.slots))
 
 
 class Sampler:
     """`sample`, compiled once for each prompt bucket P and number of prompts."""
 
-    def __init__(self, model: Transformer, options: SamplingOptions, constrain=lambda rows: rows):
+    def __init__(self, model: Transformer, options: SamplingOptions, split_rows=lambda function: function):
+        """`split_rows`: wraps a function of (params, prompts, indices, key, any_shard) so that each device that rows are
+        split over runs it for its own: it refills its slots from its own queue."""
         self.options = options
-        self._sample = jax.jit(functools.partial(sample, model, options, constrain=constrain))
+        run = split_rows(functools.partial(sample, model, options))
+
+        def with_indices(params, prompts, key, first_sample_index=0):
+            return run(params, prompts, first_sample_index + jnp.arange(len(prompts.lengths) * options.n), key)
+
+        self._sample = jax.jit(with_indices)
 
     def __call__(self, params, prompts: Prompts, key, first_sample_index=None) -> Rollout:
         """See `sample`. An index left out is a constant of the program: nothing travels from the host for it."""

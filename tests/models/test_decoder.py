@@ -9,7 +9,7 @@ import pytest
 
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.transformer import Transformer, attend_one, unroll, write_column
+from jax_ppo.models.transformer import Transformer, attend_one, unroll, write_columns
 
 B, T = 2, 12
 ARCHITECTURE = Architecture(family="llama", vocab_size=31, hidden_size=16, intermediate_size=24, num_layers=2,
@@ -89,24 +89,22 @@ def test_unroll_casts_and_keeps_the_head(params):
     assert jax.tree.map(jnp.shape, flat) == jax.tree.map(jnp.shape, own)
 
 
-@pytest.mark.parametrize("vector", [False, True])
-def test_one_token_at_a_time_is_the_whole_sequence(params, ids, vector):
-    """With a column for all rows, or one a row; there the second row lags three tokens behind the first."""
+@pytest.mark.parametrize("windows", [(), (4, 5, T)])
+def test_one_token_at_a_time_is_the_whole_sequence(params, ids, windows):
+    """The second row lags three tokens behind the first."""
     flat = unroll(params)
     expected = run(params, ids)[0]
-    lag = np.array([0, 3]) if vector else np.array([0, 0])
+    lag = np.array([0, 3])
     empty = jnp.full((B, ARCHITECTURE.num_kv_heads, T, ARCHITECTURE.head_dim), 7.0)  # garbage that must not be read
     cache = ((empty, empty),) * ARCHITECTURE.num_layers
 
     @functools.partial(jax.jit, compiler_options=QUICK)
-    def step(cache, new, positions, column):
-        readable = jnp.arange(T) <= positions
-        return UNROLLED.apply({"params": flat}, new, positions, cache=cache, column=column, readable_BxS=readable)
+    def step(cache, new, positions):
+        return UNROLLED.apply({"params": flat}, new, positions, cache=cache, windows=windows)
 
     for i in range(T + max(lag)):
         at = np.clip(i - lag, 0, T - 1)  # a row that has not started, or has ended, repeats a token
-        column = at if vector else at[0]
-        hidden, cache = step(cache, np.take_along_axis(ids, at[:, None], 1), at[:, None], column)
+        hidden, cache = step(cache, np.take_along_axis(ids, at[:, None], 1), at[:, None])
         np.testing.assert_allclose(hidden[:, 0], expected[np.arange(B), at], atol=1e-5)
 
 
@@ -114,20 +112,22 @@ def test_one_token_at_a_time_is_the_whole_sequence(params, ids, vector):
 def test_attention_to_the_cache_is_attention(heads_a_key):
     rng = np.random.default_rng(4)
     q, keys, values = (rng.normal(size=size) for size in ((2, 1, 2 * heads_a_key, 4), (2, 2, 5, 4), (2, 2, 5, 4)))
-    readable = np.array([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]], bool)
+    columns = np.array([2, 3])
     expected = jax.nn.dot_product_attention(*map(jnp.asarray, (q, keys.swapaxes(1, 2), values.swapaxes(1, 2))),
-                                            mask=readable[:, None, None])
-    ours = attend_one(*map(jnp.asarray, (q, keys, values, readable)))
-    np.testing.assert_allclose(ours.reshape(expected.shape), expected, atol=1e-5)
+                                            mask=(np.arange(5) <= columns[:, None])[:, None, None])
+    unread = np.where(np.arange(5)[:, None] < 4, 0, np.nan)
+    for windows, garbage in (((), 0), ((1, 4, 5), unread), ((2, 5), 0)):  # 4 columns are enough: the fifth is never read
+        ours = attend_one(*map(jnp.asarray, (q, keys + garbage, values + garbage, columns)), windows)
+        np.testing.assert_allclose(ours.reshape(expected.shape), expected, atol=1e-5)
 
 
-def test_a_column_for_all_rows_is_the_same_column_in_each():
+def test_each_row_writes_its_own_column():
     rng = np.random.default_rng(2)
-    cache, new = rng.normal(size=(3, 2, 5, 4)), rng.normal(size=(3, 1, 2, 4))
-    scalar = write_column(cache, new, jnp.int32(2))
-    np.testing.assert_array_equal(scalar, write_column(cache, new, jnp.full(3, 2)))
-    np.testing.assert_array_equal(scalar[:, :, 2], new[:, 0].astype(np.float32))
-    np.testing.assert_array_equal(np.delete(scalar, 2, 2), np.delete(cache, 2, 2).astype(np.float32))
+    cache, new = rng.normal(size=(3, 2, 5, 4)).astype(np.float32), rng.normal(size=(3, 1, 2, 4)).astype(np.float32)
+    expected = cache.copy()
+    for b, column in enumerate((4, 0, 2)):
+        expected[b, :, column] = new[b, 0]
+    np.testing.assert_array_equal(write_columns(cache, new, jnp.array([4, 0, 2])), expected)
 
 
 def test_recomputing_activations_leaves_the_gradient(params, ids):

@@ -149,12 +149,9 @@ def test_eos_in_a_prompt_is_a_token_like_others(actor, prompts, eos_ids):
 
 
 def test_the_loop_ends_with_the_last_row(actor, prompts):
-    """`drawn` counts the tokens a row was given: the model ran drawn - 1 times after the prefill."""
     eos_ids = tuple(map(int, actor.sample(prompts).responses[:, 3]))
-    options = generate.SamplingOptions(T, 1.0, eos_ids=eos_ids)
-    run = jax.jit(functools.partial(generate.run, actor.decoded, options, first_sample_index=0, constrain=lambda x: x))
-    state, _ = run(actor.params, prompts, jax.random.key(0))
-    assert state.drawn == state.lengths.max() <= 4 and state.finished.all()
+    rollout = actor.sample(prompts, eos_ids=eos_ids)
+    assert rollout.slot_steps.tolist() == [4 * rollout.lengths.max()] and rollout.lengths.max() <= 4
 
 
 # What is compiled
@@ -184,7 +181,7 @@ def test_nothing_has_the_size_of_batch_by_time_by_vocabulary(actor):
     options = generate.SamplingOptions(T, 0.7, top_k=9, top_p=0.9, n=2)
     traced = jax.make_jaxpr(functools.partial(generate.sample, actor.decoded, options))
     # [B, T, V] would be 14,640 numbers. A layer's cache is 5,376, a product in its attention 10,752.
-    assert max(sizes(traced(actor.params, prompts, jax.random.key(0)).jaxpr)) < 6 * 40 * 61
+    assert max(sizes(traced(actor.params, prompts, jnp.arange(6), jax.random.key(0)).jaxpr)) < 6 * 40 * 61
 
 
 def test_options_are_the_identity_of_a_program():

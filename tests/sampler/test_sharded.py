@@ -1,33 +1,38 @@
 """Rows split over eight devices: the same samples as on one, and no row leaves its device."""
 
+import dataclasses
 import re
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from tiny_actor import make_prompts
+from jax.sharding import NamedSharding, PartitionSpec
+from tiny_actor import ARCHITECTURE, Actor, make_prompts
 
+from jax_ppo import sharding
+from jax_ppo.config import MeshShape
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 
-FREE = PartitionSpec.UNCONSTRAINED
-OPTIONS = SamplingOptions(12, 1.0, n=2, eos_ids=(3, 7, 11))
-
-
-def constrain(rows):
-    return jax.lax.with_sharding_constraint(rows, PartitionSpec("data", *[FREE] * (rows.ndim - 1)))
+OPTIONS = SamplingOptions(12, 1.0, n=2, eos_ids=(3, 7, 11), slots=3)
 
 
 @pytest.fixture(scope="module")
-def split(actor):
-    """Sampler, its arguments on the mesh, and the compiled text."""
-    assert len(jax.devices()) == 8
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    replicated, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
-    args = (jax.device_put(actor.params, replicated), jax.device_put(make_prompts(range(1, 17)), rows),
+def actor():
+    """With a vocabulary that two devices can share."""
+    return Actor(dataclasses.replace(ARCHITECTURE, vocab_size=62))
+
+
+@pytest.fixture(scope="module", params=[(8, 1, 1), (2, 2, 2)], ids=str)
+def split(actor, request):
+    """The samples on a mesh of eight devices, and the compiled text."""
+    shape = dict(zip(sharding.AXES, request.param, strict=True))
+    mesh = sharding.make_mesh(MeshShape(**shape))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    layout = sharding.tree_shardings(mesh, actor.params, sharding.DECODE_RULES)
+    args = (jax.device_put(actor.params, layout), jax.device_put(make_prompts(range(1, 17)), sharding.rows(mesh)),
             jax.device_put(jax.random.key(0), replicated))
     with jax.set_mesh(mesh):
-        sampler = Sampler(actor.decoded, OPTIONS, constrain)
+        sampler = Sampler(actor.decoded, OPTIONS, sharding.split_rows)
         rollout = sampler(*args)
         return rollout, sampler._sample.lower(*args).compile().as_text()
 
@@ -41,9 +46,15 @@ def test_eight_devices_draw_the_samples_of_one(actor, split):
     assert 0 < np.asarray(rollout.truncated).sum() < 32
 
 
-def test_devices_agree_on_whether_to_go_on_and_on_nothing_else(split):
+def test_shards_of_rows_say_nothing_to_each_other(split):
+    """Each ends when its own samples are done. Where matrices are split they meet, to ask whether any goes on."""
     rollout, text = split
-    assert {shard.data.shape for shard in rollout.responses.addressable_shards} == {(4, 12)}
-    assert not re.search(r" (all-gather|all-to-all|collective-permute|reduce-scatter)(-start)?\(", text)
-    reduced = re.findall(r"= (\S+) all-reduce(?:-start)?\(", text)
-    assert reduced and all(re.match(r"(pred|s32|u32)\[\]", shape) for shape in reduced), reduced
+    shards = len(rollout.slot_steps)
+    assert {shard.data.shape for shard in rollout.responses.addressable_shards} == {(32 // shards, 12)}
+    steps = np.asarray(rollout.slot_steps)
+    assert (steps >= np.asarray(rollout.lengths).reshape(shards, -1).sum(1)).all()
+    collectives = re.findall(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", text)
+    if shards == 8:
+        assert not collectives and len(set(steps.tolist())) > 1
+    else:
+        assert "all-reduce" in collectives and len(set(steps.tolist())) == 1

@@ -19,9 +19,9 @@ T = 12
 class Actor:
     """The model in both forms."""
 
-    def __init__(self):
-        self.scored = Transformer(ARCHITECTURE)
-        self.decoded = Transformer(ARCHITECTURE, unrolled=True)
+    def __init__(self, architecture=ARCHITECTURE):
+        self.scored = Transformer(architecture)
+        self.decoded = Transformer(architecture, unrolled=True)
         self.stacked, self.params = self.init(jax.random.key(0))
         self.sampler = functools.cache(lambda options: Sampler(self.decoded, options))  # tests share programs
 
