@@ -6,12 +6,14 @@ Both sides start from the data folder's `tinyadd`, which answers 34 % of the hel
 every 5 steps. Evaluations are off the clock on both sides. So is compilation, told apart: each run first takes two steps and
 an evaluation on a state that it throws away ("warm-up", nearly all of it compilation). Runs take turns seed by seed, on the
 same two cores. Three rows: torch; ours with torch's settings to the option, which compares the speed of a step; ours with
-the settings that are best for it. Takes about 15 minutes; writes results/time_to_reward.json.
+the settings that are best for it. "Slowest" is a run's slowest five steps over its median ones: far above 1, something else
+had the cores, and the figures are void. Takes about 15 minutes; writes results/time_to_reward.json.
 """
 
 import argparse
 import json
 import os
+import statistics
 import sys
 from pathlib import Path
 
@@ -71,6 +73,7 @@ def summarise(runs: list[dict]) -> dict:
     reached = [run for run in runs if run["accuracy"] >= addition.TARGET]
     summary = {"runs": len(runs), "reached": len(reached),
                "seconds_per_step": harness.spread([run["seconds"] / run["steps"] for run in runs]),
+               "slowest": harness.spread([_slowest(run["curve"]) for run in runs]),
                "warm_up_seconds": harness.spread([run["warm_up_seconds"] for run in runs]),
                "accuracy_before": harness.spread([run["accuracy_before"] for run in runs])}
     if reached:
@@ -78,9 +81,14 @@ def summarise(runs: list[dict]) -> dict:
     return summary
 
 
+def _slowest(curve):
+    seconds = [after[1] - before[1] for before, after in zip(curve, curve[1:], strict=False)]
+    return max(seconds) / statistics.median(seconds)
+
+
 def table(rows: dict[str, dict]) -> str:
     """A line for each side: medians, and in brackets the least and the greatest."""
-    columns = {"seconds": ".1f", "steps": ".0f", "seconds_per_step": ".3f", "warm_up_seconds": ".1f"}
+    columns = {"seconds": ".1f", "steps": ".0f", "seconds_per_step": ".3f", "slowest": ".2f", "warm_up_seconds": ".1f"}
 
     def cell(figures, form):
         return f"{figures['median']:{form}} ({figures['min']:{form}}-{figures['max']:{form}})" if figures else "-"
