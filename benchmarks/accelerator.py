@@ -1,0 +1,287 @@
+"""Qwen2.5-0.5B's true shapes on one NVIDIA GPU, random weights: decoding, training, a whole PPO step, and rivals.
+
+    python benchmarks/accelerator.py                # ten minutes on an H200; sections by name to run some only
+    python benchmarks/accelerator.py --tiny         # the same code at toy sizes, on any machine, in seconds
+
+Each section runs in a process of its own and writes what it finds at once to results/accelerator.json: one that fails, or that
+is cut off by --budget seconds, loses nothing of the others. Needs jax, flax, optax and NumPy; torch and transformers where
+they are to be compared with. Shares are of what the hardware allows: bytes over 4.8 TB/s for decoding (weights and half-full
+caches read once a token), 6 N FLOPs a trained token over the matrix product measured in the same process.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SECTIONS = ("decode", "decode_command_buffers", "training", "step", "attention", "torch")
+FLAGS = {"decode_command_buffers": "--xla_gpu_enable_command_buffer=+WHILE"}
+BANDWIDTH = 4.8e12  # bytes a second of an H200's memory
+PUBLISHED = {"verl_seconds": 66.9, "floor_seconds": 0.97, "decode_tokens_per_second": 361_000}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What a section is run at. `prompt` + `response` is the context that a cache holds."""
+
+    layers: int = 24
+    hidden: int = 896
+    heads: int = 14
+    mlp: int = 4864
+    vocabulary: int = 151_936
+    slots: int = 256
+    prompt: int = 256
+    response: int = 512
+    mean_prompt: int = 104
+    mean_response: int = 307
+    micro_batches: tuple[int, ...] = (4, 8, 16, 32)
+    product: int = 8192
+    repeats: int = 5
+
+
+TINY = Sizes(layers=2, hidden=128, heads=2, mlp=256, vocabulary=512, slots=8, prompt=8, response=8, mean_prompt=5,
+             mean_response=5, micro_batches=(1, 2), product=64, repeats=2)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; all if none is given")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--budget", type=float, default=570, help="seconds for all sections")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "accelerator.json")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # runs one section in this process
+    args = parser.parse_args()
+    if unknown := set(args.sections) - set(SECTIONS):
+        parser.error(f"{unknown.pop()}: no such section; there are {', '.join(SECTIONS)}")
+    sizes = TINY if args.tiny else Sizes()
+    if args.here:
+        print(json.dumps(globals()[args.sections[0].removesuffix("_command_buffers")](sizes)))
+        return
+    deadline, result = time.monotonic() + args.budget, {"sizes": dataclasses.asdict(sizes), "published": PUBLISHED}
+    for section in args.sections or SECTIONS:
+        result[section] = run_section(section, args.tiny, deadline - time.monotonic())
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        print(section, json.dumps(result[section]), flush=True)
+
+
+def run_section(name: str, tiny: bool, seconds: float) -> dict:
+    """What a section found, or {"error": why not}."""
+    if seconds < 5:
+        return {"error": "no time was left"}
+    flags = " ".join(filter(None, (os.environ.get("XLA_FLAGS"), FLAGS.get(name))))
+    if "gpu" in flags and tiny:
+        flags = ""  # a CPU's compiler may not know them
+    paths = filter(None, (str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH")))
+    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, __file__, name, "--here"] + ["--tiny"] * tiny
+    started = time.monotonic()
+    try:
+        done = subprocess.run(command, env=environment, timeout=seconds, capture_output=True, text=True)
+    except subprocess.TimeoutExpired:
+        return {"error": f"cut off after {seconds:.0f} seconds"}
+    if done.returncode:
+        return {"error": done.stderr.strip()[-2000:]}
+    return json.loads(done.stdout.splitlines()[-1]) | {"section_seconds": time.monotonic() - started}
+
+
+def make_step(sizes: Sizes, **changes):
+    import programs
+
+    architecture = programs.qwen2(sizes.layers, sizes.hidden, sizes.vocabulary, tied=True, query_heads=sizes.heads,
+                                  kv_heads=min(2, sizes.heads), mlp=sizes.mlp)
+    return programs.Step(architecture, **{"samples": sizes.slots, "prompt": sizes.prompt, "response": sizes.response,
+                                          "dtype": "bfloat16", "remat": True, "slots": sizes.slots} | changes)
+
+
+def seconds(function, repeats: int) -> float:
+    """Median of a call, waited for; the first, which compiles, is left out."""
+    import jax
+
+    taken = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        jax.block_until_ready(function())
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:])
+
+
+def parameters(step) -> int:
+    import jax
+
+    return sum(x.size for x in jax.tree.leaves(step.state().actor))
+
+
+def decode(sizes: Sizes) -> dict:
+    """Tokens a second while every slot is busy, from the difference between two lengths, and their share of the limit."""
+    import jax
+
+    taken, half = {}, sizes.response // 2
+    for response in (half, sizes.response):
+        step = make_step(sizes, response=response)
+        given = step.random_decode_params(), step.random_prompts(step.full_lengths()), jax.random.key(0)
+        with jax.set_mesh(step.mesh):
+            taken[response] = seconds(lambda step=step, given=given: step.sampler(*given), sizes.repeats)
+    a = step.architecture
+    tokens = sizes.slots * (sizes.response - half)
+    per_second = tokens / (taken[sizes.response] - taken[half])
+    cache = 2 * a.num_layers * a.num_kv_heads * a.head_dim * 2 * sizes.slots * (sizes.prompt + sizes.response)
+    limit = sizes.slots * BANDWIDTH / (2 * parameters(step) + cache)
+    return {"tokens_per_second": per_second, "share_of_limit": per_second / limit, "limit_tokens_per_second": limit,
+            "whole_seconds": {str(length): value for length, value in taken.items()}} | device()
+
+
+def training(sizes: Sizes) -> dict:
+    """Tokens a second and model FLOPs' share of the matrix product's, of the actor's and critic's update, by micro-batch."""
+    peak, found = product_flops(sizes), {}
+    for rows in sizes.micro_batches:
+        for remat in (True, False):
+            name = f"{rows} rows{', layers recomputed' if remat else ''}"
+            try:
+                found[name] = train(make_step(sizes, samples=max(sizes.micro_batches), rows=rows, remat=remat), sizes, peak)
+            except Exception as error:  # too large for the memory, say: that is a finding too
+                found[name] = {"error": str(error)[:300]}
+            print(name, found[name], file=sys.stderr, flush=True)
+    return {"product_tflops": peak / 1e12, "micro_batches": found} | device()
+
+
+def train(step, sizes: Sizes, peak: float) -> dict:
+    taken = step.seconds_of_update(sizes.repeats)
+    tokens = step.samples * (sizes.prompt + sizes.response)
+    return {"seconds": taken, "tokens_per_second": tokens / taken,
+            "mfu": 2 * 6 * parameters(step) * tokens / taken / peak}  # 2: actor and critic
+
+
+def product_flops(sizes: Sizes) -> float:
+    """FLOPs a second of a square product of matrices in bfloat16."""
+    import jax
+    import jax.numpy as jnp
+
+    n = sizes.product
+    x = jnp.ones((n, n), jnp.bfloat16)
+    chain = jax.jit(lambda a, b: jax.lax.fori_loop(0, 10, lambda _, y: y @ b, a))
+    return 10 * 2 * n**3 / seconds(lambda: chain(x, x), sizes.repeats)
+
+
+def step(sizes: Sizes) -> dict:
+    """The phases of verl's published step: 256 prompts, its lengths, actor, critic and reference."""
+    import numpy as np
+    import workload
+
+    prompts = np.random.default_rng(1).integers(2, 2 * sizes.mean_prompt - 1, sizes.slots).astype(np.int32)
+    chance = workload.eos_chance(sizes.mean_response, sizes.response)
+    ours = make_step(sizes, endings=round(chance * sizes.vocabulary))
+    phases, tokens = ours.seconds_of_phases(np.minimum(prompts, sizes.prompt), max(1, sizes.repeats // 2))
+    total = sum(phases.values())
+    return {"seconds": total, "phases": phases, "tokens": tokens,
+            "times_the_floor": total / PUBLISHED["floor_seconds"], "times_verl": PUBLISHED["verl_seconds"] / total} | device()
+
+
+def attention(sizes: Sizes) -> dict:
+    """Milliseconds of forward and backward of packed causal attention, by implementation."""
+    import jax
+    import jax.numpy as jnp
+
+    length, rows, found = sizes.prompt + sizes.response, min(8, sizes.slots), {}
+    q, k = (jax.random.normal(jax.random.key(i), (rows, length, n, 64), jnp.bfloat16)
+            for i, n in enumerate((sizes.heads, min(2, sizes.heads))))
+    segments = jnp.arange(length) * 2 // length
+    mask = (segments[:, None] == segments) & jnp.tril(jnp.ones((length, length), bool))
+    for implementation in ("xla", "cudnn"):
+        for name, how in (("causal", {"is_causal": True}), ("packed", {"mask": mask[None, None]})):
+            def loss(q, k, v, implementation=implementation, how=how):
+                out = jax.nn.dot_product_attention(q, k, v, implementation=implementation, **how)
+                return out.astype(jnp.float32).sum()
+
+            gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+            try:
+                taken = seconds(lambda gradient=gradient: gradient(q, k, k), sizes.repeats)
+                found[f"{implementation}, {name}"] = {"milliseconds": 1000 * taken}
+            except Exception as error:  # cuDNN where there is none, or what it does not take
+                found[f"{implementation}, {name}"] = {"error": str(error)[:300]}
+    return found | device()
+
+
+def torch(sizes: Sizes) -> dict:
+    """The same decoding and training by transformers' own model in torch."""
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        return {"skipped": str(error)}
+    if not torch.cuda.is_available():
+        return {"skipped": "torch sees no CUDA device"}
+    config = transformers.Qwen2Config(
+        vocab_size=sizes.vocabulary, hidden_size=sizes.hidden, intermediate_size=sizes.mlp, num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads, num_key_value_heads=min(2, sizes.heads), tie_word_embeddings=True, pad_token_id=0,
+        eos_token_id=1, bos_token_id=None, max_position_embeddings=32768)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda()
+    found = {"torch": torch.__version__, "transformers": transformers.__version__, "device": torch.cuda.get_device_name()}
+    for name, function in (("generate", torch_generate), ("generate_batch", torch_generate_batch), ("training", torch_train)):
+        try:
+            found[name] = function(torch, model, sizes)
+        except Exception as error:
+            found[name] = {"error": str(error)[:500]}
+        print(name, found[name], file=sys.stderr, flush=True)
+    return found
+
+
+def torch_seconds(torch, function, repeats: int) -> float:
+    taken = []
+    for _ in range(repeats + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:])
+
+
+def torch_generate(torch, model, sizes: Sizes) -> dict:
+    prompts = torch.randint(2, sizes.vocabulary, (sizes.slots, sizes.prompt), device="cuda")
+    new = min(64, sizes.response)  # it decodes slowly; a few tokens tell
+    options = dict(attention_mask=torch.ones_like(prompts), do_sample=True, min_new_tokens=new, max_new_tokens=new, top_k=0)
+    with torch.no_grad():
+        taken = torch_seconds(torch, lambda: model.generate(prompts, **options), 1)
+    return {"tokens_per_second": sizes.slots * new / taken}
+
+
+def torch_generate_batch(torch, model, sizes: Sizes) -> dict:
+    from transformers import GenerationConfig
+
+    prompts = torch.randint(2, sizes.vocabulary, (sizes.slots, sizes.prompt)).tolist()
+    new = min(128, sizes.response)
+    options = GenerationConfig(do_sample=True, max_new_tokens=new, eos_token_id=-1, pad_token_id=0)
+    with torch.no_grad():
+        taken = torch_seconds(torch, lambda: model.generate_batch(prompts, generation_config=options, progress_bar=False), 1)
+    return {"tokens_per_second": sizes.slots * new / taken}
+
+
+def torch_train(torch, model, sizes: Sizes) -> dict:
+    """Forward, backward and AdamW of one model; ours times two."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    rows, length = min(sizes.micro_batches[1], 8), sizes.prompt + sizes.response
+    tokens = torch.randint(2, sizes.vocabulary, (rows, length), device="cuda")
+
+    def one():
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return {"tokens_per_second": rows * length / torch_seconds(torch, one, sizes.repeats)}
+
+
+def device() -> dict:
+    import jax
+
+    return {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "xla_flags": os.environ.get("XLA_FLAGS", "")}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""How the phases of a PPO step grow: seconds and temporary bytes against response length, batch, vocabulary and layers.
+
+    python benchmarks/growth.py
+
+Around a small model (4 layers, hidden size 256, vocabulary 4,096) and 32 prompts of 64 tokens with 64 sampled to each, float32,
+one axis at a time; every response is the longest. For each axis the slope of the logarithms is printed, over the axis and
+over its last stretch: 1 is growth in proportion, 0 none; where the two differ the curve bends. Takes up to six minutes on two
+cores; writes results/growth.json and results/growth.png.
+"""
+
+import argparse
+import math
+import tempfile
+
+import harness
+import programs
+from matplotlib.figure import Figure
+
+from jax_ppo import compilation
+
+BASE = {"response": 64, "samples": 32, "vocabulary": 4096, "layers": 4}
+AXES = {"response": (32, 64, 128, 256), "samples": (8, 32, 128), "vocabulary": (1024, 4096, 16384, 65536), "layers": (2, 4, 8)}
+CURVES = {"decode": "seconds", "score + update": "seconds", "score": "temporary MiB", "update": "temporary MiB"}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
+    parser.add_argument("--repeats", type=int, default=3, help="steps that count, after one that compiles")
+    args = parser.parse_args()
+    before, points = harness.machine(), {}
+    with tempfile.TemporaryDirectory() as folder:
+        compilation.keep(folder, print)  # what is compiled for its memory's sake need not be compiled again to run
+        for axis in args.axes:
+            for value in AXES[axis]:
+                sizes = BASE | {axis: value}
+                if str(sizes) not in points:
+                    points[str(sizes)] = sizes | measured(sizes, args.repeats)
+                    print("  ".join(f"{name} {value:g}" for name, value in points[str(sizes)].items()), flush=True)
+    curves = {axis: [points[str(BASE | {axis: value})] for value in AXES[axis]] for axis in args.axes}
+    slopes = {axis: {name: (slope(axis, name, rows), slope(axis, name, rows[-2:])) for name in names()}
+              for axis, rows in curves.items()}
+    for axis, found in slopes.items():
+        for name, (whole, last) in found.items():
+            bend = "" if abs(whole - last) < 0.2 else f"  bends: {last:.2f} at the end"
+            print(f"{axis:10s} {name:24s} grows as its power {whole:.2f}{bend}")
+    print("written:", harness.save("growth", {"machine": before, "base": BASE, "curves": curves, "slopes": slopes}))
+    draw(curves, slopes)
+
+
+def names() -> list[str]:
+    return [f"{curve}, {unit}" for curve, unit in CURVES.items()]
+
+
+def measured(sizes: dict, repeats: int) -> dict:
+    step = programs.Step(programs.qwen2(sizes["layers"], vocabulary=sizes["vocabulary"]), samples=sizes["samples"], prompt=64,
+                         response=sizes["response"])
+    mib = [step.lower(name).compile().memory_analysis().temp_size_in_bytes / 2**20 for name in ("score", "update")]
+    phases, _ = step.seconds_of_phases(step.full_lengths(), repeats)
+    return dict(zip(names(), (phases["sample"], phases["score"] + phases["update"], *mib), strict=True))
+
+
+def slope(axis: str, name: str, rows: list[dict]) -> float:
+    """The power that fits best, by least squares on logarithms."""
+    x, y = ([math.log(row[key]) for row in rows] for key in (axis, name))
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    return (sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum((a - mean_x) ** 2 for a in x))
+
+
+def draw(curves: dict, slopes: dict) -> None:
+    figure = Figure(figsize=(4.2 * len(curves), 7), layout="constrained")
+    grid = figure.subplots(2, len(curves), squeeze=False)
+    for column, (axis, rows) in zip(grid.T, curves.items(), strict=True):
+        for axes, unit in zip(column, ("seconds", "temporary MiB"), strict=True):
+            for name in (name for name in names() if name.endswith(unit)):
+                axes.loglog([row[axis] for row in rows], [row[name] for row in rows], marker="o",
+                            label=f"{name.partition(',')[0]}: power {slopes[axis][name][0]:.2f}")
+            axes.set(xlabel=axis, ylabel=unit)
+            axes.set_xticks([row[axis] for row in rows], [f"{row[axis]:,}" for row in rows])
+            axes.minorticks_off()
+            axes.grid(alpha=0.3)
+            axes.legend(frameon=False)
+    figure.savefig(harness.RESULTS / "growth.png", dpi=100)
+
+
+if __name__ == "__main__":
+    main()

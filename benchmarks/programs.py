@@ -1,0 +1,221 @@
+"""The programs of a PPO step and what they are called with, at any size, without data, tokenizer or checkpoint.
+
+Shapes, to compile ahead of time for this machine or another; and random weights, to run and to time what is compiled.
+"""
+
+import collections
+import dataclasses
+import functools
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ppo import config as config_lib
+from jax_ppo import packing, scoring, sharding
+from jax_ppo import state as state_lib
+from jax_ppo.models import heads
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.transformer import Transformer, unroll
+from jax_ppo.sampler.generate import Sampler, SamplingOptions
+from jax_ppo.types import Experience, Packing, Prompts, Sequences
+from jax_ppo.update import update
+
+
+def places(shapes):
+    return jax.tree.map(lambda x: x.sharding, shapes)
+
+
+def qwen2(layers: int = 4, hidden: int = 256, vocabulary: int = 4096, tied: bool = False, query_heads: int | None = None,
+          kv_heads: int | None = None, mlp: int | None = None) -> Architecture:
+    """A Qwen2 with heads of 64; the benchmarks' small model if nothing is given."""
+    return Architecture(family="qwen2", vocab_size=vocabulary, hidden_size=hidden, intermediate_size=mlp or hidden * 11 // 4,
+                        num_layers=layers, num_heads=query_heads or hidden // 64,
+                        num_kv_heads=kv_heads or max(1, hidden // 128), head_dim=64, qkv_bias=True,
+                        max_position_embeddings=32768, tied=tied)
+
+
+QWEN_05B = qwen2(layers=24, hidden=896, vocabulary=151936, tied=True, query_heads=14, kv_heads=2, mlp=4864)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One PPO step: a response to each of `samples` prompts, one epoch, one mini-batch, actor, critic and reference.
+
+    Attributes:
+      architecture: of all three.
+      samples, prompt, response: how many, and tokens of each at most.
+      rows: of a micro-batch, one of `prompt + response` tokens each; None: jax_ppo's own choice.
+      dtype, remat: as in config.model.
+      slots: samples decoded at once.
+      endings: how many tokens end a response. With random weights all tokens are about as likely, so that lengths are those of
+        a constant chance; 0: every response is the longest.
+    """
+
+    architecture: Architecture
+    samples: int = 32
+    prompt: int = 64
+    response: int = 64
+    rows: int | None = None
+    dtype: str = "float32"
+    remat: bool = False
+    slots: int = 256
+    endings: int = 0
+    mesh: jax.sharding.Mesh = dataclasses.field(default_factory=lambda: sharding.make_mesh(
+        config_lib.MeshShape(), jax.devices()[:1]))
+
+    @functools.cached_property
+    def config(self) -> config_lib.Config:
+        samples, rows = self.samples, self.rows
+        return config_lib.Config(
+            data=config_lib.Data(train_files="-", train_batch_size=samples, max_prompt_length=self.prompt,
+                                 max_response_length=self.response),
+            model=config_lib.Model(dtype=self.dtype, gradient_checkpointing=self.remat),
+            actor=config_lib.Actor(ppo_mini_batch_size=samples, ppo_micro_batch_size_per_device=rows),
+            rollout=config_lib.RolloutOptions(logprob_micro_batch_size_per_device=rows))
+
+    @functools.cached_property
+    def nets(self) -> state_lib.Networks:
+        model = Transformer(self.architecture, jnp.dtype(self.dtype), remat=self.remat)
+        return state_lib.Networks(model, model, None)
+
+    @functools.cached_property
+    def sampler(self) -> Sampler:
+        model = Transformer(self.architecture, jnp.dtype(self.dtype), unrolled=True)
+        endings = tuple(range(2, 2 + self.endings))
+        return Sampler(model, SamplingOptions(self.response, 1.0, eos_ids=endings, slots=self.slots), sharding.split_rows)
+
+    def state(self) -> state_lib.TrainState:
+        trained = state_lib.trained_shapes(self.config, self.nets, self.mesh)
+        reference = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(self.dtype), sharding=x.sharding),
+                                 trained["actor"])
+        return state_lib.TrainState(self.everywhere(np.int32(0)), trained["actor"], trained["critic"], reference, None,
+                                    trained["optimizer"]["actor"], trained["optimizer"]["critic"],
+                                    self.everywhere(np.float32(0)))
+
+    def decode_params(self):
+        form = functools.partial(unroll, dtype=jnp.dtype(self.dtype))
+        shapes = jax.eval_shape(form, self.state().actor)
+        return self._with(shapes, sharding.tree_shardings(self.mesh, shapes, sharding.DECODE_RULES))
+
+    def prompts(self) -> Prompts:
+        return Prompts(self.by_rows((self.samples, self.prompt), jnp.int32), self.by_rows((self.samples,), jnp.int32))
+
+    def key(self):
+        return self._with(jax.eval_shape(lambda: jax.random.key(0)), sharding.replicated(self.mesh))
+
+    def sequences(self) -> Sequences:
+        columns = self.prompt + self.response
+        return Sequences(self.by_rows((self.samples, columns), jnp.int32), *[self.by_rows((self.samples,), jnp.int32)] * 2)
+
+    def scores(self) -> scoring.Scores:
+        return scoring.Scores(*[self.by_rows((self.samples, self.response), jnp.float32)] * 3)
+
+    def experience(self) -> Experience:
+        five = [self.by_rows((self.samples, self.response), jnp.float32)] * 5
+        return Experience(self.sequences(), *five, self.everywhere(np.float32(0)))
+
+    def pack(self, lengths) -> tuple[Packing, np.ndarray]:
+        """The packing of one mini-batch of samples of these lengths [1, A, R, L], and how many of the A hold something [1]."""
+        at_once = packing.rows_at_once(self.rows, self.config.row_length, self.samples, sharding.row_shards(self.mesh))
+        return packing.plan(lengths, np.arange(self.samples)[None], at_once, self.config.row_length)
+
+    def packing(self) -> tuple[Packing, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Plan, counts and members as `update` takes them."""
+        packed, counts = self.pack(np.ones(self.samples, int))
+        packed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.rows(self.mesh, 2)), packed)
+        return packed, self.everywhere(counts), self.everywhere(np.ones((1, self.samples), bool))
+
+    def lower(self, program: str):
+        """`sample`, `score` or `update`, traced and lowered for the mesh's devices."""
+        plan, counts, members = self.packing()
+        if program == "sample":
+            function, arguments = self.sampler._sample, (self.decode_params(), self.prompts(), self.key())
+        elif program == "score":
+            rows = sharding.rows(self.mesh, 1)
+            first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=rows), plan)
+            function, arguments = scoring.score, (self.config, self.nets, self.state(), self.sequences(), first,
+                                                  self.everywhere(np.int32(0)))
+        else:
+            function, arguments = update, (self.config, self.nets, 100, self.state(), self.experience(), plan, counts, members)
+        with jax.set_mesh(self.mesh):
+            return function.lower(*arguments)
+
+    def random_state(self) -> state_lib.TrainState:
+        def build(key):
+            actor, critic = heads.init(self.nets.actor, key, "lm"), heads.init(self.nets.critic, key, "scalar")
+            optimizers = [state_lib.optimizer(options.optim, options.grad_clip).init(params)
+                          for options, params in ((self.config.actor, actor), (self.config.critic, critic))]
+            reference = jax.tree.map(lambda x: x.astype(self.dtype), actor)
+            return state_lib.TrainState(jnp.int32(0), actor, critic, reference, None, *optimizers, jnp.float32(0))
+
+        return jax.jit(build, out_shardings=places(self.state()))(jax.random.key(0))
+
+    def random_decode_params(self):
+        def build(key):
+            return unroll(heads.init(self.nets.actor, key, "lm"), dtype=jnp.dtype(self.dtype))
+
+        return jax.jit(build, out_shardings=places(self.decode_params()))(jax.random.key(0))
+
+    def full_lengths(self) -> np.ndarray:
+        return np.full(self.samples, self.prompt, np.int32)
+
+    def random_prompts(self, lengths) -> Prompts:
+        tokens = np.random.default_rng(0).integers(2, self.architecture.vocab_size, (self.samples, self.prompt))
+        return sharding.place(Prompts(tokens.astype(np.int32), lengths), sharding.rows(self.mesh))
+
+    def packed(self, lengths) -> tuple:
+        """Plan, counts and members on the mesh, for samples of these lengths."""
+        plan, counts = self.pack(lengths)
+        return (sharding.place(plan, sharding.rows(self.mesh, 2)),
+                *sharding.place((counts, np.ones((1, self.samples), bool)), sharding.replicated(self.mesh)))
+
+    def seconds_of_update(self, repeats: int) -> float:
+        """Median seconds of the update where every sequence is the longest."""
+        experience = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), self.experience())
+        full = Sequences(experience.sequences.tokens, experience.sequences.prompt_lengths + self.prompt,
+                         experience.sequences.lengths + self.response)
+        experience = dataclasses.replace(experience, sequences=full)
+        packed, state, taken = self.packed(np.full(self.samples, self.prompt + self.response)), self.random_state(), []
+        with jax.set_mesh(self.mesh):
+            for _ in range(repeats + 1):
+                start = time.perf_counter()
+                state, _ = jax.block_until_ready(update(self.config, self.nets, 100, state, experience, *packed))
+                taken.append(time.perf_counter() - start)
+        return statistics.median(taken[1:])
+
+    def seconds_of_phases(self, prompt_lengths, repeats: int) -> tuple[dict[str, float], int]:
+        """Median seconds of sampling, scoring (advantages with it) and update, each waited for; and the last step's tokens."""
+        prompts, state = self.random_prompts(prompt_lengths), self.random_state()
+        params, taken = self.random_decode_params(), collections.defaultdict(list)
+        with jax.set_mesh(self.mesh):
+            for _ in range(repeats + 1):
+                start = time.perf_counter()
+                rollout = jax.block_until_ready(self.sampler(params, prompts, jax.random.key(0)))
+                sampled = time.perf_counter()
+                lengths = prompt_lengths + np.asarray(rollout.lengths)
+                plan, counts, members = self.packed(lengths)
+                sequences = scoring.join(rollout, self.config.sequence_length)
+                scores = scoring.score(self.config, self.nets, state, sequences, jax.tree.map(lambda x: x[0], plan), counts[0])
+                rewards = jnp.zeros(self.samples)
+                experience, _ = jax.block_until_ready(scoring.experience(
+                    self.config, state.kl_coef, sequences, scores, rewards, rollout.logprobs))
+                scored = time.perf_counter()
+                state, _ = jax.block_until_ready(
+                    update(self.config, self.nets, 100, state, experience, plan, counts, members))
+                for name, value in (("sample", sampled - start), ("score", scored - sampled),
+                                    ("update", time.perf_counter() - scored)):
+                    taken[name].append(value)
+        return {name: statistics.median(values[1:]) for name, values in taken.items()}, int(lengths.sum())
+
+    def by_rows(self, shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.rows(self.mesh))
+
+    def everywhere(self, like):
+        return jax.ShapeDtypeStruct(np.shape(like), like.dtype, sharding=sharding.replicated(self.mesh))
+
+    def _with(self, shapes, places):
+        places = places if isinstance(places, dict) else jax.tree.map(lambda _: places, shapes)
+        return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)

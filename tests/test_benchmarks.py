@@ -1,0 +1,32 @@
+"""The benchmark for accelerators runs where there is none, and without what a GPU machine may lack."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+BLOCKED = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("ml_collections", "tensorflow_datasets", "absl"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+@pytest.mark.slow
+def test_the_accelerators_benchmark_runs_at_toy_sizes(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(BLOCKED)
+    command = [sys.executable, str(ROOT / "benchmarks" / "accelerator.py"), "--tiny", "--out", str(tmp_path / "out.json")]
+    subprocess.run(command, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(tmp_path)})
+    found = json.loads((tmp_path / "out.json").read_text())
+    for section in ("decode", "decode_command_buffers", "training", "step", "attention"):
+        assert "error" not in found[section], found[section]
+    assert found["decode"]["tokens_per_second"] > 0 < found["step"]["phases"]["update"]
+    assert all(line["mfu"] > 0 for line in found["training"]["micro_batches"].values())
+    assert found["attention"]["xla, packed"]["milliseconds"] > 0 and "skipped" in found["torch"]
