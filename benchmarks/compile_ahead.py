@@ -1,0 +1,79 @@
+"""Compiles sampler, scoring and update for NVIDIA GPUs or TPUs on a machine that has none, at Qwen2.5-0.5B's shapes.
+
+    pip install --no-deps jax-cuda12-plugin==VERSION jax-cuda12-pjrt==VERSION      # jax's own version
+    python benchmarks/compile_ahead.py cuda
+    pip install libtpu==VERSION                                                    # the one that jax[tpu] asks for
+    python benchmarks/compile_ahead.py tpu
+
+Tells whether each program compiles, in what time, and what it needs of the device's memory; nothing of speed or numbers. For
+CUDA nothing is autotuned, and h100.txtpb says what the compiler must know of the device. Writes results/compile_ahead_*.json.
+"""
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+GIB = 2**30
+PROGRAMS = ("sample", "score", "update")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("platform", choices=("cuda", "tpu"))
+    parser.add_argument("--topology", help="TPU: v5e:2x2, v5p:2x2x1, v6e:2x4, ...; CUDA: slices x hosts x devices, 1x1x1")
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=PROGRAMS)
+    parser.add_argument("--samples", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--response", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=24)
+    args = parser.parse_args()
+    devices = topology(args.platform, args.topology)
+    import dataclasses
+
+    import harness
+    import jax
+    import programs
+
+    from jax_ppo import sharding
+    from jax_ppo.config import MeshShape
+
+    architecture = dataclasses.replace(programs.QWEN_05B, num_layers=args.layers)
+    step = programs.Step(architecture, args.samples, args.prompt, args.response, dtype="bfloat16", remat=True,
+                         mesh=sharding.make_mesh(MeshShape(data=1, fsdp=-1), devices))
+    result = {"settings": vars(args), "device": devices[0].device_kind, "devices": len(devices), "jax": jax.__version__}
+    for name in args.programs:
+        result[name] = compiled(step, name)
+        print(f"{devices[0].device_kind} x {len(devices)}: {name:6s} " + "  ".join(
+            f"{key} {value:.2f}" for key, value in result[name].items()), flush=True)
+        harness.save(f"compile_ahead_{args.platform}", result)
+
+
+def topology(platform: str, name: str | None):
+    """The devices of a machine that is not here."""
+    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "TPU_SKIP_MDS_QUERY": "1",
+                   "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    import jax
+    from jax.experimental import topologies
+
+    jax.devices()  # plugins register themselves as the first backend starts
+    if platform == "tpu":
+        return topologies.get_topology_desc(platform="tpu", topology_name=name or "v5e:2x2").devices
+    target = (Path(__file__).parent / "h100.txtpb").read_text()
+    return topologies.get_topology_desc(platform="cuda", topology_name="", target_config=target,
+                                        topology=name or "1x1x1").devices
+
+
+def compiled(step, name: str) -> dict:
+    """Seconds, and GiB a device."""
+    start = time.perf_counter()
+    lowered = step.lower(name)
+    traced = time.perf_counter()
+    memory = lowered.compile().memory_analysis()
+    return {"trace_seconds": traced - start, "compile_seconds": time.perf_counter() - traced,
+            "arguments_gib": memory.argument_size_in_bytes / GIB, "results_gib": memory.output_size_in_bytes / GIB,
+            "reused_gib": memory.alias_size_in_bytes / GIB, "temporary_gib": memory.temp_size_in_bytes / GIB}
+
+
+if __name__ == "__main__":
+    main()
