@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from jax_ppo import compilation
 
 BASE = {"response": 64, "samples": 32, "vocabulary": 4096, "layers": 4}
-AXES = {"response": (32, 64, 128, 256), "samples": (8, 32, 128), "vocabulary": (1024, 4096, 16384, 65536), "layers": (2, 4, 8)}
+AXES = {"response": (32, 64, 256), "samples": (8, 32, 128), "vocabulary": (1024, 4096, 32768), "layers": (2, 4, 8)}
 CURVES = {"decode": "seconds", "score + update": "seconds", "score": "temporary MiB", "update": "temporary MiB"}
 
 
