@@ -159,6 +159,11 @@ class RolloutOptions(Sampling):
                                     "ended", at_least=1)
     logprob_micro_batch_size_per_device: int | None = option(
         None, "packed rows a device scores at once; unset: as for the actor", at_least=1)
+    reuse_logprobs: str = option(
+        "auto", "take the sampler's log-probs for the old policy's instead of computing them again: `always`, where the first "
+        "ratios are off 1 by what two programs round differently (percents in bfloat16); `never`; `auto`: where that biases "
+        "nothing, in float32 on CPU and, without a KL in the reward, in a step of one optimizer step",
+        choices=("auto", "always", "never"))
     val_kwargs: Sampling = section(Sampling)
 
 
@@ -234,6 +239,11 @@ class Config:
     def row_length(self) -> int:
         """Tokens of a packed row, L."""
         return self.packing.row_length or self.sequence_length
+
+    @property
+    def updates_once(self) -> bool:
+        """One optimizer step a rollout: the policy that is trained is still the one that sampled."""
+        return self.actor.ppo_epochs == 1 and self.actor.ppo_mini_batch_size == self.data.train_batch_size
 
     @property
     def sequence_length(self) -> int:

@@ -40,11 +40,12 @@ class Scores:
     """What the frozen passes over a rollout give; [B, T] float32, 0 past the length.
 
     Attributes:
-      old_logprobs, values: of the policy that sampled and of the critic.
+      old_logprobs: of the policy that sampled; None where the sampler's own serve (reuses_logprobs).
+      values: of the critic.
       ref_logprobs: of the reference; None without one.
     """
 
-    old_logprobs: jax.Array
+    old_logprobs: jax.Array | None
     values: jax.Array
     ref_logprobs: jax.Array | None
 
@@ -64,9 +65,21 @@ def join(rollout: Rollout, length: int) -> Sequences:
     return Sequences(tokens, rollout.prompts.lengths, rollout.lengths)
 
 
+def reuses_logprobs(config: Config) -> bool:
+    """Whether the sampler's log-probs serve as the old policy's, so that its pass over the rollout is spared.
+
+    In float32 the two differ by 1e-6 on CPU; elsewhere products of float32 are rounded to fewer bits, and differently from
+    program to program. Where a rollout is learned from in one optimizer step the update takes the old log-probs to be those it
+    differentiates (their ratio is 1), and the sampler's are no more than a figure to report, unless the reward has a KL.
+    """
+    exact = config.model.dtype == "float32" and jax.default_backend() == "cpu"
+    unused = config.updates_once and not config.algorithm.use_kl_in_reward
+    return config.rollout.reuse_logprobs == "always" or (config.rollout.reuse_logprobs == "auto" and (exact or unused))
+
+
 @functools.partial(jax.jit, static_argnames=("config", "nets"))
 def score(config: Config, nets: Networks, state: TrainState, sequences: Sequences, plan: Packing, micro_batches) -> Scores:
-    """Runs actor, critic and reference over packed rows, a micro-batch at a time.
+    """Runs critic, reference and, where its log-probs are wanted, actor over packed rows, a micro-batch at a time.
 
     Args:
       plan: Packing [A, R, L].
@@ -74,18 +87,19 @@ def score(config: Config, nets: Networks, state: TrainState, sequences: Sequence
     """
     temperature = config.rollout.temperature
     zeros = jnp.zeros((len(sequences.lengths), config.data.max_response_length), jnp.float32)
-    first = Scores(zeros, zeros, None if state.reference is None else zeros)
+    first = Scores(None if reuses_logprobs(config) else zeros, zeros, None if state.reference is None else zeros)
+
+    def policy_logprobs(params, rows, into):
+        if into is None:
+            return None
+        logprobs_RxL, _ = actor_logprobs(nets.actor, params, rows, temperature, with_entropy=False)
+        return packing_lib.to_samples(logprobs_RxL, rows, into)
 
     def micro_batch(i, scores):
         rows = packing_lib.gather(sequences, jax.tree.map(lambda x: constrain_rows(x[i]), plan))
-        old, _ = actor_logprobs(nets.actor, state.actor, rows, temperature, with_entropy=False)
-        values = critic_values(nets.critic, state.critic, rows)
-        reference = scores.ref_logprobs
-        if reference is not None:
-            logprobs_RxL, _ = actor_logprobs(nets.actor, state.reference, rows, temperature, with_entropy=False)
-            reference = packing_lib.to_samples(logprobs_RxL, rows, reference)
-        return Scores(packing_lib.to_samples(old, rows, scores.old_logprobs),
-                      packing_lib.to_samples(values, rows, scores.values), reference)
+        values = packing_lib.to_samples(critic_values(nets.critic, state.critic, rows), rows, scores.values)
+        return Scores(policy_logprobs(state.actor, rows, scores.old_logprobs), values,
+                      policy_logprobs(state.reference, rows, scores.ref_logprobs))
 
     return jax.lax.fori_loop(0, micro_batches, micro_batch, first)
 
@@ -116,20 +130,21 @@ def experience(config: Config, kl_coef, sequences: Sequences, scores: Scores, re
     Args:
       kl_coef: float32 scalar, used if algorithm.use_kl_in_reward.
       rewards_B: float32 [B], the reward of each sample.
-      sampled_BxT: float32 [B, T], Rollout.logprobs: measured against the old log-probs, which are the same numbers from
-        another program.
+      sampled_BxT: float32 [B, T], Rollout.logprobs: the old log-probs where `scores` has none, else measured against them,
+        which are the same numbers from another program.
 
     Returns:
       the experience, and metrics: scalars on the mesh.
     """
     options = config.algorithm
+    old_logprobs = sampled_BxT if scores.old_logprobs is None else scores.old_logprobs
     column = jnp.arange(scores.values.shape[1])
     mask = column < sequences.lengths[:, None]
     last = column == sequences.lengths[:, None] - 1
     token_rewards = jnp.where(last, rewards_B[:, None], 0.0)
     mean_kl = jnp.float32(0)
     if scores.ref_logprobs is not None:
-        estimate = kl.kl_estimate(scores.old_logprobs, scores.ref_logprobs, mask, options.kl_penalty)
+        estimate = kl.kl_estimate(old_logprobs, scores.ref_logprobs, mask, options.kl_penalty)
         mean_kl = masked.masked_mean(estimate, mask)
         if options.use_kl_in_reward:
             token_rewards = token_rewards - kl_coef * estimate
@@ -147,9 +162,10 @@ def experience(config: Config, kl_coef, sequences: Sequences, scores: Scores, re
         "critic/returns_std": jnp.sqrt(masked.masked_variance(returns, mask)),
         "critic/values_mean": masked.masked_mean(scores.values, mask),
         "critic/values_std": jnp.sqrt(masked.masked_variance(scores.values, mask)),
-        "rollout/logprob_difference": masked.masked_mean(jnp.abs(sampled_BxT - scores.old_logprobs), mask),
         "critic/explained_variance": masked.explained_variance(scores.values, returns, mask),
         "response_length/mean": sequences.lengths.mean(dtype=jnp.float32),
         "response_length/min": sequences.lengths.min(), "response_length/max": sequences.lengths.max(),
     }
-    return Experience(sequences, scores.old_logprobs, scores.ref_logprobs, scores.values, advantages, returns, mean_kl), metrics
+    if scores.old_logprobs is not None:
+        metrics["rollout/logprob_difference"] = masked.masked_mean(jnp.abs(sampled_BxT - old_logprobs), mask)
+    return Experience(sequences, old_logprobs, scores.ref_logprobs, scores.values, advantages, returns, mean_kl), metrics

@@ -13,7 +13,7 @@ from jax_ppo import packing as packing_lib
 from jax_ppo import state as state_lib
 from jax_ppo.config import Config
 from jax_ppo.kernels import kl, losses
-from jax_ppo.scoring import actor_logprobs, critic_values
+from jax_ppo.scoring import actor_logprobs, critic_values, reuses_logprobs
 from jax_ppo.sharding import TRAIN_RULES, constrain_rows, constrain_tree
 from jax_ppo.state import Networks, TrainState
 from jax_ppo.types import Experience, Packing
@@ -96,9 +96,12 @@ def _gradients(config, nets, params, experience, plan, micro_batches, lengths_B)
 def _actor_loss(config, model, params, rows, experience, weights, token_mean):
     """The actor's share of the mini-batch's loss that these rows bear, and of its metrics; both add up over rows."""
     options = config.actor
-    old = packing_lib.to_rows(experience.old_logprobs, rows)
     advantages = packing_lib.to_rows(experience.advantages, rows)
     logprobs, entropy = actor_logprobs(model, params, rows, config.rollout.temperature)
+    if config.updates_once and reuses_logprobs(config):
+        old = jax.lax.stop_gradient(logprobs)  # the same policy: a ratio of 1, whatever the sampler's program rounds otherwise
+    else:
+        old = packing_lib.to_rows(experience.old_logprobs, rows)
     low = options.clip_ratio if options.clip_ratio_low is None else options.clip_ratio_low
     high = options.clip_ratio if options.clip_ratio_high is None else options.clip_ratio_high
     policy = losses.policy_loss(logprobs, old, advantages, rows.mask, low, high, options.clip_ratio_c or None)

@@ -11,6 +11,8 @@ import tiny
 from jax_ppo import scoring
 from jax_ppo import state as state_lib
 from jax_ppo.models import heads
+from jax_ppo.models.transformer import Transformer, unroll
+from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.update import _gradients, update
 
 ALL = [list(range(tiny.B))]
@@ -90,6 +92,52 @@ def test_first_mini_batch_has_ratio_one_and_kl_zero(temperature):
     assert metrics["actor/first_log_ratio"] < 1e-5
     assert abs(metrics["kl/reference"]) < 1e-6
     assert metrics["actor/log_ratio_max"] > 1e-3  # later mini-batches have moved: the ratio is not 1 by construction
+
+
+def sampled(config, mesh, state):
+    """A rollout of the actor's own, with the sampler's log-probs."""
+    prompts = tiny.make_rollout(mesh).prompts
+    sampler = Sampler(Transformer(tiny.ARCHITECTURE, jnp.float32, unrolled=True),
+                      SamplingOptions(tiny.T, config.rollout.temperature, eos_ids=(1,)))
+    return sampler(unroll(state.actor), prompts, jax.random.key(3))
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_the_samplers_logprobs_are_the_old_ones_in_float32(temperature):
+    options = dict(rollout__temperature=temperature, actor__ppo_mini_batch_size=tiny.B // 2)
+    again, reused = (tiny.config(rollout__reuse_logprobs=choice, **options) for choice in ("never", "auto"))
+    assert scoring.reuses_logprobs(reused) and not scoring.reuses_logprobs(again)
+    mesh = tiny.make_mesh()
+    with jax.set_mesh(mesh):
+        state = tiny.make_state(reused, mesh)
+        rollout = sampled(reused, mesh, state)
+        computed, metrics = tiny.make_experience(again, mesh, state, rollout)
+        experience, fewer = tiny.make_experience(reused, mesh, state, rollout)
+        assert np.abs(computed.old_logprobs - experience.old_logprobs).max() <= 1e-5
+        assert metrics["rollout/logprob_difference"] <= 1e-5 and "rollout/logprob_difference" not in fewer
+        plan = tiny.plan(reused, mesh, rollout, HALVES, 2)
+        _, metrics = update(reused, tiny.networks(reused), 100, state, experience, *plan)
+    assert 0 < metrics["actor/first_log_ratio"] <= 1e-4
+
+
+def test_a_single_optimizer_step_has_ratio_one_by_definition():
+    """Whatever the sampler says: here that each token was certain. The gradient is that of old log-probs computed again."""
+    states = {}
+    for choice in ("never", "auto"):
+        config = tiny.config(rollout__reuse_logprobs=choice, model__dtype="bfloat16")
+        _, states[choice], metrics = run_update(config, tiny.make_mesh(), ALL, 4)
+        assert (metrics["actor/log_ratio_max"] == 0) or choice == "never"
+    assert_close(*(jax.tree.map(np.asarray, s.actor_optimizer) for s in states.values()), tolerance=0.05)
+
+
+@pytest.mark.parametrize(("choice", "changes", "reuses"), [
+    ("auto", {"model__dtype": "bfloat16"}, True),
+    ("auto", {"model__dtype": "bfloat16", "actor__ppo_epochs": 2}, False),
+    ("auto", {"model__dtype": "bfloat16", "algorithm__use_kl_in_reward": True}, False),
+    ("auto", {"actor__ppo_epochs": 2, "algorithm__use_kl_in_reward": True}, True),
+    ("always", {"model__dtype": "bfloat16", "actor__ppo_epochs": 2}, True), ("never", {}, False)])
+def test_where_the_samplers_logprobs_are_reused(choice, changes, reuses):
+    assert scoring.reuses_logprobs(tiny.config(rollout__reuse_logprobs=choice, **changes)) == reuses
 
 
 @pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3"])

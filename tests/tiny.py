@@ -24,6 +24,7 @@ def config(**changes):
     values.data.train_batch_size = values.actor.ppo_mini_batch_size = values.data.val_batch_size = B
     values.data.max_prompt_length, values.data.max_response_length = P, T
     values.model.dtype = "float32"
+    values.rollout.reuse_logprobs = "never"  # make_rollout's tokens come from nowhere, and their log-probs are 0
     values.actor.optim.lr = values.critic.optim.lr = 1e-2
     for name, value in changes.items():
         values.update_from_flattened_dict({name.replace("__", "."): value})
