@@ -128,6 +128,19 @@ def _any_shard(condition):
     return jax.lax.pmax(condition.astype(np.int32), ROWS) > 0
 
 
+def split_heads(attention):
+    """`attention` of (q, k, v [R, L, heads, d], segments [R, L] or None), run by each device for its rows and heads."""
+
+    def run(q, k, v, segments):
+        if jax.sharding.get_abstract_mesh().empty:
+            return attention(q, k, v, segments)
+        heads = P(ROWS, None, "model", None)
+        return jax.shard_map(attention, in_specs=(heads, heads, heads, P(ROWS)), out_specs=heads, check_vma=False)(
+            q, k, v, segments)
+
+    return run
+
+
 def split_by_device(x_RxL):
     """Inside a compiled function: [R, L, ...] -> [G, R * L / G, ...], G the parts that the mesh splits rows into."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 from jax_ppo import config as config_lib
 from jax_ppo import sharding
-from jax_ppo.models import heads, hf_import
+from jax_ppo.models import attention, heads, hf_import
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.types import pytree
 
@@ -60,13 +61,25 @@ class Folders:
 
 
 def networks(config: config_lib.Config, folders: Folders) -> Networks:
-    """Reads each role's config.json. Raises ValueError for an architecture that is not supported."""
+    """Reads each role's config.json. Raises ValueError for an architecture that is not supported, ConfigError for an attention
+    program that cannot run here."""
+    dtype, platform = jnp.dtype(config.model.dtype), _platform()
 
     def network(folder):
-        return Transformer(hf_import.read_architecture(folder), jnp.dtype(config.model.dtype),
-                           remat=config.model.gradient_checkpointing)
+        architecture = hf_import.read_architecture(folder)
+        try:
+            program = attention.choose(config.model.attention, platform, dtype, architecture.head_dim, config.row_length)
+        except ValueError as obstacle:
+            raise config_lib.ConfigError(f"config.model.attention={config.model.attention!r}: {obstacle}; set 'auto'") from None
+        return Transformer(architecture, dtype, remat=config.model.gradient_checkpointing, attention=program)
 
     return Networks(network(folders.actor), network(folders.critic), folders.reward and network(folders.reward))
+
+
+def _platform() -> str:
+    """cpu, cuda, rocm or tpu."""
+    backend = jax.extend.backend.get_backend()
+    return backend.platform_version.split()[0] if backend.platform == "gpu" else backend.platform
 
 
 def trained_shapes(config: config_lib.Config, nets: Networks, mesh) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.models import rope
+from jax_ppo.models import attention, rope
 from jax_ppo.models.architecture import Architecture
 
 
@@ -41,9 +41,10 @@ def _dense(features, use_bias, dtype, name):
 class Attention(nn.Module):
     architecture: Architecture
     dtype: Any
+    program: str
 
     @nn.compact
-    def __call__(self, x_BxTxD, cos_sin, mask, cache, columns_B, windows):
+    def __call__(self, x_BxTxD, cos_sin, segments_BxT, cache, columns_B, windows):
         a = self.architecture
         B, T, _ = x_BxTxD.shape
 
@@ -53,7 +54,7 @@ class Attention(nn.Module):
         q, k, v = project("q_proj", a.num_heads), project("k_proj", a.num_kv_heads), project("v_proj", a.num_kv_heads)
         q, k = rope.rotate(q, *cos_sin), rope.rotate(k, *cos_sin)
         if cache is None:
-            out = jax.nn.dot_product_attention(q, k, v, mask=mask)
+            out = attention.attend(self.program, q, k, v, segments_BxT)
             cache = (k.swapaxes(1, 2), v.swapaxes(1, 2))
         else:
             cache = (write_columns(cache[0], k, columns_B), write_columns(cache[1], v, columns_B))
@@ -114,14 +115,15 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     architecture: Architecture
     dtype: Any
+    attention: str
     keep_cache: bool  # a scan would stack the keys and values that nobody reads
 
     @nn.compact
-    def __call__(self, x, cos_sin, mask, cache=None, columns_B=None, windows=()):
+    def __call__(self, x, cos_sin, segments_BxT, cache=None, columns_B=None, windows=()):
         a = self.architecture
-        attention, mlp = Attention(a, self.dtype, name="attention"), MLP(a, self.dtype, name="mlp")
-        attended, cache = attention(RMSNorm(a.norm_epsilon, name="input_norm")(x), cos_sin, mask, cache, columns_B,
-                                    windows)
+        attend, mlp = Attention(a, self.dtype, self.attention, name="attention"), MLP(a, self.dtype, name="mlp")
+        attended, cache = attend(RMSNorm(a.norm_epsilon, name="input_norm")(x), cos_sin, segments_BxT, cache, columns_B,
+                                 windows)
         x = x + attended
         x = x + mlp(RMSNorm(a.norm_epsilon, name="post_attention_norm")(x))
         return x, cache if self.keep_cache else None
@@ -137,12 +139,14 @@ class Transformer(nn.Module):
       unrolled: False: layers are one `scan` over stacked parameters (short compilation: training, scoring). True:
         layers are written out and keys and values come back (decoding: no copy of the cache). `unroll` turns
         parameters of the first form into the second.
+      attention: the program for whole sequences, one of attention.py's. Decoding has its own.
     """
 
     architecture: Architecture
     dtype: Any = jnp.float32
     remat: bool = False
     unrolled: bool = False
+    attention: str = "xla"
 
     @nn.compact
     def __call__(self, tokens_BxT, positions_BxT, segments_BxT=None, *, cache=None, windows=()):
@@ -165,25 +169,21 @@ class Transformer(nn.Module):
         embedding = self.param("embed", _embedding, a.vocab_size, a.hidden_size)["embedding"]
         x = embedding[tokens_BxT].astype(self.dtype)
         rotation = rope.cos_sin(a, positions_BxT)
-        mask = None
-        if cache is None:
-            mask = jnp.tril(jnp.ones((tokens_BxT.shape[1],) * 2, bool))[None, None]
-            if segments_BxT is not None:
-                mask &= (segments_BxT[:, :, None] == segments_BxT[:, None, :])[:, None]
-        x, cache = self._layers(x, rotation, mask, cache, positions_BxT[:, 0], windows)
+        x, cache = self._layers(x, rotation, segments_BxT, cache, positions_BxT[:, 0], windows)
         return RMSNorm(a.norm_epsilon, name="norm")(x), cache
 
-    def _layers(self, x, rotation, mask, cache, columns_B, windows):
+    def _layers(self, x, rotation, segments_BxT, cache, columns_B, windows):
         layer = nn.remat(Layer, prevent_cse=self.unrolled) if self.remat else Layer
         if not self.unrolled:
             stack = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=nn.broadcast,
                             length=self.architecture.num_layers)
-            return stack(self.architecture, self.dtype, keep_cache=False, name="layers")(x, rotation, mask)
+            layers = stack(self.architecture, self.dtype, self.attention, keep_cache=False, name="layers")
+            return layers(x, rotation, segments_BxT)
         new_cache = []
         for i in range(self.architecture.num_layers):
             own = None if cache is None else cache[i]
-            block = layer(self.architecture, self.dtype, keep_cache=True, name=f"layer_{i}")
-            x, own = block(x, rotation, mask, own, columns_B, windows)
+            block = layer(self.architecture, self.dtype, self.attention, keep_cache=True, name=f"layer_{i}")
+            x, own = block(x, rotation, segments_BxT, own, columns_B, windows)
             new_cache.append(own)
         return x, tuple(new_cache)
 

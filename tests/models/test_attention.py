@@ -1,0 +1,108 @@
+"""Every program computes the same attention; those of other platforms are run by interpretation or lowered."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tiny
+from jax_ppo import config as config_lib
+from jax_ppo import state as state_lib
+from jax_ppo.models import attention, hf_import
+
+
+def make_inputs(rows=2, length=128, heads=4, kv_heads=2, head_dim=16, dtype=jnp.float32):
+    """Three segments a row; the last, -1, is emptiness."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(rows, length, n, head_dim)), dtype) for n in (heads, kv_heads, kv_heads))
+    segments = np.repeat([7, 2, -1], (length // 2, length // 4, length // 4))[None].repeat(rows, 0)
+    return q, k, v, jnp.asarray(segments, jnp.int32)
+
+
+def by_definition(q, k, v, segments):
+    """softmax(q k^T / sqrt(d)) v, head by head and row by row, in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    B, T, H, d = q.shape
+    out = np.zeros(q.shape)
+    for b, h in np.ndindex(B, H):
+        own = h // (H // k.shape[2])
+        seen = np.tril(np.ones((T, T), bool)) & (segments[b][:, None] == segments[b])
+        weights = np.where(seen, np.exp(q[b, :, h] @ k[b, :, own].T / d**0.5), 0)
+        out[b, :, h] = weights / weights.sum(1, keepdims=True) @ v[b, :, own]
+    return out
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
+def test_xla_is_the_definition(heads, kv_heads):
+    *qkv, segments = make_inputs(length=12, heads=heads, kv_heads=kv_heads)
+    np.testing.assert_allclose(attention.xla(*qkv, segments), by_definition(*qkv, np.asarray(segments)), atol=1e-5)
+    np.testing.assert_allclose(attention.xla(*qkv, None), by_definition(*qkv, np.zeros((2, 12))), atol=1e-5)
+
+
+def test_xla_in_bfloat16_sums_in_float32():
+    *qkv, segments = make_inputs(dtype=jnp.bfloat16)
+    out = attention.xla(*qkv, segments)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(out.astype(jnp.float32), by_definition(*qkv, np.asarray(segments)), atol=0.03)
+
+
+def gradient(program, inputs):
+    """Of the tokens that are read."""
+    *qkv, segments = inputs
+    loss = lambda *x: jnp.sum(jnp.sin(program(*x, segments)).astype(jnp.float32) * (segments >= 0)[..., None, None])  # noqa: E731
+    return jax.jit(jax.grad(loss, (0, 1, 2)))(*qkv)
+
+
+def test_splash_interpreted_is_xla():
+    inputs = make_inputs(rows=1, heads=2, kv_heads=1)
+    interpreted = lambda *x: attention.splash(*x, interpret=True)  # noqa: E731
+    np.testing.assert_allclose(jax.jit(interpreted)(*inputs), attention.xla(*inputs), atol=1e-5)
+    for one, other in zip(gradient(interpreted, inputs), gradient(attention.xla, inputs), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize(("length", "head_dim"), [(128, 64), (384, 128), (1024, 64)])
+def test_splash_lowers_for_tpu(length, head_dim):
+    shapes = jax.eval_shape(lambda: make_inputs(1, length, head_dim=head_dim, dtype=jnp.bfloat16))
+    text = jax.jit(lambda *x: gradient(attention.splash, x)).trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") >= 3  # forward, and the gradients of queries and of keys and values
+
+
+def test_each_device_runs_its_rows_and_heads():
+    """As the programs that no compiler can split are run: here with xla's in their place."""
+    mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
+    inputs = make_inputs(rows=4, length=8)
+    seen = []
+
+    def program(*x):
+        seen.append([y.shape for y in x])
+        return attention.xla(*x)
+
+    with jax.set_mesh(mesh):
+        out = jax.jit(attention.split_heads(program))(*inputs)
+    assert seen[0] == [(1, 8, 2, 16), (1, 8, 1, 16), (1, 8, 1, 16), (1, 8)]
+    np.testing.assert_allclose(out, attention.xla(*inputs), atol=1e-6)
+
+
+@pytest.mark.parametrize(("platform", "dtype", "head_dim", "length", "chosen"), [
+    ("cpu", "bfloat16", 64, 128, "xla"), ("rocm", "bfloat16", 64, 128, "xla"),
+    ("cuda", "bfloat16", 64, 130, "cudnn"), ("cuda", "float32", 64, 128, "xla"), ("cuda", "bfloat16", 256, 128, "xla"),
+    ("cuda", "bfloat16", 64, 129, "xla"), ("tpu", "bfloat16", 64, 384, "splash"), ("tpu", "float32", 64, 200, "xla")])
+def test_auto(platform, dtype, head_dim, length, chosen):
+    assert attention.choose("auto", platform, dtype, head_dim, length) == chosen
+
+
+@pytest.mark.parametrize(("wanted", "platform", "dtype", "length", "why"), [
+    ("cudnn", "cpu", "bfloat16", 128, "needs an NVIDIA GPU, this is cpu"), ("cudnn", "cuda", "float32", 128, "not float32"),
+    ("splash", "cuda", "bfloat16", 128, "needs a TPU"), ("splash", "tpu", "bfloat16", 200, "a multiple of 128 tokens")])
+def test_what_cannot_run_says_why(wanted, platform, dtype, length, why):
+    with pytest.raises(ValueError, match=why):
+        attention.choose(wanted, platform, dtype, 64, length)
+
+
+def test_an_impossible_choice_names_the_option(monkeypatch):
+    monkeypatch.setattr(hf_import, "read_architecture", lambda folder: tiny.ARCHITECTURE)
+    folders = state_lib.Folders(None, None, None)
+    assert state_lib.networks(tiny.config(), folders).actor.attention == "xla"
+    with pytest.raises(config_lib.ConfigError, match="config.model.attention='splash': splash attention needs a TPU"):
+        state_lib.networks(tiny.config(model__attention="splash"), folders)
