@@ -21,8 +21,8 @@ class Decoder:
         frequencies = c.rope_parameters["rope_theta"] ** -(torch.arange(0, self.head_dim, 2) / self.head_dim)
         angles = torch.outer(torch.arange(length).float(), frequencies).repeat(1, 2)
         self.cos, self.sin = angles.cos(), angles.sin()
-        shape = (c.num_hidden_layers, rows, c.num_key_value_heads, length, self.head_dim)
-        self.keys, self.values = torch.zeros(shape), torch.zeros(shape)
+        self.keys, self.values = ([torch.zeros(rows, c.num_key_value_heads, length, self.head_dim)
+                                   for _ in range(c.num_hidden_layers)] for _ in range(2))
 
     @torch.no_grad()
     def generate(self, prompts, choose):
@@ -68,8 +68,8 @@ class Decoder:
         qkv = qkv.view(rows, tokens, heads + 2 * shared, self.head_dim).transpose(1, 2)
         rotated = self._rotate(qkv[:, :heads + shared], self.cos[column:end], self.sin[column:end])
         q = rotated[:, :heads]
-        self.keys[i, :, :, column:end], self.values[i, :, :, column:end] = rotated[:, heads:], qkv[:, heads + shared:]
-        keys, values = self.keys[i, :, :, :end], self.values[i, :, :, :end]
+        self.keys[i][:, :, column:end], self.values[i][:, :, column:end] = rotated[:, heads:], qkv[:, heads + shared:]
+        keys, values = self.keys[i][:, :, :end], self.values[i][:, :, :end]
         if tokens > 1:
             attended = F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True).transpose(1, 2)
         else:  # the query heads that share a key as the rows of one product

@@ -1,0 +1,112 @@
+"""Seconds of a whole PPO step: jax_ppo, torch written by hand and compiled, TRL and tunix, turn by turn.
+
+    sh benchmarks/peers.sh peers
+    python benchmarks/ppo_step.py --peers peers/bin/python
+    python benchmarks/ppo_step.py --peers peers/bin/python --lengths verl
+    python benchmarks/ppo_step.py --peers peers/bin/python --reward model
+
+32 prompts of 64 tokens and a response to each; actor, critic and reference of 4 layers and hidden size 256; one epoch, one
+mini-batch, temperature 1, GAE with lambda 0.95, KL in the reward, AdamW at 1e-5 for actor and critic. What each side compiles
+is compiled before its turns are counted. TRL rewards by a model alone, tunix is given the rule.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import harness
+import workload
+
+HERE = Path(__file__).parent
+SIDES = {"ours": "ours_ppo.py", "torch": "torch_ppo.py", "trl": "trl_ppo.py", "tunix": "tunix_ppo.py"}
+OF_REWARD = {"rule": ("ours", "torch", "tunix"), "model": ("ours", "torch", "trl")}
+LONGEST = {"forced": 64, "verl": workload.VERL["longest"]}
+
+
+def main():
+    args = parse()
+    with tempfile.TemporaryDirectory() as folder:
+        settings = make_settings(args, Path(folder))
+        before = harness.machine()
+        workers = [start(side, args, settings) for side in args.sides]
+        first = {worker.name: worker.turn()["seconds"] for worker in workers}
+        answers = harness.interleave(workers, args.turns, args.warm_up)
+        split = harness.interleave(workers, args.split, 0)
+        for worker in workers:
+            worker.close()
+    sides = {worker.name: {"first_turn_seconds": first[worker.name], "versions": worker.versions}
+             | summary(answers[worker.name], split[worker.name]) for worker in workers}
+    show(sides)
+    result = {"settings": settings, "machine": before, "turns": args.turns, "sides": sides, "answers": answers, "split": split}
+    part = "" if tuple(args.sides) == OF_REWARD[args.reward] else "_" + "_".join(args.sides)
+    print("written:", harness.save(f"ppo_step_{args.lengths}_{args.reward}{part}", result))
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", help="Python of the environment that peers.sh made; needed for all sides but ours")
+    parser.add_argument("--lengths", choices=LONGEST, default="forced",
+                        help="64 tokens each; or random ones as in verl's published run on GSM8K, 307 of 512 on average")
+    parser.add_argument("--reward", choices=OF_REWARD, default="rule", help="a host rule, or a model of the actor's size")
+    parser.add_argument("--sides", type=lambda text: text.split(","), help="of ours, torch, trl, tunix; with commas")
+    parser.add_argument("--turns", type=int, default=9, help="steps that count")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps before them")
+    parser.add_argument("--split", type=int, default=3, help="steps after them, in which every phase is waited for and timed")
+    parser.add_argument("--set", action="append", default=[], metavar="OPTION=JSON", help="changes an option of our config")
+    args = parser.parse_args()
+    args.sides = args.sides or list(OF_REWARD[args.reward])
+    if wrong := [side for side in args.sides if side not in OF_REWARD[args.reward]]:
+        parser.error(f"--sides {','.join(wrong)}: with --reward {args.reward} there are {', '.join(OF_REWARD[args.reward])}")
+    if not args.peers and set(args.sides) - {"ours"}:
+        parser.error("--peers: needed for all sides but ours")
+    return args
+
+
+def make_settings(args, folder: Path) -> dict:
+    """What every worker is given, with the models made."""
+    chance = workload.eos_chance(**workload.VERL) if args.lengths == "verl" else 0.0
+    return {
+        "model": str(workload.make_model(folder / "model", chance)),
+        "reward_model": str(workload.make_model(folder / "reward", score=True, seed=1)) if args.reward == "model" else "",
+        "samples": 32, "prompt": 64, "response": LONGEST[args.lengths], "equal_lengths": args.lengths == "forced",
+        "lr": 1e-5, "lam": 0.95, "kl_coef": 0.04, "plain_turns": 1 + args.warm_up + args.turns,
+        "ours": {name: json.loads(value) for name, value in (change.split("=", 1) for change in args.set)},
+    }
+
+
+def start(side: str, args, settings: dict) -> harness.Worker:
+    python = sys.executable if side == "ours" else args.peers
+    return harness.Worker(side, [python, str(HERE / "workers" / SIDES[side]), json.dumps(settings)],
+                          {"PYTHONPATH": str(HERE), "JAX_PLATFORMS": "cpu"})
+
+
+def summary(answers: list[dict], split: list[dict]) -> dict:
+    """Seconds and tokens of a step; the median seconds of each phase where all are waited for."""
+    phases = {name: [turn["phases"].get(name, 0.0) for turn in split] for name in (split[0]["phases"] if split else ())}
+    return {
+        "seconds": harness.spread([turn["seconds"] for turn in answers]),
+        "tokens": harness.spread([turn["tokens"] for turn in answers]),
+        "milliseconds_per_token": harness.spread([1000 * turn["seconds"] / turn["tokens"] for turn in answers]),
+        "phases": {name: harness.spread(seconds)["median"] for name, seconds in phases.items()},
+    }
+
+
+def show(sides: dict) -> None:
+    ours = sides.get("ours")
+    for name, side in sides.items():
+        seconds, per_token = side["seconds"], side["milliseconds_per_token"]["median"]
+        line = (f"{name:6s} {seconds['median']:.3f} s a step ({seconds['min']:.3f}-{seconds['max']:.3f}), "
+                f"{side['tokens']['median']:.0f} tokens, {per_token:.3f} ms a token, first {side['first_turn_seconds']:.1f} s")
+        if ours and name != "ours":
+            line += (f"; {seconds['median'] / ours['seconds']['median']:.2f}x our step, "
+                     f"{per_token / ours['milliseconds_per_token']['median']:.2f}x a token")
+        print(line)
+        print("      ", ", ".join(f"{phase} {value:.3f}" for phase, value in side["phases"].items()))
+    for name, side in sides.items():
+        print(f"{name:6s}", " ".join(f"{package} {version}" for package, version in side["versions"].items()))
+
+
+if __name__ == "__main__":
+    main()

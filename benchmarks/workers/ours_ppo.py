@@ -1,0 +1,98 @@
+"""Worker of ppo_step.py: jax_ppo. Arguments: the settings of ppo_step.py as JSON.
+
+Runs ppo.train itself, which is stopped where it asks for the next batch; there it waits for the update, that otherwise would
+still be going on beside the next step.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import workload
+from turnstile import Turnstile
+
+from jax_ppo import config as config_lib
+from jax_ppo import experiment, ppo, scoring
+from jax_ppo.data import prompts as prompts_lib
+from jax_ppo.sampler import generate
+
+PROMPTS = 1024
+
+
+def even_share(data_source, solution_str, ground_truth, extra_info):
+    """The rule: share of even token ids."""
+    words = solution_str.split()
+    return sum(int(word[1:]) % 2 == 0 for word in words) / max(len(words), 1)
+
+
+def make_config(folder: Path, settings: dict) -> config_lib.Config:
+    rows = ({"data_source": "random", "prompt": workload.text(prompt), "reward_model": {"style": "rule", "ground_truth": ""}}
+            for prompt in workload.prompts(PROMPTS, settings["prompt"]))
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = config_lib.default_config()
+    config.update_from_flattened_dict({
+        "data.train_files": str(folder / "train.jsonl"),
+        "data.train_batch_size": settings["samples"],
+        "data.max_prompt_length": settings["prompt"],
+        "data.max_response_length": settings["response"],
+        "model.path": settings["model"],
+        "model.tokenizer_path": settings["model"] + "/tokenizer",
+        "model.dtype": "float32",
+        "model.gradient_checkpointing": False,
+        "actor.ppo_mini_batch_size": settings["samples"],
+        "actor.optim.lr": settings["lr"],
+        "critic.optim.lr": settings["lr"],
+        "critic.cliprange_value": 0.2,
+        "algorithm.lam": settings["lam"],
+        "algorithm.use_kl_in_reward": True,
+        "algorithm.kl_ctrl.kl_coef": settings["kl_coef"],
+        "reward.model_path": settings["reward_model"],
+        "reward.function": "" if settings["reward_model"] else f"{__file__}:even_share",
+        "trainer.total_training_steps": 10**6,
+        "trainer.save_freq": 0,
+        "trainer.logger": "",
+    } | settings["ours"])
+    return config_lib.from_config_dict(config)
+
+
+def stop_between_steps(turnstile: Turnstile, prompt_tokens: int) -> None:
+    """Puts the turnstile where ppo.train takes its next batch, and the clocks of the phases around what it calls."""
+    begun = {}  # of the step: the update's metrics and the response tokens
+
+    class Batches(prompts_lib.PromptBatches):
+        def __next__(self):
+            if begun:
+                jax.block_until_ready(begun["metrics"])
+            turnstile.step_done({"tokens": begun["tokens"]} if begun else None)
+            return super().__next__()
+
+    def lengths(batch, rollout):
+        found = sample_lengths(batch, rollout)
+        begun["tokens"] = int(found.sum()) - prompt_tokens
+        return found
+
+    def update(*args, **kwargs):
+        state, begun["metrics"] = updated(*args, **kwargs)
+        return state, begun["metrics"]
+
+    prompts_lib.PromptBatches = Batches
+    sample_lengths, ppo.sample_lengths = ppo.sample_lengths, lengths
+    updated, ppo.update = turnstile.phase("update", ppo.update), update
+    for owner, name, phase in ((generate.Sampler, "__call__", "rollout"), (scoring, "score", "scoring"),
+                               (experiment.Experiment, "reward", "reward"), (scoring, "reward_model_scores", "reward"),
+                               (scoring, "experience", "advantages")):
+        setattr(owner, name, turnstile.phase(phase, getattr(owner, name)))
+
+
+def main(settings: dict):
+    turnstile = Turnstile(settings["plain_turns"], ("jax", "jaxlib", "flax", "optax", "numpy", "tokenizers"),
+                          jax.block_until_ready)
+    stop_between_steps(turnstile, settings["samples"] * settings["prompt"])
+    with tempfile.TemporaryDirectory() as folder:
+        ppo.train(make_config(Path(folder), settings), Path(folder) / "run")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
