@@ -20,6 +20,9 @@ from jax_ppo.models import attention, rope
 from jax_ppo.models.architecture import Architecture
 
 
+FEW_LAYERS = 8  # so many are no loop: on a CPU its gradient takes a quarter less then, and it compiles as fast
+
+
 class RMSNorm(nn.Module):
     epsilon: float
 
@@ -173,14 +176,16 @@ class Transformer(nn.Module):
         return RMSNorm(a.norm_epsilon, name="norm")(x), cache
 
     def _layers(self, x, rotation, segments_BxT, cache, columns_B, windows):
-        layer = nn.remat(Layer, prevent_cse=self.unrolled) if self.remat else Layer
+        layers = self.architecture.num_layers
+        in_loop = not self.unrolled and layers > FEW_LAYERS
+        layer = nn.remat(Layer, prevent_cse=not in_loop) if self.remat else Layer
         if not self.unrolled:
             stack = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=nn.broadcast,
-                            length=self.architecture.num_layers)
-            layers = stack(self.architecture, self.dtype, self.attention, keep_cache=False, name="layers")
-            return layers(x, rotation, segments_BxT)
+                            length=layers, unroll=1 if in_loop else layers)
+            return stack(self.architecture, self.dtype, self.attention, keep_cache=False, name="layers")(
+                x, rotation, segments_BxT)
         new_cache = []
-        for i in range(self.architecture.num_layers):
+        for i in range(layers):
             own = None if cache is None else cache[i]
             block = layer(self.architecture, self.dtype, self.attention, keep_cache=True, name=f"layer_{i}")
             x, own = block(x, rotation, segments_BxT, own, columns_B, windows)
