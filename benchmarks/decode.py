@@ -1,0 +1,103 @@
+"""Tokens a second of sampling alone: jax_ppo, torch written by hand, transformers and tunix, turn by turn.
+
+    sh benchmarks/peers.sh peers
+    python benchmarks/decode.py --peers peers/bin/python
+    python benchmarks/decode.py --peers peers/bin/python --cases verl --sides ours,transformers-continuous
+
+The model has 4 layers, hidden size 256 and a vocabulary of 4,096, in float32; prompts have 64 tokens; temperature 1. A response
+and the EOS that ends it are what counts as tokens. Who can not put a new prompt into a row that has ended is given the prompts
+in batches. The cases `tight` and `roomy` have the same responses and ask for at most 128 and 1,024 tokens: what they differ by
+is what room costs that nobody uses.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import harness
+import workload
+
+HERE = Path(__file__).parent
+SIDES = {"ours": "ours_decode.py", "torch": "torch_decode.py", "transformers": "transformers_decode.py",
+         "transformers-static": "transformers_decode.py", "transformers-continuous": "transformers_decode.py",
+         "tunix": "tunix_decode.py"}
+PROMPT = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """prompts: of a turn. rows: at a time. response: the most tokens of one. chance: of EOS at each token."""
+
+    prompts: int
+    rows: int
+    response: int
+    chance: float = 0.0
+
+
+CASES = {
+    "32x64": Case(32, 32, 64),
+    "8x256": Case(8, 8, 256),
+    "verl": Case(128, 32, workload.VERL["longest"], workload.eos_chance(**workload.VERL)),
+    "tight": Case(32, 32, 128, 1 / 16),
+    "roomy": Case(32, 32, 1024, 1 / 16),
+}
+
+
+def main():
+    args = parse()
+    before, results = harness.machine(), {}
+    for name in args.cases:
+        results[name] = measure(name, CASES[name], args)
+    chosen = [names for names, known in ((args.cases, CASES), (args.sides, SIDES)) if names != list(known)]
+    part = "".join("_" + name for names in chosen for name in names)
+    result = {"machine": before, "turns": args.turns, "prompt": PROMPT, "cases": results}
+    print("written:", harness.save(f"decode{part}", result))
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", help="Python of the environment that peers.sh made; needed for all sides but ours")
+    parser.add_argument("--cases", type=lambda text: text.split(","), default=list(CASES), help=f"of {', '.join(CASES)}")
+    parser.add_argument("--sides", type=lambda text: text.split(","), default=list(SIDES), help=f"of {', '.join(SIDES)}")
+    parser.add_argument("--turns", type=int, default=7, help="turns that count")
+    parser.add_argument("--warm-up", type=int, default=2, help="turns before them, in which everything is compiled")
+    args = parser.parse_args()
+    for option, known in (("cases", CASES), ("sides", SIDES)):
+        if wrong := [name for name in getattr(args, option) if name not in known]:
+            parser.error(f"--{option} {','.join(wrong)}: expected some of {', '.join(known)}")
+    if not args.peers and set(args.sides) - {"ours"}:
+        parser.error("--peers: needed for all sides but ours")
+    return args
+
+
+def measure(name: str, case: Case, args) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        model = workload.make_model(Path(folder) / "model", case.chance)
+        settings = dataclasses.asdict(case) | {"model": str(model), "prompt": PROMPT}
+        workers = [start(side, args.peers, settings | {"side": side}) for side in args.sides]
+        answers = harness.interleave(workers, args.turns, args.warm_up)
+        for worker in workers:
+            worker.close()
+    print(f"{name}: {case.prompts} prompts in {case.rows} rows, at most {case.response} tokens, EOS by a chance of "
+          f"{case.chance:.4f}")
+    result = {}
+    for worker in workers:
+        turns = answers[worker.name]
+        speeds = harness.spread([turn["tokens"] / turn["seconds"] for turn in turns])
+        result[worker.name] = {"tokens_per_second": speeds, "seconds": harness.spread([turn["seconds"] for turn in turns]),
+                               "versions": worker.versions, "answers": turns}
+        print(f"  {worker.name:24s}{speeds['median']:7.0f} tokens/s ({speeds['min']:.0f}-{speeds['max']:.0f})")
+    return dataclasses.asdict(case) | {"sides": result}
+
+
+def start(side: str, peers: str, settings: dict) -> harness.Worker:
+    python = sys.executable if side == "ours" else peers
+    return harness.Worker(side, [python, str(HERE / "workers" / SIDES[side]), json.dumps(settings)],
+                          {"PYTHONPATH": str(HERE), "JAX_PLATFORMS": "cpu"})
+
+
+if __name__ == "__main__":
+    main()

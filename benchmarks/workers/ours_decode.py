@@ -1,0 +1,43 @@
+"""Worker of decode.py: jax_ppo's sampler. Arguments: the settings of decode.py as JSON."""
+
+import itertools
+import json
+import sys
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import workload
+
+from jax_ppo.models import heads, hf_import
+from jax_ppo.models.transformer import Transformer, unroll
+from jax_ppo.sampler.generate import Sampler, SamplingOptions
+from jax_ppo.types import Prompts
+
+
+def load(folder: str):
+    """The decoder and the actor's parameters as the sampler wants them."""
+    architecture = hf_import.read_architecture(folder)
+    shapes = jax.eval_shape(lambda key: heads.init(Transformer(architecture, jnp.float32), key, "lm"), jax.random.key(0))
+    here = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), shapes)
+    return Transformer(architecture, jnp.float32, unrolled=True), jax.jit(unroll)(hf_import.load(folder, architecture, here))
+
+
+def main(settings: dict):
+    model, params = load(settings["model"])
+    options = SamplingOptions(settings["response"], temperature=1.0, eos_ids=(workload.EOS,), slots=settings["rows"])
+    sample, seeds = Sampler(model, options), itertools.count()
+
+    def turn():
+        seed = next(seeds)
+        tokens = workload.prompts(settings["prompts"], settings["prompt"], seed=seed)
+        prompts = Prompts(tokens, np.full(len(tokens), tokens.shape[1], np.int32))
+        rollout = jax.device_get(sample(params, prompts, jax.random.key(seed)))
+        return {"tokens": int(rollout.lengths.sum())}
+
+    harness.serve(turn, packages=("jax", "jaxlib", "flax", "numpy"))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
