@@ -24,7 +24,7 @@ def main(settings: dict):
             output = sampler(texts[first:first + rows], max_generation_steps=settings["response"],
                              max_prompt_length=settings["prompt"], temperature=1.0, top_p=1.0, top_k=None,
                              seed=len(texts) * seed + first, eos_tokens=[workload.EOS])
-            tokens += sum(len(row) for row in output.tokens)
+            tokens += tunix_model.count(output.tokens, settings["response"])
         return {"tokens": tokens}
 
     harness.serve(turn, packages=("google-tunix", "jax", "jaxlib", "flax"))

@@ -24,6 +24,11 @@ def load(folder: str, mesh):
     return params.create_model_from_safe_tensors(folder, config, mesh), config
 
 
+def count(responses, longest: int) -> int:
+    """Tokens of the responses with the EOS of each, which tunix strips."""
+    return sum(min(len(response) + 1, longest) for response in responses)
+
+
 class Tokenizer:
     """The tokenizer in the form that tunix asks for; ours has no BOS."""
 

@@ -51,7 +51,7 @@ def main(settings: dict):
 
     def counted(*args, **kwargs):
         output = generate(*args, **kwargs)
-        tokens.append(sum(len(row) for row in output.tokens))
+        tokens.append(tunix_model.count(output.tokens, settings["response"]))
         return output
 
     generate = turnstile.phase("rollout", cluster.generate)
