@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jax_ppo.models import attention, rope
 from jax_ppo.models.architecture import Architecture
 
-
 FEW_LAYERS = 8  # so many are no loop: on a CPU its gradient takes a quarter less then, and it compiles as fast
 
 
