@@ -23,7 +23,7 @@ EXTRAS = {
     "tpu": ["jax[tpu]"],
     "wandb": ["wandb"],
     # torch is what the models are compared with; without it those tests are skipped. tensorboard reads the curves back.
-    "test": ["hypothesis", "pytest>=9", "tensorboard", "torch==2.13.0"],
+    "test": ["hypothesis", "pytest>=9", "pytest-xdist", "tensorboard", "torch==2.13.0"],
     # The benchmarks' other side: transformers' own models, run by torch.
     "bench": ["torch==2.13.0"],
 }

@@ -6,6 +6,8 @@ import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+# Most of the suite's time is compilation. What runs for minutes wants its programs optimised: XLA_FLAGS= in the environment.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 
 import jax
 
