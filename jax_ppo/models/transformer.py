@@ -57,49 +57,43 @@ class Attention(nn.Module):
         q, k = rope.rotate(q, *cos_sin), rope.rotate(k, *cos_sin)
         if cache is None:
             out = attention.attend(self.program, q, k, v, segments_BxT)
-            cache = (k.swapaxes(1, 2), v.swapaxes(1, 2))
+            cache = (k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
         else:
-            cache = (write_columns(cache[0], k, columns_B), write_columns(cache[1], v, columns_B))
+            cache = (write_columns(cache[0], k.transpose(0, 2, 3, 1), columns_B, axis=3),
+                     write_columns(cache[1], v.swapaxes(1, 2), columns_B, axis=2))
             out = attend_one(q, *cache, columns_B, windows)
         out = out.reshape(B, T, a.num_heads * a.head_dim)
         return _dense(a.hidden_size, a.output_bias, self.dtype, "o_proj")(out), cache
 
 
-def write_columns(cache_BxKxSxd, new_Bx1xKxd, columns_B):
-    """Puts one new key or value a row into that row's column of the cache."""
-    new_BxKx1xd = new_Bx1xKxd.swapaxes(1, 2).astype(cache_BxKxSxd.dtype)
-    write = jax.vmap(lambda cache, new, at: jax.lax.dynamic_update_slice_in_dim(cache, new, at, axis=1))
-    return write(cache_BxKxSxd, new_BxKx1xd, columns_B)
+def write_columns(cache, new, columns_B, axis: int):
+    """Puts one new key or value a row into that row's column of the cache. `axis`: the columns', as long as 1 in `new`."""
+    write = jax.vmap(lambda cache, new, at: jax.lax.dynamic_update_slice_in_dim(cache, new, at, axis=axis - 1))
+    return write(cache, new.astype(cache.dtype), columns_B)
 
 
-def attend_one(q_Bx1xHxd, keys_BxKxSxd, values_BxKxSxd, columns_B, windows=()):
-    """Attention of one new token a row to the cache up to its own column, in float32: one pass, nothing transposed.
+def attend_one(q_Bx1xHxd, keys_BxKxdxS, values_BxKxSxd, columns_B, windows=()):
+    """Attention of one new token a row to the cache up to its own column: two products that transpose nothing.
 
     Args:
       windows: increasing, the last S. Only the first so many columns are read, as few as hold every row's; (): all S.
     """
-    windows = windows or (keys_BxKxSxd.shape[2],)
+    windows = windows or (values_BxKxSxd.shape[2],)
 
     def read(width, q, keys, values):
-        return _attend_one(q, keys[:, :, :width], values[:, :, :width], jnp.arange(width) <= columns_B[:, None])
+        return _attend_one(q, keys[..., :width], values[:, :, :width], jnp.arange(width) <= columns_B[:, None])
 
     enough = jnp.sum(columns_B.max() >= jnp.array(windows[:-1], jnp.int32))
-    return jax.lax.switch(enough, [functools.partial(read, width) for width in windows], q_Bx1xHxd, keys_BxKxSxd,
+    return jax.lax.switch(enough, [functools.partial(read, width) for width in windows], q_Bx1xHxd, keys_BxKxdxS,
                           values_BxKxSxd)
 
 
-def _attend_one(q_Bx1xHxd, keys_BxKxSxd, values_BxKxSxd, readable_BxS):
-    B, K, _, d = keys_BxKxSxd.shape
-    q_BxKxGxd = q_Bx1xHxd.reshape(B, K, -1, d).astype(jnp.float32) * d**-0.5
-    keys, values = keys_BxKxSxd.astype(jnp.float32), values_BxKxSxd.astype(jnp.float32)
-    # Multiply-and-reduce beats a product of matrices on CPU where query heads share a key, and loses 40-fold where not.
-    shared = q_BxKxGxd.shape[2] > 1
-    scores_BxKxGxS = ((q_BxKxGxd[:, :, :, None] * keys[:, :, None]).sum(-1) if shared else
-                      jnp.einsum("bkgd,bksd->bkgs", q_BxKxGxd, keys))
+def _attend_one(q_Bx1xHxd, keys_BxKxdxS, values_BxKxSxd, readable_BxS):
+    B, K, d, _ = keys_BxKxdxS.shape
+    q_BxKxGxd = (q_Bx1xHxd * d**-0.5).reshape(B, K, -1, d)
+    scores_BxKxGxS = jnp.einsum("bkgd,bkds->bkgs", q_BxKxGxd, keys_BxKxdxS, preferred_element_type=jnp.float32)
     weights_BxKxGxS = jax.nn.softmax(jnp.where(readable_BxS[:, None, None], scores_BxKxGxS, -1e30), axis=-1)
-    out_BxKxGxd = ((weights_BxKxGxS[..., None] * values[:, :, None]).sum(3) if shared else
-                   jnp.einsum("bkgs,bksd->bkgd", weights_BxKxGxS, values))
-    return out_BxKxGxd.astype(q_Bx1xHxd.dtype)
+    return jnp.einsum("bkgs,bksd->bkgd", weights_BxKxGxS.astype(values_BxKxSxd.dtype), values_BxKxSxd)
 
 
 class MLP(nn.Module):
@@ -159,13 +153,14 @@ class Transformer(nn.Module):
           positions_BxT: int32, each token's place in its own sequence, from 0.
           segments_BxT: int32; a token sees those before it in the row that have the same segment. None: the row is one
             segment. Not with a cache.
-          cache: for one new token a row (T = 1, unrolled): (keys, values) of each layer, [B, kv heads, S, head_dim]. The
-            token at position i of a sequence has column i; the new token goes into its own and sees those up to it.
+          cache: for one new token a row (T = 1, unrolled): keys [B, kv heads, head_dim, S] and values [B, kv heads, S,
+            head_dim] of each layer. The token at position i of a sequence has column i; the new token goes into its own
+            and sees those up to it.
           windows: static, with a cache: see `attend_one`.
 
         Returns:
-          hidden states after the last norm, [B, T, D] in `dtype`, and, unrolled, keys and values: of these tokens, each
-          [B, kv heads, T, head_dim], or with a cache the cache with the new token in it. None when not unrolled.
+          hidden states after the last norm, [B, T, D] in `dtype`, and, unrolled, keys and values: of these tokens, laid out
+          as in a cache with S = T, or with a cache the cache with the new token in it. None when not unrolled.
         """
         a = self.architecture
         embedding = self.param("embed", _embedding, a.vocab_size, a.hidden_size)["embedding"]

@@ -56,7 +56,7 @@ class Slots(NamedTuple):
       sample: int32 [B], index of the slot's sample; N, the number of samples, where the slot is idle.
       drawn: int32 [B], tokens of its response so far.
       token: int32 [B], the last token of its sequence, which has not been run.
-      cache: (keys, values) of each layer, each [B, kv heads, S, head_dim].
+      cache: (keys [B, kv heads, head_dim, S], values [B, kv heads, S, head_dim]) of each layer.
     """
 
     sample: Any
@@ -72,7 +72,7 @@ class State(NamedTuple):
       slots: Slots.
       entered: int32, samples that have left the queue, in their order.
       staged: int32, prompts prefilled; the last G of them are on the stage.
-      stage: (keys, values) of each layer, each [G, kv heads, P, head_dim].
+      stage: keys and values of each layer, as in the cache with P for S.
       responses: int32 [N, T]; logprobs: float32 [N, T]; lengths: int32 [N]: of what was drawn, 0 past the length.
       finished: bool [N], an EOS ended the response.
       slot_steps: int32, tokens that the slots could have drawn so far: steps times slots.
@@ -166,8 +166,8 @@ def start(job: Job) -> State:
     a, T, P = job.model.architecture, job.options.max_response_length, job.prompts.tokens.shape[1]
 
     def cache(rows, columns):
-        zeros = jnp.zeros((rows, a.num_kv_heads, columns, a.head_dim), job.model.dtype)
-        return tuple((zeros, zeros) for _ in range(a.num_layers))
+        keys = jnp.zeros((rows, a.num_kv_heads, a.head_dim, columns), job.model.dtype)
+        return tuple((keys, keys.swapaxes(2, 3)) for _ in range(a.num_layers))
 
     N, B, none = job.samples, job.width, jnp.int32(0)
     slots = Slots(jnp.full(B, N, jnp.int32), jnp.zeros(B, jnp.int32), jnp.zeros(B, jnp.int32), cache(B, P + T))
@@ -239,8 +239,9 @@ def enter(job: Job, state: State) -> State:
     def put(slots_B, new_g):
         return slots_B.at[slot_g].set(new_g, mode="drop")
 
-    cache = jax.tree.map(lambda cache, stage: cache.at[slot_g, :, :P].set(stage[staged_g], mode="drop"),
-                         slots.cache, state.stage)
+    cache = tuple((keys.at[slot_g, ..., :P].set(new_keys[staged_g], mode="drop"),
+                   values.at[slot_g, :, :P].set(new_values[staged_g], mode="drop"))
+                  for (keys, values), (new_keys, new_values) in zip(slots.cache, state.stage, strict=True))
     last_g = job.prompts.tokens[prompt_g, job.prompts.lengths[prompt_g] - 1]
     slots = Slots(put(slots.sample, sample_g), put(slots.drawn, 0), put(slots.token, last_g), cache)
     return state._replace(slots=slots, entered=state.entered + enters_g.sum())
@@ -252,7 +253,7 @@ def decode(job: Job, state: State) -> State:
     some_B = jnp.minimum(slots.sample, job.samples - 1)
     positions_B = jnp.where(busy_B, job.prompts.lengths[some_B // options.n] + slots.drawn - 1, 0)
     hidden_Bx1xD, cache = job.model.apply({"params": job.params}, slots.token[:, None], positions_B[:, None],
-                                          cache=slots.cache, windows=windows(slots.cache[0][0].shape[2]))
+                                          cache=slots.cache, windows=windows(slots.cache[0][0].shape[3]))
     uniforms_Bx2 = sampling.uniforms(job.keys_N[some_B], slots.drawn)
     tokens_B, logprobs_B = sampling.choose(heads.logits(job.params, hidden_Bx1xD[:, 0]), uniforms_Bx2, options.temperature,
                                            options.top_k, options.top_p)

@@ -77,7 +77,8 @@ def test_unrolled_is_stacked(params, ids):
     stacked, nothing = run(params, ids)
     unrolled, cache = run(unroll(params), ids, model=UNROLLED)
     assert nothing is None and len(cache) == ARCHITECTURE.num_layers
-    assert cache[0][0].shape == cache[0][1].shape == (B, ARCHITECTURE.num_kv_heads, T, ARCHITECTURE.head_dim)
+    heads_and_width = B, ARCHITECTURE.num_kv_heads, ARCHITECTURE.head_dim
+    assert cache[0][0].shape == (*heads_and_width, T) and cache[0][1].swapaxes(2, 3).shape == (*heads_and_width, T)
     np.testing.assert_allclose(unrolled, stacked, atol=1e-5)
 
 
@@ -96,7 +97,7 @@ def test_one_token_at_a_time_is_the_whole_sequence(params, ids, windows):
     expected = run(params, ids)[0]
     lag = np.array([0, 3])
     empty = jnp.full((B, ARCHITECTURE.num_kv_heads, T, ARCHITECTURE.head_dim), 7.0)  # garbage that must not be read
-    cache = ((empty, empty),) * ARCHITECTURE.num_layers
+    cache = ((empty.swapaxes(2, 3), empty),) * ARCHITECTURE.num_layers
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def step(cache, new, positions):
@@ -117,17 +118,19 @@ def test_attention_to_the_cache_is_attention(heads_a_key):
                                             mask=(np.arange(5) <= columns[:, None])[:, None, None])
     unread = np.where(np.arange(5)[:, None] < 4, 0, np.nan)
     for windows, garbage in (((), 0), ((1, 4, 5), unread), ((2, 5), 0)):  # 4 columns are enough: the fifth is never read
-        ours = attend_one(*map(jnp.asarray, (q, keys + garbage, values + garbage, columns)), windows)
+        ours = attend_one(*map(jnp.asarray, (q, (keys + garbage).swapaxes(2, 3), values + garbage, columns)), windows)
         np.testing.assert_allclose(ours.reshape(expected.shape), expected, atol=1e-5)
 
 
-def test_each_row_writes_its_own_column():
+@pytest.mark.parametrize("axis", [2, 3])
+def test_each_row_writes_its_own_column(axis):
     rng = np.random.default_rng(2)
-    cache, new = rng.normal(size=(3, 2, 5, 4)).astype(np.float32), rng.normal(size=(3, 1, 2, 4)).astype(np.float32)
+    cache, new = rng.normal(size=(3, 2, 5, 5)).astype(np.float32), rng.normal(size=(3, 2, 5)).astype(np.float32)
     expected = cache.copy()
     for b, column in enumerate((4, 0, 2)):
-        expected[b, :, column] = new[b, 0]
-    np.testing.assert_array_equal(write_columns(cache, new, jnp.array([4, 0, 2])), expected)
+        expected.swapaxes(axis, 2)[b, :, column] = new[b]
+    written = write_columns(cache, np.expand_dims(new, axis), jnp.array([4, 0, 2]), axis)
+    np.testing.assert_array_equal(written, expected)
 
 
 def test_recomputing_activations_leaves_the_gradient(params, ids):
