@@ -3,17 +3,17 @@
 Each takes (q [B, T, H, d], k and v [B, T, K, d], segments int32 [B, T] or None for one segment a row) and gives [B, T, H, d] in
 q's dtype: query head h reads key head h // (H / K), a token the tokens up to itself in its row that have its segment.
 
-    xla      everywhere, in any dtype; holds [B, H, T, T]
+    xla      everywhere, in any dtype; holds scores, [B, H, T, T], less what stands behind a block of queries
     cudnn    NVIDIA; 16-bit types alone
     splash   TPU; holds no scores at all
 """
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu import splash_attention as splash_lib
 
 from jax_ppo.sharding import split_heads
 
+LEAST_BLOCK, MOST_BLOCKS = 64, 4  # of xla: queries in one, blocks in a row
 SPLASH_BLOCKS = (512, 256, 128)  # tokens; the largest that divides the row
 
 
@@ -59,26 +59,38 @@ def attend(name: str, q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT):
 
 
 def xla(q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT):
-    """Query heads that share a key head are one product with it: on CPU twice as fast as jax.nn.dot_product_attention."""
+    """Query heads that share a key head are one product with it: on CPU twice as fast as jax.nn.dot_product_attention.
+
+    Long rows are cut into blocks of queries, and none is multiplied with the keys that stand behind its block.
+    """
     B, T, H, d = q_BxTxHxd.shape
     K = k_BxTxKxd.shape[2]
-    q_BxKxGTxd = (q_BxTxHxd * d**-0.5).reshape(B, T, K, -1, d).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, d)
     k_BxKxTxd, v_BxKxTxd = k_BxTxKxd.swapaxes(1, 2), v_BxTxKxd.swapaxes(1, 2)
-    scores = jnp.einsum("bkqd,bksd->bkqs", q_BxKxGTxd, k_BxKxTxd, preferred_element_type=jnp.float32)
-    scores = jnp.where(_visible(T, segments_BxT)[:, None, None], scores.reshape(B, K, -1, T, T), -1e30)
-    weights = jax.nn.softmax(scores, axis=-1).reshape(B, K, -1, T).astype(v_BxTxKxd.dtype)
-    out_BxKxGTxd = jnp.einsum("bkqs,bksd->bkqd", weights, v_BxKxTxd)
-    return out_BxKxGTxd.reshape(B, K, -1, T, d).transpose(0, 3, 1, 2, 4).reshape(B, T, H, d)
+
+    def block(start, stop):
+        q_BxKxGQxd = (q_BxTxHxd[:, start:stop] * d**-0.5).reshape(B, stop - start, K, -1, d).transpose(0, 2, 3, 1, 4).reshape(
+            B, K, -1, d)
+        scores = jnp.einsum("bkqd,bksd->bkqs", q_BxKxGQxd, k_BxKxTxd[:, :, :stop], preferred_element_type=jnp.float32)
+        scores = scores.reshape(B, K, -1, stop - start, stop)
+        scores = jnp.where(_visible(start, stop, segments_BxT)[:, None, None], scores, -1e30)
+        weights = jax.nn.softmax(scores, axis=-1).reshape(B, K, -1, stop).astype(v_BxTxKxd.dtype)
+        out_BxKxGQxd = jnp.einsum("bkqs,bksd->bkqd", weights, v_BxKxTxd[:, :, :stop])
+        return out_BxKxGQxd.reshape(B, K, -1, stop - start, d).transpose(0, 3, 1, 2, 4).reshape(B, -1, H, d)
+
+    size = max(LEAST_BLOCK, -(-T // MOST_BLOCKS))
+    return jnp.concatenate([block(start, min(start + size, T)) for start in range(0, T, size)], axis=1)
 
 
 def cudnn(q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT):
-    mask = None if segments_BxT is None else _visible(q_BxTxHxd.shape[1], segments_BxT)[:, None]
+    mask = None if segments_BxT is None else _visible(0, q_BxTxHxd.shape[1], segments_BxT)[:, None]
     return jax.nn.dot_product_attention(q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, mask=mask, is_causal=mask is None,
                                         implementation="cudnn")
 
 
 def splash(q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT, interpret=False):
     """`interpret` runs the kernel's Python on any platform, slowly."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash_lib  # a fifth of a second that others spare
+
     _, T, H, d = q_BxTxHxd.shape
     block = next(size for size in SPLASH_BLOCKS if T % size == 0)
     names = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq",
@@ -91,7 +103,9 @@ def splash(q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT, interpret=False):
     return jax.vmap(kernel)(q, k, v, segments).swapaxes(1, 2)
 
 
-def _visible(length, segments_BxT):
-    """bool [B or 1, T, T]: which token (last axis) is seen from which."""
-    causal = jnp.tril(jnp.ones((length, length), bool))[None]
-    return causal if segments_BxT is None else causal & (segments_BxT[:, :, None] == segments_BxT[:, None, :])
+def _visible(start, stop, segments_BxT):
+    """bool [B or 1, stop - start, stop]: which token (last axis) is seen from which of those from `start` on."""
+    causal = jnp.tril(jnp.ones((stop - start, stop), bool), start)[None]
+    if segments_BxT is None:
+        return causal
+    return causal & (segments_BxT[:, start:stop, None] == segments_BxT[:, None, :stop])

@@ -32,11 +32,20 @@ def by_definition(q, k, v, segments):
     return out
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
-def test_xla_is_the_definition(heads, kv_heads):
-    *qkv, segments = make_inputs(length=12, heads=heads, kv_heads=kv_heads)
+@pytest.mark.parametrize(("heads", "kv_heads", "length"), [(4, 4, 12), (4, 2, 12), (3, 1, 12), (4, 2, 100), (2, 1, 300)])
+def test_xla_is_the_definition(heads, kv_heads, length):
+    *qkv, segments = make_inputs(length=length, heads=heads, kv_heads=kv_heads)
     np.testing.assert_allclose(attention.xla(*qkv, segments), by_definition(*qkv, np.asarray(segments)), atol=1e-5)
-    np.testing.assert_allclose(attention.xla(*qkv, None), by_definition(*qkv, np.zeros((2, 12))), atol=1e-5)
+    np.testing.assert_allclose(attention.xla(*qkv, None), by_definition(*qkv, np.zeros((2, length))), atol=1e-5)
+
+
+def test_xla_spares_the_keys_behind_a_block(monkeypatch):
+    """Four blocks multiply (1 + 2 + 3 + 4) / 16 of the square."""
+    def flops(blocks):
+        monkeypatch.setattr(attention, "MOST_BLOCKS", blocks)
+        return jax.jit(lambda *x: attention.xla(*x)).lower(*make_inputs(length=256)).compile().cost_analysis()["flops"]
+
+    assert 0.6 < flops(4) / flops(1) < 0.65
 
 
 def test_xla_in_bfloat16_sums_in_float32():
