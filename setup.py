@@ -24,8 +24,6 @@ EXTRAS = {
     "wandb": ["wandb"],
     # torch is what the models are compared with; without it those tests are skipped. tensorboard reads the curves back.
     "test": ["hypothesis", "pytest>=9", "pytest-xdist", "tensorboard", "torch==2.13.0"],
-    # The benchmarks' other side: transformers' own models, run by torch.
-    "bench": ["torch==2.13.0"],
 }
 
 setup(

@@ -5,8 +5,9 @@
 
 Each section runs in a process of its own and writes what it finds at once to results/accelerator.json: one that fails, or that
 is cut off by --budget seconds, loses nothing of the others. Needs jax, flax, optax and NumPy; torch and transformers where
-they are to be compared with. Shares are of what the hardware allows: bytes over 4.8 TB/s for decoding (weights and half-full
-caches read once a token), 6 N FLOPs a trained token over the matrix product measured in the same process.
+they are to be compared with. Shares are of what the hardware allows: bytes over 4.8 TB/s for decoding (weights and full
+caches read once a token), the FLOPs of the products that a trained token needs over the matrix product measured in the same
+process.
 """
 
 import argparse
@@ -154,8 +155,9 @@ def training(sizes: Sizes) -> dict:
 def train(step, sizes: Sizes, peak: float) -> dict:
     taken = step.seconds_of_update(sizes.repeats)
     tokens = step.samples * (sizes.prompt + sizes.response)
-    return {"seconds": taken, "tokens_per_second": tokens / taken,
-            "mfu": 2 * 6 * parameters(step) * tokens / taken / peak}  # 2: actor and critic
+    head = step.architecture.vocab_size * step.architecture.hidden_size  # the actor's alone, and where a response token is
+    needed = 6 * (2 * (parameters(step) - head) * tokens + head * step.samples * sizes.response)
+    return {"seconds": taken, "tokens_per_second": tokens / taken, "mfu": needed / taken / peak}
 
 
 def product_flops(sizes: Sizes) -> float:

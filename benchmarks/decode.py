@@ -12,15 +12,12 @@ is what room costs that nobody uses.
 
 import argparse
 import dataclasses
-import json
-import sys
 import tempfile
 from pathlib import Path
 
 import harness
 import workload
 
-HERE = Path(__file__).parent
 SIDES = {"ours": "ours_decode.py", "torch": "torch_decode.py", "transformers": "transformers_decode.py",
          "transformers-static": "transformers_decode.py", "transformers-continuous": "transformers_decode.py",
          "tunix": "tunix_decode.py"}
@@ -65,11 +62,9 @@ def parse():
     parser.add_argument("--turns", type=int, default=7, help="turns that count")
     parser.add_argument("--warm-up", type=int, default=2, help="turns before them, in which everything is compiled")
     args = parser.parse_args()
-    for option, known in (("cases", CASES), ("sides", SIDES)):
-        if wrong := [name for name in getattr(args, option) if name not in known]:
-            parser.error(f"--{option} {','.join(wrong)}: expected some of {', '.join(known)}")
-    if not args.peers and set(args.sides) - {"ours"}:
-        parser.error("--peers: needed for all sides but ours")
+    if wrong := [name for name in args.cases if name not in CASES]:
+        parser.error(f"--cases {','.join(wrong)}: expected some of {', '.join(CASES)}")
+    harness.check_sides(parser, args, SIDES)
     return args
 
 
@@ -77,7 +72,8 @@ def measure(name: str, case: Case, args) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         model = workload.make_model(Path(folder) / "model", case.chance)
         settings = dataclasses.asdict(case) | {"model": str(model), "prompt": PROMPT}
-        workers = [start(side, args.peers, settings | {"side": side}) for side in args.sides]
+        workers = [harness.Worker(side, SIDES[side], settings | {"side": side}, None if side == "ours" else args.peers)
+                   for side in args.sides]
         answers = harness.interleave(workers, args.turns, args.warm_up)
         for worker in workers:
             worker.close()
@@ -91,12 +87,6 @@ def measure(name: str, case: Case, args) -> dict:
                                "versions": worker.versions, "answers": turns}
         print(f"  {worker.name:24s}{speeds['median']:7.0f} tokens/s ({speeds['min']:.0f}-{speeds['max']:.0f})")
     return dataclasses.asdict(case) | {"sides": result}
-
-
-def start(side: str, peers: str, settings: dict) -> harness.Worker:
-    python = sys.executable if side == "ours" else peers
-    return harness.Worker(side, [python, str(HERE / "workers" / SIDES[side]), json.dumps(settings)],
-                          {"PYTHONPATH": str(HERE), "JAX_PLATFORMS": "cpu"})
 
 
 if __name__ == "__main__":

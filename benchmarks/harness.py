@@ -5,6 +5,7 @@ worker takes its turn the others hold no core. Workers may live in different Pyt
 theirs; they need this file alone, which imports the standard library only.
 """
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -43,16 +44,17 @@ def serve(turn: Callable[[], dict], packages: tuple[str, ...] = ()) -> None:
 
 
 class Worker:
-    """A process that answers turn by turn. `ready_seconds`: from its start until it was ready."""
+    """A process that answers turn by turn."""
 
-    def __init__(self, name: str, command: list[str], environment: dict[str, str] | None = None):
-        self.name = name
-        threads = {"OMP_NUM_THREADS": str(THREADS), "MKL_NUM_THREADS": str(THREADS)}
-        start = time.perf_counter()
+    def __init__(self, name: str, program: str, settings: dict, python: str | None = None):
+        """Starts workers/PROGRAM with the settings as JSON. `python`: of its environment; None: this one."""
+        self.name, here = name, Path(__file__).parent
+        environment = {"OMP_NUM_THREADS": str(THREADS), "MKL_NUM_THREADS": str(THREADS), "JAX_PLATFORMS": "cpu",
+                       "PYTHONPATH": os.pathsep.join((str(here), str(here.parent)))}
+        command = [python or sys.executable, str(here / "workers" / program), json.dumps(settings)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                         env=os.environ | threads | (environment or {}))
+                                         env=os.environ | environment)
         self.versions = self._answer()["versions"]
-        self.ready_seconds = time.perf_counter() - start
 
     def turn(self) -> dict:
         self._process.stdin.write("go\n")
@@ -79,6 +81,14 @@ def interleave(workers: list[Worker], turns: int, warm_up: int) -> dict[str, lis
         last = ", ".join(f"{name} {given[-1]['seconds']:.3f} s" for name, given in answers.items())
         print(f"round {round_number + 1}/{warm_up + turns}: {last}", file=sys.stderr, flush=True)
     return {name: given[warm_up:] for name, given in answers.items()}
+
+
+def check_sides(parser: argparse.ArgumentParser, args: argparse.Namespace, known) -> None:
+    """Ends with a message where --sides names what is not there, or needs --peers."""
+    if wrong := [side for side in args.sides if side not in known]:
+        parser.error(f"--sides {','.join(wrong)}: expected some of {', '.join(known)}")
+    if not args.peers and set(args.sides) - {"ours"}:
+        parser.error("--peers: needed for all sides but ours")
 
 
 def spread(values: list[float]) -> dict[str, float]:

@@ -12,14 +12,12 @@ is compiled before its turns are counted. TRL rewards by a model alone, tunix is
 
 import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 
 import harness
 import workload
 
-HERE = Path(__file__).parent
 SIDES = {"ours": "ours_ppo.py", "torch": "torch_ppo.py", "trl": "trl_ppo.py", "tunix": "tunix_ppo.py"}
 OF_REWARD = {"rule": ("ours", "torch", "tunix"), "model": ("ours", "torch", "trl")}
 LONGEST = {"forced": 64, "verl": workload.VERL["longest"]}
@@ -30,7 +28,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         settings = make_settings(args, Path(folder))
         before = harness.machine()
-        workers = [start(side, args, settings) for side in args.sides]
+        workers = [harness.Worker(side, SIDES[side], settings, None if side == "ours" else args.peers) for side in args.sides]
         first = {worker.name: worker.turn()["seconds"] for worker in workers}
         answers = harness.interleave(workers, args.turns, args.warm_up)
         split = harness.interleave(workers, args.split, 0)
@@ -57,10 +55,7 @@ def parse():
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=JSON", help="changes an option of our config")
     args = parser.parse_args()
     args.sides = args.sides or list(OF_REWARD[args.reward])
-    if wrong := [side for side in args.sides if side not in OF_REWARD[args.reward]]:
-        parser.error(f"--sides {','.join(wrong)}: with --reward {args.reward} there are {', '.join(OF_REWARD[args.reward])}")
-    if not args.peers and set(args.sides) - {"ours"}:
-        parser.error("--peers: needed for all sides but ours")
+    harness.check_sides(parser, args, OF_REWARD[args.reward])
     return args
 
 
@@ -74,12 +69,6 @@ def make_settings(args, folder: Path) -> dict:
         "lr": 1e-5, "lam": 0.95, "kl_coef": 0.04, "plain_turns": 1 + args.warm_up + args.turns,
         "ours": {name: json.loads(value) for name, value in (change.split("=", 1) for change in args.set)},
     }
-
-
-def start(side: str, args, settings: dict) -> harness.Worker:
-    python = sys.executable if side == "ours" else args.peers
-    return harness.Worker(side, [python, str(HERE / "workers" / SIDES[side]), json.dumps(settings)],
-                          {"PYTHONPATH": str(HERE), "JAX_PLATFORMS": "cpu"})
 
 
 def summary(answers: list[dict], split: list[dict]) -> dict:

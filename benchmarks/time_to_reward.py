@@ -11,16 +11,11 @@ had the cores, and the figures are void. Takes about 15 minutes; writes results/
 """
 
 import argparse
-import json
 import os
 import statistics
-import sys
-from pathlib import Path
 
 import addition
 import harness
-
-HERE = Path(__file__).parent
 
 TORCH = {  # the best that was found for it: 34 % to 90 % in 115 to 130 steps
     "data.train_batch_size": 256,
@@ -58,14 +53,9 @@ BEST = SAME | {
 
 
 def start_workers(peers: str) -> list[harness.Worker]:
-    paths = {"PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parent)))}
-
-    def worker(name, python, program, options):
-        return harness.Worker(name, [python, str(HERE / "workers" / program), json.dumps(options)], paths)
-
-    return [worker("torch", peers, "torch_addition.py", TORCH),
-            worker("ours, torch's settings", sys.executable, "ours_addition.py", SAME),
-            worker("ours", sys.executable, "ours_addition.py", BEST)]
+    return [harness.Worker("torch", "torch_addition.py", TORCH, peers),
+            harness.Worker("ours, torch's settings", "ours_addition.py", SAME),
+            harness.Worker("ours", "ours_addition.py", BEST)]
 
 
 def summarise(runs: list[dict]) -> dict:

@@ -25,12 +25,6 @@ def eos_chance(mean: float, longest: int) -> float:
     return p
 
 
-def lengths(count: int, seed: int, mean: float = VERL["mean"], longest: int = VERL["longest"]) -> np.ndarray:
-    """Lengths drawn from the distribution that `make_model` gives; int32 [count]."""
-    drawn = np.random.default_rng(seed).geometric(eos_chance(mean, longest), count)
-    return np.minimum(drawn, longest).astype(np.int32)
-
-
 def config(layers: int = 4, hidden: int = 256, vocabulary: int = VOCABULARY) -> dict:
     """config.json of a Qwen2 with heads of 64, two to a key, and an output embedding of its own."""
     return {
