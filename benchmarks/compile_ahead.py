@@ -36,7 +36,7 @@ def main():
     import programs
 
     from jax_ppo import sharding
-    from jax_ppo.config import MeshShape
+    from jax_ppo.schema import MeshShape
 
     architecture = dataclasses.replace(programs.QWEN_05B, num_layers=args.layers)
     step = programs.Step(architecture, args.samples, args.prompt, args.response, dtype="bfloat16", remat=True,

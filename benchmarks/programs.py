@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ppo import config as config_lib
-from jax_ppo import packing, scoring, sharding
+from jax_ppo import packing, schema, scoring, sharding
 from jax_ppo import state as state_lib
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
@@ -64,17 +63,17 @@ class Step:
     slots: int = 256
     endings: int = 0
     mesh: jax.sharding.Mesh = dataclasses.field(default_factory=lambda: sharding.make_mesh(
-        config_lib.MeshShape(), jax.devices()[:1]))
+        schema.MeshShape(), jax.devices()[:1]))
 
     @functools.cached_property
-    def config(self) -> config_lib.Config:
+    def config(self) -> schema.Config:
         samples, rows = self.samples, self.rows
-        return config_lib.Config(
-            data=config_lib.Data(train_files="-", train_batch_size=samples, max_prompt_length=self.prompt,
-                                 max_response_length=self.response),
-            model=config_lib.Model(dtype=self.dtype, gradient_checkpointing=self.remat),
-            actor=config_lib.Actor(ppo_mini_batch_size=samples, ppo_micro_batch_size_per_device=rows),
-            rollout=config_lib.RolloutOptions(logprob_micro_batch_size_per_device=rows))
+        return schema.Config(
+            data=schema.Data(train_files="-", train_batch_size=samples, max_prompt_length=self.prompt,
+                             max_response_length=self.response),
+            model=schema.Model(dtype=self.dtype, gradient_checkpointing=self.remat),
+            actor=schema.Actor(ppo_mini_batch_size=samples, ppo_micro_batch_size_per_device=rows),
+            rollout=schema.RolloutOptions(logprob_micro_batch_size_per_device=rows))
 
     @functools.cached_property
     def nets(self) -> state_lib.Networks:
@@ -115,7 +114,7 @@ class Step:
 
     def experience(self) -> Experience:
         five = [self.by_rows((self.samples, self.response), jnp.float32)] * 5
-        return Experience(self.sequences(), *five, self.everywhere(np.float32(0)))
+        return Experience(self.sequences(), *five, None, self.everywhere(np.float32(0)))
 
     def pack(self, lengths) -> tuple[Packing, np.ndarray]:
         """The packing of one mini-batch of samples of these lengths [1, A, R, L], and how many of the A hold something [1]."""

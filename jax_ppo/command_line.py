@@ -10,7 +10,8 @@ from absl import flags
 from ml_collections import config_flags
 
 from jax_ppo import config as config_lib
-from jax_ppo.config import Config, ConfigError
+from jax_ppo.config import ConfigError
+from jax_ppo.schema import Config
 
 USAGE = """usage: python -m jax_ppo.train --config=FILE[:ARG] [--config.OPTION=VALUE ...] [--workdir=FOLDER]
 

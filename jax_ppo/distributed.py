@@ -17,14 +17,14 @@ from collections.abc import Callable, Mapping
 import jax
 from jax.experimental import multihost_utils
 
-from jax_ppo import config
+from jax_ppo import config, schema
 
 # jax.distributed.initialize() detects Slurm by these; srun sets all of them, sbatch alone does not.
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
 EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
-def initialize(options: config.Distributed) -> None:
+def initialize(options: schema.Distributed) -> None:
     """Connects the processes of this run. Call it before any computation; a second call does nothing.
 
     Addresses come from the options, else from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, else from
@@ -70,7 +70,7 @@ def run_or_abort(function: Callable[[], object]) -> object:
         os._exit(1)
 
 
-def _arguments(options: config.Distributed, environ: Mapping[str, str]) -> dict | None:
+def _arguments(options: schema.Distributed, environ: Mapping[str, str]) -> dict | None:
     """What jax.distributed.initialize needs to be told, {} where it finds out by itself, None for one process."""
     if options.coordinator_address:
         return _unless_alone(options.coordinator_address, options.num_processes, options.process_id)

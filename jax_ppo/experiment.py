@@ -15,7 +15,7 @@ import numpy as np
 from jax_ppo import config as config_lib
 from jax_ppo import packing, sft, sharding
 from jax_ppo import state as state_lib
-from jax_ppo.config import Config, ConfigError
+from jax_ppo.config import ConfigError
 from jax_ppo.data import prompts as prompts_lib
 from jax_ppo.data import sources
 from jax_ppo.data import tokenizer as tokenizer_lib
@@ -24,6 +24,7 @@ from jax_ppo.models.transformer import Transformer, unroll
 from jax_ppo.rewards import registry
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
+from jax_ppo.schema import Config
 from jax_ppo.types import Packing, Prompts, Rollout
 
 TRAINING, EVALUATION = 0, 1  # streams of random numbers

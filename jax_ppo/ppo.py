@@ -15,11 +15,11 @@ import numpy as np
 from jax_ppo import compilation, distributed, metrics, scoring, sharding
 from jax_ppo import state as state_lib
 from jax_ppo.checkpoint import Checkpointer
-from jax_ppo.config import Config
 from jax_ppo.errors import UserError
 from jax_ppo.evaluate import Evaluation, evaluate
 from jax_ppo.experiment import EVALUATION, TRAINING, Experiment
 from jax_ppo.models import hf_export
+from jax_ppo.schema import Config
 from jax_ppo.update import update
 
 
@@ -33,15 +33,16 @@ def train(config: Config, workdir: Path) -> dict:
         with Reporter(run, workdir, progress, compiled) as report:
             if run.held_out and progress.step == 0 and config.trainer.val_before_train:
                 report.evaluation(0, evaluation(run, state))
-            batches = run.batches(progress.position)
+            batches, ahead = run.batches(progress.position), None
             for step in range(progress.step, run.total_steps):
-                batch = next(batches)
-                rollout = run.sample(run.decode_params(state.actor), run.on_mesh(batch.prompts), run.key(TRAINING, step))
-                report.flush()  # the step before: its update ends as this sampling begins
+                batch, rollout, position = ahead or draw(run, state, batches, step, report)
                 with report.phase("rollout"):
                     plans = run.plan(step, sample_lengths(batch, rollout))  # waits for the lengths: the one wait of a step
                 sequences = scoring.join(rollout, config.sequence_length)
                 scores = scoring.score(config, run.nets, state, sequences, *plans.scoring)
+                # A run that is resumed has no rollout of older weights: before a checkpoint none is begun.
+                goes_ahead = config.rollout.one_step_off and not due(run, step + 1, config.trainer.save_freq)
+                ahead = draw(run, state, batches, step + 1, report) if goes_ahead else None
                 with report.phase("reward"):  # on the host, while the mesh scores
                     rewards, correct, failures, _ = run.reward(batch, rollout)
                 rewards = add_reward_model(run, state, rewards, sequences, plans.scoring)
@@ -51,11 +52,24 @@ def train(config: Config, workdir: Path) -> dict:
                 with report.phase("score"):
                     jax.block_until_ready(scores)
                 report.later(step, of_rollout | of_update | rollout_metrics(rollout, correct), failures)
-                finish_step(run, state, step + 1, batches.position, report, checkpoints)
+                finish_step(run, state, step + 1, position, report, checkpoints)
                 if checkpoints.should_stop(step + 1):
                     checkpoints.wait()
                     return report.finish(state, export=False)
             return report.finish(state, run.config.trainer.export)
+
+
+def draw(run: Experiment, state, batches, step: int, report: "Reporter"):
+    """Begins to sample responses to a step's prompts: (the batch, the rollout, the examples consumed with it)."""
+    batch = next(batches)
+    rollout = run.sample(run.decode_params(state.actor), run.on_mesh(batch.prompts), run.key(TRAINING, step))
+    report.flush()  # of the step before: its update ends as this sampling begins
+    return batch, rollout, batches.position
+
+
+def due(run: Experiment, done: int, frequency: int) -> bool:
+    """Whether it is time for something that is done every so many steps (0: never) and after the last."""
+    return done == run.total_steps or (frequency > 0 and done % frequency == 0)
 
 
 @dataclasses.dataclass
@@ -109,17 +123,12 @@ def _flatten(options: dict, prefix: str = ""):
 
 def finish_step(run: Experiment, state, done: int, position: int, report: "Reporter", checkpoints: Checkpointer) -> None:
     """Evaluates and saves where it is time: `done` steps are behind."""
-    trainer, last = run.config.trainer, done == run.total_steps
-
-    def due(frequency):
-        return last or (frequency and done % frequency == 0)
-
-    result = None
-    if run.held_out and due(trainer.test_freq):
+    trainer, result = run.config.trainer, None
+    if run.held_out and due(run, done, trainer.test_freq):
         report.flush()
         result = evaluation(run, state)
         report.evaluation(done, result)
-    if due(trainer.save_freq) or checkpoints.should_stop(done):
+    if due(run, done, trainer.save_freq) or checkpoints.should_stop(done):
         report.flush()
         with report.phase("checkpoint"):
             arrays = {"actor": state.actor, "critic": state.critic,

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from jax_ppo import packing as packing_lib
-from jax_ppo.config import Config
 from jax_ppo.kernels import advantages as advantages_lib
-from jax_ppo.kernels import kl, logprobs, masked
+from jax_ppo.kernels import importance, kl, logprobs, masked
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer
+from jax_ppo.schema import Config
 from jax_ppo.sharding import constrain_rows, split_by_device
 from jax_ppo.state import Networks, TrainState
 from jax_ppo.types import Experience, Packing, Rollout, Sequences, pytree
@@ -72,6 +72,8 @@ def reuses_logprobs(config: Config) -> bool:
     program to program. Where a rollout is learned from in one optimizer step the update takes the old log-probs to be those it
     differentiates (their ratio is 1), and the sampler's are no more than a figure to report, unless the reward has a KL.
     """
+    if config.algorithm.rollout_is != "none":
+        return False  # it is what importance weights compare the sampler's with
     exact = config.model.dtype == "float32" and jax.default_backend() == "cpu"
     unused = config.updates_once and not config.algorithm.use_kl_in_reward
     return config.rollout.reuse_logprobs == "always" or (config.rollout.reuse_logprobs == "auto" and (exact or unused))
@@ -130,8 +132,8 @@ def experience(config: Config, kl_coef, sequences: Sequences, scores: Scores, re
     Args:
       kl_coef: float32 scalar, used if algorithm.use_kl_in_reward.
       rewards_B: float32 [B], the reward of each sample.
-      sampled_BxT: float32 [B, T], Rollout.logprobs: the old log-probs where `scores` has none, else measured against them,
-        which are the same numbers from another program.
+      sampled_BxT: float32 [B, T], Rollout.logprobs: the old log-probs where `scores` has none, else measured against them:
+        the same numbers from another program, or those of older weights.
 
     Returns:
       the experience, and metrics: scalars on the mesh.
@@ -168,4 +170,11 @@ def experience(config: Config, kl_coef, sequences: Sequences, scores: Scores, re
     }
     if scores.old_logprobs is not None:
         metrics["rollout/logprob_difference"] = masked.masked_mean(jnp.abs(sampled_BxT - old_logprobs), mask)
-    return Experience(sequences, old_logprobs, scores.ref_logprobs, scores.values, advantages, returns, mean_kl), metrics
+    weights = None
+    if options.rollout_is != "none":
+        threshold = options.rollout_is_threshold
+        weights = importance.truncated_weights(old_logprobs, sampled_BxT, mask, options.rollout_is, threshold)
+        metrics |= {"rollout/importance_mean": masked.masked_mean(weights, mask),
+                    "rollout/importance_cut_share": masked.masked_mean((weights >= threshold).astype(jnp.float32), mask)}
+    experience = Experience(sequences, old_logprobs, scores.ref_logprobs, scores.values, advantages, returns, weights, mean_kl)
+    return experience, metrics

@@ -14,12 +14,12 @@ import numpy as np
 from jax_ppo import packing as packing_lib
 from jax_ppo import sharding
 from jax_ppo import state as state_lib
-from jax_ppo.config import Config, Create, Optim
 from jax_ppo.data import arithmetic
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.models import heads, hf_export
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer
+from jax_ppo.schema import Config, Create, Optim
 from jax_ppo.scoring import actor_logprobs
 from jax_ppo.types import Sequences
 

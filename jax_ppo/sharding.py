@@ -13,7 +13,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ppo.config import ConfigError, MeshShape
+from jax_ppo.config import ConfigError
+from jax_ppo.schema import MeshShape
 
 AXES = ("data", "fsdp", "model")
 ROWS = ("data", "fsdp")

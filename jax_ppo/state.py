@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from jax_ppo import config as config_lib
-from jax_ppo import sharding
+from jax_ppo import schema, sharding
 from jax_ppo.models import attention, heads, hf_import
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.types import pytree
@@ -60,7 +60,7 @@ class Folders:
     reward: Path | None
 
 
-def networks(config: config_lib.Config, folders: Folders) -> Networks:
+def networks(config: schema.Config, folders: Folders) -> Networks:
     """Reads each role's config.json. Raises ValueError for an architecture that is not supported, ConfigError for an attention
     program that cannot run here."""
     dtype, platform = jnp.dtype(config.model.dtype), _platform()
@@ -82,7 +82,7 @@ def _platform() -> str:
     return backend.platform_version.split()[0] if backend.platform == "gpu" else backend.platform
 
 
-def trained_shapes(config: config_lib.Config, nets: Networks, mesh) -> dict[str, Any]:
+def trained_shapes(config: schema.Config, nets: Networks, mesh) -> dict[str, Any]:
     """ShapeDtypeStructs, with shardings, of all that training changes: the keys and trees of a checkpoint."""
     actor = jax.eval_shape(functools.partial(heads.init, nets.actor, head="lm"), jax.random.key(0))
     critic = jax.eval_shape(functools.partial(heads.init, nets.critic, head="scalar"), jax.random.key(0))
@@ -95,7 +95,7 @@ def trained_shapes(config: config_lib.Config, nets: Networks, mesh) -> dict[str,
                         sharding.tree_shardings(mesh, tree, sharding.TRAIN_RULES))
 
 
-def create(config: config_lib.Config, nets: Networks, folders: Folders, mesh,
+def create(config: schema.Config, nets: Networks, folders: Folders, mesh,
            progress: Callable[[str], Callable[[int, int], None]], trained: dict[str, Any] | None = None, step: int = 0,
            kl_coef: float | None = None) -> TrainState:
     """The state to start from, each tree read straight into its shards.
@@ -133,7 +133,7 @@ def create(config: config_lib.Config, nets: Networks, folders: Folders, mesh,
                       trained["optimizer"]["critic"], scalars[1])
 
 
-def optimizer(options: config_lib.Optim, grad_clip: float) -> optax.GradientTransformation:
+def optimizer(options: schema.Optim, grad_clip: float) -> optax.GradientTransformation:
     """AdamW (Loshchilov & Hutter 2019) after clipping by global norm, without the learning rate, which `descend` applies."""
     return optax.chain(
         optax.clip_by_global_norm(grad_clip),
@@ -146,7 +146,7 @@ def _matrices(params):
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding"), params)
 
 
-def learning_rate(options: config_lib.Optim, step, total_steps: int):
+def learning_rate(options: schema.Optim, step, total_steps: int):
     """Rate of a step: linear warm-up from lr / lr_warmup_steps, then constant, linear or cosine down to min_lr_ratio.
 
     Args:

@@ -105,11 +105,12 @@ class Experience:
 
     Attributes:
       sequences: the tokens.
-      old_logprobs: float32 [B, T], log-probs of the policy that sampled, at the sampling temperature.
+      old_logprobs: float32 [B, T], log-probs of the policy that the update starts from, at the sampling temperature.
       ref_logprobs: float32 [B, T], of the frozen reference at the same temperature; None without a reference.
       values: float32 [B, T], the critic's value of the state before each token.
       advantages: float32 [B, T], whitened if asked.
       returns: float32 [B, T], raw advantages + values: what the critic learns.
+      importance: float32 [B, T], weights of the policy loss for tokens that another policy sampled; None: all 1.
       kl: float32 scalar, mean KL estimate a response token to the reference, of the kind algorithm.kl_penalty.
     All are 0 past the length.
     """
@@ -120,4 +121,5 @@ class Experience:
     values: Array
     advantages: Array
     returns: Array
+    importance: Array | None
     kl: Array

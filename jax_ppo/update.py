@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from jax_ppo import packing as packing_lib
 from jax_ppo import state as state_lib
-from jax_ppo.config import Config
 from jax_ppo.kernels import kl, losses
+from jax_ppo.schema import Config
 from jax_ppo.scoring import actor_logprobs, critic_values, reuses_logprobs
 from jax_ppo.sharding import TRAIN_RULES, constrain_rows, constrain_tree
 from jax_ppo.state import Networks, TrainState
@@ -107,7 +107,8 @@ def _actor_loss(config, model, params, rows, experience, weights, token_mean):
     policy = losses.policy_loss(logprobs, old, advantages, rows.mask, low, high, options.clip_ratio_c or None)
     if not options.entropy_coeff:
         entropy = jax.lax.stop_gradient(entropy)  # a factor of 0 alone would not spare its backward pass
-    policy_loss = jnp.sum(weights * policy.loss)
+    importance = 1 if experience.importance is None else packing_lib.to_rows(experience.importance, rows)
+    policy_loss = jnp.sum(weights * importance * policy.loss)
     entropy_bonus = jnp.sum(weights * entropy)
     kl_loss = jnp.float32(0)
     if options.use_kl_loss:

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-FOUNDATIONS = {"kernels", "types", "config", "sharding", "packing", "models", "errors", "hub"}
+FOUNDATIONS = {"kernels", "types", "schema", "config", "sharding", "packing", "models", "errors", "hub"}
 ALGORITHM = {"state", "sampler", "scoring", "update"}
 REPORTS = {"evaluate", "checkpoint", "metrics", "distributed"}
 HOST = {"data", "rewards"}
@@ -20,9 +20,11 @@ MAY_IMPORT = (
     | {room: FOUNDATIONS | ALGORITHM for room in ALGORITHM}
     | {room: FOUNDATIONS | ALGORITHM | REPORTS for room in REPORTS}
     | {room: {"types", "hub", "errors"} for room in HOST}
-    | {"kernels": set(), "types": set(), "errors": set(), "hub": {"errors"}, "config": {"errors"}, "sampler": FOUNDATIONS}
+    | {"kernels": set(), "types": set(), "errors": set(), "hub": {"errors"}, "schema": set(), "config": {"errors", "schema"},
+       "sampler": FOUNDATIONS}
 )
-LATE = {"jax_ppo/config.py", "jax_ppo/__init__.py"}  # loaded before the options are checked, so they load nothing heavy
+# Loaded before the options are checked, so they load nothing heavy.
+LATE = {"jax_ppo/config.py", "jax_ppo/schema.py", "jax_ppo/__init__.py"}
 HEAVY = {"jax", "flax", "transformers"}
 UNPICKLING = {"pickle", "cloudpickle", "dill", "joblib", "shelve"}
 

@@ -225,6 +225,7 @@ PROCESSES = """
 import os, sys, time, jax, jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jax_ppo import config, distributed
+from jax_ppo import schema
 from jax_ppo.checkpoint import Checkpointer
 
 def main():
@@ -242,7 +243,7 @@ def main():
             time.sleep(0.01)
         raise TimeoutError("nobody sent SIGTERM")
 
-distributed.initialize(config.Distributed())
+distributed.initialize(schema.Distributed())
 distributed.run_or_abort(main)
 """
 

@@ -41,6 +41,8 @@ def test_every_option_has_a_meaning():
     ({"data__train_files": ""}, r"config\.data\.train_files=''"),
     ({"data__train_files": "x.jsonl"}, r"config\.model\.path=''"),
     ({"rollout__top_k": 0}, r"config\.rollout\.top_k=0"),
+    ({"rollout__one_step_off": True}, r"config\.rollout\.one_step_off=True.*config\.algorithm\.rollout_is"),
+    ({"algorithm__rollout_is": "token", "rollout__reuse_logprobs": "always"}, r"config\.rollout\.reuse_logprobs='always'"),
     ({"trainer__logger": "tensorbord"}, r"config\.trainer\.logger='tensorbord'"),
 ])
 def test_impossible_values_are_named(changes, message):

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from jax_ppo import config, distributed
+from jax_ppo import config, distributed, schema
 
 ROOT = pathlib.Path(__file__).parents[1]
 EXPLICIT = {"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
@@ -21,7 +21,7 @@ SLURM = {"SLURM_JOB_ID": "9", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "
 
 
 def arguments(environ, **options):
-    return distributed._arguments(config.Distributed(**options), environ)
+    return distributed._arguments(schema.Distributed(**options), environ)
 
 
 class TestArguments:
@@ -116,7 +116,7 @@ class TestTpuPods:
 
 class TestOneProcess:
     def test_is_main_and_waits_for_nobody(self):
-        distributed.initialize(config.Distributed())
+        distributed.initialize(schema.Distributed())
         assert distributed.is_main()
         distributed.barrier("alone")
 
@@ -153,7 +153,7 @@ def main():
     while True:
         multihost_utils.process_allgather(np.float32(0))
 
-options = config.Distributed(coordinator_address=f"localhost:{port}", num_processes=2, process_id=number,
+options = schema.Distributed(coordinator_address=f"localhost:{port}", num_processes=2, process_id=number,
                              heartbeat_seconds=10)
 distributed.initialize(options)
 distributed.initialize(options)  # a second time does nothing

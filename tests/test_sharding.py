@@ -7,7 +7,8 @@ import pytest
 
 import tiny
 from jax_ppo import sharding
-from jax_ppo.config import ConfigError, MeshShape
+from jax_ppo.config import ConfigError
+from jax_ppo.schema import MeshShape
 
 
 def test_a_parameter_without_a_rule_raises():

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jax_ppo import compilation, ppo, sharding
-from jax_ppo import config as config_lib
+from jax_ppo import compilation, ppo, schema, sharding
 from jax_ppo.data import arithmetic
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.errors import UserError
@@ -95,6 +94,11 @@ def figures(workdir):
         return [{name: value for name, value in row.items() if "second" not in name} for row in csv.DictReader(file)]
 
 
+def of_steps(workdir):
+    """Those figures that a step gives, an evaluation not."""
+    return [row for row in figures(workdir) if row["reward/mean"]]
+
+
 @pytest.fixture(scope="module")
 def undisturbed(files, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("undisturbed")
@@ -113,10 +117,10 @@ def test_a_run_writes_what_it_should(undisturbed):
               "actor/ratio_mean", "actor/ratio_min", "actor/ratio_max", "actor/clip_fraction", "critic/clip_fraction",
               "actor/entropy", "critic/advantages_mean", "critic/returns_mean", "critic/values_mean",
               "critic/explained_variance", "response_length/mean", "response_length/truncated_share",
-              "actor/grad_norm", "critic/grad_norm", "actor/lr",
-              "critic/lr"}
+              "actor/grad_norm", "critic/grad_norm", "actor/lr", "critic/lr", "rollout/slot_use"}
     assert wanted <= rows[0].keys()
-    steps = [row for row in rows if row["reward/mean"]]
+    steps = of_steps(workdir)
+    assert all(0 < float(row["rollout/slot_use"]) <= 1 for row in steps)
     assert [int(row["step"]) for row in steps] == list(range(1, 9))
     assert abs(float(steps[0]["kl/reference"])) < 1e-6 < abs(float(steps[3]["kl/reference"]))
     assert all(float(row["actor/first_log_ratio"]) < 1e-5 for row in steps)
@@ -174,6 +178,30 @@ def test_eight_devices_train_as_one_does(files, undisturbed, tmp_path):
     assert_same_run(tmp_path, undisturbed[0], 1e-3)
 
 
+def test_few_slots_sample_the_same(files, undisturbed, tmp_path):
+    run(files, tmp_path, "--config.rollout.max_num_seqs=3", "--config.trainer.total_training_steps=2",
+        "--config.trainer.test_freq=0", "--config.trainer.val_before_train=False")
+    for ours, theirs in zip(of_steps(tmp_path), of_steps(undisturbed[0]), strict=False):
+        assert float(ours["rollout/slot_use"]) != float(theirs["rollout/slot_use"])
+        for name in ("reward/mean", "kl/reference", "actor/entropy", "critic/loss", "response_length/mean"):
+            assert float(ours[name]) == pytest.approx(float(theirs[name]), rel=1e-3, abs=1e-3), name
+
+
+def test_one_step_off_lags_weighs_and_is_resumed_bit_equal(files, tmp_path):
+    options = "--config.rollout.one_step_off=True", "--config.algorithm.rollout_is=token", "--config.trainer.save_freq=4"
+    run(files, tmp_path / "undisturbed", *options)
+    kill_and_resume(files, tmp_path / "killed", *options)
+    assert_equal_runs(tmp_path / "killed", tmp_path / "undisturbed")
+    for row in of_steps(tmp_path / "undisturbed"):
+        step, weight = int(row["step"]), float(row["rollout/importance_mean"])
+        # The first step, and the one after a checkpoint, sample with the weights that learn; the second's did not learn yet.
+        if step in (1, 2, 5):
+            assert float(row["rollout/logprob_difference"]) < 1e-5 and weight == pytest.approx(1, abs=1e-5)
+        else:
+            assert float(row["rollout/logprob_difference"]) > 1e-4 and abs(weight - 1) > 1e-5
+        assert float(row["actor/first_log_ratio"]) < 1e-5  # the ratio is to the policy that the update starts from
+
+
 def run_two_processes(arguments, logs):
     return subprocess.run(["bash", str(ROOT / "launch" / "local_processes.sh"), "2", "--", *arguments], cwd=ROOT, text=True,
                           env=environment() | {"PYTHON": sys.executable, "LOG_DIR": str(logs)}, capture_output=True,
@@ -197,7 +225,7 @@ def test_a_reward_model_alone(files, tmp_path):
     hf_export.export(params, architecture, folder)
     run(files, tmp_path, "--config.reward.function=", f"--config.reward.model_path={folder}",
         "--config.trainer.total_training_steps=2", "--config.trainer.test_freq=0")
-    steps = [row for row in figures(tmp_path) if row["reward/mean"]]
+    steps = of_steps(tmp_path)
     evaluations = json.loads((tmp_path / "summary.json").read_text())["evaluations"]
     assert all(abs(float(row["reward/std"])) > 0.01 for row in steps)
     assert all(entry["accuracy"] is None and abs(entry["reward_mean"]) > 1e-3 for entry in evaluations)
@@ -298,4 +326,4 @@ def test_mistakes_are_told_before_weights_load(files, tmp_path, override, messag
 
 
 def test_resolved_options_are_hashable(files):
-    assert isinstance(hash(load(files)), int) and isinstance(load(files), config_lib.Config)
+    assert isinstance(hash(load(files)), int) and isinstance(load(files), schema.Config)

@@ -31,12 +31,12 @@ def run_update(config, mesh, groups, rows, seed=0, rewards=None, prepare=lambda 
     return before, state, {name: float(value) for name, value in (rollout_metrics | metrics).items()}
 
 
-def run_gradients(config, mesh, rows):
+def run_gradients(config, mesh, rows, change=lambda experience: experience):
     """Both gradients of one mini-batch of all samples, at a policy that has moved since the rollout."""
     with jax.set_mesh(mesh):
         state = tiny.make_state(config, mesh)
         rollout = tiny.make_rollout(mesh)
-        experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=max(rows, 1))
+        experience = change(tiny.make_experience(config, mesh, state, rollout, rows=max(rows, 1))[0])
         moved = jax.tree.map(lambda x: x * 1.02, (state.actor, state.critic))
         plan, counts, _ = tiny.plan(config, mesh, rollout, ALL, rows)
         gradients = jax.jit(_gradients, static_argnums=(0, 1))
@@ -83,6 +83,23 @@ def test_devices_do_not_change_the_gradient(whole, shape):
 def test_other_averages_do_not_depend_on_micro_batches_either(mode):
     config = tiny.config(actor__loss_agg_mode=mode)
     assert_close(run_gradients(config, tiny.make_mesh(), 8)[0], run_gradients(config, tiny.make_mesh(), 1)[0])
+
+
+def test_importance_weights_scale_the_policy_loss_alone():
+    config, mesh = tiny.config(), tiny.make_mesh()
+    half = jnp.full((tiny.B, tiny.T), 0.5)
+    (actor, critic), _ = run_gradients(config, mesh, 4)
+    (weighted, same), _ = run_gradients(config, mesh, 4, lambda x: dataclasses.replace(x, importance=half))
+    assert_close(jax.tree.map(lambda x: x / 2, actor), weighted)
+    assert_close(critic, same)
+
+
+def test_importance_weights_do_not_depend_on_micro_batches():
+    """The rollout says that each of its tokens was certain: the weights are the tokens' probabilities, each another."""
+    config = tiny.config(algorithm__rollout_is="token")
+    weighted, plain = run_gradients(config, tiny.make_mesh(), 4), run_gradients(tiny.config(), tiny.make_mesh(), 4)
+    assert_close(run_gradients(config, tiny.make_mesh(), 1)[0], weighted[0])
+    assert abs(weighted[1]["actor/pg_loss"] - plain[1]["actor/pg_loss"]) > 1e-3
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])

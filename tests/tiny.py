@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo import config as config_lib
-from jax_ppo import packing, scoring, sharding
+from jax_ppo import packing, schema, scoring, sharding
 from jax_ppo import state as state_lib
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
@@ -32,7 +32,7 @@ def config(**changes):
 
 
 def make_mesh(devices=1, **shape):
-    return sharding.make_mesh(config_lib.MeshShape(**shape), jax.devices()[:devices])
+    return sharding.make_mesh(schema.MeshShape(**shape), jax.devices()[:devices])
 
 
 def networks(config):

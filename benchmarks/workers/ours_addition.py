@@ -16,7 +16,7 @@ import harness
 import jax
 
 from jax_ppo import config as config_lib
-from jax_ppo import metrics, ppo, scoring, sharding
+from jax_ppo import metrics, ppo, schema, scoring, sharding
 from jax_ppo import state as state_lib
 from jax_ppo.experiment import TRAINING, Experiment
 from jax_ppo.update import update
@@ -50,7 +50,7 @@ def write_data(folder: Path) -> None:
         {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": splits["vocab"][addition.EOS]}))
 
 
-def make_config(folder: Path, options: dict, seed: int) -> config_lib.Config:
+def make_config(folder: Path, options: dict, seed: int) -> schema.Config:
     config = config_lib.default_config()
     config.update_from_flattened_dict({
         "seed": seed,
@@ -96,7 +96,7 @@ class Training:
         return ppo.evaluation(self.run, self.state).accuracy
 
 
-def reach_target(config: config_lib.Config) -> dict:
+def reach_target(config: schema.Config) -> dict:
     """One run. warm_up_seconds: of the first calls of everything, which compile."""
     mesh = sharding.make_mesh(config.mesh)
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as workdir:

@@ -14,7 +14,7 @@ import workload
 from turnstile import Turnstile
 
 from jax_ppo import config as config_lib
-from jax_ppo import experiment, ppo, scoring
+from jax_ppo import experiment, ppo, schema, scoring
 from jax_ppo.data import prompts as prompts_lib
 from jax_ppo.sampler import generate
 
@@ -27,7 +27,7 @@ def even_share(data_source, solution_str, ground_truth, extra_info):
     return sum(int(word[1:]) % 2 == 0 for word in words) / max(len(words), 1)
 
 
-def make_config(folder: Path, settings: dict) -> config_lib.Config:
+def make_config(folder: Path, settings: dict) -> schema.Config:
     rows = ({"data_source": "random", "prompt": workload.text(prompt), "reward_model": {"style": "rule", "ground_truth": ""}}
             for prompt in workload.prompts(PROMPTS, settings["prompt"]))
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

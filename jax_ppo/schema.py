@@ -1,0 +1,245 @@
+"""The schema: every option with its default, unit, range and meaning. `python -m jax_ppo.config` prints it as a table.
+
+Names are verl's where the thing is the same: batch and mini-batch sizes count prompts, frequencies count steps.
+"""
+
+import dataclasses
+
+
+def option(default, doc, *, choices=None, at_least=None, above=None, at_most=None, below=None):
+    """A field with its meaning and range. `None` as a value passes the range: it means "not set"."""
+    limits = {"choices": choices, "at_least": at_least, "above": above, "at_most": at_most, "below": below}
+    return dataclasses.field(default=default, metadata={"doc": doc, **limits})
+
+
+def section(cls):
+    return dataclasses.field(default_factory=cls)
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    train_files: str = option("", "training data: files (.jsonl, .jsonl.gz, .parquet), `arithmetic:COUNT`, `stories:COUNT`, "
+                              "`hf:OWNER/NAME/FILE` or `tfds:NAME/SPLIT`; several separated by commas")
+    val_files: str = option("", "held-out data, named the same way; empty turns evaluation off")
+    train_batch_size: int = option(64, "prompts a step", at_least=1)
+    val_batch_size: int = option(256, "prompts sampled at a time in an evaluation", at_least=1)
+    val_max_samples: int | None = option(None, "held-out prompts used, from the files' start; unset: all", at_least=1)
+    max_prompt_length: int = option(512, "tokens; longer prompts are dropped, cut or refused", at_least=1)
+    max_response_length: int = option(512, "tokens sampled at most", at_least=1)
+    filter_overlong_prompts: bool = option(True, "drop prompts longer than max_prompt_length, saying how many")
+    truncation: str = option("error", "what to do with an overlong prompt that was not dropped",
+                             choices=("error", "left", "right", "middle"))
+    prompt_key: str = option("prompt", "column of the prompt in rows of verl's form (text, or a list of messages)")
+    instruction: str = option("", "text added after the question in rows of GSM8K's form, with a blank before it")
+    chat_template: bool = option(True, "apply the tokenizer's chat template where it has one")
+    shuffle: bool = option(True, "a fresh order each epoch, from `seed`")
+
+
+@dataclasses.dataclass(frozen=True)
+class Create:
+    vocab_size: int = option(256, "tokens of the tokenizer that is trained on the data, at most", at_least=32)
+    hidden_size: int = option(128, "width", at_least=8)
+    intermediate_size: int = option(352, "width of the MLP", at_least=8)
+    num_layers: int = option(2, "layers", at_least=1)
+    num_heads: int = option(4, "query heads", at_least=1)
+    num_kv_heads: int = option(2, "key and value heads", at_least=1)
+    steps: int = option(500, "supervised steps on examples that are all solved step by step", at_least=1)
+    habit_steps: int = option(50, "supervised steps after those, on examples of which careful_share are", at_least=1)
+    batch_size: int = option(32, "worked examples a supervised step", at_least=1)
+    lr: float = option(2e-3, "peak learning rate of the supervised steps", above=0)
+    habit_lr: float = option(3e-4, "their peak learning rate", above=0)
+    careful_share: float = option(0.25, "share of the later examples that are solved step by step", at_least=0, at_most=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    path: str = option("", "Hugging Face folder or hub name; empty makes a small model (see model.create)")
+    revision: str = option("main", "hub revision: branch, tag or commit")
+    tokenizer_path: str = option("", "folder or hub name of the tokenizer; empty is model.path")
+    dtype: str = option("bfloat16", "type of the computation; trained parameters and their optimizer are kept in float32",
+                        choices=("bfloat16", "float32"))
+    gradient_checkpointing: bool = option(True, "recompute each layer's activations in the backward pass")
+    attention: str = option("auto", "program for whole sequences: xla runs everywhere; cudnn on NVIDIA in bfloat16; splash on "
+                            "TPU where packing.row_length is a multiple of 128; auto: the platform's own where it can run",
+                            choices=("auto", "xla", "cudnn", "splash"))
+    create: Create = section(Create)
+
+
+@dataclasses.dataclass(frozen=True)
+class Optim:
+    lr: float = option(1e-6, "peak learning rate", above=0)
+    lr_warmup_steps: int = option(0, "steps of linear warm-up, counted in steps that train this model", at_least=0)
+    lr_schedule: str = option("constant", "after the warm-up, until the last step", choices=("constant", "linear", "cosine"))
+    min_lr_ratio: float = option(0.0, "share of lr left at the end of linear and cosine", at_least=0, at_most=1)
+    beta1: float = option(0.9, "AdamW", at_least=0, below=1)
+    beta2: float = option(0.999, "AdamW", at_least=0, below=1)
+    eps: float = option(1e-8, "AdamW", above=0)
+    weight_decay: float = option(0.01, "AdamW, on matrices alone (not on norms and biases)", at_least=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class CriticOptim(Optim):
+    lr: float = option(1e-5, "peak learning rate", above=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Actor:
+    optim: Optim = section(Optim)
+    grad_clip: float = option(1.0, "largest global gradient norm", above=0)
+    ppo_mini_batch_size: int = option(64, "prompts an optimizer step, each with its rollout.n responses", at_least=1)
+    ppo_micro_batch_size_per_device: int | None = option(
+        None, "packed rows a device takes at once; unset: 8,192 tokens, an eighth of the samples at most", at_least=1)
+    ppo_epochs: int = option(1, "passes over one rollout, freshly shuffled each time", at_least=1)
+    clip_ratio: float = option(0.2, "the ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]", above=0, below=1)
+    clip_ratio_low: float | None = option(None, "lower side alone; unset: clip_ratio", above=0, below=1)
+    clip_ratio_high: float | None = option(None, "upper side alone; unset: clip_ratio", above=0)
+    clip_ratio_c: float | None = option(3.0, "dual clip's constant for negative advantages; 0 turns it off", at_least=0)
+    entropy_coeff: float = option(0.0, "weight of the entropy bonus", at_least=0)
+    use_kl_loss: bool = option(False, "add the KL to the reference to the actor's loss")
+    kl_loss_coef: float = option(0.001, "weight of that KL", at_least=0)
+    kl_loss_type: str = option("k3", "its estimator", choices=("k1", "abs", "k2", "k3"))
+    loss_agg_mode: str = option("token-mean", "how token losses of a mini-batch are averaged",
+                                choices=("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Critic:
+    path: str = option("", "folder or hub name the critic starts from; empty is model.path. Its head starts at zero")
+    optim: CriticOptim = section(CriticOptim)
+    grad_clip: float = option(1.0, "largest global gradient norm", above=0)
+    cliprange_value: float | None = option(0.5, "how far a new value may move from the old one in the loss; 0 turns it off",
+                                           at_least=0)
+    value_loss_coef: float = option(1.0, "weight of the value loss (it scales what is reported, and the gradient's norm)",
+                                    above=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class KLControl:
+    type: str = option("fixed", "fixed, or adaptive towards target_kl", choices=("fixed", "adaptive"))
+    kl_coef: float = option(0.001, "coefficient (the first one, if adaptive)", at_least=0)
+    target_kl: float = option(0.1, "mean KL a token that the adaptive controller holds", above=0)
+    horizon: int = option(10_000, "samples over which the adaptive controller acts", at_least=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    gamma: float = option(1.0, "discount a token", at_least=0, at_most=1)
+    lam: float = option(1.0, "GAE's lambda", at_least=0, at_most=1)
+    whiten_advantages: bool = option(True, "advantages to mean 0 and variance 1 over the whole rollout")
+    use_kl_in_reward: bool = option(False, "subtract kl_ctrl's coefficient times the KL estimate from each token's reward")
+    use_reference: bool = option(True, "keep the first policy frozen and measure the KL to it at each step")
+    kl_penalty: str = option("k1", "that estimate", choices=("k1", "abs", "k2", "k3"))
+    kl_ctrl: KLControl = section(KLControl)
+    rollout_is: str = option("none", "importance weights of the policy loss, for tokens drawn by older weights "
+                             "(rollout.one_step_off) or by the sampler's rounding: of each token, or of the whole sequence",
+                             choices=("none", "token", "sequence"))
+    rollout_is_threshold: float = option(2.0, "what those weights are cut off at", at_least=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    temperature: float = option(0.0, "0 is greedy", at_least=0)
+    top_k: int = option(-1, "draw among the k likeliest tokens; -1 among all", at_least=-1)
+    top_p: float = option(1.0, "draw among the likeliest tokens that hold this probability", above=0, at_most=1)
+    n: int = option(1, "responses a prompt", at_least=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutOptions(Sampling):
+    temperature: float = option(1.0, "divides the logits, in sampling and in every scoring pass", above=0)
+    max_num_seqs: int = option(256, "samples a device decodes at once; the others wait, and take the place of one that has "
+                                    "ended", at_least=1)
+    logprob_micro_batch_size_per_device: int | None = option(
+        None, "packed rows a device scores at once; unset: as for the actor", at_least=1)
+    reuse_logprobs: str = option(
+        "auto", "take the sampler's log-probs for the old policy's instead of computing them again: `always`, where the first "
+        "ratios are off 1 by what two programs round differently (percents in bfloat16); `never`; `auto`: where that biases "
+        "nothing, in float32 on CPU and, without a KL in the reward, in a step of one optimizer step",
+        choices=("auto", "always", "never"))
+    one_step_off: bool = option(False, "sample the next batch before a step's update instead of after it, while the host "
+                                "counts the step's rewards; needs algorithm.rollout_is. Before a checkpoint it waits")
+    val_kwargs: Sampling = section(Sampling)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reward:
+    function: str = option("", "`module:function` called as f(data_source, solution_str, ground_truth, extra_info); empty: the "
+                           "built-in rule of each row's data_source")
+    gsm8k_method: str = option("strict", "strict wants `#### N`; flexible takes the last number",
+                               choices=("strict", "flexible"))
+    fallback_score: float = option(0.0, "score of a sample whose rule raised an error")
+    model_path: str = option("", "folder or hub name of a reward model with the actor's tokenizer (sequence classification, "
+                             "one label); its score is added to reward.function's, or is the reward where that is empty")
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    enabled: bool = option(True, "several samples in a row; off: one sample a row, padded")
+    row_length: int | None = option(None, "tokens of a row; unset: max_prompt_length + max_response_length", at_least=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshShape:
+    data: int = option(-1, "replicas of the parameters; -1 takes the devices that the other axes leave", at_least=-1)
+    fsdp: int = option(1, "devices that share one copy of parameters and optimizer; -1 as for data", at_least=-1)
+    model: int = option(1, "devices that split each matrix (tensor parallelism)", at_least=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Distributed:
+    coordinator_address: str = option("", "host:port of process 0; empty: a TPU pod or Slurm tells, or there is one process")
+    num_processes: int = option(0, "processes, with coordinator_address", at_least=0)
+    process_id: int = option(-1, "this process, from 0, with coordinator_address", at_least=-1)
+    heartbeat_seconds: int = option(30, "a process silent for so long is taken for dead", at_least=10)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    total_epochs: int = option(1, "passes over the training data", at_least=1)
+    total_training_steps: int | None = option(None, "steps in all; unset: as many as total_epochs give", at_least=1)
+    critic_warmup: int = option(0, "first steps, in which only the critic learns", at_least=0)
+    test_freq: int = option(10, "steps between evaluations; 0: only the last step", at_least=0)
+    val_before_train: bool = option(True, "evaluate before the first step")
+    save_freq: int = option(50, "steps between checkpoints; 0: only the last step", at_least=0)
+    max_checkpoints: int = option(2, "newest checkpoints kept, besides the best one", at_least=1)
+    best_metric: str = option("accuracy", "what the best checkpoint is chosen by, among steps both evaluated and saved",
+                              choices=("accuracy", "reward_mean"))
+    resume: bool = option(True, "go on from the newest checkpoint of the work directory")
+    export: bool = option(True, "write the trained actor as a Hugging Face folder at the end (WORKDIR/actor)")
+    max_skipped_updates: int = option(10, "stop after so many steps in a row with a non-finite gradient", at_least=1)
+    log_samples: int = option(3, "responses shown at each evaluation", at_least=0)
+    compilation_cache: str = option("", "folder in which compiled programs are kept for later runs; `off` keeps none; empty: "
+                                    "JAX_COMPILATION_CACHE_DIR if set, else jax_ppo/compiled in the user's cache folder")
+    logger: str = option("tensorboard", "curves besides the CSV: tensorboard, wandb, both with a comma, or empty")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    experiment_name: str = option("ppo", "names the work directory output/NAME")
+    seed: int = option(0, "of everything random", at_least=0)
+    data: Data = section(Data)
+    model: Model = section(Model)
+    actor: Actor = section(Actor)
+    critic: Critic = section(Critic)
+    algorithm: Algorithm = section(Algorithm)
+    rollout: RolloutOptions = section(RolloutOptions)
+    reward: Reward = section(Reward)
+    packing: Packed = section(Packed)
+    mesh: MeshShape = section(MeshShape)
+    distributed: Distributed = section(Distributed)
+    trainer: Trainer = section(Trainer)
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of a packed row, L."""
+        return self.packing.row_length or self.sequence_length
+
+    @property
+    def updates_once(self) -> bool:
+        """One optimizer step a rollout: the policy that is trained is still the one that sampled."""
+        return self.actor.ppo_epochs == 1 and self.actor.ppo_mini_batch_size == self.data.train_batch_size
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of the longest prompt with the longest response, S."""
+        return self.data.max_prompt_length + self.data.max_response_length

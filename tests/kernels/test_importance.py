@@ -1,0 +1,70 @@
+"""Truncated importance weights: worked by hand, and expectations over every response of a small policy."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_ppo.kernels import importance
+
+
+def test_by_hand():
+    logprobs, sampled = jnp.log(jnp.array([[0.5, 0.2, 0.9]])), jnp.log(jnp.array([[0.25, 0.4, 0.1]]))
+    mask = jnp.ones((1, 3), bool)
+    token = importance.truncated_weights(logprobs, sampled, mask, "token", 2.0)
+    np.testing.assert_allclose(token, [[2, 0.5, 2]], rtol=1e-6)  # the last is 9, cut off
+    sequence = importance.truncated_weights(logprobs, sampled, mask, "sequence", 10.0)
+    np.testing.assert_allclose(sequence, [[9, 9, 9]], rtol=1e-5)  # 2 x 0.5 x 9
+
+
+@pytest.mark.parametrize("level", importance.LEVELS)
+def test_what_is_masked_counts_nowhere(level):
+    logprobs, sampled = jnp.array([[-1.0, np.nan]]), jnp.array([[-2.0, np.inf]])
+    weights = importance.truncated_weights(logprobs, sampled, jnp.array([[1, 0]]), level, 9.0)
+    np.testing.assert_allclose(weights, [[np.e, 0]], rtol=1e-6)
+
+
+def test_the_same_policy_weighs_1():
+    logprobs = jnp.log(jnp.array([[0.5, 0.2]]))
+    for level in importance.LEVELS:
+        np.testing.assert_array_equal(importance.truncated_weights(logprobs, logprobs, jnp.ones((1, 2)), level, 1.5), 1.0)
+
+
+def test_no_gradient_and_no_overflow():
+    weigh = lambda x: importance.truncated_weights(x, -1e4 * jnp.ones(2), jnp.ones(2), "token", 2.0)  # noqa: E731
+    np.testing.assert_array_equal(jax.grad(lambda x: weigh(x).sum())(jnp.zeros(2)), 0.0)
+    np.testing.assert_array_equal(weigh(jnp.zeros(2)), 2.0)
+
+
+def test_another_level_is_refused():
+    with pytest.raises(ValueError, match="'word'.*token"):
+        importance.truncated_weights(jnp.zeros(2), jnp.zeros(2), jnp.ones(2), "word", 2.0)
+
+
+def responses(policy):
+    """Every response of two tokens, its probability and its tokens' log-probs: the second token's table has the first."""
+    first, second = policy
+    for a, b in itertools.product(range(3), repeat=2):
+        yield (a, b), first[a] * second[a, b], np.log([first[a], second[a, b]])
+
+
+def expected_gradient(level, threshold=1e9):
+    """Of E over mu of w x A: what the surrogate's gradient is made of, summed over all responses of mu."""
+    rng = np.random.default_rng(0)
+    pi, mu = ((rng.dirichlet(np.ones(3)), rng.dirichlet(np.ones(3), 3)) for _ in range(2))
+    advantage = rng.normal(size=(3, 3))
+    with_weights = sum(p * advantage[tokens] * np.asarray(importance.truncated_weights(
+        jnp.log(jnp.array([pi[0][tokens[0]], pi[1][tokens]])), jnp.asarray(log_mu), jnp.ones(2), level, threshold))[-1]
+        for tokens, p, log_mu in responses(mu))
+    on_policy = sum(p * advantage[tokens] for tokens, p, _ in responses(pi))
+    return with_weights, on_policy
+
+
+def test_sequence_weights_are_unbiased_and_token_weights_and_truncation_are_not():
+    with_weights, on_policy = expected_gradient("sequence")
+    np.testing.assert_allclose(with_weights, on_policy, rtol=1e-4)
+    for level, threshold in (("token", 1e9), ("sequence", 1.0)):
+        with_weights, on_policy = expected_gradient(level, threshold)
+        assert abs(with_weights - on_policy) > 0.02
