@@ -87,12 +87,7 @@ class Step:
         return Sampler(model, SamplingOptions(self.response, 1.0, eos_ids=endings, slots=self.slots), sharding.split_rows)
 
     def state(self) -> state_lib.TrainState:
-        trained = state_lib.trained_shapes(self.config, self.nets, self.mesh)
-        reference = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(self.dtype), sharding=x.sharding),
-                                 trained["actor"])
-        return state_lib.TrainState(self.everywhere(np.int32(0)), trained["actor"], trained["critic"], reference, None,
-                                    trained["optimizer"]["actor"], trained["optimizer"]["critic"],
-                                    self.everywhere(np.float32(0)))
+        return state_lib.shapes(self.config, self.nets, self.mesh)
 
     def decode_params(self):
         form = functools.partial(unroll, dtype=jnp.dtype(self.dtype))
@@ -131,7 +126,7 @@ class Step:
         """`sample`, `score` or `update`, traced and lowered for the mesh's devices."""
         plan, counts, members = self.packing()
         if program == "sample":
-            function, arguments = self.sampler._sample, (self.decode_params(), self.prompts(), self.key())
+            function, arguments = self.sampler.program, (self.decode_params(), self.prompts(), self.key())
         elif program == "score":
             rows = sharding.rows(self.mesh, 1)
             first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=rows), plan)

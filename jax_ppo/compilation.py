@@ -55,7 +55,7 @@ class Compilations:
     Attributes:
       programs: how many.
       cache_hits: how many of them were read from the cache instead.
-      seconds: what compiling and reading took.
+      seconds: what compiling and reading took, added up over threads.
     """
 
     programs: int = 0

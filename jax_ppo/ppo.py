@@ -4,6 +4,7 @@ The mesh waits for the host once a step: for the sampled tokens to be scored by 
 besides, to tell the time of a phase, the next work is already queued.
 """
 
+import contextlib
 import dataclasses
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ppo import compilation, distributed, metrics, scoring, sharding
+from jax_ppo import compilation, distributed, metrics, rehearsal, scoring, sharding
 from jax_ppo import state as state_lib
 from jax_ppo.checkpoint import Checkpointer
 from jax_ppo.errors import UserError
@@ -29,10 +30,9 @@ def train(config: Config, workdir: Path) -> dict:
     with (jax.set_mesh(mesh), compilation.counted() as compiled,
           Checkpointer(workdir / "checkpoints", config.trainer.max_checkpoints, config.trainer.best_metric) as checkpoints):
         run = Experiment(config, workdir, mesh, metrics.say)
-        state, progress = start(run, checkpoints)
+        progress = find_progress(run, checkpoints)
         with Reporter(run, workdir, progress, compiled) as report:
-            if run.held_out and progress.step == 0 and config.trainer.val_before_train:
-                report.evaluation(0, evaluation(run, state))
+            state = begin(run, checkpoints, progress, report)
             batches, ahead = run.batches(progress.position), None
             for step in range(progress.step, run.total_steps):
                 batch, rollout, position = ahead or draw(run, state, batches, step, report)
@@ -40,9 +40,11 @@ def train(config: Config, workdir: Path) -> dict:
                     plans = run.plan(step, sample_lengths(batch, rollout))  # waits for the lengths: the one wait of a step
                 sequences = scoring.join(rollout, config.sequence_length)
                 scores = scoring.score(config, run.nets, state, sequences, *plans.scoring)
-                # A run that is resumed has no rollout of older weights: before a checkpoint none is begun.
-                goes_ahead = config.rollout.one_step_off and not due(run, step + 1, config.trainer.save_freq)
-                ahead = draw(run, state, batches, step + 1, report) if goes_ahead else None
+                ahead = None
+                # A run that is resumed has no rollout of older weights: before a checkpoint that is due none is begun.
+                if config.rollout.one_step_off and not due(run, step + 1, config.trainer.save_freq):
+                    ahead = draw(run, state, batches, step + 1, report)
+                report.flush()
                 with report.phase("reward"):  # on the host, while the mesh scores
                     rewards, correct, failures, _ = run.reward(batch, rollout)
                 rewards = add_reward_model(run, state, rewards, sequences, plans.scoring)
@@ -60,10 +62,14 @@ def train(config: Config, workdir: Path) -> dict:
 
 
 def draw(run: Experiment, state, batches, step: int, report: "Reporter"):
-    """Begins to sample responses to a step's prompts: (the batch, the rollout, the examples consumed with it)."""
+    """Begins to sample responses to a step's prompts: (the batch, the rollout, the examples consumed with it).
+
+    Then it writes the figures of the last update begun, which ends as this sampling begins. One step off that is the update
+    of the step before the one that is under way, and what the host waited for in between stands in its row.
+    """
     batch = next(batches)
     rollout = run.sample(run.decode_params(state.actor), run.on_mesh(batch.prompts), run.key(TRAINING, step))
-    report.flush()  # of the step before: its update ends as this sampling begins
+    report.flush()
     return batch, rollout, batches.position
 
 
@@ -80,26 +86,41 @@ class Progress:
       step: steps done.
       position: training examples consumed.
       evaluations: {step, accuracy, reward_mean} of each evaluation so far.
+      kl_coef: the KL coefficient; None: the option's.
     """
 
     step: int = 0
     position: int = 0
     evaluations: list[dict] = dataclasses.field(default_factory=list)
+    kl_coef: float | None = None
 
 
-def start(run: Experiment, checkpoints: Checkpointer) -> tuple[state_lib.TrainState, Progress]:
-    """The state to begin with: of the newest checkpoint, or of the roles' folders."""
+def find_progress(run: Experiment, checkpoints: Checkpointer) -> Progress:
+    """Of the newest checkpoint, if there is one. Raises UserError for one that must not be gone on from."""
     latest = checkpoints.latest_step()
-    if latest is not None and not run.config.trainer.resume:
+    if latest is None:
+        return Progress()
+    if not run.config.trainer.resume:
         raise UserError(f"config.trainer.resume=False: the work directory holds a checkpoint after step {latest}; give "
                         "another --workdir, or remove it")
-    if latest is None:
-        return state_lib.create(run.config, run.nets, run.folders, run.mesh, metrics.loading), Progress()
-    arrays, meta = checkpoints.restore(latest, state_lib.trained_shapes(run.config, run.nets, run.mesh))
+    _, meta = checkpoints.restore(latest, {})
     _check_same_experiment(run.config, meta["config"])
     metrics.say(f"resuming after step {latest} of {run.total_steps}")
-    state = state_lib.create(run.config, run.nets, run.folders, run.mesh, metrics.loading, arrays, latest, meta["kl_coef"])
-    return state, Progress(latest, meta["position"], meta["evaluations"])
+    return Progress(latest, meta["position"], meta["evaluations"], meta["kl_coef"])
+
+
+def begin(run: Experiment, checkpoints: Checkpointer, progress: Progress, report: "Reporter") -> state_lib.TrainState:
+    """The state to begin with, evaluated if it is untrained; the programs of a step are compiled meanwhile."""
+    arrays = None
+    with contextlib.nullcontext() if progress.step >= run.total_steps else rehearsal.during(run, progress.position):
+        if progress.step:
+            arrays, _ = checkpoints.restore(progress.step, state_lib.trained_shapes(run.config, run.nets, run.mesh))
+        state = state_lib.create(run.config, run.nets, run.folders, run.mesh, metrics.loading, arrays, progress.step,
+                                 progress.kl_coef)
+        if run.held_out and not progress.step and run.config.trainer.val_before_train:
+            report.evaluation(0, evaluation(run, state))
+    report.restart_clock()
+    return state
 
 
 def _check_same_experiment(config: Config, saved: dict) -> None:

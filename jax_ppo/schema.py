@@ -130,8 +130,9 @@ class Algorithm:
     use_reference: bool = option(True, "keep the first policy frozen and measure the KL to it at each step")
     kl_penalty: str = option("k1", "that estimate", choices=("k1", "abs", "k2", "k3"))
     kl_ctrl: KLControl = section(KLControl)
-    rollout_is: str = option("none", "importance weights of the policy loss, for tokens drawn by older weights "
-                             "(rollout.one_step_off) or by the sampler's rounding: of each token, or of the whole sequence",
+    rollout_is: str = option("none", "importance weights of the policy loss (not of KL and returns), for tokens drawn by "
+                             "older weights (rollout.one_step_off) or by the sampler's rounding: of each token, or of the "
+                             "whole sequence",
                              choices=("none", "token", "sequence"))
     rollout_is_threshold: float = option(2.0, "what those weights are cut off at", at_least=1)
 
@@ -157,7 +158,8 @@ class RolloutOptions(Sampling):
         "nothing, in float32 on CPU and, without a KL in the reward, in a step of one optimizer step",
         choices=("auto", "always", "never"))
     one_step_off: bool = option(False, "sample the next batch before a step's update instead of after it, while the host "
-                                "counts the step's rewards; needs algorithm.rollout_is. Before a checkpoint it waits")
+                                "counts the step's rewards; needs algorithm.rollout_is. Before a checkpoint that is due it "
+                                "waits, so that a resumed run is the same; after one that a signal asked for it is not")
     val_kwargs: Sampling = section(Sampling)
 
 
@@ -236,7 +238,7 @@ class Config:
 
     @property
     def updates_once(self) -> bool:
-        """One optimizer step a rollout: the policy that is trained is still the one that sampled."""
+        """One optimizer step a rollout: the policy that is trained is still the one that was scored."""
         return self.actor.ppo_epochs == 1 and self.actor.ppo_mini_batch_size == self.data.train_batch_size
 
     @property

@@ -40,7 +40,7 @@ class Scores:
     """What the frozen passes over a rollout give; [B, T] float32, 0 past the length.
 
     Attributes:
-      old_logprobs: of the policy that sampled; None where the sampler's own serve (reuses_logprobs).
+      old_logprobs: of the policy that the update starts from; None where the sampler's own serve (reuses_logprobs).
       values: of the critic.
       ref_logprobs: of the reference; None without one.
     """

@@ -84,13 +84,35 @@ def _platform() -> str:
 
 def trained_shapes(config: schema.Config, nets: Networks, mesh) -> dict[str, Any]:
     """ShapeDtypeStructs, with shardings, of all that training changes: the keys and trees of a checkpoint."""
-    actor = jax.eval_shape(functools.partial(heads.init, nets.actor, head="lm"), jax.random.key(0))
-    critic = jax.eval_shape(functools.partial(heads.init, nets.critic, head="scalar"), jax.random.key(0))
+    actor, critic = _init_shapes(nets.actor, "lm"), _init_shapes(nets.critic, "scalar")
     optimizers = {
         "actor": jax.eval_shape(optimizer(config.actor.optim, config.actor.grad_clip).init, actor),
         "critic": jax.eval_shape(optimizer(config.critic.optim, config.critic.grad_clip).init, critic),
     }
-    tree = {"actor": actor, "critic": critic, "optimizer": optimizers}
+    return _placed({"actor": actor, "critic": critic, "optimizer": optimizers}, mesh)
+
+
+def shapes(config: schema.Config, nets: Networks, mesh) -> TrainState:
+    """ShapeDtypeStructs, with shardings, of what `create` gives."""
+    trained, frozen_type = trained_shapes(config, nets, mesh), jnp.dtype(config.model.dtype)
+
+    def frozen(tree):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, frozen_type, sharding=x.sharding), tree)
+
+    def scalar(dtype):
+        return jax.ShapeDtypeStruct((), dtype, sharding=sharding.replicated(mesh))
+
+    return TrainState(scalar(jnp.int32), trained["actor"], trained["critic"],
+                      frozen(trained["actor"]) if config.algorithm.use_reference else None,
+                      None if nets.reward is None else frozen(_placed(_init_shapes(nets.reward, "scalar"), mesh)),
+                      trained["optimizer"]["actor"], trained["optimizer"]["critic"], scalar(jnp.float32))
+
+
+def _init_shapes(net: Transformer, head: str):
+    return jax.eval_shape(functools.partial(heads.init, net, head=head), jax.random.key(0))
+
+
+def _placed(tree, mesh):
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree,
                         sharding.tree_shardings(mesh, tree, sharding.TRAIN_RULES))
 
@@ -105,28 +127,28 @@ def create(config: schema.Config, nets: Networks, folders: Folders, mesh,
       trained: arrays of the form of `trained_shapes`, from a checkpoint; None reads the roles' folders.
       step, kl_coef: from the same checkpoint.
     """
-    shapes = trained_shapes(config, nets, mesh)
+    wanted = shapes(config, nets, mesh)
+    places = jax.tree.map(lambda x: x.sharding, wanted)
     frozen_type = jnp.dtype(config.model.dtype)
 
     def load(role, folder, net, where, head, dtype=jnp.float32):
         return hf_import.load(folder, net.architecture, where, dtype, head, progress(role))
 
-    places = jax.tree.map(lambda x: x.sharding, shapes)
     if trained is None:
-        actor = load("actor", folders.actor, nets.actor, places["actor"], "lm")
-        critic = load("critic", folders.critic, nets.critic, places["critic"], "scalar")
-        init = {"actor": optimizer(config.actor.optim, config.actor.grad_clip).init,
-                "critic": optimizer(config.critic.optim, config.critic.grad_clip).init}
-        optimizers = {name: jax.jit(init[name], out_shardings=places["optimizer"][name])(params)
-                      for name, params in (("actor", actor), ("critic", critic))}
+        actor = load("actor", folders.actor, nets.actor, places.actor, "lm")
+        critic = load("critic", folders.critic, nets.critic, places.critic, "scalar")
+
+        def init(options, params, where):
+            return jax.jit(optimizer(options.optim, options.grad_clip).init, out_shardings=where)(params)
+
+        optimizers = {"actor": init(config.actor, actor, places.actor_optimizer),
+                      "critic": init(config.critic, critic, places.critic_optimizer)}
         trained = {"actor": actor, "critic": critic, "optimizer": optimizers}
     reference = reward = None
     if config.algorithm.use_reference:
-        reference = load("reference", folders.actor, nets.actor, places["actor"], "lm", frozen_type)
+        reference = load("reference", folders.actor, nets.actor, places.actor, "lm", frozen_type)
     if folders.reward:
-        shape = jax.eval_shape(functools.partial(heads.init, nets.reward, head="scalar"), jax.random.key(0))
-        where = sharding.tree_shardings(mesh, shape, sharding.TRAIN_RULES)
-        reward = load("reward model", folders.reward, nets.reward, where, "reward", frozen_type)
+        reward = load("reward model", folders.reward, nets.reward, places.reward, "reward", frozen_type)
     kl_coef = config.algorithm.kl_ctrl.kl_coef if kl_coef is None else kl_coef
     scalars = sharding.place((np.int32(step), np.float32(kl_coef)), sharding.replicated(mesh))
     return TrainState(scalars[0], trained["actor"], trained["critic"], reference, reward, trained["optimizer"]["actor"],

@@ -6,7 +6,7 @@ Options are read and checked before anything heavy is imported, so that a mistak
 import sys
 from pathlib import Path
 
-from jax_ppo import command_line, config
+from jax_ppo import command_line, schema
 from jax_ppo.errors import UserError
 
 
@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> None:
     distributed.run_or_abort(lambda: run(options, workdir))
 
 
-def run(options: config.Config, workdir: Path) -> None:
+def run(options: schema.Config, workdir: Path) -> None:
     """Writes the resolved configuration, trains, and ends with one line on an error that the user can mend."""
     from jax_ppo import compilation, distributed, metrics, ppo
 

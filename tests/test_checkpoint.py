@@ -224,8 +224,7 @@ def test_killed_while_saving_the_last_whole_one_is_there(tmp_path, pause):
 PROCESSES = """
 import os, sys, time, jax, jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jax_ppo import config, distributed
-from jax_ppo import schema
+from jax_ppo import distributed, schema
 from jax_ppo.checkpoint import Checkpointer
 
 def main():

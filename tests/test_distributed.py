@@ -131,7 +131,7 @@ class TestOneProcess:
 PROGRAM = """
 import os, signal, sys, time, jax, jax.numpy as jnp, numpy as np
 from jax.experimental import multihost_utils
-from jax_ppo import config, distributed
+from jax_ppo import distributed, schema
 
 number, port, way = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 

@@ -5,10 +5,13 @@ import csv
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from unittest import mock
 
 import jax
 import jax.monitoring
@@ -16,7 +19,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jax_ppo import compilation, ppo, schema, sharding
+from jax_ppo import compilation, ppo, rehearsal, schema, sharding
 from jax_ppo.data import arithmetic
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.errors import UserError
@@ -70,6 +73,16 @@ def files(tmp_path_factory):
     hf_export.export(params, architecture, folder / "llama", source_folder=folder / "tokenizer")
     (folder / "reward.py").write_text(REWARD)
     (folder / "config.py").write_text(CONFIG.format(model=str(folder / "llama"), reward=f"{folder}/reward.py:reward"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reward_model(files, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reward_model")
+    architecture = hf_import.read_architecture(files / "llama")
+    params = heads.init(Transformer(architecture), jax.random.key(1), "scalar")
+    params["score"]["kernel"] = jax.random.normal(jax.random.key(2), params["score"]["kernel"].shape)
+    hf_export.export(params, architecture, folder)
     return folder
 
 
@@ -181,21 +194,28 @@ def test_eight_devices_train_as_one_does(files, undisturbed, tmp_path):
 def test_few_slots_sample_the_same(files, undisturbed, tmp_path):
     run(files, tmp_path, "--config.rollout.max_num_seqs=3", "--config.trainer.total_training_steps=2",
         "--config.trainer.test_freq=0", "--config.trainer.val_before_train=False")
-    for ours, theirs in zip(of_steps(tmp_path), of_steps(undisturbed[0]), strict=False):
+    rows = of_steps(tmp_path)
+    assert len(rows) == 2
+    for ours, theirs in zip(rows, of_steps(undisturbed[0]), strict=False):
         assert float(ours["rollout/slot_use"]) != float(theirs["rollout/slot_use"])
         for name in ("reward/mean", "kl/reference", "actor/entropy", "critic/loss", "response_length/mean"):
             assert float(ours[name]) == pytest.approx(float(theirs[name]), rel=1e-3, abs=1e-3), name
 
 
+ONE_STEP_OFF = "--config.rollout.one_step_off=True", "--config.algorithm.rollout_is=token"
+
+
 def test_one_step_off_lags_weighs_and_is_resumed_bit_equal(files, tmp_path):
-    options = "--config.rollout.one_step_off=True", "--config.algorithm.rollout_is=token", "--config.trainer.save_freq=4"
+    options = (*ONE_STEP_OFF, "--config.trainer.save_freq=4", "--config.trainer.total_training_steps=12")
     run(files, tmp_path / "undisturbed", *options)
     kill_and_resume(files, tmp_path / "killed", *options)
     assert_equal_runs(tmp_path / "killed", tmp_path / "undisturbed")
-    for row in of_steps(tmp_path / "undisturbed"):
+    rows = of_steps(tmp_path / "undisturbed")
+    assert [int(row["step"]) for row in rows] == list(range(1, 13))
+    for row in rows:
         step, weight = int(row["step"]), float(row["rollout/importance_mean"])
-        # The first step, and the one after a checkpoint, sample with the weights that learn; the second's did not learn yet.
-        if step in (1, 2, 5):
+        # The first step, and those after a checkpoint, sample with the weights that learn; the second's did not learn yet.
+        if step in (1, 2, 5, 9):
             assert float(row["rollout/logprob_difference"]) < 1e-5 and weight == pytest.approx(1, abs=1e-5)
         else:
             assert float(row["rollout/logprob_difference"]) > 1e-4 and abs(weight - 1) > 1e-5
@@ -216,14 +236,9 @@ def test_two_processes_train_as_one_does(files, undisturbed, tmp_path):
     assert_same_run(tmp_path, undisturbed[0], 1e-3)
 
 
-def test_a_reward_model_alone(files, tmp_path):
+def test_a_reward_model_alone(files, reward_model, tmp_path):
     """Its score at the last token of prompt and response is the reward, in training and in evaluations."""
-    folder = files / "reward_model"
-    architecture = hf_import.read_architecture(files / "llama")
-    params = heads.init(Transformer(architecture), jax.random.key(1), "scalar")
-    params["score"]["kernel"] = jax.random.normal(jax.random.key(2), params["score"]["kernel"].shape)
-    hf_export.export(params, architecture, folder)
-    run(files, tmp_path, "--config.reward.function=", f"--config.reward.model_path={folder}",
+    run(files, tmp_path, "--config.reward.function=", f"--config.reward.model_path={reward_model}",
         "--config.trainer.total_training_steps=2", "--config.trainer.test_freq=0")
     steps = of_steps(tmp_path)
     evaluations = json.loads((tmp_path / "summary.json").read_text())["evaluations"]
@@ -267,6 +282,52 @@ def test_nothing_is_compiled_after_the_second_step(files, tmp_path, monkeypatch)
     assert summary["programs"] == len(compiled) and summary["seconds"] == pytest.approx(sum(compiled))
     # Sampling, scoring, advantages and update are nearly all of it; what reads and writes weights is many small programs.
     assert sum(seconds > 0.01 * sum(compiled) for seconds in compiled) <= 12, compiled
+
+
+@pytest.mark.parametrize("with_model", [False, True])
+def test_a_step_is_compiled_in_the_rehearsal_alone(files, reward_model, tmp_path, caplog, monkeypatch, with_model):
+    """Shapes and places that the rehearsal foresees are those that the run comes with: else a program would come twice."""
+    threads = collections.defaultdict(list)
+    options = (*ONE_STEP_OFF, f"--config.reward.model_path={reward_model}") if with_model else ()
+    jax.config.update("jax_log_compiles", True)
+    try:
+        ppo.train(load(files, "--config.trainer.total_training_steps=2", "--config.trainer.val_before_train=False",
+                       "--config.data.val_files=", "--config.data.train_batch_size=16", "--config.mesh.fsdp=2",
+                       "--config.mesh.model=2", *options), tmp_path)
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    for record in caplog.records:
+        if found := re.match(r"Finished XLA compilation of jit\((\w+)\)", record.getMessage()):
+            threads[found[1]].append(record.threadName)
+    for name in ("score", "experience", "update", *["reward_model_scores"] * with_model):
+        assert threads[name] == ["rehearsal"], (name, threads)
+    for name in ("unroll", "with_indices", "join"):  # these do not hang on the options: they may be there from another test
+        assert threads[name] in ([], ["rehearsal"]), (name, threads)
+
+
+def test_an_error_stops_the_rehearsal(monkeypatch):
+    """After the program that is being compiled; what the compiler raises is raised, if nothing else was."""
+    begun, first, go_on = [], threading.Event(), threading.Event()
+
+    def programs(*_):
+        for name in ("one", "two"):
+            begun.append(name)
+            first.set()
+            go_on.wait(60)
+            yield name
+        raise ValueError("out of memory")
+
+    monkeypatch.setattr(rehearsal, "_programs", programs)
+    run = mock.MagicMock(mesh=sharding.make_mesh(schema.MeshShape()))
+    run.config.data.train_batch_size = run.config.rollout.n = 1
+    run.batches.return_value = iter([mock.MagicMock()] * 2)
+    with pytest.raises(KeyError), rehearsal.during(run, 0):
+        first.wait(60)
+        threading.Timer(2, go_on.set).start()  # by then the error has been seen
+        raise KeyError
+    assert begun == ["one"]
+    with pytest.raises(ValueError, match="out of memory"), rehearsal.during(run, 0):
+        pass
 
 
 def test_a_warm_step_transfers_only_what_it_says(files, tmp_path, monkeypatch):

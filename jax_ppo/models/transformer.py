@@ -67,7 +67,7 @@ class Attention(nn.Module):
 
 
 def write_columns(cache, new, columns_B, axis: int):
-    """Puts one new key or value a row into that row's column of the cache. `axis`: the columns', as long as 1 in `new`."""
+    """Puts one new key or value a row into that row's column of the cache. `axis`: the columns', of length 1 in `new`."""
     write = jax.vmap(lambda cache, new, at: jax.lax.dynamic_update_slice_in_dim(cache, new, at, axis=axis - 1))
     return write(cache, new.astype(cache.dtype), columns_B)
 

@@ -293,14 +293,14 @@ class Sampler:
         def with_indices(params, prompts, key, first_sample_index=0):
             return run(params, prompts, first_sample_index + jnp.arange(len(prompts.lengths) * options.n), key)
 
-        self._sample = jax.jit(with_indices)
+        self.program = jax.jit(with_indices)  # of (params, prompts, key) or, with the first sample's index, of four
 
     def __call__(self, params, prompts: Prompts, key, first_sample_index=None) -> Rollout:
         """See `sample`. An index left out is a constant of the program: nothing travels from the host for it."""
         offset = () if first_sample_index is None else (first_sample_index,)
-        return self._sample(params, prompts, key, *offset)
+        return self.program(params, prompts, key, *offset)
 
     @property
     def compilations(self) -> int:
         """Programs compiled so far."""
-        return self._sample._cache_size()
+        return self.program._cache_size()

@@ -34,7 +34,7 @@ def split(actor, request):
     with jax.set_mesh(mesh):
         sampler = Sampler(actor.decoded, OPTIONS, sharding.split_rows)
         rollout = sampler(*args)
-        return rollout, sampler._sample.lower(*args).compile().as_text()
+        return rollout, sampler.program.lower(*args).compile().as_text()
 
 
 def test_eight_devices_draw_the_samples_of_one(actor, split):

@@ -148,7 +148,7 @@ def test_no_cache_is_copied(actor):
     """Neither on its way through the loops, nor by a step: only the zeros that it starts from."""
     options = generate.SamplingOptions(12, 1.0, eos_ids=EOS, slots=5)
     sampler = generate.Sampler(actor.decoded, options)
-    text = sampler._sample.lower(actor.params, make_prompts(LENGTHS), jax.random.key(0)).compile().as_text()
+    text = sampler.program.lower(actor.params, make_prompts(LENGTHS), jax.random.key(0)).compile().as_text()
     loops, entry = text.split("\nENTRY ")
     for cache in (re.escape("f32[5,2,8,28]"), re.escape("f32[5,2,28,8]")):
         assert re.search(cache, loops) and re.search(cache, entry)
