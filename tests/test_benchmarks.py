@@ -13,7 +13,7 @@ BLOCKED = """
 import sys
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("ml_collections", "tensorflow_datasets", "absl"):
+        if name.partition(".")[0] in ("ml_collections", "tensorflow_datasets"):
             raise ImportError(name)
 sys.meta_path.insert(0, Blocked())
 """
