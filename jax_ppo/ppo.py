@@ -44,7 +44,7 @@ def train(config: Config, workdir: Path) -> dict:
                 # A run that is resumed has no rollout of older weights: before a checkpoint that is due none is begun.
                 if config.rollout.one_step_off and not due(run, step + 1, config.trainer.save_freq):
                     ahead = draw(run, state, batches, step + 1, report)
-                report.flush()
+                report.flush()  # where nothing was drawn in this step, one step off
                 with report.phase("reward"):  # on the host, while the mesh scores
                     rewards, correct, failures, _ = run.reward(batch, rollout)
                 rewards = add_reward_model(run, state, rewards, sequences, plans.scoring)

@@ -127,8 +127,7 @@ def create(config: schema.Config, nets: Networks, folders: Folders, mesh,
       trained: arrays of the form of `trained_shapes`, from a checkpoint; None reads the roles' folders.
       step, kl_coef: from the same checkpoint.
     """
-    wanted = shapes(config, nets, mesh)
-    places = jax.tree.map(lambda x: x.sharding, wanted)
+    places = jax.tree.map(lambda x: x.sharding, shapes(config, nets, mesh))
     frozen_type = jnp.dtype(config.model.dtype)
 
     def load(role, folder, net, where, head, dtype=jnp.float32):
