@@ -1,4 +1,4 @@
-"""Advantages and returns of one sequence of tokens."""
+"""Advantages and returns: of one sequence of tokens from a critic, of one group of samples from each other."""
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,97 @@ def gae(
         carry = (jnp.where(kept, advantage, advantage_after), jnp.where(kept, value, value_after))
         return carry, jnp.where(kept, advantage, 0.0)
 
-    end = (jnp.zeros((), jnp.float32), jnp.asarray(bootstrap_value, jnp.float32))
+    dtype = jnp.promote_types(rewards_T.dtype, values_T.dtype)
+    end = (jnp.zeros((), dtype), jnp.asarray(bootstrap_value, dtype))
     _, advantages_T = jax.lax.scan(step_back, end, (rewards_T, values_T, mask_T.astype(bool)), reverse=True)
     return advantages_T, advantages_T + values_T
+
+
+def length_adaptive_lam(lengths: jax.Array, alpha: float) -> jax.Array:
+    """lam = 1 - 1 / (alpha length), for the actor's advantages (VAPO, Yue et al. 2025, arXiv 2504.05118).
+
+    A fixed lam forgets a score at the end of a response like lam^length, whatever the length. With this lam the weights lam^k
+    of the errors ahead sum to about alpha length, a share of the response that is the same for all. The authors take
+    alpha = 0.05, where responses up to 20 tokens get 0: one-step errors, all of the critic's bias. Its returns are not the
+    critic's targets: those come from a lam of their own, 1 in the paper (decoupled GAE).
+
+    Args:
+      lengths: tokens of each response, any shape. A length of 0 counts as 1.
+      alpha: > 0.
+
+    Returns:
+      float32 of the same shape, in [0, 1].
+    """
+    return jnp.clip(1.0 - 1.0 / (alpha * jnp.maximum(lengths, 1).astype(jnp.float32)), 0.0, 1.0)
+
+
+def reward_to_go(rewards_T: jax.Array, mask_T: jax.Array, gamma: float) -> jax.Array:
+    """G_t = sum_k gamma^k r_{t+k} to the end of the response: what `gae` gives at lam = 1 where every value is 0.
+
+    One sequence; `vmap` it over a batch. Unbiased, without a critic, and of the variance of all that is still to come.
+
+    Args:
+      rewards_T: the reward for emitting token t.
+      mask_T: 1 on the tokens of the response, a prefix of the row; 0 on padding, which may hold anything.
+
+    Returns:
+      float32 [T], 0 where mask is 0.
+    """
+    return gae(rewards_T, jnp.zeros_like(rewards_T), mask_T, gamma, 1.0)[0]
+
+
+# Advantages without a critic: the n samples b = prompt * n ... prompt * n + n - 1 of a prompt are each other's baseline.
+
+
+def grpo(scores_B: jax.Array, n: int, by_std: bool) -> jax.Array:
+    """Group-relative advantage (DeepSeekMath, Shao et al. 2024, arXiv 2402.03300, section 4.1.2).
+
+        A_b = (s_b - mean of the group) / (std of the group + 1e-6)      by_std
+        A_b =  s_b - mean of the group                                   Dr. GRPO (Liu et al. 2025, arXiv 2503.20783)
+
+    The standard deviation divides by n - 1 and the constant is verl's (TRL's is 1e-4).
+
+    Bias: the mean holds the sample's own score, which shrinks the expected gradient to (n - 1) / n of the true one and does
+    not turn it. Dividing by the group's standard deviation does turn it: prompts that are nearly always or nearly never
+    solved weigh more than those in between, and within a group the divisor depends on the sample itself.
+
+    Args:
+      scores_B: the score of each sample, n samples of a prompt next to each other.
+      n: samples of a prompt, at least 2; B is a multiple of it.
+
+    Returns:
+      float32 [B]; exactly 0 throughout a group of equal scores.
+    """
+    deviations = _less_group_mean(scores_B, n)
+    if by_std:
+        std = jnp.sqrt(jnp.sum(jnp.square(deviations), axis=1, keepdims=True) / (n - 1))
+        deviations = deviations / (std + 1e-6)
+    return deviations.reshape(-1)
+
+
+def rloo(scores_B: jax.Array, n: int) -> jax.Array:
+    """A_b = s_b - mean of the n - 1 others (REINFORCE leave-one-out; Kool et al. 2019, Ahmadian et al. 2024, arXiv 2402.14740).
+
+    Unbiased: the baseline does not depend on the sample. Equal to (s_b - mean of all n) n / (n - 1). Arguments and result are
+    those of `grpo`.
+    """
+    return (_less_group_mean(scores_B, n) * (n / (n - 1))).reshape(-1)
+
+
+def group_mean_baseline(scores_B: jax.Array, n: int) -> jax.Array:
+    """A_b = s_b - mean of the group, as REINFORCE++-baseline has it before it whitens (Hu et al. 2025, arXiv 2501.03262).
+
+    Bias: the expected gradient is (n - 1) / n of the true one. Whitening over the whole rollout, which is the caller's, divides
+    every prompt's by the same number and so, unlike `grpo`'s division, weighs none above another. Arguments and result are
+    those of `grpo`, and so is the value without by_std.
+    """
+    return _less_group_mean(scores_B, n).reshape(-1)
+
+
+def _less_group_mean(scores_B, n):
+    """[B / n, n]. A group's first score is taken off first: the mean of equal scores is then 0 and not nearly so."""
+    assert scores_B.ndim == 1, scores_B.shape
+    assert n > 1 and scores_B.shape[0] % n == 0, f"{scores_B.shape[0]} scores are no groups of {n} samples, 2 at least"
+    groups = scores_B.astype(jnp.promote_types(scores_B.dtype, jnp.float32)).reshape(-1, n)
+    groups = groups - groups[:, :1]
+    return groups - jnp.mean(groups, axis=1, keepdims=True)

@@ -1,9 +1,10 @@
-"""Importance weights for tokens that one policy sampled and another learns from."""
+"""Tokens that one policy sampled and another learns from: importance weights, and how far the two are apart."""
 
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.kernels.masked import zero_outside
+from jax_ppo.kernels.kl import MAX_LOG_RATIO
+from jax_ppo.kernels.masked import masked_max, masked_mean, masked_min, masked_variance, zero_outside
 
 LEVELS = ("token", "sequence")
 
@@ -37,3 +38,46 @@ def truncated_weights(logprobs: jax.Array, sampled_logprobs: jax.Array, mask: ja
     elif level != "token":
         raise ValueError(f"importance weights of {level!r} are none of {LEVELS}")
     return jax.lax.stop_gradient(zero_outside(jnp.minimum(jnp.exp(log_weights), threshold), mask))
+
+
+def mismatch(logprobs: jax.Array, sampled_logprobs: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
+    """How far the sampler and the trained program are apart on the tokens sampled: p by one, q by the other, d = log p - log q.
+
+        prob_difference_mean    mean |p - q|, in [0, 1]
+        prob_difference_max     max |p - q|, in [0, 1]
+        exp_abs_log_ratio_mean  mean exp |d|, >= 1, d clamped to +-20 so that it cannot overflow
+        log_ratio_max           max |d| in nats, not clamped
+        prob_correlation        Pearson's of p and q, in [-1, 1]
+
+    The first two hardly see tokens of small probability, where two programs differ most in d; the third and fourth do, and
+    one token can make them. A correlation is not defined where all p or all q are equal (or too small for float32 to tell
+    apart): it is then 1 if p = q throughout, and else 0.
+
+    Args:
+      logprobs, sampled_logprobs: finite log-probabilities where mask = 1, any shape, at one temperature.
+      mask: 1 on the tokens that count, same shape.
+
+    Returns:
+      float32 scalars, constants to differentiation; with an empty mask 0, and a correlation of 1.
+    """
+    assert logprobs.shape == sampled_logprobs.shape == mask.shape, (logprobs.shape, sampled_logprobs.shape, mask.shape)
+    log_p, log_q = (jax.lax.stop_gradient(zero_outside(x, mask)) for x in (logprobs, sampled_logprobs))
+    p, q, distance = jnp.exp(log_p), jnp.exp(log_q), jnp.abs(log_p - log_q)
+    furthest = masked_max(jnp.abs(p - q), mask)
+    return {
+        "prob_difference_mean": masked_mean(jnp.abs(p - q), mask),
+        "prob_difference_max": furthest,
+        "exp_abs_log_ratio_mean": masked_mean(jnp.exp(jnp.minimum(distance, MAX_LOG_RATIO)), mask),
+        "log_ratio_max": masked_max(distance, mask),
+        "prob_correlation": _correlation(p, q, mask, otherwise=jnp.where(furthest == 0, 1.0, 0.0)),
+    }
+
+
+def _correlation(x, y, mask, otherwise):
+    """Cov[x, y] / (std[x] std[y]), and `otherwise` where that is 0 / 0."""
+    spreads = jnp.sqrt(masked_variance(x, mask)) * jnp.sqrt(masked_variance(y, mask))
+    covariance = masked_mean((x - masked_mean(x, mask)) * (y - masked_mean(y, mask)), mask)
+    # The variance of equal numbers can come out as 1e-17 in the place of 0.
+    varies = [masked_min(each, mask) < masked_max(each, mask) for each in (x, y)]
+    defined = varies[0] & varies[1] & (spreads > 0)
+    return jnp.where(defined, jnp.clip(covariance / jnp.where(defined, spreads, 1.0), -1.0, 1.0), otherwise)

@@ -80,7 +80,7 @@ def _token_logprobs(hidden, unembedding, targets, mask, temperature, chunk_size,
 
 def _forward(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy):
     """log p(target), entropy (0 if not asked for) and logsumexp z, each [G, N]."""
-    chunks = _Chunks(mask, chunk_size)
+    chunks = Chunks(mask, chunk_size)
     weight = unembedding.astype(hidden.dtype)
 
     def chunk(i, kept):
@@ -91,7 +91,9 @@ def _forward(hidden, unembedding, targets, mask, temperature, chunk_size, with_e
         total = jnp.sum(jnp.exp(shifted), axis=-1)
         # Both terms of the entropy are >= 0; logsumexp - E[z] would dip below 0 by rounding.
         spread = jnp.sum(jnp.exp(shifted) * -shifted, axis=-1) / total if with_entropy else -jnp.log(total)
-        new = (target - top) - jnp.log(total), jnp.log(total) + spread, top + jnp.log(total)
+        # Compiled, z - top need not be 0 at the top: the division by the temperature is contracted into the difference.
+        logprob, entropy = (target - top) - jnp.log(total), jnp.log(total) + spread
+        new = jnp.minimum(logprob, 0), jnp.maximum(entropy, 0), top + jnp.log(total)
         return tuple(chunks.put(whole, x, i) for whole, x in zip(kept, new, strict=True))
 
     compact = jax.lax.fori_loop(0, chunks.count, chunk, (chunks.room(jnp.float32),) * 3)
@@ -107,7 +109,7 @@ def _forward_and_residuals(hidden, unembedding, targets, mask, temperature, chun
 def _backward(temperature, chunk_size, with_entropy, residuals, cotangents):
     hidden, unembedding, targets, mask, entropy, logsumexp = residuals
     of_logprobs, of_entropy = (_known(x, mask) for x in cotangents)
-    chunks = _Chunks(mask, chunk_size)
+    chunks = Chunks(mask, chunk_size)
     weight = unembedding.astype(hidden.dtype)
     V, D = unembedding.shape
 
@@ -146,7 +148,7 @@ def _logits(states_GxCxD, weight_VxD, temperature):
     return jnp.einsum("gcd,vd->gcv", states_GxCxD, weight_VxD, preferred_element_type=jnp.float32) / temperature
 
 
-class _Chunks:
+class Chunks:
     """The places that a mask [G, N] names, brought to the front of each group and cut into chunks of C.
 
     Attributes:

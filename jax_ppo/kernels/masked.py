@@ -2,7 +2,8 @@
 
 In every function here `mask` has the shape of `x`, any dtype, and mask = 1 means "this element counts". Elements under
 mask = 0 may hold anything, NaN and inf included: they are replaced BEFORE any arithmetic, because a `jnp.where` after
-it lets 0 * NaN into the gradient. Results are float32; an empty mask gives 0, never NaN. A NaN that counts shows.
+it lets 0 * NaN into the gradient. Results are float32 (float64 of float64); an empty mask gives 0, never NaN. A NaN that
+counts shows.
 """
 
 import jax
@@ -10,9 +11,9 @@ import jax.numpy as jnp
 
 
 def zero_outside(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """x where mask = 1, 0 elsewhere, in float32. Neither value nor gradient of a masked element gets through."""
+    """x where mask = 1, 0 elsewhere, in float32 at least. Neither value nor gradient of a masked element gets through."""
     assert x.shape == mask.shape, f"x {x.shape} and mask {mask.shape} must have one shape"
-    return jnp.where(mask.astype(bool), x.astype(jnp.float32), 0.0)
+    return jnp.where(mask.astype(bool), _at_least_float32(x), 0.0)
 
 
 def masked_sum(x: jax.Array, mask: jax.Array, axis=None) -> jax.Array:
@@ -79,5 +80,9 @@ def _mean(x, mask, axis, keepdims):
 def _extremum(x, mask, reduce, identity):
     assert x.shape == mask.shape, f"x {x.shape} and mask {mask.shape} must have one shape"
     kept = mask.astype(bool)
-    extremum = reduce(jnp.where(kept, x.astype(jnp.float32), identity), initial=identity)
+    extremum = reduce(jnp.where(kept, _at_least_float32(x), identity), initial=identity)
     return jnp.where(jnp.any(kept), extremum, 0.0)
+
+
+def _at_least_float32(x):
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -1,3 +1,5 @@
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,3 +90,89 @@ def test_gradient_is_finite_with_garbage_under_the_mask(rng, poison):
 def test_a_batch_is_refused():
     with pytest.raises(AssertionError, match="vmap"):
         gae(jnp.ones((2, 3)), jnp.ones((2, 3)), jnp.ones((2, 3)), 1.0, 1.0)
+
+
+def test_length_adaptive_lam_by_hand():
+    # alpha = 0.05: 1 - 1 / (0.05 x 100) = 0.8, 1 - 1 / 20 = 0.95 for 400; 20 tokens give 0, and less stays there.
+    lam = kernel.length_adaptive_lam(jnp.array([[100, 400], [20, 10], [1, 0]]), 0.05)
+    assert lam.dtype == jnp.float32
+    np.testing.assert_allclose(lam, [[0.8, 0.95], [0, 0], [0, 0]], atol=1e-6)
+
+
+def test_every_response_has_its_own_lam_under_vmap(rng):
+    rewards, values = rng.normal(0, 1, (2, 2, 8)).astype(np.float32)
+    lengths = np.array([3, 8])
+    lam = kernel.length_adaptive_lam(lengths, 0.5)  # 1/3 and 3/4
+    mask = np.arange(8) < lengths[:, None]
+    advantages, _ = jax.vmap(lambda r, v, m, lam: gae(r, v, m, 0.9, lam))(rewards, values, mask, lam)
+    for i, by_hand in enumerate((1 / 3, 3 / 4)):
+        np.testing.assert_allclose(advantages[i], oracle(rewards[i], values[i], lengths[i], 0.9, by_hand, 0)[0], atol=1e-5)
+
+
+def test_reward_to_go_by_hand(poison):
+    # gamma = 1/2: 8; 2 + 8/2 = 6; 1 + 6/2 = 4.
+    mask = np.array([1, 1, 1, 0, 0, 0])
+    rewards = poison(np.array([1.0, 2, 8, 5, 5, 5]), mask)
+    result = jax.jit(kernel.reward_to_go)(rewards, mask, 0.5)
+    assert result.dtype == jnp.float32
+    np.testing.assert_array_equal(result, [4, 6, 8, 0, 0, 0])
+    slope = jax.grad(lambda r: kernel.reward_to_go(r, mask, 0.5)[0])(jnp.asarray(rewards))
+    np.testing.assert_array_equal(slope, [1, 0.5, 0.25, 0, 0, 0])
+
+
+def test_gae_at_gamma_and_lam_1_is_reward_to_go_less_the_value(rng):
+    rewards, values = rng.normal(0, 1, (2, 7)).astype(np.float32)
+    mask = np.arange(7) < 5
+    advantages, returns = gae(rewards, values, mask, 1.0, 1.0)
+    to_go = kernel.reward_to_go(rewards, mask, 1.0)
+    np.testing.assert_allclose(advantages, np.where(mask, to_go - values, 0), atol=1e-6)
+    np.testing.assert_allclose(returns, to_go, atol=1e-6)
+
+
+def test_groups_by_hand():
+    # Groups (1, 2, 6) and (0, 0, 3). Means 3 and 1; means of the others (4, 3.5, 1.5) and (1.5, 1.5, 0);
+    # sums of squares 4 + 1 + 9 = 14 and 1 + 1 + 4 = 6, by n - 1 = 2: std sqrt(7) and sqrt(3).
+    scores = jnp.array([1, 2, 6, 0, 0, 3])
+    deviations = np.array([-2, -1, 3, -1, -1, 2], np.float32)
+    std = np.repeat(np.sqrt([7, 3]), 3)
+    for result, expected in ((kernel.grpo(scores, 3, by_std=False), deviations),
+                             (kernel.group_mean_baseline(scores, 3), deviations),
+                             (kernel.grpo(scores, 3, by_std=True), deviations / std),
+                             (kernel.rloo(scores, 3), [-3, -1.5, 4.5, -1.5, -1.5, 3])):
+        assert result.dtype == jnp.float32
+        np.testing.assert_allclose(result, expected, rtol=2e-6)
+
+
+def test_groups_do_not_see_each_other_and_equal_scores_give_0(rng):
+    scores = rng.normal(0, 1, 12).astype(np.float32)
+    scores[4:8] = 0.1  # the mean of three or more equal float32 numbers is often not that number
+    scores[8:] *= 1e4
+    for advantage in (lambda x: kernel.grpo(x, 4, by_std=True), lambda x: kernel.rloo(x, 4)):
+        whole = advantage(scores)
+        np.testing.assert_array_equal(whole[4:8], 0)
+        np.testing.assert_allclose(whole[:4], advantage(scores[:4]), rtol=1e-6)
+    np.testing.assert_array_equal(kernel.grpo(np.full(9, 0.1, np.float32), 3, by_std=True), 0)
+
+
+def test_bias_of_group_baselines_by_enumeration():
+    """The expected gradient over every group of n samples of a bandit with three arms, against the true one."""
+    p, score, n = np.array([0.2, 0.5, 0.3]), np.array([1.0, -2.0, 4.0]), 3
+    slopes = np.eye(3) - p  # d log p_a / d logits
+    groups = [list(group) for group in itertools.product(range(3), repeat=n)]
+
+    def expected(advantage):
+        return sum(np.prod(p[g]) * np.asarray(advantage(jnp.array(score[g]), n)) @ slopes[g] / n for g in groups)
+
+    true = (p * score) @ slopes
+    np.testing.assert_allclose(expected(kernel.rloo), true, atol=1e-5)
+    np.testing.assert_allclose(expected(kernel.group_mean_baseline), true * (n - 1) / n, atol=1e-5)
+    turned = expected(lambda s, n: kernel.grpo(s, n, by_std=True))
+    cosine = turned @ true / np.linalg.norm(turned) / np.linalg.norm(true)
+    assert 0 < cosine < 0.999, cosine
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_what_is_no_group_is_refused(n):
+    for advantage, rest in ((kernel.grpo, (True,)), (kernel.rloo, ()), (kernel.group_mean_baseline, ())):
+        with pytest.raises(AssertionError, match="groups"):
+            advantage(jnp.ones(6), n, *rest)

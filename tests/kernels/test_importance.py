@@ -1,4 +1,4 @@
-"""Truncated importance weights: worked by hand, and expectations over every response of a small policy."""
+"""Importance weights by hand and as expectations over every response of a small policy; the mismatch by hand and by NumPy."""
 
 import itertools
 
@@ -68,3 +68,49 @@ def test_sequence_weights_are_unbiased_and_token_weights_and_truncation_are_not(
     for level, threshold in (("token", 1e9), ("sequence", 1.0)):
         with_weights, on_policy = expected_gradient(level, threshold)
         assert abs(with_weights - on_policy) > 0.02
+
+
+mismatch = jax.jit(importance.mismatch)
+
+
+def test_mismatch_by_hand():
+    # p = (1/2, 1/4, 1), q = (1/4, 1/2, 1): |p - q| = 1/4, 1/4, 0; exp |d| = 2, 2, 1; max |d| = ln 2.
+    # Means 7/12: p - mean = (-1, -4, 5) / 12, q - mean = (-4, -1, 5) / 12: correlation (4 + 4 + 25) / (1 + 16 + 25) = 33 / 42.
+    got = mismatch(jnp.log(jnp.array([0.5, 0.25, 1])), jnp.log(jnp.array([0.25, 0.5, 1])), jnp.ones(3))
+    expected = {"prob_difference_mean": 1 / 6, "prob_difference_max": 1 / 4, "exp_abs_log_ratio_mean": 5 / 3,
+                "log_ratio_max": np.log(2), "prob_correlation": 33 / 42}
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(got[name], value, rtol=1e-5, err_msg=name)
+        assert got[name].dtype == jnp.float32 and got[name].shape == ()
+
+
+def test_mismatch_against_numpy_with_garbage_under_the_mask(rng, poison):
+    mask = rng.integers(0, 2, (5, 8))
+    logprobs = -rng.exponential(2.0, (5, 8)).astype(np.float32)
+    sampled = np.minimum(logprobs + rng.normal(0, 0.3, (5, 8)), 0).astype(np.float32)
+    got = mismatch(poison(logprobs, mask), poison(sampled, mask), mask)
+    a, b = (x[mask == 1].astype(np.float64) for x in (logprobs, sampled))
+    p, q, d = np.exp(a), np.exp(b), np.abs(a - b)
+    expected = {"prob_difference_mean": np.abs(p - q).mean(), "prob_difference_max": np.abs(p - q).max(),
+                "exp_abs_log_ratio_mean": np.exp(d).mean(), "log_ratio_max": d.max(),
+                "prob_correlation": np.corrcoef(p, q)[0, 1]}
+    for name, value in expected.items():
+        np.testing.assert_allclose(got[name], value, rtol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize(("logprobs", "sampled", "mask", "correlation"), [
+    ([-0.3, -0.3, -0.3], [-0.3, -0.3, -0.3], [1, 1, 1], 1),  # constant and equal
+    ([-0.3] * 7, [-0.7] * 7, [1] * 7, 0),  # constant and not; by rounding seven of these have a variance of 1e-15
+    ([-0.3, -0.3, -0.3], [-0.3, -0.4, -0.3], [1, 1, 1], 0),  # one of them constant
+    ([-60.0, -80.0, -70.0], [-80.0, -60.0, -70.0], [1, 1, 1], 0),  # variances that float32 has no numbers for
+    ([-0.1, -5.0, -2.0], [-0.1, -5.0, -2.0], [1, 1, 1], 1),
+    ([-0.1, -5.0, -2.0], [-0.1, -5.0, -2.0], [0, 1, 0], 1),
+    ([-0.1, -5.0, -2.0], [-9.0, -5.0, -2.0], [0, 0, 0], 1),
+    ([-1e4, 0.0], [0.0, -1e4], [1, 1], -1),
+])
+def test_mismatch_is_finite_where_a_correlation_is_not_defined(logprobs, sampled, mask, correlation):
+    got = mismatch(jnp.array(logprobs), jnp.array(sampled), jnp.array(mask))
+    assert all(np.isfinite(x) for x in got.values())
+    assert -1 <= got["prob_correlation"] <= 1
+    np.testing.assert_allclose(got["prob_correlation"], correlation, atol=1e-6)

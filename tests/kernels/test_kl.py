@@ -15,7 +15,9 @@ FORMULAS = {
     "abs": abs,
     "k2": lambda d: d * d / 2,
     "k3": lambda d: min(math.exp(-max(-20.0, min(20.0, d))) - 1 + max(-20.0, min(20.0, d)), 10.0),
+    "clamped": lambda d: max(d, 0.0),
 }
+FORMULAS["k3+"] = FORMULAS["k3"]
 
 
 def estimate_at(log_ratio, kind):
@@ -23,11 +25,12 @@ def estimate_at(log_ratio, kind):
 
 
 def test_by_hand():
-    # d = ln 2: k1 = |d| = 0.6931, k2 = 0.6931^2 / 2 = 0.2402, k3 = 1/2 - 1 + 0.6931 = 0.1931.
-    # d = -ln 2: k1 = -0.6931, k2 the same, k3 = 2 - 1 - 0.6931 = 0.3069.
-    cases = {math.log(2): (0.6931, 0.6931, 0.2402, 0.1931), -math.log(2): (-0.6931, 0.6931, 0.2402, 0.3069)}
+    # d = ln 2: k1 = |d| = 0.6931, k2 = 0.6931^2 / 2 = 0.2402, k3 = 1/2 - 1 + 0.6931 = 0.1931, and the clamped one d itself.
+    # d = -ln 2: k1 = -0.6931, k2 the same, k3 = 2 - 1 - 0.6931 = 0.3069, and the clamped one 0.
+    cases = {math.log(2): (0.6931, 0.6931, 0.2402, 0.1931, 0.1931, 0.6931),
+             -math.log(2): (-0.6931, 0.6931, 0.2402, 0.3069, 0.3069, 0)}
     for d, expected in cases.items():
-        for kind, value in zip(("k1", "abs", "k2", "k3"), expected, strict=True):
+        for kind, value in zip(("k1", "abs", "k2", "k3", "k3+", "clamped"), expected, strict=True):
             np.testing.assert_allclose(estimate_at(d, kind), value, atol=5e-5)
 
 
@@ -63,6 +66,19 @@ def test_k3_of_a_huge_log_ratio_is_clamped_and_flat():
         np.testing.assert_allclose(slope(d, kind="k3"), expected, rtol=1e-5)
 
 
+def test_k3_plus_has_the_value_of_k3_and_the_gradient_of_k2():
+    slope = jax.jit(jax.grad(estimate_at), static_argnames="kind")
+    for d in (-1000.0, -2.0, 0.0, 1e-4, 0.5, 30.0):
+        assert estimate_at(d, "k3+") == estimate_at(d, "k3")
+        assert slope(d, kind="k3+") == slope(d, kind="k2") == np.float32(d)  # also where k3 is flat
+
+
+def test_clamped_holds_back_only_tokens_made_more_likely():
+    slope = jax.jit(jax.grad(estimate_at), static_argnames="kind")
+    for d, value, expected in ((2.0, 2.0, 1.0), (-2.0, 0.0, 0.0), (0.0, 0.0, 0.0)):
+        assert estimate_at(d, "clamped") == value and slope(d, kind="clamped") == expected
+
+
 @pytest.mark.parametrize("kind", KL_KINDS)
 def test_garbage_under_the_mask_reaches_neither_value_nor_gradient(kind, rng, poison):
     mask = np.array([[1, 1, 0, 0], [1, 0, 0, 0]])
@@ -70,7 +86,8 @@ def test_garbage_under_the_mask_reaches_neither_value_nor_gradient(kind, rng, po
     total = lambda a, b: jnp.sum(kl_estimate(a, b, mask, kind))  # noqa: E731
     gradients = jax.grad(total, (0, 1))(jnp.asarray(poison(logprobs, mask)), jnp.asarray(poison(ref, mask)))
     for gradient in gradients:
-        assert np.all(gradient[mask == 1] != 0)
+        assert np.all(gradient[(mask == 1) & ((kind != "clamped") | (logprobs > ref))] != 0)
+        assert np.any(gradient != 0)
         np.testing.assert_array_equal(gradient[mask == 0], 0)
 
 
@@ -106,7 +123,9 @@ def test_bias_as_an_estimate_by_enumeration():
     truth = kl_to_ref(THETA)
     np.testing.assert_allclose(expected_estimate(THETA, "k1"), truth, rtol=1e-5)
     np.testing.assert_allclose(expected_estimate(THETA, "k3"), truth, rtol=1e-5)
+    np.testing.assert_allclose(expected_estimate(THETA, "k3+"), truth, rtol=1e-5)
     assert expected_estimate(THETA, "abs") > 1.2 * truth
+    assert expected_estimate(THETA, "clamped") > 1.2 * truth
     assert abs(expected_estimate(THETA, "k2") / truth - 1) > 0.02
 
 
@@ -120,6 +139,8 @@ def test_bias_as_a_loss_by_enumeration():
     np.testing.assert_allclose(expected_gradient_as_loss("abs"), jax.grad(l1_distance)(THETA), atol=1e-6)
     np.testing.assert_allclose(expected_gradient_as_loss("k2"), jax.grad(kl_to_ref)(THETA), atol=1e-6)
     np.testing.assert_allclose(expected_gradient_as_loss("k3"), jax.grad(kl_from_ref)(THETA), atol=1e-6)
+    np.testing.assert_allclose(expected_gradient_as_loss("k3+"), jax.grad(kl_to_ref)(THETA), atol=1e-6)
+    np.testing.assert_allclose(expected_gradient_as_loss("clamped"), jax.grad(l1_distance)(THETA) / 2, atol=1e-6)
     assert np.abs(jax.grad(kl_from_ref)(THETA) - jax.grad(kl_to_ref)(THETA)).max() > 0.02
 
 
@@ -142,3 +163,6 @@ def test_adaptive_coefficient_by_hand():
     np.testing.assert_allclose(adaptive_kl_coef(0.2, 3.0, 6.0, 10_000, 256), 0.198976, rtol=1e-6)
     np.testing.assert_allclose(adaptive_kl_coef(0.2, 60.0, 6.0, 10_000, 256), 0.201024, rtol=1e-6)
     assert adaptive_kl_coef(jnp.float32(0.25), 6.0, 6.0, 10_000, 256) == 0.25
+    # A clip of 0.5 lets the whole of 3 for 6 through, and 0.5 of ten times the target: 0.2 * (1 -+ 0.0128).
+    np.testing.assert_allclose(adaptive_kl_coef(0.2, 3.0, 6.0, 10_000, 256, clip=0.5), 0.19744, rtol=1e-6)
+    np.testing.assert_allclose(adaptive_kl_coef(0.2, 60.0, 6.0, 10_000, 256, clip=0.5), 0.20256, rtol=1e-6)

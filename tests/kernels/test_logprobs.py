@@ -123,9 +123,9 @@ def test_an_empty_mask_gives_zeros(rng):
 def test_work_follows_the_mask(rng):
     """As many chunks as the fullest group needs: 3 places in chunks of 2 are two."""
     mask = jnp.array([[0, 1, 0, 0, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 1]], bool)
-    assert int(kernel._Chunks(mask, 2).count) == 2
-    assert int(kernel._Chunks(~mask, 2).count) == 4
-    assert int(kernel._Chunks(mask & False, 2).count) == 0
+    assert int(kernel.Chunks(mask, 2).count) == 2
+    assert int(kernel.Chunks(~mask, 2).count) == 4
+    assert int(kernel.Chunks(mask & False, 2).count) == 0
 
 
 @pytest.mark.parametrize("chunk_size", [3, 128])

@@ -1,3 +1,4 @@
+import functools
 import math
 
 import jax
@@ -10,8 +11,13 @@ from jax_ppo.kernels.losses import AGGREGATIONS
 
 policy_loss = jax.jit(losses.policy_loss)
 value_loss = jax.jit(losses.value_loss)
-loss_weights = jax.jit(losses.loss_weights, static_argnames="mode")
 LN2 = math.log(2)
+SCALE = 10.0  # of "seq-mean-token-sum-norm"
+
+
+@functools.partial(jax.jit, static_argnames="mode")
+def loss_weights(lengths_B, mode):
+    return losses.loss_weights(lengths_B, mode, SCALE)
 
 
 policy_gradient = jax.jit(jax.grad(lambda *arguments: losses.policy_loss(*arguments).loss.sum()))
@@ -109,16 +115,34 @@ def test_value_loss_by_hand():
     np.testing.assert_array_equal(plain.clipped, np.zeros(4))
 
 
+def test_hubers_loss_by_hand():
+    # Return 1 and delta 0.5. V = 0.6: inside, 0.4^2 / 2 = 0.08, slope the error, -0.4. V = 3: 0.5 (2 - 0.25) = 0.875, slope
+    # 0.5. V = -1: the same, slope -0.5.
+    values, returns = jnp.array([0.6, 3.0, -1.0]), jnp.ones(3)
+    total = lambda v, *clip: value_loss(v, jnp.zeros(3), returns, jnp.ones(3), *clip, 0.5).loss  # noqa: E731
+    np.testing.assert_allclose(total(values, None), [0.08, 0.875, 0.875], rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(lambda v: total(v, None).sum())(values), [-0.4, 0.5, -0.5], rtol=1e-6)
+    # Clipped to 0.2 about 0: V = 0.2 for the first two, both at 0.5 (0.8 - 0.25) = 0.275. The first takes it, flat; the second
+    # is further off still and keeps its slope, as does the third.
+    np.testing.assert_allclose(total(values, 0.2), [0.275, 0.875, 0.875], rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(lambda v: total(v, 0.2).sum())(values), [0, 0.5, -0.5], rtol=1e-6)
+
+
+@pytest.mark.parametrize("huber_delta", [None, 0.4])
 @pytest.mark.parametrize("clip", [0.3, None])
-def test_value_loss_against_loops(clip, rng, poison):
+def test_value_loss_against_loops(clip, huber_delta, rng, poison):
+    def h(e):
+        return e**2 / 2 if huber_delta is None or abs(e) <= huber_delta else huber_delta * (abs(e) - huber_delta / 2)
+
     mask = rng.integers(0, 2, (4, 7))
     values, old, returns = rng.normal(0, 1, (3, 4, 7)).astype(np.float32)
-    result = value_loss(*(poison(x, mask) for x in (values, old, returns)), mask, clip)
+    result = value_loss(*(poison(x, mask) for x in (values, old, returns)), mask, clip, huber_delta)
+    assert all(x.dtype == jnp.float32 for x in result)
     for i in range(4):
         for j in range(7):
             v, o, r = float(values[i, j]), float(old[i, j]), float(returns[i, j])
-            plain = (v - r) ** 2 / 2
-            near = plain if clip is None else (max(o - clip, min(o + clip, v)) - r) ** 2 / 2
+            plain = h(v - r)
+            near = plain if clip is None else h(max(o - clip, min(o + clip, v)) - r)
             expected = (max(plain, near), near > plain) if mask[i, j] else (0, 0)
             np.testing.assert_allclose([x[i, j] for x in result], expected, rtol=1e-4, atol=1e-6)
 
@@ -173,6 +197,7 @@ def test_loss_weights_by_hand():
     np.testing.assert_allclose(loss_weights(lengths, "token-mean"), [1 / 4, 0, 1 / 4])
     np.testing.assert_allclose(loss_weights(lengths, "seq-mean-token-sum"), [1 / 2, 0, 1 / 2])
     np.testing.assert_allclose(loss_weights(lengths, "seq-mean-token-mean"), [1 / 2, 0, 1 / 6])
+    np.testing.assert_allclose(loss_weights(lengths, "seq-mean-token-sum-norm"), [1 / 20, 0, 1 / 20])
     assert all(loss_weights(lengths, mode).dtype == jnp.float32 for mode in AGGREGATIONS)
 
 
@@ -186,6 +211,7 @@ def test_loss_weights_against_loops(mode, rng):
         "token-mean": np.mean(sum(rows, [])),
         "seq-mean-token-sum": np.mean([sum(row) for row in rows]),
         "seq-mean-token-mean": np.mean([np.mean(row) for row in rows]),
+        "seq-mean-token-sum-norm": np.mean([sum(row) for row in rows]) / SCALE,
     }[mode]
     total = jnp.sum(loss_weights(jnp.asarray(lengths), mode)[:, None] * jnp.where(mask, losses, 0))
     np.testing.assert_allclose(total, expected, rtol=1e-5)
@@ -210,6 +236,8 @@ def test_sum_over_any_split_equals_the_whole(mode, rng):
 def test_unknown_aggregation_is_refused():
     with pytest.raises(ValueError, match="'mean'.*token-mean"):
         loss_weights(jnp.array([1]), "mean")
+    with pytest.raises(AssertionError, match="scale"):
+        losses.loss_weights(jnp.array([1]), "seq-mean-token-sum-norm")
 
 
 def test_shapes_that_would_broadcast_are_refused():

@@ -1,0 +1,62 @@
+"""A policy so small that every response to one prompt can be written down, and expectations are sums."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+EOS = 0
+
+
+class Enumerated:
+    """All N responses over a vocabulary of V that end with EOS, or are cut off after T tokens.
+
+    A policy is a table theta [S, V] of logits, one row for each of the S prefixes in which a token is chosen; so any policy
+    over these responses is one, and a gradient has S V components that must be right.
+
+    Attributes (NumPy):
+      tokens, states: int [N, T], the token and the prefix it is chosen in; anything where mask is 0.
+      mask: [N, T]; lengths: [N].
+    """
+
+    def __init__(self, vocabulary, longest):
+        words = range(1, vocabulary)
+        self.prefixes = [p for n in range(longest) for p in itertools.product(words, repeat=n)]
+        responses = [(*p, EOS) for p in self.prefixes] + list(itertools.product(words, repeat=longest))
+        self.shape = len(self.prefixes), vocabulary
+        self.tokens, self.states, self.mask = np.zeros((3, len(responses), longest), int)
+        for i, response in enumerate(responses):
+            for t, token in enumerate(response):
+                self.tokens[i, t], self.states[i, t], self.mask[i, t] = token, self.prefixes.index(response[:t]), 1
+        self.lengths = self.mask.sum(1)
+
+    def logprobs(self, theta):
+        """[N, T], NaN where mask is 0."""
+        return self.entries(jax.nn.log_softmax(theta))
+
+    def entries(self, table):
+        """[N, T], what a table over prefixes [S] or over prefixes and tokens [S, V] has for each, NaN where mask is 0."""
+        return jnp.where(self.mask == 1, table[self.states, self.tokens] if table.ndim == 2 else table[self.states], jnp.nan)
+
+    def probabilities(self, theta):
+        """[N], summing to 1."""
+        return jnp.exp(jnp.where(self.mask == 1, jax.nn.log_softmax(theta)[self.states, self.tokens], 0).sum(1))
+
+    def visits(self, theta):
+        """[S], the probability that a response comes through each prefix."""
+        reached = np.zeros((len(self.prefixes), len(self.tokens)))
+        for i, t in zip(*np.nonzero(self.mask), strict=True):
+            reached[self.states[i, t], i] = 1
+        return reached @ self.probabilities(theta)
+
+    def expect(self, theta, x_N):
+        return jnp.sum(self.probabilities(theta) * x_N)
+
+    def expected_gradient(self, theta, loss, sampler=None):
+        """Of E over responses of `sampler` (theta itself where not given) of the sum over tokens of loss(theta) [N, T].
+
+        The probabilities are constants, as they are for who has samples in place of them.
+        """
+        weights = self.probabilities(theta if sampler is None else sampler)[:, None]
+        return jax.grad(lambda theta: jnp.sum(weights * loss(theta)))(theta)

@@ -1,0 +1,372 @@
+"""Expected gradients over every response of a small policy, against the gradient of what they are said to ascend or descend.
+
+Float64, to 1e-10: an estimator is unbiased here, or has the bias that its docstring states, or the test fails.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from enumerate_policy import Enumerated
+
+from jax_ppo.kernels import advantages, importance, kl, losses
+from jax_ppo.kernels.policy_losses import LOSSES, Clip, padded_batch
+
+WORLD = Enumerated(vocabulary=3, longest=4)  # 31 responses of 1 to 4 tokens, 15 prefixes
+SMALL = Enumerated(vocabulary=3, longest=2)  # 7 responses, where groups of them are enumerated
+WIDE = Clip(0.999, 1e9)
+rng = np.random.default_rng(0)
+THETA, OLD, REF = rng.normal(0, 0.7, (3, *WORLD.shape))
+SCORES = rng.normal(0, 1, len(WORLD.tokens))
+MASK = WORLD.mask
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def same(gradient, closed_form):
+    assert gradient.dtype == jnp.float64
+    assert np.abs(closed_form).max() > 1e-2
+    np.testing.assert_allclose(gradient, closed_form, rtol=0, atol=1e-10)
+
+
+def differs(gradient, closed_form):
+    assert np.abs(gradient - closed_form).max() > 1e-2
+
+
+def spread(x_N):
+    """One number a response, on each of its tokens."""
+    return jnp.broadcast_to(jnp.asarray(x_N)[:, None], MASK.shape)
+
+
+def loss_of(name, advantages_NxT, old=OLD, clip=WIDE):
+    """theta -> the loss of each token [N, T]."""
+    return lambda theta: LOSSES[name](padded_batch(WORLD.logprobs(theta), WORLD.logprobs(old), advantages_NxT, MASK), clip).loss
+
+
+def return_gradient(theta, scores_N=SCORES):
+    return jax.grad(lambda theta: WORLD.expect(theta, scores_N))(theta)
+
+
+def per_state(divergence, theta):
+    """Gradient of sum_s visits(s) divergence(log pi(.|s), log ref(.|s)), visits held fixed."""
+    visits = WORLD.visits(theta)
+    return jax.grad(lambda theta: visits @ divergence(jax.nn.log_softmax(theta), jax.nn.log_softmax(REF)))(theta)
+
+
+def kl_to_ref(log_p, log_q):
+    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)
+
+
+def kl_from_ref(log_p, log_q):
+    return kl_to_ref(log_q, log_p)
+
+
+def variation(log_p, log_q):
+    return jnp.sum(jnp.abs(jnp.exp(log_p) - jnp.exp(log_q)), -1) / 2
+
+
+def response_kl(theta):
+    """KL(pi || ref) of whole responses."""
+    return WORLD.expect(theta, jnp.log(WORLD.probabilities(theta)) - jnp.log(WORLD.probabilities(REF)))
+
+
+def test_the_enumeration_itself():
+    assert WORLD.tokens.shape == (31, 4) and WORLD.shape == (15, 3) and set(WORLD.lengths) == {1, 2, 3, 4}
+    np.testing.assert_allclose(WORLD.probabilities(THETA).sum(), 1, rtol=1e-14)
+    np.testing.assert_allclose(WORLD.visits(THETA).sum(), WORLD.expect(THETA, WORLD.lengths), rtol=1e-14)
+    np.testing.assert_allclose(WORLD.visits(THETA) @ kl_to_ref(*map(jax.nn.log_softmax, (THETA, REF))), response_kl(THETA))
+
+
+# Policy losses
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_policy_loss_at_the_old_policy_is_the_policy_gradient(name):
+    """Of a sum over tokens, with any baseline that depends on the prefix alone, under a clip that is not wide."""
+    baseline = WORLD.entries(jnp.linspace(-1, 2, 15))
+    gradient = WORLD.expected_gradient(OLD, loss_of(name, spread(SCORES) - baseline, clip=Clip(0.2, 0.3, 3.0)))
+    same(-gradient, return_gradient(OLD))
+
+
+def test_importance_is_the_surrogate_with_the_states_of_the_old_policy():
+    """Sum over prefixes of visits of the old policy times E over actions of the new one of the old one's Q."""
+    gradient = WORLD.expected_gradient(THETA, loss_of("importance", spread(SCORES)), sampler=OLD)
+    visits, action_values = WORLD.visits(OLD), q_values(WORLD.entries(jnp.zeros(15)), OLD, SCORES)
+    surrogate = jax.grad(lambda theta: visits @ jnp.sum(jax.nn.softmax(theta) * action_values, -1))(THETA)
+    same(-gradient, surrogate)
+    differs(-gradient, return_gradient(THETA))  # the bias: the states are not the new policy's
+    # The first token's choice sees no other policy's states, but the old policy's way on; alone it is unbiased.
+    scores = np.array([0.5, -1.0, 2.0])[WORLD.tokens[:, 0]]
+    first = jnp.where(np.arange(4) == 0, spread(scores), 0)
+    same(-WORLD.expected_gradient(THETA, loss_of("importance", first), sampler=OLD), return_gradient(THETA, scores))
+
+
+def test_sequence_weights_make_any_loss_at_its_old_policy_unbiased_under_another_sampler():
+    """Decoupled PPO: sampled by OLD, and the ratio of the clipped surrogate starts from THETA."""
+    weights = importance.truncated_weights(WORLD.logprobs(THETA), WORLD.logprobs(OLD), MASK, "sequence", 1e9)
+    for name in LOSSES:
+        loss = loss_of(name, spread(SCORES), old=THETA, clip=Clip(0.2, 0.2))
+        same(-WORLD.expected_gradient(THETA, lambda theta, loss=loss: weights * loss(theta), sampler=OLD),
+             return_gradient(THETA))
+    tokens = importance.truncated_weights(WORLD.logprobs(THETA), WORLD.logprobs(OLD), MASK, "token", 1e9)
+    differs(-WORLD.expected_gradient(THETA, lambda theta: tokens * loss(theta), sampler=OLD), return_gradient(THETA))
+
+
+def test_the_clipped_surrogate_off_policy_is_the_unclipped_one_without_the_clipped_tokens():
+    clip, action_values = Clip(0.2, 0.3, 2.0), q_values(WORLD.entries(jnp.zeros(15)), OLD, SCORES)
+    gradient = WORLD.expected_gradient(THETA, loss_of("vanilla", WORLD.entries(action_values), clip=clip), sampler=OLD)
+    ratio = jnp.exp(jax.nn.log_softmax(THETA) - jax.nn.log_softmax(OLD))
+    kept = jnp.where(action_values > 0, ratio <= 1.3, (ratio >= 0.8) & (ratio <= 2.0))
+    assert {*np.asarray(kept[action_values > 0])} == {*np.asarray(kept[action_values < 0])} == {True, False}
+    visits = WORLD.visits(OLD)
+    same(-gradient, jax.grad(lambda theta: visits @ jnp.sum(jax.nn.softmax(theta) * kept * action_values, -1))(THETA))
+
+
+def sequence_loss_gradient(objective):
+    """Of E over the old policy's responses of an objective of theta [N]."""
+    weights = WORLD.probabilities(OLD)
+    return jax.grad(lambda theta: weights @ objective(theta))(THETA)
+
+
+def test_gspo_by_its_paper_and_its_bias():
+    def s(theta):
+        return (WORLD.probabilities(theta) / WORLD.probabilities(OLD)) ** (1 / WORLD.lengths)
+
+    weights = spread(1 / WORLD.lengths)  # seq-mean-token-mean
+    for clip in (WIDE, Clip(0.1, 0.2)):
+        surrogate = lambda theta: jnp.minimum(  # noqa: E731
+            s(theta) * SCORES, jnp.clip(s(theta), 1 - clip.low, 1 + clip.high) * SCORES)  # noqa: B023
+        loss = loss_of("gspo", spread(SCORES), clip=clip)
+        gradient = -WORLD.expected_gradient(THETA, lambda theta, loss=loss: weights * loss(theta), sampler=OLD)
+        same(gradient, sequence_loss_gradient(surrogate))
+    # s^length in place of s would have been unbiased.
+    differs(sequence_loss_gradient(lambda theta: s(theta) * SCORES), return_gradient(THETA))
+    same(sequence_loss_gradient(lambda theta: s(theta) ** WORLD.lengths * SCORES), return_gradient(THETA))
+
+
+def test_gmpo_by_its_paper():
+    sign = np.sign(SCORES)[:, None]
+
+    def geometric_mean(theta, low, high):
+        ratio = jnp.where(MASK == 1, jnp.exp(WORLD.entries(jax.nn.log_softmax(theta) - jax.nn.log_softmax(OLD))), 1)
+        cut = jnp.minimum(ratio**sign, jnp.clip(ratio, jnp.exp(-low), jnp.exp(high)) ** sign) ** sign
+        return jnp.prod(cut, axis=1) ** (1 / WORLD.lengths)
+
+    for low, high in ((30.0, 30.0), (0.2, 0.4)):
+        loss = loss_of("gmpo", spread(SCORES), clip=Clip(low, high))
+        weighted = lambda theta, loss=loss: spread(1 / WORLD.lengths) * loss(theta)  # noqa: E731
+        objective = lambda theta, low=low, high=high: geometric_mean(theta, low, high) * SCORES  # noqa: E731
+        same(-WORLD.expected_gradient(THETA, weighted, sampler=OLD), sequence_loss_gradient(objective))
+
+
+def test_cispo_keeps_every_token_with_a_weight_that_is_cut():
+    visits, action_values = WORLD.visits(OLD), q_values(WORLD.entries(jnp.zeros(15)), OLD, SCORES)
+    ratio = jnp.exp(jax.nn.log_softmax(THETA) - jax.nn.log_softmax(OLD))
+    for clip, weight in ((WIDE, ratio), (Clip(0.2, 0.3), jnp.clip(ratio, 0.8, 1.3))):
+        factor = jax.nn.softmax(OLD) * weight * action_values
+        closed = jax.grad(lambda theta, factor=factor: visits @ jnp.sum(factor * jax.nn.log_softmax(theta), -1))(THETA)
+        same(-WORLD.expected_gradient(THETA, loss_of("cispo", spread(SCORES), clip=clip), sampler=OLD), closed)
+    unclipped = WORLD.expected_gradient(THETA, loss_of("importance", spread(SCORES)), sampler=OLD)
+    same(WORLD.expected_gradient(THETA, loss_of("cispo", spread(SCORES)), sampler=OLD), unclipped)
+
+
+def test_reinforce_off_policy_clones_the_sampler_where_all_scores_are_equal():
+    def kl_from_old(theta):
+        return WORLD.expect(OLD, jnp.log(WORLD.probabilities(OLD)) - jnp.log(WORLD.probabilities(theta)))
+
+    same(WORLD.expected_gradient(THETA, loss_of("reinforce", spread(np.ones(31))), sampler=OLD), jax.grad(kl_from_old)(THETA))
+
+
+# Aggregation
+
+
+@pytest.mark.parametrize("mode", losses.AGGREGATIONS)
+def test_what_each_aggregation_ascends(mode):
+    """Over every mini-batch of two responses: E[score x share], where share is 1 for the two sums."""
+    probabilities, lengths = WORLD.probabilities(THETA), WORLD.lengths
+    first, second = (x.reshape(-1) for x in np.mgrid[:31, :31])
+    weights = jax.vmap(lambda both: losses.loss_weights(both, mode, 8.0))(jnp.asarray(lengths[np.stack([first, second], 1)]))
+    loss = loss_of("vanilla", spread(SCORES), old=THETA)
+
+    def total(theta):
+        sums = loss(theta).sum(1)
+        return (probabilities[first] * probabilities[second]) @ (weights[:, 0] * sums[first] + weights[:, 1] * sums[second])
+
+    share = {
+        "token-mean": 2 * (1 / (lengths[:, None] + lengths)) @ probabilities,
+        "seq-mean-token-sum": np.ones(31),
+        "seq-mean-token-mean": 1 / lengths,
+        "seq-mean-token-sum-norm": np.full(31, 1 / 8),
+    }[mode]
+    same(-jax.grad(total)(THETA), return_gradient(THETA, share * SCORES))
+    by_length = [float(share[lengths == n][0]) for n in (1, 2, 3, 4)]
+    assert (np.diff(by_length) < 0).all() if mode.endswith("token-mean") else len({*by_length}) == 1
+
+
+# KL
+
+
+def test_k1_in_the_reward_is_the_gradient_of_the_kl_of_responses():
+    same(kl_in_reward("k1"), jax.grad(response_kl)(THETA))
+
+
+def kl_in_reward(kind, gamma=1.0, theta=THETA):
+    """The score-function gradient that descends the estimator's sum: each token bears its own cost and all that follow."""
+    cost = kl.kl_estimate(WORLD.logprobs(theta), WORLD.logprobs(REF), MASK, kind)
+    to_go = jax.vmap(lambda c, m: advantages.reward_to_go(c, m, gamma))(cost, MASK)
+    return -WORLD.expected_gradient(theta, loss_of("vanilla", to_go, old=theta))
+
+
+def kl_in_loss(kind):
+    return WORLD.expected_gradient(
+        THETA, lambda theta: kl.kl_estimate(WORLD.logprobs(theta), WORLD.logprobs(REF), MASK, kind))
+
+
+ESTIMATE_OF = {  # what the estimator is of in each prefix, exactly
+    "k1": kl_to_ref,
+    "abs": lambda log_p, log_q: jnp.sum(jnp.exp(log_p) * jnp.abs(log_p - log_q), -1),
+    "k2": lambda log_p, log_q: jnp.sum(jnp.exp(log_p) * (log_p - log_q) ** 2, -1) / 2,
+    "k3": kl_to_ref,
+    "k3+": kl_to_ref,
+    "clamped": lambda log_p, log_q: jnp.sum(jnp.exp(log_p) * jnp.maximum(log_p - log_q, 0), -1),
+}
+DESCENDS_AS_LOSS = {  # which divergence of the next token a loss descends, in the prefixes visited
+    "k1": None,
+    "abs": lambda log_p, log_q: 2 * variation(log_p, log_q),
+    "k2": kl_to_ref,
+    "k3": kl_from_ref,
+    "k3+": kl_to_ref,
+    "clamped": variation,
+}
+
+
+@pytest.mark.parametrize("kind", kl.KL_KINDS)
+def test_kl_in_the_loss(kind):
+    gradient = kl_in_loss(kind)
+    if DESCENDS_AS_LOSS[kind] is None:
+        np.testing.assert_allclose(gradient, 0, atol=1e-12)
+    else:
+        same(gradient, per_state(DESCENDS_AS_LOSS[kind], THETA))
+    differs(gradient, jax.grad(response_kl)(THETA))  # no loss of tokens knows that a token leads to prefixes of a larger KL
+
+
+@pytest.mark.parametrize("kind", kl.KL_KINDS)
+def test_kl_in_the_reward(kind):
+    """The gradient of the estimator's expectation less the part that runs through its value, which a reward does not have."""
+    log_ref = jax.nn.log_softmax(REF)
+
+    def expectation(theta):
+        return WORLD.visits(theta) @ ESTIMATE_OF[kind](jax.nn.log_softmax(theta), log_ref)
+
+    estimate = WORLD.expect(THETA, kl.kl_estimate(WORLD.logprobs(THETA), WORLD.logprobs(REF), MASK, kind).sum(1))
+    np.testing.assert_allclose(estimate, expectation(THETA), rtol=1e-12)
+    if kind in ("k1", "k3", "k3+"):
+        np.testing.assert_allclose(estimate, response_kl(THETA), rtol=1e-12)
+    else:
+        assert abs(estimate / response_kl(THETA) - 1) > 0.01
+    through_value = kl_in_loss("k3" if kind == "k3+" else kind)
+    same(kl_in_reward(kind), jax.grad(expectation)(THETA) - through_value)
+
+
+def test_near_the_reference_k2_and_k3_in_the_reward_hardly_push():
+    near = REF + 0.01 * THETA
+    whole = np.abs(kl_in_reward("k1", theta=near)).max()
+    for kind in ("k2", "k3", "k3+"):
+        assert np.abs(kl_in_reward(kind, theta=near)).max() < 0.02 * whole
+
+
+def test_k1_in_the_reward_of_its_own_token_alone_pushes_as_k2_in_the_loss():
+    same(kl_in_reward("k1", gamma=0.0), kl_in_loss("k2"))
+    same(kl_in_loss("k3+"), kl_in_loss("k2"))
+
+
+# Critic
+
+WRONG = rng.normal(0, 1, WORLD.shape[0])
+
+
+def q_values(token_rewards_NxT, theta, scores_N):
+    """Q [S, V]: the expected sum of rewards from a token on, the response's score coming with its last; 0 off the tree."""
+    p = np.asarray(WORLD.probabilities(theta))
+    rewards = np.where(MASK == 1, np.nan_to_num(token_rewards_NxT), 0)
+    to_go = rewards[:, ::-1].cumsum(1)[:, ::-1] + scores_N[:, None]
+    total, weight = np.zeros((2, *WORLD.shape))
+    for i, t in zip(*np.nonzero(MASK), strict=True):
+        total[WORLD.states[i, t], WORLD.tokens[i, t]] += p[i] * to_go[i, t]
+        weight[WORLD.states[i, t], WORLD.tokens[i, t]] += p[i]
+    return total / weight
+
+
+def token_rewards():
+    """Rewards of single tokens [N, T] that depend on prefix and token, and what each response gets in all [N]."""
+    rewards = WORLD.entries(jnp.asarray(np.random.default_rng(1).normal(size=WORLD.shape)))
+    return rewards, jnp.nansum(rewards, 1)
+
+
+def exact_values(theta):
+    return jnp.sum(jax.nn.softmax(theta) * q_values(token_rewards()[0], theta, np.zeros(31)), -1)
+
+
+def gae(values_S, lam):
+    """Advantages and returns [N, T] of `token_rewards`."""
+    kernel = jax.vmap(lambda r, v, m: advantages.gae(r, v, m, 1.0, lam))
+    return kernel(token_rewards()[0], WORLD.entries(values_S), MASK)
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.5, 0.9, 1.0])
+def test_gae_with_an_exact_critic_is_unbiased_at_every_lambda(lam):
+    def gradient(values_S):
+        return -WORLD.expected_gradient(THETA, loss_of("vanilla", gae(values_S, lam)[0], old=THETA))
+
+    truth = return_gradient(THETA, token_rewards()[1])
+    same(gradient(exact_values(THETA)), truth)
+    (same if lam == 1 else differs)(gradient(exact_values(THETA) + WRONG), truth)
+
+
+def test_the_value_loss_leads_to_the_exact_critic():
+    """Its expected gradient is visits x (V - V_exact), with the returns of any lambda where those come from V_exact."""
+    exact = exact_values(THETA)
+
+    def expected_loss(values_S, returns):
+        loss = losses.value_loss(WORLD.entries(values_S), WORLD.entries(exact), returns, MASK, None).loss
+        return WORLD.expect(THETA, loss.sum(1))
+
+    for returns in (gae(exact + WRONG, 1.0)[1], gae(exact, 0.3)[1]):
+        same(jax.grad(expected_loss)(exact + WRONG, returns), WORLD.visits(THETA) * WRONG)
+
+
+# Group baselines
+
+SMALL_THETA = rng.normal(0, 0.7, SMALL.shape)
+SMALL_SCORES = rng.normal(0, 1, len(SMALL.tokens))
+
+
+def group_gradient(baseline, n):
+    """Over all 7^n groups of n responses: the mean over the group of A grad log pi of the response."""
+    members = np.stack([x.reshape(-1) for x in np.mgrid[(slice(0, 7),) * n]], 1)
+    p = jnp.prod(SMALL.probabilities(SMALL_THETA)[members], 1)
+    weights = p[:, None] * baseline(jnp.asarray(SMALL_SCORES[members]).reshape(-1)).reshape(members.shape) / n
+    return jax.grad(lambda theta: jnp.sum(weights * jnp.log(SMALL.probabilities(theta))[members]))(SMALL_THETA)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_group_baselines(n):
+    truth = jax.grad(lambda theta: SMALL.expect(theta, SMALL_SCORES))(SMALL_THETA)
+    same(group_gradient(lambda scores: advantages.rloo(scores, n), n), truth)
+    same(group_gradient(lambda scores: advantages.grpo(scores, n, by_std=False), n), truth * (n - 1) / n)
+    same(group_gradient(lambda scores: advantages.group_mean_baseline(scores, n), n), truth * (n - 1) / n)
+
+
+def test_grpo_by_std_of_two_counts_who_wins_and_not_by_how_much():
+    """The deviation of two scores is their distance / sqrt(2), so that A = +-1 / sqrt(2), but for the 1e-6."""
+    distance = SMALL_SCORES[:, None] - SMALL_SCORES
+    advantage = distance / 2 / (np.abs(distance) / np.sqrt(2) + 1e-6)
+    np.testing.assert_allclose(advantage, np.sign(distance) * 0.5**0.5, rtol=1e-4)
+    wins = advantage @ SMALL.probabilities(SMALL_THETA)
+    gradient = group_gradient(lambda scores: advantages.grpo(scores, 2, by_std=True), 2)
+    same(gradient, jax.grad(lambda theta: SMALL.expect(theta, wins))(SMALL_THETA))
+    differs(gradient, jax.grad(lambda theta: SMALL.expect(theta, SMALL_SCORES))(SMALL_THETA) / 2)

@@ -1,0 +1,186 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_ppo.kernels import kl, logprobs
+from jax_ppo.kernels import vocabulary_kl as kernel
+
+jitted = jax.jit(kernel.full_kl, static_argnames=("temperature", "chunk_size"))
+
+
+def full_kl(hidden, unembedding, ref_hidden, ref_unembedding, temperature=1.0, chunk_size=None, mask=None):
+    """Of every place where no mask is given."""
+    mask = jnp.ones(hidden.shape[:2], bool) if mask is None else mask
+    return jitted(hidden, unembedding, ref_hidden, ref_unembedding, mask, temperature, chunk_size)
+
+
+def naive(hidden, unembedding, ref_hidden, ref_unembedding, temperature):
+    """The definition, all logits at once, in the dtype of its arguments."""
+    log_p = jax.nn.log_softmax(hidden @ unembedding.T / temperature)
+    log_q = jax.nn.log_softmax(ref_hidden @ ref_unembedding.T / temperature)
+    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)
+
+
+def exact(*arguments):
+    """The definition in float64, by NumPy."""
+    *arrays, temperature = arguments
+    hidden, unembedding, ref_hidden, ref_unembedding = (np.asarray(x, np.float64) for x in arrays)
+
+    def log_softmax(z):
+        z = z - z.max(-1, keepdims=True)
+        return z - np.log(np.exp(z).sum(-1, keepdims=True))
+
+    log_p, log_q = log_softmax(hidden @ unembedding.T / temperature), log_softmax(ref_hidden @ ref_unembedding.T / temperature)
+    return (np.exp(log_p) * (log_p - log_q)).sum(-1)
+
+
+def inputs(rng, groups, places, width, ref_width, vocabulary):
+    shapes = (groups, places, width), (vocabulary, width), (groups, places, ref_width), (vocabulary, ref_width)
+    return [rng.normal(0, 1, shape).astype(np.float32) for shape in shapes]
+
+
+MASK = np.array([[1, 0, 1, 1, 1, 0, 1], [0, 0, 1, 0, 0, 0, 0]], bool)
+
+
+def test_by_hand():
+    # p = (3/4, 1/4), q = (1/2, 1/2): 3/4 ln 3/2 + 1/4 ln 1/2 = 0.1308.
+    # At T = 1/2 p = (9/10, 1/10): 0.9 ln 1.8 + 0.1 ln 0.2 = 0.3681.
+    hidden, ref_hidden = jnp.array([[[math.log(3), 0.0]]]), jnp.zeros((1, 1, 2))
+    for temperature, expected in ((1.0, 0.1308), (0.5, 0.3681)):
+        np.testing.assert_allclose(full_kl(hidden, jnp.eye(2), ref_hidden, jnp.eye(2), temperature), [[expected]], atol=5e-5)
+
+
+def test_gradient_by_hand():
+    # d = (ln 3/2, ln 1/2): dKL/dz_0 = 3/4 (0.4055 - 0.1308) = 0.2060, and its opposite. The unembedding is the identity.
+    hidden, eye = jnp.array([[[math.log(3), 0.0]]]), jnp.eye(2)
+    slope = jax.grad(lambda h: full_kl(h, eye, jnp.zeros((1, 1, 2)), eye).sum())(hidden)
+    np.testing.assert_allclose(slope[0, 0], [0.2060, -0.2060], atol=5e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 4, 128])
+def test_value_and_gradient_are_those_of_the_definition(chunk_size, rng, poison):
+    """The reference is of another width, and NaN lies under the mask."""
+    arrays, weights = inputs(rng, 2, 7, 4, 6, 11), rng.normal(0, 1, (2, 7)).astype(np.float32)
+    dirty = [poison(x, np.broadcast_to(MASK[..., None], x.shape)) if x.ndim == 3 else x for x in arrays]
+    result = full_kl(*dirty, 0.7, chunk_size, MASK)
+    assert result.dtype == jnp.float32
+    np.testing.assert_allclose(result, np.where(MASK, exact(*arrays, 0.7), 0), rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(result[~MASK], 0)
+    cotangent = np.where(MASK, weights, np.nan)
+    got = jax.grad(lambda *x: jnp.sum(cotangent * full_kl(*x, 0.7, chunk_size, MASK)), (0, 1, 2, 3))(*dirty)
+    expected = jax.grad(lambda *x: jnp.sum(jnp.where(MASK, weights * naive(*x, 0.7), 0)), (0, 1))(*arrays)
+    for one, other in zip(got, expected, strict=False):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    assert not got[2].any() and not got[3].any()  # the reference stays what it is
+
+
+def test_it_is_what_k1_of_the_sampled_token_estimates(rng):
+    hidden, unembedding, ref_hidden, ref_unembedding = inputs(rng, 1, 5, 4, 4, 7)
+    everywhere = jnp.ones((1, 5), bool)
+    expected = 0
+    for token in range(7):
+        log_p, log_q = (logprobs.token_logprobs(h, u, jnp.full((1, 5), token), everywhere, 0.6)[0]
+                        for h, u in ((hidden, unembedding), (ref_hidden, ref_unembedding)))
+        expected += jnp.exp(log_p) * kl.kl_estimate(log_p, log_q, everywhere, "k1")
+    np.testing.assert_allclose(full_kl(hidden, unembedding, ref_hidden, ref_unembedding, 0.6), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_exactly_zero_where_actor_equals_reference(dtype, temperature, rng):
+    hidden, unembedding, *_ = inputs(rng, 2, 40, 16, 1, 300)
+    hidden = jnp.asarray(5 * hidden, dtype)
+    value, pullback = jax.vjp(lambda h, u: full_kl(h, u, hidden, unembedding, temperature, 16), hidden, unembedding)
+    np.testing.assert_array_equal(value, 0)
+    assert not any(np.any(x) for x in pullback(jnp.ones_like(value)))
+
+
+def test_a_small_kl_is_never_negative_and_keeps_its_digits(rng):
+    """Logits near 30: sum p (log p - log q) in float32 is off by 1e-6, where the truth is 1e-6."""
+    hidden, unembedding, *_ = inputs(rng, 1, 200, 16, 1, 300)
+    hidden = 5 * hidden
+    near = (hidden + 1e-3 * rng.normal(0, 1, hidden.shape)).astype(np.float32)
+    arguments = hidden, unembedding, near, unembedding
+    truth, result = exact(*arguments, 1.0), full_kl(*arguments)
+    assert np.median(truth) < 5e-6 and result.min() >= 0
+    wrong = lambda x: np.median(np.abs(np.asarray(x) / truth - 1))  # noqa: E731
+    assert wrong(result) < 0.03 and wrong(naive(*arguments, 1.0)) > 0.1
+
+
+@pytest.mark.parametrize("scale", [10.0, 100.0, 1000.0])
+def test_finite_where_a_policy_gives_next_to_nothing(scale, rng):
+    """exp(log q - log p) overflows float32 once a token is e^89 times as likely to the reference."""
+    hidden, unembedding, ref_hidden, ref_unembedding = inputs(rng, 2, 20, 8, 8, 30)
+    arguments = scale * hidden, unembedding, scale * ref_hidden, ref_unembedding
+    value, pullback = jax.vjp(lambda h, u: full_kl(h, u, *arguments[2:]), *arguments[:2])
+    assert value.min() >= 0 and all(np.isfinite(x).all() for x in pullback(jnp.ones_like(value)))
+    np.testing.assert_allclose(value, exact(*arguments, 1.0), rtol=1e-3, atol=1e-4)
+
+
+def test_an_empty_mask_gives_zeros(rng):
+    hidden, unembedding, *reference = inputs(rng, 2, 7, 4, 4, 11)
+    value, pullback = jax.vjp(lambda h, u: full_kl(h, u, *reference, mask=MASK & False), hidden, unembedding)
+    assert not value.any() and not any(np.any(x) for x in pullback(jnp.ones_like(value)))
+
+
+def test_gradient_in_bfloat16(rng):
+    """Products of rounded factors, but summed in float32: within their rounding (2^-8) of the float32 gradient."""
+    hidden, unembedding, *reference = inputs(rng, 2, 40, 16, 16, 50)
+    slope = jax.grad(lambda h, u: full_kl(h, u, *reference, 1.0, 8).sum(), (0, 1))
+    low, high = slope(jnp.asarray(hidden, jnp.bfloat16), unembedding), slope(hidden, unembedding)
+    assert [x.dtype for x in low] == [jnp.bfloat16, jnp.float32]
+    for one, other in zip(low, high, strict=True):
+        assert np.abs(one - other).max() < 0.05 * np.abs(other).max()
+
+
+def test_gradient_of_the_master_is_summed_in_float32():
+    """Summed in bfloat16 over 1024 chunks, equal addends stop counting after 256 of them."""
+    ones, log3 = jnp.ones((1, 1024, 1), jnp.bfloat16), jnp.array([[math.log(3)], [0.0]])
+    slope = jax.grad(lambda u: full_kl(ones, u, ones, log3, 1.0, 1).sum())(jnp.zeros((2, 1)))
+    # p = (1/2, 1/2), q = (3/4, 1/4): d = (ln 2/3, ln 2), and 1/2 (d_0 - mean) = 1/4 (ln 2/3 - ln 2) = -ln 3 / 4.
+    assert slope.dtype == jnp.float32
+    np.testing.assert_allclose(slope[:, 0], [-256 * math.log(3), 256 * math.log(3)], rtol=4e-3)
+
+
+def temporaries(places, width, vocabulary, chunk_size=None):
+    """Bytes the compiled value and gradient need beyond their arguments and results. Nothing is run."""
+    loss = lambda *x: jnp.sum(kernel.full_kl(*x, 1.0, chunk_size))  # noqa: E731
+    hidden, unembedding = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, places, width), (vocabulary, width)))
+    mask = jax.ShapeDtypeStruct((1, places), bool)
+    compiled = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(hidden, unembedding, hidden, unembedding, mask).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(("vocabulary", "width"), [(4096, 16), (151_936, 8)])
+def test_never_holds_places_by_vocabulary(vocabulary, width):
+    """Neither logits nor a gradient of the unembedding for each chunk."""
+    places = 64 * logprobs.chunk_places(2 * vocabulary, "cpu")
+    whole = 4 * places * vocabulary  # bytes of the logits of one of the two in float32
+    short, long = (temporaries(n, width, vocabulary) for n in (places // 4, places))
+    assert long < 1.25 * short and long < whole / 8, (short, long, whole)
+    assert temporaries(places, width, vocabulary, chunk_size=10**9) > 2 * whole  # the measure sees what it is meant to see
+
+
+def test_devices_exchange_the_gradient_once():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    hidden = jax.ShapeDtypeStruct((8, 32, 16), jnp.float32, sharding=rows)
+    unembedding = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=whole)
+    mask = jax.ShapeDtypeStruct((8, 32), bool, sharding=rows)
+    slope = jax.grad(lambda *x: kernel.full_kl(*x, 1.0, chunk_size=4).sum(), (0, 1))
+    text = jax.jit(slope, out_shardings=(rows, whole)).lower(
+        hidden, unembedding, hidden, unembedding, mask).compile().as_text()
+    sums = [line for line in text.splitlines() if " all-reduce(" in line and "f32" in line]
+    assert len(sums) == 1 and " all-gather(" not in text and "while" not in sums[0], sums
+
+
+@pytest.mark.parametrize("wrong", [
+    {0: (2, 3, 5)}, {1: (5, 3)}, {1: (6, 4)}, {2: (2, 4, 4)}, {3: (5, 3)}, {4: (2, 4)}])
+def test_wrong_shapes_are_refused(wrong):
+    shapes = {0: (2, 3, 4), 1: (5, 4), 2: (2, 3, 4), 3: (5, 4), 4: (2, 3)} | wrong
+    with pytest.raises(AssertionError):
+        kernel.full_kl(*(jnp.ones(shape) for shape in shapes.values()), 1.0)
