@@ -15,11 +15,12 @@ import numpy as np
 
 from jax_ppo import packing, schema, scoring, sharding
 from jax_ppo import state as state_lib
+from jax_ppo.experience import estimate
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer, unroll
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
-from jax_ppo.types import Experience, Packing, Prompts, Sequences
+from jax_ppo.types import Experience, MiniBatches, Packing, Prompts, Sequences
 from jax_ppo.update import update
 
 
@@ -102,38 +103,44 @@ class Step:
 
     def sequences(self) -> Sequences:
         columns = self.prompt + self.response
-        return Sequences(self.by_rows((self.samples, columns), jnp.int32), *[self.by_rows((self.samples,), jnp.int32)] * 2)
-
-    def scores(self) -> scoring.Scores:
-        return scoring.Scores(*[self.by_rows((self.samples, self.response), jnp.float32)] * 3)
+        return Sequences(self.by_rows((self.samples, columns), jnp.int32), *[self.by_rows((self.samples,), jnp.int32)] * 2,
+                         self.by_rows((self.samples,), bool))
 
     def experience(self) -> Experience:
-        five = [self.by_rows((self.samples, self.response), jnp.float32)] * 5
-        return Experience(self.sequences(), *five, None, self.everywhere(np.float32(0)))
+        def build(state, sequences, sampled, plan, rewards):
+            scores = scoring.score(self.config, self.nets, state, sequences, plan, 1)
+            return estimate(self.config, state.step, state.control, sequences, sampled, scores, rewards, None)[0]
+
+        plan = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.packing().packing)
+        shapes = jax.eval_shape(build, self.state(), self.sequences(),
+                                self.by_rows((self.samples, self.response), jnp.float32), plan,
+                                self.by_rows((self.samples,), jnp.float32))
+        return jax.tree.map(lambda x: self.by_rows(x.shape, x.dtype) if x.ndim else self.everywhere(x), shapes)
 
     def pack(self, lengths) -> tuple[Packing, np.ndarray]:
         """The packing of one mini-batch of samples of these lengths [1, A, R, L], and how many of the A hold something [1]."""
         at_once = packing.rows_at_once(self.rows, self.config.row_length, self.samples, sharding.row_shards(self.mesh))
         return packing.plan(lengths, np.arange(self.samples)[None], at_once, self.config.row_length)
 
-    def packing(self) -> tuple[Packing, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """Plan, counts and members as `update` takes them."""
+    def packing(self) -> MiniBatches:
+        """The one mini-batch of an update."""
         packed, counts = self.pack(np.ones(self.samples, int))
         packed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.rows(self.mesh, 2)), packed)
-        return packed, self.everywhere(counts), self.everywhere(np.ones((1, self.samples), bool))
+        return MiniBatches(packed, self.everywhere(counts), self.everywhere(np.ones((1, self.samples), bool)))
 
     def lower(self, program: str):
         """`sample`, `score` or `update`, traced and lowered for the mesh's devices."""
-        plan, counts, members = self.packing()
+        batches = self.packing()
         if program == "sample":
             function, arguments = self.sampler.program, (self.decode_params(), self.prompts(), self.key())
         elif program == "score":
             rows = sharding.rows(self.mesh, 1)
-            first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=rows), plan)
+            first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=rows),
+                                 batches.packing)
             function, arguments = scoring.score, (self.config, self.nets, self.state(), self.sequences(), first,
                                                   self.everywhere(np.int32(0)))
         else:
-            function, arguments = update, (self.config, self.nets, 100, self.state(), self.experience(), plan, counts, members)
+            function, arguments = update, (self.config, self.nets, 100, self.state(), self.experience(), batches, batches)
         with jax.set_mesh(self.mesh):
             return function.lower(*arguments)
 
@@ -143,7 +150,8 @@ class Step:
             optimizers = [state_lib.optimizer(options.optim, options.grad_clip).init(params)
                           for options, params in ((self.config.actor, actor), (self.config.critic, critic))]
             reference = jax.tree.map(lambda x: x.astype(self.dtype), actor)
-            return state_lib.TrainState(jnp.int32(0), actor, critic, reference, None, *optimizers, jnp.float32(0))
+            return state_lib.TrainState(jnp.int32(0), actor, critic, reference, None, *optimizers,
+                                        state_lib.first_control(self.config))
 
         return jax.jit(build, out_shardings=places(self.state()))(jax.random.key(0))
 
@@ -160,23 +168,23 @@ class Step:
         tokens = np.random.default_rng(0).integers(2, self.architecture.vocab_size, (self.samples, self.prompt))
         return sharding.place(Prompts(tokens.astype(np.int32), lengths), sharding.rows(self.mesh))
 
-    def packed(self, lengths) -> tuple:
-        """Plan, counts and members on the mesh, for samples of these lengths."""
+    def packed(self, lengths) -> MiniBatches:
+        """One mini-batch on the mesh, of samples of these lengths."""
         plan, counts = self.pack(lengths)
-        return (sharding.place(plan, sharding.rows(self.mesh, 2)),
-                *sharding.place((counts, np.ones((1, self.samples), bool)), sharding.replicated(self.mesh)))
+        return MiniBatches(sharding.place(plan, sharding.rows(self.mesh, 2)),
+                           *sharding.place((counts, np.ones((1, self.samples), bool)), sharding.replicated(self.mesh)))
 
     def seconds_of_update(self, repeats: int) -> float:
         """Median seconds of the update where every sequence is the longest."""
         experience = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), self.experience())
         full = Sequences(experience.sequences.tokens, experience.sequences.prompt_lengths + self.prompt,
-                         experience.sequences.lengths + self.response)
+                         experience.sequences.lengths + self.response, experience.sequences.truncated)
         experience = dataclasses.replace(experience, sequences=full)
-        packed, state, taken = self.packed(np.full(self.samples, self.prompt + self.response)), self.random_state(), []
+        batches, state, taken = self.packed(np.full(self.samples, self.prompt + self.response)), self.random_state(), []
         with jax.set_mesh(self.mesh):
             for _ in range(repeats + 1):
                 start = time.perf_counter()
-                state, _ = jax.block_until_ready(update(self.config, self.nets, 100, state, experience, *packed))
+                state, _ = jax.block_until_ready(update(self.config, self.nets, 100, state, experience, batches, batches))
                 taken.append(time.perf_counter() - start)
         return statistics.median(taken[1:])
 
@@ -190,15 +198,15 @@ class Step:
                 rollout = jax.block_until_ready(self.sampler(params, prompts, jax.random.key(0)))
                 sampled = time.perf_counter()
                 lengths = prompt_lengths + np.asarray(rollout.lengths)
-                plan, counts, members = self.packed(lengths)
+                batches = self.packed(lengths)
+                plan = jax.tree.map(lambda x: x[0], batches.packing)
                 sequences = scoring.join(rollout, self.config.sequence_length)
-                scores = scoring.score(self.config, self.nets, state, sequences, jax.tree.map(lambda x: x[0], plan), counts[0])
-                rewards = jnp.zeros(self.samples)
-                experience, _ = jax.block_until_ready(scoring.experience(
-                    self.config, state.kl_coef, sequences, scores, rewards, rollout.logprobs))
+                scores = scoring.score(self.config, self.nets, state, sequences, plan, batches.counts[0])
+                experience, _ = jax.block_until_ready(estimate(
+                    self.config, state.step, state.control, sequences, rollout.logprobs, scores, jnp.zeros(self.samples), None))
                 scored = time.perf_counter()
                 state, _ = jax.block_until_ready(
-                    update(self.config, self.nets, 100, state, experience, plan, counts, members))
+                    update(self.config, self.nets, 100, state, experience, batches, batches))
                 for name, value in (("sample", sampled - start), ("score", scored - sampled),
                                     ("update", time.perf_counter() - scored)):
                     taken[name].append(value)

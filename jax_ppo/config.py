@@ -10,7 +10,7 @@ import difflib
 import typing
 
 from jax_ppo.errors import UserError, did_you_mean
-from jax_ppo.schema import Config
+from jax_ppo.schema import POLICY_LOSSES, Config, schedule_points
 
 if typing.TYPE_CHECKING:
     import ml_collections  # else only where a ConfigDict is made: a Config can be built and used without it
@@ -114,10 +114,11 @@ def _checked(name, value, field):
 
 
 def _check_sizes(config: Config):
-    batch, mini = config.data.train_batch_size, config.actor.ppo_mini_batch_size
-    if batch % mini:
-        raise ConfigError(f"config.actor.ppo_mini_batch_size={mini}: must divide config.data.train_batch_size={batch}; "
-                          f"the nearest that does is {_nearest_divisor(batch, mini)}")
+    batch = config.data.train_batch_size
+    for role, mini in (("actor", config.actor.ppo_mini_batch_size), ("critic", config.critic.ppo_mini_batch_size)):
+        if mini and batch % mini:
+            raise ConfigError(f"config.{role}.ppo_mini_batch_size={mini}: must divide config.data.train_batch_size={batch}; "
+                              f"the nearest that does is {_nearest_divisor(batch, mini)}")
     if not config.data.train_files:
         raise ConfigError("config.data.train_files='': must be set (" + _doc("data.train_files") + ")")
     if config.row_length < config.sequence_length:
@@ -133,21 +134,14 @@ def _check_sizes(config: Config):
                        ("actor.use_kl_loss", config.actor.use_kl_loss)):
         if used and not config.algorithm.use_reference:
             raise ConfigError(f"config.{name}=True: needs the reference; set config.algorithm.use_reference=True")
+    _check_algorithm(config)
     if config.rollout.one_step_off and config.algorithm.rollout_is == "none":
         raise ConfigError("config.rollout.one_step_off=True: the weights that sample are a step older than those that learn; "
                           "set config.algorithm.rollout_is to 'token' or 'sequence'")
     if config.rollout.reuse_logprobs == "always" and config.algorithm.rollout_is != "none":
         raise ConfigError("config.rollout.reuse_logprobs='always': leaves config.algorithm.rollout_is="
                           f"{config.algorithm.rollout_is!r} nothing to weigh against the sampler's log-probs; set it to 'auto'")
-    control = config.algorithm.kl_ctrl
-    if control.type == "adaptive":
-        if not config.algorithm.use_kl_in_reward:
-            raise ConfigError("config.algorithm.kl_ctrl.type='adaptive': moves the coefficient of the KL in the reward; set "
-                              "config.algorithm.use_kl_in_reward=True")
-        samples = batch * config.rollout.n
-        if control.horizon < samples:
-            raise ConfigError(f"config.algorithm.kl_ctrl.horizon={control.horizon}: must be at least the {samples} samples of "
-                              "a step, or one step could take the coefficient far past its target")
+    _check_control(config)
     if config.mesh.data == -1 and config.mesh.fsdp == -1:
         raise ConfigError("config.mesh.fsdp=-1: only one of config.mesh.data and config.mesh.fsdp can be -1")
     for axis in ("data", "fsdp"):
@@ -169,6 +163,59 @@ def _check_sizes(config: Config):
     if create.hidden_size % create.num_heads or create.num_heads % create.num_kv_heads:
         raise ConfigError(f"config.model.create: num_heads={create.num_heads} must divide hidden_size={create.hidden_size}, "
                           f"and num_kv_heads={create.num_kv_heads} must divide num_heads")
+
+
+def _check_algorithm(config: Config):
+    """What is estimated, and the losses and rewards that it is estimated from."""
+    options, reward = config.algorithm, config.reward
+    loss = config.actor.policy_loss
+    if loss not in POLICY_LOSSES and ":" not in loss:
+        raise ConfigError(f"config.actor.policy_loss={loss!r}: expected one of {', '.join(map(repr, POLICY_LOSSES))} or "
+                          f"module:function.{did_you_mean(loss, POLICY_LOSSES)}")
+    if config.actor.entropy_schedule:
+        _check_schedule("actor.entropy_schedule", config.actor.entropy_schedule)
+    grouped = options.adv_estimator in ("grpo", "rloo", "reinforce_plus_plus_baseline")
+    if grouped and config.rollout.n < 2:
+        raise ConfigError(f"config.rollout.n={config.rollout.n}: config.algorithm.adv_estimator={options.adv_estimator!r} "
+                          "compares responses to one prompt; set it to 2 or more")
+    of_critic = {"trainer.critic_warmup": config.trainer.critic_warmup, "critic.path": config.critic.path,
+                 "critic.normalize_values": config.critic.normalize_values,
+                 "algorithm.bootstrap_truncated": options.bootstrap_truncated}
+    for name, value in of_critic.items():
+        if value and not config.has_critic:
+            raise ConfigError(f"config.{name}={value!r}: there is no critic with config.algorithm.adv_estimator="
+                              f"{options.adv_estimator!r}")
+    if reward.process_rewards and not reward.function:
+        raise ConfigError("config.reward.process_rewards=True: needs a config.reward.function that returns step_rewards")
+    if reward.overlong_buffer_len > config.data.max_response_length:
+        raise ConfigError(f"config.reward.overlong_buffer_len={reward.overlong_buffer_len}: expected at most "
+                          f"config.data.max_response_length={config.data.max_response_length}")
+
+
+def _check_control(config: Config):
+    """The coefficient of the KL to the reference."""
+    options, control = config.algorithm, config.algorithm.kl_ctrl
+    if config.actor.kl_loss_ctrl and not config.actor.use_kl_loss:
+        raise ConfigError("config.actor.kl_loss_ctrl=True: weighs the KL in the loss; set config.actor.use_kl_loss=True")
+    if control.type in ("linear", "step"):
+        _check_schedule("algorithm.kl_ctrl.schedule", control.schedule)
+    elif control.schedule:
+        raise ConfigError(f"config.algorithm.kl_ctrl.schedule={control.schedule!r}: is not read with config.algorithm.kl_ctrl."
+                          f"type={control.type!r}; set that to 'linear' or 'step'")
+    if control.type != "fixed" and not (options.use_kl_in_reward or config.actor.kl_loss_ctrl):
+        raise ConfigError(f"config.algorithm.kl_ctrl.type={control.type!r}: moves the coefficient of the KL in the reward or "
+                          "the loss; set config.algorithm.use_kl_in_reward=True or config.actor.kl_loss_ctrl=True")
+    samples = config.data.train_batch_size * config.rollout.n
+    if control.type == "adaptive" and control.horizon < samples:
+        raise ConfigError(f"config.algorithm.kl_ctrl.horizon={control.horizon}: must be at least the {samples} samples of "
+                          "a step, or one step could take the coefficient far past its target")
+
+
+def _check_schedule(name: str, text: str):
+    try:
+        schedule_points(text)
+    except ValueError as error:
+        raise ConfigError(f"config.{name}={text!r}: {error}") from None
 
 
 def check_batches_divide(config: Config, shards: int):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo import config as config_lib
-from jax_ppo import packing, sft, sharding
+from jax_ppo import objectives, packing, sft, sharding
 from jax_ppo import state as state_lib
 from jax_ppo.config import ConfigError
 from jax_ppo.data import prompts as prompts_lib
@@ -21,21 +21,39 @@ from jax_ppo.data import sources
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.models import hf_hub, rope
 from jax_ppo.models.transformer import Transformer, unroll
-from jax_ppo.rewards import registry
+from jax_ppo.rewards import process, registry
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.schema import Config
-from jax_ppo.types import Packing, Prompts, Rollout
+from jax_ppo.types import MiniBatches, Packing, Prompts, Rollout
 
-TRAINING, EVALUATION = 0, 1  # streams of random numbers
+TRAINING, EVALUATION, REFERENCE = 0, 1, 2  # streams of random numbers
 
 
 @dataclasses.dataclass(frozen=True)
 class Plans:
-    """Packed rows for one rollout: arguments of scoring.score (plan, micro_batches) and of update (these and members)."""
+    """Packed rows for one rollout: arguments of scoring.score (plan, micro_batches), and those of update; None: no critic."""
 
     scoring: tuple[Packing, jax.Array]
-    update: tuple[Packing, jax.Array, jax.Array]
+    actor: MiniBatches
+    critic: MiniBatches | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewarded:
+    """What the rules say of a rollout; arrays on the mesh.
+
+    Attributes:
+      scores: float32 [B].
+      steps: float32 [B, T], rewards within the responses; None where the rules give none (reward.process_rewards).
+      correct: float32 [B], 1 or 0, NaN where the rules have no notion of right.
+      failures: samples of this process whose rule failed.
+    """
+
+    scores: jax.Array
+    steps: jax.Array | None
+    correct: jax.Array
+    failures: int
 
 
 class Experiment:
@@ -59,10 +77,14 @@ class Experiment:
         if config.rollout.top_k > 0 or config.rollout.top_p < 1:
             report("note: config.rollout.top_k and top_p cut the distribution that is sampled, while log-probs and ratios are "
                    "of the whole one: what is learned is off-policy by that much")
+        if config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty in ("k2", "k3"):
+            report(f"note: config.algorithm.kl_penalty={config.algorithm.kl_penalty!r} in the reward hardly restrains a policy "
+                   "that is close to the reference (kernels/kl.py says why); k1 and full do")
         self._reward_function = None  # a reward model without a function is all the reward there is
         if config.reward.function or not config.reward.model_path:
             self._reward_function = registry.resolve(config.reward.function, config.reward.gsm8k_method)
             registry.check_sources([*training, *held_out], config.reward.function)
+        objectives.policy_loss(config.actor.policy_loss)  # one of the user's own is imported before anything heavy
         self.folders = self._folders(workdir, report)
         self.nets = state_lib.networks(config, self.folders)
         self.tokenizer = (
@@ -102,16 +124,24 @@ class Experiment:
 
     def plan(self, step: int, lengths) -> Plans:
         """Packs a rollout of these lengths for scoring, and each epoch's freshly shuffled mini-batches for the update."""
-        config, options, samples = self.config, self.config.actor, len(lengths)
-        mini_batches = config.data.train_batch_size // options.ppo_mini_batch_size
-        shuffled = [np.random.default_rng([config.seed, step, epoch]).permutation(samples).reshape(mini_batches, -1)
-                    for epoch in range(options.ppo_epochs)]
-        groups = np.concatenate(shuffled)
+        of_actor, of_critic = (_cut(options) for options in (self.config.actor, self.config.critic))
+        of_critic = tuple(own or actors for own, actors in zip(of_critic, of_actor, strict=True))
+        actor, critic = self._mini_batches(step, lengths, *of_actor), None
+        if self.nets.critic:
+            critic = actor if of_critic == of_actor else self._mini_batches(step, lengths, *of_critic)
+        return Plans(self.plan_scoring(lengths), actor, critic)
+
+    def _mini_batches(self, step, lengths, epochs, prompts, per_device) -> MiniBatches:
+        """`prompts` a mini-batch. Roles that cut a rollout alike get the same mini-batches."""
+        samples, count = len(lengths), self.config.data.train_batch_size // prompts
+        groups = np.concatenate([
+            np.random.default_rng([self.config.seed, step, epoch]).permutation(samples).reshape(count, -1)
+            for epoch in range(epochs)])
         members = np.zeros((len(groups), samples), bool)
         np.put_along_axis(members, groups, True, axis=1)
-        packed, counts = self._pack(lengths, groups, options.ppo_micro_batch_size_per_device)
-        packed = sharding.place(packed, sharding.rows(self.mesh, axis=2))
-        return Plans(self.plan_scoring(lengths), (packed, self._everywhere(counts), self._everywhere(members)))
+        packed, counts = self._pack(lengths, groups, per_device)
+        return MiniBatches(sharding.place(packed, sharding.rows(self.mesh, axis=2)), self._everywhere(counts),
+                           self._everywhere(members))
 
     def _everywhere(self, array) -> jax.Array:
         return sharding.place(array, sharding.replicated(self.mesh))
@@ -125,8 +155,7 @@ class Experiment:
         """Scores this process's responses by the rules.
 
         Returns:
-          rewards float32 [B] and right answers float32 [B] (NaN: no notion of right), on the mesh; how many samples' rules
-          failed; and the first `keep` responses as dicts of prompt, response, score, correct.
+          Rewarded, and the first `keep` responses as dicts of prompt, response, score, correct.
         """
         indices, responses = sharding.local_rows(rollout.responses)
         _, lengths = sharding.local_rows(rollout.lengths)
@@ -136,13 +165,18 @@ class Experiment:
         examples = [batch.examples[i // n] for i in indices]
         rule = self._reward_function or (lambda example, text: RewardResult(0.0))
         scored = registry.score_batch(rule, examples, texts, self.config.reward.fallback_score)
-        total = rollout.responses.shape[0]
         samples = [{"prompt": _text(example.prompt), "response": text, "score": float(score),
                     "correct": None if np.isnan(correct) else bool(correct)}
                    for example, text, score, correct in
                    list(zip(examples, texts, scored.scores, scored.correct, strict=True))[:max(keep, 0)]]
-        return (sharding.from_local_rows(self.mesh, indices, scored.scores, total),
-                sharding.from_local_rows(self.mesh, indices, scored.correct, total), scored.failures, samples)
+        total, steps = rollout.responses.shape[0], None
+        if self.config.reward.process_rewards:
+            decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
+            of_samples = [process.token_rewards(given, row[:n].tolist(), decode, len(row))
+                          for given, row, n in zip(scored.steps, responses, lengths, strict=True)]
+            steps = sharding.from_local_rows(self.mesh, indices, np.stack(of_samples), total)
+        return Rewarded(sharding.from_local_rows(self.mesh, indices, scored.scores, total), steps,
+                        sharding.from_local_rows(self.mesh, indices, scored.correct, total), scored.failures), samples
 
     def _examples(self):
         data = self.config.data
@@ -162,7 +196,8 @@ class Experiment:
             sft.make_model(self.config, actor, self.mesh, report)
         return state_lib.Folders(
             actor=actor,
-            critic=hf_hub.find(critic.path, what="config.critic.path") if critic.path else actor,
+            critic=None if not self.config.has_critic else
+            hf_hub.find(critic.path, what="config.critic.path") if critic.path else actor,
             reward=hf_hub.find(reward.model_path, what="config.reward.model_path") if reward.model_path else None)
 
     def _check_model(self):
@@ -201,6 +236,11 @@ class Experiment:
         actor = state_lib.trained_shapes(self.config, self.nets, self.mesh)["actor"]
         layout = sharding.tree_shardings(self.mesh, jax.eval_shape(form, actor), sharding.DECODE_RULES)
         self.decode_params = jax.jit(form, out_shardings=layout)
+
+
+def _cut(options):
+    """(epochs, prompts of a mini-batch, rows of a micro-batch) of a role's options."""
+    return options.ppo_epochs, options.ppo_mini_batch_size, options.ppo_micro_batch_size_per_device
 
 
 def _sample_key(seed, stream, step):

@@ -128,6 +128,12 @@ def to_rows(values_BxT, rows: Rows):
     return jnp.where(rows.mask, values_BxT[rows.samples, rows.steps], 0)
 
 
+def sample_sums(values_RxL, rows: Rows, samples: int):
+    """[R, L]: at each response token the sum over its response's, of `samples` samples in all; 0 elsewhere."""
+    sums_B = jnp.zeros(samples, values_RxL.dtype).at[rows.samples].add(jnp.where(rows.mask, values_RxL, 0))
+    return jnp.where(rows.mask, sums_B[rows.samples], 0)
+
+
 def to_samples(values_RxL, rows: Rows, into_BxT):
     """`into_BxT` with the values of these rows' response tokens in their places."""
     outside = into_BxT.shape[0]  # dropped

@@ -14,14 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo import compilation, distributed, metrics, rehearsal, scoring, sharding
+from jax_ppo import experience as experience_lib
 from jax_ppo import state as state_lib
 from jax_ppo.checkpoint import Checkpointer
 from jax_ppo.errors import UserError
 from jax_ppo.evaluate import Evaluation, evaluate
-from jax_ppo.experiment import EVALUATION, TRAINING, Experiment
+from jax_ppo.experiment import EVALUATION, REFERENCE, TRAINING, Experiment
+from jax_ppo.kernels import moments as moments_lib
 from jax_ppo.models import hf_export
 from jax_ppo.schema import Config
 from jax_ppo.update import update
+
+# Besides those of the model: what the trees of a checkpoint are, or what they were learned from.
+ANOTHER_EXPERIMENT = ("seed", "data.train_files", "critic.path", "critic.normalize_values", "reward.model_path",
+                      "reward.normalize", "algorithm.adv_estimator")
 
 
 def train(config: Config, workdir: Path) -> dict:
@@ -46,14 +52,14 @@ def train(config: Config, workdir: Path) -> dict:
                     ahead = draw(run, state, batches, step + 1, report)
                 report.flush()  # where nothing was drawn in this step, one step off
                 with report.phase("reward"):  # on the host, while the mesh scores
-                    rewards, correct, failures, _ = run.reward(batch, rollout)
-                rewards = add_reward_model(run, state, rewards, sequences, plans.scoring)
-                experience, of_rollout = scoring.experience(config, state.kl_coef, sequences, scores, rewards,
-                                                            rollout.logprobs)
-                state, of_update = update(config, run.nets, run.total_steps, state, experience, *plans.update)
+                    rewarded, _ = run.reward(batch, rollout)
+                rewards = add_reward_model(run, state, rewarded.scores, sequences, plans.scoring)
+                experience, of_rollout = experience_lib.estimate(config, state.step, state.control, sequences,
+                                                                 rollout.logprobs, scores, rewards, rewarded.steps)
+                state, of_update = update(config, run.nets, run.total_steps, state, experience, plans.actor, plans.critic)
                 with report.phase("score"):
                     jax.block_until_ready(scores)
-                report.later(step, of_rollout | of_update | rollout_metrics(rollout, correct), failures)
+                report.later(step, of_rollout | of_update | rollout_metrics(rollout, rewarded.correct), rewarded.failures)
                 finish_step(run, state, step + 1, position, report, checkpoints)
                 if checkpoints.should_stop(step + 1):
                     checkpoints.wait()
@@ -86,13 +92,11 @@ class Progress:
       step: steps done.
       position: training examples consumed.
       evaluations: {step, accuracy, reward_mean} of each evaluation so far.
-      kl_coef: the KL coefficient; None: the option's.
     """
 
     step: int = 0
     position: int = 0
     evaluations: list[dict] = dataclasses.field(default_factory=list)
-    kl_coef: float | None = None
 
 
 def find_progress(run: Experiment, checkpoints: Checkpointer) -> Progress:
@@ -106,7 +110,7 @@ def find_progress(run: Experiment, checkpoints: Checkpointer) -> Progress:
     _, meta = checkpoints.restore(latest, {})
     _check_same_experiment(run.config, meta["config"])
     metrics.say(f"resuming after step {latest} of {run.total_steps}")
-    return Progress(latest, meta["position"], meta["evaluations"], meta["kl_coef"])
+    return Progress(latest, meta["position"], meta["evaluations"])
 
 
 def begin(run: Experiment, checkpoints: Checkpointer, progress: Progress, report: "Reporter") -> state_lib.TrainState:
@@ -115,8 +119,9 @@ def begin(run: Experiment, checkpoints: Checkpointer, progress: Progress, report
     with contextlib.nullcontext() if progress.step >= run.total_steps else rehearsal.during(run, progress.position):
         if progress.step:
             arrays, _ = checkpoints.restore(progress.step, state_lib.trained_shapes(run.config, run.nets, run.mesh))
-        state = state_lib.create(run.config, run.nets, run.folders, run.mesh, metrics.loading, arrays, progress.step,
-                                 progress.kl_coef)
+        state = state_lib.create(run.config, run.nets, run.folders, run.mesh, metrics.loading, arrays, progress.step)
+        if run.config.reward.normalize == "reference" and not progress.step:
+            state = measure_reference(run, state)
         if run.held_out and not progress.step and run.config.trainer.val_before_train:
             report.evaluation(0, evaluation(run, state))
     report.restart_clock()
@@ -128,7 +133,7 @@ def _check_same_experiment(config: Config, saved: dict) -> None:
     now, then = (dict(_flatten(options)) for options in (dataclasses.asdict(config), saved))
     changed = [name for name in now if name in then and now[name] != then[name]]
     for name in changed:
-        if name.startswith(("seed", "model.", "critic.path", "reward.model_path", "data.train_files")):
+        if name.startswith("model.") or name in ANOTHER_EXPERIMENT:
             raise UserError(f"config.{name}={now[name]!r}: the work directory holds checkpoints of another experiment, with "
                             f"{then[name]!r}; give another --workdir")
         metrics.say(f"config.{name} was {then[name]!r} until the checkpoint, and is {now[name]!r} from here on")
@@ -152,12 +157,9 @@ def finish_step(run: Experiment, state, done: int, position: int, report: "Repor
     if due(run, done, trainer.save_freq) or checkpoints.should_stop(done):
         report.flush()
         with report.phase("checkpoint"):
-            arrays = {"actor": state.actor, "critic": state.critic,
-                      "optimizer": {"actor": state.actor_optimizer, "critic": state.critic_optimizer}}
-            meta = {"position": position, "kl_coef": float(state.kl_coef), "evaluations": report.progress.evaluations,
-                    "config": dataclasses.asdict(run.config)}
+            meta = {"position": position, "evaluations": report.progress.evaluations, "config": dataclasses.asdict(run.config)}
             figures = result and {"accuracy": result.accuracy, "reward_mean": result.reward_mean}
-            checkpoints.save(done, arrays, meta, figures)
+            checkpoints.save(done, state_lib.trained(state), meta, figures)
         report.restart_clock()
 
 
@@ -179,16 +181,42 @@ def evaluation(run: Experiment, state) -> Evaluation:
     params = run.decode_params(state.actor)
 
     def reward(batch, rollout, keep):
-        scores, correct, _, samples = run.reward(batch, rollout, keep)
-        if run.nets.reward is not None:
-            sequences = scoring.join(rollout, run.config.sequence_length)
-            scores = add_reward_model(run, state, scores, sequences, run.plan_scoring(sample_lengths(batch, rollout)))
-        return sharding.to_host(scores), sharding.to_host(correct), samples
+        rewarded, samples = run.reward(batch, rollout, keep)
+        scores = total_rewards(run, state, batch, rollout, rewarded)
+        return sharding.to_host(scores), sharding.to_host(rewarded.correct), samples
 
     def sample(prompts, key, first):
         return run.sample_held_out(params, prompts, key, first)
 
     return evaluate(sample, reward, run.held_out_batches(), run.mesh, run.key(EVALUATION, 0), run.config.trainer.log_samples)
+
+
+def total_rewards(run: Experiment, state, batch, rollout, rewarded):
+    """Rewards [B] of a rollout that nothing else is scored of: the rules' and the reward model's."""
+    if run.nets.reward is None:
+        return rewarded.scores
+    sequences = scoring.join(rollout, run.config.sequence_length)
+    return add_reward_model(run, state, rewarded.scores, sequences, run.plan_scoring(sample_lengths(batch, rollout)))
+
+
+def measure_reference(run: Experiment, state) -> state_lib.TrainState:
+    """The state with the moments of the rewards of its policy, over reward.normalize_samples responses or a few more."""
+    params, batches = run.decode_params(state.actor), run.batches(0)
+    moments = state.control.moments["rewards"]
+    per_batch = run.config.data.train_batch_size * run.config.rollout.n
+    for number in range(-(-run.config.reward.normalize_samples // per_batch)):
+        batch = next(batches)
+        rollout = run.sample(params, run.on_mesh(batch.prompts), run.key(REFERENCE, number))
+        rewarded, _ = run.reward(batch, rollout)
+        moments = add_moments(moments, total_rewards(run, state, batch, rollout, rewarded))
+    metrics.say(f"the first policy's rewards: mean {float(moments.mean):.4g}, deviation {float(moments_lib.std(moments)):.4g}")
+    control = dataclasses.replace(state.control, moments=state.control.moments | {"rewards": moments})
+    return dataclasses.replace(state, control=control)
+
+
+@jax.jit
+def add_moments(moments, values):
+    return moments_lib.add(moments, values, jnp.ones(values.shape, bool))
 
 
 @jax.jit
@@ -209,7 +237,7 @@ class Reporter:
         self._log = metrics.MetricsLog(workdir, tuple(filter(None, trainer.logger.split(","))), run.config.experiment_name,
                                        dataclasses.asdict(run.config), progress.step, distributed.is_main())
         self._bar = metrics.ProgressBar(run.total_steps, progress.step, distributed.is_main())
-        self._pending, self._skipped = None, 0
+        self._pending, self._skipped, self._warned = None, 0, set()
         self._started = self._step_started = time.monotonic()
 
     def __enter__(self):
@@ -238,6 +266,7 @@ class Reporter:
             figures = {name: float(value) for name, value in jax.device_get(on_mesh).items()}
         if np.isnan(figures["reward/accuracy"]):
             del figures["reward/accuracy"]  # the rules have no notion of right
+        self._warn(step + 1, figures)
         figures |= self._bar.take_seconds()
         now = time.monotonic()
         figures["seconds/step"], self._step_started = now - self._step_started, now
@@ -251,6 +280,21 @@ class Reporter:
             raise FloatingPointError(
                 f"step {step + 1}: the gradient was not finite for {self._skipped} steps in a row (config.trainer."
                 "max_skipped_updates); a smaller config.actor.optim.lr or config.model.dtype=float32 may help")
+
+    def _warn(self, step, figures):
+        """Says once that the policy collapses or runs away, and once more each time that it does after it had come back."""
+        trainer, entropy, divergence = self._run.config.trainer, figures["actor/entropy"], figures["kl/reference"]
+        least, most = trainer.warn_entropy_below, trainer.warn_kl_above
+        signs = {}
+        if entropy < least:
+            signs["entropy"] = (f"the policy's entropy is {entropy:.2g} nats a token (config.trainer.warn_entropy_below="
+                                f"{least:g}): it has collapsed or is about to; config.actor.entropy_coeff may help")
+        if 0 < most < divergence:
+            signs["kl"] = (f"the KL to the reference is {divergence:.2g} nats a token (config.trainer.warn_kl_above={most:g}): "
+                           "the policy runs away; a KL penalty or a smaller config.actor.optim.lr may help")
+        for name in signs.keys() - self._warned:
+            self._bar.say(f"warning: step {step}: {signs[name]}")
+        self._warned = set(signs)
 
     def evaluation(self, done: int, result: Evaluation) -> None:
         """Writes an evaluation and shows some responses."""

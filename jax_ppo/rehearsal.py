@@ -13,6 +13,7 @@ import numpy as np
 
 from jax_ppo import scoring, sharding
 from jax_ppo import state as state_lib
+from jax_ppo.experience import estimate
 from jax_ppo.experiment import TRAINING, Experiment, Plans
 from jax_ppo.types import Prompts
 from jax_ppo.update import update
@@ -72,9 +73,13 @@ def _programs(run: Experiment, prompts: Prompts, key, plans: Plans) -> Iterator[
         _outputs(scoring.reward_model_scores, nets.reward, state.reward, sequences, *plans.scoring)
         yield "reward_model_scores"
     rewards = jax.ShapeDtypeStruct((_samples(run),), jnp.float32, sharding=sharding.rows(run.mesh))
-    experience, _ = _outputs(scoring.experience, config, state.kl_coef, sequences, scores, rewards, rollout.logprobs)
+    steps = None
+    if config.reward.process_rewards:
+        steps = jax.ShapeDtypeStruct(rollout.logprobs.shape, jnp.float32, sharding=sharding.rows(run.mesh))
+    experience, _ = _outputs(estimate, config, state.step, state.control, sequences, rollout.logprobs, scores, rewards,
+                              steps)
     yield "experience"
-    _outputs(update, config, nets, run.total_steps, state, experience, *plans.update)
+    _outputs(update, config, nets, run.total_steps, state, experience, plans.actor, plans.critic)
     yield "update"
 
 

@@ -4,6 +4,7 @@ Names are verl's where the thing is the same: batch and mini-batch sizes count p
 """
 
 import dataclasses
+import math
 
 
 def option(default, doc, *, choices=None, at_least=None, above=None, at_most=None, below=None):
@@ -14,6 +15,10 @@ def option(default, doc, *, choices=None, at_least=None, above=None, at_most=Non
 
 def section(cls):
     return dataclasses.field(default_factory=cls)
+
+
+POLICY_LOSSES = ("vanilla", "importance", "gspo", "gmpo", "cispo", "reinforce")
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +99,25 @@ class Actor:
     clip_ratio_low: float | None = option(None, "lower side alone; unset: clip_ratio", above=0, below=1)
     clip_ratio_high: float | None = option(None, "upper side alone; unset: clip_ratio", above=0)
     clip_ratio_c: float | None = option(3.0, "dual clip's constant for negative advantages; 0 turns it off", at_least=0)
+    policy_loss: str = option("vanilla", "vanilla (PPO's clip), importance (unclipped ratio), gspo (sequence's ratio), gmpo, "
+                              "cispo, reinforce (no ratio), or one of your own: `module:function` or `file.py:function`, "
+                              "called as kernels/policy_losses.py describes")
     entropy_coeff: float = option(0.0, "weight of the entropy bonus", at_least=0)
+    entropy_schedule: str = option("", "that weight as STEP:WEIGHT points joined by lines, `0:0.01,200:0`; empty: "
+                                   "entropy_coeff throughout")
     use_kl_loss: bool = option(False, "add the KL to the reference to the actor's loss")
     kl_loss_coef: float = option(0.001, "weight of that KL", at_least=0)
-    kl_loss_type: str = option("k3", "its estimator", choices=("k1", "abs", "k2", "k3"))
-    loss_agg_mode: str = option("token-mean", "how token losses of a mini-batch are averaged",
-                                choices=("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"))
+    kl_loss_ctrl: bool = option(False, "weigh it by the coefficient of algorithm.kl_ctrl, as that moves, instead of "
+                                "kl_loss_coef")
+    kl_loss_type: str = option("k3", "its estimator; k3+ has the value of k3 and the gradient of k2; full sums over the "
+                               "vocabulary, for another pass of the reference in each micro-batch",
+                               choices=("k1", "abs", "k2", "k3", "k3+", "clamped", "full"))
+    target_kl: float | None = option(None, "once a mini-batch's approximate KL to the policy that the step began with passes "
+                                     "1.5 times this, the actor takes no more of the step's mini-batches; unset: never",
+                                     above=0)
+    loss_agg_mode: str = option("token-mean", "how token losses of a mini-batch are averaged", choices=AGGREGATIONS)
+    loss_scale_factor: int | None = option(None, "tokens that seq-mean-token-sum-norm divides by; unset: "
+                                           "data.max_response_length", at_least=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,28 +125,56 @@ class Critic:
     path: str = option("", "folder or hub name the critic starts from; empty is model.path. Its head starts at zero")
     optim: CriticOptim = section(CriticOptim)
     grad_clip: float = option(1.0, "largest global gradient norm", above=0)
+    ppo_mini_batch_size: int | None = option(None, "as the actor's; unset: the actor's", at_least=1)
+    ppo_micro_batch_size_per_device: int | None = option(None, "as the actor's; unset: the actor's", at_least=1)
+    ppo_epochs: int | None = option(None, "as the actor's; unset: the actor's", at_least=1)
+    loss_agg_mode: str | None = option(None, "as the actor's; unset: the actor's", choices=AGGREGATIONS)
     cliprange_value: float | None = option(0.5, "how far a new value may move from the old one in the loss; 0 turns it off",
                                            at_least=0)
     value_loss_coef: float = option(1.0, "weight of the value loss (it scales what is reported, and the gradient's norm)",
                                     above=0)
+    huber_delta: float | None = option(None, "error from which on the loss grows linearly (Huber's); unset: squared", above=0)
+    normalize_values: bool = option(False, "the critic learns returns normalised by their running mean and deviation; "
+                                    "cliprange_value counts in deviations then")
 
 
 @dataclasses.dataclass(frozen=True)
 class KLControl:
-    type: str = option("fixed", "fixed, or adaptive towards target_kl", choices=("fixed", "adaptive"))
+    type: str = option("fixed", "fixed; adaptive towards target_kl; or by `schedule`: linear joins its points by lines, step "
+                       "holds each until the next", choices=("fixed", "adaptive", "linear", "step"))
     kl_coef: float = option(0.001, "coefficient (the first one, if adaptive)", at_least=0)
-    target_kl: float = option(0.1, "mean KL a token that the adaptive controller holds", above=0)
+    schedule: str = option("", "STEP:COEFFICIENT points of linear and step, `0:0.05,100:0.01`")
+    target_kl: float = option(0.1, "KL that the adaptive controller holds, in target_unit", above=0)
+    target_unit: str = option("token", "token: mean KL a token (verl); sequence: KL summed over a response, mean over "
+                              "responses (OpenAI's 6)", choices=("token", "sequence"))
     horizon: int = option(10_000, "samples over which the adaptive controller acts", at_least=1)
+    error_clip: float = option(0.2, "largest relative error that it acts on", above=0, at_most=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
+    adv_estimator: str = option("gae", "gae; or without a critic: grpo, rloo and reinforce_plus_plus_baseline (against a "
+                                "prompt's other responses), reinforce_plus_plus (discounted reward to go)",
+                                choices=("gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"))
     gamma: float = option(1.0, "discount a token", at_least=0, at_most=1)
     lam: float = option(1.0, "GAE's lambda", at_least=0, at_most=1)
-    whiten_advantages: bool = option(True, "advantages to mean 0 and variance 1 over the whole rollout")
+    critic_gamma: float | None = option(None, "gamma of the returns that the critic learns; unset: gamma", at_least=0,
+                                        at_most=1)
+    critic_lam: float | None = option(None, "lambda of the returns that the critic learns; unset: the actor's", at_least=0,
+                                      at_most=1)
+    lam_length_alpha: float | None = option(None, "lambda of the advantages is 1 - 1 / (this x response length), VAPO's 0.05; "
+                                            "unset: lam", above=0)
+    bootstrap_truncated: bool = option(False, "the value after a response that was cut off is the critic's, instead of 0")
+    mask_truncated: bool = option(False, "actor and critic learn nothing from responses that were cut off")
+    norm_adv_by_std_in_grpo: bool = option(True, "grpo divides by the deviation of a prompt's rewards; off: Dr. GRPO")
+    whiten_rewards: bool = option(False, "token rewards to variance 1 over the whole rollout, their mean kept")
+    whiten_advantages: bool | None = option(None, "advantages to variance 1 over the whole rollout; unset: with gae and "
+                                            "reinforce_plus_plus")
+    whiten_shift_mean: bool = option(True, "whitened advantages have mean 0; off: they keep their mean")
     use_kl_in_reward: bool = option(False, "subtract kl_ctrl's coefficient times the KL estimate from each token's reward")
     use_reference: bool = option(True, "keep the first policy frozen and measure the KL to it at each step")
-    kl_penalty: str = option("k1", "that estimate", choices=("k1", "abs", "k2", "k3"))
+    kl_penalty: str = option("k1", "that estimate; full sums over the vocabulary",
+                             choices=("k1", "abs", "k2", "k3", "clamped", "full"))
     kl_ctrl: KLControl = section(KLControl)
     rollout_is: str = option("none", "importance weights of the policy loss (not of KL and returns), for tokens drawn by "
                              "older weights (rollout.one_step_off) or by the sampler's rounding: of each token, or of the "
@@ -172,6 +218,19 @@ class Reward:
     fallback_score: float = option(0.0, "score of a sample whose rule raised an error")
     model_path: str = option("", "folder or hub name of a reward model with the actor's tokenizer (sequence classification, "
                              "one label); its score is added to reward.function's, or is the reward where that is empty")
+    process_rewards: bool = option(False, "reward.function's dict may hold `step_rewards`, a list of (characters of the "
+                                   "response up to the step's end, reward): each is earned by the token that reaches it")
+    normalize: str = option("none", "divide scores by their deviation: running, over all so far; reference, over "
+                            "normalize_samples of the first policy, measured before the first step",
+                            choices=("none", "running", "reference"))
+    normalize_shift: bool = option(True, "normalised scores lose their mean too")
+    normalize_samples: int = option(256, "responses that reference measures", at_least=2)
+    clip: float | None = option(None, "scores, normalised if asked, are clipped to +- this; unset: not", above=0)
+    missing_eos_penalty: float = option(0.0, "taken from the score of a response that was cut off", at_least=0)
+    overlong_buffer_len: int = option(0, "last tokens of max_response_length over which overlong_penalty_factor builds up "
+                                      "(DAPO); 0: no penalty", at_least=0)
+    overlong_penalty_factor: float = option(1.0, "taken from the score at max_response_length", at_least=0)
+    length_penalty: float = option(0.0, "taken from the score for each token of the response", at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +267,9 @@ class Trainer:
                               choices=("accuracy", "reward_mean"))
     resume: bool = option(True, "go on from the newest checkpoint of the work directory")
     export: bool = option(True, "write the trained actor as a Hugging Face folder at the end (WORKDIR/actor)")
+    warn_entropy_below: float = option(0.005, "warn when the mean entropy, nats a token, falls below; 0: never", at_least=0)
+    warn_kl_above: float = option(1.0, "warn when the mean KL to the reference, nats a token, rises above; 0: never",
+                                  at_least=0)
     max_skipped_updates: int = option(10, "stop after so many steps in a row with a non-finite gradient", at_least=1)
     log_samples: int = option(3, "responses shown at each evaluation", at_least=0)
     compilation_cache: str = option("", "folder in which compiled programs are kept for later runs; `off` keeps none; empty: "
@@ -237,6 +299,11 @@ class Config:
         return self.packing.row_length or self.sequence_length
 
     @property
+    def has_critic(self) -> bool:
+        """Whether advantages need a critic; without one none is built or stored."""
+        return self.algorithm.adv_estimator == "gae"
+
+    @property
     def updates_once(self) -> bool:
         """One optimizer step a rollout: the policy that is trained is still the one that was scored."""
         return self.actor.ppo_epochs == 1 and self.actor.ppo_mini_batch_size == self.data.train_batch_size
@@ -245,3 +312,26 @@ class Config:
     def sequence_length(self) -> int:
         """Tokens of the longest prompt with the longest response, S."""
         return self.data.max_prompt_length + self.data.max_response_length
+
+
+def schedule_points(text: str) -> tuple[tuple[int, float], ...]:
+    """Points from text such as "0:0.01,200:0": STEP:VALUE, steps integers >= 0 and increasing, values finite and >= 0.
+
+    Raises:
+      ValueError: with what is wrong with which part.
+    """
+    points = []
+    for part in text.split(","):
+        step, _, value = part.partition(":")
+        try:
+            points.append((int(step), float(value)))
+        except ValueError:
+            raise ValueError(f"{part!r} in {text!r} is not STEP:VALUE, as in 0:0.01,200:0") from None
+        step, value = points[-1]
+        if step < 0:
+            raise ValueError(f"step {step} in {text!r} is below 0")
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"value {value} in {text!r} is not a finite number of at least 0")
+        if len(points) > 1 and step <= points[-2][0]:
+            raise ValueError(f"step {step} in {text!r} does not come after step {points[-2][0]}")
+    return tuple(points)

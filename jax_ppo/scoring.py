@@ -1,38 +1,49 @@
-"""Rollout and rewards → Experience: log-probs of the policy and of the reference, values, shaped rewards, advantages.
+"""The passes over a rollout: log-probs of the policy and of the reference, values, a reward model's scores.
 
-`actor_logprobs` and `critic_values` are the one way from parameters to numbers: the update differentiates the same functions,
-which is what makes the first mini-batch's ratio 1.
+`token_logprobs`, `reference_kl` and `scalars` are the one way from parameters to numbers: the update differentiates the
+same functions, which is what makes the first mini-batch's ratio 1.
 """
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 
 from jax_ppo import packing as packing_lib
-from jax_ppo.kernels import advantages as advantages_lib
-from jax_ppo.kernels import importance, kl, logprobs, masked
+from jax_ppo.kernels import logprobs, vocabulary_kl
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.schema import Config
 from jax_ppo.sharding import constrain_rows, split_by_device
 from jax_ppo.state import Networks, TrainState
-from jax_ppo.types import Experience, Packing, Rollout, Sequences, pytree
+from jax_ppo.types import Packing, Rollout, Sequences, pytree
 
 
-def actor_logprobs(model: Transformer, params, rows: packing_lib.Rows, temperature: float, with_entropy: bool = True):
+def hidden_states(model: Transformer, params, rows: packing_lib.Rows):
+    """[R, L, D], in the computation's type: what the heads stand on."""
+    return model.apply({"params": params}, rows.tokens, rows.positions, rows.segments)[0]
+
+
+def token_logprobs(params, hidden, rows: packing_lib.Rows, temperature: float, with_entropy: bool = True):
     """Log-prob of each target and entropy of its distribution at the sampling temperature, float32 [R, L], 0 off the mask."""
-    hidden, _ = model.apply({"params": params}, rows.tokens, rows.positions, rows.segments)
     hidden, targets, mask = (split_by_device(x) for x in (hidden, rows.targets, rows.mask))
     values, entropy = logprobs.token_logprobs(hidden, heads.unembedding(params), targets, mask, temperature,
                                               with_entropy=with_entropy)
     return values.reshape(rows.mask.shape), entropy.reshape(rows.mask.shape) if with_entropy else None
 
 
-def critic_values(model: Transformer, params, rows: packing_lib.Rows):
-    """Value of the state before each target, float32 [R, L], 0 off the mask."""
-    hidden, _ = model.apply({"params": params}, rows.tokens, rows.positions, rows.segments)
-    return masked.zero_outside(heads.scalars(params, hidden), rows.mask)
+def reference_kl(params, hidden, reference, ref_hidden, rows: packing_lib.Rows, temperature: float):
+    """KL(actor || reference) of the distribution of each target, float32 [R, L], 0 off the mask."""
+    hidden, ref_hidden, mask = (split_by_device(x) for x in (hidden, ref_hidden, rows.mask))
+    return vocabulary_kl.full_kl(hidden, heads.unembedding(params), ref_hidden, heads.unembedding(reference), mask,
+                                 temperature).reshape(rows.mask.shape)
+
+
+def scalars(model: Transformer, params, rows: packing_lib.Rows):
+    """What a scalar head says at each place, float32 [R, L]: the critic's value of the state that the row is in there, or a
+    reward model's score of what came so far. Where the row is empty it means nothing."""
+    return heads.scalars(params, hidden_states(model, params, rows))
 
 
 @pytree
@@ -41,13 +52,17 @@ class Scores:
 
     Attributes:
       old_logprobs: of the policy that the update starts from; None where the sampler's own serve (reuses_logprobs).
-      values: of the critic.
       ref_logprobs: of the reference; None without one.
+      kl: KL to the reference over the whole vocabulary; None where it is estimated from log-probs.
+      values: the critic's output; None without a critic.
+      last_values: [B], its output after the last token; None where nothing is bootstrapped.
     """
 
     old_logprobs: jax.Array | None
-    values: jax.Array
     ref_logprobs: jax.Array | None
+    kl: jax.Array | None
+    values: jax.Array | None
+    last_values: jax.Array | None
 
 
 @functools.partial(jax.jit, static_argnames=("length",))
@@ -62,7 +77,7 @@ def join(rollout: Rollout, length: int) -> Sequences:
     from_prompt = pick(rollout.prompts.tokens, jnp.broadcast_to(column, (prompts.shape[0], length)))
     from_response = pick(rollout.responses, column - prompts)
     tokens = jnp.where(column < prompts, from_prompt, jnp.where(column < prompts + lengths, from_response, 0))
-    return Sequences(tokens, rollout.prompts.lengths, rollout.lengths)
+    return Sequences(tokens, rollout.prompts.lengths, rollout.lengths, rollout.truncated)
 
 
 def reuses_logprobs(config: Config) -> bool:
@@ -81,27 +96,48 @@ def reuses_logprobs(config: Config) -> bool:
 
 @functools.partial(jax.jit, static_argnames=("config", "nets"))
 def score(config: Config, nets: Networks, state: TrainState, sequences: Sequences, plan: Packing, micro_batches) -> Scores:
-    """Runs critic, reference and, where its log-probs are wanted, actor over packed rows, a micro-batch at a time.
+    """Runs the roles whose numbers are wanted over packed rows, a micro-batch at a time.
 
     Args:
       plan: Packing [A, R, L].
       micro_batches: int32 scalar, how many of the A hold something.
     """
-    temperature = config.rollout.temperature
+    options, temperature = config.algorithm, config.rollout.temperature
     zeros = jnp.zeros((len(sequences.lengths), config.data.max_response_length), jnp.float32)
-    first = Scores(None if reuses_logprobs(config) else zeros, zeros, None if state.reference is None else zeros)
-
-    def policy_logprobs(params, rows, into):
-        if into is None:
-            return None
-        logprobs_RxL, _ = actor_logprobs(nets.actor, params, rows, temperature, with_entropy=False)
-        return packing_lib.to_samples(logprobs_RxL, rows, into)
+    whole_kl = options.use_reference and options.kl_penalty == "full"
+    first = Scores(
+        old_logprobs=None if reuses_logprobs(config) else zeros,
+        ref_logprobs=zeros if options.use_reference else None,
+        kl=zeros if whole_kl else None,
+        values=zeros if config.has_critic else None,
+        last_values=zeros[:, 0] if options.bootstrap_truncated else None)
 
     def micro_batch(i, scores):
         rows = packing_lib.gather(sequences, jax.tree.map(lambda x: constrain_rows(x[i]), plan))
-        values = packing_lib.to_samples(critic_values(nets.critic, state.critic, rows), rows, scores.values)
-        return Scores(policy_logprobs(state.actor, rows, scores.old_logprobs), values,
-                      policy_logprobs(state.reference, rows, scores.ref_logprobs))
+
+        def put(values_RxL, into):
+            return packing_lib.to_samples(values_RxL, rows, into)
+
+        def logprobs_of(params, hidden):
+            return token_logprobs(params, hidden, rows, temperature, with_entropy=False)[0]
+
+        found = {}
+        if scores.old_logprobs is not None or whole_kl:
+            actor_hidden = hidden_states(nets.actor, state.actor, rows)
+        if scores.old_logprobs is not None:
+            found["old_logprobs"] = put(logprobs_of(state.actor, actor_hidden), scores.old_logprobs)
+        if options.use_reference:
+            ref_hidden = hidden_states(nets.actor, state.reference, rows)
+            found["ref_logprobs"] = put(logprobs_of(state.reference, ref_hidden), scores.ref_logprobs)
+        if whole_kl:
+            divergence = reference_kl(state.actor, actor_hidden, state.reference, ref_hidden, rows, temperature)
+            found["kl"] = put(divergence, scores.kl)
+        if config.has_critic:
+            values = scalars(nets.critic, state.critic, rows)
+            found["values"] = put(values, scores.values)
+            if options.bootstrap_truncated:
+                found["last_values"] = _at_the_end(values, rows, sequences, scores.last_values)
+        return dataclasses.replace(scores, **found)
 
     return jax.lax.fori_loop(0, micro_batches, micro_batch, first)
 
@@ -109,72 +145,17 @@ def score(config: Config, nets: Networks, state: TrainState, sequences: Sequence
 @functools.partial(jax.jit, static_argnames=("model",))
 def reward_model_scores(model: Transformer, params, sequences: Sequences, plan: Packing, micro_batches):
     """The reward model's scalar at each sample's last token, float32 [B]. Arguments as for `score`."""
-    last = sequences.prompt_lengths + sequences.lengths - 1
 
     def micro_batch(i, scores_B):
         rows = packing_lib.gather(sequences, jax.tree.map(lambda x: constrain_rows(x[i]), plan))
-        hidden, _ = model.apply({"params": params}, rows.tokens, rows.positions, rows.segments)
-        ends = (rows.segments >= 0) & (rows.positions == last[rows.samples])
-        outside = len(scores_B)  # dropped
-        return scores_B.at[jnp.where(ends, rows.samples, outside)].set(heads.scalars(params, hidden), mode="drop")
+        return _at_the_end(scalars(model, params, rows), rows, sequences, scores_B)
 
-    return jax.lax.fori_loop(0, micro_batches, micro_batch, jnp.zeros(len(last), jnp.float32))
+    return jax.lax.fori_loop(0, micro_batches, micro_batch, jnp.zeros(len(sequences.lengths), jnp.float32))
 
 
-@functools.partial(jax.jit, static_argnames=("config",))
-def experience(config: Config, kl_coef, sequences: Sequences, scores: Scores, rewards_B,
-               sampled_BxT) -> tuple[Experience, dict]:
-    """Shapes the rewards and estimates advantages.
-
-    r_t = [t is the last token] * reward - kl_coef * KL_t (Ziegler et al. 2019), then GAE (Schulman et
-    al. 2016) on the raw values; the returns are taken before the advantages are whitened over the whole rollout.
-
-    Args:
-      kl_coef: float32 scalar, used if algorithm.use_kl_in_reward.
-      rewards_B: float32 [B], the reward of each sample.
-      sampled_BxT: float32 [B, T], Rollout.logprobs: the old log-probs where `scores` has none, else measured against them:
-        the same numbers from another program, or those of older weights.
-
-    Returns:
-      the experience, and metrics: scalars on the mesh.
-    """
-    options = config.algorithm
-    old_logprobs = sampled_BxT if scores.old_logprobs is None else scores.old_logprobs
-    column = jnp.arange(scores.values.shape[1])
-    mask = column < sequences.lengths[:, None]
-    last = column == sequences.lengths[:, None] - 1
-    token_rewards = jnp.where(last, rewards_B[:, None], 0.0)
-    mean_kl = jnp.float32(0)
-    if scores.ref_logprobs is not None:
-        estimate = kl.kl_estimate(old_logprobs, scores.ref_logprobs, mask, options.kl_penalty)
-        mean_kl = masked.masked_mean(estimate, mask)
-        if options.use_kl_in_reward:
-            token_rewards = token_rewards - kl_coef * estimate
-    gae = jax.vmap(functools.partial(advantages_lib.gae, gamma=options.gamma, lam=options.lam))
-    raw_advantages, returns = gae(token_rewards, scores.values, mask)
-    advantages = masked.whiten(raw_advantages, mask) if options.whiten_advantages else raw_advantages
-    metrics = {
-        "reward/mean": rewards_B.mean(), "reward/std": rewards_B.std(),
-        "reward/min": rewards_B.min(), "reward/max": rewards_B.max(),
-        "reward/shaped_mean": masked.masked_sum(token_rewards, mask) / len(rewards_B),
-        "kl/reference": mean_kl, "kl/coefficient": kl_coef,
-        "critic/advantages_mean": masked.masked_mean(raw_advantages, mask),
-        "critic/advantages_std": jnp.sqrt(masked.masked_variance(raw_advantages, mask)),
-        "critic/returns_mean": masked.masked_mean(returns, mask),
-        "critic/returns_std": jnp.sqrt(masked.masked_variance(returns, mask)),
-        "critic/values_mean": masked.masked_mean(scores.values, mask),
-        "critic/values_std": jnp.sqrt(masked.masked_variance(scores.values, mask)),
-        "critic/explained_variance": masked.explained_variance(scores.values, returns, mask),
-        "response_length/mean": sequences.lengths.mean(dtype=jnp.float32),
-        "response_length/min": sequences.lengths.min(), "response_length/max": sequences.lengths.max(),
-    }
-    if scores.old_logprobs is not None:
-        metrics["rollout/logprob_difference"] = masked.masked_mean(jnp.abs(sampled_BxT - old_logprobs), mask)
-    weights = None
-    if options.rollout_is != "none":
-        threshold = options.rollout_is_threshold
-        weights = importance.truncated_weights(old_logprobs, sampled_BxT, mask, options.rollout_is, threshold)
-        metrics |= {"rollout/importance_mean": masked.masked_mean(weights, mask),
-                    "rollout/importance_cut_share": masked.masked_mean((weights >= threshold).astype(jnp.float32), mask)}
-    experience = Experience(sequences, old_logprobs, scores.ref_logprobs, scores.values, advantages, returns, weights, mean_kl)
-    return experience, metrics
+def _at_the_end(values_RxL, rows, sequences, into_B):
+    """`into_B` with the values at the last tokens of these rows' samples."""
+    last = sequences.prompt_lengths + sequences.lengths - 1
+    ends = (rows.segments >= 0) & (rows.positions == last[rows.samples])
+    outside = len(into_B)  # dropped
+    return into_B.at[jnp.where(ends, rows.samples, outside)].set(values_RxL, mode="drop")

@@ -20,7 +20,7 @@ from jax_ppo.models import heads, hf_export
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.schema import Config, Create, Optim
-from jax_ppo.scoring import actor_logprobs
+from jax_ppo.scoring import hidden_states, token_logprobs
 from jax_ppo.types import Sequences
 
 EXAMPLES = 20_000
@@ -70,7 +70,8 @@ def tokenize(pairs, tokenizer) -> Sequences:
     tokens = np.zeros((len(pairs), max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))), np.int32)
     for row, prompt, response in zip(tokens, prompts, responses, strict=True):
         row[:len(prompt) + len(response)] = prompt + response
-    return Sequences(tokens, np.array([len(p) for p in prompts], np.int32), np.array([len(r) for r in responses], np.int32))
+    return Sequences(tokens, np.array([len(p) for p in prompts], np.int32), np.array([len(r) for r in responses], np.int32),
+                     np.zeros(len(prompts), bool))
 
 
 def train(model: Transformer, params, sequences: Sequences, batch_size: int, steps: int, lr: float, seed: int, mesh,
@@ -93,7 +94,7 @@ def train(model: Transformer, params, sequences: Sequences, batch_size: int, ste
         rows = packing_lib.gather(sequences, packing)
 
         def loss(params):
-            logprobs, _ = actor_logprobs(model, params, rows, 1.0, with_entropy=False)
+            logprobs, _ = token_logprobs(params, hidden_states(model, params, rows), rows, 1.0, with_entropy=False)
             return -logprobs.sum() / rows.mask.sum()
 
         value, gradients = jax.value_and_grad(loss)(params)

@@ -14,9 +14,10 @@ import optax
 
 from jax_ppo import config as config_lib
 from jax_ppo import schema, sharding
+from jax_ppo.kernels import moments, schedules
 from jax_ppo.models import attention, heads, hf_import
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.types import pytree
+from jax_ppo.types import Control, pytree
 
 
 @pytree
@@ -25,11 +26,11 @@ class TrainState:
 
     Attributes:
       step: int32 scalar, steps done.
-      actor, critic: trained parameters, float32.
+      actor, critic: trained parameters, float32; no critic (None) where advantages need none.
       reference: frozen copy of the first actor in the computation's type; None when nothing needs it.
       reward: frozen reward model's parameters; None without one.
-      actor_optimizer, critic_optimizer: optax states.
-      kl_coef: float32 scalar, the coefficient of the KL in the reward, as the controller left it.
+      actor_optimizer, critic_optimizer: optax states; None without the critic.
+      control: KL coefficient and running moments, for the coming step.
     """
 
     step: Any
@@ -39,7 +40,7 @@ class TrainState:
     reward: Any
     actor_optimizer: Any
     critic_optimizer: Any
-    kl_coef: Any
+    control: Control
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,16 +48,16 @@ class Networks:
     """The decoders that the parameter trees belong to; a static argument of compiled functions. The reference is an actor."""
 
     actor: Transformer
-    critic: Transformer
+    critic: Transformer | None
     reward: Transformer | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Folders:
-    """Where each role's checkpoint lies, in Hugging Face's format. `reward` is None without a reward model."""
+    """Where each role's checkpoint lies, in Hugging Face's format; None for a role that the run has not."""
 
     actor: Path
-    critic: Path
+    critic: Path | None
     reward: Path | None
 
 
@@ -73,7 +74,8 @@ def networks(config: schema.Config, folders: Folders) -> Networks:
             raise config_lib.ConfigError(f"config.model.attention={config.model.attention!r}: {obstacle}; set 'auto'") from None
         return Transformer(architecture, dtype, remat=config.model.gradient_checkpointing, attention=program)
 
-    return Networks(network(folders.actor), network(folders.critic), folders.reward and network(folders.reward))
+    return Networks(network(folders.actor), folders.critic and network(folders.critic),
+                    folders.reward and network(folders.reward))
 
 
 def _platform() -> str:
@@ -84,12 +86,13 @@ def _platform() -> str:
 
 def trained_shapes(config: schema.Config, nets: Networks, mesh) -> dict[str, Any]:
     """ShapeDtypeStructs, with shardings, of all that training changes: the keys and trees of a checkpoint."""
-    actor, critic = _init_shapes(nets.actor, "lm"), _init_shapes(nets.critic, "scalar")
-    optimizers = {
-        "actor": jax.eval_shape(optimizer(config.actor.optim, config.actor.grad_clip).init, actor),
-        "critic": jax.eval_shape(optimizer(config.critic.optim, config.critic.grad_clip).init, critic),
-    }
-    return _placed({"actor": actor, "critic": critic, "optimizer": optimizers}, mesh)
+    params = {"actor": _init_shapes(nets.actor, "lm")}
+    if nets.critic:
+        params["critic"] = _init_shapes(nets.critic, "scalar")
+    optimizers = {role: jax.eval_shape(_optimizer(config, role).init, tree) for role, tree in params.items()}
+    control = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.replicated(mesh)),
+                           jax.eval_shape(lambda: first_control(config)))
+    return _placed(params | {"optimizer": optimizers}, mesh) | {"control": control}
 
 
 def shapes(config: schema.Config, nets: Networks, mesh) -> TrainState:
@@ -99,13 +102,11 @@ def shapes(config: schema.Config, nets: Networks, mesh) -> TrainState:
     def frozen(tree):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, frozen_type, sharding=x.sharding), tree)
 
-    def scalar(dtype):
-        return jax.ShapeDtypeStruct((), dtype, sharding=sharding.replicated(mesh))
-
-    return TrainState(scalar(jnp.int32), trained["actor"], trained["critic"],
+    return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(mesh)),
+                      trained["actor"], trained.get("critic"),
                       frozen(trained["actor"]) if config.algorithm.use_reference else None,
                       None if nets.reward is None else frozen(_placed(_init_shapes(nets.reward, "scalar"), mesh)),
-                      trained["optimizer"]["actor"], trained["optimizer"]["critic"], scalar(jnp.float32))
+                      trained["optimizer"]["actor"], trained["optimizer"].get("critic"), trained["control"])
 
 
 def _init_shapes(net: Transformer, head: str):
@@ -117,15 +118,23 @@ def _placed(tree, mesh):
                         sharding.tree_shardings(mesh, tree, sharding.TRAIN_RULES))
 
 
+def trained(state: TrainState) -> dict[str, Any]:
+    """All of a state that training changes, in the form of `trained_shapes`."""
+    roles = {"actor": (state.actor, state.actor_optimizer), "critic": (state.critic, state.critic_optimizer)}
+    roles = {role: trees for role, trees in roles.items() if trees[0] is not None}
+    return {role: params for role, (params, _) in roles.items()} | {
+        "optimizer": {role: optimizer for role, (_, optimizer) in roles.items()}, "control": state.control}
+
+
 def create(config: schema.Config, nets: Networks, folders: Folders, mesh,
-           progress: Callable[[str], Callable[[int, int], None]], trained: dict[str, Any] | None = None, step: int = 0,
-           kl_coef: float | None = None) -> TrainState:
+           progress: Callable[[str], Callable[[int, int], None]], trained: dict[str, Any] | None = None,
+           step: int = 0) -> TrainState:
     """The state to start from, each tree read straight into its shards.
 
     Args:
       progress: gives for a role's name what `hf_import.load` reports to.
       trained: arrays of the form of `trained_shapes`, from a checkpoint; None reads the roles' folders.
-      step, kl_coef: from the same checkpoint.
+      step: from the same checkpoint.
     """
     places = jax.tree.map(lambda x: x.sharding, shapes(config, nets, mesh))
     frozen_type = jnp.dtype(config.model.dtype)
@@ -134,24 +143,42 @@ def create(config: schema.Config, nets: Networks, folders: Folders, mesh,
         return hf_import.load(folder, net.architecture, where, dtype, head, progress(role))
 
     if trained is None:
-        actor = load("actor", folders.actor, nets.actor, places.actor, "lm")
-        critic = load("critic", folders.critic, nets.critic, places.critic, "scalar")
+        trained = {"actor": load("actor", folders.actor, nets.actor, places.actor, "lm")}
+        if nets.critic:
+            trained["critic"] = load("critic", folders.critic, nets.critic, places.critic, "scalar")
 
-        def init(options, params, where):
-            return jax.jit(optimizer(options.optim, options.grad_clip).init, out_shardings=where)(params)
+        def init(role, where):
+            return jax.jit(_optimizer(config, role).init, out_shardings=where)(trained[role])
 
-        optimizers = {"actor": init(config.actor, actor, places.actor_optimizer),
-                      "critic": init(config.critic, critic, places.critic_optimizer)}
-        trained = {"actor": actor, "critic": critic, "optimizer": optimizers}
+        where = {"actor": places.actor_optimizer, "critic": places.critic_optimizer}
+        trained["optimizer"] = {role: init(role, where[role]) for role in tuple(trained)}
+        trained["control"] = sharding.place(jax.device_get(first_control(config)), sharding.replicated(mesh))
     reference = reward = None
     if config.algorithm.use_reference:
         reference = load("reference", folders.actor, nets.actor, places.actor, "lm", frozen_type)
     if folders.reward:
         reward = load("reward model", folders.reward, nets.reward, places.reward, "reward", frozen_type)
-    kl_coef = config.algorithm.kl_ctrl.kl_coef if kl_coef is None else kl_coef
-    scalars = sharding.place((np.int32(step), np.float32(kl_coef)), sharding.replicated(mesh))
-    return TrainState(scalars[0], trained["actor"], trained["critic"], reference, reward, trained["optimizer"]["actor"],
-                      trained["optimizer"]["critic"], scalars[1])
+    return TrainState(sharding.place(np.int32(step), sharding.replicated(mesh)), trained["actor"], trained.get("critic"),
+                      reference, reward, trained["optimizer"]["actor"], trained["optimizer"].get("critic"),
+                      trained["control"])
+
+
+def first_control(config: schema.Config) -> Control:
+    """Control of the first step."""
+    kept = {"rewards": config.reward.normalize != "none", "returns": config.critic.normalize_values}
+    return Control(kl_coefficient(config.algorithm.kl_ctrl, 0), {name: moments.start() for name, used in kept.items() if used})
+
+
+def kl_coefficient(options: schema.KLControl, step):
+    """The coefficient that a step begins with where no controller moves it: kl_coef, or as the schedule says."""
+    if options.type in ("linear", "step"):
+        return schedules.piecewise(schema.schedule_points(options.schedule), step, linear=options.type == "linear")
+    return jnp.float32(options.kl_coef)
+
+
+def _optimizer(config, role):
+    options = getattr(config, role)
+    return optimizer(options.optim, options.grad_clip)
 
 
 def optimizer(options: schema.Optim, grad_clip: float) -> optax.GradientTransformation:

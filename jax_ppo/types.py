@@ -77,11 +77,13 @@ class Sequences:
       tokens: int32 [B, S]; row b holds prompt_lengths[b] + lengths[b] tokens from column 0 on, then zeros.
       prompt_lengths: int32 [B], 1..S - 1.
       lengths: int32 [B], tokens of the response, 1..T.
+      truncated: bool [B], the response was cut off at its longest.
     """
 
     tokens: Array
     prompt_lengths: Array
     lengths: Array
+    truncated: Array
 
 
 @pytree
@@ -100,26 +102,57 @@ class Packing:
 
 
 @pytree
+class MiniBatches:
+    """The optimizer steps that a role takes on one rollout, in their order: U = epochs x mini-batches.
+
+    Attributes:
+      packing: [U, A, R, L], the rows of each, in A micro-batches of R.
+      counts: int32 [U], how many of the A micro-batches hold something.
+      members: bool [U, B], the samples of each.
+    """
+
+    packing: Packing
+    counts: Array
+    members: Array
+
+
+@pytree
+class Control:
+    """What moves from step to step besides parameters.
+
+    Attributes:
+      kl_coef: float32 scalar, the coefficient of the KL to the reference in the coming step.
+      moments: kernels.moments.Moments by what they are of: "rewards" where scores are normalised, "returns" where the critic
+        learns normalised values.
+    """
+
+    kl_coef: Array
+    moments: dict[str, Any]
+
+
+@pytree
 class Experience:
     """All that the update learns from: one entry for each response token, aligned with Rollout.responses.
 
     Attributes:
       sequences: the tokens.
+      kept: bool [B], samples that teach something.
       old_logprobs: float32 [B, T], log-probs of the policy that the update starts from, at the sampling temperature.
       ref_logprobs: float32 [B, T], of the frozen reference at the same temperature; None without a reference.
-      values: float32 [B, T], the critic's value of the state before each token.
+      values: float32 [B, T], the critic's output for the state before each token; None without a critic.
       advantages: float32 [B, T], whitened if asked.
-      returns: float32 [B, T], raw advantages + values: what the critic learns.
+      returns: float32 [B, T], raw advantages + values: what the critic learns, normalised if it is; None without a critic.
       importance: float32 [B, T], weights of the policy loss for tokens that another policy sampled; None: all 1.
-      kl: float32 scalar, mean KL estimate a response token to the reference, of the kind algorithm.kl_penalty.
-    All are 0 past the length.
+      control: for the coming step.
+    Those of [B, T] are 0 past the length.
     """
 
     sequences: Sequences
+    kept: Array
     old_logprobs: Array
     ref_logprobs: Array | None
-    values: Array
+    values: Array | None
     advantages: Array
-    returns: Array
+    returns: Array | None
     importance: Array | None
-    kl: Array
+    control: Control

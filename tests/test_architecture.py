@@ -8,8 +8,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-FOUNDATIONS = {"kernels", "types", "schema", "config", "sharding", "packing", "models", "errors", "hub"}
-ALGORITHM = {"state", "sampler", "scoring", "update"}
+FOUNDATIONS = {"kernels", "types", "schema", "config", "sharding", "packing", "models", "errors", "hub", "plugins"}
+ALGORITHM = {"state", "sampler", "scoring", "experience", "objectives", "update"}
 REPORTS = {"evaluate", "checkpoint", "metrics", "distributed"}
 HOST = {"data", "rewards"}
 
@@ -19,9 +19,9 @@ MAY_IMPORT = (
     {room: FOUNDATIONS for room in FOUNDATIONS}
     | {room: FOUNDATIONS | ALGORITHM for room in ALGORITHM}
     | {room: FOUNDATIONS | ALGORITHM | REPORTS for room in REPORTS}
-    | {room: {"types", "hub", "errors"} for room in HOST}
-    | {"kernels": set(), "types": set(), "errors": set(), "hub": {"errors"}, "schema": set(), "config": {"errors", "schema"},
-       "sampler": FOUNDATIONS}
+    | {room: {"types", "hub", "errors", "plugins"} for room in HOST}
+    | {"kernels": set(), "types": set(), "errors": set(), "hub": {"errors"}, "plugins": {"errors"}, "schema": set(),
+       "config": {"errors", "schema"}, "sampler": FOUNDATIONS}
 )
 # Loaded before the options are checked, so they load nothing heavy.
 LATE = {"jax_ppo/config.py", "jax_ppo/schema.py", "jax_ppo/__init__.py"}

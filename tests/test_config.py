@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from jax_ppo import command_line, config
+from jax_ppo import command_line, config, schema
 
 
 def checked(**changes):
@@ -44,6 +44,17 @@ def test_every_option_has_a_meaning():
     ({"rollout__one_step_off": True}, r"config\.rollout\.one_step_off=True.*config\.algorithm\.rollout_is"),
     ({"algorithm__rollout_is": "token", "rollout__reuse_logprobs": "always"}, r"config\.rollout\.reuse_logprobs='always'"),
     ({"trainer__logger": "tensorbord"}, r"config\.trainer\.logger='tensorbord'"),
+    ({"actor__policy_loss": "vanila"}, r"config\.actor\.policy_loss='vanila'.*Did you mean 'vanilla'"),
+    ({"actor__entropy_schedule": "0.01"}, r"config\.actor\.entropy_schedule='0\.01'.*STEP:VALUE"),
+    ({"critic__ppo_mini_batch_size": 48}, r"config\.critic\.ppo_mini_batch_size=48: must divide"),
+    ({"algorithm__adv_estimator": "grpo"}, r"config\.rollout\.n=1.*adv_estimator='grpo'"),
+    ({"algorithm__adv_estimator": "reinforce_plus_plus", "trainer__critic_warmup": 2}, r"critic_warmup=2: there is no critic"),
+    ({"algorithm__kl_ctrl__type": "adaptive"}, r"kl_ctrl\.type='adaptive': moves the coefficient"),
+    ({"algorithm__kl_ctrl__type": "linear", "algorithm__use_kl_in_reward": True}, r"kl_ctrl\.schedule=''.*STEP:VALUE"),
+    ({"algorithm__kl_ctrl__schedule": "0:1"}, r"kl_ctrl\.schedule='0:1': is not read with .*type='fixed'"),
+    ({"actor__kl_loss_ctrl": True}, r"kl_loss_ctrl=True.*use_kl_loss=True"),
+    ({"reward__process_rewards": True}, r"process_rewards=True: needs a config\.reward\.function"),
+    ({"reward__overlong_buffer_len": 513}, r"overlong_buffer_len=513: expected at most .*max_response_length=512"),
 ])
 def test_impossible_values_are_named(changes, message):
     with pytest.raises(config.ConfigError, match=message):
@@ -116,3 +127,18 @@ def test_resolved_configuration_is_written(file, tmp_path, capsys):
     command_line.write_resolved(options, tmp_path / "work")
     assert '"train_files": "arithmetic:8"' in (tmp_path / "work" / "config.json").read_text()
     assert "clip_ratio=0.2" in capsys.readouterr().out
+
+
+def test_points_of_a_schedule():
+    assert schema.schedule_points("0:0.01,200:0") == ((0, 0.01), (200, 0.0))
+    assert schema.schedule_points(" 5 : 1e-3 ") == ((5, 0.001),)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("", "STEP:VALUE"), ("0.01", "STEP:VALUE"), ("0:0.01,", "STEP:VALUE"), ("1.5:2", "'1.5:2' in .* STEP:VALUE"),
+    ("0:1:2", "STEP:VALUE"), ("0:a", "STEP:VALUE"), ("-1:0", "-1 .*below 0"), ("0:-1", "-1.0 .*finite"), ("0:nan", "finite"),
+    ("0:inf", "finite"), ("5:1,5:2", "step 5 .*not come after step 5"), ("5:1,3:2", "step 3 .*not come after step 5"),
+])
+def test_what_is_no_schedule_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        schema.schedule_points(text)

@@ -48,7 +48,8 @@ def test_rows_at_once():
 
 def make_rows():
     # Two samples in one row of 8: sample 1 has prompt (10, 11), response (12,); sample 0 prompt (20,), response (21, 22).
-    sequences = Sequences(jnp.array([[20, 21, 22, 0], [10, 11, 12, 0]]), jnp.array([1, 2]), jnp.array([2, 1]))
+    sequences = Sequences(jnp.array([[20, 21, 22, 0], [10, 11, 12, 0]]), jnp.array([1, 2]), jnp.array([2, 1]),
+                          jnp.zeros(2, bool))
     plan = Packing(jnp.array([[1, 1, 1, 0, 0, 0, -1, -1]]), jnp.array([[0, 1, 2, 0, 1, 2, 0, 0]]))
     return packing.gather(sequences, plan)
 
@@ -71,7 +72,7 @@ def test_scatter_undoes_gather_and_leaves_the_rest():
 
 
 def test_a_sample_that_fills_the_row_and_the_sequence():
-    sequences = Sequences(jnp.array([[5, 6, 7]]), jnp.array([2]), jnp.array([1]))
+    sequences = Sequences(jnp.array([[5, 6, 7]]), jnp.array([2]), jnp.array([1]), jnp.zeros(1, bool))
     plan, _ = packing.plan([3], [[0]], 1, 3)
     rows = packing.gather(sequences, jax.tree.map(lambda x: jnp.asarray(x[0, 0]), plan))
     assert rows.targets.tolist() == [[0, 7, 0]] and rows.mask.tolist() == [[False, True, False]]

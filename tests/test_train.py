@@ -46,6 +46,8 @@ def get_config(arg=None):
     config.actor.optim.lr = config.critic.optim.lr = 1e-3
     config.algorithm.use_kl_in_reward = True
     config.algorithm.kl_ctrl.type = "adaptive"
+    config.critic.normalize_values = True
+    config.reward.normalize = "running"
     config.reward.function = {reward!r}
     config.trainer.total_training_steps = 8
     config.trainer.save_freq = 2
@@ -128,7 +130,7 @@ def test_a_run_writes_what_it_should(undisturbed):
     rows = figures(workdir)
     wanted = {"reward/mean", "reward/std", "actor/loss", "critic/loss", "update/loss", "kl/reference", "actor/approx_kl",
               "actor/ratio_mean", "actor/ratio_min", "actor/ratio_max", "actor/clip_fraction", "critic/clip_fraction",
-              "actor/entropy", "critic/advantages_mean", "critic/returns_mean", "critic/values_mean",
+              "actor/entropy", "advantages/mean", "critic/returns_mean", "critic/values_mean",
               "critic/explained_variance", "response_length/mean", "response_length/truncated_share",
               "actor/grad_norm", "critic/grad_norm", "actor/lr", "critic/lr", "rollout/slot_use"}
     assert wanted <= rows[0].keys()
@@ -220,6 +222,27 @@ def test_one_step_off_lags_weighs_and_is_resumed_bit_equal(files, tmp_path):
         else:
             assert float(row["rollout/logprob_difference"]) > 1e-4 and abs(weight - 1) > 1e-5
         assert float(row["actor/first_log_ratio"]) < 1e-5  # the ratio is to the policy that the update starts from
+
+
+def test_without_a_critic_none_is_kept(files, tmp_path):
+    """Another loss and estimator, rewards of steps, moments measured at first: what the command makes of them."""
+    (tmp_path / "steps.py").write_text(
+        "def reward(data_source, solution_str, ground_truth, extra_info):\n"
+        "    digits = [i + 1 for i, c in enumerate(solution_str) if c.isdigit()]\n"
+        "    return {'score': 0.0, 'step_rewards': [(end, 1.0) for end in digits]}\n")
+    output = run(files, tmp_path / "run", f"--config.reward.function={tmp_path}/steps.py:reward",
+                 "--config.reward.process_rewards=True", "--config.algorithm.adv_estimator=grpo",
+                 "--config.actor.policy_loss=gspo", "--config.critic.normalize_values=False",
+                 "--config.trainer.critic_warmup=0",
+                 "--config.reward.normalize=reference", "--config.reward.normalize_samples=20",
+                 "--config.algorithm.kl_ctrl.type=linear", "--config.algorithm.kl_ctrl.schedule=0:0.1,2:0",
+                 "--config.trainer.total_training_steps=3", "--config.trainer.warn_entropy_below=100")
+    assert "the first policy's rewards: mean 0, deviation 1" in output
+    assert output.count("the policy's entropy is") == 1  # though it is low in all three steps
+    assert not list((tmp_path / "run").glob("checkpoints/*/critic"))
+    steps = of_steps(tmp_path / "run")
+    assert [float(row["kl/coefficient"]) for row in steps] == pytest.approx([0.1, 0.05, 0.0])
+    assert all(float(row["reward/shaped_mean"]) > 0.1 for row in steps) and not any("critic/loss" in row for row in steps)
 
 
 def run_two_processes(arguments, logs):

@@ -5,15 +5,18 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import tiny
-from jax_ppo import scoring
+from jax_ppo import objectives, scoring
 from jax_ppo import state as state_lib
+from jax_ppo.errors import UserError
+from jax_ppo.experience import estimate
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer, unroll
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
-from jax_ppo.update import _gradients, update
+from jax_ppo.update import actor_role, critic_role, update
 
 ALL = [list(range(tiny.B))]
 HALVES = [[0, 2, 4, 6], [1, 3, 5, 7]]
@@ -25,9 +28,10 @@ def run_update(config, mesh, groups, rows, seed=0, rewards=None, prepare=lambda 
         state = prepare(tiny.make_state(config, mesh, seed))
         rollout = tiny.make_rollout(mesh, seed)
         experience, rollout_metrics = tiny.make_experience(config, mesh, state, rollout, rewards, rows)
-        plan, counts, members = tiny.plan(config, mesh, rollout, groups, rows)
+        batches = tiny.plan(config, mesh, rollout, groups, rows)
         before = jax.tree.map(np.array, state)
-        state, metrics = update(config, tiny.networks(config), total_steps, state, experience, plan, counts, members)
+        state, metrics = update(config, tiny.networks(config), total_steps, state, experience, batches,
+                                batches if config.has_critic else None)
     return before, state, {name: float(value) for name, value in (rollout_metrics | metrics).items()}
 
 
@@ -37,12 +41,15 @@ def run_gradients(config, mesh, rows, change=lambda experience: experience):
         state = tiny.make_state(config, mesh)
         rollout = tiny.make_rollout(mesh)
         experience = change(tiny.make_experience(config, mesh, state, rollout, rows=max(rows, 1))[0])
-        moved = jax.tree.map(lambda x: x * 1.02, (state.actor, state.critic))
-        plan, counts, _ = tiny.plan(config, mesh, rollout, ALL, rows)
-        gradients = jax.jit(_gradients, static_argnums=(0, 1))
-        one = jax.tree.map(lambda x: x[0], plan)
-        grads, metrics = gradients(config, tiny.networks(config), moved, experience, one, counts[0],
-                                   experience.sequences.lengths)
+        moved = jax.tree.map(lambda x: x * 1.02, dataclasses.replace(state, step=None, control=None))
+        one = jax.tree.map(lambda x: x[0], tiny.plan(config, mesh, rollout, ALL, rows))
+        context = objectives.actor_context(config, dataclasses.replace(moved, control=state.control, step=state.step))
+        grads, metrics = [], {}
+        for role, params, given in ((actor_role(config, tiny.networks(config)), moved.actor, context),
+                                    (critic_role(config, tiny.networks(config)), moved.critic, None)):
+            gradients, of_role = jax.jit(role.gradients)(params, given, experience, one)
+            grads.append(gradients)
+            metrics |= of_role
         return jax.tree.map(np.asarray, grads), {name: float(value) for name, value in metrics.items()}
 
 
@@ -132,8 +139,8 @@ def test_the_samplers_logprobs_are_the_old_ones_in_float32(temperature):
         experience, fewer = tiny.make_experience(reused, mesh, state, rollout)
         assert np.abs(computed.old_logprobs - experience.old_logprobs).max() <= 1e-5
         assert metrics["rollout/logprob_difference"] <= 1e-5 and "rollout/logprob_difference" not in fewer
-        plan = tiny.plan(reused, mesh, rollout, HALVES, 2)
-        _, metrics = update(reused, tiny.networks(reused), 100, state, experience, *plan)
+        batches = tiny.plan(reused, mesh, rollout, HALVES, 2)
+        _, metrics = update(reused, tiny.networks(reused), 100, state, experience, batches, batches)
     assert 0 < metrics["actor/first_log_ratio"] <= 1e-4
 
 
@@ -157,7 +164,7 @@ def test_where_the_samplers_logprobs_are_reused(choice, changes, reuses):
     assert scoring.reuses_logprobs(tiny.config(rollout__reuse_logprobs=choice, **changes)) == reuses
 
 
-@pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3"])
+@pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3", "clamped", "full"])
 def test_kl_is_zero_at_first_for_every_estimator(kind):
     config = tiny.config(algorithm__kl_penalty=kind, rollout__temperature=0.9)
     mesh = tiny.make_mesh()
@@ -211,11 +218,11 @@ def test_score_sits_on_the_last_token_and_returns_are_raw():
 def test_kl_in_reward_lowers_each_tokens_reward():
     config = tiny.config(algorithm__use_kl_in_reward=True, algorithm__lam=0.0, algorithm__gamma=0.0,
                          algorithm__whiten_advantages=False, algorithm__kl_ctrl__kl_coef=0.5)
-    scores = scoring.Scores(old_logprobs=jnp.log(jnp.array([[0.5, 0.25]])), values=jnp.zeros((1, 2)),
-                            ref_logprobs=jnp.log(jnp.array([[0.25, 0.5]])))
-    sequences = scoring.Sequences(jnp.zeros((1, 4), jnp.int32), jnp.array([2]), jnp.array([2]))
-    experience, metrics = scoring.experience(config, jnp.float32(0.5), sequences, scores, jnp.array([1.0]),
-                                             scores.old_logprobs)
+    scores = scoring.Scores(old_logprobs=jnp.log(jnp.array([[0.5, 0.25]])), ref_logprobs=jnp.log(jnp.array([[0.25, 0.5]])),
+                            kl=None, values=jnp.zeros((1, 2)), last_values=None)
+    sequences = scoring.Sequences(jnp.zeros((1, 4), jnp.int32), jnp.array([2]), jnp.array([2]), jnp.array([False]))
+    experience, metrics = estimate(config, 0, state_lib.first_control(config), sequences, scores.old_logprobs, scores,
+                                   jnp.array([1.0]), None)
     # k1 = log 0.5/0.25 = log 2, then -log 2; with gamma = 0 the advantage is the token's own reward.
     np.testing.assert_allclose(experience.advantages, [[-0.5 * np.log(2), 1 + 0.5 * np.log(2)]], rtol=1e-6)
     assert float(metrics["kl/reference"]) == pytest.approx(0, abs=1e-7)
@@ -226,7 +233,7 @@ def test_adaptive_coefficient_moves_towards_its_target():
                          algorithm__kl_ctrl__target_kl=0.1, algorithm__kl_ctrl__horizon=80, algorithm__kl_ctrl__kl_coef=0.2)
     _, after, _ = run_update(config, tiny.make_mesh(), ALL, 4)
     # KL is 0: error clipped to -0.2, so coef * (1 - 0.2 * 8 / 80).
-    assert float(after.kl_coef) == pytest.approx(0.2 * (1 - 0.02))
+    assert float(after.control.kl_coef) == pytest.approx(0.2 * (1 - 0.02))
 
 
 def test_a_broken_rollout_leaves_the_adaptive_coefficient_alone():
@@ -236,7 +243,7 @@ def test_a_broken_rollout_leaves_the_adaptive_coefficient_alone():
         return dataclasses.replace(state, reference=jax.tree.map(lambda x: x * jnp.nan, state.reference))
 
     before, after, _ = run_update(config, tiny.make_mesh(), ALL, 4, prepare=broken)
-    assert float(after.kl_coef) == float(before.kl_coef)
+    assert float(after.control.kl_coef) == float(before.control.kl_coef)
 
 
 def test_the_state_keeps_its_places():
@@ -295,10 +302,100 @@ def test_reward_model_scores_stand_on_the_last_token():
         params, model = tiny.make_state(config, mesh).critic, tiny.networks(config).critic
         rollout = tiny.make_rollout(mesh)
         sequences = scoring.join(rollout, config.sequence_length)
-        plan, counts, _ = tiny.plan(config, mesh, rollout, ALL, 2)
-        scores = scoring.reward_model_scores(model, params, sequences, jax.tree.map(lambda x: x[0], plan), counts[0])
+        batches = tiny.plan(config, mesh, rollout, ALL, 2)
+        plan = jax.tree.map(lambda x: x[0], batches.packing)
+        scores = scoring.reward_model_scores(model, params, sequences, plan, batches.counts[0])
     for b in range(tiny.B):
         length = int(sequences.prompt_lengths[b] + sequences.lengths[b])
         tokens = sequences.tokens[b:b + 1, :length]
         hidden, _ = model.apply({"params": params}, tokens, jnp.arange(length)[None])
         assert float(scores[b]) == pytest.approx(float(heads.scalars(params, hidden)[0, -1]), abs=1e-4)
+
+
+OTHER_LOSSES = dict(actor__policy_loss="gspo", actor__use_kl_loss=True, actor__kl_loss_type="full", actor__kl_loss_coef=0.1,
+                    actor__loss_agg_mode="seq-mean-token-sum-norm", critic__huber_delta=0.1)
+
+
+@pytest.fixture(scope="module")
+def other_losses():
+    return run_gradients(tiny.config(packing__enabled=False, **OTHER_LOSSES), tiny.make_mesh(), rows=8)
+
+
+@pytest.mark.parametrize(("rows", "devices"), [(1, 1), (8, 8)])
+def test_losses_of_whole_responses_do_not_depend_on_cuts_either(other_losses, rows, devices):
+    gradients, metrics = run_gradients(tiny.config(**OTHER_LOSSES), tiny.make_mesh(devices), rows)
+    assert_close(other_losses[0], gradients)
+    assert metrics == pytest.approx(other_losses[1], rel=1e-4, abs=1e-5)
+
+
+def test_a_loss_of_ones_own(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from jax_ppo.kernels import policy_losses\n"
+        "def halved(batch, clip):\n"
+        "    policy = policy_losses.vanilla(batch, clip)\n"
+        "    return policy._replace(loss=policy.loss / 2)\n")
+    vanilla, _ = run_gradients(tiny.config(), tiny.make_mesh(), 4)
+    mine, _ = run_gradients(tiny.config(actor__policy_loss=f"{tmp_path}/mine.py:halved"), tiny.make_mesh(), 4)
+    assert_close(jax.tree.map(lambda x: x / 2, vanilla[0]), mine[0])
+    with pytest.raises(UserError, match=r"config.actor.policy_loss=.*has no function 'halve'; it has halved.*Did you mean"):
+        objectives.policy_loss(f"{tmp_path}/mine.py:halve")
+
+
+def test_masked_responses_teach_nothing():
+    """Whatever the response that was cut off says, and whatever it earns, the gradients are the same."""
+    config = tiny.config(algorithm__mask_truncated=True, algorithm__whiten_advantages=False)
+
+    def shout(experience):
+        kept = experience.kept[:, None]
+        assert 0 < int(experience.kept.sum()) < tiny.B
+        return dataclasses.replace(experience, advantages=jnp.where(kept, experience.advantages, 1e3),
+                                   returns=jnp.where(kept, experience.returns, 1e3))
+
+    quiet, loud = run_gradients(config, tiny.make_mesh(), 4), run_gradients(config, tiny.make_mesh(), 4, shout)
+    assert_close(quiet[0], loud[0])
+
+
+def test_without_a_critic_there_is_none():
+    config = tiny.config(algorithm__adv_estimator="rloo", rollout__n=2, data__train_batch_size=4, data__val_batch_size=4,
+                         actor__ppo_mini_batch_size=4)
+    before, after, metrics = run_update(config, tiny.make_mesh(), ALL, 4)
+    assert after.critic is None and after.critic_optimizer is None
+    assert not any(name.startswith("critic/") for name in metrics)
+    assert not np.array_equal(before.actor["norm"]["scale"], after.actor["norm"]["scale"])
+    nets = tiny.networks(config)
+    assert state_lib.trained_shapes(config, nets, tiny.make_mesh()).keys() == {"actor", "optimizer", "control"}
+    assert state_lib.trained(after)["optimizer"].keys() == {"actor"}
+
+
+def test_target_kl_stops_the_actor_and_not_the_critic():
+    """The second mini-batch sees how far the first one's step went; the third is not taken."""
+    thrice = ALL * 3
+    plain, stopped = tiny.config(), tiny.config(actor__target_kl=1e-9)
+    _, once, _ = run_update(plain, tiny.make_mesh(), ALL, 4)
+    _, all_three, unbounded = run_update(plain, tiny.make_mesh(), thrice, 4)
+    _, after, metrics = run_update(stopped, tiny.make_mesh(), thrice, 4)
+    assert metrics["actor/steps_taken"] == 1 and "actor/steps_taken" not in unbounded
+    assert metrics["actor/approx_kl"] > 1e-9 and metrics["actor/ratio_min"] > 0
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(after.actor), jax.device_get(once.actor))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(after.critic), jax.device_get(all_three.critic))
+
+
+def test_roles_can_take_different_mini_batches():
+    config, mesh = tiny.config(), tiny.make_mesh()
+    with jax.set_mesh(mesh):
+        state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
+        experience, _ = tiny.make_experience(config, mesh, state, rollout)
+        after, _ = update(config, tiny.networks(config), 100, state, experience, tiny.plan(config, mesh, rollout, ALL, 4),
+                          tiny.plan(config, mesh, rollout, HALVES + HALVES, 2))
+    taken = [int(optax.tree.get(optimizer, "count")) for optimizer in (after.actor_optimizer, after.critic_optimizer)]
+    assert taken == [1, 4]
+
+
+def test_entropy_and_kl_weights_follow_their_schedules():
+    config = tiny.config(actor__entropy_schedule="0:0.5,10:0", actor__use_kl_loss=True, actor__kl_loss_ctrl=True,
+                         algorithm__kl_ctrl__kl_coef=0.25, actor__kl_loss_coef=7.0)
+    mesh = tiny.make_mesh()
+    with jax.set_mesh(mesh):
+        state = dataclasses.replace(tiny.make_state(config, mesh), step=jnp.int32(4))
+        context = objectives.actor_context(config, state)
+    assert (float(context.entropy_coef), float(context.kl_coef)) == pytest.approx((0.3, 0.25))

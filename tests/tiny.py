@@ -7,10 +7,11 @@ import numpy as np
 from jax_ppo import config as config_lib
 from jax_ppo import packing, schema, scoring, sharding
 from jax_ppo import state as state_lib
+from jax_ppo.experience import estimate
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.types import Prompts, Rollout
+from jax_ppo.types import MiniBatches, Prompts, Rollout
 
 ARCHITECTURE = Architecture(family="llama", vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=4,
                             num_kv_heads=2, head_dim=4, tied=True, max_position_embeddings=64, eos_ids=(1,), pad_id=0)
@@ -37,7 +38,7 @@ def make_mesh(devices=1, **shape):
 
 def networks(config):
     model = Transformer(ARCHITECTURE, jnp.dtype(config.model.dtype), remat=config.model.gradient_checkpointing)
-    return state_lib.Networks(model, model, None)
+    return state_lib.Networks(model, model if config.has_critic else None, None)
 
 
 def make_state(config, mesh, seed=0):
@@ -49,15 +50,18 @@ def make_state(config, mesh, seed=0):
             return jax.tree.map(lambda x: x * 5 if x.ndim > 1 else x, params)
 
         actor = scaled(heads.init(nets.actor, key, "lm"))
-        critic = scaled(heads.init(nets.critic, jax.random.fold_in(key, 1), "scalar"))
-        critic["score"]["kernel"] = jax.random.normal(key, critic["score"]["kernel"].shape)
-        optimizers = [state_lib.optimizer(options.optim, options.grad_clip).init(params)
-                      for options, params in ((config.actor, actor), (config.critic, critic))]
-        return state_lib.TrainState(jnp.int32(0), actor, critic, jax.tree.map(jnp.copy, actor), None, *optimizers,
-                                    jnp.float32(config.algorithm.kl_ctrl.kl_coef))
+        critic = critic_optimizer = None
+        if nets.critic:
+            critic = scaled(heads.init(nets.critic, jax.random.fold_in(key, 1), "scalar"))
+            critic["score"]["kernel"] = jax.random.normal(key, critic["score"]["kernel"].shape)
+            critic_optimizer = state_lib.optimizer(config.critic.optim, config.critic.grad_clip).init(critic)
+        actor_optimizer = state_lib.optimizer(config.actor.optim, config.actor.grad_clip).init(actor)
+        return state_lib.TrainState(jnp.int32(0), actor, critic, jax.tree.map(jnp.copy, actor), None, actor_optimizer,
+                                    critic_optimizer, state_lib.first_control(config))
 
     shapes = jax.eval_shape(build, jax.random.key(seed))
-    where = sharding.tree_shardings(mesh, shapes, sharding.TRAIN_RULES + ((r"step|kl_coef", sharding.replicated(mesh).spec),))
+    everywhere = ((r"step|control/.*", sharding.replicated(mesh).spec),)
+    where = sharding.tree_shardings(mesh, shapes, sharding.TRAIN_RULES + everywhere)
     return jax.jit(build, out_shardings=where)(jax.random.key(seed))
 
 
@@ -74,19 +78,20 @@ def make_rollout(mesh, seed=0, samples=B):
 
 
 def plan(config, mesh, rollout, groups, rows):
-    """Packing on the mesh, micro-batch counts, and the members of each group."""
+    """The groups' MiniBatches, packed on the mesh."""
     total = np.asarray(rollout.prompts.lengths) + np.asarray(rollout.lengths)
     packed, counts = packing.plan(total, groups, rows, config.row_length, config.packing.enabled)
     members = np.zeros((len(groups), len(total)), bool)
     np.put_along_axis(members, np.asarray(groups), True, 1)
-    return sharding.place(packed, sharding.rows(mesh, 2)), counts, members
+    return MiniBatches(sharding.place(packed, sharding.rows(mesh, 2)), counts, members)
 
 
-def make_experience(config, mesh, state, rollout, rewards=None, rows=2):
+def make_experience(config, mesh, state, rollout, rewards=None, rows=2, step_rewards=None):
     """Scores a rollout and estimates advantages. `rows`: R of the scoring micro-batch."""
-    packed, counts, _ = plan(config, mesh, rollout, [np.arange(len(rollout.lengths))], rows)
+    batches = plan(config, mesh, rollout, [np.arange(len(rollout.lengths))], rows)
     rewards = np.linspace(-1, 1, len(rollout.lengths)).astype(np.float32) if rewards is None else rewards
     sequences = scoring.join(rollout, config.sequence_length)
-    scores = scoring.score(config, networks(config), state, sequences, jax.tree.map(lambda x: x[0], packed), counts[0])
+    scores = scoring.score(config, networks(config), state, sequences, jax.tree.map(lambda x: x[0], batches.packing),
+                           batches.counts[0])
     rewards = sharding.place(rewards, sharding.rows(mesh))
-    return scoring.experience(config, state.kl_coef, sequences, scores, rewards, rollout.logprobs)
+    return estimate(config, state.step, state.control, sequences, rollout.logprobs, scores, rewards, step_rewards)

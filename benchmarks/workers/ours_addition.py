@@ -18,6 +18,7 @@ import jax
 from jax_ppo import config as config_lib
 from jax_ppo import metrics, ppo, schema, scoring, sharding
 from jax_ppo import state as state_lib
+from jax_ppo.experience import estimate
 from jax_ppo.experiment import TRAINING, Experiment
 from jax_ppo.update import update
 
@@ -84,9 +85,9 @@ class Training:
         plans = run.plan(self.done, ppo.sample_lengths(batch, rollout))
         sequences = scoring.join(rollout, config.sequence_length)
         scores = scoring.score(config, run.nets, state, sequences, *plans.scoring)
-        rewards, *_ = run.reward(batch, rollout)
-        experience, _ = scoring.experience(config, state.kl_coef, sequences, scores, rewards, rollout.logprobs)
-        self.state, _ = update(config, run.nets, run.total_steps, state, experience, *plans.update)
+        rewarded, _ = run.reward(batch, rollout)
+        experience, _ = estimate(config, state.step, state.control, sequences, rollout.logprobs, scores, rewarded.scores, None)
+        self.state, _ = update(config, run.nets, run.total_steps, state, experience, plans.actor, plans.critic)
         self.done += 1
 
     def wait(self) -> None:

@@ -84,7 +84,7 @@ def stop_between_steps(turnstile: Turnstile, prompt_tokens: int) -> None:
     updated, ppo.update = turnstile.phase("update", ppo.update), update
     for owner, name, phase in ((generate.Sampler, "__call__", "rollout"), (scoring, "score", "scoring"),
                                (experiment.Experiment, "reward", "reward"), (scoring, "reward_model_scores", "reward"),
-                               (scoring, "experience", "advantages")):
+                               (ppo.experience_lib, "estimate", "advantages")):
         setattr(owner, name, turnstile.phase(phase, getattr(owner, name)))
 
 

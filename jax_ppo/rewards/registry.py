@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jax_ppo import plugins
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.rewards import rules
-from jax_ppo.rewards.custom import load_function, to_result
+from jax_ppo.rewards.custom import ARGUMENTS, to_result
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.types import Example
 
@@ -36,12 +37,14 @@ class ScoredBatch:
       correct: float32 [n], 1 or 0, and NaN where the rule has no notion of it or failed.
       failures: responses whose rule raised an error or gave no finite number; they have the fallback score.
       extra: what else the rule reported, by name: float32 [n], NaN where a response has no such number.
+      steps: rewards within each response, as in RewardResult.
     """
 
     scores: np.ndarray
     correct: np.ndarray
     failures: int
     extra: dict[str, np.ndarray]
+    steps: list[tuple[tuple[int, float], ...]]
 
 
 def resolve(function: str = "", gsm8k_method: str = "strict") -> RewardFunction:
@@ -62,7 +65,7 @@ def resolve(function: str = "", gsm8k_method: str = "strict") -> RewardFunction:
                           f"{did_you_mean(gsm8k_method, rules.METHODS)}")
     if not function:
         return lambda example, response: _built_in(example, response, gsm8k_method)
-    call = load_function(function)
+    call = plugins.load(function, "reward.function", ARGUMENTS, by_name=True)
 
     def reward(example: Example, response: str) -> RewardResult:
         return to_result(call(data_source=example.data_source, solution_str=response, ground_truth=example.ground_truth,
@@ -107,7 +110,7 @@ def score_batch(reward_function: RewardFunction, examples: Sequence[Example], re
     results, first_failure, failures = [], None, 0
     for row, (example, response) in enumerate(zip(examples, responses_text, strict=True)):
         try:
-            results.append(_finite(reward_function(example, response)))
+            results.append(_checked(reward_function(example, response), response))
         except Exception:
             failures += 1
             results.append(RewardResult(fallback_score))
@@ -120,7 +123,8 @@ def score_batch(reward_function: RewardFunction, examples: Sequence[Example], re
         scores=np.array([result.score for result in results], np.float32),
         correct=np.array([math.nan if result.correct is None else result.correct for result in results], np.float32),
         failures=failures,
-        extra={name: np.array([result.extra.get(name, math.nan) for result in results], np.float32) for name in names})
+        extra={name: np.array([result.extra.get(name, math.nan) for result in results], np.float32) for name in names},
+        steps=[result.steps for result in results])
 
 
 def _built_in(example, response, gsm8k_method):
@@ -133,9 +137,13 @@ def _built_in(example, response, gsm8k_method):
     raise UserError(f"data_source={example.data_source!r} has no built-in rule; expected one of {SOURCES}")
 
 
-def _finite(result):
+def _checked(result, response):
     if not abs(result.score) <= _LARGEST:  # NaN too
         raise UserError(f"the score is {result.score}; expected a finite float32")
+    for end, reward in result.steps:
+        if not (0 <= end <= len(response) and abs(reward) <= _LARGEST):
+            raise UserError(f"the step reward {(end, reward)}: expected an end within the {len(response)} characters of the "
+                            "response and a finite float32")
     return result
 
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jax_ppo.errors import UserError
+from jax_ppo.rewards import process
 from jax_ppo.rewards.custom import to_result
 from jax_ppo.rewards.registry import check_sources, resolve, score_batch
 from jax_ppo.rewards.rules import RewardResult
@@ -160,3 +161,20 @@ def test_check_sources():
         assert words in str(error.value)
     with pytest.raises(UserError, match="example 1: ground_truth='five' is not a number"):
         check_sources([Example("q", "arithmetic", "five")])
+
+
+def test_rewards_of_steps_are_read_and_checked():
+    def function(data_source, solution_str, ground_truth, extra_info):
+        return {"score": 1, "step_rewards": [(2, 0.5), (np.int64(4), np.float32(-1))] if solution_str else [(1, 0.5)]}
+
+    scored = score_batch(lambda example, response: to_result(function("", response, "", {})), [SUM, SUM], ["abcd", ""],
+                         fallback_score=-3.0)
+    assert scored.steps == [((2, 0.5), (4, -1.0)), ()]
+    assert scored.scores.tolist() == [1.0, -3.0] and scored.failures == 1  # the empty text has no first character
+
+
+def test_a_step_is_rewarded_at_the_token_that_ends_it():
+    words = ["ab", "c", "", "def"]
+    rewards = process.token_rewards([(0, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (6, 16.0)], [0, 1, 2, 3],
+                                    lambda tokens: "".join(words[token] for token in tokens), 6)
+    assert rewards.tolist() == [3.0, 4.0, 0.0, 24.0, 0.0, 0.0]

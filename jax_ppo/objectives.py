@@ -1,0 +1,124 @@
+"""What actor and critic minimise: their losses on packed rows, and what is reported of them.
+
+Each function gives the share of a mini-batch's loss that some of its rows bear: shares add up over rows to the loss, and their
+metrics to the metrics (but for *_min and *_max, of which the least and the greatest is taken).
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jax_ppo import packing as packing_lib
+from jax_ppo import plugins, scoring
+from jax_ppo.kernels import kl, losses, policy_losses, schedules
+from jax_ppo.schema import POLICY_LOSSES, Config, schedule_points
+from jax_ppo.state import Networks, TrainState
+from jax_ppo.types import Experience, pytree
+
+ACTOR_METRICS = (
+    "actor/loss", "actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/approx_kl", "actor/ratio_mean", "actor/ratio_min",
+    "actor/ratio_max", "actor/log_ratio_max", "actor/clip_fraction", "actor/dual_clip_fraction")
+CRITIC_METRICS = ("critic/loss", "critic/clip_fraction")
+
+
+def policy_loss(name: str) -> Callable[[policy_losses.PolicyBatch, policy_losses.Clip], losses.PolicyLoss]:
+    """The loss that actor.policy_loss names. Raises UserError for one of the user's own that can not be loaded."""
+    if name in POLICY_LOSSES:
+        return policy_losses.LOSSES[name]
+    return plugins.load(name, "actor.policy_loss", ("batch", "clip"), by_name=False)
+
+
+@pytree
+class Weights:
+    """Of each token in a mini-batch's loss and in its means; [R, L] float32, 0 off the mask.
+
+    Attributes:
+      loss: as loss_agg_mode has it.
+      mean: of the mini-batch's tokens.
+    """
+
+    loss: jax.Array
+    mean: jax.Array
+
+
+@pytree
+class ActorContext:
+    """What the actor's loss reads besides rows and experience, and no gradient goes to.
+
+    Attributes:
+      reference: parameters; None where the loss has no KL over the whole vocabulary.
+      kl_coef, entropy_coef: float32 scalars, of this step.
+    """
+
+    reference: dict | None
+    kl_coef: jax.Array
+    entropy_coef: jax.Array
+
+
+def actor_context(config: Config, state: TrainState) -> ActorContext:
+    options = config.actor
+    entropy_coef = jnp.float32(options.entropy_coeff)
+    if options.entropy_schedule:
+        entropy_coef = schedules.piecewise(schedule_points(options.entropy_schedule), state.step, linear=True)
+    return ActorContext(
+        reference=state.reference if options.use_kl_loss and options.kl_loss_type == "full" else None,
+        kl_coef=state.control.kl_coef if options.kl_loss_ctrl else jnp.float32(options.kl_loss_coef),
+        entropy_coef=entropy_coef)
+
+
+def actor_loss(config: Config, nets: Networks, params, context: ActorContext, rows: packing_lib.Rows, experience: Experience,
+               weights: Weights):
+    """The policy loss, plus the KL to the reference if asked, minus the entropy bonus. Returns (loss, metrics)."""
+    options, temperature = config.actor, config.rollout.temperature
+    hidden = scoring.hidden_states(nets.actor, params, rows)
+    logprobs, entropy = scoring.token_logprobs(params, hidden, rows, temperature)
+    if config.updates_once and scoring.reuses_logprobs(config):
+        old = jax.lax.stop_gradient(logprobs)  # the same policy: a ratio of 1, whatever the sampler's program rounds otherwise
+    else:
+        old = packing_lib.to_rows(experience.old_logprobs, rows)
+    advantages = packing_lib.to_rows(experience.advantages, rows)
+    lengths = experience.sequences.lengths
+    batch = policy_losses.PolicyBatch(logprobs, old, advantages, rows.mask, lengths[rows.samples],
+                                      lambda x: packing_lib.sample_sums(x, rows, len(lengths)))
+    low = options.clip_ratio if options.clip_ratio_low is None else options.clip_ratio_low
+    high = options.clip_ratio if options.clip_ratio_high is None else options.clip_ratio_high
+    policy = policy_loss(options.policy_loss)(batch, policy_losses.Clip(low, high, options.clip_ratio_c or None))
+    if not (options.entropy_coeff or options.entropy_schedule):
+        entropy = jax.lax.stop_gradient(entropy)  # a factor of 0 alone would not spare its backward pass
+    importance = 1 if experience.importance is None else packing_lib.to_rows(experience.importance, rows)
+    pg_loss = jnp.sum(weights.loss * importance * policy.loss)
+    kl_loss = jnp.float32(0)
+    if context.reference is not None:
+        ref_hidden = scoring.hidden_states(nets.actor, context.reference, rows)
+        divergence = scoring.reference_kl(params, hidden, context.reference, ref_hidden, rows, temperature)
+        kl_loss = jnp.sum(weights.loss * divergence)
+    elif options.use_kl_loss:
+        ref_logprobs = packing_lib.to_rows(experience.ref_logprobs, rows)
+        kl_loss = jnp.sum(weights.loss * kl.kl_estimate(logprobs, ref_logprobs, rows.mask, options.kl_loss_type))
+    loss = pg_loss + context.kl_coef * kl_loss - context.entropy_coef * jnp.sum(weights.loss * entropy)
+
+    def mean(x):
+        return jnp.sum(weights.mean * x)
+
+    return loss, {
+        "actor/loss": loss, "actor/pg_loss": pg_loss, "actor/kl_loss": kl_loss, "actor/entropy": mean(entropy),
+        # Schulman's k3 of the step itself: non-negative, 0 while the policy has not moved.
+        "actor/approx_kl": mean(jnp.exp(policy.log_ratio) - 1 - policy.log_ratio),
+        "actor/ratio_mean": mean(policy.ratio),
+        "actor/ratio_min": jnp.where(rows.mask, policy.ratio, jnp.inf).min(),
+        "actor/ratio_max": jnp.where(rows.mask, policy.ratio, -jnp.inf).max(),
+        "actor/log_ratio_max": jnp.abs(policy.log_ratio).max(),
+        "actor/clip_fraction": mean(policy.clipped), "actor/dual_clip_fraction": mean(policy.dual_clipped),
+    }
+
+
+def critic_loss(config: Config, nets: Networks, params, context: None, rows: packing_lib.Rows, experience: Experience,
+                weights: Weights):
+    """The value loss. Returns (loss, metrics)."""
+    options = config.critic
+    old, returns = (packing_lib.to_rows(x, rows) for x in (experience.values, experience.returns))
+    values = scoring.scalars(nets.critic, params, rows)
+    value = losses.value_loss(values, old, returns, rows.mask, options.cliprange_value or None, options.huber_delta)
+    loss = options.value_loss_coef * jnp.sum(weights.loss * value.loss)
+    return loss, {"critic/loss": loss, "critic/clip_fraction": jnp.sum(weights.mean * value.clipped)}
