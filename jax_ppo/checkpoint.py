@@ -1,10 +1,11 @@
 """Checkpoints: written while training goes on, whole or not at all, read back onto any mesh.
 
-A checkpoint is a folder DIRECTORY/STEP with an item for each tree of arrays (actor, critic, optimizer), `meta` (JSON)
-and `metrics` (JSON, what the best one is chosen by). A folder gets its name when all of it is on disk; a process killed
+A checkpoint is a folder DIRECTORY/STEP with an item for each tree of arrays (those of state.trained), `meta` (JSON) and
+`metrics` (JSON, what the best one is chosen by). A folder gets its name when all of it is on disk; a process killed
 while saving leaves a temporary one, which is not seen and is removed by the next run.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -20,6 +21,21 @@ from jax_ppo.errors import UserError
 
 META = "meta"
 SHOWN = 5  # wrong parameters named in an error
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far a run has come: with the arrays of state.trained and the options, all that a checkpoint holds.
+
+    Attributes:
+      step: steps done.
+      position: training examples consumed.
+      evaluations: {step, accuracy, reward_mean} of each evaluation so far.
+    """
+
+    step: int = 0
+    position: int = 0
+    evaluations: list[dict] = dataclasses.field(default_factory=list)
 
 
 class Checkpointer:

@@ -7,6 +7,7 @@ line overrides single options (`--config.actor.clip_ratio=0.1`); `from_config_di
 
 import dataclasses
 import difflib
+import functools
 import typing
 
 from jax_ppo.errors import UserError, did_you_mean
@@ -97,6 +98,8 @@ def _checked(name, value, field):
         return None
     if expected is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
+    if isinstance(value, str):
+        value = field.metadata["aliases"].get(value, value)
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
         raise ConfigError(f"{name}={value!r}: expected {expected.__name__}, got {type(value).__name__}")
     limits = field.metadata
@@ -190,6 +193,49 @@ def _check_algorithm(config: Config):
     if reward.overlong_buffer_len > config.data.max_response_length:
         raise ConfigError(f"config.reward.overlong_buffer_len={reward.overlong_buffer_len}: expected at most "
                           f"config.data.max_response_length={config.data.max_response_length}")
+
+
+def notes(config: Config) -> list[str]:
+    """What is allowed and may not be meant: options that nothing reads beside others, and biases that are easily missed."""
+    options, actor, default = config.algorithm, config.actor, Config()
+    found = []
+    if config.rollout.top_k > 0 or config.rollout.top_p < 1:
+        found.append("config.rollout.top_k and top_p cut the distribution that is sampled, while log-probs and ratios are of "
+                     "the whole one: what is learned is off-policy by that much")
+    if options.use_kl_in_reward and options.kl_penalty != "k1":
+        found.append(f"config.algorithm.kl_penalty={options.kl_penalty!r}: in the reward k1 alone follows the KL's gradient; "
+                     "kernels/kl.py says what the others do")
+    if actor.use_kl_loss and actor.kl_loss_type == "k1":
+        found.append("config.actor.kl_loss_type='k1': its expected gradient is 0, so it restrains nothing; k2 does")
+    if actor.policy_loss == "gspo" and actor.clip_ratio_low is None and actor.clip_ratio_high is None:
+        found.append(f"config.actor.policy_loss='gspo': the ratio of a sequence hardly ever reaches config.actor.clip_ratio="
+                     f"{actor.clip_ratio}; its authors take clip_ratio_low=3e-4 and clip_ratio_high=4e-4")
+    if actor.policy_loss == "reinforce" and not config.updates_once:
+        found.append("config.actor.policy_loss='reinforce': is biased once the policy has moved; it is meant for one optimizer "
+                     "step a rollout")
+    unread = {
+        "actor.target_kl": config.updates_once, "actor.loss_scale_factor": "norm" not in actor.loss_agg_mode,
+        "algorithm.norm_adv_by_std_in_grpo": options.adv_estimator != "grpo",
+        "algorithm.whiten_shift_mean": not config.whitens_advantages,
+        "algorithm.bootstrap_truncated": options.mask_truncated,
+        "algorithm.gamma": options.adv_estimator in ("grpo", "rloo", "reinforce_plus_plus_baseline"),
+        "reward.normalize_shift": config.reward.normalize == "none",
+        "reward.normalize_samples": config.reward.normalize != "reference",
+    } | {name: not config.has_critic for name in (
+        "algorithm.lam", "algorithm.lam_length_alpha", "algorithm.critic_lam", "algorithm.critic_gamma", "critic.ppo_epochs",
+        "critic.ppo_mini_batch_size", "critic.huber_delta")}
+    for name, unused in unread.items():
+        value = _value(config, name)
+        if unused and value != _value(default, name):
+            found.append(f"config.{name}={value!r} changes nothing beside the other options")
+    steps = config.trainer.total_training_steps
+    if steps and config.trainer.critic_warmup >= steps:
+        found.append(f"config.trainer.critic_warmup={config.trainer.critic_warmup}: the actor never learns in {steps} steps")
+    return found
+
+
+def _value(config: Config, name: str):
+    return functools.reduce(getattr, name.split("."), config)
 
 
 def _check_control(config: Config):

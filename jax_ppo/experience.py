@@ -13,8 +13,6 @@ from jax_ppo.schema import Config
 from jax_ppo.scoring import Scores
 from jax_ppo.types import Control, Experience, Sequences
 
-WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")  # as their authors do
-
 
 @functools.partial(jax.jit, static_argnames=("config",))
 def estimate(config: Config, step, control: Control, sequences: Sequences, sampled_BxT, scores: Scores, rewards_B,
@@ -44,6 +42,7 @@ def estimate(config: Config, step, control: Control, sequences: Sequences, sampl
 
     if config.reward.normalize == "running":
         moments["rewards"] = moments_lib.add(moments["rewards"], rewards_B, jnp.ones_like(truncated))
+    earned_B = rewards_B if step_rewards_BxT is None else rewards_B + step_rewards_BxT.sum(1)
     shaped_B = shaped_scores(config, moments.get("rewards"), rewards_B, lengths, truncated)
     token_rewards = jnp.where(column == lengths[:, None] - 1, shaped_B[:, None], 0.0)
     if step_rewards_BxT is not None:
@@ -52,8 +51,8 @@ def estimate(config: Config, step, control: Control, sequences: Sequences, sampl
     if options.use_kl_in_reward:
         token_rewards -= control.kl_coef * divergence
     metrics = {
-        "reward/mean": rewards_B.mean(), "reward/std": rewards_B.std(),
-        "reward/min": rewards_B.min(), "reward/max": rewards_B.max(),
+        "reward/mean": earned_B.mean(), "reward/std": earned_B.std(),
+        "reward/min": earned_B.min(), "reward/max": earned_B.max(),
         "reward/shaped_mean": masked.masked_sum(token_rewards, mask) / len(rewards_B),
         "kl/reference": masked.masked_mean(divergence, mask), "kl/coefficient": control.kl_coef,
         "response_length/mean": lengths.mean(dtype=jnp.float32),
@@ -72,7 +71,7 @@ def estimate(config: Config, step, control: Control, sequences: Sequences, sampl
         advantages = _without_critic(config, token_rewards, mask)
     metrics |= {"advantages/mean": masked.masked_mean(advantages, taught),
                 "advantages/std": jnp.sqrt(masked.masked_variance(advantages, taught))}
-    if options.adv_estimator in WHITENED if options.whiten_advantages is None else options.whiten_advantages:
+    if config.whitens_advantages:
         advantages = masked.whiten(advantages, taught, shift_mean=options.whiten_shift_mean)
     if config.critic.normalize_values:
         moments["returns"] = moments_lib.add(moments["returns"], returns, taught)
@@ -82,7 +81,6 @@ def estimate(config: Config, step, control: Control, sequences: Sequences, sampl
     if scores.old_logprobs is not None:
         mismatch = importance.mismatch(old_logprobs, sampled_BxT, mask)
         metrics |= {f"rollout/{name}": figure for name, figure in mismatch.items()}
-        metrics["rollout/logprob_difference"] = masked.masked_mean(jnp.abs(sampled_BxT - old_logprobs), mask)
     weights = None
     if options.rollout_is != "none":
         threshold = options.rollout_is_threshold
@@ -126,16 +124,15 @@ def _with_critic(config, token_rewards, mask, taught, scores, moments, sequences
     if config.critic.normalize_values:
         values, after = (moments["returns"].mean + moments_lib.std(moments["returns"]) * x for x in (values, after))
     after = jnp.where(sequences.truncated & options.bootstrap_truncated, after, 0.0)
+    gae = jax.vmap(advantages_lib.gae, in_axes=(0, 0, 0, None, 0, 0))
     lam = jnp.full(len(lengths_B), options.lam)
     if options.lam_length_alpha is not None:
         lam = advantages_lib.length_adaptive_lam(lengths_B, options.lam_length_alpha)
-
-    gae = jax.vmap(advantages_lib.gae, in_axes=(0, 0, 0, None, 0, 0))
     advantages, returns = gae(token_rewards, values, mask, options.gamma, lam, after)
-    if (options.critic_gamma, options.critic_lam) != (None, None):
+    if (options.critic_gamma, options.critic_lam, options.lam_length_alpha) != (None, None, None):
         gamma = options.gamma if options.critic_gamma is None else options.critic_gamma
-        critic_lam = lam if options.critic_lam is None else jnp.full(len(lengths_B), options.critic_lam)
-        _, returns = gae(token_rewards, values, mask, gamma, critic_lam, after)
+        critic_lam = options.lam if options.critic_lam is None else options.critic_lam
+        _, returns = gae(token_rewards, values, mask, gamma, jnp.full(len(lengths_B), critic_lam), after)
     return advantages, returns, {
         "critic/returns_mean": masked.masked_mean(returns, taught),
         "critic/returns_std": jnp.sqrt(masked.masked_variance(returns, taught)),

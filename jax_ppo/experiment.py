@@ -48,12 +48,14 @@ class Rewarded:
       steps: float32 [B, T], rewards within the responses; None where the rules give none (reward.process_rewards).
       correct: float32 [B], 1 or 0, NaN where the rules have no notion of right.
       failures: samples of this process whose rule failed.
+      extra: what else the rules report, means over this process's samples that have it.
     """
 
     scores: jax.Array
     steps: jax.Array | None
     correct: jax.Array
     failures: int
+    extra: dict[str, float]
 
 
 class Experiment:
@@ -74,12 +76,8 @@ class Experiment:
         self.config, self.mesh = config, mesh
         config_lib.check_batches_divide(config, sharding.row_shards(mesh))
         training, held_out = self._examples()
-        if config.rollout.top_k > 0 or config.rollout.top_p < 1:
-            report("note: config.rollout.top_k and top_p cut the distribution that is sampled, while log-probs and ratios are "
-                   "of the whole one: what is learned is off-policy by that much")
-        if config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty in ("k2", "k3"):
-            report(f"note: config.algorithm.kl_penalty={config.algorithm.kl_penalty!r} in the reward hardly restrains a policy "
-                   "that is close to the reference (kernels/kl.py says why); k1 and full do")
+        for note in config_lib.notes(config):
+            report(f"note: {note}")
         self._reward_function = None  # a reward model without a function is all the reward there is
         if config.reward.function or not config.reward.model_path:
             self._reward_function = registry.resolve(config.reward.function, config.reward.gsm8k_method)
@@ -118,7 +116,8 @@ class Experiment:
     def plan_scoring(self, lengths) -> tuple[Packing, jax.Array]:
         """Packs all samples, of these lengths (prompt and response), for the passes that only read."""
         packed, counts = self._pack(lengths, np.arange(len(lengths))[None],
-                                    self.config.rollout.logprob_micro_batch_size_per_device)
+                                    self.config.rollout.logprob_micro_batch_size_per_device
+                                    or self.config.actor.ppo_micro_batch_size_per_device)
         packed = jax.tree.map(lambda x: x[0], packed)
         return sharding.place(packed, sharding.rows(self.mesh, axis=1)), self._everywhere(counts[0])
 
@@ -165,18 +164,20 @@ class Experiment:
         examples = [batch.examples[i // n] for i in indices]
         rule = self._reward_function or (lambda example, text: RewardResult(0.0))
         scored = registry.score_batch(rule, examples, texts, self.config.reward.fallback_score)
+        earned = scored.scores + np.array([sum(reward for _, reward in steps) for steps in scored.steps], np.float32)
         samples = [{"prompt": _text(example.prompt), "response": text, "score": float(score),
                     "correct": None if np.isnan(correct) else bool(correct)}
                    for example, text, score, correct in
-                   list(zip(examples, texts, scored.scores, scored.correct, strict=True))[:max(keep, 0)]]
+                   list(zip(examples, texts, earned, scored.correct, strict=True))[:max(keep, 0)]]
         total, steps = rollout.responses.shape[0], None
         if self.config.reward.process_rewards:
-            decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
+            decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             of_samples = [process.token_rewards(given, row[:n].tolist(), decode, len(row))
                           for given, row, n in zip(scored.steps, responses, lengths, strict=True)]
             steps = sharding.from_local_rows(self.mesh, indices, np.stack(of_samples), total)
         return Rewarded(sharding.from_local_rows(self.mesh, indices, scored.scores, total), steps,
-                        sharding.from_local_rows(self.mesh, indices, scored.correct, total), scored.failures), samples
+                        sharding.from_local_rows(self.mesh, indices, scored.correct, total), scored.failures,
+                        {name: float(np.nanmean(values)) for name, values in scored.extra.items()}), samples
 
     def _examples(self):
         data = self.config.data

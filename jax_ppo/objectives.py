@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jax_ppo import packing as packing_lib
 from jax_ppo import plugins, scoring
+from jax_ppo.errors import UserError
 from jax_ppo.kernels import kl, losses, policy_losses, schedules
 from jax_ppo.schema import POLICY_LOSSES, Config, schedule_points
 from jax_ppo.state import Networks, TrainState
@@ -84,6 +85,7 @@ def actor_loss(config: Config, nets: Networks, params, context: ActorContext, ro
     low = options.clip_ratio if options.clip_ratio_low is None else options.clip_ratio_low
     high = options.clip_ratio if options.clip_ratio_high is None else options.clip_ratio_high
     policy = policy_loss(options.policy_loss)(batch, policy_losses.Clip(low, high, options.clip_ratio_c or None))
+    _check_policy_loss(options.policy_loss, policy, rows.mask.shape)
     if not (options.entropy_coeff or options.entropy_schedule):
         entropy = jax.lax.stop_gradient(entropy)  # a factor of 0 alone would not spare its backward pass
     importance = 1 if experience.importance is None else packing_lib.to_rows(experience.importance, rows)
@@ -98,19 +100,32 @@ def actor_loss(config: Config, nets: Networks, params, context: ActorContext, ro
         kl_loss = jnp.sum(weights.loss * kl.kl_estimate(logprobs, ref_logprobs, rows.mask, options.kl_loss_type))
     loss = pg_loss + context.kl_coef * kl_loss - context.entropy_coef * jnp.sum(weights.loss * entropy)
 
+    counts = weights.mean > 0
+
     def mean(x):
         return jnp.sum(weights.mean * x)
 
     return loss, {
         "actor/loss": loss, "actor/pg_loss": pg_loss, "actor/kl_loss": kl_loss, "actor/entropy": mean(entropy),
         # Schulman's k3 of the step itself: non-negative, 0 while the policy has not moved.
-        "actor/approx_kl": mean(jnp.exp(policy.log_ratio) - 1 - policy.log_ratio),
+        "actor/approx_kl": mean(jnp.expm1(policy.log_ratio) - policy.log_ratio),
         "actor/ratio_mean": mean(policy.ratio),
-        "actor/ratio_min": jnp.where(rows.mask, policy.ratio, jnp.inf).min(),
-        "actor/ratio_max": jnp.where(rows.mask, policy.ratio, -jnp.inf).max(),
-        "actor/log_ratio_max": jnp.abs(policy.log_ratio).max(),
+        "actor/ratio_min": jnp.where(counts, policy.ratio, jnp.inf).min(),
+        "actor/ratio_max": jnp.where(counts, policy.ratio, -jnp.inf).max(),
+        "actor/log_ratio_max": jnp.where(counts, jnp.abs(policy.log_ratio), 0).max(),
         "actor/clip_fraction": mean(policy.clipped), "actor/dual_clip_fraction": mean(policy.dual_clipped),
     }
+
+
+def _check_policy_loss(name, found, shape):
+    """What a loss of the user's own returns: one that takes a mean itself would depend on how a batch is cut."""
+    if not isinstance(found, losses.PolicyLoss):
+        raise UserError(f"config.actor.policy_loss={name!r}: returned {type(found).__name__}; expected a "
+                        "kernels.losses.PolicyLoss")
+    for field, value in found._asdict().items():
+        if jnp.shape(value) != shape:
+            raise UserError(f"config.actor.policy_loss={name!r}: its {field} has shape {jnp.shape(value)}; expected a number "
+                            f"for each token, {shape}")
 
 
 def critic_loss(config: Config, nets: Networks, params, context: None, rows: packing_lib.Rows, experience: Experience,

@@ -1,9 +1,11 @@
 """Functions of the user's own, named on the command line: found, imported, and checked to take what they will be given."""
 
+import functools
 import importlib
 import importlib.util
 import inspect
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,7 @@ def _module(module_name, given):
             if not path.is_file():
                 known = [file.name for file in path.parent.glob("*.py")]
                 raise UserError(f"{given}: there is no file {path} (looked from {Path.cwd()}).{did_you_mean(path.name, known)}")
-            return _import_file(path)
+            return _import_file(path.resolve())
         return importlib.import_module(module_name)
     except UserError:
         raise
@@ -54,8 +56,9 @@ def _module(module_name, given):
         raise UserError(f"{given}: importing {module_name} failed: {type(error).__name__}: {error}{hint}") from error
 
 
+@functools.cache
 def _import_file(path):
-    name = f"jax_ppo_plugin_{path.stem}"
+    name = f"jax_ppo_plugin_{path.stem}_{zlib.crc32(bytes(path)):08x}"  # files of one name may lie in two folders
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses in it look themselves up there

@@ -6,28 +6,29 @@ besides, to tell the time of a phase, the next work is already queued.
 
 import contextlib
 import dataclasses
-import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ppo import compilation, distributed, metrics, rehearsal, scoring, sharding
+from jax_ppo import compilation, metrics, rehearsal, scoring, sharding
 from jax_ppo import experience as experience_lib
 from jax_ppo import state as state_lib
-from jax_ppo.checkpoint import Checkpointer
+from jax_ppo.checkpoint import Checkpointer, Progress
 from jax_ppo.errors import UserError
 from jax_ppo.evaluate import Evaluation, evaluate
 from jax_ppo.experiment import EVALUATION, REFERENCE, TRAINING, Experiment
 from jax_ppo.kernels import moments as moments_lib
-from jax_ppo.models import hf_export
+from jax_ppo.report import Reporter
 from jax_ppo.schema import Config
 from jax_ppo.update import update
 
 # Besides those of the model: what the trees of a checkpoint are, or what they were learned from.
 ANOTHER_EXPERIMENT = ("seed", "data.train_files", "critic.path", "critic.normalize_values", "reward.model_path",
                       "reward.normalize", "algorithm.adv_estimator")
+
+KEPT_BY_CHECKPOINTS = ("algorithm.kl_ctrl.kl_coef", "reward.normalize_samples")  # read by the first step alone
 
 
 def train(config: Config, workdir: Path) -> dict:
@@ -59,7 +60,7 @@ def train(config: Config, workdir: Path) -> dict:
                 state, of_update = update(config, run.nets, run.total_steps, state, experience, plans.actor, plans.critic)
                 with report.phase("score"):
                     jax.block_until_ready(scores)
-                report.later(step, of_rollout | of_update | rollout_metrics(rollout, rewarded.correct), rewarded.failures)
+                report.later(step, of_rollout | of_update | rollout_metrics(rollout, rewarded.correct), rewarded)
                 finish_step(run, state, step + 1, position, report, checkpoints)
                 if checkpoints.should_stop(step + 1):
                     checkpoints.wait()
@@ -67,7 +68,7 @@ def train(config: Config, workdir: Path) -> dict:
             return report.finish(state, run.config.trainer.export)
 
 
-def draw(run: Experiment, state, batches, step: int, report: "Reporter"):
+def draw(run: Experiment, state, batches, step: int, report: Reporter):
     """Begins to sample responses to a step's prompts: (the batch, the rollout, the examples consumed with it).
 
     Then it writes the figures of the last update begun, which ends as this sampling begins. One step off that is the update
@@ -84,21 +85,6 @@ def due(run: Experiment, done: int, frequency: int) -> bool:
     return done == run.total_steps or (frequency > 0 and done % frequency == 0)
 
 
-@dataclasses.dataclass
-class Progress:
-    """How far a run has come: with the arrays of TrainState, all that a checkpoint holds.
-
-    Attributes:
-      step: steps done.
-      position: training examples consumed.
-      evaluations: {step, accuracy, reward_mean} of each evaluation so far.
-    """
-
-    step: int = 0
-    position: int = 0
-    evaluations: list[dict] = dataclasses.field(default_factory=list)
-
-
 def find_progress(run: Experiment, checkpoints: Checkpointer) -> Progress:
     """Of the newest checkpoint, if there is one. Raises UserError for one that must not be gone on from."""
     latest = checkpoints.latest_step()
@@ -113,17 +99,17 @@ def find_progress(run: Experiment, checkpoints: Checkpointer) -> Progress:
     return Progress(latest, meta["position"], meta["evaluations"])
 
 
-def begin(run: Experiment, checkpoints: Checkpointer, progress: Progress, report: "Reporter") -> state_lib.TrainState:
+def begin(run: Experiment, checkpoints: Checkpointer, progress: Progress, report: Reporter) -> state_lib.TrainState:
     """The state to begin with, evaluated if it is untrained; the programs of a step are compiled meanwhile."""
     arrays = None
     with contextlib.nullcontext() if progress.step >= run.total_steps else rehearsal.during(run, progress.position):
         if progress.step:
             arrays, _ = checkpoints.restore(progress.step, state_lib.trained_shapes(run.config, run.nets, run.mesh))
         state = state_lib.create(run.config, run.nets, run.folders, run.mesh, metrics.loading, arrays, progress.step)
-        if run.config.reward.normalize == "reference" and not progress.step:
-            state = measure_reference(run, state)
         if run.held_out and not progress.step and run.config.trainer.val_before_train:
             report.evaluation(0, evaluation(run, state))
+    if run.config.reward.normalize == "reference" and not progress.step:
+        state = measure_reference(run, state)
     report.restart_clock()
     return state
 
@@ -136,7 +122,10 @@ def _check_same_experiment(config: Config, saved: dict) -> None:
         if name.startswith("model.") or name in ANOTHER_EXPERIMENT:
             raise UserError(f"config.{name}={now[name]!r}: the work directory holds checkpoints of another experiment, with "
                             f"{then[name]!r}; give another --workdir")
-        metrics.say(f"config.{name} was {then[name]!r} until the checkpoint, and is {now[name]!r} from here on")
+        if name in KEPT_BY_CHECKPOINTS:
+            metrics.say(f"config.{name}={now[name]!r}: not read; what the checkpoint made of {then[name]!r} goes on")
+        else:
+            metrics.say(f"config.{name} was {then[name]!r} until the checkpoint, and is {now[name]!r} from here on")
 
 
 def _flatten(options: dict, prefix: str = ""):
@@ -147,7 +136,7 @@ def _flatten(options: dict, prefix: str = ""):
             yield prefix + name, value
 
 
-def finish_step(run: Experiment, state, done: int, position: int, report: "Reporter", checkpoints: Checkpointer) -> None:
+def finish_step(run: Experiment, state, done: int, position: int, report: Reporter, checkpoints: Checkpointer) -> None:
     """Evaluates and saves where it is time: `done` steps are behind."""
     trainer, result = run.config.trainer, None
     if run.held_out and due(run, done, trainer.test_freq):
@@ -192,15 +181,16 @@ def evaluation(run: Experiment, state) -> Evaluation:
 
 
 def total_rewards(run: Experiment, state, batch, rollout, rewarded):
-    """Rewards [B] of a rollout that nothing else is scored of: the rules' and the reward model's."""
+    """Rewards [B] of a rollout that nothing else is scored of: the rules', those of steps too, and the reward model's."""
+    scores = rewarded.scores if rewarded.steps is None else rewarded.scores + rewarded.steps.sum(1)
     if run.nets.reward is None:
-        return rewarded.scores
+        return scores
     sequences = scoring.join(rollout, run.config.sequence_length)
-    return add_reward_model(run, state, rewarded.scores, sequences, run.plan_scoring(sample_lengths(batch, rollout)))
+    return add_reward_model(run, state, scores, sequences, run.plan_scoring(sample_lengths(batch, rollout)))
 
 
 def measure_reference(run: Experiment, state) -> state_lib.TrainState:
-    """The state with the moments of the rewards of its policy, over reward.normalize_samples responses or a few more."""
+    """The state with the moments of the scores of its policy, over reward.normalize_samples responses in whole batches."""
     params, batches = run.decode_params(state.actor), run.batches(0)
     moments = state.control.moments["rewards"]
     per_batch = run.config.data.train_batch_size * run.config.rollout.n
@@ -226,111 +216,3 @@ def rollout_metrics(rollout, correct_B) -> dict:
     return {"reward/accuracy": jnp.nanmean(correct_B),
             "response_length/truncated_share": rollout.truncated.mean(dtype=jnp.float32),
             "rollout/slot_use": rollout.lengths.sum() / rollout.slot_steps.sum()}
-
-
-class Reporter:
-    """Turns what a step leaves on the mesh into figures, one step late, and writes everything that a run writes."""
-
-    def __init__(self, run: Experiment, workdir: Path, progress: Progress, compiled: compilation.Compilations):
-        self.progress, self._run, self._workdir, self._compiled = progress, run, workdir, compiled
-        trainer = run.config.trainer
-        self._log = metrics.MetricsLog(workdir, tuple(filter(None, trainer.logger.split(","))), run.config.experiment_name,
-                                       dataclasses.asdict(run.config), progress.step, distributed.is_main())
-        self._bar = metrics.ProgressBar(run.total_steps, progress.step, distributed.is_main())
-        self._pending, self._skipped, self._warned = None, 0, set()
-        self._started = self._step_started = time.monotonic()
-
-    def __enter__(self):
-        self._log.__enter__()
-        self._bar.__enter__()
-        return self
-
-    def __exit__(self, *error):
-        self._bar.__exit__(*error)
-        self._log.__exit__(*error)
-
-    def phase(self, name: str):
-        return self._bar.phase(name)
-
-    def later(self, step: int, on_mesh: dict, failures: int) -> None:
-        """Keeps a step's metrics until they can be fetched without a wait."""
-        self._pending = (step, on_mesh, failures)
-
-    def flush(self) -> None:
-        """Fetches and writes the metrics kept. Raises FloatingPointError after too many steps in a row with skipped updates."""
-        if self._pending is None:
-            return
-        step, on_mesh, failures = self._pending
-        self._pending = None
-        with self.phase("update"):
-            figures = {name: float(value) for name, value in jax.device_get(on_mesh).items()}
-        if np.isnan(figures["reward/accuracy"]):
-            del figures["reward/accuracy"]  # the rules have no notion of right
-        self._warn(step + 1, figures)
-        figures |= self._bar.take_seconds()
-        now = time.monotonic()
-        figures["seconds/step"], self._step_started = now - self._step_started, now
-        tokens = figures["response_length/mean"] * self._run.config.data.train_batch_size * self._run.config.rollout.n
-        figures["tokens_per_second"] = tokens / figures["seconds/step"]
-        figures["reward/rule_failures"] = failures
-        self._log.write(step + 1, figures)
-        self._bar.advance(metrics.console_line(step + 1, self._run.total_steps, figures))
-        self._skipped = self._skipped + 1 if figures["update/skipped"] else 0
-        if self._skipped == self._run.config.trainer.max_skipped_updates:
-            raise FloatingPointError(
-                f"step {step + 1}: the gradient was not finite for {self._skipped} steps in a row (config.trainer."
-                "max_skipped_updates); a smaller config.actor.optim.lr or config.model.dtype=float32 may help")
-
-    def _warn(self, step, figures):
-        """Says once that the policy collapses or runs away, and once more each time that it does after it had come back."""
-        trainer, entropy, divergence = self._run.config.trainer, figures["actor/entropy"], figures["kl/reference"]
-        least, most = trainer.warn_entropy_below, trainer.warn_kl_above
-        signs = {}
-        if entropy < least:
-            signs["entropy"] = (f"the policy's entropy is {entropy:.2g} nats a token (config.trainer.warn_entropy_below="
-                                f"{least:g}): it has collapsed or is about to; config.actor.entropy_coeff may help")
-        if 0 < most < divergence:
-            signs["kl"] = (f"the KL to the reference is {divergence:.2g} nats a token (config.trainer.warn_kl_above={most:g}): "
-                           "the policy runs away; a KL penalty or a smaller config.actor.optim.lr may help")
-        for name in signs.keys() - self._warned:
-            self._bar.say(f"warning: step {step}: {signs[name]}")
-        self._warned = set(signs)
-
-    def evaluation(self, done: int, result: Evaluation) -> None:
-        """Writes an evaluation and shows some responses."""
-        accuracy = result.accuracy
-        self.progress.evaluations.append({"step": done, "accuracy": accuracy, "reward_mean": result.reward_mean})
-        self._log.write(done, {"eval/reward_mean": result.reward_mean, "eval/response_length": result.length_mean}
-                        | ({} if accuracy is None else {"eval/accuracy": accuracy}))
-        shown = "" if accuracy is None else f"accuracy {accuracy:.3f}, "
-        self._bar.say(f"evaluation after step {done}: {shown}reward {result.reward_mean:.3f}")
-        if result.samples:
-            self._bar.say(metrics.sample_table(result.samples))
-        self._plot()
-        self.restart_clock()
-
-    def restart_clock(self) -> None:
-        """What has passed since the last step's figures is no part of the next step."""
-        self._bar.take_seconds()
-        self._step_started = time.monotonic()
-
-    def finish(self, state, export: bool) -> dict:
-        """Writes what is still kept, the exported actor if asked, the curves and summary.json."""
-        self.flush()
-        run, evaluations = self._run, self.progress.evaluations
-        if export:
-            hf_export.export(state.actor, run.nets.actor.architecture, self._workdir / "actor",
-                             source_folder=run.folders.actor)
-        summary = {"experiment_name": run.config.experiment_name, "steps": int(state.step), "total_steps": run.total_steps,
-                   "evaluations": evaluations, "seconds": time.monotonic() - self._started,
-                   "devices": np.prod(list(run.mesh.shape.values())).item(), "mesh": dict(run.mesh.shape),
-                   "compilations": dataclasses.asdict(self._compiled), "versions": metrics.versions()}
-        if distributed.is_main():
-            self._plot()
-            metrics.write_summary(self._workdir, summary)
-        return summary
-
-    def _plot(self):
-        if distributed.is_main():
-            metrics.plot_curves(self._workdir / "training_metrics.csv", self.progress.evaluations,
-                                self._workdir / "training_curves.png")

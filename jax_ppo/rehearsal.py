@@ -78,7 +78,7 @@ def _programs(run: Experiment, prompts: Prompts, key, plans: Plans) -> Iterator[
         steps = jax.ShapeDtypeStruct(rollout.logprobs.shape, jnp.float32, sharding=sharding.rows(run.mesh))
     experience, _ = _outputs(estimate, config, state.step, state.control, sequences, rollout.logprobs, scores, rewards,
                               steps)
-    yield "experience"
+    yield "estimate"
     _outputs(update, config, nets, run.total_steps, state, experience, plans.actor, plans.critic)
     yield "update"
 

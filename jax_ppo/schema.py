@@ -6,10 +6,16 @@ Names are verl's where the thing is the same: batch and mini-batch sizes count p
 import dataclasses
 import math
 
+VERL_KINDS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "low_var_kl+": "k3+"}
 
-def option(default, doc, *, choices=None, at_least=None, above=None, at_most=None, below=None):
-    """A field with its meaning and range. `None` as a value passes the range: it means "not set"."""
-    limits = {"choices": choices, "at_least": at_least, "above": above, "at_most": at_most, "below": below}
+
+def option(default, doc, *, choices=None, aliases=None, at_least=None, above=None, at_most=None, below=None):
+    """A field with its meaning and range. `None` as a value passes the range: it means "not set".
+
+    `aliases`: other names of some choices, by which the choice is meant.
+    """
+    limits = {"choices": choices, "aliases": aliases or {}, "at_least": at_least, "above": above, "at_most": at_most,
+              "below": below}
     return dataclasses.field(default=default, metadata={"doc": doc, **limits})
 
 
@@ -109,9 +115,9 @@ class Actor:
     kl_loss_coef: float = option(0.001, "weight of that KL", at_least=0)
     kl_loss_ctrl: bool = option(False, "weigh it by the coefficient of algorithm.kl_ctrl, as that moves, instead of "
                                 "kl_loss_coef")
-    kl_loss_type: str = option("k3", "its estimator; k3+ has the value of k3 and the gradient of k2; full sums over the "
-                               "vocabulary, for another pass of the reference in each micro-batch",
-                               choices=("k1", "abs", "k2", "k3", "k3+", "clamped", "full"))
+    kl_loss_type: str = option("k3", "its estimator; k1 restrains nothing here; k3+ has the value of k3 and the gradient of "
+                               "k2; full sums over the vocabulary, for another pass of the reference in each micro-batch",
+                               choices=("k1", "abs", "k2", "k3", "k3+", "clamped", "full"), aliases=VERL_KINDS)
     target_kl: float | None = option(None, "once a mini-batch's approximate KL to the policy that the step began with passes "
                                      "1.5 times this, the actor takes no more of the step's mini-batches; unset: never",
                                      above=0)
@@ -133,7 +139,8 @@ class Critic:
                                            at_least=0)
     value_loss_coef: float = option(1.0, "weight of the value loss (it scales what is reported, and the gradient's norm)",
                                     above=0)
-    huber_delta: float | None = option(None, "error from which on the loss grows linearly (Huber's); unset: squared", above=0)
+    huber_delta: float | None = option(None, "error from which on the loss grows linearly (Huber's), in units of reward, or of "
+                                      "deviations with normalize_values; unset: squared", above=0)
     normalize_values: bool = option(False, "the critic learns returns normalised by their running mean and deviation; "
                                     "cliprange_value counts in deviations then")
 
@@ -160,21 +167,23 @@ class Algorithm:
     lam: float = option(1.0, "GAE's lambda", at_least=0, at_most=1)
     critic_gamma: float | None = option(None, "gamma of the returns that the critic learns; unset: gamma", at_least=0,
                                         at_most=1)
-    critic_lam: float | None = option(None, "lambda of the returns that the critic learns; unset: the actor's", at_least=0,
+    critic_lam: float | None = option(None, "lambda of the returns that the critic learns; unset: lam", at_least=0,
                                       at_most=1)
     lam_length_alpha: float | None = option(None, "lambda of the advantages is 1 - 1 / (this x response length), VAPO's 0.05; "
                                             "unset: lam", above=0)
     bootstrap_truncated: bool = option(False, "the value after a response that was cut off is the critic's, instead of 0")
-    mask_truncated: bool = option(False, "actor and critic learn nothing from responses that were cut off")
+    mask_truncated: bool = option(False, "losses leave out responses that were cut off; other responses' baselines, whitened "
+                                  "rewards and running moments still know their scores")
     norm_adv_by_std_in_grpo: bool = option(True, "grpo divides by the deviation of a prompt's rewards; off: Dr. GRPO")
     whiten_rewards: bool = option(False, "token rewards to variance 1 over the whole rollout, their mean kept")
     whiten_advantages: bool | None = option(None, "advantages to variance 1 over the whole rollout; unset: with gae and "
-                                            "reinforce_plus_plus")
+                                            "the two of reinforce_plus_plus")
     whiten_shift_mean: bool = option(True, "whitened advantages have mean 0; off: they keep their mean")
     use_kl_in_reward: bool = option(False, "subtract kl_ctrl's coefficient times the KL estimate from each token's reward")
     use_reference: bool = option(True, "keep the first policy frozen and measure the KL to it at each step")
-    kl_penalty: str = option("k1", "that estimate; full sums over the vocabulary",
-                             choices=("k1", "abs", "k2", "k3", "clamped", "full"))
+    kl_penalty: str = option("k1", "that estimate; full sums over the vocabulary. In the reward k1 alone follows the KL's "
+                             "gradient (kernels/kl.py)",
+                             choices=("k1", "abs", "k2", "k3", "clamped", "full"), aliases=VERL_KINDS)
     kl_ctrl: KLControl = section(KLControl)
     rollout_is: str = option("none", "importance weights of the policy loss (not of KL and returns), for tokens drawn by "
                              "older weights (rollout.one_step_off) or by the sampler's rounding: of each token, or of the "
@@ -201,7 +210,7 @@ class RolloutOptions(Sampling):
     reuse_logprobs: str = option(
         "auto", "take the sampler's log-probs for the old policy's instead of computing them again: `always`, where the first "
         "ratios are off 1 by what two programs round differently (percents in bfloat16); `never`; `auto`: where that biases "
-        "nothing, in float32 on CPU and, without a KL in the reward, in a step of one optimizer step",
+        "nothing, in float32 on CPU and, without a KL in the reward or an adaptive one, in a step of one optimizer step",
         choices=("auto", "always", "never"))
     one_step_off: bool = option(False, "sample the next batch before a step's update instead of after it, while the host "
                                 "counts the step's rewards; needs algorithm.rollout_is. Before a checkpoint that is due it "
@@ -219,12 +228,13 @@ class Reward:
     model_path: str = option("", "folder or hub name of a reward model with the actor's tokenizer (sequence classification, "
                              "one label); its score is added to reward.function's, or is the reward where that is empty")
     process_rewards: bool = option(False, "reward.function's dict may hold `step_rewards`, a list of (characters of the "
-                                   "response up to the step's end, reward): each is earned by the token that reaches it")
+                                   "response up to the step's end, reward): each is earned by the token that reaches it, "
+                                   "whatever normalises or clips scores; estimators that compare responses take their sum")
     normalize: str = option("none", "divide scores by their deviation: running, over all so far; reference, over "
                             "normalize_samples of the first policy, measured before the first step",
                             choices=("none", "running", "reference"))
     normalize_shift: bool = option(True, "normalised scores lose their mean too")
-    normalize_samples: int = option(256, "responses that reference measures", at_least=2)
+    normalize_samples: int = option(256, "responses that reference measures, rounded up to whole batches", at_least=2)
     clip: float | None = option(None, "scores, normalised if asked, are clipped to +- this; unset: not", above=0)
     missing_eos_penalty: float = option(0.0, "taken from the score of a response that was cut off", at_least=0)
     overlong_buffer_len: int = option(0, "last tokens of max_response_length over which overlong_penalty_factor builds up "
@@ -302,6 +312,12 @@ class Config:
     def has_critic(self) -> bool:
         """Whether advantages need a critic; without one none is built or stored."""
         return self.algorithm.adv_estimator == "gae"
+
+    @property
+    def whitens_advantages(self) -> bool:
+        """Unless algorithm.whiten_advantages says so, as the estimator's authors do."""
+        of_authors = self.algorithm.adv_estimator in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+        return of_authors if self.algorithm.whiten_advantages is None else self.algorithm.whiten_advantages
 
     @property
     def updates_once(self) -> bool:

@@ -85,12 +85,14 @@ def reuses_logprobs(config: Config) -> bool:
 
     In float32 the two differ by 1e-6 on CPU; elsewhere products of float32 are rounded to fewer bits, and differently from
     program to program. Where a rollout is learned from in one optimizer step the update takes the old log-probs to be those it
-    differentiates (their ratio is 1), and the sampler's are no more than a figure to report, unless the reward has a KL.
+    differentiates (their ratio is 1), and the sampler's are no more than a figure to report, unless the reward has a KL
+    or a controller goes by one.
     """
     if config.algorithm.rollout_is != "none":
         return False  # it is what importance weights compare the sampler's with
     exact = config.model.dtype == "float32" and jax.default_backend() == "cpu"
-    unused = config.updates_once and not config.algorithm.use_kl_in_reward
+    adapts = config.algorithm.kl_ctrl.type == "adaptive"
+    unused = config.updates_once and not config.algorithm.use_kl_in_reward and not adapts
     return config.rollout.reuse_logprobs == "always" or (config.rollout.reuse_logprobs == "auto" and (exact or unused))
 
 

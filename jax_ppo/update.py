@@ -30,7 +30,7 @@ def update(config: Config, nets: Networks, total_steps: int, state: TrainState, 
     """Trains actor and critic on one rollout.
 
     Args:
-      config: static; actor.*, critic.* and trainer.critic_warmup are read.
+      config: static.
       total_steps: steps of the whole run, which the learning rates' schedules end with.
       state: donated.
       critic_batches: None without a critic.
@@ -86,29 +86,25 @@ class Role:
         options = getattr(self.config, self.name)
         transform = state_lib.optimizer(options.optim, options.grad_clip)
 
-        def descend(carry, batch):
-            params, optimizer_state, _ = carry
-            gradients, metrics = self.gradients(params, context, experience, batch)
-            near = jnp.bool_(True)
-            if self.target_kl is not None:
-                near = metrics["actor/approx_kl"] <= TOO_FAR * self.target_kl
-            params, optimizer_state, norm, finite = state_lib.descend(transform, params, optimizer_state, gradients, rate,
-                                                                      learns & near)
-            metrics |= {f"{self.name}/grad_norm": norm, f"{self.name}/skipped": (~finite).astype(jnp.float32)}
-            return (params, optimizer_state, near), metrics
-
         def mini_batch(carry, batch):
-            goes_on = carry[2]
-            if self.target_kl is None:
-                carry, metrics = descend(carry, batch)
-            else:
-                nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(descend, carry, batch)[1])
-                carry, metrics = jax.lax.cond(goes_on, descend, lambda carry, _: (carry, nothing), carry, batch)
-            return carry, (metrics, goes_on)
+            params, optimizer_state, near = carry
+            # Past the target, or where all samples are left out, there is nothing to do: no micro-batch is run.
+            done = near & jnp.any(batch.members & experience.kept)
+            batch = dataclasses.replace(batch, counts=jnp.where(done, batch.counts, 0))
+            gradients, metrics = self.gradients(params, context, experience, batch)
+            if self.target_kl is not None:
+                near &= metrics["actor/approx_kl"] <= TOO_FAR * self.target_kl
+            params, optimizer_state, norm, finite = state_lib.descend(transform, params, optimizer_state, gradients, rate,
+                                                                      learns & near & done)
+            metrics |= {f"{self.name}/grad_norm": norm, f"{self.name}/skipped": (~finite).astype(jnp.float32)}
+            return (params, optimizer_state, near), (metrics, done, near & done)
 
         start = (params, optimizer_state, jnp.bool_(True))
-        (params, optimizer_state, _), (metrics_U, done_U) = jax.lax.scan(mini_batch, start, batches)
-        return params, optimizer_state, self._over_steps(metrics_U, done_U)
+        (params, optimizer_state, _), (metrics_U, done_U, taken_U) = jax.lax.scan(mini_batch, start, batches)
+        metrics = self._over_steps(metrics_U, done_U)
+        if self.target_kl is not None:
+            metrics["actor/steps_taken"] = jnp.sum(taken_U)
+        return params, optimizer_state, metrics
 
     def gradients(self, params, context, experience: Experience, batch: MiniBatches):
         """Gradients and metrics of one mini-batch (without the leading U), summed over its micro-batches, in float32."""
@@ -123,27 +119,22 @@ class Role:
             objective = functools.partial(self.objective, self.config, self.nets)
             grads, metrics = jax.grad(objective, has_aux=True)(params, context, rows, experience, weights)
             total, totals = carry
-            return jax.tree.map(jnp.add, total, grads), {k: _combine(k)(totals[k], metrics[k]) for k in totals}
+            return jax.tree.map(jnp.add, total, grads), {k: _folding(k)[1](totals[k], metrics[k]) for k in totals}
 
         zeros = jax.tree.map(jnp.zeros_like, params)
-        start = {name: jnp.float32({"_min": jnp.inf, "_max": -jnp.inf}.get(name[-4:], 0.0)) for name in self.metrics}
+        start = {name: jnp.float32(_folding(name)[0]) for name in self.metrics}
         return jax.lax.fori_loop(0, batch.counts, micro_batch, (zeros, start))
 
     def _over_steps(self, metrics_U, done_U):
-        """One figure a metric from the U optimizer steps, of which those before the stop were done."""
-
-        def mean(x):
-            return jnp.sum(x, where=done_U) / jnp.sum(done_U)
-
-        reduce = {"_min": lambda x: jnp.min(x, where=done_U, initial=jnp.inf),
-                  "_max": lambda x: jnp.max(x, where=done_U, initial=-jnp.inf)}
-        reduced = {name: reduce.get(name[-4:], mean)(x) for name, x in metrics_U.items()}
-        reduced[f"{self.name}/skipped"] = jnp.sum(metrics_U[f"{self.name}/skipped"])
+        """One figure a metric from the optimizer steps that were done."""
+        reduced = {}
+        for name, x in metrics_U.items():
+            start, _, reduce = _folding(name)
+            reduced[name] = reduce(x, where=done_U, initial=start)
+            if reduce is jnp.sum and not name.endswith("/skipped"):
+                reduced[name] /= jnp.maximum(jnp.sum(done_U), 1)
         if self.name == "actor":  # must be near 0 where the old policy's log-probs are right
             reduced["actor/first_log_ratio"] = metrics_U["actor/log_ratio_max"][0]
-        if self.target_kl is not None:
-            near = metrics_U["actor/approx_kl"] <= TOO_FAR * self.target_kl
-            reduced["actor/steps_taken"] = jnp.sum(done_U & near)
         return reduced
 
 
@@ -158,5 +149,7 @@ def critic_role(config: Config, nets: Networks) -> Role:
                 config.critic.loss_agg_mode or config.actor.loss_agg_mode)
 
 
-def _combine(name):
-    return jnp.minimum if name.endswith("_min") else jnp.maximum if name.endswith("_max") else jnp.add
+def _folding(name):
+    """What a metric starts from, how two shares of it join, and how a list of it is reduced."""
+    folding = {"_min": (jnp.inf, jnp.minimum, jnp.min), "_max": (-jnp.inf, jnp.maximum, jnp.max)}
+    return folding.get(name[-4:], (0.0, jnp.add, jnp.sum))

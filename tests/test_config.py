@@ -1,5 +1,8 @@
 """Every wrong option fails before anything heavy loads, naming the option, its value and what was expected."""
 
+import inspect
+import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -142,3 +145,29 @@ def test_points_of_a_schedule():
 def test_what_is_no_schedule_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         schema.schedule_points(text)
+
+
+def test_verls_names_of_estimators_are_taken():
+    assert checked(actor__kl_loss_type="low_var_kl+").actor.kl_loss_type == "k3+"
+    assert checked(algorithm__kl_penalty="mse").algorithm.kl_penalty == "k2"
+
+
+def test_what_may_not_be_meant_is_noted():
+    assert config.notes(checked()) == []
+    noted = " ".join(config.notes(checked(
+        algorithm__adv_estimator="grpo", rollout__n=4, algorithm__lam=0.9, actor__policy_loss="gspo", rollout__top_p=0.9,
+        algorithm__use_kl_in_reward=True, algorithm__kl_penalty="abs", reward__normalize_samples=8)))
+    for name in ("algorithm.lam=0.9", "actor.policy_loss='gspo'", "top_p", "algorithm.kl_penalty='abs'", "normalize_samples=8"):
+        assert f"{name}" in noted, name
+    assert "critic_lam" not in noted
+    assert "the actor never learns" in config.notes(checked(trainer__critic_warmup=3, trainer__total_training_steps=3))[0]
+
+
+def test_every_option_is_read():
+    """By its name, somewhere besides the schema and its checks."""
+    folder = pathlib.Path(config.__file__).parent
+    code = "".join(path.read_text() for path in folder.rglob("*.py") if path.name not in ("schema.py", "config.py"))
+    properties = inspect.getsource(schema.Config)
+    for name, *_ in config.options():
+        leaf = name.rpartition(".")[2]
+        assert re.search(rf"[.\"]{leaf}\b", code + properties), name

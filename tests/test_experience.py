@@ -81,7 +81,7 @@ def test_the_critic_can_have_a_lambda_and_a_gamma_of_its_own():
 
 
 def test_lambda_by_length():
-    config = tiny.config(algorithm__lam_length_alpha=0.5, algorithm__critic_lam=1.0, **RAW)
+    config = tiny.config(algorithm__lam_length_alpha=0.5, **RAW)  # the critic's lambda stays lam, 1
     experience, _ = estimated(config, [1.0, 1.0], [2, 4], values=[[0.0, 0.0], [0.0] * 4])
     # lambda is 1 - 1/(0.5 x 2) = 0 and 1 - 1/(0.5 x 4) = 0.5.
     np.testing.assert_allclose(rows(experience.advantages, [2, 4])[0], [0.0, 1.0])
@@ -118,11 +118,12 @@ def test_without_a_critic(estimator, expected):
 
 def test_what_is_whitened_unless_said():
     whitened = {}
-    for estimator in ("gae", "grpo", "reinforce_plus_plus"):
+    for estimator in ("gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         config = tiny.config(algorithm__adv_estimator=estimator, rollout__n=2)
         experience, _ = estimated(config, [1.0, 4.0], [1, 1])
         whitened[estimator] = np.allclose(rows(experience.advantages, [1, 1]), [[-1.0], [1.0]])
-    assert whitened == {"gae": True, "grpo": False, "reinforce_plus_plus": True}
+    assert whitened == {"gae": True, "grpo": False, "rloo": False, "reinforce_plus_plus": True,
+                        "reinforce_plus_plus_baseline": True}
     kept = tiny.config(algorithm__whiten_shift_mean=False)
     experience, _ = estimated(kept, [1.0, 4.0], [1, 1])
     np.testing.assert_allclose(rows(experience.advantages, [1, 1]), [[1.5], [3.5]], rtol=1e-6)
@@ -150,8 +151,17 @@ def test_normalised_values_stand_for_the_same_advantages():
 
 def test_rewards_of_steps_are_earned_where_they_end():
     config = tiny.config(algorithm__lam=1.0, **RAW)
-    experience, _ = estimated(config, [1.0], [3], values=[[0.0] * 3], step_rewards=[[0.5, 0.0, -2.0]])
+    experience, metrics = estimated(config, [1.0], [3], values=[[0.0] * 3], step_rewards=[[0.5, 0.0, -2.0]])
     np.testing.assert_allclose(rows(experience.returns, [3]), [[-0.5, -1.0, -1.0]])
+    assert float(metrics["reward/mean"]) == -0.5
+
+
+def test_a_broken_reward_does_not_break_the_moments():
+    config = tiny.config(reward__normalize="running", critic__normalize_values=True)
+    broken, _ = estimated(config, [1.0, np.inf], [1, 1])
+    assert all(float(moment.count) == 0 for moment in broken.control.moments.values())
+    after, _ = estimated(config, [1.0, 3.0], [1, 1], control=broken.control)
+    assert float(after.control.moments["rewards"].mean) == 2
 
 
 def test_the_whole_kl_is_taken_where_it_is_given():
@@ -181,3 +191,10 @@ def test_the_coefficient_of_the_next_step(options, coefficients):
     if coefficients[2] is not None:
         experience, _ = estimated(config, [0.0], [2], step=3, **given)
         assert float(experience.control.kl_coef) == pytest.approx(coefficients[2])
+
+
+@pytest.mark.parametrize(("kind", "figure"), [("k1", 0.5), ("abs", 1.5), ("k2", 1.25), ("k3", (np.e - 2 + np.exp(-2) + 1) / 2)])
+def test_the_kl_is_estimated_as_asked(kind, figure):
+    config = tiny.config(algorithm__kl_penalty=kind, algorithm__use_kl_in_reward=True, **RAW)
+    _, metrics = estimated(config, [0.0], [2], logprobs=[[-2.0, -1.0]], ref_logprobs=[[-1.0, -3.0]])
+    assert float(metrics["kl/reference"]) == pytest.approx(figure)

@@ -9,10 +9,11 @@ import optax
 import pytest
 
 import tiny
-from jax_ppo import objectives, scoring
+from jax_ppo import objectives, schema, scoring
 from jax_ppo import state as state_lib
 from jax_ppo.errors import UserError
 from jax_ppo.experience import estimate
+from jax_ppo.kernels import importance, kl, losses, policy_losses
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer, unroll
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
@@ -35,21 +36,22 @@ def run_update(config, mesh, groups, rows, seed=0, rewards=None, prepare=lambda 
     return before, state, {name: float(value) for name, value in (rollout_metrics | metrics).items()}
 
 
-def run_gradients(config, mesh, rows, change=lambda experience: experience):
-    """Both gradients of one mini-batch of all samples, at a policy that has moved since the rollout."""
+def run_gradients(config, mesh, rows, change=lambda experience: experience, move=1.02, roles=("actor", "critic")):
+    """The roles' gradients of one mini-batch of all samples, at a policy that has moved since the rollout."""
     with jax.set_mesh(mesh):
         state = tiny.make_state(config, mesh)
         rollout = tiny.make_rollout(mesh)
         experience = change(tiny.make_experience(config, mesh, state, rollout, rows=max(rows, 1))[0])
-        moved = jax.tree.map(lambda x: x * 1.02, dataclasses.replace(state, step=None, control=None))
+        moved = jax.tree.map(lambda x: x * move, dataclasses.replace(state, step=None, control=None))
         one = jax.tree.map(lambda x: x[0], tiny.plan(config, mesh, rollout, ALL, rows))
         context = objectives.actor_context(config, dataclasses.replace(moved, control=state.control, step=state.step))
+        given = {"actor": (actor_role, moved.actor, context), "critic": (critic_role, moved.critic, None)}
         grads, metrics = [], {}
-        for role, params, given in ((actor_role(config, tiny.networks(config)), moved.actor, context),
-                                    (critic_role(config, tiny.networks(config)), moved.critic, None)):
-            gradients, of_role = jax.jit(role.gradients)(params, given, experience, one)
+        for name in roles:
+            role, params, of_role = given[name]
+            gradients, found = jax.jit(role(config, tiny.networks(config)).gradients)(params, of_role, experience, one)
             grads.append(gradients)
-            metrics |= of_role
+            metrics |= found
         return jax.tree.map(np.asarray, grads), {name: float(value) for name, value in metrics.items()}
 
 
@@ -334,8 +336,8 @@ def test_a_loss_of_ones_own(tmp_path):
         "def halved(batch, clip):\n"
         "    policy = policy_losses.vanilla(batch, clip)\n"
         "    return policy._replace(loss=policy.loss / 2)\n")
-    vanilla, _ = run_gradients(tiny.config(), tiny.make_mesh(), 4)
-    mine, _ = run_gradients(tiny.config(actor__policy_loss=f"{tmp_path}/mine.py:halved"), tiny.make_mesh(), 4)
+    vanilla, _ = run_gradients(tiny.config(), tiny.make_mesh(), 4, roles=("actor",))
+    mine, _ = run_gradients(tiny.config(actor__policy_loss=f"{tmp_path}/mine.py:halved"), tiny.make_mesh(), 4, roles=("actor",))
     assert_close(jax.tree.map(lambda x: x / 2, vanilla[0]), mine[0])
     with pytest.raises(UserError, match=r"config.actor.policy_loss=.*has no function 'halve'; it has halved.*Did you mean"):
         objectives.policy_loss(f"{tmp_path}/mine.py:halve")
@@ -380,6 +382,16 @@ def test_target_kl_stops_the_actor_and_not_the_critic():
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(after.critic), jax.device_get(all_three.critic))
 
 
+def test_after_the_stop_nothing_is_learned():
+    """Not even of mini-batches in which the policy looks near again."""
+    mesh, stopped = tiny.make_mesh(), tiny.config(actor__target_kl=1e-9)
+    after_one = {tuple(half): 2 * run_update(stopped, mesh, [HALVES[0], half], 2)[2]["actor/approx_kl"] for half in HALVES}
+    (near, least), (far, most) = sorted(after_one.items(), key=lambda item: item[1])
+    between = tiny.config(actor__target_kl=float(np.sqrt(least * most)) / 1.5)
+    _, _, metrics = run_update(between, mesh, [HALVES[0], far, near, near], 2)
+    assert most > 1.1 * least and metrics["actor/steps_taken"] == 1
+
+
 def test_roles_can_take_different_mini_batches():
     config, mesh = tiny.config(), tiny.make_mesh()
     with jax.set_mesh(mesh):
@@ -399,3 +411,82 @@ def test_entropy_and_kl_weights_follow_their_schedules():
         state = dataclasses.replace(tiny.make_state(config, mesh), step=jnp.int32(4))
         context = objectives.actor_context(config, state)
     assert (float(context.entropy_coef), float(context.kl_coef)) == pytest.approx((0.3, 0.25))
+
+
+def test_a_loss_that_is_no_loss_of_tokens_is_refused(tmp_path):
+    (tmp_path / "wrong.py").write_text(
+        "from jax_ppo.kernels import policy_losses\n"
+        "def array(batch, clip):\n"
+        "    return batch.logprobs\n"
+        "def mean(batch, clip):\n"
+        "    policy = policy_losses.vanilla(batch, clip)\n"
+        "    return policy._replace(loss=policy.loss.mean())\n")
+    for name, message in (("array", "returned .*Tracer; expected a kernels.losses.PolicyLoss"),
+                          ("mean", r"its loss has shape \(\)")):
+        with pytest.raises(UserError, match=rf"config.actor.policy_loss=.*:{name}': {message}"):
+            run_gradients(tiny.config(actor__policy_loss=f"{tmp_path}/wrong.py:{name}"), tiny.make_mesh(), 4, roles=("actor",))
+
+
+def test_a_mini_batch_in_which_all_was_cut_off_moves_nothing():
+    """Not by weight decay or momentum either: the second mini-batch holds the one response that fills T."""
+    config = tiny.config(algorithm__mask_truncated=True, actor__optim__weight_decay=0.5)
+    mesh = tiny.make_mesh()
+    after = []
+    with jax.set_mesh(mesh):
+        for groups in ([[0, 2]], [[0, 2], [1, 1]]):
+            state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
+            experience, _ = tiny.make_experience(config, mesh, state, rollout)
+            assert experience.kept[:3].tolist() == [True, False, True]
+            batches = tiny.plan(config, mesh, rollout, groups, 2)
+            after.append(update(config, tiny.networks(config), 100, state, experience, batches, batches))
+    (once, metrics), (twice, same) = jax.device_get(after)
+    assert_close((once.actor, once.critic), (twice.actor, twice.critic))  # a step would move them by 1e-2
+    assert [int(optax.tree.get(state.critic_optimizer, "count")) for state in (once, twice)] == [1, 1]
+    assert metrics["actor/entropy"] == pytest.approx(same["actor/entropy"]) and metrics["actor/entropy"] > 0
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_the_value_after_the_last_token(devices):
+    """Packed rows give what the critic says at the end of each sequence alone."""
+    config, mesh = tiny.config(algorithm__bootstrap_truncated=True), tiny.make_mesh(devices)
+    with jax.set_mesh(mesh):
+        state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
+        sequences = scoring.join(rollout, config.sequence_length)
+        batches = tiny.plan(config, mesh, rollout, ALL, 8)
+        scores = scoring.score(config, tiny.networks(config), state, sequences, jax.tree.map(lambda x: x[0], batches.packing),
+                               batches.counts[0])
+    critic, model = jax.device_get(state.critic), tiny.networks(config).critic
+    for b in (0, 1, 5):
+        length = int(sequences.prompt_lengths[b] + sequences.lengths[b])
+        hidden, _ = model.apply({"params": critic}, np.asarray(sequences.tokens)[b:b + 1, :length], jnp.arange(length)[None])
+        assert float(scores.last_values[b]) == pytest.approx(float(heads.scalars(critic, hidden)[0, -1]), abs=1e-4)
+
+
+MOVED = dict(actor__use_kl_loss=True, actor__kl_loss_coef=1.0, actor__loss_agg_mode="seq-mean-token-sum-norm")
+
+
+@pytest.fixture(scope="module")
+def moved():
+    """Gradients far from the old policy, where clips bite."""
+    return run_gradients(tiny.config(**MOVED), tiny.make_mesh(), 4, move=1.3)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("option", "value"), [
+    ("critic__loss_agg_mode", "token-mean"), ("critic__value_loss_coef", 0.5), ("critic__cliprange_value", 1e-3),
+    ("actor__loss_scale_factor", 3), ("actor__kl_loss_type", "k3+"), ("actor__kl_loss_type", "clamped"),
+    ("actor__clip_ratio_c", 1.0001), ("actor__entropy_coeff", 0.1)])
+def test_options_reach_the_gradients(moved, option, value):
+    role = option.partition("__")[0]
+    other, _ = run_gradients(tiny.config(**MOVED | {option: value}), tiny.make_mesh(), 4, move=1.3, roles=(role,))
+    pairs = zip(jax.tree.leaves(moved[("actor", "critic").index(role)]), jax.tree.leaves(other[0]), strict=True)
+    assert not all(np.allclose(a, b, rtol=1e-3, atol=0) for a, b in pairs)
+
+
+def test_the_schema_knows_what_the_kernels_know():
+    assert set(schema.POLICY_LOSSES) == set(policy_losses.LOSSES)
+    assert set(schema.AGGREGATIONS) == set(losses.AGGREGATIONS)
+    choices = {field.name: set(field.metadata["choices"] or ()) for section in (schema.Actor, schema.Algorithm)
+               for field in dataclasses.fields(section) if "choices" in field.metadata}
+    assert choices["kl_loss_type"] == {*kl.KL_KINDS, "full"} and choices["kl_penalty"] == {*kl.KL_KINDS, "full"} - {"k3+"}
+    assert choices["rollout_is"] == {"none", *importance.LEVELS}

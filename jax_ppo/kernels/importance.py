@@ -43,13 +43,14 @@ def truncated_weights(logprobs: jax.Array, sampled_logprobs: jax.Array, mask: ja
 def mismatch(logprobs: jax.Array, sampled_logprobs: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
     """How far the sampler and the trained program are apart on the tokens sampled: p by one, q by the other, d = log p - log q.
 
+        logprob_difference      mean |d| in nats
         prob_difference_mean    mean |p - q|, in [0, 1]
         prob_difference_max     max |p - q|, in [0, 1]
         exp_abs_log_ratio_mean  mean exp |d|, >= 1, d clamped to +-20 so that it cannot overflow
         log_ratio_max           max |d| in nats, not clamped
         prob_correlation        Pearson's of p and q, in [-1, 1]
 
-    The first two hardly see tokens of small probability, where two programs differ most in d; the third and fourth do, and
+    Differences of probabilities hardly see tokens of small probability, where two programs differ most in d; the others do, and
     one token can make them. A correlation is not defined where all p or all q are equal (or too small for float32 to tell
     apart): it is then 1 if p = q throughout, and else 0.
 
@@ -65,6 +66,7 @@ def mismatch(logprobs: jax.Array, sampled_logprobs: jax.Array, mask: jax.Array) 
     p, q, distance = jnp.exp(log_p), jnp.exp(log_q), jnp.abs(log_p - log_q)
     furthest = masked_max(jnp.abs(p - q), mask)
     return {
+        "logprob_difference": masked_mean(distance, mask),
         "prob_difference_mean": masked_mean(jnp.abs(p - q), mask),
         "prob_difference_max": furthest,
         "exp_abs_log_ratio_mean": masked_mean(jnp.exp(jnp.minimum(distance, MAX_LOG_RATIO)), mask),

@@ -35,7 +35,8 @@ def kl_estimate(logprobs: jax.Array, ref_logprobs: jax.Array, mask: jax.Array, k
     does: k1 in it with gamma = 1 is the one unbiased way to the KL of whole responses, and with gamma = 0 pushes as k2 in the
     loss. But through a reward's own value no gradient runs. What the others push with in a reward is the gradient of their
     expectation LESS that of the last column: of KL(actor || ref) - KL(ref || actor) for k3, which cancel near the reference,
-    so that k3 (and k2) in the reward hardly restrain a policy that is close to it.
+    so that k3 (and k2) in the reward hardly restrain a policy that is close to it; "abs" punishes tokens there that are
+    suppressed already.
 
     The values of k3 and k3+ alone are clamped, as verl's `low_var_kl` is: d to +-20 before the exponential, so that it cannot
     overflow, and the result to +-10, on both sides of d alike. A clamped token is underestimated; k3 has no gradient there,
@@ -54,7 +55,7 @@ def kl_estimate(logprobs: jax.Array, ref_logprobs: jax.Array, mask: jax.Array, k
     if kind == "k1":
         return log_ratio
     if kind == "abs":
-        return jnp.abs(log_ratio)
+        return jax.nn.relu(log_ratio) + jax.nn.relu(-log_ratio)  # whose gradient at 0 is 0, where that of jnp.abs is 1
     if kind == "k2":
         return 0.5 * jnp.square(log_ratio)
     if kind == "k3":

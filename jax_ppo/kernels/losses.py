@@ -13,11 +13,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_ppo.kernels.kl import MAX_LOG_RATIO
 from jax_ppo.kernels.masked import zero_outside
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
-MAX_LOG_RATIO = 20.0
 
 
 class PolicyLoss(NamedTuple):

@@ -31,6 +31,8 @@ def add(moments: Moments, x: jax.Array, mask: jax.Array) -> Moments:
     Up to rounding the result does not depend on how the numbers were cut into batches, and no sum of squares is formed that
     would lose its digits where the mean is large against the spread.
 
+    Numbers that do not come out finite are left out as a whole: one broken batch must not break all that follow.
+
     Args:
       x: numbers of any shape; anything, NaN included, where mask = 0.
       mask: 1 on those that count, same shape.
@@ -39,8 +41,10 @@ def add(moments: Moments, x: jax.Array, mask: jax.Array) -> Moments:
     total = moments.count + count
     share = count / jnp.maximum(total, 1.0)
     delta = masked_mean(x, mask) - moments.mean
-    return Moments(total, moments.mean + delta * share,
-                   moments.m2 + masked_variance(x, mask) * count + jnp.square(delta) * moments.count * share)
+    moved = Moments(total, moments.mean + delta * share,
+                    moments.m2 + masked_variance(x, mask) * count + jnp.square(delta) * moments.count * share)
+    finite = jnp.isfinite(moved.mean) & jnp.isfinite(moved.m2)
+    return Moments(*(jnp.where(finite, new, old) for new, old in zip(moved, moments, strict=True)))
 
 
 def std(moments: Moments, epsilon: float = 1e-8) -> jax.Array:

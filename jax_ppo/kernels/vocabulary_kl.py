@@ -26,8 +26,11 @@ def full_kl(
 
     The KL of the next token given the tokens before it, exact, where the estimators of `kl` see the sampled token alone: no
     variance from the choice of that token. As an estimate of a response's KL to the reference, summed over tokens sampled
-    from the actor, it is unbiased. As a loss it is biased in one thing: its gradient takes the tokens before as given, and
-    leaves out how the actor changes which prefixes are reached.
+    from the actor, it is unbiased.
+
+    As a loss it is biased in one thing: its gradient takes the tokens before as given, and leaves out how the actor changes
+    which prefixes are reached. As a token's reward it has that alone: it is the same whichever token was chosen, blames those
+    before, and does not restrain the policy. The two together, with gamma = 1, are the whole gradient.
 
     It is summed as p_v (exp(-d_v) - 1 + d_v), d = log p - log q, which is the same because p and q each sum to 1, and has no
     negative term: rounding cannot make the sum negative, and a small KL keeps its digits. With z = logits / temperature

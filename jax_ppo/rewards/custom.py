@@ -25,11 +25,18 @@ def to_result(value: Any) -> RewardResult:
                         "expected 'score'")
     extra = {}
     for name, item in value.items():
-        if name not in ("score", "acc") and _is_number(item):
+        if name not in ("score", "acc", "step_rewards") and _is_number(item):
             extra[str(name)] = _number(item)
     acc = math.nan if value.get("acc") is None else _number(value["acc"])
-    steps = tuple((int(_number(end)), _number(reward)) for end, reward in value.get("step_rewards") or ())
+    steps = () if value.get("step_rewards") is None else tuple(map(_step, value["step_rewards"]))
     return RewardResult(_number(value["score"]), None if math.isnan(acc) else acc >= 0.5, extra, steps)
+
+
+def _step(pair):
+    end, reward = map(_number, pair) if getattr(pair, "__len__", lambda: 0)() == 2 else (math.nan, 0)
+    if not end.is_integer():
+        raise TypeError(f"the reward function returned {pair!r} among its step_rewards; expected (characters, reward)")
+    return int(end), reward
 
 
 def _is_number(value):

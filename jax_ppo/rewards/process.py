@@ -13,7 +13,8 @@ def token_rewards(steps: Sequence[tuple[int, float]], tokens: Sequence[int], dec
     Args:
       steps: (end, reward) of each step: characters of the response's text up to the step's end, 0..len(text).
       tokens: the response, at least one.
-      decode: the text of the first so many tokens; it must not get shorter with more of them.
+      decode: the text of the first so many tokens; it must not get shorter with more of them, but for a last character of which
+        a part is missing yet (U+FFFD).
       longest: T.
 
     Returns:
@@ -21,5 +22,10 @@ def token_rewards(steps: Sequence[tuple[int, float]], tokens: Sequence[int], dec
     """
     rewards = np.zeros(longest, np.float32)
     for end, reward in steps:
-        rewards[bisect.bisect_left(range(1, len(tokens)), end, key=lambda count: len(decode(tokens[:count])))] += reward
+        rewards[bisect.bisect_left(range(1, len(tokens)), end, key=lambda count: _whole(decode(tokens[:count])))] += reward
     return rewards
+
+
+def _whole(text):
+    """Characters that are all there."""
+    return len(text.rstrip("\ufffd"))

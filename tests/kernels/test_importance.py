@@ -77,8 +77,8 @@ def test_mismatch_by_hand():
     # p = (1/2, 1/4, 1), q = (1/4, 1/2, 1): |p - q| = 1/4, 1/4, 0; exp |d| = 2, 2, 1; max |d| = ln 2.
     # Means 7/12: p - mean = (-1, -4, 5) / 12, q - mean = (-4, -1, 5) / 12: correlation (4 + 4 + 25) / (1 + 16 + 25) = 33 / 42.
     got = mismatch(jnp.log(jnp.array([0.5, 0.25, 1])), jnp.log(jnp.array([0.25, 0.5, 1])), jnp.ones(3))
-    expected = {"prob_difference_mean": 1 / 6, "prob_difference_max": 1 / 4, "exp_abs_log_ratio_mean": 5 / 3,
-                "log_ratio_max": np.log(2), "prob_correlation": 33 / 42}
+    expected = {"logprob_difference": 2 / 3 * np.log(2), "prob_difference_mean": 1 / 6, "prob_difference_max": 1 / 4,
+                "exp_abs_log_ratio_mean": 5 / 3, "log_ratio_max": np.log(2), "prob_correlation": 33 / 42}
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(got[name], value, rtol=1e-5, err_msg=name)
@@ -92,7 +92,8 @@ def test_mismatch_against_numpy_with_garbage_under_the_mask(rng, poison):
     got = mismatch(poison(logprobs, mask), poison(sampled, mask), mask)
     a, b = (x[mask == 1].astype(np.float64) for x in (logprobs, sampled))
     p, q, d = np.exp(a), np.exp(b), np.abs(a - b)
-    expected = {"prob_difference_mean": np.abs(p - q).mean(), "prob_difference_max": np.abs(p - q).max(),
+    expected = {"logprob_difference": np.abs(np.log(p) - np.log(q)).mean(),
+                "prob_difference_mean": np.abs(p - q).mean(), "prob_difference_max": np.abs(p - q).max(),
                 "exp_abs_log_ratio_mean": np.exp(d).mean(), "log_ratio_max": d.max(),
                 "prob_correlation": np.corrcoef(p, q)[0, 1]}
     for name, value in expected.items():

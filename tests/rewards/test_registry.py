@@ -178,3 +178,13 @@ def test_a_step_is_rewarded_at_the_token_that_ends_it():
     rewards = process.token_rewards([(0, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (6, 16.0)], [0, 1, 2, 3],
                                     lambda tokens: "".join(words[token] for token in tokens), 6)
     assert rewards.tolist() == [3.0, 4.0, 0.0, 24.0, 0.0, 0.0]
+    # A character in two pieces is there with its second one.
+    pieces = process.token_rewards([(2, 1.0)], [0, 1, 2], lambda tokens: ["a", "a\ufffd", "aé"][len(tokens) - 1], 3)
+    assert pieces.tolist() == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("steps", [[(1.5, 0.1)], [(1,)], [3], [(math.inf, 1.0)], [("1", 1.0)]])
+def test_rewards_of_no_steps_are_refused(steps):
+    with pytest.raises(TypeError, match="reward function returned"):
+        to_result({"score": 0, "step_rewards": steps})
+    assert to_result({"score": 0, "step_rewards": np.array([[1, 0.5]])}).steps == ((1, 0.5),)
