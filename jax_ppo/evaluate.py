@@ -44,7 +44,7 @@ def evaluate(sample: Callable, reward: Callable, batches: Iterable, mesh, key, k
         scores.append(batch_scores[:real])
         correct.append(batch_correct[:real])
         lengths.append(sharding.to_host(rollout.lengths)[:real])
-        samples += batch_samples
+        samples += batch_samples[:real]
         first += len(batch_scores)
     correct = np.concatenate(correct)
     known = correct[~np.isnan(correct)]

@@ -224,7 +224,8 @@ class Experiment:
 
     def _build_samplers(self):
         architecture, dtype = self.nets.actor.architecture, jnp.dtype(self.config.model.dtype)
-        eos = architecture.eos_ids or tuple(filter(lambda i: i is not None, (self.tokenizer.eos_token_id,)))
+        # config.json may name the end of text alone, and the tokenizer the end of a chat's turn: a response ends at either.
+        eos = tuple(dict.fromkeys(i for i in (*architecture.eos_ids, self.tokenizer.eos_token_id) if i is not None))
         decoder = Transformer(architecture, dtype, unrolled=True)
 
         def sampler(o):

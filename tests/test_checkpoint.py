@@ -136,6 +136,13 @@ class TestKeeping:
             assert checkpoints.best_step() is None
         assert kept(tmp_path) == [3]
 
+    def test_a_figure_that_is_not_finite_never_wins(self, tmp_path):
+        with Checkpointer(tmp_path, 1, "accuracy") as checkpoints:
+            for step, accuracy in enumerate((0.2, 0.9, float("nan"), 0.3)):
+                checkpoints.save(step, small(step), {}, {"accuracy": accuracy})
+            assert checkpoints.best_step() == 1
+        assert kept(tmp_path) == [1, 3]
+
 
 def kept(directory):
     return sorted(int(path.name) for path in directory.iterdir())

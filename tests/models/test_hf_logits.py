@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_ppo.models.transformer import RMSNorm
+
 VARIANTS = {
     "llama": ("llama", {}),
     "llama, one head a key": ("llama", {"num_key_value_heads": 4}),
@@ -52,6 +54,18 @@ def test_bfloat16(tmp_path):
     our_error, their_error = np.abs(ours - exact), np.abs(low - exact)
     assert 0 < our_error.mean() < 1.25 * their_error.mean()
     assert our_error.max() < 2 * their_error.max()
+
+
+def test_the_norm_rounds_where_transformers_does():
+    """To bfloat16 before the scale is applied: rounding after it gives another number in one place of four."""
+    rng = np.random.default_rng(5)
+    x, scale = jnp.asarray(rng.normal(size=(64, 96)), jnp.bfloat16), rng.normal(1, 0.3, 96).astype(np.float32)
+    ours = RMSNorm(1e-6).apply({"params": {"scale": jnp.asarray(scale)}}, x)
+    theirs = reference.transformers.models.llama.modeling_llama.LlamaRMSNorm(96).bfloat16()
+    with reference.torch.no_grad():
+        theirs.weight.copy_(reference.torch.from_numpy(scale))
+        expected = theirs(reference.torch.from_numpy(np.asarray(x, np.float32)).bfloat16()).float().numpy()
+    assert (np.asarray(ours, np.float32) != expected).mean() < 1e-3  # an rsqrt may differ in its last bit
 
 
 def test_loading_in_bfloat16_rounds_the_weights(tmp_path):

@@ -29,6 +29,7 @@ ANSWERS = [
     ("it is .5", None, ".5"),
     ("1, 2", None, "2"),
     ("1,23", None, "23"),
+    ("It is 72, in total, as shown.", None, "72"),
 ]
 
 
