@@ -7,7 +7,8 @@
 
 32 prompts of 64 tokens and a response to each; actor, critic and reference of 4 layers and hidden size 256; one epoch, one
 mini-batch, temperature 1, GAE with lambda 0.95, KL in the reward, AdamW at 1e-5 for actor and critic. What each side compiles
-is compiled before its turns are counted. TRL rewards by a model alone, tunix is given the rule.
+is compiled before its turns are counted. TRL rewards by a model alone, tunix is given the rule. With 64 tokens each there is a
+side more, the floor: the step's matrix products and nothing else.
 """
 
 import argparse
@@ -18,8 +19,8 @@ from pathlib import Path
 import harness
 import workload
 
-SIDES = {"ours": "ours_ppo.py", "torch": "torch_ppo.py", "trl": "trl_ppo.py", "tunix": "tunix_ppo.py"}
-OF_REWARD = {"rule": ("ours", "torch", "tunix"), "model": ("ours", "torch", "trl")}
+SIDES = {"ours": "ours_ppo.py", "torch": "torch_ppo.py", "trl": "trl_ppo.py", "tunix": "tunix_ppo.py", "floor": "floor.py"}
+OF_REWARD = {"rule": ("ours", "torch", "tunix", "floor"), "model": ("ours", "torch", "trl", "floor")}
 LONGEST = {"forced": 64, "verl": workload.VERL["longest"]}
 
 
@@ -28,7 +29,8 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         settings = make_settings(args, Path(folder))
         before = harness.machine()
-        workers = [harness.Worker(side, SIDES[side], settings, None if side == "ours" else args.peers) for side in args.sides]
+        workers = [harness.Worker(side, SIDES[side], settings, None if side in ("ours", "floor") else args.peers)
+                   for side in args.sides]
         first = {worker.name: worker.turn()["seconds"] for worker in workers}
         answers = harness.interleave(workers, args.turns, args.warm_up)
         split = harness.interleave(workers, args.split, 0)
@@ -38,7 +40,7 @@ def main():
              | summary(answers[worker.name], split[worker.name]) for worker in workers}
     show(sides)
     result = {"settings": settings, "machine": before, "turns": args.turns, "sides": sides, "answers": answers, "split": split}
-    part = "" if tuple(args.sides) == OF_REWARD[args.reward] else "_" + "_".join(args.sides)
+    part = "" if set(args.sides) >= set(OF_REWARD[args.reward]) - {"floor"} else "_" + "_".join(args.sides)
     print("written:", harness.save(f"ppo_step_{args.lengths}_{args.reward}{part}", result))
 
 
@@ -48,14 +50,15 @@ def parse():
     parser.add_argument("--lengths", choices=LONGEST, default="forced",
                         help="64 tokens each; or random ones as in verl's published run on GSM8K, 307 of 512 on average")
     parser.add_argument("--reward", choices=OF_REWARD, default="rule", help="a host rule, or a model of the actor's size")
-    parser.add_argument("--sides", type=lambda text: text.split(","), help="of ours, torch, trl, tunix; with commas")
+    parser.add_argument("--sides", type=lambda text: text.split(","), help="of ours, torch, trl, tunix, floor; with commas")
     parser.add_argument("--turns", type=int, default=9, help="steps that count")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before them")
     parser.add_argument("--split", type=int, default=3, help="steps after them, in which every phase is waited for and timed")
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=JSON", help="changes an option of our config")
     args = parser.parse_args()
-    args.sides = args.sides or list(OF_REWARD[args.reward])
-    harness.check_sides(parser, args, OF_REWARD[args.reward])
+    known = [side for side in OF_REWARD[args.reward] if side != "floor" or args.lengths == "forced"]
+    args.sides = args.sides or known
+    harness.check_sides(parser, args, known)
     return args
 
 
