@@ -12,7 +12,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jax_ppo.models import hf_files, hf_names
-from jax_ppo.models.architecture import Architecture, to_hf_config
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.hf_config import to_hf_config
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # not float16: its range is smaller than the parameters' may be
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
@@ -55,7 +56,7 @@ def export(params: dict, architecture: Architecture, folder: str | Path, *, dtyp
     if writer:
         shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
         temporary.mkdir(parents=True)
-        _write_json(temporary / "config.json", _config(architecture, dtype, head))
+        _write_json(temporary / "config.json", to_hf_config(architecture, dtype, head))
         _write_json(temporary / "generation_config.json", _generation_config(architecture, source_folder))
         if source_folder is not None:
             _copy_tokenizer(Path(source_folder), temporary)
@@ -64,14 +65,6 @@ def export(params: dict, architecture: Architecture, folder: str | Path, *, dtyp
         _replace(folder, temporary)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("export")  # nobody looks for the folder before it is there
-
-
-def _config(architecture, dtype, head):
-    config = to_hf_config(architecture, dtype)
-    if head == "scalar":
-        config["architectures"] = [config["architectures"][0].replace("CausalLM", "SequenceClassification")]
-        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # transformers' spelling of num_labels = 1
-    return config
 
 
 def _generation_config(architecture, source_folder):

@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jax_ppo.errors import UserError
 from jax_ppo.models import hf_files, hf_names
-from jax_ppo.models.architecture import Architecture, from_hf_config
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.hf_config import from_hf_config
 from jax_ppo.models.hf_hub import find
 
 __all__ = ["find", "load", "read_architecture"]

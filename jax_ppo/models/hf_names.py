@@ -51,6 +51,13 @@ def table(architecture: Architecture, head: str) -> dict[tuple[str, ...], Tensor
         **_layer_norm(a, "input_norm", "input_layernorm"),
         **_layer_norm(a, "post_attention_norm", "post_attention_layernorm"),
     }
+    if a.post_norms:
+        rows |= _layer_norm(a, "pre_feedforward_norm", "pre_feedforward_layernorm")
+        rows |= _layer_norm(a, "post_feedforward_norm", "post_feedforward_layernorm")
+    if a.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            hf_name = f"model.layers.{{}}.self_attn.{name}.weight"
+            rows["layers", "attention", name, "scale"] = Tensor(hf_name, (a.head_dim,), False, a.num_layers)
     queries, keys = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
     for name, outputs in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
         rows |= _dense(a, ("attention", name), f"self_attn.{name}", a.hidden_size, outputs, a.qkv_bias)
