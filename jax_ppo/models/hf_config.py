@@ -40,6 +40,8 @@ FAMILIES = {
     "qwen3": Family("Qwen3", attention_bias=True, windows="last", defaults=_QWEN | {"head_dim": 128}),
     "mistral": Family("Mistral", windows="all", defaults={
         "num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131_072}),
+    "phi3": Family("Phi3", windows="all", defaults={
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096}),
     "gemma": Family("Gemma", attention_bias=True, defaults=_GEMMA),
     "gemma2": Family("Gemma2", attention_bias=True, windows="pattern", defaults=_GEMMA_2 | {
         "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2}),
@@ -181,11 +183,13 @@ def _two_ropes(by_layer_type, older, config):
 
 def _one_rope(rope, config):
     rope = dict(rope)
-    rope["rope_type"] = kind = rope.get("rope_type", rope.pop("type", None)) or "default"
+    older, phi = rope.pop("type", None), config["model_type"] == "phi3"
+    kind = rope.get("rope_type") or older or "default"
+    rope["rope_type"] = kind = "longrope" if phi and kind in ("su", "yarn") else kind  # Phi-3's own words for it
     theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
     if kind not in ROPE_KINDS:
         raise UserError(f"config.json: rope_type {kind!r} is not supported, only {', '.join(ROPE_KINDS)} are")
-    if (rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1) != 1:
+    if (rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1) != 1:
         raise UserError("config.json: partial_rotary_factor is not supported, only 1 is")
     for name in ROPE_KINDS[kind]:
         if rope.get(name) is None:
@@ -238,6 +242,9 @@ def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str =
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # transformers' spelling of num_labels = 1
     if a.activation != "silu":
         config["hidden_activation"] = a.activation
+    if a.family == "phi3" and "original_max_position_embeddings" in rope:
+        config["original_max_position_embeddings"] = rope.pop("original_max_position_embeddings")  # read here alone
+        config["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}  # transformers 4 wants no word more
     if a.local_rope_theta is not None:
         config["rope_local_base_freq"] = a.local_rope_theta
         config["rope_parameters"] = {FULL: config["rope_parameters"],

@@ -57,7 +57,7 @@ def load(folder: str | Path, architecture: Architecture, shardings: dict, dtype=
       shardings: a `jax.sharding.Sharding` for each parameter, in the structure of the parameters.
       dtype: of the parameters.
       head: "lm"; "scalar": score/kernel is zeros, as a critic starts; "reward": score/kernel is read.
-      progress: called as progress(done, total) after each tensor of the checkpoint.
+      progress: called as progress(done, total) after each tensor of the checkpoint, or part of one that becomes several.
 
     Returns:
       the parameters (transformer.py and heads.py say their layout).
@@ -106,7 +106,7 @@ def _read(checkpoint, name, row, dtype, sharding):
     def block(index):
         key = tuple((part.start, part.stop) for part in index)
         if key not in blocks:
-            values = checkpoint.read(name, index[::-1] if row.transposed else index)
+            values = checkpoint.read(name, row.hf_index(index))
             blocks[key] = np.ascontiguousarray(values.T if row.transposed else values, dtype)
         return blocks[key]
 

@@ -18,7 +18,8 @@ SIZES = {
     "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }
 MODELS = {"llama": ("LlamaConfig", "LlamaFor"), "qwen2": ("Qwen2Config", "Qwen2For"), "qwen3": ("Qwen3Config", "Qwen3For"),
-          "mistral": ("MistralConfig", "MistralFor"), "gemma": ("GemmaConfig", "GemmaFor"),
+          "mistral": ("MistralConfig", "MistralFor"), "phi3": ("Phi3Config", "Phi3For"),
+          "gemma": ("GemmaConfig", "GemmaFor"),
           "gemma2": ("Gemma2Config", "Gemma2For"), "gemma3_text": ("Gemma3TextConfig", "Gemma3For")}
 
 

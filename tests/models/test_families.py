@@ -12,11 +12,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import tiny
+from jax_ppo import sharding
 from jax_ppo.kernels.logprobs import token_logprobs
-from jax_ppo.models import heads
+from jax_ppo.models import heads, hf_import
 from jax_ppo.models.hf_config import FAMILIES, from_hf_config, to_hf_config
 from jax_ppo.models.hf_export import export
 from jax_ppo.models.transformer import FEW_LAYERS, Transformer, unroll
+from jax_ppo.sampler.generate import Sampler, SamplingOptions
+from jax_ppo.types import Prompts
 
 WINDOW, LENGTHS, TEMPERATURE = 5, (14, 10), 0.7  # two sequences, packed into a row
 QUICK = {"xla_backend_optimization_level": 0}  # to compile sooner
@@ -35,6 +39,10 @@ VARIANTS = {
                                       "sliding_window": WINDOW, "max_window_layers": 1}),
     "mistral": ("mistral", {"sliding_window": WINDOW}),
     "mistral, no window": ("mistral", {"sliding_window": None, "head_dim": 16}),
+    "phi3": ("phi3", {"sliding_window": WINDOW}),
+    "phi3, longrope": ("phi3", {
+        "max_position_embeddings": 256, "original_max_position_embeddings": 64, "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1, 1.1, 1.3, 1.7], "long_factor": [1, 2, 3, 4]}}),
     "gemma": ("gemma", {"head_dim": 16}),
     "gemma2": ("gemma2", GEMMA),
     "gemma2, biases, no caps": ("gemma2", GEMMA | {"attention_bias": True, "attn_logit_softcapping": None,
@@ -178,3 +186,42 @@ def test_a_critic_is_a_sequence_classifier(checkpoint, tmp_path):
     values = heads.scalars(params, reference.hidden(architecture, params, ids))[:, -1]
     close(values, reference.their_logits(theirs, ids)[:, 0])
     jax.tree.map(np.testing.assert_array_equal, reference.load(tmp_path / "out", "reward")[1], params)
+
+
+def test_the_samplers_logprobs_are_those_of_transformers(tmp_path):
+    """Prompts as long as the window and longer, two samples each, in fewer slots than samples."""
+    model = reference.save(tmp_path, "gemma2", **GEMMA)
+    architecture, params = reference.load(tmp_path)
+    prompts = Prompts(reference.tokens(rows=3, length=9), np.array([9, 5, 7], np.int32))
+    options = SamplingOptions(max_response_length=12, temperature=TEMPERATURE, n=2, slots=4)
+    rollout = Sampler(Transformer(architecture, unrolled=True), options)(unroll(params), prompts, jax.random.key(0))
+    for i in range(6):
+        prompt = prompts.tokens[i // 2, :prompts.lengths[i // 2]]
+        response = np.asarray(rollout.responses[i])
+        logits = reference.their_logits(model, np.concatenate([prompt, response])[None])[0, len(prompt) - 1:-1]
+        log_p = jax.nn.log_softmax(logits / TEMPERATURE)
+        close(rollout.logprobs[i], np.take_along_axis(log_p, response[:, None], 1)[:, 0])
+
+
+@pytest.mark.parametrize("name", ["qwen3, local layers", "phi3", "gemma2, in a loop", "gemma3, in a loop"])
+def test_split_over_eight_devices_it_is_the_same_model(name, tmp_path):
+    """Each device reads its own part of a tensor that holds several, and local layers stay local."""
+    family, changes = VARIANTS[name]
+    reference.save(tmp_path, family, **changes, vocab_size=96)
+    architecture, params = reference.load(tmp_path)
+    mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
+    where = sharding.tree_shardings(mesh, params, sharding.TRAIN_RULES)
+    split = hf_import.load(tmp_path, architecture, where)
+    jax.tree.map(np.testing.assert_array_equal, split, params)
+    ids = reference.tokens(rows=4, vocab_size=96)
+    with jax.set_mesh(mesh):
+        hidden = reference.hidden(architecture, split, sharding.place(ids, sharding.rows(mesh)))
+    close(hidden, reference.hidden(architecture, params, ids))
+
+
+def test_every_parameter_has_its_place(checkpoint):
+    architecture, params = checkpoint[2:]
+    for tree, rules in ((params, sharding.TRAIN_RULES), (unroll(params), sharding.DECODE_RULES)):
+        sharding.tree_shardings(tiny.make_mesh(), tree, rules)
+    own = jax.eval_shape(lambda: heads.init(Transformer(architecture), jax.random.key(0), "lm"))
+    assert jax.tree.map(jnp.shape, own) == jax.tree.map(jnp.shape, params)
