@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 import tiny
 from jax_ppo import sharding
 from jax_ppo.kernels.logprobs import token_logprobs
-from jax_ppo.models import heads, hf_import
+from jax_ppo.models import heads, hf_import, rope
 from jax_ppo.models.hf_config import FAMILIES, from_hf_config, to_hf_config
 from jax_ppo.models.hf_export import export
 from jax_ppo.models.transformer import FEW_LAYERS, Transformer, unroll
@@ -67,6 +67,33 @@ def checkpoint(request, tmp_path_factory):
 
 def test_every_family_is_tested():
     assert {family for family, _ in VARIANTS.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_configuration_leaves_out_is_what_transformers_takes(family):
+    """config.json on the hub holds what differs from the defaults of its day."""
+    few = {name: reference.SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
+    few |= {"num_hidden_layers": 30, "model_type": family}
+    full = getattr(reference.transformers, reference.MODELS[family][0])(**few).to_dict()
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")  # those are the tokenizer's, not to be guessed
+    assert from_hf_config(few) == from_hf_config(full | dict.fromkeys(special))
+
+
+def test_configurations_of_the_hub():
+    """As they stand there; what is written for transformers 4 included."""
+    gemma = {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None}
+    assert from_hf_config(reference.SIZES | gemma).activation == "gelu_pytorch_tanh"
+    gemma = from_hf_config(reference.SIZES | {
+        "model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "num_hidden_layers": 26, "rope_scaling": None,
+        "rope_local_base_freq": 10_000, "rope_theta": 1_000_000, "sliding_window": 512, "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256, "head_dim": 256, "attn_logit_softcapping": None, "final_logit_softcapping": None})
+    assert gemma.local_layers == ((True,) * 5 + (False,)) * 4 + (True,) * 2 and gemma.sliding_window == 512
+    assert (gemma.rope_theta, gemma.local_rope_theta, gemma.attention_scale, gemma.tied) == (1e6, 1e4, 1 / 16, True)
+    phi = from_hf_config(reference.SIZES | {
+        "model_type": "phi3", "max_position_embeddings": 131_072, "original_max_position_embeddings": 4096,
+        "rope_scaling": {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}, "sliding_window": 262_144})
+    assert dict(phi.rope_scaling)["rope_type"] == "longrope" and rope.longest(phi) == 4096
+    assert from_hf_config(reference.SIZES | {"model_type": "mistral", "sliding_window": None}).local_layers == ()
 
 
 def close(ours, theirs, what=""):
