@@ -22,8 +22,9 @@ MIB = 2**20
 ROW = 512  # tokens
 
 
-def whole_logits(hidden_GxNxD, unembedding_VxD, targets_GxN, mask_GxN, temperature, with_entropy=True):
+def whole_logits(hidden_GxNxD, unembedding_VxD, targets_GxN, mask_GxN, temperature, with_entropy=True, logit_softcap=None):
     """What `kernels.logprobs.token_logprobs` gives, the plain way."""
+    assert logit_softcap is None, "of a model without one"
     unembedding = unembedding_VxD.astype(hidden_GxNxD.dtype)
     logits_GxNxV = jnp.einsum("gnd,vd->gnv", hidden_GxNxD, unembedding, preferred_element_type=jnp.float32)
     all_GxNxV = jax.nn.log_softmax(logits_GxNxV / temperature)

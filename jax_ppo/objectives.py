@@ -73,7 +73,7 @@ def actor_loss(config: Config, nets: Networks, params, context: ActorContext, ro
     """The policy loss, plus the KL to the reference if asked, minus the entropy bonus. Returns (loss, metrics)."""
     options, temperature = config.actor, config.rollout.temperature
     hidden = scoring.hidden_states(nets.actor, params, rows)
-    logprobs, entropy = scoring.token_logprobs(params, hidden, rows, temperature)
+    logprobs, entropy = scoring.token_logprobs(nets.actor, params, hidden, rows, temperature)
     if config.updates_once and scoring.reuses_logprobs(config):
         old = jax.lax.stop_gradient(logprobs)  # the same policy: a ratio of 1, whatever the sampler's program rounds otherwise
     else:
@@ -93,7 +93,7 @@ def actor_loss(config: Config, nets: Networks, params, context: ActorContext, ro
     kl_loss = jnp.float32(0)
     if context.reference is not None:
         ref_hidden = scoring.hidden_states(nets.actor, context.reference, rows)
-        divergence = scoring.reference_kl(params, hidden, context.reference, ref_hidden, rows, temperature)
+        divergence = scoring.reference_kl(nets.actor, params, hidden, context.reference, ref_hidden, rows, temperature)
         kl_loss = jnp.sum(weights.loss * divergence)
     elif options.use_kl_loss:
         ref_logprobs = packing_lib.to_rows(experience.ref_logprobs, rows)

@@ -25,19 +25,19 @@ def hidden_states(model: Transformer, params, rows: packing_lib.Rows):
     return model.apply({"params": params}, rows.tokens, rows.positions, rows.segments)[0]
 
 
-def token_logprobs(params, hidden, rows: packing_lib.Rows, temperature: float, with_entropy: bool = True):
+def token_logprobs(model: Transformer, params, hidden, rows: packing_lib.Rows, temperature: float, with_entropy: bool = True):
     """Log-prob of each target and entropy of its distribution at the sampling temperature, float32 [R, L], 0 off the mask."""
     hidden, targets, mask = (split_by_device(x) for x in (hidden, rows.targets, rows.mask))
     values, entropy = logprobs.token_logprobs(hidden, heads.unembedding(params), targets, mask, temperature,
-                                              with_entropy=with_entropy)
+                                              with_entropy=with_entropy, logit_softcap=model.architecture.logit_softcap)
     return values.reshape(rows.mask.shape), entropy.reshape(rows.mask.shape) if with_entropy else None
 
 
-def reference_kl(params, hidden, reference, ref_hidden, rows: packing_lib.Rows, temperature: float):
+def reference_kl(model: Transformer, params, hidden, reference, ref_hidden, rows: packing_lib.Rows, temperature: float):
     """KL(actor || reference) of the distribution of each target, float32 [R, L], 0 off the mask."""
     hidden, ref_hidden, mask = (split_by_device(x) for x in (hidden, ref_hidden, rows.mask))
     return vocabulary_kl.full_kl(hidden, heads.unembedding(params), ref_hidden, heads.unembedding(reference), mask,
-                                 temperature).reshape(rows.mask.shape)
+                                 temperature, logit_softcap=model.architecture.logit_softcap).reshape(rows.mask.shape)
 
 
 def scalars(model: Transformer, params, rows: packing_lib.Rows):
@@ -121,7 +121,7 @@ def score(config: Config, nets: Networks, state: TrainState, sequences: Sequence
             return packing_lib.to_samples(values_RxL, rows, into)
 
         def logprobs_of(params, hidden):
-            return token_logprobs(params, hidden, rows, temperature, with_entropy=False)[0]
+            return token_logprobs(nets.actor, params, hidden, rows, temperature, with_entropy=False)[0]
 
         found = {}
         if scores.old_logprobs is not None or whole_kl:
@@ -132,7 +132,8 @@ def score(config: Config, nets: Networks, state: TrainState, sequences: Sequence
             ref_hidden = hidden_states(nets.actor, state.reference, rows)
             found["ref_logprobs"] = put(logprobs_of(state.reference, ref_hidden), scores.ref_logprobs)
         if whole_kl:
-            divergence = reference_kl(state.actor, actor_hidden, state.reference, ref_hidden, rows, temperature)
+            divergence = reference_kl(nets.actor, state.actor, actor_hidden, state.reference, ref_hidden, rows,
+                                      temperature)
             found["kl"] = put(divergence, scores.kl)
         if config.has_critic:
             values = scalars(nets.critic, state.critic, rows)

@@ -94,7 +94,8 @@ def train(model: Transformer, params, sequences: Sequences, batch_size: int, ste
         rows = packing_lib.gather(sequences, packing)
 
         def loss(params):
-            logprobs, _ = token_logprobs(params, hidden_states(model, params, rows), rows, 1.0, with_entropy=False)
+            hidden = hidden_states(model, params, rows)
+            logprobs, _ = token_logprobs(model, params, hidden, rows, 1.0, with_entropy=False)
             return -logprobs.sum() / rows.mask.sum()
 
         value, gradients = jax.value_and_grad(loss)(params)

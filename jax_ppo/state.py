@@ -69,7 +69,8 @@ def networks(config: schema.Config, folders: Folders) -> Networks:
     def network(folder):
         architecture = hf_import.read_architecture(folder)
         try:
-            program = attention.choose(config.model.attention, platform, dtype, architecture.head_dim, config.row_length)
+            program = attention.choose(config.model.attention, platform, dtype, architecture.head_dim, config.row_length,
+                                       architecture.attention_softcap)
         except ValueError as obstacle:
             raise config_lib.ConfigError(f"config.model.attention={config.model.attention!r}: {obstacle}; set 'auto'") from None
         return Transformer(architecture, dtype, remat=config.model.gradient_checkpointing, attention=program)

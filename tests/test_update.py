@@ -88,6 +88,18 @@ def test_devices_do_not_change_the_gradient(whole, shape):
     assert metrics == pytest.approx(whole[1], rel=1e-4, abs=1e-5)
 
 
+def test_windows_and_soft_caps_do_not_depend_on_cuts_either(monkeypatch):
+    """Of a model whose first layer has a window of 4 tokens, and whose scores and logits have soft caps."""
+    monkeypatch.setattr(tiny, "ARCHITECTURE", dataclasses.replace(
+        tiny.ARCHITECTURE, sliding_window=4, local_layers=(True, False), local_rope_theta=50.0, attention_softcap=2.0,
+        logit_softcap=3.0, scaled_embedding=True, norm_plus_one=True, post_norms=True, qk_norm=True))
+    options = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1, "actor__entropy_coeff": 0.01}
+    padded = run_gradients(tiny.config(packing__enabled=False, **options), tiny.make_mesh(), rows=8)
+    gradients, metrics = run_gradients(tiny.config(**options), tiny.make_mesh(8, data=2, fsdp=2, model=2), rows=4)
+    assert_close(padded[0], gradients)
+    assert metrics == pytest.approx(padded[1], rel=1e-4, abs=1e-5)
+
+
 @pytest.mark.parametrize("mode", ["seq-mean-token-sum", "seq-mean-token-mean"])
 def test_other_averages_do_not_depend_on_micro_batches_either(mode):
     config = tiny.config(actor__loss_agg_mode=mode)

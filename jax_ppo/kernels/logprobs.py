@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_ppo.kernels.masked import zero_outside
+from jax_ppo.kernels.softcap import slope as softcap_slope
+from jax_ppo.kernels.softcap import softcap
 
 # Float32 logits of a chunk. On CPU they should stay in the cache; elsewhere a chunk must be long enough that the sum of the
 # unembedding's gradient, read and written once a chunk, costs less than the products.
@@ -33,8 +35,11 @@ def token_logprobs(
     temperature: float,
     chunk_size: int | None = None,
     with_entropy: bool = True,
+    logit_softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """log p(target) and the entropy of p, where p = softmax(hidden @ unembedding.T / temperature).
+    """log p(target) and the entropy of p, where p = softmax(logits / temperature) and logits = hidden @ unembedding.T.
+
+    With a soft cap c, logits = c tanh(hidden @ unembedding.T / c).
 
     Places where mask = 1 are brought together group by group, and as many chunks of them computed as the fullest group needs:
     cost follows the mask, while the compiled program is one for all masks. The largest temporaries are a few of
@@ -43,6 +48,8 @@ def token_logprobs(
     With z = logits / temperature and H the entropy, the gradient that is propagated is
 
         d log p(target) / dz_v = [v = target] - p_v        dH / dz_v = -p_v (log p_v + H)
+
+    and through a soft cap d logits_v / d (hidden @ unembedding.T)_v = 1 - (logits_v / c)^2.
 
     Its products are in hidden's dtype with float32 sums, the one over chunks (of the unembedding's gradient) included. That
     sum is kept group by group until the last chunk: groups on several devices exchange it once. There is no gradient to the
@@ -56,6 +63,7 @@ def token_logprobs(
       mask_GxN: 1 where a log-prob is wanted. Elsewhere hidden states and targets may be anything, NaN included.
       temperature: > 0, the one the tokens were sampled at.
       chunk_size: places of each group at a time; None chooses by `chunk_places`.
+      logit_softcap: c > 0; None: none.
 
     Returns:
       (logprobs_GxN <= 0, entropy_GxN in [0, log V]), float32, in nats, 0 where mask = 0. The entropy is None if not
@@ -69,22 +77,22 @@ def token_logprobs(
     chunk_size = chunk_size or chunk_places(unembedding_VxD.shape[0], jax.default_backend())
     chunk_size = min(chunk_size, hidden_GxNxD.shape[1])
     logprobs, entropy = _token_logprobs(hidden_GxNxD, unembedding_VxD, targets_GxN, mask_GxN.astype(bool), temperature,
-                                        chunk_size, with_entropy)
+                                        chunk_size, with_entropy, logit_softcap)
     return logprobs, entropy if with_entropy else None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _token_logprobs(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy):
-    return _forward(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy)[:2]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+def _token_logprobs(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy, cap):
+    return _forward(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy, cap)[:2]
 
 
-def _forward(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy):
+def _forward(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy, cap):
     """log p(target), entropy (0 if not asked for) and logsumexp z, each [G, N]."""
     chunks = Chunks(mask, chunk_size)
     weight = unembedding.astype(hidden.dtype)
 
     def chunk(i, kept):
-        z = _logits(chunks.take(hidden, i), weight, temperature)
+        z = logits(chunks.take(hidden, i), weight, cap) / temperature
         target = jnp.take_along_axis(z, chunks.take(targets, i)[..., None], axis=-1)[..., 0]
         top = jnp.max(z, axis=-1)
         shifted = z - top[..., None]
@@ -100,13 +108,13 @@ def _forward(hidden, unembedding, targets, mask, temperature, chunk_size, with_e
     return tuple(zero_outside(chunks.spread(x), mask) for x in compact)
 
 
-def _forward_and_residuals(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy):
+def _forward_and_residuals(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy, cap):
     hidden, unembedding, targets, mask = (x.value for x in (hidden, unembedding, targets, mask))
-    logprobs, entropy, logsumexp = _forward(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy)
+    logprobs, entropy, logsumexp = _forward(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy, cap)
     return (logprobs, entropy), (hidden, unembedding, targets, mask, entropy, logsumexp)
 
 
-def _backward(temperature, chunk_size, with_entropy, residuals, cotangents):
+def _backward(temperature, chunk_size, with_entropy, cap, residuals, cotangents):
     hidden, unembedding, targets, mask, entropy, logsumexp = residuals
     of_logprobs, of_entropy = (_known(x, mask) for x in cotangents)
     chunks = Chunks(mask, chunk_size)
@@ -115,16 +123,16 @@ def _backward(temperature, chunk_size, with_entropy, residuals, cotangents):
 
     def chunk(i, sums):
         states = chunks.take(hidden, i)
-        z = _logits(states, weight, temperature)
-        log_p = z - chunks.take(logsumexp, i)[..., None]
-        slope = jnp.zeros_like(z)
+        x = logits(states, weight, cap)
+        log_p = x / temperature - chunks.take(logsumexp, i)[..., None]
+        slope = jnp.zeros_like(x)
         if of_logprobs is not None:
             is_target = jnp.arange(V) == chunks.take(targets, i)[..., None]
             slope = chunks.take(of_logprobs, i)[..., None] * (is_target - jnp.exp(log_p))
         if of_entropy is not None:
             fall = log_p + chunks.take(entropy, i)[..., None]
             slope = slope - chunks.take(of_entropy, i)[..., None] * jnp.exp(log_p) * fall
-        slope = (slope / temperature).astype(hidden.dtype)
+        slope = (slope / temperature * softcap_slope(x, cap)).astype(hidden.dtype)
         of_states = jnp.einsum("gcv,vd->gcd", slope, weight, preferred_element_type=jnp.float32)
         of_weight = jnp.einsum("gcv,gcd->gvd", slope, states, preferred_element_type=jnp.float32)
         return chunks.put(sums[0], of_states.astype(hidden.dtype), i), sums[1] + of_weight
@@ -144,8 +152,9 @@ def _known(cotangent, mask):
     return None if unused else zero_outside(cotangent, mask)
 
 
-def _logits(states_GxCxD, weight_VxD, temperature):
-    return jnp.einsum("gcd,vd->gcv", states_GxCxD, weight_VxD, preferred_element_type=jnp.float32) / temperature
+def logits(states_GxCxD, weight_VxD, cap):
+    """[G, C, V] float32 of a chunk."""
+    return softcap(jnp.einsum("gcd,vd->gcv", states_GxCxD, weight_VxD, preferred_element_type=jnp.float32), cap)
 
 
 class Chunks:

@@ -9,8 +9,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.kernels.logprobs import Chunks, chunk_places
+from jax_ppo.kernels.logprobs import Chunks, chunk_places, logits
 from jax_ppo.kernels.masked import zero_outside
+from jax_ppo.kernels.softcap import slope as softcap_slope
 
 
 def full_kl(
@@ -21,8 +22,11 @@ def full_kl(
     mask_GxN: jax.Array,
     temperature: float,
     chunk_size: int | None = None,
+    logit_softcap: float | None = None,
 ) -> jax.Array:
-    """sum_v p_v (log p_v - log q_v) of each place, p = softmax(hidden @ unembedding.T / temperature), q the reference's.
+    """sum_v p_v (log p_v - log q_v) of each place, p = softmax(logits / temperature), q the reference's.
+
+    logits = hidden @ unembedding.T, or with a soft cap c = c tanh(hidden @ unembedding.T / c).
 
     The KL of the next token given the tokens before it, exact, where the estimators of `kl` see the sampled token alone: no
     variance from the choice of that token. As an estimate of a response's KL to the reference, summed over tokens sampled
@@ -38,9 +42,10 @@ def full_kl(
 
         dKL / dz_v = p_v (d_v - sum_u p_u d_u)
 
-    to hidden and unembedding; there is none to the reference and the temperature. Cost follows the mask, and the largest
-    temporaries of either pass are a few of [G, chunk_size, V]. Products are in hidden's dtype with float32 sums, the
-    unembedding's gradient over chunks included, which is kept group by group until the last chunk.
+    and through a soft cap d logits_v / d (hidden @ unembedding.T)_v = 1 - (logits_v / c)^2, to hidden and unembedding; there is
+    none to the reference and the temperature. Cost follows the mask, and the largest temporaries of either pass are a few of
+    [G, chunk_size, V]. Products are in hidden's dtype with float32 sums, the unembedding's gradient over chunks included, which
+    is kept group by group until the last chunk.
 
     Args:
       hidden_GxNxD, ref_hidden_GxNxE: last hidden states, each in the dtype to multiply in (logits are float32 in any case).
@@ -48,6 +53,7 @@ def full_kl(
       mask_GxN: 1 where the KL is wanted. Elsewhere hidden states may be anything, NaN included.
       temperature: > 0, the one the tokens were sampled at, for both.
       chunk_size: places of each group at a time; None chooses by `chunk_places`.
+      logit_softcap: c > 0, of both; None: none.
 
     Returns:
       float32 [G, N] >= 0, in nats; 0 where mask = 0, and exactly 0 where hidden states and unembeddings are equal.
@@ -63,17 +69,17 @@ def full_kl(
     chunk_size = chunk_size or chunk_places(2 * unembedding_VxD.shape[0], jax.default_backend())
     reference = jax.lax.stop_gradient((ref_hidden_GxNxE, ref_unembedding_VxE))
     return _full_kl(hidden_GxNxD, unembedding_VxD, *reference, mask_GxN.astype(bool), temperature,
-                    min(chunk_size, mask_GxN.shape[1]))
+                    min(chunk_size, mask_GxN.shape[1]), logit_softcap)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _full_kl(hidden, unembedding, ref_hidden, ref_unembedding, mask, temperature, chunk_size):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _full_kl(hidden, unembedding, ref_hidden, ref_unembedding, mask, temperature, chunk_size, cap):
     chunks = Chunks(mask, chunk_size)
     weight, ref_weight = unembedding.astype(hidden.dtype), ref_unembedding.astype(ref_hidden.dtype)
 
     def chunk(i, kl):
-        log_p = _log_softmax(chunks.take(hidden, i), weight, temperature)
-        log_q = _log_softmax(chunks.take(ref_hidden, i), ref_weight, temperature)
+        log_p = jax.nn.log_softmax(logits(chunks.take(hidden, i), weight, cap) / temperature)
+        log_q = jax.nn.log_softmax(logits(chunks.take(ref_hidden, i), ref_weight, cap) / temperature)
         p, d = jnp.exp(log_p), log_p - log_q
         # Far from 0 exp(-d) would overflow where p is next to nothing, and there is nothing left to cancel.
         terms = jnp.where(jnp.abs(d) < 1, p * (jnp.expm1(-jnp.clip(d, -1, 1)) + d), p * d + (jnp.exp(log_q) - p))
@@ -87,7 +93,7 @@ def _forward(*arguments):
     return _full_kl(*arguments), arguments[:5]
 
 
-def _backward(temperature, chunk_size, residuals, of_kl):
+def _backward(temperature, chunk_size, cap, residuals, of_kl):
     hidden, unembedding, ref_hidden, ref_unembedding, mask = residuals
     chunks = Chunks(mask, chunk_size)
     weight, ref_weight = unembedding.astype(hidden.dtype), ref_unembedding.astype(ref_hidden.dtype)
@@ -95,11 +101,12 @@ def _backward(temperature, chunk_size, residuals, of_kl):
 
     def chunk(i, sums):
         states = chunks.take(hidden, i)
-        log_p = _log_softmax(states, weight, temperature)
-        d = log_p - _log_softmax(chunks.take(ref_hidden, i), ref_weight, temperature)
+        x = logits(states, weight, cap)
+        log_p = jax.nn.log_softmax(x / temperature)
+        d = log_p - jax.nn.log_softmax(logits(chunks.take(ref_hidden, i), ref_weight, cap) / temperature)
         p = jnp.exp(log_p)
         slope = p * (d - jnp.sum(p * d, axis=-1, keepdims=True)) * (chunks.take(of_kl, i) / temperature)[..., None]
-        slope = slope.astype(hidden.dtype)
+        slope = (slope * softcap_slope(x, cap)).astype(hidden.dtype)
         of_states = jnp.einsum("gcv,vd->gcd", slope, weight, preferred_element_type=jnp.float32)
         of_weight = jnp.einsum("gcv,gcd->gvd", slope, states, preferred_element_type=jnp.float32)
         return chunks.put(sums[0], of_states.astype(hidden.dtype), i), sums[1] + of_weight
@@ -111,8 +118,3 @@ def _backward(temperature, chunk_size, residuals, of_kl):
 
 
 _full_kl.defvjp(_forward, _backward)
-
-
-def _log_softmax(states_GxCxD, weight_VxD, temperature):
-    logits = jnp.einsum("gcd,vd->gcv", states_GxCxD, weight_VxD, preferred_element_type=jnp.float32)
-    return jax.nn.log_softmax(logits / temperature)

@@ -8,6 +8,8 @@ A role's parameters are the decoder's dict with one entry more:
 import jax
 import jax.numpy as jnp
 
+from jax_ppo.kernels.softcap import softcap
+from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer
 
 
@@ -30,10 +32,11 @@ def unembedding(params: dict):
     return params.get("lm_head", params["embed"])["embedding"]
 
 
-def logits(params: dict, hidden):
+def logits(architecture: Architecture, params: dict, hidden):
     """[..., V] float32 from [..., D]."""
     weight = unembedding(params).astype(hidden.dtype)
-    return jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
+    product = jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
+    return softcap(product, architecture.logit_softcap)
 
 
 def scalars(params: dict, hidden):

@@ -12,7 +12,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jax_ppo.models import hf_files, hf_names
-from jax_ppo.models.architecture import Architecture, to_hf_config
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.hf_config import to_hf_config
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # not float16: its range is smaller than the parameters' may be
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
@@ -55,7 +56,7 @@ def export(params: dict, architecture: Architecture, folder: str | Path, *, dtyp
     if writer:
         shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
         temporary.mkdir(parents=True)
-        _write_json(temporary / "config.json", _config(architecture, dtype, head))
+        _write_json(temporary / "config.json", to_hf_config(architecture, dtype, head))
         _write_json(temporary / "generation_config.json", _generation_config(architecture, source_folder))
         if source_folder is not None:
             _copy_tokenizer(Path(source_folder), temporary)
@@ -64,14 +65,6 @@ def export(params: dict, architecture: Architecture, folder: str | Path, *, dtyp
         _replace(folder, temporary)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("export")  # nobody looks for the folder before it is there
-
-
-def _config(architecture, dtype, head):
-    config = to_hf_config(architecture, dtype)
-    if head == "scalar":
-        config["architectures"] = [config["architectures"][0].replace("CausalLM", "SequenceClassification")]
-        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # transformers' spelling of num_labels = 1
-    return config
 
 
 def _generation_config(architecture, source_folder):
@@ -97,8 +90,8 @@ def _write_weights(folder, rows, arrays, dtype, max_shard_bytes):
     total, weight_map = 0, {}
     for i, shard in enumerate(shards, 1):
         file = hf_files.SINGLE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        header = {name: (code, rows[path].hf_shape) for name, path, _ in shard}
-        tensors = (_on_host(arrays[path], rows[path], layer, dtype) for _, path, layer in shard)
+        header = {name: (code, rows[paths[0]].hf_shape) for name, paths, _ in shard}
+        tensors = (_joined([_on_host(arrays[path], rows[path], layer, dtype) for path in paths]) for _, paths, layer in shard)
         hf_files.write(folder and folder / file, header, tensors)
         weight_map |= dict.fromkeys(header, file)
         total += sum(int(np.prod(shape)) * hf_files.DTYPES[code].itemsize for _, shape in header.values())
@@ -106,26 +99,31 @@ def _write_weights(folder, rows, arrays, dtype, max_shard_bytes):
         _write_json(folder / hf_files.INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _shards(rows, itemsize, max_bytes) -> list[list[tuple[str, tuple[str, ...], int | None]]]:
-    """(checkpoint's name, our path, layer) of every tensor, in files of at most `max_bytes`."""
+def _shards(rows, itemsize, max_bytes) -> list[list[tuple[str, list[tuple[str, ...]], int | None]]]:
+    """(checkpoint's name, our paths, layer) of every tensor, in files of at most `max_bytes`."""
     shards, room = [], 0
-    for name, path, layer in _in_order(rows):
-        size = int(np.prod(rows[path].shape)) * itemsize
+    for name, paths, layer in _in_order(rows):
+        size = int(np.prod(rows[paths[0]].hf_shape)) * itemsize
         if not shards or size > room:
             shards.append([])
             room = max_bytes
-        shards[-1].append((name, path, layer))
+        shards[-1].append((name, paths, layer))
         room -= size
     return shards
 
 
-def _in_order(rows) -> Iterator[tuple[str, tuple[str, ...], int | None]]:
+def _in_order(rows) -> Iterator[tuple[str, list[tuple[str, ...]], int | None]]:
     """Layer after layer, as checkpoints are usually cut."""
-    outside = [(row.name, path, None) for path, row in rows.items() if row.layers is None]
-    stacked = {path: row for path, row in rows.items() if row.layers is not None}
-    yield from outside
-    for layer in range(max(row.layers for row in stacked.values())):
-        yield from ((row.name.format(layer), path, layer) for path, row in stacked.items())
+    outside, stacked = {}, {}
+    for path, row in rows.items():  # several paths have one name where the checkpoint fuses them
+        (outside if row.layers is None else stacked).setdefault(row.name, []).append(path)
+    yield from ((name, paths, None) for name, paths in outside.items())
+    for layer in range(max(row.layers for row in rows.values() if row.layers is not None)):
+        yield from ((name.format(layer), paths, layer) for name, paths in stacked.items())
+
+
+def _joined(parts):
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "stacked"))

@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jax_ppo.errors import UserError
 from jax_ppo.models import hf_files, hf_names
-from jax_ppo.models.architecture import Architecture, from_hf_config
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.hf_config import from_hf_config
 from jax_ppo.models.hf_hub import find
 
 __all__ = ["find", "load", "read_architecture"]
@@ -56,7 +57,7 @@ def load(folder: str | Path, architecture: Architecture, shardings: dict, dtype=
       shardings: a `jax.sharding.Sharding` for each parameter, in the structure of the parameters.
       dtype: of the parameters.
       head: "lm"; "scalar": score/kernel is zeros, as a critic starts; "reward": score/kernel is read.
-      progress: called as progress(done, total) after each tensor of the checkpoint.
+      progress: called as progress(done, total) after each tensor of the checkpoint, or part of one that becomes several.
 
     Returns:
       the parameters (transformer.py and heads.py say their layout).
@@ -105,7 +106,7 @@ def _read(checkpoint, name, row, dtype, sharding):
     def block(index):
         key = tuple((part.start, part.stop) for part in index)
         if key not in blocks:
-            values = checkpoint.read(name, index[::-1] if row.transposed else index)
+            values = checkpoint.read(name, row.hf_index(index))
             blocks[key] = np.ascontiguousarray(values.T if row.transposed else values, dtype)
         return blocks[key]
 

@@ -19,16 +19,29 @@ class Tensor:
       shape: ours, of one layer.
       transposed: the checkpoint has it as [out, in], we as [in, out].
       layers: how many are stacked along a first axis of ours; None: the parameter belongs to no layer.
+      fused: (first row, rows of all) where the checkpoint's tensor holds several parameters of ours one below the other.
     """
 
     name: str
     shape: tuple[int, ...]
     transposed: bool = False
     layers: int | None = None
+    fused: tuple[int, int] | None = None
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        return self.shape[::-1] if self.transposed else self.shape
+        """Of the checkpoint's tensor."""
+        shape = self.shape[::-1] if self.transposed else self.shape
+        return shape if self.fused is None else (self.fused[1], *shape[1:])
+
+    def hf_index(self, index: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Where the checkpoint's tensor has what `index` takes from ours."""
+        index = index[::-1] if self.transposed else index
+        if self.fused is None:
+            return index
+        rows = self.shape[-1] if self.transposed else self.shape[0]
+        start, stop, _ = index[0].indices(rows)
+        return (slice(self.fused[0] + start, self.fused[0] + stop), *index[1:])
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -51,12 +64,20 @@ def table(architecture: Architecture, head: str) -> dict[tuple[str, ...], Tensor
         **_layer_norm(a, "input_norm", "input_layernorm"),
         **_layer_norm(a, "post_attention_norm", "post_attention_layernorm"),
     }
+    if a.post_norms:
+        rows |= _layer_norm(a, "pre_feedforward_norm", "pre_feedforward_layernorm")
+        rows |= _layer_norm(a, "post_feedforward_norm", "post_feedforward_layernorm")
+    if a.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            hf_name = f"model.layers.{{}}.self_attn.{name}.weight"
+            rows["layers", "attention", name, "scale"] = Tensor(hf_name, (a.head_dim,), False, a.num_layers)
     queries, keys = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    for name, outputs in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-        rows |= _dense(a, ("attention", name), f"self_attn.{name}", a.hidden_size, outputs, a.qkv_bias)
+    fused = a.family == "phi3"
+    rows |= _side_by_side(a, "attention", "self_attn", {"q_proj": queries, "k_proj": keys, "v_proj": keys}, a.qkv_bias,
+                          "qkv_proj" if fused else None)
     rows |= _dense(a, ("attention", "o_proj"), "self_attn.o_proj", queries, a.hidden_size, a.output_bias)
-    for name in ("gate_proj", "up_proj"):
-        rows |= _dense(a, ("mlp", name), f"mlp.{name}", a.hidden_size, a.intermediate_size, a.mlp_bias)
+    rows |= _side_by_side(a, "mlp", "mlp", dict.fromkeys(("gate_proj", "up_proj"), a.intermediate_size), a.mlp_bias,
+                          "gate_up_proj" if fused else None)
     rows |= _dense(a, ("mlp", "down_proj"), "mlp.down_proj", a.intermediate_size, a.hidden_size, a.mlp_bias)
     if head != "lm":
         rows["score", "kernel"] = Tensor("score.weight", (a.hidden_size, 1), transposed=True)
@@ -68,6 +89,17 @@ def table(architecture: Architecture, head: str) -> dict[tuple[str, ...], Tensor
 def _layer_norm(a, name, hf_name):
     hf_name = f"model.layers.{{}}.{hf_name}.weight"
     return {("layers", name, "scale"): Tensor(hf_name, (a.hidden_size,), False, a.num_layers)}
+
+
+def _side_by_side(a, module, hf_module, outputs, bias, fused):
+    """Projections of the same input, apart in the checkpoint or in one tensor of the name `fused`."""
+    rows, start = {}, 0
+    for name, width in outputs.items():
+        own = _dense(a, (module, name), f"{hf_module}.{fused or name}", a.hidden_size, width, bias)
+        if fused:
+            own = {path: dataclasses.replace(row, fused=(start, sum(outputs.values()))) for path, row in own.items()}
+        rows, start = rows | own, start + width
+    return rows
 
 
 def _dense(a, path, hf_name, inputs, outputs, bias):

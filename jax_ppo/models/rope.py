@@ -10,14 +10,16 @@ from jax_ppo.models.architecture import ROPE_KINDS, Architecture
 KINDS = tuple(ROPE_KINDS)
 
 
-def frequencies(architecture: Architecture) -> tuple[np.ndarray, float]:
-    """Inverse frequencies, float32 [head_dim / 2], and the factor on cos and sin.
+def frequencies(architecture: Architecture, local: bool = False) -> tuple[np.ndarray, float]:
+    """Inverse frequencies, float32 [head_dim / 2], and the factor on cos and sin. `local`: those of local layers.
 
     `dynamic` and `longrope` change with the length of the sequence in Hugging Face's code; here they are those of
     sequences no longer than `longest` (which the caller holds to), so that a cached key never ages.
     """
     scaling = dict(architecture.rope_scaling)
     kind, dim, base = scaling["rope_type"], architecture.head_dim, architecture.rope_theta
+    if local and architecture.local_rope_theta is not None:
+        kind, base = "default", architecture.local_rope_theta
     inverse = 1.0 / base ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
     if kind in ("default", "dynamic"):
         return inverse.astype(np.float32), 1.0
@@ -88,9 +90,9 @@ def _longrope(inverse, scaling, architecture):
     return (inverse / np.asarray(scaling["short_factor"])).astype(np.float32), float(attention)
 
 
-def cos_sin(architecture: Architecture, positions_BxT):
+def cos_sin(architecture: Architecture, positions_BxT, local: bool = False):
     """cos and sin for `rotate`, each float32 [B, T, 1, head_dim / 2]."""
-    inverse, factor = frequencies(architecture)
+    inverse, factor = frequencies(architecture, local)
     angles = positions_BxT[..., None, None].astype(jnp.float32) * inverse
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 

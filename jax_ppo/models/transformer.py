@@ -1,9 +1,10 @@
-"""One decoder: Llama and Qwen2 (grouped-query attention, RoPE, RMSNorm, SwiGLU). `Architecture` says what differs.
+"""One decoder for all families (grouped-query attention, RoPE, RMSNorm, gated MLP). `Architecture` says what differs.
 
 Parameters, a nested dict (L: the stacked layers; the unrolled form has `layer_0`, ... instead, without this axis):
     embed/embedding [V, D]
-    layers/{input_norm, post_attention_norm}/scale [L, D]
+    layers/{input_norm, post_attention_norm}/scale [L, D] (with post_norms {pre_feedforward_norm, post_feedforward_norm} too)
     layers/attention/{q_proj, k_proj, v_proj, o_proj}/kernel [L, in, out] (bias [L, out])
+    layers/attention/{q_norm, k_norm}/scale [L, head_dim] (with qk_norm)
     layers/mlp/{gate_proj, up_proj, down_proj}/kernel [L, in, out]
     norm/scale [D]
 Heads stand beside these in the same dict (heads.py) and the decoder does not look at them.
@@ -16,6 +17,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jax_ppo.kernels import softcap as kernel
 from jax_ppo.models import attention, rope
 from jax_ppo.models.architecture import Architecture
 
@@ -23,14 +25,18 @@ FEW_LAYERS = 8  # so many are no loop: on a CPU its gradient takes a quarter les
 
 
 class RMSNorm(nn.Module):
-    epsilon: float
+    architecture: Architecture
 
     @nn.compact
     def __call__(self, x):
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
+        a = self.architecture
+        start = nn.initializers.zeros if a.norm_plus_one else nn.initializers.ones
+        scale = self.param("scale", start, (x.shape[-1],), jnp.float32).astype(x.dtype)
         wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.epsilon)
-        return scale.astype(x.dtype) * wide.astype(x.dtype)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + a.norm_epsilon)
+        if a.norm_plus_one:  # the one place where families round at different points
+            return (wide * (1 + scale.astype(jnp.float32))).astype(x.dtype)
+        return scale * wide.astype(x.dtype)
 
 
 def _dense(features, use_bias, dtype, name):
@@ -46,7 +52,7 @@ class Attention(nn.Module):
     program: str
 
     @nn.compact
-    def __call__(self, x_BxTxD, cos_sin, segments_BxT, cache, columns_B, windows):
+    def __call__(self, x_BxTxD, is_local, rotations, segments_BxT, cache, columns_B, windows):
         a = self.architecture
         B, T, _ = x_BxTxD.shape
 
@@ -54,16 +60,31 @@ class Attention(nn.Module):
             return _dense(heads * a.head_dim, a.qkv_bias, self.dtype, name)(x_BxTxD).reshape(B, T, heads, a.head_dim)
 
         q, k, v = project("q_proj", a.num_heads), project("k_proj", a.num_kv_heads), project("v_proj", a.num_kv_heads)
+        if a.qk_norm:
+            q, k = RMSNorm(a, name="q_norm")(q), RMSNorm(a, name="k_norm")(k)
+        cos_sin = rotations[0]
+        if len(rotations) > 1:
+            cos_sin = jax.tree.map(lambda whole, local: jnp.where(is_local, local, whole), *rotations)
         q, k = rope.rotate(q, *cos_sin), rope.rotate(k, *cos_sin)
+        options = {"scale": a.attention_scale, "softcap": a.attention_softcap}
         if cache is None:
-            out = attention.attend(self.program, q, k, v, segments_BxT)
+            def attend(sliding_window):
+                return attention.attend(self.program, q, k, v, segments_BxT, sliding_window=sliding_window, **options)
+
+            short = a.sliding_window is None or T <= a.sliding_window
+            out = attend(None) if short else _if_local(is_local, lambda: attend(a.sliding_window), lambda: attend(None))
             cache = (k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
         else:
             cache = (write_columns(cache[0], k.transpose(0, 2, 3, 1), columns_B, axis=3),
                      write_columns(cache[1], v.swapaxes(1, 2), columns_B, axis=2))
-            out = attend_one(q, *cache, columns_B, windows)
+            out = attend_one(q, *cache, columns_B, windows, sliding_window=a.sliding_window if is_local else None, **options)
         out = out.reshape(B, T, a.num_heads * a.head_dim)
         return _dense(a.hidden_size, a.output_bias, self.dtype, "o_proj")(out), cache
+
+
+def _if_local(is_local, yes, no):
+    """yes() or no(). `is_local` is known, or a value of the loop over layers."""
+    return (yes if is_local else no)() if isinstance(is_local, bool) else jax.lax.cond(is_local, yes, no)
 
 
 def write_columns(cache, new, columns_B, axis: int):
@@ -72,26 +93,31 @@ def write_columns(cache, new, columns_B, axis: int):
     return write(cache, new.astype(cache.dtype), columns_B)
 
 
-def attend_one(q_Bx1xHxd, keys_BxKxdxS, values_BxKxSxd, columns_B, windows=()):
+def attend_one(q_Bx1xHxd, keys_BxKxdxS, values_BxKxSxd, columns_B, windows=(), *, scale=None, softcap=None,
+               sliding_window=None):
     """Attention of one new token a row to the cache up to its own column: two products that transpose nothing.
 
     Args:
       windows: increasing, the last S. Only the first so many columns are read, as few as hold every row's; (): all S.
+      scale, softcap, sliding_window: see attention.py. What a sliding window has left behind is read but not counted.
     """
     windows = windows or (values_BxKxSxd.shape[2],)
 
     def read(width, q, keys, values):
-        return _attend_one(q, keys[..., :width], values[:, :, :width], jnp.arange(width) <= columns_B[:, None])
+        distance = columns_B[:, None] - jnp.arange(width)
+        readable = distance >= 0 if sliding_window is None else (distance >= 0) & (distance < sliding_window)
+        return _attend_one(q, keys[..., :width], values[:, :, :width], readable, scale, softcap)
 
     enough = jnp.sum(columns_B.max() >= jnp.array(windows[:-1], jnp.int32))
     return jax.lax.switch(enough, [functools.partial(read, width) for width in windows], q_Bx1xHxd, keys_BxKxdxS,
                           values_BxKxSxd)
 
 
-def _attend_one(q_Bx1xHxd, keys_BxKxdxS, values_BxKxSxd, readable_BxS):
+def _attend_one(q_Bx1xHxd, keys_BxKxdxS, values_BxKxSxd, readable_BxS, scale, softcap):
     B, K, d, _ = keys_BxKxdxS.shape
-    q_BxKxGxd = (q_Bx1xHxd * d**-0.5).reshape(B, K, -1, d)
+    q_BxKxGxd = (q_Bx1xHxd * (d**-0.5 if scale is None else scale)).reshape(B, K, -1, d)
     scores_BxKxGxS = jnp.einsum("bkgd,bkds->bkgs", q_BxKxGxd, keys_BxKxdxS, preferred_element_type=jnp.float32)
+    scores_BxKxGxS = kernel.softcap(scores_BxKxGxS, softcap)
     weights_BxKxGxS = jax.nn.softmax(jnp.where(readable_BxS[:, None, None], scores_BxKxGxS, -1e30), axis=-1)
     return jnp.einsum("bkgs,bksd->bkgd", weights_BxKxGxS.astype(values_BxKxSxd.dtype), values_BxKxSxd)
 
@@ -105,7 +131,8 @@ class MLP(nn.Module):
         a = self.architecture
         gate = _dense(a.intermediate_size, a.mlp_bias, self.dtype, "gate_proj")(x)
         up = _dense(a.intermediate_size, a.mlp_bias, self.dtype, "up_proj")(x)
-        return _dense(a.hidden_size, a.mlp_bias, self.dtype, "down_proj")(nn.silu(gate) * up)
+        gate = {"silu": nn.silu, "gelu_pytorch_tanh": nn.gelu}[a.activation](gate)
+        return _dense(a.hidden_size, a.mlp_bias, self.dtype, "down_proj")(gate * up)
 
 
 class Layer(nn.Module):
@@ -113,15 +140,24 @@ class Layer(nn.Module):
     dtype: Any
     attention: str
     keep_cache: bool  # a scan would stack the keys and values that nobody reads
+    is_local: bool | None  # None: some layers of the scan are, some are not, and each is told when it is called
 
     @nn.compact
-    def __call__(self, x, cos_sin, segments_BxT, cache=None, columns_B=None, windows=()):
+    def __call__(self, x, is_local, rotations, segments_BxT, cache=None, columns_B=None, windows=()):
         a = self.architecture
+
+        def norm(name, x):
+            return RMSNorm(a, name=name)(x)
+
         attend, mlp = Attention(a, self.dtype, self.attention, name="attention"), MLP(a, self.dtype, name="mlp")
-        attended, cache = attend(RMSNorm(a.norm_epsilon, name="input_norm")(x), cos_sin, segments_BxT, cache, columns_B,
-                                 windows)
-        x = x + attended
-        x = x + mlp(RMSNorm(a.norm_epsilon, name="post_attention_norm")(x))
+        attended, cache = attend(norm("input_norm", x), is_local if self.is_local is None else self.is_local, rotations,
+                                 segments_BxT, cache, columns_B, windows)
+        if a.post_norms:  # Hugging Face's names: the second one means another place here
+            x = x + norm("post_attention_norm", attended)
+            x = x + norm("post_feedforward_norm", mlp(norm("pre_feedforward_norm", x)))
+        else:
+            x = x + attended
+            x = x + mlp(norm("post_attention_norm", x))
         return x, cache if self.keep_cache else None
 
 
@@ -165,24 +201,30 @@ class Transformer(nn.Module):
         a = self.architecture
         embedding = self.param("embed", _embedding, a.vocab_size, a.hidden_size)["embedding"]
         x = embedding[tokens_BxT].astype(self.dtype)
-        rotation = rope.cos_sin(a, positions_BxT)
-        x, cache = self._layers(x, rotation, segments_BxT, cache, positions_BxT[:, 0], windows)
-        return RMSNorm(a.norm_epsilon, name="norm")(x), cache
+        if a.scaled_embedding:
+            x = x * jnp.float32(a.hidden_size**0.5).astype(self.dtype)
+        rotations = (rope.cos_sin(a, positions_BxT),)  # and that of local layers, where it is another
+        if a.local_rope_theta is not None:
+            rotations += (rope.cos_sin(a, positions_BxT, local=True),)
+        x, cache = self._layers(x, rotations, segments_BxT, cache, positions_BxT[:, 0], windows)
+        return RMSNorm(a, name="norm")(x), cache
 
-    def _layers(self, x, rotation, segments_BxT, cache, columns_B, windows):
-        layers = self.architecture.num_layers
+    def _layers(self, x, rotations, segments_BxT, cache, columns_B, windows):
+        layers, local = self.architecture.num_layers, self.architecture.layers_are_local
         in_loop = not self.unrolled and layers > FEW_LAYERS
         layer = nn.remat(Layer, prevent_cse=not in_loop) if self.remat else Layer
         if not self.unrolled:
-            stack = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=nn.broadcast,
-                            length=layers, unroll=1 if in_loop else layers)
-            return stack(self.architecture, self.dtype, self.attention, keep_cache=False, name="layers")(
-                x, rotation, segments_BxT)
+            of_all = local[0] if len(set(local)) == 1 else None
+            stack = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=layers,
+                            in_axes=(nn.broadcast if of_all is not None else 0, nn.broadcast, nn.broadcast),
+                            unroll=1 if in_loop else layers)
+            return stack(self.architecture, self.dtype, self.attention, keep_cache=False, is_local=of_all, name="layers")(
+                x, None if of_all is not None else jnp.array(local), rotations, segments_BxT)
         new_cache = []
         for i in range(layers):
             own = None if cache is None else cache[i]
-            block = layer(self.architecture, self.dtype, self.attention, keep_cache=True, name=f"layer_{i}")
-            x, own = block(x, rotation, segments_BxT, own, columns_B, windows)
+            block = layer(self.architecture, self.dtype, self.attention, keep_cache=True, is_local=local[i], name=f"layer_{i}")
+            x, own = block(x, None, rotations, segments_BxT, own, columns_B, windows)
             new_cache.append(own)
         return x, tuple(new_cache)
 

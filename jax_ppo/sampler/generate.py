@@ -255,8 +255,8 @@ def decode(job: Job, state: State) -> State:
     hidden_Bx1xD, cache = job.model.apply({"params": job.params}, slots.token[:, None], positions_B[:, None],
                                           cache=slots.cache, windows=windows(slots.cache[0][0].shape[3]))
     uniforms_Bx2 = sampling.uniforms(job.keys_N[some_B], slots.drawn)
-    tokens_B, logprobs_B = sampling.choose(heads.logits(job.params, hidden_Bx1xD[:, 0]), uniforms_Bx2, options.temperature,
-                                           options.top_k, options.top_p)
+    logits_BxV = heads.logits(job.model.architecture, job.params, hidden_Bx1xD[:, 0])
+    tokens_B, logprobs_B = sampling.choose(logits_BxV, uniforms_Bx2, options.temperature, options.top_k, options.top_p)
     is_eos_B = (tokens_B[:, None] == jnp.array(options.eos_ids, jnp.int32)).any(-1)
     drawn_B = slots.drawn + 1
     over_B = is_eos_B | (drawn_B == options.max_response_length)

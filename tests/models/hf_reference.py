@@ -17,13 +17,17 @@ SIZES = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }
-MODELS = {"llama": ("LlamaConfig", "LlamaFor"), "qwen2": ("Qwen2Config", "Qwen2For")}
+MODELS = {"llama": ("LlamaConfig", "LlamaFor"), "qwen2": ("Qwen2Config", "Qwen2For"), "qwen3": ("Qwen3Config", "Qwen3For"),
+          "mistral": ("MistralConfig", "MistralFor"), "phi3": ("Phi3Config", "Phi3For"),
+          "gemma": ("GemmaConfig", "GemmaFor"),
+          "gemma2": ("Gemma2Config", "Gemma2For"), "gemma3_text": ("Gemma3TextConfig", "Gemma3For")}
 
 
 def make(family="llama", task="CausalLM", **changes):
     """A transformers model in float32 whose every parameter, norms and biases too, is far from its initial value."""
     config_class, model_class = MODELS[family]
-    config = getattr(transformers, config_class)(**(SIZES | changes))
+    # Not "sdpa", which lets soft caps fall under the table.
+    config = getattr(transformers, config_class)(attn_implementation="eager", **(SIZES | changes))
     model = getattr(transformers, model_class + task)(config).eval()
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -43,7 +47,7 @@ def save(folder, *args, **changes):
 
 def reload(folder, dtype="float32", task="CausalLM"):
     """What transformers makes of a folder."""
-    return getattr(transformers, "AutoModelFor" + task).from_pretrained(folder, dtype=dtype).eval()
+    return getattr(transformers, "AutoModelFor" + task).from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
 
 
 def tokens(rows=2, length=24, vocab_size=97):
@@ -80,4 +84,4 @@ def _apply(model, params, ids, positions):
 
 
 def our_logits(architecture, params, ids, dtype=jnp.float32):
-    return np.asarray(heads.logits(params, hidden(architecture, params, ids, dtype)))
+    return np.asarray(heads.logits(architecture, params, hidden(architecture, params, ids, dtype)))

@@ -19,7 +19,7 @@ def make_inputs(rows=2, length=128, heads=4, kv_heads=2, head_dim=16, dtype=jnp.
     return q, k, v, jnp.asarray(segments, jnp.int32)
 
 
-def by_definition(q, k, v, segments):
+def by_definition(q, k, v, segments, scale=None, softcap=None, sliding_window=None):
     """softmax(q k^T / sqrt(d)) v, head by head and row by row, in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     B, T, H, d = q.shape
@@ -27,7 +27,10 @@ def by_definition(q, k, v, segments):
     for b, h in np.ndindex(B, H):
         own = h // (H // k.shape[2])
         seen = np.tril(np.ones((T, T), bool)) & (segments[b][:, None] == segments[b])
-        weights = np.where(seen, np.exp(q[b, :, h] @ k[b, :, own].T / d**0.5), 0)
+        seen &= ~np.tril(np.ones((T, T), bool), -(sliding_window or T))
+        scores = q[b, :, h] @ k[b, :, own].T * (scale or d**-0.5)
+        scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
+        weights = np.where(seen, np.exp(scores), 0)
         out[b, :, h] = weights / weights.sum(1, keepdims=True) @ v[b, :, own]
     return out
 
@@ -37,6 +40,30 @@ def test_xla_is_the_definition(heads, kv_heads, length):
     *qkv, segments = make_inputs(length=length, heads=heads, kv_heads=kv_heads)
     np.testing.assert_allclose(attention.xla(*qkv, segments), by_definition(*qkv, np.asarray(segments)), atol=1e-5)
     np.testing.assert_allclose(attention.xla(*qkv, None), by_definition(*qkv, np.zeros((2, length))), atol=1e-5)
+
+
+OPTIONS = [{"sliding_window": 1}, {"sliding_window": 7}, {"softcap": 1.5, "scale": 0.6},
+           {"sliding_window": 70, "softcap": 2.0, "scale": 0.3}]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("length", [12, 100, 300])
+def test_xla_with_windows_caps_and_scales_is_the_definition(length, options):
+    """In one block, in two, and in four that begin behind the first key."""
+    *qkv, segments = make_inputs(length=length)
+    expected = by_definition(*qkv, np.asarray(segments), **options)
+    np.testing.assert_allclose(attention.xla(*qkv, segments, **options), expected, atol=1e-5)
+    expected = by_definition(*qkv, np.zeros((2, length)), **options)
+    np.testing.assert_allclose(attention.attend("xla", *qkv, None, **options), expected, atol=1e-5)
+
+
+def test_xla_spares_the_keys_before_a_window():
+    """Four blocks of 256 queries: 256 + 3 (256 + 63) = 1,213 keys with a window of 64, 256 (1 + 2 + 3 + 4) = 2,560 without."""
+    def flops(window):
+        run = lambda *x: attention.xla(*x, sliding_window=window)  # noqa: E731
+        return jax.jit(run).lower(*make_inputs(length=1024)).compile().cost_analysis()["flops"]
+
+    assert 0.45 < flops(64) / flops(None) < 0.5
 
 
 def test_xla_spares_the_keys_behind_a_block(monkeypatch):
@@ -55,25 +82,31 @@ def test_xla_in_bfloat16_sums_in_float32():
     np.testing.assert_allclose(out.astype(jnp.float32), by_definition(*qkv, np.asarray(segments)), atol=0.03)
 
 
-def gradient(program, inputs):
+def gradient(program, inputs, **options):
     """Of the tokens that are read."""
     *qkv, segments = inputs
-    loss = lambda *x: jnp.sum(jnp.sin(program(*x, segments)).astype(jnp.float32) * (segments >= 0)[..., None, None])  # noqa: E731
+
+    def loss(*x):
+        return jnp.sum(jnp.sin(program(*x, segments, **options)).astype(jnp.float32) * (segments >= 0)[..., None, None])
+
     return jax.jit(jax.grad(loss, (0, 1, 2)))(*qkv)
 
 
-def test_splash_interpreted_is_xla():
+@pytest.mark.parametrize("options", [{}, OPTIONS[1], OPTIONS[3]])
+def test_splash_interpreted_is_xla(options):
     inputs = make_inputs(rows=1, heads=2, kv_heads=1)
-    interpreted = lambda *x: attention.splash(*x, interpret=True)  # noqa: E731
-    np.testing.assert_allclose(jax.jit(interpreted)(*inputs), attention.xla(*inputs), atol=1e-5)
-    for one, other in zip(gradient(interpreted, inputs), gradient(attention.xla, inputs), strict=True):
+    interpreted = lambda *x: attention.splash(*x, interpret=True, **options)  # noqa: E731
+    np.testing.assert_allclose(jax.jit(interpreted)(*inputs), attention.xla(*inputs, **options), atol=1e-5)
+    for one, other in zip(gradient(interpreted, inputs), gradient(attention.xla, inputs, **options), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-@pytest.mark.parametrize(("length", "head_dim"), [(128, 64), (384, 128), (1024, 64)])
-def test_splash_lowers_for_tpu(length, head_dim):
+@pytest.mark.parametrize(("length", "head_dim", "options"), [
+    (128, 64, {}), (384, 128, {}), (1024, 64, {}), (1024, 256, {"sliding_window": 512, "softcap": 50.0})])
+def test_splash_lowers_for_tpu(length, head_dim, options):
     shapes = jax.eval_shape(lambda: make_inputs(1, length, head_dim=head_dim, dtype=jnp.bfloat16))
-    text = jax.jit(lambda *x: gradient(attention.splash, x)).trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()
+    traced = jax.jit(lambda *x: gradient(attention.splash, x, **options)).trace(*shapes)
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert text.count("tpu_custom_call") >= 3  # forward, and the gradients of queries and of keys and values
 
 
@@ -99,6 +132,13 @@ def test_each_device_runs_its_rows_and_heads():
     ("cuda", "bfloat16", 64, 129, "xla"), ("tpu", "bfloat16", 64, 384, "splash"), ("tpu", "float32", 64, 200, "xla")])
 def test_auto(platform, dtype, head_dim, length, chosen):
     assert attention.choose("auto", platform, dtype, head_dim, length) == chosen
+
+
+def test_soft_caps_choose_too():
+    assert attention.choose("auto", "cuda", "bfloat16", 64, 128, softcap=50.0) == "xla"
+    assert attention.choose("auto", "tpu", "bfloat16", 64, 128, softcap=50.0) == "splash"
+    with pytest.raises(ValueError, match="cuDNN's attention has no soft cap of scores, the model's is 50.0"):
+        attention.choose("cudnn", "cuda", "bfloat16", 64, 128, softcap=50.0)
 
 
 @pytest.mark.parametrize(("wanted", "platform", "dtype", "length", "why"), [

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ppo.models import heads
+from jax_ppo.models import attention, heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer, attend_one, unroll, write_columns
 
@@ -122,6 +122,20 @@ def test_attention_to_the_cache_is_attention(heads_a_key):
         np.testing.assert_allclose(ours.reshape(expected.shape), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{"sliding_window": 3}, {"softcap": 0.5, "scale": 0.9},
+                                     {"sliding_window": 2, "softcap": 1.0}])
+@pytest.mark.parametrize("windows", [(), (4, 9)])
+def test_attention_to_the_cache_is_that_of_the_last_token(options, windows):
+    """Both rows' columns are beyond the sliding window, and what lies before it is there to be wrongly counted."""
+    rng = np.random.default_rng(5)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 9, heads, 4)), jnp.float32) for heads in (4, 2, 2))
+    columns = jnp.array([8, 5])
+    last = jnp.take_along_axis(q, columns[:, None, None, None], 1)
+    ours = attend_one(last, k.transpose(0, 2, 3, 1), v.swapaxes(1, 2), columns, windows, **options)
+    expected = jnp.take_along_axis(attention.xla(q, k, v, None, **options), columns[:, None, None, None], 1)
+    np.testing.assert_allclose(ours.reshape(expected.shape), expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("axis", [2, 3])
 def test_each_row_writes_its_own_column(axis):
     rng = np.random.default_rng(2)
@@ -159,11 +173,11 @@ def test_computation_in_bfloat16(params, ids):
 
 def test_heads(params, ids):
     hidden = run(params, ids)[0]
-    assert heads.logits(params, hidden).shape == (B, T, ARCHITECTURE.vocab_size)
-    assert heads.logits(params, hidden.astype(jnp.bfloat16)).dtype == jnp.float32
-    np.testing.assert_allclose(heads.logits(params, hidden), hidden @ params["lm_head"]["embedding"].T, atol=1e-5)
+    assert heads.logits(ARCHITECTURE, params, hidden).shape == (B, T, ARCHITECTURE.vocab_size)
+    assert heads.logits(ARCHITECTURE, params, hidden.astype(jnp.bfloat16)).dtype == jnp.float32
+    np.testing.assert_allclose(heads.logits(ARCHITECTURE, params, hidden), hidden @ params["lm_head"]["embedding"].T, atol=1e-5)
     tied = {name: value for name, value in params.items() if name != "lm_head"}
-    np.testing.assert_allclose(heads.logits(tied, hidden), hidden @ params["embed"]["embedding"].T, atol=1e-5)
+    np.testing.assert_allclose(heads.logits(ARCHITECTURE, tied, hidden), hidden @ params["embed"]["embedding"].T, atol=1e-5)
     critic = jax.jit(lambda: heads.init(STACKED, jax.random.key(0), "scalar"), compiler_options=QUICK)()
     assert "lm_head" not in critic and not heads.scalars(critic, hidden).any()
     kernel = np.arange(16, dtype=np.float32)[:, None]

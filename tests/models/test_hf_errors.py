@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from jax_ppo.errors import UserError
 from jax_ppo.models import hf_files, hf_import, hf_names
-from jax_ppo.models.architecture import from_hf_config
+from jax_ppo.models.hf_config import FAMILIES, from_hf_config
 
 CONFIG = reference.SIZES | {"model_type": "llama"}
 
@@ -129,11 +129,24 @@ def test_files_that_are_cut_short_or_missing(tmp_path):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"model_type": "lama"}, "model_type 'lama' is not supported, only llama, qwen2 are; the nearest is llama"),
+    ({"model_type": "lama"}, f"model_type 'lama' is not supported, only {', '.join(FAMILIES)} are; the nearest is llama"),
     ({"model_type": "gpt_neox"}, "model_type 'gpt_neox' is not supported"),
     ({"hidden_size": None}, "hidden_size must be a whole number, it is None"),
-    ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only 'silu' is"),
-    ({"use_sliding_window": True}, "use_sliding_window is not supported"),
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only 'silu', 'gelu_pytorch_tanh' are"),
+    ({"use_sliding_window": True}, "use_sliding_window is not supported with model_type 'llama'"),
+    ({"model_type": "mistral", "sliding_window": "wide"}, "sliding_window must be a whole number, it is 'wide'"),
+    ({"model_type": "mistral", "layer_types": ["full_attention"]}, "only sliding_attention is with model_type 'mistral'"),
+    ({"model_type": "qwen3", "layer_types": ["sliding_attention"]}, "must be num_hidden_layers=2 words"),
+    ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 2}, "full_attention or sliding_attention"),
+    ({"model_type": "qwen3", "layer_types": ["sliding_attention"] * 2}, "sliding_window must be a whole number, it is None"),
+    ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+    ({"model_type": "gemma3"}, "model_type 'gemma3' is not supported"),
+    ({"model_type": "gemma2", "hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported"),
+    ({"model_type": "gemma2", "sliding_window": None}, "sliding_window must be a whole number, it is None"),
+    ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping of model_type 'gemma3_text'"),
+    ({"model_type": "gemma3_text", "rope_parameters": {"rope_type": "default"}}, "must name layer types"),
+    ({"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+     "sliding_attention with rope_type 'linear' are not supported"),
     ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'] are not supported"),
     ({"rope_scaling": {"type": "mrope"}}, "rope_type 'mrope' is not supported, only default, linear"),

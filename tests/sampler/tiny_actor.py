@@ -41,7 +41,7 @@ class Actor:
         """Of a plain forward pass of the stacked form over whole rows, [B, S, V]."""
         positions = jax.numpy.broadcast_to(jax.numpy.arange(tokens.shape[1]), tokens.shape)
         hidden, _ = self.scored.apply({"params": self.stacked}, tokens, positions, jax.numpy.zeros_like(tokens))
-        return heads.logits(self.stacked, hidden)
+        return heads.logits(self.scored.architecture, self.stacked, hidden)
 
     def full_logits(self, prompts, responses):
         """Logits before each response token, [B, T, V]: the sequences are joined without a gap and run at once."""

@@ -1,0 +1,254 @@
+"""Every family gives transformers' numbers: logits, log-probs, gradients, token by token from a cache, and exported.
+
+Sequences are longer than the sliding windows, soft caps bend what they cap, and the scale of queries is not head_dim's.
+"""
+
+import functools
+
+import hf_reference as reference
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import tiny
+from jax_ppo import sharding
+from jax_ppo.kernels.logprobs import token_logprobs
+from jax_ppo.models import heads, hf_import, rope
+from jax_ppo.models.hf_config import FAMILIES, from_hf_config, to_hf_config
+from jax_ppo.models.hf_export import export
+from jax_ppo.models.transformer import FEW_LAYERS, Transformer, unroll
+from jax_ppo.sampler.generate import Sampler, SamplingOptions
+from jax_ppo.types import Prompts
+
+WINDOW, LENGTHS, TEMPERATURE = 5, (14, 10), 0.7  # two sequences, packed into a row
+QUICK = {"xla_backend_optimization_level": 0}  # to compile sooner
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 9, "sliding_window": WINDOW, "attn_logit_softcapping": 2.0,
+         "final_logit_softcapping": 1.5}
+GEMMA_3 = {"head_dim": 16, "query_pre_attn_scalar": 9, "sliding_window": WINDOW,
+           "layer_types": ["sliding_attention", "full_attention"], "rope_parameters": {
+               "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
+               "sliding_attention": {"rope_type": "default", "rope_theta": 30.0}}}
+VARIANTS = {
+    "llama": ("llama", {"num_key_value_heads": 1}),
+    "qwen2": ("qwen2", {}),
+    "qwen2, local layers": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3, local layers": ("qwen3", {"head_dim": 16, "attention_bias": True, "use_sliding_window": True,
+                                      "sliding_window": WINDOW, "max_window_layers": 1}),
+    "mistral": ("mistral", {"sliding_window": WINDOW}),
+    "mistral, no window": ("mistral", {"sliding_window": None, "head_dim": 16}),
+    "phi3": ("phi3", {"sliding_window": WINDOW}),
+    "phi3, longrope": ("phi3", {
+        "max_position_embeddings": 256, "original_max_position_embeddings": 64, "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1, 1.1, 1.3, 1.7], "long_factor": [1, 2, 3, 4]}}),
+    "gemma": ("gemma", {"head_dim": 16}),
+    "gemma2": ("gemma2", GEMMA),
+    "gemma2, biases, no caps": ("gemma2", GEMMA | {"attention_bias": True, "attn_logit_softcapping": None,
+                                                   "final_logit_softcapping": None, "tie_word_embeddings": False}),
+    "gemma2, in a loop": ("gemma2", GEMMA | {"num_hidden_layers": FEW_LAYERS + 1}),
+    "gemma3": ("gemma3_text", GEMMA_3),
+    "gemma3, last logits capped": ("gemma3_text", GEMMA_3 | {"final_logit_softcapping": 1.5}),
+    "gemma3, in a loop": ("gemma3_text", GEMMA_3 | {"num_hidden_layers": FEW_LAYERS + 1, "layer_types": None}),
+    "mistral, in a loop": ("mistral", {"sliding_window": WINDOW, "num_hidden_layers": FEW_LAYERS + 1}),
+}
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def checkpoint(request, tmp_path_factory):
+    """(transformers' model, folder, architecture, parameters)."""
+    family, changes = VARIANTS[request.param]
+    folder = tmp_path_factory.mktemp("family")
+    model = reference.save(folder, family, **changes)
+    with jax.default_matmul_precision("highest"):
+        return model, folder, *reference.load(folder)
+
+
+def test_every_family_is_tested():
+    assert {family for family, _ in VARIANTS.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_configuration_leaves_out_is_what_transformers_takes(family):
+    """config.json on the hub holds what differs from the defaults of its day."""
+    few = {name: reference.SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
+    few |= {"num_hidden_layers": 30, "model_type": family}
+    full = getattr(reference.transformers, reference.MODELS[family][0])(**few).to_dict()
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")  # those are the tokenizer's, not to be guessed
+    assert from_hf_config(few) == from_hf_config(full | dict.fromkeys(special))
+
+
+def test_configurations_of_the_hub():
+    """As they stand there; what is written for transformers 4 included."""
+    gemma = {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None}
+    assert from_hf_config(reference.SIZES | gemma).activation == "gelu_pytorch_tanh"
+    gemma = from_hf_config(reference.SIZES | {
+        "model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "num_hidden_layers": 26, "rope_scaling": None,
+        "rope_local_base_freq": 10_000, "rope_theta": 1_000_000, "sliding_window": 512, "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256, "head_dim": 256, "attn_logit_softcapping": None, "final_logit_softcapping": None})
+    assert gemma.local_layers == ((True,) * 5 + (False,)) * 4 + (True,) * 2 and gemma.sliding_window == 512
+    assert (gemma.rope_theta, gemma.local_rope_theta, gemma.attention_scale, gemma.tied) == (1e6, 1e4, 1 / 16, True)
+    phi = from_hf_config(reference.SIZES | {
+        "model_type": "phi3", "max_position_embeddings": 131_072, "original_max_position_embeddings": 4096,
+        "rope_scaling": {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}, "sliding_window": 262_144})
+    assert dict(phi.rope_scaling)["rope_type"] == "longrope" and rope.longest(phi) == 4096
+    assert from_hf_config(reference.SIZES | {"model_type": "mistral", "sliding_window": None}).local_layers == ()
+
+
+def close(ours, theirs, what=""):
+    """1e-4 of the size of what is compared."""
+    theirs = np.asarray(theirs)
+    assert np.abs(theirs).max() > 0, what
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4 * np.abs(theirs).max(), err_msg=what)
+
+
+def test_logits_logprobs_and_gradients(checkpoint, tmp_path):
+    """Of two sequences in one row, against each of them alone."""
+    model, _, architecture, params = checkpoint
+    ids = reference.tokens(rows=1, length=sum(LENGTHS))
+    segments = np.repeat([7, 3], LENGTHS)[None]
+    positions = np.concatenate([np.arange(n) for n in LENGTHS])[None]
+    targets = np.roll(ids, -1, 1)
+    mask = segments == np.roll(segments, -1, 1)
+    mask[:, -1] = False
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    @functools.partial(jax.grad, has_aux=True)
+    def run(params):
+        hidden = Transformer(architecture).apply({"params": params}, ids, positions, segments)[0]
+        logprobs, entropy = token_logprobs(hidden, heads.unembedding(params), targets, mask, TEMPERATURE,
+                                           logit_softcap=architecture.logit_softcap)
+        loss = jnp.sum(jnp.sin(logprobs)) + jnp.sum(entropy**2)
+        return loss, (heads.logits(architecture, params, hidden), logprobs, entropy)
+
+    gradients, ours = run(params)
+    theirs, loss = [], 0
+    model.zero_grad()
+    for sequence in np.split(ids, np.cumsum(LENGTHS)[:-1], axis=1):
+        sequence = reference.torch.from_numpy(sequence.astype(np.int64))
+        logits = model(sequence).logits
+        log_p = (logits / TEMPERATURE).log_softmax(-1)[:, :-1]
+        logprobs = log_p.gather(-1, sequence[:, 1:, None])[..., 0]
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        loss = loss + logprobs.sin().sum() + (entropy**2).sum()
+        theirs.append((logits, logprobs, entropy))
+    loss.backward()
+    assert theirs[0][0].std() > 0.3  # or the comparison would say nothing
+    for one, other, what in zip(ours, zip(*theirs, strict=True), ("logits", "log-probs", "entropy"), strict=True):
+        one = one if what == "logits" else one[mask][None]
+        close(one, reference.torch.cat(other, 1).detach().numpy(), what)
+    export(gradients, architecture, tmp_path / "gradients")  # in transformers' names and shapes
+    written = load_file(tmp_path / "gradients/model.safetensors")
+    for name, parameter in model.named_parameters():
+        close(written[name], parameter.grad.numpy(), name)
+
+
+def test_cached_decode(checkpoint):
+    """Prefill, then one token at a time; the second row's prompt is shorter."""
+    model, _, architecture, params = checkpoint
+    ids, prompts = reference.tokens(), np.array([9, 6])
+    expected = reference.their_logits(model, ids)
+    flat, decoder, longest = unroll(params), Transformer(architecture, unrolled=True), prompts.max()
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def prefill(tokens, segments):
+        hidden, cache = decoder.apply({"params": flat}, tokens, jnp.broadcast_to(jnp.arange(longest), tokens.shape), segments)
+        room = ids.shape[1] - longest
+        keys, values = [(0, 0)] * 3 + [(0, room)], [(0, 0)] * 2 + [(0, room), (0, 0)]
+        return heads.logits(architecture, flat, hidden), tuple((jnp.pad(k, keys), jnp.pad(v, values)) for k, v in cache)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def step(tokens, columns, cache):
+        hidden, cache = decoder.apply({"params": flat}, tokens, columns, cache=cache, windows=(8, ids.shape[1]))
+        return heads.logits(architecture, flat, hidden)[:, 0], cache
+
+    is_prompt = np.arange(longest) < prompts[:, None]
+    logits, cache = prefill(np.where(is_prompt, ids[:, :longest], 0), is_prompt.astype(np.int32))
+    close(logits[is_prompt], expected[:, :longest][is_prompt])
+    for i in range(ids.shape[1] - prompts.min()):
+        columns = np.minimum(prompts + i, ids.shape[1] - 1)[:, None]
+        logits, cache = step(np.take_along_axis(ids, columns, 1), columns, cache)
+        close(logits, np.take_along_axis(expected, columns[..., None], 1)[:, 0], f"step {i}")
+
+
+def test_exported_it_is_the_same_model(checkpoint, tmp_path):
+    model, _, architecture, params = checkpoint
+    export(params, architecture, tmp_path / "out")
+    again, loaded = reference.load(tmp_path / "out")
+    assert again == architecture
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    theirs, ids = reference.reload(tmp_path / "out"), reference.tokens()
+    assert type(theirs) is type(model)
+    for name, tensor in theirs.state_dict().items():
+        assert reference.torch.equal(tensor, model.state_dict()[name]), name
+    np.testing.assert_array_equal(reference.their_logits(theirs, ids), reference.their_logits(model, ids))
+
+
+def test_transformers_4_reads_the_configuration(checkpoint):
+    """It knows no rope_parameters."""
+    config = to_hf_config(checkpoint[2])
+    del config["rope_parameters"]
+    assert from_hf_config(config) == checkpoint[2]
+
+
+def test_bfloat16(checkpoint):
+    """As in test_hf_logits: our error is of the size of transformers' own."""
+    _, folder, architecture, params = checkpoint
+    ids = reference.tokens(rows=4)
+    rounded = reference.reload(folder, "bfloat16")
+    low, exact = (reference.their_logits(model, ids) for model in (rounded, reference.reload(folder).bfloat16().float()))
+    ours = reference.our_logits(architecture, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), ids, jnp.bfloat16)
+    our_error, their_error = np.abs(ours - exact), np.abs(low - exact)
+    assert 0 < our_error.mean() < 1.25 * their_error.mean()
+    assert our_error.max() < 2 * their_error.max()
+
+
+def test_a_critic_is_a_sequence_classifier(checkpoint, tmp_path):
+    _, folder, architecture, _ = checkpoint
+    _, params = reference.load(folder, "scalar")
+    params["score"]["kernel"] = np.linspace(-1, 1, architecture.hidden_size, dtype=np.float32)[:, None]
+    export(params, architecture, tmp_path / "out")
+    theirs, ids = reference.reload(tmp_path / "out", task="SequenceClassification"), reference.tokens()
+    values = heads.scalars(params, reference.hidden(architecture, params, ids))[:, -1]
+    close(values, reference.their_logits(theirs, ids)[:, 0])
+    jax.tree.map(np.testing.assert_array_equal, reference.load(tmp_path / "out", "reward")[1], params)
+
+
+def test_the_samplers_logprobs_are_those_of_transformers(tmp_path):
+    """Prompts as long as the window and longer, two samples each, in fewer slots than samples."""
+    model = reference.save(tmp_path, "gemma2", **GEMMA)
+    architecture, params = reference.load(tmp_path)
+    prompts = Prompts(reference.tokens(rows=3, length=9), np.array([9, 5, 7], np.int32))
+    options = SamplingOptions(max_response_length=12, temperature=TEMPERATURE, n=2, slots=4)
+    rollout = Sampler(Transformer(architecture, unrolled=True), options)(unroll(params), prompts, jax.random.key(0))
+    for i in range(6):
+        prompt = prompts.tokens[i // 2, :prompts.lengths[i // 2]]
+        response = np.asarray(rollout.responses[i])
+        logits = reference.their_logits(model, np.concatenate([prompt, response])[None])[0, len(prompt) - 1:-1]
+        log_p = jax.nn.log_softmax(logits / TEMPERATURE)
+        close(rollout.logprobs[i], np.take_along_axis(log_p, response[:, None], 1)[:, 0])
+
+
+@pytest.mark.parametrize("name", ["qwen3, local layers", "phi3", "gemma2, in a loop", "gemma3, in a loop"])
+def test_split_over_eight_devices_it_is_the_same_model(name, tmp_path):
+    """Each device reads its own part of a tensor that holds several, and local layers stay local."""
+    family, changes = VARIANTS[name]
+    reference.save(tmp_path, family, **changes, vocab_size=96)
+    architecture, params = reference.load(tmp_path)
+    mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
+    where = sharding.tree_shardings(mesh, params, sharding.TRAIN_RULES)
+    split = hf_import.load(tmp_path, architecture, where)
+    jax.tree.map(np.testing.assert_array_equal, split, params)
+    ids = reference.tokens(rows=4, vocab_size=96)
+    with jax.set_mesh(mesh):
+        hidden = reference.hidden(architecture, split, sharding.place(ids, sharding.rows(mesh)))
+    close(hidden, reference.hidden(architecture, params, ids))
+
+
+def test_every_parameter_has_its_place(checkpoint):
+    architecture, params = checkpoint[2:]
+    for tree, rules in ((params, sharding.TRAIN_RULES), (unroll(params), sharding.DECODE_RULES)):
+        sharding.tree_shardings(tiny.make_mesh(), tree, rules)
+    own = jax.eval_shape(lambda: heads.init(Transformer(architecture), jax.random.key(0), "lm"))
+    assert jax.tree.map(jnp.shape, own) == jax.tree.map(jnp.shape, params)
