@@ -190,6 +190,12 @@ def _check_algorithm(config: Config):
                               f"{options.adv_estimator!r}")
     if reward.process_rewards and not reward.function:
         raise ConfigError("config.reward.process_rewards=True: needs a config.reward.function that returns step_rewards")
+    of_model = {"model_input": reward.model_input != "auto", "max_length": reward.max_length,
+                "micro_batch_size_per_device": reward.micro_batch_size_per_device}
+    for name, given in of_model.items():
+        if given and not reward.model_path:
+            raise ConfigError(f"config.reward.{name}={getattr(reward, name)!r}: there is no reward model; set "
+                              "config.reward.model_path")
     if reward.overlong_buffer_len > config.data.max_response_length:
         raise ConfigError(f"config.reward.overlong_buffer_len={reward.overlong_buffer_len}: expected at most "
                           f"config.data.max_response_length={config.data.max_response_length}")

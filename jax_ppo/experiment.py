@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo import config as config_lib
-from jax_ppo import objectives, packing, sft, sharding
+from jax_ppo import objectives, packing, reward_inputs, sft, sharding
 from jax_ppo import state as state_lib
 from jax_ppo.config import ConfigError
 from jax_ppo.data import prompts as prompts_lib
@@ -25,7 +25,7 @@ from jax_ppo.rewards import process, registry
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.schema import Config
-from jax_ppo.types import MiniBatches, Packing, Prompts, Rollout
+from jax_ppo.types import MiniBatches, Packing, Prompts, Rollout, Sequences
 
 TRAINING, EVALUATION, REFERENCE = 0, 1, 2  # streams of random numbers
 
@@ -48,7 +48,9 @@ class Rewarded:
       steps: float32 [B, T], rewards within the responses; None where the rules give none (reward.process_rewards).
       correct: float32 [B], 1 or 0, NaN where the rules have no notion of right.
       failures: samples of this process whose rule failed.
-      extra: what else the rules report, means over this process's samples that have it.
+      extra: what else the rules report, means over this process's samples that have it; and how many of its responses, with
+        their prompts, were longer than the reward model reads (`model_inputs_cut`).
+      model_inputs: for a reward model with tokens of its own what it reads, as scoring.reward_model_scores takes it.
     """
 
     scores: jax.Array
@@ -56,6 +58,7 @@ class Rewarded:
     correct: jax.Array
     failures: int
     extra: dict[str, float]
+    model_inputs: tuple[Sequences, Packing, jax.Array] | None = None
 
 
 class Experiment:
@@ -64,8 +67,9 @@ class Experiment:
     Attributes:
       config, mesh: as given.
       folders: where each role's checkpoint lies.
-      nets: each role's decoder.
+      nets: each role's model.
       tokenizer: the actor's.
+      reward_inputs: what the reward model reads is made by it; None: it takes the samples as they are, or there is none.
       training, held_out: PromptDatasets; held_out is None without validation files.
       steps_per_epoch, total_steps: counts of steps.
       sample, sample_held_out: Samplers with rollout.* and rollout.val_kwargs.*; they take what decode_params gives.
@@ -88,6 +92,8 @@ class Experiment:
         self.tokenizer = (
             tokenizer_lib.load_tokenizer(config.model.tokenizer_path) if config.model.tokenizer_path else
             tokenizer_lib.load_tokenizer(str(self.folders.actor), option="config.model.path"))
+        self.reward_inputs = self.nets.reward and reward_inputs.choose(config, mesh, self.nets.reward, self.folders.reward,
+                                                                       self.tokenizer, report)
         self._check_model()
         self.training = self._tokenize(training, "config.data.train_files")
         self.held_out = self._tokenize(held_out, "config.data.val_files") if held_out else None
@@ -154,30 +160,36 @@ class Experiment:
         """Scores this process's responses by the rules.
 
         Returns:
-          Rewarded, and the first `keep` responses as dicts of prompt, response, score, correct.
+          Rewarded, and the first `keep` responses as dicts of row (of all samples), prompt, response, score, correct.
         """
         indices, responses = sharding.local_rows(rollout.responses)
         _, lengths = sharding.local_rows(rollout.lengths)
-        texts = self.tokenizer.batch_decode([row[:n] for row, n in zip(responses, lengths, strict=True)],
-                                            skip_special_tokens=True)
+        responses = [row[:length] for row, length in zip(responses, lengths, strict=True)]
+        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         n = rollout.responses.shape[0] // len(batch.examples)
         examples = [batch.examples[i // n] for i in indices]
         rule = self._reward_function or (lambda example, text: RewardResult(0.0))
         scored = registry.score_batch(rule, examples, texts, self.config.reward.fallback_score)
         earned = scored.scores + np.array([sum(reward for _, reward in steps) for steps in scored.steps], np.float32)
-        samples = [{"prompt": _text(example.prompt), "response": text, "score": float(score),
+        samples = [{"row": int(row), "prompt": _text(example.prompt), "response": text, "score": float(score),
                     "correct": None if np.isnan(correct) else bool(correct)}
-                   for example, text, score, correct in
-                   list(zip(examples, texts, earned, scored.correct, strict=True))[:max(keep, 0)]]
+                   for row, example, text, score, correct in
+                   list(zip(indices, examples, texts, earned, scored.correct, strict=True))[:max(keep, 0)]]
         total, steps = rollout.responses.shape[0], None
         if self.config.reward.process_rewards:
             decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            of_samples = [process.token_rewards(given, row[:n].tolist(), decode, len(row))
-                          for given, row, n in zip(scored.steps, responses, lengths, strict=True)]
+            of_samples = [process.token_rewards(given, response.tolist(), decode, rollout.responses.shape[1])
+                          for given, response in zip(scored.steps, responses, strict=True)]
             steps = sharding.from_local_rows(self.mesh, indices, np.stack(of_samples), total)
+        extra, inputs = {name: float(np.nanmean(values)) for name, values in scored.extra.items()}, None
+        if self.reward_inputs:
+            prompts = batch.prompts
+            last = prompts.tokens[np.arange(len(prompts.lengths)), prompts.lengths - 1]
+            inputs, cut = self.reward_inputs(examples, last[indices // n], responses, texts, indices, total)
+            extra["model_inputs_cut"] = cut
         return Rewarded(sharding.from_local_rows(self.mesh, indices, scored.scores, total), steps,
                         sharding.from_local_rows(self.mesh, indices, scored.correct, total), scored.failures,
-                        {name: float(np.nanmean(values)) for name, values in scored.extra.items()}), samples
+                        extra, inputs), samples
 
     def _examples(self):
         data = self.config.data
@@ -203,7 +215,7 @@ class Experiment:
 
     def _check_model(self):
         config, tokenizer = self.config, self.tokenizer
-        for net in (self.nets.actor, self.nets.critic, self.nets.reward):
+        for net in (self.nets.actor, self.nets.critic, None if self.reward_inputs else self.nets.reward):
             if net is None:
                 continue
             sharding.check_architecture(self.mesh, net.architecture)

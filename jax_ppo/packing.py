@@ -26,6 +26,18 @@ def rows_at_once(per_device: int | None, row_length: int, samples: int, shards: 
     return shards * min(wanted, most)
 
 
+def row_width(longest: int) -> int:
+    """L for samples of which the longest has so many tokens: 128, 256, 384, 512, 768, 1024, 1536, ...
+
+    Few, so that few shapes compile; multiples of 128, so that every attention program can take them.
+    """
+    power = 128
+    while power < longest:
+        power *= 2
+    between = power * 3 // 4
+    return between if power > 256 and longest <= between else power
+
+
 def assign(lengths, row_length: int, packed: bool) -> list[list[int]]:
     """Deals samples to rows, longest first, each into the fullest row that has room (best-fit decreasing).
 

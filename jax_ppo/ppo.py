@@ -26,7 +26,7 @@ from jax_ppo.update import update
 
 # Besides those of the model: what the trees of a checkpoint are, or what they were learned from.
 ANOTHER_EXPERIMENT = ("seed", "data.train_files", "critic.path", "critic.normalize_values", "reward.model_path",
-                      "reward.normalize", "algorithm.adv_estimator")
+                      "reward.model_input", "reward.normalize", "algorithm.adv_estimator")
 
 KEPT_BY_CHECKPOINTS = ("algorithm.kl_ctrl.kl_coef", "reward.normalize_samples")  # read by the first step alone
 
@@ -54,7 +54,8 @@ def train(config: Config, workdir: Path) -> dict:
                 report.flush()  # where nothing was drawn in this step, one step off
                 with report.phase("reward"):  # on the host, while the mesh scores
                     rewarded, _ = run.reward(batch, rollout)
-                rewards = add_reward_model(run, state, rewarded.scores, sequences, plans.scoring)
+                read = rewarded.model_inputs or (sequences, *plans.scoring)
+                rewards = add_reward_model(run, state, rewarded.scores, read)
                 experience, of_rollout = experience_lib.estimate(config, state.step, state.control, sequences,
                                                                  rollout.logprobs, scores, rewards, rewarded.steps)
                 state, of_update = update(config, run.nets, run.total_steps, state, experience, plans.actor, plans.critic)
@@ -158,11 +159,12 @@ def sample_lengths(batch, rollout) -> np.ndarray:
     return np.repeat(batch.prompts.lengths, len(responses) // len(batch.prompts.lengths)) + responses
 
 
-def add_reward_model(run: Experiment, state, rewards, sequences, plan):
-    """The rule's rewards [B], with the reward model's score if there is one."""
+def add_reward_model(run: Experiment, state, rewards, inputs):
+    """The rule's rewards [B], with the reward model's score if there is one. `inputs`: sequences, plan, micro_batches of
+    scoring.reward_model_scores."""
     if run.nets.reward is None:
         return rewards
-    return rewards + scoring.reward_model_scores(run.nets.reward, state.reward, sequences, *plan)
+    return rewards + scoring.reward_model_scores(run.nets.reward, state.reward, *inputs)
 
 
 def evaluation(run: Experiment, state) -> Evaluation:
@@ -171,8 +173,9 @@ def evaluation(run: Experiment, state) -> Evaluation:
 
     def reward(batch, rollout, keep):
         rewarded, samples = run.reward(batch, rollout, keep)
-        scores = total_rewards(run, state, batch, rollout, rewarded)
-        return sharding.to_host(scores), sharding.to_host(rewarded.correct), samples
+        scores = sharding.to_host(total_rewards(run, state, batch, rollout, rewarded))
+        samples = [sample | {"score": float(scores[sample["row"]])} for sample in samples]
+        return scores, sharding.to_host(rewarded.correct), samples
 
     def sample(prompts, key, first):
         return run.sample_held_out(params, prompts, key, first)
@@ -185,8 +188,11 @@ def total_rewards(run: Experiment, state, batch, rollout, rewarded):
     scores = rewarded.scores if rewarded.steps is None else rewarded.scores + rewarded.steps.sum(1)
     if run.nets.reward is None:
         return scores
-    sequences = scoring.join(rollout, run.config.sequence_length)
-    return add_reward_model(run, state, scores, sequences, run.plan_scoring(sample_lengths(batch, rollout)))
+    inputs = rewarded.model_inputs
+    if inputs is None:
+        sequences = scoring.join(rollout, run.config.sequence_length)
+        inputs = sequences, *run.plan_scoring(sample_lengths(batch, rollout))
+    return add_reward_model(run, state, scores, inputs)
 
 
 def measure_reference(run: Experiment, state) -> state_lib.TrainState:

@@ -69,7 +69,7 @@ def _programs(run: Experiment, prompts: Prompts, key, plans: Plans) -> Iterator[
     sequences = _outputs(scoring.join, rollout, config.sequence_length)
     scores = _outputs(scoring.score, config, nets, state, sequences, *plans.scoring)
     yield "score"
-    if nets.reward is not None:
+    if nets.reward is not None and run.reward_inputs is None:  # else its shape depends on the texts
         _outputs(scoring.reward_model_scores, nets.reward, state.reward, sequences, *plans.scoring)
         yield "reward_model_scores"
     rewards = jax.ShapeDtypeStruct((_samples(run),), jnp.float32, sharding=sharding.rows(run.mesh))

@@ -225,8 +225,16 @@ class Reward:
     gsm8k_method: str = option("strict", "strict wants `#### N`; flexible takes the last number",
                                choices=("strict", "flexible"))
     fallback_score: float = option(0.0, "score of a sample whose rule raised an error")
-    model_path: str = option("", "folder or hub name of a reward model with the actor's tokenizer (sequence classification, "
-                             "one label); its score is added to reward.function's, or is the reward where that is empty")
+    model_path: str = option("", "folder or hub name of a reward model (sequence classification with one label: a decoder, or "
+                             "DeBERTa-v2 or v3); its score is added to reward.function's, or is the reward where that is empty")
+    model_input: str = option("auto", "what it reads, in tokens of its own: chat (its own chat template), pair (the prompt and "
+                              "the response), text (one behind the other); auto: pair of an encoder; of a decoder the sampled "
+                              "tokens as they are, where it has the actor's vocabulary and no other chat template, else chat "
+                              "where there is a template, else text", choices=("auto", "chat", "pair", "text"))
+    max_length: int | None = option(None, "tokens that it reads at most, in tokens of its own; longer inputs lose the start of "
+                                    "their prompts; unset: what its config.json gives", at_least=16)
+    micro_batch_size_per_device: int | None = option(
+        None, "packed rows of its own tokens that a device scores at once; unset: as for the actor", at_least=1)
     process_rewards: bool = option(False, "reward.function's dict may hold `step_rewards`, a list of (characters of the "
                                    "response up to the step's end, reward): each is earned by the token that reaches it, "
                                    "whatever normalises or clips scores; estimators that compare responses take their sum")

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax_ppo import packing as packing_lib
 from jax_ppo.kernels import logprobs, vocabulary_kl
 from jax_ppo.models import heads
+from jax_ppo.models.deberta import Deberta
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.schema import Config
 from jax_ppo.sharding import constrain_rows, split_by_device
@@ -146,11 +147,15 @@ def score(config: Config, nets: Networks, state: TrainState, sequences: Sequence
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
-def reward_model_scores(model: Transformer, params, sequences: Sequences, plan: Packing, micro_batches):
-    """The reward model's scalar at each sample's last token, float32 [B]. Arguments as for `score`."""
+def reward_model_scores(model: Transformer | Deberta, params, sequences: Sequences, plan: Packing, micro_batches):
+    """The reward model's score of each sample, float32 [B]: a decoder's stands at the sample's last token, an encoder's at its
+    first. Arguments as for `score`; `sequences` may be in tokens of the reward model's own."""
 
     def micro_batch(i, scores_B):
         rows = packing_lib.gather(sequences, jax.tree.map(lambda x: constrain_rows(x[i]), plan))
+        if isinstance(model, Deberta):
+            values = model.apply({"params": params}, rows.tokens, rows.positions, rows.segments)
+            return _at_places(values, rows, jnp.zeros_like(sequences.lengths), scores_B)
         return _at_the_end(scalars(model, params, rows), rows, sequences, scores_B)
 
     return jax.lax.fori_loop(0, micro_batches, micro_batch, jnp.zeros(len(sequences.lengths), jnp.float32))
@@ -158,7 +163,11 @@ def reward_model_scores(model: Transformer, params, sequences: Sequences, plan: 
 
 def _at_the_end(values_RxL, rows, sequences, into_B):
     """`into_B` with the values at the last tokens of these rows' samples."""
-    last = sequences.prompt_lengths + sequences.lengths - 1
-    ends = (rows.segments >= 0) & (rows.positions == last[rows.samples])
+    return _at_places(values_RxL, rows, sequences.prompt_lengths + sequences.lengths - 1, into_B)
+
+
+def _at_places(values_RxL, rows, positions_B, into_B):
+    """`into_B` with the values at these positions of these rows' samples."""
+    there = (rows.segments >= 0) & (rows.positions == positions_B[rows.samples])
     outside = len(into_B)  # dropped
-    return into_B.at[jnp.where(ends, rows.samples, outside)].set(values_RxL, mode="drop")
+    return into_B.at[jnp.where(there, rows.samples, outside)].set(values_RxL, mode="drop")

@@ -30,6 +30,13 @@ TRAIN_RULES = (
     (r"layers/.*norm/scale", P()),
     (r"norm/scale", P()),
     (r"score/kernel", P("fsdp", None)),
+    # An encoder's. Its words are not split over `model`: DeBERTa-v3 has 128,100 of them.
+    (r"(words|places|relative)/embedding", P(None, "fsdp")),
+    (r"embed_proj/kernel", P("fsdp", None)),
+    (r"conv/kernel", P(None, "fsdp", "model")),
+    (r"pooler/kernel", P("fsdp", "model")),
+    (r"(conv|pooler|score)/bias", P()),
+    (r"(layers/)?\w+_norm/(scale|bias)", P()),
     (r"count", P()),  # the optimizer's
 )
 # Decoding reads every weight once a token: nothing is split along fsdp, so that nothing is gathered inside the loop.
@@ -63,11 +70,13 @@ def row_shards(mesh: Mesh) -> int:
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
-def check_architecture(mesh: Mesh, architecture) -> None:
-    """Raises ConfigError where the mesh cannot split the model's dimensions evenly."""
+def check_architecture(mesh: Mesh, architecture, vocabulary: bool = True) -> None:
+    """Raises ConfigError where the mesh cannot split the model's dimensions evenly. `vocabulary`: whether it is split too."""
     sizes = {"model": {"attention heads": architecture.num_heads, "key-value heads": architecture.num_kv_heads,
-                       "the MLP's width": architecture.intermediate_size, "the vocabulary": architecture.vocab_size},
+                       "the MLP's width": architecture.intermediate_size},
              "fsdp": {"the hidden size": architecture.hidden_size}}
+    if vocabulary:
+        sizes["model"]["the vocabulary"] = architecture.vocab_size
     for axis, dimensions in sizes.items():
         for name, size in dimensions.items():
             if size % mesh.shape[axis]:
@@ -180,6 +189,15 @@ def from_local_rows(mesh: Mesh, indices, values, total: int) -> jax.Array:
     whole = np.zeros((total, *np.shape(values)[1:]), np.asarray(values).dtype)
     whole[indices] = values
     return place(whole, rows(mesh))
+
+
+def all_rows(mesh: Mesh, indices, values, total: int) -> np.ndarray:
+    """What all processes together hold, [total, ...], on the host of each; each gives the rows that `local_rows` gave it."""
+    if jax.process_count() > 1:
+        return to_host(from_local_rows(mesh, indices, values, total))
+    whole = np.zeros((total, *np.shape(values)[1:]), np.asarray(values).dtype)
+    whole[indices] = values
+    return whole
 
 
 def local_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:

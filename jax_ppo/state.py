@@ -15,7 +15,9 @@ import optax
 from jax_ppo import config as config_lib
 from jax_ppo import schema, sharding
 from jax_ppo.kernels import moments, schedules
-from jax_ppo.models import attention, heads, hf_import
+from jax_ppo.models import attention, deberta, heads, hf_import
+from jax_ppo.models.deberta import Deberta
+from jax_ppo.models.deberta_architecture import DebertaArchitecture
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.types import Control, pytree
 
@@ -45,11 +47,11 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Networks:
-    """The decoders that the parameter trees belong to; a static argument of compiled functions. The reference is an actor."""
+    """The models that the parameter trees belong to; a static argument of compiled functions. The reference is an actor."""
 
     actor: Transformer
     critic: Transformer | None
-    reward: Transformer | None
+    reward: Transformer | Deberta | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +64,14 @@ class Folders:
 
 
 def networks(config: schema.Config, folders: Folders) -> Networks:
-    """Reads each role's config.json. Raises ValueError for an architecture that is not supported, ConfigError for an attention
-    program that cannot run here."""
+    """Reads each role's config.json. Raises UserError for an architecture that is not supported, and for a reward model that is
+    none; ConfigError for an attention program that cannot run here."""
     dtype, platform = jnp.dtype(config.model.dtype), _platform()
 
-    def network(folder):
-        architecture = hf_import.read_architecture(folder)
+    def network(folder, read=hf_import.read_architecture):
+        architecture = read(folder)
+        if isinstance(architecture, DebertaArchitecture):
+            return Deberta(architecture, dtype)
         try:
             program = attention.choose(config.model.attention, platform, dtype, architecture.head_dim, config.row_length,
                                        architecture.attention_softcap)
@@ -76,7 +80,7 @@ def networks(config: schema.Config, folders: Folders) -> Networks:
         return Transformer(architecture, dtype, remat=config.model.gradient_checkpointing, attention=program)
 
     return Networks(network(folders.actor), folders.critic and network(folders.critic),
-                    folders.reward and network(folders.reward))
+                    folders.reward and network(folders.reward, hf_import.read_reward_model))
 
 
 def _platform() -> str:
@@ -110,7 +114,9 @@ def shapes(config: schema.Config, nets: Networks, mesh) -> TrainState:
                       trained["optimizer"]["actor"], trained["optimizer"].get("critic"), trained["control"])
 
 
-def _init_shapes(net: Transformer, head: str):
+def _init_shapes(net: Transformer | Deberta, head: str):
+    if isinstance(net, Deberta):  # with a head of its own
+        return jax.eval_shape(functools.partial(deberta.init, net), jax.random.key(0))
     return jax.eval_shape(functools.partial(heads.init, net, head=head), jax.random.key(0))
 
 

@@ -57,6 +57,10 @@ def test_every_option_has_a_meaning():
     ({"algorithm__kl_ctrl__schedule": "0:1"}, r"kl_ctrl\.schedule='0:1': is not read with .*type='fixed'"),
     ({"actor__kl_loss_ctrl": True}, r"kl_loss_ctrl=True.*use_kl_loss=True"),
     ({"reward__process_rewards": True}, r"process_rewards=True: needs a config\.reward\.function"),
+    ({"reward__model_input": "chat"}, r"config\.reward\.model_input='chat': there is no reward model"),
+    ({"reward__max_length": 512}, r"config\.reward\.max_length=512: there is no reward model"),
+    ({"reward__model_path": "x", "reward__max_length": 8}, r"config\.reward\.max_length=8: expected at least 16"),
+    ({"reward__model_path": "x", "reward__model_input": "pairs"}, r"model_input='pairs'.*Did you mean 'pair'"),
     ({"reward__overlong_buffer_len": 513}, r"overlong_buffer_len=513: expected at most .*max_response_length=512"),
 ])
 def test_impossible_values_are_named(changes, message):

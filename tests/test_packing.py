@@ -76,3 +76,9 @@ def test_a_sample_that_fills_the_row_and_the_sequence():
     plan, _ = packing.plan([3], [[0]], 1, 3)
     rows = packing.gather(sequences, jax.tree.map(lambda x: jnp.asarray(x[0, 0]), plan))
     assert rows.targets.tolist() == [[0, 7, 0]] and rows.mask.tolist() == [[False, True, False]]
+
+
+def test_rows_have_few_widths():
+    widths = [packing.row_width(longest) for longest in range(1, 5000)]
+    assert all(width >= longest and width % 128 == 0 for longest, width in enumerate(widths, 1))
+    assert sorted(set(widths)) == [128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144]

@@ -1,6 +1,6 @@
 """Tokenizers: loaded from a folder or the hub, or trained on the data; and prompts as token ids."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from jax_ppo import hub
@@ -83,6 +83,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path):
                                       clean_up_tokenization_spaces=False)
     wrapped.save_pretrained(str(folder))
     return wrapped
+
+
+def decode_behind(tokenizer, before: int, ids: Sequence[int]) -> str:
+    """The text of a response as it goes on behind the prompt's last token `before`, special tokens left out.
+
+    Some tokenizers (Llama 2's) leave out the blank that a text begins with: decoded alone, the response would lose it.
+    """
+    start = tokenizer.decode([before], skip_special_tokens=True)
+    whole = tokenizer.decode([before, *ids], skip_special_tokens=True)
+    return whole[len(start):] if whole.startswith(start) else tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
 def encode_prompt(tokenizer, prompt: str | tuple[dict[str, str], ...], chat_template: bool = True) -> list[int]:

@@ -86,10 +86,13 @@ def weight_files(folder: Path) -> list[Path]:
 def _refuse_pickles(folder):
     pickles = sorted(path.name for pattern in ("pytorch_model*", "*.pth", "*.pt") for path in folder.glob(pattern))
     if pickles:
+        config = folder / "config.json"
+        scores = config.exists() and "ForSequenceClassification" in config.read_text(encoding="utf-8")
+        loader = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
         raise UserError(
             f"{folder} has its weights only in {pickles[0]}, a pickle: reading it would run whatever code it holds, so "
             f"it is not read. If you trust it, convert it once where torch is installed:\n"
-            f"    model = transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})\n"
+            f"    model = transformers.{loader}.from_pretrained({str(folder)!r})\n"
             f"    model.save_pretrained(\"CONVERTED\", safe_serialization=True)\n"
             f"and give the folder CONVERTED, with the tokenizer's files copied into it")
 

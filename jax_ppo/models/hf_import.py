@@ -14,12 +14,16 @@ from flax import traverse_util
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jax_ppo.errors import UserError
+from jax_ppo.models import deberta_architecture as deberta
 from jax_ppo.models import hf_files, hf_names
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.hf_config import from_hf_config
+from jax_ppo.models.deberta_architecture import DebertaArchitecture
+from jax_ppo.models.hf_config import FAMILIES, from_hf_config
 from jax_ppo.models.hf_hub import find
 
-__all__ = ["find", "load", "read_architecture"]
+__all__ = ["find", "load", "read_architecture", "read_reward_model"]
+
+SCORES = ("score.weight", "classifier.weight")  # a reward model's head, of a decoder and of an encoder
 
 
 def read_architecture(folder: str | Path) -> Architecture:
@@ -27,15 +31,38 @@ def read_architecture(folder: str | Path) -> Architecture:
 
     Raises UserError for a folder without config.json or safetensors weights, or of a model that is not supported.
     """
-    config_file, generation_file = Path(folder) / "config.json", Path(folder) / "generation_config.json"
-    if not config_file.exists():
-        raise UserError(f"{folder} has no config.json: it is not a Hugging Face checkpoint")
-    architecture = from_hf_config(_read_json(config_file))
+    architecture = from_hf_config(_read_config(folder))
+    generation_file = Path(folder) / "generation_config.json"
     hf_files.weight_files(Path(folder))
     more = _read_json(generation_file).get("eos_token_id") if generation_file.exists() else None
     more = more if isinstance(more, list) else [] if more is None else [more]
     eos_ids = tuple(dict.fromkeys([*architecture.eos_ids, *more]))
     return dataclasses.replace(architecture, eos_ids=eos_ids)
+
+
+def read_reward_model(folder: str | Path) -> Architecture | DebertaArchitecture:
+    """As `read_architecture`, of a decoder or an encoder that gives one score.
+
+    Reads the headers of the weights too, so that UserError is raised as well where they are not those of a sequence
+    classifier with one label.
+    """
+    config = _read_config(folder)
+    if config.get("model_type") == deberta.FAMILY:
+        architecture = deberta.from_hf_config(config)
+    elif config.get("model_type") in FAMILIES:
+        architecture = read_architecture(folder)
+    else:
+        raise UserError(f"{folder}: config.json's model_type {config.get('model_type')!r} is not supported for a reward model, "
+                        f"only {', '.join((*FAMILIES, deberta.FAMILY))} are")
+    with hf_files.Checkpoint(folder) as checkpoint:
+        _check(checkpoint, hf_names.table(architecture, "reward"), "reward", architecture)
+    return architecture
+
+
+def _read_config(folder):
+    if not (Path(folder) / "config.json").exists():
+        raise UserError(f"{folder} has no config.json: it is not a Hugging Face checkpoint")
+    return _read_json(Path(folder) / "config.json")
 
 
 def _read_json(path):
@@ -45,8 +72,8 @@ def _read_json(path):
         raise UserError(f"{path} is not JSON: {error}") from error
 
 
-def load(folder: str | Path, architecture: Architecture, shardings: dict, dtype=jnp.float32, head: str = "lm",
-         progress: Callable[[int, int], None] | None = None) -> dict:
+def load(folder: str | Path, architecture: Architecture | DebertaArchitecture, shardings: dict, dtype=jnp.float32,
+         head: str = "lm", progress: Callable[[int, int], None] | None = None) -> dict:
     """Reads a checkpoint's weights into sharded arrays, each process only its own devices' parts.
 
     On the host lives one layer's slice at a time. In a run of several processes all of them call it.
@@ -60,7 +87,7 @@ def load(folder: str | Path, architecture: Architecture, shardings: dict, dtype=
       progress: called as progress(done, total) after each tensor of the checkpoint, or part of one that becomes several.
 
     Returns:
-      the parameters (transformer.py and heads.py say their layout).
+      the parameters (transformer.py and heads.py, or deberta.py, say their layout).
 
     Raises:
       UserError: a tensor is missing, of another shape, of another type, or not used. The message names it.
@@ -134,7 +161,7 @@ def _check(checkpoint, wanted, head, architecture):
             if name not in names:
                 raise UserError(f"{checkpoint.folder}: " + _missing(name, names, head))
             where = f"{checkpoint.folder / checkpoint.file(name)}: {name}"
-            if name == "score.weight" and checkpoint.shape(name)[0] != 1:
+            if name in SCORES and checkpoint.shape(name)[0] != 1:
                 raise UserError(f"{where} has {checkpoint.shape(name)[0]} labels; a reward model has num_labels = 1")
             if checkpoint.shape(name) != row.hf_shape:
                 raise UserError(f"{where} has shape {list(checkpoint.shape(name))}, config.json makes it "
@@ -151,8 +178,8 @@ def _check(checkpoint, wanted, head, architecture):
 
 
 def _missing(name, names, head):
-    if name == "score.weight":
-        return "there is no score.weight in it: it is not a sequence-classification checkpoint, so not a reward model"
+    if name in SCORES:
+        return f"there is no {name} in it: it is not a sequence-classification checkpoint, so not a reward model"
     if name == "lm_head.weight" and "score.weight" in names:
         return "there is no lm_head.weight in it but score.weight: it is a reward model or critic, not a language model"
     near = difflib.get_close_matches(name, names, n=1)
@@ -161,6 +188,8 @@ def _missing(name, names, head):
 
 def _ignorable(checkpoint, name, head, architecture):
     """Tensors whose absence from our model changes nothing."""
+    if isinstance(architecture, DebertaArchitecture):  # the places, and what a model without them keeps all the same
+        return name in ("deberta.embeddings.position_ids", "deberta.embeddings.position_embeddings.weight")
     if name.endswith("rotary_emb.inv_freq"):  # computed from config.json
         return True
     if name == "lm_head.weight":

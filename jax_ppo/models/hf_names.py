@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from flax import traverse_util
 
 from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.deberta_architecture import DebertaArchitecture
 
 HEADS = ("lm", "scalar", "reward")
 
@@ -17,7 +18,7 @@ class Tensor:
     Attributes:
       name: Hugging Face's; `{}` stands for the layer's number.
       shape: ours, of one layer.
-      transposed: the checkpoint has it as [out, in], we as [in, out].
+      transposed: the checkpoint has its axes the other way round, [out, in] where ours are [in, out].
       layers: how many are stacked along a first axis of ours; None: the parameter belongs to no layer.
       fused: (first row, rows of all) where the checkpoint's tensor holds several parameters of ours one below the other.
     """
@@ -53,10 +54,12 @@ class Tensor:
         return [self.name] if self.layers is None else [self.name.format(i) for i in range(self.layers)]
 
 
-def table(architecture: Architecture, head: str) -> dict[tuple[str, ...], Tensor]:
-    """Our paths (("layers", "mlp", "up_proj", "kernel"), ...) to tensors. `head`: one of HEADS."""
+def table(architecture: Architecture | DebertaArchitecture, head: str) -> dict[tuple[str, ...], Tensor]:
+    """Our paths (("layers", "mlp", "up_proj", "kernel"), ...) to tensors. `head`: one of HEADS; an encoder has "reward"."""
     if head not in HEADS:
         raise ValueError(f"head={head!r}: expected one of {', '.join(map(repr, HEADS))}")
+    if isinstance(architecture, DebertaArchitecture):
+        return _deberta(architecture)
     a = architecture
     rows = {
         ("embed", "embedding"): Tensor("model.embed_tokens.weight", (a.vocab_size, a.hidden_size)),
@@ -108,6 +111,55 @@ def _dense(a, path, hf_name, inputs, outputs, bias):
     if bias:
         rows["layers", *path, "bias"] = Tensor(f"{prefix}.bias", (outputs,), False, a.num_layers)
     return rows
+
+
+def _deberta(a):
+    D, encoder = a.hidden_size, "deberta.encoder"
+    layer = f"{encoder}.layer.{{}}"
+
+    def dense(name, inputs, outputs, layers=None):
+        return {"kernel": Tensor(f"{name}.weight", (inputs, outputs), True, layers),
+                "bias": Tensor(f"{name}.bias", (outputs,), False, layers)}
+
+    def norm(name, layers=None):
+        return {"scale": Tensor(f"{name}.LayerNorm.weight", (D,), False, layers),
+                "bias": Tensor(f"{name}.LayerNorm.bias", (D,), False, layers)}
+
+    def projection(name):
+        return dense(f"{layer}.attention.self.{name}", D, D, a.num_layers)
+
+    attention = {"q_proj": projection("query_proj"), "k_proj": projection("key_proj"), "v_proj": projection("value_proj"),
+                 "o_proj": dense(f"{layer}.attention.output.dense", D, D, a.num_layers)}
+    if a.content_to_position and not a.share_keys:
+        attention["pos_k_proj"] = projection("pos_key_proj")
+    if a.position_to_content and not a.share_keys:
+        attention["pos_q_proj"] = projection("pos_query_proj")
+    rows = {
+        "score": dense("classifier", D, 1),  # first: what has none is another kind of model
+        "words": {"embedding": Tensor("deberta.embeddings.word_embeddings.weight", (a.vocab_size, a.embedding_size))},
+        "embed_norm": norm("deberta.embeddings"),
+        "relative": {"embedding": Tensor(f"{encoder}.rel_embeddings.weight", (2 * a.relative_span, D))},
+        "layers": {
+            "attention": attention,
+            "attention_norm": norm(f"{layer}.attention.output", a.num_layers),
+            "mlp": {"up_proj": dense(f"{layer}.intermediate.dense", D, a.intermediate_size, a.num_layers),
+                    "down_proj": dense(f"{layer}.output.dense", a.intermediate_size, D, a.num_layers)},
+            "mlp_norm": norm(f"{layer}.output", a.num_layers),
+        },
+        "pooler": dense("pooler.dense", D, D),
+    }
+    if a.absolute_positions:
+        places = (a.max_position_embeddings, a.embedding_size)
+        rows["places"] = {"embedding": Tensor("deberta.embeddings.position_embeddings.weight", places)}
+    if a.embedding_size != D:
+        rows["embed_proj"] = {"kernel": Tensor("deberta.embeddings.embed_proj.weight", (a.embedding_size, D), True)}
+    if a.norm_relative:
+        rows["relative_norm"] = norm(encoder)
+    if a.conv_kernel_size:
+        rows["conv"] = {"kernel": Tensor(f"{encoder}.conv.conv.weight", (a.conv_kernel_size, D, D), True),
+                        "bias": Tensor(f"{encoder}.conv.conv.bias", (D,))}
+        rows["conv_norm"] = norm(f"{encoder}.conv")
+    return traverse_util.flatten_dict(rows)
 
 
 def flatten_like(tree: dict, rows: dict, what: str) -> dict:

@@ -1,0 +1,97 @@
+"""What a reward model with a tokenizer of its own reads."""
+
+import pytest
+
+import reward_models
+from jax_ppo.data import tokenizer as tokenizer_lib
+from jax_ppo.rewards.model_inputs import Reader, same_tokens
+
+CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many apples?"})
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    return reward_models.load(reward_models.deberta(tmp_path_factory.mktemp("deberta")))[1]
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """A decoder's, with a chat template."""
+    tokenizer = tokenizer_lib.train_tokenizer(reward_models.TEXTS, 600, tmp_path_factory.mktemp("own"))
+    tokenizer.chat_template = reward_models.CHAT
+    return tokenizer
+
+
+def test_a_pair_is_what_the_tokenizer_makes_of_question_and_answer(encoder):
+    ids, cut = Reader(encoder, "pair", 64).encode(["How many apples?", CHAT], ["#### 4", "3+2=5"])
+    assert cut == 0
+    assert ids == [encoder("How many apples?", "#### 4")["input_ids"],
+                   encoder("Be brief.\nHow many apples?", "3+2=5")["input_ids"]]
+    assert ids[0][0] == encoder.cls_token_id and ids[0].count(encoder.sep_token_id) == 2
+
+
+def test_a_chat_is_closed_by_the_models_own_template(own):
+    ids, _ = Reader(own, "chat", 200).encode(["Hi", CHAT], ["#### 4", "5"])
+    texts = ["<user>Hi</s><assistant>#### 4</s>", "<system>Be brief.</s><user>How many apples?</s><assistant>5</s>"]
+    assert ids == [own.encode(text, add_special_tokens=False) for text in texts]
+
+
+def test_a_text_goes_on_where_the_prompt_ends(own):
+    ids, _ = Reader(own, "text", 200).encode(["How many apples?", CHAT], [" #### 4", "5"])
+    assert ids == [own.encode("How many apples? #### 4"), own.encode("Be brief.\nHow many apples?5")]
+
+
+@pytest.mark.parametrize("form", ["chat", "pair", "text"])
+def test_what_is_too_long_loses_the_start_of_its_prompt(own, encoder, form):
+    tokenizer, end = (encoder, "3+2=5") if form == "pair" else (own, "3+2=5")
+    prompt = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "apples " * 40 + "How many?"})
+    whole = Reader(tokenizer, form, 10_000).encode([prompt], [end])[0][0]
+    longest = len(whole) // 2
+    [short, other], cut = Reader(tokenizer, form, longest).encode([prompt, "Now?"], [end, end])
+    assert cut == 1 and longest - 8 < len(short) <= longest and len(other) < longest
+    text = tokenizer.decode(short, skip_special_tokens=True)
+    assert "How many?" in text and text.endswith(end if form != "chat" else end + "</s>") and "Be brief" not in text
+    if form == "chat":  # the message that was first is empty, not gone
+        assert text.startswith("<system></s><user>")
+
+
+def test_without_any_prompt_a_response_loses_its_end(encoder):
+    [ids], cut = Reader(encoder, "pair", 20).encode(["How many?"], ["5-1=4 " * 30])
+    assert cut == 1 and 16 <= len(ids) <= 20
+    assert ids[0] == encoder.cls_token_id and ids[-1] == encoder.sep_token_id
+    assert encoder.decode(ids, skip_special_tokens=True).strip().startswith("5-1=4 5-1=4")
+
+
+def test_what_can_not_be_read_is_refused(encoder):
+    with pytest.raises(ValueError, match="its tokenizer has no chat template"):
+        Reader(encoder, "chat", 64)
+    with pytest.raises(ValueError, match="tokens stand around an empty prompt and response, and it reads 3 at most"):
+        Reader(encoder, "pair", 3)
+
+
+def test_same_tokens_means_same_words_and_no_other_template(own, encoder, tmp_path):
+    own.save_pretrained(tmp_path)
+    other = tokenizer_lib.load_tokenizer(str(tmp_path))
+    assert same_tokens(other, own)
+    other.chat_template = None
+    assert same_tokens(other, own) and not same_tokens(own, other)
+    other.chat_template = reward_models.CHAT.replace("</s>", "|")
+    assert not same_tokens(other, own)
+    other.chat_template = None
+    other.add_tokens(["apples"])
+    assert not same_tokens(other, own) and not same_tokens(encoder, own)
+
+
+def test_a_response_keeps_the_blank_before_its_first_word():
+    """With a tokenizer that leaves out the blank a text begins with, as Llama 2's does."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<s>": 0, "▁Once": 1, "▁upon": 2, "▁a": 3, "▁time": 4, "<unk>": 5}
+    inner = Tokenizer(models.BPE(vocab=words, merges=[], unk_token="<unk>"))
+    inner.normalizer = normalizers.Prepend("▁")
+    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", unk_token="<unk>")
+    assert tokenizer.decode([3, 4]) == "a time"
+    assert tokenizer_lib.decode_behind(tokenizer, 2, [3, 4]) == " a time"
+    assert tokenizer_lib.decode_behind(tokenizer, 0, [3, 4]) == "a time"  # behind a special token a text begins
