@@ -18,7 +18,7 @@ from jax_ppo.types import Example
 def make_run(config, mesh=None):
     """An Experiment without what it would load."""
     run = object.__new__(Experiment)
-    run.config, run.mesh, run.nets = config, mesh or tiny.make_mesh(), tiny.networks(config)
+    run.config, run.mesh, run.nets, run.reward_inputs = config, mesh or tiny.make_mesh(), tiny.networks(config), None
     return run
 
 
