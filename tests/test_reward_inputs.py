@@ -56,6 +56,23 @@ def scored(folder, decoder, actors, mesh=None, **changes):
         return np.asarray(scoring.reward_model_scores(net, params, *inputs)), inputs, cut, said
 
 
+def test_an_encoders_matrices_are_split(encoder, decoder):
+    options = tiny.config(algorithm__adv_estimator="reinforce_plus_plus", reward__model_path=str(encoder))
+    mesh = tiny.make_mesh(8, fsdp=2, model=2)
+    params = state_lib.shapes(options, network(options, encoder, decoder)[0], mesh).reward
+
+    def block(*path):
+        leaf = params
+        for name in path:
+            leaf = leaf[name]
+        return leaf.sharding.shard_shape(leaf.shape)
+
+    assert block("layers", "attention", "q_proj", "kernel") == (2, 16, 16)
+    assert block("layers", "mlp", "down_proj", "kernel") == (2, 24, 16)
+    assert block("conv", "kernel") == (3, 16, 16) and block("pooler", "kernel") == (16, 16)
+    assert block("words", "embedding")[1] == 16 and block("relative", "embedding") == (32, 16)
+
+
 def text(prompt):
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
 
