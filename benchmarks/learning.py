@@ -1,6 +1,6 @@
 """Does it learn? The embedded default with every policy loss, advantage estimator and place of the KL, one run each.
 
-    python benchmarks/learning.py [--only gspo,grpo] [--steps 30]
+    python benchmarks/learning.py [--only gspo "KL in both"] [--steps 30]
 
 All start from one made model and take 128 samples a step: of 128 prompts, or 4 of each of 32 where responses are compared. What
 is given beside a method is what its authors ask for where that matters (GSPO's clip is of another size, REINFORCE is for one
@@ -60,12 +60,12 @@ FAMILIES = {"policy loss": ("vanilla, gae", "importance", "gspo", "gmpo", "cispo
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=lambda text: text.split(","), help="parts of names, with commas; the others' rows are "
-                        f"those of the last run with these steps and this seed. Of {'; '.join(METHODS)}")
+    parser.add_argument("--only", nargs="+", choices=METHODS, metavar="METHOD", help="the others' rows are those of the last "
+                        f"run with these steps and this seed. Of {'; '.join(METHODS)}")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    chosen = [name for name in METHODS if args.only is None or any(part in name for part in args.only)]
+    chosen = args.only or list(METHODS)
     before, runs = harness.machine(), kept(args.steps, args.seed) if args.only else {}
     with tempfile.TemporaryDirectory() as folder:
         for name in chosen:
