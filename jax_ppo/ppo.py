@@ -204,7 +204,8 @@ def measure_reference(run: Experiment, state) -> state_lib.TrainState:
         batch = next(batches)
         rollout = run.sample(params, run.on_mesh(batch.prompts), run.key(REFERENCE, number))
         rewarded, _ = run.reward(batch, rollout)
-        moments = add_moments(moments, total_rewards(run, state, batch, rollout, rewarded))
+        outcomes = dataclasses.replace(rewarded, steps=None)  # what is normalised: rewards of steps are not
+        moments = add_moments(moments, total_rewards(run, state, batch, rollout, outcomes))
     metrics.say(f"the first policy's rewards: mean {float(moments.mean):.4g}, deviation {float(moments_lib.std(moments)):.4g}")
     control = dataclasses.replace(state.control, moments=state.control.moments | {"rewards": moments})
     return dataclasses.replace(state, control=control)
