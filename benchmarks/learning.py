@@ -69,9 +69,11 @@ def main():
     before, runs = harness.machine(), kept(args.steps, args.seed) if args.only else {}
     with tempfile.TemporaryDirectory() as folder:
         for name in chosen:
-            runs[name] = learn(Path(folder), METHODS[name], args.steps, args.seed)
+            runs[name], versions = learn(Path(folder), METHODS[name], args.steps, args.seed)
             print(line(name, runs[name]), flush=True)
-    path = harness.save("learning", {"machine": before, "steps": args.steps, "seed": args.seed, "runs": runs})
+    path = harness.save("learning", {"machine": before, "versions": versions, "steps": args.steps, "seed": args.seed,
+                                     "runs": runs})
+    print(" ".join(f"{name} {value}" for name, value in versions.items()))
     draw(runs)
     print("written:", path)
 
@@ -83,8 +85,8 @@ def kept(steps: int, seed: int) -> dict:
     return last["runs"] if (last.get("steps"), last.get("seed")) == (steps, seed) else {}
 
 
-def learn(folder: Path, options: dict, steps: int, seed: int) -> dict:
-    """One run of the command: what its files say."""
+def learn(folder: Path, options: dict, steps: int, seed: int) -> tuple[dict, dict]:
+    """One run of the command: what its files say, and the versions it ran on."""
     made, workdir = folder / "made", folder / f"run{len(list(folder.iterdir()))}"
     if not made.exists():
         train(made, {"trainer.total_training_steps": 1, "data.val_files": "", "seed": seed})
@@ -94,10 +96,11 @@ def learn(folder: Path, options: dict, steps: int, seed: int) -> dict:
     seconds = time.perf_counter() - start
     with (workdir / "training_metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["reward/mean"]]
-    evaluations = json.loads((workdir / "summary.json").read_text())["evaluations"]
+    summary = json.loads((workdir / "summary.json").read_text())
+    evaluations = summary["evaluations"]
     return {"options": options, "seconds": seconds, "before": evaluations[0]["accuracy"], "after": evaluations[-1]["accuracy"],
             "accuracy": [float(row["reward/accuracy"]) for row in rows],
-            "entropy": float(rows[-1]["actor/entropy"]), "kl": float(rows[-1]["kl/reference"])}
+            "entropy": float(rows[-1]["actor/entropy"]), "kl": float(rows[-1]["kl/reference"])}, summary["versions"]
 
 
 def train(workdir: Path, options: dict) -> None:
