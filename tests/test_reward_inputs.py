@@ -77,7 +77,8 @@ def text(prompt):
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
 
 
-@pytest.mark.parametrize("mesh", [{}, {"devices": 8, "fsdp": 2, "model": 2}, {"devices": 8, "data": 2, "fsdp": 4}])
+@pytest.mark.parametrize("mesh", [{}, {"devices": 8, "fsdp": 2, "model": 2},
+                                  pytest.param({"devices": 8, "data": 2, "fsdp": 4}, marks=pytest.mark.slow)])
 def test_an_encoder_scores_pairs_on_any_mesh(encoder, decoder, actors, mesh):
     ours, (sequences, packed, count), cut, said = scored(encoder, decoder, actors, tiny.make_mesh(**mesh))
     model, tokenizer = reward_models.load(encoder)

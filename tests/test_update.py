@@ -70,7 +70,9 @@ def whole():
     return run_gradients(config, tiny.make_mesh(), rows=8)
 
 
-@pytest.mark.parametrize(("packed", "rows"), [(False, 1), (False, 2), (False, 4), (True, 1), (True, 2), (True, 4)])
+@pytest.mark.parametrize(("packed", "rows"), [
+    (False, 1), (True, 1), (True, 4),
+    *(pytest.param(*more, marks=pytest.mark.slow) for more in ((False, 2), (False, 4), (True, 2)))])
 def test_micro_batches_and_packing_do_not_change_the_gradient(whole, packed, rows):
     config = tiny.config(packing__enabled=packed, actor__use_kl_loss=True, actor__kl_loss_coef=0.1, actor__entropy_coeff=0.01)
     gradients, metrics = run_gradients(config, tiny.make_mesh(), rows)
@@ -78,8 +80,9 @@ def test_micro_batches_and_packing_do_not_change_the_gradient(whole, packed, row
     assert metrics == pytest.approx(whole[1], rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("shape", [{"data": 2}, {"data": 1, "fsdp": 2}, {"data": 1, "model": 2}, {"data": 8},
-                                   {"data": 2, "fsdp": 2, "model": 2}])
+@pytest.mark.parametrize("shape", [
+    {"data": 8}, {"data": 2, "fsdp": 2, "model": 2},
+    *(pytest.param(more, marks=pytest.mark.slow) for more in ({"data": 2}, {"data": 1, "fsdp": 2}, {"data": 1, "model": 2}))])
 def test_devices_do_not_change_the_gradient(whole, shape):
     config = tiny.config(actor__use_kl_loss=True, actor__kl_loss_coef=0.1, actor__entropy_coeff=0.01)
     mesh = tiny.make_mesh(int(np.prod(list(shape.values()))), **shape)
@@ -178,7 +181,8 @@ def test_where_the_samplers_logprobs_are_reused(choice, changes, reuses):
     assert scoring.reuses_logprobs(tiny.config(rollout__reuse_logprobs=choice, **changes)) == reuses
 
 
-@pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3", "clamped", "full"])
+@pytest.mark.parametrize("kind", ["k1", "k3", "full", *(pytest.param(more, marks=pytest.mark.slow) for more in (
+    "abs", "k2", "clamped"))])
 def test_kl_is_zero_at_first_for_every_estimator(kind):
     config = tiny.config(algorithm__kl_penalty=kind, rollout__temperature=0.9)
     mesh = tiny.make_mesh()
@@ -335,6 +339,7 @@ def other_losses():
     return run_gradients(tiny.config(packing__enabled=False, **OTHER_LOSSES), tiny.make_mesh(), rows=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "devices"), [(1, 1), (8, 8)])
 def test_losses_of_whole_responses_do_not_depend_on_cuts_either(other_losses, rows, devices):
     gradients, metrics = run_gradients(tiny.config(**OTHER_LOSSES), tiny.make_mesh(devices), rows)
@@ -394,6 +399,7 @@ def test_target_kl_stops_the_actor_and_not_the_critic():
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(after.critic), jax.device_get(all_three.critic))
 
 
+@pytest.mark.slow
 def test_after_the_stop_nothing_is_learned():
     """Not even of mini-batches in which the policy looks near again."""
     mesh, stopped = tiny.make_mesh(), tiny.config(actor__target_kl=1e-9)
@@ -457,7 +463,7 @@ def test_a_mini_batch_in_which_all_was_cut_off_moves_nothing():
     assert metrics["actor/entropy"] == pytest.approx(same["actor/entropy"]) and metrics["actor/entropy"] > 0
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_the_value_after_the_last_token(devices):
     """Packed rows give what the critic says at the end of each sequence alone."""
     config, mesh = tiny.config(algorithm__bootstrap_truncated=True), tiny.make_mesh(devices)

@@ -230,7 +230,8 @@ def test_the_samplers_logprobs_are_those_of_transformers(tmp_path):
         close(rollout.logprobs[i], np.take_along_axis(log_p, response[:, None], 1)[:, 0])
 
 
-@pytest.mark.parametrize("name", ["qwen3, local layers", "phi3", "gemma2, in a loop", "gemma3, in a loop"])
+@pytest.mark.parametrize("name", ["qwen3, local layers", "gemma3, in a loop",
+                                  *(pytest.param(name, marks=pytest.mark.slow) for name in ("phi3", "gemma2, in a loop"))])
 def test_split_over_eight_devices_it_is_the_same_model(name, tmp_path):
     """Each device reads its own part of a tensor that holds several, and local layers stay local."""
     family, changes = VARIANTS[name]
