@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import RMSNorm
 
 VARIANTS = {
@@ -60,7 +61,8 @@ def test_the_norm_rounds_where_transformers_does():
     """To bfloat16 before the scale is applied: rounding after it gives another number in one place of four."""
     rng = np.random.default_rng(5)
     x, scale = jnp.asarray(rng.normal(size=(64, 96)), jnp.bfloat16), rng.normal(1, 0.3, 96).astype(np.float32)
-    ours = RMSNorm(1e-6).apply({"params": {"scale": jnp.asarray(scale)}}, x)
+    llama = Architecture("llama", 8, 96, 8, 1, 1, 1, 96, norm_epsilon=1e-6)
+    ours = RMSNorm(llama).apply({"params": {"scale": jnp.asarray(scale)}}, x)
     theirs = reference.transformers.models.llama.modeling_llama.LlamaRMSNorm(96).bfloat16()
     with reference.torch.no_grad():
         theirs.weight.copy_(reference.torch.from_numpy(scale))
