@@ -44,9 +44,9 @@ FAMILIES = {
         "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096}),
     "gemma": Family("Gemma", attention_bias=True, defaults=_GEMMA),
     "gemma2": Family("Gemma2", attention_bias=True, windows="pattern", defaults=_GEMMA_2 | {
-        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2}),
-    "gemma3_text": Family("Gemma3", classifier="Gemma3Text", attention_bias=True, windows="pattern", defaults=_GEMMA_2 | {
-        "sliding_window_pattern": 6, "max_position_embeddings": 131_072}),
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
+    "gemma3_text": Family("Gemma3", classifier="Gemma3Text", attention_bias=True, windows="pattern",
+                          defaults=_GEMMA_2 | {"max_position_embeddings": 131_072}),
 }
 
 
@@ -118,12 +118,11 @@ def _refuse_unsupported(config):
 
 
 def _activation(config):
-    """Gemma's first configurations say "gelu" in hidden_act, or nothing at all, and mean its tanh approximation."""
-    gemma = config["model_type"].startswith("gemma")
-    field = "hidden_activation" if gemma and config.get("hidden_activation") else "hidden_act"
-    name = config.get(field) or ACTIVATIONS[gemma]
-    if field == "hidden_act" and config["model_type"] == "gemma" and name == "gelu":
-        name = "gelu_pytorch_tanh"
+    """Gemma 2 and 3 have a field of their own; the first Gemma's says "gelu" or nothing and means its tanh approximation."""
+    kind = config["model_type"]
+    field = "hidden_activation" if kind in ("gemma2", "gemma3_text") else "hidden_act"
+    name = config.get(field) or ACTIVATIONS[kind.startswith("gemma")]
+    name = "gelu_pytorch_tanh" if kind == "gemma" and name == "gelu" else name
     if name not in ACTIVATIONS:
         raise UserError(f"config.json: {field} {name!r} is not supported, only {', '.join(map(repr, ACTIVATIONS))} are")
     return name
@@ -140,7 +139,8 @@ def _windows(config):
             raise UserError(f"config.json: layer_types {types} must be num_hidden_layers={layers} words, {FULL} or {LOCAL}")
         local = tuple(name == LOCAL for name in types)
     elif source == "pattern":
-        local = tuple((i + 1) % config["sliding_window_pattern"] > 0 for i in range(layers))
+        every = 2 if kind == "gemma2" else config.get("sliding_window_pattern") or 6
+        local = tuple((i + 1) % every > 0 for i in range(layers))
     elif source == "last":
         local = tuple(window is not None and i >= config["max_window_layers"] for i in range(layers))
     else:
@@ -240,7 +240,7 @@ def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str =
     if head == "scalar":
         config["architectures"] = [f"{family.classifier or family.name}ForSequenceClassification"]
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # transformers' spelling of num_labels = 1
-    if a.activation != "silu":
+    if a.family.startswith("gemma"):
         config["hidden_activation"] = a.activation
     if a.family == "phi3" and "original_max_position_embeddings" in rope:
         config["original_max_position_embeddings"] = rope.pop("original_max_position_embeddings")  # read here alone

@@ -83,6 +83,8 @@ def test_configurations_of_the_hub():
     """As they stand there; what is written for transformers 4 included."""
     gemma = {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None}
     assert from_hf_config(reference.SIZES | gemma).activation == "gelu_pytorch_tanh"
+    for kind in ("gemma2", "gemma3_text"):  # hidden_act is not their field
+        assert from_hf_config(reference.SIZES | {"model_type": kind, "hidden_act": "silu"}).activation == "gelu_pytorch_tanh"
     gemma = from_hf_config(reference.SIZES | {
         "model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "num_hidden_layers": 26, "rope_scaling": None,
         "rope_local_base_freq": 10_000, "rope_theta": 1_000_000, "sliding_window": 512, "sliding_window_pattern": 6,
