@@ -34,7 +34,7 @@ def read_architecture(folder: str | Path) -> Architecture:
     architecture = from_hf_config(_read_config(folder))
     generation_file = Path(folder) / "generation_config.json"
     hf_files.weight_files(Path(folder))
-    more = _read_json(generation_file).get("eos_token_id") if generation_file.exists() else None
+    more = read_json(generation_file).get("eos_token_id") if generation_file.exists() else None
     more = more if isinstance(more, list) else [] if more is None else [more]
     eos_ids = tuple(dict.fromkeys([*architecture.eos_ids, *more]))
     return dataclasses.replace(architecture, eos_ids=eos_ids)
@@ -61,11 +61,15 @@ def read_reward_model(folder: str | Path) -> Architecture | DebertaArchitecture:
 
 def _read_config(folder):
     if not (Path(folder) / "config.json").exists():
+        if (Path(folder) / "adapter_config.json").exists():
+            raise UserError(f"{folder} holds adapters, which stand on another model's weights: they are taken where "
+                            "config.model.lora is on, or merged into that model first (PEFT's merge_and_unload)")
         raise UserError(f"{folder} has no config.json: it is not a Hugging Face checkpoint")
-    return _read_json(Path(folder) / "config.json")
+    return read_json(Path(folder) / "config.json")
 
 
-def _read_json(path):
+def read_json(path: Path):
+    """Its contents; UserError where it is no JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -103,22 +107,22 @@ def load(folder: str | Path, architecture: Architecture | DebertaArchitecture, s
         if progress is not None:
             progress(done, total)
 
-    params = {path: _zeros(rows[path].full_shape, dtype, places[path]) for path in zeros}
+    params = {path: zeros_at(rows[path].full_shape, dtype, places[path]) for path in zeros}
     with hf_files.Checkpoint(folder) as checkpoint:
         _check(checkpoint, wanted, head, architecture)
         for path, row in wanted.items():
-            params[path] = _fill(checkpoint, row, dtype, places[path], tick)
+            params[path] = fill(checkpoint, row, dtype, places[path], tick)
     return traverse_util.unflatten_dict(params)
 
 
-def _fill(checkpoint, row, dtype, sharding, tick):
-    """One parameter; a stacked one is a buffer into which the layers are written in place."""
+def fill(checkpoint: hf_files.Checkpoint, row: hf_names.Tensor, dtype, sharding, tick: Callable[[], None]) -> jax.Array:
+    """One parameter; a stacked one is a buffer into which the layers are written in place. `tick` is called a tensor."""
     if row.layers is None:
         array = jax.block_until_ready(_read(checkpoint, row.name, row, dtype, sharding))
         tick()
         return array
     write = jax.jit(jax.lax.dynamic_update_index_in_dim, static_argnums=3, donate_argnums=0, out_shardings=sharding)
-    buffer, one_layer = _zeros(row.full_shape, dtype, sharding), _without_first_axis(sharding)
+    buffer, one_layer = zeros_at(row.full_shape, dtype, sharding), _without_first_axis(sharding)
     for i, name in enumerate(row.names()):
         # Waiting keeps the copies on their way to the devices to one layer.
         buffer = jax.block_until_ready(write(buffer, _read(checkpoint, name, row, dtype, one_layer), i, 0))
@@ -140,7 +144,7 @@ def _read(checkpoint, name, row, dtype, sharding):
     return jax.make_array_from_callback(row.shape, sharding, block)
 
 
-def _zeros(shape, dtype, sharding):
+def zeros_at(shape, dtype, sharding) -> jax.Array:
     return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)(shape, dtype)
 
 
@@ -155,6 +159,18 @@ def _without_first_axis(sharding):
 
 def _check(checkpoint, wanted, head, architecture):
     """Raises UserError unless the checkpoint has what is wanted, as it is wanted, and nothing that would change it."""
+    check_tensors(checkpoint, wanted, head)
+    names = checkpoint.names()
+    used = {name for row in wanted.values() for name in row.names()}
+    unused = sorted(name for name in names - used if not _ignorable(checkpoint, name, head, architecture))
+    if unused:
+        raise UserError(f"{checkpoint.folder} has {len(unused)} tensors that this model would not use: "
+                        f"{hf_names.some(unused)}. It is another kind of model than "
+                        f"config.json's model_type {architecture.family!r} with this head ({head!r})")
+
+
+def check_tensors(checkpoint: hf_files.Checkpoint, wanted: dict[tuple[str, ...], hf_names.Tensor], head: str) -> None:
+    """Raises UserError unless the checkpoint has what is wanted, as it is wanted."""
     names = checkpoint.names()
     for row in wanted.values():
         for name in row.names():
@@ -169,12 +185,6 @@ def _check(checkpoint, wanted, head, architecture):
             if checkpoint.dtype(name) not in hf_files.DTYPES:
                 raise UserError(f"{where} is of type {checkpoint.dtype(name)}; only float32, bfloat16 and float16 "
                                 "(F32, BF16, F16) are supported")
-    used = {name for row in wanted.values() for name in row.names()}
-    unused = sorted(name for name in names - used if not _ignorable(checkpoint, name, head, architecture))
-    if unused:
-        raise UserError(f"{checkpoint.folder} has {len(unused)} tensors that this model would not use: "
-                        f"{hf_names.some(unused)}. It is another kind of model than "
-                        f"config.json's model_type {architecture.family!r} with this head ({head!r})")
 
 
 def _missing(name, names, head):
