@@ -169,8 +169,9 @@ def _check(checkpoint, wanted, head, architecture):
                         f"config.json's model_type {architecture.family!r} with this head ({head!r})")
 
 
-def check_tensors(checkpoint: hf_files.Checkpoint, wanted: dict[tuple[str, ...], hf_names.Tensor], head: str) -> None:
-    """Raises UserError unless the checkpoint has what is wanted, as it is wanted."""
+def check_tensors(checkpoint: hf_files.Checkpoint, wanted: dict[tuple[str, ...], hf_names.Tensor], head: str,
+                  config: str = "config.json") -> None:
+    """Raises UserError unless the checkpoint has what is wanted, as it is wanted. `config`: the file that says so."""
     names = checkpoint.names()
     for row in wanted.values():
         for name in row.names():
@@ -180,7 +181,7 @@ def check_tensors(checkpoint: hf_files.Checkpoint, wanted: dict[tuple[str, ...],
             if name in SCORES and checkpoint.shape(name)[0] != 1:
                 raise UserError(f"{where} has {checkpoint.shape(name)[0]} labels; a reward model has num_labels = 1")
             if checkpoint.shape(name) != row.hf_shape:
-                raise UserError(f"{where} has shape {list(checkpoint.shape(name))}, config.json makes it "
+                raise UserError(f"{where} has shape {list(checkpoint.shape(name))}, {config} makes it "
                                 f"{list(row.hf_shape)}")
             if checkpoint.dtype(name) not in hf_files.DTYPES:
                 raise UserError(f"{where} is of type {checkpoint.dtype(name)}; only float32, bfloat16 and float16 "

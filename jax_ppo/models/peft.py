@@ -99,7 +99,7 @@ def _wanted(architecture, lora, head):
 
 
 def _check(checkpoint, wanted, head):
-    hf_import.check_tensors(checkpoint, wanted, head)
+    hf_import.check_tensors(checkpoint, wanted, head, CONFIG)
     used = {name for row in wanted.values() for name in row.names()}
     used |= {hf_names.PEFT_PREFIX + "score.weight"} if head == "scalar" else set()
     if unused := sorted(checkpoint.names() - used):
