@@ -106,7 +106,7 @@ def networks(config: schema.Config, folders: Folders) -> Networks:
         if isinstance(critic, Deberta):
             raise config_lib.ConfigError(f"config.critic.path={config.critic.path!r}: is an encoder, which sees a response's "
                                          "end from its start; a critic must be a decoder")
-    elif folders.critic == folders.actor:
+    elif folders.critic == folders.actor and not config.critic.keep_head:
         critic = actor
     elif folders.critic:
         critic = on_base(folders.critic, "config.critic.path", head)

@@ -116,8 +116,8 @@ def test_stopped_and_resumed_is_bit_equal(files, undisturbed, tmp_path):
 def test_eight_devices_begin_where_the_first_run_ended(files, undisturbed, tmp_path):
     """The adapters that it left are an actor to start from, with the rank and the targets that they have."""
     run(files, tmp_path, f"--config.model.lora.path={undisturbed[0]}/adapter", "--config.model.lora.rank=0",
-        "--config.model.lora.alpha=16", "--config.model.lora.targets=all-linear", "--config.mesh.fsdp=2", "--config.mesh.model=2",
-        devices=8)
+        "--config.model.lora.alpha=16", "--config.model.lora.targets=all-linear", "--config.mesh.fsdp=2",
+        "--config.mesh.model=2", devices=8)
     before, after = (json.loads((folder / "summary.json").read_text())["evaluations"] for folder in (undisturbed[0], tmp_path))
     assert after[0]["reward_mean"] == pytest.approx(before[-1]["reward_mean"], abs=1e-4)
     assert abs(float(steps(tmp_path)[0]["kl/reference"])) > 1e-4  # to the bare base
