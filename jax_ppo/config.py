@@ -183,7 +183,8 @@ def _check_algorithm(config: Config):
         raise ConfigError(f"config.rollout.n={config.rollout.n}: config.algorithm.adv_estimator={options.adv_estimator!r} "
                           "compares responses to one prompt; set it to 2 or more")
     of_critic = {"trainer.critic_warmup": config.trainer.critic_warmup, "critic.path": config.critic.path,
-                 "critic.keep_head": config.critic.keep_head, "critic.normalize_values": config.critic.normalize_values,
+                 "critic.keep_head": config.critic.keep_head, "critic.shared_trunk": config.critic.shared_trunk,
+                 "critic.normalize_values": config.critic.normalize_values,
                  "algorithm.bootstrap_truncated": options.bootstrap_truncated}
     for name, value in of_critic.items():
         if value and not config.has_critic:
@@ -215,6 +216,13 @@ def _check_adapters(config: Config):
                           "config.model.lora.rank, alpha and targets at their defaults")
     if config.critic.keep_head and not config.critic.path:
         raise ConfigError("config.critic.keep_head=True: needs a config.critic.path that has a head")
+    of_its_own = {name: _value(config, name) for name in (
+        "trainer.critic_warmup", "critic.path", "critic.ppo_epochs", "critic.ppo_mini_batch_size",
+        "critic.ppo_micro_batch_size_per_device", "critic.loss_agg_mode")}
+    for name, value in of_its_own.items():
+        if value and config.critic.shared_trunk:
+            raise ConfigError(f"config.{name}={value!r}: a critic that shares the actor's trunk has none of its own; leave it "
+                              "unset, or set config.critic.shared_trunk=False")
 
 
 def notes(config: Config) -> list[str]:
@@ -246,7 +254,8 @@ def notes(config: Config) -> list[str]:
         "reward.normalize_samples": config.reward.normalize != "reference",
     } | {name: not config.has_critic for name in (
         "algorithm.lam", "algorithm.lam_length_alpha", "algorithm.critic_lam", "algorithm.critic_gamma", "critic.ppo_epochs",
-        "critic.ppo_mini_batch_size", "critic.huber_delta")}
+        "critic.ppo_mini_batch_size", "critic.huber_delta")} | {f"critic.{name}": config.shares_trunk for name in (
+        "optim.lr", "grad_clip")}
     for name, unused in unread.items():
         value = _value(config, name)
         if unused and value != _value(default, name):

@@ -19,7 +19,7 @@ from jax_ppo.config import ConfigError
 from jax_ppo.data import prompts as prompts_lib
 from jax_ppo.data import sources
 from jax_ppo.data import tokenizer as tokenizer_lib
-from jax_ppo.models import hf_hub, rope
+from jax_ppo.models import heads, hf_hub, rope
 from jax_ppo.models.transformer import Transformer, unroll
 from jax_ppo.rewards import process, registry
 from jax_ppo.rewards.rules import RewardResult
@@ -209,7 +209,7 @@ class Experiment:
             sft.make_model(self.config, actor, self.mesh, report)
         return state_lib.Folders(
             actor=actor,
-            critic=None if not self.config.has_critic else
+            critic=None if not self.config.has_critic or self.config.shares_trunk else
             hf_hub.find(critic.path, what="config.critic.path") if critic.path else actor,
             reward=hf_hub.find(reward.model_path, what="config.reward.model_path") if reward.model_path else None,
             adapters=hf_hub.find(model.lora.path, what="config.model.lora.path") if model.lora.path else None)
@@ -253,8 +253,8 @@ class Experiment:
         self.decode_params = jax.jit(form, out_shardings=layout)
 
     def policy(self, state: state_lib.TrainState):
-        """The actor's parameters, with the base where they are adapters."""
-        return state_lib.whole(self.nets.actor, state.actor, state.reference)
+        """The actor's parameters, with the base where they are adapters, and without a critic's head."""
+        return heads.without_scalars(state_lib.whole(self.nets.actor, state.actor, state.reference))
 
 
 def _cut(options):

@@ -12,7 +12,7 @@ from jax_ppo import compilation, distributed, metrics
 from jax_ppo.checkpoint import Progress
 from jax_ppo.evaluate import Evaluation
 from jax_ppo.experiment import Experiment, Rewarded
-from jax_ppo.models import hf_export, peft
+from jax_ppo.models import heads, hf_export, peft
 
 
 class Reporter:
@@ -118,14 +118,14 @@ class Reporter:
 
     def _export(self, state):
         """The actor as a Hugging Face folder; with adapters they are merged in it, and stand in a folder of their own too."""
-        run, lora = self._run, self._run.nets.actor.lora
+        run, lora, actor = self._run, self._run.nets.actor.lora, heads.without_scalars(state.actor)
         write = functools.partial(hf_export.export, architecture=run.nets.actor.architecture, folder=self._workdir / "actor",
                                   source_folder=run.folders.actor)
         if lora is None:
-            write(state.actor)
+            write(actor)
         else:
-            write(state.reference, adapters=state.actor, lora=lora)
-            peft.save(state.actor, run.nets.actor.architecture, lora, self._workdir / "adapter",
+            write(state.reference, adapters=actor, lora=lora)
+            peft.save(actor, run.nets.actor.architecture, lora, self._workdir / "adapter",
                       run.config.model.path or str(run.folders.actor.resolve()))
 
     def _plot(self):

@@ -145,6 +145,8 @@ class Critic:
                        "PEFT's format on model.path's weights")
     keep_head: bool = option(False, "the critic starts with the scalar head that critic.path has, such as a reward model's; "
                              "off: with one of zeros")
+    shared_trunk: bool = option(False, "the critic is no model of its own but a scalar head on the actor's: one forward and "
+                                "backward pass serves both losses, whose sum (with value_loss_coef) is the actor's optimizer's")
     optim: CriticOptim = section(CriticOptim)
     grad_clip: float = option(1.0, "largest global gradient norm", above=0)
     ppo_mini_batch_size: int | None = option(None, "as the actor's; unset: the actor's", at_least=1)
@@ -336,6 +338,11 @@ class Config:
     def has_critic(self) -> bool:
         """Whether advantages need a critic; without one none is built or stored."""
         return self.algorithm.adv_estimator == "gae"
+
+    @property
+    def shares_trunk(self) -> bool:
+        """Whether the critic is a head of the actor's."""
+        return self.has_critic and self.critic.shared_trunk
 
     @property
     def has_adapters(self) -> bool:

@@ -128,7 +128,7 @@ def score(config: Config, nets: Networks, state: TrainState, sequences: Sequence
             return token_logprobs(nets.actor, params, hidden, rows, temperature, with_entropy=False)[0]
 
         found = {}
-        if scores.old_logprobs is not None or whole_kl:
+        if scores.old_logprobs is not None or whole_kl or config.shares_trunk:
             actor_hidden = hidden_states(nets.actor, actor, rows)
         if scores.old_logprobs is not None:
             found["old_logprobs"] = put(logprobs_of(actor, actor_hidden), scores.old_logprobs)
@@ -139,7 +139,7 @@ def score(config: Config, nets: Networks, state: TrainState, sequences: Sequence
             divergence = reference_kl(nets.actor, actor, actor_hidden, state.reference, ref_hidden, rows, temperature)
             found["kl"] = put(divergence, scores.kl)
         if config.has_critic:
-            values = scalars(nets.critic, critic, rows)
+            values = heads.scalars(actor, actor_hidden) if config.shares_trunk else scalars(nets.critic, critic, rows)
             found["values"] = put(values, scores.values)
             if options.bootstrap_truncated:
                 found["last_values"] = _at_the_end(values, rows, sequences, scores.last_values)

@@ -31,8 +31,8 @@ class TrainState:
 
     Attributes:
       step: int32 scalar, steps done.
-      actor, critic: trained parameters, float32; no critic (None) where advantages need none. With model.lora they are
-        adapters (models/lora.py), and the critic's head.
+      actor, critic: trained parameters, float32; no critic (None) where advantages need none, or where it is a scalar head of
+        the actor's (critic.shared_trunk). With model.lora they are adapters (models/lora.py), and the critic's head.
       reference: frozen copy of the first actor in the computation's type; None when nothing needs it. With model.lora it is the
         bare base, the one copy that adapters stand on.
       reward: frozen reward model's parameters, or adapters on the same base; None without one.
@@ -145,6 +145,11 @@ def _read_adapters(config, folders, folder, architecture, option, head) -> lora_
     return lora
 
 
+def actor_head(config: schema.Config) -> str:
+    """What stands on the actor's trunk, as heads.init and hf_import.load name it."""
+    return "both" if config.shares_trunk else "lm"
+
+
 def whole(net: Transformer | Deberta, params, base):
     """All that `net` runs on: `params`, on the base where they are adapters (`base`: the state's reference)."""
     return params if getattr(net, "lora", None) is None else lora_lib.join(base, params)
@@ -158,7 +163,7 @@ def _platform() -> str:
 
 def trained_shapes(config: schema.Config, nets: Networks, mesh) -> dict[str, Any]:
     """ShapeDtypeStructs, with shardings, of all that training changes: the keys and trees of a checkpoint."""
-    params = {"actor": _init_shapes(nets.actor, "lm")}
+    params = {"actor": _init_shapes(nets.actor, actor_head(config))}
     if nets.critic:
         params["critic"] = _init_shapes(nets.critic, "scalar")
     optimizers = {role: jax.eval_shape(_optimizer(config, role).init, tree) for role, tree in params.items()}
@@ -228,7 +233,7 @@ def create(config: schema.Config, nets: Networks, folders: Folders, mesh,
 
     if trained is None:
         start = folders.adapters if config.has_adapters else folders.actor
-        trained = {"actor": load("actor", start, nets.actor, places.actor, "lm")}
+        trained = {"actor": load("actor", start, nets.actor, places.actor, actor_head(config))}
         if nets.critic:
             head = "reward" if config.critic.keep_head else "scalar"
             trained["critic"] = load("critic", folders.critic, nets.critic, places.critic, head)

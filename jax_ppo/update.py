@@ -1,6 +1,7 @@
 """Experience → new TrainState: every epoch, mini-batch and micro-batch in one compiled, donated call.
 
-Actor and critic learn one after the other from the same rollout, each in optimizer steps of its own. Each token's weight in a
+Actor and critic learn one after the other from the same rollout, each in optimizer steps of its own; or, where they share a
+trunk, together. Each token's weight in a
 loss is fixed by its whole mini-batch before anything is cut into micro-batches or spread over devices, so that neither changes
 the gradient.
 """
@@ -145,9 +146,11 @@ class Role:
 
 
 def actor_role(config: Config, nets: Networks, base: dict | None = None) -> Role:
-    options = config.actor
-    return Role("actor", config, nets, objectives.actor_loss, objectives.ACTOR_METRICS, options.loss_agg_mode,
-                options.target_kl, base)
+    """With a shared trunk the role is both: actor and critic learn in the same optimizer steps."""
+    options, objective, metrics = config.actor, objectives.actor_loss, objectives.ACTOR_METRICS
+    if config.shares_trunk:
+        objective, metrics = objectives.shared_loss, metrics + objectives.CRITIC_METRICS
+    return Role("actor", config, nets, objective, metrics, options.loss_agg_mode, options.target_kl, base)
 
 
 def critic_role(config: Config, nets: Networks, base: dict | None = None) -> Role:

@@ -147,3 +147,15 @@ def test_adapters_of_another_model_are_refused(files, tmp_path):
             ppo.train(config, tmp_path)
     finally:
         path.write_text(text)
+
+
+def test_with_a_shared_trunk_too(files, tmp_path):
+    """The critic's head is learned beside the actor's adapters, is stored with them, and is not exported."""
+    shared = "--config.critic.shared_trunk=True", "--config.critic.path=", "--config.critic.keep_head=False"
+    run(files, tmp_path, *shared, "--config.trainer.total_training_steps=1")
+    assert "resuming after step 1 of 2" in run(files, tmp_path, *shared)
+    first, second = steps(tmp_path)
+    assert float(first["critic/values_mean"]) == 0 != float(second["critic/values_mean"])
+    assert not list(tmp_path.glob("checkpoints/*/critic"))
+    for path in ("actor/model.safetensors", "adapter/adapter_model.safetensors"):
+        assert not any("score" in name for name in load_file(tmp_path / path))

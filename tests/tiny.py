@@ -41,7 +41,7 @@ def networks(config):
     if config.has_adapters:
         options = config.model.lora
         model = model.clone(lora=lora.Lora(options.rank, options.alpha, schema.lora_targets(options.targets)))
-    return state_lib.Networks(model, model if config.has_critic else None, None)
+    return state_lib.Networks(model, model if config.has_critic and not config.shares_trunk else None, None)
 
 
 def make_state(config, mesh, seed=0):
@@ -52,11 +52,13 @@ def make_state(config, mesh, seed=0):
         def scaled(params):
             return jax.tree.map(lambda x: x * 5 if x.ndim > 1 else x, params)
 
-        actor = scaled(heads.init(nets.actor, key, "lm"))
+        actor, head = scaled(heads.init(nets.actor, key, "lm")), state_lib.actor_head(config)
         reference = jax.tree.map(jnp.copy, actor)
         if config.has_adapters:
             reference = jax.tree.map(lambda x: x.astype(config.model.dtype), reference)
-            actor = lora.init(ARCHITECTURE, nets.actor.lora, key, "lm")
+            actor = lora.init(ARCHITECTURE, nets.actor.lora, key, head)
+        if head == "both":
+            actor["score"] = {"kernel": jax.random.normal(key, (ARCHITECTURE.hidden_size, 1))}
         critic = critic_optimizer = None
         if nets.critic:
             critic_key = jax.random.fold_in(key, 1)

@@ -87,7 +87,8 @@ def load(folder: str | Path, architecture: Architecture | DebertaArchitecture, s
       architecture: as `read_architecture` gives it.
       shardings: a `jax.sharding.Sharding` for each parameter, in the structure of the parameters.
       dtype: of the parameters.
-      head: "lm"; "scalar": score/kernel is zeros, as a critic starts; "reward": score/kernel is read.
+      head: "lm"; "scalar": score/kernel is zeros, as a critic starts; "reward": score/kernel is read; "both": of "lm" and
+        "scalar".
       progress: called as progress(done, total) after each tensor of the checkpoint, or part of one that becomes several.
 
     Returns:
@@ -98,7 +99,7 @@ def load(folder: str | Path, architecture: Architecture | DebertaArchitecture, s
     """
     rows = hf_names.table(architecture, head)
     places = hf_names.flatten_like(shardings, rows, "`shardings`")
-    zeros = {("score", "kernel")} if head == "scalar" else set()
+    zeros = {("score", "kernel")} if head in ("scalar", "both") else set()
     wanted = {path: row for path, row in rows.items() if path not in zeros}
     dtype, total, counter = np.dtype(dtype), sum(len(row.names()) for row in wanted.values()), itertools.count(1)
 
@@ -204,7 +205,7 @@ def _ignorable(checkpoint, name, head, architecture):
     if name.endswith("rotary_emb.inv_freq"):  # computed from config.json
         return True
     if name == "lm_head.weight":
-        return head != "lm" or architecture.tied
+        return head not in ("lm", "both") or architecture.tied
     if name == "score.weight":
         return True
     if name in ("score.bias", "classifier.bias"):

@@ -8,7 +8,7 @@ from flax import traverse_util
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta_architecture import DebertaArchitecture
 
-HEADS = ("lm", "scalar", "reward")
+HEADS = ("lm", "scalar", "reward", "both")
 PEFT_PREFIX = "base_model.model."
 
 
@@ -85,7 +85,7 @@ def table(architecture: Architecture | DebertaArchitecture, head: str) -> dict[t
     rows |= _dense(a, ("mlp", "down_proj"), "mlp.down_proj", a.intermediate_size, a.hidden_size, a.mlp_bias)
     if head != "lm":
         rows["score", "kernel"] = Tensor("score.weight", (a.hidden_size, 1), transposed=True)
-    elif not a.tied:
+    if head in ("lm", "both") and not a.tied:
         rows["lm_head", "embedding"] = Tensor("lm_head.weight", (a.vocab_size, a.hidden_size))
     return rows
 

@@ -4,8 +4,9 @@ x W the sum x W + alpha / r (x A) B.
 A role's adapters are a dict of their own in the decoder's structure, so that several roles can stand on one base:
     layers/{attention, mlp}/{q_proj, ...}/{lora_a [L, in, r], lora_b [L, r, out]}
     score/kernel [D, 1] for a role with a scalar head
-B is zero at first, and x W + 0 is x W to the bit. The products are never added to W while anything is learned: in bfloat16 a
-sum W + A B would round most of what is learned away, and the sampler would draw from another policy than the one scored.
+B is zero at first, and x W + 0 is x W to the bit. The product is not added to W while anything is learned, for decoding
+neither: in bfloat16 a sum W + A B would round small changes away, and the sampler would draw from another policy than the one
+that is scored. Beside W the adapters of a decoding step are few bytes to read.
 """
 
 import dataclasses

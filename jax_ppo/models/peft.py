@@ -64,7 +64,7 @@ def load(folder: str | Path, architecture: Architecture, lora: Lora, shardings: 
 
     Args:
       lora: as `read` gives it.
-      head: "lm"; "scalar": a scalar head starts at zero; "reward": it is read.
+      head: "lm"; "scalar" and "both": a scalar head starts at zero; "reward": it is read.
 
     Raises:
       UserError: a tensor is missing, of another shape, of another type, or not used. The message names it.
@@ -101,7 +101,7 @@ def _wanted(architecture, lora, head):
 def _check(checkpoint, wanted, head):
     hf_import.check_tensors(checkpoint, wanted, head, CONFIG)
     used = {name for row in wanted.values() for name in row.names()}
-    used |= {hf_names.PEFT_PREFIX + "score.weight"} if head == "scalar" else set()
+    used |= {hf_names.PEFT_PREFIX + "score.weight"} if head in ("scalar", "both") else set()
     if unused := sorted(checkpoint.names() - used):
         raise UserError(f"{checkpoint.folder} has {len(unused)} tensors that this model would not use: "
                         f"{hf_names.some(unused)}; adapters are supported on {', '.join(LORA_TARGETS)}")
