@@ -55,6 +55,8 @@ def read(folder: str | Path) -> tuple[Lora, str]:
     with _open(folder) as checkpoint:
         there = {found[1] for name in checkpoint.names() if (found := re.search(r"\.(\w+)\.lora_A\.weight$", name))}
     targets = tuple(name for name in LORA_TARGETS if name in there)
+    if not targets:
+        raise UserError(f"{folder / WEIGHTS} has adapters on none of {', '.join(LORA_TARGETS)}, only these are supported")
     return Lora(rank, float(alpha), targets), config.get("base_model_name_or_path") or ""
 
 
