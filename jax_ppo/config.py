@@ -11,7 +11,7 @@ import functools
 import typing
 
 from jax_ppo.errors import UserError, did_you_mean
-from jax_ppo.schema import POLICY_LOSSES, Config, schedule_points
+from jax_ppo.schema import LORA_TARGETS, POLICY_LOSSES, Config, Lora, lora_targets, schedule_points
 
 if typing.TYPE_CHECKING:
     import ml_collections  # else only where a ConfigDict is made: a Config can be built and used without it
@@ -138,6 +138,7 @@ def _check_sizes(config: Config):
         if used and not config.algorithm.use_reference:
             raise ConfigError(f"config.{name}=True: needs the reference; set config.algorithm.use_reference=True")
     _check_algorithm(config)
+    _check_adapters(config)
     if config.rollout.one_step_off and config.algorithm.rollout_is == "none":
         raise ConfigError("config.rollout.one_step_off=True: the weights that sample are a step older than those that learn; "
                           "set config.algorithm.rollout_is to 'token' or 'sequence'")
@@ -182,6 +183,7 @@ def _check_algorithm(config: Config):
         raise ConfigError(f"config.rollout.n={config.rollout.n}: config.algorithm.adv_estimator={options.adv_estimator!r} "
                           "compares responses to one prompt; set it to 2 or more")
     of_critic = {"trainer.critic_warmup": config.trainer.critic_warmup, "critic.path": config.critic.path,
+                 "critic.keep_head": config.critic.keep_head, "critic.shared_trunk": config.critic.shared_trunk,
                  "critic.normalize_values": config.critic.normalize_values,
                  "algorithm.bootstrap_truncated": options.bootstrap_truncated}
     for name, value in of_critic.items():
@@ -199,6 +201,28 @@ def _check_algorithm(config: Config):
     if reward.overlong_buffer_len > config.data.max_response_length:
         raise ConfigError(f"config.reward.overlong_buffer_len={reward.overlong_buffer_len}: expected at most "
                           f"config.data.max_response_length={config.data.max_response_length}")
+
+
+def _check_adapters(config: Config):
+    """And where the critic starts."""
+    options, default = config.model.lora, Lora()
+    try:
+        lora_targets(options.targets)
+    except ValueError as error:
+        near = did_you_mean(options.targets.rpartition(",")[2].strip(), (*LORA_TARGETS, "all-linear"))
+        raise ConfigError(f"config.model.lora.targets={options.targets!r}: {error}.{near}") from None
+    if options.path and options != dataclasses.replace(default, path=options.path):
+        raise ConfigError(f"config.model.lora.path={options.path!r}: says what rank, alpha and targets are; leave "
+                          "config.model.lora.rank, alpha and targets at their defaults")
+    if config.critic.keep_head and not config.critic.path:
+        raise ConfigError("config.critic.keep_head=True: needs a config.critic.path that has a head")
+    of_its_own = {name: _value(config, name) for name in (
+        "trainer.critic_warmup", "critic.path", "critic.ppo_epochs", "critic.ppo_mini_batch_size",
+        "critic.ppo_micro_batch_size_per_device", "critic.loss_agg_mode")}
+    for name, value in of_its_own.items():
+        if value and config.critic.shared_trunk:
+            raise ConfigError(f"config.{name}={value!r}: a critic that shares the actor's trunk has none of its own; leave it "
+                              "unset, or set config.critic.shared_trunk=False")
 
 
 def notes(config: Config) -> list[str]:
@@ -224,12 +248,14 @@ def notes(config: Config) -> list[str]:
         "algorithm.norm_adv_by_std_in_grpo": options.adv_estimator != "grpo",
         "algorithm.whiten_shift_mean": not config.whitens_advantages,
         "algorithm.bootstrap_truncated": options.mask_truncated,
+        "model.lora.alpha": not config.has_adapters, "model.lora.targets": not config.has_adapters,
         "algorithm.gamma": options.adv_estimator in ("grpo", "rloo", "reinforce_plus_plus_baseline"),
         "reward.normalize_shift": config.reward.normalize == "none",
         "reward.normalize_samples": config.reward.normalize != "reference",
     } | {name: not config.has_critic for name in (
         "algorithm.lam", "algorithm.lam_length_alpha", "algorithm.critic_lam", "algorithm.critic_gamma", "critic.ppo_epochs",
-        "critic.ppo_mini_batch_size", "critic.huber_delta")}
+        "critic.ppo_mini_batch_size", "critic.huber_delta")} | {f"critic.{name}": config.shares_trunk for name in (
+        "optim.lr", "grad_clip")}
     for name, unused in unread.items():
         value = _value(config, name)
         if unused and value != _value(default, name):

@@ -19,7 +19,7 @@ from jax_ppo.config import ConfigError
 from jax_ppo.data import prompts as prompts_lib
 from jax_ppo.data import sources
 from jax_ppo.data import tokenizer as tokenizer_lib
-from jax_ppo.models import hf_hub, rope
+from jax_ppo.models import heads, hf_hub, rope
 from jax_ppo.models.transformer import Transformer, unroll
 from jax_ppo.rewards import process, registry
 from jax_ppo.rewards.rules import RewardResult
@@ -73,7 +73,7 @@ class Experiment:
       training, held_out: PromptDatasets; held_out is None without validation files.
       steps_per_epoch, total_steps: counts of steps.
       sample, sample_held_out: Samplers with rollout.* and rollout.val_kwargs.*; they take what decode_params gives.
-      decode_params: the actor's parameters as the samplers want them: in the computation's type, laid out for decoding.
+      decode_params: what `policy` gives as the samplers want it: in the computation's type, laid out for decoding.
     """
 
     def __init__(self, config: Config, workdir: Path, mesh, report: Callable[[str], None]):
@@ -209,9 +209,10 @@ class Experiment:
             sft.make_model(self.config, actor, self.mesh, report)
         return state_lib.Folders(
             actor=actor,
-            critic=None if not self.config.has_critic else
+            critic=None if not self.config.has_critic or self.config.shares_trunk else
             hf_hub.find(critic.path, what="config.critic.path") if critic.path else actor,
-            reward=hf_hub.find(reward.model_path, what="config.reward.model_path") if reward.model_path else None)
+            reward=hf_hub.find(reward.model_path, what="config.reward.model_path") if reward.model_path else None,
+            adapters=hf_hub.find(model.lora.path, what="config.model.lora.path") if model.lora.path else None)
 
     def _check_model(self):
         config, tokenizer = self.config, self.tokenizer
@@ -238,7 +239,7 @@ class Experiment:
         architecture, dtype = self.nets.actor.architecture, jnp.dtype(self.config.model.dtype)
         # config.json may name the end of text alone, and the tokenizer the end of a chat's turn: a response ends at either.
         eos = tuple(dict.fromkeys(i for i in (*architecture.eos_ids, self.tokenizer.eos_token_id) if i is not None))
-        decoder = Transformer(architecture, dtype, unrolled=True)
+        decoder = Transformer(architecture, dtype, unrolled=True, lora=self.nets.actor.lora)
 
         def sampler(o):
             options = SamplingOptions(self.config.data.max_response_length, o.temperature, o.top_k, o.top_p, o.n, eos,
@@ -247,9 +248,13 @@ class Experiment:
 
         self.sample, self.sample_held_out = sampler(self.config.rollout), sampler(self.config.rollout.val_kwargs)
         form = functools.partial(unroll, dtype=dtype)
-        actor = state_lib.trained_shapes(self.config, self.nets, self.mesh)["actor"]
+        actor = self.policy(state_lib.shapes(self.config, self.nets, self.mesh))
         layout = sharding.tree_shardings(self.mesh, jax.eval_shape(form, actor), sharding.DECODE_RULES)
         self.decode_params = jax.jit(form, out_shardings=layout)
+
+    def policy(self, state: state_lib.TrainState):
+        """The actor's parameters, with the base where they are adapters, and without a critic's head."""
+        return heads.without_scalars(state_lib.whole(self.nets.actor, state.actor, state.reference))
 
 
 def _cut(options):

@@ -13,6 +13,7 @@ from jax_ppo import packing as packing_lib
 from jax_ppo import plugins, scoring
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import kl, losses, policy_losses, schedules
+from jax_ppo.models import heads
 from jax_ppo.schema import POLICY_LOSSES, Config, schedule_points
 from jax_ppo.state import Networks, TrainState
 from jax_ppo.types import Experience, pytree
@@ -71,8 +72,12 @@ def actor_context(config: Config, state: TrainState) -> ActorContext:
 def actor_loss(config: Config, nets: Networks, params, context: ActorContext, rows: packing_lib.Rows, experience: Experience,
                weights: Weights):
     """The policy loss, plus the KL to the reference if asked, minus the entropy bonus. Returns (loss, metrics)."""
-    options, temperature = config.actor, config.rollout.temperature
     hidden = scoring.hidden_states(nets.actor, params, rows)
+    return _actor_loss(config, nets, params, hidden, context, rows, experience, weights)
+
+
+def _actor_loss(config, nets, params, hidden, context, rows, experience, weights):
+    options, temperature = config.actor, config.rollout.temperature
     logprobs, entropy = scoring.token_logprobs(nets.actor, params, hidden, rows, temperature)
     if config.updates_once and scoring.reuses_logprobs(config):
         old = jax.lax.stop_gradient(logprobs)  # the same policy: a ratio of 1, whatever the sampler's program rounds otherwise
@@ -131,9 +136,21 @@ def _check_policy_loss(name, found, shape):
 def critic_loss(config: Config, nets: Networks, params, context: None, rows: packing_lib.Rows, experience: Experience,
                 weights: Weights):
     """The value loss. Returns (loss, metrics)."""
+    return _critic_loss(config, scoring.scalars(nets.critic, params, rows), rows, experience, weights)
+
+
+def shared_loss(config: Config, nets: Networks, params, context: ActorContext, rows: packing_lib.Rows, experience: Experience,
+                weights: Weights):
+    """Both, of one pass through the trunk that actor and critic share. Returns (loss, metrics)."""
+    hidden = scoring.hidden_states(nets.actor, params, rows)
+    of_actor, actor_metrics = _actor_loss(config, nets, params, hidden, context, rows, experience, weights)
+    of_critic, critic_metrics = _critic_loss(config, heads.scalars(params, hidden), rows, experience, weights)
+    return of_actor + of_critic, actor_metrics | critic_metrics
+
+
+def _critic_loss(config, values, rows, experience, weights):
     options = config.critic
     old, returns = (packing_lib.to_rows(x, rows) for x in (experience.values, experience.returns))
-    values = scoring.scalars(nets.critic, params, rows)
     value = losses.value_loss(values, old, returns, rows.mask, options.cliprange_value or None, options.huber_delta)
     loss = options.value_loss_coef * jnp.sum(weights.loss * value.loss)
     return loss, {"critic/loss": loss, "critic/clip_fraction": jnp.sum(weights.mean * value.clipped)}

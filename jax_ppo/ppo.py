@@ -25,8 +25,9 @@ from jax_ppo.schema import Config
 from jax_ppo.update import update
 
 # Besides those of the model: what the trees of a checkpoint are, or what they were learned from.
-ANOTHER_EXPERIMENT = ("seed", "data.train_files", "critic.path", "critic.normalize_values", "reward.model_path",
-                      "reward.model_input", "reward.normalize", "algorithm.adv_estimator")
+ANOTHER_EXPERIMENT = ("seed", "data.train_files", "critic.path", "critic.keep_head", "critic.shared_trunk",
+                      "critic.normalize_values",
+                      "reward.model_path", "reward.model_input", "reward.normalize", "algorithm.adv_estimator")
 
 KEPT_BY_CHECKPOINTS = ("algorithm.kl_ctrl.kl_coef", "reward.normalize_samples")  # read by the first step alone
 
@@ -76,7 +77,7 @@ def draw(run: Experiment, state, batches, step: int, report: Reporter):
     of the step before the one that is under way, and what the host waited for in between stands in its row.
     """
     batch = next(batches)
-    rollout = run.sample(run.decode_params(state.actor), run.on_mesh(batch.prompts), run.key(TRAINING, step))
+    rollout = run.sample(run.decode_params(run.policy(state)), run.on_mesh(batch.prompts), run.key(TRAINING, step))
     report.flush()
     return batch, rollout, batches.position
 
@@ -164,12 +165,13 @@ def add_reward_model(run: Experiment, state, rewards, inputs):
     scoring.reward_model_scores."""
     if run.nets.reward is None:
         return rewards
-    return rewards + scoring.reward_model_scores(run.nets.reward, state.reward, *inputs)
+    params = state_lib.whole(run.nets.reward, state.reward, state.reference)
+    return rewards + scoring.reward_model_scores(run.nets.reward, params, *inputs)
 
 
 def evaluation(run: Experiment, state) -> Evaluation:
     """Averages over the held-out prompts with rollout.val_kwargs; the same draws at every step but for the policy."""
-    params = run.decode_params(state.actor)
+    params = run.decode_params(run.policy(state))
 
     def reward(batch, rollout, keep):
         rewarded, samples = run.reward(batch, rollout, keep)
@@ -197,7 +199,7 @@ def total_rewards(run: Experiment, state, batch, rollout, rewarded):
 
 def measure_reference(run: Experiment, state) -> state_lib.TrainState:
     """The state with the moments of the scores of its policy, over reward.normalize_samples responses in whole batches."""
-    params, batches = run.decode_params(state.actor), run.batches(0)
+    params, batches = run.decode_params(run.policy(state)), run.batches(0)
     moments = state.control.moments["rewards"]
     per_batch = run.config.data.train_batch_size * run.config.rollout.n
     for number in range(-(-run.config.reward.normalize_samples // per_batch)):

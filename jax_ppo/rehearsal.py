@@ -62,7 +62,7 @@ def _programs(run: Experiment, prompts: Prompts, key, plans: Plans) -> Iterator[
     """Compiles one program at a time, in the order of ppo.train, and yields its name. What one gives, the next is given."""
     config, nets = run.config, run.nets
     state = state_lib.shapes(config, nets, run.mesh)
-    params = _outputs(run.decode_params, state.actor)
+    params = _outputs(run.decode_params, run.policy(state))
     yield "decode_params"
     rollout = _outputs(run.sample.program, params, prompts, key)
     yield "sample"
@@ -70,7 +70,8 @@ def _programs(run: Experiment, prompts: Prompts, key, plans: Plans) -> Iterator[
     scores = _outputs(scoring.score, config, nets, state, sequences, *plans.scoring)
     yield "score"
     if nets.reward is not None and run.reward_inputs is None:  # else its shape depends on the texts
-        _outputs(scoring.reward_model_scores, nets.reward, state.reward, sequences, *plans.scoring)
+        of_reward = state_lib.whole(nets.reward, state.reward, state.reference)
+        _outputs(scoring.reward_model_scores, nets.reward, of_reward, sequences, *plans.scoring)
         yield "reward_model_scores"
     rewards = jax.ShapeDtypeStruct((_samples(run),), jnp.float32, sharding=sharding.rows(run.mesh))
     steps = None

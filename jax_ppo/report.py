@@ -1,6 +1,7 @@
 """What a run tells while it goes on: each step's figures, warnings, evaluations, and the summary at its end."""
 
 import dataclasses
+import functools
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from jax_ppo import compilation, distributed, metrics
 from jax_ppo.checkpoint import Progress
 from jax_ppo.evaluate import Evaluation
 from jax_ppo.experiment import Experiment, Rewarded
-from jax_ppo.models import hf_export
+from jax_ppo.models import heads, hf_export, peft
 
 
 class Reporter:
@@ -105,8 +106,7 @@ class Reporter:
         self.flush()
         run, evaluations = self._run, self.progress.evaluations
         if export:
-            hf_export.export(state.actor, run.nets.actor.architecture, self._workdir / "actor",
-                             source_folder=run.folders.actor)
+            self._export(state)
         summary = {"experiment_name": run.config.experiment_name, "steps": int(state.step), "total_steps": run.total_steps,
                    "evaluations": evaluations, "seconds": time.monotonic() - self._started,
                    "devices": np.prod(list(run.mesh.shape.values())).item(), "mesh": dict(run.mesh.shape),
@@ -115,6 +115,18 @@ class Reporter:
             self._plot()
             metrics.write_summary(self._workdir, summary)
         return summary
+
+    def _export(self, state):
+        """The actor as a Hugging Face folder; with adapters they are merged in it, and stand in a folder of their own too."""
+        run, lora, actor = self._run, self._run.nets.actor.lora, heads.without_scalars(state.actor)
+        write = functools.partial(hf_export.export, architecture=run.nets.actor.architecture, folder=self._workdir / "actor",
+                                  source_folder=run.folders.actor)
+        if lora is None:
+            write(actor)
+        else:
+            write(state.reference, adapters=actor, lora=lora)
+            peft.save(actor, run.nets.actor.architecture, lora, self._workdir / "adapter",
+                      run.config.model.path or str(run.folders.actor.resolve()))
 
     def _plot(self):
         if distributed.is_main():

@@ -23,6 +23,7 @@ def section(cls):
     return dataclasses.field(default_factory=cls)
 
 
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 POLICY_LOSSES = ("vanilla", "importance", "gspo", "gmpo", "cispo", "reinforce")
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
@@ -63,6 +64,17 @@ class Create:
 
 
 @dataclasses.dataclass(frozen=True)
+class Lora:
+    rank: int = option(0, "of the adapters that actor and critic learn instead of all parameters, beside one frozen base that "
+                       "is the reference too; 0: everything is learned", at_least=0)
+    alpha: float = option(16.0, "the adapters' product counts alpha / rank times", above=0)
+    targets: str = option("all-linear", "projections that have adapters, separated by commas: " + ", ".join(LORA_TARGETS) +
+                          "; all-linear: all of them")
+    path: str = option("", "folder or hub name of adapters in PEFT's format that the actor starts from; their rank, alpha and "
+                       "targets hold then")
+
+
+@dataclasses.dataclass(frozen=True)
 class Model:
     path: str = option("", "Hugging Face folder or hub name; empty makes a small model (see model.create)")
     revision: str = option("main", "hub revision: branch, tag or commit")
@@ -73,6 +85,7 @@ class Model:
     attention: str = option("auto", "program for whole sequences: xla runs everywhere; cudnn on NVIDIA in bfloat16; splash on "
                             "TPU where packing.row_length is a multiple of 128; auto: the platform's own where it can run",
                             choices=("auto", "xla", "cudnn", "splash"))
+    lora: Lora = section(Lora)
     create: Create = section(Create)
 
 
@@ -128,7 +141,12 @@ class Actor:
 
 @dataclasses.dataclass(frozen=True)
 class Critic:
-    path: str = option("", "folder or hub name the critic starts from; empty is model.path. Its head starts at zero")
+    path: str = option("", "folder or hub name the critic starts from; empty is model.path. With model.lora: adapters in "
+                       "PEFT's format on model.path's weights")
+    keep_head: bool = option(False, "the critic starts with the scalar head that critic.path has, such as a reward model's; "
+                             "off: with one of zeros")
+    shared_trunk: bool = option(False, "the critic is no model of its own but a scalar head on the actor's: one forward and "
+                                "backward pass serves both losses, whose sum (with value_loss_coef) is the actor's optimizer's")
     optim: CriticOptim = section(CriticOptim)
     grad_clip: float = option(1.0, "largest global gradient norm", above=0)
     ppo_mini_batch_size: int | None = option(None, "as the actor's; unset: the actor's", at_least=1)
@@ -322,6 +340,21 @@ class Config:
         return self.algorithm.adv_estimator == "gae"
 
     @property
+    def shares_trunk(self) -> bool:
+        """Whether the critic is a head of the actor's."""
+        return self.has_critic and self.critic.shared_trunk
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are learned (model.lora); the frozen base that they stand on is kept as the reference."""
+        return bool(self.model.lora.rank or self.model.lora.path)
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the state holds one."""
+        return self.algorithm.use_reference or self.has_adapters
+
+    @property
     def whitens_advantages(self) -> bool:
         """Unless algorithm.whiten_advantages says so, as the estimator's authors do."""
         of_authors = self.algorithm.adv_estimator in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -336,6 +369,16 @@ class Config:
     def sequence_length(self) -> int:
         """Tokens of the longest prompt with the longest response, S."""
         return self.data.max_prompt_length + self.data.max_response_length
+
+
+def lora_targets(text: str) -> tuple[str, ...]:
+    """The projections that model.lora.targets names, in LORA_TARGETS' order. Raises ValueError for one that is none."""
+    if text == "all-linear":
+        return LORA_TARGETS
+    names = {name.strip() for name in text.split(",")}
+    for name in sorted(names.difference(LORA_TARGETS)):
+        raise ValueError(f"{name!r} is not one of {', '.join(LORA_TARGETS)}, nor all-linear")
+    return tuple(name for name in LORA_TARGETS if name in names)
 
 
 def schedule_points(text: str) -> tuple[tuple[int, float], ...]:

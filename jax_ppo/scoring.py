@@ -17,7 +17,7 @@ from jax_ppo.models.deberta import Deberta
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.schema import Config
 from jax_ppo.sharding import constrain_rows, split_by_device
-from jax_ppo.state import Networks, TrainState
+from jax_ppo.state import Networks, TrainState, whole
 from jax_ppo.types import Packing, Rollout, Sequences, pytree
 
 
@@ -115,6 +115,9 @@ def score(config: Config, nets: Networks, state: TrainState, sequences: Sequence
         values=zeros if config.has_critic else None,
         last_values=zeros[:, 0] if options.bootstrap_truncated else None)
 
+    actor = whole(nets.actor, state.actor, state.reference)
+    critic = whole(nets.critic, state.critic, state.reference)
+
     def micro_batch(i, scores):
         rows = packing_lib.gather(sequences, jax.tree.map(lambda x: constrain_rows(x[i]), plan))
 
@@ -125,19 +128,18 @@ def score(config: Config, nets: Networks, state: TrainState, sequences: Sequence
             return token_logprobs(nets.actor, params, hidden, rows, temperature, with_entropy=False)[0]
 
         found = {}
-        if scores.old_logprobs is not None or whole_kl:
-            actor_hidden = hidden_states(nets.actor, state.actor, rows)
+        if scores.old_logprobs is not None or whole_kl or config.shares_trunk:
+            actor_hidden = hidden_states(nets.actor, actor, rows)
         if scores.old_logprobs is not None:
-            found["old_logprobs"] = put(logprobs_of(state.actor, actor_hidden), scores.old_logprobs)
+            found["old_logprobs"] = put(logprobs_of(actor, actor_hidden), scores.old_logprobs)
         if options.use_reference:
             ref_hidden = hidden_states(nets.actor, state.reference, rows)
             found["ref_logprobs"] = put(logprobs_of(state.reference, ref_hidden), scores.ref_logprobs)
         if whole_kl:
-            divergence = reference_kl(nets.actor, state.actor, actor_hidden, state.reference, ref_hidden, rows,
-                                      temperature)
+            divergence = reference_kl(nets.actor, actor, actor_hidden, state.reference, ref_hidden, rows, temperature)
             found["kl"] = put(divergence, scores.kl)
         if config.has_critic:
-            values = scalars(nets.critic, state.critic, rows)
+            values = heads.scalars(actor, actor_hidden) if config.shares_trunk else scalars(nets.critic, critic, rows)
             found["values"] = put(values, scores.values)
             if options.bootstrap_truncated:
                 found["last_values"] = _at_the_end(values, rows, sequences, scores.last_values)

@@ -27,6 +27,11 @@ TRAIN_RULES = (
     (r"layers/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/bias", P(None, "model")),
     (r"layers/.*(o_proj|down_proj)/kernel", P(None, "model", "fsdp")),
     (r"layers/.*(o_proj|down_proj)/bias", P()),
+    # Adapters lie as the sides of the kernel that they touch; their rank is never split.
+    (r"layers/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/lora_a", P(None, "fsdp", None)),
+    (r"layers/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/lora_b", P(None, None, "model")),
+    (r"layers/.*(o_proj|down_proj)/lora_a", P(None, "model", None)),
+    (r"layers/.*(o_proj|down_proj)/lora_b", P(None, None, "fsdp")),
     (r"layers/.*norm/scale", P()),
     (r"norm/scale", P()),
     (r"score/kernel", P("fsdp", None)),
@@ -46,6 +51,10 @@ DECODE_RULES = (
     (r"layer_\d+/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/bias", P("model")),
     (r"layer_\d+/.*(o_proj|down_proj)/kernel", P("model", None)),
     (r"layer_\d+/.*(o_proj|down_proj)/bias", P()),
+    (r"layer_\d+/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/lora_a", P()),
+    (r"layer_\d+/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/lora_b", P(None, "model")),
+    (r"layer_\d+/.*(o_proj|down_proj)/lora_a", P("model", None)),
+    (r"layer_\d+/.*(o_proj|down_proj)/lora_b", P()),
     (r"layer_\d+/.*norm/scale", P()),
     (r"norm/scale", P()),
 )

@@ -15,11 +15,14 @@ import optax
 from jax_ppo import config as config_lib
 from jax_ppo import schema, sharding
 from jax_ppo.kernels import moments, schedules
-from jax_ppo.models import attention, deberta, heads, hf_import
+from jax_ppo.models import attention, deberta, heads, hf_import, peft
+from jax_ppo.models import lora as lora_lib
 from jax_ppo.models.deberta import Deberta
 from jax_ppo.models.deberta_architecture import DebertaArchitecture
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.types import Control, pytree
+
+ADAPTER_STREAMS = {"actor": 3, "critic": 4}  # of random numbers, beside those that samples are drawn from (experiment.py)
 
 
 @pytree
@@ -28,9 +31,11 @@ class TrainState:
 
     Attributes:
       step: int32 scalar, steps done.
-      actor, critic: trained parameters, float32; no critic (None) where advantages need none.
-      reference: frozen copy of the first actor in the computation's type; None when nothing needs it.
-      reward: frozen reward model's parameters; None without one.
+      actor, critic: trained parameters, float32; no critic (None) where advantages need none, or where it is a scalar head of
+        the actor's (critic.shared_trunk). With model.lora they are adapters (models/lora.py), and the critic's head.
+      reference: frozen copy of the first actor in the computation's type; None when nothing needs it. With model.lora it is the
+        bare base, the one copy that adapters stand on.
+      reward: frozen reward model's parameters, or adapters on the same base; None without one.
       actor_optimizer, critic_optimizer: optax states; None without the critic.
       control: KL coefficient and running moments, for the coming step.
     """
@@ -47,7 +52,10 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Networks:
-    """The models that the parameter trees belong to; a static argument of compiled functions. The reference is an actor."""
+    """The models that the parameter trees belong to; a static argument of compiled functions. The reference is an actor.
+
+    Where a model says `lora`, the tree is of adapters: `whole` puts them on the base.
+    """
 
     actor: Transformer
     critic: Transformer | None
@@ -56,11 +64,16 @@ class Networks:
 
 @dataclasses.dataclass(frozen=True)
 class Folders:
-    """Where each role's checkpoint lies, in Hugging Face's format; None for a role that the run has not."""
+    """Where each role's checkpoint lies, in Hugging Face's format; None for a role that the run has not.
+
+    With model.lora `actor` holds the base, `adapters` those that the actor starts from (None: new ones), and critic and reward
+    may hold adapters too; a critic in the actor's folder gets new ones.
+    """
 
     actor: Path
     critic: Path | None
     reward: Path | None
+    adapters: Path | None = None
 
 
 def networks(config: schema.Config, folders: Folders) -> Networks:
@@ -79,8 +92,67 @@ def networks(config: schema.Config, folders: Folders) -> Networks:
             raise config_lib.ConfigError(f"config.model.attention={config.model.attention!r}: {obstacle}; set 'auto'") from None
         return Transformer(architecture, dtype, remat=config.model.gradient_checkpointing, attention=program)
 
-    return Networks(network(folders.actor), folders.critic and network(folders.critic),
-                    folders.reward and network(folders.reward, hf_import.read_reward_model))
+    actor, critic = network(folders.actor), None
+    if config.has_adapters:
+        actor = actor.clone(lora=_lora(config, folders, actor.architecture))
+
+    def on_base(folder, option, head):  # the actor's model with other adapters
+        return actor.clone(lora=_read_adapters(config, folders, folder, actor.architecture, option, head))
+
+    head = "reward" if config.critic.keep_head else "scalar"
+    if folders.critic and not config.has_adapters:
+        read = hf_import.read_reward_model if config.critic.keep_head else hf_import.read_architecture
+        critic = network(folders.critic, read)
+        if isinstance(critic, Deberta):
+            raise config_lib.ConfigError(f"config.critic.path={config.critic.path!r}: is an encoder, which sees a response's "
+                                         "end from its start; a critic must be a decoder")
+    elif folders.critic == folders.actor and not config.critic.keep_head:
+        critic = actor
+    elif folders.critic:
+        critic = on_base(folders.critic, "config.critic.path", head)
+    if folders.reward and config.has_adapters and peft.holds_adapters(folders.reward):
+        reward = on_base(folders.reward, "config.reward.model_path", "reward")
+    else:
+        reward = folders.reward and network(folders.reward, hf_import.read_reward_model)
+    return Networks(actor, critic, reward)
+
+
+def _lora(config: schema.Config, folders: Folders, architecture) -> lora_lib.Lora:
+    """Of the actor's adapters."""
+    options = config.model.lora
+    if folders.adapters:
+        return _read_adapters(config, folders, folders.adapters, architecture, "config.model.lora.path", "lm")
+    targets = schema.lora_targets(options.targets)
+    fused = [name for name in peft.FUSED.get(architecture.family, ()) if name in targets]
+    if fused:
+        raise config_lib.ConfigError(
+            f"config.model.lora.targets={options.targets!r}: the checkpoints of {architecture.family} hold {', '.join(fused)} "
+            "in larger tensors, for which PEFT's format has no adapters of their own; set it to 'o_proj,down_proj'")
+    return lora_lib.Lora(options.rank, options.alpha, targets)
+
+
+def _read_adapters(config, folders, folder, architecture, option, head) -> lora_lib.Lora:
+    """Raises ConfigError where they are not adapters on the actor's base."""
+    if not peft.holds_adapters(folder):
+        raise config_lib.ConfigError(f"{option}: {folder} holds no adapters ({peft.CONFIG}); with config.model.lora they must "
+                                     "stand on config.model.path's weights, which all roles share")
+    lora, base = peft.read(folder)
+    if base and base != config.model.path and Path(base).resolve() != folders.actor.resolve():
+        raise config_lib.ConfigError(
+            f"{option}: the adapters in {folder} stand on {base!r} (base_model_name_or_path in {peft.CONFIG}), not on "
+            f"config.model.path={config.model.path!r}; set that, or where it is the same model under another name, the field")
+    peft.check(folder, architecture, lora, head)
+    return lora
+
+
+def actor_head(config: schema.Config) -> str:
+    """What stands on the actor's trunk, as heads.init and hf_import.load name it."""
+    return "both" if config.shares_trunk else "lm"
+
+
+def whole(net: Transformer | Deberta, params, base):
+    """All that `net` runs on: `params`, on the base where they are adapters (`base`: the state's reference)."""
+    return params if getattr(net, "lora", None) is None else lora_lib.join(base, params)
 
 
 def _platform() -> str:
@@ -91,7 +163,7 @@ def _platform() -> str:
 
 def trained_shapes(config: schema.Config, nets: Networks, mesh) -> dict[str, Any]:
     """ShapeDtypeStructs, with shardings, of all that training changes: the keys and trees of a checkpoint."""
-    params = {"actor": _init_shapes(nets.actor, "lm")}
+    params = {"actor": _init_shapes(nets.actor, actor_head(config))}
     if nets.critic:
         params["critic"] = _init_shapes(nets.critic, "scalar")
     optimizers = {role: jax.eval_shape(_optimizer(config, role).init, tree) for role, tree in params.items()}
@@ -109,7 +181,7 @@ def shapes(config: schema.Config, nets: Networks, mesh) -> TrainState:
 
     return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(mesh)),
                       trained["actor"], trained.get("critic"),
-                      frozen(trained["actor"]) if config.algorithm.use_reference else None,
+                      frozen(_placed(_base_shapes(nets.actor, "lm"), mesh)) if config.keeps_reference else None,
                       None if nets.reward is None else frozen(_placed(_init_shapes(nets.reward, "scalar"), mesh)),
                       trained["optimizer"]["actor"], trained["optimizer"].get("critic"), trained["control"])
 
@@ -117,6 +189,12 @@ def shapes(config: schema.Config, nets: Networks, mesh) -> TrainState:
 def _init_shapes(net: Transformer | Deberta, head: str):
     if isinstance(net, Deberta):  # with a head of its own
         return jax.eval_shape(functools.partial(deberta.init, net), jax.random.key(0))
+    if net.lora is not None:
+        return jax.eval_shape(functools.partial(lora_lib.init, net.architecture, net.lora, head=head), jax.random.key(0))
+    return _base_shapes(net, head)
+
+
+def _base_shapes(net: Transformer, head: str):
     return jax.eval_shape(functools.partial(heads.init, net, head=head), jax.random.key(0))
 
 
@@ -147,12 +225,18 @@ def create(config: schema.Config, nets: Networks, folders: Folders, mesh,
     frozen_type = jnp.dtype(config.model.dtype)
 
     def load(role, folder, net, where, head, dtype=jnp.float32):
-        return hf_import.load(folder, net.architecture, where, dtype, head, progress(role))
+        if getattr(net, "lora", None) is None:
+            return hf_import.load(folder, net.architecture, where, dtype, head, progress(role))
+        if folder in (None, folders.actor):
+            return _new_adapters(net, where, head, config.seed, role)
+        return peft.load(folder, net.architecture, net.lora, where, dtype, head, progress(f"{role}'s adapters"))
 
     if trained is None:
-        trained = {"actor": load("actor", folders.actor, nets.actor, places.actor, "lm")}
+        start = folders.adapters if config.has_adapters else folders.actor
+        trained = {"actor": load("actor", start, nets.actor, places.actor, actor_head(config))}
         if nets.critic:
-            trained["critic"] = load("critic", folders.critic, nets.critic, places.critic, "scalar")
+            head = "reward" if config.critic.keep_head else "scalar"
+            trained["critic"] = load("critic", folders.critic, nets.critic, places.critic, head)
 
         def init(role, where):
             return jax.jit(_optimizer(config, role).init, out_shardings=where)(trained[role])
@@ -161,13 +245,22 @@ def create(config: schema.Config, nets: Networks, folders: Folders, mesh,
         trained["optimizer"] = {role: init(role, where[role]) for role in tuple(trained)}
         trained["control"] = sharding.place(jax.device_get(first_control(config)), sharding.replicated(mesh))
     reference = reward = None
-    if config.algorithm.use_reference:
-        reference = load("reference", folders.actor, nets.actor, places.actor, "lm", frozen_type)
+    if config.keeps_reference:
+        name = "base" if config.has_adapters else "reference"
+        reference = hf_import.load(folders.actor, nets.actor.architecture, places.reference, frozen_type, "lm", progress(name))
     if folders.reward:
         reward = load("reward model", folders.reward, nets.reward, places.reward, "reward", frozen_type)
     return TrainState(sharding.place(np.int32(step), sharding.replicated(mesh)), trained["actor"], trained.get("critic"),
                       reference, reward, trained["optimizer"]["actor"], trained["optimizer"].get("critic"),
                       trained["control"])
+
+
+def _new_adapters(net, places, head, seed, role):
+    def init():
+        key = jax.random.fold_in(jax.random.key(seed), ADAPTER_STREAMS[role])
+        return lora_lib.init(net.architecture, net.lora, key, head)
+
+    return jax.jit(init, out_shardings=places)()
 
 
 def first_control(config: schema.Config) -> Control:
@@ -198,7 +291,7 @@ def optimizer(options: schema.Optim, grad_clip: float) -> optax.GradientTransfor
 
 
 def _matrices(params):
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding"), params)
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding", "lora_a", "lora_b"), params)
 
 
 def learning_rate(options: schema.Optim, step, total_steps: int):

@@ -1,6 +1,7 @@
 """Experience → new TrainState: every epoch, mini-batch and micro-batch in one compiled, donated call.
 
-Actor and critic learn one after the other from the same rollout, each in optimizer steps of its own. Each token's weight in a
+Actor and critic learn one after the other from the same rollout, each in optimizer steps of its own; or, where they share a
+trunk, together. Each token's weight in a
 loss is fixed by its whole mini-batch before anything is cut into micro-batches or spread over devices, so that neither changes
 the gradient.
 """
@@ -42,7 +43,7 @@ def update(config: Config, nets: Networks, total_steps: int, state: TrainState, 
     warmup = config.trainer.critic_warmup
     actor_rate = state_lib.learning_rate(config.actor.optim, jnp.maximum(state.step - warmup, 0), total_steps - warmup)
     learns = state.step >= warmup
-    actor, actor_optimizer, metrics = actor_role(config, nets).train(
+    actor, actor_optimizer, metrics = actor_role(config, nets, state.reference).train(
         state.actor, state.actor_optimizer, actor_rate, learns, objectives.actor_context(config, state), experience,
         actor_batches)
     metrics["actor/lr"] = jnp.where(learns, actor_rate, 0.0)
@@ -50,7 +51,7 @@ def update(config: Config, nets: Networks, total_steps: int, state: TrainState, 
     critic, critic_optimizer = state.critic, state.critic_optimizer
     if critic_batches is not None:
         rate = state_lib.learning_rate(config.critic.optim, state.step, total_steps)
-        critic, critic_optimizer, critic_metrics = critic_role(config, nets).train(
+        critic, critic_optimizer, critic_metrics = critic_role(config, nets, state.reference).train(
             critic, critic_optimizer, rate, True, None, experience, critic_batches)
         metrics["update/skipped"] += critic_metrics.pop("critic/skipped")
         metrics |= critic_metrics | {"critic/lr": rate}
@@ -71,6 +72,7 @@ class Role:
       objective: of objectives.py, and `metrics`, the names of what it reports.
       aggregation: of kernels.losses.AGGREGATIONS.
       target_kl: passed 1.5 times over, no more optimizer steps are taken on this rollout; None: never.
+      base: frozen, what the role's parameters stand on where they are adapters.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Role:
     metrics: tuple[str, ...]
     aggregation: str
     target_kl: float | None = None
+    base: dict | None = None
 
     def train(self, params, optimizer_state, rate, learns, context, experience: Experience, batches: MiniBatches):
         """All optimizer steps on one rollout: (parameters, optimizer state, metrics)."""
@@ -116,8 +119,12 @@ class Role:
         def micro_batch(i, carry):
             rows = packing_lib.gather(experience.sequences, jax.tree.map(lambda x: constrain_rows(x[i]), batch.packing))
             weights = objectives.Weights(*(jnp.where(rows.mask, w[rows.samples], 0) for w in (loss_B, mean_B)))
-            objective = functools.partial(self.objective, self.config, self.nets)
-            grads, metrics = jax.grad(objective, has_aux=True)(params, context, rows, experience, weights)
+
+            def objective(learned):
+                everything = state_lib.whole(getattr(self.nets, self.name), learned, self.base)
+                return self.objective(self.config, self.nets, everything, context, rows, experience, weights)
+
+            grads, metrics = jax.grad(objective, has_aux=True)(params)
             total, totals = carry
             return jax.tree.map(jnp.add, total, grads), {k: _folding(k)[1](totals[k], metrics[k]) for k in totals}
 
@@ -138,15 +145,17 @@ class Role:
         return reduced
 
 
-def actor_role(config: Config, nets: Networks) -> Role:
-    options = config.actor
-    return Role("actor", config, nets, objectives.actor_loss, objectives.ACTOR_METRICS, options.loss_agg_mode,
-                options.target_kl)
+def actor_role(config: Config, nets: Networks, base: dict | None = None) -> Role:
+    """With a shared trunk the role is both: actor and critic learn in the same optimizer steps."""
+    options, objective, metrics = config.actor, objectives.actor_loss, objectives.ACTOR_METRICS
+    if config.shares_trunk:
+        objective, metrics = objectives.shared_loss, metrics + objectives.CRITIC_METRICS
+    return Role("actor", config, nets, objective, metrics, options.loss_agg_mode, options.target_kl, base)
 
 
-def critic_role(config: Config, nets: Networks) -> Role:
+def critic_role(config: Config, nets: Networks, base: dict | None = None) -> Role:
     return Role("critic", config, nets, objectives.critic_loss, objectives.CRITIC_METRICS,
-                config.critic.loss_agg_mode or config.actor.loss_agg_mode)
+                config.critic.loss_agg_mode or config.actor.loss_agg_mode, base=base)
 
 
 def _folding(name):

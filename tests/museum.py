@@ -390,8 +390,8 @@ EXPORT = [
         holds="an export loads in transformers with the same logits",
         test="tests/models/test_hf_export.py::test_there_and_back",
         file="jax_ppo/models/hf_export.py",
-        old="_write_weights(temporary if writer else None, rows, arrays, dtype, max_shard_bytes)",
-        new="_write_weights(None, rows, arrays, dtype, max_shard_bytes)",
+        old="write_weights(temporary if writer else None, rows, arrays, dtype, max_shard_bytes)",
+        new="write_weights(None, rows, arrays, dtype, max_shard_bytes)",
     ),
     Exhibit(
         name="an_untied_model_is_exported_as_tied",
@@ -1158,7 +1158,7 @@ UPDATES = [
         holds="weight decay is on matrices alone",
         test=f"{TEST_UPDATE}::test_weight_decay_leaves_norms_alone",
         file=STATE,
-        old='path[-1].key in ("kernel", "embedding")',
+        old='path[-1].key in ("kernel", "embedding", "lora_a", "lora_b")',
         new='path[-1].key != "bias"',
     ),
     Exhibit(

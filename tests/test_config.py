@@ -61,6 +61,10 @@ def test_every_option_has_a_meaning():
     ({"reward__max_length": 512}, r"config\.reward\.max_length=512: there is no reward model"),
     ({"reward__model_path": "x", "reward__max_length": 8}, r"config\.reward\.max_length=8: expected at least 16"),
     ({"reward__model_path": "x", "reward__model_input": "pairs"}, r"model_input='pairs'.*Did you mean 'pair'"),
+    ({"model__lora__targets": "q_proj,vproj"}, r"config\.model\.lora\.targets='q_proj,vproj'.*Did you mean 'v_proj'"),
+    ({"model__lora__path": "x", "model__lora__rank": 8}, r"config\.model\.lora\.path='x': says what rank, alpha"),
+    ({"critic__keep_head": True}, r"config\.critic\.keep_head=True: needs a config\.critic\.path"),
+    ({"critic__shared_trunk": True, "critic__path": "x"}, r"config\.critic\.path='x': a critic that shares the actor's trunk"),
     ({"reward__overlong_buffer_len": 513}, r"overlong_buffer_len=513: expected at most .*max_response_length=512"),
 ])
 def test_impossible_values_are_named(changes, message):

@@ -8,7 +8,7 @@ from jax_ppo import config as config_lib
 from jax_ppo import packing, schema, scoring, sharding
 from jax_ppo import state as state_lib
 from jax_ppo.experience import estimate
-from jax_ppo.models import heads
+from jax_ppo.models import heads, lora
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.types import MiniBatches, Prompts, Rollout
@@ -38,26 +38,37 @@ def make_mesh(devices=1, **shape):
 
 def networks(config):
     model = Transformer(ARCHITECTURE, jnp.dtype(config.model.dtype), remat=config.model.gradient_checkpointing)
-    return state_lib.Networks(model, model if config.has_critic else None, None)
+    if config.has_adapters:
+        options = config.model.lora
+        model = model.clone(lora=lora.Lora(options.rank, options.alpha, schema.lora_targets(options.targets)))
+    return state_lib.Networks(model, model if config.has_critic and not config.shares_trunk else None, None)
 
 
 def make_state(config, mesh, seed=0):
-    """Parameters scaled up so that distributions are far from uniform; the critic's head is not zero."""
+    """Parameters scaled up so that distributions are far from uniform; the critic's head is not zero. Adapters are new."""
     nets = networks(config)
 
     def build(key):
         def scaled(params):
             return jax.tree.map(lambda x: x * 5 if x.ndim > 1 else x, params)
 
-        actor = scaled(heads.init(nets.actor, key, "lm"))
+        actor, head = scaled(heads.init(nets.actor, key, "lm")), state_lib.actor_head(config)
+        reference = jax.tree.map(jnp.copy, actor)
+        if config.has_adapters:
+            reference = jax.tree.map(lambda x: x.astype(config.model.dtype), reference)
+            actor = lora.init(ARCHITECTURE, nets.actor.lora, key, head)
+        if head == "both":
+            actor["score"] = {"kernel": jax.random.normal(key, (ARCHITECTURE.hidden_size, 1))}
         critic = critic_optimizer = None
         if nets.critic:
-            critic = scaled(heads.init(nets.critic, jax.random.fold_in(key, 1), "scalar"))
+            critic_key = jax.random.fold_in(key, 1)
+            critic = (lora.init(ARCHITECTURE, nets.critic.lora, critic_key, "scalar") if config.has_adapters else
+                      scaled(heads.init(nets.critic, critic_key, "scalar")))
             critic["score"]["kernel"] = jax.random.normal(key, critic["score"]["kernel"].shape)
             critic_optimizer = state_lib.optimizer(config.critic.optim, config.critic.grad_clip).init(critic)
         actor_optimizer = state_lib.optimizer(config.actor.optim, config.actor.grad_clip).init(actor)
-        return state_lib.TrainState(jnp.int32(0), actor, critic, jax.tree.map(jnp.copy, actor), None, actor_optimizer,
-                                    critic_optimizer, state_lib.first_control(config))
+        return state_lib.TrainState(jnp.int32(0), actor, critic, reference, None, actor_optimizer, critic_optimizer,
+                                    state_lib.first_control(config))
 
     shapes = jax.eval_shape(build, jax.random.key(seed))
     everywhere = ((r"step|control/.*", sharding.replicated(mesh).spec),)

@@ -3,6 +3,7 @@
 A role's parameters are the decoder's dict with one entry more:
     lm_head/embedding [V, D] when the output embedding is not the input embedding;
     score/kernel [D, 1] for a scalar head, without a bias.
+An actor whose trunk the critic shares has both.
 """
 
 import jax
@@ -14,17 +15,22 @@ from jax_ppo.models.transformer import Transformer
 
 
 def init(model: Transformer, key, head: str) -> dict:
-    """Random parameters of a role. `head`: "lm" or "scalar" (which starts at zero, as a critic must)."""
+    """Random parameters of a role. `head`: "lm", "scalar" (which starts at zero, as a critic must), or "both"."""
     architecture = model.architecture
     key_trunk, key_head = jax.random.split(key)
     one = jnp.zeros((1, 1), jnp.int32)
     params = dict(model.init(key_trunk, one, one, one)["params"])
-    if head == "scalar":
+    if head != "lm":
         params["score"] = {"kernel": jnp.zeros((architecture.hidden_size, 1), jnp.float32)}
-    elif not architecture.tied:
+    if head != "scalar" and not architecture.tied:
         shape = (architecture.vocab_size, architecture.hidden_size)
         params["lm_head"] = {"embedding": 0.02 * jax.random.normal(key_head, shape, jnp.float32)}
     return params
+
+
+def without_scalars(params: dict) -> dict:
+    """A role's parameters, or adapters, but for a scalar head."""
+    return {name: value for name, value in params.items() if name != "score"}
 
 
 def unembedding(params: dict):

@@ -1,5 +1,6 @@
 """Parameters out, as a folder that transformers loads: weights, configuration and the tokenizer's files."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -14,6 +15,7 @@ from jax.experimental import multihost_utils
 from jax_ppo.models import hf_files, hf_names
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf_config import to_hf_config
+from jax_ppo.models.lora import Lora, merged
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # not float16: its range is smaller than the parameters' may be
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
@@ -22,7 +24,8 @@ GIB = 1024**3
 
 
 def export(params: dict, architecture: Architecture, folder: str | Path, *, dtype: str = "float32",
-           source_folder: str | Path | None = None, max_shard_bytes: int = 4 * GIB) -> None:
+           source_folder: str | Path | None = None, max_shard_bytes: int = 4 * GIB, adapters: dict | None = None,
+           lora: Lora | None = None) -> None:
     """Writes a Hugging Face folder: a causal language model, or with a scalar head a sequence classifier of one label.
 
     The folder appears whole or not at all: it is written beside its place and renamed. One tensor is on the host at a
@@ -35,6 +38,7 @@ def export(params: dict, architecture: Architecture, folder: str | Path, *, dtyp
       dtype: of the weights in the files: "float32" or "bfloat16".
       source_folder: whose tokenizer files and generation defaults are taken along.
       max_shard_bytes: a weight file is no larger (but holds one tensor at least).
+      adapters, lora: of adapters that are merged into `params` on the way, one tensor at a time.
 
     Raises:
       ValueError: `params` is not of this architecture, or `dtype` is neither of the two.
@@ -49,22 +53,44 @@ def export(params: dict, architecture: Architecture, folder: str | Path, *, dtyp
         if tuple(arrays[path].shape) != row.full_shape:
             raise ValueError(f"{'/'.join(path)} has shape {list(arrays[path].shape)}, the architecture makes it "
                              f"{list(row.full_shape)}")
+    if adapters is not None:
+        arrays = _with_adapters(arrays, adapters, architecture, lora)
     folder = Path(folder)
-    _refuse_foreign(folder)
+    refuse_foreign(folder, "config.json", "model*.safetensors")
     writer = jax.process_index() == 0
     temporary = folder.with_name(f".{folder.name}.writing")
     if writer:
         shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
         temporary.mkdir(parents=True)
-        _write_json(temporary / "config.json", to_hf_config(architecture, dtype, head))
-        _write_json(temporary / "generation_config.json", _generation_config(architecture, source_folder))
+        write_json(temporary / "config.json", to_hf_config(architecture, dtype, head))
+        write_json(temporary / "generation_config.json", _generation_config(architecture, source_folder))
         if source_folder is not None:
             _copy_tokenizer(Path(source_folder), temporary)
-    _write_weights(temporary if writer else None, rows, arrays, dtype, max_shard_bytes)
+    write_weights(temporary if writer else None, rows, arrays, dtype, max_shard_bytes)
     if writer:
-        _replace(folder, temporary)
+        replace(folder, temporary)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("export")  # nobody looks for the folder before it is there
+
+
+@dataclasses.dataclass(frozen=True)
+class Merged:
+    """A kernel and its adapters, [L, in, out], [L, in, r] and [L, r, out], in the place of an array."""
+
+    kernel: jax.Array
+    lora_a: jax.Array
+    lora_b: jax.Array
+    scale: float
+
+
+def _with_adapters(arrays, adapters, architecture, lora):
+    rows = hf_names.adapter_table(architecture, lora.rank, lora.targets, "lm")
+    flat = hf_names.flatten_like(adapters, rows, "`adapters`")
+    together = {}
+    for *path, _ in rows:
+        a, b = flat[*path, "lora_a"], flat[*path, "lora_b"]
+        together[*path, "kernel"] = Merged(arrays[*path, "kernel"], a, b, lora.scale)
+    return arrays | together
 
 
 def _generation_config(architecture, source_folder):
@@ -83,20 +109,23 @@ def _copy_tokenizer(source, target):
                 shutil.copyfile(file, target / file.name)  # follows the links of the hub's cache
 
 
-def _write_weights(folder, rows, arrays, dtype, max_shard_bytes):
-    """The weight files and, for several, their index. `folder` None: only takes part in gathering the arrays."""
+def write_weights(folder, rows, arrays, dtype, max_shard_bytes, single=hf_files.SINGLE):
+    """The weight files and, for several, their index. `folder` None: only takes part in gathering the arrays.
+
+    `single`: the name of the file, if it is one.
+    """
     code = DTYPES[dtype]
     shards = _shards(rows, hf_files.DTYPES[code].itemsize, max_shard_bytes)
     total, weight_map = 0, {}
     for i, shard in enumerate(shards, 1):
-        file = hf_files.SINGLE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        file = single if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         header = {name: (code, rows[paths[0]].hf_shape) for name, paths, _ in shard}
         tensors = (_joined([_on_host(arrays[path], rows[path], layer, dtype) for path in paths]) for _, paths, layer in shard)
         hf_files.write(folder and folder / file, header, tensors)
         weight_map |= dict.fromkeys(header, file)
         total += sum(int(np.prod(shape)) * hf_files.DTYPES[code].itemsize for _, shape in header.values())
     if folder is not None and len(shards) > 1:
-        _write_json(folder / hf_files.INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_json(folder / hf_files.INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _shards(rows, itemsize, max_bytes) -> list[list[tuple[str, list[tuple[str, ...]], int | None]]]:
@@ -132,22 +161,32 @@ def _one(array, layer, dtype, stacked):
     return one.astype(dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("dtype", "scale"))
+def _one_merged(kernel, lora_a, lora_b, layer, dtype, scale):
+    parts = (jax.lax.dynamic_index_in_dim(array, layer, 0, keepdims=False) for array in (kernel, lora_a, lora_b))
+    return merged(*parts, scale).astype(dtype)
+
+
 def _on_host(array, row, layer, dtype) -> np.ndarray:
     """One tensor as the checkpoint has it. A collective operation where the array spans processes."""
-    array = _one(array, layer or 0, dtype, layer is not None)
+    if isinstance(array, Merged):
+        array = _one_merged(array.kernel, array.lora_a, array.lora_b, layer, dtype, array.scale)
+    else:
+        array = _one(array, layer or 0, dtype, layer is not None)
     if not array.is_fully_addressable:
         array = multihost_utils.process_allgather(array, tiled=True)
     return np.asarray(array).T if row.transposed else np.asarray(array)
 
 
-def _refuse_foreign(folder):
-    """Nothing but an earlier export is ever replaced."""
-    ours = (folder / "config.json").exists() and any(folder.glob("model*.safetensors"))
+def refuse_foreign(folder: Path, config: str, weights: str) -> None:
+    """Nothing but an earlier export is ever replaced. `config`, `weights`: a file's name, and a pattern, that each one has."""
+    ours = (folder / config).exists() and any(folder.glob(weights))
     if folder.exists() and not ours and (folder.is_file() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists and is no exported model; remove it or export to another folder")
 
 
-def _replace(folder, temporary):
+def replace(folder: Path, temporary: Path) -> None:
+    """Puts the temporary folder in the place of an earlier export, or of none."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -156,5 +195,5 @@ def _replace(folder, temporary):
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_json(path, value):
+def write_json(path: Path, value) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import ml_dtypes
@@ -16,18 +17,18 @@ DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F1
 
 
 class Checkpoint:
-    """The tensors of `folder`'s model.safetensors, or of the shards that model.safetensors.index.json names.
+    """The tensors of `folder`'s model.safetensors, or of the shards that model.safetensors.index.json names; or of `files`.
 
     A context manager: the files are mapped while it is open, and a slice of a tensor touches only its own bytes.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, files: Sequence[Path] | None = None):
         """Raises UserError for a folder without whole safetensors files."""
         self.folder = Path(folder)
         self._stack = contextlib.ExitStack()
         self._files = {}
         with contextlib.ExitStack() as opening:
-            for path in weight_files(self.folder):
+            for path in weight_files(self.folder) if files is None else files:
                 try:
                     file = opening.enter_context(safe_open(path, framework="numpy"))
                 except SafetensorError as error:

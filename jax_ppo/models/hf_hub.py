@@ -9,7 +9,8 @@ from jax_ppo import hub
 from jax_ppo.errors import UserError
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-HUB_FILES = ["*.json", "model*.safetensors", "tokenizer*", "*.model", "vocab*", "merges*", "*.jinja"]
+HUB_FILES = ["*.json", "model*.safetensors", "adapter_model.safetensors", "tokenizer*", "*.model", "vocab*", "merges*",
+             "*.jinja"]
 
 
 def find(path: str, revision: str = "main", what: str = "config.model.path") -> Path:

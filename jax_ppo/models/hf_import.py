@@ -34,7 +34,7 @@ def read_architecture(folder: str | Path) -> Architecture:
     architecture = from_hf_config(_read_config(folder))
     generation_file = Path(folder) / "generation_config.json"
     hf_files.weight_files(Path(folder))
-    more = _read_json(generation_file).get("eos_token_id") if generation_file.exists() else None
+    more = read_json(generation_file).get("eos_token_id") if generation_file.exists() else None
     more = more if isinstance(more, list) else [] if more is None else [more]
     eos_ids = tuple(dict.fromkeys([*architecture.eos_ids, *more]))
     return dataclasses.replace(architecture, eos_ids=eos_ids)
@@ -61,11 +61,15 @@ def read_reward_model(folder: str | Path) -> Architecture | DebertaArchitecture:
 
 def _read_config(folder):
     if not (Path(folder) / "config.json").exists():
+        if (Path(folder) / "adapter_config.json").exists():
+            raise UserError(f"{folder} holds adapters, which stand on another model's weights: they are taken where "
+                            "config.model.lora is on, or merged into that model first (PEFT's merge_and_unload)")
         raise UserError(f"{folder} has no config.json: it is not a Hugging Face checkpoint")
-    return _read_json(Path(folder) / "config.json")
+    return read_json(Path(folder) / "config.json")
 
 
-def _read_json(path):
+def read_json(path: Path):
+    """Its contents; UserError where it is no JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -83,7 +87,8 @@ def load(folder: str | Path, architecture: Architecture | DebertaArchitecture, s
       architecture: as `read_architecture` gives it.
       shardings: a `jax.sharding.Sharding` for each parameter, in the structure of the parameters.
       dtype: of the parameters.
-      head: "lm"; "scalar": score/kernel is zeros, as a critic starts; "reward": score/kernel is read.
+      head: "lm"; "scalar": score/kernel is zeros, as a critic starts; "reward": score/kernel is read; "both": of "lm" and
+        "scalar".
       progress: called as progress(done, total) after each tensor of the checkpoint, or part of one that becomes several.
 
     Returns:
@@ -94,7 +99,7 @@ def load(folder: str | Path, architecture: Architecture | DebertaArchitecture, s
     """
     rows = hf_names.table(architecture, head)
     places = hf_names.flatten_like(shardings, rows, "`shardings`")
-    zeros = {("score", "kernel")} if head == "scalar" else set()
+    zeros = {("score", "kernel")} if head in ("scalar", "both") else set()
     wanted = {path: row for path, row in rows.items() if path not in zeros}
     dtype, total, counter = np.dtype(dtype), sum(len(row.names()) for row in wanted.values()), itertools.count(1)
 
@@ -103,22 +108,22 @@ def load(folder: str | Path, architecture: Architecture | DebertaArchitecture, s
         if progress is not None:
             progress(done, total)
 
-    params = {path: _zeros(rows[path].full_shape, dtype, places[path]) for path in zeros}
+    params = {path: zeros_at(rows[path].full_shape, dtype, places[path]) for path in zeros}
     with hf_files.Checkpoint(folder) as checkpoint:
         _check(checkpoint, wanted, head, architecture)
         for path, row in wanted.items():
-            params[path] = _fill(checkpoint, row, dtype, places[path], tick)
+            params[path] = fill(checkpoint, row, dtype, places[path], tick)
     return traverse_util.unflatten_dict(params)
 
 
-def _fill(checkpoint, row, dtype, sharding, tick):
-    """One parameter; a stacked one is a buffer into which the layers are written in place."""
+def fill(checkpoint: hf_files.Checkpoint, row: hf_names.Tensor, dtype, sharding, tick: Callable[[], None]) -> jax.Array:
+    """One parameter; a stacked one is a buffer into which the layers are written in place. `tick` is called a tensor."""
     if row.layers is None:
         array = jax.block_until_ready(_read(checkpoint, row.name, row, dtype, sharding))
         tick()
         return array
     write = jax.jit(jax.lax.dynamic_update_index_in_dim, static_argnums=3, donate_argnums=0, out_shardings=sharding)
-    buffer, one_layer = _zeros(row.full_shape, dtype, sharding), _without_first_axis(sharding)
+    buffer, one_layer = zeros_at(row.full_shape, dtype, sharding), _without_first_axis(sharding)
     for i, name in enumerate(row.names()):
         # Waiting keeps the copies on their way to the devices to one layer.
         buffer = jax.block_until_ready(write(buffer, _read(checkpoint, name, row, dtype, one_layer), i, 0))
@@ -140,7 +145,7 @@ def _read(checkpoint, name, row, dtype, sharding):
     return jax.make_array_from_callback(row.shape, sharding, block)
 
 
-def _zeros(shape, dtype, sharding):
+def zeros_at(shape, dtype, sharding) -> jax.Array:
     return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)(shape, dtype)
 
 
@@ -155,6 +160,19 @@ def _without_first_axis(sharding):
 
 def _check(checkpoint, wanted, head, architecture):
     """Raises UserError unless the checkpoint has what is wanted, as it is wanted, and nothing that would change it."""
+    check_tensors(checkpoint, wanted, head)
+    names = checkpoint.names()
+    used = {name for row in wanted.values() for name in row.names()}
+    unused = sorted(name for name in names - used if not _ignorable(checkpoint, name, head, architecture))
+    if unused:
+        raise UserError(f"{checkpoint.folder} has {len(unused)} tensors that this model would not use: "
+                        f"{hf_names.some(unused)}. It is another kind of model than "
+                        f"config.json's model_type {architecture.family!r} with this head ({head!r})")
+
+
+def check_tensors(checkpoint: hf_files.Checkpoint, wanted: dict[tuple[str, ...], hf_names.Tensor], head: str,
+                  config: str = "config.json") -> None:
+    """Raises UserError unless the checkpoint has what is wanted, as it is wanted. `config`: the file that says so."""
     names = checkpoint.names()
     for row in wanted.values():
         for name in row.names():
@@ -164,17 +182,11 @@ def _check(checkpoint, wanted, head, architecture):
             if name in SCORES and checkpoint.shape(name)[0] != 1:
                 raise UserError(f"{where} has {checkpoint.shape(name)[0]} labels; a reward model has num_labels = 1")
             if checkpoint.shape(name) != row.hf_shape:
-                raise UserError(f"{where} has shape {list(checkpoint.shape(name))}, config.json makes it "
+                raise UserError(f"{where} has shape {list(checkpoint.shape(name))}, {config} makes it "
                                 f"{list(row.hf_shape)}")
             if checkpoint.dtype(name) not in hf_files.DTYPES:
                 raise UserError(f"{where} is of type {checkpoint.dtype(name)}; only float32, bfloat16 and float16 "
                                 "(F32, BF16, F16) are supported")
-    used = {name for row in wanted.values() for name in row.names()}
-    unused = sorted(name for name in names - used if not _ignorable(checkpoint, name, head, architecture))
-    if unused:
-        raise UserError(f"{checkpoint.folder} has {len(unused)} tensors that this model would not use: "
-                        f"{hf_names.some(unused)}. It is another kind of model than "
-                        f"config.json's model_type {architecture.family!r} with this head ({head!r})")
 
 
 def _missing(name, names, head):
@@ -193,7 +205,7 @@ def _ignorable(checkpoint, name, head, architecture):
     if name.endswith("rotary_emb.inv_freq"):  # computed from config.json
         return True
     if name == "lm_head.weight":
-        return head != "lm" or architecture.tied
+        return head not in ("lm", "both") or architecture.tied
     if name == "score.weight":
         return True
     if name in ("score.bias", "classifier.bias"):

@@ -1,14 +1,15 @@
 """Which tensor of a Hugging Face checkpoint is which of our parameters: one table, for import and for export."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from flax import traverse_util
 
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta_architecture import DebertaArchitecture
 
-HEADS = ("lm", "scalar", "reward")
+HEADS = ("lm", "scalar", "reward", "both")
+PEFT_PREFIX = "base_model.model."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +85,21 @@ def table(architecture: Architecture | DebertaArchitecture, head: str) -> dict[t
     rows |= _dense(a, ("mlp", "down_proj"), "mlp.down_proj", a.intermediate_size, a.hidden_size, a.mlp_bias)
     if head != "lm":
         rows["score", "kernel"] = Tensor("score.weight", (a.hidden_size, 1), transposed=True)
-    elif not a.tied:
+    if head in ("lm", "both") and not a.tied:
         rows["lm_head", "embedding"] = Tensor("lm_head.weight", (a.vocab_size, a.hidden_size))
+    return rows
+
+
+def adapter_table(architecture: Architecture, rank: int, targets: Sequence[str], head: str) -> dict[tuple[str, ...], Tensor]:
+    """As `table`, of adapters (lora.py), by PEFT's names for them; a scalar head stands beside them, as PEFT keeps it."""
+    rows = {}
+    for path, row in table(architecture, head).items():
+        if path == ("score", "kernel"):
+            rows[path] = dataclasses.replace(row, name=PEFT_PREFIX + row.name)
+        if path[-1] == "kernel" and path[-2] in targets:
+            name, (inputs, outputs) = PEFT_PREFIX + row.name.removesuffix("weight"), row.shape
+            rows[*path[:-1], "lora_a"] = Tensor(f"{name}lora_A.weight", (inputs, rank), True, row.layers)
+            rows[*path[:-1], "lora_b"] = Tensor(f"{name}lora_B.weight", (rank, outputs), True, row.layers)
     return rows
 
 

@@ -7,7 +7,8 @@ Parameters, a nested dict (L: the stacked layers; the unrolled form has `layer_0
     layers/attention/{q_norm, k_norm}/scale [L, head_dim] (with qk_norm)
     layers/mlp/{gate_proj, up_proj, down_proj}/kernel [L, in, out]
     norm/scale [D]
-Heads stand beside these in the same dict (heads.py) and the decoder does not look at them.
+Heads stand beside these in the same dict (heads.py) and the decoder does not look at them. Adapters stand beside the kernels
+that they belong to (lora.py).
 """
 
 import functools
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from jax_ppo.kernels import softcap as kernel
 from jax_ppo.models import attention, rope
 from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.lora import Lora
 
 FEW_LAYERS = 8  # so many are no loop: on a CPU its gradient takes a quarter less then, and it compiles as fast
 
@@ -39,17 +41,35 @@ class RMSNorm(nn.Module):
         return scale * wide.astype(x.dtype)
 
 
-def _dense(features, use_bias, dtype, name):
-    """x [..., in] -> [..., features]. The axes before are one in the product: its gradient needs no transposed copies then."""
-    kernel_init = nn.initializers.normal(0.02)
-    dense = nn.Dense(features, use_bias, dtype=dtype, param_dtype=jnp.float32, kernel_init=kernel_init, name=name)
-    return lambda x: dense(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], features)
+class Dense(nn.Module):
+    """x [..., in] -> [..., features], with the adapters of the projection where the parameters have them (lora.py).
+
+    The axes before are one in the product: its gradient needs no transposed copies then.
+    """
+
+    features: int
+    use_bias: bool
+    dtype: Any
+    lora_scale: float | None
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.initializers.normal(0.02), (x.shape[-1], self.features), jnp.float32)
+        flat = x.reshape(-1, x.shape[-1]).astype(self.dtype)
+        out = jax.lax.dot(flat, kernel.astype(self.dtype))
+        if self.use_bias:
+            out += self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32).astype(self.dtype)
+        if self.has_variable("params", "lora_a"):
+            a, b = (self.get_variable("params", name).astype(self.dtype) for name in ("lora_a", "lora_b"))
+            out += jax.lax.dot(jax.lax.dot(flat, a) * jnp.asarray(self.lora_scale, self.dtype), b)
+        return out.reshape(*x.shape[:-1], self.features)
 
 
 class Attention(nn.Module):
     architecture: Architecture
     dtype: Any
     program: str
+    lora_scale: float | None
 
     @nn.compact
     def __call__(self, x_BxTxD, is_local, rotations, segments_BxT, cache, columns_B, windows):
@@ -57,7 +77,8 @@ class Attention(nn.Module):
         B, T, _ = x_BxTxD.shape
 
         def project(name, heads):
-            return _dense(heads * a.head_dim, a.qkv_bias, self.dtype, name)(x_BxTxD).reshape(B, T, heads, a.head_dim)
+            out = Dense(heads * a.head_dim, a.qkv_bias, self.dtype, self.lora_scale, name=name)(x_BxTxD)
+            return out.reshape(B, T, heads, a.head_dim)
 
         q, k, v = project("q_proj", a.num_heads), project("k_proj", a.num_kv_heads), project("v_proj", a.num_kv_heads)
         if a.qk_norm:
@@ -79,7 +100,7 @@ class Attention(nn.Module):
                      write_columns(cache[1], v.swapaxes(1, 2), columns_B, axis=2))
             out = attend_one(q, *cache, columns_B, windows, sliding_window=a.sliding_window if is_local else None, **options)
         out = out.reshape(B, T, a.num_heads * a.head_dim)
-        return _dense(a.hidden_size, a.output_bias, self.dtype, "o_proj")(out), cache
+        return Dense(a.hidden_size, a.output_bias, self.dtype, self.lora_scale, name="o_proj")(out), cache
 
 
 def _if_local(is_local, yes, no):
@@ -125,14 +146,18 @@ def _attend_one(q_Bx1xHxd, keys_BxKxdxS, values_BxKxSxd, readable_BxS, scale, so
 class MLP(nn.Module):
     architecture: Architecture
     dtype: Any
+    lora_scale: float | None
 
     @nn.compact
     def __call__(self, x):
         a = self.architecture
-        gate = _dense(a.intermediate_size, a.mlp_bias, self.dtype, "gate_proj")(x)
-        up = _dense(a.intermediate_size, a.mlp_bias, self.dtype, "up_proj")(x)
+
+        def project(name, features, x):
+            return Dense(features, a.mlp_bias, self.dtype, self.lora_scale, name=name)(x)
+
+        gate, up = project("gate_proj", a.intermediate_size, x), project("up_proj", a.intermediate_size, x)
         gate = {"silu": nn.silu, "gelu_pytorch_tanh": nn.gelu}[a.activation](gate)
-        return _dense(a.hidden_size, a.mlp_bias, self.dtype, "down_proj")(gate * up)
+        return project("down_proj", a.hidden_size, gate * up)
 
 
 class Layer(nn.Module):
@@ -141,6 +166,7 @@ class Layer(nn.Module):
     attention: str
     keep_cache: bool  # a scan would stack the keys and values that nobody reads
     is_local: bool | None  # None: some layers of the scan are, some are not, and each is told when it is called
+    lora_scale: float | None
 
     @nn.compact
     def __call__(self, x, is_local, rotations, segments_BxT, cache=None, columns_B=None, windows=()):
@@ -149,7 +175,8 @@ class Layer(nn.Module):
         def norm(name, x):
             return RMSNorm(a, name=name)(x)
 
-        attend, mlp = Attention(a, self.dtype, self.attention, name="attention"), MLP(a, self.dtype, name="mlp")
+        attend = Attention(a, self.dtype, self.attention, self.lora_scale, name="attention")
+        mlp = MLP(a, self.dtype, self.lora_scale, name="mlp")
         attended, cache = attend(norm("input_norm", x), is_local if self.is_local is None else self.is_local, rotations,
                                  segments_BxT, cache, columns_B, windows)
         if a.post_norms:  # Hugging Face's names: the second one means another place here
@@ -172,6 +199,7 @@ class Transformer(nn.Module):
         layers are written out and keys and values come back (decoding: no copy of the cache). `unroll` turns
         parameters of the first form into the second.
       attention: the program for whole sequences, one of attention.py's. Decoding has its own.
+      lora: of the adapters that the parameters have, if they have any (lora.join).
     """
 
     architecture: Architecture
@@ -179,6 +207,7 @@ class Transformer(nn.Module):
     remat: bool = False
     unrolled: bool = False
     attention: str = "xla"
+    lora: Lora | None = None
 
     @nn.compact
     def __call__(self, tokens_BxT, positions_BxT, segments_BxT=None, *, cache=None, windows=()):
@@ -213,17 +242,18 @@ class Transformer(nn.Module):
         layers, local = self.architecture.num_layers, self.architecture.layers_are_local
         in_loop = not self.unrolled and layers > FEW_LAYERS
         layer = nn.remat(Layer, prevent_cse=not in_loop) if self.remat else Layer
+        scale = self.lora and self.lora.scale
         if not self.unrolled:
             of_all = local[0] if len(set(local)) == 1 else None
             stack = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=layers,
                             in_axes=(nn.broadcast if of_all is not None else 0, nn.broadcast, nn.broadcast),
                             unroll=1 if in_loop else layers)
-            return stack(self.architecture, self.dtype, self.attention, keep_cache=False, is_local=of_all, name="layers")(
+            return stack(self.architecture, self.dtype, self.attention, False, of_all, scale, name="layers")(
                 x, None if of_all is not None else jnp.array(local), rotations, segments_BxT)
         new_cache = []
         for i in range(layers):
             own = None if cache is None else cache[i]
-            block = layer(self.architecture, self.dtype, self.attention, keep_cache=True, is_local=local[i], name=f"layer_{i}")
+            block = layer(self.architecture, self.dtype, self.attention, True, local[i], scale, name=f"layer_{i}")
             x, own = block(x, None, rotations, segments_BxT, own, columns_B, windows)
             new_cache.append(own)
         return x, tuple(new_cache)

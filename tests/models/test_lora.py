@@ -1,0 +1,240 @@
+"""Adapters: they change nothing at first, learn what the chain rule says, and go out merged or in PEFT's format."""
+
+import functools
+import json
+
+import hf_reference as reference
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import tiny
+from jax_ppo import schema, sharding
+from jax_ppo.errors import UserError
+from jax_ppo.models import heads, hf_export, lora, peft
+from jax_ppo.models.lora import Lora
+from jax_ppo.models.transformer import Dense, Transformer, unroll
+
+ALL = Lora(4, 6.0, schema.LORA_TARGETS)
+TWO = Lora(3, 6.0, ("q_proj", "v_proj"))
+
+
+def adapters_of(architecture, shape, head="lm", seed=5):
+    """Adapters of which no part is zero."""
+    params = lora.init(architecture, shape, jax.random.key(seed), head)
+    return jax.tree.map(lambda x: 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def apply(model, params, ids):
+    return model.apply({"params": params}, ids, jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape))[0]
+
+
+def logits(architecture, params, ids, shape=None, dtype=jnp.float32, **options):
+    hidden = apply(Transformer(architecture, dtype, lora=shape, **options), params, ids)
+    return np.asarray(heads.logits(architecture, params, hidden))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """(model of transformers, folder, architecture, parameters) of a Qwen2: biases, and an output embedding of its own."""
+    folder = tmp_path_factory.mktemp("base")
+    model = reference.save(folder, "qwen2")
+    return model, folder, *reference.load(folder)
+
+
+def test_a_projection_worked_by_hand():
+    """x = (1, 2), W = ((1, 0), (0, 1)), A = (1, 1)', B = (3, 4), alpha / r = 1/2: x W + 1/2 (x A) B = (1, 2) + 3/2 (3, 4)."""
+    params = {"kernel": jnp.eye(2), "lora_a": jnp.ones((2, 1)), "lora_b": jnp.array([[3.0, 4.0]])}
+    out = Dense(2, False, jnp.float32, 0.5).apply({"params": params}, jnp.array([[[1.0, 2.0]]]))
+    np.testing.assert_array_equal(out, [[[5.5, 8.0]]])
+    np.testing.assert_array_equal(lora.merged(*params.values(), 0.5), [[2.5, 2.0], [1.5, 3.0]])
+    assert Lora(8, 4.0, ()).scale == 0.5
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("unrolled", [False, True])
+def test_new_adapters_change_not_a_bit(checkpoint, dtype, unrolled):
+    architecture, params = checkpoint[2:]
+    adapters = lora.init(architecture, ALL, jax.random.key(0), "lm")
+    form = unroll if unrolled else lambda tree: tree
+    base = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
+    ids, options = reference.tokens(), {"dtype": dtype, "unrolled": unrolled}
+    bare = logits(architecture, form(base), ids, **options)
+    np.testing.assert_array_equal(logits(architecture, form(lora.join(base, adapters)), ids, ALL, **options), bare)
+    moved = adapters_of(architecture, ALL)
+    assert np.abs(logits(architecture, form(lora.join(base, moved)), ids, ALL, **options) - bare).max() > 0.1
+
+
+def test_a_is_drawn_as_peft_draws_it():
+    params = lora.init(tiny.ARCHITECTURE, Lora(64, 16.0, schema.LORA_TARGETS), jax.random.key(0), "scalar")
+    for inputs, path in ((16, ("attention", "q_proj")), (32, ("mlp", "down_proj"))):
+        pair = params["layers"][path[0]][path[1]]
+        a = np.asarray(pair["lora_a"])
+        assert np.abs(a).max() <= inputs**-0.5 and a.std() == pytest.approx((3 * inputs) ** -0.5, rel=0.05)
+        assert not np.any(pair["lora_b"])
+    flat = [np.asarray(x).ravel()[:8] for x in jax.tree.leaves(params) if np.any(x)]
+    assert len({x.tobytes() for x in flat}) == len(flat) == 7  # each from numbers of its own
+    assert params["score"]["kernel"].shape == (16, 1) and not np.any(params["score"]["kernel"])
+
+
+def test_the_gradient_is_that_of_the_merged_kernels(checkpoint):
+    """dA = s dW B' and dB = s A' dW, where dW is the gradient of the merged kernel."""
+    architecture, params = checkpoint[2:]
+    adapters, ids = adapters_of(architecture, ALL), reference.tokens()
+
+    def loss(tree, shape):
+        out = apply(Transformer(architecture, lora=shape), tree, ids)
+        return jnp.sum(jnp.sin(heads.logits(architecture, tree, out)))
+
+    of_adapters = jax.grad(lambda own: loss(lora.join(params, own), ALL))(adapters)
+    whole = jax.tree.map(jnp.asarray, params)
+    for module, projections in adapters["layers"].items():
+        for name, pair in projections.items():
+            entry = whole["layers"][module][name]
+            entry["kernel"] = lora.merged(entry["kernel"], pair["lora_a"], pair["lora_b"], ALL.scale)
+    of_whole = jax.grad(lambda tree: loss(tree, None))(whole)
+    for module, projections in adapters["layers"].items():
+        for name, pair in projections.items():
+            dw, found = of_whole["layers"][module][name]["kernel"], of_adapters["layers"][module][name]
+            expected = {"lora_a": ALL.scale * dw @ pair["lora_b"].swapaxes(1, 2),
+                        "lora_b": ALL.scale * pair["lora_a"].swapaxes(1, 2) @ dw}
+            for part, value in expected.items():
+                np.testing.assert_allclose(found[part], value, rtol=1e-3, atol=1e-4 * np.abs(value).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("shape", [ALL, TWO])
+def test_merged_and_in_pefts_format_it_is_the_same_model(checkpoint, shape, tmp_path):
+    """The merged folder in transformers, and W + alpha / r B A of PEFT's tensors there, have the unmerged logits."""
+    _, folder, architecture, params = checkpoint
+    adapters, ids = adapters_of(architecture, shape), reference.tokens()
+    ours = logits(architecture, lora.join(params, adapters), ids, shape)
+    assert np.abs(ours - logits(architecture, params, ids)).max() > 0.1
+    hf_export.export(params, architecture, tmp_path / "merged", adapters=adapters, lora=shape)
+    merged = reference.reload(tmp_path / "merged")
+    np.testing.assert_allclose(reference.their_logits(merged, ids), ours, rtol=1e-4, atol=1e-4)
+    again, loaded = reference.load(tmp_path / "merged")
+    np.testing.assert_allclose(logits(again, loaded, ids), ours, rtol=1e-5, atol=1e-5)
+
+    peft.save(adapters, architecture, shape, tmp_path / "adapter", str(folder))
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    tensors, base = load_file(tmp_path / "adapter/adapter_model.safetensors"), reference.reload(folder)
+    assert (config["peft_type"], config["task_type"], config["modules_to_save"]) == ("LORA", "CAUSAL_LM", None)
+    assert len(tensors) == 2 * 2 * len(config["target_modules"])
+    for name in [name for name in tensors if name.endswith(".lora_A.weight")]:
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        assert module.rpartition(".")[2] in config["target_modules"]
+        a, b = (reference.torch.from_numpy(tensors[f"base_model.model.{module}.lora_{x}.weight"]) for x in "AB")
+        assert a.shape[0] == b.shape[1] == config["r"]
+        with reference.torch.no_grad():
+            base.get_submodule(module).weight += config["lora_alpha"] / config["r"] * (b @ a)
+    np.testing.assert_allclose(reference.their_logits(base, ids), ours, rtol=1e-4, atol=1e-4)
+
+
+def places(tree, mesh=None):
+    return sharding.tree_shardings(mesh or tiny.make_mesh(), tree, sharding.TRAIN_RULES)
+
+
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+def test_there_and_back(head, tmp_path):
+    """Split over eight devices too; a head comes along, or is left at zero where it is not wanted."""
+    shape, architecture = Lora(2, 3.0, ("v_proj", "down_proj")), tiny.ARCHITECTURE
+    adapters, mesh = adapters_of(architecture, shape, head), tiny.make_mesh(8, data=2, fsdp=2, model=2)
+    split = jax.jit(lambda tree: tree, out_shardings=places(adapters, mesh))(adapters)
+    peft.save(split, architecture, shape, tmp_path / "out", "some/model")
+    assert peft.read(tmp_path / "out") == (shape, "some/model")
+    peft.check(tmp_path / "out", architecture, shape, "reward" if head == "scalar" else "lm")
+    reported = []
+    loaded = peft.load(tmp_path / "out", architecture, shape, places(adapters, mesh), progress=lambda *at: reported.append(at),
+                       head="reward" if head == "scalar" else "lm")
+    jax.tree.map(np.testing.assert_array_equal, loaded, adapters)
+    assert reported[-1] == (len(reported), len(reported)) and len(reported) == 8 + (head == "scalar")
+    kernel = loaded["layers"]["mlp"]["down_proj"]
+    assert kernel["lora_a"].addressable_shards[0].data.shape == (2, 16, 2)  # [2, 32, 2] over model 2
+    assert kernel["lora_b"].addressable_shards[0].data.shape == (2, 2, 8)  # [2, 2, 16] over fsdp 2
+    if head == "scalar":
+        names = load_file(tmp_path / "out/adapter_model.safetensors")
+        assert names["base_model.model.score.weight"].shape == (1, 16)
+        assert json.loads((tmp_path / "out/adapter_config.json").read_text())["modules_to_save"] == ["score"]
+        fresh = peft.load(tmp_path / "out", architecture, shape, places(adapters), head="scalar")
+        assert not np.any(fresh["score"]["kernel"])
+        np.testing.assert_array_equal(fresh["layers"]["attention"]["v_proj"]["lora_a"],
+                                      adapters["layers"]["attention"]["v_proj"]["lora_a"])
+
+
+def test_where_decoding_has_them():
+    mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
+    base = heads.init(Transformer(tiny.ARCHITECTURE), jax.random.key(0), "lm")
+    flat = unroll(lora.join(base, adapters_of(tiny.ARCHITECTURE, ALL)))
+    layer = sharding.tree_shardings(mesh, flat, sharding.DECODE_RULES)["layer_1"]
+    split = jax.tree.map(lambda place, x: place.shard_shape(x.shape), layer, flat["layer_1"])
+    q, down = split["attention"]["q_proj"], split["mlp"]["down_proj"]
+    assert (q["lora_a"], q["lora_b"], down["lora_a"], down["lora_b"]) == ((16, 4), (4, 8), (16, 4), (4, 16))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    shape = Lora(2, 3.0, ("q_proj",))
+    peft.save(adapters_of(tiny.ARCHITECTURE, shape), tiny.ARCHITECTURE, shape, tmp_path / "adapter", "some/model")
+    return tmp_path / "adapter"
+
+
+def edit(folder, tensors=lambda tensors: tensors, **changes):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    save_file(tensors(load_file(folder / "adapter_model.safetensors")), folder / "adapter_model.safetensors")
+
+
+def read_all(folder):
+    shape, _ = peft.read(folder)
+    tree = jax.eval_shape(lambda: lora.init(tiny.ARCHITECTURE, shape, jax.random.key(0), "lm"))
+    return shape, peft.load(folder, tiny.ARCHITECTURE, shape, places(tree))
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"peft_type": "IA3"}, "peft_type='IA3' is not supported, only 'LORA' is"),
+    ({"use_dora": True}, "use_dora=True is not supported"),
+    ({"bias": "all"}, "bias='all' is not supported"),
+    ({"rank_pattern": {"q_proj": 4}}, "rank_pattern="),
+    ({"modules_to_save": ["embed_tokens"]}, "modules_to_save="),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+    ({"r": None}, "r=None and lora_alpha=3 must be"),
+    ({"r": 4}, r"q_proj\.lora_A\.weight has shape \[2, 16\], adapter_config\.json makes it \[4, 16\]"),
+])
+def test_what_would_change_the_numbers_is_refused(saved, changes, message):
+    edit(saved, **changes)
+    with pytest.raises(UserError, match=message):
+        read_all(saved)
+
+
+def test_tensors_that_are_missing_or_too_many_are_named(saved):
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
+    edit(saved, lambda tensors: {key: value for key, value in tensors.items() if key != name})
+    with pytest.raises(UserError, match=f"{name} is missing"):
+        read_all(saved)
+    other = "base_model.model.model.embed_tokens.lora_embedding_A"
+    edit(saved, lambda tensors: tensors | {name: np.zeros((16, 2), np.float32), other: np.zeros((2, 32), np.float32)})
+    with pytest.raises(UserError, match="would not use: .*lora_embedding_A"):
+        read_all(saved)
+
+
+def test_pickles_and_other_folders_are_refused(saved, tmp_path):
+    with pytest.raises(UserError, match="has no adapter_config.json"):
+        peft.read(tmp_path)
+    with pytest.raises(UserError, match="holds adapters, which stand on another model's weights"):
+        reference.load(saved)
+    (saved / "adapter_model.safetensors").rename(saved / "adapter_model.bin")
+    with pytest.raises(UserError, match="adapter_model.bin is a pickle, and is not read"):
+        peft.read(saved)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").touch()
+    shape = Lora(2, 3.0, ("q_proj",))
+    with pytest.raises(FileExistsError):
+        peft.save(adapters_of(tiny.ARCHITECTURE, shape), tiny.ARCHITECTURE, shape, tmp_path / "mine", "some/model")
+
+
+def test_rank_stabilised_adapters_count_by_the_root_of_the_rank(saved):
+    edit(saved, use_rslora=True)
+    assert read_all(saved)[0].scale == pytest.approx(3 / 2**0.5)
