@@ -176,7 +176,7 @@ def _check_supervised(config: Config, command: str):
                           f"longest example, {PER_EXAMPLE[command]} x (config.data.max_prompt_length + config.data."
                           "max_response_length); set it to that or more")
     if command == "sft" and config.supervised.center_coef:
-        raise ConfigError(f"config.supervised.center_coef={config.supervised.center_coef}: is read by jax_ppo.reward_model alone")
+        raise ConfigError(f"config.supervised.center_coef={config.supervised.center_coef}: jax_ppo.reward_model alone reads it")
     _check_machine(config)
 
 

@@ -248,8 +248,8 @@ def check_model(config: Config, mesh, architecture, tokenizer) -> None:
     """Raises ConfigError for a model that the mesh can not split, that is too short, or that is another tokenizer's."""
     sharding.check_architecture(mesh, architecture)
     if config.sequence_length > rope.longest(architecture):
-        raise ConfigError(f"config.data.max_prompt_length + config.data.max_response_length = {config.sequence_length}: the model "
-                          f"takes {rope.longest(architecture)} tokens at most (its config.json)")
+        raise ConfigError(f"config.data.max_prompt_length + config.data.max_response_length = {config.sequence_length}: the "
+                          f"model takes {rope.longest(architecture)} tokens at most (its config.json)")
     if len(tokenizer) > architecture.vocab_size:
         raise ConfigError(f"config.model.tokenizer_path: the tokenizer has {len(tokenizer)} tokens, the model's "
                           f"embedding {architecture.vocab_size}; they do not belong together")

@@ -11,16 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ppo import fitting, sharding
 from jax_ppo import packing as packing_lib
-from jax_ppo import sharding
-from jax_ppo import state as state_lib
 from jax_ppo.data import arithmetic
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.models import heads, hf_export
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.schema import Config, Create, Optim
-from jax_ppo.scoring import hidden_states, token_logprobs
+from jax_ppo.schema import Config, Create, CriticOptim, Supervised
 from jax_ppo.types import Sequences
 
 EXAMPLES = 20_000
@@ -77,8 +75,8 @@ def tokenize(pairs, tokenizer) -> Sequences:
 def train(model: Transformer, params, sequences: Sequences, batch_size: int, steps: int, lr: float, seed: int, mesh,
           progress):
     """Minimises the mean negative log-likelihood of the response tokens over packed rows; AdamW, cosine to 0."""
-    options = Optim(lr=lr, lr_warmup_steps=max(steps // 20, 1), lr_schedule="cosine", weight_decay=0.0)
-    transform = state_lib.optimizer(options, 1.0)
+    options = Supervised(CriticOptim(lr=lr, lr_warmup_steps=max(steps // 20, 1), lr_schedule="cosine", weight_decay=0.0))
+    init = fitting.optimizer(options).init
     total = sequences.prompt_lengths + sequences.lengths
     shards = sharding.row_shards(mesh)
     per_row = max(1, ROW_LENGTH // int(total.mean()))
@@ -86,31 +84,17 @@ def train(model: Transformer, params, sequences: Sequences, batch_size: int, ste
     plan, _ = packing_lib.plan(total, np.arange(len(total))[None], 1, max(ROW_LENGTH, int(total.max())))
     plan = jax.tree.map(lambda x: x[0, :, 0], plan)
     plan = jax.tree.map(lambda x: x[(plan.sample >= 0).any(1)], plan)
-    where = sharding.tree_shardings(mesh, jax.eval_shape(transform.init, params), sharding.TRAIN_RULES)
-    opt_state = jax.jit(transform.init, out_shardings=where)(params)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, opt_state, sequences, packing, i):
-        rows = packing_lib.gather(sequences, packing)
-
-        def loss(params):
-            hidden = hidden_states(model, params, rows)
-            logprobs, _ = token_logprobs(model, params, hidden, rows, 1.0, with_entropy=False)
-            return -logprobs.sum() / rows.mask.sum()
-
-        value, gradients = jax.value_and_grad(loss)(params)
-        rate = state_lib.learning_rate(options, i, steps)
-        params, opt_state, _, _ = state_lib.descend(transform, params, opt_state, gradients, rate)
-        return params, opt_state, value
-
+    where = sharding.tree_shardings(mesh, jax.eval_shape(init, params), sharding.TRAIN_RULES)
+    opt_state = jax.jit(init, out_shardings=where)(params)
     sequences = sharding.place(sequences, sharding.replicated(mesh))
     rng, order = np.random.default_rng(seed), np.empty(0, np.int64)
     for i in range(steps):
         if len(order) < rows_at_once:  # packing sorts by length: batches are drawn from all rows, not cut from neighbours
             order = np.concatenate([order, rng.permutation(len(plan.sample))])
         taken, order = order[:rows_at_once], order[rows_at_once:]
-        rows = jax.tree.map(lambda x: x[taken], plan)  # noqa: B023
-        params, opt_state, loss = step(params, opt_state, sequences, sharding.place(rows, sharding.rows(mesh)), np.int32(i))
+        rows = sharding.place(jax.tree.map(lambda x: x[taken][None], plan), sharding.rows(mesh, axis=1))  # noqa: B023
+        params, opt_state, figures = fitting.step(fitting.LANGUAGE, options, model, steps, params, opt_state, np.int32(i),
+                                                  sequences, rows, np.int32(1))
         if i % 100 == 99 or i + 1 == steps:
-            progress(f"supervised warm-up: step {i + 1}/{steps}, loss {float(loss):.3f}")
+            progress(f"supervised warm-up: step {i + 1}/{steps}, loss {float(figures['loss']):.3f}")
     return params

@@ -82,7 +82,7 @@ def tokenize(examples: Sequence[Example], tokenizer, kinds: tuple[str, ...], *, 
 
 
 _GIVERS = {
-    DEMONSTRATION: "GSM8K's form gives it as `answer`, verl's as the column of config.supervised.response_key or in extra_info, "
+    DEMONSTRATION: "GSM8K's form gives it as `answer`, verl's as config.supervised.response_key, a column or in extra_info, "
                    "HH-RLHF's as `chosen`",
     PAIR: "HH-RLHF's form (chosen, rejected) and `stories:` give both",
 }

@@ -8,8 +8,8 @@ def bradley_terry(chosen, rejected):
 
         -log sigmoid(chosen - rejected)
 
-    as reward models are trained by (Christiano et al. 2017, arXiv:1706.03741; Ouyang et al. 2022, arXiv:2203.02155, eq. 1, which
-    takes the mean over pairs).
+    as reward models are trained by (Christiano et al. 2017, arXiv:1706.03741; Ouyang et al. 2022, arXiv:2203.02155, eq. 1,
+    which takes the mean over pairs).
 
     Args:
       chosen, rejected: float [...], scores of the two; only their difference counts.
