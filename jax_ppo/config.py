@@ -156,6 +156,7 @@ def _check_sizes(config: Config):
                           f"{config.algorithm.rollout_is!r} nothing to weigh against the sampler's log-probs; set it to 'auto'")
     _check_control(config)
     _check_machine(config)
+    check_batches_divide(config, max(config.mesh.data, 1) * max(config.mesh.fsdp, 1))
     if not config.model.path and not config.data.train_files.startswith("arithmetic:"):
         raise ConfigError("config.model.path='': must be set to a Hugging Face folder or hub name; only the `arithmetic` data "
                           "makes a model of its own")
@@ -194,8 +195,6 @@ def _check_machine(config: Config):
     for axis in ("data", "fsdp"):
         if getattr(config.mesh, axis) == 0:
             raise ConfigError(f"config.mesh.{axis}=0: expected -1 or at least 1")
-    shards = max(config.mesh.data, 1) * max(config.mesh.fsdp, 1)
-    check_batches_divide(config, shards)
     explicit = config.distributed
     if explicit.coordinator_address and not 0 <= explicit.process_id < explicit.num_processes:
         raise ConfigError(f"config.distributed.process_id={explicit.process_id}: expected 0 to num_processes - 1 = "

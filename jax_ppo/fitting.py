@@ -91,16 +91,16 @@ def step(objective: Objective, options: Supervised, model: Transformer, total_st
     Returns:
       parameters, optimizer state, and figures: scalars on the mesh.
     """
-    gradients, figures = _gradients(objective, options, model, params, sequences, plan, micro_batches)
+    slope, figures = gradients(objective, options, model, params, sequences, plan, micro_batches)
     rate = state_lib.learning_rate(options.optim, number, total_steps)
-    params, optimizer_state, norm, finite = state_lib.descend(optimizer(options), params, optimizer_state, gradients, rate)
+    params, optimizer_state, norm, finite = state_lib.descend(optimizer(options), params, optimizer_state, slope, rate)
     # Left to itself the compiler splits what the table repeats, and the next call would be another program.
     params, optimizer_state = constrain_tree((params, optimizer_state), TRAIN_RULES)
     return params, optimizer_state, figures | {"lr": rate, "grad_norm": norm, "skipped": (~finite).astype(jnp.float32),
                                                 "tokens": (plan.sample >= 0).sum()}
 
 
-def _gradients(objective, options, model, params, sequences, plan, micro_batches):
+def gradients(objective, options, model, params, sequences, plan, micro_batches):
     """Gradient of the mean loss, and the means, summed over micro-batches."""
     units = objective.units(sequences, plan)
 
