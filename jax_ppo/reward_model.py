@@ -12,6 +12,10 @@ from pathlib import Path
 from jax_ppo import command_line, schema
 
 
+def main(arguments: list[str]) -> None:
+    command_line.main(arguments, "reward_model", run)
+
+
 def run(options: schema.Config, workdir: Path) -> None:
     from jax_ppo import supervised
 
@@ -19,4 +23,4 @@ def run(options: schema.Config, workdir: Path) -> None:
 
 
 if __name__ == "__main__":
-    command_line.main(sys.argv, "reward_model", run)
+    main(sys.argv)

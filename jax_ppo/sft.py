@@ -10,6 +10,10 @@ from pathlib import Path
 from jax_ppo import command_line, schema
 
 
+def main(arguments: list[str]) -> None:
+    command_line.main(arguments, "sft", run)
+
+
 def run(options: schema.Config, workdir: Path) -> None:
     from jax_ppo import supervised
 
@@ -17,4 +21,4 @@ def run(options: schema.Config, workdir: Path) -> None:
 
 
 if __name__ == "__main__":
-    command_line.main(sys.argv, "sft", run)
+    main(sys.argv)
