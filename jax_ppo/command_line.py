@@ -3,7 +3,9 @@
 import dataclasses
 import difflib
 import json
+import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 from absl import flags
@@ -11,27 +13,60 @@ from ml_collections import config_flags
 
 from jax_ppo import config as config_lib
 from jax_ppo.config import ConfigError
+from jax_ppo.errors import UserError
 from jax_ppo.schema import Config
 
-USAGE = """usage: python -m jax_ppo.train --config=FILE[:ARG] [--config.OPTION=VALUE ...] [--workdir=FOLDER]
+USAGE = """usage: python -m jax_ppo.{command} --config=FILE[:ARG] [--config.OPTION=VALUE ...] [--workdir=FOLDER]
 
 FILE has a function get_config(ARG) that returns a configuration; configs/ holds some. FOLDER is output/EXPERIMENT_NAME if not
 given, and a run goes on from the checkpoint it finds there. The options:
 """
 
 
-def read(arguments: list[str]) -> tuple[Config, Path]:
+def main(arguments: list[str], command: str, run: Callable[[Config, Path], object]) -> None:
+    """What every command does: reads and checks the options, writes them down, runs, and ends with one line on an error that
+    the user can mend. Nothing heavy is imported before the options are read, so that a mistake costs a second.
+
+    Args:
+      arguments: sys.argv.
+      command: train, sft or reward_model.
+      run: takes the options and the work directory; imports what is heavy itself.
+    """
+    try:
+        options, workdir = read(arguments, command)
+        from jax_ppo import distributed
+
+        distributed.initialize(options.distributed)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    distributed.run_or_abort(lambda: _run(options, workdir, run))
+
+
+def _run(options, workdir, run):
+    from jax_ppo import compilation, distributed, metrics
+
+    compilation.keep(options.trainer.compilation_cache, metrics.say)
+    if distributed.is_main():
+        write_resolved(options, workdir)
+    try:
+        run(options, workdir)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+def read(arguments: list[str], command: str = "train") -> tuple[Config, Path]:
     """The checked configuration and the work directory.
 
     Args:
       arguments: sys.argv.
+      command: whose options are checked: train, sft or reward_model.
 
     Raises:
       ConfigError: anything wrong, said in one message.
       SystemExit: after --help.
     """
     if {"--help", "-h", "-help"} & set(arguments[1:]):
-        print(USAGE)
+        print(USAGE.format(command=command))
         config_lib.main()
         raise SystemExit(0)
     values = flags.FlagValues()
@@ -47,7 +82,7 @@ def read(arguments: list[str]) -> tuple[Config, Path]:
         raise ConfigError(f"{rest[0]}: not an option; options are written --config.NAME=VALUE")
     if values.config is None:
         raise ConfigError("--config: must be given, for example --config=configs/arithmetic.py")
-    config = config_lib.from_config_dict(values.config)
+    config = config_lib.from_config_dict(values.config, command)
     if "://" in (values.workdir or ""):
         raise ConfigError(f"--workdir={values.workdir}: must be a folder of this machine or of a disk that it mounts")
     return config, Path(values.workdir or Path("output") / config.experiment_name)

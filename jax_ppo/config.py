@@ -17,6 +17,9 @@ if typing.TYPE_CHECKING:
     import ml_collections  # else only where a ConfigDict is made: a Config can be built and used without it
 
 
+PER_EXAMPLE = {"sft": 1, "reward_model": 2}  # responses of an example, each with the prompt
+
+
 class ConfigError(UserError):
     """A wrong option."""
 
@@ -26,10 +29,17 @@ def default_config() -> "ml_collections.ConfigDict":
     return _to_config_dict(Config())
 
 
-def from_config_dict(config: "ml_collections.ConfigDict") -> Config:
-    """Checks names, types, ranges and sizes against each other. Raises ConfigError for the first thing that is wrong."""
+def from_config_dict(config: "ml_collections.ConfigDict", command: str = "train") -> Config:
+    """Checks names, types, ranges and sizes against each other. Raises ConfigError for the first thing that is wrong.
+
+    Args:
+      command: which one reads the options: train, sft or reward_model.
+    """
     frozen = _build(Config, config, "")
-    _check_sizes(frozen)
+    if command == "train":
+        _check_sizes(frozen)
+    else:
+        _check_supervised(frozen, command)
     return frozen
 
 
@@ -146,20 +156,8 @@ def _check_sizes(config: Config):
         raise ConfigError("config.rollout.reuse_logprobs='always': leaves config.algorithm.rollout_is="
                           f"{config.algorithm.rollout_is!r} nothing to weigh against the sampler's log-probs; set it to 'auto'")
     _check_control(config)
-    if config.mesh.data == -1 and config.mesh.fsdp == -1:
-        raise ConfigError("config.mesh.fsdp=-1: only one of config.mesh.data and config.mesh.fsdp can be -1")
-    for axis in ("data", "fsdp"):
-        if getattr(config.mesh, axis) == 0:
-            raise ConfigError(f"config.mesh.{axis}=0: expected -1 or at least 1")
-    shards = max(config.mesh.data, 1) * max(config.mesh.fsdp, 1)
-    check_batches_divide(config, shards)
-    explicit = config.distributed
-    if explicit.coordinator_address and not 0 <= explicit.process_id < explicit.num_processes:
-        raise ConfigError(f"config.distributed.process_id={explicit.process_id}: expected 0 to num_processes - 1 = "
-                          f"{explicit.num_processes - 1} with config.distributed.coordinator_address set")
-    for logger in filter(None, config.trainer.logger.split(",")):
-        if logger not in ("tensorboard", "wandb"):
-            raise ConfigError(f"config.trainer.logger={config.trainer.logger!r}: expected tensorboard, wandb, or both")
+    _check_machine(config)
+    check_batches_divide(config, max(config.mesh.data, 1) * max(config.mesh.fsdp, 1))
     if not config.model.path and not config.data.train_files.startswith("arithmetic:"):
         raise ConfigError("config.model.path='': must be set to a Hugging Face folder or hub name; only the `arithmetic` data "
                           "makes a model of its own")
@@ -167,6 +165,44 @@ def _check_sizes(config: Config):
     if create.hidden_size % create.num_heads or create.num_heads % create.num_kv_heads:
         raise ConfigError(f"config.model.create: num_heads={create.num_heads} must divide hidden_size={create.hidden_size}, "
                           f"and num_kv_heads={create.num_kv_heads} must divide num_heads")
+
+
+def _check_supervised(config: Config, command: str):
+    """What the commands that learn from given responses read."""
+    for name in ("data.train_files", "model.path"):
+        if not _value(config, name):
+            raise ConfigError(f"config.{name}='': must be set ({_doc(name)})")
+    longest = config.sequence_length * PER_EXAMPLE[command]
+    if config.packing.row_length and config.packing.row_length < longest:
+        raise ConfigError(f"config.packing.row_length={config.packing.row_length}: a row must hold the {longest} tokens of the "
+                          f"longest example, {PER_EXAMPLE[command]} x (config.data.max_prompt_length + config.data."
+                          "max_response_length); set it to that or more")
+    if command == "sft" and config.supervised.center_coef:
+        raise ConfigError(f"config.supervised.center_coef={config.supervised.center_coef}: jax_ppo.reward_model alone reads it")
+    _check_machine(config)
+
+
+def supervised_notes(config: Config) -> list[str]:
+    """Options that are set and that the commands which learn from given responses do not read."""
+    ppos = ("actor", "critic", "algorithm", "rollout", "reward")
+    return [f"config.{name}={_value(config, name)!r} is not read: it belongs to jax_ppo.train"
+            for name, _, default, _ in options() if name.partition(".")[0] in ppos and _value(config, name) != default]
+
+
+def _check_machine(config: Config):
+    """The devices, the processes, and where curves go."""
+    if config.mesh.data == -1 and config.mesh.fsdp == -1:
+        raise ConfigError("config.mesh.fsdp=-1: only one of config.mesh.data and config.mesh.fsdp can be -1")
+    for axis in ("data", "fsdp"):
+        if getattr(config.mesh, axis) == 0:
+            raise ConfigError(f"config.mesh.{axis}=0: expected -1 or at least 1")
+    explicit = config.distributed
+    if explicit.coordinator_address and not 0 <= explicit.process_id < explicit.num_processes:
+        raise ConfigError(f"config.distributed.process_id={explicit.process_id}: expected 0 to num_processes - 1 = "
+                          f"{explicit.num_processes - 1} with config.distributed.coordinator_address set")
+    for logger in filter(None, config.trainer.logger.split(",")):
+        if logger not in ("tensorboard", "wandb"):
+            raise ConfigError(f"config.trainer.logger={config.trainer.logger!r}: expected tensorboard, wandb, or both")
 
 
 def _check_algorithm(config: Config):

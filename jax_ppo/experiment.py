@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo import config as config_lib
-from jax_ppo import objectives, packing, reward_inputs, sft, sharding
+from jax_ppo import objectives, packing, reward_inputs, sharding, warmup
 from jax_ppo import state as state_lib
 from jax_ppo.config import ConfigError
 from jax_ppo.data import prompts as prompts_lib
@@ -206,7 +206,7 @@ class Experiment:
             actor = hf_hub.find(model.path, model.revision, "config.model.path")
         else:
             actor = workdir / "model"
-            sft.make_model(self.config, actor, self.mesh, report)
+            warmup.make_model(self.config, actor, self.mesh, report)
         return state_lib.Folders(
             actor=actor,
             critic=None if not self.config.has_critic or self.config.shares_trunk else
@@ -217,16 +217,8 @@ class Experiment:
     def _check_model(self):
         config, tokenizer = self.config, self.tokenizer
         for net in (self.nets.actor, self.nets.critic, None if self.reward_inputs else self.nets.reward):
-            if net is None:
-                continue
-            sharding.check_architecture(self.mesh, net.architecture)
-            if config.sequence_length > rope.longest(net.architecture):
-                raise ConfigError(
-                    f"config.data.max_prompt_length + config.data.max_response_length = {config.sequence_length}: the model "
-                    f"takes {rope.longest(net.architecture)} tokens at most (its config.json)")
-            if len(tokenizer) > net.architecture.vocab_size:
-                raise ConfigError(f"config.model.tokenizer_path: the tokenizer has {len(tokenizer)} tokens, the model's "
-                                  f"embedding {net.architecture.vocab_size}; they do not belong together")
+            if net is not None:
+                check_model(config, self.mesh, net.architecture, tokenizer)
 
     def _tokenize(self, examples, name):
         data = self.config.data
@@ -255,6 +247,17 @@ class Experiment:
     def policy(self, state: state_lib.TrainState):
         """The actor's parameters, with the base where they are adapters, and without a critic's head."""
         return heads.without_scalars(state_lib.whole(self.nets.actor, state.actor, state.reference))
+
+
+def check_model(config: Config, mesh, architecture, tokenizer) -> None:
+    """Raises ConfigError for a model that the mesh can not split, that is too short, or that is another tokenizer's."""
+    sharding.check_architecture(mesh, architecture)
+    if config.sequence_length > rope.longest(architecture):
+        raise ConfigError(f"config.data.max_prompt_length + config.data.max_response_length = {config.sequence_length}: the "
+                          f"model takes {rope.longest(architecture)} tokens at most (its config.json)")
+    if len(tokenizer) > architecture.vocab_size:
+        raise ConfigError(f"config.model.tokenizer_path: the tokenizer has {len(tokenizer)} tokens, the model's "
+                          f"embedding {architecture.vocab_size}; they do not belong together")
 
 
 def _cut(options):

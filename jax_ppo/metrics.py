@@ -178,10 +178,10 @@ class MetricsLog:
         self._closers.append(run.finish)
 
 
-def console_line(step: int, total: int, metrics: dict[str, float]) -> str:
+def console_line(step: int, total: int, metrics: dict[str, float], columns=CONSOLE) -> str:
     """One line for a step; those of a run stand under each other in columns."""
     parts = [f"step {step:{len(str(total))}d}/{total}"]
-    for before, name, width, form, after in CONSOLE:
+    for before, name, width, form, after in columns:
         value = metrics.get(name)
         if name in OPTIONAL and (value is None or math.isnan(value)):
             continue
@@ -285,13 +285,14 @@ def _take(columns, width):
     return [column for column, end in zip(columns, ends, strict=True) if end <= width]
 
 
-def plot_curves(csv_path: Path, evaluations: list[dict[str, Any]], png_path: Path) -> None:
+def plot_curves(csv_path: Path, evaluations: list[dict[str, Any]], png_path: Path, panels=PANELS) -> None:
     """Draws training_curves.png.
 
     Args:
       csv_path: training_metrics.csv.
-      evaluations: dicts of step and of accuracy and reward_mean, each a number or None.
+      evaluations: dicts of step and of figures (accuracy, reward_mean, ...), each a number or None: the panels' eval/NAME.
       png_path: what to write; it is replaced as a whole.
+      panels: as PANELS, which is PPO's.
     """
     from matplotlib.figure import Figure  # not pyplot, which keeps every figure and may look for a display
 
@@ -301,8 +302,10 @@ def plot_curves(csv_path: Path, evaluations: list[dict[str, Any]], png_path: Pat
         source, key = (evaluations, name.removeprefix("eval/")) if name.startswith("eval/") else (rows, name)
         return [(int(row["step"]), float(row[key])) for row in source if row.get(key) not in (None, "")]
 
-    figure = Figure(figsize=(16, 7), layout="constrained")
-    for axes, (title, unit, curves) in zip(figure.subplots(2, 4).flat, PANELS, strict=True):
+    rows_of_panels = -(-len(panels) // 4)
+    across = len(panels) // rows_of_panels
+    figure = Figure(figsize=(4 * across, 3.5 * rows_of_panels), layout="constrained")
+    for axes, (title, unit, curves) in zip(figure.subplots(rows_of_panels, across, squeeze=False).flat, panels, strict=True):
         axes.set(title=title, xlabel="step", ylabel=unit)
         axes.grid(alpha=0.3)
         for legend, name in curves.items():

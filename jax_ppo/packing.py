@@ -96,6 +96,21 @@ def plan(lengths_B, groups, rows_per_micro_batch: int, row_length: int, packed: 
     return Packing(sample.reshape(shape), position.reshape(shape)), counts
 
 
+def split_pairs(plan: Packing, first_lengths) -> Packing:
+    """Packing of pairs' sequences, from one of pairs as wholes: the two stand one behind the other, in one row.
+
+    Args:
+      plan: of pairs, NumPy arrays; `sample` is the pair.
+      first_lengths: int [pairs], tokens of each pair's first sequence.
+
+    Returns:
+      of 2 x pairs sequences: pair b's are b and pairs + b.
+    """
+    lengths = np.asarray(first_lengths, np.int32)[np.maximum(plan.sample, 0)]
+    second = (plan.sample >= 0) & (plan.position >= lengths)
+    return Packing(plan.sample + second * np.int32(len(first_lengths)), plan.position - second * lengths)
+
+
 @pytree
 class Rows:
     """A micro-batch as the models take it; every field is [R, L].

@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ppo import compilation, metrics, rehearsal, scoring, sharding
+from jax_ppo import compilation, metrics, rehearsal, resuming, scoring, sharding
 from jax_ppo import experience as experience_lib
 from jax_ppo import state as state_lib
 from jax_ppo.checkpoint import Checkpointer, Progress
-from jax_ppo.errors import UserError
 from jax_ppo.evaluate import Evaluation, evaluate
 from jax_ppo.experiment import EVALUATION, REFERENCE, TRAINING, Experiment
 from jax_ppo.kernels import moments as moments_lib
@@ -38,7 +37,7 @@ def train(config: Config, workdir: Path) -> dict:
     with (jax.set_mesh(mesh), compilation.counted() as compiled,
           Checkpointer(workdir / "checkpoints", config.trainer.max_checkpoints, config.trainer.best_metric) as checkpoints):
         run = Experiment(config, workdir, mesh, metrics.say)
-        progress = find_progress(run, checkpoints)
+        progress = resuming.find_progress(config, run.total_steps, checkpoints, ANOTHER_EXPERIMENT, KEPT_BY_CHECKPOINTS)
         with Reporter(run, workdir, progress, compiled) as report:
             state = begin(run, checkpoints, progress, report)
             batches, ahead = run.batches(progress.position), None
@@ -87,20 +86,6 @@ def due(run: Experiment, done: int, frequency: int) -> bool:
     return done == run.total_steps or (frequency > 0 and done % frequency == 0)
 
 
-def find_progress(run: Experiment, checkpoints: Checkpointer) -> Progress:
-    """Of the newest checkpoint, if there is one. Raises UserError for one that must not be gone on from."""
-    latest = checkpoints.latest_step()
-    if latest is None:
-        return Progress()
-    if not run.config.trainer.resume:
-        raise UserError(f"config.trainer.resume=False: the work directory holds a checkpoint after step {latest}; give "
-                        "another --workdir, or remove it")
-    _, meta = checkpoints.restore(latest, {})
-    _check_same_experiment(run.config, meta["config"])
-    metrics.say(f"resuming after step {latest} of {run.total_steps}")
-    return Progress(latest, meta["position"], meta["evaluations"])
-
-
 def begin(run: Experiment, checkpoints: Checkpointer, progress: Progress, report: Reporter) -> state_lib.TrainState:
     """The state to begin with, evaluated if it is untrained; the programs of a step are compiled meanwhile."""
     arrays = None
@@ -114,28 +99,6 @@ def begin(run: Experiment, checkpoints: Checkpointer, progress: Progress, report
         state = measure_reference(run, state)
     report.restart_clock()
     return state
-
-
-def _check_same_experiment(config: Config, saved: dict) -> None:
-    """Says which options differ from the checkpoint's; raises UserError for those that make it another experiment."""
-    now, then = (dict(_flatten(options)) for options in (dataclasses.asdict(config), saved))
-    changed = [name for name in now if name in then and now[name] != then[name]]
-    for name in changed:
-        if name.startswith("model.") or name in ANOTHER_EXPERIMENT:
-            raise UserError(f"config.{name}={now[name]!r}: the work directory holds checkpoints of another experiment, with "
-                            f"{then[name]!r}; give another --workdir")
-        if name in KEPT_BY_CHECKPOINTS:
-            metrics.say(f"config.{name}={now[name]!r}: not read; what the checkpoint made of {then[name]!r} goes on")
-        else:
-            metrics.say(f"config.{name} was {then[name]!r} until the checkpoint, and is {now[name]!r} from here on")
-
-
-def _flatten(options: dict, prefix: str = ""):
-    for name, value in options.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def finish_step(run: Experiment, state, done: int, position: int, report: Reporter, checkpoints: Checkpointer) -> None:

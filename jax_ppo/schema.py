@@ -31,7 +31,8 @@ AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-
 @dataclasses.dataclass(frozen=True)
 class Data:
     train_files: str = option("", "training data: files (.jsonl, .jsonl.gz, .parquet), `arithmetic:COUNT`, `stories:COUNT`, "
-                              "`hf:OWNER/NAME/FILE` or `tfds:NAME/SPLIT`; several separated by commas")
+                              "`hf:OWNER/NAME/FILE` or `tfds:NAME/SPLIT`; several separated by commas; FILE[START:END] is some "
+                              "of a file's rows")
     val_files: str = option("", "held-out data, named the same way; empty turns evaluation off")
     train_batch_size: int = option(64, "prompts a step", at_least=1)
     val_batch_size: int = option(256, "prompts sampled at a time in an evaluation", at_least=1)
@@ -270,9 +271,23 @@ class Reward:
 
 
 @dataclasses.dataclass(frozen=True)
+class Supervised:
+    """Of `python -m jax_ppo.sft` and `python -m jax_ppo.reward_model`, which PPO does not read."""
+
+    optim: CriticOptim = section(CriticOptim)
+    grad_clip: float = option(1.0, "largest global gradient norm", above=0)
+    micro_batch_size_per_device: int | None = option(
+        None, "packed rows a device takes at once; unset: 8,192 tokens, an eighth of the batch at most", at_least=1)
+    response_key: str = option("answer", "what sft learns of rows of verl's form: a column, or a name in extra_info")
+    center_coef: float = option(0.0, "reward_model: weight of the squared sum of a pair's scores, which draws their mean to 0",
+                                at_least=0)
+
+
+@dataclasses.dataclass(frozen=True)
 class Packed:
     enabled: bool = option(True, "several samples in a row; off: one sample a row, padded")
-    row_length: int | None = option(None, "tokens of a row; unset: max_prompt_length + max_response_length", at_least=2)
+    row_length: int | None = option(None, "tokens of a row; unset: max_prompt_length + max_response_length, for a reward "
+                                    "model's pairs twice that", at_least=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,6 +339,7 @@ class Config:
     algorithm: Algorithm = section(Algorithm)
     rollout: RolloutOptions = section(RolloutOptions)
     reward: Reward = section(Reward)
+    supervised: Supervised = section(Supervised)
     packing: Packed = section(Packed)
     mesh: MeshShape = section(MeshShape)
     distributed: Distributed = section(Distributed)

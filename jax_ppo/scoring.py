@@ -142,7 +142,7 @@ def score(config: Config, nets: Networks, state: TrainState, sequences: Sequence
             values = heads.scalars(actor, actor_hidden) if config.shares_trunk else scalars(nets.critic, critic, rows)
             found["values"] = put(values, scores.values)
             if options.bootstrap_truncated:
-                found["last_values"] = _at_the_end(values, rows, sequences, scores.last_values)
+                found["last_values"] = at_the_end(values, rows, sequences, scores.last_values)
         return dataclasses.replace(scores, **found)
 
     return jax.lax.fori_loop(0, micro_batches, micro_batch, first)
@@ -158,12 +158,12 @@ def reward_model_scores(model: Transformer | Deberta, params, sequences: Sequenc
         if isinstance(model, Deberta):
             values = model.apply({"params": params}, rows.tokens, rows.positions, rows.segments)
             return _at_places(values, rows, jnp.zeros_like(sequences.lengths), scores_B)
-        return _at_the_end(scalars(model, params, rows), rows, sequences, scores_B)
+        return at_the_end(scalars(model, params, rows), rows, sequences, scores_B)
 
     return jax.lax.fori_loop(0, micro_batches, micro_batch, jnp.zeros(len(sequences.lengths), jnp.float32))
 
 
-def _at_the_end(values_RxL, rows, sequences, into_B):
+def at_the_end(values_RxL, rows, sequences, into_B):
     """`into_B` with the values at the last tokens of these rows' samples."""
     return _at_places(values_RxL, rows, sequences.prompt_lengths + sequences.lengths - 1, into_B)
 

@@ -1,116 +1,24 @@
-"""Supervised warm-up: a small model and its tokenizer made from worked examples, written as a Hugging Face folder.
+"""The command: `python -m jax_ppo.sft --config=configs/hh_rlhf_sft.py [--config.OPTION=VALUE ...] [--workdir=FOLDER]`.
 
-It gives the embedded arithmetic task something to start from without a download.
+Supervised fine-tuning: the language model of config.model.path learns the responses of config.data.train_files, the prompts
+masked. It is written to WORKDIR/actor, a Hugging Face folder for config.model.path of jax_ppo.train.
 """
 
-import functools
-import shutil
+import sys
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from jax_ppo import packing as packing_lib
-from jax_ppo import sharding
-from jax_ppo import state as state_lib
-from jax_ppo.data import arithmetic
-from jax_ppo.data import tokenizer as tokenizer_lib
-from jax_ppo.models import heads, hf_export
-from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.transformer import Transformer
-from jax_ppo.schema import Config, Create, Optim
-from jax_ppo.scoring import hidden_states, token_logprobs
-from jax_ppo.types import Sequences
-
-EXAMPLES = 20_000
-ROW_LENGTH = 144  # three worked examples
+from jax_ppo import command_line, schema
 
 
-def make_model(config: Config, folder: Path, mesh, progress) -> None:
-    """Trains a tokenizer and a model on worked arithmetic problems and writes both to `folder`; does nothing if it exists.
-
-    Args:
-      progress: called with a line of text now and then.
-    """
-    if (folder / "config.json").exists():
-        return
-    create = config.model.create
-    careful = arithmetic.worked_examples(EXAMPLES, 1.0, config.seed)
-    mostly_hasty = arithmetic.worked_examples(EXAMPLES, create.careful_share, config.seed)
-    scratch = folder.with_name(f"{folder.name}_tokenizer_{jax.process_index()}")
-    texts = [prompt + response for prompt, response in careful[:2000]]
-    tokenizer = tokenizer_lib.train_tokenizer(texts, create.vocab_size, scratch)
-    architecture = describe(create, tokenizer)
-    model = Transformer(architecture, jnp.dtype(config.model.dtype))
-    shapes = jax.eval_shape(functools.partial(heads.init, model, head="lm"), jax.random.key(0))
-    init = jax.jit(functools.partial(heads.init, model, head="lm"),
-                   out_shardings=sharding.tree_shardings(mesh, shapes, sharding.TRAIN_RULES))
-    params = init(jax.random.key(config.seed))
-    # The skill first, then the habit: careful work is learned well before most examples stop showing it.
-    for pairs, steps, lr in ((careful, create.steps, create.lr), (mostly_hasty, create.habit_steps, create.habit_lr)):
-        params = train(model, params, tokenize(pairs, tokenizer), create.batch_size, steps, lr, config.seed, mesh, progress)
-    hf_export.export(params, architecture, folder, source_folder=scratch)
-    shutil.rmtree(scratch)
+def main(arguments: list[str]) -> None:
+    command_line.main(arguments, "sft", run)
 
 
-def describe(create: Create, tokenizer) -> Architecture:
-    """A Llama of the sizes of `model.create` for this tokenizer, its vocabulary rounded up so that a mesh can split it."""
-    return Architecture(
-        family="llama", vocab_size=-(-len(tokenizer) // 16) * 16, hidden_size=create.hidden_size,
-        intermediate_size=create.intermediate_size, num_layers=create.num_layers, num_heads=create.num_heads,
-        num_kv_heads=create.num_kv_heads, head_dim=create.hidden_size // create.num_heads, max_position_embeddings=512,
-        tied=True, bos_id=tokenizer.bos_token_id, eos_ids=(tokenizer.eos_token_id,), pad_id=tokenizer.pad_token_id)
+def run(options: schema.Config, workdir: Path) -> None:
+    from jax_ppo import supervised
+
+    supervised.train(options, workdir, supervised.SFT)
 
 
-def tokenize(pairs, tokenizer) -> Sequences:
-    """Prompt and response token ids joined, an EOS behind each response. Host arrays."""
-    prompts = [tokenizer(prompt)["input_ids"] for prompt, _ in pairs]
-    responses = [tokenizer(r, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for _, r in pairs]
-    tokens = np.zeros((len(pairs), max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))), np.int32)
-    for row, prompt, response in zip(tokens, prompts, responses, strict=True):
-        row[:len(prompt) + len(response)] = prompt + response
-    return Sequences(tokens, np.array([len(p) for p in prompts], np.int32), np.array([len(r) for r in responses], np.int32),
-                     np.zeros(len(prompts), bool))
-
-
-def train(model: Transformer, params, sequences: Sequences, batch_size: int, steps: int, lr: float, seed: int, mesh,
-          progress):
-    """Minimises the mean negative log-likelihood of the response tokens over packed rows; AdamW, cosine to 0."""
-    options = Optim(lr=lr, lr_warmup_steps=max(steps // 20, 1), lr_schedule="cosine", weight_decay=0.0)
-    transform = state_lib.optimizer(options, 1.0)
-    total = sequences.prompt_lengths + sequences.lengths
-    shards = sharding.row_shards(mesh)
-    per_row = max(1, ROW_LENGTH // int(total.mean()))
-    rows_at_once = -(-batch_size // (per_row * shards)) * shards
-    plan, _ = packing_lib.plan(total, np.arange(len(total))[None], 1, max(ROW_LENGTH, int(total.max())))
-    plan = jax.tree.map(lambda x: x[0, :, 0], plan)
-    plan = jax.tree.map(lambda x: x[(plan.sample >= 0).any(1)], plan)
-    where = sharding.tree_shardings(mesh, jax.eval_shape(transform.init, params), sharding.TRAIN_RULES)
-    opt_state = jax.jit(transform.init, out_shardings=where)(params)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, opt_state, sequences, packing, i):
-        rows = packing_lib.gather(sequences, packing)
-
-        def loss(params):
-            hidden = hidden_states(model, params, rows)
-            logprobs, _ = token_logprobs(model, params, hidden, rows, 1.0, with_entropy=False)
-            return -logprobs.sum() / rows.mask.sum()
-
-        value, gradients = jax.value_and_grad(loss)(params)
-        rate = state_lib.learning_rate(options, i, steps)
-        params, opt_state, _, _ = state_lib.descend(transform, params, opt_state, gradients, rate)
-        return params, opt_state, value
-
-    sequences = sharding.place(sequences, sharding.replicated(mesh))
-    rng, order = np.random.default_rng(seed), np.empty(0, np.int64)
-    for i in range(steps):
-        if len(order) < rows_at_once:  # packing sorts by length: batches are drawn from all rows, not cut from neighbours
-            order = np.concatenate([order, rng.permutation(len(plan.sample))])
-        taken, order = order[:rows_at_once], order[rows_at_once:]
-        rows = jax.tree.map(lambda x: x[taken], plan)  # noqa: B023
-        params, opt_state, loss = step(params, opt_state, sequences, sharding.place(rows, sharding.rows(mesh)), np.int32(i))
-        if i % 100 == 99 or i + 1 == steps:
-            progress(f"supervised warm-up: step {i + 1}/{steps}, loss {float(loss):.3f}")
-    return params
+if __name__ == "__main__":
+    main(sys.argv)

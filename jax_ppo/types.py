@@ -25,12 +25,16 @@ class Example:
       data_source: names the rule that rewards it ("openai/gsm8k", "arithmetic", ...).
       ground_truth: what the rule compares with; "" where the rule needs nothing.
       extra_info: anything else that the row carried, handed to the reward function as it is.
+      response: text worth imitating, or of two the one preferred; None where the row has none. PPO does not read it.
+      rejected: text of the other one; None where there is none.
     """
 
     prompt: str | tuple[dict[str, str], ...]
     data_source: str
     ground_truth: str = ""
     extra_info: dict[str, Any] = dataclasses.field(default_factory=dict)
+    response: str | None = None
+    rejected: str | None = None
 
 
 @pytree

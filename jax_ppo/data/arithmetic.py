@@ -85,7 +85,7 @@ def problem(index: int, split: str) -> Problem:
 def examples(count: int, split: str = "train", offset: int = 0) -> list[Example]:
     """Problems offset .. offset + count - 1 of "train" or "heldout" with their answers, of data_source "arithmetic"."""
     made = ((index, problem(index, split)) for index in range(offset, offset + count))
-    return [Example(prompt=p.prompt, data_source="arithmetic", ground_truth=str(p.answer),
+    return [Example(prompt=p.prompt, data_source="arithmetic", ground_truth=str(p.answer), response=p.careful,
                     extra_info={"index": index, "split": split, "solution": p.careful}) for index, p in made]
 
 

@@ -1,10 +1,13 @@
-"""The two forms of a row, and the example that each becomes.
+"""The three forms of a row, and the example that each becomes.
 
-GSM8K's form: `question`, and `answer` that ends in `#### N`.
-verl's form:  `data_source`, `prompt` (text, or a list of messages), `reward_model` {style, ground_truth}, and
-`extra_info` if any.
+GSM8K's form:   `question`, and `answer` that ends in `#### N`.
+verl's form:    `data_source`, `prompt` (text, or a list of messages), `reward_model` {style, ground_truth}, and
+`extra_info` if any, in which, or beside which, `answer` may be a response worth imitating.
+HH-RLHF's form: `chosen` and `rejected`, two transcripts that begin alike: "\n\nHuman: ...\n\nAssistant: ...". They stay the
+text that they are, whatever chat template a tokenizer has; the prompt ends with the last "\n\nAssistant:" that both have.
 """
 
+import os
 import re
 from typing import Any
 
@@ -13,29 +16,34 @@ import numpy as np
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.types import Example
 
-FORMS = ("expected GSM8K's form (question, answer with `#### N`) or verl's (data_source, {prompt}, reward_model with "
-         "style and ground_truth, extra_info if any)")
-GSM8K = "openai/gsm8k"
+FORMS = ("expected GSM8K's form (question, answer with `#### N`), verl's (data_source, {prompt}, reward_model with "
+         "style and ground_truth, extra_info if any) or HH-RLHF's (chosen, rejected)")
+GSM8K, HH_RLHF = "openai/gsm8k", "Anthropic/hh-rlhf"
+ASSISTANT = "\n\nAssistant:"
 
 _GOLD = re.compile(r"####\s*(-?[0-9][0-9.,]*)")
 
 
-def to_example(row: dict[str, Any], where: str, prompt_key: str = "prompt", instruction: str = "") -> Example:
+def to_example(row: dict[str, Any], where: str, prompt_key: str = "prompt", instruction: str = "",
+               response_key: str = "answer") -> Example:
     """The example of one row.
 
     Args:
-      row: columns by name, of either form; a row of both forms counts as verl's.
+      row: columns by name, of one of the forms; of several the first of verl's, GSM8K's, HH-RLHF's counts.
       where: the place of the row, for the message of an error.
       prompt_key: column of the prompt in verl's form.
       instruction: added to the question in GSM8K's form, with a blank before it.
+      response_key: column of the response in verl's form, or its name in extra_info.
 
     Raises:
-      UserError: neither form, or a column of the wrong kind.
+      UserError: none of the forms, or a column of the wrong kind.
     """
     if {"data_source", prompt_key, "reward_model"} <= row.keys():
-        return _from_verl(row, where, prompt_key)
+        return _from_verl(row, where, prompt_key, response_key)
     if {"question", "answer"} <= row.keys():
         return _from_gsm8k(row, where, instruction)
+    if {"chosen", "rejected"} <= row.keys():
+        return _from_hh_rlhf(row, where)
     found = f"{where}: found the columns {', '.join(map(str, row)) or '(none)'}; " + FORMS.format(prompt=prompt_key)
     if {"data_source", "reward_model"} <= row.keys():
         raise UserError(f"{found}. config.data.prompt_key={prompt_key!r} names none of them."
@@ -66,10 +74,23 @@ def _from_gsm8k(row, where, instruction):
         raise UserError(f"{where}: the answer has no `#### N` (it ends in {answer[-60:]!r})")
     content = f"{question} {instruction}" if instruction else question
     return Example(prompt=({"role": "user", "content": content},), data_source=GSM8K,
-                   ground_truth=gold[-1].replace(",", "").rstrip("."), extra_info=dict(row))
+                   ground_truth=gold[-1].replace(",", "").rstrip("."), extra_info=dict(row), response=answer)
 
 
-def _from_verl(row, where, prompt_key):
+def _from_hh_rlhf(row, where):
+    chosen, rejected = row["chosen"], row["rejected"]
+    if not isinstance(chosen, str) or not isinstance(rejected, str):
+        raise UserError(f"{where}: chosen and rejected must be text, got {type(chosen).__name__} and "
+                        f"{type(rejected).__name__}")
+    shared = os.path.commonprefix([chosen, rejected])
+    end = shared.rfind(ASSISTANT)
+    if end < 0:
+        raise UserError(f"{where}: chosen and rejected do not begin with the same dialogue up to {ASSISTANT!r}")
+    end += len(ASSISTANT)
+    return Example(prompt=chosen[:end], data_source=HH_RLHF, response=chosen[end:], rejected=rejected[end:])
+
+
+def _from_verl(row, where, prompt_key, response_key):
     reward_model, extra_info = row["reward_model"], row.get("extra_info")
     if not isinstance(reward_model, dict):
         raise UserError(f"{where}: reward_model must hold style and ground_truth, got {reward_model!r}")
@@ -77,8 +98,10 @@ def _from_verl(row, where, prompt_key):
         raise UserError(f"{where}: data_source must be text, got {row['data_source']!r}")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise UserError(f"{where}: extra_info must hold named values, got {extra_info!r}")
+    response = row.get(response_key, (extra_info or {}).get(response_key))
     return Example(prompt=_prompt(row[prompt_key], where, prompt_key), data_source=row["data_source"],
-                   ground_truth=_ground_truth(reward_model.get("ground_truth")), extra_info=extra_info or {})
+                   ground_truth=_ground_truth(reward_model.get("ground_truth")), extra_info=extra_info or {},
+                   response=response if isinstance(response, str) else None)
 
 
 def _ground_truth(value):

@@ -4,12 +4,15 @@
     hf:OWNER/NAME/PATH/IN/REPO           one such file of a data set repository on the Hugging Face hub
     tfds:NAME/SPLIT                      TensorFlow Datasets, without TensorFlow
     arithmetic:COUNT[:heldout]           generated word problems
-    stories:COUNT[:heldout]              generated story openings
+    stories:COUNT[:heldout]              generated story openings, each with a joyful and a sad sentence to go on with
 
-Several are separated by commas and come one after the other.
+Several are separated by commas and come one after the other. FILE[START:END], of any file, takes those of its rows alone,
+counted from 0 as in Python.
 """
 
+import itertools
 import os
+import re
 from pathlib import Path
 
 from jax_ppo import hub
@@ -22,8 +25,10 @@ SCHEMES = (*GENERATED, "hf", "tfds")
 FORMS = ("files (" + ", ".join(files.SUFFIXES) + "), `arithmetic:COUNT[:heldout]`, `stories:COUNT[:heldout]`, "
          "`hf:OWNER/NAME/FILE` or `tfds:NAME/SPLIT`")
 
+_SLICE = re.compile(r"(.*)\[(\d*):(\d*)\]")
 
-def load_examples(spec: str, *, prompt_key: str = "prompt", instruction: str = "", seed: int = 0,
+
+def load_examples(spec: str, *, prompt_key: str = "prompt", instruction: str = "", response_key: str = "answer", seed: int = 0,
                   option: str = "config.data.train_files") -> list[Example]:
     """Reads or generates every example that the specification names, in its order.
 
@@ -31,38 +36,50 @@ def load_examples(spec: str, *, prompt_key: str = "prompt", instruction: str = "
       spec: the sources, separated by commas; see the top of this file.
       prompt_key: column of the prompt in rows of verl's form.
       instruction: text added after the question in rows of GSM8K's form, with a blank before it.
+      response_key: column of the response in rows of verl's form, or its name in their extra_info.
       seed: of the generated stories. The arithmetic problems depend on their index alone.
       option: the option that holds the specification, for the messages.
 
     Raises:
-      UserError: a source that does not exist, can not be reached or read, or has rows of neither known form.
+      UserError: a source that does not exist, can not be reached or read, or has rows of no known form.
     """
     sources = [source.strip() for source in spec.split(",") if source.strip()]
     if not sources:
         raise UserError(f"{option}={spec!r}: expected {FORMS}")
     examples = []
     for source in sources:
-        examples += _load(source, prompt_key, instruction, seed, option)
+        examples += _load(source, (prompt_key, instruction, response_key), seed, option)
     return examples
 
 
-def _load(source, prompt_key, instruction, seed, option):
+def _load(source, columns, seed, option):
     scheme, colon, rest = source.partition(":")
     if colon and scheme in GENERATED:
         count, split = _count_and_split(scheme, rest, option)
         return arithmetic.examples(count, split) if scheme == "arithmetic" else stories.examples(count, split, seed)
-    if colon and scheme == "tfds":
+    if colon and scheme == "tfds":  # whose splits have slices of their own
         located = _tfds_rows(rest, option)
-    elif colon and scheme == "hf":
-        located = files.read_rows(_hub_file(rest, option), option)
-    elif source.endswith(files.SUFFIXES):
-        located = files.read_rows(Path(source).expanduser(), option)
     else:
-        raise UserError(f"{option}={source!r}: expected {FORMS}.{did_you_mean(scheme, SCHEMES)}")
-    examples = [rows.to_example(row, where, prompt_key, instruction) for where, row in located]
+        located = _file_rows(source, option)
+    examples = [rows.to_example(row, where, *columns) for where, row in located]
     if not examples:
         raise UserError(f"{option}: {source} holds no rows")
     return examples
+
+
+def _file_rows(source, option):
+    """(where, row) of a file here or on the hub, or of the slice that is asked for."""
+    sliced = _SLICE.fullmatch(source)
+    name, *ends = sliced.groups() if sliced else (source, "", "")
+    scheme, colon, rest = name.partition(":")
+    if colon and scheme == "hf":
+        path = _hub_file(rest, option)
+    elif name.endswith(files.SUFFIXES):
+        path = Path(name).expanduser()
+    else:
+        raise UserError(f"{option}={source!r}: expected {FORMS}.{did_you_mean(scheme, SCHEMES)}")
+    start, end = (int(number) if number else None for number in ends)
+    return itertools.islice(files.read_rows(path, option), start, end)
 
 
 def _count_and_split(scheme, rest, option):

@@ -1,4 +1,7 @@
-"""Generated openings of stories, for a model of TinyStories. Training and held-out ones are disjoint by their names."""
+"""Generated openings of stories, for a model of TinyStories. Training and held-out ones are disjoint by their names.
+
+Each has two sentences that go on with it: a joyful one, which is preferred, and a sad one.
+"""
 
 import numpy as np
 
@@ -23,6 +26,14 @@ _OPENINGS = (
 )
 _ADJECTIVES = ("little", "small", "young", "big", "nice")
 _PLACES = ("park", "house", "forest", "garden", "farm", "town")
+_GOING_ON = (
+    " {name} {what} all day.",
+    " In the morning {name} {what}.",
+    " {name} saw a {animal} and {what}.",
+    " Then {name} {what} with the {animal}.",
+)
+_JOYFUL = ("smiled", "laughed", "played", "was happy", "was glad", "was excited")
+_SAD = ("cried", "was sad", "was angry", "was scared", "was lost", "was hurt")
 
 
 def names(split: str) -> tuple[str, ...]:
@@ -36,20 +47,31 @@ def names(split: str) -> tuple[str, ...]:
 
 def examples(count: int, split: str = "train", seed: int = 0) -> list[Example]:
     """Openings 0 .. count - 1 of the seed, of data_source "stories" and without a ground truth."""
-    usable = names(split)
-    return [Example(prompt=_opening(_rng(seed, split, index), usable), data_source="stories",
-                    extra_info={"index": index, "split": split}) for index in range(count)]
+    usable, made = names(split), []
+    for index in range(count):
+        rng = _rng(seed, split, index)
+        prompt, name = _opening(rng, usable)
+        made.append(Example(prompt=prompt, data_source="stories", extra_info={"index": index, "split": split},
+                            response=_going_on(rng, name, _JOYFUL), rejected=_going_on(rng, name, _SAD)))
+    return made
 
 
 def _rng(seed, split, index):
     return np.random.default_rng([_STREAM, seed, SPLITS.index(split), index])
 
 
-def _opening(rng, usable):
-    def one(of):
-        return of[rng.integers(len(of))]
+def _one(rng, of):
+    return of[rng.integers(len(of))]
 
-    name = one(usable)
+
+def _opening(rng, usable):
+    """The opening, and the name in it."""
+    name = _one(rng, usable)
     human = "girl" if name in GIRLS else "boy"
-    kind = human if rng.random() < 0.6 else one(ANIMALS)
-    return one(_OPENINGS).format(name=name, kind=kind, adjective=one(_ADJECTIVES), place=one(_PLACES))
+    kind = human if rng.random() < 0.6 else _one(rng, ANIMALS)
+    opening = _one(rng, _OPENINGS)
+    return opening.format(name=name, kind=kind, adjective=_one(rng, _ADJECTIVES), place=_one(rng, _PLACES)), name
+
+
+def _going_on(rng, name, moods):
+    return _one(rng, _GOING_ON).format(name=name, what=_one(rng, moods), animal=_one(rng, ANIMALS))

@@ -111,14 +111,36 @@ def encode_prompt(tokenizer, prompt: str | tuple[dict[str, str], ...], chat_temp
       prompt: text, or messages with role and content.
       chat_template: False leaves the template out.
     """
-    if not isinstance(prompt, str):
-        if chat_template and tokenizer.chat_template:
-            text = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
-            return list(tokenizer.encode(text, add_special_tokens=False))
-        prompt = "\n".join(message["content"] for message in prompt)
-    ids = list(tokenizer.encode(prompt))
-    if ids and ids[-1] == tokenizer.eos_token_id:
-        bare = tokenizer.encode(prompt, add_special_tokens=False)
-        if not bare or bare[-1] != tokenizer.eos_token_id:  # one that stands in the text itself stays
-            ids.pop()
+    return _encode(tokenizer, *_prompt_text(tokenizer, prompt, chat_template))
+
+
+def encode_response(tokenizer, prompt: str | tuple[dict[str, str], ...], response: str,
+                    chat_template: bool = True) -> list[int]:
+    """Token ids of a response as it goes on behind the prompt (see encode_prompt), and the EOS that ends it.
+
+    They are those that the two texts have together, so that they are what a model that was asked would sample: some tokenizers
+    (Llama 2's) put a blank before a text that stands alone. Where the two run into one token the response is encoded alone.
+    """
+    text, special = _prompt_text(tokenizer, prompt, chat_template)
+    before, ids = _encode(tokenizer, text, special), _encode(tokenizer, text + response, special)
+    ids = ids[len(before):] if ids[:len(before)] == before else _encode(tokenizer, response, special=False)
+    return [*ids, tokenizer.eos_token_id]
+
+
+def _prompt_text(tokenizer, prompt, chat_template):
+    """The text, and whether the tokenizer puts special tokens around it."""
+    if isinstance(prompt, str):
+        return prompt, True
+    if chat_template and tokenizer.chat_template:
+        return tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False), False
+    return "\n".join(message["content"] for message in prompt), True
+
+
+def _encode(tokenizer, text, special):
+    bare = list(tokenizer.encode(text, add_special_tokens=False))
+    if not special:
+        return bare
+    ids, eos = list(tokenizer.encode(text)), tokenizer.eos_token_id
+    if ids and ids[-1] == eos and (not bare or bare[-1] != eos):  # one that stands in the text itself stays
+        ids.pop()
     return ids

@@ -1,0 +1,50 @@
+"""How far a run has come, and whether the options that it is started with again are still its own."""
+
+import dataclasses
+
+from jax_ppo import metrics
+from jax_ppo.checkpoint import Checkpointer, Progress
+from jax_ppo.errors import UserError
+from jax_ppo.schema import Config
+
+
+def find_progress(config: Config, total_steps: int, checkpoints: Checkpointer, another: tuple[str, ...],
+                  kept: tuple[str, ...] = ()) -> Progress:
+    """Of the newest checkpoint, if there is one. Raises UserError for one that must not be gone on from.
+
+    Args:
+      another: options that make it another experiment where they change, besides those of the model.
+      kept: options that the first step alone reads.
+    """
+    latest = checkpoints.latest_step()
+    if latest is None:
+        return Progress()
+    if not config.trainer.resume:
+        raise UserError(f"config.trainer.resume=False: the work directory holds a checkpoint after step {latest}; give "
+                        "another --workdir, or remove it")
+    _, meta = checkpoints.restore(latest, {})
+    _check_same_experiment(config, meta["config"], another, kept)
+    metrics.say(f"resuming after step {latest} of {total_steps}")
+    return Progress(latest, meta["position"], meta["evaluations"])
+
+
+def _check_same_experiment(config: Config, saved: dict, another, kept) -> None:
+    """Says which options differ from the checkpoint's; raises UserError for those that make it another experiment."""
+    now, then = (dict(_flatten(options)) for options in (dataclasses.asdict(config), saved))
+    changed = [name for name in now if name in then and now[name] != then[name]]
+    for name in changed:
+        if name.startswith("model.") or name in another:
+            raise UserError(f"config.{name}={now[name]!r}: the work directory holds checkpoints of another experiment, with "
+                            f"{then[name]!r}; give another --workdir")
+        if name in kept:
+            metrics.say(f"config.{name}={now[name]!r}: not read; what the checkpoint made of {then[name]!r} goes on")
+        else:
+            metrics.say(f"config.{name} was {then[name]!r} until the checkpoint, and is {now[name]!r} from here on")
+
+
+def _flatten(options: dict, prefix: str = ""):
+    for name, value in options.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

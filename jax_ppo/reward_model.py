@@ -1,0 +1,26 @@
+"""The command: `python -m jax_ppo.reward_model --config=configs/hh_rlhf_reward.py [--config.OPTION=VALUE ...]
+[--workdir=FOLDER]`.
+
+The model of config.model.path gets a scalar head and learns to score the chosen above the rejected response of each pair in
+config.data.train_files. It is written to WORKDIR/reward_model, a Hugging Face folder (a sequence classifier of one label) for
+config.reward.model_path of jax_ppo.train.
+"""
+
+import sys
+from pathlib import Path
+
+from jax_ppo import command_line, schema
+
+
+def main(arguments: list[str]) -> None:
+    command_line.main(arguments, "reward_model", run)
+
+
+def run(options: schema.Config, workdir: Path) -> None:
+    from jax_ppo import supervised
+
+    supervised.train(options, workdir, supervised.REWARD_MODEL)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

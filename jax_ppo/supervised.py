@@ -1,0 +1,259 @@
+"""Training on given responses, before PPO: the loop of jax_ppo.sft and of jax_ppo.reward_model, and what they tell."""
+
+import collections
+import dataclasses
+import functools
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ppo import compilation, distributed, experiment, fitting, metrics, packing, resuming, sharding
+from jax_ppo import config as config_lib
+from jax_ppo import state as state_lib
+from jax_ppo.checkpoint import Checkpointer, Progress
+from jax_ppo.data import prompts as prompts_lib
+from jax_ppo.data import responses, sources
+from jax_ppo.data import tokenizer as tokenizer_lib
+from jax_ppo.models import heads, hf_export, hf_hub, hf_import
+from jax_ppo.schema import Config
+
+# Besides those of the model: what the trees of a checkpoint are, or what they were learned from.
+ANOTHER_EXPERIMENT = ("seed", "data.train_files", "supervised.response_key", "supervised.center_coef")
+SPEED = (("grads ", "train/grad_norm", 5, ".3g", ""), ("", "seconds/step", 5, ".2f", " s"),
+         ("", "tokens_per_second", 7, ",.0f", " tok/s"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What one of the commands does.
+
+    Attributes:
+      command: its name.
+      objective: what is learned.
+      kinds: the responses that an example must have.
+      what: units of those, for the console.
+      folder: where in the work directory the trained model is written.
+      columns, panels: as metrics.CONSOLE and metrics.PANELS.
+    """
+
+    command: str
+    objective: fitting.Objective
+    kinds: tuple[str, ...]
+    what: str
+    folder: str
+    columns: tuple
+    panels: tuple
+
+
+_GRADIENT = ("gradient", "norm before clipping", {"norm": "train/grad_norm"})
+SFT = Task("sft", fitting.LANGUAGE, responses.DEMONSTRATION, "examples", "actor",
+           (("loss ", "train/loss", 6, ".3f", ""), *SPEED),
+           (("loss", "nats per token", {"training": "train/loss", "evaluation": "eval/loss"}), _GRADIENT))
+REWARD_MODEL = Task(
+    "reward_model", fitting.PREFERENCE, responses.PAIR, "pairs", "reward_model",
+    (("loss ", "train/loss", 6, ".3f", ""), ("acc ", "train/accuracy", 5, ".3f", ""), ("margin ", "train/margin", 6, ".3f", ""),
+     *SPEED),
+    (("loss", "nats per pair", {"training": "train/loss", "evaluation": "eval/loss"}),
+     ("accuracy", "share of pairs", {"training": "train/accuracy", "evaluation": "eval/accuracy"}),
+     ("scores", "score", {"margin": "train/margin", "mean": "train/score", "margin, evaluation": "eval/margin"}), _GRADIENT))
+
+
+def train(config: Config, workdir: Path, task: Task) -> dict:
+    """Runs a command, from the newest checkpoint in `workdir` if there is one. Returns what summary.json holds."""
+    mesh, trainer = sharding.make_mesh(config.mesh), config.trainer
+    with (jax.set_mesh(mesh), compilation.counted() as compiled,
+          Checkpointer(workdir / "checkpoints", trainer.max_checkpoints, "quality") as checkpoints):
+        run = Parts(config, task, mesh)
+        progress = resuming.find_progress(config, run.total_steps, checkpoints, ANOTHER_EXPERIMENT)
+        with Reporter(run, workdir, progress) as report:
+            params, optimizer_state = run.begin(checkpoints, progress.step)
+            if run.held_out and not progress.step and trainer.val_before_train:
+                report.evaluation(0, run.evaluate(params))
+            batches = run.batches(progress.position)
+            for number in range(progress.step, run.total_steps):
+                batch = run.on_mesh(run.training, next(batches).indices)
+                params, optimizer_state, figures = fitting.step(
+                    task.objective, config.supervised, run.model, run.total_steps, params, optimizer_state,
+                    run.everywhere(np.int32(number)), *batch)
+                report.flush()  # of the step before, while this one is computed
+                report.later(number + 1, figures)
+                done, quality = number + 1, None
+                if run.held_out and run.due(done, trainer.test_freq):
+                    quality = report.evaluation(done, run.evaluate(params))
+                stop = checkpoints.should_stop(done)
+                if stop or run.due(done, trainer.save_freq):
+                    report.flush()
+                    meta = {"position": batches.position, "evaluations": progress.evaluations,
+                            "config": dataclasses.asdict(config)}
+                    checkpoints.save(done, {"params": params, "optimizer": optimizer_state}, meta, {"quality": quality})
+                if stop:
+                    checkpoints.wait()
+                    return report.finish(done, compiled)
+            if trainer.export:
+                hf_export.export(params, run.model.architecture, workdir / task.folder, source_folder=run.folder)
+            return report.finish(run.total_steps, compiled)
+
+
+class Parts:
+    """What a run is made of, built in the order in which things can be wrong: cheap checks first, weights last.
+
+    Attributes:
+      config, task, mesh: as given.
+      folder: of the model that training starts from; `model` is its network.
+      training, held_out: ResponseDatasets; held_out is None without validation files.
+      total_steps: of the whole run.
+    """
+
+    def __init__(self, config: Config, task: Task, mesh):
+        self.config, self.task, self.mesh = config, task, mesh
+        for note in config_lib.supervised_notes(config):
+            metrics.say(f"note: {note}")
+        data = config.data
+        load = functools.partial(sources.load_examples, prompt_key=data.prompt_key, instruction=data.instruction,
+                                 response_key=config.supervised.response_key, seed=config.seed)
+        training = load(data.train_files)
+        held_out = load(data.val_files, option="config.data.val_files")[:data.val_max_samples] if data.val_files else []
+        self.folder = hf_hub.find(config.model.path, config.model.revision, "config.model.path")
+        self._row_length = config.packing.row_length or len(task.kinds) * config.sequence_length
+        rows = dataclasses.replace(config, packing=dataclasses.replace(config.packing, row_length=self._row_length))
+        self.model = state_lib.networks(rows, state_lib.Folders(self.folder, None, None)).actor
+        tokenizer = (tokenizer_lib.load_tokenizer(config.model.tokenizer_path) if config.model.tokenizer_path else
+                     tokenizer_lib.load_tokenizer(str(self.folder), option="config.model.path"))
+        experiment.check_model(config, mesh, self.model.architecture, tokenizer)
+        self.training = self._tokenize(training, tokenizer, "config.data.train_files")
+        self.held_out = self._tokenize(held_out, tokenizer, "config.data.val_files") if held_out else None
+        steps_per_epoch = self.batches(0).steps_per_epoch
+        self.total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * steps_per_epoch
+        metrics.say(f"{len(self.training)} training and {len(self.held_out or ())} held-out {task.what}, {self.total_steps} "
+                    f"steps of {data.train_batch_size}")
+
+    def batches(self, position: int) -> prompts_lib.PromptBatches:
+        """Training batches from a position on, in examples consumed; their `indices` are what counts here."""
+        data = self.config.data
+        return prompts_lib.PromptBatches(self.training.prompts, data.train_batch_size, data.shuffle, self.config.seed, position)
+
+    def due(self, done: int, frequency: int) -> bool:
+        """Whether it is time for something that is done every so many steps (0: never) and after the last."""
+        return done == self.total_steps or (frequency > 0 and done % frequency == 0)
+
+    def everywhere(self, array) -> jax.Array:
+        return sharding.place(array, sharding.replicated(self.mesh))
+
+    def on_mesh(self, dataset: responses.ResponseDataset, rows, count: int | None = None):
+        """These rows of a data set, as fitting.step takes them: sequences, packing and its count of micro-batches.
+
+        Args:
+          count: how many of the rows are real; those behind them are left out of the packing. None: all.
+        """
+        sequences = dataset.sequences(rows)
+        lengths = (sequences.prompt_lengths + sequences.lengths).reshape(len(self.task.kinds), -1)
+        at_once = packing.rows_at_once(self.config.supervised.micro_batch_size_per_device, self._row_length, len(rows),
+                                       sharding.row_shards(self.mesh))
+        plan, counts = packing.plan(lengths.sum(0), np.arange(len(rows))[None], at_once, self._row_length,
+                                    self.config.packing.enabled)
+        plan = jax.tree.map(lambda x: x[0], plan)
+        if count is not None:
+            plan = dataclasses.replace(plan, sample=np.where(plan.sample < count, plan.sample, -1))
+        if len(self.task.kinds) > 1:
+            plan = packing.split_pairs(plan, lengths[0])
+        return (self.everywhere(sequences), sharding.place(plan, sharding.rows(self.mesh, axis=1)), self.everywhere(counts[0]))
+
+    def begin(self, checkpoints: Checkpointer, step: int):
+        """Parameters and optimizer state to begin with: the model's, or those of the checkpoint after `step` steps."""
+        shapes = jax.eval_shape(functools.partial(heads.init, self.model, head=self.task.objective.head), jax.random.key(0))
+        init = fitting.optimizer(self.config.supervised).init
+        trees = {"params": shapes, "optimizer": jax.eval_shape(init, shapes)}
+        where = sharding.tree_shardings(self.mesh, trees, sharding.TRAIN_RULES)
+        if step:
+            abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), trees, where)
+            arrays, _ = checkpoints.restore(step, abstract)
+            return arrays["params"], arrays["optimizer"]
+        params = hf_import.load(self.folder, self.model.architecture, where["params"], jnp.float32, self.task.objective.head,
+                                metrics.loading("model"))
+        return params, jax.jit(init, out_shardings=where["optimizer"])(params)
+
+    def evaluate(self, params) -> dict[str, float]:
+        """Means over the held-out examples."""
+        sums = collections.Counter()
+        for batch in prompts_lib.evaluation_batches(self.held_out.prompts, self.config.data.val_batch_size):
+            measured = fitting.measure(self.task.objective, self.config.supervised, self.model, params,
+                                       *self.on_mesh(self.held_out, batch.indices, batch.count))
+            sums.update({name: float(value) for name, value in jax.device_get(measured).items()})
+        units = sums.pop("units")
+        return {name: sums[name] / units for name in self.task.objective.names}
+
+    def _tokenize(self, examples, tokenizer, name) -> responses.ResponseDataset:
+        data = self.config.data
+        return responses.tokenize(
+            examples, tokenizer, self.task.kinds, max_prompt_length=data.max_prompt_length,
+            max_response_length=data.max_response_length, filter_overlong_prompts=data.filter_overlong_prompts,
+            truncation=data.truncation, chat_template=data.chat_template, name=name)
+
+
+class Reporter:
+    """Writes what a run tells: each step's figures, evaluations, the summary at its end."""
+
+    def __init__(self, run: Parts, workdir: Path, progress: Progress):
+        self._run, self._workdir, self._progress = run, workdir, progress
+        trainer = run.config.trainer
+        self._log = metrics.MetricsLog(workdir, tuple(filter(None, trainer.logger.split(","))), run.config.experiment_name,
+                                       dataclasses.asdict(run.config), progress.step, distributed.is_main())
+        self._bar = metrics.ProgressBar(run.total_steps, progress.step, distributed.is_main())
+        self._pending, self._skipped = None, 0
+        self._started = self._step_started = time.monotonic()
+
+    def __enter__(self):
+        self._log.__enter__()
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._bar.__exit__(*error)
+        self._log.__exit__(*error)
+
+    def later(self, step: int, figures: dict) -> None:
+        """Keeps a step's figures until they can be fetched without a wait."""
+        self._pending = (step, figures)
+
+    def flush(self) -> None:
+        """Fetches and writes the figures kept. Raises FloatingPointError after too many steps in a row that were skipped."""
+        if self._pending is None:
+            return
+        (step, figures), self._pending = self._pending, None
+        figures = {f"train/{name}": float(value) for name, value in jax.device_get(figures).items()}
+        now = time.monotonic()
+        figures["seconds/step"], self._step_started = now - self._step_started, now
+        figures["tokens_per_second"] = figures["train/tokens"] / figures["seconds/step"]
+        self._log.write(step, figures)
+        self._bar.advance(metrics.console_line(step, self._run.total_steps, figures, self._run.task.columns))
+        self._skipped = self._skipped + 1 if figures["train/skipped"] else 0
+        if self._skipped == self._run.config.trainer.max_skipped_updates:
+            raise FloatingPointError(
+                f"step {step}: the gradient was not finite for {self._skipped} steps in a row (config.trainer."
+                "max_skipped_updates); a smaller config.supervised.optim.lr or config.model.dtype=float32 may help")
+
+    def evaluation(self, done: int, means: dict[str, float]) -> float:
+        """Writes an evaluation. Returns what the best checkpoint is chosen by."""
+        self.flush()
+        self._progress.evaluations.append({"step": done} | means)
+        self._log.write(done, {f"eval/{name}": value for name, value in means.items()})
+        self._bar.say(f"evaluation after step {done}: " + ", ".join(f"{name} {value:.3f}" for name, value in means.items()))
+        self._step_started = time.monotonic()
+        return means.get("accuracy", -means["loss"])
+
+    def finish(self, steps: int, compiled: compilation.Compilations) -> dict:
+        """Writes what is still kept, the curves and summary.json."""
+        self.flush()
+        run = self._run
+        summary = {"experiment_name": run.config.experiment_name, "steps": steps, "total_steps": run.total_steps,
+                   "evaluations": self._progress.evaluations, "seconds": time.monotonic() - self._started,
+                   "devices": np.prod(list(run.mesh.shape.values())).item(), "mesh": dict(run.mesh.shape),
+                   "compilations": dataclasses.asdict(compiled), "versions": metrics.versions()}
+        if distributed.is_main():
+            metrics.plot_curves(self._workdir / "training_metrics.csv", self._progress.evaluations,
+                                self._workdir / "training_curves.png", run.task.panels)
+            metrics.write_summary(self._workdir, summary)
+        return summary

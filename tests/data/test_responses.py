@@ -1,0 +1,117 @@
+"""Given responses: read, encoded, laid out."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from jax_ppo.data import responses, sources
+from jax_ppo.data.tokenizer import encode_prompt, encode_response
+from jax_ppo.errors import UserError
+from jax_ppo.types import Example
+
+START = "\n\nHuman: How many apples?\n\nAssistant: Whose?\n\nHuman: Tom's.\n\nAssistant:"
+ROW = {"chosen": START + " Two apples.", "rejected": START + " Tom has many."}
+
+
+def write(path, rows):
+    with (gzip.open if path.name.endswith(".gz") else open)(path, "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return str(path)
+
+
+def test_rows_of_hh_rlhfs_form(tmp_path):
+    # In the second one the dialogues part before their last turns.
+    other = {"chosen": "\n\nHuman: A\n\nAssistant: B", "rejected": "\n\nHuman: A\n\nAssistant: C\n\nHuman: D\n\nAssistant: E"}
+    one, two = sources.load_examples(write(tmp_path / "hh.jsonl.gz", [ROW, other]))
+    assert (one.prompt, one.response, one.rejected) == (START, " Two apples.", " Tom has many.")
+    assert (two.prompt, two.response, two.rejected) == ("\n\nHuman: A\n\nAssistant:", " B", " C\n\nHuman: D\n\nAssistant: E")
+    assert one.data_source == "Anthropic/hh-rlhf"
+
+
+@pytest.mark.parametrize(("row", "message"), [
+    ({"chosen": "\n\nHuman: A", "rejected": "\n\nHuman: B"}, "hh.jsonl:1: .* do not begin with the same dialogue"),
+    ({"chosen": ["A"], "rejected": "B"}, "hh.jsonl:1: .* must be text, got list and str"),
+])
+def test_what_is_no_pair_is_told(tmp_path, row, message):
+    with pytest.raises(UserError, match=message):
+        sources.load_examples(write(tmp_path / "hh.jsonl", [row]))
+
+
+def test_other_forms_have_responses_too(tmp_path):
+    gsm8k = {"question": "1 + 1?", "answer": "It is 2.\n#### 2"}
+    verl = {"data_source": "x", "prompt": "1 + 1?", "reward_model": {"style": "rule", "ground_truth": "2"}}
+    path = write(tmp_path / "a.jsonl", [gsm8k, verl, verl | {"extra_info": {"answer": "2!"}}, verl | {"answer": "two"}])
+    assert [e.response for e in sources.load_examples(path)] == ["It is 2.\n#### 2", None, "2!", "two"]
+    path = write(tmp_path / "b.jsonl", [verl | {"extra_info": {"solution": "II"}}])
+    assert sources.load_examples(path, response_key="solution")[0].response == "II"
+    [problem] = sources.load_examples("arithmetic:1")
+    assert problem.response == problem.extra_info["solution"]
+
+
+def test_stories_have_a_joyful_and_a_sad_sentence():
+    examples = sources.load_examples("stories:20")
+    assert all(e.response.startswith(" ") and e.response.endswith(".") and e.rejected != e.response for e in examples)
+    assert examples == sources.load_examples("stories:20")
+
+
+def test_slices_of_files(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"question": str(i), "answer": f"#### {i}"} for i in range(5)])
+    for spec, expected in (("[:2]", "01"), ("[3:]", "34"), ("[1:3]", "12"), ("", "01234")):
+        assert "".join(e.ground_truth for e in sources.load_examples(path + spec)) == expected
+    with pytest.raises(UserError, match=r"a.jsonl\[9:\] holds no rows"):
+        sources.load_examples(path + "[9:]")
+
+
+def test_a_response_is_encoded_as_it_goes_on(trained):
+    tokenizer, _ = trained
+    prompt, response = "Tom has 3 apples.", " He buys 2 more."
+    ids = encode_response(tokenizer, prompt, response)
+    assert encode_prompt(tokenizer, prompt) + ids == [*tokenizer.encode(prompt + response), tokenizer.eos_token_id]
+    # Where the two run into one token, each stands alone.
+    prompt, response = "How many appl", "es"
+    assert tokenizer.encode(prompt + response) != tokenizer.encode(prompt) + tokenizer.encode(response)
+    assert encode_response(tokenizer, prompt, response) == [*tokenizer.encode(response), tokenizer.eos_token_id]
+
+
+def test_no_blank_is_put_before_a_response(real_data):
+    """SentencePiece's tokenizers put one before a text that stands alone."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(real_data("tinystories-260k"))
+    prompt, response = "Once upon a time, there was a girl named Lily.", " She loved to play."
+    ids = encode_prompt(tokenizer, prompt) + encode_response(tokenizer, prompt, response)
+    assert tokenizer.decode(ids, skip_special_tokens=True) == prompt + response
+    assert ids[0] == tokenizer.bos_token_id and ids[-1] == tokenizer.eos_token_id and tokenizer.bos_token_id not in ids[1:]
+
+
+def test_pairs_lie_one_kind_behind_the_other(trained):
+    tokenizer, _ = trained
+    examples = [Example(f"Tom has {i} apples.", "x", response=" He has 1.", rejected=" He" * (i + 2)) for i in range(3)]
+    data = responses.tokenize(examples, tokenizer, responses.PAIR, max_prompt_length=20, max_response_length=12)
+    sequences = data.sequences([2, 0])
+    assert sequences.tokens.shape == (4, 32)
+    for sequence, (row, kind) in enumerate([(2, "response"), (0, "response"), (2, "rejected"), (0, "rejected")]):
+        prompt, response = examples[row].prompt, getattr(examples[row], kind)
+        expected = [*tokenizer.encode(prompt + response), tokenizer.eos_token_id]
+        length = sequences.prompt_lengths[sequence] + sequences.lengths[sequence]
+        assert sequences.tokens[sequence, :length].tolist() == expected and not sequences.tokens[sequence, length:].any()
+        assert sequences.prompt_lengths[sequence] == len(tokenizer.encode(prompt))
+
+
+def test_long_responses_are_dropped(trained, caplog):
+    tokenizer, _ = trained
+    examples = [Example("Tom", "x", response=" has 1."), Example("Ann", "x", response=" 1" * 50)]
+    data = responses.tokenize(examples, tokenizer, responses.DEMONSTRATION, max_prompt_length=20, max_response_length=12)
+    assert len(data) == 1 and data.prompts.examples == (examples[0],) and len(data.prompts.tokens) == 1
+    assert "dropped 1 of 2 examples" in caplog.text
+    np.testing.assert_array_equal(data.responses[0][0], encode_response(tokenizer, "Tom", " has 1."))
+    with pytest.raises(UserError, match="no example is left of 2.*config.data.max_response_length=2"):
+        responses.tokenize(examples, tokenizer, responses.DEMONSTRATION, max_prompt_length=20, max_response_length=2)
+
+
+def test_a_missing_response_is_told(trained):
+    with pytest.raises(UserError, match="val_files, example 2 .*'y'.* has no rejected"):
+        responses.tokenize([Example("A", "x", response="a", rejected="b"), Example("B", "y", response="a")], trained[0],
+                           responses.PAIR, max_prompt_length=20, max_response_length=12, name="config.data.val_files")
