@@ -203,7 +203,7 @@ class Experiment:
         """Finds or fetches every role's checkpoint; makes the actor where none is named."""
         model, critic, reward = self.config.model, self.config.critic, self.config.reward
         if model.path:
-            actor = hf_hub.find(model.path, model.revision, "config.model.path")
+            actor = hf_hub.find(model.path)
         else:
             actor = workdir / "model"
             warmup.make_model(self.config, actor, self.mesh, report)

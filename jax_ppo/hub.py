@@ -18,7 +18,7 @@ class HubError(UserError):
         self.reason = reason
 
 
-def download(repo_id: str, patterns: Sequence[str], option: str, *, repo_type: str = "model", revision: str = "main",
+def download(name: str, patterns: Sequence[str], option: str, *, repo_type: str = "model",
              ignore: Sequence[str] = ()) -> tuple[Path, list[str]]:
     """Downloads the files of a repository that match, to the hub's cache.
 
@@ -27,11 +27,10 @@ def download(repo_id: str, patterns: Sequence[str], option: str, *, repo_type: s
     HF_HOME, HF_HUB_OFFLINE).
 
     Args:
-      repo_id: OWNER/NAME.
+      name: OWNER/NAME, or OWNER/NAME@REVISION: a branch, tag or commit in the place of main.
       patterns: file names, with * for any part, slashes too.
       option: for the message.
       repo_type: "model" or "dataset".
-      revision: branch, tag or commit.
       ignore: patterns of what is left out of that.
 
     Returns:
@@ -43,6 +42,7 @@ def download(repo_id: str, patterns: Sequence[str], option: str, *, repo_type: s
         nothing in the cache.
     """
     kind, prefix = _KINDS[repo_type]
+    repo_id, revision = split_revision(name)
     asked, endpoint = False, "the Hugging Face hub"
     wanted = {"repo_type": repo_type, "revision": revision, "allow_patterns": list(patterns),
               "ignore_patterns": list(ignore)}
@@ -69,6 +69,12 @@ def download(repo_id: str, patterns: Sequence[str], option: str, *, repo_type: s
             f"{option}: the {kind} {repo_id} at revision {revision} cannot be had: {reason}. Give a local path in {option}, "
             "or a name that the hub has; or run once with a network (`hf download` fills the cache; HF_HOME says where it "
             "is)", reason) from error
+
+
+def split_revision(name: str) -> tuple[str, str]:
+    """OWNER/NAME and the revision that may stand behind it, after an @."""
+    repo_id, _, revision = name.partition("@")
+    return repo_id, revision or "main"
 
 
 def _refusal(error, endpoint, url, revision):

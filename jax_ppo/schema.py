@@ -77,8 +77,8 @@ class Lora:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    path: str = option("", "Hugging Face folder or hub name; empty makes a small model (see model.create)")
-    revision: str = option("main", "hub revision: branch, tag or commit")
+    path: str = option("", "Hugging Face folder or hub name (OWNER/NAME, or OWNER/NAME@REVISION, as everywhere); empty makes a "
+                       "small model (see model.create)")
     tokenizer_path: str = option("", "folder or hub name of the tokenizer; empty is model.path")
     dtype: str = option("bfloat16", "type of the computation; trained parameters and their optimizer are kept in float32",
                         choices=("bfloat16", "float32"))

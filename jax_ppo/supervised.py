@@ -116,7 +116,7 @@ class Parts:
                                  response_key=config.supervised.response_key, seed=config.seed)
         training = load(data.train_files)
         held_out = load(data.val_files, option="config.data.val_files")[:data.val_max_samples] if data.val_files else []
-        self.folder = hf_hub.find(config.model.path, config.model.revision, "config.model.path")
+        self.folder = hf_hub.find(config.model.path)
         self._row_length = config.packing.row_length or len(task.kinds) * config.sequence_length
         rows = dataclasses.replace(config, packing=dataclasses.replace(config.packing, row_length=self._row_length))
         self.model = state_lib.networks(rows, state_lib.Folders(self.folder, None, None)).actor

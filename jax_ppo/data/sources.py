@@ -1,10 +1,10 @@
 """What `data.train_files` and `data.val_files` may say, and the examples behind it.
 
-    a.jsonl, a.jsonl.gz, a.parquet       files
-    hf:OWNER/NAME/PATH/IN/REPO           one such file of a data set repository on the Hugging Face hub
-    tfds:NAME/SPLIT                      TensorFlow Datasets, without TensorFlow
-    arithmetic:COUNT[:heldout]           generated word problems
-    stories:COUNT[:heldout]              generated story openings, each with a joyful and a sad sentence to go on with
+    a.jsonl, a.jsonl.gz, a.parquet          files
+    hf:OWNER/NAME[@REVISION]/PATH/IN/REPO   one such file of a data set repository on the Hugging Face hub
+    tfds:NAME/SPLIT                         TensorFlow Datasets, without TensorFlow
+    arithmetic:COUNT[:heldout]              generated word problems
+    stories:COUNT[:heldout]                 generated story openings, each with a joyful and a sad sentence to go on with
 
 Several are separated by commas and come one after the other. FILE[START:END], of any file, takes those of its rows alone,
 counted from 0 as in Python.
@@ -97,10 +97,10 @@ def _hub_file(rest, option):
     if len(parts) < 3 or not all(parts) or not rest.endswith(files.SUFFIXES):
         raise UserError(f"{option}='hf:{rest}': expected hf:OWNER/NAME/FILE with a file that ends in "
                         f"{', '.join(files.SUFFIXES)}, as in hf:openai/gsm8k/main/train-00000-of-00001.parquet")
-    repo_id, path = f"{parts[0]}/{parts[1]}", parts[2]
-    folder, names = hub.download(repo_id, [path], option, repo_type="dataset")
+    name, path = f"{parts[0]}/{parts[1]}", parts[2]
+    folder, names = hub.download(name, [path], option, repo_type="dataset")
     if path not in names:
-        raise UserError(f"{option}: the data set {repo_id} on the hub has no file {path}.{did_you_mean(path, names)}")
+        raise UserError(f"{option}: the data set {name} on the hub has no file {path}.{did_you_mean(path, names)}")
     return folder / path
 
 

@@ -13,12 +13,11 @@ _FILES = ["tokenizer*", "*token*.json", "config.json", "vocab*", "merges.txt", "
           "*.model", "*.tiktoken"]
 
 
-def load_tokenizer(path: str, revision: str = "main", option: str = "config.model.tokenizer_path"):
+def load_tokenizer(path: str, option: str = "config.model.tokenizer_path"):
     """The transformers tokenizer of a folder or, where there is no such folder, of a model on the Hugging Face hub.
 
     Args:
-      path: folder, or OWNER/NAME on the hub.
-      revision: branch, tag or commit on the hub.
+      path: folder, or on the hub OWNER/NAME or OWNER/NAME@REVISION.
       option: the option that holds the path, for the messages.
 
     Raises:
@@ -28,7 +27,7 @@ def load_tokenizer(path: str, revision: str = "main", option: str = "config.mode
         raise UserError(f"{option}='': must be set to a folder, or to a model's name on the Hugging Face hub")
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        folder = _from_hub(path, revision, option)
+        folder = _from_hub(path, option)
     from transformers import AutoTokenizer
 
     try:
@@ -39,13 +38,13 @@ def load_tokenizer(path: str, revision: str = "main", option: str = "config.mode
                         f"tokenizer.json with tokenizer_config.json, and no code of its own: {error}") from error
 
 
-def _from_hub(path, revision, option):
+def _from_hub(path, option):
     parent = Path(path).expanduser().parent
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+    if path.startswith((".", "/", "~")) or hub.split_revision(path)[0].count("/") > 1:
         siblings = [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
         raise UserError(f"{option}={path!r}: there is no such folder (looked from {Path.cwd()})."
                         f"{did_you_mean(Path(path).name, siblings)}")
-    return hub.download(path, _FILES, option, revision=revision)[0]
+    return hub.download(path, _FILES, option)[0]
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path):

@@ -8,14 +8,15 @@ from pathlib import Path
 from jax_ppo import hub
 from jax_ppo.errors import UserError
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 HUB_FILES = ["*.json", "model*.safetensors", "adapter_model.safetensors", "tokenizer*", "*.model", "vocab*", "merges*",
              "*.jinja"]
 
 
-def find(path: str, revision: str = "main", what: str = "config.model.path") -> Path:
+def find(path: str, what: str = "config.model.path") -> Path:
     """The folder of a checkpoint: `path` itself, or what the hub holds under this name, downloaded or from its cache.
 
+    A name is OWNER/NAME, or OWNER/NAME@REVISION (a branch, tag or commit).
     `what` is the option's name, for the message of the UserError that is raised where nothing is found: at once, or
     where the hub is silent after hub.TIMEOUT seconds or a little more.
     """
@@ -32,9 +33,10 @@ def find(path: str, revision: str = "main", what: str = "config.model.path") -> 
         raise UserError(f"{problem}this is a file; {remedy}")
     if not HUB_NAME.fullmatch(path):
         raise UserError(f"{problem}there is no such folder (and it is no hub name, OWNER/NAME); {remedy}")
-    command = f"hf download {path} --revision {revision} --local-dir {path.rpartition('/')[2]}"
+    name, revision = hub.split_revision(path)
+    command = f"hf download {name} --revision {revision} --local-dir {name.rpartition('/')[2]}"
     try:
-        return hub.download(path, HUB_FILES, what, revision=revision, ignore=["*/*"])[0]
+        return hub.download(path, HUB_FILES, what, ignore=["*/*"])[0]
     except hub.HubError as error:
         raise UserError(f"{problem}there is no such folder, and {error.reason}. Either {remedy}; or get one, where the hub "
                         f"can be reached, with `{command}`") from error

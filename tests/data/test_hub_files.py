@@ -45,7 +45,7 @@ def test_without_a_network_the_error_comes_at_once_and_says_what_to_do(tmp_path,
 @pytest.fixture
 def fake_hub(monkeypatch, tmp_path):
     """A hub with one data set, whose cache is tmp_path. `down` set takes the network away."""
-    state = types.SimpleNamespace(down=False, broken=False, error=None)
+    state = types.SimpleNamespace(down=False, broken=False, error=None, revision="main")
     names = ["README.md", "main/train.jsonl", "main/test.jsonl"]
 
     def repo_info(self, repo_id, **_):
@@ -57,7 +57,7 @@ def fake_hub(monkeypatch, tmp_path):
 
     def snapshot_download(repo_id, repo_type, revision, allow_patterns, ignore_patterns, local_files_only=False,
                           etag_timeout=None):
-        assert (repo_id, repo_type, revision) == ("owner/name", "dataset", "main")
+        assert (repo_id, repo_type, revision) == ("owner/name", "dataset", state.revision)
         if local_files_only and not any(tmp_path.iterdir()):
             raise FileNotFoundError("not in the cache")
         if state.broken:
@@ -79,6 +79,11 @@ def test_a_file_of_the_hub_is_read_and_cached(fake_hub):
     assert sources.load_examples("hf:owner/name/main/train.jsonl") == [example]
     with pytest.raises(UserError, match=r"^option: .* owner/name .* cannot be reached \(ConnectionError: no route to host\)"):
         sources.load_examples("hf:owner/name/main/test.jsonl", option="option")  # only the other one is in the cache
+
+
+def test_a_revision_of_a_data_set(fake_hub):
+    fake_hub.revision = "v1.0"
+    assert sources.load_examples("hf:owner/name@v1.0/main/train.jsonl")[0].ground_truth == "5"
 
 
 def test_a_download_that_breaks_off(fake_hub):

@@ -33,7 +33,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         path = self.path.split("?")[0]
         if "/resolve/" not in path:
             path = path.replace("ada/shut", "ada/tiny")
-        if path == "/api/models/ada/tiny/revision/main":
+        if path in ("/api/models/ada/tiny/revision/main", "/api/models/ada/tiny/revision/refs%2Fpr%2F1"):
             self.answer(json.dumps({"id": "ada/tiny", "sha": SHA, "siblings": []}).encode())
         elif path == f"/api/models/ada/tiny/tree/{SHA}":
             files = [{"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
@@ -110,18 +110,26 @@ def test_a_hub_name_is_fetched_once_without_pickles_and_subfolders(online, monke
     assert hf_import.find("ada/tiny") == folder  # from the cache
 
 
+def test_a_revision_is_asked_for_and_kept_by_its_name(online, monkeypatch):
+    folder = hf_import.find("ada/tiny@refs/pr/1")
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    assert hf_import.find("ada/tiny@refs/pr/1") == folder
+    assert "cannot be reached" in refusal("ada/tiny")  # another revision, which nobody has fetched
+
+
 def test_what_the_hub_refuses(online):
     message = refusal("ada/huge")
     assert "config.model.path='ada/huge'" in message and "has no repository of this name" in message
     assert "HF_TOKEN" in message
-    assert "has no revision 'v9'" in refusal("ada/tiny", "v9")
+    assert "has no revision 'v9'" in refusal("ada/tiny@v9")
     assert "is gated: accept its terms there and set HF_TOKEN" in refusal("ada/locked")
     assert "/ada/shut is gated: accept its terms there and set HF_TOKEN" in refusal("ada/shut")
     assert "it is no hub name" in refusal("ada..x/tiny")
 
 
 def test_no_network(offline, tmp_path):
-    message = refusal("Qwen/Qwen2.5-0.5B-Instruct", "main", "config.critic.path")
+    message = refusal("Qwen/Qwen2.5-0.5B-Instruct", "config.critic.path")
     assert message.startswith("config.critic.path='Qwen/Qwen2.5-0.5B-Instruct': there is no such folder, and ")
     assert "cannot be reached (ConnectError" in message
     assert "set config.critic.path to a folder with config.json and model.safetensors" in message
