@@ -29,7 +29,7 @@ def get_config():
     config.data.val_batch_size = 64
     config.data.val_max_samples = 256
     config.data.max_prompt_length = 512
-    config.data.max_response_length = 128
+    config.data.max_response_length = 256
     config.actor.ppo_mini_batch_size = 32
     config.actor.optim.lr = 1e-6
     config.critic.optim.lr = 1e-5
@@ -37,6 +37,7 @@ def get_config():
     config.algorithm.use_kl_in_reward = True
     config.algorithm.kl_ctrl.kl_coef = 0.05
     config.reward.normalize = "running"
+    config.reward.missing_eos_penalty = 1.0  # the reward model has seen nothing but whole responses
     config.rollout.val_kwargs.temperature = 1.0
     config.trainer.best_metric = "reward_mean"
     config.trainer.log_samples = 0

@@ -16,6 +16,7 @@ from jax_ppo.config import ConfigError
 from jax_ppo.errors import UserError
 from jax_ppo.schema import Config
 
+EXAMPLES = {"train": "arithmetic.py", "sft": "hh_rlhf_sft.py", "reward_model": "hh_rlhf_reward.py"}
 USAGE = """usage: python -m jax_ppo.{command} --config=FILE[:ARG] [--config.OPTION=VALUE ...] [--workdir=FOLDER]
 
 FILE has a function get_config(ARG) that returns a configuration; configs/ holds some. FOLDER is output/EXPERIMENT_NAME if not
@@ -81,7 +82,7 @@ def read(arguments: list[str], command: str = "train") -> tuple[Config, Path]:
     if rest:
         raise ConfigError(f"{rest[0]}: not an option; options are written --config.NAME=VALUE")
     if values.config is None:
-        raise ConfigError("--config: must be given, for example --config=configs/arithmetic.py")
+        raise ConfigError(f"--config: must be given, for example --config=configs/{EXAMPLES[command]}")
     config = config_lib.from_config_dict(values.config, command)
     if "://" in (values.workdir or ""):
         raise ConfigError(f"--workdir={values.workdir}: must be a folder of this machine or of a disk that it mounts")

@@ -11,13 +11,15 @@ import functools
 import typing
 
 from jax_ppo.errors import UserError, did_you_mean
-from jax_ppo.schema import LORA_TARGETS, POLICY_LOSSES, Config, Lora, lora_targets, schedule_points
+from jax_ppo.schema import POLICY_LOSSES, Config, CriticOptim, Lora, lora_targets, schedule_points
 
 if typing.TYPE_CHECKING:
     import ml_collections  # else only where a ConfigDict is made: a Config can be built and used without it
 
 
 PER_EXAMPLE = {"sft": 1, "reward_model": 2}  # responses of an example, each with the prompt
+PPO_ALONE = ("actor.", "critic.", "algorithm.", "rollout.", "reward.", "model.create.", "model.lora.", "trainer.critic_warmup",
+             "trainer.best_metric", "trainer.log_samples", "trainer.warn_")  # options that no other command reads
 
 
 class ConfigError(UserError):
@@ -179,14 +181,19 @@ def _check_supervised(config: Config, command: str):
                           "max_response_length); set it to that or more")
     if command == "sft" and config.supervised.center_coef:
         raise ConfigError(f"config.supervised.center_coef={config.supervised.center_coef}: jax_ppo.reward_model alone reads it")
+    for name in ("rank", "path"):
+        if value := getattr(config.model.lora, name):
+            raise ConfigError(f"config.model.lora.{name}={value!r}: jax_ppo.{command} trains all parameters, jax_ppo.train "
+                              "alone learns adapters; leave it unset")
     _check_machine(config)
 
 
-def supervised_notes(config: Config) -> list[str]:
+def supervised_notes(config: Config, command: str) -> list[str]:
     """Options that are set and that the commands which learn from given responses do not read."""
-    ppos = ("actor", "critic", "algorithm", "rollout", "reward")
-    return [f"config.{name}={_value(config, name)!r} is not read: it belongs to jax_ppo.train"
-            for name, _, default, _ in options() if name.partition(".")[0] in ppos and _value(config, name) != default]
+    others = dict.fromkeys(PPO_ALONE, "train") | ({"supervised.response_key": "sft"} if command == "reward_model" else {})
+    return [f"config.{name}={_value(config, name)!r} is not read: it belongs to jax_ppo.{other}"
+            for name, _, default, _ in options() if _value(config, name) != default
+            for start, other in others.items() if name.startswith(start)]
 
 
 def _check_machine(config: Config):
@@ -240,36 +247,35 @@ def _check_algorithm(config: Config):
 
 
 def _check_adapters(config: Config):
-    """And where the critic starts."""
-    options, default = config.model.lora, Lora()
+    """Adapters, and where the critic starts."""
+    options, default, critic = config.model.lora, Lora(), config.critic
     try:
         lora_targets(options.targets)
     except ValueError as error:
-        near = did_you_mean(options.targets.rpartition(",")[2].strip(), (*LORA_TARGETS, "all-linear"))
-        raise ConfigError(f"config.model.lora.targets={options.targets!r}: {error}.{near}") from None
+        raise ConfigError(f"config.model.lora.targets={options.targets!r}: {error}") from None
     if options.path and options != dataclasses.replace(default, path=options.path):
         raise ConfigError(f"config.model.lora.path={options.path!r}: says what rank, alpha and targets are; leave "
                           "config.model.lora.rank, alpha and targets at their defaults")
-    if config.critic.keep_head and not config.critic.path:
-        raise ConfigError("config.critic.keep_head=True: needs a config.critic.path that has a head")
     of_its_own = {name: _value(config, name) for name in (
-        "trainer.critic_warmup", "critic.path", "critic.ppo_epochs", "critic.ppo_mini_batch_size",
+        "trainer.critic_warmup", "critic.path", "critic.keep_head", "critic.ppo_epochs", "critic.ppo_mini_batch_size",
         "critic.ppo_micro_batch_size_per_device", "critic.loss_agg_mode")}
     for name, value in of_its_own.items():
-        if value and config.critic.shared_trunk:
+        if value and critic.shared_trunk:
             raise ConfigError(f"config.{name}={value!r}: a critic that shares the actor's trunk has none of its own; leave it "
                               "unset, or set config.critic.shared_trunk=False")
+    if critic.keep_head and not critic.path:
+        raise ConfigError("config.critic.keep_head=True: needs a config.critic.path that has a head")
 
 
 def notes(config: Config) -> list[str]:
     """What is allowed and may not be meant: options that nothing reads beside others, and biases that are easily missed."""
-    options, actor, default = config.algorithm, config.actor, Config()
+    algorithm, actor, default = config.algorithm, config.actor, Config()
     found = []
     if config.rollout.top_k > 0 or config.rollout.top_p < 1:
         found.append("config.rollout.top_k and top_p cut the distribution that is sampled, while log-probs and ratios are of "
                      "the whole one: what is learned is off-policy by that much")
-    if options.use_kl_in_reward and options.kl_penalty != "k1":
-        found.append(f"config.algorithm.kl_penalty={options.kl_penalty!r}: in the reward k1 alone follows the KL's gradient; "
+    if algorithm.use_kl_in_reward and algorithm.kl_penalty != "k1":
+        found.append(f"config.algorithm.kl_penalty={algorithm.kl_penalty!r}: in the reward k1 alone follows the KL's gradient; "
                      "kernels/kl.py says what the others do")
     if actor.use_kl_loss and actor.kl_loss_type == "k1":
         found.append("config.actor.kl_loss_type='k1': its expected gradient is 0, so it restrains nothing; k2 does")
@@ -279,23 +285,28 @@ def notes(config: Config) -> list[str]:
     if actor.policy_loss == "reinforce" and not config.updates_once:
         found.append("config.actor.policy_loss='reinforce': is biased once the policy has moved; it is meant for one optimizer "
                      "step a rollout")
+    if config.model.lora.path and (algorithm.use_kl_in_reward or actor.use_kl_loss):
+        found.append(f"config.model.lora.path={config.model.lora.path!r}: the reference is the bare base, not the policy that "
+                     "training starts from; merge those adapters into config.model.path if the KL is to be measured to them")
     unread = {
         "actor.target_kl": config.updates_once, "actor.loss_scale_factor": "norm" not in actor.loss_agg_mode,
-        "algorithm.norm_adv_by_std_in_grpo": options.adv_estimator != "grpo",
+        "algorithm.norm_adv_by_std_in_grpo": algorithm.adv_estimator != "grpo",
         "algorithm.whiten_shift_mean": not config.whitens_advantages,
-        "algorithm.bootstrap_truncated": options.mask_truncated,
+        "algorithm.bootstrap_truncated": algorithm.mask_truncated,
         "model.lora.alpha": not config.has_adapters, "model.lora.targets": not config.has_adapters,
-        "algorithm.gamma": options.adv_estimator in ("grpo", "rloo", "reinforce_plus_plus_baseline"),
+        "algorithm.gamma": algorithm.adv_estimator in ("grpo", "rloo", "reinforce_plus_plus_baseline"),
         "reward.normalize_shift": config.reward.normalize == "none",
         "reward.normalize_samples": config.reward.normalize != "reference",
     } | {name: not config.has_critic for name in (
         "algorithm.lam", "algorithm.lam_length_alpha", "algorithm.critic_lam", "algorithm.critic_gamma", "critic.ppo_epochs",
         "critic.ppo_mini_batch_size", "critic.huber_delta")} | {f"critic.{name}": config.shares_trunk for name in (
-        "optim.lr", "grad_clip")}
+        "grad_clip", *(f"optim.{field.name}" for field in dataclasses.fields(CriticOptim)))}
     for name, unused in unread.items():
         value = _value(config, name)
         if unused and value != _value(default, name):
             found.append(f"config.{name}={value!r} changes nothing beside the other options")
+    found += [f"config.{name}={_value(config, name)!r} is not read: it belongs to jax_ppo.sft and jax_ppo.reward_model"
+              for name, _, default, _ in options() if name.startswith("supervised.") and _value(config, name) != default]
     steps = config.trainer.total_training_steps
     if steps and config.trainer.critic_warmup >= steps:
         found.append(f"config.trainer.critic_warmup={config.trainer.critic_warmup}: the actor never learns in {steps} steps")

@@ -19,7 +19,7 @@ from jax_ppo.config import ConfigError
 from jax_ppo.data import prompts as prompts_lib
 from jax_ppo.data import sources
 from jax_ppo.data import tokenizer as tokenizer_lib
-from jax_ppo.models import heads, hf_hub, rope
+from jax_ppo.models import heads, hf_hub, peft, rope
 from jax_ppo.models.transformer import Transformer, unroll
 from jax_ppo.rewards import process, registry
 from jax_ppo.rewards.rules import RewardResult
@@ -93,7 +93,8 @@ class Experiment:
             tokenizer_lib.load_tokenizer(config.model.tokenizer_path) if config.model.tokenizer_path else
             tokenizer_lib.load_tokenizer(str(self.folders.actor), option="config.model.path"))
         self.reward_inputs = self.nets.reward and reward_inputs.choose(config, mesh, self.nets.reward, self.folders.reward,
-                                                                       self.tokenizer, report)
+                                                                       self.tokenizer, report,
+                                                                       not isinstance(training[0].prompt, str))
         self._check_model()
         self.training = self._tokenize(training, "config.data.train_files")
         self.held_out = self._tokenize(held_out, "config.data.val_files") if held_out else None
@@ -212,13 +213,19 @@ class Experiment:
             critic=None if not self.config.has_critic or self.config.shares_trunk else
             hf_hub.find(critic.path, what="config.critic.path") if critic.path else actor,
             reward=hf_hub.find(reward.model_path, what="config.reward.model_path") if reward.model_path else None,
-            adapters=hf_hub.find(model.lora.path, what="config.model.lora.path") if model.lora.path else None)
+            adapters=hf_hub.find(model.lora.path, "config.model.lora.path", f"{peft.CONFIG} and {peft.WEIGHTS}")
+            if model.lora.path else None)
 
     def _check_model(self):
         config, tokenizer = self.config, self.tokenizer
         for net in (self.nets.actor, self.nets.critic, None if self.reward_inputs else self.nets.reward):
             if net is not None:
                 check_model(config, self.mesh, net.architecture, tokenizer)
+        if config.critic.path and tokenizer_lib.has_tokenizer(self.folders.critic):
+            critics = tokenizer_lib.load_tokenizer(str(self.folders.critic), option="config.critic.path")
+            if critics.get_vocab() != tokenizer.get_vocab():
+                raise ConfigError(f"config.critic.path={config.critic.path!r}: has the tokenizer of another vocabulary; a "
+                                  "critic reads the actor's tokens")
 
     def _tokenize(self, examples, name):
         data = self.config.data

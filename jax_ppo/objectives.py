@@ -141,7 +141,8 @@ def critic_loss(config: Config, nets: Networks, params, context: None, rows: pac
 
 def shared_loss(config: Config, nets: Networks, params, context: ActorContext, rows: packing_lib.Rows, experience: Experience,
                 weights: Weights):
-    """Both, of one pass through the trunk that actor and critic share. Returns (loss, metrics)."""
+    """The sum of the policy's and the value loss, of one pass through the trunk that actor and critic share. Returns (loss,
+    metrics)."""
     hidden = scoring.hidden_states(nets.actor, params, rows)
     of_actor, actor_metrics = _actor_loss(config, nets, params, hidden, context, rows, experience, weights)
     of_critic, critic_metrics = _critic_loss(config, heads.scalars(params, hidden), rows, experience, weights)

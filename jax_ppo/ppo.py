@@ -25,8 +25,8 @@ from jax_ppo.update import update
 
 # Besides those of the model: what the trees of a checkpoint are, or what they were learned from.
 ANOTHER_EXPERIMENT = ("seed", "data.train_files", "critic.path", "critic.keep_head", "critic.shared_trunk",
-                      "critic.normalize_values",
-                      "reward.model_path", "reward.model_input", "reward.normalize", "algorithm.adv_estimator")
+                      "critic.normalize_values", "reward.model_path", "reward.model_input", "reward.normalize",
+                      "algorithm.adv_estimator")
 
 KEPT_BY_CHECKPOINTS = ("algorithm.kl_ctrl.kl_coef", "reward.normalize_samples")  # read by the first step alone
 

@@ -12,7 +12,7 @@ from jax_ppo import compilation, distributed, metrics
 from jax_ppo.checkpoint import Progress
 from jax_ppo.evaluate import Evaluation
 from jax_ppo.experiment import Experiment, Rewarded
-from jax_ppo.models import heads, hf_export, peft
+from jax_ppo.models import heads, hf_export, hf_hub, peft
 
 
 class Reporter:
@@ -120,13 +120,16 @@ class Reporter:
         """The actor as a Hugging Face folder; with adapters they are merged in it, and stand in a folder of their own too."""
         run, lora, actor = self._run, self._run.nets.actor.lora, heads.without_scalars(state.actor)
         write = functools.partial(hf_export.export, architecture=run.nets.actor.architecture, folder=self._workdir / "actor",
-                                  source_folder=run.folders.actor)
+                                  source_folder=run.folders.actor, tokenizer_folder=Path(run.tokenizer.name_or_path))
         if lora is None:
             write(actor)
         else:
             write(state.reference, adapters=actor, lora=lora)
+            if obstacle := peft.no_names(run.nets.actor.architecture, lora):
+                metrics.say(f"no adapter folder is written: {obstacle}")
+                return
             peft.save(actor, run.nets.actor.architecture, lora, self._workdir / "adapter",
-                      run.config.model.path or str(run.folders.actor.resolve()))
+                      *hf_hub.where(run.config.model.path, run.folders.actor))
 
     def _plot(self):
         if distributed.is_main():

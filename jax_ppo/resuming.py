@@ -30,8 +30,11 @@ def find_progress(config: Config, total_steps: int, checkpoints: Checkpointer, a
 
 def _check_same_experiment(config: Config, saved: dict, another, kept) -> None:
     """Says which options differ from the checkpoint's; raises UserError for those that make it another experiment."""
-    now, then = (dict(_flatten(options)) for options in (dataclasses.asdict(config), saved))
-    changed = [name for name in now if name in then and now[name] != then[name]]
+    # An option that is younger than the checkpoint had the value that is now its default.
+    default, now, then = (dict(_flatten(options)) for options in
+                          (dataclasses.asdict(Config()), dataclasses.asdict(config), saved))
+    then = default | then
+    changed = [name for name in now if now[name] != then[name]]
     for name in changed:
         if name.startswith("model.") or name in another:
             raise UserError(f"config.{name}={now[name]!r}: the work directory holds checkpoints of another experiment, with "

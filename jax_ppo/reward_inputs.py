@@ -24,17 +24,18 @@ log = logging.getLogger(__name__)
 
 
 def choose(config: Config, mesh, net: Transformer | Deberta, folder: Path, actors_tokenizer,
-           report: Callable[[str], None]) -> "RewardInputs | None":
+           report: Callable[[str], None], chats: bool = True) -> "RewardInputs | None":
     """How the reward model in `folder` gets to read responses; None where it takes the tokens as they were sampled.
 
+    `chats`: whether prompts are messages; a decoder reads text as text, whatever chat template its tokenizer has.
     Raises ConfigError where it can not read what the options say.
     """
     options, encoder, tokenizer = config.reward, isinstance(net, Deberta), actors_tokenizer
     given, architecture = f"config.reward.model_path={options.model_path!r}", net.architecture
-    if any((folder / name).exists() for name in model_inputs.TOKENIZER_FILES):
+    if tokenizer_lib.has_tokenizer(folder):
         tokenizer = tokenizer_lib.load_tokenizer(str(folder), option="config.reward.model_path")
     elif encoder:
-        raise ConfigError(f"{given}: {folder} has no tokenizer (none of {', '.join(model_inputs.TOKENIZER_FILES)}); copy the "
+        raise ConfigError(f"{given}: {folder} has no tokenizer (none of {', '.join(tokenizer_lib.OF_A_TOKENIZER)}); copy the "
                           "encoder's into it")
     if options.model_input == "auto" and not encoder and model_inputs.same_tokens(tokenizer, actors_tokenizer):
         for name in ("max_length", "micro_batch_size_per_device"):
@@ -44,7 +45,7 @@ def choose(config: Config, mesh, net: Transformer | Deberta, folder: Path, actor
         return None
     form = options.model_input
     if form == "auto":
-        form = "pair" if encoder else "chat" if tokenizer.chat_template else "text"
+        form = "pair" if encoder else "chat" if tokenizer.chat_template and chats else "text"
     most = architecture.max_position_embeddings if encoder else rope.longest(architecture)
     if (options.max_length or 0) > most and not (encoder and not architecture.absolute_positions):
         raise ConfigError(f"config.reward.max_length={options.max_length}: the reward model takes {most} tokens at most (its "
@@ -54,7 +55,7 @@ def choose(config: Config, mesh, net: Transformer | Deberta, folder: Path, actor
                           f"{architecture.vocab_size}; they do not belong together")
     sharding.check_architecture(mesh, architecture, vocabulary=not encoder)
     try:
-        reader = model_inputs.Reader(tokenizer, form, options.max_length or most)
+        reader = model_inputs.Reader(tokenizer, form, options.max_length or most, with_eos=not encoder)
     except ValueError as obstacle:
         raise ConfigError(f"config.reward.model_input={options.model_input!r}: the reward model can not read this as {form}: "
                           f"{obstacle}") from None

@@ -3,7 +3,8 @@
 
 The model of config.model.path gets a scalar head and learns to score the chosen above the rejected response of each pair in
 config.data.train_files. It is written to WORKDIR/reward_model, a Hugging Face folder (a sequence classifier of one label) for
-config.reward.model_path of jax_ppo.train.
+config.reward.model_path of jax_ppo.train. A response is scored at the EOS behind it: an actor with the same tokens samples it,
+and for others config.reward.model_input=text adds it to prompts that are text. Chats are for actors with the same tokens.
 """
 
 import sys

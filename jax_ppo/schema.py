@@ -6,6 +6,8 @@ Names are verl's where the thing is the same: batch and mini-batch sizes count p
 import dataclasses
 import math
 
+from jax_ppo.errors import did_you_mean
+
 VERL_KINDS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "low_var_kl+": "k3+"}
 
 
@@ -147,7 +149,8 @@ class Critic:
     keep_head: bool = option(False, "the critic starts with the scalar head that critic.path has, such as a reward model's; "
                              "off: with one of zeros")
     shared_trunk: bool = option(False, "the critic is no model of its own but a scalar head on the actor's: one forward and "
-                                "backward pass serves both losses, whose sum (with value_loss_coef) is the actor's optimizer's")
+                                "backward pass serves both losses, whose sum (with value_loss_coef) is the actor's to descend; "
+                                "the head learns at actor.optim.lr, and stops with actor.target_kl")
     optim: CriticOptim = section(CriticOptim)
     grad_clip: float = option(1.0, "largest global gradient norm", above=0)
     ppo_mini_batch_size: int | None = option(None, "as the actor's; unset: the actor's", at_least=1)
@@ -199,7 +202,8 @@ class Algorithm:
                                             "the two of reinforce_plus_plus")
     whiten_shift_mean: bool = option(True, "whitened advantages have mean 0; off: they keep their mean")
     use_kl_in_reward: bool = option(False, "subtract kl_ctrl's coefficient times the KL estimate from each token's reward")
-    use_reference: bool = option(True, "keep the first policy frozen and measure the KL to it at each step")
+    use_reference: bool = option(True, "keep the first policy frozen (with model.lora the base without adapters) and measure "
+                                 "the KL to it at each step")
     kl_penalty: str = option("k1", "that estimate; full sums over the vocabulary. In the reward k1 alone follows the KL's "
                              "gradient (kernels/kl.py)",
                              choices=("k1", "abs", "k2", "k3", "clamped", "full"), aliases=VERL_KINDS)
@@ -317,7 +321,8 @@ class Trainer:
     best_metric: str = option("accuracy", "what the best checkpoint is chosen by, among steps both evaluated and saved",
                               choices=("accuracy", "reward_mean"))
     resume: bool = option(True, "go on from the newest checkpoint of the work directory")
-    export: bool = option(True, "write the trained actor as a Hugging Face folder at the end (WORKDIR/actor)")
+    export: bool = option(True, "write what was trained as a Hugging Face folder at the end (WORKDIR/actor, or reward_model), "
+                          "and adapters in PEFT's format too (WORKDIR/adapter)")
     warn_entropy_below: float = option(0.005, "warn when the mean entropy, nats a token, falls below; 0: never", at_least=0)
     warn_kl_above: float = option(1.0, "warn when the mean KL to the reference, nats a token, rises above; 0: never",
                                   at_least=0)
@@ -389,11 +394,12 @@ class Config:
 
 def lora_targets(text: str) -> tuple[str, ...]:
     """The projections that model.lora.targets names, in LORA_TARGETS' order. Raises ValueError for one that is none."""
-    if text == "all-linear":
-        return LORA_TARGETS
     names = {name.strip() for name in text.split(",")}
+    if names == {"all-linear"}:
+        return LORA_TARGETS
     for name in sorted(names.difference(LORA_TARGETS)):
-        raise ValueError(f"{name!r} is not one of {', '.join(LORA_TARGETS)}, nor all-linear")
+        raise ValueError(f"expected all-linear alone, or some of {', '.join(LORA_TARGETS)}, got {name!r}."
+                         f"{did_you_mean(name, LORA_TARGETS)}")
     return tuple(name for name in LORA_TARGETS if name in names)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import numpy as np
 import optax
 
 from jax_ppo import config as config_lib
-from jax_ppo import schema, sharding
+from jax_ppo import hub, schema, sharding
+from jax_ppo.errors import UserError
 from jax_ppo.kernels import moments, schedules
 from jax_ppo.models import attention, deberta, heads, hf_import, peft
 from jax_ppo.models import lora as lora_lib
@@ -21,6 +23,8 @@ from jax_ppo.models.deberta import Deberta
 from jax_ppo.models.deberta_architecture import DebertaArchitecture
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.types import Control, pytree
+
+log = logging.getLogger(__name__)
 
 ADAPTER_STREAMS = {"actor": 3, "critic": 4}  # of random numbers, beside those that samples are drawn from (experiment.py)
 
@@ -54,7 +58,7 @@ class TrainState:
 class Networks:
     """The models that the parameter trees belong to; a static argument of compiled functions. The reference is an actor.
 
-    Where a model says `lora`, the tree is of adapters: `whole` puts them on the base.
+    Where a model says `lora`, the role's tree is of adapters: `whole` puts them on the base, which is the reference.
     """
 
     actor: Transformer
@@ -67,13 +71,17 @@ class Folders:
     """Where each role's checkpoint lies, in Hugging Face's format; None for a role that the run has not.
 
     With model.lora `actor` holds the base, `adapters` those that the actor starts from (None: new ones), and critic and reward
-    may hold adapters too; a critic in the actor's folder gets new ones.
+    may hold adapters too; a critic in the actor's folder starts with the actor's.
     """
 
     actor: Path
     critic: Path | None
     reward: Path | None
     adapters: Path | None = None
+
+    @property
+    def critic_starts_as_actor(self) -> bool:
+        return self.critic is not None and self.critic.resolve() == self.actor.resolve()
 
 
 def networks(config: schema.Config, folders: Folders) -> Networks:
@@ -101,12 +109,11 @@ def networks(config: schema.Config, folders: Folders) -> Networks:
 
     head = "reward" if config.critic.keep_head else "scalar"
     if folders.critic and not config.has_adapters:
-        read = hf_import.read_reward_model if config.critic.keep_head else hf_import.read_architecture
-        critic = network(folders.critic, read)
+        critic = network(folders.critic, _read_with_head if config.critic.keep_head else hf_import.read_architecture)
         if isinstance(critic, Deberta):
             raise config_lib.ConfigError(f"config.critic.path={config.critic.path!r}: is an encoder, which sees a response's "
                                          "end from its start; a critic must be a decoder")
-    elif folders.critic == folders.actor and not config.critic.keep_head:
+    elif folders.critic_starts_as_actor and not config.critic.keep_head:
         critic = actor
     elif folders.critic:
         critic = on_base(folders.critic, "config.critic.path", head)
@@ -122,13 +129,14 @@ def _lora(config: schema.Config, folders: Folders, architecture) -> lora_lib.Lor
     options = config.model.lora
     if folders.adapters:
         return _read_adapters(config, folders, folders.adapters, architecture, "config.model.lora.path", "lm")
-    targets = schema.lora_targets(options.targets)
-    fused = [name for name in peft.FUSED.get(architecture.family, ()) if name in targets]
-    if fused:
-        raise config_lib.ConfigError(
-            f"config.model.lora.targets={options.targets!r}: the checkpoints of {architecture.family} hold {', '.join(fused)} "
-            "in larger tensors, for which PEFT's format has no adapters of their own; set it to 'o_proj,down_proj'")
-    return lora_lib.Lora(options.rank, options.alpha, targets)
+    return lora_lib.Lora(options.rank, options.alpha, schema.lora_targets(options.targets))
+
+
+def _read_with_head(folder):
+    try:
+        return hf_import.read_reward_model(folder)
+    except UserError as error:
+        raise config_lib.ConfigError(f"config.critic.keep_head=True: config.critic.path has no head to keep: {error}") from None
 
 
 def _read_adapters(config, folders, folder, architecture, option, head) -> lora_lib.Lora:
@@ -137,10 +145,12 @@ def _read_adapters(config, folders, folder, architecture, option, head) -> lora_
         raise config_lib.ConfigError(f"{option}: {folder} holds no adapters ({peft.CONFIG}); with config.model.lora they must "
                                      "stand on config.model.path's weights, which all roles share")
     lora, base = peft.read(folder)
-    if base and base != config.model.path and Path(base).resolve() != folders.actor.resolve():
-        raise config_lib.ConfigError(
-            f"{option}: the adapters in {folder} stand on {base!r} (base_model_name_or_path in {peft.CONFIG}), not on "
-            f"config.model.path={config.model.path!r}; set that, or where it is the same model under another name, the field")
+    said = f"the adapters in {folder} stand on {base!r} (base_model_name_or_path in {peft.CONFIG})"
+    if base and Path(base).is_dir() and Path(base).resolve() != folders.actor.resolve():
+        raise config_lib.ConfigError(f"{option}: {said}, not on config.model.path={config.model.path!r}; set that, or where it "
+                                     "is the same model in another folder, the field")
+    if base and not Path(base).is_dir() and base != hub.split_revision(config.model.path)[0]:
+        log.warning("%s: %s, which should be config.model.path=%r under another name", option, said, config.model.path)
     peft.check(folder, architecture, lora, head)
     return lora
 
@@ -227,7 +237,7 @@ def create(config: schema.Config, nets: Networks, folders: Folders, mesh,
     def load(role, folder, net, where, head, dtype=jnp.float32):
         if getattr(net, "lora", None) is None:
             return hf_import.load(folder, net.architecture, where, dtype, head, progress(role))
-        if folder in (None, folders.actor):
+        if folder is None:
             return _new_adapters(net, where, head, config.seed, role)
         return peft.load(folder, net.architecture, net.lora, where, dtype, head, progress(f"{role}'s adapters"))
 
@@ -235,8 +245,8 @@ def create(config: schema.Config, nets: Networks, folders: Folders, mesh,
         start = folders.adapters if config.has_adapters else folders.actor
         trained = {"actor": load("actor", start, nets.actor, places.actor, actor_head(config))}
         if nets.critic:
-            head = "reward" if config.critic.keep_head else "scalar"
-            trained["critic"] = load("critic", folders.critic, nets.critic, places.critic, head)
+            head, own = "reward" if config.critic.keep_head else "scalar", not folders.critic_starts_as_actor
+            trained["critic"] = load("critic", folders.critic if own else start, nets.critic, places.critic, head)
 
         def init(role, where):
             return jax.jit(_optimizer(config, role).init, out_shardings=where)(trained[role])

@@ -34,16 +34,16 @@ class Task:
       command: its name.
       objective: what is learned.
       kinds: the responses that an example must have.
-      what: units of those, for the console.
-      folder: where in the work directory the trained model is written.
+      unit: what an example is, in the plural, for the console.
+      output: the folder in the work directory where the trained model is written.
       columns, panels: as metrics.CONSOLE and metrics.PANELS.
     """
 
     command: str
     objective: fitting.Objective
     kinds: tuple[str, ...]
-    what: str
-    folder: str
+    unit: str
+    output: str
     columns: tuple
     panels: tuple
 
@@ -56,7 +56,7 @@ REWARD_MODEL = Task(
     "reward_model", fitting.PREFERENCE, responses.PAIR, "pairs", "reward_model",
     (("loss ", "train/loss", 6, ".3f", ""), ("acc ", "train/accuracy", 5, ".3f", ""), ("margin ", "train/margin", 6, ".3f", ""),
      *SPEED),
-    (("loss", "nats per pair", {"training": "train/loss", "evaluation": "eval/loss"}),
+    (("loss", "a pair, center_coef included", {"training": "train/loss", "evaluation": "eval/loss"}),
      ("accuracy", "share of pairs", {"training": "train/accuracy", "evaluation": "eval/accuracy"}),
      ("scores", "score", {"margin": "train/margin", "mean": "train/score", "margin, evaluation": "eval/margin"}), _GRADIENT))
 
@@ -66,10 +66,11 @@ def train(config: Config, workdir: Path, task: Task) -> dict:
     mesh, trainer = sharding.make_mesh(config.mesh), config.trainer
     with (jax.set_mesh(mesh), compilation.counted() as compiled,
           Checkpointer(workdir / "checkpoints", trainer.max_checkpoints, "quality") as checkpoints):
-        run = Parts(config, task, mesh)
+        run = Run(config, task, mesh)
         progress = resuming.find_progress(config, run.total_steps, checkpoints, ANOTHER_EXPERIMENT)
         with Reporter(run, workdir, progress) as report:
             params, optimizer_state = run.begin(checkpoints, progress.step)
+            report.restart_clock()
             if run.held_out and not progress.step and trainer.val_before_train:
                 report.evaluation(0, run.evaluate(params))
             batches = run.batches(progress.position)
@@ -82,6 +83,7 @@ def train(config: Config, workdir: Path, task: Task) -> dict:
                 report.later(number + 1, figures)
                 done, quality = number + 1, None
                 if run.held_out and run.due(done, trainer.test_freq):
+                    report.flush()  # the step's time ends before the evaluation's begins
                     quality = report.evaluation(done, run.evaluate(params))
                 stop = checkpoints.should_stop(done)
                 if stop or run.due(done, trainer.save_freq):
@@ -89,46 +91,61 @@ def train(config: Config, workdir: Path, task: Task) -> dict:
                     meta = {"position": batches.position, "evaluations": progress.evaluations,
                             "config": dataclasses.asdict(config)}
                     checkpoints.save(done, {"params": params, "optimizer": optimizer_state}, meta, {"quality": quality})
+                    report.restart_clock()
                 if stop:
                     checkpoints.wait()
                     return report.finish(done, compiled)
             if trainer.export:
-                hf_export.export(params, run.model.architecture, workdir / task.folder, source_folder=run.folder)
+                hf_export.export(params, run.architecture, workdir / task.output, source_folder=run.folder,
+                                 tokenizer_folder=Path(run.tokenizer.name_or_path))
             return report.finish(run.total_steps, compiled)
 
 
-class Parts:
+class Run:
     """What a run is made of, built in the order in which things can be wrong: cheap checks first, weights last.
 
     Attributes:
       config, task, mesh: as given.
       folder: of the model that training starts from; `model` is its network.
       training, held_out: ResponseDatasets; held_out is None without validation files.
+      tokenizer: the model's, or config.model.tokenizer_path's.
       total_steps: of the whole run.
     """
 
     def __init__(self, config: Config, task: Task, mesh):
         self.config, self.task, self.mesh = config, task, mesh
-        for note in config_lib.supervised_notes(config):
+        for note in config_lib.supervised_notes(config, task.command):
             metrics.say(f"note: {note}")
         data = config.data
         load = functools.partial(sources.load_examples, prompt_key=data.prompt_key, instruction=data.instruction,
                                  response_key=config.supervised.response_key, seed=config.seed)
         training = load(data.train_files)
         held_out = load(data.val_files, option="config.data.val_files")[:data.val_max_samples] if data.val_files else []
+        for examples, option in ((training, "config.data.train_files"), (held_out, "config.data.val_files")):
+            responses.check(examples, task.kinds, option, config.supervised.response_key)
         self.folder = hf_hub.find(config.model.path)
         self._row_length = config.packing.row_length or len(task.kinds) * config.sequence_length
         rows = dataclasses.replace(config, packing=dataclasses.replace(config.packing, row_length=self._row_length))
         self.model = state_lib.networks(rows, state_lib.Folders(self.folder, None, None)).actor
-        tokenizer = (tokenizer_lib.load_tokenizer(config.model.tokenizer_path) if config.model.tokenizer_path else
-                     tokenizer_lib.load_tokenizer(str(self.folder), option="config.model.path"))
-        experiment.check_model(config, mesh, self.model.architecture, tokenizer)
-        self.training = self._tokenize(training, tokenizer, "config.data.train_files")
-        self.held_out = self._tokenize(held_out, tokenizer, "config.data.val_files") if held_out else None
+        self.tokenizer = (
+            tokenizer_lib.load_tokenizer(config.model.tokenizer_path) if config.model.tokenizer_path else
+            tokenizer_lib.load_tokenizer(str(self.folder), option="config.model.path"))
+        experiment.check_model(config, mesh, self.model.architecture, self.tokenizer)
+        if task.objective.head == "scalar" and hf_import.has_head(self.folder):
+            metrics.say(f"note: config.model.path={config.model.path!r} has a scalar head; it is left out, a new one is made")
+        metrics.say(f"tokenising {len(training) + len(held_out)} {task.unit}")
+        self.training = self._tokenize(training, "config.data.train_files")
+        self.held_out = self._tokenize(held_out, "config.data.val_files") if held_out else None
         steps_per_epoch = self.batches(0).steps_per_epoch
         self.total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * steps_per_epoch
-        metrics.say(f"{len(self.training)} training and {len(self.held_out or ())} held-out {task.what}, {self.total_steps} "
+        metrics.say(f"{len(self.training)} training and {len(self.held_out or ())} held-out {task.unit}, {self.total_steps} "
                     f"steps of {data.train_batch_size}")
+
+    @property
+    def architecture(self):
+        """The model's, which in what is written ends with the tokenizer's EOS too, the one that responses are learned with."""
+        known = self.model.architecture
+        return dataclasses.replace(known, eos_ids=tuple(dict.fromkeys((*known.eos_ids, self.tokenizer.eos_token_id))))
 
     def batches(self, position: int) -> prompts_lib.PromptBatches:
         """Training batches from a position on, in examples consumed; their `indices` are what counts here."""
@@ -146,17 +163,16 @@ class Parts:
         """These rows of a data set, as fitting.step takes them: sequences, packing and its count of micro-batches.
 
         Args:
-          count: how many of the rows are real; those behind them are left out of the packing. None: all.
+          count: how many of the rows are real; those behind them are not packed. None: all.
         """
         sequences = dataset.sequences(rows)
         lengths = (sequences.prompt_lengths + sequences.lengths).reshape(len(self.task.kinds), -1)
         at_once = packing.rows_at_once(self.config.supervised.micro_batch_size_per_device, self._row_length, len(rows),
                                        sharding.row_shards(self.mesh))
-        plan, counts = packing.plan(lengths.sum(0), np.arange(len(rows))[None], at_once, self._row_length,
+        real = np.arange(len(rows)) < (len(rows) if count is None else count)
+        plan, counts = packing.plan(lengths.sum(0) * real, np.arange(len(rows))[None], at_once, self._row_length,
                                     self.config.packing.enabled)
         plan = jax.tree.map(lambda x: x[0], plan)
-        if count is not None:
-            plan = dataclasses.replace(plan, sample=np.where(plan.sample < count, plan.sample, -1))
         if len(self.task.kinds) > 1:
             plan = packing.split_pairs(plan, lengths[0])
         return (self.everywhere(sequences), sharding.place(plan, sharding.rows(self.mesh, axis=1)), self.everywhere(counts[0]))
@@ -185,10 +201,10 @@ class Parts:
         units = sums.pop("units")
         return {name: sums[name] / units for name in self.task.objective.names}
 
-    def _tokenize(self, examples, tokenizer, name) -> responses.ResponseDataset:
+    def _tokenize(self, examples, name) -> responses.ResponseDataset:
         data = self.config.data
         return responses.tokenize(
-            examples, tokenizer, self.task.kinds, max_prompt_length=data.max_prompt_length,
+            examples, self.tokenizer, self.task.kinds, max_prompt_length=data.max_prompt_length,
             max_response_length=data.max_response_length, filter_overlong_prompts=data.filter_overlong_prompts,
             truncation=data.truncation, chat_template=data.chat_template, name=name)
 
@@ -196,14 +212,15 @@ class Parts:
 class Reporter:
     """Writes what a run tells: each step's figures, evaluations, the summary at its end."""
 
-    def __init__(self, run: Parts, workdir: Path, progress: Progress):
+    def __init__(self, run: Run, workdir: Path, progress: Progress):
         self._run, self._workdir, self._progress = run, workdir, progress
         trainer = run.config.trainer
         self._log = metrics.MetricsLog(workdir, tuple(filter(None, trainer.logger.split(","))), run.config.experiment_name,
                                        dataclasses.asdict(run.config), progress.step, distributed.is_main())
         self._bar = metrics.ProgressBar(run.total_steps, progress.step, distributed.is_main())
         self._pending, self._skipped = None, 0
-        self._started = self._step_started = time.monotonic()
+        self._started = time.monotonic()
+        self.restart_clock()
 
     def __enter__(self):
         self._log.__enter__()
@@ -235,13 +252,16 @@ class Reporter:
                 f"step {step}: the gradient was not finite for {self._skipped} steps in a row (config.trainer."
                 "max_skipped_updates); a smaller config.supervised.optim.lr or config.model.dtype=float32 may help")
 
+    def restart_clock(self) -> None:
+        """What came since the last step's figures is no part of the next step's time."""
+        self._step_started = time.monotonic()
+
     def evaluation(self, done: int, means: dict[str, float]) -> float:
         """Writes an evaluation. Returns what the best checkpoint is chosen by."""
-        self.flush()
         self._progress.evaluations.append({"step": done} | means)
         self._log.write(done, {f"eval/{name}": value for name, value in means.items()})
         self._bar.say(f"evaluation after step {done}: " + ", ".join(f"{name} {value:.3f}" for name, value in means.items()))
-        self._step_started = time.monotonic()
+        self.restart_clock()
         return means.get("accuracy", -means["loss"])
 
     def finish(self, steps: int, compiled: compilation.Compilations) -> dict:

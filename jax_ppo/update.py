@@ -1,9 +1,8 @@
 """Experience → new TrainState: every epoch, mini-batch and micro-batch in one compiled, donated call.
 
 Actor and critic learn one after the other from the same rollout, each in optimizer steps of its own; or, where they share a
-trunk, together. Each token's weight in a
-loss is fixed by its whole mini-batch before anything is cut into micro-batches or spread over devices, so that neither changes
-the gradient.
+trunk, together. Each token's weight in a loss is fixed by its whole mini-batch before anything is cut into micro-batches or
+spread over devices, so that neither changes the gradient.
 """
 
 import dataclasses

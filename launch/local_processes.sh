@@ -3,11 +3,12 @@
 #   launch/local_processes.sh N -- --config=configs/... [more arguments of jax_ppo.train]
 # Process 0 prints here, the others to files in LOG_DIR (output/local_processes). When one process fails, the others are
 # stopped and its exit code is returned. SIGTERM is passed on: the run saves a checkpoint and ends.
+# COMMAND=sft or COMMAND=reward_model in the environment runs that command in the place of train.
 # PYTHON chooses the interpreter; XLA_FLAGS=--xla_force_host_platform_device_count=K gives each process K devices.
 set -euo pipefail
 
 usage() {
-  sed -n '2,7s/^# //p' "$0"
+  sed -n '2,8s/^# //p' "$0"
 }
 
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
@@ -47,9 +48,9 @@ trap stop_all EXIT
 export JAX_PLATFORMS=cpu JAX_COORDINATOR_ADDRESS=localhost:$port JAX_NUM_PROCESSES=$count
 for ((id = 0; id < count; id++)); do
   if ((id == 0)); then
-    JAX_PROCESS_ID=0 "$python" -m jax_ppo.train "$@" &
+    JAX_PROCESS_ID=0 "$python" -m "jax_ppo.${COMMAND:-train}" "$@" &
   else
-    JAX_PROCESS_ID=$id "$python" -m jax_ppo.train "$@" >"$log_dir/process_$id.log" 2>&1 &
+    JAX_PROCESS_ID=$id "$python" -m "jax_ppo.${COMMAND:-train}" "$@" >"$log_dir/process_$id.log" 2>&1 &
   fi
   running[$!]=$id
 done

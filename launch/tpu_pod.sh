@@ -8,7 +8,8 @@
 #   launch/tpu_pod.sh delete --name NAME --zone ZONE
 #
 # setup   copies this checkout's last commit (or clones --repo) to every host and installs it there with .[tpu].
-# run     starts jax_ppo.train on every host, in the background; the hosts find each other.
+# run     starts jax_ppo.train on every host, in the background; the hosts find each other. COMMAND=sft or COMMAND=reward_model
+#         in the environment starts that command in its place.
 # logs    follows the output of one host, 0 unless told otherwise.
 # stop    asks the run to save a checkpoint and end.
 # delete  removes the slice and its disks; gcloud asks first.
@@ -93,7 +94,7 @@ run() {
       echo 'a run is under way: stop it first' >&2
       exit 1
     fi
-    nohup .venv/bin/python -m jax_ppo.train$arguments >train.log 2>&1 </dev/null &
+    nohup .venv/bin/python -m jax_ppo.${COMMAND:-train}$arguments >train.log 2>&1 </dev/null &
     echo \$! >train.pid"
 }
 

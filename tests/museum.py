@@ -510,8 +510,8 @@ DATA = [
         holds="a chat template's text gets no special token besides its own",
         test=f"{TEST_TOKENIZER}::test_a_chat_template_writes_bos_once",
         file=TOKENIZER,
-        old="return list(tokenizer.encode(text, add_special_tokens=False))",
-        new="return list(tokenizer.encode(text))",
+        old="add_generation_prompt=True, tokenize=False), False",
+        new="add_generation_prompt=True, tokenize=False), True",
     ),
     Exhibit(
         name="no_bos",
@@ -519,8 +519,8 @@ DATA = [
         holds="a plain text gets the special tokens that its tokenizer puts around it",
         test=f"{TEST_TOKENIZER}::test_a_prompt_has_the_tokenizers_bos_but_no_eos",
         file=TOKENIZER,
-        old="ids = list(tokenizer.encode(prompt))",
-        new="ids = list(tokenizer.encode(prompt, add_special_tokens=False))",
+        old="tokenizer.encode(text, add_special_tokens=special, verbose=False)",
+        new="tokenizer.encode(text, add_special_tokens=False, verbose=False)",
     ),
     Exhibit(
         name="an_eos_behind_the_prompt",

@@ -21,7 +21,7 @@ MAY_IMPORT = (
     | {room: FOUNDATIONS | ALGORITHM for room in ALGORITHM}
     | {room: FOUNDATIONS | ALGORITHM | REPORTS for room in REPORTS}
     | {room: {"types", "hub", "errors", "plugins"} for room in HOST}
-    | {"kernels": set(), "types": set(), "errors": set(), "hub": {"errors"}, "plugins": {"errors"}, "schema": set(),
+    | {"kernels": set(), "types": set(), "errors": set(), "hub": {"errors"}, "plugins": {"errors"}, "schema": {"errors"},
        "config": {"errors", "schema"}, "sampler": FOUNDATIONS}
 )
 # Loaded before the options are checked, so they load nothing heavy.

@@ -21,7 +21,8 @@ def script(path, body):
 
 def processes(tmp_path, body, *arguments, count=3, **popen):
     """Starts local_processes.sh with `body` in place of the training command."""
-    choose = 'if [[ $1 == -c ]]; then exec python3 "$@"; fi\n[[ "$1 $2" == "-m jax_ppo.train" ]] || exit 99\nshift 2\n'
+    choose = 'if [[ $1 == -c ]]; then exec python3 "$@"; fi\n'
+    choose += '[[ "$1 $2" == "-m jax_ppo.${EXPECTED:-train}" ]] || exit 99\nshift 2\n'
     environment = os.environ | {
         "PYTHON": str(script(tmp_path / "python", choose + body)),
         "LOG_DIR": str(tmp_path / "logs"),
@@ -46,6 +47,13 @@ class TestLocalProcesses:
             first, rest = text.split("\n", 1)
             assert first.startswith(f"{number}/3 ") and first.endswith(" cpu")
             assert rest == "".join(f"[{argument}]" for argument in TRICKY)
+
+    def test_another_command(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("COMMAND", "sft")
+        monkeypatch.setenv("EXPECTED", "sft")
+        run = processes(tmp_path, "exit 0")
+        run.communicate(timeout=30)
+        assert run.returncode == 0
 
     def test_a_failure_stops_the_others_and_is_returned(self, tmp_path):
         body = """

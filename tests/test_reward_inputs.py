@@ -104,7 +104,7 @@ def test_a_decoder_reads_text_or_its_own_chat(decoder, actors, tmp_path, form):
         if form == "pair":
             return tokenizer(text(prompt), answer)["input_ids"]
         if not template:
-            return tokenizer.encode(text(prompt) + answer)
+            return [*tokenizer.encode(text(prompt) + answer), tokenizer.eos_token_id]
         chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         chat.append({"role": "assistant", "content": answer})
         return tokenizer.encode(tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False)

@@ -158,13 +158,13 @@ def test_resumed_is_bit_equal(files, tmp_path, command, task, monkeypatch, capsy
     supervised.train(options, tmp_path / "whole", task)
     monkeypatch.setattr("jax_ppo.checkpoint.Checkpointer.should_stop", lambda self, step: step == 4)
     supervised.train(options, tmp_path / "halves", task)
-    assert not (tmp_path / "halves" / task.folder).exists()
+    assert not (tmp_path / "halves" / task.output).exists()
     monkeypatch.undo()
     supervised.train(options, tmp_path / "halves", task)
     assert "resuming after step 4 of 12" in capsys.readouterr().out
     assert figures(tmp_path / "halves") == figures(tmp_path / "whole")
     assert evaluations(tmp_path / "halves") == evaluations(tmp_path / "whole")
-    ours, theirs = (tmp_path / name / task.folder / "model.safetensors" for name in ("halves", "whole"))
+    ours, theirs = (tmp_path / name / task.output / "model.safetensors" for name in ("halves", "whole"))
     assert ours.read_bytes() == theirs.read_bytes()
 
 
@@ -172,6 +172,8 @@ def test_resumed_is_bit_equal(files, tmp_path, command, task, monkeypatch, capsy
     ("sft", "--config.model.path=", "config.model.path='': must be set"),
     ("reward_model", "--config.packing.row_length=64", "row_length=64: a row must hold the 96 tokens of the longest"),
     ("sft", "--config.supervised.center_coef=0.1", "center_coef=0.1: jax_ppo.reward_model alone reads it"),
+    ("sft", "--config.model.lora.rank=4", "model.lora.rank=4: jax_ppo.sft trains all parameters"),
+    ("reward_model", "--config.model.lora.path=x", "model.lora.path='x': jax_ppo.reward_model trains all parameters"),
 ])
 def test_wrong_options_are_told(files, command, override, message):
     with pytest.raises(config.ConfigError, match=message):
@@ -192,5 +194,13 @@ def test_mistakes_are_told_before_weights_load(files, tmp_path, override, messag
 def test_what_ppo_alone_reads_is_noted():
     values = config.default_config()
     values.data.train_files, values.model.path, values.actor.optim.lr = "x.jsonl", "llama", 1e-3
-    notes = config.supervised_notes(config.from_config_dict(values, "sft"))
-    assert notes == ["config.actor.optim.lr=0.001 is not read: it belongs to jax_ppo.train"]
+    values.trainer.log_samples = 0
+    assert config.supervised_notes(config.from_config_dict(values, "sft"), "sft") == [
+        "config.actor.optim.lr=0.001 is not read: it belongs to jax_ppo.train",
+        "config.trainer.log_samples=0 is not read: it belongs to jax_ppo.train"]
+    values = config.default_config()
+    values.data.train_files, values.model.path, values.supervised.response_key = "x.jsonl", "llama", "solution"
+    assert config.supervised_notes(config.from_config_dict(values, "sft"), "sft") == []
+    said = "config.supervised.response_key='solution' is not read: it belongs to jax_ppo.sft"
+    assert config.supervised_notes(config.from_config_dict(values, "reward_model"), "reward_model") == [said]
+    assert config.notes(config.from_config_dict(values)) == [said + " and jax_ppo.reward_model"]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jax_ppo.data import prompts as prompts_lib
-from jax_ppo.data.tokenizer import encode_response
-from jax_ppo.errors import UserError
+from jax_ppo.data.tokenizer import encode_responses
+from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.types import Example, Sequences
 
 log = logging.getLogger(__name__)
@@ -49,26 +49,29 @@ class ResponseDataset:
 def tokenize(examples: Sequence[Example], tokenizer, kinds: tuple[str, ...], *, max_prompt_length: int,
              max_response_length: int, filter_overlong_prompts: bool = True, truncation: str = "error",
              chat_template: bool = True, name: str = "config.data.train_files") -> ResponseDataset:
-    """Encodes every example; those with a response longer than max_response_length are dropped, and how many is logged.
+    """Encodes every example; those with an empty response, or one longer than max_response_length, are dropped, and how many is
+    logged.
 
     Args:
+      examples: that `check` has let pass.
       kinds: DEMONSTRATION or PAIR.
       Others as for prompts.tokenize.
 
     Raises:
-      UserError: as prompts.tokenize, a response missing or too long everywhere, or a tokenizer without an EOS.
+      UserError: as prompts.tokenize, no response that can be learned from, or a tokenizer without an EOS.
     """
     if tokenizer.eos_token_id is None:
         raise UserError(f"{name}: the tokenizer has no EOS token, which is what ends a response")
-    for row, example in enumerate(examples, 1):
-        if missing := [kind for kind in kinds if getattr(example, kind) is None]:
-            raise UserError(f"{name}, example {row} (data_source {example.data_source!r}) has no {' and no '.join(missing)}. "
-                            + _GIVERS[kinds])
+    there = [example for example in examples if all(getattr(example, kind) for kind in kinds)]
+    if dropped := len(examples) - len(there):
+        log.warning("%s: dropped %d of %d examples, which have an empty response", name, dropped, len(examples))
+    if not there:
+        raise UserError(f"{name}: all {len(examples)} examples have an empty response; give other data")
     prompts = prompts_lib.tokenize(
-        examples, tokenizer, max_prompt_length=max_prompt_length, filter_overlong_prompts=filter_overlong_prompts,
+        there, tokenizer, max_prompt_length=max_prompt_length, filter_overlong_prompts=filter_overlong_prompts,
         truncation=truncation, chat_template=chat_template, name=name)
-    responses = [[np.array(encode_response(tokenizer, example.prompt, getattr(example, kind), chat_template), np.int32)
-                  for kind in kinds] for example in prompts.examples]
+    responses = [[np.array(ids, np.int32) for ids in encode_responses(
+        tokenizer, example.prompt, [getattr(example, kind) for kind in kinds], chat_template)] for example in prompts.examples]
     kept = [row for row, ids in enumerate(responses) if max(map(len, ids)) <= max_response_length]
     if not kept:
         raise UserError(f"{name}: no example is left of {len(prompts)}: all responses are longer than "
@@ -81,8 +84,22 @@ def tokenize(examples: Sequence[Example], tokenizer, kinds: tuple[str, ...], *, 
     return ResponseDataset(prompts, tuple(zip(*(responses[row] for row in kept), strict=True)), max_response_length)
 
 
+def check(examples: Sequence[Example], kinds: tuple[str, ...], name: str, response_key: str) -> None:
+    """Raises UserError for the first example that has not the responses that `kinds` names.
+
+    `name`: the option that named the data; `response_key`: the option of that name.
+    """
+    for row, example in enumerate(examples, 1):
+        missing = [kind for kind in kinds if getattr(example, kind) is None]
+        if not missing:
+            continue
+        near = did_you_mean(response_key, example.extra_info) if kinds == DEMONSTRATION else ""
+        raise UserError(f"{name}, example {row} (data_source {example.data_source!r}) has no {' and no '.join(missing)}. "
+                        + _GIVERS[kinds].format(response_key=response_key) + near)
+
+
 _GIVERS = {
-    DEMONSTRATION: "GSM8K's form gives it as `answer`, verl's as config.supervised.response_key, a column or in extra_info, "
-                   "HH-RLHF's as `chosen`",
-    PAIR: "HH-RLHF's form (chosen, rejected) and `stories:` give both",
+    DEMONSTRATION: "GSM8K's form gives it as `answer`, HH-RLHF's as `chosen`, verl's in the column, or the entry of "
+                   "extra_info, that config.supervised.response_key={response_key!r} names.",
+    PAIR: "HH-RLHF's form (chosen, rejected) and `stories:` give both.",
 }

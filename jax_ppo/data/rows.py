@@ -98,10 +98,16 @@ def _from_verl(row, where, prompt_key, response_key):
         raise UserError(f"{where}: data_source must be text, got {row['data_source']!r}")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise UserError(f"{where}: extra_info must hold named values, got {extra_info!r}")
-    response = row.get(response_key, (extra_info or {}).get(response_key))
+    response = row.get(response_key)
+    if response is None:
+        response = (extra_info or {}).get(response_key)
+    if response is not None and not isinstance(response, str):
+        if response_key != "answer":  # a name that was given; of others' `answer` nobody has said that it is a response
+            raise UserError(f"{where}: config.supervised.response_key={response_key!r} must name text, got "
+                            f"{type(response).__name__}")
+        response = None
     return Example(prompt=_prompt(row[prompt_key], where, prompt_key), data_source=row["data_source"],
-                   ground_truth=_ground_truth(reward_model.get("ground_truth")), extra_info=extra_info or {},
-                   response=response if isinstance(response, str) else None)
+                   ground_truth=_ground_truth(reward_model.get("ground_truth")), extra_info=extra_info or {}, response=response)
 
 
 def _ground_truth(value):

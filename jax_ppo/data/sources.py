@@ -23,8 +23,10 @@ from jax_ppo.types import Example
 GENERATED = ("arithmetic", "stories")
 SCHEMES = (*GENERATED, "hf", "tfds")
 FORMS = ("files (" + ", ".join(files.SUFFIXES) + "), `arithmetic:COUNT[:heldout]`, `stories:COUNT[:heldout]`, "
-         "`hf:OWNER/NAME/FILE` or `tfds:NAME/SPLIT`")
+         "`hf:OWNER/NAME[@REVISION]/FILE` or `tfds:NAME/SPLIT`")
 
+# Of revisions these two kinds have slashes in their names.
+_HUB_FILE = re.compile(r"([^/@]+/[^/@]+(?:@(?:refs/convert/[^/]+|refs/pr/[^/]+|[^/]+))?)/(.+)")
 _SLICE = re.compile(r"(.*)\[(\d*):(\d*)\]")
 
 
@@ -93,11 +95,11 @@ def _count_and_split(scheme, rest, option):
 
 
 def _hub_file(rest, option):
-    parts = rest.split("/", 2)
-    if len(parts) < 3 or not all(parts) or not rest.endswith(files.SUFFIXES):
+    found = _HUB_FILE.fullmatch(rest)
+    if not found or not rest.endswith(files.SUFFIXES):
         raise UserError(f"{option}='hf:{rest}': expected hf:OWNER/NAME/FILE with a file that ends in "
                         f"{', '.join(files.SUFFIXES)}, as in hf:openai/gsm8k/main/train-00000-of-00001.parquet")
-    name, path = f"{parts[0]}/{parts[1]}", parts[2]
+    name, path = found.groups()
     folder, names = hub.download(name, [path], option, repo_type="dataset")
     if path not in names:
         raise UserError(f"{option}: the data set {name} on the hub has no file {path}.{did_you_mean(path, names)}")

@@ -9,6 +9,7 @@ from jax_ppo.errors import UserError, did_you_mean
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 FULL_ALPHABET = 512  # from this vocabulary size on every byte has a token
 
+OF_A_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spm.model", "vocab.json", "vocab.txt")
 _FILES = ["tokenizer*", "*token*.json", "config.json", "vocab*", "merges.txt", "chat_template*", "*.jinja",
           "*.model", "*.tiktoken"]
 
@@ -36,6 +37,11 @@ def load_tokenizer(path: str, option: str = "config.model.tokenizer_path"):
         found = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
         raise UserError(f"{option}={path!r}: no tokenizer can be loaded from {folder}, which holds {found}. Expected "
                         f"tokenizer.json with tokenizer_config.json, and no code of its own: {error}") from error
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether one of the files is there that a tokenizer is loaded from."""
+    return any((folder / name).exists() for name in OF_A_TOKENIZER)
 
 
 def _from_hub(path, option):
@@ -113,17 +119,20 @@ def encode_prompt(tokenizer, prompt: str | tuple[dict[str, str], ...], chat_temp
     return _encode(tokenizer, *_prompt_text(tokenizer, prompt, chat_template))
 
 
-def encode_response(tokenizer, prompt: str | tuple[dict[str, str], ...], response: str,
-                    chat_template: bool = True) -> list[int]:
-    """Token ids of a response as it goes on behind the prompt (see encode_prompt), and the EOS that ends it.
+def encode_responses(tokenizer, prompt: str | tuple[dict[str, str], ...], responses: Sequence[str],
+                     chat_template: bool = True) -> list[list[int]]:
+    """Token ids of each response as it goes on behind the prompt (see encode_prompt), and the EOS that ends it.
 
     They are those that the two texts have together, so that they are what a model that was asked would sample: some tokenizers
     (Llama 2's) put a blank before a text that stands alone. Where the two run into one token the response is encoded alone.
     """
     text, special = _prompt_text(tokenizer, prompt, chat_template)
-    before, ids = _encode(tokenizer, text, special), _encode(tokenizer, text + response, special)
-    ids = ids[len(before):] if ids[:len(before)] == before else _encode(tokenizer, response, special=False)
-    return [*ids, tokenizer.eos_token_id]
+    before, encoded = _encode(tokenizer, text, special), []
+    for response in responses:
+        ids = _encode(tokenizer, text + response, special)
+        ids = ids[len(before):] if ids[:len(before)] == before else _encode(tokenizer, response, special=False)
+        encoded.append([*ids, tokenizer.eos_token_id])
+    return encoded
 
 
 def _prompt_text(tokenizer, prompt, chat_template):
@@ -136,10 +145,7 @@ def _prompt_text(tokenizer, prompt, chat_template):
 
 
 def _encode(tokenizer, text, special):
-    bare = list(tokenizer.encode(text, add_special_tokens=False))
-    if not special:
-        return bare
-    ids, eos = list(tokenizer.encode(text)), tokenizer.eos_token_id
-    if ids and ids[-1] == eos and (not bare or bare[-1] != eos):  # one that stands in the text itself stays
-        ids.pop()
+    ids, eos = list(tokenizer.encode(text, add_special_tokens=special, verbose=False)), tokenizer.eos_token_id
+    if special and ids and ids[-1] == eos and _encode(tokenizer, text, special=False)[-1:] != [eos]:
+        ids.pop()  # but one that stands in the text itself stays
     return ids

@@ -24,8 +24,8 @@ GIB = 1024**3
 
 
 def export(params: dict, architecture: Architecture, folder: str | Path, *, dtype: str = "float32",
-           source_folder: str | Path | None = None, max_shard_bytes: int = 4 * GIB, adapters: dict | None = None,
-           lora: Lora | None = None) -> None:
+           source_folder: str | Path | None = None, tokenizer_folder: str | Path | None = None,
+           max_shard_bytes: int = 4 * GIB, adapters: dict | None = None, lora: Lora | None = None) -> None:
     """Writes a Hugging Face folder: a causal language model, or with a scalar head a sequence classifier of one label.
 
     The folder appears whole or not at all: it is written beside its place and renamed. One tensor is on the host at a
@@ -37,6 +37,7 @@ def export(params: dict, architecture: Architecture, folder: str | Path, *, dtyp
       folder: where to; an earlier export there is replaced.
       dtype: of the weights in the files: "float32" or "bfloat16".
       source_folder: whose tokenizer files and generation defaults are taken along.
+      tokenizer_folder: whose tokenizer files are taken instead, where the two differ.
       max_shard_bytes: a weight file is no larger (but holds one tensor at least).
       adapters, lora: of adapters that are merged into `params` on the way, one tensor at a time.
 
@@ -64,8 +65,8 @@ def export(params: dict, architecture: Architecture, folder: str | Path, *, dtyp
         temporary.mkdir(parents=True)
         write_json(temporary / "config.json", to_hf_config(architecture, dtype, head))
         write_json(temporary / "generation_config.json", _generation_config(architecture, source_folder))
-        if source_folder is not None:
-            _copy_tokenizer(Path(source_folder), temporary)
+        if tokenizer := tokenizer_folder or source_folder:
+            _copy_tokenizer(Path(tokenizer), temporary)
     write_weights(temporary if writer else None, rows, arrays, dtype, max_shard_bytes)
     if writer:
         replace(folder, temporary)
@@ -182,7 +183,7 @@ def refuse_foreign(folder: Path, config: str, weights: str) -> None:
     """Nothing but an earlier export is ever replaced. `config`, `weights`: a file's name, and a pattern, that each one has."""
     ours = (folder / config).exists() and any(folder.glob(weights))
     if folder.exists() and not ours and (folder.is_file() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} exists and is no exported model; remove it or export to another folder")
+        raise FileExistsError(f"{folder} exists and holds something else; remove it or export to another folder")
 
 
 def replace(folder: Path, temporary: Path) -> None:

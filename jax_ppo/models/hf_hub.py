@@ -13,12 +13,12 @@ HUB_FILES = ["*.json", "model*.safetensors", "adapter_model.safetensors", "token
              "*.jinja"]
 
 
-def find(path: str, what: str = "config.model.path") -> Path:
+def find(path: str, what: str = "config.model.path", holds: str = "config.json and model.safetensors") -> Path:
     """The folder of a checkpoint: `path` itself, or what the hub holds under this name, downloaded or from its cache.
 
     A name is OWNER/NAME, or OWNER/NAME@REVISION (a branch, tag or commit).
-    `what` is the option's name, for the message of the UserError that is raised where nothing is found: at once, or
-    where the hub is silent after hub.TIMEOUT seconds or a little more.
+    `what` is the option's name, and `holds` what such a folder has in it, for the message of the UserError that is raised where
+    nothing is found: at once, or where the hub is silent after hub.TIMEOUT seconds or a little more.
     """
     if not path:
         raise UserError(f"{what}='': must be set to a Hugging Face folder or hub name")
@@ -27,7 +27,7 @@ def find(path: str, what: str = "config.model.path") -> Path:
         return folder
     problem = f"{what}={path!r}: "
     nearest = _nearest_folder(folder)
-    remedy = f"set {what} to a folder with config.json and model.safetensors"
+    remedy = f"set {what} to a folder with {holds}"
     remedy += f" (the nearest one here is {nearest})" if nearest else ""
     if folder.is_file():
         raise UserError(f"{problem}this is a file; {remedy}")
@@ -40,6 +40,16 @@ def find(path: str, what: str = "config.model.path") -> Path:
     except hub.HubError as error:
         raise UserError(f"{problem}there is no such folder, and {error.reason}. Either {remedy}; or get one, where the hub "
                         f"can be reached, with `{command}`") from error
+
+
+def where(path: str, folder: Path) -> tuple[str, str | None]:
+    """What others can find a model by: a hub name and its revision, or an absolute path and None.
+
+    `path`: as it was given to `find` ("" for a folder of ours), which gave `folder`.
+    """
+    if not path or Path(path).expanduser().is_dir():
+        return str(folder.resolve()), None
+    return hub.split_revision(path)
 
 
 def _nearest_folder(folder: Path) -> Path | None:

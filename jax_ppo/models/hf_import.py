@@ -59,11 +59,17 @@ def read_reward_model(folder: str | Path) -> Architecture | DebertaArchitecture:
     return architecture
 
 
+def has_head(folder: str | Path) -> bool:
+    """Whether the checkpoint has a reward model's head."""
+    with hf_files.Checkpoint(folder) as checkpoint:
+        return not checkpoint.names().isdisjoint(SCORES)
+
+
 def _read_config(folder):
     if not (Path(folder) / "config.json").exists():
         if (Path(folder) / "adapter_config.json").exists():
-            raise UserError(f"{folder} holds adapters, which stand on another model's weights: they are taken where "
-                            "config.model.lora is on, or merged into that model first (PEFT's merge_and_unload)")
+            raise UserError(f"{folder} holds adapters, which stand on another model's weights: set config.model.path to that "
+                            "model and config.model.lora.path to these, or merge them into it first (PEFT's merge_and_unload)")
         raise UserError(f"{folder} has no config.json: it is not a Hugging Face checkpoint")
     return read_json(Path(folder) / "config.json")
 

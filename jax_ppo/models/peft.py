@@ -20,19 +20,26 @@ from jax_ppo.models.lora import Lora
 from jax_ppo.schema import LORA_TARGETS
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-FUSED = {"phi3": ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")}  # of these PEFT has one adapter for several
+FUSED = {"phi3": ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")}  # of these checkpoints have one tensor for several
 # Fields of adapter_config.json that would change the numbers, with the values that do not.
 PLAIN = {
     "peft_type": ("LORA",), "bias": ("none", None), "fan_in_fan_out": (False, None), "use_dora": (False, None),
     "rank_pattern": ({}, None), "alpha_pattern": ({}, None), "layer_replication": (None, []), "lora_bias": (False, None),
     "init_lora_weights": (True, False, "gaussian", None),  # others change the base too
     "trainable_token_indices": (None, [], {}), "target_parameters": (None, []), "alora_invocation_tokens": (None, []),
-    "modules_to_save": (None, [], ["score"], ["classifier", "score"], ["score", "classifier"]),
+    "layers_to_transform": (None, []),
 }
 
 
 def holds_adapters(folder: Path) -> bool:
     return (Path(folder) / CONFIG).exists()
+
+
+def no_names(architecture: Architecture, lora: Lora) -> str:
+    """Why PEFT's format can not hold these adapters; "" where it can."""
+    fused = [name for name in FUSED.get(architecture.family, ()) if name in lora.targets]
+    return fused and (f"checkpoints of {architecture.family} hold {', '.join(fused)} in larger tensors, for which PEFT's "
+                      "format has no adapters of their own") or ""
 
 
 def read(folder: str | Path) -> tuple[Lora, str]:
@@ -47,6 +54,9 @@ def read(folder: str | Path) -> tuple[Lora, str]:
     for name, plain in PLAIN.items():
         if name in config and config[name] not in plain:
             raise UserError(f"{folder / CONFIG}: {name}={config[name]!r} is not supported, only {plain[0]!r} is")
+    whole = config.get("modules_to_save") or ()
+    if not set(whole) <= {"score", "classifier"}:  # PEFT itself adds both for a sequence classifier
+        raise UserError(f"{folder / CONFIG}: modules_to_save={whole!r} is not supported, only ['score'] of a reward model is")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
         raise UserError(f"{folder / CONFIG}: r={rank!r} and lora_alpha={alpha!r} must be a whole number and a number")
@@ -116,12 +126,13 @@ def _open(folder):
     return hf_files.Checkpoint(folder, [folder / WEIGHTS])
 
 
-def save(adapters: dict, architecture: Architecture, lora: Lora, folder: str | Path, base_model: str) -> None:
+def save(adapters: dict, architecture: Architecture, lora: Lora, folder: str | Path, base_model: str,
+         revision: str | None = None) -> None:
     """Writes a folder that PEFT loads, whole or not at all. In a run of several processes all call it, and process 0 writes.
 
     Args:
       adapters: of one role, on any devices; with a scalar head they are those of a sequence classifier.
-      base_model: name or path of the model that they stand on.
+      base_model, revision: name and revision on the hub, or path, of the model that they stand on.
 
     Raises:
       ValueError: `adapters` is not of this shape.
@@ -135,7 +146,7 @@ def save(adapters: dict, architecture: Architecture, lora: Lora, folder: str | P
     if writer:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        hf_export.write_json(temporary / CONFIG, to_config(lora, head, base_model))
+        hf_export.write_json(temporary / CONFIG, to_config(lora, head, base_model, revision))
     everything = sum(4 * int(np.prod(row.full_shape)) for row in rows.values())
     hf_export.write_weights(temporary if writer else None, rows, arrays, "float32", everything, WEIGHTS)
     if writer:
@@ -144,13 +155,13 @@ def save(adapters: dict, architecture: Architecture, lora: Lora, folder: str | P
         multihost_utils.sync_global_devices("save adapters")
 
 
-def to_config(lora: Lora, head: str, base_model: str) -> dict:
+def to_config(lora: Lora, head: str, base_model: str, revision: str | None = None) -> dict:
     """The contents of adapter_config.json."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if head == "lm" else "SEQ_CLS",
         "base_model_name_or_path": base_model,
-        "revision": None,
+        "revision": revision,
         "inference_mode": True,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,

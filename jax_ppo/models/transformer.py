@@ -61,7 +61,8 @@ class Dense(nn.Module):
             out += self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32).astype(self.dtype)
         if self.has_variable("params", "lora_a"):
             a, b = (self.get_variable("params", name).astype(self.dtype) for name in ("lora_a", "lora_b"))
-            out += jax.lax.dot(jax.lax.dot(flat, a) * jnp.asarray(self.lora_scale, self.dtype), b)
+            low = self.lora_scale * jax.lax.dot(flat, a, preferred_element_type=jnp.float32)  # the scale itself is not rounded
+            out += jax.lax.dot(low.astype(self.dtype), b)
         return out.reshape(*x.shape[:-1], self.features)
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 FORMS = ("chat", "pair", "text")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spm.model", "vocab.json", "vocab.txt")
 
 Prompt = str | tuple[dict[str, str], ...]
 
@@ -22,15 +21,16 @@ class Reader:
       form: "chat": the tokenizer's chat template around prompt and response, the answer closed. "pair": the prompt's text and
         the response as the tokenizer's pair of texts. "text": the response right behind the prompt's text. A chat's text is the
         contents of its messages joined by line breaks. Special tokens are the template's, or else those that the tokenizer
-        itself puts around a text.
+        itself puts around a text, and behind a "text" that a decoder reads the EOS, at which its score was learned.
       longest: tokens of an input.
     """
 
-    def __init__(self, tokenizer, form: str, longest: int):
-        """Raises ValueError where the tokenizer can not do this."""
+    def __init__(self, tokenizer, form: str, longest: int, with_eos: bool = False):
+        """`with_eos`: whether a "text" ends with one. Raises ValueError where the tokenizer can not do this."""
         if form == "chat" and not tokenizer.chat_template:
             raise ValueError("its tokenizer has no chat template")
         self.form, self.longest, self._tokenizer = form, longest, tokenizer
+        self._end = [tokenizer.eos_token_id] if with_eos and tokenizer.eos_token_id is not None else []
         least = len(self._encode([""], [""])[0])
         if least >= longest:
             raise ValueError(f"{least} tokens stand around an empty prompt and response, and it reads {longest} at most")
@@ -53,7 +53,8 @@ class Reader:
             return self._tokenizer([_text(prompt) for prompt in prompts], list(responses), verbose=False)["input_ids"]
         if self.form == "text":
             joined = [_text(prompt) + response for prompt, response in zip(prompts, responses, strict=True)]
-            return self._tokenizer(joined, verbose=False)["input_ids"]
+            encoded = self._tokenizer(joined, verbose=False)["input_ids"]
+            return [ids if ids[-1:] == self._end else ids + self._end for ids in encoded]
         chats = [[*_messages(prompt), {"role": "assistant", "content": response}]
                  for prompt, response in zip(prompts, responses, strict=True)]
         texts = [self._tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]

@@ -35,7 +35,7 @@ class Letters:
     chat_template = None
     eos_token_id = 0
 
-    def encode(self, text, add_special_tokens=True):
+    def encode(self, text, add_special_tokens=True, verbose=True):
         return [ord(letter) for letter in text]
 
 

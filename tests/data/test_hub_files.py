@@ -82,8 +82,9 @@ def test_a_file_of_the_hub_is_read_and_cached(fake_hub):
 
 
 def test_a_revision_of_a_data_set(fake_hub):
-    fake_hub.revision = "v1.0"
-    assert sources.load_examples("hf:owner/name@v1.0/main/train.jsonl")[0].ground_truth == "5"
+    for fake_hub.revision in ("v1.0", "refs/convert/parquet", "refs/pr/7"):
+        spec = f"hf:owner/name@{fake_hub.revision}/main/train.jsonl"
+        assert sources.load_examples(spec)[0].ground_truth == "5"
 
 
 def test_a_download_that_breaks_off(fake_hub):

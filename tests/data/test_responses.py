@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jax_ppo.data import responses, sources
-from jax_ppo.data.tokenizer import encode_prompt, encode_response
+from jax_ppo.data.tokenizer import encode_prompt, encode_responses
 from jax_ppo.errors import UserError
 from jax_ppo.types import Example
 
@@ -46,6 +46,11 @@ def test_other_forms_have_responses_too(tmp_path):
     assert [e.response for e in sources.load_examples(path)] == ["It is 2.\n#### 2", None, "2!", "two"]
     path = write(tmp_path / "b.jsonl", [verl | {"extra_info": {"solution": "II"}}])
     assert sources.load_examples(path, response_key="solution")[0].response == "II"
+    path = write(tmp_path / "c.jsonl", [verl | {"answer": None, "extra_info": {"answer": "2!"}}])  # as Parquet has it
+    assert sources.load_examples(path)[0].response == "2!"
+    path = write(tmp_path / "d.jsonl", [verl | {"solution": ["II"]}])
+    with pytest.raises(UserError, match="d.jsonl:1: config.supervised.response_key='solution' must name text, got list"):
+        sources.load_examples(path, response_key="solution")
     [problem] = sources.load_examples("arithmetic:1")
     assert problem.response == problem.extra_info["solution"]
 
@@ -67,12 +72,12 @@ def test_slices_of_files(tmp_path):
 def test_a_response_is_encoded_as_it_goes_on(trained):
     tokenizer, _ = trained
     prompt, response = "Tom has 3 apples.", " He buys 2 more."
-    ids = encode_response(tokenizer, prompt, response)
+    ids = encode_responses(tokenizer, prompt, [response])[0]
     assert encode_prompt(tokenizer, prompt) + ids == [*tokenizer.encode(prompt + response), tokenizer.eos_token_id]
     # Where the two run into one token, each stands alone.
     prompt, response = "How many appl", "es"
     assert tokenizer.encode(prompt + response) != tokenizer.encode(prompt) + tokenizer.encode(response)
-    assert encode_response(tokenizer, prompt, response) == [*tokenizer.encode(response), tokenizer.eos_token_id]
+    assert encode_responses(tokenizer, prompt, [response])[0] == [*tokenizer.encode(response), tokenizer.eos_token_id]
 
 
 def test_no_blank_is_put_before_a_response(real_data):
@@ -81,7 +86,7 @@ def test_no_blank_is_put_before_a_response(real_data):
 
     tokenizer = AutoTokenizer.from_pretrained(real_data("tinystories-260k"))
     prompt, response = "Once upon a time, there was a girl named Lily.", " She loved to play."
-    ids = encode_prompt(tokenizer, prompt) + encode_response(tokenizer, prompt, response)
+    ids = encode_prompt(tokenizer, prompt) + encode_responses(tokenizer, prompt, [response])[0]
     assert tokenizer.decode(ids, skip_special_tokens=True) == prompt + response
     assert ids[0] == tokenizer.bos_token_id and ids[-1] == tokenizer.eos_token_id and tokenizer.bos_token_id not in ids[1:]
 
@@ -106,12 +111,23 @@ def test_long_responses_are_dropped(trained, caplog):
     data = responses.tokenize(examples, tokenizer, responses.DEMONSTRATION, max_prompt_length=20, max_response_length=12)
     assert len(data) == 1 and data.prompts.examples == (examples[0],) and len(data.prompts.tokens) == 1
     assert "dropped 1 of 2 examples" in caplog.text
-    np.testing.assert_array_equal(data.responses[0][0], encode_response(tokenizer, "Tom", " has 1."))
+    np.testing.assert_array_equal(data.responses[0][0], encode_responses(tokenizer, "Tom", [" has 1."])[0])
     with pytest.raises(UserError, match="no example is left of 2.*config.data.max_response_length=2"):
         responses.tokenize(examples, tokenizer, responses.DEMONSTRATION, max_prompt_length=20, max_response_length=2)
 
 
-def test_a_missing_response_is_told(trained):
+def test_a_missing_response_is_told():
     with pytest.raises(UserError, match="val_files, example 2 .*'y'.* has no rejected"):
-        responses.tokenize([Example("A", "x", response="a", rejected="b"), Example("B", "y", response="a")], trained[0],
-                           responses.PAIR, max_prompt_length=20, max_response_length=12, name="config.data.val_files")
+        responses.check([Example("A", "x", response="a", rejected="b"), Example("B", "y", response="a")], responses.PAIR,
+                        "config.data.val_files", "answer")
+    with pytest.raises(UserError, match="response_key='solutoin' names. Did you mean 'solution'?"):
+        responses.check([Example("A", "x", extra_info={"solution": "b"})], responses.DEMONSTRATION, "train", "solutoin")
+
+
+def test_empty_responses_are_dropped(trained, caplog):
+    examples = [Example("Tom", "x", response=" has 1.", rejected=""), Example("Ann", "x", response=" 1", rejected=" 2")]
+    sizes = {"max_prompt_length": 20, "max_response_length": 12}
+    data = responses.tokenize(examples, trained[0], responses.PAIR, **sizes)
+    assert data.prompts.examples == (examples[1],) and "dropped 1 of 2 examples, which have an empty response" in caplog.text
+    with pytest.raises(UserError, match="all 1 examples have an empty response"):
+        responses.tokenize(examples[:1], trained[0], responses.PAIR, **sizes)

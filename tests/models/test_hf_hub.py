@@ -162,4 +162,4 @@ def test_wrong_paths_name_the_nearest_folder(tmp_path, offline):
     assert "nearest" not in refusal(str(tmp_path / "models/zebra"))
     (tmp_path / "weights.bin").touch()
     assert "this is a file; set config.model.path to a folder" in refusal(str(tmp_path / "weights.bin"))
-    assert "config.data.x='': must be set" in refusal("", "main", "config.data.x")
+    assert "config.data.x='': must be set" in refusal("", "config.data.x")

@@ -113,6 +113,7 @@ def test_stopped_and_resumed_is_bit_equal(files, undisturbed, tmp_path):
     assert [row["critic/loss"] for row in steps(tmp_path)] == [row["critic/loss"] for row in steps(undisturbed[0])]
 
 
+@pytest.mark.slow
 def test_eight_devices_begin_where_the_first_run_ended(files, undisturbed, tmp_path):
     """The adapters that it left are an actor to start from, with the rank and the targets that they have."""
     run(files, tmp_path, f"--config.model.lora.path={undisturbed[0]}/adapter", "--config.model.lora.rank=0",
@@ -125,7 +126,7 @@ def test_eight_devices_begin_where_the_first_run_ended(files, undisturbed, tmp_p
 
 @pytest.mark.parametrize(("override", "message"), [
     ("--config.critic.path={files}/llama", r"config\.critic\.path: .*/llama holds no adapters"),
-    ("--config.model.lora.targets=q_proj,vproj", r"config\.model\.lora\.targets='q_proj,vproj'.*Did you mean 'v_proj'"),
+    ("--config.model.lora.targets=vproj,q_proj", r"config\.model\.lora\.targets='vproj,q_proj'.*Did you mean 'v_proj'"),
     ("--config.model.lora.path={files}/reward", r"config\.model\.lora\.path=.*says what rank, alpha and targets are"),
     ("--config.model.lora.rank=0", "reward holds adapters, which stand on another model's weights"),
 ])
@@ -137,18 +138,27 @@ def test_mistakes_are_told_before_weights_load(files, tmp_path, override, messag
         ppo.train(config, tmp_path)
 
 
-def test_adapters_of_another_model_are_refused(files, tmp_path):
-    path = files / "reward" / "adapter_config.json"
+@pytest.mark.parametrize(("base", "refused", "told"), [
+    ("{files}", True, False), ("some/other-name", False, True), ("{files}/../{files.name}/llama", False, False)])
+def test_adapters_of_another_folder_are_refused(files, tmp_path, base, refused, told, monkeypatch, caplog):
+    """Of another name it is told: a model may have several."""
+    def stop(*_):
+        raise KeyboardInterrupt("weights would be loaded now")
+
+    monkeypatch.setattr("jax_ppo.state.create", stop)
+    path, base = files / "reward" / "adapter_config.json", base.format(files=files)
     text = path.read_text()
     try:
-        path.write_text(text.replace(f"{files}/llama", "some/other-model"))
+        path.write_text(text.replace(f"{files}/llama", base))
         config, _ = command_line.read(["train", f"--config={files}/config.py"])
-        with pytest.raises(UserError, match="stand on 'some/other-model'"):
+        with pytest.raises(UserError if refused else KeyboardInterrupt, match=f"stand on '{base}'" if refused else "weights"):
             ppo.train(config, tmp_path)
     finally:
         path.write_text(text)
+    assert (f"stand on '{base}'" in caplog.text) == told
 
 
+@pytest.mark.slow
 def test_with_a_shared_trunk_too(files, tmp_path):
     """The critic's head is learned beside the actor's adapters, is stored with them, and is not exported."""
     shared = "--config.critic.shared_trunk=True", "--config.critic.path=", "--config.critic.keep_head=False"
