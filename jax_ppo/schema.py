@@ -290,8 +290,8 @@ class Supervised:
 @dataclasses.dataclass(frozen=True)
 class Packed:
     enabled: bool = option(True, "several samples in a row; off: one sample a row, padded")
-    row_length: int | None = option(None, "tokens of a row; unset: max_prompt_length + max_response_length, for a reward "
-                                    "model's pairs twice that", at_least=2)
+    row_length: int | None = option(None, "tokens of a row; unset: max_prompt_length + max_response_length, in supervised "
+                                    "training as many as the longest example has, or somewhat more", at_least=2)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -124,18 +124,19 @@ class Run:
         for examples, option in ((training, "config.data.train_files"), (held_out, "config.data.val_files")):
             responses.check(examples, task.kinds, option, config.supervised.response_key)
         self.folder = hf_hub.find(config.model.path)
-        self._row_length = config.packing.row_length or len(task.kinds) * config.sequence_length
-        rows = dataclasses.replace(config, packing=dataclasses.replace(config.packing, row_length=self._row_length))
-        self.model = state_lib.networks(rows, state_lib.Folders(self.folder, None, None)).actor
         self.tokenizer = (
             tokenizer_lib.load_tokenizer(config.model.tokenizer_path) if config.model.tokenizer_path else
             tokenizer_lib.load_tokenizer(str(self.folder), option="config.model.path"))
-        experiment.check_model(config, mesh, self.model.architecture, self.tokenizer)
+        experiment.check_model(config, mesh, hf_import.read_architecture(self.folder), self.tokenizer)
         if task.objective.head == "scalar" and hf_import.has_head(self.folder):
             metrics.say(f"note: config.model.path={config.model.path!r} has a scalar head; it is left out, a new one is made")
         metrics.say(f"tokenising {len(training) + len(held_out)} {task.unit}")
         self.training = self._tokenize(training, "config.data.train_files")
         self.held_out = self._tokenize(held_out, "config.data.val_files") if held_out else None
+        self._row_length = config.packing.row_length or packing.row_width(max(
+            data.longest for data in (self.training, self.held_out) if data))
+        rows = dataclasses.replace(config, packing=dataclasses.replace(config.packing, row_length=self._row_length))
+        self.model = state_lib.networks(rows, state_lib.Folders(self.folder, None, None)).actor
         steps_per_epoch = self.batches(0).steps_per_epoch
         self.total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * steps_per_epoch
         metrics.say(f"{len(self.training)} training and {len(self.held_out or ())} held-out {task.unit}, {self.total_steps} "

@@ -97,7 +97,8 @@ def gradients(config, mesh, rows):
 
 
 @pytest.mark.parametrize(("packed", "rows", "shape"), [
-    (True, 1, {}), (True, 4, {}), (True, 8, {"data": 8}), (True, 8, {"data": 2, "fsdp": 2, "model": 2})])
+    (True, 4, {"data": 1, "fsdp": 2, "model": 2}),
+    *(pytest.param(True, *more, marks=pytest.mark.slow) for more in ((1, {}), (4, {}), (8, {"data": 8})))])
 def test_cuts_and_devices_do_not_change_the_gradient(packed, rows, shape):
     options = LORA | {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1, "actor__kl_loss_type": "full"}
     whole = gradients(tiny.config(packing__enabled=False, **options), tiny.make_mesh(), 8)

@@ -103,6 +103,7 @@ def test_a_run_learns_adapters_alone(files, undisturbed):
         np.testing.assert_allclose(weight, base[name] + change, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_is_bit_equal(files, undisturbed, tmp_path):
     run(files, tmp_path, "--config.trainer.total_training_steps=1")
     assert "resuming after step 1 of 2" in run(files, tmp_path)

@@ -37,7 +37,7 @@ def assert_close(one, other):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5 * np.abs(a).max()), one, other)
 
 
-@pytest.mark.parametrize("options", [{}, LORA])
+@pytest.mark.parametrize("options", [{}, pytest.param(LORA, marks=pytest.mark.slow)])
 def test_the_gradient_is_the_sum_of_both(options):
     config, mesh = tiny.config(**SHARED, **options), tiny.make_mesh()
     nets = tiny.networks(config)

@@ -152,7 +152,8 @@ def load(files, *overrides, command="sft"):
                               *overrides], command)[0]
 
 
-@pytest.mark.parametrize(("command", "task"), [("sft", supervised.SFT), ("reward_model", supervised.REWARD_MODEL)])
+@pytest.mark.parametrize(("command", "task"), [
+    pytest.param("sft", supervised.SFT, marks=pytest.mark.slow), ("reward_model", supervised.REWARD_MODEL)])
 def test_resumed_is_bit_equal(files, tmp_path, command, task, monkeypatch, capsys):
     options = load(files, command=command)
     supervised.train(options, tmp_path / "whole", task)

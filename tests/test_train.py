@@ -188,6 +188,7 @@ def assert_same_run(workdir, other, tolerance):
                 assert float(ours[name]) == pytest.approx(float(theirs[name]), rel=tolerance, abs=tolerance), name
 
 
+@pytest.mark.slow
 def test_eight_devices_train_as_one_does(files, undisturbed, tmp_path):
     run(files, tmp_path, "--config.mesh.fsdp=2", "--config.mesh.model=2", devices=8)
     assert_same_run(tmp_path, undisturbed[0], 1e-3)

@@ -34,6 +34,12 @@ class ResponseDataset:
     def __len__(self) -> int:
         return len(self.prompts)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest example: of each of its responses, with the prompt."""
+        return max(len(responses) * len(prompt) + sum(map(len, responses))
+                   for prompt, *responses in zip(self.prompts.tokens, *self.responses, strict=True))
+
     def sequences(self, rows: Sequence[int]) -> Sequences:
         """Prompt and response of these rows, of one kind of response after the other: a pair's two are len(rows) apart. Host
         arrays, always max_prompt_length + max_response_length wide."""
@@ -62,7 +68,7 @@ def tokenize(examples: Sequence[Example], tokenizer, kinds: tuple[str, ...], *, 
     """
     if tokenizer.eos_token_id is None:
         raise UserError(f"{name}: the tokenizer has no EOS token, which is what ends a response")
-    there = [example for example in examples if all(getattr(example, kind) for kind in kinds)]
+    there = [example for example in examples if all(getattr(example, kind).strip() for kind in kinds)]
     if dropped := len(examples) - len(there):
         log.warning("%s: dropped %d of %d examples, which have an empty response", name, dropped, len(examples))
     if not there:

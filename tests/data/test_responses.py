@@ -95,6 +95,8 @@ def test_pairs_lie_one_kind_behind_the_other(trained):
     tokenizer, _ = trained
     examples = [Example(f"Tom has {i} apples.", "x", response=" He has 1.", rejected=" He" * (i + 2)) for i in range(3)]
     data = responses.tokenize(examples, tokenizer, responses.PAIR, max_prompt_length=20, max_response_length=12)
+    both = [len(tokenizer.encode(e.prompt + e.response)) + len(tokenizer.encode(e.prompt + e.rejected)) + 2 for e in examples]
+    assert data.longest == max(both) and len(set(both)) > 1
     sequences = data.sequences([2, 0])
     assert sequences.tokens.shape == (4, 32)
     for sequence, (row, kind) in enumerate([(2, "response"), (0, "response"), (2, "rejected"), (0, "rejected")]):
@@ -125,7 +127,7 @@ def test_a_missing_response_is_told():
 
 
 def test_empty_responses_are_dropped(trained, caplog):
-    examples = [Example("Tom", "x", response=" has 1.", rejected=""), Example("Ann", "x", response=" 1", rejected=" 2")]
+    examples = [Example("Tom", "x", response=" has 1.", rejected=" "), Example("Ann", "x", response=" 1", rejected=" 2")]
     sizes = {"max_prompt_length": 20, "max_response_length": 12}
     data = responses.tokenize(examples, trained[0], responses.PAIR, **sizes)
     assert data.prompts.examples == (examples[1],) and "dropped 1 of 2 examples, which have an empty response" in caplog.text

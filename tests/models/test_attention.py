@@ -92,7 +92,7 @@ def gradient(program, inputs, **options):
     return jax.jit(jax.grad(loss, (0, 1, 2)))(*qkv)
 
 
-@pytest.mark.parametrize("options", [{}, OPTIONS[1], OPTIONS[3]])
+@pytest.mark.parametrize("options", [OPTIONS[3], *(pytest.param(more, marks=pytest.mark.slow) for more in ({}, OPTIONS[1]))])
 def test_splash_interpreted_is_xla(options):
     inputs = make_inputs(rows=1, heads=2, kv_heads=1)
     interpreted = lambda *x: attention.splash(*x, interpret=True, **options)  # noqa: E731

@@ -55,7 +55,11 @@ VARIANTS = {
 }
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+SLOW = ("gemma3, in a loop", "mistral, in a loop", "qwen3, local layers", "gemma2, biases, no caps", "phi3, longrope")
+
+
+@pytest.fixture(scope="module", params=[
+    pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in VARIANTS])
 def checkpoint(request, tmp_path_factory):
     """(transformers' model, folder, architecture, parameters)."""
     family, changes = VARIANTS[request.param]
