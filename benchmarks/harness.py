@@ -87,8 +87,8 @@ def check_sides(parser: argparse.ArgumentParser, args: argparse.Namespace, known
     """Ends with a message where --sides names what is not there, or needs --peers."""
     if wrong := [side for side in args.sides if side not in known]:
         parser.error(f"--sides {','.join(wrong)}: expected some of {', '.join(known)}")
-    if not args.peers and set(args.sides) - {"ours", "floor"}:
-        parser.error("--peers: needed for all sides but ours and floor")
+    if not args.peers and set(args.sides) - {"ours"}:
+        parser.error("--peers: needed for all sides but ours")
 
 
 def spread(values: list[float]) -> dict[str, float]:

@@ -29,7 +29,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         settings = make_settings(args, Path(folder))
         before = harness.machine()
-        workers = [harness.Worker(side, SIDES[side], settings, None if side in ("ours", "floor") else args.peers)
+        workers = [harness.Worker(side, SIDES[side], settings, None if side == "ours" else args.peers)
                    for side in args.sides]
         first = {worker.name: worker.turn()["seconds"] for worker in workers}
         answers = harness.interleave(workers, args.turns, args.warm_up)
