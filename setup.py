@@ -22,8 +22,9 @@ EXTRAS = {
     "cuda": ["jax[cuda12]"],
     "tpu": ["jax[tpu]"],
     "wandb": ["wandb"],
-    # torch is what the models are compared with; without it those tests are skipped. tensorboard reads the curves back.
-    "test": ["hypothesis", "pytest>=9", "pytest-xdist", "tensorboard", "torch==2.13.0"],
+    # torch and peft are what models and adapters are compared with; without them those tests are skipped. tensorboard reads the
+    # curves back.
+    "test": ["hypothesis", "peft", "pytest>=9", "pytest-xdist", "tensorboard", "torch==2.13.0"],
 }
 
 setup(

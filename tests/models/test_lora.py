@@ -164,6 +164,25 @@ def test_there_and_back(head, tmp_path):
                                       adapters["layers"]["attention"]["v_proj"]["lora_a"])
 
 
+@pytest.mark.filterwarnings("ignore")  # what PEFT uses of transformers is its own business
+def test_peft_loads_ours_and_we_load_what_it_saves(checkpoint, tmp_path):
+    library = pytest.importorskip("peft")
+    _, folder, architecture, params = checkpoint
+    adapters, ids = adapters_of(architecture, TWO, "scalar"), reference.tokens()
+    policy, classifier = heads.without_scalars(adapters), reference.transformers.AutoModelForSequenceClassification
+    peft.save(policy, architecture, TWO, tmp_path / "policy", str(folder))
+    theirs = library.PeftModel.from_pretrained(reference.reload(folder), str(tmp_path / "policy")).eval()
+    np.testing.assert_allclose(reference.their_logits(theirs, ids),
+                               logits(architecture, lora.join(params, policy), ids, TWO), rtol=1e-4, atol=1e-4)
+    # Of a classifier PEFT adds names of its own to what is saved whole.
+    peft.save(adapters, architecture, TWO, tmp_path / "reward", str(folder))
+    base = classifier.from_pretrained(folder, num_labels=1, dtype=reference.torch.float32)
+    library.PeftModel.from_pretrained(base, str(tmp_path / "reward")).save_pretrained(tmp_path / "again")
+    assert peft.read(tmp_path / "again") == (TWO, str(folder))
+    again = peft.load(tmp_path / "again", architecture, TWO, places(adapters), head="reward")
+    jax.tree.map(np.testing.assert_array_equal, again, adapters)
+
+
 def test_where_decoding_has_them():
     mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
     base = heads.init(Transformer(tiny.ARCHITECTURE), jax.random.key(0), "lm")
