@@ -12,7 +12,12 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llv
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
-# The runs that tests start keep their compiled programs for each other, and leave the user's own alone.
-_cache = tempfile.TemporaryDirectory(prefix="jax_ppo_tests_")
-atexit.register(_cache.cleanup)
-os.environ["XDG_CACHE_HOME"] = _cache.name
+# Tests, the workers that share them, and the runs that they start keep their compiled programs for each other, and leave the
+# user's own alone. Workers inherit the folder from the process that starts them.
+if "JAX_PPO_TEST_CACHE" not in os.environ:
+    _cache = tempfile.TemporaryDirectory(prefix="jax_ppo_tests_")
+    atexit.register(_cache.cleanup)
+    os.environ["JAX_PPO_TEST_CACHE"] = _cache.name
+os.environ["XDG_CACHE_HOME"] = os.environ["JAX_PPO_TEST_CACHE"]
+jax.config.update("jax_compilation_cache_dir", os.environ["JAX_PPO_TEST_CACHE"] + "/tests")
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)

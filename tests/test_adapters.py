@@ -65,7 +65,7 @@ def step(config, mesh, groups, rows, prepare=lambda state: state):
     return before, state, {name: float(value) for name, value in (of_rollout | of_update).items()}, experience
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_the_first_policy_is_the_reference_to_the_bit(dtype):
     config = tiny.config(model__dtype=dtype, actor__ppo_epochs=2, algorithm__use_kl_in_reward=True, **LORA)
     before, after, metrics, experience = step(config, tiny.make_mesh(), HALVES + HALVES, 2)

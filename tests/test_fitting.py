@@ -17,7 +17,8 @@ from jax_ppo.types import Packing, Sequences
 OPTIONS = schema.Supervised(schema.CriticOptim(lr=1e-2, eps=1e-3), center_coef=0.1)  # Adam alone would forgive any scale
 MODEL = Transformer(tiny.ARCHITECTURE, jnp.float32)
 N = 6  # examples
-OBJECTIVES = pytest.mark.parametrize("objective", [fitting.LANGUAGE, fitting.PREFERENCE], ids=["language", "preference"])
+OBJECTIVES = pytest.mark.parametrize("objective", [pytest.param(fitting.LANGUAGE, marks=pytest.mark.slow), fitting.PREFERENCE],
+                                     ids=["language", "preference"])
 
 
 def kinds(objective):

@@ -53,7 +53,7 @@ def test_the_gradient_is_the_sum_of_both(options):
     assert_close(of_both, split)
 
 
-@pytest.mark.parametrize("options", [{}, LORA])
+@pytest.mark.parametrize("options", [{}, pytest.param(LORA, marks=pytest.mark.slow)])
 def test_one_pass_serves_both(options, monkeypatch):
     """The trunk is traced once where the policy is scored, once for the reference, and once where both losses are learned."""
     config, mesh = tiny.config(actor__ppo_epochs=2, algorithm__lam=0.95, **SHARED, **options), tiny.make_mesh()

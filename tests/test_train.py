@@ -194,6 +194,7 @@ def test_eight_devices_train_as_one_does(files, undisturbed, tmp_path):
     assert_same_run(tmp_path, undisturbed[0], 1e-3)
 
 
+@pytest.mark.slow
 def test_few_slots_sample_the_same(files, undisturbed, tmp_path):
     run(files, tmp_path, "--config.rollout.max_num_seqs=3", "--config.trainer.total_training_steps=2",
         "--config.trainer.test_freq=0", "--config.trainer.val_before_train=False")
@@ -260,6 +261,7 @@ def test_two_processes_train_as_one_does(files, undisturbed, tmp_path):
     assert_same_run(tmp_path, undisturbed[0], 1e-3)
 
 
+@pytest.mark.slow
 def test_a_reward_model_alone(files, reward_model, tmp_path):
     """Its score at the last token of prompt and response is the reward, in training and in evaluations."""
     run(files, tmp_path, "--config.reward.function=", f"--config.reward.model_path={reward_model}",
@@ -308,7 +310,7 @@ def test_nothing_is_compiled_after_the_second_step(files, tmp_path, monkeypatch)
     assert sum(seconds > 0.01 * sum(compiled) for seconds in compiled) <= 12, compiled
 
 
-@pytest.mark.parametrize("with_model", [False, True])
+@pytest.mark.parametrize("with_model", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_step_is_compiled_in_the_rehearsal_alone(files, reward_model, tmp_path, caplog, monkeypatch, with_model):
     """Shapes and places that the rehearsal foresees are those that the run comes with: else a program would come twice."""
     threads = collections.defaultdict(list)

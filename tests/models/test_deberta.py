@@ -79,7 +79,8 @@ def theirs(model, ids, lengths=None):
 IDS, LENGTHS = reference.tokens(6, 40), [40, 3, 17, 29, 1, 8]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if "alone" in name or name.startswith("other")
+                                  else name for name in VARIANTS])
 def test_scores_are_those_of_transformers(name, tmp_path):
     """Alone in a row, padded, and several texts in one row."""
     model, ours = make(tmp_path, **VARIANTS[name]), load(tmp_path)

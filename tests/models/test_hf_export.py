@@ -131,7 +131,7 @@ def test_an_export_is_replaced_whole_and_nothing_else_ever(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes/thesis.txt").write_text("years of work")
-    with pytest.raises(FileExistsError, match="notes exists and is no exported model"):
+    with pytest.raises(FileExistsError, match="notes exists and holds something else"):
         export(params, architecture, tmp_path / "notes")
     assert (tmp_path / "notes/thesis.txt").exists()
 
