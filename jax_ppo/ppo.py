@@ -49,7 +49,7 @@ def train(config: Config, workdir: Path) -> dict:
                 scores = scoring.score(config, run.nets, state, sequences, *plans.scoring)
                 ahead = None
                 # A run that is resumed has no rollout of older weights: before a checkpoint that is due none is begun.
-                if config.rollout.one_step_off and not due(run, step + 1, config.trainer.save_freq):
+                if config.rollout.one_step_off and not resuming.due(step + 1, run.total_steps, config.trainer.save_freq):
                     ahead = draw(run, state, batches, step + 1, report)
                 report.flush()  # where nothing was drawn in this step, one step off
                 with report.phase("reward"):  # on the host, while the mesh scores
@@ -81,11 +81,6 @@ def draw(run: Experiment, state, batches, step: int, report: Reporter):
     return batch, rollout, batches.position
 
 
-def due(run: Experiment, done: int, frequency: int) -> bool:
-    """Whether it is time for something that is done every so many steps (0: never) and after the last."""
-    return done == run.total_steps or (frequency > 0 and done % frequency == 0)
-
-
 def begin(run: Experiment, checkpoints: Checkpointer, progress: Progress, report: Reporter) -> state_lib.TrainState:
     """The state to begin with, evaluated if it is untrained; the programs of a step are compiled meanwhile."""
     arrays = None
@@ -104,11 +99,11 @@ def begin(run: Experiment, checkpoints: Checkpointer, progress: Progress, report
 def finish_step(run: Experiment, state, done: int, position: int, report: Reporter, checkpoints: Checkpointer) -> None:
     """Evaluates and saves where it is time: `done` steps are behind."""
     trainer, result = run.config.trainer, None
-    if run.held_out and due(run, done, trainer.test_freq):
+    if run.held_out and resuming.due(done, run.total_steps, trainer.test_freq):
         report.flush()
         result = evaluation(run, state)
         report.evaluation(done, result)
-    if due(run, done, trainer.save_freq) or checkpoints.should_stop(done):
+    if resuming.due(done, run.total_steps, trainer.save_freq) or checkpoints.should_stop(done):
         report.flush()
         with report.phase("checkpoint"):
             meta = {"position": position, "evaluations": report.progress.evaluations, "config": dataclasses.asdict(run.config)}

@@ -1,4 +1,4 @@
-"""How far a run has come, and whether the options that it is started with again are still its own."""
+"""How far a run has come: what is due then, and whether the options that it is started with again are still its own."""
 
 import dataclasses
 
@@ -6,6 +6,11 @@ from jax_ppo import metrics
 from jax_ppo.checkpoint import Checkpointer, Progress
 from jax_ppo.errors import UserError
 from jax_ppo.schema import Config
+
+
+def due(done: int, total_steps: int, frequency: int) -> bool:
+    """Whether it is time for something that is done every so many steps (0: never) and after the last."""
+    return done == total_steps or (frequency > 0 and done % frequency == 0)
 
 
 def find_progress(config: Config, total_steps: int, checkpoints: Checkpointer, another: tuple[str, ...],

@@ -82,11 +82,11 @@ def train(config: Config, workdir: Path, task: Task) -> dict:
                 report.flush()  # of the step before, while this one is computed
                 report.later(number + 1, figures)
                 done, quality = number + 1, None
-                if run.held_out and run.due(done, trainer.test_freq):
+                if run.held_out and resuming.due(done, run.total_steps, trainer.test_freq):
                     report.flush()  # the step's time ends before the evaluation's begins
                     quality = report.evaluation(done, run.evaluate(params))
                 stop = checkpoints.should_stop(done)
-                if stop or run.due(done, trainer.save_freq):
+                if stop or resuming.due(done, run.total_steps, trainer.save_freq):
                     report.flush()
                     meta = {"position": batches.position, "evaluations": progress.evaluations,
                             "config": dataclasses.asdict(config)}
@@ -152,10 +152,6 @@ class Run:
         """Training batches from a position on, in examples consumed; their `indices` are what counts here."""
         data = self.config.data
         return prompts_lib.PromptBatches(self.training.prompts, data.train_batch_size, data.shuffle, self.config.seed, position)
-
-    def due(self, done: int, frequency: int) -> bool:
-        """Whether it is time for something that is done every so many steps (0: never) and after the last."""
-        return done == self.total_steps or (frequency > 0 and done % frequency == 0)
 
     def everywhere(self, array) -> jax.Array:
         return sharding.place(array, sharding.replicated(self.mesh))

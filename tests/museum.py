@@ -390,7 +390,7 @@ EXPORT = [
         holds="an export loads in transformers with the same logits",
         test="tests/models/test_hf_export.py::test_there_and_back",
         file="jax_ppo/models/hf_export.py",
-        old="write_weights(temporary if writer else None, rows, arrays, dtype, max_shard_bytes)",
+        old="write_weights(temporary, rows, arrays, dtype, max_shard_bytes)",
         new="write_weights(None, rows, arrays, dtype, max_shard_bytes)",
     ),
     Exhibit(

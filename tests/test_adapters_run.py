@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -137,6 +138,18 @@ def test_mistakes_are_told_before_weights_load(files, tmp_path, override, messag
         config, _ = command_line.read(["train", f"--config={files}/config.py", override.format(files=files)])
         assert isinstance(config, schema.Config)
         ppo.train(config, tmp_path)
+
+
+def test_a_critic_of_another_vocabulary_is_refused(files, tmp_path, monkeypatch):
+    monkeypatch.setattr("jax_ppo.state.create", lambda *_: pytest.fail("weights were loaded"))
+    tokenizer_lib.train_tokenizer(["other words"], 60, tmp_path / "tokenizer")
+    critic = shutil.copytree(files / "llama", tmp_path / "critic")
+    shutil.copytree(tmp_path / "tokenizer", critic, dirs_exist_ok=True)
+    with pytest.raises(UserError, match=r"config\.critic\.path='.*/critic': has the tokenizer of another vocabulary"):
+        config, _ = command_line.read(["train", f"--config={files}/config.py", "--config.model.lora.rank=0",
+                                       "--config.reward.model_path=", "--config.critic.keep_head=False",
+                                       f"--config.critic.path={critic}"])
+        ppo.train(config, tmp_path / "run")
 
 
 @pytest.mark.parametrize(("base", "refused", "told"), [

@@ -91,6 +91,17 @@ def test_an_encoder_scores_pairs_on_any_mesh(encoder, decoder, actors, mesh):
         assert packed.sample.shape == (8, 1, 128) and int(count) < 8
 
 
+def test_text_is_read_as_text_whatever_the_template(decoder, actors, tmp_path):
+    tokenizer = reward_models.load(decoder)[1]
+    tokenizer.chat_template = reward_models.CHAT
+    folder = reward_models.decoder(tmp_path, tokenizer)
+    options = tiny.config(reward__model_path=str(folder))
+    net = network(options, folder, decoder)[0].reward
+    for chats, form in ((False, "text"), (True, "chat")):
+        made = reward_inputs.choose(options, tiny.make_mesh(), net, folder, actors, lambda line: None, chats)
+        assert made.reader.form == form
+
+
 @pytest.mark.parametrize("form", ["auto", "chat", "pair"])
 def test_a_decoder_reads_text_or_its_own_chat(decoder, actors, tmp_path, form):
     template = form != "auto"

@@ -1,5 +1,6 @@
 """Parameters out, as a folder that transformers loads: weights, configuration and the tokenizer's files."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -57,19 +58,36 @@ def export(params: dict, architecture: Architecture, folder: str | Path, *, dtyp
     if adapters is not None:
         arrays = _with_adapters(arrays, adapters, architecture, lora)
     folder = Path(folder)
-    refuse_foreign(folder, "config.json", "model*.safetensors")
-    writer = jax.process_index() == 0
-    temporary = folder.with_name(f".{folder.name}.writing")
+    with written_whole(folder, "config.json", "model*.safetensors") as temporary:
+        if temporary:
+            write_json(temporary / "config.json", to_hf_config(architecture, dtype, head))
+            write_json(temporary / "generation_config.json", _generation_config(architecture, source_folder))
+            if tokenizer := tokenizer_folder or source_folder:
+                _copy_tokenizer(Path(tokenizer), temporary)
+        write_weights(temporary, rows, arrays, dtype, max_shard_bytes)
+
+
+@contextlib.contextmanager
+def written_whole(folder: Path, config: str, weights: str) -> Iterator[Path | None]:
+    """A folder that appears whole or not at all, in the place of an earlier one of the kind, or of none.
+
+    Args:
+      config, weights: a file's name, and a pattern of others, that each such folder has.
+
+    Yields:
+      where to write; None in the other processes, which wait at the end until the folder is there.
+
+    Raises:
+      FileExistsError: `folder` holds something else.
+    """
+    _refuse_foreign(folder, config, weights)
+    writer, temporary = jax.process_index() == 0, folder.with_name(f".{folder.name}.writing")
     if writer:
         shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
         temporary.mkdir(parents=True)
-        write_json(temporary / "config.json", to_hf_config(architecture, dtype, head))
-        write_json(temporary / "generation_config.json", _generation_config(architecture, source_folder))
-        if tokenizer := tokenizer_folder or source_folder:
-            _copy_tokenizer(Path(tokenizer), temporary)
-    write_weights(temporary if writer else None, rows, arrays, dtype, max_shard_bytes)
+    yield temporary if writer else None
     if writer:
-        replace(folder, temporary)
+        _replace(folder, temporary)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("export")  # nobody looks for the folder before it is there
 
@@ -179,15 +197,14 @@ def _on_host(array, row, layer, dtype) -> np.ndarray:
     return np.asarray(array).T if row.transposed else np.asarray(array)
 
 
-def refuse_foreign(folder: Path, config: str, weights: str) -> None:
-    """Nothing but an earlier export is ever replaced. `config`, `weights`: a file's name, and a pattern, that each one has."""
+def _refuse_foreign(folder, config, weights):
+    """Nothing but an earlier export is ever replaced."""
     ours = (folder / config).exists() and any(folder.glob(weights))
     if folder.exists() and not ours and (folder.is_file() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists and holds something else; remove it or export to another folder")
 
 
-def replace(folder: Path, temporary: Path) -> None:
-    """Puts the temporary folder in the place of an earlier export, or of none."""
+def _replace(folder, temporary):
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

@@ -105,8 +105,21 @@ def load(folder: str | Path, architecture: Architecture | DebertaArchitecture, s
     """
     rows = hf_names.table(architecture, head)
     places = hf_names.flatten_like(shardings, rows, "`shardings`")
-    zeros = {("score", "kernel")} if head in ("scalar", "both") else set()
-    wanted = {path: row for path, row in rows.items() if path not in zeros}
+    wanted = to_be_read(rows, head)
+    with hf_files.Checkpoint(folder) as checkpoint:
+        _check(checkpoint, wanted, head, architecture)
+        return read_parameters(checkpoint, rows, wanted, places, dtype, progress)
+
+
+def to_be_read(rows: dict[tuple[str, ...], hf_names.Tensor], head: str) -> dict[tuple[str, ...], hf_names.Tensor]:
+    """Those of the rows that a checkpoint must hold: a scalar head that starts at zero is not read."""
+    return {path: row for path, row in rows.items() if head not in ("scalar", "both") or path != ("score", "kernel")}
+
+
+def read_parameters(checkpoint: hf_files.Checkpoint, rows: dict[tuple[str, ...], hf_names.Tensor],
+                    wanted: dict[tuple[str, ...], hf_names.Tensor], places: dict, dtype,
+                    progress: Callable[[int, int], None] | None) -> dict:
+    """The nested parameters of `rows`, each at its place: `wanted` from the checkpoint, the others zeros."""
     dtype, total, counter = np.dtype(dtype), sum(len(row.names()) for row in wanted.values()), itertools.count(1)
 
     def tick():
@@ -114,22 +127,21 @@ def load(folder: str | Path, architecture: Architecture | DebertaArchitecture, s
         if progress is not None:
             progress(done, total)
 
-    params = {path: zeros_at(rows[path].full_shape, dtype, places[path]) for path in zeros}
-    with hf_files.Checkpoint(folder) as checkpoint:
-        _check(checkpoint, wanted, head, architecture)
-        for path, row in wanted.items():
-            params[path] = fill(checkpoint, row, dtype, places[path], tick)
+    params = {}
+    for path, row in rows.items():
+        params[path] = (_fill(checkpoint, row, dtype, places[path], tick) if path in wanted else
+                        _zeros(row.full_shape, dtype, places[path]))
     return traverse_util.unflatten_dict(params)
 
 
-def fill(checkpoint: hf_files.Checkpoint, row: hf_names.Tensor, dtype, sharding, tick: Callable[[], None]) -> jax.Array:
+def _fill(checkpoint, row, dtype, sharding, tick) -> jax.Array:
     """One parameter; a stacked one is a buffer into which the layers are written in place. `tick` is called a tensor."""
     if row.layers is None:
         array = jax.block_until_ready(_read(checkpoint, row.name, row, dtype, sharding))
         tick()
         return array
     write = jax.jit(jax.lax.dynamic_update_index_in_dim, static_argnums=3, donate_argnums=0, out_shardings=sharding)
-    buffer, one_layer = zeros_at(row.full_shape, dtype, sharding), _without_first_axis(sharding)
+    buffer, one_layer = _zeros(row.full_shape, dtype, sharding), _without_first_axis(sharding)
     for i, name in enumerate(row.names()):
         # Waiting keeps the copies on their way to the devices to one layer.
         buffer = jax.block_until_ready(write(buffer, _read(checkpoint, name, row, dtype, one_layer), i, 0))
@@ -151,7 +163,7 @@ def _read(checkpoint, name, row, dtype, sharding):
     return jax.make_array_from_callback(row.shape, sharding, block)
 
 
-def zeros_at(shape, dtype, sharding) -> jax.Array:
+def _zeros(shape, dtype, sharding):
     return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)(shape, dtype)
 
 

@@ -1,17 +1,12 @@
 """Adapters in and out in PEFT's format: adapter_config.json beside adapter_model.safetensors, in a folder that
 `peft.PeftModel.from_pretrained` loads."""
 
-import itertools
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import traverse_util
-from jax.experimental import multihost_utils
 
 from jax_ppo.errors import UserError
 from jax_ppo.models import hf_export, hf_files, hf_import, hf_names
@@ -81,33 +76,18 @@ def load(folder: str | Path, architecture: Architecture, lora: Lora, shardings: 
     Raises:
       UserError: a tensor is missing, of another shape, of another type, or not used. The message names it.
     """
-    rows, wanted = hf_names.adapter_table(architecture, lora.rank, lora.targets, head), _wanted(architecture, lora, head)
-    places = hf_names.flatten_like(shardings, rows, "`shardings`")
-    total, counter = sum(len(row.names()) for row in wanted.values()), itertools.count(1)
-
-    def tick():
-        done = next(counter)
-        if progress is not None:
-            progress(done, total)
-
-    params = {path: hf_import.zeros_at(row.full_shape, np.dtype(dtype), places[path])
-              for path, row in rows.items() if path not in wanted}
+    rows = hf_names.adapter_table(architecture, lora.rank, lora.targets, head)
+    places, wanted = hf_names.flatten_like(shardings, rows, "`shardings`"), hf_import.to_be_read(rows, head)
     with _open(Path(folder)) as checkpoint:
         _check(checkpoint, wanted, head)
-        for path, row in wanted.items():
-            params[path] = hf_import.fill(checkpoint, row, np.dtype(dtype), places[path], tick)
-    return traverse_util.unflatten_dict(params)
+        return hf_import.read_parameters(checkpoint, rows, wanted, places, dtype, progress)
 
 
 def check(folder: str | Path, architecture: Architecture, lora: Lora, head: str) -> None:
     """Raises what `load` would raise, after a look at names and shapes alone."""
-    with _open(Path(folder)) as checkpoint:
-        _check(checkpoint, _wanted(architecture, lora, head), head)
-
-
-def _wanted(architecture, lora, head):
     rows = hf_names.adapter_table(architecture, lora.rank, lora.targets, head)
-    return {path: row for path, row in rows.items() if head == "reward" or path != ("score", "kernel")}
+    with _open(Path(folder)) as checkpoint:
+        _check(checkpoint, hf_import.to_be_read(rows, head), head)
 
 
 def _check(checkpoint, wanted, head):
@@ -141,18 +121,11 @@ def save(adapters: dict, architecture: Architecture, lora: Lora, folder: str | P
     head, folder = "scalar" if "score" in adapters else "lm", Path(folder)
     rows = hf_names.adapter_table(architecture, lora.rank, lora.targets, head)
     arrays = hf_names.flatten_like(adapters, rows, "`adapters`")
-    hf_export.refuse_foreign(folder, CONFIG, WEIGHTS)
-    writer, temporary = jax.process_index() == 0, folder.with_name(f".{folder.name}.writing")
-    if writer:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        hf_export.write_json(temporary / CONFIG, to_config(lora, head, base_model, revision))
     everything = sum(4 * int(np.prod(row.full_shape)) for row in rows.values())
-    hf_export.write_weights(temporary if writer else None, rows, arrays, "float32", everything, WEIGHTS)
-    if writer:
-        hf_export.replace(folder, temporary)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("save adapters")
+    with hf_export.written_whole(folder, CONFIG, WEIGHTS) as temporary:
+        if temporary:
+            hf_export.write_json(temporary / CONFIG, to_config(lora, head, base_model, revision))
+        hf_export.write_weights(temporary, rows, arrays, "float32", everything, WEIGHTS)
 
 
 def to_config(lora: Lora, head: str, base_model: str, revision: str | None = None) -> dict:

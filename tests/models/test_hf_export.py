@@ -120,6 +120,17 @@ def test_generation_defaults_come_along_but_the_ends_are_the_architectures(tmp_p
     assert reference.reload(tmp_path / "out").generation_config.eos_token_id == [5, 9]
 
 
+def test_the_tokenizer_may_come_from_another_folder(tmp_path):
+    reference.save(tmp_path / "source")
+    (tmp_path / "other").mkdir()
+    for folder in ("source", "other"):
+        (tmp_path / folder / "tokenizer.json").write_text(folder)
+    architecture, params = reference.load(tmp_path / "source")
+    for given, expected in ((None, "source"), (tmp_path / "other", "other")):
+        export(params, architecture, tmp_path / "out", source_folder=tmp_path / "source", tokenizer_folder=given)
+        assert (tmp_path / "out/tokenizer.json").read_text() == expected
+
+
 def test_an_export_is_replaced_whole_and_nothing_else_ever(tmp_path):
     reference.save(tmp_path / "source")
     architecture, params = reference.load(tmp_path / "source")

@@ -11,7 +11,7 @@ import pytest
 
 from jax_ppo import hub
 from jax_ppo.errors import UserError
-from jax_ppo.models import hf_import
+from jax_ppo.models import hf_hub, hf_import
 
 constants = pytest.importorskip("huggingface_hub.constants")
 SHA = "a" * 40
@@ -108,6 +108,14 @@ def test_a_hub_name_is_fetched_once_without_pickles_and_subfolders(online, monke
     assert (folder / "model.safetensors").read_bytes() == b"weights"
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     assert hf_import.find("ada/tiny") == folder  # from the cache
+
+
+def test_where_others_find_a_model(tmp_path):
+    (tmp_path / "model").mkdir()
+    assert hf_hub.where("model", tmp_path / "model") == (str(tmp_path / "model"), None)
+    assert hf_hub.where("", tmp_path / "model") == (str(tmp_path / "model"), None)
+    assert hf_hub.where("ada/tiny@v1", tmp_path / "cache") == ("ada/tiny", "v1")
+    assert hf_hub.where("ada/tiny", tmp_path / "cache") == ("ada/tiny", "main")
 
 
 def test_a_revision_is_asked_for_and_kept_by_its_name(online, monkeypatch):
