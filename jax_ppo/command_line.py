@@ -44,9 +44,9 @@ def main(arguments: list[str], command: str, run: Callable[[Config, Path], objec
 
 
 def _run(options, workdir, run):
-    from jax_ppo import compilation, distributed, metrics
+    from jax_ppo import compilation, console, distributed
 
-    compilation.keep(options.trainer.compilation_cache, metrics.say)
+    compilation.keep(options.trainer.compilation_cache, console.say)
     if distributed.is_main():
         write_resolved(options, workdir)
     try:

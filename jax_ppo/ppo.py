@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ppo import compilation, metrics, rehearsal, resuming, scoring, sharding
+from jax_ppo import compilation, console, rehearsal, resuming, scoring, sharding
 from jax_ppo import experience as experience_lib
 from jax_ppo import state as state_lib
 from jax_ppo.checkpoint import Checkpointer, Progress
@@ -36,7 +36,7 @@ def train(config: Config, workdir: Path) -> dict:
     mesh = sharding.make_mesh(config.mesh)
     with (jax.set_mesh(mesh), compilation.counted() as compiled,
           Checkpointer(workdir / "checkpoints", config.trainer.max_checkpoints, config.trainer.best_metric) as checkpoints):
-        run = Experiment(config, workdir, mesh, metrics.say)
+        run = Experiment(config, workdir, mesh, console.say)
         progress = resuming.find_progress(config, run.total_steps, checkpoints, ANOTHER_EXPERIMENT, KEPT_BY_CHECKPOINTS)
         with Reporter(run, workdir, progress, compiled) as report:
             state = begin(run, checkpoints, progress, report)
@@ -87,7 +87,7 @@ def begin(run: Experiment, checkpoints: Checkpointer, progress: Progress, report
     with contextlib.nullcontext() if progress.step >= run.total_steps else rehearsal.during(run, progress.position):
         if progress.step:
             arrays, _ = checkpoints.restore(progress.step, state_lib.trained_shapes(run.config, run.nets, run.mesh))
-        state = state_lib.create(run.config, run.nets, run.folders, run.mesh, metrics.loading, arrays, progress.step)
+        state = state_lib.create(run.config, run.nets, run.folders, run.mesh, console.loading, arrays, progress.step)
         if run.held_out and not progress.step and run.config.trainer.val_before_train:
             report.evaluation(0, evaluation(run, state))
     if run.config.reward.normalize == "reference" and not progress.step:
@@ -166,7 +166,7 @@ def measure_reference(run: Experiment, state) -> state_lib.TrainState:
         rewarded, _ = run.reward(batch, rollout)
         outcomes = dataclasses.replace(rewarded, steps=None)  # what is normalised: rewards of steps are not
         moments = add_moments(moments, total_rewards(run, state, batch, rollout, outcomes))
-    metrics.say(f"the first policy's rewards: mean {float(moments.mean):.4g}, deviation {float(moments_lib.std(moments)):.4g}")
+    console.say(f"the first policy's rewards: mean {float(moments.mean):.4g}, deviation {float(moments_lib.std(moments)):.4g}")
     control = dataclasses.replace(state.control, moments=state.control.moments | {"rewards": moments})
     return dataclasses.replace(state, control=control)
 

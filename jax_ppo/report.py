@@ -1,43 +1,46 @@
 """What a run tells while it goes on: each step's figures, warnings, evaluations, and the summary at its end."""
 
-import dataclasses
 import functools
-import time
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from jax_ppo import compilation, distributed, metrics
+from jax_ppo import compilation, console, journal
 from jax_ppo.checkpoint import Progress
 from jax_ppo.evaluate import Evaluation
 from jax_ppo.experiment import Experiment, Rewarded
 from jax_ppo.models import heads, hf_export, hf_hub, peft
 
+COLUMNS = (
+    ("reward ", "reward/mean", 6, ".3f", ""),
+    ("acc ", "reward/accuracy", 5, ".3f", ""),
+    ("kl ", "kl/reference", 6, ".4f", ""),
+    ("ent ", "actor/entropy", 5, ".3f", ""),
+    ("len ", "response_length/mean", 4, ".0f", ""),
+    ("clip ", "actor/clip_fraction", 5, ".3f", ""),
+    ("grads ", "actor/grad_norm", 5, ".3g", ""),
+    ("", "critic/grad_norm", 5, ".3g", ""),
+    *journal.SPEED,
+)
+PANELS = (
+    ("reward", "score", {"mean": "reward/mean", "evaluation": "eval/reward_mean"}),
+    ("accuracy", "share of responses", {"training": "reward/accuracy", "evaluation": "eval/accuracy"}),
+    ("KL to the reference", "nats per token", {"KL": "kl/reference"}),
+    ("entropy", "nats per token", {"entropy": "actor/entropy"}),
+    ("response length", "tokens", {"mean": "response_length/mean", "max": "response_length/max"}),
+    ("clip fraction", "share of tokens", {"actor": "actor/clip_fraction", "critic": "critic/clip_fraction"}),
+    ("explained variance", "share", {"critic": "critic/explained_variance"}),
+    ("losses", "loss", {"actor": "actor/loss", "critic": "critic/loss"}),
+)
 
-class Reporter:
-    """Turns what a step leaves on the mesh into figures, one step late, and writes everything that a run writes."""
+
+class Reporter(journal.Journal):
+    """Turns what a step leaves on the mesh into figures, one step late, and writes everything that a run of PPO writes."""
 
     def __init__(self, run: Experiment, workdir: Path, progress: Progress, compiled: compilation.Compilations):
-        self.progress, self._run, self._workdir, self._compiled = progress, run, workdir, compiled
-        trainer = run.config.trainer
-        self._log = metrics.MetricsLog(workdir, tuple(filter(None, trainer.logger.split(","))), run.config.experiment_name,
-                                       dataclasses.asdict(run.config), progress.step, distributed.is_main())
-        self._bar = metrics.ProgressBar(run.total_steps, progress.step, distributed.is_main())
-        self._pending, self._skipped, self._warned = None, 0, set()
-        self._started = self._step_started = time.monotonic()
-
-    def __enter__(self):
-        self._log.__enter__()
-        self._bar.__enter__()
-        return self
-
-    def __exit__(self, *error):
-        self._bar.__exit__(*error)
-        self._log.__exit__(*error)
-
-    def phase(self, name: str):
-        return self._bar.phase(name)
+        super().__init__(run, journal.Layout(COLUMNS, PANELS, "actor.optim.lr"), workdir, progress, compiled)
+        self._pending, self._warned = None, set()
 
     def later(self, step: int, on_mesh: dict, rewarded: Rewarded) -> None:
         """Keeps a step's metrics, and what the rules report, until they can be fetched without a wait."""
@@ -54,19 +57,9 @@ class Reporter:
         if np.isnan(figures["reward/accuracy"]):
             del figures["reward/accuracy"]  # the rules have no notion of right
         self._warn(step + 1, figures)
-        figures |= self._bar.take_seconds()
-        now = time.monotonic()
-        figures["seconds/step"], self._step_started = now - self._step_started, now
         tokens = figures["response_length/mean"] * self._run.config.data.train_batch_size * self._run.config.rollout.n
-        figures["tokens_per_second"] = tokens / figures["seconds/step"]
         figures |= {f"reward/{name}": value for name, value in of_rules.items() if f"reward/{name}" not in figures}
-        self._log.write(step + 1, figures)
-        self._bar.advance(metrics.console_line(step + 1, self._run.total_steps, figures))
-        self._skipped = self._skipped + 1 if figures["update/skipped"] else 0
-        if self._skipped == self._run.config.trainer.max_skipped_updates:
-            raise FloatingPointError(
-                f"step {step + 1}: the gradient was not finite for {self._skipped} steps in a row (config.trainer."
-                "max_skipped_updates); a smaller config.actor.optim.lr or config.model.dtype=float32 may help")
+        self.write_step(step + 1, figures, tokens, bool(figures["update/skipped"]))
 
     def _warn(self, step, figures):
         """Says once that the policy collapses or runs away, and once more each time that it does after it had come back."""
@@ -85,36 +78,18 @@ class Reporter:
 
     def evaluation(self, done: int, result: Evaluation) -> None:
         """Writes an evaluation and shows some responses."""
-        accuracy = result.accuracy
-        self.progress.evaluations.append({"step": done, "accuracy": accuracy, "reward_mean": result.reward_mean})
-        self._log.write(done, {"eval/reward_mean": result.reward_mean, "eval/response_length": result.length_mean}
-                        | ({} if accuracy is None else {"eval/accuracy": accuracy}))
-        shown = "" if accuracy is None else f"accuracy {accuracy:.3f}, "
-        self._bar.say(f"evaluation after step {done}: {shown}reward {result.reward_mean:.3f}")
+        accuracy = "" if result.accuracy is None else f"accuracy {result.accuracy:.3f}, "
+        self.write_evaluation(done, {"accuracy": result.accuracy, "reward_mean": result.reward_mean,
+                                     "response_length": result.length_mean}, f"{accuracy}reward {result.reward_mean:.3f}")
         if result.samples:
-            self._bar.say(metrics.sample_table(result.samples))
-        self._plot()
-        self.restart_clock()
-
-    def restart_clock(self) -> None:
-        """What has passed since the last step's figures is no part of the next step."""
-        self._bar.take_seconds()
-        self._step_started = time.monotonic()
+            self._bar.say(console.sample_table(result.samples))
 
     def finish(self, state, export: bool) -> dict:
         """Writes what is still kept, the exported actor if asked, the curves and summary.json."""
         self.flush()
-        run, evaluations = self._run, self.progress.evaluations
         if export:
             self._export(state)
-        summary = {"experiment_name": run.config.experiment_name, "steps": int(state.step), "total_steps": run.total_steps,
-                   "evaluations": evaluations, "seconds": time.monotonic() - self._started,
-                   "devices": np.prod(list(run.mesh.shape.values())).item(), "mesh": dict(run.mesh.shape),
-                   "compilations": dataclasses.asdict(self._compiled), "versions": metrics.versions()}
-        if distributed.is_main():
-            self._plot()
-            metrics.write_summary(self._workdir, summary)
-        return summary
+        return self.write_summary(int(state.step))
 
     def _export(self, state):
         """The actor as a Hugging Face folder; with adapters they are merged in it, and stand in a folder of their own too."""
@@ -126,12 +101,7 @@ class Reporter:
         else:
             write(state.reference, adapters=actor, lora=lora)
             if obstacle := peft.no_names(run.nets.actor.architecture, lora):
-                metrics.say(f"no adapter folder is written: {obstacle}")
+                console.say(f"no adapter folder is written: {obstacle}")
                 return
             peft.save(actor, run.nets.actor.architecture, lora, self._workdir / "adapter",
                       *hf_hub.where(run.config.model.path, run.folders.actor))
-
-    def _plot(self):
-        if distributed.is_main():
-            metrics.plot_curves(self._workdir / "training_metrics.csv", self.progress.evaluations,
-                                self._workdir / "training_curves.png")

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jax_ppo import metrics
+from jax_ppo import console
 from jax_ppo.checkpoint import Checkpointer, Progress
 from jax_ppo.errors import UserError
 from jax_ppo.schema import Config
@@ -29,7 +29,7 @@ def find_progress(config: Config, total_steps: int, checkpoints: Checkpointer, a
                         "another --workdir, or remove it")
     _, meta = checkpoints.restore(latest, {})
     _check_same_experiment(config, meta["config"], another, kept)
-    metrics.say(f"resuming after step {latest} of {total_steps}")
+    console.say(f"resuming after step {latest} of {total_steps}")
     return Progress(latest, meta["position"], meta["evaluations"])
 
 
@@ -45,9 +45,9 @@ def _check_same_experiment(config: Config, saved: dict, another, kept) -> None:
             raise UserError(f"config.{name}={now[name]!r}: the work directory holds checkpoints of another experiment, with "
                             f"{then[name]!r}; give another --workdir")
         if name in kept:
-            metrics.say(f"config.{name}={now[name]!r}: not read; what the checkpoint made of {then[name]!r} goes on")
+            console.say(f"config.{name}={now[name]!r}: not read; what the checkpoint made of {then[name]!r} goes on")
         else:
-            metrics.say(f"config.{name} was {then[name]!r} until the checkpoint, and is {now[name]!r} from here on")
+            console.say(f"config.{name} was {then[name]!r} until the checkpoint, and is {now[name]!r} from here on")
 
 
 def _flatten(options: dict, prefix: str = ""):

@@ -3,14 +3,13 @@
 import collections
 import dataclasses
 import functools
-import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ppo import compilation, distributed, experiment, fitting, metrics, packing, resuming, sharding
+from jax_ppo import compilation, console, experiment, fitting, journal, packing, resuming, sharding
 from jax_ppo import config as config_lib
 from jax_ppo import state as state_lib
 from jax_ppo.checkpoint import Checkpointer, Progress
@@ -22,8 +21,6 @@ from jax_ppo.schema import Config
 
 # Besides those of the model: what the trees of a checkpoint are, or what they were learned from.
 ANOTHER_EXPERIMENT = ("seed", "data.train_files", "supervised.response_key", "supervised.center_coef")
-SPEED = (("grads ", "train/grad_norm", 5, ".3g", ""), ("", "seconds/step", 5, ".2f", " s"),
-         ("", "tokens_per_second", 7, ",.0f", " tok/s"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +33,7 @@ class Task:
       kinds: the responses that an example must have.
       unit: what an example is, in the plural, for the console.
       output: the folder in the work directory where the trained model is written.
-      columns, panels: as metrics.CONSOLE and metrics.PANELS.
+      layout: how its figures are shown.
     """
 
     command: str
@@ -44,21 +41,21 @@ class Task:
     kinds: tuple[str, ...]
     unit: str
     output: str
-    columns: tuple
-    panels: tuple
+    layout: journal.Layout
 
 
-_GRADIENT = ("gradient", "norm before clipping", {"norm": "train/grad_norm"})
-SFT = Task("sft", fitting.LANGUAGE, responses.DEMONSTRATION, "examples", "actor",
-           (("loss ", "train/loss", 6, ".3f", ""), *SPEED),
-           (("loss", "nats per token", {"training": "train/loss", "evaluation": "eval/loss"}), _GRADIENT))
-REWARD_MODEL = Task(
-    "reward_model", fitting.PREFERENCE, responses.PAIR, "pairs", "reward_model",
-    (("loss ", "train/loss", 6, ".3f", ""), ("acc ", "train/accuracy", 5, ".3f", ""), ("margin ", "train/margin", 6, ".3f", ""),
-     *SPEED),
+_LOSS, _GRADIENT = ("loss ", "train/loss", 6, ".3f", ""), ("grads ", "train/grad_norm", 5, ".3g", "")
+_GRADIENT_PANEL = ("gradient", "norm before clipping", {"norm": "train/grad_norm"})
+_RATE = "supervised.optim.lr"
+SFT = Task("sft", fitting.LANGUAGE, responses.DEMONSTRATION, "examples", "actor", journal.Layout(
+    (_LOSS, _GRADIENT, *journal.SPEED),
+    (("loss", "nats per token", {"training": "train/loss", "evaluation": "eval/loss"}), _GRADIENT_PANEL), _RATE))
+REWARD_MODEL = Task("reward_model", fitting.PREFERENCE, responses.PAIR, "pairs", "reward_model", journal.Layout(
+    (_LOSS, ("acc ", "train/accuracy", 5, ".3f", ""), ("margin ", "train/margin", 6, ".3f", ""), _GRADIENT, *journal.SPEED),
     (("loss", "a pair, center_coef included", {"training": "train/loss", "evaluation": "eval/loss"}),
      ("accuracy", "share of pairs", {"training": "train/accuracy", "evaluation": "eval/accuracy"}),
-     ("scores", "score", {"margin": "train/margin", "mean": "train/score", "margin, evaluation": "eval/margin"}), _GRADIENT))
+     ("scores", "score", {"margin": "train/margin", "mean": "train/score", "margin, evaluation": "eval/margin"}),
+     _GRADIENT_PANEL), _RATE))
 
 
 def train(config: Config, workdir: Path, task: Task) -> dict:
@@ -68,7 +65,7 @@ def train(config: Config, workdir: Path, task: Task) -> dict:
           Checkpointer(workdir / "checkpoints", trainer.max_checkpoints, "quality") as checkpoints):
         run = Run(config, task, mesh)
         progress = resuming.find_progress(config, run.total_steps, checkpoints, ANOTHER_EXPERIMENT)
-        with Reporter(run, workdir, progress) as report:
+        with Reporter(run, workdir, progress, compiled) as report:
             params, optimizer_state = run.begin(checkpoints, progress.step)
             report.restart_clock()
             if run.held_out and not progress.step and trainer.val_before_train:
@@ -94,11 +91,11 @@ def train(config: Config, workdir: Path, task: Task) -> dict:
                     report.restart_clock()
                 if stop:
                     checkpoints.wait()
-                    return report.finish(done, compiled)
+                    return report.finish(done)
             if trainer.export:
                 hf_export.export(params, run.architecture, workdir / task.output, source_folder=run.folder,
                                  tokenizer_folder=Path(run.tokenizer.name_or_path))
-            return report.finish(run.total_steps, compiled)
+            return report.finish(run.total_steps)
 
 
 class Run:
@@ -115,7 +112,7 @@ class Run:
     def __init__(self, config: Config, task: Task, mesh):
         self.config, self.task, self.mesh = config, task, mesh
         for note in config_lib.supervised_notes(config, task.command):
-            metrics.say(f"note: {note}")
+            console.say(f"note: {note}")
         data = config.data
         load = functools.partial(sources.load_examples, prompt_key=data.prompt_key, instruction=data.instruction,
                                  response_key=config.supervised.response_key, seed=config.seed)
@@ -129,8 +126,8 @@ class Run:
             tokenizer_lib.load_tokenizer(str(self.folder), option="config.model.path"))
         experiment.check_model(config, mesh, hf_import.read_architecture(self.folder), self.tokenizer)
         if task.objective.head == "scalar" and hf_import.has_head(self.folder):
-            metrics.say(f"note: config.model.path={config.model.path!r} has a scalar head; it is left out, a new one is made")
-        metrics.say(f"tokenising {len(training) + len(held_out)} {task.unit}")
+            console.say(f"note: config.model.path={config.model.path!r} has a scalar head; it is left out, a new one is made")
+        console.say(f"tokenising {len(training) + len(held_out)} {task.unit}")
         self.training = self._tokenize(training, "config.data.train_files")
         self.held_out = self._tokenize(held_out, "config.data.val_files") if held_out else None
         self._row_length = config.packing.row_length or packing.row_width(max(
@@ -139,7 +136,7 @@ class Run:
         self.model = state_lib.networks(rows, state_lib.Folders(self.folder, None, None)).actor
         steps_per_epoch = self.batches(0).steps_per_epoch
         self.total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * steps_per_epoch
-        metrics.say(f"{len(self.training)} training and {len(self.held_out or ())} held-out {task.unit}, {self.total_steps} "
+        console.say(f"{len(self.training)} training and {len(self.held_out or ())} held-out {task.unit}, {self.total_steps} "
                     f"steps of {data.train_batch_size}")
 
     @property
@@ -185,7 +182,7 @@ class Run:
             arrays, _ = checkpoints.restore(step, abstract)
             return arrays["params"], arrays["optimizer"]
         params = hf_import.load(self.folder, self.model.architecture, where["params"], jnp.float32, self.task.objective.head,
-                                metrics.loading("model"))
+                                console.loading("model"))
         return params, jax.jit(init, out_shardings=where["optimizer"])(params)
 
     def evaluate(self, params) -> dict[str, float]:
@@ -206,27 +203,12 @@ class Run:
             truncation=data.truncation, chat_template=data.chat_template, name=name)
 
 
-class Reporter:
-    """Writes what a run tells: each step's figures, evaluations, the summary at its end."""
+class Reporter(journal.Journal):
+    """Writes what a run tells, each step's figures one step late."""
 
-    def __init__(self, run: Run, workdir: Path, progress: Progress):
-        self._run, self._workdir, self._progress = run, workdir, progress
-        trainer = run.config.trainer
-        self._log = metrics.MetricsLog(workdir, tuple(filter(None, trainer.logger.split(","))), run.config.experiment_name,
-                                       dataclasses.asdict(run.config), progress.step, distributed.is_main())
-        self._bar = metrics.ProgressBar(run.total_steps, progress.step, distributed.is_main())
-        self._pending, self._skipped = None, 0
-        self._started = time.monotonic()
-        self.restart_clock()
-
-    def __enter__(self):
-        self._log.__enter__()
-        self._bar.__enter__()
-        return self
-
-    def __exit__(self, *error):
-        self._bar.__exit__(*error)
-        self._log.__exit__(*error)
+    def __init__(self, run: Run, workdir: Path, progress: Progress, compiled: compilation.Compilations):
+        super().__init__(run, run.task.layout, workdir, progress, compiled)
+        self._pending = None
 
     def later(self, step: int, figures: dict) -> None:
         """Keeps a step's figures until they can be fetched without a wait."""
@@ -238,39 +220,14 @@ class Reporter:
             return
         (step, figures), self._pending = self._pending, None
         figures = {f"train/{name}": float(value) for name, value in jax.device_get(figures).items()}
-        now = time.monotonic()
-        figures["seconds/step"], self._step_started = now - self._step_started, now
-        figures["tokens_per_second"] = figures["train/tokens"] / figures["seconds/step"]
-        self._log.write(step, figures)
-        self._bar.advance(metrics.console_line(step, self._run.total_steps, figures, self._run.task.columns))
-        self._skipped = self._skipped + 1 if figures["train/skipped"] else 0
-        if self._skipped == self._run.config.trainer.max_skipped_updates:
-            raise FloatingPointError(
-                f"step {step}: the gradient was not finite for {self._skipped} steps in a row (config.trainer."
-                "max_skipped_updates); a smaller config.supervised.optim.lr or config.model.dtype=float32 may help")
-
-    def restart_clock(self) -> None:
-        """What came since the last step's figures is no part of the next step's time."""
-        self._step_started = time.monotonic()
+        self.write_step(step, figures, figures["train/tokens"], bool(figures["train/skipped"]))
 
     def evaluation(self, done: int, means: dict[str, float]) -> float:
         """Writes an evaluation. Returns what the best checkpoint is chosen by."""
-        self._progress.evaluations.append({"step": done} | means)
-        self._log.write(done, {f"eval/{name}": value for name, value in means.items()})
-        self._bar.say(f"evaluation after step {done}: " + ", ".join(f"{name} {value:.3f}" for name, value in means.items()))
-        self.restart_clock()
+        self.write_evaluation(done, means, ", ".join(f"{name} {value:.3f}" for name, value in means.items()))
         return means.get("accuracy", -means["loss"])
 
-    def finish(self, steps: int, compiled: compilation.Compilations) -> dict:
+    def finish(self, steps: int) -> dict:
         """Writes what is still kept, the curves and summary.json."""
         self.flush()
-        run = self._run
-        summary = {"experiment_name": run.config.experiment_name, "steps": steps, "total_steps": run.total_steps,
-                   "evaluations": self._progress.evaluations, "seconds": time.monotonic() - self._started,
-                   "devices": np.prod(list(run.mesh.shape.values())).item(), "mesh": dict(run.mesh.shape),
-                   "compilations": dataclasses.asdict(compiled), "versions": metrics.versions()}
-        if distributed.is_main():
-            metrics.plot_curves(self._workdir / "training_metrics.csv", self._progress.evaluations,
-                                self._workdir / "training_curves.png", run.task.panels)
-            metrics.write_summary(self._workdir, summary)
-        return summary
+        return self.write_summary(steps)

@@ -46,7 +46,8 @@ UPDATE, EXPERIENCE, SCORING = "jax_ppo/update.py", "jax_ppo/experience.py", "jax
 ADVANTAGE, LOSSES, OBJECTIVES = "jax_ppo/kernels/advantages.py", "jax_ppo/kernels/losses.py", "jax_ppo/objectives.py"
 STATE, EXPERIMENT, REGISTRY = "jax_ppo/state.py", "jax_ppo/experiment.py", "jax_ppo/rewards/registry.py"
 POLICY_LOSSES, SHAPING = "jax_ppo/kernels/policy_losses.py", "jax_ppo/kernels/shaping.py"
-MOMENTS, CONFIG, REPORT = "jax_ppo/kernels/moments.py", "jax_ppo/config.py", "jax_ppo/report.py"
+MOMENTS, CONFIG = "jax_ppo/kernels/moments.py", "jax_ppo/config.py"
+REPORT, JOURNAL = "jax_ppo/report.py", "jax_ppo/journal.py"
 
 END_OF_RESPONSE = [
     Exhibit(
@@ -1402,9 +1403,9 @@ STOPS = [
         source="verl#747: a run whose every update is NaN trains for days",
         holds="a run ends after so many skipped updates in a row, and says why",
         test="tests/test_report.py::test_too_many_skipped_updates_in_a_row_end_the_run",
-        file=REPORT,
-        old='self._skipped = self._skipped + 1 if figures["update/skipped"] else 0',
-        new='self._skipped = 1 if figures["update/skipped"] else 0',
+        file=JOURNAL,
+        old="self._skipped = self._skipped + 1 if skipped else 0",
+        new="self._skipped = 1 if skipped else 0",
     ),
 ]
 

@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 FOUNDATIONS = {"kernels", "types", "schema", "config", "sharding", "packing", "models", "errors", "hub", "plugins"}
 ALGORITHM = {"state", "sampler", "scoring", "experience", "objectives", "update"}
-REPORTS = {"evaluate", "checkpoint", "metrics", "distributed"}
+REPORTS = {"evaluate", "checkpoint", "console", "metrics", "distributed"}
 HOST = {"data", "rewards"}
 COMMANDS = {"train", "sft", "reward_model"}
 

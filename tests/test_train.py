@@ -126,7 +126,7 @@ def test_a_run_writes_what_it_should(undisturbed):
     summary = json.loads((workdir / "summary.json").read_text())
     assert [entry["step"] for entry in summary["evaluations"]] == [0, 4, 8]
     assert summary["compilations"]["programs"] > 5 and summary["compilations"]["seconds"] > 0
-    assert summary["steps"] == 8 and summary["evaluations"][0].keys() == {"step", "accuracy", "reward_mean"}
+    assert summary["steps"] == 8 and summary["evaluations"][0].keys() == {"step", "accuracy", "reward_mean", "response_length"}
     rows = figures(workdir)
     wanted = {"reward/mean", "reward/std", "actor/loss", "critic/loss", "update/loss", "kl/reference", "actor/approx_kl",
               "actor/ratio_mean", "actor/ratio_min", "actor/ratio_max", "actor/clip_fraction", "critic/clip_fraction",

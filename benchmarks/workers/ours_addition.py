@@ -16,7 +16,7 @@ import harness
 import jax
 
 from jax_ppo import config as config_lib
-from jax_ppo import metrics, ppo, schema, scoring, sharding
+from jax_ppo import console, ppo, schema, scoring, sharding
 from jax_ppo import state as state_lib
 from jax_ppo.experience import estimate
 from jax_ppo.experiment import TRAINING, Experiment
@@ -76,7 +76,7 @@ class Training:
 
     def __init__(self, run: Experiment):
         self.run, self.batches, self.done = run, run.batches(0), 0
-        self.state = state_lib.create(run.config, run.nets, run.folders, run.mesh, metrics.loading)
+        self.state = state_lib.create(run.config, run.nets, run.folders, run.mesh, console.loading)
 
     def step(self) -> None:
         run, config, state = self.run, self.run.config, self.state
@@ -101,7 +101,7 @@ def reach_target(config: schema.Config) -> dict:
     """One run. warm_up_seconds: of the first calls of everything, which compile."""
     mesh = sharding.make_mesh(config.mesh)
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as workdir:
-        run = Experiment(config, Path(workdir), mesh, metrics.say)
+        run = Experiment(config, Path(workdir), mesh, console.say)
         start = time.perf_counter()
         thrown_away = Training(run)
         for _ in range(WARM_UP_STEPS):
