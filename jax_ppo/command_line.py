@@ -12,7 +12,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from jax_ppo import config as config_lib
-from jax_ppo.config import ConfigError
+from jax_ppo import schema
 from jax_ppo.errors import UserError
 from jax_ppo.schema import Config
 
@@ -63,7 +63,7 @@ def read(arguments: list[str], command: str = "train") -> tuple[Config, Path]:
       command: whose options are checked: train, sft or reward_model.
 
     Raises:
-      ConfigError: anything wrong, said in one message.
+      UserError: anything wrong, said in one message.
       SystemExit: after --help.
     """
     if {"--help", "-h", "-help"} & set(arguments[1:]):
@@ -78,14 +78,14 @@ def read(arguments: list[str], command: str = "train") -> tuple[Config, Path]:
     try:
         rest = values(arguments)[1:]
     except (flags.Error, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(str(error).replace("\n", " ")) from error
+        raise UserError(str(error).replace("\n", " ")) from error
     if rest:
-        raise ConfigError(f"{rest[0]}: not an option; options are written --config.NAME=VALUE")
+        raise UserError(f"{rest[0]}: not an option; options are written --config.NAME=VALUE")
     if values.config is None:
-        raise ConfigError(f"--config: must be given, for example --config=configs/{EXAMPLES[command]}")
+        raise UserError(f"--config: must be given, for example --config=configs/{EXAMPLES[command]}")
     config = config_lib.from_config_dict(values.config, command)
     if "://" in (values.workdir or ""):
-        raise ConfigError(f"--workdir={values.workdir}: must be a folder of this machine or of a disk that it mounts")
+        raise UserError(f"--workdir={values.workdir}: must be a folder of this machine or of a disk that it mounts")
     return config, Path(values.workdir or Path("output") / config.experiment_name)
 
 
@@ -97,18 +97,18 @@ def _check_argument(argument: str) -> None:
     if not argument.startswith("--config."):
         return
     name = name.removeprefix("config.")
-    types = {known: kind for known, kind, *_ in config_lib.options()}
+    types = {known: kind for known, kind, *_ in schema.options()}
     if name not in types:
         raise config_lib.unknown_option(name)
     if not given and types[name] is not bool:
-        raise ConfigError(f"config.{name}: write --config.{name}=VALUE, with the =")
+        raise UserError(f"config.{name}: write --config.{name}=VALUE, with the =")
     if types[name] in (int, float) and given:
         try:
             types[name](value)
         except ValueError:
-            raise ConfigError(f"config.{name}={value!r}: expected {types[name].__name__}") from None
+            raise UserError(f"config.{name}={value!r}: expected {types[name].__name__}") from None
     if types[name] is bool and given and value.lower() not in ("true", "false", "1", "0"):
-        raise ConfigError(f"config.{name}={value!r}: expected true or false")
+        raise UserError(f"config.{name}={value!r}: expected true or false")
 
 
 def _check_file(value: str) -> None:
@@ -117,7 +117,7 @@ def _check_file(value: str) -> None:
         return
     there = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
     near = difflib.get_close_matches(str(path), there, n=1) or there[:1]
-    raise ConfigError(f"--config={value}: there is no such file" + (f". Did you mean {near[0]}?" if near else ""))
+    raise UserError(f"--config={value}: there is no such file" + (f". Did you mean {near[0]}?" if near else ""))
 
 
 def write_resolved(config: Config, workdir: Path) -> None:
@@ -125,7 +125,7 @@ def write_resolved(config: Config, workdir: Path) -> None:
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
     sections = {}
-    for name, *_ in config_lib.options():
+    for name, *_ in schema.options():
         section, _, rest = name.rpartition(".")
         value = config
         for part in name.split("."):

@@ -1,4 +1,4 @@
-"""From a ConfigDict to a checked, frozen Config: names, types, ranges, and sizes against each other; no model is needed.
+"""From a ConfigDict to a checked, frozen Config: names, types and ranges here, the rest in consistency.py.
 
 A file under configs/ calls `default_config()`, changes what its experiment is about and returns the ConfigDict; the command
 line overrides single options (`--config.actor.clip_ratio=0.1`); `from_config_dict` checks the whole and freezes it.
@@ -7,23 +7,14 @@ line overrides single options (`--config.actor.clip_ratio=0.1`); `from_config_di
 
 import dataclasses
 import difflib
-import functools
 import typing
 
+from jax_ppo import consistency
 from jax_ppo.errors import UserError, did_you_mean
-from jax_ppo.schema import POLICY_LOSSES, Config, CriticOptim, Lora, lora_targets, schedule_points
+from jax_ppo.schema import Config, options, plain_type
 
 if typing.TYPE_CHECKING:
     import ml_collections  # else only where a ConfigDict is made: a Config can be built and used without it
-
-
-PER_EXAMPLE = {"sft": 1, "reward_model": 2}  # responses of an example, each with the prompt
-PPO_ALONE = ("actor.", "critic.", "algorithm.", "rollout.", "reward.", "model.create.", "model.lora.", "trainer.critic_warmup",
-             "trainer.best_metric", "trainer.log_samples", "trainer.warn_")  # options that no other command reads
-
-
-class ConfigError(UserError):
-    """A wrong option."""
 
 
 def default_config() -> "ml_collections.ConfigDict":
@@ -32,34 +23,25 @@ def default_config() -> "ml_collections.ConfigDict":
 
 
 def from_config_dict(config: "ml_collections.ConfigDict", command: str = "train") -> Config:
-    """Checks names, types, ranges and sizes against each other. Raises ConfigError for the first thing that is wrong.
+    """Checks names, types, ranges and sizes against each other. Raises UserError for the first thing that is wrong.
 
     Args:
       command: which one reads the options: train, sft or reward_model.
     """
     frozen = _build(Config, config, "")
     if command == "train":
-        _check_sizes(frozen)
+        consistency.check(frozen)
     else:
-        _check_supervised(frozen, command)
+        consistency.check_supervised(frozen, command)
     return frozen
 
 
-def options(cls=Config, prefix=""):
-    """Yields (dotted name, type, default, doc) of every option; the type of `float | None` is float."""
-    for field in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(field.type):
-            yield from options(field.type, f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name, _plain_type(field.type), field.default, field.metadata["doc"]
-
-
-def unknown_option(name: str) -> ConfigError:
+def unknown_option(name: str) -> UserError:
     """The error for an option that does not exist, with the nearest name that does."""
     known = [known_name for known_name, *_ in options()]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
     leaf = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]
-    return ConfigError(f"config.{name}: there is no such option. Did you mean config.{(leaf or near)[0]}?")
+    return UserError(f"config.{name}: there is no such option. Did you mean config.{(leaf or near)[0]}?")
 
 
 def _to_config_dict(value):
@@ -72,15 +54,9 @@ def _to_config_dict(value):
     for field in dataclasses.fields(value):
         current = getattr(value, field.name)
         if current is None:
-            current = config_dict.placeholder(_plain_type(field.type))
+            current = config_dict.placeholder(plain_type(field.type))
         result[field.name] = _to_config_dict(current)
     return result.lock()
-
-
-def _plain_type(annotation):
-    """float for `float | None`."""
-    arguments = [a for a in typing.get_args(annotation) if a is not type(None)]
-    return arguments[0] if arguments else annotation
 
 
 def _build(cls, values, prefix):
@@ -95,7 +71,7 @@ def _build(cls, values, prefix):
         value = values.get_oneway_ref(name).get() if hasattr(values, "get_oneway_ref") else values[name]
         if dataclasses.is_dataclass(field.type):
             if not hasattr(value, "items"):
-                raise ConfigError(f"config.{prefix}{name}: expected a section of options, got {value!r}")
+                raise UserError(f"config.{prefix}{name}: expected a section of options, got {value!r}")
             built[name] = _build(field.type, value, f"{prefix}{name}.")
         else:
             built[name] = _checked(f"config.{prefix}{name}", value, field)
@@ -103,261 +79,29 @@ def _build(cls, values, prefix):
 
 
 def _checked(name, value, field):
-    expected = _plain_type(field.type)
+    expected = plain_type(field.type)
     if value is None:
         if expected is field.type:
-            raise ConfigError(f"{name}: must be set ({field.metadata['doc']})")
+            raise UserError(f"{name}: must be set ({field.metadata['doc']})")
         return None
     if expected is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if isinstance(value, str):
         value = field.metadata["aliases"].get(value, value)
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
-        raise ConfigError(f"{name}={value!r}: expected {expected.__name__}, got {type(value).__name__}")
+        raise UserError(f"{name}={value!r}: expected {expected.__name__}, got {type(value).__name__}")
     limits = field.metadata
     if limits["choices"] is not None and value not in limits["choices"]:
         known = ", ".join(map(repr, limits["choices"]))
-        raise ConfigError(f"{name}={value!r}: expected one of {known}.{did_you_mean(value, limits['choices'])}")
+        raise UserError(f"{name}={value!r}: expected one of {known}.{did_you_mean(value, limits['choices'])}")
     in_range = {"at_least": "at least", "above": "more than", "at_most": "at most", "below": "less than"}
     holds = {"at_least": lambda v, b: v >= b, "above": lambda v, b: v > b,
              "at_most": lambda v, b: v <= b, "below": lambda v, b: v < b}
     for key, words in in_range.items():
         # Written so that NaN fails every range.
         if limits[key] is not None and not holds[key](value, limits[key]):
-            raise ConfigError(f"{name}={value!r}: expected {words} {limits[key]} ({limits['doc']})")
+            raise UserError(f"{name}={value!r}: expected {words} {limits[key]} ({limits['doc']})")
     return value
-
-
-def _check_sizes(config: Config):
-    batch = config.data.train_batch_size
-    for role, mini in (("actor", config.actor.ppo_mini_batch_size), ("critic", config.critic.ppo_mini_batch_size)):
-        if mini and batch % mini:
-            raise ConfigError(f"config.{role}.ppo_mini_batch_size={mini}: must divide config.data.train_batch_size={batch}; "
-                              f"the nearest that does is {_nearest_divisor(batch, mini)}")
-    if not config.data.train_files:
-        raise ConfigError("config.data.train_files='': must be set (" + _doc("data.train_files") + ")")
-    if config.row_length < config.sequence_length:
-        raise ConfigError(f"config.packing.row_length={config.row_length}: a row must hold config.data.max_prompt_length + "
-                          f"config.data.max_response_length = {config.sequence_length} tokens; set it to that or more")
-    for name, sampling in (("rollout", config.rollout), ("rollout.val_kwargs", config.rollout.val_kwargs)):
-        if sampling.top_k == 0:
-            raise ConfigError(f"config.{name}.top_k=0: expected -1 (all tokens) or at least 1")
-    dual = config.actor.clip_ratio_c
-    if dual and dual <= 1:
-        raise ConfigError(f"config.actor.clip_ratio_c={dual}: the dual clip's constant must be above 1; 0 turns it off")
-    for name, used in (("algorithm.use_kl_in_reward", config.algorithm.use_kl_in_reward),
-                       ("actor.use_kl_loss", config.actor.use_kl_loss)):
-        if used and not config.algorithm.use_reference:
-            raise ConfigError(f"config.{name}=True: needs the reference; set config.algorithm.use_reference=True")
-    _check_algorithm(config)
-    _check_adapters(config)
-    if config.rollout.one_step_off and config.algorithm.rollout_is == "none":
-        raise ConfigError("config.rollout.one_step_off=True: the weights that sample are a step older than those that learn; "
-                          "set config.algorithm.rollout_is to 'token' or 'sequence'")
-    if config.rollout.reuse_logprobs == "always" and config.algorithm.rollout_is != "none":
-        raise ConfigError("config.rollout.reuse_logprobs='always': leaves config.algorithm.rollout_is="
-                          f"{config.algorithm.rollout_is!r} nothing to weigh against the sampler's log-probs; set it to 'auto'")
-    _check_control(config)
-    _check_machine(config)
-    check_batches_divide(config, max(config.mesh.data, 1) * max(config.mesh.fsdp, 1))
-    if not config.model.path and not config.data.train_files.startswith("arithmetic:"):
-        raise ConfigError("config.model.path='': must be set to a Hugging Face folder or hub name; only the `arithmetic` data "
-                          "makes a model of its own")
-    create = config.model.create
-    if create.hidden_size % create.num_heads or create.num_heads % create.num_kv_heads:
-        raise ConfigError(f"config.model.create: num_heads={create.num_heads} must divide hidden_size={create.hidden_size}, "
-                          f"and num_kv_heads={create.num_kv_heads} must divide num_heads")
-
-
-def _check_supervised(config: Config, command: str):
-    """What the commands that learn from given responses read."""
-    for name in ("data.train_files", "model.path"):
-        if not _value(config, name):
-            raise ConfigError(f"config.{name}='': must be set ({_doc(name)})")
-    longest = config.sequence_length * PER_EXAMPLE[command]
-    if config.packing.row_length and config.packing.row_length < longest:
-        raise ConfigError(f"config.packing.row_length={config.packing.row_length}: a row must hold the {longest} tokens of the "
-                          f"longest example, {PER_EXAMPLE[command]} x (config.data.max_prompt_length + config.data."
-                          "max_response_length); set it to that or more")
-    if command == "sft" and config.supervised.center_coef:
-        raise ConfigError(f"config.supervised.center_coef={config.supervised.center_coef}: jax_ppo.reward_model alone reads it")
-    for name in ("rank", "path"):
-        if value := getattr(config.model.lora, name):
-            raise ConfigError(f"config.model.lora.{name}={value!r}: jax_ppo.{command} trains all parameters, jax_ppo.train "
-                              "alone learns adapters; leave it unset")
-    _check_machine(config)
-
-
-def supervised_notes(config: Config, command: str) -> list[str]:
-    """Options that are set and that the commands which learn from given responses do not read."""
-    others = dict.fromkeys(PPO_ALONE, "train") | ({"supervised.response_key": "sft"} if command == "reward_model" else {})
-    return [f"config.{name}={_value(config, name)!r} is not read: it belongs to jax_ppo.{other}"
-            for name, _, default, _ in options() if _value(config, name) != default
-            for start, other in others.items() if name.startswith(start)]
-
-
-def _check_machine(config: Config):
-    """The devices, the processes, and where curves go."""
-    if config.mesh.data == -1 and config.mesh.fsdp == -1:
-        raise ConfigError("config.mesh.fsdp=-1: only one of config.mesh.data and config.mesh.fsdp can be -1")
-    for axis in ("data", "fsdp"):
-        if getattr(config.mesh, axis) == 0:
-            raise ConfigError(f"config.mesh.{axis}=0: expected -1 or at least 1")
-    explicit = config.distributed
-    if explicit.coordinator_address and not 0 <= explicit.process_id < explicit.num_processes:
-        raise ConfigError(f"config.distributed.process_id={explicit.process_id}: expected 0 to num_processes - 1 = "
-                          f"{explicit.num_processes - 1} with config.distributed.coordinator_address set")
-    for logger in filter(None, config.trainer.logger.split(",")):
-        if logger not in ("tensorboard", "wandb"):
-            raise ConfigError(f"config.trainer.logger={config.trainer.logger!r}: expected tensorboard, wandb, or both")
-
-
-def _check_algorithm(config: Config):
-    """What is estimated, and the losses and rewards that it is estimated from."""
-    options, reward = config.algorithm, config.reward
-    loss = config.actor.policy_loss
-    if loss not in POLICY_LOSSES and ":" not in loss:
-        raise ConfigError(f"config.actor.policy_loss={loss!r}: expected one of {', '.join(map(repr, POLICY_LOSSES))} or "
-                          f"module:function.{did_you_mean(loss, POLICY_LOSSES)}")
-    if config.actor.entropy_schedule:
-        _check_schedule("actor.entropy_schedule", config.actor.entropy_schedule)
-    grouped = options.adv_estimator in ("grpo", "rloo", "reinforce_plus_plus_baseline")
-    if grouped and config.rollout.n < 2:
-        raise ConfigError(f"config.rollout.n={config.rollout.n}: config.algorithm.adv_estimator={options.adv_estimator!r} "
-                          "compares responses to one prompt; set it to 2 or more")
-    of_critic = {"trainer.critic_warmup": config.trainer.critic_warmup, "critic.path": config.critic.path,
-                 "critic.keep_head": config.critic.keep_head, "critic.shared_trunk": config.critic.shared_trunk,
-                 "critic.normalize_values": config.critic.normalize_values,
-                 "algorithm.bootstrap_truncated": options.bootstrap_truncated}
-    for name, value in of_critic.items():
-        if value and not config.has_critic:
-            raise ConfigError(f"config.{name}={value!r}: there is no critic with config.algorithm.adv_estimator="
-                              f"{options.adv_estimator!r}")
-    if reward.process_rewards and not reward.function:
-        raise ConfigError("config.reward.process_rewards=True: needs a config.reward.function that returns step_rewards")
-    of_model = {"model_input": reward.model_input != "auto", "max_length": reward.max_length,
-                "micro_batch_size_per_device": reward.micro_batch_size_per_device}
-    for name, given in of_model.items():
-        if given and not reward.model_path:
-            raise ConfigError(f"config.reward.{name}={getattr(reward, name)!r}: there is no reward model; set "
-                              "config.reward.model_path")
-    if reward.overlong_buffer_len > config.data.max_response_length:
-        raise ConfigError(f"config.reward.overlong_buffer_len={reward.overlong_buffer_len}: expected at most "
-                          f"config.data.max_response_length={config.data.max_response_length}")
-
-
-def _check_adapters(config: Config):
-    """Adapters, and where the critic starts."""
-    options, default, critic = config.model.lora, Lora(), config.critic
-    try:
-        lora_targets(options.targets)
-    except ValueError as error:
-        raise ConfigError(f"config.model.lora.targets={options.targets!r}: {error}") from None
-    if options.path and options != dataclasses.replace(default, path=options.path):
-        raise ConfigError(f"config.model.lora.path={options.path!r}: says what rank, alpha and targets are; leave "
-                          "config.model.lora.rank, alpha and targets at their defaults")
-    of_its_own = {name: _value(config, name) for name in (
-        "trainer.critic_warmup", "critic.path", "critic.keep_head", "critic.ppo_epochs", "critic.ppo_mini_batch_size",
-        "critic.ppo_micro_batch_size_per_device", "critic.loss_agg_mode")}
-    for name, value in of_its_own.items():
-        if value and critic.shared_trunk:
-            raise ConfigError(f"config.{name}={value!r}: a critic that shares the actor's trunk has none of its own; leave it "
-                              "unset, or set config.critic.shared_trunk=False")
-    if critic.keep_head and not critic.path:
-        raise ConfigError("config.critic.keep_head=True: needs a config.critic.path that has a head")
-
-
-def notes(config: Config) -> list[str]:
-    """What is allowed and may not be meant: options that nothing reads beside others, and biases that are easily missed."""
-    algorithm, actor, default = config.algorithm, config.actor, Config()
-    found = []
-    if config.rollout.top_k > 0 or config.rollout.top_p < 1:
-        found.append("config.rollout.top_k and top_p cut the distribution that is sampled, while log-probs and ratios are of "
-                     "the whole one: what is learned is off-policy by that much")
-    if algorithm.use_kl_in_reward and algorithm.kl_penalty != "k1":
-        found.append(f"config.algorithm.kl_penalty={algorithm.kl_penalty!r}: in the reward k1 alone follows the KL's gradient; "
-                     "kernels/kl.py says what the others do")
-    if actor.use_kl_loss and actor.kl_loss_type == "k1":
-        found.append("config.actor.kl_loss_type='k1': its expected gradient is 0, so it restrains nothing; k2 does")
-    if actor.policy_loss == "gspo" and actor.clip_ratio_low is None and actor.clip_ratio_high is None:
-        found.append(f"config.actor.policy_loss='gspo': the ratio of a sequence hardly ever reaches config.actor.clip_ratio="
-                     f"{actor.clip_ratio}; its authors take clip_ratio_low=3e-4 and clip_ratio_high=4e-4")
-    if actor.policy_loss == "reinforce" and not config.updates_once:
-        found.append("config.actor.policy_loss='reinforce': is biased once the policy has moved; it is meant for one optimizer "
-                     "step a rollout")
-    if config.model.lora.path and (algorithm.use_kl_in_reward or actor.use_kl_loss):
-        found.append(f"config.model.lora.path={config.model.lora.path!r}: the reference is the bare base, not the policy that "
-                     "training starts from; merge those adapters into config.model.path if the KL is to be measured to them")
-    unread = {
-        "actor.target_kl": config.updates_once, "actor.loss_scale_factor": "norm" not in actor.loss_agg_mode,
-        "algorithm.norm_adv_by_std_in_grpo": algorithm.adv_estimator != "grpo",
-        "algorithm.whiten_shift_mean": not config.whitens_advantages,
-        "algorithm.bootstrap_truncated": algorithm.mask_truncated,
-        "model.lora.alpha": not config.has_adapters, "model.lora.targets": not config.has_adapters,
-        "algorithm.gamma": algorithm.adv_estimator in ("grpo", "rloo", "reinforce_plus_plus_baseline"),
-        "reward.normalize_shift": config.reward.normalize == "none",
-        "reward.normalize_samples": config.reward.normalize != "reference",
-    } | {name: not config.has_critic for name in (
-        "algorithm.lam", "algorithm.lam_length_alpha", "algorithm.critic_lam", "algorithm.critic_gamma", "critic.ppo_epochs",
-        "critic.ppo_mini_batch_size", "critic.huber_delta")} | {f"critic.{name}": config.shares_trunk for name in (
-        "grad_clip", *(f"optim.{field.name}" for field in dataclasses.fields(CriticOptim)))}
-    for name, unused in unread.items():
-        value = _value(config, name)
-        if unused and value != _value(default, name):
-            found.append(f"config.{name}={value!r} changes nothing beside the other options")
-    found += [f"config.{name}={_value(config, name)!r} is not read: it belongs to jax_ppo.sft and jax_ppo.reward_model"
-              for name, _, default, _ in options() if name.startswith("supervised.") and _value(config, name) != default]
-    steps = config.trainer.total_training_steps
-    if steps and config.trainer.critic_warmup >= steps:
-        found.append(f"config.trainer.critic_warmup={config.trainer.critic_warmup}: the actor never learns in {steps} steps")
-    return found
-
-
-def _value(config: Config, name: str):
-    return functools.reduce(getattr, name.split("."), config)
-
-
-def _check_control(config: Config):
-    """The coefficient of the KL to the reference."""
-    options, control = config.algorithm, config.algorithm.kl_ctrl
-    if config.actor.kl_loss_ctrl and not config.actor.use_kl_loss:
-        raise ConfigError("config.actor.kl_loss_ctrl=True: weighs the KL in the loss; set config.actor.use_kl_loss=True")
-    if control.type in ("linear", "step"):
-        _check_schedule("algorithm.kl_ctrl.schedule", control.schedule)
-    elif control.schedule:
-        raise ConfigError(f"config.algorithm.kl_ctrl.schedule={control.schedule!r}: is not read with config.algorithm.kl_ctrl."
-                          f"type={control.type!r}; set that to 'linear' or 'step'")
-    if control.type != "fixed" and not (options.use_kl_in_reward or config.actor.kl_loss_ctrl):
-        raise ConfigError(f"config.algorithm.kl_ctrl.type={control.type!r}: moves the coefficient of the KL in the reward or "
-                          "the loss; set config.algorithm.use_kl_in_reward=True or config.actor.kl_loss_ctrl=True")
-    samples = config.data.train_batch_size * config.rollout.n
-    if control.type == "adaptive" and control.horizon < samples:
-        raise ConfigError(f"config.algorithm.kl_ctrl.horizon={control.horizon}: must be at least the {samples} samples of "
-                          "a step, or one step could take the coefficient far past its target")
-
-
-def _check_schedule(name: str, text: str):
-    try:
-        schedule_points(text)
-    except ValueError as error:
-        raise ConfigError(f"config.{name}={text!r}: {error}") from None
-
-
-def check_batches_divide(config: Config, shards: int):
-    """The rows of a batch are dealt evenly to the devices of the data and fsdp axes. Raises ConfigError."""
-    for name, prompts in (("data.train_batch_size", config.data.train_batch_size),
-                          ("data.val_batch_size", config.data.val_batch_size)):
-        if prompts % shards:
-            raise ConfigError(f"config.{name}={prompts}: must be a multiple of the {shards} devices along config.mesh.data x "
-                              f"config.mesh.fsdp; the nearest is {max(shards, round(prompts / shards) * shards)}")
-
-
-def _nearest_divisor(number, wanted):
-    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - wanted))
-
-
-def _doc(name):
-    return next(doc for known, _, _, doc in options() if known == name)
 
 
 def main():

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping
 import jax
 from jax.experimental import multihost_utils
 
-from jax_ppo import config, schema
+from jax_ppo import schema
+from jax_ppo.errors import UserError
 
 # jax.distributed.initialize() detects Slurm by these; srun sets all of them, sbatch alone does not.
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
@@ -28,7 +29,7 @@ def initialize(options: schema.Distributed) -> None:
     """Connects the processes of this run. Call it before any computation; a second call does nothing.
 
     Addresses come from the options, else from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, else from
-    Slurm, Open MPI or a TPU pod of several hosts. Without any of these there is one process. Raises ConfigError where
+    Slurm, Open MPI or a TPU pod of several hosts. Without any of these there is one process. Raises UserError where
     the environment tells only half.
     """
     arguments = _arguments(options, os.environ)
@@ -78,14 +79,14 @@ def _arguments(options: schema.Distributed, environ: Mapping[str, str]) -> dict 
     if not missing:
         address, count, process = (environ[name] for name in EXPLICIT)
         if not (count.isdecimal() and process.isdecimal() and int(process) < int(count)):
-            raise config.ConfigError(
+            raise UserError(
                 f"JAX_PROCESS_ID={process} with JAX_NUM_PROCESSES={count}: expected 0 to the number of processes - 1"
             )
         return _unless_alone(address, int(count), int(process))
     if _cluster_size(environ) > 1:
         return {}
     if len(missing) < len(EXPLICIT):
-        raise config.ConfigError(
+        raise UserError(
             f"the environment sets some of {', '.join(EXPLICIT)} but not {', '.join(missing)}; set all three, or none "
             "for one process"
         )

@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ppo import config as config_lib
-from jax_ppo import objectives, packing, reward_inputs, sharding, warmup
+from jax_ppo import consistency, objectives, packing, reward_inputs, sharding, warmup
 from jax_ppo import state as state_lib
-from jax_ppo.config import ConfigError
 from jax_ppo.data import prompts as prompts_lib
 from jax_ppo.data import sources
 from jax_ppo.data import tokenizer as tokenizer_lib
+from jax_ppo.errors import UserError
 from jax_ppo.models import heads, hf_hub, peft, rope
 from jax_ppo.models.transformer import Transformer, unroll
 from jax_ppo.rewards import process, registry
@@ -78,9 +77,9 @@ class Experiment:
 
     def __init__(self, config: Config, workdir: Path, mesh, report: Callable[[str], None]):
         self.config, self.mesh = config, mesh
-        config_lib.check_batches_divide(config, sharding.row_shards(mesh))
+        consistency.check_batches_divide(config, sharding.row_shards(mesh))
         training, held_out = self._examples()
-        for note in config_lib.notes(config):
+        for note in consistency.notes(config):
             report(f"note: {note}")
         self._reward_function = None  # a reward model without a function is all the reward there is
         if config.reward.function or not config.reward.model_path:
@@ -224,8 +223,8 @@ class Experiment:
         if config.critic.path and tokenizer_lib.has_tokenizer(self.folders.critic):
             critics = tokenizer_lib.load_tokenizer(str(self.folders.critic), option="config.critic.path")
             if critics.get_vocab() != tokenizer.get_vocab():
-                raise ConfigError(f"config.critic.path={config.critic.path!r}: has the tokenizer of another vocabulary; a "
-                                  "critic reads the actor's tokens")
+                raise UserError(f"config.critic.path={config.critic.path!r}: has the tokenizer of another vocabulary; a "
+                                "critic reads the actor's tokens")
 
     def _tokenize(self, examples, name):
         data = self.config.data
@@ -257,14 +256,14 @@ class Experiment:
 
 
 def check_model(config: Config, mesh, architecture, tokenizer) -> None:
-    """Raises ConfigError for a model that the mesh can not split, that is too short, or that is another tokenizer's."""
+    """Raises UserError for a model that the mesh can not split, that is too short, or that is another tokenizer's."""
     sharding.check_architecture(mesh, architecture)
     if config.sequence_length > rope.longest(architecture):
-        raise ConfigError(f"config.data.max_prompt_length + config.data.max_response_length = {config.sequence_length}: the "
-                          f"model takes {rope.longest(architecture)} tokens at most (its config.json)")
+        raise UserError(f"config.data.max_prompt_length + config.data.max_response_length = {config.sequence_length}: the "
+                        f"model takes {rope.longest(architecture)} tokens at most (its config.json)")
     if len(tokenizer) > architecture.vocab_size:
-        raise ConfigError(f"config.model.tokenizer_path: the tokenizer has {len(tokenizer)} tokens, the model's "
-                          f"embedding {architecture.vocab_size}; they do not belong together")
+        raise UserError(f"config.model.tokenizer_path: the tokenizer has {len(tokenizer)} tokens, the model's "
+                        f"embedding {architecture.vocab_size}; they do not belong together")
 
 
 def _cut(options):

@@ -9,12 +9,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jax_ppo import notation, plugins, scoring
 from jax_ppo import packing as packing_lib
-from jax_ppo import plugins, scoring
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import kl, losses, policy_losses, schedules
 from jax_ppo.models import heads
-from jax_ppo.schema import POLICY_LOSSES, Config, schedule_points
+from jax_ppo.schema import POLICY_LOSSES, Config
 from jax_ppo.state import Networks, TrainState
 from jax_ppo.types import Experience, pytree
 
@@ -62,7 +62,7 @@ def actor_context(config: Config, state: TrainState) -> ActorContext:
     options = config.actor
     entropy_coef = jnp.float32(options.entropy_coeff)
     if options.entropy_schedule:
-        entropy_coef = schedules.piecewise(schedule_points(options.entropy_schedule), state.step, linear=True)
+        entropy_coef = schedules.piecewise(notation.schedule_points(options.entropy_schedule), state.step, linear=True)
     return ActorContext(
         reference=state.reference if options.use_kl_loss and options.kl_loss_type == "full" else None,
         kl_coef=state.control.kl_coef if options.kl_loss_ctrl else jnp.float32(options.kl_loss_coef),

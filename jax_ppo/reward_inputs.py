@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from jax_ppo import packing, sharding
-from jax_ppo.config import ConfigError
 from jax_ppo.data import tokenizer as tokenizer_lib
+from jax_ppo.errors import UserError
 from jax_ppo.models import rope
 from jax_ppo.models.deberta import Deberta
 from jax_ppo.models.transformer import Transformer
@@ -28,37 +28,37 @@ def choose(config: Config, mesh, net: Transformer | Deberta, folder: Path, actor
     """How the reward model in `folder` gets to read responses; None where it takes the tokens as they were sampled.
 
     `chats`: whether prompts are messages; a decoder reads text as text, whatever chat template its tokenizer has.
-    Raises ConfigError where it can not read what the options say.
+    Raises UserError where it can not read what the options say.
     """
     options, encoder, tokenizer = config.reward, isinstance(net, Deberta), actors_tokenizer
     given, architecture = f"config.reward.model_path={options.model_path!r}", net.architecture
     if tokenizer_lib.has_tokenizer(folder):
         tokenizer = tokenizer_lib.load_tokenizer(str(folder), option="config.reward.model_path")
     elif encoder:
-        raise ConfigError(f"{given}: {folder} has no tokenizer (none of {', '.join(tokenizer_lib.OF_A_TOKENIZER)}); copy the "
-                          "encoder's into it")
+        raise UserError(f"{given}: {folder} has no tokenizer (none of {', '.join(tokenizer_lib.OF_A_TOKENIZER)}); copy the "
+                        "encoder's into it")
     if options.model_input == "auto" and not encoder and model_inputs.same_tokens(tokenizer, actors_tokenizer):
         for name in ("max_length", "micro_batch_size_per_device"):
             if getattr(options, name):
-                raise ConfigError(f"config.reward.{name}={getattr(options, name)}: is not read: this reward model takes the "
-                                  "sampled tokens as they are; leave it unset, or set config.reward.model_input")
+                raise UserError(f"config.reward.{name}={getattr(options, name)}: is not read: this reward model takes the "
+                                "sampled tokens as they are; leave it unset, or set config.reward.model_input")
         return None
     form = options.model_input
     if form == "auto":
         form = "pair" if encoder else "chat" if tokenizer.chat_template and chats else "text"
     most = architecture.max_position_embeddings if encoder else rope.longest(architecture)
     if (options.max_length or 0) > most and not (encoder and not architecture.absolute_positions):
-        raise ConfigError(f"config.reward.max_length={options.max_length}: the reward model takes {most} tokens at most (its "
-                          "config.json)")
+        raise UserError(f"config.reward.max_length={options.max_length}: the reward model takes {most} tokens at most (its "
+                        "config.json)")
     if len(tokenizer) > architecture.vocab_size:
-        raise ConfigError(f"{given}: the tokenizer there has {len(tokenizer)} tokens, the model's embedding "
-                          f"{architecture.vocab_size}; they do not belong together")
+        raise UserError(f"{given}: the tokenizer there has {len(tokenizer)} tokens, the model's embedding "
+                        f"{architecture.vocab_size}; they do not belong together")
     sharding.check_architecture(mesh, architecture, vocabulary=not encoder)
     try:
         reader = model_inputs.Reader(tokenizer, form, options.max_length or most, with_eos=not encoder)
     except ValueError as obstacle:
-        raise ConfigError(f"config.reward.model_input={options.model_input!r}: the reward model can not read this as {form}: "
-                          f"{obstacle}") from None
+        raise UserError(f"config.reward.model_input={options.model_input!r}: the reward model can not read this as {form}: "
+                        f"{obstacle}") from None
     report(f"the reward model reads prompt and response as {form}, in tokens of its own, at most {reader.longest}")
     return RewardInputs(config, mesh, reader, actors_tokenizer)
 

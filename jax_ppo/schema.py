@@ -4,9 +4,7 @@ Names are verl's where the thing is the same: batch and mini-batch sizes count p
 """
 
 import dataclasses
-import math
-
-from jax_ppo.errors import did_you_mean
+import typing
 
 VERL_KINDS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "low_var_kl+": "k3+"}
 
@@ -392,35 +390,16 @@ class Config:
         return self.data.max_prompt_length + self.data.max_response_length
 
 
-def lora_targets(text: str) -> tuple[str, ...]:
-    """The projections that model.lora.targets names, in LORA_TARGETS' order. Raises ValueError for one that is none."""
-    names = {name.strip() for name in text.split(",")}
-    if names == {"all-linear"}:
-        return LORA_TARGETS
-    for name in sorted(names.difference(LORA_TARGETS)):
-        raise ValueError(f"expected all-linear alone, or some of {', '.join(LORA_TARGETS)}, got {name!r}."
-                         f"{did_you_mean(name, LORA_TARGETS)}")
-    return tuple(name for name in LORA_TARGETS if name in names)
+def options(cls=Config, prefix=""):
+    """Yields (dotted name, type, default, doc) of every option; the type of `float | None` is float."""
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(field.type):
+            yield from options(field.type, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, plain_type(field.type), field.default, field.metadata["doc"]
 
 
-def schedule_points(text: str) -> tuple[tuple[int, float], ...]:
-    """Points from text such as "0:0.01,200:0": STEP:VALUE, steps integers >= 0 and increasing, values finite and >= 0.
-
-    Raises:
-      ValueError: with what is wrong with which part.
-    """
-    points = []
-    for part in text.split(","):
-        step, _, value = part.partition(":")
-        try:
-            points.append((int(step), float(value)))
-        except ValueError:
-            raise ValueError(f"{part!r} in {text!r} is not STEP:VALUE, as in 0:0.01,200:0") from None
-        step, value = points[-1]
-        if step < 0:
-            raise ValueError(f"step {step} in {text!r} is below 0")
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"value {value} in {text!r} is not a finite number of at least 0")
-        if len(points) > 1 and step <= points[-2][0]:
-            raise ValueError(f"step {step} in {text!r} does not come after step {points[-2][0]}")
-    return tuple(points)
+def plain_type(annotation):
+    """float for `float | None`."""
+    arguments = [a for a in typing.get_args(annotation) if a is not type(None)]
+    return arguments[0] if arguments else annotation

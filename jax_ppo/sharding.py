@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ppo.config import ConfigError
+from jax_ppo.errors import UserError
 from jax_ppo.schema import MeshShape
 
 AXES = ("data", "fsdp", "model")
@@ -61,7 +61,7 @@ DECODE_RULES = (
 
 
 def make_mesh(shape: MeshShape, devices=None) -> Mesh:
-    """The mesh over all devices. Raises ConfigError where the sizes do not multiply to their number."""
+    """The mesh over all devices. Raises UserError where the sizes do not multiply to their number."""
     devices = jax.devices() if devices is None else devices
     sizes = {axis: getattr(shape, axis) for axis in AXES}
     known = int(np.prod([size for size in sizes.values() if size != -1]))
@@ -70,7 +70,7 @@ def make_mesh(shape: MeshShape, devices=None) -> Mesh:
         sizes[free[0]] = len(devices) // known
     if int(np.prod(list(sizes.values()))) != len(devices):
         wanted = " x ".join(f"config.mesh.{axis}={getattr(shape, axis)}" for axis in AXES)
-        raise ConfigError(f"{wanted}: must multiply to the number of devices, {len(devices)}")
+        raise UserError(f"{wanted}: must multiply to the number of devices, {len(devices)}")
     return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
@@ -80,7 +80,7 @@ def row_shards(mesh: Mesh) -> int:
 
 
 def check_architecture(mesh: Mesh, architecture, vocabulary: bool = True) -> None:
-    """Raises ConfigError where the mesh cannot split the model's dimensions evenly. `vocabulary`: whether it is split too."""
+    """Raises UserError where the mesh cannot split the model's dimensions evenly. `vocabulary`: whether it is split too."""
     sizes = {"model": {"attention heads": architecture.num_heads, "key-value heads": architecture.num_kv_heads,
                        "the MLP's width": architecture.intermediate_size},
              "fsdp": {"the hidden size": architecture.hidden_size}}
@@ -89,7 +89,7 @@ def check_architecture(mesh: Mesh, architecture, vocabulary: bool = True) -> Non
     for axis, dimensions in sizes.items():
         for name, size in dimensions.items():
             if size % mesh.shape[axis]:
-                raise ConfigError(f"config.mesh.{axis}={mesh.shape[axis]}: must divide {name} of the model, {size}")
+                raise UserError(f"config.mesh.{axis}={mesh.shape[axis]}: must divide {name} of the model, {size}")
 
 
 def tree_shardings(mesh: Mesh, tree, rules):

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jax_ppo import config as config_lib
-from jax_ppo import hub, schema, sharding
+from jax_ppo import hub, notation, schema, sharding
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import moments, schedules
 from jax_ppo.models import attention, deberta, heads, hf_import, peft
@@ -85,8 +84,8 @@ class Folders:
 
 
 def networks(config: schema.Config, folders: Folders) -> Networks:
-    """Reads each role's config.json. Raises UserError for an architecture that is not supported, and for a reward model that is
-    none; ConfigError for an attention program that cannot run here."""
+    """Reads each role's config.json. Raises UserError for an architecture that is not supported,
+    for a reward model that is none, and for an attention program that cannot run here."""
     dtype, platform = jnp.dtype(config.model.dtype), _platform()
 
     def network(folder, read=hf_import.read_architecture):
@@ -97,7 +96,7 @@ def networks(config: schema.Config, folders: Folders) -> Networks:
             program = attention.choose(config.model.attention, platform, dtype, architecture.head_dim, config.row_length,
                                        architecture.attention_softcap)
         except ValueError as obstacle:
-            raise config_lib.ConfigError(f"config.model.attention={config.model.attention!r}: {obstacle}; set 'auto'") from None
+            raise UserError(f"config.model.attention={config.model.attention!r}: {obstacle}; set 'auto'") from None
         return Transformer(architecture, dtype, remat=config.model.gradient_checkpointing, attention=program)
 
     actor, critic = network(folders.actor), None
@@ -111,8 +110,8 @@ def networks(config: schema.Config, folders: Folders) -> Networks:
     if folders.critic and not config.has_adapters:
         critic = network(folders.critic, _read_with_head if config.critic.keep_head else hf_import.read_architecture)
         if isinstance(critic, Deberta):
-            raise config_lib.ConfigError(f"config.critic.path={config.critic.path!r}: is an encoder, which sees a response's "
-                                         "end from its start; a critic must be a decoder")
+            raise UserError(f"config.critic.path={config.critic.path!r}: is an encoder, which sees a response's "
+                            "end from its start; a critic must be a decoder")
     elif folders.critic_starts_as_actor and not config.critic.keep_head:
         critic = actor
     elif folders.critic:
@@ -129,26 +128,26 @@ def _lora(config: schema.Config, folders: Folders, architecture) -> lora_lib.Lor
     options = config.model.lora
     if folders.adapters:
         return _read_adapters(config, folders, folders.adapters, architecture, "config.model.lora.path", "lm")
-    return lora_lib.Lora(options.rank, options.alpha, schema.lora_targets(options.targets))
+    return lora_lib.Lora(options.rank, options.alpha, notation.lora_targets(options.targets))
 
 
 def _read_with_head(folder):
     try:
         return hf_import.read_reward_model(folder)
     except UserError as error:
-        raise config_lib.ConfigError(f"config.critic.keep_head=True: config.critic.path has no head to keep: {error}") from None
+        raise UserError(f"config.critic.keep_head=True: config.critic.path has no head to keep: {error}") from None
 
 
 def _read_adapters(config, folders, folder, architecture, option, head) -> lora_lib.Lora:
-    """Raises ConfigError where they are not adapters on the actor's base."""
+    """Raises UserError where they are not adapters on the actor's base."""
     if not peft.holds_adapters(folder):
-        raise config_lib.ConfigError(f"{option}: {folder} holds no adapters ({peft.CONFIG}); with config.model.lora they must "
-                                     "stand on config.model.path's weights, which all roles share")
+        raise UserError(f"{option}: {folder} holds no adapters ({peft.CONFIG}); with config.model.lora they must "
+                        "stand on config.model.path's weights, which all roles share")
     lora, base = peft.read(folder)
     said = f"the adapters in {folder} stand on {base!r} (base_model_name_or_path in {peft.CONFIG})"
     if base and Path(base).is_dir() and Path(base).resolve() != folders.actor.resolve():
-        raise config_lib.ConfigError(f"{option}: {said}, not on config.model.path={config.model.path!r}; set that, or where it "
-                                     "is the same model in another folder, the field")
+        raise UserError(f"{option}: {said}, not on config.model.path={config.model.path!r}; set that, or where it "
+                        "is the same model in another folder, the field")
     if base and not Path(base).is_dir() and base != hub.split_revision(config.model.path)[0]:
         log.warning("%s: %s, which should be config.model.path=%r under another name", option, said, config.model.path)
     peft.check(folder, architecture, lora, head)
@@ -282,7 +281,7 @@ def first_control(config: schema.Config) -> Control:
 def kl_coefficient(options: schema.KLControl, step):
     """The coefficient that a step begins with where no controller moves it: kl_coef, or as the schedule says."""
     if options.type in ("linear", "step"):
-        return schedules.piecewise(schema.schedule_points(options.schedule), step, linear=options.type == "linear")
+        return schedules.piecewise(notation.schedule_points(options.schedule), step, linear=options.type == "linear")
     return jnp.float32(options.kl_coef)
 
 

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ppo import compilation, console, experiment, fitting, journal, packing, resuming, sharding
-from jax_ppo import config as config_lib
+from jax_ppo import compilation, consistency, console, experiment, fitting, journal, packing, resuming, sharding
 from jax_ppo import state as state_lib
 from jax_ppo.checkpoint import Checkpointer, Progress
 from jax_ppo.data import prompts as prompts_lib
@@ -111,7 +110,7 @@ class Run:
 
     def __init__(self, config: Config, task: Task, mesh):
         self.config, self.task, self.mesh = config, task, mesh
-        for note in config_lib.supervised_notes(config, task.command):
+        for note in consistency.supervised_notes(config, task.command):
             console.say(f"note: {note}")
         data = config.data
         load = functools.partial(sources.load_examples, prompt_key=data.prompt_key, instruction=data.instruction,

@@ -46,7 +46,7 @@ UPDATE, EXPERIENCE, SCORING = "jax_ppo/update.py", "jax_ppo/experience.py", "jax
 ADVANTAGE, LOSSES, OBJECTIVES = "jax_ppo/kernels/advantages.py", "jax_ppo/kernels/losses.py", "jax_ppo/objectives.py"
 STATE, EXPERIMENT, REGISTRY = "jax_ppo/state.py", "jax_ppo/experiment.py", "jax_ppo/rewards/registry.py"
 POLICY_LOSSES, SHAPING = "jax_ppo/kernels/policy_losses.py", "jax_ppo/kernels/shaping.py"
-MOMENTS, CONFIG = "jax_ppo/kernels/moments.py", "jax_ppo/config.py"
+MOMENTS, CONSISTENCY = "jax_ppo/kernels/moments.py", "jax_ppo/consistency.py"
 REPORT, JOURNAL = "jax_ppo/report.py", "jax_ppo/journal.py"
 
 END_OF_RESPONSE = [
@@ -1262,7 +1262,7 @@ RULES_IN_A_RUN = [
         source="trl#6789, verl#6240: top-p below 1 biased the ratio, silently",
         holds="a run with top_k or top_p says so before it begins",
         test="tests/test_experiment.py::test_filters_are_said_to_make_what_is_learned_off_policy",
-        file=CONFIG,
+        file=CONSISTENCY,
         old="if config.rollout.top_k > 0 or config.rollout.top_p < 1:",
         new="if False:",
     ),
@@ -1470,7 +1470,7 @@ MOMENTS_AND_SHAPING = [
         source="verl#2107: an expected length below 0 penalised every response",
         holds="such a buffer is refused before the run",
         test="tests/test_config.py::test_impossible_values_are_named",
-        file=CONFIG,
+        file=CONSISTENCY,
         old="if reward.overlong_buffer_len > config.data.max_response_length:",
         new="if False:",
     ),
@@ -1479,7 +1479,7 @@ MOMENTS_AND_SHAPING = [
         source="verl#7581: RLOO with rollout.n = 1 learned from nothing, or from raw scores, and said neither",
         holds="an estimator that compares responses wants two of each prompt, and says so before the run",
         test="tests/test_config.py::test_impossible_values_are_named",
-        file=CONFIG,
+        file=CONSISTENCY,
         old="if grouped and config.rollout.n < 2:",
         new="if grouped and config.rollout.n < 1:",
     ),

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from jax_ppo import command_line, config, schema
+from jax_ppo import command_line, config, consistency, notation, schema
+from jax_ppo.errors import UserError
 
 
 def checked(**changes):
@@ -24,7 +25,7 @@ def test_defaults_are_valid_and_hashable():
 
 
 def test_every_option_has_a_meaning():
-    rows = list(config.options())
+    rows = list(schema.options())
     assert len(rows) > 60
     assert all(len(doc) > 3 for *_, doc in rows)
 
@@ -68,7 +69,7 @@ def test_every_option_has_a_meaning():
     ({"reward__overlong_buffer_len": 513}, r"overlong_buffer_len=513: expected at most .*max_response_length=512"),
 ])
 def test_impossible_values_are_named(changes, message):
-    with pytest.raises(config.ConfigError, match=message):
+    with pytest.raises(UserError, match=message):
         checked(**changes)
 
 
@@ -76,7 +77,7 @@ def test_wrong_type_is_named():
     values = config.default_config()
     with values.ignore_type():
         values.rollout.n = "four"
-    with pytest.raises(config.ConfigError, match=r"config\.rollout\.n='four': expected int"):
+    with pytest.raises(UserError, match=r"config\.rollout\.n='four': expected int"):
         config.from_config_dict(values)
 
 
@@ -112,12 +113,12 @@ def test_overrides_and_argument(file):
     ("rollout.n=2", "rollout.n=2: not an option"),
 ])
 def test_command_line_mistakes(file, argument, message):
-    with pytest.raises(config.ConfigError, match=message):
+    with pytest.raises(UserError, match=message):
         command_line.read(["train", f"--config={file}", argument])
 
 
 def test_missing_file_names_the_nearest(file):
-    with pytest.raises(config.ConfigError, match=r"no such file. Did you mean .*tiny\.py"):
+    with pytest.raises(UserError, match=r"no such file. Did you mean .*tiny\.py"):
         command_line.read(["train", f"--config={file.parent}/tinny.py"])
 
 
@@ -141,8 +142,8 @@ def test_resolved_configuration_is_written(file, tmp_path, capsys):
 
 
 def test_points_of_a_schedule():
-    assert schema.schedule_points("0:0.01,200:0") == ((0, 0.01), (200, 0.0))
-    assert schema.schedule_points(" 5 : 1e-3 ") == ((5, 0.001),)
+    assert notation.schedule_points("0:0.01,200:0") == ((0, 0.01), (200, 0.0))
+    assert notation.schedule_points(" 5 : 1e-3 ") == ((5, 0.001),)
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -152,7 +153,7 @@ def test_points_of_a_schedule():
 ])
 def test_what_is_no_schedule_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
-        schema.schedule_points(text)
+        notation.schedule_points(text)
 
 
 def test_verls_names_of_estimators_are_taken():
@@ -161,21 +162,21 @@ def test_verls_names_of_estimators_are_taken():
 
 
 def test_what_may_not_be_meant_is_noted():
-    assert config.notes(checked()) == []
-    noted = " ".join(config.notes(checked(
+    assert consistency.notes(checked()) == []
+    noted = " ".join(consistency.notes(checked(
         algorithm__adv_estimator="grpo", rollout__n=4, algorithm__lam=0.9, actor__policy_loss="gspo", rollout__top_p=0.9,
         algorithm__use_kl_in_reward=True, algorithm__kl_penalty="abs", reward__normalize_samples=8)))
     for name in ("algorithm.lam=0.9", "actor.policy_loss='gspo'", "top_p", "algorithm.kl_penalty='abs'", "normalize_samples=8"):
         assert f"{name}" in noted, name
     assert "critic_lam" not in noted
-    assert "the actor never learns" in config.notes(checked(trainer__critic_warmup=3, trainer__total_training_steps=3))[0]
+    assert "the actor never learns" in consistency.notes(checked(trainer__critic_warmup=3, trainer__total_training_steps=3))[0]
 
 
 def test_every_option_is_read():
     """By its name, somewhere besides the schema and its checks."""
     folder = pathlib.Path(config.__file__).parent
-    code = "".join(path.read_text() for path in folder.rglob("*.py") if path.name not in ("schema.py", "config.py"))
+    code = "".join(path.read_text() for path in folder.rglob("*.py") if path.name not in ("schema.py", "consistency.py"))
     properties = inspect.getsource(schema.Config)
-    for name, *_ in config.options():
+    for name, *_ in schema.options():
         leaf = name.rpartition(".")[2]
         assert re.search(rf"[.\"]{leaf}\b", code + properties), name

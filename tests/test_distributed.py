@@ -12,7 +12,8 @@ import time
 
 import pytest
 
-from jax_ppo import config, distributed, schema
+from jax_ppo import distributed, schema
+from jax_ppo.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[1]
 EXPLICIT = {"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
@@ -51,14 +52,14 @@ class TestArguments:
 
     @pytest.mark.parametrize("name", EXPLICIT)
     def test_half_an_address_is_refused(self, name):
-        with pytest.raises(config.ConfigError, match="but not") as error:
+        with pytest.raises(UserError, match="but not") as error:
             arguments({name: EXPLICIT[name]})
         assert name not in str(error.value).split("but not")[1].split(";")[0]
         assert arguments({name: EXPLICIT[name]} | SLURM) == {}  # Slurm knows the rest
 
     @pytest.mark.parametrize("process", ["4", "-1", "x"])
     def test_a_process_beyond_the_number_is_refused(self, process):
-        with pytest.raises(config.ConfigError, match="JAX_PROCESS_ID"):
+        with pytest.raises(UserError, match="JAX_PROCESS_ID"):
             arguments(EXPLICIT | {"JAX_PROCESS_ID": process})
 
 

@@ -8,8 +8,8 @@ import reward_models
 import tiny
 from jax_ppo import reward_inputs, scoring
 from jax_ppo import state as state_lib
-from jax_ppo.config import ConfigError
 from jax_ppo.data import tokenizer as tokenizer_lib
+from jax_ppo.errors import UserError
 from jax_ppo.models import hf_import
 from jax_ppo.types import Example
 
@@ -163,21 +163,21 @@ def test_with_the_actors_tokens_nothing_goes_through_the_host(decoder, tmp_path)
     for name in ("config.json", "model.safetensors"):
         (without / name).write_bytes((decoder / name).read_bytes())
     assert chosen(without, decoder, own) is None
-    with pytest.raises(ConfigError, match=r"config\.reward\.max_length=64: is not read: this reward model takes the sampled"):
+    with pytest.raises(UserError, match=r"config\.reward\.max_length=64: is not read: this reward model takes the sampled"):
         chosen(decoder, decoder, own, reward__max_length=64)
 
 
 def test_what_does_not_fit_is_refused_before_weights_load(encoder, decoder, actors, tmp_path):
-    with pytest.raises(ConfigError, match=r"model_input='chat': the reward model can not read this .*: its tokenizer has no"):
+    with pytest.raises(UserError, match=r"model_input='chat': the reward model can not read this .*: its tokenizer has no"):
         chosen(encoder, decoder, actors, reward__model_input="chat")
-    with pytest.raises(ConfigError, match=r"max_length=300: the reward model takes 256 tokens at most"):
+    with pytest.raises(UserError, match=r"max_length=300: the reward model takes 256 tokens at most"):
         chosen(decoder, decoder, actors, reward__max_length=300)
     assert chosen(encoder, decoder, actors, reward__max_length=300).reader.longest == 300  # distances have no end
-    with pytest.raises(ConfigError, match=r"config.mesh.model=8: must divide attention heads of the model, 4"):
+    with pytest.raises(UserError, match=r"config.mesh.model=8: must divide attention heads of the model, 4"):
         chosen(encoder, decoder, actors, tiny.make_mesh(8, model=8))
-    with pytest.raises(ConfigError, match=r"the tokenizer there has \d+ tokens, the model's embedding 30; they do not belong"):
+    with pytest.raises(UserError, match=r"the tokenizer there has \d+ tokens, the model's embedding 30; they do not belong"):
         chosen(reward_models.deberta(tmp_path / "small", vocab_size=30), decoder, actors)
     for file in [*(tmp_path / "small").glob("*token*"), *(tmp_path / "small").glob("spm*")]:
         file.unlink()
-    with pytest.raises(ConfigError, match=r"small has no tokenizer \(none of tokenizer.json, .*copy the encoder's into it"):
+    with pytest.raises(UserError, match=r"small has no tokenizer \(none of tokenizer.json, .*copy the encoder's into it"):
         chosen(tmp_path / "small", decoder, actors)

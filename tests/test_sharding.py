@@ -7,7 +7,7 @@ import pytest
 
 import tiny
 from jax_ppo import sharding
-from jax_ppo.config import ConfigError
+from jax_ppo.errors import UserError
 from jax_ppo.schema import MeshShape
 
 
@@ -28,7 +28,7 @@ def test_parameters_are_split():
 
 @pytest.mark.parametrize(("shape", "devices"), [({"data": 3}, 8), ({"model": 3}, 8), ({"fsdp": 2, "data": 1}, 8)])
 def test_impossible_meshes(shape, devices):
-    with pytest.raises(ConfigError, match=rf"number of devices, {devices}"):
+    with pytest.raises(UserError, match=rf"number of devices, {devices}"):
         sharding.make_mesh(MeshShape(**shape), jax.devices()[:devices])
 
 
@@ -38,7 +38,7 @@ def test_free_axis_takes_what_is_left():
 
 def test_model_that_the_mesh_can_not_split():
     mesh = tiny.make_mesh(8, model=8)
-    with pytest.raises(ConfigError, match="config.mesh.model=8: must divide attention heads of the model, 4"):
+    with pytest.raises(UserError, match="config.mesh.model=8: must divide attention heads of the model, 4"):
         sharding.check_architecture(mesh, tiny.ARCHITECTURE)
 
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_ppo import command_line, config, supervised
+from jax_ppo import command_line, config, consistency, supervised
 from jax_ppo.data import sources
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.errors import UserError
@@ -177,7 +177,7 @@ def test_resumed_is_bit_equal(files, tmp_path, command, task, monkeypatch, capsy
     ("reward_model", "--config.model.lora.path=x", "model.lora.path='x': jax_ppo.reward_model trains all parameters"),
 ])
 def test_wrong_options_are_told(files, command, override, message):
-    with pytest.raises(config.ConfigError, match=message):
+    with pytest.raises(UserError, match=message):
         load(files, override, command=command)
 
 
@@ -196,12 +196,12 @@ def test_what_ppo_alone_reads_is_noted():
     values = config.default_config()
     values.data.train_files, values.model.path, values.actor.optim.lr = "x.jsonl", "llama", 1e-3
     values.trainer.log_samples = 0
-    assert config.supervised_notes(config.from_config_dict(values, "sft"), "sft") == [
+    assert consistency.supervised_notes(config.from_config_dict(values, "sft"), "sft") == [
         "config.actor.optim.lr=0.001 is not read: it belongs to jax_ppo.train",
         "config.trainer.log_samples=0 is not read: it belongs to jax_ppo.train"]
     values = config.default_config()
     values.data.train_files, values.model.path, values.supervised.response_key = "x.jsonl", "llama", "solution"
-    assert config.supervised_notes(config.from_config_dict(values, "sft"), "sft") == []
+    assert consistency.supervised_notes(config.from_config_dict(values, "sft"), "sft") == []
     said = "config.supervised.response_key='solution' is not read: it belongs to jax_ppo.sft"
-    assert config.supervised_notes(config.from_config_dict(values, "reward_model"), "reward_model") == [said]
-    assert config.notes(config.from_config_dict(values)) == [said + " and jax_ppo.reward_model"]
+    assert consistency.supervised_notes(config.from_config_dict(values, "reward_model"), "reward_model") == [said]
+    assert consistency.notes(config.from_config_dict(values)) == [said + " and jax_ppo.reward_model"]

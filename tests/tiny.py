@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo import config as config_lib
-from jax_ppo import packing, schema, scoring, sharding
+from jax_ppo import notation, packing, schema, scoring, sharding
 from jax_ppo import state as state_lib
 from jax_ppo.experience import estimate
 from jax_ppo.models import heads, lora
@@ -40,7 +40,7 @@ def networks(config):
     model = Transformer(ARCHITECTURE, jnp.dtype(config.model.dtype), remat=config.model.gradient_checkpointing)
     if config.has_adapters:
         options = config.model.lora
-        model = model.clone(lora=lora.Lora(options.rank, options.alpha, schema.lora_targets(options.targets)))
+        model = model.clone(lora=lora.Lora(options.rank, options.alpha, notation.lora_targets(options.targets)))
     return state_lib.Networks(model, model if config.has_critic and not config.shares_trunk else None, None)
 
 

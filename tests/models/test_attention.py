@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import tiny
-from jax_ppo import config as config_lib
 from jax_ppo import state as state_lib
+from jax_ppo.errors import UserError
 from jax_ppo.models import attention, hf_import
 
 
@@ -153,5 +153,5 @@ def test_an_impossible_choice_names_the_option(monkeypatch):
     monkeypatch.setattr(hf_import, "read_architecture", lambda folder: tiny.ARCHITECTURE)
     folders = state_lib.Folders(None, None, None)
     assert state_lib.networks(tiny.config(), folders).actor.attention == "xla"
-    with pytest.raises(config_lib.ConfigError, match="config.model.attention='splash': splash attention needs a TPU"):
+    with pytest.raises(UserError, match="config.model.attention='splash': splash attention needs a TPU"):
         state_lib.networks(tiny.config(model__attention="splash"), folders)
