@@ -325,8 +325,8 @@ MODELS = [
         holds="positions are turned in float32",
         test="tests/models/test_rope.py::test_a_pair_is_turned_by_its_angle",
         file="jax_ppo/models/rope.py",
-        old="return jnp.cos(angles) * factor, jnp.sin(angles) * factor",
-        new="return (jnp.cos(angles) * factor).astype(jnp.bfloat16), (jnp.sin(angles) * factor).astype(jnp.bfloat16)",
+        old="return tuple(table.at[positions_BxT]",
+        new="return tuple(table.astype(jnp.bfloat16).at[positions_BxT]",
     ),
     Exhibit(
         name="the_norm_rounds_after_its_scale",

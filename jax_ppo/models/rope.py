@@ -90,11 +90,15 @@ def _longrope(inverse, scaling, architecture):
     return (inverse / np.asarray(scaling["short_factor"])).astype(np.float32), float(attention)
 
 
-def cos_sin(architecture: Architecture, positions_BxT, local: bool = False):
-    """cos and sin for `rotate`, each float32 [B, T, 1, head_dim / 2]."""
+def cos_sin(architecture: Architecture, positions_BxT, length: int, local: bool = False):
+    """cos and sin for `rotate`, each float32 [B, T, 1, head_dim / 2]. `length`: all positions are below it.
+
+    Looked up: what is computed here a compiler fuses into `rotate`, and computes once more for each head of each layer.
+    """
     inverse, factor = frequencies(architecture, local)
-    angles = positions_BxT[..., None, None].astype(jnp.float32) * inverse
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    angles = np.arange(length, dtype=np.float32)[:, None] * inverse
+    tables = (jnp.asarray(turn(angles) * np.float32(factor)) for turn in (np.cos, np.sin))
+    return tuple(table.at[positions_BxT].get(mode="clip")[:, :, None] for table in tables)
 
 
 def rotate(x_BxTxHxd, cos, sin):

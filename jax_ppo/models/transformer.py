@@ -216,7 +216,7 @@ class Transformer(nn.Module):
 
         Args:
           tokens_BxT: int32 token ids.
-          positions_BxT: int32, each token's place in its own sequence, from 0.
+          positions_BxT: int32, each token's place in its own sequence, from 0 and below T (S with a cache).
           segments_BxT: int32; a token sees those before it in the row that have the same segment. None: the row is one
             segment. Not with a cache.
           cache: for one new token a row (T = 1, unrolled): keys [B, kv heads, head_dim, S] and values [B, kv heads, S,
@@ -233,9 +233,10 @@ class Transformer(nn.Module):
         x = embedding[tokens_BxT].astype(self.dtype)
         if a.scaled_embedding:
             x = x * jnp.float32(a.hidden_size**0.5).astype(self.dtype)
-        rotations = (rope.cos_sin(a, positions_BxT),)  # and that of local layers, where it is another
+        length = tokens_BxT.shape[1] if cache is None else cache[0][0].shape[3]
+        rotations = (rope.cos_sin(a, positions_BxT, length),)  # and that of local layers, where it is another
         if a.local_rope_theta is not None:
-            rotations += (rope.cos_sin(a, positions_BxT, local=True),)
+            rotations += (rope.cos_sin(a, positions_BxT, length, local=True),)
         x, cache = self._layers(x, rotations, segments_BxT, cache, positions_BxT[:, 0], windows)
         return RMSNorm(a, name="norm")(x), cache
 

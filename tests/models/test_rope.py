@@ -91,6 +91,6 @@ def test_a_pair_is_turned_by_its_angle():
     """By hand: at position 2 the first pair of a head turns by 2, the second by 2 / 10 (base 100, two pairs)."""
     architecture = from_hf_config(reference.SIZES | {"model_type": "llama", "head_dim": 4, "rope_theta": 100.0})
     x = np.array([1.0, 0.0, 0.0, 1.0], np.float32).reshape(1, 1, 1, 4)
-    turned = rope.rotate(x, *rope.cos_sin(architecture, np.array([[2]])))
+    turned = rope.rotate(x, *rope.cos_sin(architecture, np.array([[2]]), 3))
     expected = [np.cos(2), -np.sin(0.2), np.sin(2), np.cos(0.2)]
     np.testing.assert_allclose(turned[0, 0, 0], expected, atol=1e-6)
