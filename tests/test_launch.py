@@ -106,10 +106,10 @@ def pod(tmp_path):
     script(tools / "gcloud", GCLOUD)
     environment = os.environ | {"HOME": str(tmp_path), "PATH": f"{tools}:{os.environ['PATH']}"}
 
-    def call(command, *arguments):
+    def call(command, *arguments, **more):
         where = ["--name", "pod", "--zone", "here"]
         return subprocess.run(
-            [LAUNCH / "tpu_pod.sh", command, *where, *arguments], env=environment, capture_output=True, text=True
+            [LAUNCH / "tpu_pod.sh", command, *where, *arguments], env=environment | more, capture_output=True, text=True
         )
 
     return call
@@ -131,6 +131,10 @@ class TestTpuPod:
         pod("run", "--", *TRICKY)
         words = subprocess.run(["bash", "-c", f"printf '%s ' {printed.stdout}"], capture_output=True, text=True).stdout
         assert words.removeprefix("gcloud ").strip() == (tmp_path / "gcloud.log").read_text().strip()
+
+    def test_another_command(self, pod):
+        assert "jax_ppo.train" in pod("run", "--dry-run").stdout
+        assert "jax_ppo.sft" in pod("run", "--dry-run", COMMAND="sft").stdout
 
     def test_run_logs_and_stop_on_the_host(self, pod, tmp_path):
         home = tmp_path / "jax_ppo"
@@ -181,6 +185,14 @@ class TestTpuPod:
     def test_help(self):
         run = subprocess.run([LAUNCH / "tpu_pod.sh", "--help"], capture_output=True, text=True)
         assert run.returncode == 0 and run.stdout.startswith("Trains on") and "--dry-run" in run.stdout
+
+
+@pytest.mark.parametrize(("environment", "command"), [({}, "train"), ({"COMMAND": "reward_model"}, "reward_model")])
+def test_slurm_runs_the_command_with_the_arguments(tmp_path, environment, command):
+    script(tmp_path / "srun", 'printf "[%s]" "$@"')
+    run = subprocess.run(["bash", LAUNCH / "slurm.sbatch", *TRICKY], capture_output=True, text=True, check=True,
+                         env=os.environ | environment | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}, cwd=LAUNCH.parent)
+    assert run.stdout.endswith("".join(f"[{word}]" for word in ("python", "-m", f"jax_ppo.{command}", *TRICKY)))
 
 
 def wait_until(condition, seconds=10):
