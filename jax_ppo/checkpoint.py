@@ -30,7 +30,7 @@ class Progress:
     Attributes:
       step: steps done.
       position: training examples consumed.
-      evaluations: {step, accuracy, reward_mean} of each evaluation so far.
+      evaluations: {step} and the means by name of each evaluation so far, None where one has no meaning.
     """
 
     step: int = 0

@@ -17,8 +17,6 @@ import tqdm
 
 from jax_ppo import distributed
 
-OPTIONAL = ("reward/accuracy",)  # left out where there is none; a dash in place of the others keeps the columns
-
 
 def say(text: str) -> None:
     """Prints a line, on the main process."""
@@ -26,16 +24,17 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def step_line(step: int, total: int, metrics: dict[str, float], columns) -> str:
+def step_line(step: int, total: int, metrics: dict[str, float], columns, optional=()) -> str:
     """One line for a step; those of a run stand under each other.
 
     Args:
       columns: of each figure the text before it, its name in `metrics`, width, format, and the text after it.
+      optional: figures left out where there is none; a dash in place of the others keeps the columns.
     """
     parts = [f"step {step:{len(str(total))}d}/{total}"]
     for before, name, width, form, after in columns:
         value = metrics.get(name)
-        if name in OPTIONAL and (value is None or math.isnan(value)):
+        if name in optional and (value is None or math.isnan(value)):
             continue
         parts.append(before + ("-" if value is None else format(float(value), form)).rjust(width) + after)
     return "  ".join(parts)

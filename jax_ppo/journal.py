@@ -20,15 +20,17 @@ class Layout:
       columns: as console.step_line takes them.
       panels: as metrics.plot_curves takes them.
       rate: the option to lower where gradients are not finite.
+      optional: columns that are left out where a step has no such figure.
     """
 
     columns: tuple
     panels: tuple
     rate: str
+    optional: tuple[str, ...] = ()
 
 
 class Journal:
-    """The logs, the bar and the clock of a run; on the main process alone."""
+    """The logs, the bar and the clock of a run; shown and written by the main process alone."""
 
     def __init__(self, run, layout: Layout, workdir: Path, progress: Progress, compiled: compilation.Compilations):
         """`run`: with config, total_steps and mesh."""
@@ -60,7 +62,8 @@ class Journal:
         figures["seconds/step"], self._step_started = now - self._step_started, now
         figures["tokens_per_second"] = tokens / figures["seconds/step"]
         self._log.write(step, figures)
-        self._bar.advance(console.step_line(step, self._run.total_steps, figures, self._layout.columns))
+        self._bar.advance(console.step_line(step, self._run.total_steps, figures, self._layout.columns,
+                                            self._layout.optional))
         self._skipped = self._skipped + 1 if skipped else 0
         if self._skipped == self._run.config.trainer.max_skipped_updates:
             raise FloatingPointError(
@@ -68,7 +71,7 @@ class Journal:
                 f"max_skipped_updates); a smaller config.{self._layout.rate} or config.model.dtype=float32 may help")
 
     def write_evaluation(self, done: int, means: dict[str, float | None], shown: str) -> None:
-        """Keeps and writes an evaluation: means by name, without those that are None, and what the console shows of it."""
+        """Keeps and writes an evaluation: means by name (logs leave out those that are None), and what the console shows."""
         self.progress.evaluations.append({"step": done} | means)
         self._log.write(done, {f"eval/{name}": value for name, value in means.items() if value is not None})
         self._bar.say(f"evaluation after step {done}: {shown}")

@@ -33,13 +33,14 @@ PANELS = (
     ("explained variance", "share", {"critic": "critic/explained_variance"}),
     ("losses", "loss", {"actor": "actor/loss", "critic": "critic/loss"}),
 )
+LAYOUT = journal.Layout(COLUMNS, PANELS, "actor.optim.lr", optional=("reward/accuracy",))
 
 
 class Reporter(journal.Journal):
     """Turns what a step leaves on the mesh into figures, one step late, and writes everything that a run of PPO writes."""
 
     def __init__(self, run: Experiment, workdir: Path, progress: Progress, compiled: compilation.Compilations):
-        super().__init__(run, journal.Layout(COLUMNS, PANELS, "actor.optim.lr"), workdir, progress, compiled)
+        super().__init__(run, LAYOUT, workdir, progress, compiled)
         self._pending, self._warned = None, set()
 
     def later(self, step: int, on_mesh: dict, rewarded: Rewarded) -> None:
@@ -78,11 +79,12 @@ class Reporter(journal.Journal):
 
     def evaluation(self, done: int, result: Evaluation) -> None:
         """Writes an evaluation and shows some responses."""
-        accuracy = "" if result.accuracy is None else f"accuracy {result.accuracy:.3f}, "
-        self.write_evaluation(done, {"accuracy": result.accuracy, "reward_mean": result.reward_mean,
-                                     "response_length": result.length_mean}, f"{accuracy}reward {result.reward_mean:.3f}")
+        shown = "" if result.accuracy is None else f"accuracy {result.accuracy:.3f}, "
+        shown += f"reward {result.reward_mean:.3f}"
         if result.samples:
-            self._bar.say(console.sample_table(result.samples))
+            shown += "\n" + console.sample_table(result.samples)
+        self.write_evaluation(done, {"accuracy": result.accuracy, "reward_mean": result.reward_mean,
+                                     "response_length": result.length_mean}, shown)
 
     def finish(self, state, export: bool) -> dict:
         """Writes what is still kept, the exported actor if asked, the curves and summary.json."""

@@ -84,8 +84,8 @@ class Folders:
 
 
 def networks(config: schema.Config, folders: Folders) -> Networks:
-    """Reads each role's config.json. Raises UserError for an architecture that is not supported,
-    for a reward model that is none, and for an attention program that cannot run here."""
+    """Reads each role's config.json. Raises UserError for an architecture that is not supported, for a reward model that
+    is none, and for an attention program that cannot run here."""
     dtype, platform = jnp.dtype(config.model.dtype), _platform()
 
     def network(folder, read=hf_import.read_architecture):

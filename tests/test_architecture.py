@@ -8,7 +8,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-FOUNDATIONS = {"kernels", "types", "schema", "config", "sharding", "packing", "models", "errors", "hub", "plugins",
+FOUNDATIONS = {"kernels", "types", "schema", "sharding", "packing", "models", "errors", "hub", "plugins",
                "notation"}
 ALGORITHM = {"state", "sampler", "scoring", "experience", "objectives", "update"}
 REPORTS = {"evaluate", "checkpoint", "console", "metrics", "distributed"}
@@ -22,9 +22,10 @@ MAY_IMPORT = (
     | {room: FOUNDATIONS | ALGORITHM for room in ALGORITHM}
     | {room: FOUNDATIONS | ALGORITHM | REPORTS for room in REPORTS}
     | {room: {"types", "hub", "errors", "plugins"} for room in HOST}
-    | {"kernels": set(), "types": set(), "errors": set(), "hub": {"errors"}, "plugins": {"errors"}, "schema": {"errors"},
+    | {"kernels": set(), "types": set(), "errors": set(), "hub": {"errors"}, "plugins": {"errors"}, "schema": set(),
        "notation": {"errors", "schema"}, "consistency": {"errors", "schema", "notation"},
-       "config": {"errors", "schema", "consistency"}, "sampler": FOUNDATIONS}
+       "config": {"errors", "schema", "consistency"}, "sampler": FOUNDATIONS,
+       "console": {"distributed"}, "journal": REPORTS | {"compilation"}}
 )
 # Loaded before the options are checked, so they load nothing heavy.
 LATE = {"jax_ppo/config.py", "jax_ppo/consistency.py", "jax_ppo/notation.py", "jax_ppo/schema.py", "jax_ppo/__init__.py"}

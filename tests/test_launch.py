@@ -104,7 +104,7 @@ def pod(tmp_path):
     tools = tmp_path / "tools"
     tools.mkdir()
     script(tools / "gcloud", GCLOUD)
-    environment = os.environ | {"HOME": str(tmp_path), "PATH": f"{tools}:{os.environ['PATH']}"}
+    environment = os.environ | {"HOME": str(tmp_path), "PATH": f"{tools}:{os.environ['PATH']}", "COMMAND": ""}
 
     def call(command, *arguments, **more):
         where = ["--name", "pod", "--zone", "here"]
@@ -187,11 +187,11 @@ class TestTpuPod:
         assert run.returncode == 0 and run.stdout.startswith("Trains on") and "--dry-run" in run.stdout
 
 
-@pytest.mark.parametrize(("environment", "command"), [({}, "train"), ({"COMMAND": "reward_model"}, "reward_model")])
-def test_slurm_runs_the_command_with_the_arguments(tmp_path, environment, command):
+@pytest.mark.parametrize(("given", "command"), [("", "train"), ("reward_model", "reward_model")])
+def test_slurm_runs_the_command_with_the_arguments(tmp_path, given, command):
     script(tmp_path / "srun", 'printf "[%s]" "$@"')
     run = subprocess.run(["bash", LAUNCH / "slurm.sbatch", *TRICKY], capture_output=True, text=True, check=True,
-                         env=os.environ | environment | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}, cwd=LAUNCH.parent)
+                         env=os.environ | {"COMMAND": given, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, cwd=LAUNCH.parent)
     assert run.stdout.endswith("".join(f"[{word}]" for word in ("python", "-m", f"jax_ppo.{command}", *TRICKY)))
 
 

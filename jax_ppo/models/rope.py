@@ -91,14 +91,15 @@ def _longrope(inverse, scaling, architecture):
 
 
 def cos_sin(architecture: Architecture, positions_BxT, length: int, local: bool = False):
-    """cos and sin for `rotate`, each float32 [B, T, 1, head_dim / 2]. `length`: all positions are below it.
+    """cos and sin for `rotate`, each float32 [B, T, 1, head_dim / 2]. `length`: all positions are below it (past it
+    is NaN).
 
     Looked up: what is computed here a compiler fuses into `rotate`, and computes once more for each head of each layer.
     """
     inverse, factor = frequencies(architecture, local)
     angles = np.arange(length, dtype=np.float32)[:, None] * inverse
     tables = (jnp.asarray(turn(angles) * np.float32(factor)) for turn in (np.cos, np.sin))
-    return tuple(table.at[positions_BxT].get(mode="clip")[:, :, None] for table in tables)
+    return tuple(table.at[positions_BxT].get(mode="fill")[:, :, None] for table in tables)
 
 
 def rotate(x_BxTxHxd, cos, sin):
