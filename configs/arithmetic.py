@@ -4,7 +4,7 @@
 
 Makes a tokenizer and a small Llama, teaches it to solve word problems in GSM8K's form step by step and then the habit of giving
 the answer at once, which is usually wrong, and lets PPO find out which pays: a reward of 1 for the right answer is all it is
-told. Expect held-out accuracy, sampled at temperature 1, to go from about 0.3 to above 0.9: two minutes on 2 cores.
+told. Expect held-out accuracy, sampled at temperature 1, to go from about 0.3 to above 0.9: three minutes on 2 cores.
 """
 
 from jax_ppo.config import default_config

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Callable
@@ -46,6 +47,7 @@ def main(arguments: list[str], command: str, run: Callable[[Config, Path], objec
 def _run(options, workdir, run):
     from jax_ppo import compilation, console, distributed
 
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # torch is not needed
     compilation.keep(options.trainer.compilation_cache, console.say)
     if distributed.is_main():
         write_resolved(options, workdir)

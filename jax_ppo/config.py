@@ -7,6 +7,8 @@ line overrides single options (`--config.actor.clip_ratio=0.1`); `from_config_di
 
 import dataclasses
 import difflib
+import os
+import sys
 import typing
 
 from jax_ppo import consistency
@@ -105,8 +107,11 @@ def _checked(name, value, field):
 
 
 def main():
-    for name, _, default, doc in options():
-        print(f"{name:48s} {default!r:>16}  {doc}")
+    """Prints the table of options."""
+    try:
+        print("\n".join(f"{name:48s} {default!r:>16}  {doc}" for name, _, default, doc in options()), flush=True)
+    except BrokenPipeError:  # `--help | head`: who reads has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -101,8 +101,9 @@ class Experiment:
         self.total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * self.steps_per_epoch
         self._build_samplers()
         self._key = jax.jit(functools.partial(_sample_key, config.seed), out_shardings=sharding.replicated(mesh))
-        report(f"{len(self.training.examples)} training and {len(held_out)} held-out prompts, {self.total_steps} steps of "
-               f"{config.data.train_batch_size} prompts x {config.rollout.n}")
+        kept = len(self.held_out.examples) if self.held_out else 0
+        report(f"{len(self.training.examples)} training and {kept} held-out prompts, "
+               f"{self.total_steps} steps of {config.data.train_batch_size} prompts x {config.rollout.n}")
 
     def batches(self, position: int) -> prompts_lib.PromptBatches:
         """Training batches from a position on, in examples consumed."""

@@ -29,7 +29,11 @@ def find_progress(config: Config, total_steps: int, checkpoints: Checkpointer, a
                         "another --workdir, or remove it")
     _, meta = checkpoints.restore(latest, {})
     _check_same_experiment(config, meta["config"], another, kept)
-    console.say(f"resuming after step {latest} of {total_steps}")
+    if latest < total_steps:
+        console.say(f"resuming after step {latest} of {total_steps}")
+    else:
+        console.say(f"all {total_steps} steps are done: no more is learned; set config.trainer.total_training_steps higher, or "
+                    "give another --workdir")
     return Progress(latest, meta["position"], meta["evaluations"])
 
 

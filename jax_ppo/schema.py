@@ -36,7 +36,8 @@ class Data:
     val_files: str = option("", "held-out data, named the same way; empty turns evaluation off")
     train_batch_size: int = option(64, "prompts a step", at_least=1)
     val_batch_size: int = option(256, "prompts sampled at a time in an evaluation", at_least=1)
-    val_max_samples: int | None = option(None, "held-out prompts used, from the files' start; unset: all", at_least=1)
+    val_max_samples: int | None = option(None, "held-out prompts used, from the files' start, "
+                                        "overlong ones counted; unset: all", at_least=1)
     max_prompt_length: int = option(512, "tokens; longer prompts are dropped, cut or refused", at_least=1)
     max_response_length: int = option(512, "tokens sampled at most", at_least=1)
     filter_overlong_prompts: bool = option(True, "drop prompts longer than max_prompt_length, saying how many")
