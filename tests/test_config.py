@@ -141,6 +141,14 @@ def test_resolved_configuration_is_written(file, tmp_path, capsys):
     assert "clip_ratio=0.2" in capsys.readouterr().out
 
 
+def test_a_reader_of_the_table_may_leave():
+    """`python -m jax_ppo.config | head`: no traceback."""
+    command, pipe = [sys.executable, "-m", "jax_ppo.config"], subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as table:
+        table.stdout.close()
+        assert table.stderr.read() == "" and table.wait() == 0
+
+
 def test_verls_names_of_estimators_are_taken():
     assert checked(actor__kl_loss_type="low_var_kl+").actor.kl_loss_type == "k3+"
     assert checked(algorithm__kl_penalty="mse").algorithm.kl_penalty == "k2"
@@ -149,7 +157,7 @@ def test_verls_names_of_estimators_are_taken():
 def test_every_option_is_read():
     """By its name, somewhere besides the schema and its checks."""
     folder = pathlib.Path(config.__file__).parent
-    code = "".join(path.read_text() for path in folder.rglob("*.py") 
+    code = "".join(path.read_text() for path in folder.rglob("*.py")
                    if path.name not in ("schema.py", "config.py", "consistency.py", "notation.py"))
     properties = inspect.getsource(schema.Config)
     for name, *_ in schema.options():

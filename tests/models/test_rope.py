@@ -94,3 +94,9 @@ def test_a_pair_is_turned_by_its_angle():
     turned = rope.rotate(x, *rope.cos_sin(architecture, np.array([[2]]), 3))
     expected = [np.cos(2), -np.sin(0.2), np.sin(2), np.cos(0.2)]
     np.testing.assert_allclose(turned[0, 0, 0], expected, atol=1e-6)
+
+
+def test_a_position_past_the_table_is_seen():
+    architecture = from_hf_config(reference.SIZES | {"model_type": "llama"})
+    cos, _ = rope.cos_sin(architecture, np.array([[0, 2, 3]]), 3)
+    assert np.isfinite(cos[0, :2]).all() and np.isnan(cos[0, 2]).all()
