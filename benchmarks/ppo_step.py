@@ -8,7 +8,8 @@
 32 prompts of 64 tokens and a response to each; actor, critic and reference of 4 layers and hidden size 256; one epoch, one
 mini-batch, temperature 1, GAE with lambda 0.95, KL in the reward, AdamW at 1e-5 for actor and critic. What each side compiles
 is compiled before its turns are counted. TRL rewards by a model alone, tunix is given the rule. With 64 tokens each there is a
-side more, the floor: the step's matrix products and nothing else.
+side more, the floor: the step's matrix products and nothing else. With random lengths there is torch twice: in micro-batches of
+responses that are about as long, and as most write it, all in one batch padded to the longest.
 """
 
 import argparse
@@ -19,8 +20,10 @@ from pathlib import Path
 import harness
 import workload
 
-SIDES = {"ours": "ours_ppo.py", "torch": "torch_ppo.py", "trl": "trl_ppo.py", "tunix": "tunix_ppo.py", "floor": "floor.py"}
-OF_REWARD = {"rule": ("ours", "torch", "tunix", "floor"), "model": ("ours", "torch", "trl", "floor")}
+SIDES = {"ours": "ours_ppo.py", "torch": "torch_ppo.py", "torch-padded": "torch_ppo.py", "trl": "trl_ppo.py",
+         "tunix": "tunix_ppo.py", "floor": "floor.py"}
+OF_REWARD = {"rule": "tunix", "model": "trl"}  # the side for this reward alone
+OF_LENGTHS = {"forced": "floor", "verl": "torch-padded"}  # and for these lengths
 LONGEST = {"forced": 64, "verl": workload.VERL["longest"]}
 
 
@@ -29,8 +32,8 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         settings = make_settings(args, Path(folder))
         before = harness.machine()
-        workers = [harness.Worker(side, SIDES[side], settings, None if side == "ours" else args.peers)
-                   for side in args.sides]
+        workers = [harness.Worker(side, SIDES[side], settings | {"by_length": side != "torch-padded"},
+                                  None if side == "ours" else args.peers) for side in args.sides]
         first = {worker.name: worker.turn()["seconds"] for worker in workers}
         answers = harness.interleave(workers, args.turns, args.warm_up)
         split = harness.interleave(workers, args.split, 0)
@@ -40,7 +43,7 @@ def main():
              | summary(answers[worker.name], split[worker.name]) for worker in workers}
     show(sides)
     result = {"settings": settings, "machine": before, "turns": args.turns, "sides": sides, "answers": answers, "split": split}
-    part = "" if set(args.sides) >= set(OF_REWARD[args.reward]) - {"floor"} else "_" + "_".join(args.sides)
+    part = "" if {"ours", "torch", OF_REWARD[args.reward]} <= set(args.sides) else "_" + "_".join(args.sides)
     print("written:", harness.save(f"ppo_step_{args.lengths}_{args.reward}{part}", result))
 
 
@@ -50,13 +53,13 @@ def parse():
     parser.add_argument("--lengths", choices=LONGEST, default="forced",
                         help="64 tokens each; or random ones as in verl's published run on GSM8K, 307 of 512 on average")
     parser.add_argument("--reward", choices=OF_REWARD, default="rule", help="a host rule, or a model of the actor's size")
-    parser.add_argument("--sides", type=lambda text: text.split(","), help="of ours, torch, trl, tunix, floor; with commas")
+    parser.add_argument("--sides", type=lambda text: text.split(","), help=f"of {', '.join(SIDES)}; with commas")
     parser.add_argument("--turns", type=int, default=9, help="steps that count")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before them")
     parser.add_argument("--split", type=int, default=3, help="steps after them, in which every phase is waited for and timed")
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=JSON", help="changes an option of our config")
     args = parser.parse_args()
-    known = [side for side in OF_REWARD[args.reward] if side != "floor" or args.lengths == "forced"]
+    known = ["ours", "torch", OF_REWARD[args.reward], OF_LENGTHS[args.lengths]]
     args.sides = args.sides or known
     harness.check_sides(parser, args, known)
     return args
@@ -89,15 +92,15 @@ def show(sides: dict) -> None:
     ours = sides.get("ours")
     for name, side in sides.items():
         seconds, per_token = side["seconds"], side["milliseconds_per_token"]["median"]
-        line = (f"{name:6s} {seconds['median']:.3f} s a step ({seconds['min']:.3f}-{seconds['max']:.3f}), "
+        line = (f"{name:12s} {seconds['median']:.3f} s a step ({seconds['min']:.3f}-{seconds['max']:.3f}), "
                 f"{side['tokens']['median']:.0f} tokens, {per_token:.3f} ms a token, first {side['first_turn_seconds']:.1f} s")
         if ours and name != "ours":
             line += (f"; {seconds['median'] / ours['seconds']['median']:.2f}x our step, "
                      f"{per_token / ours['milliseconds_per_token']['median']:.2f}x a token")
         print(line)
-        print("      ", ", ".join(f"{phase} {value:.3f}" for phase, value in side["phases"].items()))
+        print(" " * 12, ", ".join(f"{phase} {value:.3f}" for phase, value in side["phases"].items()))
     for name, side in sides.items():
-        print(f"{name:6s}", " ".join(f"{package} {version}" for package, version in side["versions"].items()))
+        print(f"{name:12s}", " ".join(f"{package} {version}" for package, version in side["versions"].items()))
 
 
 if __name__ == "__main__":

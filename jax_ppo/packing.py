@@ -12,17 +12,17 @@ import numpy as np
 
 from jax_ppo.types import Packing, Sequences, pytree
 
-TOKENS_AT_ONCE = 8192  # of a device, where the micro-batch size is not set
+MOST_TOKENS, LEAST_TOKENS = 8192, 1024  # of a device's micro-batch, where its rows are not set
 
 
 def rows_at_once(per_device: int | None, row_length: int, samples: int, shards: int) -> int:
     """Rows of a micro-batch over all devices, R: a multiple of `shards`, no more than there are samples to fill them.
 
-    Where `per_device` is not set it is what fills TOKENS_AT_ONCE, but an eighth of the samples at most: the last micro-batch
-    is on average half empty, and packed rows are fewer than samples.
+    Where `per_device` is not set it is a sixteenth of the samples, since the last micro-batch is on average half empty; but
+    what makes LEAST_TOKENS, since small products are slow, and no more than makes MOST_TOKENS.
     """
     most = -(-samples // shards)
-    wanted = per_device or max(1, min(TOKENS_AT_ONCE // row_length, most // 8))
+    wanted = per_device or max(1, min(MOST_TOKENS // row_length, max(LEAST_TOKENS // row_length, most // 16)))
     return shards * min(wanted, most)
 
 

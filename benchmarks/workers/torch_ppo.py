@@ -1,7 +1,8 @@
 """Worker of ppo_step.py: a PPO step written by hand in torch and compiled. Arguments: the settings of ppo_step.py as JSON.
 
 What a good torch programmer writes for this CPU: a decoder of one's own, the log-probs of the sampler as the old ones, no
-logits of prompt tokens, fused AdamW; responses of unequal lengths in micro-batches of rows that are about as long.
+logits of prompt tokens, fused AdamW; responses of unequal lengths in micro-batches of rows that are about as long, or
+(`by_length` off) in one batch padded to the longest.
 """
 
 import itertools
@@ -38,7 +39,8 @@ class Step:
     """The models and one step after the other."""
 
     def __init__(self, settings: dict):
-        self.settings, self.prompt, self.equal_lengths = settings, settings["prompt"], settings["equal_lengths"]
+        self.settings, self.prompt = settings, settings["prompt"]
+        self.by_length = settings["by_length"] and not settings["equal_lengths"]
 
         def load(kind, folder, **options):
             return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa", **options)
@@ -57,7 +59,7 @@ class Step:
                                                               self._actor_loss, self._critic_loss))
         self.logprobs, self.values, self.last_score, self.actor_loss, self.critic_loss = compiled
         self.seeds = itertools.count()
-        if not self.equal_lengths:
+        if self.by_length:
             self._compile_all()
 
     def turn(self) -> dict:
@@ -109,8 +111,8 @@ class Step:
         return torch.cat([prompts, responses], 1), F.pad(old, room) * mask, mask
 
     def _micro_batches(self, lengths):
-        """(rows, width) of each; one of all rows where lengths are equal."""
-        size = len(lengths) if self.equal_lengths else MICRO_BATCH
+        """(rows, width) of each; one of all rows where they are not grouped by length."""
+        size = MICRO_BATCH if self.by_length else len(lengths)
         return [(rows, min(-(-int(lengths[rows].max()) // WIDTH) * WIDTH, self.settings["response"]))
                 for rows in lengths.argsort().split(size)]
 
