@@ -1,4 +1,4 @@
-"""Compiles sampler, scoring and update for NVIDIA GPUs or TPUs on a machine that has none, at Qwen2.5-0.5B's shapes.
+"""Compiles sampler, scoring and updates for NVIDIA GPUs or TPUs on a machine that has none, at Qwen2.5-0.5B's shapes.
 
     pip install --no-deps jax-cuda12-plugin==VERSION jax-cuda12-pjrt==VERSION      # jax's own version
     python benchmarks/compile_ahead.py cuda
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 GIB = 2**30
-PROGRAMS = ("sample", "score", "update")
+PROGRAMS = ("sample", "score", "score critic", "update", "update critic")
 
 
 def main():
@@ -44,7 +44,7 @@ def main():
     result = {"settings": vars(args), "device": devices[0].device_kind, "devices": len(devices), "jax": jax.__version__}
     for name in args.programs:
         result[name] = compiled(step, name)
-        print(f"{devices[0].device_kind} x {len(devices)}: {name:6s} " + "  ".join(
+        print(f"{devices[0].device_kind} x {len(devices)}: {name:14s}" + "  ".join(
             f"{key} {value:.2f}" for key, value in result[name].items()), flush=True)
         harness.save(f"compile_ahead_{args.platform}", result)
 

@@ -2,11 +2,11 @@
 
     python benchmarks/memory.py
 
-Hidden size 896 as in Qwen2.5-0.5B, few layers; vocabularies up to its 151,936, rows of 512 tokens. The programs are
-the ones that a run compiles; they are compiled for this machine and not run. What the compiler reserves beside arguments and
-results is reported. Ours should grow with the tokens T and with the vocabulary V (the embedding's gradient and optimizer),
-never with their product: the bytes that one token more takes should not depend on V. Takes four minutes on two cores; writes
-results/memory.json.
+Hidden size 896 as in Qwen2.5-0.5B, few layers; vocabularies up to its 151,936, rows of 512 tokens. The programs are the ones
+that a run compiles, of reference and actor; they are compiled for this machine and not run. What the compiler reserves beside
+arguments and results is reported. Ours should grow with the tokens T and with the vocabulary V (the embedding's gradient and
+optimizer), never with their product: the bytes that one token more takes should not depend on V. Takes four minutes on two
+cores; writes results/memory.json.
 """
 
 import argparse

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ppo import packing, schema, scoring, sharding
+from jax_ppo import packing, schema, scoring, sharding, update
 from jax_ppo import state as state_lib
 from jax_ppo.experience import estimate
 from jax_ppo.models import heads
@@ -21,7 +21,6 @@ from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer, unroll
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.types import Experience, MiniBatches, Packing, Prompts, Sequences
-from jax_ppo.update import update
 
 
 def places(shapes):
@@ -108,7 +107,8 @@ class Step:
 
     def experience(self) -> Experience:
         def build(state, sequences, sampled, plan, rewards):
-            scores = scoring.score(self.config, self.nets, state, sequences, plan, 1)
+            parts = scoring.programs(self.config, self.nets, state, sequences, plan, 1)
+            scores = scoring.join_scores([function(*arguments) for function, arguments in parts])
             return estimate(self.config, state.step, state.control, sequences, sampled, scores, rewards, None)[0]
 
         plan = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.packing().packing)
@@ -129,18 +129,20 @@ class Step:
         return MiniBatches(packed, self.everywhere(counts), self.everywhere(np.ones((1, self.samples), bool)))
 
     def lower(self, program: str):
-        """`sample`, `score` or `update`, traced and lowered for the mesh's devices."""
-        batches = self.packing()
-        if program == "sample":
-            function, arguments = self.sampler.program, (self.decode_params(), self.prompts(), self.key())
-        elif program == "score":
+        """`sample`, `score`, `score critic`, `update` or `update critic`, traced and lowered for the mesh's devices. Without a
+        role it is the program of reference or actor."""
+        batches, (kind, *role) = self.packing(), program.split()
+        if kind == "sample":
+            parts = [(self.sampler.program, (self.decode_params(), self.prompts(), self.key()))]
+        elif kind == "score":
             rows = sharding.rows(self.mesh, 1)
             first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=rows),
                                  batches.packing)
-            function, arguments = scoring.score, (self.config, self.nets, self.state(), self.sequences(), first,
-                                                  self.everywhere(np.int32(0)))
+            parts = scoring.programs(self.config, self.nets, self.state(), self.sequences(), first,
+                                     self.everywhere(np.int32(0)))
         else:
-            function, arguments = update, (self.config, self.nets, 100, self.state(), self.experience(), batches, batches)
+            parts = update.programs(self.config, self.nets, 100, self.state(), self.experience(), batches, batches)
+        function, arguments = parts[role == ["critic"]]
         with jax.set_mesh(self.mesh):
             return function.lower(*arguments)
 
@@ -184,7 +186,8 @@ class Step:
         with jax.set_mesh(self.mesh):
             for _ in range(repeats + 1):
                 start = time.perf_counter()
-                state, _ = jax.block_until_ready(update(self.config, self.nets, 100, state, experience, batches, batches))
+                state, _ = jax.block_until_ready(
+                    update.update(self.config, self.nets, 100, state, experience, batches, batches))
                 taken.append(time.perf_counter() - start)
         return statistics.median(taken[1:])
 
@@ -206,7 +209,7 @@ class Step:
                     self.config, state.step, state.control, sequences, rollout.logprobs, scores, jnp.zeros(self.samples), None))
                 scored = time.perf_counter()
                 state, _ = jax.block_until_ready(
-                    update(self.config, self.nets, 100, state, experience, batches, batches))
+                    update.update(self.config, self.nets, 100, state, experience, batches, batches))
                 for name, value in (("sample", sampled - start), ("score", scored - sampled),
                                     ("update", time.perf_counter() - scored)):
                     taken[name].append(value)

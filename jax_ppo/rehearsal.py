@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ppo import scoring, sharding
+from jax_ppo import scoring, sharding, update
 from jax_ppo import state as state_lib
 from jax_ppo.experience import estimate
 from jax_ppo.experiment import TRAINING, Experiment, Plans
 from jax_ppo.types import Prompts
-from jax_ppo.update import update
 
 
 @contextlib.contextmanager
@@ -67,8 +66,10 @@ def _programs(run: Experiment, prompts: Prompts, key, plans: Plans) -> Iterator[
     rollout = _outputs(run.sample.program, params, prompts, key)
     yield "sample"
     sequences = _outputs(scoring.join, rollout, config.sequence_length)
-    scores = _outputs(scoring.score, config, nets, state, sequences, *plans.scoring)
-    yield "score"
+    scores = []
+    for function, arguments in scoring.programs(config, nets, state, sequences, *plans.scoring):
+        scores.append(_outputs(function, *arguments))
+        yield "score"
     if nets.reward is not None and run.reward_inputs is None:  # else its shape depends on the texts
         of_reward = state_lib.whole(nets.reward, state.reward, state.reference)
         _outputs(scoring.reward_model_scores, nets.reward, of_reward, sequences, *plans.scoring)
@@ -77,11 +78,12 @@ def _programs(run: Experiment, prompts: Prompts, key, plans: Plans) -> Iterator[
     steps = None
     if config.reward.process_rewards:
         steps = jax.ShapeDtypeStruct(rollout.logprobs.shape, jnp.float32, sharding=sharding.rows(run.mesh))
-    experience, _ = _outputs(estimate, config, state.step, state.control, sequences, rollout.logprobs, scores, rewards,
-                              steps)
+    experience, _ = _outputs(estimate, config, state.step, state.control, sequences, rollout.logprobs,
+                              scoring.join_scores(scores), rewards, steps)
     yield "estimate"
-    _outputs(update, config, nets, run.total_steps, state, experience, plans.actor, plans.critic)
-    yield "update"
+    for function, arguments in update.programs(config, nets, run.total_steps, state, experience, plans.actor, plans.critic):
+        _outputs(function, *arguments)
+        yield "update"
 
 
 def _outputs(function, *arguments):

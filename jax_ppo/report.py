@@ -55,6 +55,8 @@ class Reporter(journal.Journal):
         self._pending = None
         with self.phase("update"):
             figures = {name: float(value) for name, value in jax.device_get(on_mesh).items()}
+        for name in ("loss", "skipped"):
+            figures[f"update/{name}"] = figures[f"actor/{name}"] + figures.get(f"critic/{name}", 0.0)
         if np.isnan(figures["reward/accuracy"]):
             del figures["reward/accuracy"]  # the rules have no notion of right
         self._warn(step + 1, figures)

@@ -10,6 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jax_ppo import dispatch
 from jax_ppo import packing as packing_lib
 from jax_ppo.kernels import logprobs, vocabulary_kl
 from jax_ppo.models import heads
@@ -59,11 +60,11 @@ class Scores:
       last_values: [B], its output after the last token; None where nothing is bootstrapped.
     """
 
-    old_logprobs: jax.Array | None
-    ref_logprobs: jax.Array | None
-    kl: jax.Array | None
-    values: jax.Array | None
-    last_values: jax.Array | None
+    old_logprobs: jax.Array | None = None
+    ref_logprobs: jax.Array | None = None
+    kl: jax.Array | None = None
+    values: jax.Array | None = None
+    last_values: jax.Array | None = None
 
 
 @functools.partial(jax.jit, static_argnames=("length",))
@@ -97,7 +98,6 @@ def reuses_logprobs(config: Config) -> bool:
     return config.rollout.reuse_logprobs == "always" or (config.rollout.reuse_logprobs == "auto" and (exact or unused))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "nets"))
 def score(config: Config, nets: Networks, state: TrainState, sequences: Sequences, plan: Packing, micro_batches) -> Scores:
     """Runs the roles whose numbers are wanted over packed rows, a micro-batch at a time.
 
@@ -105,15 +105,38 @@ def score(config: Config, nets: Networks, state: TrainState, sequences: Sequence
       plan: Packing [A, R, L].
       micro_batches: int32 scalar, how many of the A hold something.
     """
-    options, temperature = config.algorithm, config.rollout.temperature
+    return join_scores(dispatch.together(programs(config, nets, state, sequences, plan, micro_batches)))
+
+
+def programs(config: Config, nets: Networks, state: TrainState, *of_rollout) -> list[dispatch.Program]:
+    """What `score` runs: a program of the policy's numbers, and one of the critic's, as far as they are wanted."""
+    wanted = {"policy": config.shares_trunk or config.algorithm.use_reference or not reuses_logprobs(config),
+              "critic": config.has_critic and not config.shares_trunk}
+    untrained = dataclasses.replace(state, actor_optimizer=None, critic_optimizer=None)
+    return [(score_part, (config, nets, part, untrained, *of_rollout)) for part, is_wanted in wanted.items() if is_wanted]
+
+
+def join_scores(parts: list[Scores]) -> Scores:
+    """What each of them has."""
+    return Scores(**{name: value for part in parts for name, value in vars(part).items() if value is not None})
+
+
+@functools.partial(jax.jit, static_argnames=("config", "nets", "part"))
+def score_part(config: Config, nets: Networks, part: str, state: TrainState, sequences: Sequences, plan: Packing,
+               micro_batches) -> Scores:
+    """The numbers of actor and reference (`part` policy), or the values (critic); None for the rest. With a shared trunk the
+    values come with the policy's."""
+    options, temperature, of_policy = config.algorithm, config.rollout.temperature, part == "policy"
+    with_values = config.has_critic and config.shares_trunk == of_policy
     zeros = jnp.zeros((len(sequences.lengths), config.data.max_response_length), jnp.float32)
-    whole_kl = options.use_reference and options.kl_penalty == "full"
+    with_reference = of_policy and options.use_reference
+    whole_kl = with_reference and options.kl_penalty == "full"
     first = Scores(
-        old_logprobs=None if reuses_logprobs(config) else zeros,
-        ref_logprobs=zeros if options.use_reference else None,
+        old_logprobs=zeros if of_policy and not reuses_logprobs(config) else None,
+        ref_logprobs=zeros if with_reference else None,
         kl=zeros if whole_kl else None,
-        values=zeros if config.has_critic else None,
-        last_values=zeros[:, 0] if options.bootstrap_truncated else None)
+        values=zeros if with_values else None,
+        last_values=zeros[:, 0] if with_values and options.bootstrap_truncated else None)
 
     actor = whole(nets.actor, state.actor, state.reference)
     critic = whole(nets.critic, state.critic, state.reference)
@@ -128,17 +151,17 @@ def score(config: Config, nets: Networks, state: TrainState, sequences: Sequence
             return token_logprobs(nets.actor, params, hidden, rows, temperature, with_entropy=False)[0]
 
         found = {}
-        if scores.old_logprobs is not None or whole_kl or config.shares_trunk:
+        if of_policy and (scores.old_logprobs is not None or whole_kl or config.shares_trunk):
             actor_hidden = hidden_states(nets.actor, actor, rows)
         if scores.old_logprobs is not None:
             found["old_logprobs"] = put(logprobs_of(actor, actor_hidden), scores.old_logprobs)
-        if options.use_reference:
+        if with_reference:
             ref_hidden = hidden_states(nets.actor, state.reference, rows)
             found["ref_logprobs"] = put(logprobs_of(state.reference, ref_hidden), scores.ref_logprobs)
         if whole_kl:
             divergence = reference_kl(nets.actor, actor, actor_hidden, state.reference, ref_hidden, rows, temperature)
             found["kl"] = put(divergence, scores.kl)
-        if config.has_critic:
+        if with_values:
             values = heads.scalars(actor, actor_hidden) if config.shares_trunk else scalars(nets.critic, critic, rows)
             found["values"] = put(values, scores.values)
             if options.bootstrap_truncated:

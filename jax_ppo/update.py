@@ -1,7 +1,7 @@
-"""Experience → new TrainState: every epoch, mini-batch and micro-batch in one compiled, donated call.
+"""Experience → new TrainState: a role's every epoch, mini-batch and micro-batch in one compiled, donated call.
 
-Actor and critic learn one after the other from the same rollout, each in optimizer steps of its own; or, where they share a
-trunk, together. Each token's weight in a loss is fixed by its whole mini-batch before anything is cut into micro-batches or
+Actor and critic learn from the same rollout, each in optimizer steps of its own; or, where they share a trunk, in common ones.
+Each token's weight in a loss is fixed by its whole mini-batch before anything is cut into micro-batches or
 spread over devices, so that neither changes the gradient.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jax_ppo import objectives
+from jax_ppo import dispatch, objectives
 from jax_ppo import packing as packing_lib
 from jax_ppo import state as state_lib
 from jax_ppo.kernels import losses
@@ -24,42 +24,69 @@ from jax_ppo.types import Experience, MiniBatches
 TOO_FAR = 1.5  # times actor.target_kl: where the actor stops, as in Spinning Up and Stable-Baselines3
 
 
-@functools.partial(jax.jit, static_argnames=("config", "nets", "total_steps"), donate_argnames=("state",))
 def update(config: Config, nets: Networks, total_steps: int, state: TrainState, experience: Experience,
            actor_batches: MiniBatches, critic_batches: MiniBatches | None) -> tuple[TrainState, dict]:
     """Trains actor and critic on one rollout.
 
     Args:
-      config: static.
       total_steps: steps of the whole run, which the learning rates' schedules end with.
-      state: donated.
-      critic_batches: None without a critic.
+      state: its trained trees are donated.
+      critic_batches: None without a critic of its own.
 
     Returns:
-      the new state, and metrics: scalars on the mesh, means over a role's optimizer steps; extremes for *_min and *_max, the
-      sum for update/skipped. In the critic's warm-up the actor's metrics are those of the step that it did not take.
+      the new state, and metrics: scalars on the mesh, means over a role's optimizer steps; extremes for *_min and *_max, sums
+      for *_skipped. In the critic's warm-up the actor's metrics are those of the step that it did not take.
     """
-    warmup = config.trainer.critic_warmup
-    actor_rate = state_lib.learning_rate(config.actor.optim, jnp.maximum(state.step - warmup, 0), total_steps - warmup)
-    learns = state.step >= warmup
-    actor, actor_optimizer, metrics = actor_role(config, nets, state.reference).train(
-        state.actor, state.actor_optimizer, actor_rate, learns, objectives.actor_context(config, state), experience,
-        actor_batches)
-    metrics["actor/lr"] = jnp.where(learns, actor_rate, 0.0)
-    metrics["update/skipped"] = metrics.pop("actor/skipped")
-    critic, critic_optimizer = state.critic, state.critic_optimizer
+    (step, *actor, metrics), *critic = dispatch.together(
+        programs(config, nets, total_steps, state, experience, actor_batches, critic_batches))
+    moved = dict(zip(("actor", "actor_optimizer"), actor, strict=True))
+    for *trees, of_critic in critic:
+        moved |= zip(("critic", "critic_optimizer"), trees, strict=True)
+        metrics |= of_critic
+    return dataclasses.replace(state, step=step, control=experience.control, **moved), metrics
+
+
+def programs(config: Config, nets: Networks, total_steps: int, state: TrainState, experience: Experience,
+             actor_batches: MiniBatches, critic_batches: MiniBatches | None) -> list[dispatch.Program]:
+    """What `update` runs: the actor's program and, if there is one, the critic's."""
+    rest = dataclasses.replace(state, actor=None, critic=None, actor_optimizer=None, critic_optimizer=None)
+    given = config, nets, total_steps
+    found = [(update_actor, (*given, state.actor, state.actor_optimizer, rest, experience, actor_batches))]
     if critic_batches is not None:
-        rate = state_lib.learning_rate(config.critic.optim, state.step, total_steps)
-        critic, critic_optimizer, critic_metrics = critic_role(config, nets, state.reference).train(
-            critic, critic_optimizer, rate, True, None, experience, critic_batches)
-        metrics["update/skipped"] += critic_metrics.pop("critic/skipped")
-        metrics |= critic_metrics | {"critic/lr": rate}
-    metrics["update/loss"] = metrics["actor/loss"] + metrics.get("critic/loss", 0.0)
-    # Left to itself the compiler splits what the table repeats, and the next call would be another program.
-    actor, critic, actor_optimizer, critic_optimizer = constrain_tree((actor, critic, actor_optimizer, critic_optimizer),
-                                                                      TRAIN_RULES)
-    return TrainState(state.step + 1, actor, critic, state.reference, state.reward, actor_optimizer, critic_optimizer,
-                      experience.control), metrics
+        found.append((update_critic, (*given, state.critic, state.critic_optimizer, rest, experience, critic_batches)))
+    return found
+
+
+_compiled = functools.partial(jax.jit, static_argnames=("config", "nets", "total_steps"),
+                              donate_argnames=("params", "optimizer_state"))
+
+
+@_compiled
+def update_actor(config: Config, nets: Networks, total_steps: int, params, optimizer_state, rest: TrainState,
+                 experience: Experience, batches: MiniBatches):
+    """(the next step's number, parameters, optimizer state, metrics). `rest`: the state without its trained trees."""
+    warmup = config.trainer.critic_warmup
+    rate = state_lib.learning_rate(config.actor.optim, jnp.maximum(rest.step - warmup, 0), total_steps - warmup)
+    learns = rest.step >= warmup
+    params, optimizer_state, metrics = actor_role(config, nets, rest.reference).train(
+        params, optimizer_state, rate, learns, objectives.actor_context(config, rest), experience, batches)
+    metrics["actor/lr"] = jnp.where(learns, rate, 0.0)
+    return rest.step + 1, *_in_place(params, optimizer_state), metrics
+
+
+@_compiled
+def update_critic(config: Config, nets: Networks, total_steps: int, params, optimizer_state, rest: TrainState,
+                  experience: Experience, batches: MiniBatches):
+    """(parameters, optimizer state, metrics). `rest`: the state without its trained trees."""
+    rate = state_lib.learning_rate(config.critic.optim, rest.step, total_steps)
+    params, optimizer_state, metrics = critic_role(config, nets, rest.reference).train(
+        params, optimizer_state, rate, True, None, experience, batches)
+    return *_in_place(params, optimizer_state), metrics | {"critic/lr": rate}
+
+
+def _in_place(*trees):
+    """Left to itself the compiler splits what the table repeats, and the next call would be another program."""
+    return constrain_tree(trees, TRAIN_RULES)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1141,8 +1141,8 @@ UPDATES = [
         holds="in exactly N steps the actor does not move by a bit",
         test=f"{TEST_UPDATE}::test_critic_warmup_is_exactly_n_steps",
         file=UPDATE,
-        old="learns = state.step >= warmup",
-        new="learns = state.step + 1 >= warmup",
+        old="learns = rest.step >= warmup",
+        new="learns = rest.step + 1 >= warmup",
     ),
     Exhibit(
         name="the_first_learning_rate_is_zero",

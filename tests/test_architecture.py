@@ -9,7 +9,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 
 FOUNDATIONS = {"kernels", "types", "schema", "sharding", "packing", "models", "errors", "hub", "plugins",
-               "notation"}
+               "notation", "dispatch"}
 ALGORITHM = {"state", "sampler", "scoring", "experience", "objectives", "update"}
 REPORTS = {"evaluate", "checkpoint", "console", "metrics", "distributed"}
 HOST = {"data", "rewards"}
@@ -23,7 +23,7 @@ MAY_IMPORT = (
     | {room: FOUNDATIONS | ALGORITHM | REPORTS for room in REPORTS}
     | {room: {"types", "hub", "errors", "plugins"} for room in HOST}
     | {"kernels": set(), "types": set(), "errors": set(), "hub": {"errors"}, "plugins": {"errors"}, "schema": set(),
-       "notation": {"errors", "schema"}, "consistency": {"errors", "schema", "notation"},
+       "dispatch": set(), "notation": {"errors", "schema"}, "consistency": {"errors", "schema", "notation"},
        "config": {"errors", "schema", "consistency"}, "sampler": FOUNDATIONS,
        "console": {"distributed"}, "journal": REPORTS | {"compilation"}}
 )

@@ -8,7 +8,7 @@ import pytest
 import tiny
 from jax_ppo import checkpoint, metrics, report
 
-HEALTHY = {"actor/entropy": 1.0, "kl/reference": 0.1, "update/skipped": 0.0, "reward/accuracy": 0.5,
+HEALTHY = {"actor/entropy": 1.0, "kl/reference": 0.1, "actor/loss": 0.5, "actor/skipped": 0.0, "reward/accuracy": 0.5,
            "response_length/mean": 4.0}
 
 
@@ -31,11 +31,18 @@ def test_a_collapse_is_said_once_and_again_when_it_comes_back(option, figure, ba
 
 
 def test_too_many_skipped_updates_in_a_row_end_the_run(tmp_path):
-    skipped = {"update/skipped": 1.0}
+    skipped = {"critic/skipped": 1.0}
     write(tmp_path / "interrupted", [skipped, skipped, {}, skipped, skipped], trainer__max_skipped_updates=3)
     with pytest.raises(FloatingPointError, match="step 4: the gradient was not finite for 3 steps in a row"):
         write(tmp_path / "on end", [{}, skipped, skipped, skipped, {}], trainer__max_skipped_updates=3)
     assert len(metrics.read_curves(tmp_path / "on end" / "training_metrics.csv")) == 4  # the last one too
+
+
+def test_an_update_is_its_roles(tmp_path):
+    write(tmp_path, [{"actor/loss": 0.5, "actor/skipped": 1.0},
+                     {"actor/loss": 0.5, "critic/loss": 0.25, "actor/skipped": 1.0, "critic/skipped": 2.0}])
+    curves = metrics.read_curves(tmp_path / "training_metrics.csv")
+    assert [(float(row["update/loss"]), float(row["update/skipped"])) for row in curves] == [(0.5, 1.0), (0.75, 3.0)]
 
 
 def test_an_accuracy_that_no_rule_knows_of_is_left_out(tmp_path):

@@ -325,7 +325,8 @@ def test_a_step_is_compiled_in_the_rehearsal_alone(files, reward_model, tmp_path
     for record in caplog.records:
         if found := re.match(r"Finished XLA compilation of jit\((\w+)\)", record.getMessage()):
             threads[found[1]].append(record.threadName)
-    for name in ("score", "estimate", "update", *["reward_model_scores"] * with_model):
+    assert threads["score_part"] == ["rehearsal"] * 2, threads  # the policy's and the critic's
+    for name in ("estimate", "update_actor", "update_critic", *["reward_model_scores"] * with_model):
         assert threads[name] == ["rehearsal"], (name, threads)
     for name in ("unroll", "with_indices", "join"):  # these do not hang on the options: they may be there from another test
         assert threads[name] in ([], ["rehearsal"]), (name, threads)
