@@ -2,10 +2,11 @@
 
     python benchmarks/growth.py
 
-Around a small model (4 layers, hidden size 256, vocabulary 4,096) and 32 prompts of 64 tokens with 64 sampled to each, float32,
-one axis at a time; every response is the longest. For each axis the slope of the logarithms is printed, over the axis and
-over its last stretch: 1 is growth in proportion, 0 none; where the two differ the curve bends. Takes up to six minutes on two
-cores; writes results/growth.json and results/growth.png.
+Around a small model (4 layers, hidden size 256, vocabulary 4,096) and 32 prompts of 64 tokens with 64 sampled to each,
+float32, one axis at a time; every response is the longest. Seconds are of all roles, bytes of the policy's scoring and the
+actor's update, the largest programs of each. For each axis the slope of the logarithms is printed, over the axis and over its
+last stretch: 1 is growth in proportion, 0 none; where the two differ the curve bends. Takes up to six minutes on two cores;
+writes results/growth.json and results/growth.png.
 """
 
 import argparse

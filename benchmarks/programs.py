@@ -131,7 +131,7 @@ class Step:
     def lower(self, program: str):
         """`sample`, `score`, `score critic`, `update` or `update critic`, traced and lowered for the mesh's devices. Without a
         role it is the program of reference or actor."""
-        batches, (kind, *role) = self.packing(), program.split()
+        batches, (kind, *critic) = self.packing(), program.split()
         if kind == "sample":
             parts = [(self.sampler.program, (self.decode_params(), self.prompts(), self.key()))]
         elif kind == "score":
@@ -142,7 +142,7 @@ class Step:
                                      self.everywhere(np.int32(0)))
         else:
             parts = update.programs(self.config, self.nets, 100, self.state(), self.experience(), batches, batches)
-        function, arguments = parts[role == ["critic"]]
+        function, arguments = parts[len(critic)]
         with jax.set_mesh(self.mesh):
             return function.lower(*arguments)
 

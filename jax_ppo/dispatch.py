@@ -14,7 +14,8 @@ def together(programs: list[Program]) -> list:
 
     On one CPU device each is begun by a thread of its own: what one thread begins runs there one after the other, and two
     programs side by side use the cores while one of them waits between its products. Accelerators run programs in the order in
-    which they are begun; and those that exchange data between devices must be begun in one order everywhere.
+    which they are begun; and those that exchange data between devices must be begun in one order everywhere. What programs
+    need beside arguments and results is there for each of them at once.
     """
     mesh = jax.sharding.get_mesh()
     if len(programs) < 2 or mesh.size != 1 or jax.default_backend() != "cpu":

@@ -18,11 +18,12 @@ MOST_TOKENS, LEAST_TOKENS = 8192, 1024  # of a device's micro-batch, where its r
 def rows_at_once(per_device: int | None, row_length: int, samples: int, shards: int) -> int:
     """Rows of a micro-batch over all devices, R: a multiple of `shards`, no more than there are samples to fill them.
 
-    Where `per_device` is not set it is a sixteenth of the samples, since the last micro-batch is on average half empty; but
-    what makes LEAST_TOKENS, since small products are slow, and no more than makes MOST_TOKENS.
+    Where `per_device` is not set it is a sixteenth of the samples, since the last micro-batch is on average half empty; up to a
+    quarter of them if this makes no more than LEAST_TOKENS, since small products are slow; and MOST_TOKENS at most.
     """
     most = -(-samples // shards)
-    wanted = per_device or max(1, min(MOST_TOKENS // row_length, max(LEAST_TOKENS // row_length, most // 16)))
+    wanted = max(most // 16, min(most // 4, LEAST_TOKENS // row_length))
+    wanted = per_device or max(1, min(wanted, MOST_TOKENS // row_length))
     return shards * min(wanted, most)
 
 

@@ -72,8 +72,9 @@ def train(config: Config, workdir: Path) -> dict:
 def draw(run: Experiment, state, batches, step: int, report: Reporter):
     """Begins to sample responses to a step's prompts: (the batch, the rollout, the examples consumed with it).
 
-    Then it writes the figures of the last update begun, which ends as this sampling begins. One step off that is the update
-    of the step before the one that is under way, and what the host waited for in between stands in its row.
+    Then it writes the figures of the last update begun, whose actor is learned as this sampling begins (on one CPU device the
+    critic may still be learning beside it). One step off that is the update of the step before the one that is under way, and
+    what the host waited for in between stands in its row.
     """
     batch = next(batches)
     rollout = run.sample(run.decode_params(run.policy(state)), run.on_mesh(batch.prompts), run.key(TRAINING, step))

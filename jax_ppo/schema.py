@@ -114,7 +114,8 @@ class Actor:
     grad_clip: float = option(1.0, "largest global gradient norm", above=0)
     ppo_mini_batch_size: int = option(64, "prompts an optimizer step, each with its rollout.n responses", at_least=1)
     ppo_micro_batch_size_per_device: int | None = option(
-        None, "packed rows a device takes at once; unset: a sixteenth of the samples, but 1,024 to 8,192 tokens", at_least=1)
+        None, "packed rows a device takes at once; unset: a sixteenth of the samples, up to a quarter for 1,024 tokens; 8,192 "
+        "tokens at most", at_least=1)
     ppo_epochs: int = option(1, "passes over one rollout, freshly shuffled each time", at_least=1)
     clip_ratio: float = option(0.2, "the ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]", above=0, below=1)
     clip_ratio_low: float | None = option(None, "lower side alone; unset: clip_ratio", above=0, below=1)
@@ -280,7 +281,8 @@ class Supervised:
     optim: CriticOptim = section(CriticOptim)
     grad_clip: float = option(1.0, "largest global gradient norm", above=0)
     micro_batch_size_per_device: int | None = option(
-        None, "packed rows a device takes at once; unset: a sixteenth of the batch, but 1,024 to 8,192 tokens", at_least=1)
+        None, "packed rows a device takes at once; unset: a sixteenth of the batch, up to a quarter for 1,024 tokens; 8,192 "
+        "tokens at most", at_least=1)
     response_key: str = option("answer", "what sft learns of rows of verl's form: a column, or a name in extra_info")
     center_coef: float = option(0.0, "reward_model: weight of the squared sum of a pair's scores, which draws their mean to 0",
                                 at_least=0)

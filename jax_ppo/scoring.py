@@ -151,7 +151,7 @@ def score_part(config: Config, nets: Networks, part: str, state: TrainState, seq
             return token_logprobs(nets.actor, params, hidden, rows, temperature, with_entropy=False)[0]
 
         found = {}
-        if of_policy and (scores.old_logprobs is not None or whole_kl or config.shares_trunk):
+        if scores.old_logprobs is not None or whole_kl or config.shares_trunk:
             actor_hidden = hidden_states(nets.actor, actor, rows)
         if scores.old_logprobs is not None:
             found["old_logprobs"] = put(logprobs_of(actor, actor_hidden), scores.old_logprobs)

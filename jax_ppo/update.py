@@ -35,14 +35,14 @@ def update(config: Config, nets: Networks, total_steps: int, state: TrainState, 
 
     Returns:
       the new state, and metrics: scalars on the mesh, means over a role's optimizer steps; extremes for *_min and *_max, sums
-      for *_skipped. In the critic's warm-up the actor's metrics are those of the step that it did not take.
+      for */skipped. In the critic's warm-up the actor's metrics are those of the step that it did not take.
     """
-    (step, *actor, metrics), *critic = dispatch.together(
+    (step, actor, actor_optimizer, metrics), *of_critic = dispatch.together(
         programs(config, nets, total_steps, state, experience, actor_batches, critic_batches))
-    moved = dict(zip(("actor", "actor_optimizer"), actor, strict=True))
-    for *trees, of_critic in critic:
-        moved |= zip(("critic", "critic_optimizer"), trees, strict=True)
-        metrics |= of_critic
+    moved = {"actor": actor, "actor_optimizer": actor_optimizer}
+    for critic, critic_optimizer, critic_metrics in of_critic:  # one or none
+        moved |= {"critic": critic, "critic_optimizer": critic_optimizer}
+        metrics |= critic_metrics
     return dataclasses.replace(state, step=step, control=experience.control, **moved), metrics
 
 

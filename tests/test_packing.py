@@ -42,7 +42,7 @@ def test_rows_at_once():
     assert packing.rows_at_once(None, 1024, samples=32, shards=1) == 2  # a sixteenth of the samples
     assert packing.rows_at_once(None, 1024, samples=4, shards=1) == 1
     assert packing.rows_at_once(None, 128, samples=32, shards=1) == 8  # 1,024 tokens
-    assert packing.rows_at_once(None, 16, samples=48, shards=1) == 48  # all
+    assert packing.rows_at_once(None, 16, samples=48, shards=1) == 12  # a quarter of the samples
     assert packing.rows_at_once(8, 1024, samples=4, shards=1) == 4
     assert packing.rows_at_once(3, 1024, samples=64, shards=4) == 12
     assert packing.rows_at_once(None, 100_000, samples=64, shards=2) == 2

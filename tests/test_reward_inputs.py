@@ -88,7 +88,7 @@ def test_an_encoder_scores_pairs_on_any_mesh(encoder, decoder, actors, mesh):
     assert said == ["the reward model reads prompt and response as pair, in tokens of its own, at most 128"]
     assert cut == 0 and sequences.tokens.shape == (8, 128)
     if not mesh:  # several inputs stand in a row
-        assert packed.sample.shape == (8, 1, 128) and int(count) < 8
+        assert packed.sample.shape == (4, 2, 128) and int(count) < 4
 
 
 def test_text_is_read_as_text_whatever_the_template(decoder, actors, tmp_path):
@@ -144,7 +144,7 @@ def test_micro_batches_and_packing_change_nothing(encoder, decoder, actors):
     for changes in ({"reward__micro_batch_size_per_device": 4}, {"packing__enabled": False}):
         ours, (_, packed, count), *_ = scored(encoder, decoder, actors, **changes)
         np.testing.assert_allclose(ours, whole, rtol=1e-4, atol=1e-5)
-        assert packed.sample.shape[1] == (4 if "reward__micro_batch_size_per_device" in changes else 1)
+        assert packed.sample.shape[1] == (4 if "reward__micro_batch_size_per_device" in changes else 2)
     assert int(count) == 8
 
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import tiny
-from jax_ppo import objectives, schema, scoring
+from jax_ppo import compilation, objectives, schema, scoring
 from jax_ppo import state as state_lib
 from jax_ppo.errors import UserError
 from jax_ppo.experience import estimate
@@ -17,7 +17,7 @@ from jax_ppo.kernels import importance, kl, losses, policy_losses
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer, unroll
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
-from jax_ppo.update import actor_role, critic_role, update
+from jax_ppo.update import actor_role, critic_role, programs, update
 
 ALL = [list(range(tiny.B))]
 HALVES = [[0, 2, 4, 6], [1, 3, 5, 7]]
@@ -285,10 +285,25 @@ def test_scoring_is_one_program_for_all_prompt_buckets():
     with jax.set_mesh(mesh):
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
         tiny.make_experience(config, mesh, state, rollout)
-        programs = scoring.score_part._cache_size()
+        before = scoring.score_part._cache_size()
         wider = dataclasses.replace(rollout.prompts, tokens=jnp.pad(rollout.prompts.tokens, ((0, 0), (0, 3))))
         tiny.make_experience(config, mesh, state, dataclasses.replace(rollout, prompts=wider))
-    assert scoring.score_part._cache_size() == programs
+    assert scoring.score_part._cache_size() == before
+
+
+def test_what_was_compiled_ahead_is_found_by_the_threads_that_begin_it():
+    """On one CPU device; of several devices tests/test_train.py tells."""
+    config, mesh = tiny.config(), tiny.make_mesh()
+    with jax.set_mesh(mesh):
+        state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
+        experience, _ = tiny.make_experience(config, mesh, state, rollout)
+        batches = tiny.plan(config, mesh, rollout, ALL, 4)
+        given = config, tiny.networks(config), 77, state, experience, batches, batches  # 77 steps: no other test's program
+        for function, arguments in programs(*given):
+            function.lower(*arguments).compile()
+        with compilation.counted() as count:
+            update(*given)
+    assert count.programs == 0
 
 
 def test_learning_rate_by_hand():
