@@ -112,8 +112,7 @@ def programs(config: Config, nets: Networks, state: TrainState, *of_rollout) -> 
     """What `score` runs: a program of the policy's numbers, and one of the critic's, as far as they are wanted."""
     wanted = {"policy": config.shares_trunk or config.algorithm.use_reference or not reuses_logprobs(config),
               "critic": config.has_critic and not config.shares_trunk}
-    untrained = dataclasses.replace(state, actor_optimizer=None, critic_optimizer=None)
-    return [(score_part, (config, nets, part, untrained, *of_rollout)) for part, is_wanted in wanted.items() if is_wanted]
+    return [(score_part, (config, nets, part, state, *of_rollout)) for part, is_wanted in wanted.items() if is_wanted]
 
 
 def join_scores(parts: list[Scores]) -> Scores:

@@ -40,6 +40,11 @@ def test_on_several_devices_they_are_begun_in_one_order_by_the_thread_that_asks(
     assert begun == [(number, threading.current_thread()) for number in range(3)]
 
 
+def test_an_accelerator_is_given_them_in_turn(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert run(tiny.make_mesh(), *[lambda number: threading.current_thread()] * 2) == [threading.current_thread()] * 2
+
+
 def test_an_error_comes_out():
     def fail(number):
         raise FloatingPointError(f"program {number}")
