@@ -2,7 +2,7 @@
 
 All prompts of a step wait in a queue on the device. B slots decode together, one token a step and slot; a slot whose
 response has ended takes the next sample. Prompts are prefilled in groups into a stage, from where each of their n samples
-copies keys and values into its slot. Once the queue is empty and half of the slots idle, the others move into half as many.
+copies keys and values into its slot. Once the queue is empty and a quarter of the slots idle, the others move into fewer.
 
 The cache has S = P + T columns a slot, and the token at position i of a sequence stands in column i. A slot enters with
 its prompt's last token still to be run: the step that runs it draws the first token of the response.
@@ -176,8 +176,8 @@ def start(job: Job) -> State:
 
 
 def narrowing(width: int) -> tuple[int, ...]:
-    """The widths that the slots pass through: halves, four in all, none below LEAST_SLOTS but the first."""
-    return (width, *(width >> i for i in (1, 2, 3) if width >> i >= LEAST_SLOTS))
+    """The widths that the slots pass through: all, three quarters, half and a quarter, none below LEAST_SLOTS but the first."""
+    return (width, *(part for part in (width * 3 // 4, width // 2, width // 4) if part >= LEAST_SLOTS))
 
 
 def queued(job: Job, state: State):
