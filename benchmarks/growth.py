@@ -3,19 +3,23 @@
     python benchmarks/growth.py
 
 Around a small model (4 layers, hidden size 256, vocabulary 4,096) and 32 prompts of 64 tokens with 64 sampled to each,
-float32, one axis at a time; every response is the longest. Seconds are of all roles, bytes of the policy's scoring and the
-actor's update, the largest programs of each. For each axis the slope of the logarithms is printed, over the axis and over its
-last stretch: 1 is growth in proportion, 0 none; where the two differ the curve bends. Takes up to six minutes on two cores;
-writes results/growth.json and results/growth.png.
+float32, one axis at a time; every response is the longest. All sizes take a step in turn, so that a machine whose speed
+changes bends no curve. Seconds are of all roles, bytes of the policy's scoring and the actor's update, the largest programs of
+each. For each axis the slope of the logarithms is printed, over the axis and over its last stretch: 1 is growth in proportion,
+0 none; where the two differ the curve bends. Takes some ten minutes on two cores; writes results/growth.json and
+results/growth.png.
 """
 
 import argparse
 import math
+import statistics
+import sys
 import tempfile
 
 import harness
 import programs
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from jax_ppo import compilation
 
@@ -27,17 +31,15 @@ CURVES = {"decode": "seconds", "score + update": "seconds", "score": "temporary 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
-    parser.add_argument("--repeats", type=int, default=3, help="steps that count, after one that compiles")
+    parser.add_argument("--repeats", type=int, default=7, help="steps that count, after one that compiles")
     args = parser.parse_args()
-    before, points = harness.machine(), {}
+    sizes = {str(size): size for axis in args.axes for size in (BASE | {axis: value} for value in AXES[axis])}
+    before = harness.machine()
     with tempfile.TemporaryDirectory() as folder:
         compilation.keep(folder, print)  # what is compiled for its memory's sake need not be compiled again to run
-        for axis in args.axes:
-            for value in AXES[axis]:
-                sizes = BASE | {axis: value}
-                if str(sizes) not in points:
-                    points[str(sizes)] = sizes | measured(sizes, args.repeats)
-                    print("  ".join(f"{name} {value:g}" for name, value in points[str(sizes)].items()), flush=True)
+        points = measured(sizes, args.repeats)
+    for point in points.values():
+        print("  ".join(f"{name} {value:g}" for name, value in point.items()))
     curves = {axis: [points[str(BASE | {axis: value})] for value in AXES[axis]] for axis in args.axes}
     slopes = {axis: {name: (slope(axis, name, rows), slope(axis, name, rows[-2:])) for name in names()}
               for axis, rows in curves.items()}
@@ -53,12 +55,23 @@ def names() -> list[str]:
     return [f"{curve}, {unit}" for curve, unit in CURVES.items()]
 
 
-def measured(sizes: dict, repeats: int) -> dict:
-    step = programs.Step(programs.qwen2(sizes["layers"], vocabulary=sizes["vocabulary"]), samples=sizes["samples"], prompt=64,
-                         response=sizes["response"])
-    mib = [step.lower(name).compile().memory_analysis().temp_size_in_bytes / 2**20 for name in ("score", "update")]
-    phases, _ = step.seconds_of_phases(step.full_lengths(), repeats)
-    return dict(zip(names(), (phases["sample"], phases["score"] + phases["update"], *mib), strict=True))
+def measured(sizes: dict[str, dict], repeats: int) -> dict[str, dict]:
+    """Each of the sizes, with what it took."""
+    mib, steps = {}, {}
+    for name, size in sizes.items():
+        step = programs.Step(programs.qwen2(size["layers"], vocabulary=size["vocabulary"]), samples=size["samples"], prompt=64,
+                             response=size["response"])
+        mib[name] = [step.lower(kind).compile().memory_analysis().temp_size_in_bytes / 2**20 for kind in ("score", "update")]
+        steps[name] = step.steps(step.full_lengths())
+        next(steps[name])
+        print(f"compiled {len(steps)}/{len(sizes)}", file=sys.stderr, flush=True)
+    rounds = [{name: next(more)[0] for name, more in steps.items()} for _ in range(repeats)]
+
+    def median(name, *phases):
+        return statistics.median(sum(taken[name][phase] for phase in phases) for taken in rounds)
+
+    return {name: size | dict(zip(names(), (median(name, "sample"), median(name, "score", "update"), *mib[name]), strict=True))
+            for name, size in sizes.items()}
 
 
 def slope(axis: str, name: str, rows: list[dict]) -> float:
@@ -79,6 +92,8 @@ def draw(curves: dict, slopes: dict) -> None:
             axes.set(xlabel=axis, ylabel=unit)
             axes.set_xticks([row[axis] for row in rows], [f"{row[axis]:,}" for row in rows])
             axes.minorticks_off()
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
             axes.grid(alpha=0.3)
             axes.legend(frameon=False)
     figure.savefig(harness.RESULTS / "growth.png", dpi=100)

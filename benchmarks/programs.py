@@ -3,11 +3,12 @@
 Shapes, to compile ahead of time for this machine or another; and random weights, to run and to time what is compiled.
 """
 
-import collections
 import dataclasses
 import functools
+import itertools
 import statistics
 import time
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -192,11 +193,16 @@ class Step:
         return statistics.median(taken[1:])
 
     def seconds_of_phases(self, prompt_lengths, repeats: int) -> tuple[dict[str, float], int]:
-        """Median seconds of sampling, scoring (advantages with it) and update, each waited for; and the last step's tokens."""
-        prompts, state = self.random_prompts(prompt_lengths), self.random_state()
-        params, taken = self.random_decode_params(), collections.defaultdict(list)
-        with jax.set_mesh(self.mesh):
-            for _ in range(repeats + 1):
+        """Median seconds of a phase (see `steps`) after a step that compiles; and the last step's tokens."""
+        taken, tokens = zip(*itertools.islice(self.steps(prompt_lengths), 1, 1 + repeats), strict=True)
+        return {name: statistics.median(seconds[name] for seconds in taken) for name in taken[0]}, tokens[-1]
+
+    def steps(self, prompt_lengths) -> Iterator[tuple[dict[str, float], int]]:
+        """Takes a step each time that it is asked: seconds of sampling, scoring (advantages with it) and update, each waited
+        for; and the step's tokens."""
+        prompts, state, params = self.random_prompts(prompt_lengths), self.random_state(), self.random_decode_params()
+        while True:
+            with jax.set_mesh(self.mesh):
                 start = time.perf_counter()
                 rollout = jax.block_until_ready(self.sampler(params, prompts, jax.random.key(0)))
                 sampled = time.perf_counter()
@@ -210,10 +216,8 @@ class Step:
                 scored = time.perf_counter()
                 state, _ = jax.block_until_ready(
                     update.update(self.config, self.nets, 100, state, experience, batches, batches))
-                for name, value in (("sample", sampled - start), ("score", scored - sampled),
-                                    ("update", time.perf_counter() - scored)):
-                    taken[name].append(value)
-        return {name: statistics.median(values[1:]) for name, values in taken.items()}, int(lengths.sum())
+                updated = time.perf_counter()
+            yield {"sample": sampled - start, "score": scored - sampled, "update": updated - scored}, int(lengths.sum())
 
     def by_rows(self, shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.rows(self.mesh))
