@@ -93,17 +93,28 @@ def oracle_steps(lengths, slots):
     return max(loads)
 
 
-def test_slot_steps_on_verls_lengths_are_near_an_oracles(uniform):
+def verl_rollout(uniform, samples):
+    """Lengths, and the slot-steps that 256 slots took."""
     model, params = uniform
-    prompts = Prompts(np.zeros((1024, 2), np.int32), np.ones(1024, np.int32))
+    prompts = Prompts(np.zeros((samples, 2), np.int32), np.ones(samples, np.int32))
     options = generate.SamplingOptions(512, 1.0, eos_ids=(1,), slots=256)
     rollout = generate.Sampler(model, options)(params, prompts, jax.random.key(0))
-    lengths = np.asarray(rollout.lengths)
+    return np.asarray(rollout.lengths), int(rollout.slot_steps[0])
+
+
+def test_slot_steps_on_verls_lengths_are_near_an_oracles(uniform):
+    lengths, slot_steps = verl_rollout(uniform, 1024)
     assert 295 < lengths.mean() < 319 and lengths.max() == 512
     oracle = 256 * oracle_steps(lengths, 256)
     assert lengths.sum() < oracle
-    assert int(rollout.slot_steps[0]) <= 1.05 * oracle
+    assert slot_steps <= 1.05 * oracle
     assert 1024 * 512 > 1.6 * oracle  # what a static batch spends
+
+
+def test_slot_steps_of_samples_that_start_at_once(uniform):
+    lengths, slot_steps = verl_rollout(uniform, 256)
+    assert slot_steps <= 1.25 * lengths.sum()  # nothing waits to fill the slots that idle: they are left behind
+    assert 256 * 512 > 1.5 * lengths.sum()
 
 
 # What is compiled
