@@ -31,7 +31,7 @@ CURVES = {"decode": "seconds", "score + update": "seconds", "score": "temporary 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
-    parser.add_argument("--repeats", type=int, default=7, help="steps that count, after one that compiles")
+    parser.add_argument("--repeats", type=int, default=5, help="steps that count, after one that compiles")
     args = parser.parse_args()
     sizes = {str(size): size for axis in args.axes for size in (BASE | {axis: value} for value in AXES[axis])}
     before = harness.machine()
