@@ -15,6 +15,7 @@ from jax_ppo import scoring, sharding, update
 from jax_ppo import state as state_lib
 from jax_ppo.experience import estimate
 from jax_ppo.experiment import TRAINING, Experiment, Plans
+from jax_ppo.sampler.generate import concatenate
 from jax_ppo.types import Prompts
 
 
@@ -63,8 +64,11 @@ def _programs(run: Experiment, prompts: Prompts, key, plans: Plans) -> Iterator[
     state = state_lib.shapes(config, nets, run.mesh)
     params = _outputs(run.decode_params, run.policy(state))
     yield "decode_params"
-    rollout = _outputs(run.sample.program, params, prompts, key)
-    yield "sample"
+    parts = []
+    for function, arguments in run.sample.programs(params, prompts, key):
+        parts.append(_outputs(function, *arguments))
+        yield "sample"
+    rollout = _outputs(concatenate, parts) if len(parts) > 1 else parts[0]
     sequences = _outputs(scoring.join, rollout, config.sequence_length)
     scores = []
     for function, arguments in scoring.programs(config, nets, state, sequences, *plans.scoring):

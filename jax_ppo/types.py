@@ -61,8 +61,8 @@ class Rollout:
       logprobs: float32 [B, T], log-probability of each token under the distribution it was drawn from before top-k and
         top-p: log_softmax(logits / temperature). 0 past the length.
       truncated: bool [B], True where T tokens came without an EOS.
-      slot_steps: int32, one a shard of rows: tokens that the decoder's slots had room for, used or not. None where there
-        was no decoder.
+      slot_steps: int32, one a queue (a shard of rows has one, a small model on a CPU two): tokens that the decoder's slots had
+        room for, used or not. None where there was no decoder.
     """
 
     prompts: Prompts

@@ -1,8 +1,10 @@
-"""Programs are begun side by side where that is safe, and in turn elsewhere."""
+"""Programs run side by side where that is safe, and in turn elsewhere."""
 
+import functools
 import threading
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import tiny
@@ -14,14 +16,37 @@ def run(mesh, *functions):
         return dispatch.together([(function, (number,)) for number, function in enumerate(functions)])
 
 
-def test_on_one_cpu_device_they_are_begun_side_by_side_under_the_mesh():
-    mesh, both_are_there = tiny.make_mesh(), threading.Barrier(2, timeout=30)
+@functools.partial(jax.jit, static_argnames="turns")
+def spin(x, turns):
+    return jax.lax.fori_loop(0, turns, lambda i, x: jnp.cos(x @ x), x)
+
+
+@pytest.mark.parametrize("aside", [True, False])
+def test_on_one_cpu_device_they_run_side_by_side(aside):
+    with jax.set_mesh(tiny.make_mesh()):
+        programs = [(spin, (jnp.eye(64), turns)) for turns in (40_000, 1)]
+        for function, arguments in programs:
+            function.lower(*arguments).compile()
+        long, short = dispatch.together(programs) if aside else [function(*arguments) for function, arguments in programs]
+        short.block_until_ready()
+        assert long.is_ready() != aside  # what one thread begins runs one after the other: why there are threads
+        long.block_until_ready()
+
+
+def test_they_are_begun_in_their_order_under_the_mesh():
+    """One that is compiled for the first is there for the next."""
+    mesh, begun = tiny.make_mesh(), []
 
     def begin(number):
-        both_are_there.wait()  # in turn they would wait for each other until the time is out
-        return number, jax.sharding.get_mesh()
+        begun.append(number)
+        return jax.sharding.get_mesh()
 
-    assert run(mesh, begin, begin) == [(0, mesh), (1, mesh)]
+    assert run(mesh, begin, begin, begin) == [mesh] * 3
+    assert begun == [0, 1, 2]
+
+
+def test_nothing_to_begin():
+    assert run(tiny.make_mesh()) == []
 
 
 def test_no_thread_begins_two():

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import workload
 
+from jax_ppo import schema, sharding
 from jax_ppo.models import heads, hf_import
 from jax_ppo.models.transformer import Transformer, unroll
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
@@ -36,7 +37,8 @@ def main(settings: dict):
         rollout = jax.device_get(sample(params, prompts, jax.random.key(seed)))
         return {"tokens": int(rollout.lengths.sum())}
 
-    harness.serve(turn, packages=("jax", "jaxlib", "flax", "numpy"))
+    with jax.set_mesh(sharding.make_mesh(schema.MeshShape())):
+        harness.serve(turn, packages=("jax", "jaxlib", "flax", "numpy"))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 All prompts of a step wait in a queue on the device. B slots decode together, one token a step and slot; a slot whose
 response has ended takes the next sample. Prompts are prefilled in groups into a stage, from where each of their n samples
 copies keys and values into its slot. Once the queue is empty and a quarter of the slots idle, the others move into fewer.
+A small model has two such loops side by side on a CPU, each with half of the prompts and slots.
 
 The cache has S = P + T columns a slot, and the token at position i of a sequence stands in column i. A slot enters with
 its prompt's last token still to be run: the step that runs it draws the first token of the response.
@@ -16,14 +17,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_ppo import dispatch
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.sampler import sampling
 from jax_ppo.types import Prompts, Rollout
 
-PREFILL_TOKENS = 8192  # prompt tokens prefilled at once
-LEAST_SLOTS = 16  # no narrower: below, a step costs the same for fewer
+PREFILL_TOKENS = 8192  # prompt tokens that a loop prefills at once
+LEAST_SLOTS = 8  # no narrower: each width is a loop more to compile
 LEAST_WINDOW = 128  # columns
+SHARED_WEIGHTS = 2**25  # bytes, the most of which several programs read side by side: more does not stay in a CPU's cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,25 +285,53 @@ def narrow(job: Job, state: State, width: int) -> State:
 
 
 class Sampler:
-    """`sample`, compiled once for each prompt bucket P and number of prompts."""
+    """`sample`, compiled once for each prompt bucket P and number of prompts.
+
+    Where programs run side by side (dispatch.py) and the model is small, prompts and slots are shared out among several, each
+    with a queue of its own, if the prompts can be in equal parts.
+    """
 
     def __init__(self, model: Transformer, options: SamplingOptions, split_rows=lambda function: function):
         """`split_rows`: wraps a function of (params, prompts, indices, key, any_shard) so that each device that rows are
         split over runs it for its own: it refills its slots from its own queue."""
         self.options = options
-        run = split_rows(functools.partial(sample, model, options))
 
-        def with_indices(params, prompts, key, first_sample_index=0):
-            return run(params, prompts, first_sample_index + jnp.arange(len(prompts.lengths) * options.n), key)
+        def with_indices(params, prompts, key, first_sample_index=0, slots=options.slots):
+            indices_N = first_sample_index + jnp.arange(len(prompts.lengths) * options.n)
+            run = functools.partial(sample, model, dataclasses.replace(options, slots=slots))
+            return split_rows(run)(params, prompts, indices_N, key)
 
-        self.program = jax.jit(with_indices)  # of (params, prompts, key) or, with the first sample's index, of four
+        self.program = jax.jit(with_indices, static_argnames="slots")
 
     def __call__(self, params, prompts: Prompts, key, first_sample_index=None) -> Rollout:
         """See `sample`. An index left out is a constant of the program: nothing travels from the host for it."""
-        offset = () if first_sample_index is None else (first_sample_index,)
-        return self.program(params, prompts, key, *offset)
+        parts = dispatch.together(self.programs(params, prompts, key, first_sample_index))
+        return concatenate(parts) if len(parts) > 1 else parts[0]
+
+    def programs(self, params, prompts: Prompts, key, first_sample_index=None) -> list[dispatch.Program]:
+        """What a call runs. Sharing out is itself run here: where there are lanes, prompts must be arrays."""
+        n, slots, lanes = self.options.n, self.options.slots, dispatch.lanes()
+        weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+        if lanes == 1 or weights > SHARED_WEIGHTS or len(prompts.lengths) % lanes or (slots and slots < lanes):
+            offset = () if first_sample_index is None else (first_sample_index,)
+            return [(self.program, (params, prompts, key, *offset))]
+        parts = share_out(prompts, first_sample_index, lanes, n)
+        return [(self.program, (params, part, key, first, slots and slots // lanes)) for part, first in parts]
 
     @property
     def compilations(self) -> int:
         """Programs compiled so far."""
         return self.program._cache_size()
+
+
+@functools.partial(jax.jit, static_argnames=("lanes", "n"))
+def share_out(prompts: Prompts, first_sample_index, lanes: int, n: int) -> list[tuple[Prompts, jax.Array]]:
+    """The prompts in `lanes` equal parts, each with the index of its first sample."""
+    count, first = len(prompts.lengths) // lanes, jnp.int32(0 if first_sample_index is None else first_sample_index)
+    return [(jax.tree.map(lambda x, i=i: x[i * count:(i + 1) * count], prompts), first + i * count * n) for i in range(lanes)]
+
+
+@jax.jit
+def concatenate(parts: list[Rollout]) -> Rollout:
+    """The rollout of all parts' prompts, in their order."""
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)

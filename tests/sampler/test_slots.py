@@ -62,9 +62,9 @@ def test_samples_of_a_prompt_share_its_prefill(actor, monkeypatch):
 
 def test_the_widths_and_windows():
     assert generate.narrowing(256) == (256, 192, 128, 64)
-    assert generate.narrowing(40) == (40, 30, 20)
-    assert generate.narrowing(31) == (31, 23)
-    assert generate.narrowing(21) == (21,)
+    assert generate.narrowing(40) == (40, 30, 20, 10)
+    assert generate.narrowing(16) == (16, 12, 8)
+    assert generate.narrowing(10) == (10,)
     assert generate.windows(1088) == (136, 272, 544, 1088)
     assert generate.windows(255) == (255,)
     assert generate.windows(257) == (129, 257)
