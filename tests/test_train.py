@@ -162,7 +162,7 @@ def kill_and_resume(files, workdir, *overrides, devices=1):
     process = subprocess.Popen(command(files, workdir, *overrides), env=environment(devices), cwd=ROOT, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     for line in process.stdout:
-        if line.startswith("step") and list(workdir.glob("checkpoints/*/commit_success.txt")):
+        if line.startswith("step") and list(workdir.glob("checkpoints/[0-9]")):  # named so once all of it is on disk
             process.send_signal(signal.SIGKILL)
             break
     process.wait()
