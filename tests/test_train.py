@@ -2,6 +2,7 @@
 
 import collections
 import csv
+import functools
 import json
 import os
 import pathlib
@@ -196,7 +197,7 @@ def test_eight_devices_train_as_one_does(files, undisturbed, tmp_path):
 
 @pytest.mark.slow
 def test_few_slots_sample_the_same(files, undisturbed, tmp_path):
-    run(files, tmp_path, "--config.rollout.max_num_seqs=3", "--config.trainer.total_training_steps=2",
+    run(files, tmp_path, "--config.rollout.max_num_seqs=6", "--config.trainer.total_training_steps=2",
         "--config.trainer.test_freq=0", "--config.trainer.val_before_train=False")
     rows = of_steps(tmp_path)
     assert len(rows) == 2
@@ -310,16 +311,18 @@ def test_nothing_is_compiled_after_the_second_step(files, tmp_path, monkeypatch)
     assert sum(seconds > 0.01 * sum(compiled) for seconds in compiled) <= 12, compiled
 
 
+@pytest.mark.parametrize("devices", [8, 1])
 @pytest.mark.parametrize("with_model", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_step_is_compiled_in_the_rehearsal_alone(files, reward_model, tmp_path, caplog, monkeypatch, with_model):
+def test_a_step_is_compiled_in_the_rehearsal_alone(files, reward_model, tmp_path, caplog, monkeypatch, with_model, devices):
     """Shapes and places that the rehearsal foresees are those that the run comes with: else a program would come twice."""
     threads = collections.defaultdict(list)
     options = (*ONE_STEP_OFF, f"--config.reward.model_path={reward_model}") if with_model else ()
+    options += ("--config.mesh.fsdp=2", "--config.mesh.model=2") if devices > 1 else ()
+    monkeypatch.setattr(sharding, "make_mesh", functools.partial(sharding.make_mesh, devices=jax.devices()[:devices]))
     jax.config.update("jax_log_compiles", True)
     try:
         ppo.train(load(files, "--config.trainer.total_training_steps=2", "--config.trainer.val_before_train=False",
-                       "--config.data.val_files=", "--config.data.train_batch_size=16", "--config.mesh.fsdp=2",
-                       "--config.mesh.model=2", *options), tmp_path)
+                       "--config.data.val_files=", "--config.data.train_batch_size=16", *options), tmp_path)
     finally:
         jax.config.update("jax_log_compiles", False)
     for record in caplog.records:
@@ -328,7 +331,8 @@ def test_a_step_is_compiled_in_the_rehearsal_alone(files, reward_model, tmp_path
     assert threads["score_part"] == ["rehearsal"] * 2, threads  # the policy's and the critic's
     for name in ("estimate", "update_actor", "update_critic", *["reward_model_scores"] * with_model):
         assert threads[name] == ["rehearsal"], (name, threads)
-    for name in ("unroll", "with_indices", "join"):  # these do not hang on the options: they may be there from another test
+    # These do not hang on the options: they may be there from another test.
+    for name in ("unroll", "with_indices", "share_out", "concatenate", "join"):
         assert threads[name] in ([], ["rehearsal"]), (name, threads)
 
 
