@@ -7,9 +7,9 @@
 
 32 prompts of 64 tokens and a response to each; actor, critic and reference of 4 layers and hidden size 256; one epoch, one
 mini-batch, temperature 1, GAE with lambda 0.95, KL in the reward, AdamW at 1e-5 for actor and critic. What each side compiles
-is compiled before its turns are counted. TRL rewards by a model alone, tunix is given the rule. With 64 tokens each there is a
-side more, the floor: the step's matrix products and nothing else. With random lengths there is torch twice: in micro-batches of
-responses that are about as long, and as most write it, all in one batch padded to the longest.
+is compiled before its turns are counted. TRL rewards by a model alone, tunix is given the rule. The floor is the step's matrix
+products and nothing else. With random lengths there is torch twice: in micro-batches of responses about as long, and as most
+write it, all in one batch padded to the longest.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import workload
 SIDES = {"ours": "ours_ppo.py", "torch": "torch_ppo.py", "torch-padded": "torch_ppo.py", "trl": "trl_ppo.py",
          "tunix": "tunix_ppo.py", "floor": "floor.py"}
 OF_REWARD = {"rule": "tunix", "model": "trl"}  # the side for this reward alone
-OF_LENGTHS = {"forced": "floor", "verl": "torch-padded"}  # and for these lengths
+OF_LENGTHS = {"forced": [], "verl": ["torch-padded"]}  # and those for these lengths
 LONGEST = {"forced": 64, "verl": workload.VERL["longest"]}
 
 
@@ -59,7 +59,7 @@ def parse():
     parser.add_argument("--split", type=int, default=3, help="steps after them, in which every phase is waited for and timed")
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=JSON", help="changes an option of our config")
     args = parser.parse_args()
-    known = ["ours", "torch", OF_REWARD[args.reward], OF_LENGTHS[args.lengths]]
+    known = ["ours", "torch", OF_REWARD[args.reward], *OF_LENGTHS[args.lengths], "floor"]
     args.sides = args.sides or known
     harness.check_sides(parser, args, known)
     return args

@@ -25,6 +25,12 @@ def eos_chance(mean: float, longest: int) -> float:
     return p
 
 
+def typical_lengths(count: int, mean: int, longest: int) -> list[int]:
+    """So many lengths spread evenly over that distribution: its quantiles, the shortest first."""
+    p = eos_chance(mean, longest)
+    return [min(math.ceil(math.log1p(-(i + 0.5) / count) / math.log1p(-p)), longest) for i in range(count)]
+
+
 def config(layers: int = 4, hidden: int = 256, vocabulary: int = VOCABULARY) -> dict:
     """config.json of a Qwen2 with heads of 64, two to a key, and an output embedding of its own."""
     return {

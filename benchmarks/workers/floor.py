@@ -1,8 +1,8 @@
 """Worker of ppo_step.py: the matrix products of a step and nothing else, the floor under every side. Arguments: its settings.
 
 What no program can leave out: each token through the weights once a pass, the vocabulary where a response token is predicted,
-twice as much again for gradients. No attention, no norms, no optimizer; every response the longest. By torch, whose library
-for products is the fastest here.
+twice as much again for gradients. No attention, no norms, no optimizer, no padding; a decoding step has as many rows as there
+are responses so long. By torch, whose library for products is the fastest here.
 """
 
 import collections
@@ -21,7 +21,7 @@ def products(settings: dict) -> dict[str, collections.Counter]:
     """{phase: {(rows, in, out): how often}}."""
     shape, samples = workload.config(), settings["samples"]
     hidden, wide, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
-    keys, response = shape["num_key_value_heads"] * 64, settings["response"]
+    keys, lengths = shape["num_key_value_heads"] * 64, response_lengths(settings)
     weights = [(hidden, hidden)] * 2 + [(hidden, keys)] * 2 + [(hidden, wide)] * 2 + [(wide, hidden)]
     vocabulary = (hidden, shape["vocab_size"])
 
@@ -35,12 +35,20 @@ def products(settings: dict) -> dict[str, collections.Counter]:
                 found[k, m, n] += count * times
         return found
 
-    tokens = samples * (settings["prompt"] + response)
+    predicted = sum(lengths)
+    tokens = samples * settings["prompt"] + predicted
+    going_on = collections.Counter(sum(length > step for length in lengths) for step in range(max(lengths)))
+    rollout = sum((through(rows, rows, times=steps) for rows, steps in going_on.items()), through(samples * settings["prompt"]))
     scored = 3 if settings["reward_model"] else 2
-    return {"rollout": through(samples * settings["prompt"]) + through(samples, samples, times=response),
+    return {"rollout": rollout,
             # The reference, and roles without a vocabulary: critic and reward model.
-            "scoring": through(tokens, samples * response) + through(tokens, times=scored - 1),
-            "update": through(tokens, samples * response, gradient=True) + through(tokens, gradient=True)}
+            "scoring": through(tokens, predicted) + through(tokens, times=scored - 1),
+            "update": through(tokens, predicted, gradient=True) + through(tokens, gradient=True)}
+
+
+def response_lengths(settings: dict) -> list[int]:
+    return [settings["response"]] * settings["samples"] if settings["equal_lengths"] else workload.typical_lengths(
+        settings["samples"], **workload.VERL)
 
 
 def main(settings: dict):
@@ -58,7 +66,7 @@ def main(settings: dict):
                     torch.mm(left, right, out=out)
             seconds[phase] = time.perf_counter() - start
         flops = sum(2 * m * k * n * times for counted in phases.values() for (m, k, n), times in counted.items())
-        return {"seconds": sum(seconds.values()), "phases": seconds, "tokens": settings["samples"] * settings["response"],
+        return {"seconds": sum(seconds.values()), "phases": seconds, "tokens": sum(response_lengths(settings)),
                 "gflop": flops / 1e9}
 
     harness.serve(turn, ("torch",))
