@@ -111,8 +111,8 @@ def _if_local(is_local, yes, no):
 
 def write_columns(cache, new, columns_B, axis: int):
     """Puts one new key or value a row into that row's column of the cache. `axis`: the columns', of length 1 in `new`."""
-    write = jax.vmap(lambda cache, new, at: jax.lax.dynamic_update_slice_in_dim(cache, new, at, axis=axis - 1))
-    return write(cache, new.astype(cache.dtype), columns_B)
+    place = (jnp.arange(len(new)), *[slice(None)] * (axis - 1), columns_B)
+    return cache.at[place].set(new.squeeze(axis).astype(cache.dtype), mode="promise_in_bounds")
 
 
 def attend_one(q_Bx1xHxd, keys_BxKxdxS, values_BxKxSxd, columns_B, windows=(), *, scale=None, softcap=None,
@@ -120,6 +120,7 @@ def attend_one(q_Bx1xHxd, keys_BxKxdxS, values_BxKxSxd, columns_B, windows=(), *
     """Attention of one new token a row to the cache up to its own column: two products that transpose nothing.
 
     Args:
+      keys_BxKxdxS, values_BxKxSxd: the cache, maybe with rows behind, which are not read.
       windows: increasing, the last S. Only the first so many columns are read, as few as hold every row's; (): all S.
       scale, softcap, sliding_window: see attention.py. What a sliding window has left behind is read but not counted.
     """
@@ -128,7 +129,7 @@ def attend_one(q_Bx1xHxd, keys_BxKxdxS, values_BxKxSxd, columns_B, windows=(), *
     def read(width, q, keys, values):
         distance = columns_B[:, None] - jnp.arange(width)
         readable = distance >= 0 if sliding_window is None else (distance >= 0) & (distance < sliding_window)
-        return _attend_one(q, keys[..., :width], values[:, :, :width], readable, scale, softcap)
+        return _attend_one(q, keys[:len(q), ..., :width], values[:len(q), :, :width], readable, scale, softcap)
 
     enough = jnp.sum(columns_B.max() >= jnp.array(windows[:-1], jnp.int32))
     return jax.lax.switch(enough, [functools.partial(read, width) for width in windows], q_Bx1xHxd, keys_BxKxdxS,

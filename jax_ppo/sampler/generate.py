@@ -279,9 +279,19 @@ def windows(columns: int) -> tuple[int, ...]:
 
 
 def narrow(job: Job, state: State, width: int) -> State:
-    """Moves what is in the busy slots, `width` at most, into so many slots."""
-    kept = jnp.argsort(~busy(job, state))[:width]
-    return state._replace(slots=jax.tree.map(lambda x: x[kept], state.slots))
+    """Moves what is in the busy slots, `width` at most, into the first so many. The cache stays as wide: a narrower one would
+    stand beside it while it is filled."""
+    busy_B = busy(job, state)
+    B = len(busy_B)
+    source_m = width + jnp.nonzero(busy_B[width:], size=B - width, fill_value=B)[0]
+    target_m = jnp.nonzero(~busy_B[:width], size=B - width)[0]
+    target_m = jnp.where(source_m < B, target_m, job.width)  # dropped
+
+    def move(x):
+        return x.at[target_m].set(x[source_m], mode="drop")
+
+    sample, drawn, token, cache = jax.tree.map(move, state.slots)
+    return state._replace(slots=Slots(sample[:width], drawn[:width], token[:width], cache))
 
 
 class Sampler:

@@ -143,7 +143,7 @@ def test_each_row_writes_its_own_column(axis):
     expected = cache.copy()
     for b, column in enumerate((4, 0, 2)):
         expected.swapaxes(axis, 2)[b, :, column] = new[b]
-    written = write_columns(cache, np.expand_dims(new, axis), jnp.array([4, 0, 2]), axis)
+    written = write_columns(jnp.asarray(cache), np.expand_dims(new, axis), jnp.array([4, 0, 2]), axis)
     np.testing.assert_array_equal(written, expected)
 
 

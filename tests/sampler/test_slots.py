@@ -165,3 +165,12 @@ def test_no_cache_is_copied(actor):
     for cache in (re.escape("f32[5,2,8,28]"), re.escape("f32[5,2,28,8]")):
         assert re.search(cache, loops) and re.search(cache, entry)
         assert not re.findall(rf"= {cache}\S* copy\(", loops)
+
+
+def test_the_cache_is_there_once(actor):
+    """What slots leave as they narrow is not copied to a narrower cache: on its way there both would take memory."""
+    sampler = generate.Sampler(actor.decoded, generate.SamplingOptions(12, 1.0, eos_ids=EOS, slots=16))
+    text = sampler.program.lower(actor.params, make_prompts((3,) * 16), jax.random.key(0), slots=16).as_text()
+    widths = [set(re.findall(r"tensor<(\d+)x2x8x28xf32>", line)) for line in text.splitlines() if "stablehlo.while" in line]
+    assert generate.narrowing(16) == (16, 12, 8) and len([w for w in widths if w]) >= 3
+    assert set.union(*widths) == {"16"}
