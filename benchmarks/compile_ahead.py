@@ -1,6 +1,6 @@
 """Compiles sampler, scoring and updates for NVIDIA GPUs or TPUs on a machine that has none, at Qwen2.5-0.5B's shapes.
 
-    pip install --no-deps jax-cuda12-plugin==VERSION jax-cuda12-pjrt==VERSION      # jax's own version
+    pip install --no-deps jax-cuda12-plugin==VERSION jax-cuda12-pjrt==VERSION nvidia-cudnn-cu12      # jax's own version
     python benchmarks/compile_ahead.py cuda
     pip install libtpu==VERSION                                                    # the one that jax[tpu] asks for
     python benchmarks/compile_ahead.py tpu
@@ -41,7 +41,8 @@ def main():
     architecture = dataclasses.replace(programs.QWEN_05B, num_layers=args.layers)
     step = programs.Step(architecture, args.samples, args.prompt, args.response, dtype="bfloat16", remat=True,
                          mesh=sharding.make_mesh(MeshShape(data=1, fsdp=-1), devices))
-    result = {"settings": vars(args), "device": devices[0].device_kind, "devices": len(devices), "jax": jax.__version__}
+    result = {"settings": vars(args), "device": devices[0].device_kind, "devices": len(devices), "jax": jax.__version__,
+              "attention": step.nets.actor.attention}
     for name in args.programs:
         result[name] = compiled(step, name)
         print(f"{devices[0].device_kind} x {len(devices)}: {name:14s}" + "  ".join(

@@ -17,7 +17,7 @@ import numpy as np
 from jax_ppo import packing, schema, scoring, sharding, update
 from jax_ppo import state as state_lib
 from jax_ppo.experience import estimate
-from jax_ppo.models import heads
+from jax_ppo.models import attention, heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer, unroll
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
@@ -78,7 +78,10 @@ class Step:
 
     @functools.cached_property
     def nets(self) -> state_lib.Networks:
-        model = Transformer(self.architecture, jnp.dtype(self.dtype), remat=self.remat)
+        platform = self.mesh.devices.flat[0].platform
+        program = attention.choose("auto", {"gpu": "cuda"}.get(platform, platform), self.dtype, self.architecture.head_dim,
+                                   self.config.row_length)
+        model = Transformer(self.architecture, jnp.dtype(self.dtype), remat=self.remat, attention=program)
         return state_lib.Networks(model, model, None)
 
     @functools.cached_property

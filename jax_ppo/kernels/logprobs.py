@@ -22,6 +22,12 @@ CHUNK_BYTES_ELSEWHERE = 512 * 2**20
 LEAST_CHUNK = 128
 
 
+def target_platform() -> str:
+    """What is compiled for: the platform of the mesh in context, which need not be this machine's, or else the backend's."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.platform if device else jax.default_backend()
+
+
 def chunk_places(vocabulary: int, platform: str) -> int:
     """C where it is not given: as many places as have CHUNK_BYTES of logits on this platform, LEAST_CHUNK at least."""
     return max(CHUNK_BYTES.get(platform, CHUNK_BYTES_ELSEWHERE) // (4 * vocabulary), LEAST_CHUNK)
@@ -74,7 +80,7 @@ def token_logprobs(
     shapes = (hidden_GxNxD.shape[:2], targets_GxN.shape, mask_GxN.shape)
     assert len(set(shapes)) == 1, f"hidden, targets, mask differ in [G, N]: {shapes}"
     assert chunk_size is None or chunk_size > 0, chunk_size
-    chunk_size = chunk_size or chunk_places(unembedding_VxD.shape[0], jax.default_backend())
+    chunk_size = chunk_size or chunk_places(unembedding_VxD.shape[0], target_platform())
     chunk_size = min(chunk_size, hidden_GxNxD.shape[1])
     logprobs, entropy = _token_logprobs(hidden_GxNxD, unembedding_VxD, targets_GxN, mask_GxN.astype(bool), temperature,
                                         chunk_size, with_entropy, logit_softcap)

@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.kernels.logprobs import Chunks, chunk_places, logits
+from jax_ppo.kernels.logprobs import Chunks, chunk_places, logits, target_platform
 from jax_ppo.kernels.masked import zero_outside
 from jax_ppo.kernels.softcap import slope as softcap_slope
 
@@ -66,7 +66,7 @@ def full_kl(
     assert unembedding_VxD.shape[0] == ref_unembedding_VxE.shape[0], "the vocabularies differ"
     assert chunk_size is None or chunk_size > 0, chunk_size
     # Two distributions of a place are held at once, as one over twice the vocabulary would be.
-    chunk_size = chunk_size or chunk_places(2 * unembedding_VxD.shape[0], jax.default_backend())
+    chunk_size = chunk_size or chunk_places(2 * unembedding_VxD.shape[0], target_platform())
     reference = jax.lax.stop_gradient((ref_hidden_GxNxE, ref_unembedding_VxE))
     return _full_kl(hidden_GxNxD, unembedding_VxD, *reference, mask_GxN.astype(bool), temperature,
                     min(chunk_size, mask_GxN.shape[1]), logit_softcap)

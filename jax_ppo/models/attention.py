@@ -110,12 +110,12 @@ def splash(q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT, *, scale=None, softcap
     names = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq",
              "block_kv_dq")
     mask = splash_lib.CausalMask((T, T)) if sliding_window is None else splash_lib.LocalMask((T, T), (sliding_window - 1, 0), 0)
-    kernel = splash_lib.make_splash_mha(
+    attend_heads = splash_lib.make_splash_mha(
         splash_lib.MultiHeadMask([mask] * H), head_shards=1, q_seq_shards=1, attn_logits_soft_cap=softcap,
         block_sizes=splash_lib.BlockSizes(**dict.fromkeys(names, block)), interpret=interpret)
     q, k, v = ((x.swapaxes(1, 2)) for x in (q_BxTxHxd * _scale(scale, d), k_BxTxKxd, v_BxTxKxd))
     segments = None if segments_BxT is None else splash_lib.SegmentIds(segments_BxT, segments_BxT)
-    return jax.vmap(kernel)(q, k, v, segments).swapaxes(1, 2)
+    return jax.vmap(attend_heads)(q, k, v, segments).swapaxes(1, 2)
 
 
 def _scale(scale, head_dim):
