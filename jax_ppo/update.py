@@ -159,16 +159,16 @@ class Role:
         return jax.lax.fori_loop(0, batch.counts, micro_batch, (zeros, start))
 
     def _over_steps(self, metrics_U, done_U):
-        """One figure a metric from the optimizer steps that were done."""
-        reduced = {}
+        """One figure a metric from the optimizer steps that were done; NaN where none was."""
+        none_done, reduced = ~jnp.any(done_U), {}
         for name, x in metrics_U.items():
             start, _, reduce = _folding(name)
             reduced[name] = reduce(x, where=done_U, initial=start)
             if reduce is jnp.sum and not name.endswith("/skipped"):
-                reduced[name] /= jnp.maximum(jnp.sum(done_U), 1)
+                reduced[name] /= jnp.sum(done_U)
         if self.name == "actor":  # must be near 0 where the old policy's log-probs are right
-            reduced["actor/first_log_ratio"] = metrics_U["actor/log_ratio_max"][0]
-        return reduced
+            reduced["actor/first_log_ratio"] = metrics_U["actor/log_ratio_max"][jnp.argmax(done_U)]
+        return {name: x if name.endswith("/skipped") else jnp.where(none_done, jnp.nan, x) for name, x in reduced.items()}
 
 
 def actor_role(config: Config, nets: Networks, base: dict | None = None) -> Role:

@@ -268,6 +268,20 @@ def test_a_broken_rollout_leaves_the_adaptive_coefficient_alone():
     assert float(after.control.kl_coef) == float(before.control.kl_coef)
 
 
+def test_a_rollout_that_teaches_nothing_has_no_figures():
+    """Regression: minima and maxima of no optimizer step were infinite, its entropy 0, which was taken for a collapse."""
+    config, mesh = tiny.config(algorithm__mask_truncated=True), tiny.make_mesh()
+    with jax.set_mesh(mesh):
+        state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
+        rollout = dataclasses.replace(rollout, truncated=jnp.ones_like(rollout.truncated))
+        experience, _ = tiny.make_experience(config, mesh, state, rollout)
+        batches, before = tiny.plan(config, mesh, rollout, ALL, 4), np.array(jax.tree.leaves(state.actor)[0])
+        after, metrics = update(config, tiny.networks(config), 100, state, experience, batches, batches)
+    known = {name for name, x in metrics.items() if not np.isnan(x)}
+    assert known == {"actor/lr", "actor/skipped", "critic/lr", "critic/skipped"}
+    np.testing.assert_array_equal(jax.tree.leaves(after.actor)[0], before)
+
+
 def test_the_state_keeps_its_places():
     """Regression: the compiler split norms that the table repeats, so that the next update was compiled anew."""
     mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
