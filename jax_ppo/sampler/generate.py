@@ -298,7 +298,7 @@ class Sampler:
     """`sample`, compiled once for each prompt bucket P and number of prompts.
 
     Where programs run side by side (dispatch.py) and the model is small, prompts and slots are shared out among several, each
-    with a queue of its own, if the prompts can be in equal parts.
+    with a queue of its own, if both can be in equal parts.
     """
 
     def __init__(self, model: Transformer, options: SamplingOptions, split_rows=lambda function: function):
@@ -322,7 +322,7 @@ class Sampler:
         """What a call runs. Sharing out is itself run here: where there are lanes, prompts must be arrays."""
         n, slots, lanes = self.options.n, self.options.slots, dispatch.lanes()
         weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
-        if lanes == 1 or weights > SHARED_WEIGHTS or len(prompts.lengths) % lanes or (slots and slots < lanes):
+        if lanes == 1 or weights > SHARED_WEIGHTS or len(prompts.lengths) % lanes or (slots and slots % lanes):
             offset = () if first_sample_index is None else (first_sample_index,)
             return [(self.program, (params, prompts, key, *offset))]
         parts = share_out(prompts, first_sample_index, lanes, n)

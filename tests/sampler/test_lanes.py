@@ -35,13 +35,13 @@ def test_they_draw_the_samples_of_one_program(actor, options):
 
 def test_slots_are_shared_out(actor):
     """With one slot to each program no step has a slot to spare."""
-    rollout, _ = sample(actor, (5, 16, 1, 9), slots=3, devices=1)
+    rollout, _ = sample(actor, (5, 16, 1, 9), slots=2, devices=1)
     lengths = np.asarray(rollout.lengths).reshape(2, 2)
     np.testing.assert_array_equal(rollout.slot_steps, lengths.sum(1))
     assert (lengths[:, 0] != lengths[:, 1]).all()  # else two slots would have done as well
 
 
-@pytest.mark.parametrize("lengths, devices, options", [((5, 16, 1), 1, {}), ((5, 16), 1, {"slots": 1}), ((5,), 1, {"n": 2}),
+@pytest.mark.parametrize("lengths, devices, options", [((5, 16, 1), 1, {}), ((5, 16), 1, {"slots": 3}), ((5,), 1, {"n": 2}),
                                                        ((5, 3), 2, {})])
 def test_one_program_where_they_would_not_be_equal_or_not_run_side_by_side(actor, lengths, devices, options):
     with jax.set_mesh(sharding.make_mesh(schema.MeshShape(), jax.devices()[:devices])):
