@@ -50,7 +50,7 @@ def main():
         results[name] = measure(name, CASES[name], args)
     chosen = [names for names, known in ((args.cases, CASES), (args.sides, SIDES)) if names != list(known)]
     part = "".join("_" + name for names in chosen for name in names)
-    result = {"machine": before, "turns": args.turns, "prompt": PROMPT, "cases": results}
+    result = {"machine": before, "turns": args.turns, "warm_up": args.warm_up, "prompt": PROMPT, "cases": results}
     print("written:", harness.save(f"decode{part}", result))
 
 

@@ -91,14 +91,15 @@ class Step:
     def _compile_all(self):
         """Runs everything once on micro-batches of every width, so that none is compiled in a turn."""
         for width in range(WIDTH, self.settings["response"] + 1, WIDTH):
-            sequences, ones = torch.ones(MICRO_BATCH, self.prompt + width, dtype=torch.long), torch.ones(MICRO_BATCH, width)
+            sequences = torch.ones(MICRO_BATCH, self.prompt + width, dtype=torch.long)
+            each = [torch.ones(MICRO_BATCH, width) for _ in range(3)]  # one given thrice would be another program
             with torch.no_grad():
                 self.logprobs(self.reference, sequences)
                 self.values(self.critic, sequences)
                 if self.reward_model is not None:
                     self.last_score(self.reward_model, sequences, torch.ones(MICRO_BATCH, dtype=torch.long))
-            self.actor_loss(self.actor, sequences, ones, ones, ones).backward()
-            self.critic_loss(self.critic, sequences, ones, ones, ones).backward()
+            self.actor_loss(self.actor, sequences, *each).backward()
+            self.critic_loss(self.critic, sequences, *each).backward()
         self.actor.zero_grad()
         self.critic.zero_grad()
 
