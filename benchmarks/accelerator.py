@@ -1,13 +1,14 @@
 """Qwen2.5-0.5B's true shapes on one NVIDIA GPU, random weights: decoding, training, a whole PPO step, and rivals.
 
-    python benchmarks/accelerator.py                # ten minutes on an H200; sections by name to run some only
+    python benchmarks/accelerator.py                # cut off after --budget seconds; sections by name to run some
     python benchmarks/accelerator.py --tiny         # the same code at toy sizes, on any machine, in seconds
 
 Each section runs in a process of its own and writes what it finds at once to results/accelerator.json: one that fails, or that
 is cut off by --budget seconds, loses nothing of the others. Needs jax, flax, optax and NumPy; torch and transformers where
-they are to be compared with. Shares are of what the hardware allows: bytes over 4.8 TB/s for decoding (weights and full
-caches read once a token), the FLOPs of the products that a trained token needs over the matrix product measured in the same
-process.
+they are to be compared with. Shares are of what the hardware allows: for decoding the bytes of weights and of the caches' used
+columns, once a token, at the memory's published rate; for training the FLOPs of the products that a trained token needs over
+the matrix product measured in the same process. VERL_SECONDS is verl's published PPO step (Qwen2.5-0.5B on GSM8K, one GPU, 256
+prompts, actor and critic; the sum of its phases), FLOOR_SECONDS that work's bytes and FLOPs at an H200's rates.
 """
 
 import argparse
@@ -23,8 +24,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SECTIONS = ("decode", "training", "step", "torch", "attention", "decode_command_buffers")
 FLAGS = {"decode_command_buffers": "--xla_gpu_enable_command_buffer=+WHILE"}
-BANDWIDTH = 4.8e12  # bytes a second of an H200's memory
-PUBLISHED = {"verl_seconds": 66.9, "floor_seconds": 0.97, "decode_tokens_per_second": 361_000}
+BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12}  # bytes a second, by what the device's name holds
+VERL_SECONDS, FLOOR_SECONDS = 66.9, 0.97
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,7 @@ def main():
     if args.here:
         print(json.dumps(globals()[args.sections[0].removesuffix("_command_buffers")](sizes)))
         return
-    deadline, result = time.monotonic() + args.budget, {"sizes": dataclasses.asdict(sizes), "published": PUBLISHED}
+    deadline, result = time.monotonic() + args.budget, {"sizes": dataclasses.asdict(sizes)}
     for section in args.sections or SECTIONS:
         result[section] = run_section(section, args.tiny, deadline - time.monotonic())
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -120,21 +121,21 @@ def parameters(step) -> int:
 
 
 def decode(sizes: Sizes) -> dict:
-    """Tokens a second while every slot is busy, from the difference between two lengths, and their share of the limit."""
+    """Tokens a second while every slot is busy: what responses of full length take longer than those of one token, which is
+    the prefill. Their share of the limit, where the memory's rate is known."""
     import jax
 
-    taken, half = {}, sizes.response // 2
-    for response in (half, sizes.response):
+    taken = {}
+    for response in (1, sizes.response):
         step = make_step(sizes, response=response)
         given = step.random_decode_params(), step.random_prompts(step.full_lengths()), jax.random.key(0)
         with jax.set_mesh(step.mesh):
             taken[response] = seconds(lambda step=step, given=given: step.sampler(*given), sizes.repeats)
-    a = step.architecture
-    tokens = sizes.slots * (sizes.response - half)
-    per_second = tokens / (taken[sizes.response] - taken[half])
-    cache = 2 * a.num_layers * a.num_kv_heads * a.head_dim * 2 * sizes.slots * (sizes.prompt + sizes.response)
-    limit = sizes.slots * BANDWIDTH / (2 * parameters(step) + cache)
-    return {"tokens_per_second": per_second, "share_of_limit": per_second / limit, "limit_tokens_per_second": limit,
+    a, rate = step.architecture, next((rate for name, rate in BANDWIDTH.items() if name in jax.devices()[0].device_kind), None)
+    per_second = sizes.slots * (sizes.response - 1) / (taken[sizes.response] - taken[1])
+    cache = 2 * a.num_layers * a.num_kv_heads * a.head_dim * 2 * sizes.slots * (sizes.prompt + sizes.response / 2)
+    limit = rate and sizes.slots * rate / (2 * parameters(step) + cache)
+    return {"tokens_per_second": per_second, "share_of_limit": limit and per_second / limit, "limit_tokens_per_second": limit,
             "whole_seconds": {str(length): value for length, value in taken.items()}} | device()
 
 
@@ -182,31 +183,31 @@ def step(sizes: Sizes) -> dict:
     phases, tokens = ours.seconds_of_phases(np.minimum(prompts, sizes.prompt), max(1, sizes.repeats // 2))
     total = sum(phases.values())
     return {"seconds": total, "phases": phases, "tokens": tokens,
-            "times_the_floor": total / PUBLISHED["floor_seconds"], "times_verl": PUBLISHED["verl_seconds"] / total} | device()
+            "times_the_floor": total / FLOOR_SECONDS, "times_verl": VERL_SECONDS / total} | device()
 
 
 def attention(sizes: Sizes) -> dict:
-    """Milliseconds of forward and backward of packed causal attention, by implementation."""
+    """Milliseconds of causal attention, forward and backward, by program: of whole rows, and of two samples packed in each."""
     import jax
     import jax.numpy as jnp
+
+    from jax_ppo.models.attention import attend
 
     length, rows, found = sizes.prompt + sizes.response, min(8, sizes.slots), {}
     q, k = (jax.random.normal(jax.random.key(i), (rows, length, n, 64), jnp.bfloat16)
             for i, n in enumerate((sizes.heads, min(2, sizes.heads))))
-    segments = jnp.arange(length) * 2 // length
-    mask = (segments[:, None] == segments) & jnp.tril(jnp.ones((length, length), bool))
-    for implementation in ("xla", "cudnn"):
-        for name, how in (("causal", {"is_causal": True}), ("packed", {"mask": mask[None, None]})):
-            def loss(q, k, v, implementation=implementation, how=how):
-                out = jax.nn.dot_product_attention(q, k, v, implementation=implementation, **how)
-                return out.astype(jnp.float32).sum()
+    halves = jnp.broadcast_to(jnp.arange(length) * 2 // length, (rows, length))
+    for program in ("xla", "cudnn"):
+        for name, segments in (("whole", None), ("packed", halves)):
+            def loss(q, k, v, program=program, segments=segments):
+                return attend(program, q, k, v, segments).astype(jnp.float32).sum()
 
             gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
             try:
                 taken = seconds(lambda gradient=gradient: gradient(q, k, k), sizes.repeats)
-                found[f"{implementation}, {name}"] = {"milliseconds": 1000 * taken}
-            except Exception as error:  # cuDNN where there is none, or what it does not take
-                found[f"{implementation}, {name}"] = {"error": str(error)[:300]}
+                found[f"{program}, {name}"] = {"milliseconds": 1000 * taken}
+            except Exception as error:  # cuDNN where there is none
+                found[f"{program}, {name}"] = {"error": str(error)[:300]}
     return found | device()
 
 

@@ -42,7 +42,8 @@ def main():
     sides = {worker.name: {"first_turn_seconds": first[worker.name], "versions": worker.versions}
              | summary(answers[worker.name], split[worker.name]) for worker in workers}
     show(sides)
-    result = {"settings": settings, "machine": before, "turns": args.turns, "warm_up": args.warm_up, "sides": sides, "answers": answers, "split": split}
+    result = {"settings": settings, "machine": before, "turns": args.turns, "warm_up": args.warm_up, "sides": sides,
+              "answers": answers, "split": split}
     part = "" if {"ours", "torch", OF_REWARD[args.reward]} <= set(args.sides) else "_" + "_".join(args.sides)
     print("written:", harness.save(f"ppo_step_{args.lengths}_{args.reward}{part}", result))
 

@@ -166,7 +166,7 @@ class Role:
             reduced[name] = reduce(x, where=done_U, initial=start)
             if reduce is jnp.sum and not name.endswith("/skipped"):
                 reduced[name] /= jnp.sum(done_U)
-        if self.name == "actor":  # must be near 0 where the old policy's log-probs are right
+        if self.name == "actor":  # near 0 where the old log-probs are right; 0 where those differentiated stand for them
             reduced["actor/first_log_ratio"] = metrics_U["actor/log_ratio_max"][jnp.argmax(done_U)]
         return {name: x if name.endswith("/skipped") else jnp.where(none_done, jnp.nan, x) for name, x in reduced.items()}
 
