@@ -60,7 +60,7 @@ def parse():
     parser.add_argument("--cases", type=lambda text: text.split(","), default=list(CASES), help=f"of {', '.join(CASES)}")
     parser.add_argument("--sides", type=lambda text: text.split(","), default=list(SIDES), help=f"of {', '.join(SIDES)}")
     parser.add_argument("--turns", type=int, default=7, help="turns that count")
-    parser.add_argument("--warm-up", type=int, default=2, help="turns before them, in which everything is compiled")
+    parser.add_argument("--warm-up", type=int, default=2, help="turns before them, in which nearly everything is compiled")
     args = parser.parse_args()
     if wrong := [name for name in args.cases if name not in CASES]:
         parser.error(f"--cases {','.join(wrong)}: expected some of {', '.join(CASES)}")

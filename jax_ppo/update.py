@@ -35,7 +35,8 @@ def update(config: Config, nets: Networks, total_steps: int, state: TrainState, 
 
     Returns:
       the new state, and metrics: scalars on the mesh, means over a role's optimizer steps; extremes for *_min and *_max, sums
-      for */skipped. In the critic's warm-up the actor's metrics are those of the step that it did not take.
+      for */skipped; NaN where no step had anything to learn from. In the critic's warm-up the actor's metrics are those of the
+      step that it did not take.
     """
     (step, actor, actor_optimizer, metrics), *of_critic = dispatch.together(
         programs(config, nets, total_steps, state, experience, actor_batches, critic_batches))

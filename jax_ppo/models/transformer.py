@@ -221,8 +221,8 @@ class Transformer(nn.Module):
           segments_BxT: int32; a token sees those before it in the row that have the same segment. None: the row is one
             segment. Not with a cache.
           cache: for one new token a row (T = 1, unrolled): keys [B, kv heads, head_dim, S] and values [B, kv heads, S,
-            head_dim] of each layer. The token at position i of a sequence has column i; the new token goes into its own
-            and sees those up to it.
+            head_dim] of each layer, maybe with rows behind, which are left alone. The token at position i of a sequence has
+            column i; the new token goes into its own and sees those up to it.
           windows: static, with a cache: see `attend_one`.
 
         Returns:

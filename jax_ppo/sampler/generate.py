@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ppo import dispatch
+from jax_ppo.kernels.logprobs import target_platform
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.sampler import sampling
@@ -59,7 +60,8 @@ class Slots(NamedTuple):
       sample: int32 [B], index of the slot's sample; N, the number of samples, where the slot is idle.
       drawn: int32 [B], tokens of its response so far.
       token: int32 [B], the last token of its sequence, which has not been run.
-      cache: (keys [B, kv heads, head_dim, S], values [B, kv heads, S, head_dim]) of each layer.
+      cache: (keys [B, kv heads, head_dim, S], values [B, kv heads, S, head_dim]) of each layer; maybe with rows behind, that
+        slots have left (see `narrow`).
     """
 
     sample: Any
@@ -279,8 +281,11 @@ def windows(columns: int) -> tuple[int, ...]:
 
 
 def narrow(job: Job, state: State, width: int) -> State:
-    """Moves what is in the busy slots, `width` at most, into the first so many. The cache stays as wide: a narrower one would
-    stand beside it while it is filled."""
+    """Moves what is in the busy slots, `width` at most, into the first so many.
+
+    The cache stays as wide: a narrower one would stand beside it while it is filled. But for a CPU, whose products copy in each
+    step what is only a part of an array.
+    """
     busy_B = busy(job, state)
     B = len(busy_B)
     source_m = width + jnp.nonzero(busy_B[width:], size=B - width, fill_value=B)[0]
@@ -291,6 +296,8 @@ def narrow(job: Job, state: State, width: int) -> State:
         return x.at[target_m].set(x[source_m], mode="drop")
 
     sample, drawn, token, cache = jax.tree.map(move, state.slots)
+    if target_platform() == "cpu":
+        cache = jax.tree.map(lambda x: x[:width], cache)
     return state._replace(slots=Slots(sample[:width], drawn[:width], token[:width], cache))
 
 
@@ -320,7 +327,8 @@ class Sampler:
 
     def programs(self, params, prompts: Prompts, key, first_sample_index=None) -> list[dispatch.Program]:
         """What a call runs. Sharing out is itself run here: where there are lanes, prompts must be arrays."""
-        n, slots, lanes = self.options.n, self.options.slots, dispatch.lanes()
+        n, lanes = self.options.n, dispatch.lanes()
+        slots = self.options.slots and min(self.options.slots, len(prompts.lengths) * n)
         weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
         if lanes == 1 or weights > SHARED_WEIGHTS or len(prompts.lengths) % lanes or (slots and slots % lanes):
             offset = () if first_sample_index is None else (first_sample_index,)

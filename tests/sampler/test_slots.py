@@ -21,6 +21,23 @@ LENGTHS = (5, 16, 1, 9, 2, 12, 7)
 EOS = (3, 7, 11, 30)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_slots_that_narrow_draw_the_samples_of_those_that_do_not(actor, monkeypatch, platform):
+    """Where the cache narrows with them, and where it does not."""
+    monkeypatch.setattr(generate, "target_platform", lambda: platform)
+
+    def sample(least):
+        monkeypatch.setattr(generate, "LEAST_SLOTS", least)
+        sampler = generate.Sampler(actor.decoded, generate.SamplingOptions(12, 1.0, eos_ids=EOS))
+        return jax.device_get(sampler(actor.params, make_prompts(LENGTHS * 3), jax.random.key(0)))
+
+    wide, narrowed = sample(99), sample(1)
+    for name in ("responses", "lengths", "truncated"):
+        np.testing.assert_array_equal(getattr(narrowed, name), getattr(wide, name))
+    np.testing.assert_allclose(narrowed.logprobs, wide.logprobs, atol=1e-5)
+    assert narrowed.slot_steps[0] < wide.slot_steps[0]
+
+
 @pytest.mark.parametrize("options", [{}, {"n": 3}, {"temperature": 0.0}], ids=str)
 @pytest.mark.parametrize("slots", [1, 2, 5])
 def test_refilled_slots_draw_the_samples_of_a_static_batch(actor, slots, options):
@@ -167,8 +184,9 @@ def test_no_cache_is_copied(actor):
         assert not re.findall(rf"= {cache}\S* copy\(", loops)
 
 
-def test_the_cache_is_there_once(actor):
+def test_the_cache_is_there_once(actor, monkeypatch):
     """What slots leave as they narrow is not copied to a narrower cache: on its way there both would take memory."""
+    monkeypatch.setattr(generate, "target_platform", lambda: "gpu")
     sampler = generate.Sampler(actor.decoded, generate.SamplingOptions(12, 1.0, eos_ids=EOS, slots=16))
     text = sampler.program.lower(actor.params, make_prompts((3,) * 16), jax.random.key(0), slots=16).as_text()
     widths = [set(re.findall(r"tensor<(\d+)x2x8x28xf32>", line)) for line in text.splitlines() if "stablehlo.while" in line]
