@@ -41,8 +41,8 @@ def test_slots_are_shared_out(actor):
     assert (lengths[:, 0] != lengths[:, 1]).all()  # else two slots would have done as well
 
 
-@pytest.mark.parametrize("lengths, devices, options", [((5, 16, 1), 1, {}), ((5, 16, 1, 9), 1, {"slots": 3}), ((5,), 1, {"n": 2}),
-                                                       ((5, 3), 2, {})])
+@pytest.mark.parametrize("lengths, devices, options", [((5, 16, 1), 1, {}), ((5, 16, 1, 9), 1, {"slots": 3}),
+                                                       ((5,), 1, {"n": 2}), ((5, 3), 2, {})])
 def test_one_program_where_they_would_not_be_equal_or_not_run_side_by_side(actor, lengths, devices, options):
     with jax.set_mesh(sharding.make_mesh(schema.MeshShape(), jax.devices()[:devices])):
         sampler = generate.Sampler(actor.decoded, generate.SamplingOptions(12, 1.0, **options))
