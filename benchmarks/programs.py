@@ -17,7 +17,7 @@ import numpy as np
 from jax_ppo import packing, schema, scoring, sharding, update
 from jax_ppo import state as state_lib
 from jax_ppo.experience import estimate
-from jax_ppo.models import attention, heads
+from jax_ppo.models import attention, cache, heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer, unroll
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
@@ -85,10 +85,15 @@ class Step:
         return state_lib.Networks(model, model, None)
 
     @functools.cached_property
+    def decoder(self) -> Transformer:
+        decoding = cache.choose(self.mesh.devices.flat[0].platform, self.nets.actor.attention)
+        return Transformer(self.architecture, jnp.dtype(self.dtype), unrolled=True, decoding=decoding)
+
+    @functools.cached_property
     def sampler(self) -> Sampler:
-        model = Transformer(self.architecture, jnp.dtype(self.dtype), unrolled=True)
         endings = tuple(range(2, 2 + self.endings))
-        return Sampler(model, SamplingOptions(self.response, 1.0, eos_ids=endings, slots=self.slots), sharding.split_rows)
+        options = SamplingOptions(self.response, 1.0, eos_ids=endings, slots=self.slots)
+        return Sampler(self.decoder, options, sharding.split_rows)
 
     def state(self) -> state_lib.TrainState:
         return state_lib.shapes(self.config, self.nets, self.mesh)
@@ -132,9 +137,9 @@ class Step:
         packed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.rows(self.mesh, 2)), packed)
         return MiniBatches(packed, self.everywhere(counts), self.everywhere(np.ones((1, self.samples), bool)))
 
-    def lower(self, program: str):
-        """`sample`, `score`, `score critic`, `update` or `update critic`, traced and lowered for the mesh's devices. Without a
-        role it is the program of reference or actor."""
+    def lower(self, program: str, platforms: tuple[str, ...] | None = None):
+        """`sample`, `score`, `score critic`, `update` or `update critic`, traced and lowered for the mesh's devices, or for
+        others. Without a role it is the program of reference or actor."""
         batches, (kind, *critic) = self.packing(), program.split()
         if kind == "sample":
             parts = [(self.sampler.program, (self.decode_params(), self.prompts(), self.key()))]
@@ -148,7 +153,7 @@ class Step:
             parts = update.programs(self.config, self.nets, 100, self.state(), self.experience(), batches, batches)
         function, arguments = parts[len(critic)]
         with jax.set_mesh(self.mesh):
-            return function.lower(*arguments)
+            return function.trace(*arguments).lower(lowering_platforms=platforms)
 
     def random_state(self) -> state_lib.TrainState:
         def build(key):

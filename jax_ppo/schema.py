@@ -84,8 +84,9 @@ class Model:
     dtype: str = option("bfloat16", "type of the computation; trained parameters and their optimizer are kept in float32",
                         choices=("bfloat16", "float32"))
     gradient_checkpointing: bool = option(True, "recompute each layer's activations in the backward pass")
-    attention: str = option("auto", "program for whole sequences: xla runs everywhere; cudnn on NVIDIA in bfloat16; splash on "
-                            "TPU where packing.row_length is a multiple of 128; auto: the platform's own where it can run",
+    attention: str = option("auto", "program for whole sequences: xla runs everywhere; cudnn on NVIDIA in bfloat16, for "
+                            "decoding too; splash on TPU where packing.row_length is a multiple of 128; auto: the platform's "
+                            "own where it can run",
                             choices=("auto", "xla", "cudnn", "splash"))
     lora: Lora = section(Lora)
     create: Create = section(Create)

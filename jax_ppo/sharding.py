@@ -148,14 +148,19 @@ def _any_shard(condition):
 
 
 def split_heads(attention):
-    """`attention` of (q, k, v [R, L, heads, d], segments [R, L] or None), run by each device for its rows and heads."""
+    """`attention` of (q, k, v [R, L, heads, d], what is [R] or [R, ...] or None), run by each device for its rows and heads.
 
-    def run(q, k, v, segments):
-        if jax.sharding.get_abstract_mesh().empty:
-            return attention(q, k, v, segments)
-        heads = P(ROWS, None, "model", None)
-        return jax.shard_map(attention, in_specs=(heads, heads, heads, P(ROWS)), out_specs=heads, check_vma=False)(
-            q, k, v, segments)
+    Inside `split_rows`, where rows are split already, for its heads.
+    """
+
+    def run(q, k, v, of_rows):
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            return attention(q, k, v, of_rows)
+        rows = None if set(ROWS) <= set(mesh.manual_axes) else ROWS
+        heads = P(rows, None, "model", None)
+        return jax.shard_map(attention, in_specs=(heads, heads, heads, P(rows)), out_specs=heads, check_vma=False,
+                             axis_names=set(mesh.axis_names) - set(mesh.manual_axes))(q, k, v, of_rows)
 
     return run
 

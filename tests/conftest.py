@@ -10,6 +10,7 @@ os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 
 import jax
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 # Tests, the workers that share them, and the runs that they start keep their compiled programs for each other, and leave the
@@ -21,3 +22,15 @@ if "JAX_PPO_TEST_CACHE" not in os.environ:
 os.environ["XDG_CACHE_HOME"] = os.environ["JAX_PPO_TEST_CACHE"]
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_PPO_TEST_CACHE"] + "/tests")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+@pytest.fixture
+def cudnn_anywhere(monkeypatch):
+    """The library's attention by cuDNN, which runs on NVIDIA alone, by its own XLA form."""
+    library = jax.nn.dot_product_attention
+
+    def run(*arrays, implementation, **options):
+        assert implementation == "cudnn"
+        return library(*arrays, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", run)

@@ -30,3 +30,22 @@ def test_the_accelerators_benchmark_runs_at_toy_sizes(tmp_path):
     assert found["decode"]["tokens_per_second"] > 0 < found["step"]["phases"]["update"]
     assert all(line["mfu"] > 0 for line in found["training"]["micro_batches"].values())
     assert found["attention"]["xla, packed"]["milliseconds"] > 0 and "skipped" in found["torch"]
+
+
+@pytest.mark.parametrize("program", ["sample", "score", "score critic", "update", "update critic"])
+def test_a_tpus_programs_are_lowered_where_there_is_none(monkeypatch, program):
+    """With the attention that a TPU chooses; compile_ahead.py goes on from there."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import programs
+
+    from jax_ppo.models import attention, cache
+
+    for module in (attention, cache):
+        def choose(first, second, *rest, chosen=module.choose):
+            return chosen(*("tpu" if x == "cpu" else x for x in (first, second)), *rest)
+
+        monkeypatch.setattr(module, "choose", choose)
+    step = programs.Step(programs.qwen2(layers=2, hidden=128, vocabulary=64), 8, 64, 64, dtype="bfloat16")
+    assert (step.nets.actor.attention, step.decoder.decoding) == ("splash", "tpu")
+    text = step.lower(program, ("tpu",)).as_text()
+    assert ("tpu_custom_call" in text) == (program != "sample")

@@ -11,15 +11,14 @@ Heads stand beside these in the same dict (heads.py) and the decoder does not lo
 that they belong to (lora.py).
 """
 
-import functools
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.kernels import softcap as kernel
 from jax_ppo.models import attention, rope
+from jax_ppo.models import cache as cache_lib
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.lora import Lora
 
@@ -70,10 +69,11 @@ class Attention(nn.Module):
     architecture: Architecture
     dtype: Any
     program: str
+    decoding: str
     lora_scale: float | None
 
     @nn.compact
-    def __call__(self, x_BxTxD, is_local, rotations, segments_BxT, cache, columns_B, windows):
+    def __call__(self, x_BxTxD, is_local, rotations, segments_BxT, cache, columns_B):
         a = self.architecture
         B, T, _ = x_BxTxD.shape
 
@@ -95,11 +95,11 @@ class Attention(nn.Module):
 
             short = a.sliding_window is None or T <= a.sliding_window
             out = attend(None) if short else _if_local(is_local, lambda: attend(a.sliding_window), lambda: attend(None))
-            cache = (k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
+            cache = cache_lib.lay_out(self.decoding, k, v)
         else:
-            cache = (write_columns(cache[0], k.transpose(0, 2, 3, 1), columns_B, axis=3),
-                     write_columns(cache[1], v.swapaxes(1, 2), columns_B, axis=2))
-            out = attend_one(q, *cache, columns_B, windows, sliding_window=a.sliding_window if is_local else None, **options)
+            cache = cache_lib.put_tokens(self.decoding, cache, k, v, columns_B)
+            out = cache_lib.attend(self.decoding, q, cache, columns_B, sliding_window=a.sliding_window if is_local else None,
+                                   **options)
         out = out.reshape(B, T, a.num_heads * a.head_dim)
         return Dense(a.hidden_size, a.output_bias, self.dtype, self.lora_scale, name="o_proj")(out), cache
 
@@ -107,44 +107,6 @@ class Attention(nn.Module):
 def _if_local(is_local, yes, no):
     """yes() or no(). `is_local` is known, or a value of the loop over layers."""
     return (yes if is_local else no)() if isinstance(is_local, bool) else jax.lax.cond(is_local, yes, no)
-
-
-def write_columns(cache, new, columns_B, axis: int):
-    """Puts one new key or value a row into that row's column of the cache. `axis`: the columns', of length 1 in `new`."""
-    place = (jnp.arange(len(new)), *[slice(None)] * (axis - 1), columns_B)
-    return cache.at[place].set(new.squeeze(axis).astype(cache.dtype), mode="promise_in_bounds")
-
-
-def attend_one(q_Bx1xHxd, keys_BxKxdxS, values_BxKxSxd, columns_B, windows=(), *, scale=None, softcap=None,
-               sliding_window=None):
-    """Attention of one new token a row to the cache up to its own column: two products that transpose nothing.
-
-    Args:
-      keys_BxKxdxS, values_BxKxSxd: the cache, maybe with rows behind, which are not read.
-      windows: increasing, the last S. Only the first so many columns are read, as few as hold every row's; (): all S.
-      scale, softcap, sliding_window: see attention.py. What a sliding window has left behind is read but not counted.
-    """
-    windows = windows or (values_BxKxSxd.shape[2],)
-
-    def read(width, q, keys, values):
-        distance = columns_B[:, None] - jnp.arange(width)
-        readable = distance >= 0 if sliding_window is None else (distance >= 0) & (distance < sliding_window)
-        return _attend_one(q, keys[:len(q), ..., :width], values[:len(q), :, :width], readable, scale, softcap)
-
-    if len(windows) == 1:  # a choice by the sum of nothing makes jax 0.11.2's compiler crash on several devices
-        return read(windows[0], q_Bx1xHxd, keys_BxKxdxS, values_BxKxSxd)
-    enough = jnp.sum(columns_B.max() >= jnp.array(windows[:-1], jnp.int32))
-    return jax.lax.switch(enough, [functools.partial(read, width) for width in windows], q_Bx1xHxd, keys_BxKxdxS,
-                          values_BxKxSxd)
-
-
-def _attend_one(q_Bx1xHxd, keys_BxKxdxS, values_BxKxSxd, readable_BxS, scale, softcap):
-    B, K, d, _ = keys_BxKxdxS.shape
-    q_BxKxGxd = (q_Bx1xHxd * (d**-0.5 if scale is None else scale)).reshape(B, K, -1, d)
-    scores_BxKxGxS = jnp.einsum("bkgd,bkds->bkgs", q_BxKxGxd, keys_BxKxdxS, preferred_element_type=jnp.float32)
-    scores_BxKxGxS = kernel.softcap(scores_BxKxGxS, softcap)
-    weights_BxKxGxS = jax.nn.softmax(jnp.where(readable_BxS[:, None, None], scores_BxKxGxS, -1e30), axis=-1)
-    return jnp.einsum("bkgs,bksd->bkgd", weights_BxKxGxS.astype(values_BxKxSxd.dtype), values_BxKxSxd)
 
 
 class MLP(nn.Module):
@@ -168,21 +130,22 @@ class Layer(nn.Module):
     architecture: Architecture
     dtype: Any
     attention: str
+    decoding: str
     keep_cache: bool  # a scan would stack the keys and values that nobody reads
     is_local: bool | None  # None: some layers of the scan are, some are not, and each is told when it is called
     lora_scale: float | None
 
     @nn.compact
-    def __call__(self, x, is_local, rotations, segments_BxT, cache=None, columns_B=None, windows=()):
+    def __call__(self, x, is_local, rotations, segments_BxT, cache=None, columns_B=None):
         a = self.architecture
 
         def norm(name, x):
             return RMSNorm(a, name=name)(x)
 
-        attend = Attention(a, self.dtype, self.attention, self.lora_scale, name="attention")
+        attend = Attention(a, self.dtype, self.attention, self.decoding, self.lora_scale, name="attention")
         mlp = MLP(a, self.dtype, self.lora_scale, name="mlp")
         attended, cache = attend(norm("input_norm", x), is_local if self.is_local is None else self.is_local, rotations,
-                                 segments_BxT, cache, columns_B, windows)
+                                 segments_BxT, cache, columns_B)
         if a.post_norms:  # Hugging Face's names: the second one means another place here
             x = x + norm("post_attention_norm", attended)
             x = x + norm("post_feedforward_norm", mlp(norm("pre_feedforward_norm", x)))
@@ -202,7 +165,8 @@ class Transformer(nn.Module):
       unrolled: False: layers are one `scan` over stacked parameters (short compilation: training, scoring). True:
         layers are written out and keys and values come back (decoding: no copy of the cache). `unroll` turns
         parameters of the first form into the second.
-      attention: the program for whole sequences, one of attention.py's. Decoding has its own.
+      attention: the program for whole sequences, one of attention.py's.
+      decoding: the program for one new token a row, one of cache.py's, which says what form the cache has.
       lora: of the adapters that the parameters have, if they have any (lora.join).
     """
 
@@ -211,10 +175,11 @@ class Transformer(nn.Module):
     remat: bool = False
     unrolled: bool = False
     attention: str = "xla"
+    decoding: str = "cpu"
     lora: Lora | None = None
 
     @nn.compact
-    def __call__(self, tokens_BxT, positions_BxT, segments_BxT=None, *, cache=None, windows=()):
+    def __call__(self, tokens_BxT, positions_BxT, segments_BxT=None, *, cache=None):
         """Runs tokens through the layers.
 
         Args:
@@ -222,30 +187,28 @@ class Transformer(nn.Module):
           positions_BxT: int32, each token's place in its own sequence, from 0 and below T (S with a cache).
           segments_BxT: int32; a token sees those before it in the row that have the same segment. None: the row is one
             segment. Not with a cache.
-          cache: for one new token a row (T = 1, unrolled): keys [B, kv heads, head_dim, S] and values [B, kv heads, S,
-            head_dim] of each layer, maybe with rows behind, which are left alone. The token at position i of a sequence has
-            column i; the new token goes into its own and sees those up to it.
-          windows: static, with a cache: see `attend_one`.
+          cache: for one new token a row (T = 1, unrolled): of each layer (cache.py), maybe with rows behind, which are left
+            alone. The token at position i of a sequence has column i; the new token goes into its own and sees those up to it.
 
         Returns:
-          hidden states after the last norm, [B, T, D] in `dtype`, and, unrolled, keys and values: of these tokens, laid out
-          as in a cache with S = T, or with a cache the cache with the new token in it. None when not unrolled.
+          hidden states after the last norm, [B, T, D] in `dtype`, and, unrolled, the cache: of these tokens, with S =
+          T, or the one that was given with the new token in it. None when not unrolled.
         """
         a = self.architecture
         embedding = self.param("embed", _embedding, a.vocab_size, a.hidden_size)["embedding"]
         x = embedding[tokens_BxT].astype(self.dtype)
         if a.scaled_embedding:
             x = x * jnp.float32(a.hidden_size**0.5).astype(self.dtype)
-        length = tokens_BxT.shape[1] if cache is None else cache[0][0].shape[3]
+        length = tokens_BxT.shape[1] if cache is None else cache_lib.columns(self.decoding, cache[0])
         rotations = (rope.cos_sin(a, positions_BxT, length),)  # and that of local layers, where it is another
         if a.local_rope_theta is not None:
             rotations += (rope.cos_sin(a, positions_BxT, length, local=True),)
-        x, cache = self._layers(x, rotations, segments_BxT, cache, positions_BxT[:, 0], windows)
+        x, cache = self._layers(x, rotations, segments_BxT, cache, positions_BxT[:, 0])
         return RMSNorm(a, name="norm")(x), cache
 
-    def _layers(self, x, rotations, segments_BxT, cache, columns_B, windows):
+    def _layers(self, x, rotations, segments_BxT, cache, columns_B):
         layers, local = self.architecture.num_layers, self.architecture.layers_are_local
-        in_loop = not self.unrolled and layers > FEW_LAYERS
+        in_loop, programs = not self.unrolled and layers > FEW_LAYERS, (self.attention, self.decoding)
         layer = nn.remat(Layer, prevent_cse=not in_loop) if self.remat else Layer
         scale = self.lora and self.lora.scale
         if not self.unrolled:
@@ -253,13 +216,13 @@ class Transformer(nn.Module):
             stack = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=layers,
                             in_axes=(nn.broadcast if of_all is not None else 0, nn.broadcast, nn.broadcast),
                             unroll=1 if in_loop else layers)
-            return stack(self.architecture, self.dtype, self.attention, False, of_all, scale, name="layers")(
+            return stack(self.architecture, self.dtype, *programs, False, of_all, scale, name="layers")(
                 x, None if of_all is not None else jnp.array(local), rotations, segments_BxT)
         new_cache = []
         for i in range(layers):
             own = None if cache is None else cache[i]
-            block = layer(self.architecture, self.dtype, self.attention, True, local[i], scale, name=f"layer_{i}")
-            x, own = block(x, None, rotations, segments_BxT, own, columns_B, windows)
+            block = layer(self.architecture, self.dtype, *programs, True, local[i], scale, name=f"layer_{i}")
+            x, own = block(x, None, rotations, segments_BxT, own, columns_B)
             new_cache.append(own)
         return x, tuple(new_cache)
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ppo import dispatch
-from jax_ppo.kernels.logprobs import target_platform
+from jax_ppo.models import cache as cache_lib
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.sampler import sampling
@@ -26,7 +26,6 @@ from jax_ppo.types import Prompts, Rollout
 
 PREFILL_TOKENS = 8192  # prompt tokens that a loop prefills at once
 LEAST_SLOTS = 8  # no narrower: each width is a loop more to compile
-LEAST_WINDOW = 128  # columns
 SHARED_WEIGHTS = 2**25  # bytes, the most of which several programs read side by side: more does not stay in a CPU's cache
 
 
@@ -60,8 +59,7 @@ class Slots(NamedTuple):
       sample: int32 [B], index of the slot's sample; N, the number of samples, where the slot is idle.
       drawn: int32 [B], tokens of its response so far.
       token: int32 [B], the last token of its sequence, which has not been run.
-      cache: (keys [B, kv heads, head_dim, S], values [B, kv heads, S, head_dim]) of each layer; maybe with rows behind, that
-        slots have left (see `narrow`).
+      cache: of each layer (models/cache.py), B rows and S columns; maybe with rows behind, that slots have left (see `narrow`).
     """
 
     sample: Any
@@ -171,8 +169,8 @@ def start(job: Job) -> State:
     a, T, P = job.model.architecture, job.options.max_response_length, job.prompts.tokens.shape[1]
 
     def cache(rows, columns):
-        keys = jnp.zeros((rows, a.num_kv_heads, a.head_dim, columns), job.model.dtype)
-        return tuple((keys, keys.swapaxes(2, 3)) for _ in range(a.num_layers))
+        return tuple(cache_lib.empty(job.model.decoding, rows, columns, a.num_kv_heads, a.head_dim, job.model.dtype)
+                     for _ in range(a.num_layers))
 
     N, B, none = job.samples, job.width, jnp.int32(0)
     slots = Slots(jnp.full(B, N, jnp.int32), jnp.zeros(B, jnp.int32), jnp.zeros(B, jnp.int32), cache(B, P + T))
@@ -232,7 +230,7 @@ def prefill(job: Job, state: State) -> State:
 
 def enter(job: Job, state: State) -> State:
     """Gives `job.refill` idle slots, or as many as there are, the next samples whose prompts are on the stage."""
-    n, slots, P = job.options.n, state.slots, job.prompts.tokens.shape[1]
+    n, slots = job.options.n, state.slots
     B = len(slots.sample)
     slot_g = jnp.nonzero(~busy(job, state), size=job.refill, fill_value=B)[0]
     sample_g = state.entered + jnp.arange(job.refill)
@@ -244,9 +242,9 @@ def enter(job: Job, state: State) -> State:
     def put(slots_B, new_g):
         return slots_B.at[slot_g].set(new_g, mode="drop")
 
-    cache = tuple((keys.at[slot_g, ..., :P].set(new_keys[staged_g], mode="drop"),
-                   values.at[slot_g, :, :P].set(new_values[staged_g], mode="drop"))
-                  for (keys, values), (new_keys, new_values) in zip(slots.cache, state.stage, strict=True))
+    entering = jax.tree.map(lambda x: x[staged_g], state.stage)
+    cache = tuple(cache_lib.put_rows(job.model.decoding, layer, slot_g, new)
+                  for layer, new in zip(slots.cache, entering, strict=True))
     last_g = job.prompts.tokens[prompt_g, job.prompts.lengths[prompt_g] - 1]
     slots = Slots(put(slots.sample, sample_g), put(slots.drawn, 0), put(slots.token, last_g), cache)
     return state._replace(slots=slots, entered=state.entered + enters_g.sum())
@@ -258,7 +256,7 @@ def decode(job: Job, state: State) -> State:
     some_B = jnp.minimum(slots.sample, job.samples - 1)
     positions_B = jnp.where(busy_B, job.prompts.lengths[some_B // options.n] + slots.drawn - 1, 0)
     hidden_Bx1xD, cache = job.model.apply({"params": job.params}, slots.token[:, None], positions_B[:, None],
-                                          cache=slots.cache, windows=windows(slots.cache[0][0].shape[3]))
+                                          cache=slots.cache)
     uniforms_Bx2 = sampling.uniforms(job.keys_N[some_B], slots.drawn)
     logits_BxV = heads.logits(job.model.architecture, job.params, hidden_Bx1xD[:, 0])
     tokens_B, logprobs_B = sampling.choose(logits_BxV, uniforms_Bx2, options.temperature, options.top_k, options.top_p)
@@ -275,16 +273,11 @@ def decode(job: Job, state: State) -> State:
     )
 
 
-def windows(columns: int) -> tuple[int, ...]:
-    """The lengths that the cache is read to: the shortest of these that holds every slot's sequence. Halves of S."""
-    return tuple(sorted({columns} | {-(-columns >> i) for i in (1, 2, 3) if columns >> i >= LEAST_WINDOW}))
-
-
 def narrow(job: Job, state: State, width: int) -> State:
     """Moves what is in the busy slots, `width` at most, into the first so many.
 
-    The cache stays as wide: a narrower one would stand beside it while it is filled. But for a CPU, whose products copy in each
-    step what is only a part of an array.
+    The cache stays as wide: a narrower one would stand beside it while it is filled. But for a CPU, which would copy
+    the part of an array that it reads, in each step.
     """
     busy_B = busy(job, state)
     B = len(busy_B)
@@ -296,7 +289,7 @@ def narrow(job: Job, state: State, width: int) -> State:
         return x.at[target_m].set(x[source_m], mode="drop")
 
     sample, drawn, token, cache = jax.tree.map(move, state.slots)
-    if target_platform() == "cpu":
+    if job.model.decoding == "cpu":
         cache = jax.tree.map(lambda x: x[:width], cache)
     return state._replace(slots=Slots(sample[:width], drawn[:width], token[:width], cache))
 

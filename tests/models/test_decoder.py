@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ppo.models import attention, heads
+from jax_ppo.models import cache as cache_lib
+from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.transformer import Transformer, attend_one, unroll, write_columns
+from jax_ppo.models.transformer import Transformer, unroll
 
 B, T = 2, 12
 ARCHITECTURE = Architecture(family="llama", vocab_size=31, hidden_size=16, intermediate_size=24, num_layers=2,
@@ -90,61 +91,25 @@ def test_unroll_casts_and_keeps_the_head(params):
     assert jax.tree.map(jnp.shape, flat) == jax.tree.map(jnp.shape, own)
 
 
-@pytest.mark.parametrize("windows", [(), (4, 5, T)])
-def test_one_token_at_a_time_is_the_whole_sequence(params, ids, windows):
+@pytest.mark.parametrize("decoding", ["cpu", "tpu"])
+def test_one_token_at_a_time_is_the_whole_sequence(params, ids, decoding, monkeypatch):
     """The second row lags three tokens behind the first."""
+    monkeypatch.setattr(cache_lib, "LEAST_WINDOW", 3)
+    model = UNROLLED.clone(decoding=decoding)
     flat = unroll(params)
     expected = run(params, ids)[0]
     lag = np.array([0, 3])
-    empty = jnp.full((B, ARCHITECTURE.num_kv_heads, T, ARCHITECTURE.head_dim), 7.0)  # garbage that must not be read
-    cache = ((empty.swapaxes(2, 3), empty),) * ARCHITECTURE.num_layers
+    empty = jnp.full((B, T, ARCHITECTURE.num_kv_heads, ARCHITECTURE.head_dim), 7.0)  # garbage that must not be read
+    cache = (cache_lib.lay_out(decoding, empty, empty),) * ARCHITECTURE.num_layers
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def step(cache, new, positions):
-        return UNROLLED.apply({"params": flat}, new, positions, cache=cache, windows=windows)
+        return model.apply({"params": flat}, new, positions, cache=cache)
 
     for i in range(T + max(lag)):
         at = np.clip(i - lag, 0, T - 1)  # a row that has not started, or has ended, repeats a token
         hidden, cache = step(cache, np.take_along_axis(ids, at[:, None], 1), at[:, None])
         np.testing.assert_allclose(hidden[:, 0], expected[np.arange(B), at], atol=1e-5)
-
-
-@pytest.mark.parametrize("heads_a_key", [1, 3])
-def test_attention_to_the_cache_is_attention(heads_a_key):
-    rng = np.random.default_rng(4)
-    q, keys, values = (rng.normal(size=size) for size in ((2, 1, 2 * heads_a_key, 4), (2, 2, 5, 4), (2, 2, 5, 4)))
-    columns = np.array([2, 3])
-    expected = jax.nn.dot_product_attention(*map(jnp.asarray, (q, keys.swapaxes(1, 2), values.swapaxes(1, 2))),
-                                            mask=(np.arange(5) <= columns[:, None])[:, None, None])
-    unread = np.where(np.arange(5)[:, None] < 4, 0, np.nan)
-    for windows, garbage in (((), 0), ((1, 4, 5), unread), ((2, 5), 0)):  # 4 columns are enough: the fifth is never read
-        ours = attend_one(*map(jnp.asarray, (q, (keys + garbage).swapaxes(2, 3), values + garbage, columns)), windows)
-        np.testing.assert_allclose(ours.reshape(expected.shape), expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("options", [{"sliding_window": 3}, {"softcap": 0.5, "scale": 0.9},
-                                     {"sliding_window": 2, "softcap": 1.0}])
-@pytest.mark.parametrize("windows", [(), (4, 9)])
-def test_attention_to_the_cache_is_that_of_the_last_token(options, windows):
-    """Both rows' columns are beyond the sliding window, and what lies before it is there to be wrongly counted."""
-    rng = np.random.default_rng(5)
-    q, k, v = (jnp.asarray(rng.normal(size=(2, 9, heads, 4)), jnp.float32) for heads in (4, 2, 2))
-    columns = jnp.array([8, 5])
-    last = jnp.take_along_axis(q, columns[:, None, None, None], 1)
-    ours = attend_one(last, k.transpose(0, 2, 3, 1), v.swapaxes(1, 2), columns, windows, **options)
-    expected = jnp.take_along_axis(attention.xla(q, k, v, None, **options), columns[:, None, None, None], 1)
-    np.testing.assert_allclose(ours.reshape(expected.shape), expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("axis", [2, 3])
-def test_each_row_writes_its_own_column(axis):
-    rng = np.random.default_rng(2)
-    cache, new = rng.normal(size=(3, 2, 5, 5)).astype(np.float32), rng.normal(size=(3, 2, 5)).astype(np.float32)
-    expected = cache.copy()
-    for b, column in enumerate((4, 0, 2)):
-        expected.swapaxes(axis, 2)[b, :, column] = new[b]
-    written = write_columns(jnp.asarray(cache), np.expand_dims(new, axis), jnp.array([4, 0, 2]), axis)
-    np.testing.assert_array_equal(written, expected)
 
 
 def test_recomputing_activations_leaves_the_gradient(params, ids):

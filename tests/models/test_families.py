@@ -166,7 +166,7 @@ def test_cached_decode(checkpoint):
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def step(tokens, columns, cache):
-        hidden, cache = decoder.apply({"params": flat}, tokens, columns, cache=cache, windows=(8, ids.shape[1]))
+        hidden, cache = decoder.apply({"params": flat}, tokens, columns, cache=cache)
         return heads.logits(architecture, flat, hidden)[:, 0], cache
 
     is_prompt = np.arange(longest) < prompts[:, None]

@@ -58,3 +58,17 @@ def test_shards_of_rows_say_nothing_to_each_other(split):
         assert not collectives and len(set(steps.tolist())) > 1
     else:
         assert "all-reduce" in collectives and len(set(steps.tolist())) == 1
+
+
+def test_attention_that_no_compiler_can_split_is_run_by_each_device(actor, cudnn_anywhere):
+    """Rows and heads are split; each device has the rows and heads of its own."""
+    mesh = sharding.make_mesh(MeshShape(data=2, fsdp=2, model=2))
+    layout = sharding.tree_shardings(mesh, actor.params, sharding.DECODE_RULES)
+    prompts = make_prompts(range(1, 17))
+    with jax.set_mesh(mesh):
+        sampler = Sampler(actor.decoded.clone(decoding="cudnn"), OPTIONS, sharding.split_rows)
+        rollout = sampler(jax.device_put(actor.params, layout), jax.device_put(prompts, sharding.rows(mesh)),
+                          jax.device_put(jax.random.key(0), NamedSharding(mesh, PartitionSpec())))
+    alone = Sampler(actor.decoded, OPTIONS)(actor.params, prompts, jax.random.key(0))
+    np.testing.assert_array_equal(rollout.responses, alone.responses)
+    np.testing.assert_allclose(rollout.logprobs, alone.logprobs, atol=1e-5)

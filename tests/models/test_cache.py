@@ -1,0 +1,84 @@
+"""Whatever form a cache has, the attention of one token to it is that of the last token of a whole sequence."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_ppo.models import attention, cache
+
+PROGRAMS = ("cpu", "gpu", "tpu", "cudnn")
+B, S, K, D = 3, 9, 2, 4
+COLUMNS = jnp.array([8, 5, 0])
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
+
+
+def draw(rng, *shape):
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+@pytest.mark.parametrize("behind", [0, 2])
+@pytest.mark.parametrize("options", [{}, {"scale": 0.9}, {"sliding_window": 3}, {"softcap": 0.5, "scale": 0.9},
+                                     {"sliding_window": 2, "softcap": 1.0}], ids=str)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_it_is_that_of_the_last_token(rng, cudnn_anywhere, monkeypatch, program, options, behind):
+    """What lies behind the columns, before a sliding window and in the rows behind is there to be wrongly counted."""
+    if program == "cudnn" and "softcap" in options:
+        pytest.skip("attention.choose refuses it")
+    monkeypatch.setattr(cache, "LEAST_WINDOW", 2)
+    q, k, v = draw(rng, B, S, 2 * K, D), draw(rng, B + behind, S, K, D), draw(rng, B + behind, S, K, D)
+    last = jnp.take_along_axis(q, COLUMNS[:, None, None, None], 1)
+    expected = jnp.take_along_axis(attention.xla(q, k[:B], v[:B], None, **options), COLUMNS[:, None, None, None], 1)
+    layer = cache.lay_out(program, k, v)
+    assert cache.columns(program, layer) == S
+    np.testing.assert_allclose(cache.attend(program, last, layer, COLUMNS, **options), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("longest", range(S))
+def test_a_cpu_reads_as_few_columns_as_hold_every_row(rng, monkeypatch, longest):
+    """The rest is no number, and would show."""
+    monkeypatch.setattr(cache, "LEAST_WINDOW", 2)
+    assert cache.windows(S) == (3, 5, 9)
+    read = next(width for width in (3, 5, 9) if width > longest)
+    unread = jnp.where(jnp.arange(S)[:, None, None] < read, 0, jnp.nan)
+    layer = cache.lay_out("cpu", draw(rng, B, S, K, D) + unread, draw(rng, B, S, K, D) + unread)
+    out = cache.attend("cpu", draw(rng, B, 1, K, D), layer, jnp.array([0, longest, longest // 2]))
+    assert np.isfinite(out).all()
+
+
+def test_what_a_cpu_reads():
+    assert cache.windows(1088) == (136, 272, 544, 1088)
+    assert cache.windows(255) == (255,)
+    assert cache.windows(257) == (129, 257)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_each_row_writes_its_own_column(rng, program):
+    k, v, new_k, new_v = (draw(rng, B + 1, T, K, D) for T in (S, S, 1, 1))
+    expected = [x.at[jnp.arange(B), COLUMNS].set(new[:B, 0]) for x, new in ((k, new_k), (v, new_v))]
+    layer = cache.put_tokens(program, cache.lay_out(program, k, v), new_k[:B], new_v[:B], COLUMNS)
+    jax.tree.map(np.testing.assert_array_equal, layer, cache.lay_out(program, *expected))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_rows_that_enter(rng, program):
+    """The second has no place."""
+    k, v, new_k, new_v = (draw(rng, B, T, K, D) for T in (S, S, 4, 4))
+    expected = [x.at[2, :4].set(new[0]).at[0, :4].set(new[2]) for x, new in ((k, new_k), (v, new_v))]
+    layer = cache.put_rows(program, cache.lay_out(program, k, v), jnp.array([2, B, 0]), cache.lay_out(program, new_k, new_v))
+    jax.tree.map(np.testing.assert_array_equal, layer, cache.lay_out(program, *expected))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_it_starts_empty(program):
+    layer = cache.empty(program, B, S, K, D, jnp.bfloat16)
+    jax.tree.map(np.testing.assert_array_equal, layer, cache.lay_out(program, *[jnp.zeros((B, S, K, D), jnp.bfloat16)] * 2))
+
+
+def test_the_choice():
+    assert [cache.choose(platform, "xla") for platform in ("cpu", "gpu", "tpu")] == ["cpu", "gpu", "tpu"]
+    assert cache.choose("tpu", "splash") == "tpu" and cache.choose("gpu", "cudnn") == "cudnn"
