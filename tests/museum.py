@@ -141,8 +141,8 @@ SAMPLING_AND_CACHE = [
         holds="the sampler's log-probs are of softmax(logits / temperature)",
         test=f"{TEST_GENERATE}::test_logprobs_are_those_of_a_full_forward_pass",
         file=SAMPLING,
-        old="tokens_B = draw(filtered_BxV, uniforms_Bx2)\n    return tokens_B, log_prob(logits_BxV, tokens_B)",
-        new="tokens_B = draw(filtered_BxV, uniforms_Bx2)\n    return tokens_B, log_prob(logits_BxV * temperature, tokens_B)",
+        old="return tokens_B, log_prob(logits_BxV, tokens_B, sums_B if filtered_BxV is logits_BxV else None)",
+        new="return tokens_B, log_prob(logits_BxV * temperature, tokens_B)",
     ),
     Exhibit(
         name="log_probs_instead_of_logits_divided_by_the_temperature",
@@ -150,9 +150,8 @@ SAMPLING_AND_CACHE = [
         holds="the temperature divides logits, and the result is normalised",
         test=f"{TEST_GENERATE}::test_logprobs_are_those_of_a_full_forward_pass",
         file=SAMPLING,
-        old="tokens_B = draw(filtered_BxV, uniforms_Bx2)\n    return tokens_B, log_prob(logits_BxV, tokens_B)",
-        new="tokens_B = draw(filtered_BxV, uniforms_Bx2)\n"
-            "    return tokens_B, log_prob(logits_BxV * temperature, tokens_B) / temperature",
+        old="return tokens_B, log_prob(logits_BxV, tokens_B, sums_B if filtered_BxV is logits_BxV else None)",
+        new="return tokens_B, log_prob(logits_BxV * temperature, tokens_B) / temperature",
     ),
     Exhibit(
         name="top_p_renormalises_the_samplers_log_probs_alone",
@@ -160,8 +159,8 @@ SAMPLING_AND_CACHE = [
         holds="both sides take the log-prob from before the filters, and the run says that they make it off-policy",
         test=f"{TEST_SAMPLING}::test_log_prob_is_from_before_the_filters",
         file=SAMPLING,
-        old="tokens_B = draw(filtered_BxV, uniforms_Bx2)\n    return tokens_B, log_prob(logits_BxV, tokens_B)",
-        new="tokens_B = draw(filtered_BxV, uniforms_Bx2)\n    return tokens_B, log_prob(filtered_BxV, tokens_B)",
+        old="return tokens_B, log_prob(logits_BxV, tokens_B, sums_B if filtered_BxV is logits_BxV else None)",
+        new="return tokens_B, log_prob(filtered_BxV, tokens_B)",
     ),
     Exhibit(
         name="top_p_drops_the_token_that_crosses_it",

@@ -43,14 +43,16 @@ def choose(logits_BxV, uniforms_Bx2, temperature: float, top_k: int = -1, top_p:
         return tokens_B, log_prob(logits_BxV, tokens_B)
     logits_BxV = logits_BxV / temperature
     filtered_BxV = keep_top_p(keep_top_k(logits_BxV, top_k), top_p)
-    tokens_B = draw(filtered_BxV, uniforms_Bx2)
-    return tokens_B, log_prob(logits_BxV, tokens_B)
+    tokens_B, sums_B = draw(filtered_BxV, uniforms_Bx2)
+    return tokens_B, log_prob(logits_BxV, tokens_B, sums_B if filtered_BxV is logits_BxV else None)
 
 
-def log_prob(logits_BxV, tokens_B):
-    """log_softmax(logits)[token], float32 [B], without an array of log-probabilities."""
+def log_prob(logits_BxV, tokens_B, sums_B=None):
+    """log_softmax(logits)[token], float32 [B], without an array of log-probabilities. `sums_B`: from `draw`, if it had these
+    logits: to pass through them once less."""
     chosen_B = jnp.take_along_axis(logits_BxV, tokens_B[:, None], axis=-1)[:, 0]
-    return chosen_B - logits_BxV.max(-1) - jnp.log(_weights(logits_BxV).sum(-1))
+    sums_B = _weights(logits_BxV).sum(-1) if sums_B is None else sums_B
+    return chosen_B - logits_BxV.max(-1) - jnp.log(sums_B)
 
 
 def keep_top_k(logits_BxV, k: int):
@@ -91,23 +93,26 @@ def _keep_likeliest(logits_BxV, weights_BxV, measures_BxV, needed_B):
 
 
 def draw(logits_BxV, uniforms_Bx2):
-    """One token a row from softmax(logits) by inverting its distribution function; int32 [B].
+    """One token a row from softmax(logits) by inverting its distribution function.
 
     In two steps, as a running sum over a large vocabulary is slow and coarse: one of N blocks of W, about sqrt(V),
     tokens by the first uniform, a token in it by the second. Never a token of probability 0, be it filtered (-inf) or
     padding of the last block.
+
+    Returns:
+      (tokens, int32 [B]; the sum of exp(logits - the largest) of each row, float32 [B]).
     """
     B, V = logits_BxV.shape
     size = 1 << ((V - 1).bit_length() + 1) // 2
     weights_BxV = jnp.pad(_weights(logits_BxV), ((0, 0), (0, -V % size)))
     weights_BxNxW = weights_BxV.reshape(B, -1, size)
-    block_B = _pick(weights_BxNxW.sum(-1), uniforms_Bx2[:, 0])
+    block_B, sums_B = _pick(weights_BxNxW.sum(-1), uniforms_Bx2[:, 0])
     within_BxW = jnp.take_along_axis(weights_BxNxW, block_B[:, None, None], axis=1)[:, 0]
-    return block_B * size + _pick(within_BxW, uniforms_Bx2[:, 1])
+    return block_B * size + _pick(within_BxW, uniforms_Bx2[:, 1])[0], sums_B
 
 
 def _pick(weights_BxN, uniforms_B):
-    """The first index where the running sum passes uniform x total, among positive weights; int32 [B].
+    """The first index where the running sum passes uniform x total, among positive weights, int32 [B]; and the total [B].
 
     Parallel running sums round, and may even fall. So an index of weight 0 is excluded by name, and should rounding
     leave none at the very end, the heaviest stands in.
@@ -115,7 +120,7 @@ def _pick(weights_BxN, uniforms_B):
     sums_BxN = jnp.cumsum(weights_BxN, axis=-1)
     passed_BxN = (sums_BxN > uniforms_B[:, None] * sums_BxN[:, -1:]) & (weights_BxN > 0)
     first_B, heaviest_B = jnp.argmax(passed_BxN, axis=-1), jnp.argmax(weights_BxN, axis=-1)
-    return jnp.where(passed_BxN.any(-1), first_B, heaviest_B).astype(jnp.int32)
+    return jnp.where(passed_BxN.any(-1), first_B, heaviest_B).astype(jnp.int32), sums_BxN[:, -1]
 
 
 def _weights(logits_BxV):
