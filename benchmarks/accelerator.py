@@ -13,6 +13,7 @@ prompts, actor and critic; the sum of its phases), FLOOR_SECONDS that work's byt
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import statistics
@@ -121,22 +122,31 @@ def parameters(step) -> int:
 
 
 def decode(sizes: Sizes) -> dict:
-    """Tokens a second while every slot is busy: what responses of full length take longer than those of one token, which is
-    the prefill. Their share of the limit, where the memory's rate is known."""
+    """Tokens a second while every slot is busy, by the program that reads the cache, the one of choice first: what responses of
+    full length take longer than those of one token, which is the prefill. Their share of the limit, where the memory's rate is
+    known."""
     import jax
 
-    taken = {}
-    for response in (1, sizes.response):
-        step = make_step(sizes, response=response)
-        given = step.random_decode_params(), step.random_prompts(step.full_lengths()), jax.random.key(0)
-        with jax.set_mesh(step.mesh):
-            taken[response] = seconds(lambda step=step, given=given: step.sampler(*given), sizes.repeats)
-    a, rate = step.architecture, BANDWIDTH.get(jax.devices()[0].device_kind)
-    per_second = sizes.slots * (sizes.response - 1) / (taken[sizes.response] - taken[1])
+    a, rate = make_step(sizes).architecture, BANDWIDTH.get(jax.devices()[0].device_kind)
     cache = 2 * a.num_layers * a.num_kv_heads * a.head_dim * 2 * sizes.slots * (sizes.prompt + sizes.response / 2)
-    limit = rate and sizes.slots * rate / (2 * parameters(step) + cache)
-    return {"tokens_per_second": per_second, "share_of_limit": limit and per_second / limit, "limit_tokens_per_second": limit,
-            "whole_seconds": {str(length): value for length, value in taken.items()}} | device()
+    limit = rate and sizes.slots * rate / (2 * parameters(make_step(sizes)) + cache)
+    found = {}
+    for program in dict.fromkeys((make_step(sizes).decoder.decoding, "gpu")):
+        taken = {response: decode_seconds(sizes, program, response) for response in (1, sizes.response)}
+        per_second = sizes.slots * (sizes.response - 1) / (taken[sizes.response] - taken[1])
+        found[program] = {"tokens_per_second": per_second, "share_of_limit": limit and per_second / limit,
+                          "whole_seconds": {str(length): value for length, value in taken.items()}}
+        print(program, found[program], file=sys.stderr, flush=True)
+    return {"programs": found, "limit_tokens_per_second": limit} | device()
+
+
+def decode_seconds(sizes: Sizes, program: str, response: int) -> float:
+    import jax
+
+    step = make_step(sizes, response=response, decoding=program)
+    given = step.random_decode_params(), step.random_prompts(step.full_lengths()), jax.random.key(0)
+    with jax.set_mesh(step.mesh):
+        return seconds(lambda: step.sampler(*given), sizes.repeats)
 
 
 def training(sizes: Sizes) -> dict:
@@ -187,10 +197,12 @@ def step(sizes: Sizes) -> dict:
 
 
 def attention(sizes: Sizes) -> dict:
-    """Milliseconds of causal attention, forward and backward, by program: of whole rows, and of two samples packed in each."""
+    """Milliseconds of causal attention, forward and backward, by program: of whole rows, and of two samples packed in each. And
+    of one new token a slot to a cache that is half used, with the largest difference from the first program's."""
     import jax
     import jax.numpy as jnp
 
+    from jax_ppo.models import cache
     from jax_ppo.models.attention import attend
 
     length, rows, found = sizes.prompt + sizes.response, min(8, sizes.slots), {}
@@ -208,6 +220,19 @@ def attention(sizes: Sizes) -> dict:
                 found[f"{program}, {name}"] = {"milliseconds": 1000 * taken}
             except Exception as error:  # cuDNN where there is none
                 found[f"{program}, {name}"] = {"error": str(error)[:300]}
+    q, k, v = (jax.random.normal(jax.random.key(i), (sizes.slots, columns, n, 64), jnp.bfloat16)
+               for i, (columns, n) in enumerate(((1, q.shape[2]), (length, k.shape[2]), (length, k.shape[2]))))
+    columns, outputs = jnp.arange(sizes.slots) % length, []
+    for program in ("gpu", "tpu", "cudnn"):
+        read = jax.jit(functools.partial(cache.attend, program))
+        try:
+            layer = cache.lay_out(program, k, v)
+            outputs.append(read(q, layer, columns).astype(jnp.float32))
+            taken = seconds(lambda read=read, layer=layer: read(q, layer, columns), sizes.repeats)
+            found[f"{program}, one token"] = {"milliseconds": 1000 * taken,
+                                              "difference": float(jnp.abs(outputs[-1] - outputs[0]).max())}
+        except Exception as error:
+            found[f"{program}, one token"] = {"error": str(error)[:300]}
     return found | device()
 
 

@@ -52,6 +52,7 @@ class Step:
       slots: samples decoded at once.
       endings: how many tokens end a response. With random weights all tokens are about as likely, so that lengths are those of
         a constant chance; 0: every response is the longest.
+      decoding: the program that reads the cache; None: jax_ppo's own choice.
     """
 
     architecture: Architecture
@@ -63,6 +64,7 @@ class Step:
     remat: bool = False
     slots: int = 256
     endings: int = 0
+    decoding: str | None = None
     mesh: jax.sharding.Mesh = dataclasses.field(default_factory=lambda: sharding.make_mesh(
         schema.MeshShape(), jax.devices()[:1]))
 
@@ -86,7 +88,7 @@ class Step:
 
     @functools.cached_property
     def decoder(self) -> Transformer:
-        decoding = cache.choose(self.mesh.devices.flat[0].platform, self.nets.actor.attention)
+        decoding = self.decoding or cache.choose(self.mesh.devices.flat[0].platform, self.nets.actor.attention)
         return Transformer(self.architecture, jnp.dtype(self.dtype), unrolled=True, decoding=decoding)
 
     @functools.cached_property

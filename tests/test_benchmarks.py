@@ -27,7 +27,9 @@ def test_the_accelerators_benchmark_runs_at_toy_sizes(tmp_path):
     found = json.loads((tmp_path / "out.json").read_text())
     for section in ("decode", "decode_command_buffers", "training", "step", "attention"):
         assert "error" not in found[section], found[section]
-    assert found["decode"]["tokens_per_second"] > 0 < found["step"]["phases"]["update"]
+    assert list(found["decode"]["programs"]) == ["cpu", "gpu"] and found["step"]["phases"]["update"] > 0
+    assert all(program["tokens_per_second"] > 0 for program in found["decode"]["programs"].values())
+    assert found["attention"]["tpu, one token"]["difference"] < 0.02
     assert all(line["mfu"] > 0 for line in found["training"]["micro_batches"].values())
     assert found["attention"]["xla, packed"]["milliseconds"] > 0 and "skipped" in found["torch"]
 
