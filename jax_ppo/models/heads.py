@@ -48,4 +48,6 @@ def logits(architecture: Architecture, params: dict, hidden):
 
 def scalars(params: dict, hidden):
     """[...] float32 from [..., D]: the critic's values, or a reward model's scores."""
-    return (hidden.astype(jnp.float32) @ params["score"]["kernel"].astype(jnp.float32))[..., 0]
+    weight = params["score"]["kernel"].astype(jnp.float32)
+    # Left to themselves, accelerators multiply float32 in fewer bits.
+    return jnp.matmul(hidden.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST)[..., 0]
