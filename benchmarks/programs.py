@@ -78,18 +78,21 @@ class Step:
             actor=schema.Actor(ppo_mini_batch_size=samples, ppo_micro_batch_size_per_device=rows),
             rollout=schema.RolloutOptions(logprob_micro_batch_size_per_device=rows))
 
+    @property
+    def platform(self) -> str:
+        platform = self.mesh.devices.flat[0].platform
+        return {"gpu": "cuda"}.get(platform, platform)
+
     @functools.cached_property
     def nets(self) -> state_lib.Networks:
-        platform = self.mesh.devices.flat[0].platform
-        program = attention.choose("auto", {"gpu": "cuda"}.get(platform, platform), self.dtype, self.architecture.head_dim,
-                                   self.config.row_length)
+        program = attention.choose("auto", self.platform, self.dtype, self.architecture.head_dim, self.config.row_length)
         model = Transformer(self.architecture, jnp.dtype(self.dtype), remat=self.remat, attention=program)
         return state_lib.Networks(model, model, None)
 
     @functools.cached_property
     def decoder(self) -> Transformer:
-        decoding = self.decoding or cache.choose(self.mesh.devices.flat[0].platform, self.nets.actor.attention)
-        return Transformer(self.architecture, jnp.dtype(self.dtype), unrolled=True, decoding=decoding)
+        chosen = cache.choose("auto", self.platform, self.nets.actor.attention, self.architecture, self.config.sequence_length)
+        return Transformer(self.architecture, jnp.dtype(self.dtype), unrolled=True, decoding=self.decoding or chosen)
 
     @functools.cached_property
     def sampler(self) -> Sampler:

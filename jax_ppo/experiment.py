@@ -18,7 +18,7 @@ from jax_ppo.data import prompts as prompts_lib
 from jax_ppo.data import sources
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.errors import UserError
-from jax_ppo.models import cache, heads, hf_hub, peft, rope
+from jax_ppo.models import heads, hf_hub, peft, rope
 from jax_ppo.models.transformer import Transformer, unroll
 from jax_ppo.rewards import process, registry
 from jax_ppo.rewards.rules import RewardResult
@@ -238,8 +238,7 @@ class Experiment:
         architecture, dtype = self.nets.actor.architecture, jnp.dtype(self.config.model.dtype)
         # config.json may name the end of text alone, and the tokenizer the end of a chat's turn: a response ends at either.
         eos = tuple(dict.fromkeys(i for i in (*architecture.eos_ids, self.tokenizer.eos_token_id) if i is not None))
-        decoding = cache.choose(self.mesh.devices.flat[0].platform, self.nets.actor.attention)
-        decoder = Transformer(architecture, dtype, unrolled=True, decoding=decoding, lora=self.nets.actor.lora)
+        decoder = Transformer(architecture, dtype, unrolled=True, decoding=self.nets.actor.decoding, lora=self.nets.actor.lora)
 
         def sampler(o):
             options = SamplingOptions(self.config.data.max_response_length, o.temperature, o.top_k, o.top_p, o.n, eos,

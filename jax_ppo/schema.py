@@ -84,9 +84,8 @@ class Model:
     dtype: str = option("bfloat16", "type of the computation; trained parameters and their optimizer are kept in float32",
                         choices=("bfloat16", "float32"))
     gradient_checkpointing: bool = option(True, "recompute each layer's activations in the backward pass")
-    attention: str = option("auto", "program for whole sequences: xla runs everywhere; cudnn on NVIDIA in bfloat16, for "
-                            "decoding too; splash on TPU where packing.row_length is a multiple of 128; auto: the platform's "
-                            "own where it can run",
+    attention: str = option("auto", "program for whole sequences: xla runs everywhere; cudnn on NVIDIA in bfloat16; splash on "
+                            "TPU where packing.row_length is a multiple of 128; auto: the platform's own where it can run",
                             choices=("auto", "xla", "cudnn", "splash"))
     lora: Lora = section(Lora)
     create: Create = section(Create)
@@ -229,6 +228,9 @@ class RolloutOptions(Sampling):
     temperature: float = option(1.0, "divides the logits, in sampling and in every scoring pass", above=0)
     max_num_seqs: int = option(256, "samples a device decodes at once; the others wait, and take the place of one that has "
                                     "ended", at_least=1)
+    attention: str = option("auto", "program that reads the cache: xla runs everywhere; cudnn, where model.attention is cudnn "
+                            "too, reads each sequence up to its end, but no sliding window; auto: cudnn where it can run",
+                            choices=("auto", "xla", "cudnn"))
     logprob_micro_batch_size_per_device: int | None = option(
         None, "packed rows a device scores at once; unset: as for the actor", at_least=1)
     reuse_logprobs: str = option(

@@ -148,7 +148,7 @@ def _any_shard(condition):
 
 
 def split_heads(attention):
-    """`attention` of (q, k, v [R, L, heads, d], what is [R] or [R, ...] or None), run by each device for its rows and heads.
+    """`attention` of (q, k, v [R, L, heads, d], an array [R, ...] or None), run by each device for its rows and heads.
 
     Inside `split_rows`, where rows are split already, for its heads.
     """
@@ -157,9 +157,9 @@ def split_heads(attention):
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:
             return attention(q, k, v, of_rows)
-        rows = None if set(ROWS) <= set(mesh.manual_axes) else ROWS
-        heads = P(rows, None, "model", None)
-        return jax.shard_map(attention, in_specs=(heads, heads, heads, P(rows)), out_specs=heads, check_vma=False,
+        first = None if set(ROWS) <= set(mesh.manual_axes) else ROWS
+        heads = P(first, None, "model", None)
+        return jax.shard_map(attention, in_specs=(heads, heads, heads, P(first)), out_specs=heads, check_vma=False,
                              axis_names=set(mesh.axis_names) - set(mesh.manual_axes))(q, k, v, of_rows)
 
     return run

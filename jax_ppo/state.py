@@ -16,7 +16,7 @@ import optax
 from jax_ppo import hub, notation, schema, sharding
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import moments, schedules
-from jax_ppo.models import attention, deberta, heads, hf_import, peft
+from jax_ppo.models import attention, cache, deberta, heads, hf_import, peft
 from jax_ppo.models import lora as lora_lib
 from jax_ppo.models.deberta import Deberta
 from jax_ppo.models.deberta_architecture import DebertaArchitecture
@@ -100,6 +100,11 @@ def networks(config: schema.Config, folders: Folders) -> Networks:
         return Transformer(architecture, dtype, remat=config.model.gradient_checkpointing, attention=program)
 
     actor, critic = network(folders.actor), None
+    try:
+        actor = actor.clone(decoding=cache.choose(config.rollout.attention, platform, actor.attention, actor.architecture,
+                                                  config.sequence_length))
+    except ValueError as obstacle:
+        raise UserError(f"config.rollout.attention={config.rollout.attention!r}: {obstacle}; set 'auto'") from None
     if config.has_adapters:
         actor = actor.clone(lora=_lora(config, folders, actor.architecture))
 

@@ -26,11 +26,13 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 @pytest.fixture
 def cudnn_anywhere(monkeypatch):
-    """The library's attention by cuDNN, which runs on NVIDIA alone, by its own XLA form."""
+    """The library's attention by cuDNN, which runs on NVIDIA alone, by its own XLA form; refused where a compiler would have to
+    split it."""
     library = jax.nn.dot_product_attention
 
     def run(*arrays, implementation, **options):
-        assert implementation == "cudnn"
+        mesh = jax.sharding.get_abstract_mesh()
+        assert implementation == "cudnn" and (mesh.empty or set(mesh.manual_axes) == set(mesh.axis_names))
         return library(*arrays, implementation="xla", **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", run)

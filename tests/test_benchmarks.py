@@ -40,13 +40,7 @@ def test_a_tpus_programs_are_lowered_where_there_is_none(monkeypatch, program):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import programs
 
-    from jax_ppo.models import attention, cache
-
-    for module in (attention, cache):
-        def choose(first, second, *rest, chosen=module.choose):
-            return chosen(*("tpu" if x == "cpu" else x for x in (first, second)), *rest)
-
-        monkeypatch.setattr(module, "choose", choose)
+    monkeypatch.setattr(programs.Step, "platform", "tpu")
     step = programs.Step(programs.qwen2(layers=2, hidden=128, vocabulary=64), 8, 64, 64, dtype="bfloat16")
     assert (step.nets.actor.attention, step.decoder.decoding) == ("splash", "tpu")
     text = step.lower(program, ("tpu",)).as_text()

@@ -3,13 +3,13 @@
 The token at position i of a sequence stands in column i of its row. A layer's cache is (keys, values), in the form that the
 program reads without rearranging it:
 
-    cpu    keys [B, K, d, S], values [B, K, S, d]; read up to the longest row's end
+    cpu    keys [B, K, d, S], values [B, K, S, d]; read up to an eighth, a quarter or a half of S where that holds every row
     gpu    the same; all columns are read
     tpu    both [B, S, K, d]; all columns are read
-    cudnn  the same, on NVIDIA in 16-bit types; each row is read up to its own end. A layer with a sliding window: as on a TPU
+    cudnn  the same, on NVIDIA in 16-bit types; each row is read up to its own end
 
-A CPU alone chooses how far to read: a GPU would wait in each layer for the host to choose, and compilers for accelerators copy
-the part of an array that is read. For the same reason they read rows that are not asked about, too.
+A part of an array is copied before it is read. For a CPU that costs less than reading all. Accelerators read all, rows that are
+not asked about too; and a GPU would wait in each layer for the host to choose how far.
 """
 
 import functools
@@ -24,14 +24,30 @@ TRANSPOSED = ("cpu", "gpu")
 LEAST_WINDOW = 128  # columns that a CPU reads at least
 
 
-def choose(platform: str, attention: str) -> str:
-    """The program for a model whose whole sequences take `attention` (attention.py). `platform`: "cpu", "gpu" or "tpu"."""
-    return "cudnn" if attention == "cudnn" else platform
+def choose(wanted: str, platform: str, attention: str, architecture, columns: int) -> str:
+    """The program to use. Raises ValueError, saying why, where `wanted` cannot run.
+
+    Args:
+      wanted: "xla", "cudnn", or "auto": cudnn where it can run, else xla.
+      platform: "cpu", "cuda", "rocm" or "tpu".
+      attention: what whole sequences take (attention.py).
+      columns: S, at most.
+    """
+    obstacle = None
+    if attention != "cudnn":
+        obstacle = f"cuDNN reads the cache only where whole sequences take its attention, these take {attention}"
+    elif any(architecture.layers_are_local) and architecture.sliding_window < columns:
+        obstacle = f"cuDNN reads the cache of layers without a sliding window, this model's is {architecture.sliding_window}"
+    if wanted == "cudnn" and obstacle:
+        raise ValueError(obstacle)
+    if wanted == "xla" or obstacle:
+        return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
+    return "cudnn"
 
 
-def empty(program: str, rows: int, columns: int, kv_heads: int, head_dim: int, dtype):
-    """A layer's cache of zeros."""
-    zeros = jnp.zeros((rows, columns, kv_heads, head_dim), dtype)
+def empty(program: str, rows: int, length: int, kv_heads: int, head_dim: int, dtype):
+    """A layer's cache of zeros; `length` is S."""
+    zeros = jnp.zeros((rows, length, kv_heads, head_dim), dtype)
     return lay_out(program, zeros, zeros)
 
 
@@ -82,11 +98,14 @@ def attend(program: str, q_bx1xHxd, layer, columns_b, *, sliding_window: int | N
     Returns:
       [b, 1, H, d].
     """
+    if sliding_window is not None and sliding_window >= columns(program, layer):
+        sliding_window = None
     if program == "cpu":
         return _to_longest(q_bx1xHxd, *layer, columns_b, sliding_window=sliding_window, **options)
     idle = len(layer[0]) - len(q_bx1xHxd)
     q_Bx1xHxd, columns_B = (jnp.pad(x, ((0, idle), *[(0, 0)] * (x.ndim - 1))) for x in (q_bx1xHxd, columns_b))
-    if program == "cudnn" and sliding_window is None:
+    if program == "cudnn":
+        assert sliding_window is None, "choose refuses it"
         out_Bx1xHxd = split_heads(functools.partial(_cudnn, **options))(q_Bx1xHxd, *layer, columns_B)
     else:
         readable_BxS = _readable(columns_B, columns(program, layer), sliding_window)
@@ -94,9 +113,9 @@ def attend(program: str, q_bx1xHxd, layer, columns_b, *, sliding_window: int | N
     return out_Bx1xHxd[:len(q_bx1xHxd)]
 
 
-def windows(columns: int) -> tuple[int, ...]:
-    """The lengths that a CPU reads to: the shortest of these that holds every row's sequence. Halves of S."""
-    return tuple(sorted({columns} | {-(-columns >> i) for i in (1, 2, 3) if columns >> i >= LEAST_WINDOW}))
+def windows(length: int) -> tuple[int, ...]:
+    """The columns that a CPU reads: the least of these that hold every row's sequence. `length` is S."""
+    return tuple(sorted({length} | {-(-length >> i) for i in (1, 2, 3) if length >> i >= LEAST_WINDOW}))
 
 
 def _to_longest(q_bx1xHxd, keys_BxKxdxS, values_BxKxSxd, columns_b, *, sliding_window, **options):

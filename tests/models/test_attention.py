@@ -155,3 +155,5 @@ def test_an_impossible_choice_names_the_option(monkeypatch):
     assert state_lib.networks(tiny.config(), folders).actor.attention == "xla"
     with pytest.raises(UserError, match="config.model.attention='splash': splash attention needs a TPU"):
         state_lib.networks(tiny.config(model__attention="splash"), folders)
+    with pytest.raises(UserError, match="config.rollout.attention='cudnn': cuDNN reads the cache only where"):
+        state_lib.networks(tiny.config(rollout__attention="cudnn"), folders)

@@ -1,10 +1,13 @@
 """Whatever form a cache has, the attention of one token to it is that of the last token of a whole sequence."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import tiny
 from jax_ppo.models import attention, cache
 
 PROGRAMS = ("cpu", "gpu", "tpu", "cudnn")
@@ -22,14 +25,13 @@ def draw(rng, *shape):
 
 
 @pytest.mark.parametrize("behind", [0, 2])
-@pytest.mark.parametrize("options", [{}, {"scale": 0.9}, {"sliding_window": 3}, {"softcap": 0.5, "scale": 0.9},
-                                     {"sliding_window": 2, "softcap": 1.0}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"scale": 0.9}, {"sliding_window": 3}, {"sliding_window": S},
+                                     {"softcap": 0.5, "scale": 0.9}, {"sliding_window": 2, "softcap": 1.0}], ids=str)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_it_is_that_of_the_last_token(rng, cudnn_anywhere, monkeypatch, program, options, behind):
+def test_it_is_that_of_the_last_token(rng, cudnn_anywhere, program, options, behind):
     """What lies behind the columns, before a sliding window and in the rows behind is there to be wrongly counted."""
-    if program == "cudnn" and "softcap" in options:
-        pytest.skip("attention.choose refuses it")
-    monkeypatch.setattr(cache, "LEAST_WINDOW", 2)
+    if program == "cudnn" and ("softcap" in options or options.get("sliding_window", S) < S):
+        pytest.skip("attention.choose or cache.choose refuses it")
     q, k, v = draw(rng, B, S, 2 * K, D), draw(rng, B + behind, S, K, D), draw(rng, B + behind, S, K, D)
     last = jnp.take_along_axis(q, COLUMNS[:, None, None, None], 1)
     expected = jnp.take_along_axis(attention.xla(q, k[:B], v[:B], None, **options), COLUMNS[:, None, None, None], 1)
@@ -45,9 +47,10 @@ def test_a_cpu_reads_as_few_columns_as_hold_every_row(rng, monkeypatch, longest)
     assert cache.windows(S) == (3, 5, 9)
     read = next(width for width in (3, 5, 9) if width > longest)
     unread = jnp.where(jnp.arange(S)[:, None, None] < read, 0, jnp.nan)
-    layer = cache.lay_out("cpu", draw(rng, B, S, K, D) + unread, draw(rng, B, S, K, D) + unread)
-    out = cache.attend("cpu", draw(rng, B, 1, K, D), layer, jnp.array([0, longest, longest // 2]))
-    assert np.isfinite(out).all()
+    q, k, v = draw(rng, B, 1, K, D), draw(rng, B, S, K, D), draw(rng, B, S, K, D)
+    columns = jnp.array([0, longest, longest // 2])
+    out = cache.attend("cpu", q, cache.lay_out("cpu", k + unread, v + unread), columns)
+    np.testing.assert_allclose(out, cache.attend("tpu", q, cache.lay_out("tpu", k, v), columns), atol=1e-5)
 
 
 def test_what_a_cpu_reads():
@@ -73,12 +76,20 @@ def test_rows_that_enter(rng, program):
     jax.tree.map(np.testing.assert_array_equal, layer, cache.lay_out(program, *expected))
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_it_starts_empty(program):
-    layer = cache.empty(program, B, S, K, D, jnp.bfloat16)
-    jax.tree.map(np.testing.assert_array_equal, layer, cache.lay_out(program, *[jnp.zeros((B, S, K, D), jnp.bfloat16)] * 2))
+@pytest.mark.parametrize(("wanted", "platform", "whole", "window", "chosen"), [
+    ("auto", "cpu", "xla", None, "cpu"), ("auto", "cuda", "xla", None, "gpu"), ("auto", "rocm", "xla", None, "gpu"),
+    ("auto", "tpu", "splash", None, "tpu"), ("auto", "cuda", "cudnn", None, "cudnn"), ("xla", "cuda", "cudnn", None, "gpu"),
+    ("auto", "cuda", "cudnn", S - 1, "gpu"), ("auto", "cuda", "cudnn", S, "cudnn"), ("cudnn", "cuda", "cudnn", S, "cudnn")])
+def test_the_choice(wanted, platform, whole, window, chosen):
+    assert cache.choose(wanted, platform, whole, architecture(window), S) == chosen
 
 
-def test_the_choice():
-    assert [cache.choose(platform, "xla") for platform in ("cpu", "gpu", "tpu")] == ["cpu", "gpu", "tpu"]
-    assert cache.choose("tpu", "splash") == "tpu" and cache.choose("gpu", "cudnn") == "cudnn"
+@pytest.mark.parametrize(("whole", "window", "why"), [
+    ("xla", None, "these take xla"), ("cudnn", S - 1, "this model's is 8")])
+def test_what_cudnn_cannot_read(whole, window, why):
+    with pytest.raises(ValueError, match=why):
+        cache.choose("cudnn", "cuda", whole, architecture(window), S)
+
+
+def architecture(window):
+    return dataclasses.replace(tiny.ARCHITECTURE, sliding_window=window, local_layers=(False, True) if window else ())
