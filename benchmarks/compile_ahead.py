@@ -42,11 +42,11 @@ def main():
     step = programs.Step(architecture, args.samples, args.prompt, args.response, dtype="bfloat16", remat=True,
                          mesh=sharding.make_mesh(MeshShape(data=1, fsdp=-1), devices))
     result = {"settings": vars(args), "device": devices[0].device_kind, "devices": len(devices), "jax": jax.__version__,
-              "attention": step.nets.actor.attention}
+              "attention": step.nets.actor.attention, "decoding": step.decoder.decoding}
     for name in args.programs:
         result[name] = compiled(step, name)
         print(f"{devices[0].device_kind} x {len(devices)}: {name:14s}" + "  ".join(
-            f"{key} {value:.2f}" for key, value in result[name].items()), flush=True)
+            f"{key} {value:.3g}" for key, value in result[name].items()), flush=True)
         harness.save(f"compile_ahead_{args.platform}", result)
 
 
@@ -66,14 +66,16 @@ def topology(platform: str, name: str | None):
 
 
 def compiled(step, name: str) -> dict:
-    """Seconds, and GiB a device."""
+    """Seconds, GiB a device, and how often a GPU would wait for the host to choose a branch."""
     start = time.perf_counter()
     lowered = step.lower(name)
     traced = time.perf_counter()
-    memory = lowered.compile().memory_analysis()
+    program = lowered.compile()
+    memory = program.memory_analysis()
     return {"trace_seconds": traced - start, "compile_seconds": time.perf_counter() - traced,
             "arguments_gib": memory.argument_size_in_bytes / GIB, "results_gib": memory.output_size_in_bytes / GIB,
-            "reused_gib": memory.alias_size_in_bytes / GIB, "temporary_gib": memory.temp_size_in_bytes / GIB}
+            "reused_gib": memory.alias_size_in_bytes / GIB, "temporary_gib": memory.temp_size_in_bytes / GIB,
+            "conditionals": program.as_text().count(" conditional(")}
 
 
 if __name__ == "__main__":
