@@ -19,7 +19,7 @@ def init(model: Transformer, key, head: str) -> dict:
     architecture = model.architecture
     key_trunk, key_head = jax.random.split(key)
     one = jnp.zeros((1, 1), jnp.int32)
-    anywhere = model.clone(attention="xla")  # other programs refuse a row of one token
+    anywhere = model.clone(attention="xla")  # splash refuses a row of one token
     params = dict(anywhere.init(key_trunk, one, one, one)["params"])
     if head != "lm":
         params["score"] = {"kernel": jnp.zeros((architecture.hidden_size, 1), jnp.float32)}
