@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+import syntax_edit
 from museum import EXHIBITS
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -30,10 +31,9 @@ def test_names_are_unique_and_there_are_enough():
 @pytest.mark.parametrize("exhibit", EXHIBITS, ids=lambda exhibit: exhibit.name)
 def test_an_exhibit_is_whole(exhibit):
     assert exhibit.name.isidentifier() and exhibit.source and exhibit.holds
-    text = (ROOT / exhibit.file).read_text()
-    assert text.count(exhibit.old) == 1, f"{exhibit.file} has {text.count(exhibit.old)} times {exhibit.old!r}"
-    ast.parse(text.replace(exhibit.old, exhibit.new))
     assert exhibit.old != exhibit.new
+    _, edited = syntax_edit.apply_edit(ROOT / "jax_ppo", exhibit.where, exhibit.old, exhibit.new)
+    ast.parse(edited)
     file, _, name = exhibit.test.partition("::")
     assert name.partition("[")[0] in defined_in(file), exhibit.test
 
@@ -52,15 +52,38 @@ def defined_in(file):
 @pytest.mark.parametrize("exhibit", EXHIBITS, ids=lambda exhibit: exhibit.name)
 def test_the_bug_is_caught(exhibit, tmp_path):
     for folder in ("jax_ppo", "tests", "configs"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__")
+        )
     shutil.copyfile(ROOT / "pyproject.toml", tmp_path / "pyproject.toml")
-    file = tmp_path / exhibit.file
-    text = file.read_text()
-    assert text.count(exhibit.old) == 1
-    file.write_text(text.replace(exhibit.old, exhibit.new))
+    file, edited = syntax_edit.apply_edit(
+        tmp_path / "jax_ppo", exhibit.where, exhibit.old, exhibit.new
+    )
+    file.write_text(edited)
     # conftest.py asks for programs that compile fast where XLA_FLAGS is not set.
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", RUN, "-x", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow",
-                           exhibit.test], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
+        "PYTHONPATH": str(tmp_path)
+    }
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            RUN,
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "slow or not slow",
+            exhibit.test,
+        ],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 1, done.stdout[-5000:] + done.stderr[-2000:]
-    assert f"FAILED {exhibit.test}" in done.stdout or f"ERROR {exhibit.test}" in done.stdout, done.stdout[-5000:]
+    assert f"FAILED {exhibit.test}" in done.stdout or f"ERROR {exhibit.test}" in done.stdout, (
+        done.stdout[-5000:]
+    )
