@@ -25,7 +25,10 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SECTIONS = ("decode", "training", "step", "torch", "attention", "decode_command_buffers")
 FLAGS = {"decode_command_buffers": "--xla_gpu_enable_command_buffer=+WHILE"}
-BANDWIDTH = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12}  # bytes a second, by the device's name
+BANDWIDTH = {
+    "NVIDIA H200": 4.8e12,
+    "NVIDIA H100 80GB HBM3": 3.35e12,
+}  # bytes a second, by the device's name
 VERL_SECONDS, FLOOR_SECONDS = 66.9, 0.97
 
 
@@ -48,17 +51,39 @@ class Sizes:
     repeats: int = 5
 
 
-TINY = Sizes(layers=2, hidden=128, heads=2, mlp=256, vocabulary=512, slots=8, prompt=8, response=8, mean_prompt=5,
-             mean_response=5, micro_batches=(1, 2), product=64, repeats=2)
+TINY = Sizes(
+    layers=2,
+    hidden=128,
+    heads=2,
+    mlp=256,
+    vocabulary=512,
+    slots=8,
+    prompt=8,
+    response=8,
+    mean_prompt=5,
+    mean_response=5,
+    micro_batches=(1, 2),
+    product=64,
+    repeats=2,
+)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; all if none is given")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "sections",
+        nargs="*",
+        metavar="SECTION",
+        help=f"of {', '.join(SECTIONS)}; all if none is given",
+    )
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--budget", type=float, default=570, help="seconds for all sections")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "accelerator.json")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # runs one section in this process
+    parser.add_argument(
+        "--here", action="store_true", help=argparse.SUPPRESS
+    )  # runs one section in this process
     args = parser.parse_args()
     if unknown := set(args.sections) - set(SECTIONS):
         parser.error(f"{unknown.pop()}: no such section; there are {', '.join(SECTIONS)}")
@@ -86,21 +111,45 @@ def run_section(name: str, tiny: bool, seconds: float) -> dict:
     command = [sys.executable, __file__, name, "--here"] + ["--tiny"] * tiny
     started = time.monotonic()
     try:
-        done = subprocess.run(command, env=environment, timeout=seconds, capture_output=True, text=True)
+        done = subprocess.run(
+            command, env=environment, timeout=seconds, capture_output=True, text=True
+        )
     except subprocess.TimeoutExpired as error:
-        return {"error": f"cut off after {seconds:.0f} seconds", "so_far": (error.stderr or b"").decode()[-3000:]}
+        return {
+            "error": f"cut off after {seconds:.0f} seconds",
+            "so_far": (error.stderr or b"").decode()[-3000:],
+        }
     if done.returncode:
         return {"error": done.stderr.strip()[-2000:]}
-    return json.loads(done.stdout.splitlines()[-1]) | {"section_seconds": time.monotonic() - started}
+    return json.loads(done.stdout.splitlines()[-1]) | {
+        "section_seconds": time.monotonic() - started
+    }
 
 
 def make_step(sizes: Sizes, **changes):
     import programs
 
-    architecture = programs.qwen2(sizes.layers, sizes.hidden, sizes.vocabulary, tied=True, query_heads=sizes.heads,
-                                  kv_heads=min(2, sizes.heads), mlp=sizes.mlp)
-    return programs.Step(architecture, **{"samples": sizes.slots, "prompt": sizes.prompt, "response": sizes.response,
-                                          "dtype": "bfloat16", "remat": True, "slots": sizes.slots} | changes)
+    architecture = programs.qwen2(
+        sizes.layers,
+        sizes.hidden,
+        sizes.vocabulary,
+        tied=True,
+        query_heads=sizes.heads,
+        kv_heads=min(2, sizes.heads),
+        mlp=sizes.mlp,
+    )
+    return programs.Step(
+        architecture,
+        **{
+            "samples": sizes.slots,
+            "prompt": sizes.prompt,
+            "response": sizes.response,
+            "dtype": "bfloat16",
+            "remat": True,
+            "slots": sizes.slots,
+        }
+        | changes,
+    )
 
 
 def seconds(function, repeats: int) -> float:
@@ -128,15 +177,29 @@ def decode(sizes: Sizes) -> dict:
     import jax
 
     a, rate = make_step(sizes).architecture, BANDWIDTH.get(jax.devices()[0].device_kind)
-    cache = 2 * a.num_layers * a.num_kv_heads * a.head_dim * 2 * sizes.slots * (sizes.prompt + sizes.response / 2)
+    cache = (
+        2
+        * a.num_layers
+        * a.num_kv_heads
+        * a.head_dim
+        * 2
+        * sizes.slots
+        * (sizes.prompt + sizes.response / 2)
+    )
     limit = rate and sizes.slots * rate / (2 * parameters(make_step(sizes)) + cache)
     found = {}
     for program in dict.fromkeys((make_step(sizes).decoder.decoding, "gpu")):
         try:
-            taken = {response: decode_seconds(sizes, program, response) for response in (2, sizes.response)}
+            taken = {
+                response: decode_seconds(sizes, program, response)
+                for response in (2, sizes.response)
+            }
             per_second = sizes.slots * (sizes.response - 2) / (taken[sizes.response] - taken[2])
-            found[program] = {"tokens_per_second": per_second, "share_of_limit": limit and per_second / limit,
-                              "whole_seconds": {str(length): value for length, value in taken.items()}}
+            found[program] = {
+                "tokens_per_second": per_second,
+                "share_of_limit": limit and per_second / limit,
+                "whole_seconds": {str(length): value for length, value in taken.items()},
+            }
         except Exception as error:  # cuDNN refuses something, say
             found[program] = {"error": str(error)[:300]}
         print(program, found[program], file=sys.stderr, flush=True)
@@ -159,7 +222,9 @@ def training(sizes: Sizes) -> dict:
     for rows, remat in [(rows, False) for rows in sizes.micro_batches] + [(samples, True)]:
         name = f"{rows} rows{', layers recomputed' if remat else ''}"
         try:
-            found[name] = train(make_step(sizes, samples=samples, rows=rows, remat=remat), sizes, peak)
+            found[name] = train(
+                make_step(sizes, samples=samples, rows=rows, remat=remat), sizes, peak
+            )
         except Exception as error:  # too large for the memory, say: that is a finding too
             found[name] = {"error": str(error)[:300]}
         print(name, found[name], file=sys.stderr, flush=True)
@@ -169,7 +234,9 @@ def training(sizes: Sizes) -> dict:
 def train(step, sizes: Sizes, peak: float) -> dict:
     taken = step.seconds_of_update(sizes.repeats)
     tokens = step.samples * (sizes.prompt + sizes.response)
-    head = step.architecture.vocab_size * step.architecture.hidden_size  # the actor's alone, and where a response token is
+    head = (
+        step.architecture.vocab_size * step.architecture.hidden_size
+    )  # the actor's alone, and where a response token is
     needed = 6 * (2 * (parameters(step) - head) * tokens + head * step.samples * sizes.response)
     return {"seconds": taken, "tokens_per_second": tokens / taken, "mfu": needed / taken / peak}
 
@@ -190,13 +257,24 @@ def step(sizes: Sizes) -> dict:
     import numpy as np
     import workload
 
-    prompts = np.random.default_rng(1).integers(2, 2 * sizes.mean_prompt - 1, sizes.slots).astype(np.int32)
+    prompts = (
+        np.random.default_rng(1)
+        .integers(2, 2 * sizes.mean_prompt - 1, sizes.slots)
+        .astype(np.int32)
+    )
     chance = workload.eos_chance(sizes.mean_response, sizes.response)
     ours = make_step(sizes, endings=round(chance * sizes.vocabulary))
-    phases, tokens = ours.seconds_of_phases(np.minimum(prompts, sizes.prompt), max(1, sizes.repeats // 2))
+    phases, tokens = ours.seconds_of_phases(
+        np.minimum(prompts, sizes.prompt), max(1, sizes.repeats // 2)
+    )
     total = sum(phases.values())
-    return {"seconds": total, "phases": phases, "tokens": tokens,
-            "times_an_h200s_floor": total / FLOOR_SECONDS, "times_verl": VERL_SECONDS / total} | device()
+    return {
+        "seconds": total,
+        "phases": phases,
+        "tokens": tokens,
+        "times_an_h200s_floor": total / FLOOR_SECONDS,
+        "times_verl": VERL_SECONDS / total,
+    } | device()
 
 
 def attention(sizes: Sizes) -> dict:
@@ -209,11 +287,14 @@ def attention(sizes: Sizes) -> dict:
     from jax_ppo.models.attention import attend
 
     length, rows, found = sizes.prompt + sizes.response, min(8, sizes.slots), {}
-    q, k = (jax.random.normal(jax.random.key(i), (rows, length, n, 64), jnp.bfloat16)
-            for i, n in enumerate((sizes.heads, min(2, sizes.heads))))
+    q, k = (
+        jax.random.normal(jax.random.key(i), (rows, length, n, 64), jnp.bfloat16)
+        for i, n in enumerate((sizes.heads, min(2, sizes.heads)))
+    )
     halves = jnp.broadcast_to(jnp.arange(length) * 2 // length, (rows, length))
     for program in ("xla", "cudnn"):
         for name, segments in (("whole", None), ("packed", halves)):
+
             def loss(q, k, v, program=program, segments=segments):
                 return attend(program, q, k, v, segments).astype(jnp.float32).sum()
 
@@ -223,8 +304,12 @@ def attention(sizes: Sizes) -> dict:
                 found[f"{program}, {name}"] = {"milliseconds": 1000 * taken}
             except Exception as error:  # cuDNN where there is none
                 found[f"{program}, {name}"] = {"error": str(error)[:300]}
-    q, k, v = (jax.random.normal(jax.random.key(i), (sizes.slots, columns, n, 64), jnp.bfloat16)
-               for i, (columns, n) in enumerate(((1, q.shape[2]), (length, k.shape[2]), (length, k.shape[2]))))
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), (sizes.slots, columns, n, 64), jnp.bfloat16)
+        for i, (columns, n) in enumerate(
+            ((1, q.shape[2]), (length, k.shape[2]), (length, k.shape[2]))
+        )
+    )
     columns, outputs = jnp.arange(sizes.slots) * length // sizes.slots, []
     for program in ("gpu", "tpu", "cudnn"):
         read = jax.jit(functools.partial(cache.attend, program))
@@ -232,8 +317,10 @@ def attention(sizes: Sizes) -> dict:
             layer = cache.lay_out(program, k, v)
             outputs.append(read(q, layer, columns).astype(jnp.float32))
             taken = seconds(lambda read=read, layer=layer: read(q, layer, columns), sizes.repeats)
-            found[f"{program}, one token"] = {"milliseconds": 1000 * taken,
-                                              "difference": float(jnp.abs(outputs[-1] - outputs[0]).max())}
+            found[f"{program}, one token"] = {
+                "milliseconds": 1000 * taken,
+                "difference": float(jnp.abs(outputs[-1] - outputs[0]).max()),
+            }
         except Exception as error:
             found[f"{program}, one token"] = {"error": str(error)[:300]}
     return found | device()
@@ -249,12 +336,29 @@ def torch(sizes: Sizes) -> dict:
     if not torch.cuda.is_available():
         return {"skipped": "torch sees no CUDA device"}
     config = transformers.Qwen2Config(
-        vocab_size=sizes.vocabulary, hidden_size=sizes.hidden, intermediate_size=sizes.mlp, num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads, num_key_value_heads=min(2, sizes.heads), tie_word_embeddings=True, pad_token_id=0,
-        eos_token_id=1, bos_token_id=None, max_position_embeddings=32768)
+        vocab_size=sizes.vocabulary,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.mlp,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=min(2, sizes.heads),
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+        max_position_embeddings=32768,
+    )
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda()
-    found = {"torch": torch.__version__, "transformers": transformers.__version__, "device": torch.cuda.get_device_name()}
-    for name, function in (("generate", torch_generate), ("generate_batch", torch_generate_batch), ("training", torch_train)):
+    found = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": torch.cuda.get_device_name(),
+    }
+    for name, function in (
+        ("generate", torch_generate),
+        ("generate_batch", torch_generate_batch),
+        ("training", torch_train),
+    ):
         try:
             found[name] = function(torch, model, sizes)
         except Exception as error:
@@ -277,7 +381,13 @@ def torch_seconds(torch, function, repeats: int) -> float:
 def torch_generate(torch, model, sizes: Sizes) -> dict:
     prompts = torch.randint(2, sizes.vocabulary, (sizes.slots, sizes.prompt), device="cuda")
     new = min(64, sizes.response)  # it decodes slowly; a few tokens tell
-    options = dict(attention_mask=torch.ones_like(prompts), do_sample=True, min_new_tokens=new, max_new_tokens=new, top_k=0)
+    options = dict(
+        attention_mask=torch.ones_like(prompts),
+        do_sample=True,
+        min_new_tokens=new,
+        max_new_tokens=new,
+        top_k=0,
+    )
     with torch.no_grad():
         taken = torch_seconds(torch, lambda: model.generate(prompts, **options), 1)
     return {"tokens_per_second": sizes.slots * new / taken}
@@ -290,7 +400,11 @@ def torch_generate_batch(torch, model, sizes: Sizes) -> dict:
     new = min(128, sizes.response)
     options = GenerationConfig(do_sample=True, max_new_tokens=new, eos_token_id=-1, pad_token_id=0)
     with torch.no_grad():
-        taken = torch_seconds(torch, lambda: model.generate_batch(prompts, generation_config=options, progress_bar=False), 1)
+        taken = torch_seconds(
+            torch,
+            lambda: model.generate_batch(prompts, generation_config=options, progress_bar=False),
+            1,
+        )
     return {"tokens_per_second": sizes.slots * new / taken}
 
 
@@ -311,7 +425,11 @@ def torch_train(torch, model, sizes: Sizes) -> dict:
 def device() -> dict:
     import jax
 
-    return {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "xla_flags": os.environ.get("XLA_FLAGS", "")}
+    return {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }
 
 
 if __name__ == "__main__":

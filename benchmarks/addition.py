@@ -30,7 +30,9 @@ def answer(pair) -> str:
     return f"{sum(pair):03d}"[::-1]
 
 
-def until_target(step: Callable[[], None], wait: Callable[[], None], accuracy: Callable[[], float]) -> dict:
+def until_target(
+    step: Callable[[], None], wait: Callable[[], None], accuracy: Callable[[], float]
+) -> dict:
     """Takes steps until the target, or MAX_STEPS of them. The clock stands still in evaluations.
 
     Args:
@@ -50,4 +52,10 @@ def until_target(step: Callable[[], None], wait: Callable[[], None], accuracy: C
         wait()
         seconds += time.perf_counter() - start
         curve.append([curve[-1][0] + EVAL_EVERY, seconds, accuracy()])
-    return {"seconds": seconds, "steps": curve[-1][0], "accuracy_before": curve[0][2], "accuracy": curve[-1][2], "curve": curve}
+    return {
+        "seconds": seconds,
+        "steps": curve[-1][0],
+        "accuracy_before": curve[0][2],
+        "accuracy": curve[-1][2],
+        "curve": curve,
+    }

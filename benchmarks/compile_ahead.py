@@ -19,9 +19,14 @@ PROGRAMS = ("sample", "score", "score critic", "update", "update critic")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("platform", choices=("cuda", "tpu"))
-    parser.add_argument("--topology", help="TPU: v5e:2x2, v5p:2x2x1, v6e:2x4, ...; CUDA: slices x hosts x devices, 1x1x1")
+    parser.add_argument(
+        "--topology",
+        help="TPU: v5e:2x2, v5p:2x2x1, v6e:2x4, ...; CUDA: slices x hosts x devices, 1x1x1",
+    )
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=PROGRAMS)
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--prompt", type=int, default=256)
@@ -39,21 +44,42 @@ def main():
     from jax_ppo.schema import MeshShape
 
     architecture = dataclasses.replace(programs.QWEN_05B, num_layers=args.layers)
-    step = programs.Step(architecture, args.samples, args.prompt, args.response, dtype="bfloat16", remat=True,
-                         mesh=sharding.make_mesh(MeshShape(data=1, fsdp=-1), devices))
-    result = {"settings": vars(args), "device": devices[0].device_kind, "devices": len(devices), "jax": jax.__version__,
-              "attention": step.nets.actor.attention, "decoding": step.decoder.decoding}
+    step = programs.Step(
+        architecture,
+        args.samples,
+        args.prompt,
+        args.response,
+        dtype="bfloat16",
+        remat=True,
+        mesh=sharding.make_mesh(MeshShape(data=1, fsdp=-1), devices),
+    )
+    result = {
+        "settings": vars(args),
+        "device": devices[0].device_kind,
+        "devices": len(devices),
+        "jax": jax.__version__,
+        "attention": step.nets.actor.attention,
+        "decoding": step.decoder.decoding,
+    }
     for name in args.programs:
         result[name] = compiled(step, name)
-        print(f"{devices[0].device_kind} x {len(devices)}: {name:14s}" + "  ".join(
-            f"{key} {value:.3g}" for key, value in result[name].items()), flush=True)
+        print(
+            f"{devices[0].device_kind} x {len(devices)}: {name:14s}"
+            + "  ".join(f"{key} {value:.3g}" for key, value in result[name].items()),
+            flush=True,
+        )
         harness.save(f"compile_ahead_{args.platform}", result)
 
 
 def topology(platform: str, name: str | None):
     """The devices of a machine that is not here."""
-    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "TPU_SKIP_MDS_QUERY": "1",
-                   "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    os.environ |= {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
     import jax
     from jax.experimental import topologies
 
@@ -61,8 +87,9 @@ def topology(platform: str, name: str | None):
     if platform == "tpu":
         return topologies.get_topology_desc(platform="tpu", topology_name=name or "v5e:2x2").devices
     target = (Path(__file__).parent / "h100.txtpb").read_text()
-    return topologies.get_topology_desc(platform="cuda", topology_name="", target_config=target,
-                                        topology=name or "1x1x1").devices
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name="", target_config=target, topology=name or "1x1x1"
+    ).devices
 
 
 def compiled(step, name: str) -> dict:
@@ -72,10 +99,15 @@ def compiled(step, name: str) -> dict:
     traced = time.perf_counter()
     program = lowered.compile()
     memory = program.memory_analysis()
-    return {"trace_seconds": traced - start, "compile_seconds": time.perf_counter() - traced,
-            "arguments_gib": memory.argument_size_in_bytes / GIB, "results_gib": memory.output_size_in_bytes / GIB,
-            "reused_gib": memory.alias_size_in_bytes / GIB, "temporary_gib": memory.temp_size_in_bytes / GIB,
-            "conditionals": program.as_text().count(" conditional(")}
+    return {
+        "trace_seconds": traced - start,
+        "compile_seconds": time.perf_counter() - traced,
+        "arguments_gib": memory.argument_size_in_bytes / GIB,
+        "results_gib": memory.output_size_in_bytes / GIB,
+        "reused_gib": memory.alias_size_in_bytes / GIB,
+        "temporary_gib": memory.temp_size_in_bytes / GIB,
+        "conditionals": program.as_text().count(" conditional("),
+    }
 
 
 if __name__ == "__main__":

@@ -18,9 +18,14 @@ from pathlib import Path
 import harness
 import workload
 
-SIDES = {"ours": "ours_decode.py", "torch": "torch_decode.py", "transformers": "transformers_decode.py",
-         "transformers-static": "transformers_decode.py", "transformers-continuous": "transformers_decode.py",
-         "tunix": "tunix_decode.py"}
+SIDES = {
+    "ours": "ours_decode.py",
+    "torch": "torch_decode.py",
+    "transformers": "transformers_decode.py",
+    "transformers-static": "transformers_decode.py",
+    "transformers-continuous": "transformers_decode.py",
+    "tunix": "tunix_decode.py",
+}
 PROMPT = 64
 
 
@@ -48,19 +53,47 @@ def main():
     before, results = harness.machine(), {}
     for name in args.cases:
         results[name] = measure(name, CASES[name], args)
-    chosen = [names for names, known in ((args.cases, CASES), (args.sides, SIDES)) if names != list(known)]
+    chosen = [
+        names for names, known in ((args.cases, CASES), (args.sides, SIDES)) if names != list(known)
+    ]
     part = "".join("_" + name for names in chosen for name in names)
-    result = {"machine": before, "turns": args.turns, "warm_up": args.warm_up, "prompt": PROMPT, "cases": results}
+    result = {
+        "machine": before,
+        "turns": args.turns,
+        "warm_up": args.warm_up,
+        "prompt": PROMPT,
+        "cases": results,
+    }
     print("written:", harness.save(f"decode{part}", result))
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", help="Python of the environment that peers.sh made; needed for all sides but ours")
-    parser.add_argument("--cases", type=lambda text: text.split(","), default=list(CASES), help=f"of {', '.join(CASES)}")
-    parser.add_argument("--sides", type=lambda text: text.split(","), default=list(SIDES), help=f"of {', '.join(SIDES)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--peers",
+        help="Python of the environment that peers.sh made; needed for all sides but ours",
+    )
+    parser.add_argument(
+        "--cases",
+        type=lambda text: text.split(","),
+        default=list(CASES),
+        help=f"of {', '.join(CASES)}",
+    )
+    parser.add_argument(
+        "--sides",
+        type=lambda text: text.split(","),
+        default=list(SIDES),
+        help=f"of {', '.join(SIDES)}",
+    )
     parser.add_argument("--turns", type=int, default=7, help="turns that count")
-    parser.add_argument("--warm-up", type=int, default=2, help="turns before them, in which nearly everything is compiled")
+    parser.add_argument(
+        "--warm-up",
+        type=int,
+        default=2,
+        help="turns before them, in which nearly everything is compiled",
+    )
     args = parser.parse_args()
     if wrong := [name for name in args.cases if name not in CASES]:
         parser.error(f"--cases {','.join(wrong)}: expected some of {', '.join(CASES)}")
@@ -72,20 +105,32 @@ def measure(name: str, case: Case, args) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         model = workload.make_model(Path(folder) / "model", case.chance)
         settings = dataclasses.asdict(case) | {"model": str(model), "prompt": PROMPT}
-        workers = [harness.Worker(side, SIDES[side], settings | {"side": side}, None if side == "ours" else args.peers)
-                   for side in args.sides]
+        workers = [
+            harness.Worker(
+                side, SIDES[side], settings | {"side": side}, None if side == "ours" else args.peers
+            )
+            for side in args.sides
+        ]
         answers = harness.interleave(workers, args.turns, args.warm_up)
         for worker in workers:
             worker.close()
-    print(f"{name}: {case.prompts} prompts in {case.rows} rows, at most {case.response} tokens, EOS by a chance of "
-          f"{case.chance:.4f}")
+    print(
+        f"{name}: {case.prompts} prompts in {case.rows} rows, at most {case.response} tokens, EOS by a chance of "
+        f"{case.chance:.4f}"
+    )
     result = {}
     for worker in workers:
         turns = answers[worker.name]
         speeds = harness.spread([turn["tokens"] / turn["seconds"] for turn in turns])
-        result[worker.name] = {"tokens_per_second": speeds, "seconds": harness.spread([turn["seconds"] for turn in turns]),
-                               "versions": worker.versions, "answers": turns}
-        print(f"  {worker.name:24s}{speeds['median']:7.0f} tokens/s ({speeds['min']:.0f}-{speeds['max']:.0f})")
+        result[worker.name] = {
+            "tokens_per_second": speeds,
+            "seconds": harness.spread([turn["seconds"] for turn in turns]),
+            "versions": worker.versions,
+            "answers": turns,
+        }
+        print(
+            f"  {worker.name:24s}{speeds['median']:7.0f} tokens/s ({speeds['min']:.0f}-{speeds['max']:.0f})"
+        )
     return dataclasses.asdict(case) | {"sides": result}
 
 

@@ -24,30 +24,59 @@ from matplotlib.ticker import LogLocator
 from jax_ppo import compilation
 
 BASE = {"response": 64, "samples": 32, "vocabulary": 4096, "layers": 4}
-AXES = {"response": (32, 64, 256), "samples": (8, 32, 128), "vocabulary": (1024, 4096, 32768), "layers": (2, 4, 8)}
-CURVES = {"decode": "seconds", "score + update": "seconds", "score": "temporary MiB", "update": "temporary MiB"}
+AXES = {
+    "response": (32, 64, 256),
+    "samples": (8, 32, 128),
+    "vocabulary": (1024, 4096, 32768),
+    "layers": (2, 4, 8),
+}
+CURVES = {
+    "decode": "seconds",
+    "score + update": "seconds",
+    "score": "temporary MiB",
+    "update": "temporary MiB",
+}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
-    parser.add_argument("--repeats", type=int, default=5, help="steps that count, after one that compiles")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="steps that count, after one that compiles"
+    )
     args = parser.parse_args()
-    sizes = {str(size): size for axis in args.axes for size in (BASE | {axis: value} for value in AXES[axis])}
+    sizes = {
+        str(size): size
+        for axis in args.axes
+        for size in (BASE | {axis: value} for value in AXES[axis])
+    }
     before = harness.machine()
     with tempfile.TemporaryDirectory() as folder:
-        compilation.keep(folder, print)  # what is compiled for its memory's sake need not be compiled again to run
+        compilation.keep(
+            folder, print
+        )  # what is compiled for its memory's sake need not be compiled again to run
         points = measured(sizes, args.repeats)
     for point in points.values():
         print("  ".join(f"{name} {value:g}" for name, value in point.items()))
-    curves = {axis: [points[str(BASE | {axis: value})] for value in AXES[axis]] for axis in args.axes}
-    slopes = {axis: {name: (slope(axis, name, rows), slope(axis, name, rows[-2:])) for name in names()}
-              for axis, rows in curves.items()}
+    curves = {
+        axis: [points[str(BASE | {axis: value})] for value in AXES[axis]] for axis in args.axes
+    }
+    slopes = {
+        axis: {name: (slope(axis, name, rows), slope(axis, name, rows[-2:])) for name in names()}
+        for axis, rows in curves.items()
+    }
     for axis, found in slopes.items():
         for name, (whole, last) in found.items():
             bend = "" if abs(whole - last) < 0.2 else f"  bends: {last:.2f} at the end"
             print(f"{axis:10s} {name:24s} grows as its power {whole:.2f}{bend}")
-    print("written:", harness.save("growth", {"machine": before, "base": BASE, "curves": curves, "slopes": slopes}))
+    print(
+        "written:",
+        harness.save(
+            "growth", {"machine": before, "base": BASE, "curves": curves, "slopes": slopes}
+        ),
+    )
     draw(curves, slopes)
 
 
@@ -59,9 +88,16 @@ def measured(sizes: dict[str, dict], repeats: int) -> dict[str, dict]:
     """Each of the sizes, with what it took."""
     mib, steps = {}, {}
     for name, size in sizes.items():
-        step = programs.Step(programs.qwen2(size["layers"], vocabulary=size["vocabulary"]), samples=size["samples"], prompt=64,
-                             response=size["response"])
-        mib[name] = [step.lower(kind).compile().memory_analysis().temp_size_in_bytes / 2**20 for kind in ("score", "update")]
+        step = programs.Step(
+            programs.qwen2(size["layers"], vocabulary=size["vocabulary"]),
+            samples=size["samples"],
+            prompt=64,
+            response=size["response"],
+        )
+        mib[name] = [
+            step.lower(kind).compile().memory_analysis().temp_size_in_bytes / 2**20
+            for kind in ("score", "update")
+        ]
         steps[name] = step.steps(step.full_lengths())
         next(steps[name])
         print(f"compiled {len(steps)}/{len(sizes)}", file=sys.stderr, flush=True)
@@ -70,15 +106,26 @@ def measured(sizes: dict[str, dict], repeats: int) -> dict[str, dict]:
     def median(name, *phases):
         return statistics.median(sum(taken[name][phase] for phase in phases) for taken in rounds)
 
-    return {name: size | dict(zip(names(), (median(name, "sample"), median(name, "score", "update"), *mib[name]), strict=True))
-            for name, size in sizes.items()}
+    return {
+        name: size
+        | dict(
+            zip(
+                names(),
+                (median(name, "sample"), median(name, "score", "update"), *mib[name]),
+                strict=True,
+            )
+        )
+        for name, size in sizes.items()
+    }
 
 
 def slope(axis: str, name: str, rows: list[dict]) -> float:
     """The power that fits best, by least squares on logarithms."""
     x, y = ([math.log(row[key]) for row in rows] for key in (axis, name))
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    return (sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum((a - mean_x) ** 2 for a in x))
+    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum(
+        (a - mean_x) ** 2 for a in x
+    )
 
 
 def draw(curves: dict, slopes: dict) -> None:
@@ -87,8 +134,12 @@ def draw(curves: dict, slopes: dict) -> None:
     for column, (axis, rows) in zip(grid.T, curves.items(), strict=True):
         for axes, unit in zip(column, ("seconds", "temporary MiB"), strict=True):
             for name in (name for name in names() if name.endswith(unit)):
-                axes.loglog([row[axis] for row in rows], [row[name] for row in rows], marker="o",
-                            label=f"{name.partition(',')[0]}: power {slopes[axis][name][0]:.2f}")
+                axes.loglog(
+                    [row[axis] for row in rows],
+                    [row[name] for row in rows],
+                    marker="o",
+                    label=f"{name.partition(',')[0]}: power {slopes[axis][name][0]:.2f}",
+                )
             axes.set(xlabel=axis, ylabel=unit)
             axes.set_xticks([row[axis] for row in rows], [f"{row[axis]:,}" for row in rows])
             axes.minorticks_off()

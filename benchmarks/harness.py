@@ -49,11 +49,20 @@ class Worker:
     def __init__(self, name: str, program: str, settings: dict, python: str | None = None):
         """Starts workers/PROGRAM with the settings as JSON. `python`: of its environment; None: this one."""
         self.name, here = name, Path(__file__).parent
-        environment = {"OMP_NUM_THREADS": str(THREADS), "MKL_NUM_THREADS": str(THREADS), "JAX_PLATFORMS": "cpu",
-                       "PYTHONPATH": os.pathsep.join((str(here), str(here.parent)))}
+        environment = {
+            "OMP_NUM_THREADS": str(THREADS),
+            "MKL_NUM_THREADS": str(THREADS),
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": os.pathsep.join((str(here), str(here.parent))),
+        }
         command = [python or sys.executable, str(here / "workers" / program), json.dumps(settings)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                         env=os.environ | environment)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | environment,
+        )
         self.versions = self._answer()["versions"]
 
     def turn(self) -> dict:
@@ -68,7 +77,9 @@ class Worker:
     def _answer(self) -> dict:
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self.name} ended with exit status {self._process.wait()}; its errors are above")
+            raise RuntimeError(
+                f"{self.name} ended with exit status {self._process.wait()}; its errors are above"
+            )
         return json.loads(line)
 
 
@@ -76,7 +87,7 @@ def interleave(workers: list[Worker], turns: int, warm_up: int) -> dict[str, lis
     """Each worker's answers to `turns` turns, taken in rounds, the first `warm_up` rounds dropped; the order turns about."""
     answers = {worker.name: [] for worker in workers}
     for round_number in range(warm_up + turns):
-        for worker in workers[::1 if round_number % 2 else -1]:
+        for worker in workers[:: 1 if round_number % 2 else -1]:
             answers[worker.name].append(worker.turn())
         last = ", ".join(f"{name} {given[-1]['seconds']:.3f} s" for name, given in answers.items())
         print(f"round {round_number + 1}/{warm_up + turns}: {last}", file=sys.stderr, flush=True)
@@ -98,9 +109,20 @@ def spread(values: list[float]) -> dict[str, float]:
 
 def machine() -> dict:
     """What the figures were taken on."""
-    model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-                  if line.startswith("model name")), platform.processor())
-    return {"cpu": model, "cores": os.cpu_count(), "threads": THREADS, "load_before": os.getloadavg()[0]}
+    model = next(
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "threads": THREADS,
+        "load_before": os.getloadavg()[0],
+    }
 
 
 def save(name: str, result: dict) -> Path:

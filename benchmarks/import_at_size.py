@@ -30,7 +30,9 @@ GB = 1e9
 def qwen_7b(layers: int):
     import programs
 
-    sizes = programs.qwen2(layers=layers, hidden=3584, vocabulary=152064, query_heads=28, kv_heads=4, mlp=18944)
+    sizes = programs.qwen2(
+        layers=layers, hidden=3584, vocabulary=152064, query_heads=28, kv_heads=4, mlp=18944
+    )
     return dataclasses.replace(sizes, head_dim=128)
 
 
@@ -40,7 +42,11 @@ def write_checkpoint(folder: Path, layers: int) -> None:
 
     architecture = qwen_7b(layers)
     block = np.random.default_rng(0).normal(0, 0.02, 1 << 22).astype(ml_dtypes.bfloat16)
-    rows = {name: row.hf_shape for row in hf_names.table(architecture, "lm").values() for name in row.names()}
+    rows = {
+        name: row.hf_shape
+        for row in hf_names.table(architecture, "lm").values()
+        for name in row.names()
+    }
     shards, size = [[]], 0
     for name, shape in rows.items():
         count = int(np.prod(shape))
@@ -52,11 +58,15 @@ def write_checkpoint(folder: Path, layers: int) -> None:
     weight_map = {}
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        arrays = (np.resize(np.roll(block, number), shape) for number, (_, shape) in enumerate(shard))
+        arrays = (
+            np.resize(np.roll(block, number), shape) for number, (_, shape) in enumerate(shard)
+        )
         hf_files.write(folder / file, {name: ("BF16", shape) for name, shape in shard}, arrays)
         weight_map |= {name: file for name, _ in shard}
     (folder / hf_files.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (folder / "config.json").write_text(json.dumps(hf_config.to_hf_config(architecture, "bfloat16")))
+    (folder / "config.json").write_text(
+        json.dumps(hf_config.to_hf_config(architecture, "bfloat16"))
+    )
 
 
 class Watch(threading.Thread):
@@ -79,7 +89,11 @@ class Watch(threading.Thread):
 
 def held() -> tuple[int, int]:
     """Bytes: anonymous and shared memory, and pages of files."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Rss"))
+    status = dict(
+        line.split(":", 1)
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("Rss")
+    )
     size = {name: int(value.split()[0]) * 1024 for name, value in status.items()}
     return size["RssAnon"] + size["RssShmem"], size["RssFile"]
 
@@ -97,7 +111,9 @@ def read(folder: Path, devices: int) -> dict:
 
     mesh = sharding.make_mesh(schema.MeshShape(data=1, fsdp=devices))
     architecture = hf_import.read_architecture(folder)
-    shapes = jax.eval_shape(functools.partial(heads.init, Transformer(architecture), head="lm"), jax.random.key(0))
+    shapes = jax.eval_shape(
+        functools.partial(heads.init, Transformer(architecture), head="lm"), jax.random.key(0)
+    )
     where = sharding.tree_shardings(mesh, shapes, sharding.TRAIN_RULES)
     with hf_files.Checkpoint(folder) as checkpoint:
         largest = max(2 * int(np.prod(checkpoint.shape(name))) for name in checkpoint.names())
@@ -107,14 +123,24 @@ def read(folder: Path, devices: int) -> dict:
     params = hf_import.load(folder, architecture, where, jnp.bfloat16)
     seconds = time.monotonic() - start
     watch.stop()
-    arrays = sum(shard.data.nbytes for x in jax.tree.leaves(params) for shard in x.addressable_shards)
+    arrays = sum(
+        shard.data.nbytes for x in jax.tree.leaves(params) for shard in x.addressable_shards
+    )
     flat = hf_names.flatten_like(params, hf_names.table(architecture, "lm"), "`params`")
     with hf_files.Checkpoint(folder) as checkpoint:
         equal, compared = compare(checkpoint, hf_names.table(architecture, "lm"), flat)
-    return {"parameters": sum(x.size for x in flat.values()), "seconds": seconds, "gigabytes": arrays / GB,
-            "largest_tensor_gigabytes": largest / GB, "beside_the_arrays_gigabytes": (watch.own - before - arrays) / GB,
-            "of_the_largest_tensor": (watch.own - before - arrays) / largest, "mapped_gigabytes_at_most": watch.mapped / GB,
-            "tensors_compared": compared, "tensors_equal": equal, "jax": jax.__version__}
+    return {
+        "parameters": sum(x.size for x in flat.values()),
+        "seconds": seconds,
+        "gigabytes": arrays / GB,
+        "largest_tensor_gigabytes": largest / GB,
+        "beside_the_arrays_gigabytes": (watch.own - before - arrays) / GB,
+        "of_the_largest_tensor": (watch.own - before - arrays) / largest,
+        "mapped_gigabytes_at_most": watch.mapped / GB,
+        "tensors_compared": compared,
+        "tensors_equal": equal,
+        "jax": jax.__version__,
+    }
 
 
 def compare(checkpoint, table, flat) -> tuple[int, int]:
@@ -122,20 +148,30 @@ def compare(checkpoint, table, flat) -> tuple[int, int]:
     equal = compared = 0
     for path, row in table.items():
         names = row.names()
-        for layer in ({0, len(names) - 1} if row.layers else {0}):
+        for layer in {0, len(names) - 1} if row.layers else {0}:
             ours = np.asarray(flat[path][layer] if row.layers else flat[path])
             theirs = checkpoint.read(names[layer])
-            equal += np.array_equal((ours.T if row.transposed else ours).view(np.uint16), theirs.view(np.uint16))
+            equal += np.array_equal(
+                (ours.T if row.transposed else ours).view(np.uint16), theirs.view(np.uint16)
+            )
             compared += 1
     return equal, compared
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="where the checkpoint is kept; a temporary one if not given")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where the checkpoint is kept; a temporary one if not given"
+    )
     parser.add_argument("--layers", type=int, default=28, help="28 are 7.6 billion parameters")
     parser.add_argument("--devices", type=int, default=4)
-    parser.add_argument("--read", action="store_true", help="only read what --folder holds, and print the figures as JSON")
+    parser.add_argument(
+        "--read",
+        action="store_true",
+        help="only read what --folder holds, and print the figures as JSON",
+    )
     args = parser.parse_args()
     if args.read:
         print(json.dumps(read(args.folder, args.devices)))
@@ -145,17 +181,39 @@ def main():
         if not (folder / "config.json").exists():
             print(f"writing {folder}", file=sys.stderr, flush=True)
             write_checkpoint(folder, args.layers)
-        environment = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={args.devices}", "JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, __file__, "--read", f"--folder={folder}", f"--devices={args.devices}"]
-        done = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True, check=True)
+        environment = {
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={args.devices}",
+            "JAX_PLATFORMS": "cpu",
+        }
+        command = [
+            sys.executable,
+            __file__,
+            "--read",
+            f"--folder={folder}",
+            f"--devices={args.devices}",
+        ]
+        done = subprocess.run(
+            command, env=os.environ | environment, stdout=subprocess.PIPE, text=True, check=True
+        )
     figures = json.loads(done.stdout)
-    print(f"{figures['parameters'] / GB:.2f} billion parameters, {figures['gigabytes']:.1f} GB on {args.devices} devices, read "
-          f"in {figures['seconds']:.0f} s")
-    print(f"beside the devices' arrays the host held {figures['beside_the_arrays_gigabytes']:.2f} GB at most, "
-          f"{figures['of_the_largest_tensor']:.2f} of the largest tensor ({figures['largest_tensor_gigabytes']:.2f} GB)")
-    print(f"equal to the files, bit by bit: {figures['tensors_equal']} of {figures['tensors_compared']} tensors")
+    print(
+        f"{figures['parameters'] / GB:.2f} billion parameters, {figures['gigabytes']:.1f} GB on {args.devices} devices, read "
+        f"in {figures['seconds']:.0f} s"
+    )
+    print(
+        f"beside the devices' arrays the host held {figures['beside_the_arrays_gigabytes']:.2f} GB at most, "
+        f"{figures['of_the_largest_tensor']:.2f} of the largest tensor ({figures['largest_tensor_gigabytes']:.2f} GB)"
+    )
+    print(
+        f"equal to the files, bit by bit: {figures['tensors_equal']} of {figures['tensors_compared']} tensors"
+    )
     settings = {"layers": args.layers, "devices": args.devices}
-    print("written:", harness.save("import_at_size", {"machine": harness.machine(), "settings": settings} | figures))
+    print(
+        "written:",
+        harness.save(
+            "import_at_size", {"machine": harness.machine(), "settings": settings} | figures
+        ),
+    )
 
 
 if __name__ == "__main__":

@@ -28,11 +28,23 @@ WITHOUT_CRITIC = {"trainer.critic_warmup": 0}
 METHODS = {
     "vanilla, gae": {},
     "importance": {"actor.policy_loss": "importance"},
-    "gspo": {"actor.policy_loss": "gspo", "actor.clip_ratio_low": 3e-4, "actor.clip_ratio_high": 4e-4,
-             "actor.loss_agg_mode": "seq-mean-token-mean"},
-    "gmpo": {"actor.policy_loss": "gmpo", "actor.clip_ratio": 0.4, "actor.loss_agg_mode": "seq-mean-token-mean"},
+    "gspo": {
+        "actor.policy_loss": "gspo",
+        "actor.clip_ratio_low": 3e-4,
+        "actor.clip_ratio_high": 4e-4,
+        "actor.loss_agg_mode": "seq-mean-token-mean",
+    },
+    "gmpo": {
+        "actor.policy_loss": "gmpo",
+        "actor.clip_ratio": 0.4,
+        "actor.loss_agg_mode": "seq-mean-token-mean",
+    },
     "cispo": {"actor.policy_loss": "cispo"},
-    "reinforce": {"actor.policy_loss": "reinforce", "actor.ppo_mini_batch_size": 128, "actor.optim.lr": 1e-3},
+    "reinforce": {
+        "actor.policy_loss": "reinforce",
+        "actor.ppo_mini_batch_size": 128,
+        "actor.optim.lr": 1e-3,
+    },
     "gae, lambda 1": {"algorithm.lam": 1.0},
     "gae, critic's lambda 1": {"algorithm.critic_lam": 1.0},
     "gae, lambda by length": {"algorithm.lam_length_alpha": 0.5, "algorithm.critic_lam": 1.0},
@@ -40,28 +52,72 @@ METHODS = {
     "grpo": WITHOUT_CRITIC | GROUPS | {"algorithm.adv_estimator": "grpo"},
     "rloo": WITHOUT_CRITIC | GROUPS | {"algorithm.adv_estimator": "rloo"},
     "reinforce++": WITHOUT_CRITIC | {"algorithm.adv_estimator": "reinforce_plus_plus"},
-    "reinforce++ baseline": WITHOUT_CRITIC | GROUPS | {"algorithm.adv_estimator": "reinforce_plus_plus_baseline"},
+    "reinforce++ baseline": WITHOUT_CRITIC
+    | GROUPS
+    | {"algorithm.adv_estimator": "reinforce_plus_plus_baseline"},
     "KL in reward": {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.01},
-    "KL in reward, adaptive": {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.01,
-                               "algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.horizon": 1000},
-    "KL in loss, k2": {"actor.use_kl_loss": True, "actor.kl_loss_type": "k2", "actor.kl_loss_coef": 0.01},
-    "KL in loss, k3": {"actor.use_kl_loss": True, "actor.kl_loss_type": "k3", "actor.kl_loss_coef": 0.01},
-    "KL in loss, full": {"actor.use_kl_loss": True, "actor.kl_loss_type": "full", "actor.kl_loss_coef": 0.01},
-    "KL in both": {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.01, "actor.use_kl_loss": True,
-                   "actor.kl_loss_coef": 0.01},
+    "KL in reward, adaptive": {
+        "algorithm.use_kl_in_reward": True,
+        "algorithm.kl_ctrl.kl_coef": 0.01,
+        "algorithm.kl_ctrl.type": "adaptive",
+        "algorithm.kl_ctrl.horizon": 1000,
+    },
+    "KL in loss, k2": {
+        "actor.use_kl_loss": True,
+        "actor.kl_loss_type": "k2",
+        "actor.kl_loss_coef": 0.01,
+    },
+    "KL in loss, k3": {
+        "actor.use_kl_loss": True,
+        "actor.kl_loss_type": "k3",
+        "actor.kl_loss_coef": 0.01,
+    },
+    "KL in loss, full": {
+        "actor.use_kl_loss": True,
+        "actor.kl_loss_type": "full",
+        "actor.kl_loss_coef": 0.01,
+    },
+    "KL in both": {
+        "algorithm.use_kl_in_reward": True,
+        "algorithm.kl_ctrl.kl_coef": 0.01,
+        "actor.use_kl_loss": True,
+        "actor.kl_loss_coef": 0.01,
+    },
 }
-FAMILIES = {"policy loss": ("vanilla, gae", "importance", "gspo", "gmpo", "cispo", "reinforce"),
-            "with a critic": ("vanilla, gae", "gae, lambda 1", "gae, critic's lambda 1", "gae, lambda by length",
-                              "gae, normalised values"),
-            "without a critic": ("vanilla, gae", "grpo", "rloo", "reinforce++", "reinforce++ baseline"),
-            "KL": ("vanilla, gae", "KL in reward", "KL in reward, adaptive", "KL in loss, k2", "KL in loss, k3",
-                   "KL in loss, full", "KL in both")}
+FAMILIES = {
+    "policy loss": ("vanilla, gae", "importance", "gspo", "gmpo", "cispo", "reinforce"),
+    "with a critic": (
+        "vanilla, gae",
+        "gae, lambda 1",
+        "gae, critic's lambda 1",
+        "gae, lambda by length",
+        "gae, normalised values",
+    ),
+    "without a critic": ("vanilla, gae", "grpo", "rloo", "reinforce++", "reinforce++ baseline"),
+    "KL": (
+        "vanilla, gae",
+        "KL in reward",
+        "KL in reward, adaptive",
+        "KL in loss, k2",
+        "KL in loss, k3",
+        "KL in loss, full",
+        "KL in both",
+    ),
+}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=METHODS, metavar="METHOD", help="the others' rows are those of the last "
-                        f"run with these steps and this seed. Of {'; '.join(METHODS)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=METHODS,
+        metavar="METHOD",
+        help="the others' rows are those of the last "
+        f"run with these steps and this seed. Of {'; '.join(METHODS)}",
+    )
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -71,8 +127,16 @@ def main():
         for name in chosen:
             runs[name], versions = learn(Path(folder), METHODS[name], args.steps, args.seed)
             print(line(name, runs[name]), flush=True)
-    path = harness.save("learning", {"machine": before, "versions": versions, "steps": args.steps, "seed": args.seed,
-                                     "runs": runs})
+    path = harness.save(
+        "learning",
+        {
+            "machine": before,
+            "versions": versions,
+            "steps": args.steps,
+            "seed": args.seed,
+            "runs": runs,
+        },
+    )
     print(" ".join(f"{name} {value}" for name, value in versions.items()))
     draw(runs)
     print("written:", path)
@@ -91,22 +155,43 @@ def learn(folder: Path, options: dict, steps: int, seed: int) -> tuple[dict, dic
     if not made.exists():
         train(made, {"trainer.total_training_steps": 1, "data.val_files": "", "seed": seed})
     start = time.perf_counter()
-    train(workdir, {"model.path": str(made / "model"), "trainer.total_training_steps": steps, "trainer.save_freq": 0,
-                    "seed": seed} | options)
+    train(
+        workdir,
+        {
+            "model.path": str(made / "model"),
+            "trainer.total_training_steps": steps,
+            "trainer.save_freq": 0,
+            "seed": seed,
+        }
+        | options,
+    )
     seconds = time.perf_counter() - start
     with (workdir / "training_metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["reward/mean"]]
     summary = json.loads((workdir / "summary.json").read_text())
     evaluations = summary["evaluations"]
-    return {"options": options, "seconds": seconds, "before": evaluations[0]["accuracy"], "after": evaluations[-1]["accuracy"],
-            "accuracy": [float(row["reward/accuracy"]) for row in rows],
-            "entropy": float(rows[-1]["actor/entropy"]), "kl": float(rows[-1]["kl/reference"])}, summary["versions"]
+    return {
+        "options": options,
+        "seconds": seconds,
+        "before": evaluations[0]["accuracy"],
+        "after": evaluations[-1]["accuracy"],
+        "accuracy": [float(row["reward/accuracy"]) for row in rows],
+        "entropy": float(rows[-1]["actor/entropy"]),
+        "kl": float(rows[-1]["kl/reference"]),
+    }, summary["versions"]
 
 
 def train(workdir: Path, options: dict) -> None:
-    command = [sys.executable, "-m", "jax_ppo.train", f"--config={ROOT}/configs/arithmetic.py", f"--workdir={workdir}",
-               "--config.trainer.logger=", "--config.trainer.export=False",
-               *(f"--config.{name}={value}" for name, value in options.items())]
+    command = [
+        sys.executable,
+        "-m",
+        "jax_ppo.train",
+        f"--config={ROOT}/configs/arithmetic.py",
+        f"--workdir={workdir}",
+        "--config.trainer.logger=",
+        "--config.trainer.export=False",
+        *(f"--config.{name}={value}" for name, value in options.items()),
+    ]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
@@ -114,16 +199,25 @@ def train(workdir: Path, options: dict) -> None:
 
 def line(name: str, run: dict) -> str:
     last = statistics.mean(run["accuracy"][-5:])
-    return (f"{name:24s} held-out {run['before']:.3f} -> {run['after']:.3f}  training, last five {last:.3f}  "
-            f"entropy {run['entropy']:.3f}  KL {run['kl']:.3f}  {run['seconds']:.0f} s")
+    return (
+        f"{name:24s} held-out {run['before']:.3f} -> {run['after']:.3f}  training, last five {last:.3f}  "
+        f"entropy {run['entropy']:.3f}  KL {run['kl']:.3f}  {run['seconds']:.0f} s"
+    )
 
 
 def draw(runs: dict) -> None:
     figure = Figure(figsize=(16, 4), layout="constrained")
-    for axes, (family, names) in zip(figure.subplots(1, len(FAMILIES), sharey=True), FAMILIES.items(), strict=True):
+    for axes, (family, names) in zip(
+        figure.subplots(1, len(FAMILIES), sharey=True), FAMILIES.items(), strict=True
+    ):
         for name in (name for name in names if name in runs):
             accuracy = runs[name]["accuracy"]
-            axes.plot(range(1, len(accuracy) + 1), accuracy, label=name, color="black" if name == names[0] else None)
+            axes.plot(
+                range(1, len(accuracy) + 1),
+                accuracy,
+                label=name,
+                color="black" if name == names[0] else None,
+            )
         axes.set(title=family, xlabel="step", ylabel="share of right answers, training")
         axes.grid(alpha=0.3)
         if axes.lines:

@@ -22,33 +22,56 @@ MIB = 2**20
 ROW = 512  # tokens
 
 
-def whole_logits(hidden_GxNxD, unembedding_VxD, targets_GxN, mask_GxN, temperature, with_entropy=True, logit_softcap=None):
+def whole_logits(
+    hidden_GxNxD,
+    unembedding_VxD,
+    targets_GxN,
+    mask_GxN,
+    temperature,
+    with_entropy=True,
+    logit_softcap=None,
+):
     """What `kernels.logprobs.token_logprobs` gives, the plain way."""
     assert logit_softcap is None, "of a model without one"
     unembedding = unembedding_VxD.astype(hidden_GxNxD.dtype)
-    logits_GxNxV = jnp.einsum("gnd,vd->gnv", hidden_GxNxD, unembedding, preferred_element_type=jnp.float32)
+    logits_GxNxV = jnp.einsum(
+        "gnd,vd->gnv", hidden_GxNxD, unembedding, preferred_element_type=jnp.float32
+    )
     all_GxNxV = jax.nn.log_softmax(logits_GxNxV / temperature)
     logprobs_GxN = jnp.take_along_axis(all_GxNxV, targets_GxN[..., None], axis=-1)[..., 0]
     entropy_GxN = -jnp.sum(jnp.exp(all_GxNxV) * all_GxNxV, axis=-1)
-    return jnp.where(mask_GxN, logprobs_GxN, 0.0), jnp.where(mask_GxN, entropy_GxN, 0.0) if with_entropy else None
+    return jnp.where(mask_GxN, logprobs_GxN, 0.0), jnp.where(
+        mask_GxN, entropy_GxN, 0.0
+    ) if with_entropy else None
 
 
 def temporary_bytes(program: str, args, vocabulary: int, rows: int) -> int:
     """Where a micro-batch is `rows` rows."""
-    step = programs.Step(programs.qwen2(args.layers, 896, vocabulary, tied=True, kv_heads=2), samples=16, prompt=ROW // 2,
-                         response=ROW // 2, rows=rows, dtype=args.dtype, remat=True)
+    step = programs.Step(
+        programs.qwen2(args.layers, 896, vocabulary, tied=True, kv_heads=2),
+        samples=16,
+        prompt=ROW // 2,
+        response=ROW // 2,
+        rows=rows,
+        dtype=args.dtype,
+        remat=True,
+    )
     return step.lower(program).compile().memory_analysis().temp_size_in_bytes
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[4096, 32000, 151936])
     parser.add_argument("--rows", type=int, nargs="+", default=[2, 4, 8], help="of a micro-batch")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
     ours, found = logprobs.token_logprobs, []
-    print(f"{'program':8s} {'V':>7s} {'T':>5s} {'ours MiB':>9s} {'whole logits MiB':>17s} {'of them':>8s}")
+    print(
+        f"{'program':8s} {'V':>7s} {'T':>5s} {'ours MiB':>9s} {'whole logits MiB':>17s} {'of them':>8s}"
+    )
     for program in ("score", "update"):
         for vocabulary in args.vocabularies:
             for rows in args.rows:
@@ -58,23 +81,44 @@ def main():
                     jax.clear_caches()
                     row[name] = temporary_bytes(program, args, vocabulary, rows)
                 found.append(row)
-                print(f"{program:8s} {vocabulary:7,d} {row['tokens']:5,d} {row['ours'] / MIB:9,.0f} "
-                      f"{row['whole_logits'] / MIB:17,.0f} {row['ours'] / row['whole_logits']:8.0%}", flush=True)
+                print(
+                    f"{program:8s} {vocabulary:7,d} {row['tokens']:5,d} {row['ours'] / MIB:9,.0f} "
+                    f"{row['whole_logits'] / MIB:17,.0f} {row['ours'] / row['whole_logits']:8.0%}",
+                    flush=True,
+                )
     logprobs.token_logprobs = ours
     per_token = slopes(found, min(args.rows) * ROW, max(args.rows) * ROW)
     for line in per_token:
-        print(f"{line['program']:8s} V {line['vocabulary']:7,d}: a token more takes {line['ours']:9,.0f} bytes, with whole "
-              f"logits {line['whole_logits']:9,.0f}")
-    print("written:", harness.save("memory", {"machine": harness.machine(), "settings": vars(args), "temporary_bytes": found,
-                                              "bytes_per_token": per_token}))
+        print(
+            f"{line['program']:8s} V {line['vocabulary']:7,d}: a token more takes {line['ours']:9,.0f} bytes, with whole "
+            f"logits {line['whole_logits']:9,.0f}"
+        )
+    print(
+        "written:",
+        harness.save(
+            "memory",
+            {
+                "machine": harness.machine(),
+                "settings": vars(args),
+                "temporary_bytes": found,
+                "bytes_per_token": per_token,
+            },
+        ),
+    )
 
 
 def slopes(found: list[dict], fewest: int, most: int) -> list[dict]:
     """Bytes that a token more takes, for each program and vocabulary."""
     at = {(row["program"], row["vocabulary"], row["tokens"]): row for row in found}
-    return [{"program": program, "vocabulary": vocabulary} | {
-        name: (at[program, vocabulary, most][name] - row[name]) / (most - fewest) for name in ("ours", "whole_logits")}
-        for (program, vocabulary, tokens), row in at.items() if tokens == fewest]
+    return [
+        {"program": program, "vocabulary": vocabulary}
+        | {
+            name: (at[program, vocabulary, most][name] - row[name]) / (most - fewest)
+            for name in ("ours", "whole_logits")
+        }
+        for (program, vocabulary, tokens), row in at.items()
+        if tokens == fewest
+    ]
 
 
 if __name__ == "__main__":

@@ -19,12 +19,30 @@ import jax
 import numpy as np
 from workers import expected_oracle
 
-SIDES = {"verl": "verl_oracle.py", "trl": "trl_oracle.py", "tunix": "tunix_oracle.py", "openrlhf": "openrlhf_oracle.py"}
+SIDES = {
+    "verl": "verl_oracle.py",
+    "trl": "trl_oracle.py",
+    "tunix": "tunix_oracle.py",
+    "openrlhf": "openrlhf_oracle.py",
+}
 IN_VERLS = ("verl", "openrlhf")
 GRADIENT = ", gradient"
 SAMPLES, TOKENS, WIDTH, VOCABULARY = 12, 16, 8, 24
-OPTIONS = {"n": 4, "gamma": 0.97, "lam": 0.9, "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "value_clip": 0.3,
-           "threshold": 2.0, "temperature": 0.7, "scale": 16, "kl_coef": 0.05, "kl_target": 0.1, "kl_horizon": 200.0}
+OPTIONS = {
+    "n": 4,
+    "gamma": 0.97,
+    "lam": 0.9,
+    "clip_low": 0.2,
+    "clip_high": 0.28,
+    "dual_clip": 3.0,
+    "value_clip": 0.3,
+    "threshold": 2.0,
+    "temperature": 0.7,
+    "scale": 16,
+    "kl_coef": 0.05,
+    "kl_target": 0.1,
+    "kl_horizon": 200.0,
+}
 
 
 def make_case(seed: int) -> dict[str, np.ndarray]:
@@ -45,30 +63,58 @@ def make_case(seed: int) -> dict[str, np.ndarray]:
     absent_mask = mask.copy()
     absent_mask[random.permutation(SAMPLES)[:2]] = 0
     scores = normal(SAMPLES)
-    scores[:OPTIONS["n"]] = scores[0]
+    scores[: OPTIONS["n"]] = scores[0]
     logprobs = -random.exponential(1.5, shape)
-    old_logprobs, ref_logprobs = logprobs + normal(*shape, scale=0.3), logprobs + normal(*shape, scale=0.4)
+    old_logprobs, ref_logprobs = (
+        logprobs + normal(*shape, scale=0.3),
+        logprobs + normal(*shape, scale=0.4),
+    )
     ref_logprobs[:, 0] = logprobs[:, 0]
     far_logprobs = old_logprobs.copy()
     far_logprobs[:, ::3] = (logprobs - random.choice([-26.0, -12.0, 12.0, 26.0], shape))[:, ::3]
     old_values = normal(*shape)
     case = {
-        "mask": mask, "absent_mask": absent_mask, "scores": scores, "rewards": normal(*shape), "old_values": old_values,
-        "values": old_values + normal(*shape, scale=0.4), "returns": old_values + normal(*shape), "logprobs": logprobs,
-        "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "far_logprobs": far_logprobs,
-        "wide_logprobs": old_logprobs + normal(SAMPLES, 1, scale=1.5), "advantages": normal(*shape),
-        "response_advantages": normal(SAMPLES), "losses": normal(*shape), "cotangents": normal(*shape),
-        "importance": random.uniform(0, 2, shape), "hidden": normal(*shape, WIDTH), "unembedding": normal(VOCABULARY, WIDTH),
-        "targets": random.integers(0, VOCABULARY, shape), "kls": random.uniform(0, 0.3, 10),
+        "mask": mask,
+        "absent_mask": absent_mask,
+        "scores": scores,
+        "rewards": normal(*shape),
+        "old_values": old_values,
+        "values": old_values + normal(*shape, scale=0.4),
+        "returns": old_values + normal(*shape),
+        "logprobs": logprobs,
+        "old_logprobs": old_logprobs,
+        "ref_logprobs": ref_logprobs,
+        "far_logprobs": far_logprobs,
+        "wide_logprobs": old_logprobs + normal(SAMPLES, 1, scale=1.5),
+        "advantages": normal(*shape),
+        "response_advantages": normal(SAMPLES),
+        "losses": normal(*shape),
+        "cotangents": normal(*shape),
+        "importance": random.uniform(0, 2, shape),
+        "hidden": normal(*shape, WIDTH),
+        "unembedding": normal(VOCABULARY, WIDTH),
+        "targets": random.integers(0, VOCABULARY, shape),
+        "kls": random.uniform(0, 0.3, 10),
     }
     # Numbers that float32 holds, for what is float32 whatever it is given.
-    return {name: x if x.dtype == np.int64 else x.astype(np.float32).astype(np.float64) for name, x in case.items()}
+    return {
+        name: x if x.dtype == np.int64 else x.astype(np.float32).astype(np.float64)
+        for name, x in case.items()
+    }
 
 
-def ask(side: str, python: str, cases: list[dict], folder: Path) -> tuple[dict[str, np.ndarray], dict]:
+def ask(
+    side: str, python: str, cases: list[dict], folder: Path
+) -> tuple[dict[str, np.ndarray], dict]:
     """What a peer answers, by name with the cases in a row, and its versions."""
-    settings = {"cases": str(folder / "cases.npz"), "answers": str(folder / f"{side}.npz"), "options": OPTIONS}
-    np.savez(settings["cases"], **{name: np.stack([case[name] for case in cases]) for name in cases[0]})
+    settings = {
+        "cases": str(folder / "cases.npz"),
+        "answers": str(folder / f"{side}.npz"),
+        "options": OPTIONS,
+    }
+    np.savez(
+        settings["cases"], **{name: np.stack([case[name] for case in cases]) for name in cases[0]}
+    )
     worker = harness.Worker(side, SIDES[side], settings, python)
     worker.turn()
     worker.close()
@@ -88,8 +134,10 @@ def compare(side: str, answers: dict, cases: list[dict]) -> list[dict]:
     ours = [found(case) for case in cases]
     asked = {name.removesuffix(GRADIENT) for name in answers}
     assert asked == set(table), f"{side}: asked and expected are not the same: {asked ^ set(table)}"
-    return [{"peer": side, "function": name} | judge(name, row, [each[name] for each in ours], answers)
-            for name, row in table.items()]
+    return [
+        {"peer": side, "function": name} | judge(name, row, [each[name] for each in ours], answers)
+        for name, row in table.items()
+    ]
 
 
 def judge(name: str, row: expected_oracle.Row, found: list[tuple], answers: dict) -> dict:
@@ -101,22 +149,34 @@ def judge(name: str, row: expected_oracle.Row, found: list[tuple], answers: dict
         return result | {"verdict": "equal" if equal else "DIFFERS", "as_expected": equal}
     explained = difference([theirs for _, theirs in found], name, answers)
     right = within(explained, row.tolerance) and not equal
-    wrong = "EQUAL, though listed as different" if equal else "DIFFERS, and not for the reason listed"
-    return result | {"with_the_reason_put_in": explained, "verdict": f"differs: {row.reason}" if right else wrong,
-                     "as_expected": right}
+    wrong = (
+        "EQUAL, though listed as different" if equal else "DIFFERS, and not for the reason listed"
+    )
+    return result | {
+        "with_the_reason_put_in": explained,
+        "verdict": f"differs: {row.reason}" if right else wrong,
+        "as_expected": right,
+    }
 
 
-def difference(ours: list[expected_oracle.Found], name: str, answers: dict) -> dict[str, dict[str, float]]:
+def difference(
+    ours: list[expected_oracle.Found], name: str, answers: dict
+) -> dict[str, dict[str, float]]:
     """The largest over all cases, absolute and relative to the peer's largest number; of values, and of gradients if any."""
     found = {}
     for part, key in (("values", name), ("gradient", name + GRADIENT)):
         mine = [getattr(each, part) for each in ours]
-        assert (mine[0] is not None) == (key in answers), f"{key}: a gradient that one side has and the other has not"
+        assert (mine[0] is not None) == (key in answers), (
+            f"{key}: a gradient that one side has and the other has not"
+        )
         if mine[0] is not None:
             mine, peers = np.stack(mine), answers[key]
             assert mine.shape == peers.shape, (key, mine.shape, peers.shape)
             absolute = float(np.max(np.abs(mine - peers)))
-            found[part] = {"absolute": absolute, "relative": absolute / float(np.max(np.abs(peers)))}
+            found[part] = {
+                "absolute": absolute,
+                "relative": absolute / float(np.max(np.abs(peers))),
+            }
     return found
 
 
@@ -127,30 +187,48 @@ def within(found: dict, tolerance: float) -> bool:
 def show(rows: list[dict]) -> None:
     width = max(len(row["function"]) for row in rows)
     for row in rows:
-        parts = [f"{part['absolute']:.1e} {part['relative']:.1e}" for part in row["difference"].values()]
-        print(f"{row['peer']:8s} {row['function']:{width}s} {'  '.join(parts):33s} {row['verdict']}")
-    print("columns: largest absolute and relative difference of the values, and of the gradient if training takes one")
+        parts = [
+            f"{part['absolute']:.1e} {part['relative']:.1e}" for part in row["difference"].values()
+        ]
+        print(
+            f"{row['peer']:8s} {row['function']:{width}s} {'  '.join(parts):33s} {row['verdict']}"
+        )
+    print(
+        "columns: largest absolute and relative difference of the values, and of the gradient if training takes one"
+    )
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--peers", help="Python of the environment with TRL and tunix")
     parser.add_argument("--verl-peers", help="Python of the environment with verl and OpenRLHF")
-    parser.add_argument("--sides", type=lambda text: text.split(","), help="of verl, trl, tunix, openrlhf; with commas")
+    parser.add_argument(
+        "--sides",
+        type=lambda text: text.split(","),
+        help="of verl, trl, tunix, openrlhf; with commas",
+    )
     parser.add_argument("--cases", type=int, default=5, help="random rollouts")
     parser.add_argument("--out", default="oracles", help="results/OUT.json; empty to keep nothing")
     args = parser.parse_args()
     args.pythons = {side: args.verl_peers if side in IN_VERLS else args.peers for side in SIDES}
     args.sides = args.sides or [side for side in SIDES if args.pythons[side]]
     if not args.sides or any(not args.pythons.get(side) for side in args.sides):
-        parser.error(f"--sides: expected some of {', '.join(SIDES)}; trl and tunix need --peers, the others --verl-peers")
+        parser.error(
+            f"--sides: expected some of {', '.join(SIDES)}; trl and tunix need --peers, the others --verl-peers"
+        )
     return args
 
 
 def main() -> int:
     args = parse()
     jax.config.update("jax_enable_x64", True)
-    before, versions, rows = harness.machine(), {"ours": {"jax": jax.__version__, "numpy": np.__version__}}, []
+    before, versions, rows = (
+        harness.machine(),
+        {"ours": {"jax": jax.__version__, "numpy": np.__version__}},
+        [],
+    )
     cases = [make_case(seed) for seed in range(args.cases)]
     with tempfile.TemporaryDirectory() as folder:
         for side in args.sides:
@@ -158,17 +236,41 @@ def main() -> int:
             rows += compare(side, answers, cases)
     show(rows)
     wrong = [row for row in rows if not row["as_expected"]]
-    counts = {side: {"equal": sum(row["verdict"] == "equal" for row in rows if row["peer"] == side),
-                     "different": sum(row["verdict"].startswith("differs") for row in rows if row["peer"] == side)}
-              for side in args.sides}
+    counts = {
+        side: {
+            "equal": sum(row["verdict"] == "equal" for row in rows if row["peer"] == side),
+            "different": sum(
+                row["verdict"].startswith("differs") for row in rows if row["peer"] == side
+            ),
+        }
+        for side in args.sides
+    }
     for side, count in counts.items():
-        print(f"{side}: {count['equal']} equal, {count['different']} different as listed;",
-              " ".join(f"{package} {version}" for package, version in versions[side].items()))
+        print(
+            f"{side}: {count['equal']} equal, {count['different']} different as listed;",
+            " ".join(f"{package} {version}" for package, version in versions[side].items()),
+        )
     print(f"{len(rows)} rows, {len(wrong)} not as expected")
     if args.out:
-        settings = {"cases": args.cases, "samples": SAMPLES, "tokens": TOKENS, "width": WIDTH, "vocabulary": VOCABULARY}
-        print(harness.save(args.out, {"settings": settings | OPTIONS, "versions": versions, "machine": before,
-                                      "counts": counts, "rows": rows}))
+        settings = {
+            "cases": args.cases,
+            "samples": SAMPLES,
+            "tokens": TOKENS,
+            "width": WIDTH,
+            "vocabulary": VOCABULARY,
+        }
+        print(
+            harness.save(
+                args.out,
+                {
+                    "settings": settings | OPTIONS,
+                    "versions": versions,
+                    "machine": before,
+                    "counts": counts,
+                    "rows": rows,
+                },
+            )
+        )
     return 1 if wrong else 0
 
 

@@ -28,16 +28,34 @@ def places(shapes):
     return jax.tree.map(lambda x: x.sharding, shapes)
 
 
-def qwen2(layers: int = 4, hidden: int = 256, vocabulary: int = 4096, tied: bool = False, query_heads: int | None = None,
-          kv_heads: int | None = None, mlp: int | None = None) -> Architecture:
+def qwen2(
+    layers: int = 4,
+    hidden: int = 256,
+    vocabulary: int = 4096,
+    tied: bool = False,
+    query_heads: int | None = None,
+    kv_heads: int | None = None,
+    mlp: int | None = None,
+) -> Architecture:
     """A Qwen2 with heads of 64; the benchmarks' small model if nothing is given."""
-    return Architecture(family="qwen2", vocab_size=vocabulary, hidden_size=hidden, intermediate_size=mlp or hidden * 11 // 4,
-                        num_layers=layers, num_heads=query_heads or hidden // 64,
-                        num_kv_heads=kv_heads or max(1, hidden // 128), head_dim=64, qkv_bias=True,
-                        max_position_embeddings=32768, tied=tied)
+    return Architecture(
+        family="qwen2",
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=mlp or hidden * 11 // 4,
+        num_layers=layers,
+        num_heads=query_heads or hidden // 64,
+        num_kv_heads=kv_heads or max(1, hidden // 128),
+        head_dim=64,
+        qkv_bias=True,
+        max_position_embeddings=32768,
+        tied=tied,
+    )
 
 
-QWEN_05B = qwen2(layers=24, hidden=896, vocabulary=151936, tied=True, query_heads=14, kv_heads=2, mlp=4864)
+QWEN_05B = qwen2(
+    layers=24, hidden=896, vocabulary=151936, tied=True, query_heads=14, kv_heads=2, mlp=4864
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,18 +83,24 @@ class Step:
     slots: int = 256
     endings: int = 0
     decoding: str | None = None
-    mesh: jax.sharding.Mesh = dataclasses.field(default_factory=lambda: sharding.make_mesh(
-        schema.MeshShape(), jax.devices()[:1]))
+    mesh: jax.sharding.Mesh = dataclasses.field(
+        default_factory=lambda: sharding.make_mesh(schema.MeshShape(), jax.devices()[:1])
+    )
 
     @functools.cached_property
     def config(self) -> schema.Config:
         samples, rows = self.samples, self.rows
         return schema.Config(
-            data=schema.Data(train_files="-", train_batch_size=samples, max_prompt_length=self.prompt,
-                             max_response_length=self.response),
+            data=schema.Data(
+                train_files="-",
+                train_batch_size=samples,
+                max_prompt_length=self.prompt,
+                max_response_length=self.response,
+            ),
             model=schema.Model(dtype=self.dtype, gradient_checkpointing=self.remat),
             actor=schema.Actor(ppo_mini_batch_size=samples, ppo_micro_batch_size_per_device=rows),
-            rollout=schema.RolloutOptions(logprob_micro_batch_size_per_device=rows))
+            rollout=schema.RolloutOptions(logprob_micro_batch_size_per_device=rows),
+        )
 
     @property
     def platform(self) -> str:
@@ -85,14 +109,29 @@ class Step:
 
     @functools.cached_property
     def nets(self) -> state_lib.Networks:
-        program = attention.choose("auto", self.platform, self.dtype, self.architecture.head_dim, self.config.row_length)
-        model = Transformer(self.architecture, jnp.dtype(self.dtype), remat=self.remat, attention=program)
+        program = attention.choose(
+            "auto", self.platform, self.dtype, self.architecture.head_dim, self.config.row_length
+        )
+        model = Transformer(
+            self.architecture, jnp.dtype(self.dtype), remat=self.remat, attention=program
+        )
         return state_lib.Networks(model, model, None)
 
     @functools.cached_property
     def decoder(self) -> Transformer:
-        chosen = cache.choose("auto", self.platform, self.nets.actor.attention, self.architecture, self.config.sequence_length)
-        return Transformer(self.architecture, jnp.dtype(self.dtype), unrolled=True, decoding=self.decoding or chosen)
+        chosen = cache.choose(
+            "auto",
+            self.platform,
+            self.nets.actor.attention,
+            self.architecture,
+            self.config.sequence_length,
+        )
+        return Transformer(
+            self.architecture,
+            jnp.dtype(self.dtype),
+            unrolled=True,
+            decoding=self.decoding or chosen,
+        )
 
     @functools.cached_property
     def sampler(self) -> Sampler:
@@ -109,38 +148,62 @@ class Step:
         return self._with(shapes, sharding.tree_shardings(self.mesh, shapes, sharding.DECODE_RULES))
 
     def prompts(self) -> Prompts:
-        return Prompts(self.by_rows((self.samples, self.prompt), jnp.int32), self.by_rows((self.samples,), jnp.int32))
+        return Prompts(
+            self.by_rows((self.samples, self.prompt), jnp.int32),
+            self.by_rows((self.samples,), jnp.int32),
+        )
 
     def key(self):
         return self._with(jax.eval_shape(lambda: jax.random.key(0)), sharding.replicated(self.mesh))
 
     def sequences(self) -> Sequences:
         columns = self.prompt + self.response
-        return Sequences(self.by_rows((self.samples, columns), jnp.int32), *[self.by_rows((self.samples,), jnp.int32)] * 2,
-                         self.by_rows((self.samples,), bool))
+        return Sequences(
+            self.by_rows((self.samples, columns), jnp.int32),
+            *[self.by_rows((self.samples,), jnp.int32)] * 2,
+            self.by_rows((self.samples,), bool),
+        )
 
     def experience(self) -> Experience:
         def build(state, sequences, sampled, plan, rewards):
             parts = scoring.programs(self.config, self.nets, state, sequences, plan, 1)
             scores = scoring.join_scores([function(*arguments) for function, arguments in parts])
-            return estimate(self.config, state.step, state.control, sequences, sampled, scores, rewards, None)[0]
+            return estimate(
+                self.config, state.step, state.control, sequences, sampled, scores, rewards, None
+            )[0]
 
-        plan = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.packing().packing)
-        shapes = jax.eval_shape(build, self.state(), self.sequences(),
-                                self.by_rows((self.samples, self.response), jnp.float32), plan,
-                                self.by_rows((self.samples,), jnp.float32))
-        return jax.tree.map(lambda x: self.by_rows(x.shape, x.dtype) if x.ndim else self.everywhere(x), shapes)
+        plan = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.packing().packing
+        )
+        shapes = jax.eval_shape(
+            build,
+            self.state(),
+            self.sequences(),
+            self.by_rows((self.samples, self.response), jnp.float32),
+            plan,
+            self.by_rows((self.samples,), jnp.float32),
+        )
+        return jax.tree.map(
+            lambda x: self.by_rows(x.shape, x.dtype) if x.ndim else self.everywhere(x), shapes
+        )
 
     def pack(self, lengths) -> tuple[Packing, np.ndarray]:
         """The packing of one mini-batch of samples of these lengths [1, A, R, L], and how many of the A hold something [1]."""
-        at_once = packing.rows_at_once(self.rows, self.config.row_length, self.samples, sharding.row_shards(self.mesh))
+        at_once = packing.rows_at_once(
+            self.rows, self.config.row_length, self.samples, sharding.row_shards(self.mesh)
+        )
         return packing.plan(lengths, np.arange(self.samples)[None], at_once, self.config.row_length)
 
     def packing(self) -> MiniBatches:
         """The one mini-batch of an update."""
         packed, counts = self.pack(np.ones(self.samples, int))
-        packed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.rows(self.mesh, 2)), packed)
-        return MiniBatches(packed, self.everywhere(counts), self.everywhere(np.ones((1, self.samples), bool)))
+        packed = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.rows(self.mesh, 2)),
+            packed,
+        )
+        return MiniBatches(
+            packed, self.everywhere(counts), self.everywhere(np.ones((1, self.samples), bool))
+        )
 
     def lower(self, program: str, platforms: tuple[str, ...] | None = None):
         """`sample`, `score`, `score critic`, `update` or `update critic`, traced and lowered for the mesh's devices, or for
@@ -150,24 +213,45 @@ class Step:
             parts = [(self.sampler.program, (self.decode_params(), self.prompts(), self.key()))]
         elif kind == "score":
             rows = sharding.rows(self.mesh, 1)
-            first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=rows),
-                                 batches.packing)
-            parts = scoring.programs(self.config, self.nets, self.state(), self.sequences(), first,
-                                     self.everywhere(np.int32(0)))
+            first = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=rows), batches.packing
+            )
+            parts = scoring.programs(
+                self.config,
+                self.nets,
+                self.state(),
+                self.sequences(),
+                first,
+                self.everywhere(np.int32(0)),
+            )
         else:
-            parts = update.programs(self.config, self.nets, 100, self.state(), self.experience(), batches, batches)
+            parts = update.programs(
+                self.config, self.nets, 100, self.state(), self.experience(), batches, batches
+            )
         function, arguments = parts[len(critic)]
         with jax.set_mesh(self.mesh):
             return function.trace(*arguments).lower(lowering_platforms=platforms)
 
     def random_state(self) -> state_lib.TrainState:
         def build(key):
-            actor, critic = heads.init(self.nets.actor, key, "lm"), heads.init(self.nets.critic, key, "scalar")
-            optimizers = [state_lib.optimizer(options.optim, options.grad_clip).init(params)
-                          for options, params in ((self.config.actor, actor), (self.config.critic, critic))]
+            actor, critic = (
+                heads.init(self.nets.actor, key, "lm"),
+                heads.init(self.nets.critic, key, "scalar"),
+            )
+            optimizers = [
+                state_lib.optimizer(options.optim, options.grad_clip).init(params)
+                for options, params in ((self.config.actor, actor), (self.config.critic, critic))
+            ]
             reference = jax.tree.map(lambda x: x.astype(self.dtype), actor)
-            return state_lib.TrainState(jnp.int32(0), actor, critic, reference, None, *optimizers,
-                                        state_lib.first_control(self.config))
+            return state_lib.TrainState(
+                jnp.int32(0),
+                actor,
+                critic,
+                reference,
+                None,
+                *optimizers,
+                state_lib.first_control(self.config),
+            )
 
         return jax.jit(build, out_shardings=places(self.state()))(jax.random.key(0))
 
@@ -181,39 +265,64 @@ class Step:
         return np.full(self.samples, self.prompt, np.int32)
 
     def random_prompts(self, lengths) -> Prompts:
-        tokens = np.random.default_rng(0).integers(2, self.architecture.vocab_size, (self.samples, self.prompt))
+        tokens = np.random.default_rng(0).integers(
+            2, self.architecture.vocab_size, (self.samples, self.prompt)
+        )
         return sharding.place(Prompts(tokens.astype(np.int32), lengths), sharding.rows(self.mesh))
 
     def packed(self, lengths) -> MiniBatches:
         """One mini-batch on the mesh, of samples of these lengths."""
         plan, counts = self.pack(lengths)
-        return MiniBatches(sharding.place(plan, sharding.rows(self.mesh, 2)),
-                           *sharding.place((counts, np.ones((1, self.samples), bool)), sharding.replicated(self.mesh)))
+        return MiniBatches(
+            sharding.place(plan, sharding.rows(self.mesh, 2)),
+            *sharding.place(
+                (counts, np.ones((1, self.samples), bool)), sharding.replicated(self.mesh)
+            ),
+        )
 
     def seconds_of_update(self, repeats: int) -> float:
         """Median seconds of the update where every sequence is the longest."""
-        experience = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), self.experience())
-        full = Sequences(experience.sequences.tokens, experience.sequences.prompt_lengths + self.prompt,
-                         experience.sequences.lengths + self.response, experience.sequences.truncated)
+        experience = jax.tree.map(
+            lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), self.experience()
+        )
+        full = Sequences(
+            experience.sequences.tokens,
+            experience.sequences.prompt_lengths + self.prompt,
+            experience.sequences.lengths + self.response,
+            experience.sequences.truncated,
+        )
         experience = dataclasses.replace(experience, sequences=full)
-        batches, state, taken = self.packed(np.full(self.samples, self.prompt + self.response)), self.random_state(), []
+        batches, state, taken = (
+            self.packed(np.full(self.samples, self.prompt + self.response)),
+            self.random_state(),
+            [],
+        )
         with jax.set_mesh(self.mesh):
             for _ in range(repeats + 1):
                 start = time.perf_counter()
                 state, _ = jax.block_until_ready(
-                    update.update(self.config, self.nets, 100, state, experience, batches, batches))
+                    update.update(self.config, self.nets, 100, state, experience, batches, batches)
+                )
                 taken.append(time.perf_counter() - start)
         return statistics.median(taken[1:])
 
     def seconds_of_phases(self, prompt_lengths, repeats: int) -> tuple[dict[str, float], int]:
         """Median seconds of a phase (see `steps`) after a step that compiles; and the last step's tokens."""
-        taken, tokens = zip(*itertools.islice(self.steps(prompt_lengths), 1, 1 + repeats), strict=True)
-        return {name: statistics.median(seconds[name] for seconds in taken) for name in taken[0]}, tokens[-1]
+        taken, tokens = zip(
+            *itertools.islice(self.steps(prompt_lengths), 1, 1 + repeats), strict=True
+        )
+        return {
+            name: statistics.median(seconds[name] for seconds in taken) for name in taken[0]
+        }, tokens[-1]
 
     def steps(self, prompt_lengths) -> Iterator[tuple[dict[str, float], int]]:
         """Takes a step each time that it is asked: seconds of sampling, scoring (advantages with it) and update, each waited
         for; and the step's tokens."""
-        prompts, state, params = self.random_prompts(prompt_lengths), self.random_state(), self.random_decode_params()
+        prompts, state, params = (
+            self.random_prompts(prompt_lengths),
+            self.random_state(),
+            self.random_decode_params(),
+        )
         while True:
             with jax.set_mesh(self.mesh):
                 start = time.perf_counter()
@@ -223,21 +332,41 @@ class Step:
                 batches = self.packed(lengths)
                 plan = jax.tree.map(lambda x: x[0], batches.packing)
                 sequences = scoring.join(rollout, self.config.sequence_length)
-                scores = scoring.score(self.config, self.nets, state, sequences, plan, batches.counts[0])
-                experience, _ = jax.block_until_ready(estimate(
-                    self.config, state.step, state.control, sequences, rollout.logprobs, scores, jnp.zeros(self.samples), None))
+                scores = scoring.score(
+                    self.config, self.nets, state, sequences, plan, batches.counts[0]
+                )
+                experience, _ = jax.block_until_ready(
+                    estimate(
+                        self.config,
+                        state.step,
+                        state.control,
+                        sequences,
+                        rollout.logprobs,
+                        scores,
+                        jnp.zeros(self.samples),
+                        None,
+                    )
+                )
                 scored = time.perf_counter()
                 state, _ = jax.block_until_ready(
-                    update.update(self.config, self.nets, 100, state, experience, batches, batches))
+                    update.update(self.config, self.nets, 100, state, experience, batches, batches)
+                )
                 updated = time.perf_counter()
-            yield {"sample": sampled - start, "score": scored - sampled, "update": updated - scored}, int(lengths.sum())
+            yield (
+                {"sample": sampled - start, "score": scored - sampled, "update": updated - scored},
+                int(lengths.sum()),
+            )
 
     def by_rows(self, shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.rows(self.mesh))
 
     def everywhere(self, like):
-        return jax.ShapeDtypeStruct(np.shape(like), like.dtype, sharding=sharding.replicated(self.mesh))
+        return jax.ShapeDtypeStruct(
+            np.shape(like), like.dtype, sharding=sharding.replicated(self.mesh)
+        )
 
     def _with(self, shapes, places):
         places = places if isinstance(places, dict) else jax.tree.map(lambda _: places, shapes)
-        return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
+        return jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places
+        )

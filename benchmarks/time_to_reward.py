@@ -45,7 +45,11 @@ SAME = TORCH | {
     "actor.ppo_micro_batch_size_per_device": 128,
     "rollout.logprob_micro_batch_size_per_device": 256,
 }
-OF_A_CRITIC = ("critic.optim.", "critic.grad_clip", "trainer.critic_warmup")  # that is a model of its own
+OF_A_CRITIC = (
+    "critic.optim.",
+    "critic.grad_clip",
+    "trainer.critic_warmup",
+)  # that is a model of its own
 BEST = {name: value for name, value in SAME.items() if not name.startswith(OF_A_CRITIC)} | {
     "critic.shared_trunk": True,
     "critic.value_loss_coef": 0.1,
@@ -53,21 +57,29 @@ BEST = {name: value for name, value in SAME.items() if not name.startswith(OF_A_
 
 
 def start_workers(peers: str) -> list[harness.Worker]:
-    return [harness.Worker("torch", "torch_addition.py", TORCH, peers),
-            harness.Worker("ours, torch's settings", "ours_addition.py", SAME),
-            harness.Worker("ours", "ours_addition.py", BEST)]
+    return [
+        harness.Worker("torch", "torch_addition.py", TORCH, peers),
+        harness.Worker("ours, torch's settings", "ours_addition.py", SAME),
+        harness.Worker("ours", "ours_addition.py", BEST),
+    ]
 
 
 def summarise(runs: list[dict]) -> dict:
     """Spreads over the seeds, of those that reached the target where it is about reaching it."""
     reached = [run for run in runs if run["accuracy"] >= addition.TARGET]
-    summary = {"runs": len(runs), "reached": len(reached),
-               "seconds_per_step": harness.spread([run["seconds"] / run["steps"] for run in runs]),
-               "slowest": harness.spread([_slowest(run["curve"]) for run in runs]),
-               "warm_up_seconds": harness.spread([run["warm_up_seconds"] for run in runs]),
-               "accuracy_before": harness.spread([run["accuracy_before"] for run in runs])}
+    summary = {
+        "runs": len(runs),
+        "reached": len(reached),
+        "seconds_per_step": harness.spread([run["seconds"] / run["steps"] for run in runs]),
+        "slowest": harness.spread([_slowest(run["curve"]) for run in runs]),
+        "warm_up_seconds": harness.spread([run["warm_up_seconds"] for run in runs]),
+        "accuracy_before": harness.spread([run["accuracy_before"] for run in runs]),
+    }
     if reached:
-        summary |= {name: harness.spread([run[name] for run in reached]) for name in ("seconds", "steps", "accuracy")}
+        summary |= {
+            name: harness.spread([run[name] for run in reached])
+            for name in ("seconds", "steps", "accuracy")
+        }
     return summary
 
 
@@ -78,34 +90,62 @@ def _slowest(curve):
 
 def table(rows: dict[str, dict]) -> str:
     """A line for each side: medians, and in brackets the least and the greatest."""
-    columns = {"seconds": ".1f", "steps": ".0f", "seconds_per_step": ".3f", "slowest": ".2f", "warm_up_seconds": ".1f"}
+    columns = {
+        "seconds": ".1f",
+        "steps": ".0f",
+        "seconds_per_step": ".3f",
+        "slowest": ".2f",
+        "warm_up_seconds": ".1f",
+    }
 
     def cell(figures, form):
-        return f"{figures['median']:{form}} ({figures['min']:{form}}-{figures['max']:{form}})" if figures else "-"
+        return (
+            f"{figures['median']:{form}} ({figures['min']:{form}}-{figures['max']:{form}})"
+            if figures
+            else "-"
+        )
 
     lines = [["", f"runs at {addition.TARGET:.0%}", *(name.replace("_", " ") for name in columns)]]
-    lines += [[name, f"{row['reached']}/{row['runs']}", *(cell(row.get(column), form) for column, form in columns.items())]
-              for name, row in rows.items()]
+    lines += [
+        [
+            name,
+            f"{row['reached']}/{row['runs']}",
+            *(cell(row.get(column), form) for column, form in columns.items()),
+        ]
+        for name, row in rows.items()
+    ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--peers", required=True, help="python with torch and transformers")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each side")
     arguments = parser.parse_args()
     if not addition.FOLDER.is_dir():
-        parser.exit(0, f"skipped: there is no folder {addition.FOLDER}; JAX_PPO_DATA names the folder that holds tinyadd\n")
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:harness.THREADS])  # XLA takes as many threads as cores it sees
+        parser.exit(
+            0,
+            f"skipped: there is no folder {addition.FOLDER}; JAX_PPO_DATA names the folder that holds tinyadd\n",
+        )
+    os.sched_setaffinity(
+        0, sorted(os.sched_getaffinity(0))[: harness.THREADS]
+    )  # XLA takes as many threads as cores it sees
     machine = harness.machine()
     workers = start_workers(arguments.peers)
     runs = harness.interleave(workers, arguments.seeds, warm_up=0)
     for worker in workers:
         worker.close()
     rows = {name: summarise(given) for name, given in runs.items()}
-    result = {"machine": machine, "versions": {worker.name: worker.versions for worker in workers},
-              "settings": {"torch": TORCH, "ours, torch's settings": SAME, "ours": BEST}, "summary": rows, "runs": runs}
+    result = {
+        "machine": machine,
+        "versions": {worker.name: worker.versions for worker in workers},
+        "settings": {"torch": TORCH, "ours, torch's settings": SAME, "ours": BEST},
+        "summary": rows,
+        "runs": runs,
+    }
     path = harness.save("time_to_reward", result)
     print(table(rows))
     for name, settings in result["settings"].items():

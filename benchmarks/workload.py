@@ -28,21 +28,45 @@ def eos_chance(mean: float, longest: int) -> float:
 def typical_lengths(count: int, mean: int, longest: int) -> list[int]:
     """So many lengths spread evenly over that distribution: its quantiles, the shortest first."""
     p = eos_chance(mean, longest)
-    return [min(math.ceil(math.log1p(-(i + 0.5) / count) / math.log1p(-p)), longest) for i in range(count)]
+    return [
+        min(math.ceil(math.log1p(-(i + 0.5) / count) / math.log1p(-p)), longest)
+        for i in range(count)
+    ]
 
 
 def config(layers: int = 4, hidden: int = 256, vocabulary: int = VOCABULARY) -> dict:
     """config.json of a Qwen2 with heads of 64, two to a key, and an output embedding of its own."""
     return {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": vocabulary, "hidden_size": hidden,
-        "intermediate_size": hidden * 11 // 4, "num_hidden_layers": layers, "num_attention_heads": hidden // 64,
-        "num_key_value_heads": max(1, hidden // 128), "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "hidden_act": "silu", "use_sliding_window": False,
-        "tie_word_embeddings": False, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None, "dtype": "float32"}
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 11 // 4,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": max(1, hidden // 128),
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "hidden_act": "silu",
+        "use_sliding_window": False,
+        "tie_word_embeddings": False,
+        "pad_token_id": PAD,
+        "eos_token_id": EOS,
+        "bos_token_id": None,
+        "dtype": "float32",
+    }
 
 
-def make_model(folder: Path, chance: float = 0.0, layers: int = 4, hidden: int = 256, vocabulary: int = VOCABULARY,
-               score: bool = False, seed: int = 0) -> Path:
+def make_model(
+    folder: Path,
+    chance: float = 0.0,
+    layers: int = 4,
+    hidden: int = 256,
+    vocabulary: int = VOCABULARY,
+    score: bool = False,
+    seed: int = 0,
+) -> Path:
     """Writes config.json, model.safetensors and, in tokenizer/, a tokenizer.
 
     Args:
@@ -60,22 +84,33 @@ def make_model(folder: Path, chance: float = 0.0, layers: int = 4, hidden: int =
 
     embedding = normal(vocabulary, hidden)
     embedding[:, 0] = 1.0
-    tensors = {"model.embed_tokens.weight": embedding, "model.norm.weight": np.ones(hidden, np.float32)}
+    tensors = {
+        "model.embed_tokens.weight": embedding,
+        "model.norm.weight": np.ones(hidden, np.float32),
+    }
     for i in range(layers):
         at = f"model.layers.{i}."
         for name, rows in (("q", hidden), ("k", kv), ("v", kv)):
-            tensors |= {f"{at}self_attn.{name}_proj.weight": normal(rows, hidden),
-                        f"{at}self_attn.{name}_proj.bias": np.zeros(rows, np.float32)}
+            tensors |= {
+                f"{at}self_attn.{name}_proj.weight": normal(rows, hidden),
+                f"{at}self_attn.{name}_proj.bias": np.zeros(rows, np.float32),
+            }
         # What layers add is small, so that channel 0 keeps its share of what the last norm sees.
-        tensors |= {f"{at}self_attn.o_proj.weight": normal(hidden, hidden, std=0.002),
-                    f"{at}mlp.gate_proj.weight": normal(shape["intermediate_size"], hidden),
-                    f"{at}mlp.up_proj.weight": normal(shape["intermediate_size"], hidden),
-                    f"{at}mlp.down_proj.weight": normal(hidden, shape["intermediate_size"], std=0.002),
-                    f"{at}input_layernorm.weight": np.ones(hidden, np.float32),
-                    f"{at}post_attention_layernorm.weight": np.ones(hidden, np.float32)}
+        tensors |= {
+            f"{at}self_attn.o_proj.weight": normal(hidden, hidden, std=0.002),
+            f"{at}mlp.gate_proj.weight": normal(shape["intermediate_size"], hidden),
+            f"{at}mlp.up_proj.weight": normal(shape["intermediate_size"], hidden),
+            f"{at}mlp.down_proj.weight": normal(hidden, shape["intermediate_size"], std=0.002),
+            f"{at}input_layernorm.weight": np.ones(hidden, np.float32),
+            f"{at}post_attention_layernorm.weight": np.ones(hidden, np.float32),
+        }
     if score:
-        shape |= {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1, "id2label": {"0": "score"},
-                  "label2id": {"score": 0}}
+        shape |= {
+            "architectures": ["Qwen2ForSequenceClassification"],
+            "num_labels": 1,
+            "id2label": {"0": "score"},
+            "label2id": {"score": 0},
+        }
         tensors["score.weight"] = normal(1, hidden, std=(hidden + 1) ** -0.5)
     else:
         # After the last norm channel 0 is sqrt(hidden) times its share of the residual stream's energy.
@@ -104,8 +139,16 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(
-        {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "<eos>", "padding_side": "left"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "pad_token": "<pad>",
+                "eos_token": "<eos>",
+                "padding_side": "left",
+            }
+        )
+    )
 
 
 def prompts(count: int, length: int, vocabulary: int = VOCABULARY, seed: int = 0) -> np.ndarray:

@@ -19,7 +19,7 @@ def get_config():
     config.model.path = "Qwen/Qwen2.5-0.5B-Instruct"
     config.data.train_files = "hf:openai/gsm8k/main/train-00000-of-00001.parquet"
     config.data.val_files = "hf:openai/gsm8k/main/test-00000-of-00001.parquet"
-    config.data.instruction = "Let's think step by step and output the final answer after \"####\"."
+    config.data.instruction = 'Let\'s think step by step and output the final answer after "####".'
     config.data.train_batch_size = 256
     config.data.val_batch_size = 256
     config.data.max_prompt_length = 512

@@ -45,7 +45,9 @@ class Checkpointer:
     them see. Leaving its `with` block waits for a save under way.
     """
 
-    def __init__(self, directory: str | os.PathLike, max_to_keep: int = 2, best_metric: str = "accuracy"):
+    def __init__(
+        self, directory: str | os.PathLike, max_to_keep: int = 2, best_metric: str = "accuracy"
+    ):
         """Opens a directory, which is made if it does not exist.
 
         Args:
@@ -56,13 +58,21 @@ class Checkpointer:
         # orbax takes absolute paths only; gs://... is one already.
         self._directory = str(directory) if "://" in str(directory) else os.path.abspath(directory)
         self._best_metric = best_metric
-        policy = checkpoint_managers.AnyPreservationPolicy([
-            checkpoint_managers.LatestN(max_to_keep),
-            checkpoint_managers.BestN(get_metric_fn=self._quality, n=1, keep_checkpoints_without_metrics=False),
-        ])
+        policy = checkpoint_managers.AnyPreservationPolicy(
+            [
+                checkpoint_managers.LatestN(max_to_keep),
+                checkpoint_managers.BestN(
+                    get_metric_fn=self._quality, n=1, keep_checkpoints_without_metrics=False
+                ),
+            ]
+        )
         # best_fn is needed besides the policy: without it no metrics are written, and a restart forgets the best one.
-        self._manager = ocp.CheckpointManager(self._directory, options=ocp.CheckpointManagerOptions(
-            preservation_policy=policy, best_fn=self._quality, cleanup_tmp_directories=True))
+        self._manager = ocp.CheckpointManager(
+            self._directory,
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=policy, best_fn=self._quality, cleanup_tmp_directories=True
+            ),
+        )
         self._saved = None
         self._asked, self._stop = None, False
         self._sigterm = _Sigterm() if jax.process_count() == 1 else None
@@ -75,8 +85,13 @@ class Checkpointer:
         if kind is None or jax.process_count() == 1:
             self.close()
 
-    def save(self, step: int, arrays: dict[str, Any], meta: dict,
-             metrics: dict[str, float | None] | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        arrays: dict[str, Any],
+        meta: dict,
+        metrics: dict[str, float | None] | None = None,
+    ) -> None:
         """Copies the arrays and returns; they are written in the background. Saving a step twice does nothing.
 
         Args:
@@ -92,10 +107,15 @@ class Checkpointer:
         """
         if step == self._saved:
             return
-        items = {name: ocp.args.StandardSave(tree) for name, tree in arrays.items() if tree is not None}
+        items = {
+            name: ocp.args.StandardSave(tree) for name, tree in arrays.items() if tree is not None
+        }
         items[META] = ocp.args.JsonSave(json.loads(json.dumps(meta)))  # here, so that it fails here
-        finite = {name: float(value) for name, value in (metrics or {}).items()
-                  if value is not None and math.isfinite(value)}
+        finite = {
+            name: float(value)
+            for name, value in (metrics or {}).items()
+            if value is not None and math.isfinite(value)
+        }
         self._manager.save(step, args=ocp.args.Composite(**items), metrics=finite, force=True)
         self._saved = step
 
@@ -107,7 +127,11 @@ class Checkpointer:
         """The checkpoint with the largest best metric (the newest of several), None if no checkpoint has it."""
         self.wait()  # metrics are read from disk
         step = self._manager.best_step()
-        return None if step is None or self._quality(self._manager.metrics(step)) == -math.inf else step
+        return (
+            None
+            if step is None or self._quality(self._manager.metrics(step)) == -math.inf
+            else step
+        )
 
     def restore(self, step: int, abstract: dict[str, Any]) -> tuple[dict[str, Any], dict]:
         """Reads a checkpoint.
@@ -128,11 +152,15 @@ class Checkpointer:
         wanted = {name: tree for name, tree in abstract.items() if tree is not None}
         there = self._manager.all_steps()
         if step not in there:
-            raise FileNotFoundError(f"{self._directory} has no checkpoint of step {step}, only of {there}")
+            raise FileNotFoundError(
+                f"{self._directory} has no checkpoint of step {step}, only of {there}"
+            )
         for name, tree in wanted.items():
             self._check(step, name, tree)
         items = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
-        restored = self._manager.restore(step, args=ocp.args.Composite(**items, **{META: ocp.args.JsonRestore()}))
+        restored = self._manager.restore(
+            step, args=ocp.args.Composite(**items, **{META: ocp.args.JsonRestore()})
+        )
         return {name: restored[name] for name in wanted}, restored[META]
 
     def restore_item(self, step: int, name: str, abstract: Any) -> Any:
@@ -147,7 +175,9 @@ class Checkpointer:
         """
         if step != self._asked:
             self._asked = step
-            self._stop = self._sigterm.received if self._sigterm else self._manager.reached_preemption(step)
+            self._stop = (
+                self._sigterm.received if self._sigterm else self._manager.reached_preemption(step)
+            )
         return self._stop
 
     def wait(self) -> None:
@@ -170,12 +200,17 @@ class Checkpointer:
             raise UserError(f"checkpoint {step} in {self._directory} holds no {name!r}")
         saved = _shapes(ocp.StandardCheckpointHandler().metadata(path).tree)
         wanted = _shapes(abstract)
-        wrong = [f"{name}/{key}: {saved.get(key, 'absent')} in the checkpoint, {wanted.get(key, 'absent')} in the model"
-                 for key in sorted(saved.keys() | wanted.keys()) if saved.get(key) != wanted.get(key)]
+        wrong = [
+            f"{name}/{key}: {saved.get(key, 'absent')} in the checkpoint, {wanted.get(key, 'absent')} in the model"
+            for key in sorted(saved.keys() | wanted.keys())
+            if saved.get(key) != wanted.get(key)
+        ]
         if wrong:
             more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-            raise UserError(f"checkpoint {step} in {self._directory} is of another model or optimizer: "
-                            f"{'; '.join(wrong[:SHOWN])}{more}")
+            raise UserError(
+                f"checkpoint {step} in {self._directory} is of another model or optimizer: "
+                f"{'; '.join(wrong[:SHOWN])}{more}"
+            )
 
 
 def _shapes(tree) -> dict[str, tuple[int, ...]]:

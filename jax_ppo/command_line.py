@@ -84,10 +84,14 @@ def read(arguments: list[str], command: str = "train") -> tuple[Config, Path]:
     if rest:
         raise UserError(f"{rest[0]}: not an option; options are written --config.NAME=VALUE")
     if values.config is None:
-        raise UserError(f"--config: must be given, for example --config=configs/{EXAMPLES[command]}")
+        raise UserError(
+            f"--config: must be given, for example --config=configs/{EXAMPLES[command]}"
+        )
     config = config_lib.from_config_dict(values.config, command)
     if "://" in (values.workdir or ""):
-        raise UserError(f"--workdir={values.workdir}: must be a folder of this machine or of a disk that it mounts")
+        raise UserError(
+            f"--workdir={values.workdir}: must be a folder of this machine or of a disk that it mounts"
+        )
     return config, Path(values.workdir or Path("output") / config.experiment_name)
 
 
@@ -119,7 +123,9 @@ def _check_file(value: str) -> None:
         return
     there = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
     near = difflib.get_close_matches(str(path), there, n=1) or there[:1]
-    raise UserError(f"--config={value}: there is no such file" + (f". Did you mean {near[0]}?" if near else ""))
+    raise UserError(
+        f"--config={value}: there is no such file" + (f". Did you mean {near[0]}?" if near else "")
+    )
 
 
 def write_resolved(config: Config, workdir: Path) -> None:
@@ -134,6 +140,13 @@ def write_resolved(config: Config, workdir: Path) -> None:
             value = getattr(value, part)
         sections.setdefault(section, []).append(f"{rest}={value!r}")
     for section, settings in sections.items():
-        print(textwrap.fill(f"{section or 'config'}: {'  '.join(settings)}", 118, subsequent_indent="    ",
-                            break_long_words=False, break_on_hyphens=False))
+        print(
+            textwrap.fill(
+                f"{section or 'config'}: {'  '.join(settings)}",
+                118,
+                subsequent_indent="    ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
     print(f"work directory: {workdir}", flush=True)

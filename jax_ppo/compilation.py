@@ -33,13 +33,17 @@ def keep(option: str, report: Callable[[str], None]) -> None:
             Path(folder).mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
-            report(f"note: compiled programs are not kept, each run compiles anew (config.trainer.compilation_cache): {error}")
+            report(
+                f"note: compiled programs are not kept, each run compiles anew (config.trainer.compilation_cache): {error}"
+            )
             jax.config.update("jax_enable_compilation_cache", False)
             return
     jax.config.update("jax_compilation_cache_dir", folder)
     # JAX's own thresholds leave out what compiles within a second: a run has many such programs.
-    for name, value in (("jax_persistent_cache_min_compile_time_secs", 0.0),
-                        ("jax_persistent_cache_min_entry_size_bytes", -1)):
+    for name, value in (
+        ("jax_persistent_cache_min_compile_time_secs", 0.0),
+        ("jax_persistent_cache_min_entry_size_bytes", -1),
+    ):
         if name.upper() not in os.environ:
             jax.config.update(name, value)
 

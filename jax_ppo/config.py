@@ -43,7 +43,9 @@ def unknown_option(name: str) -> UserError:
     known = [known_name for known_name, *_ in options()]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
     leaf = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]
-    return UserError(f"config.{name}: there is no such option. Did you mean config.{(leaf or near)[0]}?")
+    return UserError(
+        f"config.{name}: there is no such option. Did you mean config.{(leaf or near)[0]}?"
+    )
 
 
 def _to_config_dict(value):
@@ -70,10 +72,14 @@ def _build(cls, values, prefix):
     for name, field in fields.items():
         if name not in values:
             continue  # a configuration written before the option existed means its default
-        value = values.get_oneway_ref(name).get() if hasattr(values, "get_oneway_ref") else values[name]
+        value = (
+            values.get_oneway_ref(name).get() if hasattr(values, "get_oneway_ref") else values[name]
+        )
         if dataclasses.is_dataclass(field.type):
             if not hasattr(value, "items"):
-                raise UserError(f"config.{prefix}{name}: expected a section of options, got {value!r}")
+                raise UserError(
+                    f"config.{prefix}{name}: expected a section of options, got {value!r}"
+                )
             built[name] = _build(field.type, value, f"{prefix}{name}.")
         else:
             built[name] = _checked(f"config.{prefix}{name}", value, field)
@@ -91,14 +97,27 @@ def _checked(name, value, field):
     if isinstance(value, str):
         value = field.metadata["aliases"].get(value, value)
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
-        raise UserError(f"{name}={value!r}: expected {expected.__name__}, got {type(value).__name__}")
+        raise UserError(
+            f"{name}={value!r}: expected {expected.__name__}, got {type(value).__name__}"
+        )
     limits = field.metadata
     if limits["choices"] is not None and value not in limits["choices"]:
         known = ", ".join(map(repr, limits["choices"]))
-        raise UserError(f"{name}={value!r}: expected one of {known}.{did_you_mean(value, limits['choices'])}")
-    in_range = {"at_least": "at least", "above": "more than", "at_most": "at most", "below": "less than"}
-    holds = {"at_least": lambda v, b: v >= b, "above": lambda v, b: v > b,
-             "at_most": lambda v, b: v <= b, "below": lambda v, b: v < b}
+        raise UserError(
+            f"{name}={value!r}: expected one of {known}.{did_you_mean(value, limits['choices'])}"
+        )
+    in_range = {
+        "at_least": "at least",
+        "above": "more than",
+        "at_most": "at most",
+        "below": "less than",
+    }
+    holds = {
+        "at_least": lambda v, b: v >= b,
+        "above": lambda v, b: v > b,
+        "at_most": lambda v, b: v <= b,
+        "below": lambda v, b: v < b,
+    }
     for key, words in in_range.items():
         # Written so that NaN fails every range.
         if limits[key] is not None and not holds[key](value, limits[key]):
@@ -109,7 +128,10 @@ def _checked(name, value, field):
 def main():
     """Prints the table of options."""
     try:
-        print("\n".join(f"{name:48s} {default!r:>16}  {doc}" for name, _, default, doc in options()), flush=True)
+        print(
+            "\n".join(f"{name:48s} {default!r:>16}  {doc}" for name, _, default, doc in options()),
+            flush=True,
+        )
     except BrokenPipeError:  # `--help | head`: who reads has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

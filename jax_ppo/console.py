@@ -36,14 +36,20 @@ def step_line(step: int, total: int, metrics: dict[str, float], columns, optiona
         value = metrics.get(name)
         if name in optional and (value is None or math.isnan(value)):
             continue
-        parts.append(before + ("-" if value is None else format(float(value), form)).rjust(width) + after)
+        parts.append(
+            before + ("-" if value is None else format(float(value), form)).rjust(width) + after
+        )
     return "  ".join(parts)
 
 
 def loading(role: str) -> Callable[[int, int], None]:
     """What hf_import.load reports to while it reads a role's weights: a bar on a terminal, elsewhere a line at the end."""
-    bar = tqdm.tqdm(desc=f"loading the {role}", unit="tensor", leave=False,
-                    disable=not (distributed.is_main() and sys.stderr.isatty()))
+    bar = tqdm.tqdm(
+        desc=f"loading the {role}",
+        unit="tensor",
+        leave=False,
+        disable=not (distributed.is_main() and sys.stderr.isatty()),
+    )
 
     def progress(done: int, total: int) -> None:
         bar.total = total
@@ -61,8 +67,13 @@ class ProgressBar:
     def __init__(self, total: int, first_step: int, enabled: bool):
         """Begins with `first_step` of `total` steps done. Where it is not enabled nothing is shown, only measured."""
         self._enabled, self._seconds = enabled, {}
-        self._bar = tqdm.tqdm(total=total, initial=first_step, unit="step", dynamic_ncols=True,
-                              disable=not (enabled and sys.stderr.isatty()))
+        self._bar = tqdm.tqdm(
+            total=total,
+            initial=first_step,
+            unit="step",
+            dynamic_ncols=True,
+            disable=not (enabled and sys.stderr.isatty()),
+        )
 
     def __enter__(self) -> "ProgressBar":
         return self

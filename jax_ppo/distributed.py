@@ -57,11 +57,15 @@ def run_or_abort(function: Callable[[], object]) -> object:
     """
     try:
         return function()
-    except BaseException as error:  # KeyboardInterrupt and SystemExit would leave the others waiting just the same
+    except (
+        BaseException
+    ) as error:  # KeyboardInterrupt and SystemExit would leave the others waiting just the same
         finished = isinstance(error, SystemExit) and not error.code
         if finished or not jax.distributed.is_initialized() or jax.process_count() == 1:
             raise
-        print(f"process {jax.process_index()} of {jax.process_count()} ends the run:", file=sys.stderr)
+        print(
+            f"process {jax.process_index()} of {jax.process_count()} ends the run:", file=sys.stderr
+        )
         if isinstance(error, SystemExit):
             print(error.code, file=sys.stderr)  # sys.exit("error: ..."): the message says it all
         else:
@@ -115,7 +119,9 @@ def _tpu_hosts(environ) -> int:
     no_tpu = importlib.util.find_spec("libtpu") is None or "TPU_SKIP_MDS_QUERY" in environ
     if no_tpu or (platforms and "tpu" not in platforms.split(",")):
         return 1
-    hosts = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES")  # set by Kubernetes
+    hosts = environ.get("TPU_PROCESS_ADDRESSES") or environ.get(
+        "TPU_WORKER_HOSTNAMES"
+    )  # set by Kubernetes
     slices = environ.get("MEGASCALE_NUM_SLICES")
     if not hosts:  # a Cloud TPU VM keeps both in its metadata
         hosts = _metadata("worker-network-endpoints", environ)
@@ -128,7 +134,8 @@ def _metadata(name, environ) -> str:
     """An attribute of this Google Cloud machine, '' elsewhere."""
     server = environ.get("GCE_METADATA_IP", "metadata.google.internal")
     request = urllib.request.Request(
-        f"http://{server}/computeMetadata/v1/instance/attributes/{name}", headers={"Metadata-Flavor": "Google"}
+        f"http://{server}/computeMetadata/v1/instance/attributes/{name}",
+        headers={"Metadata-Flavor": "Google"},
     )
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:

@@ -9,6 +9,6 @@ class UserError(ValueError):
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """" Did you mean 'x'?" with the nearest of the known names, or "" where none is near."""
+    """ " Did you mean 'x'?" with the nearest of the known names, or "" where none is near."""
     near = difflib.get_close_matches(given, list(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""

@@ -26,7 +26,9 @@ class Evaluation:
     samples: list[dict]
 
 
-def evaluate(sample: Callable, reward: Callable, batches: Iterable, mesh, key, keep: int = 0) -> Evaluation:
+def evaluate(
+    sample: Callable, reward: Callable, batches: Iterable, mesh, key, keep: int = 0
+) -> Evaluation:
     """Samples every batch and averages over its real rows.
 
     Args:
@@ -48,5 +50,9 @@ def evaluate(sample: Callable, reward: Callable, batches: Iterable, mesh, key, k
         first += len(batch_scores)
     correct = np.concatenate(correct)
     known = correct[~np.isnan(correct)]
-    return Evaluation(float(known.mean()) if len(known) else None, float(np.concatenate(scores).mean()),
-                      float(np.concatenate(lengths).mean()), samples)
+    return Evaluation(
+        float(known.mean()) if len(known) else None,
+        float(np.concatenate(scores).mean()),
+        float(np.concatenate(lengths).mean()),
+        samples,
+    )

@@ -42,7 +42,9 @@ def _response_tokens(sequences: Sequences, plan: Packing):
     return packing_lib.gather(sequences, plan).mask.sum()
 
 
-def _negative_log_likelihood(options: Supervised, model: Transformer, params, sequences: Sequences, rows: packing_lib.Rows):
+def _negative_log_likelihood(
+    options: Supervised, model: Transformer, params, sequences: Sequences, rows: packing_lib.Rows
+):
     hidden = scoring.hidden_states(model, params, rows)
     logprobs, _ = scoring.token_logprobs(model, params, hidden, rows, 1.0, with_entropy=False)
     return {"loss": -logprobs.sum()}
@@ -50,19 +52,33 @@ def _negative_log_likelihood(options: Supervised, model: Transformer, params, se
 
 def _pairs(sequences: Sequences, plan: Packing):
     samples = len(sequences.lengths)
-    there = jnp.zeros(samples, bool).at[jnp.where(plan.sample >= 0, plan.sample, samples)].set(True, mode="drop")
-    return there[:samples // 2].sum()
+    there = (
+        jnp.zeros(samples, bool)
+        .at[jnp.where(plan.sample >= 0, plan.sample, samples)]
+        .set(True, mode="drop")
+    )
+    return there[: samples // 2].sum()
 
 
-def _preferences(options: Supervised, model: Transformer, params, sequences: Sequences, rows: packing_lib.Rows):
+def _preferences(
+    options: Supervised, model: Transformer, params, sequences: Sequences, rows: packing_lib.Rows
+):
     """Pair b's sequences are b and pairs + b, and stand in one row (packing.split_pairs)."""
     scores_RxL = scoring.scalars(model, params, rows)
     zeros = jnp.zeros(len(sequences.lengths), jnp.float32)
     chosen, rejected = jnp.split(scoring.at_the_end(scores_RxL, rows, sequences, zeros), 2)
-    here, _ = jnp.split(scoring.at_the_end(jnp.ones_like(scores_RxL), rows, sequences, zeros) > 0, 2)
-    losses = preferences.bradley_terry(chosen, rejected) + options.center_coef * preferences.center(chosen, rejected)
-    sums = {"loss": losses, "accuracy": (jnp.sign(chosen - rejected) + 1) / 2, "margin": chosen - rejected,
-            "score": (chosen + rejected) / 2}
+    here, _ = jnp.split(
+        scoring.at_the_end(jnp.ones_like(scores_RxL), rows, sequences, zeros) > 0, 2
+    )
+    losses = preferences.bradley_terry(chosen, rejected) + options.center_coef * preferences.center(
+        chosen, rejected
+    )
+    sums = {
+        "loss": losses,
+        "accuracy": (jnp.sign(chosen - rejected) + 1) / 2,
+        "margin": chosen - rejected,
+        "score": (chosen + rejected) / 2,
+    }
     return {name: jnp.where(here, values, 0).sum() for name, values in sums.items()}
 
 
@@ -77,8 +93,18 @@ def optimizer(options: Supervised):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=(4, 5))
-def step(objective: Objective, options: Supervised, model: Transformer, total_steps: int, params, optimizer_state, number,
-         sequences: Sequences, plan: Packing, micro_batches):
+def step(
+    objective: Objective,
+    options: Supervised,
+    model: Transformer,
+    total_steps: int,
+    params,
+    optimizer_state,
+    number,
+    sequences: Sequences,
+    plan: Packing,
+    micro_batches,
+):
     """One optimizer step on a batch.
 
     Args:
@@ -93,11 +119,22 @@ def step(objective: Objective, options: Supervised, model: Transformer, total_st
     """
     slope, figures = gradients(objective, options, model, params, sequences, plan, micro_batches)
     rate = state_lib.learning_rate(options.optim, number, total_steps)
-    params, optimizer_state, norm, finite = state_lib.descend(optimizer(options), params, optimizer_state, slope, rate)
+    params, optimizer_state, norm, finite = state_lib.descend(
+        optimizer(options), params, optimizer_state, slope, rate
+    )
     # Left to itself the compiler splits what the table repeats, and the next call would be another program.
     params, optimizer_state = constrain_tree((params, optimizer_state), TRAIN_RULES)
-    return params, optimizer_state, figures | {"lr": rate, "grad_norm": norm, "skipped": (~finite).astype(jnp.float32),
-                                                "tokens": (plan.sample >= 0).sum()}
+    return (
+        params,
+        optimizer_state,
+        figures
+        | {
+            "lr": rate,
+            "grad_norm": norm,
+            "skipped": (~finite).astype(jnp.float32),
+            "tokens": (plan.sample >= 0).sum(),
+        },
+    )
 
 
 def gradients(objective, options, model, params, sequences, plan, micro_batches):
@@ -108,7 +145,10 @@ def gradients(objective, options, model, params, sequences, plan, micro_batches)
         rows = packing_lib.gather(sequences, jax.tree.map(lambda x: constrain_rows(x[i]), plan))
 
         def loss(params):
-            means = {name: x / units for name, x in objective.sums(options, model, params, sequences, rows).items()}
+            means = {
+                name: x / units
+                for name, x in objective.sums(options, model, params, sequences, rows).items()
+            }
             return means["loss"], means
 
         return jax.tree.map(jnp.add, carry, jax.grad(loss, has_aux=True)(params))
@@ -118,13 +158,22 @@ def gradients(objective, options, model, params, sequences, plan, micro_batches)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def measure(objective: Objective, options: Supervised, model: Transformer, params, sequences: Sequences, plan: Packing,
-            micro_batches) -> dict:
+def measure(
+    objective: Objective,
+    options: Supervised,
+    model: Transformer,
+    params,
+    sequences: Sequences,
+    plan: Packing,
+    micro_batches,
+) -> dict:
     """Sums over a batch, and its `units`. Arguments as for `step`."""
 
     def micro_batch(i, sums):
         rows = packing_lib.gather(sequences, jax.tree.map(lambda x: constrain_rows(x[i]), plan))
         return jax.tree.map(jnp.add, sums, objective.sums(options, model, params, sequences, rows))
 
-    sums = jax.lax.fori_loop(0, micro_batches, micro_batch, dict.fromkeys(objective.names, jnp.float32(0)))
+    sums = jax.lax.fori_loop(
+        0, micro_batches, micro_batch, dict.fromkeys(objective.names, jnp.float32(0))
+    )
     return sums | {"units": objective.units(sequences, plan)}

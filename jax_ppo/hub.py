@@ -7,7 +7,10 @@ from jax_ppo.errors import UserError
 
 TIMEOUT = 10.0  # seconds that the hub may take to answer
 
-_KINDS = {"model": ("model", ""), "dataset": ("data set", "datasets/")}  # in messages, and before the name in a URL
+_KINDS = {
+    "model": ("model", ""),
+    "dataset": ("data set", "datasets/"),
+}  # in messages, and before the name in a URL
 
 
 class HubError(UserError):
@@ -18,8 +21,14 @@ class HubError(UserError):
         self.reason = reason
 
 
-def download(name: str, patterns: Sequence[str], option: str, *, repo_type: str = "model",
-             ignore: Sequence[str] = ()) -> tuple[Path, list[str]]:
+def download(
+    name: str,
+    patterns: Sequence[str],
+    option: str,
+    *,
+    repo_type: str = "model",
+    ignore: Sequence[str] = (),
+) -> tuple[Path, list[str]]:
     """Downloads the files of a repository that match, to the hub's cache.
 
     The hub is asked once whether it is there, with a time limit and no retries, before anything that would retry begins.
@@ -44,8 +53,12 @@ def download(name: str, patterns: Sequence[str], option: str, *, repo_type: str 
     kind, prefix = _KINDS[repo_type]
     repo_id, revision = split_revision(name)
     asked, endpoint = False, "the Hugging Face hub"
-    wanted = {"repo_type": repo_type, "revision": revision, "allow_patterns": list(patterns),
-              "ignore_patterns": list(ignore)}
+    wanted = {
+        "repo_type": repo_type,
+        "revision": revision,
+        "allow_patterns": list(patterns),
+        "ignore_patterns": list(ignore),
+    }
     try:
         import huggingface_hub  # late: local files need neither it nor the network
 
@@ -57,7 +70,9 @@ def download(name: str, patterns: Sequence[str], option: str, *, repo_type: str 
         asked = True
         folder = Path(huggingface_hub.snapshot_download(repo_id, etag_timeout=TIMEOUT, **wanted))
         return folder, [file.rfilename for file in info.siblings or ()]
-    except Exception as error:  # among them whatever the HTTP library of the day raises when there is no network
+    except (
+        Exception
+    ) as error:  # among them whatever the HTTP library of the day raises when there is no network
         reason = _refusal(error, endpoint, f"{endpoint}/{prefix}{repo_id}", revision)
         if not reason and asked:
             reason = f"downloading it from {endpoint} failed ({_brief(error)})"
@@ -68,7 +83,9 @@ def download(name: str, patterns: Sequence[str], option: str, *, repo_type: str 
         raise HubError(
             f"{option}: the {kind} {repo_id} at revision {revision} cannot be had: {reason}. Give a local path in {option}, "
             "or a name that the hub has; or run once with a network (`hf download` fills the cache; HF_HOME says where it "
-            "is)", reason) from error
+            "is)",
+            reason,
+        ) from error
 
 
 def split_revision(name: str) -> tuple[str, str]:
@@ -88,8 +105,10 @@ def _refusal(error, endpoint, url, revision):
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{url} has no revision {revision!r}"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return (f"{endpoint} has no repository of this name (check the spelling; a private one needs HF_TOKEN, or "
-                "`hf auth login`)")
+        return (
+            f"{endpoint} has no repository of this name (check the spelling; a private one needs HF_TOKEN, or "
+            "`hf auth login`)"
+        )
     if isinstance(error, errors.HFValidationError):
         return f"it is no hub name, OWNER/NAME ({_brief(error)})"
     return ""

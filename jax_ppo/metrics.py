@@ -25,7 +25,11 @@ class CurveFile:
     def __init__(self, path: Path, steps_done: int):
         """Opens the file of a run that begins (0 steps done), or goes on: rows of later steps are dropped."""
         self._path = path
-        rows = [row for row in read_curves(path) if int(row["step"]) <= steps_done] if steps_done else []
+        rows = (
+            [row for row in read_curves(path) if int(row["step"]) <= steps_done]
+            if steps_done
+            else []
+        )
         self._rewrite(rows)
 
     def write(self, step: int, figures: dict[str, float]) -> None:
@@ -62,8 +66,15 @@ def read_curves(path: Path) -> list[dict[str, str]]:
 class MetricsLog:
     """Writes the figures of each step to training_metrics.csv and to the loggers."""
 
-    def __init__(self, workdir: Path, loggers: tuple[str, ...], experiment_name: str, config_dict: dict,
-                 first_step: int, is_main: bool):
+    def __init__(
+        self,
+        workdir: Path,
+        loggers: tuple[str, ...],
+        experiment_name: str,
+        config_dict: dict,
+        first_step: int,
+        is_main: bool,
+    ):
         """Opens the files and goes on where a run left off.
 
         Args:
@@ -110,8 +121,12 @@ class MetricsLog:
 
         # purge_step hides what an earlier process wrote from there on. Files are read in the order of their names, that
         # tell seconds; the suffix orders those of one second.
-        writer = tensorboardX.SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else 0, flush_secs=10,
-                                            filename_suffix=f".{time.time_ns()}")
+        writer = tensorboardX.SummaryWriter(
+            str(folder),
+            purge_step=first_step + 1 if first_step else 0,
+            flush_secs=10,
+            filename_suffix=f".{time.time_ns()}",
+        )
 
         def write(step, metrics):
             for name, value in metrics.items():
@@ -124,13 +139,21 @@ class MetricsLog:
         try:
             import wandb
         except ImportError as error:
-            raise UserError("config.trainer.logger asks for wandb, which is not installed: "
-                            "pip install 'jax_ppo[wandb]'") from error
+            raise UserError(
+                "config.trainer.logger asks for wandb, which is not installed: "
+                "pip install 'jax_ppo[wandb]'"
+            ) from error
         remembered = workdir / "wandb_id.txt"
         if not (first_step and remembered.exists()):
             remembered.write_text(uuid.uuid4().hex[:8])
-        run = wandb.init(project="jax_ppo", name=name, id=remembered.read_text(), resume="allow", config=config_dict,
-                         dir=str(workdir))
+        run = wandb.init(
+            project="jax_ppo",
+            name=name,
+            id=remembered.read_text(),
+            resume="allow",
+            config=config_dict,
+            dir=str(workdir),
+        )
         # wandb's own step cannot go back, as it must when a run goes on from a checkpoint: ours is one of the figures.
         run.define_metric("*", step_metric="step")
         self._sinks.append(lambda step, metrics: run.log({"step": step} | metrics))
@@ -146,24 +169,38 @@ def plot_curves(csv_path: Path, evaluations: list[dict[str, Any]], png_path: Pat
       png_path: what to write; it is replaced as a whole.
       panels: of each plot its title, the label of its vertical axis, and {legend: figure}.
     """
-    from matplotlib.figure import Figure  # not pyplot, which keeps every figure and may look for a display
+    from matplotlib.figure import (
+        Figure,  # not pyplot, which keeps every figure and may look for a display
+    )
 
     rows = read_curves(Path(csv_path))
 
     def points(name):
-        source, key = (evaluations, name.removeprefix("eval/")) if name.startswith("eval/") else (rows, name)
-        return [(int(row["step"]), float(row[key])) for row in source if row.get(key) not in (None, "")]
+        source, key = (
+            (evaluations, name.removeprefix("eval/")) if name.startswith("eval/") else (rows, name)
+        )
+        return [
+            (int(row["step"]), float(row[key])) for row in source if row.get(key) not in (None, "")
+        ]
 
     rows_of_panels = -(-len(panels) // 4)
     across = len(panels) // rows_of_panels
     figure = Figure(figsize=(4 * across, 3.5 * rows_of_panels), layout="constrained")
-    for axes, (title, unit, curves) in zip(figure.subplots(rows_of_panels, across, squeeze=False).flat, panels, strict=True):
+    for axes, (title, unit, curves) in zip(
+        figure.subplots(rows_of_panels, across, squeeze=False).flat, panels, strict=True
+    ):
         axes.set(title=title, xlabel="step", ylabel=unit)
         axes.grid(alpha=0.3)
         for legend, name in curves.items():
             if curve := points(name):
                 marker = "o" if name.startswith("eval/") else None
-                axes.plot(*zip(*curve, strict=True), label=legend, marker=marker, markersize=4, linewidth=1.2)
+                axes.plot(
+                    *zip(*curve, strict=True),
+                    label=legend,
+                    marker=marker,
+                    markersize=4,
+                    linewidth=1.2,
+                )
         if axes.lines:
             axes.legend(frameon=False)
     with _replacing(Path(png_path)) as temporary:
@@ -182,10 +219,15 @@ def versions() -> dict[str, Any]:
 
     packages = {name: name for name in ("jax", "jaxlib", "flax", "optax", "transformers")}
     packages["orbax"] = "orbax-checkpoint"
-    return {"python": platform.python_version()} | {
-        name: importlib.metadata.version(package) for name, package in packages.items()} | {
-        "device_kind": jax.devices()[0].device_kind, "device_count": jax.device_count(),
-        "process_count": jax.process_count()}
+    return (
+        {"python": platform.python_version()}
+        | {name: importlib.metadata.version(package) for name, package in packages.items()}
+        | {
+            "device_kind": jax.devices()[0].device_kind,
+            "device_count": jax.device_count(),
+            "process_count": jax.process_count(),
+        }
+    )
 
 
 def _plain(value):

@@ -12,8 +12,10 @@ def lora_targets(text: str) -> tuple[str, ...]:
     if names == {"all-linear"}:
         return LORA_TARGETS
     for name in sorted(names.difference(LORA_TARGETS)):
-        raise ValueError(f"expected all-linear alone, or some of {', '.join(LORA_TARGETS)}, got {name!r}."
-                         f"{did_you_mean(name, LORA_TARGETS)}")
+        raise ValueError(
+            f"expected all-linear alone, or some of {', '.join(LORA_TARGETS)}, got {name!r}."
+            f"{did_you_mean(name, LORA_TARGETS)}"
+        )
     return tuple(name for name in LORA_TARGETS if name in names)
 
 
@@ -29,7 +31,9 @@ def schedule_points(text: str) -> tuple[tuple[int, float], ...]:
         try:
             points.append((int(step), float(value)))
         except ValueError:
-            raise ValueError(f"{part!r} in {text!r} is not STEP:VALUE, as in 0:0.01,200:0") from None
+            raise ValueError(
+                f"{part!r} in {text!r} is not STEP:VALUE, as in 0:0.01,200:0"
+            ) from None
         step, value = points[-1]
         if step < 0:
             raise ValueError(f"step {step} in {text!r} is below 0")

@@ -64,7 +64,9 @@ def assign(lengths, row_length: int, packed: bool) -> list[list[int]]:
     return rows
 
 
-def plan(lengths_B, groups, rows_per_micro_batch: int, row_length: int, packed: bool = True) -> tuple[Packing, np.ndarray]:
+def plan(
+    lengths_B, groups, rows_per_micro_batch: int, row_length: int, packed: bool = True
+) -> tuple[Packing, np.ndarray]:
     """Packs groups of samples (the mini-batches), each apart.
 
     Args:
@@ -109,7 +111,9 @@ def split_pairs(plan: Packing, first_lengths) -> Packing:
     """
     lengths = np.asarray(first_lengths, np.int32)[np.maximum(plan.sample, 0)]
     second = (plan.sample >= 0) & (plan.position >= lengths)
-    return Packing(plan.sample + second * np.int32(len(first_lengths)), plan.position - second * lengths)
+    return Packing(
+        plan.sample + second * np.int32(len(first_lengths)), plan.position - second * lengths
+    )
 
 
 @pytree
@@ -144,7 +148,9 @@ def gather(sequences: Sequences, packing: Packing) -> Rows:
         tokens=jnp.where(filled, sequences.tokens[samples, packing.position], 0),
         positions=packing.position,
         segments=packing.sample,
-        targets=jnp.where(mask, sequences.tokens[samples, jnp.minimum(packing.position + 1, last)], 0),
+        targets=jnp.where(
+            mask, sequences.tokens[samples, jnp.minimum(packing.position + 1, last)], 0
+        ),
         samples=samples,
         steps=jnp.where(mask, steps, 0),
         mask=mask,
@@ -158,11 +164,17 @@ def to_rows(values_BxT, rows: Rows):
 
 def sample_sums(values_RxL, rows: Rows, samples: int):
     """[R, L]: at each response token the sum over its response's, of `samples` samples in all; 0 elsewhere."""
-    sums_B = jnp.zeros(samples, values_RxL.dtype).at[rows.samples].add(jnp.where(rows.mask, values_RxL, 0))
+    sums_B = (
+        jnp.zeros(samples, values_RxL.dtype)
+        .at[rows.samples]
+        .add(jnp.where(rows.mask, values_RxL, 0))
+    )
     return jnp.where(rows.mask, sums_B[rows.samples], 0)
 
 
 def to_samples(values_RxL, rows: Rows, into_BxT):
     """`into_BxT` with the values of these rows' response tokens in their places."""
     outside = into_BxT.shape[0]  # dropped
-    return into_BxT.at[jnp.where(rows.mask, rows.samples, outside), rows.steps].set(values_RxL, mode="drop")
+    return into_BxT.at[jnp.where(rows.mask, rows.samples, outside), rows.steps].set(
+        values_RxL, mode="drop"
+    )

@@ -13,7 +13,9 @@ from typing import Any
 from jax_ppo.errors import UserError, did_you_mean
 
 
-def load(function: str, option: str, arguments: tuple[str, ...], by_name: bool) -> Callable[..., Any]:
+def load(
+    function: str, option: str, arguments: tuple[str, ...], by_name: bool
+) -> Callable[..., Any]:
     """The function named by `module:function` or `path/to/file.py:function`.
 
     Args:
@@ -32,9 +34,13 @@ def load(function: str, option: str, arguments: tuple[str, ...], by_name: bool) 
     module = _module(module_name, given)
     found = getattr(module, name, None)
     if not callable(found):
-        callables = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise UserError(f"{given}: {module_name} has no function {name!r}; it has "
-                        f"{', '.join(callables) or 'none'}.{did_you_mean(name, callables)}")
+        callables = [
+            n for n, value in vars(module).items() if callable(value) and not n.startswith("_")
+        ]
+        raise UserError(
+            f"{given}: {module_name} has no function {name!r}; it has "
+            f"{', '.join(callables) or 'none'}.{did_you_mean(name, callables)}"
+        )
     _check_signature(found, given, arguments, by_name)
     return found
 
@@ -45,15 +51,25 @@ def _module(module_name, given):
         if module_name.endswith(".py"):
             if not path.is_file():
                 known = [file.name for file in path.parent.glob("*.py")]
-                raise UserError(f"{given}: there is no file {path} (looked from {Path.cwd()}).{did_you_mean(path.name, known)}")
+                raise UserError(
+                    f"{given}: there is no file {path} (looked from {Path.cwd()}).{did_you_mean(path.name, known)}"
+                )
             return _import_file(path.resolve())
         return importlib.import_module(module_name)
     except UserError:
         raise
     except Exception as error:
-        absent = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
-        hint = ". Expected a module that Python can import from here, or path/to/file.py:function" if absent else ""
-        raise UserError(f"{given}: importing {module_name} failed: {type(error).__name__}: {error}{hint}") from error
+        absent = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(
+            f"{error.name}."
+        )
+        hint = (
+            ". Expected a module that Python can import from here, or path/to/file.py:function"
+            if absent
+            else ""
+        )
+        raise UserError(
+            f"{given}: importing {module_name} failed: {type(error).__name__}: {error}{hint}"
+        ) from error
 
 
 @functools.cache
@@ -78,4 +94,6 @@ def _check_signature(found, given, arguments, by_name):
             signature.bind(*arguments)
     except TypeError as error:
         call = ", ".join(f"{a}=..." if by_name else a for a in arguments)
-        raise UserError(f"{given}: it is called as f({call}), but takes {signature}: {error}") from error
+        raise UserError(
+            f"{given}: it is called as f({call}), but takes {signature}: {error}"
+        ) from error

@@ -81,11 +81,24 @@ def _programs(run: Experiment, prompts: Prompts, key, plans: Plans) -> Iterator[
     rewards = jax.ShapeDtypeStruct((_samples(run),), jnp.float32, sharding=sharding.rows(run.mesh))
     steps = None
     if config.reward.process_rewards:
-        steps = jax.ShapeDtypeStruct(rollout.logprobs.shape, jnp.float32, sharding=sharding.rows(run.mesh))
-    experience, _ = _outputs(estimate, config, state.step, state.control, sequences, rollout.logprobs,
-                              scoring.join_scores(scores), rewards, steps)
+        steps = jax.ShapeDtypeStruct(
+            rollout.logprobs.shape, jnp.float32, sharding=sharding.rows(run.mesh)
+        )
+    experience, _ = _outputs(
+        estimate,
+        config,
+        state.step,
+        state.control,
+        sequences,
+        rollout.logprobs,
+        scoring.join_scores(scores),
+        rewards,
+        steps,
+    )
     yield "estimate"
-    for function, arguments in update.programs(config, nets, run.total_steps, state, experience, plans.actor, plans.critic):
+    for function, arguments in update.programs(
+        config, nets, run.total_steps, state, experience, plans.actor, plans.critic
+    ):
         _outputs(function, *arguments)
         yield "update"
 
@@ -94,4 +107,8 @@ def _outputs(function, *arguments):
     """Compiles a jitted function for these arguments, and tells shapes and places of what it would give."""
     lowered = function.lower(*arguments)
     places = lowered.compile().output_shardings
-    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), lowered.out_info, places)
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        lowered.out_info,
+        places,
+    )

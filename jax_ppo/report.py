@@ -25,11 +25,19 @@ COLUMNS = (
 )
 PANELS = (
     ("reward", "score", {"mean": "reward/mean", "evaluation": "eval/reward_mean"}),
-    ("accuracy", "share of responses", {"training": "reward/accuracy", "evaluation": "eval/accuracy"}),
+    (
+        "accuracy",
+        "share of responses",
+        {"training": "reward/accuracy", "evaluation": "eval/accuracy"},
+    ),
     ("KL to the reference", "nats per token", {"KL": "kl/reference"}),
     ("entropy", "nats per token", {"entropy": "actor/entropy"}),
     ("response length", "tokens", {"mean": "response_length/mean", "max": "response_length/max"}),
-    ("clip fraction", "share of tokens", {"actor": "actor/clip_fraction", "critic": "critic/clip_fraction"}),
+    (
+        "clip fraction",
+        "share of tokens",
+        {"actor": "actor/clip_fraction", "critic": "critic/clip_fraction"},
+    ),
     ("explained variance", "share", {"critic": "critic/explained_variance"}),
     ("losses", "loss", {"actor": "actor/loss", "critic": "critic/loss"}),
 )
@@ -39,7 +47,9 @@ LAYOUT = journal.Layout(COLUMNS, PANELS, "actor.optim.lr", optional=("reward/acc
 class Reporter(journal.Journal):
     """Turns what a step leaves on the mesh into figures, one step late, and writes everything that a run of PPO writes."""
 
-    def __init__(self, run: Experiment, workdir: Path, progress: Progress, compiled: compilation.Compilations):
+    def __init__(
+        self, run: Experiment, workdir: Path, progress: Progress, compiled: compilation.Compilations
+    ):
         super().__init__(run, LAYOUT, workdir, progress, compiled)
         self._pending, self._warned = None, set()
 
@@ -56,25 +66,43 @@ class Reporter(journal.Journal):
         with self.phase("update"):
             figures = {name: float(value) for name, value in jax.device_get(on_mesh).items()}
         for name in ("loss", "skipped"):
-            figures[f"update/{name}"] = figures[f"actor/{name}"] + figures.get(f"critic/{name}", 0.0)
+            figures[f"update/{name}"] = figures[f"actor/{name}"] + figures.get(
+                f"critic/{name}", 0.0
+            )
         if np.isnan(figures["reward/accuracy"]):
             del figures["reward/accuracy"]  # the rules have no notion of right
         self._warn(step + 1, figures)
-        tokens = figures["response_length/mean"] * self._run.config.data.train_batch_size * self._run.config.rollout.n
-        figures |= {f"reward/{name}": value for name, value in of_rules.items() if f"reward/{name}" not in figures}
+        tokens = (
+            figures["response_length/mean"]
+            * self._run.config.data.train_batch_size
+            * self._run.config.rollout.n
+        )
+        figures |= {
+            f"reward/{name}": value
+            for name, value in of_rules.items()
+            if f"reward/{name}" not in figures
+        }
         self.write_step(step + 1, figures, tokens, bool(figures["update/skipped"]))
 
     def _warn(self, step, figures):
         """Says once that the policy collapses or runs away, and once more each time that it does after it had come back."""
-        trainer, entropy, divergence = self._run.config.trainer, figures["actor/entropy"], figures["kl/reference"]
+        trainer, entropy, divergence = (
+            self._run.config.trainer,
+            figures["actor/entropy"],
+            figures["kl/reference"],
+        )
         least, most = trainer.warn_entropy_below, trainer.warn_kl_above
         signs = {}
         if entropy < least:
-            signs["entropy"] = (f"the policy's entropy is {entropy:.2g} nats a token (config.trainer.warn_entropy_below="
-                                f"{least:g}): it has collapsed or is about to; config.actor.entropy_coeff may help")
+            signs["entropy"] = (
+                f"the policy's entropy is {entropy:.2g} nats a token (config.trainer.warn_entropy_below="
+                f"{least:g}): it has collapsed or is about to; config.actor.entropy_coeff may help"
+            )
         if 0 < most < divergence:
-            signs["kl"] = (f"the KL to the reference is {divergence:.2g} nats a token (config.trainer.warn_kl_above={most:g}): "
-                           "the policy runs away; a KL penalty or a smaller config.actor.optim.lr may help")
+            signs["kl"] = (
+                f"the KL to the reference is {divergence:.2g} nats a token (config.trainer.warn_kl_above={most:g}): "
+                "the policy runs away; a KL penalty or a smaller config.actor.optim.lr may help"
+            )
         for name in signs.keys() - self._warned:
             self._bar.say(f"warning: step {step}: {signs[name]}")
         self._warned = set(signs)
@@ -85,8 +113,15 @@ class Reporter(journal.Journal):
         shown += f"reward {result.reward_mean:.3f}"
         if result.samples:
             shown += "\n" + console.sample_table(result.samples)
-        self.write_evaluation(done, {"accuracy": result.accuracy, "reward_mean": result.reward_mean,
-                                     "response_length": result.length_mean}, shown)
+        self.write_evaluation(
+            done,
+            {
+                "accuracy": result.accuracy,
+                "reward_mean": result.reward_mean,
+                "response_length": result.length_mean,
+            },
+            shown,
+        )
 
     def finish(self, state, export: bool) -> dict:
         """Writes what is still kept, the exported actor if asked, the curves and summary.json."""
@@ -98,8 +133,13 @@ class Reporter(journal.Journal):
     def _export(self, state):
         """The actor as a Hugging Face folder; with adapters they are merged in it, and stand in a folder of their own too."""
         run, lora, actor = self._run, self._run.nets.actor.lora, heads.without_scalars(state.actor)
-        write = functools.partial(hf_export.export, architecture=run.nets.actor.architecture, folder=self._workdir / "actor",
-                                  source_folder=run.folders.actor, tokenizer_folder=Path(run.tokenizer.name_or_path))
+        write = functools.partial(
+            hf_export.export,
+            architecture=run.nets.actor.architecture,
+            folder=self._workdir / "actor",
+            source_folder=run.folders.actor,
+            tokenizer_folder=Path(run.tokenizer.name_or_path),
+        )
         if lora is None:
             write(actor)
         else:
@@ -107,5 +147,10 @@ class Reporter(journal.Journal):
             if obstacle := peft.no_names(run.nets.actor.architecture, lora):
                 console.say(f"no adapter folder is written: {obstacle}")
                 return
-            peft.save(actor, run.nets.actor.architecture, lora, self._workdir / "adapter",
-                      *hf_hub.where(run.config.model.path, run.folders.actor))
+            peft.save(
+                actor,
+                run.nets.actor.architecture,
+                lora,
+                self._workdir / "adapter",
+                *hf_hub.where(run.config.model.path, run.folders.actor),
+            )

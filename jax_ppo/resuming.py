@@ -13,8 +13,13 @@ def due(done: int, total_steps: int, frequency: int) -> bool:
     return done == total_steps or (frequency > 0 and done % frequency == 0)
 
 
-def find_progress(config: Config, total_steps: int, checkpoints: Checkpointer, another: tuple[str, ...],
-                  kept: tuple[str, ...] = ()) -> Progress:
+def find_progress(
+    config: Config,
+    total_steps: int,
+    checkpoints: Checkpointer,
+    another: tuple[str, ...],
+    kept: tuple[str, ...] = (),
+) -> Progress:
     """Of the newest checkpoint, if there is one. Raises UserError for one that must not be gone on from.
 
     Args:
@@ -25,33 +30,45 @@ def find_progress(config: Config, total_steps: int, checkpoints: Checkpointer, a
     if latest is None:
         return Progress()
     if not config.trainer.resume:
-        raise UserError(f"config.trainer.resume=False: the work directory holds a checkpoint after step {latest}; give "
-                        "another --workdir, or remove it")
+        raise UserError(
+            f"config.trainer.resume=False: the work directory holds a checkpoint after step {latest}; give "
+            "another --workdir, or remove it"
+        )
     _, meta = checkpoints.restore(latest, {})
     _check_same_experiment(config, meta["config"], another, kept)
     if latest < total_steps:
         console.say(f"resuming after step {latest} of {total_steps}")
     else:
-        console.say(f"all {total_steps} steps are done: no more is learned; set config.trainer.total_training_steps higher, or "
-                    "give another --workdir")
+        console.say(
+            f"all {total_steps} steps are done: no more is learned; set config.trainer.total_training_steps higher, or "
+            "give another --workdir"
+        )
     return Progress(latest, meta["position"], meta["evaluations"])
 
 
 def _check_same_experiment(config: Config, saved: dict, another, kept) -> None:
     """Says which options differ from the checkpoint's; raises UserError for those that make it another experiment."""
     # An option that is younger than the checkpoint had the value that is now its default.
-    default, now, then = (dict(_flatten(options)) for options in
-                          (dataclasses.asdict(Config()), dataclasses.asdict(config), saved))
+    default, now, then = (
+        dict(_flatten(options))
+        for options in (dataclasses.asdict(Config()), dataclasses.asdict(config), saved)
+    )
     then = default | then
     changed = [name for name in now if now[name] != then[name]]
     for name in changed:
         if name.startswith("model.") or name in another:
-            raise UserError(f"config.{name}={now[name]!r}: the work directory holds checkpoints of another experiment, with "
-                            f"{then[name]!r}; give another --workdir")
+            raise UserError(
+                f"config.{name}={now[name]!r}: the work directory holds checkpoints of another experiment, with "
+                f"{then[name]!r}; give another --workdir"
+            )
         if name in kept:
-            console.say(f"config.{name}={now[name]!r}: not read; what the checkpoint made of {then[name]!r} goes on")
+            console.say(
+                f"config.{name}={now[name]!r}: not read; what the checkpoint made of {then[name]!r} goes on"
+            )
         else:
-            console.say(f"config.{name} was {then[name]!r} until the checkpoint, and is {now[name]!r} from here on")
+            console.say(
+                f"config.{name} was {then[name]!r} until the checkpoint, and is {now[name]!r} from here on"
+            )
 
 
 def _flatten(options: dict, prefix: str = ""):

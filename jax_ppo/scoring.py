@@ -27,19 +27,50 @@ def hidden_states(model: Transformer, params, rows: packing_lib.Rows):
     return model.apply({"params": params}, rows.tokens, rows.positions, rows.segments)[0]
 
 
-def token_logprobs(model: Transformer, params, hidden, rows: packing_lib.Rows, temperature: float, with_entropy: bool = True):
+def token_logprobs(
+    model: Transformer,
+    params,
+    hidden,
+    rows: packing_lib.Rows,
+    temperature: float,
+    with_entropy: bool = True,
+):
     """Log-prob of each target and entropy of its distribution at the sampling temperature, float32 [R, L], 0 off the mask."""
     hidden, targets, mask = (split_by_device(x) for x in (hidden, rows.targets, rows.mask))
-    values, entropy = logprobs.token_logprobs(hidden, heads.unembedding(params), targets, mask, temperature,
-                                              with_entropy=with_entropy, logit_softcap=model.architecture.logit_softcap)
-    return values.reshape(rows.mask.shape), entropy.reshape(rows.mask.shape) if with_entropy else None
+    values, entropy = logprobs.token_logprobs(
+        hidden,
+        heads.unembedding(params),
+        targets,
+        mask,
+        temperature,
+        with_entropy=with_entropy,
+        logit_softcap=model.architecture.logit_softcap,
+    )
+    return values.reshape(rows.mask.shape), entropy.reshape(
+        rows.mask.shape
+    ) if with_entropy else None
 
 
-def reference_kl(model: Transformer, params, hidden, reference, ref_hidden, rows: packing_lib.Rows, temperature: float):
+def reference_kl(
+    model: Transformer,
+    params,
+    hidden,
+    reference,
+    ref_hidden,
+    rows: packing_lib.Rows,
+    temperature: float,
+):
     """KL(actor || reference) of the distribution of each target, float32 [R, L], 0 off the mask."""
     hidden, ref_hidden, mask = (split_by_device(x) for x in (hidden, ref_hidden, rows.mask))
-    return vocabulary_kl.full_kl(hidden, heads.unembedding(params), ref_hidden, heads.unembedding(reference), mask,
-                                 temperature, logit_softcap=model.architecture.logit_softcap).reshape(rows.mask.shape)
+    return vocabulary_kl.full_kl(
+        hidden,
+        heads.unembedding(params),
+        ref_hidden,
+        heads.unembedding(reference),
+        mask,
+        temperature,
+        logit_softcap=model.architecture.logit_softcap,
+    ).reshape(rows.mask.shape)
 
 
 def scalars(model: Transformer, params, rows: packing_lib.Rows):
@@ -78,7 +109,9 @@ def join(rollout: Rollout, length: int) -> Sequences:
 
     from_prompt = pick(rollout.prompts.tokens, jnp.broadcast_to(column, (prompts.shape[0], length)))
     from_response = pick(rollout.responses, column - prompts)
-    tokens = jnp.where(column < prompts, from_prompt, jnp.where(column < prompts + lengths, from_response, 0))
+    tokens = jnp.where(
+        column < prompts, from_prompt, jnp.where(column < prompts + lengths, from_response, 0)
+    )
     return Sequences(tokens, rollout.prompts.lengths, rollout.lengths, rollout.truncated)
 
 
@@ -95,34 +128,64 @@ def reuses_logprobs(config: Config) -> bool:
     exact = config.model.dtype == "float32" and jax.default_backend() == "cpu"
     adapts = config.algorithm.kl_ctrl.type == "adaptive"
     unused = config.updates_once and not config.algorithm.use_kl_in_reward and not adapts
-    return config.rollout.reuse_logprobs == "always" or (config.rollout.reuse_logprobs == "auto" and (exact or unused))
+    return config.rollout.reuse_logprobs == "always" or (
+        config.rollout.reuse_logprobs == "auto" and (exact or unused)
+    )
 
 
-def score(config: Config, nets: Networks, state: TrainState, sequences: Sequences, plan: Packing, micro_batches) -> Scores:
+def score(
+    config: Config,
+    nets: Networks,
+    state: TrainState,
+    sequences: Sequences,
+    plan: Packing,
+    micro_batches,
+) -> Scores:
     """Runs the roles whose numbers are wanted over packed rows, a micro-batch at a time.
 
     Args:
       plan: Packing [A, R, L].
       micro_batches: int32 scalar, how many of the A hold something.
     """
-    return join_scores(dispatch.together(programs(config, nets, state, sequences, plan, micro_batches)))
+    return join_scores(
+        dispatch.together(programs(config, nets, state, sequences, plan, micro_batches))
+    )
 
 
-def programs(config: Config, nets: Networks, state: TrainState, *of_rollout) -> list[dispatch.Program]:
+def programs(
+    config: Config, nets: Networks, state: TrainState, *of_rollout
+) -> list[dispatch.Program]:
     """What `score` runs: a program of the policy's numbers, and one of the critic's, as far as they are wanted."""
-    wanted = {"policy": config.shares_trunk or config.algorithm.use_reference or not reuses_logprobs(config),
-              "critic": config.has_critic and not config.shares_trunk}
-    return [(score_part, (config, nets, part, state, *of_rollout)) for part, is_wanted in wanted.items() if is_wanted]
+    wanted = {
+        "policy": config.shares_trunk
+        or config.algorithm.use_reference
+        or not reuses_logprobs(config),
+        "critic": config.has_critic and not config.shares_trunk,
+    }
+    return [
+        (score_part, (config, nets, part, state, *of_rollout))
+        for part, is_wanted in wanted.items()
+        if is_wanted
+    ]
 
 
 def join_scores(parts: list[Scores]) -> Scores:
     """What each of them has."""
-    return Scores(**{name: value for part in parts for name, value in vars(part).items() if value is not None})
+    return Scores(
+        **{name: value for part in parts for name, value in vars(part).items() if value is not None}
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "nets", "part"))
-def score_part(config: Config, nets: Networks, part: str, state: TrainState, sequences: Sequences, plan: Packing,
-               micro_batches) -> Scores:
+def score_part(
+    config: Config,
+    nets: Networks,
+    part: str,
+    state: TrainState,
+    sequences: Sequences,
+    plan: Packing,
+    micro_batches,
+) -> Scores:
     """The numbers of actor and reference (`part` policy), or the values (critic); None for the rest. With a shared trunk the
     values come with the policy's."""
     options, temperature, of_policy = config.algorithm, config.rollout.temperature, part == "policy"
@@ -135,7 +198,8 @@ def score_part(config: Config, nets: Networks, part: str, state: TrainState, seq
         ref_logprobs=zeros if with_reference else None,
         kl=zeros if whole_kl else None,
         values=zeros if with_values else None,
-        last_values=zeros[:, 0] if with_values and options.bootstrap_truncated else None)
+        last_values=zeros[:, 0] if with_values and options.bootstrap_truncated else None,
+    )
 
     actor = whole(nets.actor, state.actor, state.reference)
     critic = whole(nets.critic, state.critic, state.reference)
@@ -147,7 +211,9 @@ def score_part(config: Config, nets: Networks, part: str, state: TrainState, seq
             return packing_lib.to_samples(values_RxL, rows, into)
 
         def logprobs_of(params, hidden):
-            return token_logprobs(nets.actor, params, hidden, rows, temperature, with_entropy=False)[0]
+            return token_logprobs(
+                nets.actor, params, hidden, rows, temperature, with_entropy=False
+            )[0]
 
         found = {}
         if scores.old_logprobs is not None or whole_kl or config.shares_trunk:
@@ -156,12 +222,20 @@ def score_part(config: Config, nets: Networks, part: str, state: TrainState, seq
             found["old_logprobs"] = put(logprobs_of(actor, actor_hidden), scores.old_logprobs)
         if with_reference:
             ref_hidden = hidden_states(nets.actor, state.reference, rows)
-            found["ref_logprobs"] = put(logprobs_of(state.reference, ref_hidden), scores.ref_logprobs)
+            found["ref_logprobs"] = put(
+                logprobs_of(state.reference, ref_hidden), scores.ref_logprobs
+            )
         if whole_kl:
-            divergence = reference_kl(nets.actor, actor, actor_hidden, state.reference, ref_hidden, rows, temperature)
+            divergence = reference_kl(
+                nets.actor, actor, actor_hidden, state.reference, ref_hidden, rows, temperature
+            )
             found["kl"] = put(divergence, scores.kl)
         if with_values:
-            values = heads.scalars(actor, actor_hidden) if config.shares_trunk else scalars(nets.critic, critic, rows)
+            values = (
+                heads.scalars(actor, actor_hidden)
+                if config.shares_trunk
+                else scalars(nets.critic, critic, rows)
+            )
             found["values"] = put(values, scores.values)
             if options.bootstrap_truncated:
                 found["last_values"] = at_the_end(values, rows, sequences, scores.last_values)
@@ -171,7 +245,9 @@ def score_part(config: Config, nets: Networks, part: str, state: TrainState, seq
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
-def reward_model_scores(model: Transformer | Deberta, params, sequences: Sequences, plan: Packing, micro_batches):
+def reward_model_scores(
+    model: Transformer | Deberta, params, sequences: Sequences, plan: Packing, micro_batches
+):
     """The reward model's score of each sample, float32 [B]: a decoder's stands at the sample's last token, an encoder's at its
     first. Arguments as for `score`; `sequences` may be in tokens of the reward model's own."""
 
@@ -182,7 +258,9 @@ def reward_model_scores(model: Transformer | Deberta, params, sequences: Sequenc
             return _at_places(values, rows, jnp.zeros_like(sequences.lengths), scores_B)
         return at_the_end(scalars(model, params, rows), rows, sequences, scores_B)
 
-    return jax.lax.fori_loop(0, micro_batches, micro_batch, jnp.zeros(len(sequences.lengths), jnp.float32))
+    return jax.lax.fori_loop(
+        0, micro_batches, micro_batch, jnp.zeros(len(sequences.lengths), jnp.float32)
+    )
 
 
 def at_the_end(values_RxL, rows, sequences, into_B):

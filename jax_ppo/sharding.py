@@ -71,7 +71,9 @@ def make_mesh(shape: MeshShape, devices=None) -> Mesh:
     if int(np.prod(list(sizes.values()))) != len(devices):
         wanted = " x ".join(f"config.mesh.{axis}={getattr(shape, axis)}" for axis in AXES)
         raise UserError(f"{wanted}: must multiply to the number of devices, {len(devices)}")
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    return jax.make_mesh(
+        tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices
+    )
 
 
 def row_shards(mesh: Mesh) -> int:
@@ -81,26 +83,38 @@ def row_shards(mesh: Mesh) -> int:
 
 def check_architecture(mesh: Mesh, architecture, vocabulary: bool = True) -> None:
     """Raises UserError where the mesh cannot split the model's dimensions evenly. `vocabulary`: whether it is split too."""
-    sizes = {"model": {"attention heads": architecture.num_heads, "key-value heads": architecture.num_kv_heads,
-                       "the MLP's width": architecture.intermediate_size},
-             "fsdp": {"the hidden size": architecture.hidden_size}}
+    sizes = {
+        "model": {
+            "attention heads": architecture.num_heads,
+            "key-value heads": architecture.num_kv_heads,
+            "the MLP's width": architecture.intermediate_size,
+        },
+        "fsdp": {"the hidden size": architecture.hidden_size},
+    }
     if vocabulary:
         sizes["model"]["the vocabulary"] = architecture.vocab_size
     for axis, dimensions in sizes.items():
         for name, size in dimensions.items():
             if size % mesh.shape[axis]:
-                raise UserError(f"config.mesh.{axis}={mesh.shape[axis]}: must divide {name} of the model, {size}")
+                raise UserError(
+                    f"config.mesh.{axis}={mesh.shape[axis]}: must divide {name} of the model, {size}"
+                )
 
 
 def tree_shardings(mesh: Mesh, tree, rules):
     """A NamedSharding for each leaf of `tree` (arrays or shapes), by its path. Raises ValueError for a path without a rule."""
 
     def sharding(path, leaf):
-        name = "/".join(str(getattr(part, "key", getattr(part, "name", getattr(part, "idx", part)))) for part in path)
+        name = "/".join(
+            str(getattr(part, "key", getattr(part, "name", getattr(part, "idx", part))))
+            for part in path
+        )
         for pattern, spec in rules:
             if re.search(rf"(^|/){pattern}$", name):
                 return NamedSharding(mesh, spec)
-        raise ValueError(f"{name}: no partition rule for this parameter of shape {leaf.shape}; add one to sharding.py")
+        raise ValueError(
+            f"{name}: no partition rule for this parameter of shape {leaf.shape}; add one to sharding.py"
+        )
 
     return jax.tree_util.tree_map_with_path(sharding, tree)
 
@@ -137,8 +151,9 @@ def split_rows(function):
         in_step = mesh.shape["model"] > 1
         split = functools.partial(function, any_shard=_any_shard) if in_step else function
         specs = (P(), P(ROWS), P(ROWS), P())
-        return jax.shard_map(split, in_specs=specs, out_specs=P(ROWS), axis_names=set(ROWS), check_vma=False)(
-            params, *rows_and_key)
+        return jax.shard_map(
+            split, in_specs=specs, out_specs=P(ROWS), axis_names=set(ROWS), check_vma=False
+        )(params, *rows_and_key)
 
     return run
 
@@ -159,8 +174,13 @@ def split_heads(attention):
             return attention(q, k, v, of_rows)
         first = None if set(ROWS) <= set(mesh.manual_axes) else ROWS
         heads = P(first, None, "model", None)
-        return jax.shard_map(attention, in_specs=(heads, heads, heads, P(first)), out_specs=heads, check_vma=False,
-                             axis_names=set(mesh.axis_names) - set(mesh.manual_axes))(q, k, v, of_rows)
+        return jax.shard_map(
+            attention,
+            in_specs=(heads, heads, heads, P(first)),
+            out_specs=heads,
+            check_vma=False,
+            axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+        )(q, k, v, of_rows)
 
     return run
 
@@ -175,7 +195,11 @@ def split_by_device(x_RxL):
 def constrain_tree(tree, rules):
     """Inside a compiled function: every leaf where the table says. Without a mesh in the context it does nothing."""
     mesh = jax.sharding.get_abstract_mesh()
-    return tree if mesh.empty else jax.lax.with_sharding_constraint(tree, tree_shardings(mesh, tree, rules))
+    return (
+        tree
+        if mesh.empty
+        else jax.lax.with_sharding_constraint(tree, tree_shardings(mesh, tree, rules))
+    )
 
 
 def place(tree, sharding: NamedSharding):
@@ -185,7 +209,9 @@ def place(tree, sharding: NamedSharding):
     """
 
     def put(x):
-        return jax.make_array_from_callback(np.shape(x), sharding, lambda index: np.asarray(x)[index])
+        return jax.make_array_from_callback(
+            np.shape(x), sharding, lambda index: np.asarray(x)[index]
+        )
 
     with jax.transfer_guard_host_to_device("allow"):
         return jax.tree.map(put, tree)
@@ -221,5 +247,7 @@ def local_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
         start = shard.index[0].start or 0 if shard.index else 0
         parts.setdefault(start, shard)
     values = [np.asarray(parts[start].data) for start in sorted(parts)]
-    indices = [start + np.arange(len(value)) for start, value in zip(sorted(parts), values, strict=True)]
+    indices = [
+        start + np.arange(len(value)) for start, value in zip(sorted(parts), values, strict=True)
+    ]
     return np.concatenate(indices), np.concatenate(values)

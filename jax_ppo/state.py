@@ -25,7 +25,10 @@ from jax_ppo.types import Control, pytree
 
 log = logging.getLogger(__name__)
 
-ADAPTER_STREAMS = {"actor": 3, "critic": 4}  # of random numbers, beside those that samples are drawn from (experiment.py)
+ADAPTER_STREAMS = {
+    "actor": 3,
+    "critic": 4,
+}  # of random numbers, beside those that samples are drawn from (experiment.py)
 
 
 @pytree
@@ -93,30 +96,56 @@ def networks(config: schema.Config, folders: Folders) -> Networks:
         if isinstance(architecture, DebertaArchitecture):
             return Deberta(architecture, dtype)
         try:
-            program = attention.choose(config.model.attention, platform, dtype, architecture.head_dim, config.row_length,
-                                       architecture.attention_softcap)
+            program = attention.choose(
+                config.model.attention,
+                platform,
+                dtype,
+                architecture.head_dim,
+                config.row_length,
+                architecture.attention_softcap,
+            )
         except ValueError as obstacle:
-            raise UserError(f"config.model.attention={config.model.attention!r}: {obstacle}; set 'auto'") from None
-        return Transformer(architecture, dtype, remat=config.model.gradient_checkpointing, attention=program)
+            raise UserError(
+                f"config.model.attention={config.model.attention!r}: {obstacle}; set 'auto'"
+            ) from None
+        return Transformer(
+            architecture, dtype, remat=config.model.gradient_checkpointing, attention=program
+        )
 
     actor, critic = network(folders.actor), None
     try:
-        actor = actor.clone(decoding=cache.choose(config.rollout.attention, platform, actor.attention, actor.architecture,
-                                                  config.sequence_length))
+        actor = actor.clone(
+            decoding=cache.choose(
+                config.rollout.attention,
+                platform,
+                actor.attention,
+                actor.architecture,
+                config.sequence_length,
+            )
+        )
     except ValueError as obstacle:
-        raise UserError(f"config.rollout.attention={config.rollout.attention!r}: {obstacle}; set 'auto'") from None
+        raise UserError(
+            f"config.rollout.attention={config.rollout.attention!r}: {obstacle}; set 'auto'"
+        ) from None
     if config.has_adapters:
         actor = actor.clone(lora=_lora(config, folders, actor.architecture))
 
     def on_base(folder, option, head):  # the actor's model with other adapters
-        return actor.clone(lora=_read_adapters(config, folders, folder, actor.architecture, option, head))
+        return actor.clone(
+            lora=_read_adapters(config, folders, folder, actor.architecture, option, head)
+        )
 
     head = "reward" if config.critic.keep_head else "scalar"
     if folders.critic and not config.has_adapters:
-        critic = network(folders.critic, _read_with_head if config.critic.keep_head else hf_import.read_architecture)
+        critic = network(
+            folders.critic,
+            _read_with_head if config.critic.keep_head else hf_import.read_architecture,
+        )
         if isinstance(critic, Deberta):
-            raise UserError(f"config.critic.path={config.critic.path!r}: is an encoder, which sees a response's "
-                            "end from its start; a critic must be a decoder")
+            raise UserError(
+                f"config.critic.path={config.critic.path!r}: is an encoder, which sees a response's "
+                "end from its start; a critic must be a decoder"
+            )
     elif folders.critic_starts_as_actor and not config.critic.keep_head:
         critic = actor
     elif folders.critic:
@@ -132,7 +161,9 @@ def _lora(config: schema.Config, folders: Folders, architecture) -> lora_lib.Lor
     """Of the actor's adapters."""
     options = config.model.lora
     if folders.adapters:
-        return _read_adapters(config, folders, folders.adapters, architecture, "config.model.lora.path", "lm")
+        return _read_adapters(
+            config, folders, folders.adapters, architecture, "config.model.lora.path", "lm"
+        )
     return lora_lib.Lora(options.rank, options.alpha, notation.lora_targets(options.targets))
 
 
@@ -140,21 +171,32 @@ def _read_with_head(folder):
     try:
         return hf_import.read_reward_model(folder)
     except UserError as error:
-        raise UserError(f"config.critic.keep_head=True: config.critic.path has no head to keep: {error}") from None
+        raise UserError(
+            f"config.critic.keep_head=True: config.critic.path has no head to keep: {error}"
+        ) from None
 
 
 def _read_adapters(config, folders, folder, architecture, option, head) -> lora_lib.Lora:
     """Raises UserError where they are not adapters on the actor's base."""
     if not peft.holds_adapters(folder):
-        raise UserError(f"{option}: {folder} holds no adapters ({peft.CONFIG}); with config.model.lora they must "
-                        "stand on config.model.path's weights, which all roles share")
+        raise UserError(
+            f"{option}: {folder} holds no adapters ({peft.CONFIG}); with config.model.lora they must "
+            "stand on config.model.path's weights, which all roles share"
+        )
     lora, base = peft.read(folder)
     said = f"the adapters in {folder} stand on {base!r} (base_model_name_or_path in {peft.CONFIG})"
     if base and Path(base).is_dir() and Path(base).resolve() != folders.actor.resolve():
-        raise UserError(f"{option}: {said}, not on config.model.path={config.model.path!r}; set that, or where it "
-                        "is the same model in another folder, the field")
+        raise UserError(
+            f"{option}: {said}, not on config.model.path={config.model.path!r}; set that, or where it "
+            "is the same model in another folder, the field"
+        )
     if base and not Path(base).is_dir() and base != hub.split_revision(config.model.path)[0]:
-        log.warning("%s: %s, which should be config.model.path=%r under another name", option, said, config.model.path)
+        log.warning(
+            "%s: %s, which should be config.model.path=%r under another name",
+            option,
+            said,
+            config.model.path,
+        )
     peft.check(folder, architecture, lora, head)
     return lora
 
@@ -180,9 +222,13 @@ def trained_shapes(config: schema.Config, nets: Networks, mesh) -> dict[str, Any
     params = {"actor": _init_shapes(nets.actor, actor_head(config))}
     if nets.critic:
         params["critic"] = _init_shapes(nets.critic, "scalar")
-    optimizers = {role: jax.eval_shape(_optimizer(config, role).init, tree) for role, tree in params.items()}
-    control = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.replicated(mesh)),
-                           jax.eval_shape(lambda: first_control(config)))
+    optimizers = {
+        role: jax.eval_shape(_optimizer(config, role).init, tree) for role, tree in params.items()
+    }
+    control = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.replicated(mesh)),
+        jax.eval_shape(lambda: first_control(config)),
+    )
     return _placed(params | {"optimizer": optimizers}, mesh) | {"control": control}
 
 
@@ -191,20 +237,30 @@ def shapes(config: schema.Config, nets: Networks, mesh) -> TrainState:
     trained, frozen_type = trained_shapes(config, nets, mesh), jnp.dtype(config.model.dtype)
 
     def frozen(tree):
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, frozen_type, sharding=x.sharding), tree)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, frozen_type, sharding=x.sharding), tree
+        )
 
-    return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(mesh)),
-                      trained["actor"], trained.get("critic"),
-                      frozen(_placed(_base_shapes(nets.actor, "lm"), mesh)) if config.keeps_reference else None,
-                      None if nets.reward is None else frozen(_placed(_init_shapes(nets.reward, "scalar"), mesh)),
-                      trained["optimizer"]["actor"], trained["optimizer"].get("critic"), trained["control"])
+    return TrainState(
+        jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(mesh)),
+        trained["actor"],
+        trained.get("critic"),
+        frozen(_placed(_base_shapes(nets.actor, "lm"), mesh)) if config.keeps_reference else None,
+        None if nets.reward is None else frozen(_placed(_init_shapes(nets.reward, "scalar"), mesh)),
+        trained["optimizer"]["actor"],
+        trained["optimizer"].get("critic"),
+        trained["control"],
+    )
 
 
 def _init_shapes(net: Transformer | Deberta, head: str):
     if isinstance(net, Deberta):  # with a head of its own
         return jax.eval_shape(functools.partial(deberta.init, net), jax.random.key(0))
     if net.lora is not None:
-        return jax.eval_shape(functools.partial(lora_lib.init, net.architecture, net.lora, head=head), jax.random.key(0))
+        return jax.eval_shape(
+            functools.partial(lora_lib.init, net.architecture, net.lora, head=head),
+            jax.random.key(0),
+        )
     return _base_shapes(net, head)
 
 
@@ -213,21 +269,35 @@ def _base_shapes(net: Transformer, head: str):
 
 
 def _placed(tree, mesh):
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree,
-                        sharding.tree_shardings(mesh, tree, sharding.TRAIN_RULES))
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        tree,
+        sharding.tree_shardings(mesh, tree, sharding.TRAIN_RULES),
+    )
 
 
 def trained(state: TrainState) -> dict[str, Any]:
     """All of a state that training changes, in the form of `trained_shapes`."""
-    roles = {"actor": (state.actor, state.actor_optimizer), "critic": (state.critic, state.critic_optimizer)}
+    roles = {
+        "actor": (state.actor, state.actor_optimizer),
+        "critic": (state.critic, state.critic_optimizer),
+    }
     roles = {role: trees for role, trees in roles.items() if trees[0] is not None}
     return {role: params for role, (params, _) in roles.items()} | {
-        "optimizer": {role: optimizer for role, (_, optimizer) in roles.items()}, "control": state.control}
+        "optimizer": {role: optimizer for role, (_, optimizer) in roles.items()},
+        "control": state.control,
+    }
 
 
-def create(config: schema.Config, nets: Networks, folders: Folders, mesh,
-           progress: Callable[[str], Callable[[int, int], None]], trained: dict[str, Any] | None = None,
-           step: int = 0) -> TrainState:
+def create(
+    config: schema.Config,
+    nets: Networks,
+    folders: Folders,
+    mesh,
+    progress: Callable[[str], Callable[[int, int], None]],
+    trained: dict[str, Any] | None = None,
+    step: int = 0,
+) -> TrainState:
     """The state to start from, each tree read straight into its shards.
 
     Args:
@@ -243,30 +313,55 @@ def create(config: schema.Config, nets: Networks, folders: Folders, mesh,
             return hf_import.load(folder, net.architecture, where, dtype, head, progress(role))
         if folder is None:
             return _new_adapters(net, where, head, config.seed, role)
-        return peft.load(folder, net.architecture, net.lora, where, dtype, head, progress(f"{role}'s adapters"))
+        return peft.load(
+            folder, net.architecture, net.lora, where, dtype, head, progress(f"{role}'s adapters")
+        )
 
     if trained is None:
         start = folders.adapters if config.has_adapters else folders.actor
         trained = {"actor": load("actor", start, nets.actor, places.actor, actor_head(config))}
         if nets.critic:
-            head, own = "reward" if config.critic.keep_head else "scalar", not folders.critic_starts_as_actor
-            trained["critic"] = load("critic", folders.critic if own else start, nets.critic, places.critic, head)
+            head, own = (
+                "reward" if config.critic.keep_head else "scalar",
+                not folders.critic_starts_as_actor,
+            )
+            trained["critic"] = load(
+                "critic", folders.critic if own else start, nets.critic, places.critic, head
+            )
 
         def init(role, where):
             return jax.jit(_optimizer(config, role).init, out_shardings=where)(trained[role])
 
         where = {"actor": places.actor_optimizer, "critic": places.critic_optimizer}
         trained["optimizer"] = {role: init(role, where[role]) for role in tuple(trained)}
-        trained["control"] = sharding.place(jax.device_get(first_control(config)), sharding.replicated(mesh))
+        trained["control"] = sharding.place(
+            jax.device_get(first_control(config)), sharding.replicated(mesh)
+        )
     reference = reward = None
     if config.keeps_reference:
         name = "base" if config.has_adapters else "reference"
-        reference = hf_import.load(folders.actor, nets.actor.architecture, places.reference, frozen_type, "lm", progress(name))
+        reference = hf_import.load(
+            folders.actor,
+            nets.actor.architecture,
+            places.reference,
+            frozen_type,
+            "lm",
+            progress(name),
+        )
     if folders.reward:
-        reward = load("reward model", folders.reward, nets.reward, places.reward, "reward", frozen_type)
-    return TrainState(sharding.place(np.int32(step), sharding.replicated(mesh)), trained["actor"], trained.get("critic"),
-                      reference, reward, trained["optimizer"]["actor"], trained["optimizer"].get("critic"),
-                      trained["control"])
+        reward = load(
+            "reward model", folders.reward, nets.reward, places.reward, "reward", frozen_type
+        )
+    return TrainState(
+        sharding.place(np.int32(step), sharding.replicated(mesh)),
+        trained["actor"],
+        trained.get("critic"),
+        reference,
+        reward,
+        trained["optimizer"]["actor"],
+        trained["optimizer"].get("critic"),
+        trained["control"],
+    )
 
 
 def _new_adapters(net, places, head, seed, role):
@@ -280,13 +375,18 @@ def _new_adapters(net, places, head, seed, role):
 def first_control(config: schema.Config) -> Control:
     """Control of the first step."""
     kept = {"rewards": config.reward.normalize != "none", "returns": config.critic.normalize_values}
-    return Control(kl_coefficient(config.algorithm.kl_ctrl, 0), {name: moments.start() for name, used in kept.items() if used})
+    return Control(
+        kl_coefficient(config.algorithm.kl_ctrl, 0),
+        {name: moments.start() for name, used in kept.items() if used},
+    )
 
 
 def kl_coefficient(options: schema.KLControl, step):
     """The coefficient that a step begins with where no controller moves it: kl_coef, or as the schedule says."""
     if options.type in ("linear", "step"):
-        return schedules.piecewise(notation.schedule_points(options.schedule), step, linear=options.type == "linear")
+        return schedules.piecewise(
+            notation.schedule_points(options.schedule), step, linear=options.type == "linear"
+        )
     return jnp.float32(options.kl_coef)
 
 
@@ -305,7 +405,9 @@ def optimizer(options: schema.Optim, grad_clip: float) -> optax.GradientTransfor
 
 
 def _matrices(params):
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding", "lora_a", "lora_b"), params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: path[-1].key in ("kernel", "embedding", "lora_a", "lora_b"), params
+    )
 
 
 def learning_rate(options: schema.Optim, step, total_steps: int):
@@ -323,10 +425,14 @@ def learning_rate(options: schema.Optim, step, total_steps: int):
         "cosine": optax.cosine_decay_schedule(options.lr, decay_steps, alpha=options.min_lr_ratio),
     }
     rising = options.lr * (step + 1) / max(warm, 1)
-    return jnp.where(step < warm, rising, schedules[options.lr_schedule](jnp.maximum(step - warm, 0)))
+    return jnp.where(
+        step < warm, rising, schedules[options.lr_schedule](jnp.maximum(step - warm, 0))
+    )
 
 
-def descend(transform: optax.GradientTransformation, params, opt_state, gradients, rate, learns=True):
+def descend(
+    transform: optax.GradientTransformation, params, opt_state, gradients, rate, learns=True
+):
     """One optimizer step, left out where the gradient is not finite or `learns` is False: nothing moves then, not a bit.
 
     Returns:

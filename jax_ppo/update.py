@@ -21,11 +21,20 @@ from jax_ppo.sharding import TRAIN_RULES, constrain_rows, constrain_tree
 from jax_ppo.state import Networks, TrainState
 from jax_ppo.types import Experience, MiniBatches
 
-TOO_FAR = 1.5  # times actor.target_kl: where the actor stops, as in Spinning Up and Stable-Baselines3
+TOO_FAR = (
+    1.5  # times actor.target_kl: where the actor stops, as in Spinning Up and Stable-Baselines3
+)
 
 
-def update(config: Config, nets: Networks, total_steps: int, state: TrainState, experience: Experience,
-           actor_batches: MiniBatches, critic_batches: MiniBatches | None) -> tuple[TrainState, dict]:
+def update(
+    config: Config,
+    nets: Networks,
+    total_steps: int,
+    state: TrainState,
+    experience: Experience,
+    actor_batches: MiniBatches,
+    critic_batches: MiniBatches | None,
+) -> tuple[TrainState, dict]:
     """Trains actor and critic on one rollout.
 
     Args:
@@ -39,7 +48,8 @@ def update(config: Config, nets: Networks, total_steps: int, state: TrainState, 
       step that it did not take.
     """
     (step, actor, actor_optimizer, metrics), *of_critic = dispatch.together(
-        programs(config, nets, total_steps, state, experience, actor_batches, critic_batches))
+        programs(config, nets, total_steps, state, experience, actor_batches, critic_batches)
+    )
     moved = {"actor": actor, "actor_optimizer": actor_optimizer}
     for critic, critic_optimizer, critic_metrics in of_critic:  # one or none
         moved |= {"critic": critic, "critic_optimizer": critic_optimizer}
@@ -47,41 +57,89 @@ def update(config: Config, nets: Networks, total_steps: int, state: TrainState, 
     return dataclasses.replace(state, step=step, control=experience.control, **moved), metrics
 
 
-def programs(config: Config, nets: Networks, total_steps: int, state: TrainState, experience: Experience,
-             actor_batches: MiniBatches, critic_batches: MiniBatches | None) -> list[dispatch.Program]:
+def programs(
+    config: Config,
+    nets: Networks,
+    total_steps: int,
+    state: TrainState,
+    experience: Experience,
+    actor_batches: MiniBatches,
+    critic_batches: MiniBatches | None,
+) -> list[dispatch.Program]:
     """What `update` runs: the actor's program and, if there is one, the critic's."""
-    rest = dataclasses.replace(state, actor=None, critic=None, actor_optimizer=None, critic_optimizer=None)
+    rest = dataclasses.replace(
+        state, actor=None, critic=None, actor_optimizer=None, critic_optimizer=None
+    )
     given = config, nets, total_steps
-    found = [(update_actor, (*given, state.actor, state.actor_optimizer, rest, experience, actor_batches))]
+    found = [
+        (
+            update_actor,
+            (*given, state.actor, state.actor_optimizer, rest, experience, actor_batches),
+        )
+    ]
     if critic_batches is not None:
-        found.append((update_critic, (*given, state.critic, state.critic_optimizer, rest, experience, critic_batches)))
+        found.append(
+            (
+                update_critic,
+                (*given, state.critic, state.critic_optimizer, rest, experience, critic_batches),
+            )
+        )
     return found
 
 
-_compiled = functools.partial(jax.jit, static_argnames=("config", "nets", "total_steps"),
-                              donate_argnames=("params", "optimizer_state"))
+_compiled = functools.partial(
+    jax.jit,
+    static_argnames=("config", "nets", "total_steps"),
+    donate_argnames=("params", "optimizer_state"),
+)
 
 
 @_compiled
-def update_actor(config: Config, nets: Networks, total_steps: int, params, optimizer_state, rest: TrainState,
-                 experience: Experience, batches: MiniBatches):
+def update_actor(
+    config: Config,
+    nets: Networks,
+    total_steps: int,
+    params,
+    optimizer_state,
+    rest: TrainState,
+    experience: Experience,
+    batches: MiniBatches,
+):
     """(the next step's number, parameters, optimizer state, metrics). `rest`: the state without its trained trees."""
     warmup = config.trainer.critic_warmup
-    rate = state_lib.learning_rate(config.actor.optim, jnp.maximum(rest.step - warmup, 0), total_steps - warmup)
+    rate = state_lib.learning_rate(
+        config.actor.optim, jnp.maximum(rest.step - warmup, 0), total_steps - warmup
+    )
     learns = rest.step >= warmup
     params, optimizer_state, metrics = actor_role(config, nets, rest.reference).train(
-        params, optimizer_state, rate, learns, objectives.actor_context(config, rest), experience, batches)
+        params,
+        optimizer_state,
+        rate,
+        learns,
+        objectives.actor_context(config, rest),
+        experience,
+        batches,
+    )
     metrics["actor/lr"] = jnp.where(learns, rate, 0.0)
     return rest.step + 1, *_in_place(params, optimizer_state), metrics
 
 
 @_compiled
-def update_critic(config: Config, nets: Networks, total_steps: int, params, optimizer_state, rest: TrainState,
-                  experience: Experience, batches: MiniBatches):
+def update_critic(
+    config: Config,
+    nets: Networks,
+    total_steps: int,
+    params,
+    optimizer_state,
+    rest: TrainState,
+    experience: Experience,
+    batches: MiniBatches,
+):
     """(parameters, optimizer state, metrics). `rest`: the state without its trained trees."""
     rate = state_lib.learning_rate(config.critic.optim, rest.step, total_steps)
     params, optimizer_state, metrics = critic_role(config, nets, rest.reference).train(
-        params, optimizer_state, rate, True, None, experience, batches)
+        params, optimizer_state, rate, True, None, experience, batches
+    )
     return *_in_place(params, optimizer_state), metrics | {"critic/lr": rate}
 
 
@@ -111,7 +169,16 @@ class Role:
     target_kl: float | None = None
     base: dict | None = None
 
-    def train(self, params, optimizer_state, rate, learns, context, experience: Experience, batches: MiniBatches):
+    def train(
+        self,
+        params,
+        optimizer_state,
+        rate,
+        learns,
+        context,
+        experience: Experience,
+        batches: MiniBatches,
+    ):
         """All optimizer steps on one rollout: (parameters, optimizer state, metrics)."""
         options = getattr(self.config, self.name)
         transform = state_lib.optimizer(options.optim, options.grad_clip)
@@ -124,13 +191,19 @@ class Role:
             gradients, metrics = self.gradients(params, context, experience, batch)
             if self.target_kl is not None:
                 near &= metrics["actor/approx_kl"] <= TOO_FAR * self.target_kl
-            params, optimizer_state, norm, finite = state_lib.descend(transform, params, optimizer_state, gradients, rate,
-                                                                      learns & near & done)
-            metrics |= {f"{self.name}/grad_norm": norm, f"{self.name}/skipped": (~finite).astype(jnp.float32)}
+            params, optimizer_state, norm, finite = state_lib.descend(
+                transform, params, optimizer_state, gradients, rate, learns & near & done
+            )
+            metrics |= {
+                f"{self.name}/grad_norm": norm,
+                f"{self.name}/skipped": (~finite).astype(jnp.float32),
+            }
             return (params, optimizer_state, near), (metrics, done, near & done)
 
         start = (params, optimizer_state, jnp.bool_(True))
-        (params, optimizer_state, _), (metrics_U, done_U, taken_U) = jax.lax.scan(mini_batch, start, batches)
+        (params, optimizer_state, _), (metrics_U, done_U, taken_U) = jax.lax.scan(
+            mini_batch, start, batches
+        )
         metrics = self._over_steps(metrics_U, done_U)
         if self.target_kl is not None:
             metrics["actor/steps_taken"] = jnp.sum(taken_U)
@@ -144,16 +217,24 @@ class Role:
         mean_B = losses.loss_weights(lengths_B, "token-mean")
 
         def micro_batch(i, carry):
-            rows = packing_lib.gather(experience.sequences, jax.tree.map(lambda x: constrain_rows(x[i]), batch.packing))
-            weights = objectives.Weights(*(jnp.where(rows.mask, w[rows.samples], 0) for w in (loss_B, mean_B)))
+            rows = packing_lib.gather(
+                experience.sequences, jax.tree.map(lambda x: constrain_rows(x[i]), batch.packing)
+            )
+            weights = objectives.Weights(
+                *(jnp.where(rows.mask, w[rows.samples], 0) for w in (loss_B, mean_B))
+            )
 
             def objective(learned):
                 everything = state_lib.whole(getattr(self.nets, self.name), learned, self.base)
-                return self.objective(self.config, self.nets, everything, context, rows, experience, weights)
+                return self.objective(
+                    self.config, self.nets, everything, context, rows, experience, weights
+                )
 
             grads, metrics = jax.grad(objective, has_aux=True)(params)
             total, totals = carry
-            return jax.tree.map(jnp.add, total, grads), {k: _folding(k)[1](totals[k], metrics[k]) for k in totals}
+            return jax.tree.map(jnp.add, total, grads), {
+                k: _folding(k)[1](totals[k], metrics[k]) for k in totals
+            }
 
         zeros = jax.tree.map(jnp.zeros_like, params)
         start = {name: jnp.float32(_folding(name)[0]) for name in self.metrics}
@@ -167,9 +248,14 @@ class Role:
             reduced[name] = reduce(x, where=done_U, initial=start)
             if reduce is jnp.sum and not name.endswith("/skipped"):
                 reduced[name] /= jnp.sum(done_U)
-        if self.name == "actor":  # near 0 where the old log-probs are right; 0 where those differentiated stand for them
+        if (
+            self.name == "actor"
+        ):  # near 0 where the old log-probs are right; 0 where those differentiated stand for them
             reduced["actor/first_log_ratio"] = metrics_U["actor/log_ratio_max"][jnp.argmax(done_U)]
-        return {name: x if name.endswith("/skipped") else jnp.where(none_done, jnp.nan, x) for name, x in reduced.items()}
+        return {
+            name: x if name.endswith("/skipped") else jnp.where(none_done, jnp.nan, x)
+            for name, x in reduced.items()
+        }
 
 
 def actor_role(config: Config, nets: Networks, base: dict | None = None) -> Role:
@@ -177,12 +263,21 @@ def actor_role(config: Config, nets: Networks, base: dict | None = None) -> Role
     options, objective, metrics = config.actor, objectives.actor_loss, objectives.ACTOR_METRICS
     if config.shares_trunk:
         objective, metrics = objectives.shared_loss, metrics + objectives.CRITIC_METRICS
-    return Role("actor", config, nets, objective, metrics, options.loss_agg_mode, options.target_kl, base)
+    return Role(
+        "actor", config, nets, objective, metrics, options.loss_agg_mode, options.target_kl, base
+    )
 
 
 def critic_role(config: Config, nets: Networks, base: dict | None = None) -> Role:
-    return Role("critic", config, nets, objectives.critic_loss, objectives.CRITIC_METRICS,
-                config.critic.loss_agg_mode or config.actor.loss_agg_mode, base=base)
+    return Role(
+        "critic",
+        config,
+        nets,
+        objectives.critic_loss,
+        objectives.CRITIC_METRICS,
+        config.critic.loss_agg_mode or config.actor.loss_agg_mode,
+        base=base,
+    )
 
 
 def _folding(name):

@@ -7,7 +7,9 @@ import tempfile
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 # Most of the suite's time is compilation. What runs for minutes wants its programs optimised: XLA_FLAGS= in the environment.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
 
 import jax
 import pytest
@@ -32,7 +34,9 @@ def cudnn_anywhere(monkeypatch):
 
     def run(*arrays, implementation, **options):
         mesh = jax.sharding.get_abstract_mesh()
-        assert implementation == "cudnn" and (mesh.empty or set(mesh.manual_axes) == set(mesh.axis_names))
+        assert implementation == "cudnn" and (
+            mesh.empty or set(mesh.manual_axes) == set(mesh.axis_names)
+        )
         return library(*arrays, implementation="xla", **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", run)

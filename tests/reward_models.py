@@ -9,11 +9,19 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-TEXTS = ["Tom has 3 apples. He buys 2 more and gives 1 away.", "How many apples does he have now?", "Question: Answer:",
-         "#### 4", "3+2=5\n5-1=4", "Ann finds 7 coins and then loses 6. The answer is not 11 but 1.",
-         "0123456789 + - = # ?"] * 4
-CHAT = ("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}")
+TEXTS = [
+    "Tom has 3 apples. He buys 2 more and gives 1 away.",
+    "How many apples does he have now?",
+    "Question: Answer:",
+    "#### 4",
+    "3+2=5\n5-1=4",
+    "Ann finds 7 coins and then loses 6. The answer is not 11 but 1.",
+    "0123456789 + - = # ?",
+] * 4
+CHAT = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def deberta(folder: pathlib.Path, **changes) -> pathlib.Path:
@@ -22,16 +30,43 @@ def deberta(folder: pathlib.Path, **changes) -> pathlib.Path:
 
     pieces = Tokenizer(models.Unigram())
     pieces.pre_tokenizer = pre_tokenizers.Metaspace()
-    pieces.train_from_iterator(TEXTS, trainers.UnigramTrainer(
-        vocab_size=90, special_tokens=["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]"], unk_token="[UNK]", show_progress=False))
+    pieces.train_from_iterator(
+        TEXTS,
+        trainers.UnigramTrainer(
+            vocab_size=90,
+            special_tokens=["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]"],
+            unk_token="[UNK]",
+            show_progress=False,
+        ),
+    )
     vocabulary = [tuple(entry) for entry in json.loads(pieces.to_str())["model"]["vocab"]]
     tokenizer = transformers.DebertaV2Tokenizer(vocab=vocabulary, unk_id=3)
     tokenizer.save_pretrained(folder)
-    save(transformers.DebertaV2ForSequenceClassification(transformers.DebertaV2Config(**{
-        "vocab_size": len(tokenizer) + 3, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "max_position_embeddings": 128, "relative_attention": True, "position_buckets": 16,
-        "norm_rel_ebd": "layer_norm", "share_att_key": True, "pos_att_type": "p2c|c2p", "position_biased_input": False,
-        "type_vocab_size": 0, "pad_token_id": 0, "num_labels": 1} | changes)), folder)
+    save(
+        transformers.DebertaV2ForSequenceClassification(
+            transformers.DebertaV2Config(
+                **{
+                    "vocab_size": len(tokenizer) + 3,
+                    "hidden_size": 32,
+                    "intermediate_size": 48,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 4,
+                    "max_position_embeddings": 128,
+                    "relative_attention": True,
+                    "position_buckets": 16,
+                    "norm_rel_ebd": "layer_norm",
+                    "share_att_key": True,
+                    "pos_att_type": "p2c|c2p",
+                    "position_biased_input": False,
+                    "type_vocab_size": 0,
+                    "pad_token_id": 0,
+                    "num_labels": 1,
+                }
+                | changes
+            )
+        ),
+        folder,
+    )
     return folder
 
 
@@ -41,9 +76,25 @@ def decoder(folder: pathlib.Path, tokenizer=None, **changes) -> pathlib.Path:
 
     own = tokenizer or train_tokenizer(TEXTS, 120, folder)
     own.save_pretrained(folder)
-    save(transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**{
-        "vocab_size": 192, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 256, "num_labels": 1, "pad_token_id": 0} | changes)), folder)
+    save(
+        transformers.LlamaForSequenceClassification(
+            transformers.LlamaConfig(
+                **{
+                    "vocab_size": 192,
+                    "hidden_size": 32,
+                    "intermediate_size": 48,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 4,
+                    "num_key_value_heads": 2,
+                    "max_position_embeddings": 256,
+                    "num_labels": 1,
+                    "pad_token_id": 0,
+                }
+                | changes
+            )
+        ),
+        folder,
+    )
     return folder
 
 
@@ -60,14 +111,20 @@ def save(model, folder):
 
 def load(folder):
     """(model, tokenizer) of transformers."""
-    return (transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype="float32").eval(),
-            transformers.AutoTokenizer.from_pretrained(folder))
+    return (
+        transformers.AutoModelForSequenceClassification.from_pretrained(
+            folder, dtype="float32"
+        ).eval(),
+        transformers.AutoTokenizer.from_pretrained(folder),
+    )
 
 
 def score(model, **inputs) -> float:
     """Of one input, alone and without padding."""
     with torch.no_grad():
-        return float(model(**{name: torch.tensor([ids]) for name, ids in inputs.items()}).logits[0, 0])
+        return float(
+            model(**{name: torch.tensor([ids]) for name, ids in inputs.items()}).logits[0, 0]
+        )
 
 
 def pair_score(model, tokenizer, question, answer) -> float:

@@ -8,8 +8,19 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-FOUNDATIONS = {"kernels", "types", "schema", "sharding", "packing", "models", "errors", "hub", "plugins",
-               "notation", "dispatch"}
+FOUNDATIONS = {
+    "kernels",
+    "types",
+    "schema",
+    "sharding",
+    "packing",
+    "models",
+    "errors",
+    "hub",
+    "plugins",
+    "notation",
+    "dispatch",
+}
 ALGORITHM = {"state", "sampler", "scoring", "experience", "objectives", "update"}
 REPORTS = {"evaluate", "checkpoint", "console", "metrics", "distributed"}
 HOST = {"data", "rewards"}
@@ -22,13 +33,30 @@ MAY_IMPORT = (
     | {room: FOUNDATIONS | ALGORITHM for room in ALGORITHM}
     | {room: FOUNDATIONS | ALGORITHM | REPORTS for room in REPORTS}
     | {room: {"types", "hub", "errors", "plugins"} for room in HOST}
-    | {"kernels": set(), "types": set(), "errors": set(), "hub": {"errors"}, "plugins": {"errors"}, "schema": set(),
-       "dispatch": set(), "notation": {"errors", "schema"}, "consistency": {"errors", "schema", "notation"},
-       "config": {"errors", "schema", "consistency"}, "sampler": FOUNDATIONS,
-       "console": {"distributed"}, "journal": REPORTS | {"compilation"}}
+    | {
+        "kernels": set(),
+        "types": set(),
+        "errors": set(),
+        "hub": {"errors"},
+        "plugins": {"errors"},
+        "schema": set(),
+        "dispatch": set(),
+        "notation": {"errors", "schema"},
+        "consistency": {"errors", "schema", "notation"},
+        "config": {"errors", "schema", "consistency"},
+        "sampler": FOUNDATIONS,
+        "console": {"distributed"},
+        "journal": REPORTS | {"compilation"},
+    }
 )
 # Loaded before the options are checked, so they load nothing heavy.
-LATE = {"jax_ppo/config.py", "jax_ppo/consistency.py", "jax_ppo/notation.py", "jax_ppo/schema.py", "jax_ppo/__init__.py"}
+LATE = {
+    "jax_ppo/config.py",
+    "jax_ppo/consistency.py",
+    "jax_ppo/notation.py",
+    "jax_ppo/schema.py",
+    "jax_ppo/__init__.py",
+}
 HEAVY = {"jax", "flax", "transformers"}
 UNPICKLING = {"pickle", "cloudpickle", "dill", "joblib", "shelve"}
 
@@ -38,7 +66,10 @@ def violations(path: str, source: str) -> list[str]:
     tree = ast.parse(source)
     found = [f"{path}:{line}: {what}" for line, what in _unsafe(tree)]
     if path.startswith("jax_ppo/"):
-        found += [f"{path}:{line}: {what}" for line, what in (*_imports(path, tree), *_partition_specs(path, tree))]
+        found += [
+            f"{path}:{line}: {what}"
+            for line, what in (*_imports(path, tree), *_partition_specs(path, tree))
+        ]
     return found
 
 
@@ -74,7 +105,9 @@ def _imported(path, tree, inside=True):
             if node.level:
                 parent = path.split("/")[: -node.level]
                 module = ".".join([*parent, module] if module else parent)
-            for alias in node.names:  # in `from jax_ppo import metrics` it is they that name the room
+            for (
+                alias
+            ) in node.names:  # in `from jax_ppo import metrics` it is they that name the room
                 yield node.lineno, f"{module}.{alias.name}" if module == "jax_ppo" else module
 
 
@@ -90,7 +123,9 @@ def _partition_specs(path, tree):
         return
     for node in ast.walk(tree):
         names = {getattr(node, "id", None), getattr(node, "attr", None)}
-        names |= {alias.name for alias in getattr(node, "names", []) if isinstance(alias, ast.alias)}
+        names |= {
+            alias.name for alias in getattr(node, "names", []) if isinstance(alias, ast.alias)
+        }
         if "PartitionSpec" in names:
             yield node.lineno, "PartitionSpec stays in sharding.py"
 
@@ -110,8 +145,11 @@ def _unsafe(tree):
             yield line, f"{module} runs what it reads"
 
 
-SOURCES = [p.relative_to(ROOT).as_posix() for folder in ("jax_ppo", "configs", "benchmarks", "tests")
-           for p in sorted((ROOT / folder).rglob("*.py"))]
+SOURCES = [
+    p.relative_to(ROOT).as_posix()
+    for folder in ("jax_ppo", "configs", "benchmarks", "tests")
+    for p in sorted((ROOT / folder).rglob("*.py"))
+]
 
 
 @pytest.mark.parametrize("path", [*SOURCES, "setup.py"])
@@ -120,8 +158,12 @@ def test_every_file_keeps_to_the_design(path):
 
 
 def test_the_files_are_looked_at():
-    assert {"jax_ppo/config.py", "jax_ppo/kernels/losses.py", "tests/test_architecture.py"} <= set(SOURCES)
-    rooms = {path.split("/")[1].removesuffix(".py") for path in SOURCES if path.startswith("jax_ppo/")}
+    assert {"jax_ppo/config.py", "jax_ppo/kernels/losses.py", "tests/test_architecture.py"} <= set(
+        SOURCES
+    )
+    rooms = {
+        path.split("/")[1].removesuffix(".py") for path in SOURCES if path.startswith("jax_ppo/")
+    }
     assert MAY_IMPORT.keys() <= rooms, "a room was renamed: rename it here too"
 
 
@@ -129,27 +171,67 @@ def test_the_files_are_looked_at():
     ("path", "source", "message"),
     [
         ("jax_ppo/kernels/losses.py", "import numpy as np", "kernels import jax only, not numpy"),
-        ("jax_ppo/kernels/losses.py", "from jax_ppo.types import Rollout", "kernels must not know types"),
+        (
+            "jax_ppo/kernels/losses.py",
+            "from jax_ppo.types import Rollout",
+            "kernels must not know types",
+        ),
         ("jax_ppo/config.py", "from jax_ppo import sharding", "config must not know sharding"),
-        ("jax_ppo/models/heads.py", "def f():\n    from jax_ppo.state import x", "models must not know state"),
+        (
+            "jax_ppo/models/heads.py",
+            "def f():\n    from jax_ppo.state import x",
+            "models must not know state",
+        ),
         ("jax_ppo/packing.py", "import jax_ppo.update", "packing must not know update"),
         ("jax_ppo/sharding.py", "from . import checkpoint", "sharding must not know checkpoint"),
         ("jax_ppo/models/heads.py", "from .. import metrics", "models must not know metrics"),
         ("jax_ppo/models/heads.py", "from ..metrics import say", "models must not know metrics"),
-        ("jax_ppo/update.py", "from jax_ppo.checkpoint import Checkpointer", "update must not know checkpoint"),
-        ("jax_ppo/sampler/generate.py", "from jax_ppo import scoring", "sampler must not know scoring"),
+        (
+            "jax_ppo/update.py",
+            "from jax_ppo.checkpoint import Checkpointer",
+            "update must not know checkpoint",
+        ),
+        (
+            "jax_ppo/sampler/generate.py",
+            "from jax_ppo import scoring",
+            "sampler must not know scoring",
+        ),
         ("jax_ppo/metrics.py", "from jax_ppo import ppo", "metrics must not know ppo"),
-        ("jax_ppo/data/prompts.py", "import jax.numpy as jnp", "data stays on the host, without jax"),
+        (
+            "jax_ppo/data/prompts.py",
+            "import jax.numpy as jnp",
+            "data stays on the host, without jax",
+        ),
         ("jax_ppo/data/prompts.py", "from jax_ppo import config", "data must not know config"),
         ("jax_ppo/rewards/rules.py", "from jax_ppo.data import rows", "rewards must not know data"),
         ("jax_ppo/ppo.py", "from jax_ppo import config, train", "nobody imports train"),
         ("jax_ppo/state.py", "import flax.linen as nn", "flax stays in models"),
-        ("jax_ppo/state.py", "from jax.sharding import PartitionSpec as P", "PartitionSpec stays in sharding.py"),
-        ("jax_ppo/state.py", "import jax\nx = jax.sharding.PartitionSpec()", "PartitionSpec stays in sharding.py"),
-        ("jax_ppo/config.py", "if True:\n    import jax", "jax is loaded before the options are checked"),
-        ("jax_ppo/__init__.py", "from transformers import AutoTokenizer", "loaded before the options are checked"),
+        (
+            "jax_ppo/state.py",
+            "from jax.sharding import PartitionSpec as P",
+            "PartitionSpec stays in sharding.py",
+        ),
+        (
+            "jax_ppo/state.py",
+            "import jax\nx = jax.sharding.PartitionSpec()",
+            "PartitionSpec stays in sharding.py",
+        ),
+        (
+            "jax_ppo/config.py",
+            "if True:\n    import jax",
+            "jax is loaded before the options are checked",
+        ),
+        (
+            "jax_ppo/__init__.py",
+            "from transformers import AutoTokenizer",
+            "loaded before the options are checked",
+        ),
         ("jax_ppo/data/files.py", "import pickle", "pickle runs what it reads"),
-        ("benchmarks/peer.py", "import numpy\nnumpy.load('x', allow_pickle=True)", "allow_pickle=True runs"),
+        (
+            "benchmarks/peer.py",
+            "import numpy\nnumpy.load('x', allow_pickle=True)",
+            "allow_pickle=True runs",
+        ),
         ("configs/a.py", "f('x', trust_remote_code=True)", "trust_remote_code=True runs"),
         ("jax_ppo/rewards/rules.py", "y = eval('1 + 1')", "eval() runs text"),
     ],
@@ -162,11 +244,17 @@ def test_each_rule_catches_what_it_is_for(path, source, message):
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("jax_ppo/kernels/losses.py", "import math\nimport jax.numpy as jnp\nfrom jax_ppo.kernels import masked"),
+        (
+            "jax_ppo/kernels/losses.py",
+            "import math\nimport jax.numpy as jnp\nfrom jax_ppo.kernels import masked",
+        ),
         ("jax_ppo/config.py", "def devices():\n    import jax\n    return jax.devices()"),
         ("jax_ppo/models/heads.py", "import flax.linen as nn\nfrom jax_ppo import sharding"),
         ("jax_ppo/sharding.py", "from jax.sharding import PartitionSpec as P"),
-        ("jax_ppo/state.py", '"""No PartitionSpec, pickle or eval()."""\nimport jax\njax.eval_shape(f)\nmodel.eval()'),
+        (
+            "jax_ppo/state.py",
+            '"""No PartitionSpec, pickle or eval()."""\nimport jax\njax.eval_shape(f)\nmodel.eval()',
+        ),
         ("jax_ppo/ppo.py", "from jax_ppo import data, metrics, rewards, update"),
         ("tests/test_x.py", "from jax.sharding import PartitionSpec\nf(trust_remote_code=False)"),
     ],

@@ -22,14 +22,28 @@ sys.meta_path.insert(0, Blocked())
 @pytest.mark.slow
 def test_the_accelerators_benchmark_runs_at_toy_sizes(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(BLOCKED)
-    command = [sys.executable, str(ROOT / "benchmarks" / "accelerator.py"), "--tiny", "--out", str(tmp_path / "out.json")]
-    subprocess.run(command, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(tmp_path)})
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "accelerator.py"),
+        "--tiny",
+        "--out",
+        str(tmp_path / "out.json"),
+    ]
+    subprocess.run(
+        command, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(tmp_path)}
+    )
     found = json.loads((tmp_path / "out.json").read_text())
     for section in ("decode", "decode_command_buffers", "training", "step", "attention"):
         assert "error" not in found[section], found[section]
-    assert list(found["decode"]["programs"]) == ["cpu", "gpu"] and found["step"]["phases"]["update"] > 0
+    assert (
+        list(found["decode"]["programs"]) == ["cpu", "gpu"]
+        and found["step"]["phases"]["update"] > 0
+    )
     # Six tokens at a toy's size are lost in the noise: a rate may come out below 0.
-    assert all(min(program["whole_seconds"].values()) > 0 for program in found["decode"]["programs"].values())
+    assert all(
+        min(program["whole_seconds"].values()) > 0
+        for program in found["decode"]["programs"].values()
+    )
     assert found["attention"]["tpu, one token"]["difference"] < 0.02
     assert all(line["mfu"] > 0 for line in found["training"]["micro_batches"].values())
     assert found["attention"]["xla, packed"]["milliseconds"] > 0 and "skipped" in found["torch"]
@@ -42,7 +56,9 @@ def test_a_tpus_programs_are_lowered_where_there_is_none(monkeypatch, program):
     import programs
 
     monkeypatch.setattr(programs.Step, "platform", "tpu")
-    step = programs.Step(programs.qwen2(layers=2, hidden=128, vocabulary=64), 8, 64, 64, dtype="bfloat16")
+    step = programs.Step(
+        programs.qwen2(layers=2, hidden=128, vocabulary=64), 8, 64, 64, dtype="bfloat16"
+    )
     assert (step.nets.actor.attention, step.decoder.decoding) == ("splash", "tpu")
     text = step.lower(program, ("tpu",)).as_text()
     assert ("tpu_custom_call" in text) == (program != "sample")

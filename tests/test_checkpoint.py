@@ -29,10 +29,14 @@ def make_mesh(*shape):
 
 def params(mesh, seed=0):
     """Parameters sharded over the mesh."""
+
     def init(key):
         return {"layers": {"kernel": jax.random.normal(key, (2, 8, 16))}, "norm": jnp.ones(8)}
 
-    shardings = {"layers": {"kernel": NamedSharding(mesh, P(None, *mesh.axis_names))}, "norm": NamedSharding(mesh, P())}
+    shardings = {
+        "layers": {"kernel": NamedSharding(mesh, P(None, *mesh.axis_names))},
+        "norm": NamedSharding(mesh, P()),
+    }
     return jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
 
 
@@ -40,8 +44,12 @@ def state(mesh, seed=0):
     """Actor, critic and optimizer states of several kinds of containers."""
     actor, critic = params(mesh, seed), params(mesh, seed + 1)
     matrices = jax.tree.map(lambda x: x.ndim > 1, actor)
-    transform = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.constant_schedule(1e-3), mask=matrices))
-    optimizers = {name: jax.jit(transform.init)(tree) for name, tree in (("actor", actor), ("critic", critic))}
+    transform = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(optax.constant_schedule(1e-3), mask=matrices)
+    )
+    optimizers = {
+        name: jax.jit(transform.init)(tree) for name, tree in (("actor", actor), ("critic", critic))
+    }
     return {"actor": actor, "critic": critic, "optimizer": optimizers}
 
 
@@ -62,7 +70,11 @@ def small(value):
 
 def test_what_was_saved_comes_back(tmp_path):
     saved = state(make_mesh(2))
-    meta = {"position": 12, "evaluations": [{"step": 0, "accuracy": 0.25}], "config": {"seed": None, "name": "é"}}
+    meta = {
+        "position": 12,
+        "evaluations": [{"step": 0, "accuracy": 0.25}],
+        "config": {"seed": None, "name": "é"},
+    }
     with Checkpointer(tmp_path / "new/folder") as checkpoints:
         assert checkpoints.latest_step() is None and checkpoints.best_step() is None
         checkpoints.save(3, saved | {"reward": None}, meta)
@@ -72,7 +84,9 @@ def test_what_was_saved_comes_back(tmp_path):
         arrays, read = checkpoints.restore(3, abstract(saved) | {"reward": None})
         assert read == meta
         assert_same(arrays, saved)
-        assert_same(checkpoints.restore_item(3, "critic", abstract(saved["critic"])), saved["critic"])
+        assert_same(
+            checkpoints.restore_item(3, "critic", abstract(saved["critic"])), saved["critic"]
+        )
         assert checkpoints.restore(3, {}) == ({}, meta)
 
 
@@ -95,7 +109,9 @@ def test_another_mesh_reads_the_same_bits(tmp_path, shape):
         wanted = abstract(params(make_mesh(*shape)))
         read = checkpoints.restore_item(1, "actor", wanted)
     assert jax.tree.map(lambda x: x.sharding, read) == jax.tree.map(lambda x: x.sharding, wanted)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), read, saved)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), read, saved
+    )
 
 
 def test_another_dtype_is_cast_and_typed_keys_are_kept(tmp_path):
@@ -113,7 +129,9 @@ class TestKeeping:
     def test_the_last_and_the_best_stay_through_a_restart(self, tmp_path):
         with Checkpointer(tmp_path, 2, "accuracy") as checkpoints:
             for step, accuracy in ((1, 0.2), (2, 0.9), (3, 0.3)):
-                checkpoints.save(step, small(step), {}, {"accuracy": accuracy, "reward_mean": -accuracy})
+                checkpoints.save(
+                    step, small(step), {}, {"accuracy": accuracy, "reward_mean": -accuracy}
+                )
             assert checkpoints.best_step() == 2
         with Checkpointer(tmp_path, 2, "accuracy") as checkpoints:
             checkpoints.save(4, small(4), {}, {"accuracy": 0.4})
@@ -151,7 +169,10 @@ def kept(directory):
 class TestErrors:
     def test_a_changed_model_is_named_with_both_shapes(self, tmp_path):
         saved = {"layers": {"kernel": jnp.zeros((2, 3)), "old": jnp.zeros(1)}, "same": jnp.zeros(1)}
-        wanted = {"layers": {"kernel": jnp.zeros((2, 5)), "new": jnp.zeros(4)}, "same": jnp.zeros(1)}
+        wanted = {
+            "layers": {"kernel": jnp.zeros((2, 5)), "new": jnp.zeros(4)},
+            "same": jnp.zeros(1),
+        }
         with Checkpointer(tmp_path) as checkpoints:
             checkpoints.save(1, {"actor": saved}, {})
             with pytest.raises(UserError) as error:
@@ -176,7 +197,10 @@ class TestErrors:
     def test_another_run_s_step_is_not_taken_for_this_one_s(self, tmp_path):
         with Checkpointer(tmp_path) as checkpoints:
             checkpoints.save(1, small(1), {})
-        with Checkpointer(tmp_path) as checkpoints, pytest.raises(ValueError, match="already exists"):
+        with (
+            Checkpointer(tmp_path) as checkpoints,
+            pytest.raises(ValueError, match="already exists"),
+        ):
             checkpoints.save(1, small(2), {})
 
     def test_meta_that_is_not_json_fails_at_once(self, tmp_path):
@@ -211,7 +235,9 @@ for step in range(1, 1000):
 
 @pytest.mark.parametrize("pause", [0.0, 0.02])
 def test_killed_while_saving_the_last_whole_one_is_there(tmp_path, pause):
-    child = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", KILLED, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     with child:
         while child.stdout.readline() != "3\n":
             assert child.poll() is None
@@ -220,7 +246,9 @@ def test_killed_while_saving_the_last_whole_one_is_there(tmp_path, pause):
     with Checkpointer(tmp_path) as checkpoints:
         step = checkpoints.latest_step()
         assert step >= 2
-        wanted = {f"w{i}": jax.random.normal(jax.random.key(step * 10 + i), (512, 512)) for i in range(8)}
+        wanted = {
+            f"w{i}": jax.random.normal(jax.random.key(step * 10 + i), (512, 512)) for i in range(8)
+        }
         arrays, meta = checkpoints.restore(step, {"actor": abstract(wanted)})
         assert meta == {"step": step}
         assert_same(arrays["actor"], wanted)
@@ -258,10 +286,22 @@ def test_sigterm_to_one_of_two_processes_saves_the_same_step_in_both(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    common = {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": "2"}
+    common = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+        "JAX_NUM_PROCESSES": "2",
+    }
     command = [sys.executable, "-c", PROCESSES, tmp_path]
-    processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True,
-                                  env=os.environ | common | {"JAX_PROCESS_ID": str(number)}) for number in (0, 1)]
+    processes = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | common | {"JAX_PROCESS_ID": str(number)},
+        )
+        for number in (0, 1)
+    ]
     while processes[1].stdout.readline() != "5\n":
         assert processes[1].poll() is None
     processes[1].terminate()
@@ -270,7 +310,9 @@ def test_sigterm_to_one_of_two_processes_saves_the_same_step_in_both(tmp_path):
     with Checkpointer(tmp_path) as checkpoints:
         step = checkpoints.latest_step()
         assert [int(output.split()[-1]) for output in outputs] == [step, step]
-        wanted = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(make_mesh(8), P("fsdp")))
+        wanted = jax.ShapeDtypeStruct(
+            (8, 4), jnp.float32, sharding=NamedSharding(make_mesh(8), P("fsdp"))
+        )
         arrays, meta = checkpoints.restore(step, {"actor": {"w": wanted}})
     assert meta == {"step": step}
     np.testing.assert_array_equal(np.asarray(arrays["actor"]["w"]), step + 1)

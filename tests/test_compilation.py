@@ -21,9 +21,18 @@ print(json.dumps(dataclasses.asdict(count)))
 
 def compile_once(option="", **environment):
     """What a process that compiles one program says, and what it counts."""
-    base = {name: value for name, value in os.environ.items() if name not in ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME")}
-    done = subprocess.run([sys.executable, "-W", "error", "-c", PROGRAM, str(option)], check=True, text=True,
-                          stdout=subprocess.PIPE, env=base | {name: str(value) for name, value in environment.items()})
+    base = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME")
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROGRAM, str(option)],
+        check=True,
+        text=True,
+        stdout=subprocess.PIPE,
+        env=base | {name: str(value) for name, value in environment.items()},
+    )
     *said, count = done.stdout.splitlines()
     return said, json.loads(count)
 
@@ -47,7 +56,9 @@ def test_the_option_comes_before_jaxs_variable_and_that_before_the_home(tmp_path
 
 @pytest.mark.parametrize("environment", [{}, {"JAX_COMPILATION_CACHE_DIR": "variable"}])
 def test_off_keeps_nothing(tmp_path, environment):
-    _, count = compile_once("off", HOME=tmp_path, **{name: tmp_path / value for name, value in environment.items()})
+    _, count = compile_once(
+        "off", HOME=tmp_path, **{name: tmp_path / value for name, value in environment.items()}
+    )
     assert count["programs"] == 1 and not list(tmp_path.iterdir())
 
 

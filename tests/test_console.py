@@ -11,18 +11,38 @@ from jax_ppo import console, report
 
 class TestConsole:
     def test_lines_stand_in_columns(self):
-        figures = {"reward/mean": 0.5, "reward/accuracy": 0.25, "kl/reference": 0.0012, "actor/entropy": 0.8,
-                   "response_length/mean": 31.2, "actor/clip_fraction": 0.013, "actor/grad_norm": 0.523,
-                   "critic/grad_norm": 1.25, "seconds/step": 1.32, "tokens_per_second": 12345.6}
+        figures = {
+            "reward/mean": 0.5,
+            "reward/accuracy": 0.25,
+            "kl/reference": 0.0012,
+            "actor/entropy": 0.8,
+            "response_length/mean": 31.2,
+            "actor/clip_fraction": 0.013,
+            "actor/grad_norm": 0.523,
+            "critic/grad_norm": 1.25,
+            "seconds/step": 1.32,
+            "tokens_per_second": 12345.6,
+        }
         line = console.step_line(7, 200, figures, report.COLUMNS)
-        assert line == ("step   7/200  reward  0.500  acc 0.250  kl 0.0012  ent 0.800  len   31  clip 0.013  "
-                        "grads 0.523   1.25   1.32 s   12,346 tok/s")
-        odd = {"reward/mean": -9.5, "reward/accuracy": 1.0, "actor/grad_norm": math.nan, "critic/grad_norm": 1e9}
+        assert line == (
+            "step   7/200  reward  0.500  acc 0.250  kl 0.0012  ent 0.800  len   31  clip 0.013  "
+            "grads 0.523   1.25   1.32 s   12,346 tok/s"
+        )
+        odd = {
+            "reward/mean": -9.5,
+            "reward/accuracy": 1.0,
+            "actor/grad_norm": math.nan,
+            "critic/grad_norm": 1e9,
+        }
         assert len(console.step_line(123, 200, odd, report.COLUMNS)) == len(line)
 
     def test_accuracy_is_left_out_where_there_is_none(self):
-        assert "acc" not in console.step_line(1, 2, {"reward/mean": 1.0}, report.COLUMNS, report.LAYOUT.optional)
-        assert "acc" not in console.step_line(1, 2, {"reward/accuracy": math.nan}, report.COLUMNS, report.LAYOUT.optional)
+        assert "acc" not in console.step_line(
+            1, 2, {"reward/mean": 1.0}, report.COLUMNS, report.LAYOUT.optional
+        )
+        assert "acc" not in console.step_line(
+            1, 2, {"reward/accuracy": math.nan}, report.COLUMNS, report.LAYOUT.optional
+        )
 
     def test_say(self, capsys):
         console.say("hello")
@@ -74,15 +94,29 @@ class TestProgress:
 class TestSampleTable:
     ROWS = [
         {"prompt": "1 + 1 =", "response": "two\nis 2\n", "score": 1.0, "correct": True},
-        {"prompt": "p" * 500, "response": "begin" + "x" * 500 + "end", "score": -0.25, "correct": False},
+        {
+            "prompt": "p" * 500,
+            "response": "begin" + "x" * 500 + "end",
+            "score": -0.25,
+            "correct": False,
+        },
         {"prompt": "\x1b[2Jtab\there", "response": "答案是二" * 40, "score": 0.0, "correct": None},
     ]
 
     def test_it_reads_as_a_table(self):
         head, rule, short, long, odd = console.sample_table(self.ROWS, 80).splitlines()
         assert head.split() == ["prompt", "response", "score", "correct"] and set(rule) == {"-"}
-        assert short.split("  ")[0] == "1 + 1 =" and "two⏎is 2 " in short and short.split()[-2:] == ["1.000", "yes"]
-        assert "…" in long and "begin" in long and "end " in long and long.split()[-2:] == ["-0.250", "no"]
+        assert (
+            short.split("  ")[0] == "1 + 1 ="
+            and "two⏎is 2 " in short
+            and short.split()[-2:] == ["1.000", "yes"]
+        )
+        assert (
+            "…" in long
+            and "begin" in long
+            and "end " in long
+            and long.split()[-2:] == ["-0.250", "no"]
+        )
         assert "·[2Jtab·here" in odd and "\x1b" not in odd and odd.split()[-2:] == ["0.000", "-"]
 
     @pytest.mark.parametrize("width", [40, 61, 100])

@@ -13,7 +13,9 @@ from jax_ppo import dispatch
 
 def run(mesh, *functions):
     with jax.set_mesh(mesh):
-        return dispatch.together([(function, (number,)) for number, function in enumerate(functions)])
+        return dispatch.together(
+            [(function, (number,)) for number, function in enumerate(functions)]
+        )
 
 
 @functools.partial(jax.jit, static_argnames="turns")
@@ -27,9 +29,15 @@ def test_on_one_cpu_device_they_run_side_by_side(aside):
         programs = [(spin, (jnp.eye(64), turns)) for turns in (40_000, 1)]
         for function, arguments in programs:
             function.lower(*arguments).compile()
-        long, short = dispatch.together(programs) if aside else [function(*arguments) for function, arguments in programs]
+        long, short = (
+            dispatch.together(programs)
+            if aside
+            else [function(*arguments) for function, arguments in programs]
+        )
         short.block_until_ready()
-        assert long.is_ready() != aside  # what one thread begins runs one after the other: why there are threads
+        assert (
+            long.is_ready() != aside
+        )  # what one thread begins runs one after the other: why there are threads
         long.block_until_ready()
 
 
@@ -67,7 +75,10 @@ def test_on_several_devices_they_are_begun_in_one_order_by_the_thread_that_asks(
 
 def test_an_accelerator_is_given_them_in_turn(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert run(tiny.make_mesh(), *[lambda number: threading.current_thread()] * 2) == [threading.current_thread()] * 2
+    assert (
+        run(tiny.make_mesh(), *[lambda number: threading.current_thread()] * 2)
+        == [threading.current_thread()] * 2
+    )
 
 
 def test_an_error_comes_out():

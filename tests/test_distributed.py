@@ -17,8 +17,13 @@ from jax_ppo.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[1]
 EXPLICIT = {"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
-SLURM = {"SLURM_JOB_ID": "9", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "1", "SLURM_LOCALID": "1",
-         "SLURM_NTASKS": "2"}
+SLURM = {
+    "SLURM_JOB_ID": "9",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "2",
+}
 
 
 def arguments(environ, **options):
@@ -34,16 +39,31 @@ class TestArguments:
         assert arguments(EXPLICIT | SLURM, **options) == options
 
     def test_then_the_environment(self):
-        assert arguments(EXPLICIT | SLURM) == {"coordinator_address": "host:1", "num_processes": 4, "process_id": 3}
+        assert arguments(EXPLICIT | SLURM) == {
+            "coordinator_address": "host:1",
+            "num_processes": 4,
+            "process_id": 3,
+        }
 
     def test_one_of_one_is_one_process(self):
-        assert arguments({"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}) is None
+        assert (
+            arguments(
+                {
+                    "JAX_COORDINATOR_ADDRESS": "host:1",
+                    "JAX_NUM_PROCESSES": "1",
+                    "JAX_PROCESS_ID": "0",
+                }
+            )
+            is None
+        )
         assert arguments({}, coordinator_address="host:1", num_processes=1, process_id=0) is None
 
     def test_slurm_in_a_step_of_several_tasks(self):
         assert arguments(SLURM) == {}
         assert arguments(SLURM | {"SLURM_NTASKS": "1"}) is None
-        in_the_batch_script = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}
+        in_the_batch_script = {
+            name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"
+        }
         assert arguments(in_the_batch_script) is None
 
     def test_open_mpi(self):
@@ -65,7 +85,9 @@ class TestArguments:
 
 class Metadata(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        found = self.headers["Metadata-Flavor"] == "Google" and self.server.attributes.get(self.path.rpartition("/")[2])
+        found = self.headers["Metadata-Flavor"] == "Google" and self.server.attributes.get(
+            self.path.rpartition("/")[2]
+        )
         self.send_response(200 if found else 404)
         self.end_headers()
         self.wfile.write((found or "").encode())
@@ -83,7 +105,9 @@ def machine(monkeypatch):
         thread.start()
 
         def environ(**attributes):
-            server.attributes = {name.replace("_", "-"): value for name, value in attributes.items()}
+            server.attributes = {
+                name.replace("_", "-"): value for name, value in attributes.items()
+            }
             return {"GCE_METADATA_IP": f"localhost:{server.server_port}"}
 
         yield environ
@@ -95,7 +119,12 @@ class TestTpuPods:
     def test_hosts_are_counted_from_the_metadata(self, machine):
         assert arguments(machine(worker_network_endpoints="a:0:10.0.0.1,b:1:10.0.0.2")) == {}
         assert arguments(machine(worker_network_endpoints="a:0:10.0.0.1")) is None
-        assert arguments(machine(worker_network_endpoints="a", tpu_env="X: '1'\nMEGASCALE_NUM_SLICES: '2'")) == {}
+        assert (
+            arguments(
+                machine(worker_network_endpoints="a", tpu_env="X: '1'\nMEGASCALE_NUM_SLICES: '2'")
+            )
+            == {}
+        )
 
     def test_a_machine_without_metadata_is_alone(self, machine):
         assert arguments(machine()) is None
@@ -168,10 +197,20 @@ def test_two_processes_end_together(way):
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     started = time.monotonic()
-    processes = [subprocess.Popen([sys.executable, "-c", PROGRAM, number, port, way], cwd=ROOT, text=True,
-                                  env=os.environ | {"JAX_PLATFORMS": "cpu"},
-                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE) for number in "01"]
-    (output, errors), (other_output, other_errors) = [process.communicate(timeout=60) for process in processes]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, number, port, way],
+            cwd=ROOT,
+            text=True,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for number in "01"
+    ]
+    (output, errors), (other_output, other_errors) = [
+        process.communicate(timeout=60) for process in processes
+    ]
     codes = [process.returncode for process in processes]
     assert time.monotonic() - started < 30
     assert (output.split()[-1], other_output.split()[-1]) == ("main", "other")
@@ -179,8 +218,14 @@ def test_two_processes_end_together(way):
         assert codes == [0, 0]
         return
     assert codes == [1, -signal.SIGKILL if way == "kill" else 1], errors + other_errors
-    assert "process 0 of 2 ends the run:" in errors and "Traceback" in errors  # its next collective failed
-    said = {"raise": "ZeroDivisionError: on purpose", "interrupt": "KeyboardInterrupt", "message": "error: mend this"}
+    assert (
+        "process 0 of 2 ends the run:" in errors and "Traceback" in errors
+    )  # its next collective failed
+    said = {
+        "raise": "ZeroDivisionError: on purpose",
+        "interrupt": "KeyboardInterrupt",
+        "message": "error: mend this",
+    }
     if way in said:
         assert "process 1 of 2 ends the run:" in other_errors and said[way] in other_errors
         assert ("Traceback" in other_errors) == (way != "message")

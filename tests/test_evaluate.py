@@ -26,9 +26,20 @@ def run(scores, batch_size, correct=None):
     def reward(batch, rollout, keep):
         rows = rollout.responses
         known = np.full(len(rows), np.nan) if correct is None else np.asarray(correct, float)[rows]
-        return np.asarray(scores, float)[rows], known, [{"response": str(row)} for row in rows][:max(keep, 0)]
+        return (
+            np.asarray(scores, float)[rows],
+            known,
+            [{"response": str(row)} for row in rows][: max(keep, 0)],
+        )
 
-    result = evaluate(sample, reward, evaluation_batches(dataset, batch_size), tiny.make_mesh(), jax.random.key(0), keep=5)
+    result = evaluate(
+        sample,
+        reward,
+        evaluation_batches(dataset, batch_size),
+        tiny.make_mesh(),
+        jax.random.key(0),
+        keep=5,
+    )
     return result, firsts
 
 

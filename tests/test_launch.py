@@ -10,7 +10,7 @@ import time
 import pytest
 
 LAUNCH = pathlib.Path(__file__).parents[1] / "launch"
-TRICKY = ["--config=configs/a b.py", "--config.reward.function=it's \"$HOME\"; echo *", "", "--n=1"]
+TRICKY = ["--config=configs/a b.py", '--config.reward.function=it\'s "$HOME"; echo *', "", "--n=1"]
 
 
 def script(path, body):
@@ -82,7 +82,9 @@ class TestLocalProcesses:
 
     @pytest.mark.parametrize("arguments", [[], ["2"], ["0", "--"], ["two", "--"]])
     def test_wrong_arguments_show_the_usage(self, arguments):
-        run = subprocess.run([LAUNCH / "local_processes.sh", *arguments], capture_output=True, text=True)
+        run = subprocess.run(
+            [LAUNCH / "local_processes.sh", *arguments], capture_output=True, text=True
+        )
         assert run.returncode == 2 and "launch/local_processes.sh N --" in run.stderr
 
 
@@ -104,12 +106,19 @@ def pod(tmp_path):
     tools = tmp_path / "tools"
     tools.mkdir()
     script(tools / "gcloud", GCLOUD)
-    environment = os.environ | {"HOME": str(tmp_path), "PATH": f"{tools}:{os.environ['PATH']}", "COMMAND": ""}
+    environment = os.environ | {
+        "HOME": str(tmp_path),
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "COMMAND": "",
+    }
 
     def call(command, *arguments, **more):
         where = ["--name", "pod", "--zone", "here"]
         return subprocess.run(
-            [LAUNCH / "tpu_pod.sh", command, *where, *arguments], env=environment | more, capture_output=True, text=True
+            [LAUNCH / "tpu_pod.sh", command, *where, *arguments],
+            env=environment | more,
+            capture_output=True,
+            text=True,
         )
 
     return call
@@ -117,7 +126,9 @@ def pod(tmp_path):
 
 class TestTpuPod:
     def test_create_chooses_the_runtime_of_the_type(self, pod, tmp_path):
-        assert pod("create", "--type", "v5litepod-16", "--project", "mine", "--spot").returncode == 0
+        assert (
+            pod("create", "--type", "v5litepod-16", "--project", "mine", "--spot").returncode == 0
+        )
         assert pod("create", "--type", "v4-32", "--version", "special").returncode == 0
         assert (tmp_path / "gcloud.log").read_text().splitlines() == [
             "compute tpus tpu-vm create pod --accelerator-type=v5litepod-16 --version=v2-alpha-tpuv5-lite --spot "
@@ -129,8 +140,12 @@ class TestTpuPod:
         printed = pod("run", "--dry-run", "--", *TRICKY)
         assert printed.returncode == 0 and not (tmp_path / "gcloud.log").exists()
         pod("run", "--", *TRICKY)
-        words = subprocess.run(["bash", "-c", f"printf '%s ' {printed.stdout}"], capture_output=True, text=True).stdout
-        assert words.removeprefix("gcloud ").strip() == (tmp_path / "gcloud.log").read_text().strip()
+        words = subprocess.run(
+            ["bash", "-c", f"printf '%s ' {printed.stdout}"], capture_output=True, text=True
+        ).stdout
+        assert (
+            words.removeprefix("gcloud ").strip() == (tmp_path / "gcloud.log").read_text().strip()
+        )
 
     def test_another_command(self, pod):
         assert "jax_ppo.train" in pod("run", "--dry-run").stdout
@@ -162,8 +177,12 @@ class TestTpuPod:
         script(tmp_path / "tools/python3", 'echo "python3 $*" >>"$HOME/installed"')
         run = pod("setup")
         assert run.returncode == 0, run.stderr
-        assert (tmp_path / "jax_ppo/output/kept").exists() and not (tmp_path / "jax_ppo/stale.py").exists()
-        listing = subprocess.run(["git", "ls-tree", "-r", "--name-only", "HEAD"], cwd=checkout, stdout=subprocess.PIPE)
+        assert (tmp_path / "jax_ppo/output/kept").exists() and not (
+            tmp_path / "jax_ppo/stale.py"
+        ).exists()
+        listing = subprocess.run(
+            ["git", "ls-tree", "-r", "--name-only", "HEAD"], cwd=checkout, stdout=subprocess.PIPE
+        )
         names = listing.stdout.decode().splitlines()
         assert names and all((tmp_path / "jax_ppo" / name).exists() for name in names)
         assert "-e .[tpu]" in (tmp_path / "installed").read_text()
@@ -184,15 +203,25 @@ class TestTpuPod:
 
     def test_help(self):
         run = subprocess.run([LAUNCH / "tpu_pod.sh", "--help"], capture_output=True, text=True)
-        assert run.returncode == 0 and run.stdout.startswith("Trains on") and "--dry-run" in run.stdout
+        assert (
+            run.returncode == 0 and run.stdout.startswith("Trains on") and "--dry-run" in run.stdout
+        )
 
 
 @pytest.mark.parametrize(("given", "command"), [("", "train"), ("reward_model", "reward_model")])
 def test_slurm_runs_the_command_with_the_arguments(tmp_path, given, command):
     script(tmp_path / "srun", 'printf "[%s]" "$@"')
-    run = subprocess.run(["bash", LAUNCH / "slurm.sbatch", *TRICKY], capture_output=True, text=True, check=True,
-                         env=os.environ | {"COMMAND": given, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, cwd=LAUNCH.parent)
-    assert run.stdout.endswith("".join(f"[{word}]" for word in ("python", "-m", f"jax_ppo.{command}", *TRICKY)))
+    run = subprocess.run(
+        ["bash", LAUNCH / "slurm.sbatch", *TRICKY],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"COMMAND": given, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        cwd=LAUNCH.parent,
+    )
+    assert run.stdout.endswith(
+        "".join(f"[{word}]" for word in ("python", "-m", f"jax_ppo.{command}", *TRICKY))
+    )
 
 
 def wait_until(condition, seconds=10):

@@ -16,8 +16,12 @@ pytestmark = pytest.mark.slow
 def train(workdir, *arguments):
     """(evaluations, rows of training_metrics.csv that belong to steps)"""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    subprocess.run([sys.executable, "-m", "jax_ppo.train", *arguments, f"--workdir={workdir}"], cwd=ROOT, check=True,
-                   env=environment)
+    subprocess.run(
+        [sys.executable, "-m", "jax_ppo.train", *arguments, f"--workdir={workdir}"],
+        cwd=ROOT,
+        check=True,
+        env=environment,
+    )
     with open(workdir / "training_metrics.csv") as file:
         steps = [row for row in csv.DictReader(file) if row["reward/mean"]]
     return json.loads((workdir / "summary.json").read_text())["evaluations"], steps
@@ -33,6 +37,8 @@ def test_arithmetic_goes_from_hasty_to_right(tmp_path, seed):
 
 @needs("tinystories-260k")
 def test_tinystories_become_joyful_and_stay_near_the_reference(tmp_path):
-    evaluations, steps = train(tmp_path, "--config=configs/tinystories.py", f"--config.model.path={DATA}/tinystories-260k")
+    evaluations, steps = train(
+        tmp_path, "--config=configs/tinystories.py", f"--config.model.path={DATA}/tinystories-260k"
+    )
     assert evaluations[-1]["reward_mean"] >= evaluations[0]["reward_mean"] + 0.5
     assert max(float(row["kl/reference"]) for row in steps) < 0.3  # nats a token

@@ -10,11 +10,23 @@ def test_points_of_a_schedule():
     assert notation.schedule_points(" 5 : 1e-3 ") == ((5, 0.001),)
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("", "STEP:VALUE"), ("0.01", "STEP:VALUE"), ("0:0.01,", "STEP:VALUE"), ("1.5:2", "'1.5:2' in .* STEP:VALUE"),
-    ("0:1:2", "STEP:VALUE"), ("0:a", "STEP:VALUE"), ("-1:0", "-1 .*below 0"), ("0:-1", "-1.0 .*finite"), ("0:nan", "finite"),
-    ("0:inf", "finite"), ("5:1,5:2", "step 5 .*not come after step 5"), ("5:1,3:2", "step 3 .*not come after step 5"),
-])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "STEP:VALUE"),
+        ("0.01", "STEP:VALUE"),
+        ("0:0.01,", "STEP:VALUE"),
+        ("1.5:2", "'1.5:2' in .* STEP:VALUE"),
+        ("0:1:2", "STEP:VALUE"),
+        ("0:a", "STEP:VALUE"),
+        ("-1:0", "-1 .*below 0"),
+        ("0:-1", "-1.0 .*finite"),
+        ("0:nan", "finite"),
+        ("0:inf", "finite"),
+        ("5:1,5:2", "step 5 .*not come after step 5"),
+        ("5:1,3:2", "step 3 .*not come after step 5"),
+    ],
+)
 def test_what_is_no_schedule_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         notation.schedule_points(text)

@@ -27,14 +27,19 @@ def test_plan_holds_each_member_once_and_whole(seed, packed):
     groups = r.permutation(24).reshape(3, 8)
     plan, counts = packing.plan(lengths, groups, 2, 16, packed)
     assert plan.sample.shape == plan.position.shape == (3, 4, 2, 16)
-    for group, sample, position, count in zip(groups, plan.sample, plan.position, counts, strict=True):
+    for group, sample, position, count in zip(
+        groups, plan.sample, plan.position, counts, strict=True
+    ):
         assert (sample[count:] == -1).all()
         assert (sample[:count] >= 0).any(axis=(1, 2)).all()
         for b in range(24):
             where = sample == b
             assert where.sum() == (lengths[b] if b in group else 0)
             assert position[where].tolist() == list(range(where.sum()))  # one run, in order
-            assert len(set(np.nonzero(where)[1].tolist())) <= 1 or len(set(zip(*np.nonzero(where)[:2], strict=True))) == 1
+            assert (
+                len(set(np.nonzero(where)[1].tolist())) <= 1
+                or len(set(zip(*np.nonzero(where)[:2], strict=True))) == 1
+            )
 
 
 def test_rows_at_once():
@@ -50,8 +55,12 @@ def test_rows_at_once():
 
 def make_rows():
     # Two samples in one row of 8: sample 1 has prompt (10, 11), response (12,); sample 0 prompt (20,), response (21, 22).
-    sequences = Sequences(jnp.array([[20, 21, 22, 0], [10, 11, 12, 0]]), jnp.array([1, 2]), jnp.array([2, 1]),
-                          jnp.zeros(2, bool))
+    sequences = Sequences(
+        jnp.array([[20, 21, 22, 0], [10, 11, 12, 0]]),
+        jnp.array([1, 2]),
+        jnp.array([2, 1]),
+        jnp.zeros(2, bool),
+    )
     plan = Packing(jnp.array([[1, 1, 1, 0, 0, 0, -1, -1]]), jnp.array([[0, 1, 2, 0, 1, 2, 0, 0]]))
     return packing.gather(sequences, plan)
 
@@ -74,7 +83,9 @@ def test_scatter_undoes_gather_and_leaves_the_rest():
 
 
 def test_a_sample_that_fills_the_row_and_the_sequence():
-    sequences = Sequences(jnp.array([[5, 6, 7]]), jnp.array([2]), jnp.array([1]), jnp.zeros(1, bool))
+    sequences = Sequences(
+        jnp.array([[5, 6, 7]]), jnp.array([2]), jnp.array([1]), jnp.zeros(1, bool)
+    )
     plan, _ = packing.plan([3], [[0]], 1, 3)
     rows = packing.gather(sequences, jax.tree.map(lambda x: jnp.asarray(x[0, 0]), plan))
     assert rows.targets.tolist() == [[0, 7, 0]] and rows.mask.tolist() == [[False, True, False]]

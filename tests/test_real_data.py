@@ -20,13 +20,22 @@ DATA = pathlib.Path(os.environ.get("JAX_PPO_DATA", ROOT.parent / "shared" / "dat
 
 
 def needs(folder):
-    return pytest.mark.skipif(not (DATA / folder).exists(), reason=f"no {DATA / folder} (JAX_PPO_DATA names another place)")
+    return pytest.mark.skipif(
+        not (DATA / folder).exists(),
+        reason=f"no {DATA / folder} (JAX_PPO_DATA names another place)",
+    )
 
 
 def run(*arguments, check=True):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    done = subprocess.run([sys.executable, "-m", "jax_ppo.train", *arguments], cwd=ROOT, text=True, capture_output=True,
-                          env=environment, timeout=560)
+    done = subprocess.run(
+        [sys.executable, "-m", "jax_ppo.train", *arguments],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        env=environment,
+        timeout=560,
+    )
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -35,11 +44,28 @@ def run(*arguments, check=True):
 def qwen(tmp_path_factory):
     """A small Qwen2 with random weights and a tokenizer made from GSM8K's text, as a Hugging Face folder."""
     folder = tmp_path_factory.mktemp("qwen")
-    rows = [json.loads(line) for line in (DATA / "gsm8k" / "train.jsonl").read_text().splitlines()[:1000]]
-    tokenizer = tokenizer_lib.train_tokenizer([r["question"] + r["answer"] for r in rows], 1024, folder / "tokenizer")
-    architecture = Architecture(family="qwen2", vocab_size=1024, hidden_size=64, intermediate_size=96, num_layers=2,
-                                num_heads=4, num_kv_heads=2, head_dim=16, qkv_bias=True, tied=True,
-                                max_position_embeddings=1024, eos_ids=(tokenizer.eos_token_id,), pad_id=tokenizer.pad_token_id)
+    rows = [
+        json.loads(line)
+        for line in (DATA / "gsm8k" / "train.jsonl").read_text().splitlines()[:1000]
+    ]
+    tokenizer = tokenizer_lib.train_tokenizer(
+        [r["question"] + r["answer"] for r in rows], 1024, folder / "tokenizer"
+    )
+    architecture = Architecture(
+        family="qwen2",
+        vocab_size=1024,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        qkv_bias=True,
+        tied=True,
+        max_position_embeddings=1024,
+        eos_ids=(tokenizer.eos_token_id,),
+        pad_id=tokenizer.pad_token_id,
+    )
     params = heads.init(Transformer(architecture), jax.random.key(0), "lm")
     hf_export.export(params, architecture, folder / "qwen2", source_folder=folder / "tokenizer")
     return folder / "qwen2"
@@ -47,12 +73,21 @@ def qwen(tmp_path_factory):
 
 @needs("gsm8k")
 def test_two_steps_of_gsm8k_with_evaluation(qwen, tmp_path):
-    output = run("--config=configs/gsm8k.py", f"--config.model.path={qwen}",
-                 f"--config.data.train_files={DATA}/gsm8k/train.jsonl",
-                 f"--config.data.val_files={DATA}/gsm8k/test.jsonl", "--config.trainer.total_training_steps=2",
-                 "--config.data.train_batch_size=8", "--config.actor.ppo_mini_batch_size=4", "--config.data.val_batch_size=8",
-                 "--config.data.val_max_samples=16", "--config.data.max_prompt_length=256",
-                 "--config.data.max_response_length=48", "--config.model.dtype=float32", f"--workdir={tmp_path}").stdout
+    output = run(
+        "--config=configs/gsm8k.py",
+        f"--config.model.path={qwen}",
+        f"--config.data.train_files={DATA}/gsm8k/train.jsonl",
+        f"--config.data.val_files={DATA}/gsm8k/test.jsonl",
+        "--config.trainer.total_training_steps=2",
+        "--config.data.train_batch_size=8",
+        "--config.actor.ppo_mini_batch_size=4",
+        "--config.data.val_batch_size=8",
+        "--config.data.val_max_samples=16",
+        "--config.data.max_prompt_length=256",
+        "--config.data.max_response_length=48",
+        "--config.model.dtype=float32",
+        f"--workdir={tmp_path}",
+    ).stdout
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["steps"] == 2
     assert [entry["step"] for entry in summary["evaluations"]] == [0, 2]
@@ -70,8 +105,14 @@ def test_the_default_hub_names_without_a_network_say_what_to_do(tmp_path):
 
 
 def test_a_hub_model_without_a_network_says_what_to_do(tmp_path):
-    done = run("--config=configs/gsm8k.py", "--config.data.train_files=arithmetic:512", "--config.data.val_files=",
-               f"--workdir={tmp_path}", "--config.trainer.total_training_steps=1", check=False)
+    done = run(
+        "--config=configs/gsm8k.py",
+        "--config.data.train_files=arithmetic:512",
+        "--config.data.val_files=",
+        f"--workdir={tmp_path}",
+        "--config.trainer.total_training_steps=1",
+        check=False,
+    )
     if done.returncode == 0:
         pytest.skip("the hub can be reached from here")
     last = done.stderr.strip().splitlines()[-1]
@@ -85,14 +126,31 @@ def test_ppo_on_tinystories_exports_what_transformers_continues(tmp_path):
     torch = pytest.importorskip("torch")
     import transformers
 
-    run("--config=configs/tinystories.py", f"--config.model.path={DATA}/tinystories-260k", f"--workdir={tmp_path}",
-        "--config.trainer.total_training_steps=2", "--config.trainer.critic_warmup=0", "--config.data.train_batch_size=16",
-        "--config.actor.ppo_mini_batch_size=8", "--config.data.val_files=", "--config.data.max_response_length=16")
+    run(
+        "--config=configs/tinystories.py",
+        f"--config.model.path={DATA}/tinystories-260k",
+        f"--workdir={tmp_path}",
+        "--config.trainer.total_training_steps=2",
+        "--config.trainer.critic_warmup=0",
+        "--config.data.train_batch_size=16",
+        "--config.actor.ppo_mini_batch_size=8",
+        "--config.data.val_files=",
+        "--config.data.max_response_length=16",
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "actor")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "actor", dtype=torch.float32)
-    original = transformers.AutoModelForCausalLM.from_pretrained(DATA / "tinystories-260k", dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "actor", dtype=torch.float32
+    )
+    original = transformers.AutoModelForCausalLM.from_pretrained(
+        DATA / "tinystories-260k", dtype=torch.float32
+    )
     ids = tokenizer("Once upon a time, there was a little girl named Lily.", return_tensors="pt")
-    story = tokenizer.decode(model.generate(**ids, max_new_tokens=12, do_sample=False)[0], skip_special_tokens=True)
+    story = tokenizer.decode(
+        model.generate(**ids, max_new_tokens=12, do_sample=False)[0], skip_special_tokens=True
+    )
     assert story.startswith("Once upon a time, there was a little girl named Lily. She")
-    moved = np.abs(model.model.embed_tokens.weight.detach().numpy() - original.model.embed_tokens.weight.detach().numpy())
+    moved = np.abs(
+        model.model.embed_tokens.weight.detach().numpy()
+        - original.model.embed_tokens.weight.detach().numpy()
+    )
     assert 0 < moved.max() < 0.1

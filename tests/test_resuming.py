@@ -10,7 +10,9 @@ from jax_ppo import resuming
 def begin_again(config, total_steps, saved):
     """After a checkpoint of step 3 with the options `saved`."""
     meta = {"position": 24, "evaluations": [], "config": saved}
-    checkpoints = types.SimpleNamespace(latest_step=lambda: 3, restore=lambda step, abstract: (None, meta))
+    checkpoints = types.SimpleNamespace(
+        latest_step=lambda: 3, restore=lambda step, abstract: (None, meta)
+    )
     return resuming.find_progress(config, total_steps, checkpoints, ("seed",))
 
 
@@ -27,4 +29,7 @@ def test_an_option_that_is_younger_than_the_checkpoint_had_its_default(capsys):
     saved = dataclasses.asdict(config)
     del saved["trainer"]["warn_kl_above"]
     begin_again(config, 5, saved)
-    assert "config.trainer.warn_kl_above was 1.0 until the checkpoint, and is 2.0" in capsys.readouterr().out
+    assert (
+        "config.trainer.warn_kl_above was 1.0 until the checkpoint, and is 2.0"
+        in capsys.readouterr().out
+    )

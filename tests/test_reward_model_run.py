@@ -52,35 +52,72 @@ def files(tmp_path_factory):
     """A random tiny Llama, a DeBERTa, rows of both kinds of prompt, and a configuration file."""
     folder = tmp_path_factory.mktemp("run")
     tokenizer = tokenizer_lib.train_tokenizer(reward_models.TEXTS, 120, folder / "tokenizer")
-    architecture = Architecture(family="llama", vocab_size=128, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
-                                num_kv_heads=2, head_dim=8, tied=True, max_position_embeddings=128,
-                                eos_ids=(tokenizer.eos_token_id,), pad_id=tokenizer.pad_token_id)
-    hf_export.export(heads.init(Transformer(architecture), jax.random.key(0), "lm"), architecture, folder / "llama",
-                     source_folder=folder / "tokenizer")
+    architecture = Architecture(
+        family="llama",
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        tied=True,
+        max_position_embeddings=128,
+        eos_ids=(tokenizer.eos_token_id,),
+        pad_id=tokenizer.pad_token_id,
+    )
+    hf_export.export(
+        heads.init(Transformer(architecture), jax.random.key(0), "lm"),
+        architecture,
+        folder / "llama",
+        source_folder=folder / "tokenizer",
+    )
     for name, start, count in (("train", 0, 8), ("val", 8, 6)):
         with open(folder / f"{name}.jsonl", "w") as file:
             for i in range(start, start + count):
                 question = f"Tom has {i} apples. How many" + " more" * (i % 3) + "?"
                 prompt = question if i % 2 else [{"role": "user", "content": question}]
-                row = {"data_source": "apples", "prompt": prompt, "reward_model": {"style": "model", "ground_truth": ""},
-                       "extra_info": {"question": question}}
+                row = {
+                    "data_source": "apples",
+                    "prompt": prompt,
+                    "reward_model": {"style": "model", "ground_truth": ""},
+                    "extra_info": {"question": question},
+                }
                 print(json.dumps(row), file=file)
     reward = reward_models.deberta(folder / "deberta")
     (folder / "note.py").write_text(NOTE.format(folder=folder))
-    (folder / "config.py").write_text(CONFIG.format(folder=folder, model=str(folder / "llama"), reward=str(reward)))
+    (folder / "config.py").write_text(
+        CONFIG.format(folder=folder, model=str(folder / "llama"), reward=str(reward))
+    )
     return folder
 
 
 def run(files, workdir, *overrides, devices=1):
     """(what it printed, the texts that it sampled, the rows of its CSV file)."""
     (files / "sampled.jsonl").unlink(missing_ok=True)
-    command = [sys.executable, "-m", "jax_ppo.train", f"--config={files}/config.py", f"--workdir={workdir}", *overrides]
-    done = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}, cwd=ROOT,
-                          text=True, capture_output=True)
+    command = [
+        sys.executable,
+        "-m",
+        "jax_ppo.train",
+        f"--config={files}/config.py",
+        f"--workdir={workdir}",
+        *overrides,
+    ]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)},
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     with open(workdir / "training_metrics.csv") as file:
         rows = list(csv.DictReader(file))
-    return done.stdout, [json.loads(line) for line in (files / "sampled.jsonl").read_text().splitlines()], rows
+    return (
+        done.stdout,
+        [json.loads(line) for line in (files / "sampled.jsonl").read_text().splitlines()],
+        rows,
+    )
 
 
 def test_the_rewards_are_those_of_transformers(files, tmp_path):
@@ -98,7 +135,10 @@ def test_the_rewards_are_those_of_transformers(files, tmp_path):
     evaluations = json.loads((tmp_path / "summary.json").read_text())["evaluations"]
     for entry, expected in zip(evaluations, (first[:6], last[:6]), strict=True):
         assert entry["reward_mean"] == pytest.approx(expected.mean(), rel=1e-4, abs=1e-6)
-    assert "the reward model reads prompt and response as pair, in tokens of its own, at most 128" in output
+    assert (
+        "the reward model reads prompt and response as pair, in tokens of its own, at most 128"
+        in output
+    )
     assert f"evaluation after step 0: reward {first[:6].mean():.3f}" in output
     for expected in first[:3]:  # the table of samples shows them too
         assert f"{expected:8.3f}" in output
@@ -108,11 +148,29 @@ def test_the_rewards_are_those_of_transformers(files, tmp_path):
 def test_two_processes_and_eight_devices_score_the_same(files, tmp_path):
     options = "--config.trainer.total_training_steps=1", "--config.data.val_files="
     _, _, [one] = run(files, tmp_path / "one", *options)
-    _, _, [eight] = run(files, tmp_path / "eight", *options, "--config.mesh.fsdp=2", "--config.mesh.model=2", devices=8)
+    _, _, [eight] = run(
+        files,
+        tmp_path / "eight",
+        *options,
+        "--config.mesh.fsdp=2",
+        "--config.mesh.model=2",
+        devices=8,
+    )
     arguments = [f"--config={files}/config.py", f"--workdir={tmp_path}/two", *options]
-    done = subprocess.run(["bash", str(ROOT / "launch" / "local_processes.sh"), "2", "--", *arguments], cwd=ROOT, text=True,
-                          env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHON": sys.executable,
-                                            "LOG_DIR": str(tmp_path)}, capture_output=True, timeout=300)
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch" / "local_processes.sh"), "2", "--", *arguments],
+        cwd=ROOT,
+        text=True,
+        env=os.environ
+        | {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": "1",
+            "PYTHON": sys.executable,
+            "LOG_DIR": str(tmp_path),
+        },
+        capture_output=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     with open(tmp_path / "two" / "training_metrics.csv") as file:
         [two] = csv.DictReader(file)
@@ -121,14 +179,33 @@ def test_two_processes_and_eight_devices_score_the_same(files, tmp_path):
             assert float(other[name]) == pytest.approx(float(one[name]), rel=1e-3, abs=1e-5), name
 
 
-@pytest.mark.parametrize(("option", "message"), [
-    ("--config.reward.model_path={files}/llama", "there is no score.weight in it: it is not a sequence-classification"),
-    ("--config.reward.model_input=chat", r"config\.reward\.model_input='chat'.*its tokenizer has no chat template"),
-    ("--config.reward.model_path=/nowhere/model", r"config\.reward\.model_path='/nowhere/model'"),
-])
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (
+            "--config.reward.model_path={files}/llama",
+            "there is no score.weight in it: it is not a sequence-classification",
+        ),
+        (
+            "--config.reward.model_input=chat",
+            r"config\.reward\.model_input='chat'.*its tokenizer has no chat template",
+        ),
+        (
+            "--config.reward.model_path=/nowhere/model",
+            r"config\.reward\.model_path='/nowhere/model'",
+        ),
+    ],
+)
 def test_mistakes_are_told_before_weights_load(files, tmp_path, option, message, monkeypatch):
     monkeypatch.setattr("jax_ppo.state.create", lambda *_: pytest.fail("weights were loaded"))
-    config, _ = command_line.read(["train", f"--config={files}/config.py", option.format(files=files),
-                                   "--config.data.train_batch_size=8", "--config.data.val_batch_size=8"])
+    config, _ = command_line.read(
+        [
+            "train",
+            f"--config={files}/config.py",
+            option.format(files=files),
+            "--config.data.train_batch_size=8",
+            "--config.data.val_batch_size=8",
+        ]
+    )
     with pytest.raises(UserError, match=message):
         ppo.train(config, tmp_path)

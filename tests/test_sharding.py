@@ -13,8 +13,11 @@ from jax_ppo.schema import MeshShape
 
 def test_a_parameter_without_a_rule_raises():
     with pytest.raises(ValueError, match="layers/attention/new_proj/kernel: no partition rule"):
-        sharding.tree_shardings(tiny.make_mesh(), {"layers": {"attention": {"new_proj": {"kernel": jnp.zeros((2, 4, 4))}}}},
-                                sharding.TRAIN_RULES)
+        sharding.tree_shardings(
+            tiny.make_mesh(),
+            {"layers": {"attention": {"new_proj": {"kernel": jnp.zeros((2, 4, 4))}}}},
+            sharding.TRAIN_RULES,
+        )
 
 
 def test_parameters_are_split():
@@ -26,19 +29,27 @@ def test_parameters_are_split():
     assert moment.sharding == kernel.sharding
 
 
-@pytest.mark.parametrize(("shape", "devices"), [({"data": 3}, 8), ({"model": 3}, 8), ({"fsdp": 2, "data": 1}, 8)])
+@pytest.mark.parametrize(
+    ("shape", "devices"), [({"data": 3}, 8), ({"model": 3}, 8), ({"fsdp": 2, "data": 1}, 8)]
+)
 def test_impossible_meshes(shape, devices):
     with pytest.raises(UserError, match=rf"number of devices, {devices}"):
         sharding.make_mesh(MeshShape(**shape), jax.devices()[:devices])
 
 
 def test_free_axis_takes_what_is_left():
-    assert dict(sharding.make_mesh(MeshShape(model=2), jax.devices()[:8]).shape) == {"data": 4, "fsdp": 1, "model": 2}
+    assert dict(sharding.make_mesh(MeshShape(model=2), jax.devices()[:8]).shape) == {
+        "data": 4,
+        "fsdp": 1,
+        "model": 2,
+    }
 
 
 def test_model_that_the_mesh_can_not_split():
     mesh = tiny.make_mesh(8, model=8)
-    with pytest.raises(UserError, match="config.mesh.model=8: must divide attention heads of the model, 4"):
+    with pytest.raises(
+        UserError, match="config.mesh.model=8: must divide attention heads of the model, 4"
+    ):
         sharding.check_architecture(mesh, tiny.ARCHITECTURE)
 
 
@@ -49,4 +60,6 @@ def test_local_rows_give_each_row_once_in_order(shape):
     indices, rows = sharding.local_rows(sharding.place(values, sharding.rows(mesh)))
     assert indices.tolist() == list(range(16))
     np.testing.assert_array_equal(rows, values)
-    np.testing.assert_array_equal(np.asarray(sharding.from_local_rows(mesh, indices, rows, 16)), values)
+    np.testing.assert_array_equal(
+        np.asarray(sharding.from_local_rows(mesh, indices, rows, 16)), values
+    )

@@ -20,21 +20,37 @@ def gradients(config, mesh, role, nets, rows=4):
     with jax.set_mesh(mesh):
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
         experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=rows)
-        one = jax.tree.map(lambda x: x[0], tiny.plan(config, mesh, rollout, [np.arange(tiny.B)], rows))
-        context = None if role is objectives.critic_loss else objectives.actor_context(config, state)
+        one = jax.tree.map(
+            lambda x: x[0], tiny.plan(config, mesh, rollout, [np.arange(tiny.B)], rows)
+        )
+        context = (
+            None if role is objectives.critic_loss else objectives.actor_context(config, state)
+        )
 
         def run(params, base, context, experience, one):
-            names = {objectives.actor_loss: objectives.ACTOR_METRICS, objectives.critic_loss: objectives.CRITIC_METRICS}
-            learner = actor_role(config, nets, base) if role is None else Role(
-                "actor", config, nets, role, names[role], "token-mean", None, base)
+            names = {
+                objectives.actor_loss: objectives.ACTOR_METRICS,
+                objectives.critic_loss: objectives.CRITIC_METRICS,
+            }
+            learner = (
+                actor_role(config, nets, base)
+                if role is None
+                else Role("actor", config, nets, role, names[role], "token-mean", None, base)
+            )
             return learner.gradients(params, context, experience, one)
 
         params = jax.tree.map(lambda x: x * 1.02 + 0.01, state.actor)
-        return jax.tree.map(np.asarray, jax.jit(run)(params, state.reference, context, experience, one))
+        return jax.tree.map(
+            np.asarray, jax.jit(run)(params, state.reference, context, experience, one)
+        )
 
 
 def assert_close(one, other):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5 * np.abs(a).max()), one, other)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5 * np.abs(a).max()),
+        one,
+        other,
+    )
 
 
 @pytest.mark.parametrize("options", [{}, pytest.param(LORA, marks=pytest.mark.slow)])
@@ -56,7 +72,10 @@ def test_the_gradient_is_the_sum_of_both(options):
 @pytest.mark.parametrize("options", [{}, pytest.param(LORA, marks=pytest.mark.slow)])
 def test_one_pass_serves_both(options, monkeypatch):
     """The trunk is traced once where the policy is scored, once for the reference, and once where both losses are learned."""
-    config, mesh = tiny.config(actor__ppo_epochs=2, algorithm__lam=0.95, **SHARED, **options), tiny.make_mesh()
+    config, mesh = (
+        tiny.config(actor__ppo_epochs=2, algorithm__lam=0.95, **SHARED, **options),
+        tiny.make_mesh(),
+    )
     traced, run = [], scoring.hidden_states
 
     def counted(model, params, rows):
@@ -69,9 +88,14 @@ def test_one_pass_serves_both(options, monkeypatch):
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
         experience, _ = tiny.make_experience(config, mesh, state, rollout)
         assert sorted(traced) == [False, True]
-        batches, before = tiny.plan(config, mesh, rollout, HALVES + HALVES, 2), jax.tree.map(np.array, state.actor)
+        batches, before = (
+            tiny.plan(config, mesh, rollout, HALVES + HALVES, 2),
+            jax.tree.map(np.array, state.actor),
+        )
         traced.clear()
-        state, metrics = update(config, tiny.networks(config), 100, state, experience, batches, None)
+        state, metrics = update(
+            config, tiny.networks(config), 100, state, experience, batches, None
+        )
     assert traced == [True]
     assert state.critic is None and state.critic_optimizer is None
     assert set(state_lib.trained(state)) == {"actor", "optimizer", "control"}

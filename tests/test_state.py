@@ -20,10 +20,15 @@ def test_a_state_from_a_checkpoint_is_the_one_that_was_saved():
     config, mesh = tiny.config(algorithm__use_reference=False), tiny.make_mesh()
     with jax.set_mesh(mesh):
         before = tiny.make_state(config, mesh)
-        before = dataclasses.replace(before, step=jnp.int32(7), control=dataclasses.replace(
-            before.control, kl_coef=jnp.float32(0.75)))
+        before = dataclasses.replace(
+            before,
+            step=jnp.int32(7),
+            control=dataclasses.replace(before.control, kl_coef=jnp.float32(0.75)),
+        )
         folders = state_lib.Folders(None, None, None)
-        after = state_lib.create(config, tiny.networks(config), folders, mesh, None, state_lib.trained(before), 7)
+        after = state_lib.create(
+            config, tiny.networks(config), folders, mesh, None, state_lib.trained(before), 7
+        )
     assert (int(after.step), float(after.control.kl_coef)) == (7, 0.75)
     for name in ("actor", "critic", "actor_optimizer", "critic_optimizer"):
         jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(before, name))
@@ -35,15 +40,22 @@ def folders(tmp_path_factory):
     folder, net = tmp_path_factory.mktemp("roles"), Transformer(tiny.ARCHITECTURE)
     hf_export.export(heads.init(net, jax.random.key(0), "lm"), tiny.ARCHITECTURE, folder / "actor")
     params = heads.init(net, jax.random.key(1), "scalar")
-    params["score"]["kernel"] = jax.random.normal(jax.random.key(2), params["score"]["kernel"].shape)
+    params["score"]["kernel"] = jax.random.normal(
+        jax.random.key(2), params["score"]["kernel"].shape
+    )
     hf_export.export(params, tiny.ARCHITECTURE, folder / "reward")
     return folder
 
 
-@pytest.mark.parametrize(("options", "critic", "head"), [
-    ({}, "actor", "zero"), ({"critic__path": "x"}, "reward", "zero"),
-    ({"critic__path": "x", "critic__keep_head": True}, "reward", "kept"),
-    ({"critic__shared_trunk": True}, None, "shared")])
+@pytest.mark.parametrize(
+    ("options", "critic", "head"),
+    [
+        ({}, "actor", "zero"),
+        ({"critic__path": "x"}, "reward", "zero"),
+        ({"critic__path": "x", "critic__keep_head": True}, "reward", "kept"),
+        ({"critic__shared_trunk": True}, None, "shared"),
+    ],
+)
 def test_where_a_critic_starts(folders, options, critic, head):
     config, mesh = tiny.config(algorithm__use_reference=False, **options), tiny.make_mesh()
     places = state_lib.Folders(folders / "actor", critic and folders / critic, None)
@@ -54,7 +66,9 @@ def test_where_a_critic_starts(folders, options, critic, head):
         assert state.critic is None and not np.any(state.actor["score"]["kernel"])
         return
     source = load_file(folders / critic / "model.safetensors")
-    np.testing.assert_array_equal(state.critic["embed"]["embedding"], source["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(
+        state.critic["embed"]["embedding"], source["model.embed_tokens.weight"]
+    )
     expected = source["score.weight"].T if head == "kept" else np.zeros((16, 1))
     np.testing.assert_array_equal(state.critic["score"]["kernel"], expected)
 

@@ -13,8 +13,20 @@ from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.types import MiniBatches, Prompts, Rollout
 
-ARCHITECTURE = Architecture(family="llama", vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=4,
-                            num_kv_heads=2, head_dim=4, tied=True, max_position_embeddings=64, eos_ids=(1,), pad_id=0)
+ARCHITECTURE = Architecture(
+    family="llama",
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    tied=True,
+    max_position_embeddings=64,
+    eos_ids=(1,),
+    pad_id=0,
+)
 P, T, B = 8, 10, 8
 
 
@@ -25,7 +37,9 @@ def config(**changes):
     values.data.train_batch_size = values.actor.ppo_mini_batch_size = values.data.val_batch_size = B
     values.data.max_prompt_length, values.data.max_response_length = P, T
     values.model.dtype = "float32"
-    values.rollout.reuse_logprobs = "never"  # make_rollout's tokens come from nowhere, and their log-probs are 0
+    values.rollout.reuse_logprobs = (
+        "never"  # make_rollout's tokens come from nowhere, and their log-probs are 0
+    )
     values.actor.optim.lr = values.critic.optim.lr = 1e-2
     for name, value in changes.items():
         values.update_from_flattened_dict({name.replace("__", "."): value})
@@ -37,11 +51,17 @@ def make_mesh(devices=1, **shape):
 
 
 def networks(config):
-    model = Transformer(ARCHITECTURE, jnp.dtype(config.model.dtype), remat=config.model.gradient_checkpointing)
+    model = Transformer(
+        ARCHITECTURE, jnp.dtype(config.model.dtype), remat=config.model.gradient_checkpointing
+    )
     if config.has_adapters:
         options = config.model.lora
-        model = model.clone(lora=lora.Lora(options.rank, options.alpha, notation.lora_targets(options.targets)))
-    return state_lib.Networks(model, model if config.has_critic and not config.shares_trunk else None, None)
+        model = model.clone(
+            lora=lora.Lora(options.rank, options.alpha, notation.lora_targets(options.targets))
+        )
+    return state_lib.Networks(
+        model, model if config.has_critic and not config.shares_trunk else None, None
+    )
 
 
 def make_state(config, mesh, seed=0):
@@ -62,13 +82,28 @@ def make_state(config, mesh, seed=0):
         critic = critic_optimizer = None
         if nets.critic:
             critic_key = jax.random.fold_in(key, 1)
-            critic = (lora.init(ARCHITECTURE, nets.critic.lora, critic_key, "scalar") if config.has_adapters else
-                      scaled(heads.init(nets.critic, critic_key, "scalar")))
+            critic = (
+                lora.init(ARCHITECTURE, nets.critic.lora, critic_key, "scalar")
+                if config.has_adapters
+                else scaled(heads.init(nets.critic, critic_key, "scalar"))
+            )
             critic["score"]["kernel"] = jax.random.normal(key, critic["score"]["kernel"].shape)
-            critic_optimizer = state_lib.optimizer(config.critic.optim, config.critic.grad_clip).init(critic)
-        actor_optimizer = state_lib.optimizer(config.actor.optim, config.actor.grad_clip).init(actor)
-        return state_lib.TrainState(jnp.int32(0), actor, critic, reference, None, actor_optimizer, critic_optimizer,
-                                    state_lib.first_control(config))
+            critic_optimizer = state_lib.optimizer(
+                config.critic.optim, config.critic.grad_clip
+            ).init(critic)
+        actor_optimizer = state_lib.optimizer(config.actor.optim, config.actor.grad_clip).init(
+            actor
+        )
+        return state_lib.TrainState(
+            jnp.int32(0),
+            actor,
+            critic,
+            reference,
+            None,
+            actor_optimizer,
+            critic_optimizer,
+            state_lib.first_control(config),
+        )
 
     shapes = jax.eval_shape(build, jax.random.key(seed))
     everywhere = ((r"step|control/.*", sharding.replicated(mesh).spec),)
@@ -100,9 +135,26 @@ def plan(config, mesh, rollout, groups, rows):
 def make_experience(config, mesh, state, rollout, rewards=None, rows=2, step_rewards=None):
     """Scores a rollout and estimates advantages. `rows`: R of the scoring micro-batch."""
     batches = plan(config, mesh, rollout, [np.arange(len(rollout.lengths))], rows)
-    rewards = np.linspace(-1, 1, len(rollout.lengths)).astype(np.float32) if rewards is None else rewards
+    rewards = (
+        np.linspace(-1, 1, len(rollout.lengths)).astype(np.float32) if rewards is None else rewards
+    )
     sequences = scoring.join(rollout, config.sequence_length)
-    scores = scoring.score(config, networks(config), state, sequences, jax.tree.map(lambda x: x[0], batches.packing),
-                           batches.counts[0])
+    scores = scoring.score(
+        config,
+        networks(config),
+        state,
+        sequences,
+        jax.tree.map(lambda x: x[0], batches.packing),
+        batches.counts[0],
+    )
     rewards = sharding.place(rewards, sharding.rows(mesh))
-    return estimate(config, state.step, state.control, sequences, rollout.logprobs, scores, rewards, step_rewards)
+    return estimate(
+        config,
+        state.step,
+        state.control,
+        sequences,
+        rollout.logprobs,
+        scores,
+        rewards,
+        step_rewards,
+    )

@@ -44,8 +44,13 @@ def verl(case, options):
 def verl_advantages(case, options):
     mask, n = case["mask"], options["n"]
     raw, returns = gae(case, case["rewards"], mask, options)
-    to_go = jax.vmap(advantages.reward_to_go, in_axes=(0, 0, None))(case["rewards"], mask, options["gamma"])
-    grpo, plain_grpo = (Row(Found(of_responses(advantages.grpo(case["scores"], n, by_std), mask))) for by_std in (True, False))
+    to_go = jax.vmap(advantages.reward_to_go, in_axes=(0, 0, None))(
+        case["rewards"], mask, options["gamma"]
+    )
+    grpo, plain_grpo = (
+        Row(Found(of_responses(advantages.grpo(case["scores"], n, by_std), mask)))
+        for by_std in (True, False)
+    )
     rloo = Row(Found(of_responses(advantages.rloo(case["scores"], n), mask)))
     yield "GAE: returns", Row(Found(returns))
     yield "GAE: advantages before whitening", Row(Found(raw))
@@ -55,8 +60,10 @@ def verl_advantages(case, options):
     yield "whitening without shift", whitened(case["losses"], mask, shift_mean=False)
     yield "REINFORCE++: returns", Row(Found(to_go))
     yield "REINFORCE++: advantages", whitened(to_go, mask)
-    yield "REINFORCE++-baseline: advantages", whitened(
-        of_responses(advantages.group_mean_baseline(case["scores"], n), mask), mask)
+    yield (
+        "REINFORCE++-baseline: advantages",
+        whitened(of_responses(advantages.group_mean_baseline(case["scores"], n), mask), mask),
+    )
     yield "GRPO", grpo
     yield "GRPO, vectorised", grpo._replace(tolerance=FLOAT32)
     yield "GRPO without the division", plain_grpo
@@ -65,33 +72,59 @@ def verl_advantages(case, options):
 
 
 def verl_policy_losses(case, options):
-    ppo, plain = (Clip(options["clip_low"], options["clip_high"], dual) for dual in (options["dual_clip"], None))
+    ppo, plain = (
+        Clip(options["clip_low"], options["clip_high"], dual)
+        for dual in (options["dual_clip"], None)
+    )
     shares = flags(case, ppo, "wide_logprobs")
     for mode in AGGREGATIONS:
         yield f"vanilla, {mode}", Row(policy(case, "vanilla", mode, ppo))
     yield "vanilla, ratios far off", Row(policy(case, "vanilla", TOKENS, ppo, old="wide_logprobs"))
     yield "vanilla, ratios far off: share clipped", Row(shares[0])
     yield "vanilla, ratios far off: share of the dual clip", Row(shares[1])
-    yield "vanilla, log-ratios beyond 20", Row(policy(case, "vanilla", TOKENS, plain, old="far_logprobs"))
-    yield "vanilla, importance weights", Row(policy(case, "vanilla", TOKENS, ppo, weights=case["importance"]))
+    yield (
+        "vanilla, log-ratios beyond 20",
+        Row(policy(case, "vanilla", TOKENS, plain, old="far_logprobs")),
+    )
+    yield (
+        "vanilla, importance weights",
+        Row(policy(case, "vanilla", TOKENS, ppo, weights=case["importance"])),
+    )
     yield "gspo, seq-mean-token-mean", Row(policy(case, "gspo", MEAN, Clip(0.1, 0.15)))
     yield "gspo, token-mean, advantages of tokens", Row(policy(case, "gspo", TOKENS, plain))
-    yield "gspo, dual clip asked", Row(
-        policy(case, "gspo", MEAN, ppo, old="wide_logprobs"),
-        "gspo has no dual clip there; ours has it where actor.clip_ratio_c is set, as its ratio is as little bounded",
-        policy(case, "gspo", MEAN, plain, old="wide_logprobs"))
-    yield "gspo, log-ratios beyond 20", Row(
-        policy(case, "gspo", MEAN, plain, old="far_logprobs"),
-        "clamps the response's mean log-ratio at 10 from above; ours each token's at 20 before the mean, as in every loss",
-        graded(lambda x: unclamped_gspo(case, x, plain), case["logprobs"]))
+    yield (
+        "gspo, dual clip asked",
+        Row(
+            policy(case, "gspo", MEAN, ppo, old="wide_logprobs"),
+            "gspo has no dual clip there; ours has it where actor.clip_ratio_c is set, as its ratio is as little bounded",
+            policy(case, "gspo", MEAN, plain, old="wide_logprobs"),
+        ),
+    )
+    yield (
+        "gspo, log-ratios beyond 20",
+        Row(
+            policy(case, "gspo", MEAN, plain, old="far_logprobs"),
+            "clamps the response's mean log-ratio at 10 from above; ours each token's at 20 before the mean, as in every loss",
+            graded(lambda x: unclamped_gspo(case, x, plain), case["logprobs"]),
+        ),
+    )
     gmpo = policy(case, "gmpo", MEAN, plain, "response_advantages", mask="absent_mask")
     present = (case["absent_mask"].sum(1) > 0).mean()
     yield "geo_mean", Row(policy(case, "gmpo", MEAN, plain, "response_advantages"))
-    yield "geo_mean, absent responses", Row(gmpo, ABSENT, Found(gmpo.values * present, gmpo.gradient * present))
+    yield (
+        "geo_mean, absent responses",
+        Row(gmpo, ABSENT, Found(gmpo.values * present, gmpo.gradient * present)),
+    )
     yield "cispo", Row(policy(case, "cispo", TOKENS, plain))
-    yield "cispo, log-ratios beyond 20", Row(policy(case, "cispo", TOKENS, plain, old="far_logprobs"))
+    yield (
+        "cispo, log-ratios beyond 20",
+        Row(policy(case, "cispo", TOKENS, plain, old="far_logprobs")),
+    )
     yield "gpg", Row(policy(case, "reinforce", TOKENS, plain))
-    yield "reinforce, importance weights", Row(policy(case, "reinforce", SUM, plain, weights=case["importance"]))
+    yield (
+        "reinforce, importance weights",
+        Row(policy(case, "reinforce", SUM, plain, weights=case["importance"])),
+    )
 
 
 def verl_averages_and_divergences(case, options):
@@ -101,15 +134,33 @@ def verl_averages_and_divergences(case, options):
     yield "token-mean in two micro-batches, global count", Row(whole)
     yield "token-mean in two micro-batches, count of each", Row(whole, MICRO, in_halves(case))
     yield "value loss", Row(value(case, options["value_clip"]))
-    yield "value loss: share clipped", Row(Found(masked.masked_mean(losses.value_loss(
-        case["values"], case["old_values"], case["returns"], mask, options["value_clip"]).clipped, mask)))
+    yield (
+        "value loss: share clipped",
+        Row(
+            Found(
+                masked.masked_mean(
+                    losses.value_loss(
+                        case["values"],
+                        case["old_values"],
+                        case["returns"],
+                        mask,
+                        options["value_clip"],
+                    ).clipped,
+                    mask,
+                )
+            )
+        ),
+    )
     for kind in ("k1", "abs", "k2", "k3", "k3+"):
         yield f"KL {kind}", Row(divergence(case, kind, "ref_logprobs"))
         yield f"KL {kind}, log-ratios beyond 20", Row(divergence(case, kind, "far_logprobs"))
     yield "adaptive KL coefficient", adaptive(case, options)
     for level in importance.LEVELS:
         yield f"importance weights, {level}", weights_of(case, level, "wide_logprobs", options)
-        yield f"importance weights, {level}, log-ratios beyond 20", weights_of(case, level, "far_logprobs", options)
+        yield (
+            f"importance weights, {level}, log-ratios beyond 20",
+            weights_of(case, level, "far_logprobs", options),
+        )
     mismatch = importance.mismatch(case["logprobs"], case["wide_logprobs"], mask)
     yield "sampler and trainer: mean |p - q|", Row(Found(mismatch["prob_difference_mean"]))
     yield "sampler and trainer: max |p - q|", Row(Found(mismatch["prob_difference_max"]))
@@ -130,54 +181,126 @@ def trl_ppo(case, options):
     mask, even = case["mask"], Clip(options["clip_low"], options["clip_low"])
     past = jnp.minimum(mask.sum(1), mask.shape[1] - 1)[:, None] == jnp.arange(mask.shape[1])
     longer = jnp.maximum(mask, past)
-    penalty = options["kl_coef"] * masked.zero_outside(case["old_logprobs"] - case["ref_logprobs"], mask)
+    penalty = options["kl_coef"] * masked.zero_outside(
+        case["old_logprobs"] - case["ref_logprobs"], mask
+    )
     scores = case["scores"][:, None]
     ours = gae(case, last_token(mask) * scores - penalty, mask, options)
     theirs = gae(case, past * scores - penalty, longer, options)
-    reason = ("the score is given one place after the last token, and the value there counts; ours ends with the last token, "
-              "whose reward the score is")
+    reason = (
+        "the score is given one place after the last token, and the value there counts; ours ends with the last token, "
+        "whose reward the score is"
+    )
     for i, name in enumerate(("advantages before whitening", "returns")):
-        yield f"PPOTrainer: {name}", Row(Found(ours[i]), reason, Found(masked.zero_outside(theirs[i], mask)))
+        yield (
+            f"PPOTrainer: {name}",
+            Row(Found(ours[i]), reason, Found(masked.zero_outside(theirs[i], mask))),
+        )
     every = jnp.ones_like(mask)
-    full = gae(case, last_token(every) * scores - options["kl_coef"] * (case["old_logprobs"] - case["ref_logprobs"]), every,
-               options)
-    yield "PPOTrainer: advantages before whitening, responses that fill the row", Row(Found(full[0]))
+    full = gae(
+        case,
+        last_token(every) * scores
+        - options["kl_coef"] * (case["old_logprobs"] - case["ref_logprobs"]),
+        every,
+        options,
+    )
+    yield (
+        "PPOTrainer: advantages before whitening, responses that fill the row",
+        Row(Found(full[0])),
+    )
     for kind in ("k1", "k3"):
         at = case | {"logprobs": case["old_logprobs"]}
-        yield f"PPOTrainer: KL {kind} in the reward", Row(Found(divergence(at, kind, "ref_logprobs").values))
-    yield "PPOTrainer: KL k3 in the reward, log-ratios beyond 20", Row(
-        Found(divergence(case, "k3", "far_logprobs").values), "k3 is not clamped; ours as verl's, d at 20 and the result at 10",
-        Found(plain_k3(case, "far_logprobs").values))
+        yield (
+            f"PPOTrainer: KL {kind} in the reward",
+            Row(Found(divergence(at, kind, "ref_logprobs").values)),
+        )
+    yield (
+        "PPOTrainer: KL k3 in the reward, log-ratios beyond 20",
+        Row(
+            Found(divergence(case, "k3", "far_logprobs").values),
+            "k3 is not clamped; ours as verl's, d at 20 and the result at 10",
+            Found(plain_k3(case, "far_logprobs").values),
+        ),
+    )
     vanilla = policy(case, "vanilla", TOKENS, even)
     yield "PPOTrainer: policy loss", Row(vanilla)
     yield "PPOTrainer: policy loss, two micro-batches", Row(vanilla, MICRO, halves(case, even))
-    yield "PPOTrainer: policy loss, log-ratios beyond 20", Row(
-        policy(case, "vanilla", TOKENS, even, old="far_logprobs"), NO_CLAMP, far_surrogate(case, even))
+    yield (
+        "PPOTrainer: policy loss, log-ratios beyond 20",
+        Row(
+            policy(case, "vanilla", TOKENS, even, old="far_logprobs"),
+            NO_CLAMP,
+            far_surrogate(case, even),
+        ),
+    )
     at = case | {"returns": theirs[1], "longer": longer}
-    yield "PPOTrainer: value loss", Row(
-        value(at, options["value_clip"]), "the value one place after the last token is trained too; ours has none there",
-        value(at, options["value_clip"], "longer"))
+    yield (
+        "PPOTrainer: value loss",
+        Row(
+            value(at, options["value_clip"]),
+            "the value one place after the last token is trained too; ours has none there",
+            value(at, options["value_clip"], "longer"),
+        ),
+    )
 
 
 def trl_grpo_losses(case, options):
     mask = case["mask"]
-    clip, dual = (Clip(options["clip_low"], options["clip_high"], c) for c in (None, options["dual_clip"]))
-    for kind, mode in (("grpo", MEAN), ("bnpo", TOKENS), ("dapo", TOKENS), ("dr_grpo", NORM), ("luspo", SUM)):
+    clip, dual = (
+        Clip(options["clip_low"], options["clip_high"], c) for c in (None, options["dual_clip"])
+    )
+    for kind, mode in (
+        ("grpo", MEAN),
+        ("bnpo", TOKENS),
+        ("dapo", TOKENS),
+        ("dr_grpo", NORM),
+        ("luspo", SUM),
+    ):
         yield f"GRPOTrainer: {kind}", Row(policy(case, "vanilla", mode, clip))
     far = policy(case, "vanilla", TOKENS, clip, old="far_logprobs")
-    absent, present = policy(case, "vanilla", MEAN, clip, mask="absent_mask"), (case["absent_mask"].sum(1) > 0).mean()
-    yield "GRPOTrainer: dapo, delta", Row(policy(case, "vanilla", TOKENS, dual, old="wide_logprobs"))
+    absent, present = (
+        policy(case, "vanilla", MEAN, clip, mask="absent_mask"),
+        (case["absent_mask"].sum(1) > 0).mean(),
+    )
+    yield (
+        "GRPOTrainer: dapo, delta",
+        Row(policy(case, "vanilla", TOKENS, dual, old="wide_logprobs")),
+    )
     yield "GRPOTrainer: dapo, log-ratios beyond 20", Row(far, NO_CLAMP, far_surrogate(case, clip))
-    yield "GRPOTrainer: grpo, absent responses", Row(absent, ABSENT, Found(absent.values * present, absent.gradient * present))
-    yield "GRPOTrainer: dapo, importance weights", Row(policy(case, "vanilla", TOKENS, clip, weights=case["importance"]))
-    yield "GRPOTrainer: sequence weights (GSPO)", Row(policy(case, "gspo", MEAN, Clip(0.1, 0.15), "response_advantages"))
-    yield "GRPOTrainer: sequence_token weights (GSPO-token)", Row(policy(case, "gspo", TOKENS, clip))
+    yield (
+        "GRPOTrainer: grpo, absent responses",
+        Row(absent, ABSENT, Found(absent.values * present, absent.gradient * present)),
+    )
+    yield (
+        "GRPOTrainer: dapo, importance weights",
+        Row(policy(case, "vanilla", TOKENS, clip, weights=case["importance"])),
+    )
+    yield (
+        "GRPOTrainer: sequence weights (GSPO)",
+        Row(policy(case, "gspo", MEAN, Clip(0.1, 0.15), "response_advantages")),
+    )
+    yield (
+        "GRPOTrainer: sequence_token weights (GSPO-token)",
+        Row(policy(case, "gspo", TOKENS, clip)),
+    )
     yield "GRPOTrainer: cispo", Row(policy(case, "cispo", TOKENS, Clip(1.0, options["clip_high"])))
-    yield "GRPOTrainer: KL in the loss", Row(graded(lambda x: kl_loss(case, x, "ref_logprobs"), case["logprobs"]))
-    yield "GRPOTrainer: KL in the loss, log-ratios beyond 20", Row(
-        graded(lambda x: kl_loss(case, x, "far_logprobs"), case["logprobs"]),
-        "k3 is not clamped; ours as verl's, d at 20 and the result at 10",
-        graded(lambda x: weigh(plain_k3(case | {"logprobs": x}, "far_logprobs").values, mask, TOKENS), case["logprobs"]))
+    yield (
+        "GRPOTrainer: KL in the loss",
+        Row(graded(lambda x: kl_loss(case, x, "ref_logprobs"), case["logprobs"])),
+    )
+    yield (
+        "GRPOTrainer: KL in the loss, log-ratios beyond 20",
+        Row(
+            graded(lambda x: kl_loss(case, x, "far_logprobs"), case["logprobs"]),
+            "k3 is not clamped; ours as verl's, d at 20 and the result at 10",
+            graded(
+                lambda x: weigh(
+                    plain_k3(case | {"logprobs": x}, "far_logprobs").values, mask, TOKENS
+                ),
+                case["logprobs"],
+            ),
+        ),
+    )
     yield "GMPOTrainer", Row(policy(case, "gmpo", MEAN, clip, "response_advantages"))
 
 
@@ -185,42 +308,79 @@ def trl_rollouts(case, options):
     n = options["n"]
     deviations = advantages.grpo(case["scores"], n, by_std=False)
     spread = jnp.repeat(case["scores"].reshape(-1, n).std(1, ddof=1), n)
-    yield "GRPOTrainer: advantages", Row(Found(advantages.grpo(case["scores"], n, by_std=True)),
-                                         "the group's deviation has 1e-4 added; ours 1e-6, as verl's",
-                                         Found(deviations / (spread + 1e-4)))
+    yield (
+        "GRPOTrainer: advantages",
+        Row(
+            Found(advantages.grpo(case["scores"], n, by_std=True)),
+            "the group's deviation has 1e-4 added; ours 1e-6, as verl's",
+            Found(deviations / (spread + 1e-4)),
+        ),
+    )
     yield "GRPOTrainer: advantages, scale_rewards none", Row(Found(deviations))
     for level in importance.LEVELS:
-        yield f"GRPOTrainer: importance weights, {level}", weights_of(case, level, "wide_logprobs", options)
+        yield (
+            f"GRPOTrainer: importance weights, {level}",
+            weights_of(case, level, "wide_logprobs", options),
+        )
     yield "RLOOTrainer: advantages", Row(Found(advantages.rloo(case["scores"], n)))
 
 
 def tunix(case, options):
     mask, n = case["mask"], options["n"]
-    ppo, plain = (Clip(options["clip_low"], options["clip_high"], dual) for dual in (options["dual_clip"], None))
+    ppo, plain = (
+        Clip(options["clip_low"], options["clip_high"], dual)
+        for dual in (options["dual_clip"], None)
+    )
     raw, returns = gae(case, case["rewards"], mask, options)
     yield "GAE: returns", Row(Found(returns))
     yield "GAE: advantages", whitened(raw, mask)
     yield "whitening", whitened(case["losses"], mask)
     yield from distributions(case, options).items()
     yield "PPO: policy loss", Row(policy(case, "vanilla", TOKENS, ppo, old="wide_logprobs"))
-    yield "PPO: policy loss, log-ratios beyond 20", Row(
-        policy(case, "vanilla", TOKENS, plain, old="far_logprobs"), NO_CLAMP, far_surrogate(case, plain))
+    yield (
+        "PPO: policy loss, log-ratios beyond 20",
+        Row(
+            policy(case, "vanilla", TOKENS, plain, old="far_logprobs"),
+            NO_CLAMP,
+            far_surrogate(case, plain),
+        ),
+    )
     yield "PPO: value loss", Row(value(case, options["value_clip"]))
-    modes = {"token-mean": TOKENS, "sequence-mean-token-mean": MEAN, "sequence-mean-token-scale": NORM,
-             "seq-mean-token-sum": SUM}
+    modes = {
+        "token-mean": TOKENS,
+        "sequence-mean-token-mean": MEAN,
+        "sequence-mean-token-scale": NORM,
+        "seq-mean-token-sum": SUM,
+    }
     for name, mode in modes.items():
-        yield f"GRPO: policy loss, {name}", Row(policy(case, "vanilla", mode, ppo, "response_advantages"), tolerance=FLOAT32)
-    yield "GRPO: policy loss, log-ratios beyond 20", Row(policy(case, "vanilla", TOKENS, plain, old="far_logprobs"),
-                                                         tolerance=FLOAT32)
-    yield "GRPO: gspo-token", Row(policy(case, "gspo", MEAN, ppo, "response_advantages", old="wide_logprobs"),
-                                  tolerance=FLOAT32)
+        yield (
+            f"GRPO: policy loss, {name}",
+            Row(policy(case, "vanilla", mode, ppo, "response_advantages"), tolerance=FLOAT32),
+        )
+    yield (
+        "GRPO: policy loss, log-ratios beyond 20",
+        Row(policy(case, "vanilla", TOKENS, plain, old="far_logprobs"), tolerance=FLOAT32),
+    )
+    yield (
+        "GRPO: gspo-token",
+        Row(
+            policy(case, "gspo", MEAN, ppo, "response_advantages", old="wide_logprobs"),
+            tolerance=FLOAT32,
+        ),
+    )
     for name, row in aggregations(case, options, modes | {"sequence-mean-token-sum-norm": NORM}):
         yield name, row._replace(tolerance=FLOAT32)
     for kind in ("k1", "k2", "k3"):
         yield f"KL {kind}", Row(divergence(case, kind, "ref_logprobs"), tolerance=FLOAT32)
-    yield "KL k3, log-ratios beyond 20", Row(
-        divergence(case, "k3", "far_logprobs"), "k3 is not clamped; ours as verl's, d at 20 and the result at 10",
-        plain_k3(case, "far_logprobs"), FLOAT32)
+    yield (
+        "KL k3, log-ratios beyond 20",
+        Row(
+            divergence(case, "k3", "far_logprobs"),
+            "k3 is not clamped; ours as verl's, d at 20 and the result at 10",
+            plain_k3(case, "far_logprobs"),
+            FLOAT32,
+        ),
+    )
     yield "GRPO: advantages", Row(Found(advantages.grpo(case["scores"], n, by_std=True)))
     yield "Dr. GRPO: advantages", Row(Found(advantages.grpo(case["scores"], n, by_std=False)))
     yield "RLOO: advantages", Row(Found(advantages.rloo(case["scores"], n)))
@@ -228,13 +388,26 @@ def tunix(case, options):
 
 def openrlhf(case, options):
     mask, n = case["mask"], options["n"]
-    clip, ppo = (Clip(options["clip_low"], options["clip_high"], c) for c in (None, options["dual_clip"]))
+    clip, ppo = (
+        Clip(options["clip_low"], options["clip_high"], c) for c in (None, options["dual_clip"])
+    )
     cut = "the value is cut off at 10 for every estimator; ours for k3 alone, as verl's"
-    yield "PPO: policy loss, token level", Row(policy(case, "vanilla", TOKENS, ppo, old="wide_logprobs"))
+    yield (
+        "PPO: policy loss, token level",
+        Row(policy(case, "vanilla", TOKENS, ppo, old="wide_logprobs")),
+    )
     yield "PPO: policy loss, sample level", Row(policy(case, "vanilla", MEAN, clip))
-    yield "PPO: policy loss, log-ratios beyond 20", Row(policy(case, "vanilla", TOKENS, clip, old="far_logprobs"))
-    corrected = importance.truncated_weights(case["old_logprobs"], case["wide_logprobs"], mask, "token", options["threshold"])
-    yield "PPO: policy loss, importance weights clipped", Row(policy(case, "vanilla", TOKENS, clip, weights=corrected))
+    yield (
+        "PPO: policy loss, log-ratios beyond 20",
+        Row(policy(case, "vanilla", TOKENS, clip, old="far_logprobs")),
+    )
+    corrected = importance.truncated_weights(
+        case["old_logprobs"], case["wide_logprobs"], mask, "token", options["threshold"]
+    )
+    yield (
+        "PPO: policy loss, importance weights clipped",
+        Row(policy(case, "vanilla", TOKENS, clip, weights=corrected)),
+    )
     yield "gspo", Row(policy(case, "gspo", MEAN, Clip(0.1, 0.15), "response_advantages"))
     yield "value loss", Row(value(case, options["value_clip"]))
     yield "value loss, not clipped, sample level", Row(value(case, None, mode=MEAN))
@@ -242,10 +415,20 @@ def openrlhf(case, options):
     for kind in ("k1", "k2", "k3", "k3+"):
         yield f"KL {kind}", Row(divergence(case, kind, "ref_logprobs"), tolerance=FLOAT32)
     for kind in ("k1", "k2"):
-        yield f"KL {kind}, log-ratios beyond 20", Row(divergence(case, kind, "far_logprobs"), cut,
-                                                      divergence(case, kind, "far_logprobs", clip=10), FLOAT32)
+        yield (
+            f"KL {kind}, log-ratios beyond 20",
+            Row(
+                divergence(case, kind, "far_logprobs"),
+                cut,
+                divergence(case, kind, "far_logprobs", clip=10),
+                FLOAT32,
+            ),
+        )
     for kind in ("k3", "k3+"):
-        yield f"KL {kind}, log-ratios beyond 20", Row(divergence(case, kind, "far_logprobs"), tolerance=FLOAT32)
+        yield (
+            f"KL {kind}, log-ratios beyond 20",
+            Row(divergence(case, kind, "far_logprobs"), tolerance=FLOAT32),
+        )
     yield "adaptive KL coefficient", adaptive(case, options)
     yield from distributions(case, options).items()
     rewards = last_token(mask) * case["scores"][:, None]
@@ -255,26 +438,43 @@ def openrlhf(case, options):
     to_go = jax.vmap(advantages.reward_to_go, in_axes=(0, 0, None))(rewards, mask, options["gamma"])
     yield "reinforce: advantages", Row(Found(masked.whiten(to_go, mask)), tolerance=FLOAT32)
     baseline = of_responses(advantages.group_mean_baseline(case["scores"], n), mask)
-    yield "reinforce_baseline: advantages", Row(Found(masked.whiten(baseline, mask)), tolerance=FLOAT32)
+    yield (
+        "reinforce_baseline: advantages",
+        Row(Found(masked.whiten(baseline, mask)), tolerance=FLOAT32),
+    )
     yield "rloo: advantages", Row(Found(of_responses(advantages.rloo(case["scores"], n), mask)))
     deviations = advantages.grpo(case["scores"], n, by_std=False)
     spread = jnp.repeat(case["scores"].reshape(-1, n).std(1, ddof=1), n)
-    yield "group_norm: advantages", Row(Found(of_responses(advantages.grpo(case["scores"], n, by_std=True), mask)),
-                                        "the group's deviation has 1e-9 added; ours 1e-6, as verl's",
-                                        Found(of_responses(deviations / (spread + 1e-9), mask)))
+    yield (
+        "group_norm: advantages",
+        Row(
+            Found(of_responses(advantages.grpo(case["scores"], n, by_std=True), mask)),
+            "the group's deviation has 1e-9 added; ours 1e-6, as verl's",
+            Found(of_responses(deviations / (spread + 1e-9), mask)),
+        ),
+    )
 
 
 def aggregations(case, options, modes):
     for theirs, mode in modes.items():
-        yield f"aggregation: {theirs}", Row(graded(
-            lambda x, mode=mode: weigh(x, case["absent_mask"], mode, options["scale"]), case["losses"]))
+        yield (
+            f"aggregation: {theirs}",
+            Row(
+                graded(
+                    lambda x, mode=mode: weigh(x, case["absent_mask"], mode, options["scale"]),
+                    case["losses"],
+                )
+            ),
+        )
 
 
 def unclamped_gspo(case, logprobs, clip):
     mask = case["mask"]
     log_ratio = masked.zero_outside(logprobs - case["far_logprobs"], mask)
     mean = (log_ratio.sum(1) / mask.sum(1))[:, None]
-    log_s = jnp.minimum(jax.lax.stop_gradient(mean) + logprobs - jax.lax.stop_gradient(logprobs), 10.0)
+    log_s = jnp.minimum(
+        jax.lax.stop_gradient(mean) + logprobs - jax.lax.stop_gradient(logprobs), 10.0
+    )
     return weigh(surrogate(log_s, case["advantages"], clip), mask, MEAN)
 
 
@@ -288,14 +488,23 @@ def far_surrogate(case, clip):
 
 def halves(case, clip):
     """The policy loss as the mean of two micro-batches' own."""
-    parts = [policy({name: x[half] for name, x in case.items() if x.ndim and len(x) == len(case["mask"])}, "vanilla", TOKENS,
-                    clip) for half in (slice(0, None, 2), slice(1, None, 2))]
+    parts = [
+        policy(
+            {name: x[half] for name, x in case.items() if x.ndim and len(x) == len(case["mask"])},
+            "vanilla",
+            TOKENS,
+            clip,
+        )
+        for half in (slice(0, None, 2), slice(1, None, 2))
+    ]
     gradient = jnp.stack([part.gradient for part in parts], axis=1).reshape(case["logprobs"].shape)
     return Found((parts[0].values + parts[1].values) / 2, gradient / 2)
 
 
 def kl_loss(case, logprobs, reference):
-    return weigh(divergence(case | {"logprobs": logprobs}, "k3", reference).values, case["mask"], TOKENS)
+    return weigh(
+        divergence(case | {"logprobs": logprobs}, "k3", reference).values, case["mask"], TOKENS
+    )
 
 
 ROWS = {"verl": verl, "trl": trl, "tunix": tunix, "openrlhf": openrlhf}

@@ -26,47 +26,101 @@ def stand_in() -> None:
         package = sys.modules[f"openrlhf.{name}"] = types.ModuleType(f"openrlhf.{name}")
         package.__path__ = [str(root / name)]
     sys.modules["deepspeed"] = types.ModuleType("deepspeed")
-    sys.modules["deepspeed"].__spec__ = importlib.machinery.ModuleSpec("deepspeed", None)  # transformers looks for one
+    sys.modules["deepspeed"].__spec__ = importlib.machinery.ModuleSpec(
+        "deepspeed", None
+    )  # transformers looks for one
     for name in ("openrlhf.trainer.ray", "openrlhf.trainer.ray.launcher"):
         sys.modules[name] = unittest.mock.MagicMock()
 
 
 stand_in()
 losses, utils = (importlib.import_module(f"openrlhf.models.{name}") for name in ("loss", "utils"))
-experience_maker, kl_controller = (importlib.import_module(f"openrlhf.trainer.ppo_utils.{name}")
-                                   for name in ("experience_maker", "kl_controller"))
+experience_maker, kl_controller = (
+    importlib.import_module(f"openrlhf.trainer.ppo_utils.{name}")
+    for name in ("experience_maker", "kl_controller")
+)
 
 
 def policy_losses(answers, case, options):
     mask = case["mask"]
 
-    def ask(name, advantages="advantages", old="old_logprobs", low=options["clip_low"], high=options["clip_high"], **settings):
-        A = case[advantages] if advantages == "advantages" else case[advantages][:, None].expand(mask.shape)
-        answers.graded(name, lambda logprobs: losses.PolicyLoss(low, high, **settings)(
-            logprobs, case[old], A, mask, case["wide_logprobs"]), case["logprobs"])
+    def ask(
+        name,
+        advantages="advantages",
+        old="old_logprobs",
+        low=options["clip_low"],
+        high=options["clip_high"],
+        **settings,
+    ):
+        A = (
+            case[advantages]
+            if advantages == "advantages"
+            else case[advantages][:, None].expand(mask.shape)
+        )
+        answers.graded(
+            name,
+            lambda logprobs: losses.PolicyLoss(low, high, **settings)(
+                logprobs, case[old], A, mask, case["wide_logprobs"]
+            ),
+            case["logprobs"],
+        )
 
     ask("PPO: policy loss, token level", old="wide_logprobs", dual_clip=options["dual_clip"])
     ask("PPO: policy loss, sample level", token_level_loss=False)
     ask("PPO: policy loss, log-ratios beyond 20", old="far_logprobs")
-    ask("PPO: policy loss, importance weights clipped", is_correction_level="token", is_correction_mode="clip",
-        is_correction_threshold=(0, options["threshold"]))
+    ask(
+        "PPO: policy loss, importance weights clipped",
+        is_correction_level="token",
+        is_correction_mode="clip",
+        is_correction_threshold=(0, options["threshold"]),
+    )
     ask("gspo", "response_advantages", low=0.1, high=0.15, policy_loss_type="gspo")
-    for name, clip, token_level in (("value loss", options["value_clip"], True),
-                                    ("value loss, not clipped, sample level", None, False)):
-        answers.graded(name, lambda values, clip=clip, token_level=token_level: losses.ValueLoss(clip, token_level)(
-            values, case["old_values"], case["returns"], mask), case["values"])
+    for name, clip, token_level in (
+        ("value loss", options["value_clip"], True),
+        ("value loss, not clipped, sample level", None, False),
+    ):
+        answers.graded(
+            name,
+            lambda values, clip=clip, token_level=token_level: losses.ValueLoss(clip, token_level)(
+                values, case["old_values"], case["returns"], mask
+            ),
+            case["values"],
+        )
     for name, token_level in (("token level", True), ("sample level", False)):
-        answers.graded(f"aggregation: {name}", lambda x, token_level=token_level: losses.aggregate_loss(
-            x, case["absent_mask"], token_level), case["losses"])
+        answers.graded(
+            f"aggregation: {name}",
+            lambda x, token_level=token_level: losses.aggregate_loss(
+                x, case["absent_mask"], token_level
+            ),
+            case["losses"],
+        )
 
 
 def divergences(answers, case, options):
     for kind in ("k1", "k2", "k3", "k3+"):
         for suffix, reference in (("", "ref_logprobs"), (", log-ratios beyond 20", "far_logprobs")):
-            answers.graded(f"KL {kind}{suffix}", lambda x, kind=kind, reference=reference: case["mask"] * (
-                utils.compute_approx_kl(x, case[reference], kl_estimator=kind.strip("+"), unbiased_gradient="+" in kind)),
-                case["logprobs"], case["cotangents"])
-    controller, path = kl_controller.AdaptiveKLController(options["kl_coef"], options["kl_target"], options["kl_horizon"]), []
+            answers.graded(
+                f"KL {kind}{suffix}",
+                lambda x, kind=kind, reference=reference: (
+                    case["mask"]
+                    * (
+                        utils.compute_approx_kl(
+                            x,
+                            case[reference],
+                            kl_estimator=kind.strip("+"),
+                            unbiased_gradient="+" in kind,
+                        )
+                    )
+                ),
+                case["logprobs"],
+                case["cotangents"],
+            )
+    controller, path = (
+        kl_controller.AdaptiveKLController(
+            options["kl_coef"], options["kl_target"], options["kl_horizon"]
+        ),
+        [],
+    )
     for current in case["kls"].tolist():
         controller.update(current, len(case["mask"]))
         path.append(controller.value)
@@ -75,23 +129,43 @@ def divergences(answers, case, options):
     def of(hidden):
         return hidden @ case["unembedding"].T / options["temperature"]
 
-    answers.graded("log-prob", lambda x: case["mask"] * utils.log_probs_from_logits(of(x), case["targets"]), case["hidden"],
-                   case["cotangents"])
-    answers.graded("entropy", lambda x: case["mask"] * utils.compute_entropy(of(x)), case["hidden"], case["cotangents"])
+    answers.graded(
+        "log-prob",
+        lambda x: case["mask"] * utils.log_probs_from_logits(of(x), case["targets"]),
+        case["hidden"],
+        case["cotangents"],
+    )
+    answers.graded(
+        "entropy",
+        lambda x: case["mask"] * utils.compute_entropy(of(x)),
+        case["hidden"],
+        case["cotangents"],
+    )
 
 
 def advantages(answers, case, options):
     mask, space = case["mask"], types.SimpleNamespace
 
     def ask(estimator):
-        experience = space(rewards=case["scores"].clone(), index=list(range(len(mask))), kl=torch.zeros(mask.shape), info={},
-                           action_mask=mask, values=case["old_values"])
+        experience = space(
+            rewards=case["scores"].clone(),
+            index=list(range(len(mask))),
+            kl=torch.zeros(mask.shape),
+            info={},
+            action_mask=mask,
+            values=case["old_values"],
+        )
         gamma = options["gamma"] if estimator in ("gae", "reinforce") else 1.0
         settings = space(estimator=estimator, gamma=gamma, lambd=options["lam"], no_std_norm=False)
-        args = space(rollout=space(n_samples_per_prompt=options["n"]), reward=space(clip_range=None),
-                     algo=space(advantage=settings))
-        maker = experience_maker.RemoteExperienceMaker(*[None] * 4, space(value=0.0), space(args=args), None)
-        found, = maker.compute_advantages_and_returns([experience])
+        args = space(
+            rollout=space(n_samples_per_prompt=options["n"]),
+            reward=space(clip_range=None),
+            algo=space(advantage=settings),
+        )
+        maker = experience_maker.RemoteExperienceMaker(
+            *[None] * 4, space(value=0.0), space(args=args), None
+        )
+        (found,) = maker.compute_advantages_and_returns([experience])
         return found.advantages * mask, found.returns * mask
 
     for estimator in ("reinforce", "reinforce_baseline", "rloo", "group_norm"):

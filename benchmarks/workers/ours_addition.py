@@ -37,8 +37,14 @@ def write_data(folder: Path) -> None:
 
     splits = addition.splits()
     for name in ("train", "held"):
-        rows = ({"data_source": "addition", "prompt": addition.prompt(pair),
-                 "reward_model": {"style": "rule", "ground_truth": addition.answer(pair)}} for pair in splits[name])
+        rows = (
+            {
+                "data_source": "addition",
+                "prompt": addition.prompt(pair),
+                "reward_model": {"style": "rule", "ground_truth": addition.answer(pair)},
+            }
+            for pair in splits[name]
+        )
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     vocabulary = {symbol: token for token, symbol in enumerate(splits["vocab"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=splits["vocab"][addition.PAD]))
@@ -47,27 +53,36 @@ def write_data(folder: Path) -> None:
     (folder / "tokenizer").mkdir()
     tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
     # EOS alone is special: PAD, if sampled, shows in the text and makes it wrong.
-    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(
-        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": splits["vocab"][addition.EOS]}))
+    (folder / "tokenizer" / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "eos_token": splits["vocab"][addition.EOS],
+            }
+        )
+    )
 
 
 def make_config(folder: Path, options: dict, seed: int) -> schema.Config:
     config = config_lib.default_config()
-    config.update_from_flattened_dict({
-        "seed": seed,
-        "data.train_files": str(folder / "train.jsonl"),
-        "data.val_files": str(folder / "held.jsonl"),
-        "data.val_batch_size": 1000,
-        "data.max_prompt_length": addition.PROMPT,
-        "data.max_response_length": addition.RESPONSE,
-        "model.path": str(addition.FOLDER),
-        "model.tokenizer_path": str(folder / "tokenizer"),
-        "model.dtype": "float32",
-        "model.gradient_checkpointing": False,
-        "reward.function": f"{__file__}:exact",
-        "trainer.total_training_steps": addition.MAX_STEPS,
-        "trainer.log_samples": 0,
-    } | options)
+    config.update_from_flattened_dict(
+        {
+            "seed": seed,
+            "data.train_files": str(folder / "train.jsonl"),
+            "data.val_files": str(folder / "held.jsonl"),
+            "data.val_batch_size": 1000,
+            "data.max_prompt_length": addition.PROMPT,
+            "data.max_response_length": addition.RESPONSE,
+            "model.path": str(addition.FOLDER),
+            "model.tokenizer_path": str(folder / "tokenizer"),
+            "model.dtype": "float32",
+            "model.gradient_checkpointing": False,
+            "reward.function": f"{__file__}:exact",
+            "trainer.total_training_steps": addition.MAX_STEPS,
+            "trainer.log_samples": 0,
+        }
+        | options
+    )
     return config_lib.from_config_dict(config)
 
 
@@ -81,13 +96,28 @@ class Training:
     def step(self) -> None:
         run, config, state = self.run, self.run.config, self.state
         batch = next(self.batches)
-        rollout = run.sample(run.decode_params(run.policy(state)), run.on_mesh(batch.prompts), run.key(TRAINING, self.done))
+        rollout = run.sample(
+            run.decode_params(run.policy(state)),
+            run.on_mesh(batch.prompts),
+            run.key(TRAINING, self.done),
+        )
         plans = run.plan(self.done, ppo.sample_lengths(batch, rollout))
         sequences = scoring.join(rollout, config.sequence_length)
         scores = scoring.score(config, run.nets, state, sequences, *plans.scoring)
         rewarded, _ = run.reward(batch, rollout)
-        experience, _ = estimate(config, state.step, state.control, sequences, rollout.logprobs, scores, rewarded.scores, None)
-        self.state, _ = update(config, run.nets, run.total_steps, state, experience, plans.actor, plans.critic)
+        experience, _ = estimate(
+            config,
+            state.step,
+            state.control,
+            sequences,
+            rollout.logprobs,
+            scores,
+            rewarded.scores,
+            None,
+        )
+        self.state, _ = update(
+            config, run.nets, run.total_steps, state, experience, plans.actor, plans.critic
+        )
         self.done += 1
 
     def wait(self) -> None:
@@ -109,15 +139,19 @@ def reach_target(config: schema.Config) -> dict:
         thrown_away.accuracy()
         warm_up = time.perf_counter() - start
         training = Training(run)
-        return addition.until_target(training.step, training.wait, training.accuracy) | {"warm_up_seconds": warm_up}
+        return addition.until_target(training.step, training.wait, training.accuracy) | {
+            "warm_up_seconds": warm_up
+        }
 
 
 def main(options: dict):
     seeds = itertools.count()
     with tempfile.TemporaryDirectory() as folder:
         write_data(Path(folder))
-        harness.serve(lambda: reach_target(make_config(Path(folder), options, next(seeds))),
-                      packages=("jax", "jaxlib", "flax", "optax", "numpy", "tokenizers"))
+        harness.serve(
+            lambda: reach_target(make_config(Path(folder), options, next(seeds))),
+            packages=("jax", "jaxlib", "flax", "optax", "numpy", "tokenizers"),
+        )
 
 
 if __name__ == "__main__":

@@ -20,14 +20,20 @@ from jax_ppo.types import Prompts
 def load(folder: str):
     """The decoder and the actor's parameters as the sampler wants them."""
     architecture = hf_import.read_architecture(folder)
-    shapes = jax.eval_shape(lambda key: heads.init(Transformer(architecture, jnp.float32), key, "lm"), jax.random.key(0))
+    shapes = jax.eval_shape(
+        lambda key: heads.init(Transformer(architecture, jnp.float32), key, "lm"), jax.random.key(0)
+    )
     here = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), shapes)
-    return Transformer(architecture, jnp.float32, unrolled=True), jax.jit(unroll)(hf_import.load(folder, architecture, here))
+    return Transformer(architecture, jnp.float32, unrolled=True), jax.jit(unroll)(
+        hf_import.load(folder, architecture, here)
+    )
 
 
 def main(settings: dict):
     model, params = load(settings["model"])
-    options = SamplingOptions(settings["response"], temperature=1.0, eos_ids=(workload.EOS,), slots=settings["rows"])
+    options = SamplingOptions(
+        settings["response"], temperature=1.0, eos_ids=(workload.EOS,), slots=settings["rows"]
+    )
     sample, seeds = Sampler(model, options), itertools.count()
 
     def turn():

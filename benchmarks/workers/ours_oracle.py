@@ -43,15 +43,31 @@ class Row(NamedTuple):
 def graded(function: Callable, at: jax.Array, cotangents: jax.Array | None = None) -> Found:
     """function(at), and the gradient of it, or of sum cotangents * function(at)."""
     values, pull = jax.vjp(function, at)
-    return Found(values, pull(jnp.ones_like(values) if cotangents is None else cotangents.astype(values.dtype))[0])
+    return Found(
+        values,
+        pull(jnp.ones_like(values) if cotangents is None else cotangents.astype(values.dtype))[0],
+    )
 
 
 def weigh(per_token, mask, mode, scale=None):
     """The loss of a mini-batch."""
-    return jnp.sum(losses.loss_weights(mask.sum(1), mode, scale)[:, None] * masked.zero_outside(per_token, mask))
+    return jnp.sum(
+        losses.loss_weights(mask.sum(1), mode, scale)[:, None]
+        * masked.zero_outside(per_token, mask)
+    )
 
 
-def policy(case, name, mode, clip, advantages="advantages", old="old_logprobs", mask="mask", weights=1.0, scale=None):
+def policy(
+    case,
+    name,
+    mode,
+    clip,
+    advantages="advantages",
+    old="old_logprobs",
+    mask="mask",
+    weights=1.0,
+    scale=None,
+):
     """Value and gradient of one of our policy losses."""
     mask = case[mask]
     A = case[advantages]
@@ -59,7 +75,12 @@ def policy(case, name, mode, clip, advantages="advantages", old="old_logprobs", 
 
     def loss(logprobs):
         batch = policy_losses.padded_batch(logprobs, case[old], A, mask)
-        return weigh(weights * policy_losses.LOSSES[name](batch, clip).loss, mask, mode, scale or mask.shape[1])
+        return weigh(
+            weights * policy_losses.LOSSES[name](batch, clip).loss,
+            mask,
+            mode,
+            scale or mask.shape[1],
+        )
 
     return graded(loss, case["logprobs"])
 
@@ -67,7 +88,10 @@ def policy(case, name, mode, clip, advantages="advantages", old="old_logprobs", 
 def flags(case, clip, old):
     """Shares of tokens that the clip and the dual clip hold."""
     found = losses.policy_loss(case["logprobs"], case[old], case["advantages"], case["mask"], *clip)
-    return [Found(masked.masked_mean(flag, case["mask"])) for flag in (found.clipped, found.dual_clipped)]
+    return [
+        Found(masked.masked_mean(flag, case["mask"]))
+        for flag in (found.clipped, found.dual_clipped)
+    ]
 
 
 def surrogate(log_ratio, A, clip):
@@ -79,12 +103,19 @@ def surrogate(log_ratio, A, clip):
 
 def value(case, clip, mask="mask", mode="token-mean"):
     mask = case[mask]
-    return graded(lambda values: weigh(losses.value_loss(values, case["old_values"], case["returns"], mask, clip).loss, mask,
-                                       mode), case["values"])
+    return graded(
+        lambda values: weigh(
+            losses.value_loss(values, case["old_values"], case["returns"], mask, clip).loss,
+            mask,
+            mode,
+        ),
+        case["values"],
+    )
 
 
 def divergence(case, kind, reference, clip=None):
     """A KL estimator; `clip` cuts its value off as some peers do."""
+
     def estimate(logprobs):
         found = kl.kl_estimate(logprobs, case[reference], case["mask"], kind)
         return found if clip is None else jnp.clip(found, -clip, clip)
@@ -94,6 +125,7 @@ def divergence(case, kind, reference, clip=None):
 
 def plain_k3(case, reference):
     """k3 without clamps."""
+
     def estimate(logprobs):
         d = masked.zero_outside(logprobs - case[reference], case["mask"])
         return jnp.expm1(-d) + d
@@ -102,7 +134,9 @@ def plain_k3(case, reference):
 
 
 def gae(case, rewards, mask, options, values="old_values"):
-    batched = jax.vmap(lambda *sequence: advantages.gae(*sequence, options["gamma"], options["lam"]))
+    batched = jax.vmap(
+        lambda *sequence: advantages.gae(*sequence, options["gamma"], options["lam"])
+    )
     return batched(rewards, case[values], mask)
 
 
@@ -125,18 +159,34 @@ def last_token(mask):
 
 def distributions(case, options):
     """Log-probs and entropy, with the gradient to the hidden states; float32, as our kernel gives them."""
-    def ask(i):
-        return lambda hidden: logprobs.token_logprobs(hidden, case["unembedding"], case["targets"], case["mask"],
-                                                      options["temperature"], chunk_size=5)[i]
 
-    return {name: Row(graded(ask(i), case["hidden"], case["cotangents"]), tolerance=FLOAT32)
-            for i, name in enumerate(("log-prob", "entropy"))}
+    def ask(i):
+        return lambda hidden: logprobs.token_logprobs(
+            hidden,
+            case["unembedding"],
+            case["targets"],
+            case["mask"],
+            options["temperature"],
+            chunk_size=5,
+        )[i]
+
+    return {
+        name: Row(graded(ask(i), case["hidden"], case["cotangents"]), tolerance=FLOAT32)
+        for i, name in enumerate(("log-prob", "entropy"))
+    }
 
 
 def in_halves(case, mode="token-mean"):
     """The mean of what two micro-batches give, each with its own count of tokens."""
+
     def loss(x):
-        return sum(weigh(x[half], case["mask"][half], mode) for half in (slice(0, None, 2), slice(1, None, 2))) / 2
+        return (
+            sum(
+                weigh(x[half], case["mask"][half], mode)
+                for half in (slice(0, None, 2), slice(1, None, 2))
+            )
+            / 2
+        )
 
     return graded(loss, case["losses"])
 
@@ -144,11 +194,18 @@ def in_halves(case, mode="token-mean"):
 def adaptive(case, options):
     coefficient, path = options["kl_coef"], []
     for current in case["kls"]:
-        coefficient = kl.adaptive_kl_coef(coefficient, current, options["kl_target"], options["kl_horizon"],
-                                          len(case["mask"]))
+        coefficient = kl.adaptive_kl_coef(
+            coefficient, current, options["kl_target"], options["kl_horizon"], len(case["mask"])
+        )
         path.append(coefficient)
     return Row(Found(jnp.stack(path)), tolerance=FLOAT32)
 
 
 def weights_of(case, level, old, options):
-    return Row(Found(importance.truncated_weights(case["logprobs"], case[old], case["mask"], level, options["threshold"])))
+    return Row(
+        Found(
+            importance.truncated_weights(
+                case["logprobs"], case[old], case["mask"], level, options["threshold"]
+            )
+        )
+    )

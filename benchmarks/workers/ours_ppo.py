@@ -29,32 +29,41 @@ def even_share(data_source, solution_str, ground_truth, extra_info):
 
 
 def make_config(folder: Path, settings: dict) -> schema.Config:
-    rows = ({"data_source": "random", "prompt": workload.text(prompt), "reward_model": {"style": "rule", "ground_truth": ""}}
-            for prompt in workload.prompts(PROMPTS, settings["prompt"]))
+    rows = (
+        {
+            "data_source": "random",
+            "prompt": workload.text(prompt),
+            "reward_model": {"style": "rule", "ground_truth": ""},
+        }
+        for prompt in workload.prompts(PROMPTS, settings["prompt"])
+    )
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = config_lib.default_config()
-    config.update_from_flattened_dict({
-        "data.train_files": str(folder / "train.jsonl"),
-        "data.train_batch_size": settings["samples"],
-        "data.max_prompt_length": settings["prompt"],
-        "data.max_response_length": settings["response"],
-        "model.path": settings["model"],
-        "model.tokenizer_path": settings["model"] + "/tokenizer",
-        "model.dtype": "float32",
-        "model.gradient_checkpointing": False,
-        "actor.ppo_mini_batch_size": settings["samples"],
-        "actor.optim.lr": settings["lr"],
-        "critic.optim.lr": settings["lr"],
-        "critic.cliprange_value": 0.2,
-        "algorithm.lam": settings["lam"],
-        "algorithm.use_kl_in_reward": True,
-        "algorithm.kl_ctrl.kl_coef": settings["kl_coef"],
-        "reward.model_path": settings["reward_model"],
-        "reward.function": "" if settings["reward_model"] else f"{__file__}:even_share",
-        "trainer.total_training_steps": 10**6,
-        "trainer.save_freq": 0,
-        "trainer.logger": "",
-    } | settings["ours"])
+    config.update_from_flattened_dict(
+        {
+            "data.train_files": str(folder / "train.jsonl"),
+            "data.train_batch_size": settings["samples"],
+            "data.max_prompt_length": settings["prompt"],
+            "data.max_response_length": settings["response"],
+            "model.path": settings["model"],
+            "model.tokenizer_path": settings["model"] + "/tokenizer",
+            "model.dtype": "float32",
+            "model.gradient_checkpointing": False,
+            "actor.ppo_mini_batch_size": settings["samples"],
+            "actor.optim.lr": settings["lr"],
+            "critic.optim.lr": settings["lr"],
+            "critic.cliprange_value": 0.2,
+            "algorithm.lam": settings["lam"],
+            "algorithm.use_kl_in_reward": True,
+            "algorithm.kl_ctrl.kl_coef": settings["kl_coef"],
+            "reward.model_path": settings["reward_model"],
+            "reward.function": "" if settings["reward_model"] else f"{__file__}:even_share",
+            "trainer.total_training_steps": 10**6,
+            "trainer.save_freq": 0,
+            "trainer.logger": "",
+        }
+        | settings["ours"]
+    )
     return config_lib.from_config_dict(config)
 
 
@@ -82,15 +91,22 @@ def stop_between_steps(turnstile: Turnstile, prompt_tokens: int) -> None:
     prompts_lib.PromptBatches = Batches
     sample_lengths, ppo.sample_lengths = ppo.sample_lengths, lengths
     updated, ppo.update = turnstile.phase("update", ppo.update), update
-    for owner, name, phase in ((generate.Sampler, "__call__", "rollout"), (scoring, "score", "scoring"),
-                               (experiment.Experiment, "reward", "reward"), (scoring, "reward_model_scores", "reward"),
-                               (ppo.experience_lib, "estimate", "advantages")):
+    for owner, name, phase in (
+        (generate.Sampler, "__call__", "rollout"),
+        (scoring, "score", "scoring"),
+        (experiment.Experiment, "reward", "reward"),
+        (scoring, "reward_model_scores", "reward"),
+        (ppo.experience_lib, "estimate", "advantages"),
+    ):
         setattr(owner, name, turnstile.phase(phase, getattr(owner, name)))
 
 
 def main(settings: dict):
-    turnstile = Turnstile(settings["plain_turns"], ("jax", "jaxlib", "flax", "optax", "numpy", "tokenizers"),
-                          jax.block_until_ready)
+    turnstile = Turnstile(
+        settings["plain_turns"],
+        ("jax", "jaxlib", "flax", "optax", "numpy", "tokenizers"),
+        jax.block_until_ready,
+    )
     stop_between_steps(turnstile, settings["samples"] * settings["prompt"])
     with tempfile.TemporaryDirectory() as folder:
         ppo.train(make_config(Path(folder), settings), Path(folder) / "run")

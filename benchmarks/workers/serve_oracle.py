@@ -21,8 +21,14 @@ def serve(answer: Callable[[dict, dict], dict], packages: tuple[str, ...]) -> No
         with np.load(settings["cases"], allow_pickle=False) as file:
             cases = {name: file[name] for name in file.files}
         count = len(cases["mask"])
-        answers = [answer({name: rows[i] for name, rows in cases.items()}, settings["options"]) for i in range(count)]
-        np.savez(settings["answers"], **{name: np.stack([each[name] for each in answers]) for name in answers[0]})
+        answers = [
+            answer({name: rows[i] for name, rows in cases.items()}, settings["options"])
+            for i in range(count)
+        ]
+        np.savez(
+            settings["answers"],
+            **{name: np.stack([each[name] for each in answers]) for name in answers[0]},
+        )
         return {"answers": len(answers[0])}
 
     harness.serve(turn, packages)

@@ -28,8 +28,12 @@ def load_splits() -> dict[str, tuple]:
     ids = {symbol: token for token, symbol in enumerate(splits["vocab"])}
 
     def encoded(name):
-        return (torch.tensor([[ids[c] for c in addition.prompt(pair)] for pair in splits[name]]),
-                torch.tensor([[ids[c] for c in addition.answer(pair)] + [addition.EOS] for pair in splits[name]]))
+        return (
+            torch.tensor([[ids[c] for c in addition.prompt(pair)] for pair in splits[name]]),
+            torch.tensor(
+                [[ids[c] for c in addition.answer(pair)] + [addition.EOS] for pair in splits[name]]
+            ),
+        )
 
     return {name: encoded(name) for name in ("train", "held")}
 
@@ -65,27 +69,41 @@ class Training:
         self.options, self.data, self.done = options, data, 0
         folder = str(addition.FOLDER)
         self.actor = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.critic = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+        self.critic = AutoModelForSequenceClassification.from_pretrained(
+            folder, num_labels=1, dtype=torch.float32
+        )
         self.critic.score.weight.data.zero_()
         size = addition.PROMPT, addition.RESPONSE
         self.decoder = Decoder(self.actor, options["data.train_batch_size"], *size)
         self.held_out_decoder = Decoder(self.actor, len(data["held"][0]), *size)
-        self.optimizers = {role: torch.optim.AdamW(
-            model.parameters(), lr=options[f"{role}.optim.lr"], betas=(0.9, options[f"{role}.optim.beta2"]),
-            weight_decay=options[f"{role}.optim.weight_decay"], fused=True)
-            for role, model in (("actor", self.actor), ("critic", self.critic))}
+        self.optimizers = {
+            role: torch.optim.AdamW(
+                model.parameters(),
+                lr=options[f"{role}.optim.lr"],
+                betas=(0.9, options[f"{role}.optim.beta2"]),
+                weight_decay=options[f"{role}.optim.weight_decay"],
+                fused=True,
+            )
+            for role, model in (("actor", self.actor), ("critic", self.critic))
+        }
 
     def step(self) -> None:
         o = self.options
         prompts, answers = self.data["train"]
         drawn = torch.randint(0, len(prompts), (o["data.train_batch_size"],))
-        responses, old = self.decoder.generate(prompts[drawn], lambda logits: sample(logits, o["rollout.temperature"]))
+        responses, old = self.decoder.generate(
+            prompts[drawn], lambda logits: sample(logits, o["rollout.temperature"])
+        )
         sequences, mask = torch.cat([prompts[drawn], responses], 1), mask_of(responses)
         with torch.no_grad():
             values = self._values(sequences) * mask
         rewards = torch.zeros_like(old)
-        rewards[torch.arange(len(rewards)), mask.sum(1).long() - 1] = (responses == answers[drawn]).all(1).float()
-        advantages = generalized_advantages(rewards, values, o["algorithm.gamma"], o["algorithm.lam"]) * mask
+        rewards[torch.arange(len(rewards)), mask.sum(1).long() - 1] = (
+            (responses == answers[drawn]).all(1).float()
+        )
+        advantages = (
+            generalized_advantages(rewards, values, o["algorithm.gamma"], o["algorithm.lam"]) * mask
+        )
         returns = advantages + values
         if o["algorithm.whiten_advantages"]:
             advantages = whiten(advantages, mask)
@@ -94,18 +112,34 @@ class Training:
         self.optimizers["actor"].param_groups[0]["lr"] = o["actor.optim.lr"] * min(1.0, rising)
         for _ in range(o["actor.ppo_epochs"]):
             for i in torch.randperm(len(sequences)).split(o["actor.ppo_mini_batch_size"]):
-                self._mini_batch(sequences[i], responses[i], mask[i], old[i], advantages[i], values[i], returns[i])
+                self._mini_batch(
+                    sequences[i],
+                    responses[i],
+                    mask[i],
+                    old[i],
+                    advantages[i],
+                    values[i],
+                    returns[i],
+                )
         self.done += 1
 
     def accuracy(self) -> float:
         prompts, answers = self.data["held"]
-        return (self.held_out_decoder.generate(prompts, greedy)[0] == answers).all(1).float().mean().item()
+        return (
+            (self.held_out_decoder.generate(prompts, greedy)[0] == answers)
+            .all(1)
+            .float()
+            .mean()
+            .item()
+        )
 
     def _mini_batch(self, sequences, responses, mask, old, advantages, values, returns):
         o = self.options
         moved = self._values(sequences)
-        clipped = moved.clamp(values - o["critic.cliprange_value"], values + o["critic.cliprange_value"])
-        worse = torch.maximum((moved - returns)**2, (clipped - returns)**2)
+        clipped = moved.clamp(
+            values - o["critic.cliprange_value"], values + o["critic.cliprange_value"]
+        )
+        worse = torch.maximum((moved - returns) ** 2, (clipped - returns) ** 2)
         self._descend("critic", self.critic, 0.5 * masked_mean(worse, mask))
         if self.done >= o["trainer.critic_warmup"]:
             ratio = ((self._logprobs(sequences, responses) - old) * mask).exp()
@@ -121,13 +155,18 @@ class Training:
 
     def _hidden(self, model, sequences):
         """Of the places that predict the response."""
-        return model.model(input_ids=sequences, use_cache=False).last_hidden_state[:, addition.PROMPT - 1:-1]
+        return model.model(input_ids=sequences, use_cache=False).last_hidden_state[
+            :, addition.PROMPT - 1 : -1
+        ]
 
     def _values(self, sequences):
         return self.critic.score(self._hidden(self.critic, sequences))[..., 0]
 
     def _logprobs(self, sequences, responses):
-        logits = F.linear(self._hidden(self.actor, sequences), self.actor.lm_head.weight) / self.options["rollout.temperature"]
+        logits = (
+            F.linear(self._hidden(self.actor, sequences), self.actor.lm_head.weight)
+            / self.options["rollout.temperature"]
+        )
         return logits.gather(-1, responses[..., None])[..., 0] - logits.logsumexp(-1)
 
 
@@ -137,12 +176,16 @@ def reach_target(options: dict, data: dict, seed: int) -> dict:
     Training(options, data, seed).step()
     warm_up = time.perf_counter() - start
     training = Training(options, data, seed)
-    return addition.until_target(training.step, lambda: None, training.accuracy) | {"warm_up_seconds": warm_up}
+    return addition.until_target(training.step, lambda: None, training.accuracy) | {
+        "warm_up_seconds": warm_up
+    }
 
 
 def main(options: dict):
     seeds, data = itertools.count(), load_splits()
-    harness.serve(lambda: reach_target(options, data, next(seeds)), packages=("torch", "transformers"))
+    harness.serve(
+        lambda: reach_target(options, data, next(seeds)), packages=("torch", "transformers")
+    )
 
 
 if __name__ == "__main__":

@@ -24,13 +24,17 @@ class CompiledDecoder(Decoder):
         rows = len(prompts)
         tokens = torch.zeros(rows, self.response, dtype=torch.long)
         logprobs = torch.zeros(rows, self.response)
-        tokens[:, 0], logprobs[:, 0] = draw(self._logits(self._hidden(prompts, 0)[:, -1]), torch.rand(rows, 1))
+        tokens[:, 0], logprobs[:, 0] = draw(
+            self._logits(self._hidden(prompts, 0)[:, -1]), torch.rand(rows, 1)
+        )
         for t in range(1, self.response):
             if t % CHECK_EVERY == 0 and (tokens == self.eos).any(1).all():
                 break
             column = self.prompt + t - 1
             end = min(-(-(column + 1) // BLOCK) * BLOCK, self.prompt + self.response)
-            tokens[:, t], logprobs[:, t] = self._compiled(tokens[:, t - 1], torch.tensor([column]), torch.rand(rows, 1), end)
+            tokens[:, t], logprobs[:, t] = self._compiled(
+                tokens[:, t - 1], torch.tensor([column]), torch.rand(rows, 1), end
+            )
         ended = tokens == self.eos
         lengths = torch.where(ended.any(1), ended.int().argmax(1) + 1, self.response)
         longest = lengths.max()
@@ -46,13 +50,18 @@ class CompiledDecoder(Decoder):
         rows = len(qkv)
         heads, shared = self.config.num_attention_heads, self.config.num_key_value_heads
         qkv = qkv.view(rows, heads + 2 * shared, 1, self.head_dim)
-        rotated = self._rotate(qkv[:, :heads + shared], self.cos[column], self.sin[column])
+        rotated = self._rotate(qkv[:, : heads + shared], self.cos[column], self.sin[column])
         self.keys[i].index_copy_(2, column, rotated[:, heads:])
-        self.values[i].index_copy_(2, column, qkv[:, heads + shared:])
-        keys, values = self.keys[i][:, :, :self._end], self.values[i][:, :, :self._end]
+        self.values[i].index_copy_(2, column, qkv[:, heads + shared :])
+        keys, values = self.keys[i][:, :, : self._end], self.values[i][:, :, : self._end]
         unwritten = torch.where(torch.arange(self._end) <= column, 0.0, -torch.inf)
-        q = rotated[:, :heads].reshape(rows, shared, heads // shared, self.head_dim) * self.head_dim**-0.5
-        return ((q @ keys.transpose(-1, -2) + unwritten).softmax(-1) @ values).reshape(rows, 1, heads * self.head_dim)
+        q = (
+            rotated[:, :heads].reshape(rows, shared, heads // shared, self.head_dim)
+            * self.head_dim**-0.5
+        )
+        return ((q @ keys.transpose(-1, -2) + unwritten).softmax(-1) @ values).reshape(
+            rows, 1, heads * self.head_dim
+        )
 
 
 def draw(logits, uniforms):

@@ -16,12 +16,20 @@ def main(settings: dict):
     torch.set_num_threads(harness.THREADS)
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
-    decoder = CompiledDecoder(model, settings["rows"], settings["prompt"], settings["response"], workload.EOS)
+    decoder = CompiledDecoder(
+        model, settings["rows"], settings["prompt"], settings["response"], workload.EOS
+    )
     seeds = itertools.count()
 
     def turn():
-        prompts = torch.tensor(workload.prompts(settings["prompts"], settings["prompt"], seed=next(seeds))).long()
-        return {"tokens": sum(int(decoder.generate(batch)[2].sum()) for batch in prompts.split(settings["rows"]))}
+        prompts = torch.tensor(
+            workload.prompts(settings["prompts"], settings["prompt"], seed=next(seeds))
+        ).long()
+        return {
+            "tokens": sum(
+                int(decoder.generate(batch)[2].sum()) for batch in prompts.split(settings["rows"])
+            )
+        }
 
     harness.serve(turn, packages=("torch", "transformers"))
 

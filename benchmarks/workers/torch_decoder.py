@@ -18,11 +18,18 @@ class Decoder:
         self.model, self.prompt, self.response = model, prompt, response
         self.head_dim = c.hidden_size // c.num_attention_heads
         length = prompt + response
-        frequencies = c.rope_parameters["rope_theta"] ** -(torch.arange(0, self.head_dim, 2) / self.head_dim)
+        frequencies = c.rope_parameters["rope_theta"] ** -(
+            torch.arange(0, self.head_dim, 2) / self.head_dim
+        )
         angles = torch.outer(torch.arange(length).float(), frequencies).repeat(1, 2)
         self.cos, self.sin = angles.cos(), angles.sin()
-        self.keys, self.values = ([torch.zeros(rows, c.num_key_value_heads, length, self.head_dim)
-                                   for _ in range(c.num_hidden_layers)] for _ in range(2))
+        self.keys, self.values = (
+            [
+                torch.zeros(rows, c.num_key_value_heads, length, self.head_dim)
+                for _ in range(c.num_hidden_layers)
+            ]
+            for _ in range(2)
+        )
 
     @torch.no_grad()
     def generate(self, prompts, choose):
@@ -41,10 +48,17 @@ class Decoder:
         for layer in self.model.model.layers:
             a, mlp = layer.self_attn, layer.mlp
             projections = (a.q_proj, a.k_proj, a.v_proj)
-            self.layers.append((
-                layer.input_layernorm.weight, torch.cat([p.weight for p in projections]),
-                torch.cat([p.bias for p in projections]), a.o_proj.weight, layer.post_attention_layernorm.weight,
-                torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]), mlp.down_proj.weight))
+            self.layers.append(
+                (
+                    layer.input_layernorm.weight,
+                    torch.cat([p.weight for p in projections]),
+                    torch.cat([p.bias for p in projections]),
+                    a.o_proj.weight,
+                    layer.post_attention_layernorm.weight,
+                    torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
+                    mlp.down_proj.weight,
+                )
+            )
 
     def _norm(self, x, weight):
         return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
@@ -66,12 +80,17 @@ class Decoder:
         heads, shared = self.config.num_attention_heads, self.config.num_key_value_heads
         end = column + tokens
         qkv = qkv.view(rows, tokens, heads + 2 * shared, self.head_dim).transpose(1, 2)
-        rotated = self._rotate(qkv[:, :heads + shared], self.cos[column:end], self.sin[column:end])
+        rotated = self._rotate(qkv[:, : heads + shared], self.cos[column:end], self.sin[column:end])
         q = rotated[:, :heads]
-        self.keys[i][:, :, column:end], self.values[i][:, :, column:end] = rotated[:, heads:], qkv[:, heads + shared:]
+        self.keys[i][:, :, column:end], self.values[i][:, :, column:end] = (
+            rotated[:, heads:],
+            qkv[:, heads + shared :],
+        )
         keys, values = self.keys[i][:, :, :end], self.values[i][:, :, :end]
         if tokens > 1:
-            attended = F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True).transpose(1, 2)
+            attended = F.scaled_dot_product_attention(
+                q, keys, values, is_causal=True, enable_gqa=True
+            ).transpose(1, 2)
         else:  # the query heads that share a key as the rows of one product
             q = q.reshape(rows, shared, heads // shared, self.head_dim) * self.head_dim**-0.5
             attended = (q @ keys.transpose(-1, -2)).softmax(-1) @ values
@@ -86,7 +105,9 @@ def sample(logits, temperature: float):
     """One token a row by inverting the distribution function, which is cheaper than torch.multinomial; and its log-prob."""
     probabilities = (logits / temperature).softmax(-1)
     sums = probabilities.cumsum(-1)
-    tokens = torch.searchsorted(sums, torch.rand(len(logits), 1) * sums[:, -1:]).clamp_(max=logits.shape[-1] - 1)
+    tokens = torch.searchsorted(sums, torch.rand(len(logits), 1) * sums[:, -1:]).clamp_(
+        max=logits.shape[-1] - 1
+    )
     return tokens[:, 0], probabilities.gather(1, tokens)[:, 0].log()
 
 

@@ -17,7 +17,13 @@ class Answers(dict):
     def add(self, name: str, values) -> None:
         self[name] = torch.as_tensor(values).detach().numpy()
 
-    def graded(self, name: str, function: Callable, at: torch.Tensor, cotangents: torch.Tensor | None = None):
+    def graded(
+        self,
+        name: str,
+        function: Callable,
+        at: torch.Tensor,
+        cotangents: torch.Tensor | None = None,
+    ):
         """function(at), and the gradient of it, or of sum cotangents * function(at), with respect to `at`.
 
         The function may give a tuple, of which the first is meant; returns the rest.

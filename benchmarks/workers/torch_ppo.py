@@ -43,20 +43,36 @@ class Step:
         self.by_length = settings["by_length"] and not settings["equal_lengths"]
 
         def load(kind, folder, **options):
-            return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa", **options)
+            return kind.from_pretrained(
+                folder, dtype=torch.float32, attn_implementation="sdpa", **options
+            )
 
-        self.actor, self.reference = (load(AutoModelForCausalLM, settings["model"]) for _ in range(2))
+        self.actor, self.reference = (
+            load(AutoModelForCausalLM, settings["model"]) for _ in range(2)
+        )
         self.critic = load(AutoModelForSequenceClassification, settings["model"], num_labels=1)
         self.critic.score.weight.data.zero_()
         self.reward_model = None
         if settings["reward_model"]:
             self.reward_model = load(AutoModelForSequenceClassification, settings["reward_model"])
-        self.decoder = CompiledDecoder(self.actor, settings["samples"], self.prompt, settings["response"], workload.EOS)
-        self.optimizers = [torch.optim.AdamW(model.parameters(), lr=settings["lr"], fused=True)
-                           for model in (self.actor, self.critic)]
+        self.decoder = CompiledDecoder(
+            self.actor, settings["samples"], self.prompt, settings["response"], workload.EOS
+        )
+        self.optimizers = [
+            torch.optim.AdamW(model.parameters(), lr=settings["lr"], fused=True)
+            for model in (self.actor, self.critic)
+        ]
         torch._dynamo.config.recompile_limit = 64
-        compiled = (torch.compile(f, dynamic=False) for f in (self._logprobs, self._values, self._last_score,
-                                                              self._actor_loss, self._critic_loss))
+        compiled = (
+            torch.compile(f, dynamic=False)
+            for f in (
+                self._logprobs,
+                self._values,
+                self._last_score,
+                self._actor_loss,
+                self._critic_loss,
+            )
+        )
         self.logprobs, self.values, self.last_score, self.actor_loss, self.critic_loss = compiled
         self.seeds = itertools.count()
         if self.by_length:
@@ -65,13 +81,17 @@ class Step:
     def turn(self) -> dict:
         """One step on new prompts."""
         clock, settings = Clock(), self.settings
-        prompts = torch.tensor(workload.prompts(settings["samples"], self.prompt, seed=next(self.seeds))).long()
+        prompts = torch.tensor(
+            workload.prompts(settings["samples"], self.prompt, seed=next(self.seeds))
+        ).long()
         with torch.no_grad():
             responses, old, lengths = self.decoder.generate(prompts)
             clock.lap("rollout")
             sequences, old, mask = self._padded(prompts, responses, old, lengths)
             micro_batches = self._micro_batches(lengths)
-            reference = self._gathered(self.logprobs, self.reference, sequences, micro_batches, mask)
+            reference = self._gathered(
+                self.logprobs, self.reference, sequences, micro_batches, mask
+            )
             clock.lap("reference")
             values = self._gathered(self.values, self.critic, sequences, micro_batches, mask)
             clock.lap("values")
@@ -82,7 +102,9 @@ class Step:
             advantages = generalized_advantages(token_rewards, values, settings["lam"]) * mask
             returns = advantages + values
             mean = masked_mean(advantages, mask)
-            advantages = (advantages - mean) * torch.rsqrt(masked_mean((advantages - mean)**2, mask) + 1e-8)
+            advantages = (advantages - mean) * torch.rsqrt(
+                masked_mean((advantages - mean) ** 2, mask) + 1e-8
+            )
             clock.lap("advantages")
         self._descend(sequences, micro_batches, mask, old, advantages, values, returns)
         clock.lap("update")
@@ -92,12 +114,16 @@ class Step:
         """Runs everything once on micro-batches of every width, so that none is compiled in a turn."""
         for width in range(WIDTH, self.settings["response"] + 1, WIDTH):
             sequences = torch.ones(MICRO_BATCH, self.prompt + width, dtype=torch.long)
-            each = [torch.ones(MICRO_BATCH, width) for _ in range(3)]  # one given thrice would be another program
+            each = [
+                torch.ones(MICRO_BATCH, width) for _ in range(3)
+            ]  # one given thrice would be another program
             with torch.no_grad():
                 self.logprobs(self.reference, sequences)
                 self.values(self.critic, sequences)
                 if self.reward_model is not None:
-                    self.last_score(self.reward_model, sequences, torch.ones(MICRO_BATCH, dtype=torch.long))
+                    self.last_score(
+                        self.reward_model, sequences, torch.ones(MICRO_BATCH, dtype=torch.long)
+                    )
             self.actor_loss(self.actor, sequences, *each).backward()
             self.critic_loss(self.critic, sequences, *each).backward()
         self.actor.zero_grad()
@@ -114,30 +140,38 @@ class Step:
     def _micro_batches(self, lengths):
         """(rows, width) of each; one of all rows where they are not grouped by length."""
         size = MICRO_BATCH if self.by_length else len(lengths)
-        return [(rows, min(-(-int(lengths[rows].max()) // WIDTH) * WIDTH, self.settings["response"]))
-                for rows in lengths.argsort().split(size)]
+        return [
+            (rows, min(-(-int(lengths[rows].max()) // WIDTH) * WIDTH, self.settings["response"]))
+            for rows in lengths.argsort().split(size)
+        ]
 
     def _gathered(self, work, model, sequences, micro_batches, mask):
         """What `work` gives for each response token, 0 past the end."""
         result = torch.zeros_like(mask)
         for rows, width in micro_batches:
-            result[rows, :width] = work(model, sequences[rows, :self.prompt + width])
+            result[rows, :width] = work(model, sequences[rows, : self.prompt + width])
         return result * mask
 
     def _rewards(self, sequences, lengths, mask, micro_batches):
         if self.reward_model is None:
-            return ((sequences[:, self.prompt:] % 2 == 0) * mask).sum(1) / lengths
+            return ((sequences[:, self.prompt :] % 2 == 0) * mask).sum(1) / lengths
         rewards = torch.zeros(len(lengths))
         for rows, width in micro_batches:
-            rewards[rows] = self.last_score(self.reward_model, sequences[rows, :self.prompt + width], lengths[rows])
+            rewards[rows] = self.last_score(
+                self.reward_model, sequences[rows, : self.prompt + width], lengths[rows]
+            )
         return rewards
 
     def _descend(self, sequences, micro_batches, mask, old, advantages, values, returns):
         count = mask.sum()
         for rows, width in micro_batches:
-            tokens, cut = sequences[rows, :self.prompt + width], (rows, slice(width))
-            self.actor_loss(self.actor, tokens, old[cut], advantages[cut], mask[cut] / count).backward()
-            self.critic_loss(self.critic, tokens, values[cut], returns[cut], mask[cut] / count).backward()
+            tokens, cut = sequences[rows, : self.prompt + width], (rows, slice(width))
+            self.actor_loss(
+                self.actor, tokens, old[cut], advantages[cut], mask[cut] / count
+            ).backward()
+            self.critic_loss(
+                self.critic, tokens, values[cut], returns[cut], mask[cut] / count
+            ).backward()
         for model, optimizer in zip((self.actor, self.critic), self.optimizers, strict=True):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -147,23 +181,31 @@ class Step:
         return model.model(input_ids=sequences, use_cache=False).last_hidden_state
 
     def _logprobs(self, model, sequences):
-        logits = F.linear(self._hidden(model, sequences)[:, self.prompt - 1:-1], model.lm_head.weight)
-        return logits.gather(-1, sequences[:, self.prompt:, None])[..., 0] - logits.logsumexp(-1)
+        logits = F.linear(
+            self._hidden(model, sequences)[:, self.prompt - 1 : -1], model.lm_head.weight
+        )
+        return logits.gather(-1, sequences[:, self.prompt :, None])[..., 0] - logits.logsumexp(-1)
 
     def _values(self, model, sequences):
-        return model.score(self._hidden(model, sequences)[:, self.prompt - 1:-1])[..., 0]
+        return model.score(self._hidden(model, sequences)[:, self.prompt - 1 : -1])[..., 0]
 
     def _last_score(self, model, sequences, lengths):
-        return model.score(self._hidden(model, sequences)[torch.arange(len(lengths)), self.prompt + lengths - 1])[:, 0]
+        return model.score(
+            self._hidden(model, sequences)[torch.arange(len(lengths)), self.prompt + lengths - 1]
+        )[:, 0]
 
     def _actor_loss(self, model, sequences, old, advantages, weights):
         ratio = ((self._logprobs(model, sequences) - old) * (weights > 0)).exp()
-        return (weights * torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))).sum()
+        return (
+            weights * torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+        ).sum()
 
     def _critic_loss(self, model, sequences, old, returns, weights):
         values = self._values(model, sequences)
         clipped = torch.maximum(torch.minimum(values, old + 0.2), old - 0.2)
-        return 0.5 * (weights * torch.maximum((values - returns)**2, (clipped - returns)**2)).sum()
+        return (
+            0.5 * (weights * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)).sum()
+        )
 
 
 class Clock:

@@ -27,14 +27,26 @@ PAD = 0
 
 def functions(answers, case, options):
     answers.add("whitening", WHITEN(case["losses"], case["mask"]) * case["mask"])
-    answers.add("whitening without shift", WHITEN(case["losses"], case["mask"], shift_mean=False) * case["mask"])
+    answers.add(
+        "whitening without shift",
+        WHITEN(case["losses"], case["mask"], shift_mean=False) * case["mask"],
+    )
 
     def of(hidden):
         return hidden @ case["unembedding"].T / options["temperature"]
 
-    answers.graded("log-prob", lambda x: case["mask"] * selective_log_softmax(of(x), case["targets"]), case["hidden"],
-                   case["cotangents"])
-    answers.graded("entropy", lambda x: case["mask"] * entropy_from_logits(of(x)), case["hidden"], case["cotangents"])
+    answers.graded(
+        "log-prob",
+        lambda x: case["mask"] * selective_log_softmax(of(x), case["targets"]),
+        case["hidden"],
+        case["cotangents"],
+    )
+    answers.graded(
+        "entropy",
+        lambda x: case["mask"] * entropy_from_logits(of(x)),
+        case["hidden"],
+        case["cotangents"],
+    )
 
 
 class PPO:
@@ -46,33 +58,78 @@ class PPO:
       logprobs, values: tables that the losses were differentiated to.
     """
 
-    def __init__(self, case, options, old="old_logprobs", kl_coef=0.0, estimator="k1", vf_coef=0.0, micro_batches=1, gamma=None,
-                 **changes):
+    def __init__(
+        self,
+        case,
+        options,
+        old="old_logprobs",
+        kl_coef=0.0,
+        estimator="k1",
+        vf_coef=0.0,
+        micro_batches=1,
+        gamma=None,
+        **changes,
+    ):
         case = case | changes
         self.case, self.losses, self.asked = case, [], 0
-        self.logprobs, self.values = (case[name].clone().requires_grad_() for name in ("logprobs", "values"))
+        self.logprobs, self.values = (
+            case[name].clone().requires_grad_() for name in ("logprobs", "values")
+        )
         self.old = case[old]
         B, self.T = case["mask"].shape
         rows = torch.arange(1, B + 1)[:, None]
         self.prompts_and_responses = torch.cat([rows, torch.where(case["mask"] > 0, rows, PAD)], 1)
         args = types.SimpleNamespace(
-            num_ppo_epochs=1, num_mini_batches=1, gradient_accumulation_steps=micro_batches, num_total_batches=1, batch_size=B,
-            local_batch_size=B, local_mini_batch_size=B, per_device_train_batch_size=B // micro_batches, total_episodes=B,
-            local_rollout_forward_batch_size=B, response_length=self.T, temperature=1.0, logging_steps=None, eval_steps=None,
-            save_steps=None, missing_eos_penalty=None, kl_estimator=estimator, kl_coef=kl_coef, whiten_rewards=False,
-            gamma=options["gamma"] if gamma is None else gamma, lam=options["lam"], vf_coef=vf_coef,
-            cliprange=options["clip_low"], cliprange_value=options["value_clip"], num_sample_generations=0,
-            ds3_gather_for_generation=False)
-        trainer = unittest.mock.MagicMock(args=args, dataloader=[{"input_ids": rows}], stop_token_id=None, train_dataset_len=B,
-                                          reward_model="reward", is_deepspeed_enabled=False)
+            num_ppo_epochs=1,
+            num_mini_batches=1,
+            gradient_accumulation_steps=micro_batches,
+            num_total_batches=1,
+            batch_size=B,
+            local_batch_size=B,
+            local_mini_batch_size=B,
+            per_device_train_batch_size=B // micro_batches,
+            total_episodes=B,
+            local_rollout_forward_batch_size=B,
+            response_length=self.T,
+            temperature=1.0,
+            logging_steps=None,
+            eval_steps=None,
+            save_steps=None,
+            missing_eos_penalty=None,
+            kl_estimator=estimator,
+            kl_coef=kl_coef,
+            whiten_rewards=False,
+            gamma=options["gamma"] if gamma is None else gamma,
+            lam=options["lam"],
+            vf_coef=vf_coef,
+            cliprange=options["clip_low"],
+            cliprange_value=options["value_clip"],
+            num_sample_generations=0,
+            ds3_gather_for_generation=False,
+        )
+        trainer = unittest.mock.MagicMock(
+            args=args,
+            dataloader=[{"input_ids": rows}],
+            stop_token_id=None,
+            train_dataset_len=B,
+            reward_model="reward",
+            is_deepspeed_enabled=False,
+        )
         trainer.accelerator.device, trainer.accelerator.backward = "cpu", self.backward
         trainer.processing_class.pad_token_id, trainer.processing_class.eos_token_id = PAD, -1
         trainer.callback_handler.on_step_end.return_value.should_save = False
         trainer.callback_handler.on_train_end.return_value.should_save = False
         with unittest.mock.patch.multiple(
-                ppo_trainer, batch_generation=self.generate, forward=self.forward, get_reward=self.reward,
-                selective_log_softmax=self.log_softmax, masked_whiten=self.whiten,
-                unwrap_model_for_generation=lambda *args, **kwargs: contextlib.nullcontext(unittest.mock.MagicMock())):
+            ppo_trainer,
+            batch_generation=self.generate,
+            forward=self.forward,
+            get_reward=self.reward,
+            selective_log_softmax=self.log_softmax,
+            masked_whiten=self.whiten,
+            unwrap_model_for_generation=lambda *args, **kwargs: contextlib.nullcontext(
+                unittest.mock.MagicMock()
+            ),
+        ):
             ppo_trainer.PPOTrainer.train(trainer)
 
     def generate(self, *args):
@@ -81,7 +138,11 @@ class PPO:
     def forward(self, model, tokens, pad):
         """Logits that nobody reads; in the update, which is differentiated, the values too."""
         output = types.SimpleNamespace(logits=torch.zeros(*tokens.shape, 2))
-        return (output, as_scores(self.values[tokens[:, 0] - 1])) if torch.is_grad_enabled() else output
+        return (
+            (output, as_scores(self.values[tokens[:, 0] - 1]))
+            if torch.is_grad_enabled()
+            else output
+        )
 
     def reward(self, model, *args):
         return as_scores(self.case["old_values"]), self.case["scores"], None
@@ -122,9 +183,15 @@ def ppo(answers, case, options):
     nothing = {name: torch.zeros_like(case[name]) for name in ("scores", "old_values")}
     still = nothing | {"gamma": 0.0, "kl_coef": -1.0}  # an advantage is then the token's KL
     for kind in ("k1", "k3"):
-        answers.add(f"PPOTrainer: KL {kind} in the reward", kept(PPO(case, options, estimator=kind, **still).raw))
+        answers.add(
+            f"PPOTrainer: KL {kind} in the reward",
+            kept(PPO(case, options, estimator=kind, **still).raw),
+        )
     far = still | {"ref_logprobs": case["far_logprobs"], "old": "logprobs"}
-    answers.add("PPOTrainer: KL k3 in the reward, log-ratios beyond 20", kept(PPO(case, options, estimator="k3", **far).raw))
+    answers.add(
+        "PPOTrainer: KL k3 in the reward, log-ratios beyond 20",
+        kept(PPO(case, options, estimator="k3", **far).raw),
+    )
     for name, changes in (("", {}), (", log-ratios beyond 20", {"old": "far_logprobs"})):
         found = PPO(case, options, **changes)
         answers.add(f"PPOTrainer: policy loss{name}", found.losses[0])
@@ -134,8 +201,16 @@ def ppo(answers, case, options):
     with unittest.mock.patch.object(ppo_trainer.np.random, "permutation", lambda n: evens_first):
         found = PPO(case, options, micro_batches=2)
     answers.add("PPOTrainer: policy loss, two micro-batches", sum(found.losses) / 2)
-    answers.add("PPOTrainer: policy loss, two micro-batches, gradient", kept(found.logprobs.grad) / 2)
-    found = PPO(case, options, kl_coef=options["kl_coef"], vf_coef=1.0, advantages=torch.zeros_like(case["advantages"]))
+    answers.add(
+        "PPOTrainer: policy loss, two micro-batches, gradient", kept(found.logprobs.grad) / 2
+    )
+    found = PPO(
+        case,
+        options,
+        kl_coef=options["kl_coef"],
+        vf_coef=1.0,
+        advantages=torch.zeros_like(case["advantages"]),
+    )
     answers.add("PPOTrainer: value loss", found.losses[0])
     answers.add("PPOTrainer: value loss, gradient", found.values.grad)
 
@@ -145,29 +220,70 @@ def stand_in(**attributes):
     trainer = unittest.mock.MagicMock(**attributes)
     trainer.accelerator.gather = trainer.accelerator.gather_for_metrics = lambda x: x
     trainer.accelerator.reduce = lambda x, reduction: x
-    trainer.accelerator.num_processes, trainer.accelerator.process_index, trainer.accelerator.device = 1, 0, "cpu"
+    (
+        trainer.accelerator.num_processes,
+        trainer.accelerator.process_index,
+        trainer.accelerator.device,
+    ) = 1, 0, "cpu"
     return trainer
 
 
 def grpo_losses(answers, case, options):
     case = case | {"no_advantages": torch.zeros_like(case["advantages"])}
 
-    def ask(name, kind, advantages="advantages", old="old_logprobs", ref="ref_logprobs", mask="mask", beta=0.0,
-            level="token", delta=None, importance=False, low=options["clip_low"], high=options["clip_high"],
-            method=GRPOTrainer._compute_loss):
+    def ask(
+        name,
+        kind,
+        advantages="advantages",
+        old="old_logprobs",
+        ref="ref_logprobs",
+        mask="mask",
+        beta=0.0,
+        level="token",
+        delta=None,
+        importance=False,
+        low=options["clip_low"],
+        high=options["clip_high"],
+        method=GRPOTrainer._compute_loss,
+    ):
         mask = case[mask]
-        args = types.SimpleNamespace(delta=delta, use_bias_correction_kl=False, steps_per_generation=1)
-        inputs = {"prompt_ids": mask, "prompt_mask": mask, "completion_ids": mask, "completion_mask": mask,
-                  "advantages": case[advantages], "old_per_token_logps": case[old], "ref_per_token_logps": case[ref],
-                  "num_items_in_batch": mask.sum(), "importance_sampling_ratio": case["importance"]}
+        args = types.SimpleNamespace(
+            delta=delta, use_bias_correction_kl=False, steps_per_generation=1
+        )
+        inputs = {
+            "prompt_ids": mask,
+            "prompt_mask": mask,
+            "completion_ids": mask,
+            "completion_mask": mask,
+            "advantages": case[advantages],
+            "old_per_token_logps": case[old],
+            "ref_per_token_logps": case[ref],
+            "num_items_in_batch": mask.sum(),
+            "importance_sampling_ratio": case["importance"],
+        }
 
         def loss(logprobs):
-            trainer = stand_in(args=args, loss_type=kind, importance_sampling_level=level, epsilon_low=low, epsilon_high=high,
-                               beta=beta, top_entropy_quantile=1.0, off_policy_mask_threshold=None, use_vllm=importance,
-                               vllm_importance_sampling_correction=importance, aux_loss_enabled=False,
-                               current_gradient_accumulation_steps=1, _entropy_bonus_enabled=False,
-                               max_completion_length=mask.shape[1])
-            trainer._get_per_token_logps_and_entropies.return_value = logprobs, torch.zeros(mask.shape), None
+            trainer = stand_in(
+                args=args,
+                loss_type=kind,
+                importance_sampling_level=level,
+                epsilon_low=low,
+                epsilon_high=high,
+                beta=beta,
+                top_entropy_quantile=1.0,
+                off_policy_mask_threshold=None,
+                use_vllm=importance,
+                vllm_importance_sampling_correction=importance,
+                aux_loss_enabled=False,
+                current_gradient_accumulation_steps=1,
+                _entropy_bonus_enabled=False,
+                max_completion_length=mask.shape[1],
+            )
+            trainer._get_per_token_logps_and_entropies.return_value = (
+                logprobs,
+                torch.zeros(mask.shape),
+                None,
+            )
             return method(trainer, None, inputs)
 
         answers.graded(name, loss, case["logprobs"])
@@ -178,12 +294,29 @@ def grpo_losses(answers, case, options):
     ask("GRPOTrainer: dapo, log-ratios beyond 20", "dapo", old="far_logprobs")
     ask("GRPOTrainer: grpo, absent responses", "grpo", mask="absent_mask")
     ask("GRPOTrainer: dapo, importance weights", "dapo", importance=True)
-    ask("GRPOTrainer: sequence weights (GSPO)", "grpo", "response_advantages", level="sequence", low=0.1, high=0.15)
-    ask("GRPOTrainer: sequence_token weights (GSPO-token)", "dapo", level="sequence_token",
-        method=GSPOTokenTrainer._compute_loss)
+    ask(
+        "GRPOTrainer: sequence weights (GSPO)",
+        "grpo",
+        "response_advantages",
+        level="sequence",
+        low=0.1,
+        high=0.15,
+    )
+    ask(
+        "GRPOTrainer: sequence_token weights (GSPO-token)",
+        "dapo",
+        level="sequence_token",
+        method=GSPOTokenTrainer._compute_loss,
+    )
     ask("GRPOTrainer: cispo", "cispo", high=1 + options["clip_high"])
     ask("GRPOTrainer: KL in the loss", "dapo", "no_advantages", beta=1.0)
-    ask("GRPOTrainer: KL in the loss, log-ratios beyond 20", "dapo", "no_advantages", beta=1.0, ref="far_logprobs")
+    ask(
+        "GRPOTrainer: KL in the loss, log-ratios beyond 20",
+        "dapo",
+        "no_advantages",
+        beta=1.0,
+        ref="far_logprobs",
+    )
     ask("GMPOTrainer", "grpo", "response_advantages", method=GMPOTrainer._compute_loss)
 
 
@@ -193,30 +326,64 @@ def rollouts(answers, case, options):
     lengths = mask.sum(1).tolist()
 
     def ask(trainer_class, generated, **attributes):
-        args = types.SimpleNamespace(steps_per_generation=1, gradient_accumulation_steps=1, per_device_train_batch_size=B,
-                                     gradient_checkpointing_kwargs=None)
+        args = types.SimpleNamespace(
+            steps_per_generation=1,
+            gradient_accumulation_steps=1,
+            per_device_train_batch_size=B,
+            gradient_checkpointing_kwargs=None,
+        )
         trainer = stand_in(
-            args=args, environment_factories=None, environments=None, tools=None, pad_to_multiple_of=None, num_iterations=1,
-            mask_truncated_completions=False, num_generations=options["n"], reward_weights=torch.ones(1), beta=0.0,
-            multi_objective_aggregation="sum_then_normalize", reward_func_names=["score"], reward_clip_range=None,
-            normalize_advantages=False, **attributes)
+            args=args,
+            environment_factories=None,
+            environments=None,
+            tools=None,
+            pad_to_multiple_of=None,
+            num_iterations=1,
+            mask_truncated_completions=False,
+            num_generations=options["n"],
+            reward_weights=torch.ones(1),
+            beta=0.0,
+            multi_objective_aggregation="sum_then_normalize",
+            reward_func_names=["score"],
+            reward_clip_range=None,
+            normalize_advantages=False,
+            **attributes,
+        )
         trainer._tokenizer.pad_token_id = PAD
         trainer._generate.return_value = generated
         trainer._calculate_rewards.return_value = case["scores"][:, None]
         trainer._get_per_token_logps_and_entropies.return_value = case["logprobs"], None, None
-        return trainer_class._generate_and_score_completions(trainer, [{"prompt": "p"} for _ in range(B)])
+        return trainer_class._generate_and_score_completions(
+            trainer, [{"prompt": "p"} for _ in range(B)]
+        )
 
     tokens = [[1] * length for length in lengths]
-    sampled = [row[:length].tolist() for row, length in zip(case["wide_logprobs"], lengths, strict=True)]
+    sampled = [
+        row[:length].tolist() for row, length in zip(case["wide_logprobs"], lengths, strict=True)
+    ]
     ids = [[1]] * B, tokens
     for name, scale in (("", "group"), (", scale_rewards none", "none")):
-        found = ask(GRPOTrainer, (*ids, None, ["c"] * B, None, {}, None, None), scale_rewards=scale, use_vllm=False)
+        found = ask(
+            GRPOTrainer,
+            (*ids, None, ["c"] * B, None, {}, None, None),
+            scale_rewards=scale,
+            use_vllm=False,
+        )
         answers.add(f"GRPOTrainer: advantages{name}", found["advantages"])
     for level in ("token", "sequence"):
-        found = ask(GRPOTrainer, (*ids, None, ["c"] * B, sampled, {}, None, None), scale_rewards="group", use_vllm=True,
-                    vllm_importance_sampling_correction=True, vllm_importance_sampling_mode=f"{level}_truncate",
-                    vllm_importance_sampling_clip_min=None, vllm_importance_sampling_clip_max=options["threshold"])
-        answers.add(f"GRPOTrainer: importance weights, {level}", found["importance_sampling_ratio"] * mask)
+        found = ask(
+            GRPOTrainer,
+            (*ids, None, ["c"] * B, sampled, {}, None, None),
+            scale_rewards="group",
+            use_vllm=True,
+            vllm_importance_sampling_correction=True,
+            vllm_importance_sampling_mode=f"{level}_truncate",
+            vllm_importance_sampling_clip_min=None,
+            vllm_importance_sampling_clip_max=options["threshold"],
+        )
+        answers.add(
+            f"GRPOTrainer: importance weights, {level}", found["importance_sampling_ratio"] * mask
+        )
     answers.add("RLOOTrainer: advantages", ask(RLOOTrainer, (*ids, ["c"] * B))["advantages"])
 
 

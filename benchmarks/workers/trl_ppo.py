@@ -14,7 +14,12 @@ import harness
 import torch
 import workload
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainerCallback,
+)
 from transformers.trainer_callback import PrinterCallback
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 from turnstile import Turnstile
@@ -37,7 +42,7 @@ class Door(TrainerCallback):
     def counting(self, generate):
         def generate_and_count(model, queries, *args):
             responses, logits = generate(model, queries, *args)
-            self.tokens = int((responses[:, queries.shape[1]:] != workload.PAD).sum())
+            self.tokens = int((responses[:, queries.shape[1] :] != workload.PAD).sum())
             return responses, logits
 
         return generate_and_count
@@ -45,28 +50,67 @@ class Door(TrainerCallback):
 
 def time_phases(turnstile: Turnstile, trainer: PPOTrainer, forward) -> None:
     update, reference = turnstile.phase("update", forward), turnstile.phase("reference", forward)
-    value, reward = turnstile.phase("values", ppo_trainer.get_reward), turnstile.phase("reward", ppo_trainer.get_reward)
+    value, reward = (
+        turnstile.phase("values", ppo_trainer.get_reward),
+        turnstile.phase("reward", ppo_trainer.get_reward),
+    )
     ppo_trainer.forward = lambda *args: (update if torch.is_grad_enabled() else reference)(*args)
-    ppo_trainer.get_reward = lambda model, *args: (reward if model is trainer.reward_model else value)(model, *args)
+    ppo_trainer.get_reward = lambda model, *args: (
+        reward if model is trainer.reward_model else value
+    )(model, *args)
     trainer.accelerator.backward = turnstile.phase("update", trainer.accelerator.backward)
     trainer.optimizer.step = turnstile.phase("update", trainer.optimizer.step)
 
 
 def make_trainer(settings: dict, folder: str, door: Door) -> PPOTrainer:
     tokenizer = AutoTokenizer.from_pretrained(settings["model"] + "/tokenizer")
-    prompts = Dataset.from_list([{"input_ids": prompt.tolist()} for prompt in workload.prompts(PROMPTS, settings["prompt"])])
-    policy, reference = (AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32) for _ in range(2))
-    value, reward = (AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
-                     for path in (settings["model"], settings["reward_model"]))
+    prompts = Dataset.from_list(
+        [{"input_ids": prompt.tolist()} for prompt in workload.prompts(PROMPTS, settings["prompt"])]
+    )
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
+        for _ in range(2)
+    )
+    value, reward = (
+        AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
+        for path in (settings["model"], settings["reward_model"])
+    )
     options = PPOConfig(
-        output_dir=folder, use_cpu=True, bf16=False, gradient_checkpointing=False,
-        per_device_train_batch_size=settings["samples"], gradient_accumulation_steps=1, num_mini_batches=1,
-        num_ppo_epochs=1, local_rollout_forward_batch_size=settings["samples"], total_episodes=settings["samples"] * 10**6,
-        response_length=settings["response"], stop_token="eos", temperature=1.0, learning_rate=settings["lr"],
-        kl_coef=settings["kl_coef"], gamma=1.0, lam=settings["lam"], cliprange=0.2, cliprange_value=0.2,
-        num_sample_generations=0, report_to="none", save_strategy="no", disable_tqdm=True)
-    trainer = PPOTrainer(options, tokenizer, policy, reference, reward, prompts, value, eval_dataset=prompts.select(range(8)),
-                         callbacks=[door])
+        output_dir=folder,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=settings["samples"],
+        gradient_accumulation_steps=1,
+        num_mini_batches=1,
+        num_ppo_epochs=1,
+        local_rollout_forward_batch_size=settings["samples"],
+        total_episodes=settings["samples"] * 10**6,
+        response_length=settings["response"],
+        stop_token="eos",
+        temperature=1.0,
+        learning_rate=settings["lr"],
+        kl_coef=settings["kl_coef"],
+        gamma=1.0,
+        lam=settings["lam"],
+        cliprange=0.2,
+        cliprange_value=0.2,
+        num_sample_generations=0,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = PPOTrainer(
+        options,
+        tokenizer,
+        policy,
+        reference,
+        reward,
+        prompts,
+        value,
+        eval_dataset=prompts.select(range(8)),
+        callbacks=[door],
+    )
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -77,7 +121,9 @@ def main(settings: dict):
     door, forward = Door(turnstile), ppo_trainer.forward
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(settings, folder, door)
-        ppo_trainer.batch_generation = turnstile.phase("rollout", door.counting(ppo_trainer.batch_generation))
+        ppo_trainer.batch_generation = turnstile.phase(
+            "rollout", door.counting(ppo_trainer.batch_generation)
+        )
         ppo_trainer.gc.collect = turnstile.phase("gc.collect", ppo_trainer.gc.collect)
         time_phases(turnstile, trainer, forward)
         trainer.train()

@@ -17,10 +17,17 @@ def load(folder: str, mesh):
     """The model of a Hugging Face folder, with its configuration."""
     c = json.loads((Path(folder) / "config.json").read_text())
     config = model_lib.ModelConfig(
-        num_layers=c["num_hidden_layers"], vocab_size=c["vocab_size"], embed_dim=c["hidden_size"],
-        hidden_dim=c["intermediate_size"], num_heads=c["num_attention_heads"], head_dim=64,
-        num_kv_heads=c["num_key_value_heads"], rope_theta=c["rope_parameters"]["rope_theta"], norm_eps=c["rms_norm_eps"],
-        use_tied_embedding=c["tie_word_embeddings"])
+        num_layers=c["num_hidden_layers"],
+        vocab_size=c["vocab_size"],
+        embed_dim=c["hidden_size"],
+        hidden_dim=c["intermediate_size"],
+        num_heads=c["num_attention_heads"],
+        head_dim=64,
+        num_kv_heads=c["num_key_value_heads"],
+        rope_theta=c["rope_parameters"]["rope_theta"],
+        norm_eps=c["rms_norm_eps"],
+        use_tied_embedding=c["tie_word_embeddings"],
+    )
     return params.create_model_from_safe_tensors(folder, config, mesh), config
 
 

@@ -13,7 +13,12 @@ from flax import nnx
 from serve_oracle import serve
 from tunix.rl import algo_core, common
 
-MODES = ("token-mean", "sequence-mean-token-mean", "sequence-mean-token-scale", "seq-mean-token-sum")
+MODES = (
+    "token-mean",
+    "sequence-mean-token-mean",
+    "sequence-mean-token-scale",
+    "seq-mean-token-sum",
+)
 
 
 class Answers(dict):
@@ -22,14 +27,17 @@ class Answers(dict):
     def graded(self, name, function, at, cotangents=None):
         values, pull = jax.vjp(function, at)
         self[name] = values
-        cotangents = jnp.ones_like(values) if cotangents is None else cotangents.astype(values.dtype)
-        self[f"{name}, gradient"], = pull(cotangents)
+        cotangents = (
+            jnp.ones_like(values) if cotangents is None else cotangents.astype(values.dtype)
+        )
+        (self[f"{name}, gradient"],) = pull(cotangents)
 
 
 def advantages(answers, case, options):
     mask, n = case["mask"], options["n"]
-    whitened, returns = algo_core.compute_gae_advantages(case["rewards"], case["old_values"], mask, options["gamma"],
-                                                         options["lam"])
+    whitened, returns = algo_core.compute_gae_advantages(
+        case["rewards"], case["old_values"], mask, options["gamma"], options["lam"]
+    )
     answers["GAE: returns"], answers["GAE: advantages"] = returns * mask, whitened * mask
     answers["whitening"] = algo_core.masked_whiten(case["losses"], mask) * mask
     answers["Dr. GRPO: advantages"] = algo_core.compute_drgrpo_advantages(case["scores"], n)
@@ -39,33 +47,83 @@ def advantages(answers, case, options):
 def policy_losses(answers, case, options):
     mask = case["mask"]
 
-    def ask(name, function, advantages="advantages", old="old_logprobs", dual=options["dual_clip"], **config):
-        example = types.SimpleNamespace(prompt_ids=None, completion_ids=case["targets"], completion_mask=mask,
-                                        advantages=case[advantages], old_per_token_logps=case[old],
-                                        ref_per_token_logps=None)
-        config = types.SimpleNamespace(epsilon=options["clip_low"], epsilon_low=options["clip_low"], temperature=1.0,
-                                       epsilon_high=options["clip_high"], epsilon_c=dual, entropy_coef=None,
-                                       beta=None, **config)
+    def ask(
+        name,
+        function,
+        advantages="advantages",
+        old="old_logprobs",
+        dual=options["dual_clip"],
+        **config,
+    ):
+        example = types.SimpleNamespace(
+            prompt_ids=None,
+            completion_ids=case["targets"],
+            completion_mask=mask,
+            advantages=case[advantages],
+            old_per_token_logps=case[old],
+            ref_per_token_logps=None,
+        )
+        config = types.SimpleNamespace(
+            epsilon=options["clip_low"],
+            epsilon_low=options["clip_low"],
+            temperature=1.0,
+            epsilon_high=options["clip_high"],
+            epsilon_c=dual,
+            entropy_coef=None,
+            beta=None,
+            **config,
+        )
 
         def loss(logprobs):
-            common.compute_per_token_logps = lambda *args, **kwargs: (logprobs, jnp.zeros((*mask.shape, 2)))
+            common.compute_per_token_logps = lambda *args, **kwargs: (
+                logprobs,
+                jnp.zeros((*mask.shape, 2)),
+            )
             return function(nnx.Module(), example, config, 0, 0)[0]
 
         answers.graded(name, loss, case["logprobs"])
 
     ask("PPO: policy loss", algo_core.ppo_policy_loss_fn, old="wide_logprobs")
-    ask("PPO: policy loss, log-ratios beyond 20", algo_core.ppo_policy_loss_fn, old="far_logprobs", dual=None)
+    ask(
+        "PPO: policy loss, log-ratios beyond 20",
+        algo_core.ppo_policy_loss_fn,
+        old="far_logprobs",
+        dual=None,
+    )
     for mode in MODES:
-        ask(f"GRPO: policy loss, {mode}", algo_core.grpo_loss_fn, "response_advantages", loss_algo="grpo", loss_agg_mode=mode)
-    ask("GRPO: policy loss, log-ratios beyond 20", algo_core.grpo_loss_fn, old="far_logprobs", dual=None,
-        loss_algo="grpo", loss_agg_mode=MODES[0])
-    ask("GRPO: gspo-token", algo_core.grpo_loss_fn, "response_advantages", "wide_logprobs", loss_algo="gspo-token",
-        loss_agg_mode=MODES[1])
+        ask(
+            f"GRPO: policy loss, {mode}",
+            algo_core.grpo_loss_fn,
+            "response_advantages",
+            loss_algo="grpo",
+            loss_agg_mode=mode,
+        )
+    ask(
+        "GRPO: policy loss, log-ratios beyond 20",
+        algo_core.grpo_loss_fn,
+        old="far_logprobs",
+        dual=None,
+        loss_algo="grpo",
+        loss_agg_mode=MODES[0],
+    )
+    ask(
+        "GRPO: gspo-token",
+        algo_core.grpo_loss_fn,
+        "response_advantages",
+        "wide_logprobs",
+        loss_algo="gspo-token",
+        loss_agg_mode=MODES[1],
+    )
 
 
 def value_loss(answers, case, options):
-    example = types.SimpleNamespace(prompt_ids=None, completion_ids=case["targets"], completion_mask=case["mask"],
-                                    old_values=case["old_values"], returns=case["returns"])
+    example = types.SimpleNamespace(
+        prompt_ids=None,
+        completion_ids=case["targets"],
+        completion_mask=case["mask"],
+        old_values=case["old_values"],
+        returns=case["returns"],
+    )
 
     def loss(values):
         common.compute_score = lambda *args, **kwargs: jnp.pad(values, ((0, 0), (0, 1)))
@@ -78,27 +136,52 @@ def the_rest(answers, case, options):
     for mode in (*MODES, "sequence-mean-token-sum-norm"):
         norm = {"norm": options["scale"]} if mode == MODES[2] else {}
         if mode == "sequence-mean-token-sum-norm":
-            norm = {"norm": options["scale"] * (case["absent_mask"].sum(1) > 0).sum()}  # the norm of a sum, not of a mean
-        answers.graded(f"aggregation: {mode}", lambda x, mode=mode, norm=norm: common.aggregate_loss(
-            x, case["absent_mask"], mode, **norm), case["losses"])
-    for name, method, reference in (("k1", "kl", "ref_logprobs"), ("k2", "mse_kl", "ref_logprobs"),
-                                    ("k3", "low_var_kl", "ref_logprobs"),
-                                    ("k3, log-ratios beyond 20", "low_var_kl", "far_logprobs")):
-        answers.graded(f"KL {name}", lambda x, method=method, reference=reference: case["mask"] * common.compute_kl_divergence(
-            x, case[reference], method), case["logprobs"], case["cotangents"])
+            norm = {
+                "norm": options["scale"] * (case["absent_mask"].sum(1) > 0).sum()
+            }  # the norm of a sum, not of a mean
+        answers.graded(
+            f"aggregation: {mode}",
+            lambda x, mode=mode, norm=norm: common.aggregate_loss(
+                x, case["absent_mask"], mode, **norm
+            ),
+            case["losses"],
+        )
+    for name, method, reference in (
+        ("k1", "kl", "ref_logprobs"),
+        ("k2", "mse_kl", "ref_logprobs"),
+        ("k3", "low_var_kl", "ref_logprobs"),
+        ("k3, log-ratios beyond 20", "low_var_kl", "far_logprobs"),
+    ):
+        answers.graded(
+            f"KL {name}",
+            lambda x, method=method, reference=reference: (
+                case["mask"] * common.compute_kl_divergence(x, case[reference], method)
+            ),
+            case["logprobs"],
+            case["cotangents"],
+        )
 
     def of(hidden):
         return hidden @ case["unembedding"].T / options["temperature"]
 
-    answers.graded("log-prob", lambda x: case["mask"] * common.selective_log_softmax(of(x), case["targets"]), case["hidden"],
-                   case["cotangents"])
-    answers.graded("entropy", lambda x: case["mask"] * algo_core.compute_entropy_from_logits(of(x)), case["hidden"],
-                   case["cotangents"])
+    answers.graded(
+        "log-prob",
+        lambda x: case["mask"] * common.selective_log_softmax(of(x), case["targets"]),
+        case["hidden"],
+        case["cotangents"],
+    )
+    answers.graded(
+        "entropy",
+        lambda x: case["mask"] * algo_core.compute_entropy_from_logits(of(x)),
+        case["hidden"],
+        case["cotangents"],
+    )
 
 
 @functools.cache
 def compiled(options):
     """For all cases."""
+
     def of_case(case):
         answers = Answers()
         for ask in (advantages, policy_losses, value_loss, the_rest):
@@ -110,7 +193,9 @@ def compiled(options):
 
 def answer(case, options):
     answers = compiled(tuple(options.items()))(case)
-    answers["GRPO: advantages"] = algo_core.compute_advantages(case["scores"], options["n"])  # numpy's
+    answers["GRPO: advantages"] = algo_core.compute_advantages(
+        case["scores"], options["n"]
+    )  # numpy's
     return {name: np.asarray(array) for name, array in answers.items()}
 
 

@@ -21,32 +21,61 @@ from turnstile import Turnstile
 
 def even_share(prompts, completions, **columns):
     """The rule: share of even token ids."""
-    return [np.mean([int(word[1:]) % 2 == 0 for word in completion.split()] or [0]) for completion in completions]
+    return [
+        np.mean([int(word[1:]) % 2 == 0 for word in completion.split()] or [0])
+        for completion in completions
+    ]
 
 
 def make_cluster(settings: dict) -> cluster_lib.RLCluster:
     mesh, samples = tunix_model.one_device_mesh(), settings["samples"]
     (actor, _), (reference, _) = (tunix_model.load(settings["model"], mesh) for _ in range(2))
     training = cluster_lib.RLTrainingConfig(
-        actor_optimizer=optax.adamw(settings["lr"]), critic_optimizer=optax.adamw(settings["lr"]),
-        eval_every_n_steps=10**9, max_steps=10**6, mini_batch_size=samples, train_micro_batch_size=samples,
-        rollout_micro_batch_size=samples, compute_logps_micro_batch_size=samples, metrics_logging_options=None,
-        checkpoint_root_directory=None)
+        actor_optimizer=optax.adamw(settings["lr"]),
+        critic_optimizer=optax.adamw(settings["lr"]),
+        eval_every_n_steps=10**9,
+        max_steps=10**6,
+        mini_batch_size=samples,
+        train_micro_batch_size=samples,
+        rollout_micro_batch_size=samples,
+        compute_logps_micro_batch_size=samples,
+        metrics_logging_options=None,
+        checkpoint_root_directory=None,
+    )
     rollout = base_rollout.RolloutConfig(
-        max_tokens_to_generate=settings["response"], max_prompt_length=settings["prompt"],
-        kv_cache_size=settings["prompt"] + settings["response"], temperature=1.0, top_p=1.0, top_k=None,
-        eos_tokens=[workload.EOS])
-    roles = (cluster_lib.Role.ACTOR, cluster_lib.Role.CRITIC, cluster_lib.Role.REFERENCE, cluster_lib.Role.ROLLOUT)
+        max_tokens_to_generate=settings["response"],
+        max_prompt_length=settings["prompt"],
+        kv_cache_size=settings["prompt"] + settings["response"],
+        temperature=1.0,
+        top_p=1.0,
+        top_k=None,
+        eos_tokens=[workload.EOS],
+    )
+    roles = (
+        cluster_lib.Role.ACTOR,
+        cluster_lib.Role.CRITIC,
+        cluster_lib.Role.REFERENCE,
+        cluster_lib.Role.ROLLOUT,
+    )
     return cluster_lib.RLCluster(
-        actor=actor, critic=utils.create_critic_model(actor), reference=reference,
+        actor=actor,
+        critic=utils.create_critic_model(actor),
+        reference=reference,
         tokenizer=tunix_model.Tokenizer(settings["model"]),
         cluster_config=cluster_lib.ClusterConfig(
-            role_to_mesh=dict.fromkeys(roles, mesh), rollout_engine="vanilla", offload_to_cpu=False,
-            training_config=training, rollout_config=rollout))
+            role_to_mesh=dict.fromkeys(roles, mesh),
+            rollout_engine="vanilla",
+            offload_to_cpu=False,
+            training_config=training,
+            rollout_config=rollout,
+        ),
+    )
 
 
 def main(settings: dict):
-    turnstile = Turnstile(settings["plain_turns"], ("google-tunix", "jax", "jaxlib", "flax", "optax"), block)
+    turnstile = Turnstile(
+        settings["plain_turns"], ("google-tunix", "jax", "jaxlib", "flax", "optax"), block
+    )
     cluster, tokens = make_cluster(settings), []
 
     def counted(*args, **kwargs):
@@ -56,21 +85,41 @@ def main(settings: dict):
 
     generate = turnstile.phase("rollout", cluster.generate)
     cluster.generate = counted
-    for name, phase in (("get_ref_per_token_logps", "reference"), ("get_old_per_token_logps", "old_logprobs"),
-                        ("get_values", "values"), ("update_actor", "update"), ("update_critic", "update")):
+    for name, phase in (
+        ("get_ref_per_token_logps", "reference"),
+        ("get_old_per_token_logps", "old_logprobs"),
+        ("get_values", "values"),
+        ("update_actor", "update"),
+        ("update_critic", "update"),
+    ):
         setattr(cluster, name, turnstile.phase(phase, getattr(cluster, name)))
 
     def batches():
         turnstile.step_done()
         for seed in range(10**6):
-            yield {"prompts": np.array([workload.text(p) for p in
-                                        workload.prompts(settings["samples"], settings["prompt"], seed=seed)])}
+            yield {
+                "prompts": np.array(
+                    [
+                        workload.text(p)
+                        for p in workload.prompts(
+                            settings["samples"], settings["prompt"], seed=seed
+                        )
+                    ]
+                )
+            }
             block(nnx.state(cluster.critic_trainer.model))
             turnstile.step_done({"tokens": tokens[-1]})
 
-    options = ppo_learner.PPOConfig(num_iterations=1, beta=settings["kl_coef"], gamma=1.0, gae_lambda=settings["lam"],
-                                    epsilon=0.2)
-    ppo_learner.PPOLearner(rl_cluster=cluster, ppo_config=options, reward_fns=[even_share]).train(batches())
+    options = ppo_learner.PPOConfig(
+        num_iterations=1,
+        beta=settings["kl_coef"],
+        gamma=1.0,
+        gae_lambda=settings["lam"],
+        epsilon=0.2,
+    )
+    ppo_learner.PPOLearner(rl_cluster=cluster, ppo_config=options, reward_fns=[even_share]).train(
+        batches()
+    )
 
 
 def block(work):

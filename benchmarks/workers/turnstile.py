@@ -18,7 +18,9 @@ class Turnstile:
       wait: returns when the work given as an argument is done, for programs that run ahead of their results.
     """
 
-    def __init__(self, plain_turns: int, packages: tuple[str, ...], wait: Callable = lambda work: None):
+    def __init__(
+        self, plain_turns: int, packages: tuple[str, ...], wait: Callable = lambda work: None
+    ):
         self._plain_turns, self._packages, self._wait = plain_turns, packages, wait
         self._go, self._figures = queue.Queue(), queue.Queue()
         self._turns, self._phases = 0, {}

@@ -18,26 +18,40 @@ MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 
 def advantages(answers, case, options):
     mask, scores = case["mask"], case["scores"]
-    whitened, returns = core.compute_gae_advantage_return(case["rewards"], case["old_values"], mask, options["gamma"],
-                                                          options["lam"])
+    whitened, returns = core.compute_gae_advantage_return(
+        case["rewards"], case["old_values"], mask, options["gamma"], options["lam"]
+    )
     answers.add("GAE: returns", returns * mask)
     answers.add("GAE: advantages before whitening", (returns - case["old_values"]) * mask)
     answers.add("GAE: advantages", whitened * mask)
     answers.add("masked mean", functional.masked_mean(case["losses"], mask))
     answers.add("whitening", functional.masked_whiten(case["losses"], mask) * mask)
-    answers.add("whitening without shift", functional.masked_whiten(case["losses"], mask, shift_mean=False) * mask)
+    answers.add(
+        "whitening without shift",
+        functional.masked_whiten(case["losses"], mask, shift_mean=False) * mask,
+    )
 
     config = AlgoConfig(gamma=options["gamma"])
-    whitened, returns = core.compute_reinforce_plus_plus_outcome_advantage(case["rewards"] * mask, mask, config)
+    whitened, returns = core.compute_reinforce_plus_plus_outcome_advantage(
+        case["rewards"] * mask, mask, config
+    )
     answers.add("REINFORCE++: returns", returns)
     answers.add("REINFORCE++: advantages", whitened)
     last = torch.nn.functional.one_hot(mask.sum(1) - 1, mask.shape[1]) * scores[:, None]
     groups = np.repeat(np.arange(len(scores) // options["n"]), options["n"])
     for name, function, more in (
-        ("REINFORCE++-baseline: advantages", core.compute_reinforce_plus_plus_baseline_outcome_advantage, {}),
+        (
+            "REINFORCE++-baseline: advantages",
+            core.compute_reinforce_plus_plus_baseline_outcome_advantage,
+            {},
+        ),
         ("GRPO", core.compute_grpo_outcome_advantage, {}),
         ("GRPO, vectorised", core.compute_grpo_vectorized_outcome_advantage, {}),
-        ("GRPO without the division", core.compute_grpo_outcome_advantage, {"norm_adv_by_std_in_grpo": False}),
+        (
+            "GRPO without the division",
+            core.compute_grpo_outcome_advantage,
+            {"norm_adv_by_std_in_grpo": False},
+        ),
         ("RLOO", core.compute_rloo_outcome_advantage, {}),
         ("RLOO, vectorised", core.compute_rloo_vectorized_outcome_advantage, {}),
     ):
@@ -47,20 +61,48 @@ def advantages(answers, case, options):
 def policy_losses(answers, case, options):
     low, high, mask = options["clip_low"], options["clip_high"], case["mask"]
 
-    def ask(name, kind, mode, advantages="advantages", old="old_logprobs", mask=mask, importance=None, low=low, high=high,
-            dual=options["dual_clip"]):
+    def ask(
+        name,
+        kind,
+        mode,
+        advantages="advantages",
+        old="old_logprobs",
+        mask=mask,
+        importance=None,
+        low=low,
+        high=high,
+        dual=options["dual_clip"],
+    ):
         info = {"loss_scale_factor": mask.shape[1]} if mode == MODES[3] else {}
-        config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=low,
-                             clip_ratio_high=high, clip_ratio_c=dual, global_batch_info=info)
-        A = case[advantages] if advantages == "advantages" else case[advantages][:, None].expand(mask.shape)
-        return answers.graded(name, lambda logprobs: core.get_policy_loss_fn(kind)(
-            case[old], logprobs, A, mask, mode, config, importance), case["logprobs"])
+        config = ActorConfig(
+            strategy="fsdp",
+            rollout_n=1,
+            ppo_micro_batch_size_per_gpu=1,
+            clip_ratio_low=low,
+            clip_ratio_high=high,
+            clip_ratio_c=dual,
+            global_batch_info=info,
+        )
+        A = (
+            case[advantages]
+            if advantages == "advantages"
+            else case[advantages][:, None].expand(mask.shape)
+        )
+        return answers.graded(
+            name,
+            lambda logprobs: core.get_policy_loss_fn(kind)(
+                case[old], logprobs, A, mask, mode, config, importance
+            ),
+            case["logprobs"],
+        )
 
     for mode in MODES:
         ask(f"vanilla, {mode}", "vanilla", mode)
-    shares, = ask("vanilla, ratios far off", "vanilla", MODES[0], old="wide_logprobs")
+    (shares,) = ask("vanilla, ratios far off", "vanilla", MODES[0], old="wide_logprobs")
     answers.add("vanilla, ratios far off: share clipped", shares["actor/pg_clipfrac"])
-    answers.add("vanilla, ratios far off: share of the dual clip", shares["actor/pg_clipfrac_lower"])
+    answers.add(
+        "vanilla, ratios far off: share of the dual clip", shares["actor/pg_clipfrac_lower"]
+    )
     ask("vanilla, log-ratios beyond 20", "vanilla", MODES[0], old="far_logprobs", dual=1e30)
     ask("vanilla, importance weights", "vanilla", MODES[0], importance=case["importance"])
     ask("gspo, seq-mean-token-mean", "gspo", MODES[2], low=0.1, high=0.15)
@@ -68,60 +110,129 @@ def policy_losses(answers, case, options):
     ask("gspo, dual clip asked", "gspo", MODES[2], old="wide_logprobs")
     ask("gspo, log-ratios beyond 20", "gspo", MODES[2], old="far_logprobs")
     ask("geo_mean", "geo_mean", MODES[2], "response_advantages")
-    ask("geo_mean, absent responses", "geo_mean", MODES[2], "response_advantages", mask=case["absent_mask"])
+    ask(
+        "geo_mean, absent responses",
+        "geo_mean",
+        MODES[2],
+        "response_advantages",
+        mask=case["absent_mask"],
+    )
     ask("cispo", "cispo", MODES[0])
     ask("cispo, log-ratios beyond 20", "cispo", MODES[0], old="far_logprobs")
     ask("gpg", "gpg", MODES[0])
     config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
-    answers.graded("reinforce, importance weights", lambda logprobs: core.compute_policy_loss_reinforce(
-        case["old_logprobs"], logprobs, case["advantages"], mask, MODES[1], config, case["importance"]), case["logprobs"])
+    answers.graded(
+        "reinforce, importance weights",
+        lambda logprobs: core.compute_policy_loss_reinforce(
+            case["old_logprobs"],
+            logprobs,
+            case["advantages"],
+            mask,
+            MODES[1],
+            config,
+            case["importance"],
+        ),
+        case["logprobs"],
+    )
 
 
 def averages(answers, case, options):
     for mode in MODES:
-        answers.graded(f"aggregation: {mode}", lambda x, mode=mode: core.agg_loss(
-            x, case["absent_mask"], mode, loss_scale_factor=options["scale"]), case["losses"])
+        answers.graded(
+            f"aggregation: {mode}",
+            lambda x, mode=mode: core.agg_loss(
+                x, case["absent_mask"], mode, loss_scale_factor=options["scale"]
+            ),
+            case["losses"],
+        )
     halves, tokens = (slice(0, None, 2), slice(1, None, 2)), case["mask"].sum()
-    answers.graded("token-mean in two micro-batches, global count", lambda x: sum(core.agg_loss(
-        x[half], case["mask"][half], MODES[0], batch_num_tokens=tokens) for half in halves), case["losses"])
-    answers.graded("token-mean in two micro-batches, count of each", lambda x: sum(core.agg_loss(
-        x[half], case["mask"][half], MODES[0]) for half in halves) / 2, case["losses"])
-    share, = answers.graded("value loss", lambda values: core.compute_value_loss(
-        values, case["returns"], case["old_values"], case["mask"], options["value_clip"]), case["values"])
+    answers.graded(
+        "token-mean in two micro-batches, global count",
+        lambda x: sum(
+            core.agg_loss(x[half], case["mask"][half], MODES[0], batch_num_tokens=tokens)
+            for half in halves
+        ),
+        case["losses"],
+    )
+    answers.graded(
+        "token-mean in two micro-batches, count of each",
+        lambda x: sum(core.agg_loss(x[half], case["mask"][half], MODES[0]) for half in halves) / 2,
+        case["losses"],
+    )
+    (share,) = answers.graded(
+        "value loss",
+        lambda values: core.compute_value_loss(
+            values, case["returns"], case["old_values"], case["mask"], options["value_clip"]
+        ),
+        case["values"],
+    )
     answers.add("value loss: share clipped", share)
 
 
 def divergences(answers, case, options):
     mask = case["mask"]
-    for ours, theirs in (("k1", "kl"), ("abs", "abs"), ("k2", "mse"), ("k3", "low_var_kl"), ("k3+", "low_var_kl+")):
+    for ours, theirs in (
+        ("k1", "kl"),
+        ("abs", "abs"),
+        ("k2", "mse"),
+        ("k3", "low_var_kl"),
+        ("k3+", "low_var_kl+"),
+    ):
         for suffix, reference in (("", "ref_logprobs"), (", log-ratios beyond 20", "far_logprobs")):
-            answers.graded(f"KL {ours}{suffix}", lambda x, theirs=theirs, reference=reference: mask * core.kl_penalty(
-                x, case[reference], theirs), case["logprobs"], case["cotangents"])
-    controller, path = core.AdaptiveKLController(options["kl_coef"], options["kl_target"], options["kl_horizon"]), []
+            answers.graded(
+                f"KL {ours}{suffix}",
+                lambda x, theirs=theirs, reference=reference: (
+                    mask * core.kl_penalty(x, case[reference], theirs)
+                ),
+                case["logprobs"],
+                case["cotangents"],
+            )
+    controller, path = (
+        core.AdaptiveKLController(options["kl_coef"], options["kl_target"], options["kl_horizon"]),
+        [],
+    )
     for current in case["kls"].tolist():
         controller.update(current, len(mask))
         path.append(controller.value)
     answers.add("adaptive KL coefficient", path)
     for level in ("token", "sequence"):
         for suffix, old in (("", "wide_logprobs"), (", log-ratios beyond 20", "far_logprobs")):
-            answers.add(f"importance weights, {level}{suffix}", compute_rollout_correction_weights(
-                case["logprobs"] - case[old], mask, level, options["threshold"])[0])
-    batch = {"rollout_log_probs": case["wide_logprobs"], "old_log_probs": case["logprobs"], "response_mask": mask,
-             "responses": case["targets"]}
+            answers.add(
+                f"importance weights, {level}{suffix}",
+                compute_rollout_correction_weights(
+                    case["logprobs"] - case[old], mask, level, options["threshold"]
+                )[0],
+            )
+    batch = {
+        "rollout_log_probs": case["wide_logprobs"],
+        "old_log_probs": case["logprobs"],
+        "response_mask": mask,
+        "responses": case["targets"],
+    }
     found = calculate_debug_metrics(DataProto(batch=TensorDict(batch, batch_size=len(mask))))
     answers.add("sampler and trainer: mean |p - q|", found["training/rollout_probs_diff_mean"])
     answers.add("sampler and trainer: max |p - q|", found["training/rollout_probs_diff_max"])
-    answers.add("sampler and trainer: correlation", found["training/rollout_actor_probs_pearson_corr"])
+    answers.add(
+        "sampler and trainer: correlation", found["training/rollout_actor_probs_pearson_corr"]
+    )
 
 
 def logits(answers, case, options):
     def of(hidden):
         return hidden @ case["unembedding"].T / options["temperature"]
 
-    answers.graded("log-prob", lambda x: case["mask"] * functional.logprobs_from_logits(of(x), case["targets"]),
-                   case["hidden"], case["cotangents"])
-    answers.graded("entropy", lambda x: case["mask"] * functional.entropy_from_logits(of(x)), case["hidden"],
-                   case["cotangents"])
+    answers.graded(
+        "log-prob",
+        lambda x: case["mask"] * functional.logprobs_from_logits(of(x), case["targets"]),
+        case["hidden"],
+        case["cotangents"],
+    )
+    answers.graded(
+        "entropy",
+        lambda x: case["mask"] * functional.entropy_from_logits(of(x)),
+        case["hidden"],
+        case["cotangents"],
+    )
 
 
 def answer(case, options):

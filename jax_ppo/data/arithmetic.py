@@ -13,17 +13,41 @@ import numpy as np
 from jax_ppo.types import Example
 
 SPLITS = ("train", "heldout")
-_PROBLEMS, _SOLUTIONS = 101, 202  # keep their random numbers apart: index 5 of one is not drawn as index 5 of the other
+_PROBLEMS, _SOLUTIONS = (
+    101,
+    202,
+)  # keep their random numbers apart: index 5 of one is not drawn as index 5 of the other
 HASTY_RIGHT = 0.15  # probability that the answer given at once is right
 
-_NAMES = (("Tom", "he"), ("Ann", "she"), ("Ben", "he"), ("Mia", "she"), ("Sam", "he"), ("Eva", "she"), ("Max", "he"),
-          ("Lea", "she"))
-_THINGS = (("apple", "apples"), ("book", "books"), ("coin", "coins"), ("pen", "pens"), ("toy", "toys"), ("egg", "eggs"))
+_NAMES = (
+    ("Tom", "he"),
+    ("Ann", "she"),
+    ("Ben", "he"),
+    ("Mia", "she"),
+    ("Sam", "he"),
+    ("Eva", "she"),
+    ("Max", "he"),
+    ("Lea", "she"),
+)
+_THINGS = (
+    ("apple", "apples"),
+    ("book", "books"),
+    ("coin", "coins"),
+    ("pen", "pens"),
+    ("toy", "toys"),
+    ("egg", "eggs"),
+)
 _STORIES = {
-    "+-": ("{Who} buys {second} more and gives {third} away.", "{Who} finds {second} more and then loses {third}.",
-           "{Who} gets {second} from a friend and sells {third}."),
-    "-+": ("{Who} gives {second} away and buys {third} more.", "{Who} loses {second} and then finds {third} more.",
-           "{Who} sells {second} and gets {third} from a friend."),
+    "+-": (
+        "{Who} buys {second} more and gives {third} away.",
+        "{Who} finds {second} more and then loses {third}.",
+        "{Who} gets {second} from a friend and sells {third}.",
+    ),
+    "-+": (
+        "{Who} gives {second} away and buys {third} more.",
+        "{Who} loses {second} and then finds {third} more.",
+        "{Who} sells {second} and gets {third} from a friend.",
+    ),
 }
 
 
@@ -50,7 +74,11 @@ class Problem:
     @property
     def answer(self) -> int:
         """0 to 9."""
-        return self.between + self.numbers[2] if self.signs[1] == "+" else self.between - self.numbers[2]
+        return (
+            self.between + self.numbers[2]
+            if self.signs[1] == "+"
+            else self.between - self.numbers[2]
+        )
 
     @property
     def prompt(self) -> str:
@@ -61,14 +89,18 @@ class Problem:
     def careful(self) -> str:
         """The solution step by step, always right."""
         first, second, third = self.numbers
-        return (f"{first}{self.signs[0]}{second}={self.between}\n{self.between}{self.signs[1]}{third}={self.answer}\n"
-                f"#### {self.answer}")
+        return (
+            f"{first}{self.signs[0]}{second}={self.between}\n{self.between}{self.signs[1]}{third}={self.answer}\n"
+            f"#### {self.answer}"
+        )
 
 
 def problem(index: int, split: str) -> Problem:
     """Problem number `index` >= 0 of "train" or "heldout", always the same. Two indices may share their numbers."""
     if index < 0 or split not in SPLITS:
-        raise ValueError(f"index={index}, split={split!r}: expected an index of at least 0 and one of {SPLITS}")
+        raise ValueError(
+            f"index={index}, split={split!r}: expected an index of at least 0 and one of {SPLITS}"
+        )
     rng = np.random.default_rng([_PROBLEMS, SPLITS.index(split), index])
     signs = ("+-", "-+")[rng.integers(2)]
     choices = _triples(signs, split)
@@ -85,8 +117,16 @@ def problem(index: int, split: str) -> Problem:
 def examples(count: int, split: str = "train", offset: int = 0) -> list[Example]:
     """Problems offset .. offset + count - 1 of "train" or "heldout" with their answers, of data_source "arithmetic"."""
     made = ((index, problem(index, split)) for index in range(offset, offset + count))
-    return [Example(prompt=p.prompt, data_source="arithmetic", ground_truth=str(p.answer), response=p.careful,
-                    extra_info={"index": index, "split": split, "solution": p.careful}) for index, p in made]
+    return [
+        Example(
+            prompt=p.prompt,
+            data_source="arithmetic",
+            ground_truth=str(p.answer),
+            response=p.careful,
+            extra_info={"index": index, "split": split, "solution": p.careful},
+        )
+        for index, p in made
+    ]
 
 
 def worked_examples(count: int, careful_share: float, seed: int) -> list[tuple[str, str]]:
@@ -112,15 +152,22 @@ def worked_examples(count: int, careful_share: float, seed: int) -> list[tuple[s
 def _hasty(answer, rng):
     if rng.random() < HASTY_RIGHT:
         return answer
-    return int(rng.choice([wrong for off in (1, 2, 3) for wrong in (answer - off, answer + off) if wrong >= 0]))
+    return int(
+        rng.choice(
+            [wrong for off in (1, 2, 3) for wrong in (answer - off, answer + off) if wrong >= 0]
+        )
+    )
 
 
 @functools.cache
 def _triples(signs, split):
     """The numbers that keep both steps within one digit, and belong to the split."""
     digits = range(1, 10)
-    return [numbers for numbers in ((a, b, d) for a in digits for b in digits for d in digits)
-            if _held_out(numbers) == (split == "heldout") and _one_digit(Problem(numbers, signs, ""))]
+    return [
+        numbers
+        for numbers in ((a, b, d) for a in digits for b in digits for d in digits)
+        if _held_out(numbers) == (split == "heldout") and _one_digit(Problem(numbers, signs, ""))
+    ]
 
 
 def _one_digit(p):

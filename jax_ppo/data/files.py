@@ -26,10 +26,14 @@ def read_rows(path: Path, option: str) -> Iterator[tuple[str, dict]]:
 
 def _missing(path, option):
     if path.is_dir():
-        return UserError(f"{option}: {path} is a folder; expected a file that ends in {', '.join(SUFFIXES)}")
+        return UserError(
+            f"{option}: {path} is a folder; expected a file that ends in {', '.join(SUFFIXES)}"
+        )
     folder = path.parent
     if not folder.is_dir():
-        return UserError(f"{option}: there is no file {path}, nor a folder {folder} (looked from {Path.cwd()})")
+        return UserError(
+            f"{option}: there is no file {path}, nor a folder {folder} (looked from {Path.cwd()})"
+        )
     hint = did_you_mean(path.name, (f.name for f in folder.iterdir() if f.name.endswith(SUFFIXES)))
     return UserError(f"{option}: there is no file {path}.{hint}")
 
@@ -44,16 +48,22 @@ def _json_rows(path):
                     yield f"{path}:{number}", _json_object(line, f"{path}:{number}")
     except (OSError, EOFError, UnicodeDecodeError) as error:
         kind = "gzipped UTF-8 text" if opened is gzip.open else "UTF-8 text"
-        raise UserError(f"{path}, after line {number}: can not be read as {kind}: {error}") from error
+        raise UserError(
+            f"{path}, after line {number}: can not be read as {kind}: {error}"
+        ) from error
 
 
 def _json_object(line, where):
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not JSON: {error.msg} at column {error.colno} of {_shortened(line)!r}") from error
+        raise UserError(
+            f"{where}: not JSON: {error.msg} at column {error.colno} of {_shortened(line)!r}"
+        ) from error
     if not isinstance(row, dict):
-        raise UserError(f"{where}: expected a JSON object, got {type(row).__name__}: {_shortened(line)!r}")
+        raise UserError(
+            f"{where}: expected a JSON object, got {type(row).__name__}: {_shortened(line)!r}"
+        )
     return row
 
 
@@ -69,7 +79,9 @@ def _parquet_rows(path):
                     number += 1
                     yield f"{path}, row {number}", row
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}, after row {number}: can not be read as Parquet: {error}") from error
+        raise UserError(
+            f"{path}, after row {number}: can not be read as Parquet: {error}"
+        ) from error
 
 
 def _shortened(line, width=80):

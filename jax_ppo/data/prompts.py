@@ -50,9 +50,16 @@ class PromptBatch:
     count: int
 
 
-def tokenize(examples: Sequence[Example], tokenizer, *, max_prompt_length: int, filter_overlong_prompts: bool = True,
-             truncation: str = "error", chat_template: bool = True,
-             name: str = "config.data.train_files") -> PromptDataset:
+def tokenize(
+    examples: Sequence[Example],
+    tokenizer,
+    *,
+    max_prompt_length: int,
+    filter_overlong_prompts: bool = True,
+    truncation: str = "error",
+    chat_template: bool = True,
+    name: str = "config.data.train_files",
+) -> PromptDataset:
     """Encodes every prompt; those longer than max_prompt_length are dropped, cut or refused.
 
     Args:
@@ -79,11 +86,18 @@ def tokenize(examples: Sequence[Example], tokenizer, *, max_prompt_length: int, 
         kept.append(example)
         tokens.append(np.asarray(ids, np.int32))
     if dropped:
-        log.warning("%s: dropped %d of %d prompts, longer than config.data.max_prompt_length=%d tokens",
-                    name, dropped, len(examples), max_prompt_length)
+        log.warning(
+            "%s: dropped %d of %d prompts, longer than config.data.max_prompt_length=%d tokens",
+            name,
+            dropped,
+            len(examples),
+            max_prompt_length,
+        )
     if not kept:
-        raise UserError(f"{name}: no prompt is left of {len(examples)}; {dropped} are longer than "
-                        f"config.data.max_prompt_length={max_prompt_length} tokens. Set it higher, or give other data")
+        raise UserError(
+            f"{name}: no prompt is left of {len(examples)}; {dropped} are longer than "
+            f"config.data.max_prompt_length={max_prompt_length} tokens. Set it higher, or give other data"
+        )
     return PromptDataset(tuple(kept), tokens, max_prompt_length, name)
 
 
@@ -116,14 +130,29 @@ class PromptBatches:
       UserError: the data set is smaller than a batch, or the position is negative.
     """
 
-    def __init__(self, dataset: PromptDataset, batch_size: int, shuffle: bool = True, seed: int = 0, position: int = 0,
-                 repeat: bool = True):
+    def __init__(
+        self,
+        dataset: PromptDataset,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        position: int = 0,
+        repeat: bool = True,
+    ):
         if not 1 <= batch_size <= len(dataset):
-            raise UserError(f"{dataset.name} has {len(dataset)} prompts, and config.data.train_batch_size={batch_size} "
-                            f"asks for that many in a step; set it to 1 to {len(dataset)}, or give more data")
+            raise UserError(
+                f"{dataset.name} has {len(dataset)} prompts, and config.data.train_batch_size={batch_size} "
+                f"asks for that many in a step; set it to 1 to {len(dataset)}, or give more data"
+            )
         if position < 0:
             raise UserError(f"position={position} in {dataset.name}: expected 0 or more")
-        self.dataset, self.batch_size, self.shuffle, self.seed, self.repeat = dataset, batch_size, shuffle, seed, repeat
+        self.dataset, self.batch_size, self.shuffle, self.seed, self.repeat = (
+            dataset,
+            batch_size,
+            shuffle,
+            seed,
+            repeat,
+        )
         self.position = position
         self._order = (-1, None)
 
@@ -152,7 +181,11 @@ class PromptBatches:
     def _rows(self, epoch):
         if self._order[0] != epoch:
             rows = len(self.dataset)
-            order = np.random.default_rng([self.seed, epoch]).permutation(rows) if self.shuffle else np.arange(rows)
+            order = (
+                np.random.default_rng([self.seed, epoch]).permutation(rows)
+                if self.shuffle
+                else np.arange(rows)
+            )
             self._order = (epoch, order)
         return self._order[1]
 
@@ -172,18 +205,26 @@ def _batch(dataset, indices, count):
     tokens = np.zeros((len(rows), bucket(int(lengths.max()), dataset.max_prompt_length)), np.int32)
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids
-    return PromptBatch(tuple(dataset.examples[i] for i in indices), Prompts(tokens, lengths), indices, count)
+    return PromptBatch(
+        tuple(dataset.examples[i] for i in indices), Prompts(tokens, lengths), indices, count
+    )
 
 
 def _encode(example, tokenizer, chat_template, where):
-    texts = [example.prompt] if isinstance(example.prompt, str) else [message["content"] for message in example.prompt]
+    texts = (
+        [example.prompt]
+        if isinstance(example.prompt, str)
+        else [message["content"] for message in example.prompt]
+    )
     if not any(text.strip() for text in texts):
         raise UserError(f"{where}: the prompt is empty")
     try:
         ids = encode_prompt(tokenizer, example.prompt, chat_template)
     except Exception as error:
-        raise UserError(f"{where}: the prompt can not be encoded (config.data.chat_template={chat_template}): "
-                        f"{error}") from error
+        raise UserError(
+            f"{where}: the prompt can not be encoded (config.data.chat_template={chat_template}): "
+            f"{error}"
+        ) from error
     if not ids:
         raise UserError(f"{where}: the prompt has no tokens: {texts[-1][:80]!r}")
     return ids
@@ -196,7 +237,9 @@ def _cut(ids, width, truncation, where):
         return ids[:width]
     if truncation == "middle":
         first = width // 2
-        return ids[:first] + ids[first - width:]
-    raise UserError(f"{where}: the prompt has {len(ids)} tokens, and config.data.max_prompt_length={width}. Set that "
-                    "higher, config.data.filter_overlong_prompts=True to drop such prompts, or config.data.truncation "
-                    "to left, right or middle to cut them")
+        return ids[:first] + ids[first - width :]
+    raise UserError(
+        f"{where}: the prompt has {len(ids)} tokens, and config.data.max_prompt_length={width}. Set that "
+        "higher, config.data.filter_overlong_prompts=True to drop such prompts, or config.data.truncation "
+        "to left, right or middle to cut them"
+    )

@@ -13,7 +13,10 @@ from jax_ppo.types import Example, Sequences
 
 log = logging.getLogger(__name__)
 
-DEMONSTRATION, PAIR = ("response",), ("response", "rejected")  # what an example must have: the fields of types.Example
+DEMONSTRATION, PAIR = (
+    ("response",),
+    ("response", "rejected"),
+)  # what an example must have: the fields of types.Example
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,24 +40,41 @@ class ResponseDataset:
     @property
     def longest(self) -> int:
         """Tokens of the longest example: of each of its responses, with the prompt."""
-        return max(len(responses) * len(prompt) + sum(map(len, responses))
-                   for prompt, *responses in zip(self.prompts.tokens, *self.responses, strict=True))
+        return max(
+            len(responses) * len(prompt) + sum(map(len, responses))
+            for prompt, *responses in zip(self.prompts.tokens, *self.responses, strict=True)
+        )
 
     def sequences(self, rows: Sequence[int]) -> Sequences:
         """Prompt and response of these rows, of one kind of response after the other: a pair's two are len(rows) apart. Host
         arrays, always max_prompt_length + max_response_length wide."""
         prompts = [self.prompts.tokens[row] for row in rows] * len(self.responses)
         responses = [of_kind[row] for of_kind in self.responses for row in rows]
-        tokens = np.zeros((len(prompts), self.prompts.max_prompt_length + self.max_response_length), np.int32)
+        tokens = np.zeros(
+            (len(prompts), self.prompts.max_prompt_length + self.max_response_length), np.int32
+        )
         for into, prompt, response in zip(tokens, prompts, responses, strict=True):
-            into[:len(prompt) + len(response)] = np.concatenate([prompt, response])
-        return Sequences(tokens, np.array([len(ids) for ids in prompts], np.int32),
-                         np.array([len(ids) for ids in responses], np.int32), np.zeros(len(prompts), bool))
+            into[: len(prompt) + len(response)] = np.concatenate([prompt, response])
+        return Sequences(
+            tokens,
+            np.array([len(ids) for ids in prompts], np.int32),
+            np.array([len(ids) for ids in responses], np.int32),
+            np.zeros(len(prompts), bool),
+        )
 
 
-def tokenize(examples: Sequence[Example], tokenizer, kinds: tuple[str, ...], *, max_prompt_length: int,
-             max_response_length: int, filter_overlong_prompts: bool = True, truncation: str = "error",
-             chat_template: bool = True, name: str = "config.data.train_files") -> ResponseDataset:
+def tokenize(
+    examples: Sequence[Example],
+    tokenizer,
+    kinds: tuple[str, ...],
+    *,
+    max_prompt_length: int,
+    max_response_length: int,
+    filter_overlong_prompts: bool = True,
+    truncation: str = "error",
+    chat_template: bool = True,
+    name: str = "config.data.train_files",
+) -> ResponseDataset:
     """Encodes every example; those with an empty response, or one longer than max_response_length, are dropped, and how many is
     logged.
 
@@ -68,29 +88,65 @@ def tokenize(examples: Sequence[Example], tokenizer, kinds: tuple[str, ...], *, 
     """
     if tokenizer.eos_token_id is None:
         raise UserError(f"{name}: the tokenizer has no EOS token, which is what ends a response")
-    there = [example for example in examples if all(getattr(example, kind).strip() for kind in kinds)]
+    there = [
+        example for example in examples if all(getattr(example, kind).strip() for kind in kinds)
+    ]
     if dropped := len(examples) - len(there):
-        log.warning("%s: dropped %d of %d examples, which have an empty response", name, dropped, len(examples))
+        log.warning(
+            "%s: dropped %d of %d examples, which have an empty response",
+            name,
+            dropped,
+            len(examples),
+        )
     if not there:
-        raise UserError(f"{name}: all {len(examples)} examples have an empty response; give other data")
+        raise UserError(
+            f"{name}: all {len(examples)} examples have an empty response; give other data"
+        )
     prompts = prompts_lib.tokenize(
-        there, tokenizer, max_prompt_length=max_prompt_length, filter_overlong_prompts=filter_overlong_prompts,
-        truncation=truncation, chat_template=chat_template, name=name)
-    responses = [[np.array(ids, np.int32) for ids in encode_responses(
-        tokenizer, example.prompt, [getattr(example, kind) for kind in kinds], chat_template)] for example in prompts.examples]
+        there,
+        tokenizer,
+        max_prompt_length=max_prompt_length,
+        filter_overlong_prompts=filter_overlong_prompts,
+        truncation=truncation,
+        chat_template=chat_template,
+        name=name,
+    )
+    responses = [
+        [
+            np.array(ids, np.int32)
+            for ids in encode_responses(
+                tokenizer, example.prompt, [getattr(example, kind) for kind in kinds], chat_template
+            )
+        ]
+        for example in prompts.examples
+    ]
     kept = [row for row, ids in enumerate(responses) if max(map(len, ids)) <= max_response_length]
     if not kept:
-        raise UserError(f"{name}: no example is left of {len(prompts)}: all responses are longer than "
-                        f"config.data.max_response_length={max_response_length} tokens. Set it higher, or give other data")
+        raise UserError(
+            f"{name}: no example is left of {len(prompts)}: all responses are longer than "
+            f"config.data.max_response_length={max_response_length} tokens. Set it higher, or give other data"
+        )
     if dropped := len(prompts) - len(kept):
-        log.warning("%s: dropped %d of %d examples, whose responses are longer than config.data.max_response_length=%d tokens",
-                    name, dropped, len(prompts), max_response_length)
-    prompts = dataclasses.replace(prompts, examples=tuple(prompts.examples[row] for row in kept),
-                                  tokens=[prompts.tokens[row] for row in kept])
-    return ResponseDataset(prompts, tuple(zip(*(responses[row] for row in kept), strict=True)), max_response_length)
+        log.warning(
+            "%s: dropped %d of %d examples, whose responses are longer than config.data.max_response_length=%d tokens",
+            name,
+            dropped,
+            len(prompts),
+            max_response_length,
+        )
+    prompts = dataclasses.replace(
+        prompts,
+        examples=tuple(prompts.examples[row] for row in kept),
+        tokens=[prompts.tokens[row] for row in kept],
+    )
+    return ResponseDataset(
+        prompts, tuple(zip(*(responses[row] for row in kept), strict=True)), max_response_length
+    )
 
 
-def check(examples: Sequence[Example], kinds: tuple[str, ...], name: str, response_key: str) -> None:
+def check(
+    examples: Sequence[Example], kinds: tuple[str, ...], name: str, response_key: str
+) -> None:
     """Raises UserError for the first example that has not the responses that `kinds` names.
 
     `name`: the option that named the data; `response_key`: the option of that name.
@@ -100,12 +156,15 @@ def check(examples: Sequence[Example], kinds: tuple[str, ...], name: str, respon
         if not missing:
             continue
         near = did_you_mean(response_key, example.extra_info) if kinds == DEMONSTRATION else ""
-        raise UserError(f"{name}, example {row} (data_source {example.data_source!r}) has no {' and no '.join(missing)}. "
-                        + _GIVERS[kinds].format(response_key=response_key) + near)
+        raise UserError(
+            f"{name}, example {row} (data_source {example.data_source!r}) has no {' and no '.join(missing)}. "
+            + _GIVERS[kinds].format(response_key=response_key)
+            + near
+        )
 
 
 _GIVERS = {
     DEMONSTRATION: "GSM8K's form gives it as `answer`, HH-RLHF's as `chosen`, verl's in the column, or the entry of "
-                   "extra_info, that config.supervised.response_key={response_key!r} names.",
+    "extra_info, that config.supervised.response_key={response_key!r} names.",
     PAIR: "HH-RLHF's form (chosen, rejected) and `stories:` give both.",
 }

@@ -22,16 +22,27 @@ from jax_ppo.types import Example
 
 GENERATED = ("arithmetic", "stories")
 SCHEMES = (*GENERATED, "hf", "tfds")
-FORMS = ("files (" + ", ".join(files.SUFFIXES) + "), `arithmetic:COUNT[:heldout]`, `stories:COUNT[:heldout]`, "
-         "`hf:OWNER/NAME[@REVISION]/FILE` or `tfds:NAME/SPLIT`")
+FORMS = (
+    "files ("
+    + ", ".join(files.SUFFIXES)
+    + "), `arithmetic:COUNT[:heldout]`, `stories:COUNT[:heldout]`, "
+    "`hf:OWNER/NAME[@REVISION]/FILE` or `tfds:NAME/SPLIT`"
+)
 
 # Of revisions these two kinds have slashes in their names.
 _HUB_FILE = re.compile(r"([^/@]+/[^/@]+(?:@(?:refs/convert/[^/]+|refs/pr/[^/]+|[^/]+))?)/(.+)")
 _SLICE = re.compile(r"(.*)\[(\d*):(\d*)\]")
 
 
-def load_examples(spec: str, *, prompt_key: str = "prompt", instruction: str = "", response_key: str = "answer", seed: int = 0,
-                  option: str = "config.data.train_files") -> list[Example]:
+def load_examples(
+    spec: str,
+    *,
+    prompt_key: str = "prompt",
+    instruction: str = "",
+    response_key: str = "answer",
+    seed: int = 0,
+    option: str = "config.data.train_files",
+) -> list[Example]:
     """Reads or generates every example that the specification names, in its order.
 
     Args:
@@ -58,7 +69,11 @@ def _load(source, columns, seed, option):
     scheme, colon, rest = source.partition(":")
     if colon and scheme in GENERATED:
         count, split = _count_and_split(scheme, rest, option)
-        return arithmetic.examples(count, split) if scheme == "arithmetic" else stories.examples(count, split, seed)
+        return (
+            arithmetic.examples(count, split)
+            if scheme == "arithmetic"
+            else stories.examples(count, split, seed)
+        )
     if colon and scheme == "tfds":  # whose splits have slices of their own
         located = _tfds_rows(rest, option)
     else:
@@ -87,22 +102,30 @@ def _file_rows(source, option):
 def _count_and_split(scheme, rest, option):
     count, colon, split = rest.partition(":")
     if not count.isdecimal() or not int(count):
-        raise UserError(f"{option}='{scheme}:{rest}': expected a count of at least 1 after `{scheme}:`, got {count!r}")
+        raise UserError(
+            f"{option}='{scheme}:{rest}': expected a count of at least 1 after `{scheme}:`, got {count!r}"
+        )
     if colon and split != "heldout":
-        raise UserError(f"{option}='{scheme}:{rest}': expected `{scheme}:{count}` for training or "
-                        f"`{scheme}:{count}:heldout`, got {split!r}")
+        raise UserError(
+            f"{option}='{scheme}:{rest}': expected `{scheme}:{count}` for training or "
+            f"`{scheme}:{count}:heldout`, got {split!r}"
+        )
     return int(count), split or "train"
 
 
 def _hub_file(rest, option):
     found = _HUB_FILE.fullmatch(rest)
     if not found or not rest.endswith(files.SUFFIXES):
-        raise UserError(f"{option}='hf:{rest}': expected hf:OWNER/NAME/FILE with a file that ends in "
-                        f"{', '.join(files.SUFFIXES)}, as in hf:openai/gsm8k/main/train-00000-of-00001.parquet")
+        raise UserError(
+            f"{option}='hf:{rest}': expected hf:OWNER/NAME/FILE with a file that ends in "
+            f"{', '.join(files.SUFFIXES)}, as in hf:openai/gsm8k/main/train-00000-of-00001.parquet"
+        )
     name, path = found.groups()
     folder, names = hub.download(name, [path], option, repo_type="dataset")
     if path not in names:
-        raise UserError(f"{option}: the data set {name} on the hub has no file {path}.{did_you_mean(path, names)}")
+        raise UserError(
+            f"{option}: the data set {name} on the hub has no file {path}.{did_you_mean(path, names)}"
+        )
     return folder / path
 
 
@@ -114,8 +137,10 @@ def _tfds_rows(rest, option):
     source = _tfds_source(name, split, option)
     expected = source.dataset_info.splits[split].num_examples
     if len(source) != expected:
-        raise UserError(f"{option}='tfds:{rest}': {len(source)} rows can be read, but the data set's own record says "
-                        f"{expected}. Prepare it again with file_format='array_record'")
+        raise UserError(
+            f"{option}='tfds:{rest}': {len(source)} rows can be read, but the data set's own record says "
+            f"{expected}. Prepare it again with file_format='array_record'"
+        )
     for index in range(len(source)):
         yield f"tfds:{rest}, row {index + 1}", rows.plain(source[index])
 
@@ -124,20 +149,26 @@ def _tfds_source(name, split, option):
     try:
         import tensorflow_datasets as tfds
     except ImportError as error:
-        raise UserError(f"{option}='tfds:{name}/{split}': needs the package tensorflow-datasets ({error}); "
-                        "`pip install tensorflow-datasets array_record`") from error
+        raise UserError(
+            f"{option}='tfds:{name}/{split}': needs the package tensorflow-datasets ({error}); "
+            "`pip install tensorflow-datasets array_record`"
+        ) from error
     folder = os.environ.get("TFDS_DATA_DIR")
     _register(tfds, name)
     try:
         return tfds.data_source(name, split=split, data_dir=folder)
     except tfds.core.DatasetNotFoundError as error:
-        raise UserError(f"{option}='tfds:{name}/{split}': TFDS knows no data set {name!r}, and none is prepared under "
-                        f"{folder or '~/tensorflow_datasets'} "
-                        f"(TFDS_DATA_DIR).{did_you_mean(name, _known(tfds))}") from error
+        raise UserError(
+            f"{option}='tfds:{name}/{split}': TFDS knows no data set {name!r}, and none is prepared under "
+            f"{folder or '~/tensorflow_datasets'} "
+            f"(TFDS_DATA_DIR).{did_you_mean(name, _known(tfds))}"
+        ) from error
     except Exception as error:
-        raise UserError(f"{option}='tfds:{name}/{split}': {error}. Expected a split of a data set that is prepared "
-                        f"with file_format='array_record' under {folder or '~/tensorflow_datasets'} (TFDS_DATA_DIR), "
-                        "or that can be downloaded from here") from error
+        raise UserError(
+            f"{option}='tfds:{name}/{split}': {error}. Expected a split of a data set that is prepared "
+            f"with file_format='array_record' under {folder or '~/tensorflow_datasets'} (TFDS_DATA_DIR), "
+            "or that can be downloaded from here"
+        ) from error
 
 
 def _register(tfds, name):

@@ -9,10 +9,42 @@ from jax_ppo.types import Example
 
 SPLITS = ("train", "heldout")
 
-GIRLS = ("Lily", "Mia", "Anna", "Sue", "Lucy", "Emma", "Sara", "Amy", "Jane", "Ella", "Molly", "Daisy", "Mary",
-         "Lola", "Kate", "Nina")
-BOYS = ("Tim", "Tom", "Ben", "Max", "Sam", "Jack", "Bob", "Billy", "Timmy", "Joe", "Fred", "Leo", "Mark", "Dan",
-        "Peter", "Jim")
+GIRLS = (
+    "Lily",
+    "Mia",
+    "Anna",
+    "Sue",
+    "Lucy",
+    "Emma",
+    "Sara",
+    "Amy",
+    "Jane",
+    "Ella",
+    "Molly",
+    "Daisy",
+    "Mary",
+    "Lola",
+    "Kate",
+    "Nina",
+)
+BOYS = (
+    "Tim",
+    "Tom",
+    "Ben",
+    "Max",
+    "Sam",
+    "Jack",
+    "Bob",
+    "Billy",
+    "Timmy",
+    "Joe",
+    "Fred",
+    "Leo",
+    "Mark",
+    "Dan",
+    "Peter",
+    "Jim",
+)
 ANIMALS = ("dog", "cat", "bunny", "bird", "bear", "mouse", "frog", "duck", "fish", "pig")
 HELD_OUT = 4  # every fourth name
 
@@ -41,8 +73,12 @@ def names(split: str) -> tuple[str, ...]:
     if split not in SPLITS:
         raise ValueError(f"split={split!r}: expected one of {SPLITS}")
     held_out = split == "heldout"
-    return tuple(name for group in (GIRLS, BOYS) for i, name in enumerate(group)
-                 if (i % HELD_OUT == HELD_OUT - 1) == held_out)
+    return tuple(
+        name
+        for group in (GIRLS, BOYS)
+        for i, name in enumerate(group)
+        if (i % HELD_OUT == HELD_OUT - 1) == held_out
+    )
 
 
 def examples(count: int, split: str = "train", seed: int = 0) -> list[Example]:
@@ -51,8 +87,15 @@ def examples(count: int, split: str = "train", seed: int = 0) -> list[Example]:
     for index in range(count):
         rng = _rng(seed, split, index)
         prompt, name = _opening(rng, usable)
-        made.append(Example(prompt=prompt, data_source="stories", extra_info={"index": index, "split": split},
-                            response=_going_on(rng, name, _JOYFUL), rejected=_going_on(rng, name, _SAD)))
+        made.append(
+            Example(
+                prompt=prompt,
+                data_source="stories",
+                extra_info={"index": index, "split": split},
+                response=_going_on(rng, name, _JOYFUL),
+                rejected=_going_on(rng, name, _SAD),
+            )
+        )
     return made
 
 
@@ -70,7 +113,9 @@ def _opening(rng, usable):
     human = "girl" if name in GIRLS else "boy"
     kind = human if rng.random() < 0.6 else _one(rng, ANIMALS)
     opening = _one(rng, _OPENINGS)
-    return opening.format(name=name, kind=kind, adjective=_one(rng, _ADJECTIVES), place=_one(rng, _PLACES)), name
+    return opening.format(
+        name=name, kind=kind, adjective=_one(rng, _ADJECTIVES), place=_one(rng, _PLACES)
+    ), name
 
 
 def _going_on(rng, name, moods):

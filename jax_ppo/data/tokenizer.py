@@ -9,9 +9,25 @@ from jax_ppo.errors import UserError, did_you_mean
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 FULL_ALPHABET = 512  # from this vocabulary size on every byte has a token
 
-OF_A_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spm.model", "vocab.json", "vocab.txt")
-_FILES = ["tokenizer*", "*token*.json", "config.json", "vocab*", "merges.txt", "chat_template*", "*.jinja",
-          "*.model", "*.tiktoken"]
+OF_A_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spm.model",
+    "vocab.json",
+    "vocab.txt",
+)
+_FILES = [
+    "tokenizer*",
+    "*token*.json",
+    "config.json",
+    "vocab*",
+    "merges.txt",
+    "chat_template*",
+    "*.jinja",
+    "*.model",
+    "*.tiktoken",
+]
 
 
 def load_tokenizer(path: str, option: str = "config.model.tokenizer_path"):
@@ -25,7 +41,9 @@ def load_tokenizer(path: str, option: str = "config.model.tokenizer_path"):
       UserError: no such folder or model, no tokenizer in it, one that needs code from the repository, or no network.
     """
     if not path:
-        raise UserError(f"{option}='': must be set to a folder, or to a model's name on the Hugging Face hub")
+        raise UserError(
+            f"{option}='': must be set to a folder, or to a model's name on the Hugging Face hub"
+        )
     folder = Path(path).expanduser()
     if not folder.is_dir():
         folder = _from_hub(path, option)
@@ -35,8 +53,10 @@ def load_tokenizer(path: str, option: str = "config.model.tokenizer_path"):
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:
         found = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
-        raise UserError(f"{option}={path!r}: no tokenizer can be loaded from {folder}, which holds {found}. Expected "
-                        f"tokenizer.json with tokenizer_config.json, and no code of its own: {error}") from error
+        raise UserError(
+            f"{option}={path!r}: no tokenizer can be loaded from {folder}, which holds {found}. Expected "
+            f"tokenizer.json with tokenizer_config.json, and no code of its own: {error}"
+        ) from error
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -47,9 +67,13 @@ def has_tokenizer(folder: Path) -> bool:
 def _from_hub(path, option):
     parent = Path(path).expanduser().parent
     if path.startswith((".", "/", "~")) or hub.split_revision(path)[0].count("/") > 1:
-        siblings = [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
-        raise UserError(f"{option}={path!r}: there is no such folder (looked from {Path.cwd()})."
-                        f"{did_you_mean(Path(path).name, siblings)}")
+        siblings = (
+            [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
+        )
+        raise UserError(
+            f"{option}={path!r}: there is no such folder (looked from {Path.cwd()})."
+            f"{did_you_mean(Path(path).name, siblings)}"
+        )
     return hub.download(path, _FILES, option)[0]
 
 
@@ -76,16 +100,36 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path):
 
     tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet() if vocab_size >= FULL_ALPHABET else list("0123456789")
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[PAD, EOS, UNKNOWN], initial_alphabet=alphabet, show_progress=False))
+    alphabet = (
+        pre_tokenizers.ByteLevel.alphabet() if vocab_size >= FULL_ALPHABET else list("0123456789")
+    )
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[PAD, EOS, UNKNOWN],
+            initial_alphabet=alphabet,
+            show_progress=False,
+        ),
+    )
     if tokenizer.get_vocab_size() > vocab_size:
-        raise UserError(f"config.model.create.vocab_size={vocab_size}: the characters of the data alone need "
-                        f"{tokenizer.get_vocab_size()} tokens; set it to that or more")
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN,
-                                      clean_up_tokenization_spaces=False)
+        raise UserError(
+            f"config.model.create.vocab_size={vocab_size}: the characters of the data alone need "
+            f"{tokenizer.get_vocab_size()} tokens; set it to that or more"
+        )
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+    )
     wrapped.save_pretrained(str(folder))
     return wrapped
 
@@ -97,10 +141,16 @@ def decode_behind(tokenizer, before: int, ids: Sequence[int]) -> str:
     """
     start = tokenizer.decode([before], skip_special_tokens=True)
     whole = tokenizer.decode([before, *ids], skip_special_tokens=True)
-    return whole[len(start):] if whole.startswith(start) else tokenizer.decode(list(ids), skip_special_tokens=True)
+    return (
+        whole[len(start) :]
+        if whole.startswith(start)
+        else tokenizer.decode(list(ids), skip_special_tokens=True)
+    )
 
 
-def encode_prompt(tokenizer, prompt: str | tuple[dict[str, str], ...], chat_template: bool = True) -> list[int]:
+def encode_prompt(
+    tokenizer, prompt: str | tuple[dict[str, str], ...], chat_template: bool = True
+) -> list[int]:
     """Token ids of a prompt, ready for the first token of the response.
 
     A chat, with a tokenizer that has a chat template: the template's text up to where the assistant speaks. The
@@ -119,8 +169,12 @@ def encode_prompt(tokenizer, prompt: str | tuple[dict[str, str], ...], chat_temp
     return _encode(tokenizer, *_prompt_text(tokenizer, prompt, chat_template))
 
 
-def encode_responses(tokenizer, prompt: str | tuple[dict[str, str], ...], responses: Sequence[str],
-                     chat_template: bool = True) -> list[list[int]]:
+def encode_responses(
+    tokenizer,
+    prompt: str | tuple[dict[str, str], ...],
+    responses: Sequence[str],
+    chat_template: bool = True,
+) -> list[list[int]]:
     """Token ids of each response as it goes on behind the prompt (see encode_prompt), and the EOS that ends it.
 
     They are those that the two texts have together, so that they are what a model that was asked would sample: some tokenizers
@@ -130,7 +184,11 @@ def encode_responses(tokenizer, prompt: str | tuple[dict[str, str], ...], respon
     before, encoded = _encode(tokenizer, text, special), []
     for response in responses:
         ids = _encode(tokenizer, text + response, special)
-        ids = ids[len(before):] if ids[:len(before)] == before else _encode(tokenizer, response, special=False)
+        ids = (
+            ids[len(before) :]
+            if ids[: len(before)] == before
+            else _encode(tokenizer, response, special=False)
+        )
         encoded.append([*ids, tokenizer.eos_token_id])
     return encoded
 
@@ -140,12 +198,17 @@ def _prompt_text(tokenizer, prompt, chat_template):
     if isinstance(prompt, str):
         return prompt, True
     if chat_template and tokenizer.chat_template:
-        return tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False), False
+        return tokenizer.apply_chat_template(
+            list(prompt), add_generation_prompt=True, tokenize=False
+        ), False
     return "\n".join(message["content"] for message in prompt), True
 
 
 def _encode(tokenizer, text, special):
-    ids, eos = list(tokenizer.encode(text, add_special_tokens=special, verbose=False)), tokenizer.eos_token_id
+    ids, eos = (
+        list(tokenizer.encode(text, add_special_tokens=special, verbose=False)),
+        tokenizer.eos_token_id,
+    )
     if special and ids and ids[-1] == eos and _encode(tokenizer, text, special=False)[-1:] != [eos]:
         ids.pop()  # but one that stands in the text itself stays
     return ids

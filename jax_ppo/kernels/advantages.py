@@ -34,8 +34,14 @@ def gae(
       (advantages_T, returns_T), float32, 0 where mask is 0. Advantages are raw: whiten them afterwards, since returns
       made from whitened advantages would be no estimate of anything.
     """
-    assert rewards_T.ndim == 1, f"gae takes one sequence, not an array of shape {rewards_T.shape}: vmap it"
-    assert rewards_T.shape == values_T.shape == mask_T.shape, (rewards_T.shape, values_T.shape, mask_T.shape)
+    assert rewards_T.ndim == 1, (
+        f"gae takes one sequence, not an array of shape {rewards_T.shape}: vmap it"
+    )
+    assert rewards_T.shape == values_T.shape == mask_T.shape, (
+        rewards_T.shape,
+        values_T.shape,
+        mask_T.shape,
+    )
     rewards_T, values_T = zero_outside(rewards_T, mask_T), zero_outside(values_T, mask_T)
 
     def step_back(after, now):
@@ -49,7 +55,9 @@ def gae(
 
     dtype = jnp.promote_types(rewards_T.dtype, values_T.dtype)
     end = (jnp.zeros((), dtype), jnp.asarray(bootstrap_value, dtype))
-    _, advantages_T = jax.lax.scan(step_back, end, (rewards_T, values_T, mask_T.astype(bool)), reverse=True)
+    _, advantages_T = jax.lax.scan(
+        step_back, end, (rewards_T, values_T, mask_T.astype(bool)), reverse=True
+    )
     return advantages_T, advantages_T + values_T
 
 
@@ -137,7 +145,9 @@ def group_mean_baseline(scores_B: jax.Array, n: int) -> jax.Array:
 def _less_group_mean(scores_B, n):
     """[B / n, n]. A group's first score is taken off first: the mean of equal scores is then 0 and not nearly so."""
     assert scores_B.ndim == 1, scores_B.shape
-    assert n > 1 and scores_B.shape[0] % n == 0, f"{scores_B.shape[0]} scores are no groups of {n} samples, 2 at least"
+    assert n > 1 and scores_B.shape[0] % n == 0, (
+        f"{scores_B.shape[0]} scores are no groups of {n} samples, 2 at least"
+    )
     groups = scores_B.astype(jnp.promote_types(scores_B.dtype, jnp.float32)).reshape(-1, n)
     groups = groups - groups[:, :1]
     return groups - jnp.mean(groups, axis=1, keepdims=True)

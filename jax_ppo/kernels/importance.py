@@ -4,13 +4,20 @@ import jax
 import jax.numpy as jnp
 
 from jax_ppo.kernels.kl import MAX_LOG_RATIO
-from jax_ppo.kernels.masked import masked_max, masked_mean, masked_min, masked_variance, zero_outside
+from jax_ppo.kernels.masked import (
+    masked_max,
+    masked_mean,
+    masked_min,
+    masked_variance,
+    zero_outside,
+)
 
 LEVELS = ("token", "sequence")
 
 
-def truncated_weights(logprobs: jax.Array, sampled_logprobs: jax.Array, mask: jax.Array, level: str,
-                      threshold: float) -> jax.Array:
+def truncated_weights(
+    logprobs: jax.Array, sampled_logprobs: jax.Array, mask: jax.Array, level: str, threshold: float
+) -> jax.Array:
     """min(pi / mu, C) of tokens that mu sampled, where pi is the policy that the ratio of PPO starts from.
 
     Times the clipped surrogate, whose ratio stays that of the trained policy to pi, this is decoupled PPO (Hilton et al. 2022,
@@ -31,7 +38,11 @@ def truncated_weights(logprobs: jax.Array, sampled_logprobs: jax.Array, mask: ja
     Returns:
       float32 of the same shape, in [0, C]; 0 where mask is 0. A constant: no gradient flows through it.
     """
-    assert logprobs.shape == sampled_logprobs.shape == mask.shape, (logprobs.shape, sampled_logprobs.shape, mask.shape)
+    assert logprobs.shape == sampled_logprobs.shape == mask.shape, (
+        logprobs.shape,
+        sampled_logprobs.shape,
+        mask.shape,
+    )
     log_weights = zero_outside(logprobs, mask) - zero_outside(sampled_logprobs, mask)
     if level == "sequence":
         log_weights = jnp.broadcast_to(log_weights.sum(-1, keepdims=True), mask.shape)
@@ -40,7 +51,9 @@ def truncated_weights(logprobs: jax.Array, sampled_logprobs: jax.Array, mask: ja
     return jax.lax.stop_gradient(zero_outside(jnp.minimum(jnp.exp(log_weights), threshold), mask))
 
 
-def mismatch(logprobs: jax.Array, sampled_logprobs: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
+def mismatch(
+    logprobs: jax.Array, sampled_logprobs: jax.Array, mask: jax.Array
+) -> dict[str, jax.Array]:
     """How far the sampler and the trained program are apart on the tokens sampled: p by one, q by the other, d = log p - log q.
 
         logprob_difference      mean |d| in nats
@@ -61,8 +74,14 @@ def mismatch(logprobs: jax.Array, sampled_logprobs: jax.Array, mask: jax.Array) 
     Returns:
       float32 scalars, constants to differentiation; with an empty mask 0, and a correlation of 1.
     """
-    assert logprobs.shape == sampled_logprobs.shape == mask.shape, (logprobs.shape, sampled_logprobs.shape, mask.shape)
-    log_p, log_q = (jax.lax.stop_gradient(zero_outside(x, mask)) for x in (logprobs, sampled_logprobs))
+    assert logprobs.shape == sampled_logprobs.shape == mask.shape, (
+        logprobs.shape,
+        sampled_logprobs.shape,
+        mask.shape,
+    )
+    log_p, log_q = (
+        jax.lax.stop_gradient(zero_outside(x, mask)) for x in (logprobs, sampled_logprobs)
+    )
     p, q, distance = jnp.exp(log_p), jnp.exp(log_q), jnp.abs(log_p - log_q)
     furthest = masked_max(jnp.abs(p - q), mask)
     return {
@@ -82,4 +101,6 @@ def _correlation(x, y, mask, otherwise):
     # The variance of equal numbers can come out as 1e-17 in the place of 0.
     varies = [masked_min(each, mask) < masked_max(each, mask) for each in (x, y)]
     defined = varies[0] & varies[1] & (spreads > 0)
-    return jnp.where(defined, jnp.clip(covariance / jnp.where(defined, spreads, 1.0), -1.0, 1.0), otherwise)
+    return jnp.where(
+        defined, jnp.clip(covariance / jnp.where(defined, spreads, 1.0), -1.0, 1.0), otherwise
+    )

@@ -11,7 +11,9 @@ MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
 
 
-def kl_estimate(logprobs: jax.Array, ref_logprobs: jax.Array, mask: jax.Array, kind: str) -> jax.Array:
+def kl_estimate(
+    logprobs: jax.Array, ref_logprobs: jax.Array, mask: jax.Array, kind: str
+) -> jax.Array:
     """Per-token estimate of KL(actor || reference) in nats, from d = log actor(token) - log reference(token).
 
     k1, k2 and k3 are Schulman's (http://joschu.net/blog/kl-approx.html), named as he names them, "abs" and "k3+" verl's,
@@ -50,12 +52,18 @@ def kl_estimate(logprobs: jax.Array, ref_logprobs: jax.Array, mask: jax.Array, k
     Returns:
       float32 of the same shape; 0 where mask is 0, and exactly 0 where logprobs == ref_logprobs.
     """
-    assert logprobs.shape == ref_logprobs.shape == mask.shape, (logprobs.shape, ref_logprobs.shape, mask.shape)
+    assert logprobs.shape == ref_logprobs.shape == mask.shape, (
+        logprobs.shape,
+        ref_logprobs.shape,
+        mask.shape,
+    )
     log_ratio = zero_outside(logprobs, mask) - zero_outside(ref_logprobs, mask)
     if kind == "k1":
         return log_ratio
     if kind == "abs":
-        return jax.nn.relu(log_ratio) + jax.nn.relu(-log_ratio)  # whose gradient at 0 is 0, where that of jnp.abs is 1
+        return jax.nn.relu(log_ratio) + jax.nn.relu(
+            -log_ratio
+        )  # whose gradient at 0 is 0, where that of jnp.abs is 1
     if kind == "k2":
         return 0.5 * jnp.square(log_ratio)
     if kind == "k3":

@@ -75,21 +75,37 @@ def token_logprobs(
       (logprobs_GxN <= 0, entropy_GxN in [0, log V]), float32, in nats, 0 where mask = 0. The entropy is None if not
       with_entropy.
     """
-    assert hidden_GxNxD.ndim == 3 and unembedding_VxD.ndim == 2, (hidden_GxNxD.shape, unembedding_VxD.shape)
-    assert hidden_GxNxD.shape[2] == unembedding_VxD.shape[1], (hidden_GxNxD.shape, unembedding_VxD.shape)
+    assert hidden_GxNxD.ndim == 3 and unembedding_VxD.ndim == 2, (
+        hidden_GxNxD.shape,
+        unembedding_VxD.shape,
+    )
+    assert hidden_GxNxD.shape[2] == unembedding_VxD.shape[1], (
+        hidden_GxNxD.shape,
+        unembedding_VxD.shape,
+    )
     shapes = (hidden_GxNxD.shape[:2], targets_GxN.shape, mask_GxN.shape)
     assert len(set(shapes)) == 1, f"hidden, targets, mask differ in [G, N]: {shapes}"
     assert chunk_size is None or chunk_size > 0, chunk_size
     chunk_size = chunk_size or chunk_places(unembedding_VxD.shape[0], target_platform())
     chunk_size = min(chunk_size, hidden_GxNxD.shape[1])
-    logprobs, entropy = _token_logprobs(hidden_GxNxD, unembedding_VxD, targets_GxN, mask_GxN.astype(bool), temperature,
-                                        chunk_size, with_entropy, logit_softcap)
+    logprobs, entropy = _token_logprobs(
+        hidden_GxNxD,
+        unembedding_VxD,
+        targets_GxN,
+        mask_GxN.astype(bool),
+        temperature,
+        chunk_size,
+        with_entropy,
+        logit_softcap,
+    )
     return logprobs, entropy if with_entropy else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
 def _token_logprobs(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy, cap):
-    return _forward(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy, cap)[:2]
+    return _forward(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy, cap)[
+        :2
+    ]
 
 
 def _forward(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy, cap):
@@ -104,7 +120,11 @@ def _forward(hidden, unembedding, targets, mask, temperature, chunk_size, with_e
         shifted = z - top[..., None]
         total = jnp.sum(jnp.exp(shifted), axis=-1)
         # Both terms of the entropy are >= 0; logsumexp - E[z] would dip below 0 by rounding.
-        spread = jnp.sum(jnp.exp(shifted) * -shifted, axis=-1) / total if with_entropy else -jnp.log(total)
+        spread = (
+            jnp.sum(jnp.exp(shifted) * -shifted, axis=-1) / total
+            if with_entropy
+            else -jnp.log(total)
+        )
         # Compiled, z - top need not be 0 at the top: the division by the temperature is contracted into the difference.
         logprob, entropy = (target - top) - jnp.log(total), jnp.log(total) + spread
         new = jnp.minimum(logprob, 0), jnp.maximum(entropy, 0), top + jnp.log(total)
@@ -114,9 +134,13 @@ def _forward(hidden, unembedding, targets, mask, temperature, chunk_size, with_e
     return tuple(zero_outside(chunks.spread(x), mask) for x in compact)
 
 
-def _forward_and_residuals(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy, cap):
+def _forward_and_residuals(
+    hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy, cap
+):
     hidden, unembedding, targets, mask = (x.value for x in (hidden, unembedding, targets, mask))
-    logprobs, entropy, logsumexp = _forward(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy, cap)
+    logprobs, entropy, logsumexp = _forward(
+        hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy, cap
+    )
     return (logprobs, entropy), (hidden, unembedding, targets, mask, entropy, logsumexp)
 
 
@@ -160,7 +184,9 @@ def _known(cotangent, mask):
 
 def logits(states_GxCxD, weight_VxD, cap):
     """[G, C, V] float32 of a chunk."""
-    return softcap(jnp.einsum("gcd,vd->gcv", states_GxCxD, weight_VxD, preferred_element_type=jnp.float32), cap)
+    return softcap(
+        jnp.einsum("gcd,vd->gcv", states_GxCxD, weight_VxD, preferred_element_type=jnp.float32), cap
+    )
 
 
 class Chunks:

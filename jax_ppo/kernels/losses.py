@@ -16,8 +16,12 @@ import jax.numpy as jnp
 from jax_ppo.kernels.kl import MAX_LOG_RATIO
 from jax_ppo.kernels.masked import zero_outside
 
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-
+AGGREGATIONS = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 
 
 class PolicyLoss(NamedTuple):
@@ -26,18 +30,26 @@ class PolicyLoss(NamedTuple):
     loss: jax.Array
     ratio: jax.Array  # exp(log_ratio), in [exp(-20), exp(20)]
     log_ratio: jax.Array  # log-prob now - log-prob then, in nats, clamped to +-20: |log_ratio| = 20 says it was clamped
-    clipped: jax.Array  # 1 where the clipped term was the larger loss, so that the token has no gradient
-    dual_clipped: jax.Array  # 1 where the dual clip capped the loss, so that the token has no gradient
+    clipped: (
+        jax.Array
+    )  # 1 where the clipped term was the larger loss, so that the token has no gradient
+    dual_clipped: (
+        jax.Array
+    )  # 1 where the dual clip capped the loss, so that the token has no gradient
 
 
 class ValueLoss(NamedTuple):
     """Per token, float32, in the shape of the inputs, 0 under the mask."""
 
     loss: jax.Array
-    clipped: jax.Array  # 1 where the clipped term was the larger loss, so that the token has no gradient
+    clipped: (
+        jax.Array
+    )  # 1 where the clipped term was the larger loss, so that the token has no gradient
 
 
-def loss_weights(lengths_B: jax.Array, mode: str, scale: float | jax.Array | None = None) -> jax.Array:
+def loss_weights(
+    lengths_B: jax.Array, mode: str, scale: float | jax.Array | None = None
+) -> jax.Array:
     """Weight of each token of each sample, such that sum_i sum_t w_i loss_it is the loss of these B samples together.
 
         "token-mean"               1 / sum_j length_j   every token alike (DAPO, arXiv 2503.14476), long responses more
@@ -107,7 +119,9 @@ def policy_loss(
       dual_clip: > 1, or None for no dual clip.
     """
     shapes = (logprobs.shape, old_logprobs.shape, advantages.shape, mask.shape)
-    assert len(set(shapes)) == 1, f"logprobs, old_logprobs, advantages, mask differ in shape: {shapes}"
+    assert len(set(shapes)) == 1, (
+        f"logprobs, old_logprobs, advantages, mask differ in shape: {shapes}"
+    )
     advantages = zero_outside(advantages, mask)
     log_ratio = zero_outside(logprobs, mask) - zero_outside(old_logprobs, mask)
     log_ratio = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)  # exp overflows float32 at 88
@@ -123,7 +137,9 @@ def policy_loss(
         ceiling = -advantages * dual_clip
         dual_clipped = (advantages < 0) & (loss > ceiling)
         loss = jnp.where(advantages < 0, jnp.minimum(loss, ceiling), loss)
-    return PolicyLoss(loss, ratio, log_ratio, clipped.astype(jnp.float32), dual_clipped.astype(jnp.float32))
+    return PolicyLoss(
+        loss, ratio, log_ratio, clipped.astype(jnp.float32), dual_clipped.astype(jnp.float32)
+    )
 
 
 def value_loss(
@@ -159,7 +175,9 @@ def value_loss(
     if clip is None:
         return ValueLoss(unclipped_loss, jnp.zeros_like(unclipped_loss))
     # clip(V, ...) and not V_old + clip(V - V_old): inside the range it is V to the bit, so nothing is flagged there.
-    clipped_loss = _half_square(jnp.clip(values, old_values - clip, old_values + clip) - returns, huber_delta)
+    clipped_loss = _half_square(
+        jnp.clip(values, old_values - clip, old_values + clip) - returns, huber_delta
+    )
     clipped = clipped_loss > unclipped_loss
     return ValueLoss(jnp.maximum(unclipped_loss, clipped_loss), clipped.astype(jnp.float32))
 

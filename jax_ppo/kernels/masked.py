@@ -46,7 +46,9 @@ def masked_variance(x: jax.Array, mask: jax.Array, axis=None) -> jax.Array:
     return masked_mean(jnp.square(deviation), mask, axis)
 
 
-def whiten(x: jax.Array, mask: jax.Array, shift_mean: bool = True, epsilon: float = 1e-8) -> jax.Array:
+def whiten(
+    x: jax.Array, mask: jax.Array, shift_mean: bool = True, epsilon: float = 1e-8
+) -> jax.Array:
     """(x - E[x]) / sqrt(Var[x] + epsilon), and + E[x] if not shift_mean; E and Var over all that counts, all axes.
 
     Shape of x; 0 where mask = 0. The variance is the biased one, so a lone element gives 0 (with shift_mean), not NaN.
@@ -63,7 +65,9 @@ def explained_variance(values: jax.Array, returns: jax.Array, mask: jax.Array) -
     1: the critic predicts every return, up to a constant. 0: no better than predicting the mean. Below 0: worse.
     Where all returns are equal, so that Var[returns] is 0 and there is nothing to explain, the result is defined as 0.
     """
-    assert values.shape == returns.shape, f"values {values.shape} and returns {returns.shape} must have one shape"
+    assert values.shape == returns.shape, (
+        f"values {values.shape} and returns {returns.shape} must have one shape"
+    )
     residual = zero_outside(returns, mask) - zero_outside(values, mask)
     # Rounding can leave equal returns a variance of 1e-17 instead of 0, which as a divisor would give -1e17.
     constant = masked_min(returns, mask) == masked_max(returns, mask)

@@ -41,8 +41,11 @@ def add(moments: Moments, x: jax.Array, mask: jax.Array) -> Moments:
     total = moments.count + count
     share = count / jnp.maximum(total, 1.0)
     delta = masked_mean(x, mask) - moments.mean
-    moved = Moments(total, moments.mean + delta * share,
-                    moments.m2 + masked_variance(x, mask) * count + jnp.square(delta) * moments.count * share)
+    moved = Moments(
+        total,
+        moments.mean + delta * share,
+        moments.m2 + masked_variance(x, mask) * count + jnp.square(delta) * moments.count * share,
+    )
     finite = jnp.isfinite(moved.mean) & jnp.isfinite(moved.m2)
     return Moments(*(jnp.where(finite, new, old) for new, old in zip(moved, moments, strict=True)))
 

@@ -33,12 +33,20 @@ from jax_ppo.kernels.masked import zero_outside
 class PolicyBatch(NamedTuple):
     """Tokens of whole responses. All arrays have one shape, any rank."""
 
-    logprobs: jax.Array  # <= 0, under the policy being trained: the one input a gradient is meant to flow to
+    logprobs: (
+        jax.Array
+    )  # <= 0, under the policy being trained: the one input a gradient is meant to flow to
     old_logprobs: jax.Array  # <= 0, under the policy at the start of the update
     advantages: jax.Array
-    mask: jax.Array  # 1 on the tokens that count; elsewhere the three above may hold anything, NaN included
-    lengths: jax.Array  # int32, tokens that count of the response that the token belongs to; any under the mask
-    sequence_sum: Callable[[jax.Array], jax.Array]  # of x that is 0 under the mask: at each token, x summed over its response
+    mask: (
+        jax.Array
+    )  # 1 on the tokens that count; elsewhere the three above may hold anything, NaN included
+    lengths: (
+        jax.Array
+    )  # int32, tokens that count of the response that the token belongs to; any under the mask
+    sequence_sum: Callable[
+        [jax.Array], jax.Array
+    ]  # of x that is 0 under the mask: at each token, x summed over its response
 
 
 class Clip(NamedTuple):
@@ -49,18 +57,30 @@ class Clip(NamedTuple):
     dual: float | None = None
 
 
-def padded_batch(logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, mask: jax.Array) -> PolicyBatch:
+def padded_batch(
+    logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, mask: jax.Array
+) -> PolicyBatch:
     """Of arrays [..., T] with one response in each row."""
 
     def sequence_sum(x):
         return jnp.broadcast_to(jnp.sum(x, axis=-1, keepdims=True), x.shape)
 
-    return PolicyBatch(logprobs, old_logprobs, advantages, mask, sequence_sum(mask.astype(jnp.int32)), sequence_sum)
+    return PolicyBatch(
+        logprobs, old_logprobs, advantages, mask, sequence_sum(mask.astype(jnp.int32)), sequence_sum
+    )
 
 
 def vanilla(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     """PPO's clipped surrogate: `losses.policy_loss`."""
-    return losses.policy_loss(batch.logprobs, batch.old_logprobs, batch.advantages, batch.mask, clip.low, clip.high, clip.dual)
+    return losses.policy_loss(
+        batch.logprobs,
+        batch.old_logprobs,
+        batch.advantages,
+        batch.mask,
+        clip.low,
+        clip.high,
+        clip.dual,
+    )
 
 
 def importance(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
@@ -91,7 +111,9 @@ def gspo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     """
     log_ratio, advantages = _inputs(batch)
     log_s = _of_response(log_ratio, batch)
-    loss = losses.policy_loss(log_s, jnp.zeros_like(log_s), advantages, batch.mask, clip.low, clip.high, clip.dual)
+    loss = losses.policy_loss(
+        log_s, jnp.zeros_like(log_s), advantages, batch.mask, clip.low, clip.high, clip.dual
+    )
     return loss._replace(log_ratio=log_ratio)
 
 
@@ -110,9 +132,13 @@ def gmpo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     Returns: a PolicyLoss whose ratio is g; its log_ratio is the token's.
     """
     log_ratio, advantages = _inputs(batch)
-    cut = jnp.where(advantages > 0, jnp.minimum(log_ratio, clip.high), jnp.maximum(log_ratio, -clip.low))
+    cut = jnp.where(
+        advantages > 0, jnp.minimum(log_ratio, clip.high), jnp.maximum(log_ratio, -clip.low)
+    )
     ratio = jnp.exp(_of_response(cut, batch))
-    return _unclipped(-advantages * ratio, ratio, log_ratio)._replace(clipped=_flags(cut != log_ratio))
+    return _unclipped(-advantages * ratio, ratio, log_ratio)._replace(
+        clipped=_flags(cut != log_ratio)
+    )
 
 
 def cispo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
@@ -142,7 +168,9 @@ def reinforce(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     descends KL(old || pi). Meant for one mini-batch a rollout. Neither clip nor old_logprobs touch the loss.
     """
     log_ratio, advantages = _inputs(batch)
-    return _unclipped(-advantages * zero_outside(batch.logprobs, batch.mask), jnp.exp(log_ratio), log_ratio)
+    return _unclipped(
+        -advantages * zero_outside(batch.logprobs, batch.mask), jnp.exp(log_ratio), log_ratio
+    )
 
 
 LOSSES: dict[str, Callable[[PolicyBatch, Clip], PolicyLoss]] = {
@@ -158,9 +186,15 @@ LOSSES: dict[str, Callable[[PolicyBatch, Clip], PolicyLoss]] = {
 def _inputs(batch):
     """The tokens' clamped log-ratios, and their advantages; both 0 under the mask."""
     shapes = tuple(x.shape for x in batch[:5])
-    assert len(set(shapes)) == 1, f"logprobs, old_logprobs, advantages, mask, lengths differ in shape: {shapes}"
-    log_ratio = zero_outside(batch.logprobs, batch.mask) - zero_outside(batch.old_logprobs, batch.mask)
-    return jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO), zero_outside(batch.advantages, batch.mask)
+    assert len(set(shapes)) == 1, (
+        f"logprobs, old_logprobs, advantages, mask, lengths differ in shape: {shapes}"
+    )
+    log_ratio = zero_outside(batch.logprobs, batch.mask) - zero_outside(
+        batch.old_logprobs, batch.mask
+    )
+    return jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO), zero_outside(
+        batch.advantages, batch.mask
+    )
 
 
 def _of_response(log_ratio, batch):

@@ -6,7 +6,9 @@ import jax.numpy as jnp
 from jax_ppo.kernels import moments as moments_lib
 
 
-def soft_overlong_penalty(lengths_B: jax.Array, longest: int, buffer: int, factor: float) -> jax.Array:
+def soft_overlong_penalty(
+    lengths_B: jax.Array, longest: int, buffer: int, factor: float
+) -> jax.Array:
     """What is added to the score of a long response (DAPO, Yu et al. 2025, arXiv 2503.14476, eq. 13, times `factor`).
 
         0                                               length <= longest - buffer
@@ -25,7 +27,9 @@ def soft_overlong_penalty(lengths_B: jax.Array, longest: int, buffer: int, facto
     Returns:
       float32 [B] in [-factor, 0].
     """
-    assert 0 < buffer <= longest, f"a buffer of {buffer} tokens does not fit a response of {longest}"
+    assert 0 < buffer <= longest, (
+        f"a buffer of {buffer} tokens does not fit a response of {longest}"
+    )
     over = lengths_B.astype(jnp.float32) - (longest - buffer)
     return -factor * jnp.clip(over / buffer, 0.0, 1.0)
 

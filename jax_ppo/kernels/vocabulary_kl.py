@@ -58,7 +58,10 @@ def full_kl(
     Returns:
       float32 [G, N] >= 0, in nats; 0 where mask = 0, and exactly 0 where hidden states and unembeddings are equal.
     """
-    for hidden, unembedding in ((hidden_GxNxD, unembedding_VxD), (ref_hidden_GxNxE, ref_unembedding_VxE)):
+    for hidden, unembedding in (
+        (hidden_GxNxD, unembedding_VxD),
+        (ref_hidden_GxNxE, ref_unembedding_VxE),
+    ):
         assert hidden.ndim == 3 and unembedding.ndim == 2, (hidden.shape, unembedding.shape)
         assert hidden.shape[2] == unembedding.shape[1], (hidden.shape, unembedding.shape)
     shapes = (hidden_GxNxD.shape[:2], ref_hidden_GxNxE.shape[:2], mask_GxN.shape)
@@ -68,8 +71,15 @@ def full_kl(
     # Two distributions of a place are held at once, as one over twice the vocabulary would be.
     chunk_size = chunk_size or chunk_places(2 * unembedding_VxD.shape[0], target_platform())
     reference = jax.lax.stop_gradient((ref_hidden_GxNxE, ref_unembedding_VxE))
-    return _full_kl(hidden_GxNxD, unembedding_VxD, *reference, mask_GxN.astype(bool), temperature,
-                    min(chunk_size, mask_GxN.shape[1]), logit_softcap)
+    return _full_kl(
+        hidden_GxNxD,
+        unembedding_VxD,
+        *reference,
+        mask_GxN.astype(bool),
+        temperature,
+        min(chunk_size, mask_GxN.shape[1]),
+        logit_softcap,
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
@@ -79,10 +89,14 @@ def _full_kl(hidden, unembedding, ref_hidden, ref_unembedding, mask, temperature
 
     def chunk(i, kl):
         log_p = jax.nn.log_softmax(logits(chunks.take(hidden, i), weight, cap) / temperature)
-        log_q = jax.nn.log_softmax(logits(chunks.take(ref_hidden, i), ref_weight, cap) / temperature)
+        log_q = jax.nn.log_softmax(
+            logits(chunks.take(ref_hidden, i), ref_weight, cap) / temperature
+        )
         p, d = jnp.exp(log_p), log_p - log_q
         # Far from 0 exp(-d) would overflow where p is next to nothing, and there is nothing left to cancel.
-        terms = jnp.where(jnp.abs(d) < 1, p * (jnp.expm1(-jnp.clip(d, -1, 1)) + d), p * d + (jnp.exp(log_q) - p))
+        terms = jnp.where(
+            jnp.abs(d) < 1, p * (jnp.expm1(-jnp.clip(d, -1, 1)) + d), p * d + (jnp.exp(log_q) - p)
+        )
         return chunks.put(kl, jnp.sum(terms, axis=-1), i)
 
     kl = jax.lax.fori_loop(0, chunks.count, chunk, chunks.room(jnp.float32))
@@ -103,9 +117,15 @@ def _backward(temperature, chunk_size, cap, residuals, of_kl):
         states = chunks.take(hidden, i)
         x = logits(states, weight, cap)
         log_p = jax.nn.log_softmax(x / temperature)
-        d = log_p - jax.nn.log_softmax(logits(chunks.take(ref_hidden, i), ref_weight, cap) / temperature)
+        d = log_p - jax.nn.log_softmax(
+            logits(chunks.take(ref_hidden, i), ref_weight, cap) / temperature
+        )
         p = jnp.exp(log_p)
-        slope = p * (d - jnp.sum(p * d, axis=-1, keepdims=True)) * (chunks.take(of_kl, i) / temperature)[..., None]
+        slope = (
+            p
+            * (d - jnp.sum(p * d, axis=-1, keepdims=True))
+            * (chunks.take(of_kl, i) / temperature)[..., None]
+        )
         slope = (slope * softcap_slope(x, cap)).astype(hidden.dtype)
         of_states = jnp.einsum("gcv,vd->gcd", slope, weight, preferred_element_type=jnp.float32)
         of_weight = jnp.einsum("gcv,gcd->gvd", slope, states, preferred_element_type=jnp.float32)

@@ -24,7 +24,9 @@ LEAST_BLOCK, MOST_BLOCKS = 64, 4  # of xla: queries in one, blocks in a row
 SPLASH_BLOCKS = (512, 256, 128)  # tokens; the largest that divides the row
 
 
-def choose(wanted: str, platform: str, dtype, head_dim: int, length: int, softcap: float | None = None) -> str:
+def choose(
+    wanted: str, platform: str, dtype, head_dim: int, length: int, softcap: float | None = None
+) -> str:
     """The program to use. Raises ValueError, saying why, where `wanted` cannot run.
 
     Args:
@@ -64,10 +66,14 @@ def _obstacle(name, platform, dtype, head_dim, length, softcap):
 def attend(name: str, q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT, **options):
     """Runs the program of that name. Compilers split xla over devices; of the others each device runs its rows and heads."""
     run = functools.partial({"xla": xla, "cudnn": cudnn, "splash": splash}[name], **options)
-    return (run if name == "xla" else split_heads(run))(q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT)
+    return (run if name == "xla" else split_heads(run))(
+        q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT
+    )
 
 
-def xla(q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT, *, scale=None, softcap=None, sliding_window=None):
+def xla(
+    q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT, *, scale=None, softcap=None, sliding_window=None
+):
     """Query heads that share a key head are one product with it: on CPU twice as fast as jax.nn.dot_product_attention.
 
     Long rows are cut into blocks of queries, and none is multiplied with the keys that stand behind it, or before the first
@@ -79,40 +85,98 @@ def xla(q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT, *, scale=None, softcap=No
 
     def block(start, stop):
         keys = slice(max(0, start + 1 - (sliding_window or stop)), stop)
-        q_BxKxGQxd = (q_BxTxHxd[:, start:stop] * _scale(scale, d)).reshape(B, stop - start, K, -1, d).transpose(
-            0, 2, 3, 1, 4).reshape(B, K, -1, d)
-        scores = jnp.einsum("bkqd,bksd->bkqs", q_BxKxGQxd, k_BxKxTxd[:, :, keys], preferred_element_type=jnp.float32)
+        q_BxKxGQxd = (
+            (q_BxTxHxd[:, start:stop] * _scale(scale, d))
+            .reshape(B, stop - start, K, -1, d)
+            .transpose(0, 2, 3, 1, 4)
+            .reshape(B, K, -1, d)
+        )
+        scores = jnp.einsum(
+            "bkqd,bksd->bkqs", q_BxKxGQxd, k_BxKxTxd[:, :, keys], preferred_element_type=jnp.float32
+        )
         scores = kernel.softcap(scores, softcap).reshape(B, K, -1, stop - start, stop - keys.start)
-        scores = jnp.where(_visible(slice(start, stop), keys, segments_BxT, sliding_window)[:, None, None], scores, -1e30)
-        weights = jax.nn.softmax(scores, axis=-1).reshape(B, K, -1, stop - keys.start).astype(v_BxTxKxd.dtype)
+        scores = jnp.where(
+            _visible(slice(start, stop), keys, segments_BxT, sliding_window)[:, None, None],
+            scores,
+            -1e30,
+        )
+        weights = (
+            jax.nn.softmax(scores, axis=-1)
+            .reshape(B, K, -1, stop - keys.start)
+            .astype(v_BxTxKxd.dtype)
+        )
         out_BxKxGQxd = jnp.einsum("bkqs,bksd->bkqd", weights, v_BxKxTxd[:, :, keys])
-        return out_BxKxGQxd.reshape(B, K, -1, stop - start, d).transpose(0, 3, 1, 2, 4).reshape(B, -1, H, d)
+        return (
+            out_BxKxGQxd.reshape(B, K, -1, stop - start, d)
+            .transpose(0, 3, 1, 2, 4)
+            .reshape(B, -1, H, d)
+        )
 
     size = max(LEAST_BLOCK, -(-T // MOST_BLOCKS))
-    return jnp.concatenate([block(start, min(start + size, T)) for start in range(0, T, size)], axis=1)
+    return jnp.concatenate(
+        [block(start, min(start + size, T)) for start in range(0, T, size)], axis=1
+    )
 
 
-def cudnn(q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT, *, scale=None, softcap=None, sliding_window=None):
+def cudnn(
+    q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT, *, scale=None, softcap=None, sliding_window=None
+):
     assert softcap is None, "choose refuses it"
     row, mask = slice(0, q_BxTxHxd.shape[1]), None
     if segments_BxT is not None or sliding_window is not None:
         mask = _visible(row, row, segments_BxT, sliding_window)[:, None]
-    return jax.nn.dot_product_attention(q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, mask=mask, is_causal=mask is None, scale=scale,
-                                        implementation="cudnn")
+    return jax.nn.dot_product_attention(
+        q_BxTxHxd,
+        k_BxTxKxd,
+        v_BxTxKxd,
+        mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        implementation="cudnn",
+    )
 
 
-def splash(q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT, *, scale=None, softcap=None, sliding_window=None, interpret=False):
+def splash(
+    q_BxTxHxd,
+    k_BxTxKxd,
+    v_BxTxKxd,
+    segments_BxT,
+    *,
+    scale=None,
+    softcap=None,
+    sliding_window=None,
+    interpret=False,
+):
     """`interpret` runs the kernel's Python on any platform, slowly."""
-    from jax.experimental.pallas.ops.tpu import splash_attention as splash_lib  # a fifth of a second that others spare
+    from jax.experimental.pallas.ops.tpu import (
+        splash_attention as splash_lib,  # a fifth of a second that others spare
+    )
 
     _, T, H, d = q_BxTxHxd.shape
     block = next(size for size in SPLASH_BLOCKS if T % size == 0)
-    names = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq",
-             "block_kv_dq")
-    mask = splash_lib.CausalMask((T, T)) if sliding_window is None else splash_lib.LocalMask((T, T), (sliding_window - 1, 0), 0)
+    names = (
+        "block_q",
+        "block_kv",
+        "block_kv_compute",
+        "block_q_dkv",
+        "block_kv_dkv",
+        "block_kv_dkv_compute",
+        "block_q_dq",
+        "block_kv_dq",
+    )
+    mask = (
+        splash_lib.CausalMask((T, T))
+        if sliding_window is None
+        else splash_lib.LocalMask((T, T), (sliding_window - 1, 0), 0)
+    )
     attend_heads = splash_lib.make_splash_mha(
-        splash_lib.MultiHeadMask([mask] * H), head_shards=1, q_seq_shards=1, attn_logits_soft_cap=softcap,
-        block_sizes=splash_lib.BlockSizes(**dict.fromkeys(names, block)), interpret=interpret)
+        splash_lib.MultiHeadMask([mask] * H),
+        head_shards=1,
+        q_seq_shards=1,
+        attn_logits_soft_cap=softcap,
+        block_sizes=splash_lib.BlockSizes(**dict.fromkeys(names, block)),
+        interpret=interpret,
+    )
     q, k, v = ((x.swapaxes(1, 2)) for x in (q_BxTxHxd * _scale(scale, d), k_BxTxKxd, v_BxTxKxd))
     segments = None if segments_BxT is None else splash_lib.SegmentIds(segments_BxT, segments_BxT)
     return jax.vmap(attend_heads)(q, k, v, segments).swapaxes(1, 2)

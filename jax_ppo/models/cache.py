@@ -88,7 +88,9 @@ def put_tokens(program: str, layer, k_bx1xKxd, v_bx1xKxd, columns_b):
     return tuple(map(put, layer, lay_out(program, k_bx1xKxd, v_bx1xKxd), _column_axes(program)))
 
 
-def attend(program: str, q_bx1xHxd, layer, columns_b, *, sliding_window: int | None = None, **options):
+def attend(
+    program: str, q_bx1xHxd, layer, columns_b, *, sliding_window: int | None = None, **options
+):
     """Attention of one new token a row to the first b rows of the cache, each up to its own column.
 
     Args:
@@ -103,19 +105,25 @@ def attend(program: str, q_bx1xHxd, layer, columns_b, *, sliding_window: int | N
     if program == "cpu":
         return _to_longest(q_bx1xHxd, *layer, columns_b, sliding_window=sliding_window, **options)
     idle = len(layer[0]) - len(q_bx1xHxd)
-    q_Bx1xHxd, columns_B = (jnp.pad(x, ((0, idle), *[(0, 0)] * (x.ndim - 1))) for x in (q_bx1xHxd, columns_b))
+    q_Bx1xHxd, columns_B = (
+        jnp.pad(x, ((0, idle), *[(0, 0)] * (x.ndim - 1))) for x in (q_bx1xHxd, columns_b)
+    )
     if program == "cudnn":
         assert sliding_window is None, "choose refuses it"
-        out_Bx1xHxd = split_heads(functools.partial(_cudnn, **options))(q_Bx1xHxd, *layer, columns_B)
+        out_Bx1xHxd = split_heads(functools.partial(_cudnn, **options))(
+            q_Bx1xHxd, *layer, columns_B
+        )
     else:
         readable_BxS = _readable(columns_B, columns(program, layer), sliding_window)
         out_Bx1xHxd = _products(program, q_Bx1xHxd, *layer, readable_BxS, **options)
-    return out_Bx1xHxd[:len(q_bx1xHxd)]
+    return out_Bx1xHxd[: len(q_bx1xHxd)]
 
 
 def windows(length: int) -> tuple[int, ...]:
     """The columns that a CPU reads: the least of these that hold every row's sequence. `length` is S."""
-    return tuple(sorted({length} | {-(-length >> i) for i in (1, 2, 3) if length >> i >= LEAST_WINDOW}))
+    return tuple(
+        sorted({length} | {-(-length >> i) for i in (1, 2, 3) if length >> i >= LEAST_WINDOW})
+    )
 
 
 def _to_longest(q_bx1xHxd, keys_BxKxdxS, values_BxKxSxd, columns_b, *, sliding_window, **options):
@@ -124,19 +132,30 @@ def _to_longest(q_bx1xHxd, keys_BxKxdxS, values_BxKxSxd, columns_b, *, sliding_w
 
     def read(width, q, keys, values):
         readable = _readable(columns_b, width, sliding_window)
-        return _products("cpu", q, keys[:rows, ..., :width], values[:rows, :, :width], readable, **options)
+        return _products(
+            "cpu", q, keys[:rows, ..., :width], values[:rows, :, :width], readable, **options
+        )
 
     *shorter, whole = windows(values_BxKxSxd.shape[2])
-    if not shorter:  # a choice by the sum of nothing makes jax 0.11.2's compiler crash on several devices
+    if (
+        not shorter
+    ):  # a choice by the sum of nothing makes jax 0.11.2's compiler crash on several devices
         return read(whole, q_bx1xHxd, keys_BxKxdxS, values_BxKxSxd)
     enough = jnp.sum(columns_b.max() >= jnp.array(shorter, jnp.int32))
-    return jax.lax.switch(enough, [functools.partial(read, width) for width in (*shorter, whole)], q_bx1xHxd, keys_BxKxdxS,
-                          values_BxKxSxd)
+    return jax.lax.switch(
+        enough,
+        [functools.partial(read, width) for width in (*shorter, whole)],
+        q_bx1xHxd,
+        keys_BxKxdxS,
+        values_BxKxSxd,
+    )
 
 
 def _readable(columns_B, width, sliding_window):
     distance = columns_B[:, None] - jnp.arange(width)
-    return distance >= 0 if sliding_window is None else (distance >= 0) & (distance < sliding_window)
+    return (
+        distance >= 0 if sliding_window is None else (distance >= 0) & (distance < sliding_window)
+    )
 
 
 def _products(program, q_Bx1xHxd, keys, values, readable_BxS, *, scale=None, softcap=None):
@@ -144,13 +163,25 @@ def _products(program, q_Bx1xHxd, keys, values, readable_BxS, *, scale=None, sof
     keys_axes, values_axes = ("bkds", "bksd") if program in TRANSPOSED else ("bskd", "bskd")
     K = keys.shape[keys_axes.index("k")]
     q_BxKxGxd = (q_Bx1xHxd * (d**-0.5 if scale is None else scale)).reshape(B, K, -1, d)
-    scores_BxKxGxS = jnp.einsum(f"bkgd,{keys_axes}->bkgs", q_BxKxGxd, keys, preferred_element_type=jnp.float32)
+    scores_BxKxGxS = jnp.einsum(
+        f"bkgd,{keys_axes}->bkgs", q_BxKxGxd, keys, preferred_element_type=jnp.float32
+    )
     scores_BxKxGxS = kernel.softcap(scores_BxKxGxS, softcap)
-    weights_BxKxGxS = jax.nn.softmax(jnp.where(readable_BxS[:, None, None], scores_BxKxGxS, -1e30), axis=-1)
-    return jnp.einsum(f"bkgs,{values_axes}->bkgd", weights_BxKxGxS.astype(values.dtype), values).reshape(B, 1, H, d)
+    weights_BxKxGxS = jax.nn.softmax(
+        jnp.where(readable_BxS[:, None, None], scores_BxKxGxS, -1e30), axis=-1
+    )
+    return jnp.einsum(
+        f"bkgs,{values_axes}->bkgd", weights_BxKxGxS.astype(values.dtype), values
+    ).reshape(B, 1, H, d)
 
 
 def _cudnn(q_Bx1xHxd, keys_BxSxKxd, values_BxSxKxd, columns_B, *, scale=None, softcap=None):
     assert softcap is None, "attention.choose refuses it"
-    return jax.nn.dot_product_attention(q_Bx1xHxd, keys_BxSxKxd, values_BxSxKxd, key_value_seq_lengths=columns_B + 1,
-                                        scale=scale, implementation="cudnn")
+    return jax.nn.dot_product_attention(
+        q_Bx1xHxd,
+        keys_BxSxKxd,
+        values_BxSxKxd,
+        key_value_seq_lengths=columns_B + 1,
+        scale=scale,
+        implementation="cudnn",
+    )

@@ -27,8 +27,14 @@ import numpy as np
 
 from jax_ppo.models.deberta_architecture import DebertaArchitecture
 
-ACTIVATIONS = {"gelu": functools.partial(nn.gelu, approximate=False), "gelu_new": nn.gelu, "gelu_pytorch_tanh": nn.gelu,
-               "relu": nn.relu, "silu": nn.silu, "tanh": nn.tanh}
+ACTIVATIONS = {
+    "gelu": functools.partial(nn.gelu, approximate=False),
+    "gelu_new": nn.gelu,
+    "gelu_pytorch_tanh": nn.gelu,
+    "relu": nn.relu,
+    "silu": nn.silu,
+    "tanh": nn.tanh,
+}
 
 
 def normalize(x, scale, bias, epsilon: float):
@@ -44,7 +50,9 @@ def _norm_params(module, name, width):
 
 
 def _table(module, name, rows, width):
-    return module.param(name, lambda key: {"embedding": nn.initializers.normal(0.02)(key, (rows, width))})["embedding"]
+    return module.param(
+        name, lambda key: {"embedding": nn.initializers.normal(0.02)(key, (rows, width))}
+    )["embedding"]
 
 
 def buckets(distance: np.ndarray, a: DebertaArchitecture) -> np.ndarray:
@@ -70,7 +78,7 @@ def align(by_distance):
     Not a gather: read as rows that are one shorter, each begins one column further left than the one before.
     """
     *lead, T, _ = by_distance.shape
-    flat = by_distance.reshape(*lead, 2 * T * T)[..., T - 1:-1]
+    flat = by_distance.reshape(*lead, 2 * T * T)[..., T - 1 : -1]
     return flat.reshape(*lead, T, 2 * T - 1)[..., :T]
 
 
@@ -82,8 +90,10 @@ class Attention(nn.Module):
     def __call__(self, x_BxTxD, relative_2SxD, visible_BxTxT):
         a, T = self.architecture, x_BxTxD.shape[1]
         of_positions = ("q_proj", "k_proj") if a.share_keys else ("pos_q_proj", "pos_k_proj")
-        dense = {name: nn.Dense(a.hidden_size, dtype=self.dtype, name=name)
-                 for name in dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj", *of_positions))}
+        dense = {
+            name: nn.Dense(a.hidden_size, dtype=self.dtype, name=name)
+            for name in dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj", *of_positions))
+        }
 
         def project(name, x):
             return dense[name](x).reshape(*x.shape[:-1], a.num_heads, a.head_dim)
@@ -101,7 +111,9 @@ class Attention(nn.Module):
         if a.position_to_content:  # f = i - j + T - 1
             queries = project(of_positions[0], relative_2SxD)[buckets(column - (T - 1), a)]
             scores_BxHxTxT += align(product("bjhd,fhd->bhjf", k * scale, queries)).swapaxes(-1, -2)
-        weights = jax.nn.softmax(jnp.where(visible_BxTxT[:, None], scores_BxHxTxT, -1e30), axis=-1).astype(v.dtype)
+        weights = jax.nn.softmax(
+            jnp.where(visible_BxTxT[:, None], scores_BxHxTxT, -1e30), axis=-1
+        ).astype(v.dtype)
         out = jnp.einsum("bhij,bjhd->bihd", weights, v)
         return dense["o_proj"](out.reshape(x_BxTxD.shape))
 
@@ -113,7 +125,9 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x):
         a = self.architecture
-        x = ACTIVATIONS[a.activation](nn.Dense(a.intermediate_size, dtype=self.dtype, name="up_proj")(x))
+        x = ACTIVATIONS[a.activation](
+            nn.Dense(a.intermediate_size, dtype=self.dtype, name="up_proj")(x)
+        )
         return nn.Dense(a.hidden_size, dtype=self.dtype, name="down_proj")(x)
 
 
@@ -126,9 +140,16 @@ class Layer(nn.Module):
         """`first`: bool, whether it is the first layer, which the convolution's output `conv` is added behind."""
         a = self.architecture
         attended = Attention(a, self.dtype, name="attention")(x, relative, visible)
-        x = normalize(x + attended, **_norm_params(self, "attention_norm", a.hidden_size), epsilon=a.norm_epsilon)
-        x = normalize(x + MLP(a, self.dtype, name="mlp")(x), **_norm_params(self, "mlp_norm", a.hidden_size),
-                      epsilon=a.norm_epsilon)
+        x = normalize(
+            x + attended,
+            **_norm_params(self, "attention_norm", a.hidden_size),
+            epsilon=a.norm_epsilon,
+        )
+        x = normalize(
+            x + MLP(a, self.dtype, name="mlp")(x),
+            **_norm_params(self, "mlp_norm", a.hidden_size),
+            epsilon=a.norm_epsilon,
+        )
         if conv is not None:
             x = jnp.where(first, normalize(x + conv, **conv_norm, epsilon=a.norm_epsilon), x)
         return x, None
@@ -144,14 +165,16 @@ class Convolution(nn.Module):
     def __call__(self, x_BxTxD, segments_BxT):
         a, T = self.architecture, x_BxTxD.shape[1]
         taps, width = a.conv_kernel_size, a.hidden_size
-        kernel = self.param("kernel", nn.initializers.normal(0.02), (taps, width, width)).astype(self.dtype)
+        kernel = self.param("kernel", nn.initializers.normal(0.02), (taps, width, width)).astype(
+            self.dtype
+        )
         out = self.param("bias", nn.initializers.zeros, (width,)).astype(self.dtype)
         reach = taps // 2
         x = jnp.pad(x_BxTxD, ((0, 0), (reach, reach), (0, 0)))
         segments = jnp.pad(segments_BxT, ((0, 0), (reach, reach)), constant_values=-2)  # of nobody
         for tap in range(taps):
-            same = (segments[:, tap:tap + T] == segments_BxT)[..., None]
-            out = out + jnp.where(same, x[:, tap:tap + T], 0) @ kernel[tap]
+            same = (segments[:, tap : tap + T] == segments_BxT)[..., None]
+            out = out + jnp.where(same, x[:, tap : tap + T], 0) @ kernel[tap]
         return ACTIVATIONS[a.conv_activation](out)
 
 
@@ -182,27 +205,42 @@ class Deberta(nn.Module):
         x = self._embed(tokens_BxT, positions_BxT)
         relative = _table(self, "relative", 2 * a.relative_span, a.hidden_size).astype(self.dtype)
         if a.norm_relative:
-            relative = normalize(relative, **_norm_params(self, "relative_norm", a.hidden_size), epsilon=a.norm_epsilon)
+            relative = normalize(
+                relative,
+                **_norm_params(self, "relative_norm", a.hidden_size),
+                epsilon=a.norm_epsilon,
+            )
         conv = conv_norm = None
         if a.conv_kernel_size:
             conv = Convolution(a, self.dtype, name="conv")(x, segments_BxT)
             conv_norm = _norm_params(self, "conv_norm", a.hidden_size)
         visible = segments_BxT[:, :, None] == segments_BxT[:, None]
-        stack = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=(0, *[nn.broadcast] * 4),
-                        length=a.num_layers)
+        stack = nn.scan(
+            Layer,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=(0, *[nn.broadcast] * 4),
+            length=a.num_layers,
+        )
         first = jnp.arange(a.num_layers) == 0
         x, _ = stack(a, self.dtype, name="layers")(x, first, relative, visible, conv, conv_norm)
-        x = ACTIVATIONS[a.pooler_activation](nn.Dense(a.hidden_size, dtype=self.dtype, name="pooler")(x))
+        x = ACTIVATIONS[a.pooler_activation](
+            nn.Dense(a.hidden_size, dtype=self.dtype, name="pooler")(x)
+        )
         return nn.Dense(1, dtype=jnp.float32, name="score")(x)[..., 0]
 
     def _embed(self, tokens, positions):
         a = self.architecture
         x = _table(self, "words", a.vocab_size, a.embedding_size)[tokens].astype(self.dtype)
         if a.absolute_positions:
-            x += _table(self, "places", a.max_position_embeddings, a.embedding_size)[positions].astype(self.dtype)
+            x += _table(self, "places", a.max_position_embeddings, a.embedding_size)[
+                positions
+            ].astype(self.dtype)
         if a.embedding_size != a.hidden_size:
             x = nn.Dense(a.hidden_size, use_bias=False, dtype=self.dtype, name="embed_proj")(x)
-        return normalize(x, **_norm_params(self, "embed_norm", a.hidden_size), epsilon=a.norm_epsilon)
+        return normalize(
+            x, **_norm_params(self, "embed_norm", a.hidden_size), epsilon=a.norm_epsilon
+        )
 
 
 def init(model: Deberta, key) -> dict:

@@ -104,27 +104,52 @@ def _listed(value) -> list[str]:
 
 
 def _refuse_unsupported(config):
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+    for name in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+    ):
         if not isinstance(config.get(name), int):
-            raise UserError(f"config.json: {name} must be a whole number, it is {config.get(name)!r}")
+            raise UserError(
+                f"config.json: {name} must be a whole number, it is {config.get(name)!r}"
+            )
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if hidden % heads:
-        raise UserError(f"config.json: num_attention_heads={heads} must divide hidden_size={hidden}")
+        raise UserError(
+            f"config.json: num_attention_heads={heads} must divide hidden_size={hidden}"
+        )
     conv = config.get("conv_kernel_size", 0)
     if conv < 0 or (conv and conv % 2 == 0):
-        raise UserError(f"config.json: conv_kernel_size {conv} is not supported, only 0 and odd numbers are")
-    only = {"relative_attention": True, "type_vocab_size": 0, "conv_groups": 1, "pooler_hidden_size": hidden,
-            "attention_head_size": hidden // heads}
+        raise UserError(
+            f"config.json: conv_kernel_size {conv} is not supported, only 0 and odd numbers are"
+        )
+    only = {
+        "relative_attention": True,
+        "type_vocab_size": 0,
+        "conv_groups": 1,
+        "pooler_hidden_size": hidden,
+        "attention_head_size": hidden // heads,
+    }
     given = {"relative_attention": False} | config  # config.json may leave it out, which means that
     for name, value in only.items():
         if given.get(name, value) != value:
-            raise UserError(f"config.json: {name} {given[name]!r} is not supported, only {value!r} is")
+            raise UserError(
+                f"config.json: {name} {given[name]!r} is not supported, only {value!r} is"
+            )
     for name in ("hidden_act", "pooler_hidden_act", *["conv_act"] * bool(conv)):
         if config.get(name, "gelu") not in ACTIVATIONS:
-            raise UserError(f"config.json: {name} {config[name]!r} is not supported, only {', '.join(ACTIVATIONS)} are")
+            raise UserError(
+                f"config.json: {name} {config[name]!r} is not supported, only {', '.join(ACTIVATIONS)} are"
+            )
     for name, known in (("pos_att_type", ("c2p", "p2c")), ("norm_rel_ebd", ("layer_norm",))):
         unknown = [part for part in _listed(config.get(name)) if part not in known]
         if unknown:
-            raise UserError(f"config.json: {name} {'|'.join(unknown)!r} is not supported, only {', '.join(known)} and none are")
+            raise UserError(
+                f"config.json: {name} {'|'.join(unknown)!r} is not supported, only {', '.join(known)} and none are"
+            )
     if config.get("quantization_config"):
-        raise UserError("config.json: quantization_config is not supported; use a checkpoint in float32 or bfloat16")
+        raise UserError(
+            "config.json: quantization_config is not supported; use a checkpoint in float32 or bfloat16"
+        )

@@ -50,4 +50,6 @@ def scalars(params: dict, hidden):
     """[...] float32 from [..., D]: the critic's values, or a reward model's scores."""
     weight = params["score"]["kernel"].astype(jnp.float32)
     # Left to themselves, accelerators multiply float32 in fewer bits.
-    return jnp.matmul(hidden.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST)[..., 0]
+    return jnp.matmul(hidden.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST)[
+        ..., 0
+    ]

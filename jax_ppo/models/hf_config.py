@@ -31,22 +31,57 @@ class Family:
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-_GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 16, "max_position_embeddings": 8192}
+_GEMMA = {
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 8192,
+}
 _GEMMA_2 = _GEMMA | {"num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window": 4096}
-_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "max_position_embeddings": 32_768}
+_QWEN = {
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "max_position_embeddings": 32_768,
+}
 FAMILIES = {
     "llama": Family("Llama", attention_bias=True, defaults={"max_position_embeddings": 2048}),
     "qwen2": Family("Qwen2", windows="last", defaults=_QWEN),
-    "qwen3": Family("Qwen3", attention_bias=True, windows="last", defaults=_QWEN | {"head_dim": 128}),
-    "mistral": Family("Mistral", windows="all", defaults={
-        "num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131_072}),
-    "phi3": Family("Phi3", windows="all", defaults={
-        "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096}),
+    "qwen3": Family(
+        "Qwen3", attention_bias=True, windows="last", defaults=_QWEN | {"head_dim": 128}
+    ),
+    "mistral": Family(
+        "Mistral",
+        windows="all",
+        defaults={
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+            "max_position_embeddings": 131_072,
+        },
+    ),
+    "phi3": Family(
+        "Phi3",
+        windows="all",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+        },
+    ),
     "gemma": Family("Gemma", attention_bias=True, defaults=_GEMMA),
-    "gemma2": Family("Gemma2", attention_bias=True, windows="pattern", defaults=_GEMMA_2 | {
-        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
-    "gemma3_text": Family("Gemma3", classifier="Gemma3Text", attention_bias=True, windows="pattern",
-                          defaults=_GEMMA_2 | {"max_position_embeddings": 131_072}),
+    "gemma2": Family(
+        "Gemma2",
+        attention_bias=True,
+        windows="pattern",
+        defaults=_GEMMA_2 | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "gemma3_text": Family(
+        "Gemma3",
+        classifier="Gemma3Text",
+        attention_bias=True,
+        windows="pattern",
+        defaults=_GEMMA_2 | {"max_position_embeddings": 131_072},
+    ),
 }
 
 
@@ -59,7 +94,11 @@ def from_hf_config(config: dict[str, Any]) -> Architecture:
     def value(name, default=None):  # of a field that may as well be null
         return default if given.get(name) is None else given[name]
 
-    heads, eos, bias = given["num_attention_heads"], given.get("eos_token_id"), family.attention_bias
+    heads, eos, bias = (
+        given["num_attention_heads"],
+        given.get("eos_token_id"),
+        family.attention_bias,
+    )
     theta, rope, local_theta = _rope_parameters(given)
     window, local = _windows(given)
     gemma = kind.startswith("gemma")
@@ -71,7 +110,9 @@ def from_hf_config(config: dict[str, Any]) -> Architecture:
         num_layers=given["num_hidden_layers"],
         num_heads=heads,
         num_kv_heads=given.get("num_key_value_heads") or heads,
-        head_dim=given.get("head_dim") or family.defaults.get("head_dim") or given["hidden_size"] // heads,
+        head_dim=given.get("head_dim")
+        or family.defaults.get("head_dim")
+        or given["hidden_size"] // heads,
         qkv_bias=kind == "qwen2" or bias and bool(given.get("attention_bias")),
         output_bias=bias and bool(given.get("attention_bias")),
         mlp_bias=kind == "llama" and bool(given.get("mlp_bias")),
@@ -81,8 +122,12 @@ def from_hf_config(config: dict[str, Any]) -> Architecture:
         norm_plus_one=gemma,
         qk_norm=kind in ("qwen3", "gemma3_text"),
         post_norms=kind in ("gemma2", "gemma3_text"),
-        query_pre_attn_scalar=value("query_pre_attn_scalar") if family.windows == "pattern" else None,
-        attention_softcap=given.get("attn_logit_softcapping") if family.windows == "pattern" else None,
+        query_pre_attn_scalar=value("query_pre_attn_scalar")
+        if family.windows == "pattern"
+        else None,
+        attention_softcap=given.get("attn_logit_softcapping")
+        if family.windows == "pattern"
+        else None,
         logit_softcap=given.get("final_logit_softcapping") if family.windows == "pattern" else None,
         sliding_window=window,
         local_layers=local,
@@ -102,19 +147,37 @@ def _refuse_unsupported(config):
     if kind not in FAMILIES:
         near = difflib.get_close_matches(str(kind), FAMILIES, n=1)
         hint = f"; the nearest is {near[0]}" if near else ""
-        raise UserError(f"config.json: model_type {kind!r} is not supported, only {', '.join(FAMILIES)} are{hint}")
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        raise UserError(
+            f"config.json: model_type {kind!r} is not supported, only {', '.join(FAMILIES)} are{hint}"
+        )
+    for name in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+    ):
         if not isinstance(config.get(name), int):
-            raise UserError(f"config.json: {name} must be a whole number, it is {config.get(name)!r}")
+            raise UserError(
+                f"config.json: {name} must be a whole number, it is {config.get(name)!r}"
+            )
     if config.get("use_sliding_window") and FAMILIES[kind].windows != "last":
-        raise UserError(f"config.json: use_sliding_window is not supported with model_type {kind!r}")
+        raise UserError(
+            f"config.json: use_sliding_window is not supported with model_type {kind!r}"
+        )
     if config.get("use_bidirectional_attention"):
-        raise UserError("config.json: use_bidirectional_attention is not supported: a decoder looks back only")
+        raise UserError(
+            "config.json: use_bidirectional_attention is not supported: a decoder looks back only"
+        )
     if kind == "gemma3_text" and config.get("attn_logit_softcapping") is not None:
-        raise UserError("config.json: attn_logit_softcapping of model_type 'gemma3_text' is not supported: transformers reads "
-                        "it and caps nothing, so it is not clear what the weights were made with")
+        raise UserError(
+            "config.json: attn_logit_softcapping of model_type 'gemma3_text' is not supported: transformers reads "
+            "it and caps nothing, so it is not clear what the weights were made with"
+        )
     if config.get("quantization_config"):
-        raise UserError("config.json: quantization_config is not supported; use a checkpoint in float32 or bfloat16")
+        raise UserError(
+            "config.json: quantization_config is not supported; use a checkpoint in float32 or bfloat16"
+        )
 
 
 def _activation(config):
@@ -124,31 +187,43 @@ def _activation(config):
     name = config.get(field) or ACTIVATIONS[kind.startswith("gemma")]
     name = "gelu_pytorch_tanh" if kind == "gemma" and name == "gelu" else name
     if name not in ACTIVATIONS:
-        raise UserError(f"config.json: {field} {name!r} is not supported, only {', '.join(map(repr, ACTIVATIONS))} are")
+        raise UserError(
+            f"config.json: {field} {name!r} is not supported, only {', '.join(map(repr, ACTIVATIONS))} are"
+        )
     return name
 
 
 def _windows(config):
     """`sliding_window` and `local_layers` of Architecture."""
-    kind, layers, window = config["model_type"], config["num_hidden_layers"], config.get("sliding_window")
+    kind, layers, window = (
+        config["model_type"],
+        config["num_hidden_layers"],
+        config.get("sliding_window"),
+    )
     source, types = FAMILIES[kind].windows, config.get("layer_types")
     if source == "last" and not config.get("use_sliding_window"):
         window = None
     if source in ("last", "pattern") and types is not None:
         if len(types) != layers or set(types) - {FULL, LOCAL}:
-            raise UserError(f"config.json: layer_types {types} must be num_hidden_layers={layers} words, {FULL} or {LOCAL}")
+            raise UserError(
+                f"config.json: layer_types {types} must be num_hidden_layers={layers} words, {FULL} or {LOCAL}"
+            )
         local = tuple(name == LOCAL for name in types)
     elif source == "pattern":
         every = 2 if kind == "gemma2" else config.get("sliding_window_pattern") or 6
         local = tuple((i + 1) % every > 0 for i in range(layers))
     elif source == "last":
-        local = tuple(window is not None and i >= config["max_window_layers"] for i in range(layers))
+        local = tuple(
+            window is not None and i >= config["max_window_layers"] for i in range(layers)
+        )
     else:
         local = (source == "all" and window is not None,) * layers
         supported = LOCAL if any(local) else FULL
         if set(types or [supported]) != {supported}:
-            raise UserError(f"config.json: layer_types {sorted(set(types))} are not supported, only {supported} is with "
-                            f"model_type {kind!r} and sliding_window={window!r}")
+            raise UserError(
+                f"config.json: layer_types {sorted(set(types))} are not supported, only {supported} is with "
+                f"model_type {kind!r} and sliding_window={window!r}"
+            )
     if not any(local):
         return None, ()
     if not isinstance(window, int) or window < 1:
@@ -163,21 +238,33 @@ def _rope_parameters(config):
     if config["model_type"] == "gemma3_text":
         return _two_ropes(rope if nested else {}, {} if nested else rope, config)
     if nested:
-        raise UserError(f"config.json: rope_parameters for each layer type ({', '.join(nested)}) are not supported")
+        raise UserError(
+            f"config.json: rope_parameters for each layer type ({', '.join(nested)}) are not supported"
+        )
     return *_one_rope(rope, config), None
 
 
 def _two_ropes(by_layer_type, older, config):
     """Gemma 3's: by layer type in transformers 5; before, the local layers' base stood beside the others' parameters."""
     if older and config.get("rope_parameters"):
-        raise UserError("config.json: rope_parameters of model_type 'gemma3_text' must name layer types, "
-                        f"{FULL} and {LOCAL}, they are {older}")
-    local = {"rope_theta": config.get("rope_local_base_freq") or 10_000.0} | (by_layer_type.get(LOCAL) or {})
+        raise UserError(
+            "config.json: rope_parameters of model_type 'gemma3_text' must name layer types, "
+            f"{FULL} and {LOCAL}, they are {older}"
+        )
+    local = {"rope_theta": config.get("rope_local_base_freq") or 10_000.0} | (
+        by_layer_type.get(LOCAL) or {}
+    )
     local_theta, local_rope = _one_rope(local, config)
     if dict(local_rope)["rope_type"] != "default":
-        raise UserError(f"config.json: rope_parameters of {LOCAL} with rope_type {dict(local_rope)['rope_type']!r} are not "
-                        "supported, only 'default' is")
-    whole = {"rope_theta": config.get("rope_theta") or 1_000_000.0} | older | (by_layer_type.get(FULL) or {})
+        raise UserError(
+            f"config.json: rope_parameters of {LOCAL} with rope_type {dict(local_rope)['rope_type']!r} are not "
+            "supported, only 'default' is"
+        )
+    whole = (
+        {"rope_theta": config.get("rope_theta") or 1_000_000.0}
+        | older
+        | (by_layer_type.get(FULL) or {})
+    )
     return *_one_rope(whole, config), local_theta
 
 
@@ -185,10 +272,14 @@ def _one_rope(rope, config):
     rope = dict(rope)
     older, phi = rope.pop("type", None), config["model_type"] == "phi3"
     kind = rope.get("rope_type") or older or "default"
-    rope["rope_type"] = kind = "longrope" if phi and kind in ("su", "yarn") else kind  # Phi-3's own words for it
+    rope["rope_type"] = kind = (
+        "longrope" if phi and kind in ("su", "yarn") else kind
+    )  # Phi-3's own words for it
     theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
     if kind not in ROPE_KINDS:
-        raise UserError(f"config.json: rope_type {kind!r} is not supported, only {', '.join(ROPE_KINDS)} are")
+        raise UserError(
+            f"config.json: rope_type {kind!r} is not supported, only {', '.join(ROPE_KINDS)} are"
+        )
     if (rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1) != 1:
         raise UserError("config.json: partial_rotary_factor is not supported, only 1 is")
     for name in ROPE_KINDS[kind]:
@@ -196,16 +287,25 @@ def _one_rope(rope, config):
             raise UserError(f"config.json: rope_type {kind!r} needs {name}")
     if kind in ("yarn", "llama3", "longrope"):
         # transformers' order: beside the parameters (as Phi-3 has it), among them, or else the whole length.
-        original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+        original = config.get("original_max_position_embeddings") or rope.get(
+            "original_max_position_embeddings"
+        )
         rope["original_max_position_embeddings"] = original or _longest(config)
-    return float(theta), tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in rope.items()))
+    return float(theta), tuple(
+        sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in rope.items())
+    )
 
 
 def _longest(config):
-    return config.get("max_position_embeddings") or FAMILIES[config["model_type"]].defaults["max_position_embeddings"]
+    return (
+        config.get("max_position_embeddings")
+        or FAMILIES[config["model_type"]].defaults["max_position_embeddings"]
+    )
 
 
-def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str = "lm") -> dict[str, Any]:
+def to_hf_config(
+    architecture: Architecture, dtype: str = "float32", head: str = "lm"
+) -> dict[str, Any]:
     """The contents of config.json that transformers reads back as the same model.
 
     Args:
@@ -239,19 +339,32 @@ def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str =
     }
     if head == "scalar":
         config["architectures"] = [f"{family.classifier or family.name}ForSequenceClassification"]
-        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # transformers' spelling of num_labels = 1
+        config |= {
+            "id2label": {"0": "LABEL_0"},
+            "label2id": {"LABEL_0": 0},
+        }  # transformers' spelling of num_labels = 1
     if a.family.startswith("gemma"):
         config["hidden_activation"] = a.activation
     if a.family == "phi3" and "original_max_position_embeddings" in rope:
-        config["original_max_position_embeddings"] = rope.pop("original_max_position_embeddings")  # read here alone
-        config["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}  # transformers 4 wants no word more
+        config["original_max_position_embeddings"] = rope.pop(
+            "original_max_position_embeddings"
+        )  # read here alone
+        config["rope_scaling"] = {
+            "type": rope.pop("rope_type"),
+            **rope,
+        }  # transformers 4 wants no word more
     if a.local_rope_theta is not None:
         config["rope_local_base_freq"] = a.local_rope_theta
-        config["rope_parameters"] = {FULL: config["rope_parameters"],
-                                     LOCAL: {"rope_type": "default", "rope_theta": a.local_rope_theta}}
+        config["rope_parameters"] = {
+            FULL: config["rope_parameters"],
+            LOCAL: {"rope_type": "default", "rope_theta": a.local_rope_theta},
+        }
     if family.windows == "pattern":
-        config |= {"query_pre_attn_scalar": a.query_pre_attn_scalar, "attn_logit_softcapping": a.attention_softcap,
-                   "final_logit_softcapping": a.logit_softcap}
+        config |= {
+            "query_pre_attn_scalar": a.query_pre_attn_scalar,
+            "attn_logit_softcapping": a.attention_softcap,
+            "final_logit_softcapping": a.logit_softcap,
+        }
     if family.attention_bias:
         config["attention_bias"] = a.output_bias
     if a.family == "llama":
@@ -261,7 +374,10 @@ def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str =
     if family.windows in ("last", "pattern"):
         config["layer_types"] = [LOCAL if local else FULL for local in a.layers_are_local]
     if family.windows == "last":
-        config |= {"use_sliding_window": a.sliding_window is not None, "max_window_layers": _first_local(a)}
+        config |= {
+            "use_sliding_window": a.sliding_window is not None,
+            "max_window_layers": _first_local(a),
+        }
     return config
 
 

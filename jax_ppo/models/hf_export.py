@@ -18,15 +18,34 @@ from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf_config import to_hf_config
 from jax_ppo.models.lora import Lora, merged
 
-DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # not float16: its range is smaller than the parameters' may be
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
-                   "chat_template*")
+DTYPES = {
+    "float32": "F32",
+    "bfloat16": "BF16",
+}  # not float16: its range is smaller than the parameters' may be
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+)
 GIB = 1024**3
 
 
-def export(params: dict, architecture: Architecture, folder: str | Path, *, dtype: str = "float32",
-           source_folder: str | Path | None = None, tokenizer_folder: str | Path | None = None,
-           max_shard_bytes: int = 4 * GIB, adapters: dict | None = None, lora: Lora | None = None) -> None:
+def export(
+    params: dict,
+    architecture: Architecture,
+    folder: str | Path,
+    *,
+    dtype: str = "float32",
+    source_folder: str | Path | None = None,
+    tokenizer_folder: str | Path | None = None,
+    max_shard_bytes: int = 4 * GIB,
+    adapters: dict | None = None,
+    lora: Lora | None = None,
+) -> None:
     """Writes a Hugging Face folder: a causal language model, or with a scalar head a sequence classifier of one label.
 
     The folder appears whole or not at all: it is written beside its place and renamed. One tensor is on the host at a
@@ -53,15 +72,20 @@ def export(params: dict, architecture: Architecture, folder: str | Path, *, dtyp
     arrays = hf_names.flatten_like(params, rows, "`params`")
     for path, row in rows.items():
         if tuple(arrays[path].shape) != row.full_shape:
-            raise ValueError(f"{'/'.join(path)} has shape {list(arrays[path].shape)}, the architecture makes it "
-                             f"{list(row.full_shape)}")
+            raise ValueError(
+                f"{'/'.join(path)} has shape {list(arrays[path].shape)}, the architecture makes it "
+                f"{list(row.full_shape)}"
+            )
     if adapters is not None:
         arrays = _with_adapters(arrays, adapters, architecture, lora)
     folder = Path(folder)
     with written_whole(folder, "config.json", "model*.safetensors") as temporary:
         if temporary:
             write_json(temporary / "config.json", to_hf_config(architecture, dtype, head))
-            write_json(temporary / "generation_config.json", _generation_config(architecture, source_folder))
+            write_json(
+                temporary / "generation_config.json",
+                _generation_config(architecture, source_folder),
+            )
             if tokenizer := tokenizer_folder or source_folder:
                 _copy_tokenizer(Path(tokenizer), temporary)
         write_weights(temporary, rows, arrays, dtype, max_shard_bytes)
@@ -89,7 +113,9 @@ def written_whole(folder: Path, config: str, weights: str) -> Iterator[Path | No
     if writer:
         _replace(folder, temporary)
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("export")  # nobody looks for the folder before it is there
+        multihost_utils.sync_global_devices(
+            "export"
+        )  # nobody looks for the folder before it is there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +141,14 @@ def _with_adapters(arrays, adapters, architecture, lora):
 def _generation_config(architecture, source_folder):
     """The source's sampling defaults with the architecture's special tokens."""
     source = Path(source_folder or "") / "generation_config.json"
-    config = json.loads(source.read_text(encoding="utf-8")) if source_folder and source.exists() else {}
-    ids = {"bos_token_id": architecture.bos_id, "eos_token_id": list(architecture.eos_ids) or None,
-           "pad_token_id": architecture.pad_id}
+    config = (
+        json.loads(source.read_text(encoding="utf-8")) if source_folder and source.exists() else {}
+    )
+    ids = {
+        "bos_token_id": architecture.bos_id,
+        "eos_token_id": list(architecture.eos_ids) or None,
+        "pad_token_id": architecture.pad_id,
+    }
     return config | {name: value for name, value in ids.items() if value is not None}
 
 
@@ -139,12 +170,19 @@ def write_weights(folder, rows, arrays, dtype, max_shard_bytes, single=hf_files.
     for i, shard in enumerate(shards, 1):
         file = single if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         header = {name: (code, rows[paths[0]].hf_shape) for name, paths, _ in shard}
-        tensors = (_joined([_on_host(arrays[path], rows[path], layer, dtype) for path in paths]) for _, paths, layer in shard)
+        tensors = (
+            _joined([_on_host(arrays[path], rows[path], layer, dtype) for path in paths])
+            for _, paths, layer in shard
+        )
         hf_files.write(folder and folder / file, header, tensors)
         weight_map |= dict.fromkeys(header, file)
-        total += sum(int(np.prod(shape)) * hf_files.DTYPES[code].itemsize for _, shape in header.values())
+        total += sum(
+            int(np.prod(shape)) * hf_files.DTYPES[code].itemsize for _, shape in header.values()
+        )
     if folder is not None and len(shards) > 1:
-        write_json(folder / hf_files.INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_json(
+            folder / hf_files.INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}
+        )
 
 
 def _shards(rows, itemsize, max_bytes) -> list[list[tuple[str, list[tuple[str, ...]], int | None]]]:
@@ -182,7 +220,10 @@ def _one(array, layer, dtype, stacked):
 
 @functools.partial(jax.jit, static_argnames=("dtype", "scale"))
 def _one_merged(kernel, lora_a, lora_b, layer, dtype, scale):
-    parts = (jax.lax.dynamic_index_in_dim(array, layer, 0, keepdims=False) for array in (kernel, lora_a, lora_b))
+    parts = (
+        jax.lax.dynamic_index_in_dim(array, layer, 0, keepdims=False)
+        for array in (kernel, lora_a, lora_b)
+    )
     return merged(*parts, scale).astype(dtype)
 
 
@@ -201,7 +242,9 @@ def _refuse_foreign(folder, config, weights):
     """Nothing but an earlier export is ever replaced."""
     ours = (folder / config).exists() and any(folder.glob(weights))
     if folder.exists() and not ours and (folder.is_file() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} exists and holds something else; remove it or export to another folder")
+        raise FileExistsError(
+            f"{folder} exists and holds something else; remove it or export to another folder"
+        )
 
 
 def _replace(folder, temporary):

@@ -13,7 +13,11 @@ from safetensors import SafetensorError, safe_open
 from jax_ppo.errors import UserError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
+DTYPES = {
+    "F32": np.dtype(np.float32),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+}
 
 
 class Checkpoint:
@@ -32,8 +36,10 @@ class Checkpoint:
                 try:
                     file = opening.enter_context(safe_open(path, framework="numpy"))
                 except SafetensorError as error:
-                    raise UserError(f"{path} is not a whole safetensors file ({error}). If it was downloaded or "
-                                    "cloned, that stopped early or left a Git LFS pointer: fetch it again") from error
+                    raise UserError(
+                        f"{path} is not a whole safetensors file ({error}). If it was downloaded or "
+                        "cloned, that stopped early or left a Git LFS pointer: fetch it again"
+                    ) from error
                 for name in file.keys():
                     self._files[name] = (file, path.name)
             self._stack = opening.pop_all()
@@ -73,29 +79,40 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     if not (folder / INDEX).exists():
         _refuse_pickles(folder)
-        raise UserError(f"{folder} has no weights: neither {SINGLE} nor {INDEX} (a hub repository that has them only "
-                        "in pytorch_model.bin, a pickle, must be converted to safetensors first)")
+        raise UserError(
+            f"{folder} has no weights: neither {SINGLE} nor {INDEX} (a hub repository that has them only "
+            "in pytorch_model.bin, a pickle, must be converted to safetensors first)"
+        )
     weight_map = json.loads((folder / INDEX).read_text()).get("weight_map", {})
     files = [folder / name for name in sorted(set(weight_map.values()))]
     missing = [path.name for path in files if not path.exists()]
     if missing or not files:
-        raise UserError(f"{folder / INDEX} names {len(files)} files, of which {len(missing)} are not there: "
-                        f"{', '.join(missing[:4])}. Fetch them again")
+        raise UserError(
+            f"{folder / INDEX} names {len(files)} files, of which {len(missing)} are not there: "
+            f"{', '.join(missing[:4])}. Fetch them again"
+        )
     return files
 
 
 def _refuse_pickles(folder):
-    pickles = sorted(path.name for pattern in ("pytorch_model*", "*.pth", "*.pt") for path in folder.glob(pattern))
+    pickles = sorted(
+        path.name
+        for pattern in ("pytorch_model*", "*.pth", "*.pt")
+        for path in folder.glob(pattern)
+    )
     if pickles:
         config = folder / "config.json"
-        scores = config.exists() and "ForSequenceClassification" in config.read_text(encoding="utf-8")
+        scores = config.exists() and "ForSequenceClassification" in config.read_text(
+            encoding="utf-8"
+        )
         loader = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
         raise UserError(
             f"{folder} has its weights only in {pickles[0]}, a pickle: reading it would run whatever code it holds, so "
             f"it is not read. If you trust it, convert it once where torch is installed:\n"
             f"    model = transformers.{loader}.from_pretrained({str(folder)!r})\n"
-            f"    model.save_pretrained(\"CONVERTED\", safe_serialization=True)\n"
-            f"and give the folder CONVERTED, with the tokenizer's files copied into it")
+            f'    model.save_pretrained("CONVERTED", safe_serialization=True)\n'
+            f"and give the folder CONVERTED, with the tokenizer's files copied into it"
+        )
 
 
 def write(path: Path | None, tensors: dict[str, tuple[str, tuple[int, ...]]], arrays) -> None:

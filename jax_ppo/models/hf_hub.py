@@ -9,11 +9,21 @@ from jax_ppo import hub
 from jax_ppo.errors import UserError
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
-HUB_FILES = ["*.json", "model*.safetensors", "adapter_model.safetensors", "tokenizer*", "*.model", "vocab*", "merges*",
-             "*.jinja"]
+HUB_FILES = [
+    "*.json",
+    "model*.safetensors",
+    "adapter_model.safetensors",
+    "tokenizer*",
+    "*.model",
+    "vocab*",
+    "merges*",
+    "*.jinja",
+]
 
 
-def find(path: str, what: str = "config.model.path", holds: str = "config.json and model.safetensors") -> Path:
+def find(
+    path: str, what: str = "config.model.path", holds: str = "config.json and model.safetensors"
+) -> Path:
     """The folder of a checkpoint: `path` itself, or what the hub holds under this name, downloaded or from its cache.
 
     A name is OWNER/NAME, or OWNER/NAME@REVISION (a branch, tag or commit).
@@ -32,14 +42,18 @@ def find(path: str, what: str = "config.model.path", holds: str = "config.json a
     if folder.is_file():
         raise UserError(f"{problem}this is a file; {remedy}")
     if not HUB_NAME.fullmatch(path):
-        raise UserError(f"{problem}there is no such folder (and it is no hub name, OWNER/NAME); {remedy}")
+        raise UserError(
+            f"{problem}there is no such folder (and it is no hub name, OWNER/NAME); {remedy}"
+        )
     name, revision = hub.split_revision(path)
     command = f"hf download {name} --revision {revision} --local-dir {name.rpartition('/')[2]}"
     try:
         return hub.download(path, HUB_FILES, what, ignore=["*/*"])[0]
     except hub.HubError as error:
-        raise UserError(f"{problem}there is no such folder, and {error.reason}. Either {remedy}; or get one, where the hub "
-                        f"can be reached, with `{command}`") from error
+        raise UserError(
+            f"{problem}there is no such folder, and {error.reason}. Either {remedy}; or get one, where the hub "
+            f"can be reached, with `{command}`"
+        ) from error
 
 
 def where(path: str, folder: Path) -> tuple[str, str | None]:

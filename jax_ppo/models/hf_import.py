@@ -23,7 +23,10 @@ from jax_ppo.models.hf_hub import find
 
 __all__ = ["find", "load", "read_architecture", "read_reward_model"]
 
-SCORES = ("score.weight", "classifier.weight")  # a reward model's head, of a decoder and of an encoder
+SCORES = (
+    "score.weight",
+    "classifier.weight",
+)  # a reward model's head, of a decoder and of an encoder
 
 
 def read_architecture(folder: str | Path) -> Architecture:
@@ -52,8 +55,10 @@ def read_reward_model(folder: str | Path) -> Architecture | DebertaArchitecture:
     elif config.get("model_type") in FAMILIES:
         architecture = read_architecture(folder)
     else:
-        raise UserError(f"{folder}: config.json's model_type {config.get('model_type')!r} is not supported for a reward model, "
-                        f"only {', '.join((*FAMILIES, deberta.FAMILY))} are")
+        raise UserError(
+            f"{folder}: config.json's model_type {config.get('model_type')!r} is not supported for a reward model, "
+            f"only {', '.join((*FAMILIES, deberta.FAMILY))} are"
+        )
     with hf_files.Checkpoint(folder) as checkpoint:
         _check(checkpoint, hf_names.table(architecture, "reward"), "reward", architecture)
     return architecture
@@ -68,8 +73,10 @@ def has_head(folder: str | Path) -> bool:
 def _read_config(folder):
     if not (Path(folder) / "config.json").exists():
         if (Path(folder) / "adapter_config.json").exists():
-            raise UserError(f"{folder} holds adapters, which stand on another model's weights: set config.model.path to that "
-                            "model and config.model.lora.path to these, or merge them into it first (PEFT's merge_and_unload)")
+            raise UserError(
+                f"{folder} holds adapters, which stand on another model's weights: set config.model.path to that "
+                "model and config.model.lora.path to these, or merge them into it first (PEFT's merge_and_unload)"
+            )
         raise UserError(f"{folder} has no config.json: it is not a Hugging Face checkpoint")
     return read_json(Path(folder) / "config.json")
 
@@ -82,8 +89,14 @@ def read_json(path: Path):
         raise UserError(f"{path} is not JSON: {error}") from error
 
 
-def load(folder: str | Path, architecture: Architecture | DebertaArchitecture, shardings: dict, dtype=jnp.float32,
-         head: str = "lm", progress: Callable[[int, int], None] | None = None) -> dict:
+def load(
+    folder: str | Path,
+    architecture: Architecture | DebertaArchitecture,
+    shardings: dict,
+    dtype=jnp.float32,
+    head: str = "lm",
+    progress: Callable[[int, int], None] | None = None,
+) -> dict:
     """Reads a checkpoint's weights into sharded arrays, each process only its own devices' parts.
 
     On the host lives one layer's slice at a time. In a run of several processes all of them call it.
@@ -111,16 +124,31 @@ def load(folder: str | Path, architecture: Architecture | DebertaArchitecture, s
         return read_parameters(checkpoint, rows, wanted, places, dtype, progress)
 
 
-def to_be_read(rows: dict[tuple[str, ...], hf_names.Tensor], head: str) -> dict[tuple[str, ...], hf_names.Tensor]:
+def to_be_read(
+    rows: dict[tuple[str, ...], hf_names.Tensor], head: str
+) -> dict[tuple[str, ...], hf_names.Tensor]:
     """Those of the rows that a checkpoint must hold: a scalar head that starts at zero is not read."""
-    return {path: row for path, row in rows.items() if head not in ("scalar", "both") or path != ("score", "kernel")}
+    return {
+        path: row
+        for path, row in rows.items()
+        if head not in ("scalar", "both") or path != ("score", "kernel")
+    }
 
 
-def read_parameters(checkpoint: hf_files.Checkpoint, rows: dict[tuple[str, ...], hf_names.Tensor],
-                    wanted: dict[tuple[str, ...], hf_names.Tensor], places: dict, dtype,
-                    progress: Callable[[int, int], None] | None) -> dict:
+def read_parameters(
+    checkpoint: hf_files.Checkpoint,
+    rows: dict[tuple[str, ...], hf_names.Tensor],
+    wanted: dict[tuple[str, ...], hf_names.Tensor],
+    places: dict,
+    dtype,
+    progress: Callable[[int, int], None] | None,
+) -> dict:
     """The nested parameters of `rows`, each at its place: `wanted` from the checkpoint, the others zeros."""
-    dtype, total, counter = np.dtype(dtype), sum(len(row.names()) for row in wanted.values()), itertools.count(1)
+    dtype, total, counter = (
+        np.dtype(dtype),
+        sum(len(row.names()) for row in wanted.values()),
+        itertools.count(1),
+    )
 
     def tick():
         done = next(counter)
@@ -129,8 +157,11 @@ def read_parameters(checkpoint: hf_files.Checkpoint, rows: dict[tuple[str, ...],
 
     params = {}
     for path, row in rows.items():
-        params[path] = (_fill(checkpoint, row, dtype, places[path], tick) if path in wanted else
-                        _zeros(row.full_shape, dtype, places[path]))
+        params[path] = (
+            _fill(checkpoint, row, dtype, places[path], tick)
+            if path in wanted
+            else _zeros(row.full_shape, dtype, places[path])
+        )
     return traverse_util.unflatten_dict(params)
 
 
@@ -140,11 +171,18 @@ def _fill(checkpoint, row, dtype, sharding, tick) -> jax.Array:
         array = jax.block_until_ready(_read(checkpoint, row.name, row, dtype, sharding))
         tick()
         return array
-    write = jax.jit(jax.lax.dynamic_update_index_in_dim, static_argnums=3, donate_argnums=0, out_shardings=sharding)
+    write = jax.jit(
+        jax.lax.dynamic_update_index_in_dim,
+        static_argnums=3,
+        donate_argnums=0,
+        out_shardings=sharding,
+    )
     buffer, one_layer = _zeros(row.full_shape, dtype, sharding), _without_first_axis(sharding)
     for i, name in enumerate(row.names()):
         # Waiting keeps the copies on their way to the devices to one layer.
-        buffer = jax.block_until_ready(write(buffer, _read(checkpoint, name, row, dtype, one_layer), i, 0))
+        buffer = jax.block_until_ready(
+            write(buffer, _read(checkpoint, name, row, dtype, one_layer), i, 0)
+        )
         tick()
     return buffer
 
@@ -181,15 +219,23 @@ def _check(checkpoint, wanted, head, architecture):
     check_tensors(checkpoint, wanted, head)
     names = checkpoint.names()
     used = {name for row in wanted.values() for name in row.names()}
-    unused = sorted(name for name in names - used if not _ignorable(checkpoint, name, head, architecture))
+    unused = sorted(
+        name for name in names - used if not _ignorable(checkpoint, name, head, architecture)
+    )
     if unused:
-        raise UserError(f"{checkpoint.folder} has {len(unused)} tensors that this model would not use: "
-                        f"{hf_names.some(unused)}. It is another kind of model than "
-                        f"config.json's model_type {architecture.family!r} with this head ({head!r})")
+        raise UserError(
+            f"{checkpoint.folder} has {len(unused)} tensors that this model would not use: "
+            f"{hf_names.some(unused)}. It is another kind of model than "
+            f"config.json's model_type {architecture.family!r} with this head ({head!r})"
+        )
 
 
-def check_tensors(checkpoint: hf_files.Checkpoint, wanted: dict[tuple[str, ...], hf_names.Tensor], head: str,
-                  config: str = "config.json") -> None:
+def check_tensors(
+    checkpoint: hf_files.Checkpoint,
+    wanted: dict[tuple[str, ...], hf_names.Tensor],
+    head: str,
+    config: str = "config.json",
+) -> None:
     """Raises UserError unless the checkpoint has what is wanted, as it is wanted. `config`: the file that says so."""
     names = checkpoint.names()
     for row in wanted.values():
@@ -198,13 +244,19 @@ def check_tensors(checkpoint: hf_files.Checkpoint, wanted: dict[tuple[str, ...],
                 raise UserError(f"{checkpoint.folder}: " + _missing(name, names, head))
             where = f"{checkpoint.folder / checkpoint.file(name)}: {name}"
             if name in SCORES and checkpoint.shape(name)[0] != 1:
-                raise UserError(f"{where} has {checkpoint.shape(name)[0]} labels; a reward model has num_labels = 1")
+                raise UserError(
+                    f"{where} has {checkpoint.shape(name)[0]} labels; a reward model has num_labels = 1"
+                )
             if checkpoint.shape(name) != row.hf_shape:
-                raise UserError(f"{where} has shape {list(checkpoint.shape(name))}, {config} makes it "
-                                f"{list(row.hf_shape)}")
+                raise UserError(
+                    f"{where} has shape {list(checkpoint.shape(name))}, {config} makes it "
+                    f"{list(row.hf_shape)}"
+                )
             if checkpoint.dtype(name) not in hf_files.DTYPES:
-                raise UserError(f"{where} is of type {checkpoint.dtype(name)}; only float32, bfloat16 and float16 "
-                                "(F32, BF16, F16) are supported")
+                raise UserError(
+                    f"{where} is of type {checkpoint.dtype(name)}; only float32, bfloat16 and float16 "
+                    "(F32, BF16, F16) are supported"
+                )
 
 
 def _missing(name, names, head):
@@ -218,8 +270,13 @@ def _missing(name, names, head):
 
 def _ignorable(checkpoint, name, head, architecture):
     """Tensors whose absence from our model changes nothing."""
-    if isinstance(architecture, DebertaArchitecture):  # the places, and what a model without them keeps all the same
-        return name in ("deberta.embeddings.position_ids", "deberta.embeddings.position_embeddings.weight")
+    if isinstance(
+        architecture, DebertaArchitecture
+    ):  # the places, and what a model without them keeps all the same
+        return name in (
+            "deberta.embeddings.position_ids",
+            "deberta.embeddings.position_embeddings.weight",
+        )
     if name.endswith("rotary_emb.inv_freq"):  # computed from config.json
         return True
     if name == "lm_head.weight":

@@ -47,7 +47,9 @@ def init(architecture: Architecture, lora: Lora, key, head: str) -> dict:
         params[path] = jnp.zeros(row.full_shape, jnp.float32)
         if path[-1] == "lora_a":
             bound = row.shape[0] ** -0.5
-            params[path] = jax.random.uniform(jax.random.fold_in(key, number), row.full_shape, jnp.float32, -bound, bound)
+            params[path] = jax.random.uniform(
+                jax.random.fold_in(key, number), row.full_shape, jnp.float32, -bound, bound
+            )
     return traverse_util.unflatten_dict(params)
 
 
@@ -61,5 +63,7 @@ def join(base: dict, adapters: dict) -> dict:
 
 def merged(kernel, lora_a, lora_b, scale: float):
     """The kernel with its adapters in it, float32."""
-    product = jnp.matmul(lora_a.astype(jnp.float32), lora_b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    product = jnp.matmul(
+        lora_a.astype(jnp.float32), lora_b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+    )
     return kernel.astype(jnp.float32) + scale * product

@@ -15,13 +15,23 @@ from jax_ppo.models.lora import Lora
 from jax_ppo.schema import LORA_TARGETS
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-FUSED = {"phi3": ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")}  # of these checkpoints have one tensor for several
+FUSED = {
+    "phi3": ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+}  # of these checkpoints have one tensor for several
 # Fields of adapter_config.json that would change the numbers, with the values that do not.
 PLAIN = {
-    "peft_type": ("LORA",), "bias": ("none", None), "fan_in_fan_out": (False, None), "use_dora": (False, None),
-    "rank_pattern": ({}, None), "alpha_pattern": ({}, None), "layer_replication": (None, []), "lora_bias": (False, None),
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "fan_in_fan_out": (False, None),
+    "use_dora": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layer_replication": (None, []),
+    "lora_bias": (False, None),
     "init_lora_weights": (True, False, "gaussian", None),  # others change the base too
-    "trainable_token_indices": (None, [], {}), "target_parameters": (None, []), "alora_invocation_tokens": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "target_parameters": (None, []),
+    "alora_invocation_tokens": (None, []),
     "layers_to_transform": (None, []),
 }
 
@@ -33,8 +43,14 @@ def holds_adapters(folder: Path) -> bool:
 def no_names(architecture: Architecture, lora: Lora) -> str:
     """Why PEFT's format can not hold these adapters; "" where it can."""
     fused = [name for name in FUSED.get(architecture.family, ()) if name in lora.targets]
-    return fused and (f"checkpoints of {architecture.family} hold {', '.join(fused)} in larger tensors, for which PEFT's "
-                      "format has no adapters of their own") or ""
+    return (
+        fused
+        and (
+            f"checkpoints of {architecture.family} hold {', '.join(fused)} in larger tensors, for which PEFT's "
+            "format has no adapters of their own"
+        )
+        or ""
+    )
 
 
 def read(folder: str | Path) -> tuple[Lora, str]:
@@ -48,25 +64,44 @@ def read(folder: str | Path) -> tuple[Lora, str]:
     config = hf_import.read_json(folder / CONFIG)
     for name, plain in PLAIN.items():
         if name in config and config[name] not in plain:
-            raise UserError(f"{folder / CONFIG}: {name}={config[name]!r} is not supported, only {plain[0]!r} is")
+            raise UserError(
+                f"{folder / CONFIG}: {name}={config[name]!r} is not supported, only {plain[0]!r} is"
+            )
     whole = config.get("modules_to_save") or ()
     if not set(whole) <= {"score", "classifier"}:  # PEFT itself adds both for a sequence classifier
-        raise UserError(f"{folder / CONFIG}: modules_to_save={whole!r} is not supported, only ['score'] of a reward model is")
+        raise UserError(
+            f"{folder / CONFIG}: modules_to_save={whole!r} is not supported, only ['score'] of a reward model is"
+        )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise UserError(f"{folder / CONFIG}: r={rank!r} and lora_alpha={alpha!r} must be a whole number and a number")
+        raise UserError(
+            f"{folder / CONFIG}: r={rank!r} and lora_alpha={alpha!r} must be a whole number and a number"
+        )
     if config.get("use_rslora"):
         alpha *= rank**0.5  # alpha / sqrt(r)
     with _open(folder) as checkpoint:
-        there = {found[1] for name in checkpoint.names() if (found := re.search(r"\.(\w+)\.lora_A\.weight$", name))}
+        there = {
+            found[1]
+            for name in checkpoint.names()
+            if (found := re.search(r"\.(\w+)\.lora_A\.weight$", name))
+        }
     targets = tuple(name for name in LORA_TARGETS if name in there)
     if not targets:
-        raise UserError(f"{folder / WEIGHTS} has adapters on none of {', '.join(LORA_TARGETS)}, only these are supported")
+        raise UserError(
+            f"{folder / WEIGHTS} has adapters on none of {', '.join(LORA_TARGETS)}, only these are supported"
+        )
     return Lora(rank, float(alpha), targets), config.get("base_model_name_or_path") or ""
 
 
-def load(folder: str | Path, architecture: Architecture, lora: Lora, shardings: dict, dtype=jnp.float32, head: str = "lm",
-         progress: Callable[[int, int], None] | None = None) -> dict:
+def load(
+    folder: str | Path,
+    architecture: Architecture,
+    lora: Lora,
+    shardings: dict,
+    dtype=jnp.float32,
+    head: str = "lm",
+    progress: Callable[[int, int], None] | None = None,
+) -> dict:
     """Reads adapters into sharded arrays, as hf_import.load reads a checkpoint.
 
     Args:
@@ -77,7 +112,10 @@ def load(folder: str | Path, architecture: Architecture, lora: Lora, shardings: 
       UserError: a tensor is missing, of another shape, of another type, or not used. The message names it.
     """
     rows = hf_names.adapter_table(architecture, lora.rank, lora.targets, head)
-    places, wanted = hf_names.flatten_like(shardings, rows, "`shardings`"), hf_import.to_be_read(rows, head)
+    places, wanted = (
+        hf_names.flatten_like(shardings, rows, "`shardings`"),
+        hf_import.to_be_read(rows, head),
+    )
     with _open(Path(folder)) as checkpoint:
         _check(checkpoint, wanted, head)
         return hf_import.read_parameters(checkpoint, rows, wanted, places, dtype, progress)
@@ -95,19 +133,29 @@ def _check(checkpoint, wanted, head):
     used = {name for row in wanted.values() for name in row.names()}
     used |= {hf_names.PEFT_PREFIX + "score.weight"} if head in ("scalar", "both") else set()
     if unused := sorted(checkpoint.names() - used):
-        raise UserError(f"{checkpoint.folder} has {len(unused)} tensors that this model would not use: "
-                        f"{hf_names.some(unused)}; adapters are supported on {', '.join(LORA_TARGETS)}")
+        raise UserError(
+            f"{checkpoint.folder} has {len(unused)} tensors that this model would not use: "
+            f"{hf_names.some(unused)}; adapters are supported on {', '.join(LORA_TARGETS)}"
+        )
 
 
 def _open(folder):
     if not (folder / WEIGHTS).exists():
-        pickle = f"; {PICKLE} is a pickle, and is not read: save it again with safe_serialization=True"
+        pickle = (
+            f"; {PICKLE} is a pickle, and is not read: save it again with safe_serialization=True"
+        )
         raise UserError(f"{folder} has no {WEIGHTS}{pickle if (folder / PICKLE).exists() else ''}")
     return hf_files.Checkpoint(folder, [folder / WEIGHTS])
 
 
-def save(adapters: dict, architecture: Architecture, lora: Lora, folder: str | Path, base_model: str,
-         revision: str | None = None) -> None:
+def save(
+    adapters: dict,
+    architecture: Architecture,
+    lora: Lora,
+    folder: str | Path,
+    base_model: str,
+    revision: str | None = None,
+) -> None:
     """Writes a folder that PEFT loads, whole or not at all. In a run of several processes all call it, and process 0 writes.
 
     Args:

@@ -31,7 +31,9 @@ def frequencies(architecture: Architecture, local: bool = False) -> tuple[np.nda
         return _yarn(inverse, scaling, architecture)
     if kind == "longrope":
         return _longrope(inverse, scaling, architecture)
-    raise ValueError(f"config.json: rope_type {kind!r} is not supported, only {', '.join(KINDS)} are")
+    raise ValueError(
+        f"config.json: rope_type {kind!r} is not supported, only {', '.join(KINDS)} are"
+    )
 
 
 def longest(architecture: Architecture) -> int:
@@ -65,7 +67,9 @@ def _yarn(inverse, scaling, architecture):
 
     attention = scaling.get("attention_factor")
     if attention is None and scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        attention = temperature(factor, scaling["mscale"]) / temperature(factor, scaling["mscale_all_dim"])
+        attention = temperature(factor, scaling["mscale"]) / temperature(
+            factor, scaling["mscale_all_dim"]
+        )
     if attention is None:
         attention = temperature(factor)
 

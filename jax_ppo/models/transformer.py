@@ -53,14 +53,23 @@ class Dense(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        kernel = self.param("kernel", nn.initializers.normal(0.02), (x.shape[-1], self.features), jnp.float32)
+        kernel = self.param(
+            "kernel", nn.initializers.normal(0.02), (x.shape[-1], self.features), jnp.float32
+        )
         flat = x.reshape(-1, x.shape[-1]).astype(self.dtype)
         out = jax.lax.dot(flat, kernel.astype(self.dtype))
         if self.use_bias:
-            out += self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32).astype(self.dtype)
+            out += self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32).astype(
+                self.dtype
+            )
         if self.has_variable("params", "lora_a"):
-            a, b = (self.get_variable("params", name).astype(self.dtype) for name in ("lora_a", "lora_b"))
-            low = self.lora_scale * jax.lax.dot(flat, a, preferred_element_type=jnp.float32)  # the scale itself is not rounded
+            a, b = (
+                self.get_variable("params", name).astype(self.dtype)
+                for name in ("lora_a", "lora_b")
+            )
+            low = self.lora_scale * jax.lax.dot(
+                flat, a, preferred_element_type=jnp.float32
+            )  # the scale itself is not rounded
             out += jax.lax.dot(low.astype(self.dtype), b)
         return out.reshape(*x.shape[:-1], self.features)
 
@@ -78,35 +87,62 @@ class Attention(nn.Module):
         B, T, _ = x_BxTxD.shape
 
         def project(name, heads):
-            out = Dense(heads * a.head_dim, a.qkv_bias, self.dtype, self.lora_scale, name=name)(x_BxTxD)
+            out = Dense(heads * a.head_dim, a.qkv_bias, self.dtype, self.lora_scale, name=name)(
+                x_BxTxD
+            )
             return out.reshape(B, T, heads, a.head_dim)
 
-        q, k, v = project("q_proj", a.num_heads), project("k_proj", a.num_kv_heads), project("v_proj", a.num_kv_heads)
+        q, k, v = (
+            project("q_proj", a.num_heads),
+            project("k_proj", a.num_kv_heads),
+            project("v_proj", a.num_kv_heads),
+        )
         if a.qk_norm:
             q, k = RMSNorm(a, name="q_norm")(q), RMSNorm(a, name="k_norm")(k)
         cos_sin = rotations[0]
         if len(rotations) > 1:
-            cos_sin = jax.tree.map(lambda whole, local: jnp.where(is_local, local, whole), *rotations)
+            cos_sin = jax.tree.map(
+                lambda whole, local: jnp.where(is_local, local, whole), *rotations
+            )
         q, k = rope.rotate(q, *cos_sin), rope.rotate(k, *cos_sin)
         options = {"scale": a.attention_scale, "softcap": a.attention_softcap}
         if cache is None:
+
             def attend(sliding_window):
-                return attention.attend(self.program, q, k, v, segments_BxT, sliding_window=sliding_window, **options)
+                return attention.attend(
+                    self.program, q, k, v, segments_BxT, sliding_window=sliding_window, **options
+                )
 
             short = a.sliding_window is None or T <= a.sliding_window
-            out = attend(None) if short else _if_local(is_local, lambda: attend(a.sliding_window), lambda: attend(None))
+            out = (
+                attend(None)
+                if short
+                else _if_local(is_local, lambda: attend(a.sliding_window), lambda: attend(None))
+            )
             cache = cache_lib.lay_out(self.decoding, k, v)
         else:
             cache = cache_lib.put_tokens(self.decoding, cache, k, v, columns_B)
-            out = cache_lib.attend(self.decoding, q, cache, columns_B, sliding_window=a.sliding_window if is_local else None,
-                                   **options)
+            out = cache_lib.attend(
+                self.decoding,
+                q,
+                cache,
+                columns_B,
+                sliding_window=a.sliding_window if is_local else None,
+                **options,
+            )
         out = out.reshape(B, T, a.num_heads * a.head_dim)
-        return Dense(a.hidden_size, a.output_bias, self.dtype, self.lora_scale, name="o_proj")(out), cache
+        return Dense(a.hidden_size, a.output_bias, self.dtype, self.lora_scale, name="o_proj")(
+            out
+        ), cache
 
 
 def _if_local(is_local, yes, no):
     """yes() or no(). `is_local` is known, or a value of the loop over layers."""
-    return (yes if is_local else no)() if isinstance(is_local, bool) else jax.lax.cond(is_local, yes, no)
+    return (
+        (yes if is_local else no)()
+        if isinstance(is_local, bool)
+        else jax.lax.cond(is_local, yes, no)
+    )
 
 
 class MLP(nn.Module):
@@ -121,7 +157,10 @@ class MLP(nn.Module):
         def project(name, features, x):
             return Dense(features, a.mlp_bias, self.dtype, self.lora_scale, name=name)(x)
 
-        gate, up = project("gate_proj", a.intermediate_size, x), project("up_proj", a.intermediate_size, x)
+        gate, up = (
+            project("gate_proj", a.intermediate_size, x),
+            project("up_proj", a.intermediate_size, x),
+        )
         gate = {"silu": nn.silu, "gelu_pytorch_tanh": nn.gelu}[a.activation](gate)
         return project("down_proj", a.hidden_size, gate * up)
 
@@ -132,7 +171,9 @@ class Layer(nn.Module):
     attention: str
     decoding: str
     keep_cache: bool  # a scan would stack the keys and values that nobody reads
-    is_local: bool | None  # None: some layers of the scan are, some are not, and each is told when it is called
+    is_local: (
+        bool | None
+    )  # None: some layers of the scan are, some are not, and each is told when it is called
     lora_scale: float | None
 
     @nn.compact
@@ -142,10 +183,18 @@ class Layer(nn.Module):
         def norm(name, x):
             return RMSNorm(a, name=name)(x)
 
-        attend = Attention(a, self.dtype, self.attention, self.decoding, self.lora_scale, name="attention")
+        attend = Attention(
+            a, self.dtype, self.attention, self.decoding, self.lora_scale, name="attention"
+        )
         mlp = MLP(a, self.dtype, self.lora_scale, name="mlp")
-        attended, cache = attend(norm("input_norm", x), is_local if self.is_local is None else self.is_local, rotations,
-                                 segments_BxT, cache, columns_B)
+        attended, cache = attend(
+            norm("input_norm", x),
+            is_local if self.is_local is None else self.is_local,
+            rotations,
+            segments_BxT,
+            cache,
+            columns_B,
+        )
         if a.post_norms:  # Hugging Face's names: the second one means another place here
             x = x + norm("post_attention_norm", attended)
             x = x + norm("post_feedforward_norm", mlp(norm("pre_feedforward_norm", x)))
@@ -199,8 +248,12 @@ class Transformer(nn.Module):
         x = embedding[tokens_BxT].astype(self.dtype)
         if a.scaled_embedding:
             x = x * jnp.float32(a.hidden_size**0.5).astype(self.dtype)
-        length = tokens_BxT.shape[1] if cache is None else cache_lib.columns(self.decoding, cache[0])
-        rotations = (rope.cos_sin(a, positions_BxT, length),)  # and that of local layers, where it is another
+        length = (
+            tokens_BxT.shape[1] if cache is None else cache_lib.columns(self.decoding, cache[0])
+        )
+        rotations = (
+            rope.cos_sin(a, positions_BxT, length),
+        )  # and that of local layers, where it is another
         if a.local_rope_theta is not None:
             rotations += (rope.cos_sin(a, positions_BxT, length, local=True),)
         x, cache = self._layers(x, rotations, segments_BxT, cache, positions_BxT[:, 0])
@@ -208,20 +261,31 @@ class Transformer(nn.Module):
 
     def _layers(self, x, rotations, segments_BxT, cache, columns_B):
         layers, local = self.architecture.num_layers, self.architecture.layers_are_local
-        in_loop, programs = not self.unrolled and layers > FEW_LAYERS, (self.attention, self.decoding)
+        in_loop, programs = (
+            not self.unrolled and layers > FEW_LAYERS,
+            (self.attention, self.decoding),
+        )
         layer = nn.remat(Layer, prevent_cse=not in_loop) if self.remat else Layer
         scale = self.lora and self.lora.scale
         if not self.unrolled:
             of_all = local[0] if len(set(local)) == 1 else None
-            stack = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=layers,
-                            in_axes=(nn.broadcast if of_all is not None else 0, nn.broadcast, nn.broadcast),
-                            unroll=1 if in_loop else layers)
-            return stack(self.architecture, self.dtype, *programs, False, of_all, scale, name="layers")(
-                x, None if of_all is not None else jnp.array(local), rotations, segments_BxT)
+            stack = nn.scan(
+                layer,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=layers,
+                in_axes=(nn.broadcast if of_all is not None else 0, nn.broadcast, nn.broadcast),
+                unroll=1 if in_loop else layers,
+            )
+            return stack(
+                self.architecture, self.dtype, *programs, False, of_all, scale, name="layers"
+            )(x, None if of_all is not None else jnp.array(local), rotations, segments_BxT)
         new_cache = []
         for i in range(layers):
             own = None if cache is None else cache[i]
-            block = layer(self.architecture, self.dtype, *programs, True, local[i], scale, name=f"layer_{i}")
+            block = layer(
+                self.architecture, self.dtype, *programs, True, local[i], scale, name=f"layer_{i}"
+            )
             x, own = block(x, None, rotations, segments_BxT, own, columns_B)
             new_cache.append(own)
         return x, tuple(new_cache)

@@ -30,12 +30,18 @@ class Reader:
         if form == "chat" and not tokenizer.chat_template:
             raise ValueError("its tokenizer has no chat template")
         self.form, self.longest, self._tokenizer = form, longest, tokenizer
-        self._end = [tokenizer.eos_token_id] if with_eos and tokenizer.eos_token_id is not None else []
+        self._end = (
+            [tokenizer.eos_token_id] if with_eos and tokenizer.eos_token_id is not None else []
+        )
         least = len(self._encode([""], [""])[0])
         if least >= longest:
-            raise ValueError(f"{least} tokens stand around an empty prompt and response, and it reads {longest} at most")
+            raise ValueError(
+                f"{least} tokens stand around an empty prompt and response, and it reads {longest} at most"
+            )
 
-    def encode(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> tuple[list[list[int]], int]:
+    def encode(
+        self, prompts: Sequence[Prompt], responses: Sequence[str]
+    ) -> tuple[list[list[int]], int]:
         """Token ids of each input, 1..longest of them; and how many inputs were too long.
 
         Those lose the beginning of their prompt, and once there is no prompt left, the end of their response.
@@ -45,18 +51,27 @@ class Reader:
             if len(ids[row]) > self.longest:
                 ids[row], cut = self._fitted(prompt, response), cut + 1
             elif not ids[row]:
-                raise ValueError(f"the prompt {prompt!r} and the response {response!r} have no tokens")
+                raise ValueError(
+                    f"the prompt {prompt!r} and the response {response!r} have no tokens"
+                )
         return ids, cut
 
     def _encode(self, prompts, responses) -> list[list[int]]:
         if self.form == "pair":
-            return self._tokenizer([_text(prompt) for prompt in prompts], list(responses), verbose=False)["input_ids"]
+            return self._tokenizer(
+                [_text(prompt) for prompt in prompts], list(responses), verbose=False
+            )["input_ids"]
         if self.form == "text":
-            joined = [_text(prompt) + response for prompt, response in zip(prompts, responses, strict=True)]
+            joined = [
+                _text(prompt) + response
+                for prompt, response in zip(prompts, responses, strict=True)
+            ]
             encoded = self._tokenizer(joined, verbose=False)["input_ids"]
             return [ids if ids[-1:] == self._end else ids + self._end for ids in encoded]
-        chats = [[*_messages(prompt), {"role": "assistant", "content": response}]
-                 for prompt, response in zip(prompts, responses, strict=True)]
+        chats = [
+            [*_messages(prompt), {"role": "assistant", "content": response}]
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
         texts = [self._tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
         return self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
@@ -65,10 +80,14 @@ class Reader:
             return self._encode([_without(prompt, drop)], [response])[0]
 
         def with_response(drop):
-            return self._encode([_without(prompt, len(_contents(prompt)))], [response[:len(response) - drop]])[0]
+            return self._encode(
+                [_without(prompt, len(_contents(prompt)))], [response[: len(response) - drop]]
+            )[0]
 
         ids = self._shortest_drop(with_prompt, len(_contents(prompt)))
-        return ids if len(ids) <= self.longest else self._shortest_drop(with_response, len(response))
+        return (
+            ids if len(ids) <= self.longest else self._shortest_drop(with_response, len(response))
+        )
 
     def _shortest_drop(self, encode: Callable[[int], list[int]], most: int) -> list[int]:
         """The ids with as few characters left out as make them fit, or, where none do, with all left out."""
@@ -88,7 +107,9 @@ def _messages(prompt):
 
 
 def _text(prompt):
-    return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+    return (
+        prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+    )
 
 
 def _contents(prompt):

@@ -6,8 +6,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 
-def token_rewards(steps: Sequence[tuple[int, float]], tokens: Sequence[int], decode: Callable[[Sequence[int]], str],
-                  longest: int) -> np.ndarray:
+def token_rewards(
+    steps: Sequence[tuple[int, float]],
+    tokens: Sequence[int],
+    decode: Callable[[Sequence[int]], str],
+    longest: int,
+) -> np.ndarray:
     """Each step's reward at the token with which the step's text is complete.
 
     Args:
@@ -22,7 +26,11 @@ def token_rewards(steps: Sequence[tuple[int, float]], tokens: Sequence[int], dec
     """
     rewards = np.zeros(longest, np.float32)
     for end, reward in steps:
-        rewards[bisect.bisect_left(range(1, len(tokens)), end, key=lambda count: _whole(decode(tokens[:count])))] += reward
+        rewards[
+            bisect.bisect_left(
+                range(1, len(tokens)), end, key=lambda count: _whole(decode(tokens[:count]))
+            )
+        ] += reward
     return rewards
 
 

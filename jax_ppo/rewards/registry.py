@@ -61,15 +61,23 @@ def resolve(function: str = "", gsm8k_method: str = "strict") -> RewardFunction:
       UserError: no such module or function, or one that does not take those arguments.
     """
     if gsm8k_method not in rules.METHODS:
-        raise UserError(f"config.reward.gsm8k_method={gsm8k_method!r}: expected one of {rules.METHODS}."
-                          f"{did_you_mean(gsm8k_method, rules.METHODS)}")
+        raise UserError(
+            f"config.reward.gsm8k_method={gsm8k_method!r}: expected one of {rules.METHODS}."
+            f"{did_you_mean(gsm8k_method, rules.METHODS)}"
+        )
     if not function:
         return lambda example, response: _built_in(example, response, gsm8k_method)
     call = plugins.load(function, "reward.function", ARGUMENTS, by_name=True)
 
     def reward(example: Example, response: str) -> RewardResult:
-        return to_result(call(data_source=example.data_source, solution_str=response, ground_truth=example.ground_truth,
-                              extra_info=example.extra_info))
+        return to_result(
+            call(
+                data_source=example.data_source,
+                solution_str=response,
+                ground_truth=example.ground_truth,
+                extra_info=example.extra_info,
+            )
+        )
 
     return reward
 
@@ -85,16 +93,24 @@ def check_sources(examples: Sequence[Example], function: str = "") -> None:
     for row, example in enumerate(examples, 1):
         source = example.data_source
         if source not in SOURCES:
-            raise UserError(f"example {row}: data_source={source!r} has no built-in rule; expected one of {SOURCES}, "
-                              f"or config.reward.function=module:function.{did_you_mean(source, SOURCES)}")
+            raise UserError(
+                f"example {row}: data_source={source!r} has no built-in rule; expected one of {SOURCES}, "
+                f"or config.reward.function=module:function.{did_you_mean(source, SOURCES)}"
+            )
         if source in NUMERIC_SOURCES and rules.parse_number(str(example.ground_truth)) is None:
-            raise UserError(f"example {row}: ground_truth={example.ground_truth!r} is not a number, as "
-                              f"data_source={source!r} wants; mend the data, or set "
-                              "config.reward.function=module:function")
+            raise UserError(
+                f"example {row}: ground_truth={example.ground_truth!r} is not a number, as "
+                f"data_source={source!r} wants; mend the data, or set "
+                "config.reward.function=module:function"
+            )
 
 
-def score_batch(reward_function: RewardFunction, examples: Sequence[Example], responses_text: Sequence[str],
-                fallback_score: float = 0.0) -> ScoredBatch:
+def score_batch(
+    reward_function: RewardFunction,
+    examples: Sequence[Example],
+    responses_text: Sequence[str],
+    fallback_score: float = 0.0,
+) -> ScoredBatch:
     """Scores each response for its example. A sample that can not be scored costs nobody else anything.
 
     Args:
@@ -116,15 +132,27 @@ def score_batch(reward_function: RewardFunction, examples: Sequence[Example], re
             results.append(RewardResult(fallback_score))
             first_failure = first_failure or _described(row, example, response)
     if failures:
-        log.warning("%d of %d responses could not be scored and got config.reward.fallback_score=%g. The first was %s",
-                    failures, len(results), fallback_score, first_failure)
+        log.warning(
+            "%d of %d responses could not be scored and got config.reward.fallback_score=%g. The first was %s",
+            failures,
+            len(results),
+            fallback_score,
+            first_failure,
+        )
     names = sorted({name for result in results for name in result.extra})
     return ScoredBatch(
         scores=np.array([result.score for result in results], np.float32),
-        correct=np.array([math.nan if result.correct is None else result.correct for result in results], np.float32),
+        correct=np.array(
+            [math.nan if result.correct is None else result.correct for result in results],
+            np.float32,
+        ),
         failures=failures,
-        extra={name: np.array([result.extra.get(name, math.nan) for result in results], np.float32) for name in names},
-        steps=[result.steps for result in results])
+        extra={
+            name: np.array([result.extra.get(name, math.nan) for result in results], np.float32)
+            for name in names
+        },
+        steps=[result.steps for result in results],
+    )
 
 
 def _built_in(example, response, gsm8k_method):
@@ -134,7 +162,9 @@ def _built_in(example, response, gsm8k_method):
         return rules.arithmetic(response, example.ground_truth)
     if example.data_source == "stories":
         return rules.stories(response)
-    raise UserError(f"data_source={example.data_source!r} has no built-in rule; expected one of {SOURCES}")
+    raise UserError(
+        f"data_source={example.data_source!r} has no built-in rule; expected one of {SOURCES}"
+    )
 
 
 def _checked(result, response):
@@ -142,15 +172,19 @@ def _checked(result, response):
         raise UserError(f"the score is {result.score}; expected a finite float32")
     for end, reward in result.steps:
         if not (0 <= end <= len(response) and abs(reward) <= _LARGEST):
-            raise UserError(f"the step reward {(end, reward)}: expected an end within the {len(response)} characters of the "
-                            "response and a finite float32")
+            raise UserError(
+                f"the step reward {(end, reward)}: expected an end within the {len(response)} characters of the "
+                "response and a finite float32"
+            )
     return result
 
 
 def _described(row, example, response):
     """To be called where an error is handled: names the sample and gives the traceback."""
-    return (f"row {row} of the batch, data_source={example.data_source!r}, extra_info={_short(example.extra_info)}, "
-            f"response ending in {response[-200:]!r}:\n{traceback.format_exc()}")
+    return (
+        f"row {row} of the batch, data_source={example.data_source!r}, extra_info={_short(example.extra_info)}, "
+        f"response ending in {response[-200:]!r}:\n{traceback.format_exc()}"
+    )
 
 
 def _short(value, width=200):

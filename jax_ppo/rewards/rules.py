@@ -11,14 +11,41 @@ import re
 METHODS = ("strict", "flexible")
 CLIP = 300  # characters at the end of a response in which an answer is looked for, as in verl
 
-JOYFUL_WORDS = frozenset((
-    "happy", "happily", "smile", "smiled", "love", "loved", "fun", "play", "played", "playing", "laugh", "laughed",
-    "hug", "hugged", "friend", "friends", "joy", "glad", "excited", "proud", "kind", "sing", "dance", "shared",
-    "cheered"))
+JOYFUL_WORDS = frozenset(
+    (
+        "happy",
+        "happily",
+        "smile",
+        "smiled",
+        "love",
+        "loved",
+        "fun",
+        "play",
+        "played",
+        "playing",
+        "laugh",
+        "laughed",
+        "hug",
+        "hugged",
+        "friend",
+        "friends",
+        "joy",
+        "glad",
+        "excited",
+        "proud",
+        "kind",
+        "sing",
+        "dance",
+        "shared",
+        "cheered",
+    )
+)
 JOYFUL_ENOUGH = 5  # distinct words for the full score
 
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
-_NUMBER = re.compile(r"((?<![\w)])-)?\$?(\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+(?:\.\d+)?|\.\d+)", re.ASCII)
+_NUMBER = re.compile(
+    r"((?<![\w)])-)?\$?(\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+(?:\.\d+)?|\.\d+)", re.ASCII
+)
 _WORD = re.compile(r"[a-z]+")
 
 

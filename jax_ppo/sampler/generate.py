@@ -26,7 +26,9 @@ from jax_ppo.types import Prompts, Rollout
 
 PREFILL_TOKENS = 8192  # prompt tokens that a loop prefills at once
 LEAST_SLOTS = 8  # no narrower: each width is a loop more to compile
-SHARED_WEIGHTS = 2**25  # bytes, the most of which several programs read side by side: more does not stay in a CPU's cache
+SHARED_WEIGHTS = (
+    2**25
+)  # bytes, the most of which several programs read side by side: more does not stay in a CPU's cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,8 +125,15 @@ class Job:
         return max(1, self.width // 64)
 
 
-def sample(model: Transformer, options: SamplingOptions, params, prompts: Prompts, indices_N, key,
-           any_shard=lambda x: x) -> Rollout:
+def sample(
+    model: Transformer,
+    options: SamplingOptions,
+    params,
+    prompts: Prompts,
+    indices_N,
+    key,
+    any_shard=lambda x: x,
+) -> Rollout:
     """Samples n responses to each prompt. Pure; to be compiled with model and options static.
 
     A sample's tokens depend on key, its prompt and its index alone, up to the rounding of logits: not on the slots, the
@@ -138,18 +147,32 @@ def sample(model: Transformer, options: SamplingOptions, params, prompts: Prompt
       key: the step's.
       any_shard: see Job.
     """
-    assert model.unrolled, "the sampler needs Transformer(unrolled=True), which returns keys and values"
+    assert model.unrolled, (
+        "the sampler needs Transformer(unrolled=True), which returns keys and values"
+    )
     job = plan(model, options, params, prompts, sampling.sample_keys(key, indices_N), any_shard)
     state = start(job)
     widths = narrowing(job.width)
     for width, narrower in zip(widths, (*widths[1:], 0), strict=True):
         if width < job.width:
             state = narrow(job, state, width)
-        step = functools.partial(refill_and_decode, job, narrower) if width == job.width else functools.partial(decode, job)
-        state = jax.lax.while_loop(lambda s, n=narrower: any_shard(queued(job, s) | (busy(job, s).sum() > n)), step, state)
+        step = (
+            functools.partial(refill_and_decode, job, narrower)
+            if width == job.width
+            else functools.partial(decode, job)
+        )
+        state = jax.lax.while_loop(
+            lambda s, n=narrower: any_shard(queued(job, s) | (busy(job, s).sum() > n)), step, state
+        )
     prompts = jax.tree.map(lambda x: jnp.repeat(x, options.n, axis=0), prompts)
-    return Rollout(prompts=prompts, responses=state.responses, lengths=state.lengths, logprobs=state.logprobs,
-                   truncated=~state.finished, slot_steps=state.slot_steps[None])
+    return Rollout(
+        prompts=prompts,
+        responses=state.responses,
+        lengths=state.lengths,
+        logprobs=state.logprobs,
+        truncated=~state.finished,
+        slot_steps=state.slot_steps[None],
+    )
 
 
 def plan(model, options, params, prompts: Prompts, keys_N, any_shard=lambda x: x) -> Job:
@@ -159,8 +182,10 @@ def plan(model, options, params, prompts: Prompts, keys_N, any_shard=lambda x: x
     group = max(1, min(PREFILL_TOKENS // P, count, -(-width // options.n)))
     # Whatever stands behind a prompt, an id outside the vocabulary too, nothing but zeros goes in.
     tokens = jnp.where(jnp.arange(P) < prompts.lengths[:, None], prompts.tokens, 0)
-    queue = Prompts(jnp.pad(tokens, ((0, -count % group), (0, 0))),
-                    jnp.pad(prompts.lengths, (0, -count % group), constant_values=1))
+    queue = Prompts(
+        jnp.pad(tokens, ((0, -count % group), (0, 0))),
+        jnp.pad(prompts.lengths, (0, -count % group), constant_values=1),
+    )
     return Job(model, options, params, queue, keys_N, group, width, any_shard)
 
 
@@ -169,18 +194,36 @@ def start(job: Job) -> State:
     a, T, P = job.model.architecture, job.options.max_response_length, job.prompts.tokens.shape[1]
 
     def cache(rows, columns):
-        return tuple(cache_lib.empty(job.model.decoding, rows, columns, a.num_kv_heads, a.head_dim, job.model.dtype)
-                     for _ in range(a.num_layers))
+        return tuple(
+            cache_lib.empty(
+                job.model.decoding, rows, columns, a.num_kv_heads, a.head_dim, job.model.dtype
+            )
+            for _ in range(a.num_layers)
+        )
 
     N, B, none = job.samples, job.width, jnp.int32(0)
-    slots = Slots(jnp.full(B, N, jnp.int32), jnp.zeros(B, jnp.int32), jnp.zeros(B, jnp.int32), cache(B, P + T))
-    return State(slots, none, none, cache(job.group, P), jnp.zeros((N, T), jnp.int32), jnp.zeros((N, T)),
-                 jnp.zeros(N, jnp.int32), jnp.zeros(N, bool), none)
+    slots = Slots(
+        jnp.full(B, N, jnp.int32), jnp.zeros(B, jnp.int32), jnp.zeros(B, jnp.int32), cache(B, P + T)
+    )
+    return State(
+        slots,
+        none,
+        none,
+        cache(job.group, P),
+        jnp.zeros((N, T), jnp.int32),
+        jnp.zeros((N, T)),
+        jnp.zeros(N, jnp.int32),
+        jnp.zeros(N, bool),
+        none,
+    )
 
 
 def narrowing(width: int) -> tuple[int, ...]:
     """The widths that the slots pass through: all, three quarters, half and a quarter, none below LEAST_SLOTS but the first."""
-    return (width, *(part for part in (width * 3 // 4, width // 2, width // 4) if part >= LEAST_SLOTS))
+    return (
+        width,
+        *(part for part in (width * 3 // 4, width // 2, width // 4) if part >= LEAST_SLOTS),
+    )
 
 
 def queued(job: Job, state: State):
@@ -218,8 +261,10 @@ def stage_is_used_up(job: Job, state: State):
 
 def prefill(job: Job, state: State) -> State:
     """Puts the keys and values of the next group of prompts on the stage, if the one before has left it."""
-    tokens_GxP, lengths_G = (jax.lax.dynamic_slice_in_dim(x, state.staged, job.group) for x in
-                             (job.prompts.tokens, job.prompts.lengths))
+    tokens_GxP, lengths_G = (
+        jax.lax.dynamic_slice_in_dim(x, state.staged, job.group)
+        for x in (job.prompts.tokens, job.prompts.lengths)
+    )
     columns_GxP = jnp.broadcast_to(jnp.arange(tokens_GxP.shape[1]), tokens_GxP.shape)
     is_prompt_GxP = (columns_GxP < lengths_G[:, None]).astype(jnp.int32)
     _, stage = job.model.apply({"params": job.params}, tokens_GxP, columns_GxP, is_prompt_GxP)
@@ -243,8 +288,10 @@ def enter(job: Job, state: State) -> State:
         return slots_B.at[slot_g].set(new_g, mode="drop")
 
     entering = jax.tree.map(lambda x: x[staged_g], state.stage)
-    cache = tuple(cache_lib.put_rows(job.model.decoding, layer, slot_g, new)
-                  for layer, new in zip(slots.cache, entering, strict=True))
+    cache = tuple(
+        cache_lib.put_rows(job.model.decoding, layer, slot_g, new)
+        for layer, new in zip(slots.cache, entering, strict=True)
+    )
     last_g = job.prompts.tokens[prompt_g, job.prompts.lengths[prompt_g] - 1]
     slots = Slots(put(slots.sample, sample_g), put(slots.drawn, 0), put(slots.token, last_g), cache)
     return state._replace(slots=slots, entered=state.entered + enters_g.sum())
@@ -255,11 +302,14 @@ def decode(job: Job, state: State) -> State:
     options, slots, busy_B = job.options, state.slots, busy(job, state)
     some_B = jnp.minimum(slots.sample, job.samples - 1)
     positions_B = jnp.where(busy_B, job.prompts.lengths[some_B // options.n] + slots.drawn - 1, 0)
-    hidden_Bx1xD, cache = job.model.apply({"params": job.params}, slots.token[:, None], positions_B[:, None],
-                                          cache=slots.cache)
+    hidden_Bx1xD, cache = job.model.apply(
+        {"params": job.params}, slots.token[:, None], positions_B[:, None], cache=slots.cache
+    )
     uniforms_Bx2 = sampling.uniforms(job.keys_N[some_B], slots.drawn)
     logits_BxV = heads.logits(job.model.architecture, job.params, hidden_Bx1xD[:, 0])
-    tokens_B, logprobs_B = sampling.choose(logits_BxV, uniforms_Bx2, options.temperature, options.top_k, options.top_p)
+    tokens_B, logprobs_B = sampling.choose(
+        logits_BxV, uniforms_Bx2, options.temperature, options.top_k, options.top_p
+    )
     is_eos_B = (tokens_B[:, None] == jnp.array(options.eos_ids, jnp.int32)).any(-1)
     drawn_B = slots.drawn + 1
     over_B = is_eos_B | (drawn_B == options.max_response_length)
@@ -301,7 +351,9 @@ class Sampler:
     with a queue of its own, if both can be in equal parts.
     """
 
-    def __init__(self, model: Transformer, options: SamplingOptions, split_rows=lambda function: function):
+    def __init__(
+        self, model: Transformer, options: SamplingOptions, split_rows=lambda function: function
+    ):
         """`split_rows`: wraps a function of (params, prompts, indices, key, any_shard) so that each device that rows are
         split over runs it for its own: it refills its slots from its own queue."""
         self.options = options
@@ -318,16 +370,26 @@ class Sampler:
         parts = dispatch.together(self.programs(params, prompts, key, first_sample_index))
         return concatenate(parts) if len(parts) > 1 else parts[0]
 
-    def programs(self, params, prompts: Prompts, key, first_sample_index=None) -> list[dispatch.Program]:
+    def programs(
+        self, params, prompts: Prompts, key, first_sample_index=None
+    ) -> list[dispatch.Program]:
         """What a call runs. Sharing out is itself run here: where there are lanes, prompts must be arrays."""
         n, lanes = self.options.n, dispatch.lanes()
         slots = self.options.slots and min(self.options.slots, len(prompts.lengths) * n)
         weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
-        if lanes == 1 or weights > SHARED_WEIGHTS or len(prompts.lengths) % lanes or (slots and slots % lanes):
+        if (
+            lanes == 1
+            or weights > SHARED_WEIGHTS
+            or len(prompts.lengths) % lanes
+            or (slots and slots % lanes)
+        ):
             offset = () if first_sample_index is None else (first_sample_index,)
             return [(self.program, (params, prompts, key, *offset))]
         parts = share_out(prompts, first_sample_index, lanes, n)
-        return [(self.program, (params, part, key, first, slots and slots // lanes)) for part, first in parts]
+        return [
+            (self.program, (params, part, key, first, slots and slots // lanes))
+            for part, first in parts
+        ]
 
     @property
     def compilations(self) -> int:
@@ -336,10 +398,21 @@ class Sampler:
 
 
 @functools.partial(jax.jit, static_argnames=("lanes", "n"))
-def share_out(prompts: Prompts, first_sample_index, lanes: int, n: int) -> list[tuple[Prompts, jax.Array]]:
+def share_out(
+    prompts: Prompts, first_sample_index, lanes: int, n: int
+) -> list[tuple[Prompts, jax.Array]]:
     """The prompts in `lanes` equal parts, each with the index of its first sample."""
-    count, first = len(prompts.lengths) // lanes, jnp.int32(0 if first_sample_index is None else first_sample_index)
-    return [(jax.tree.map(lambda x, i=i: x[i * count:(i + 1) * count], prompts), first + i * count * n) for i in range(lanes)]
+    count, first = (
+        len(prompts.lengths) // lanes,
+        jnp.int32(0 if first_sample_index is None else first_sample_index),
+    )
+    return [
+        (
+            jax.tree.map(lambda x, i=i: x[i * count : (i + 1) * count], prompts),
+            first + i * count * n,
+        )
+        for i in range(lanes)
+    ]
 
 
 @jax.jit

@@ -56,9 +56,15 @@ def test_worked_examples_have_the_shares_they_promise():
     hasty = [(p, r) for p, r in pairs if "=" not in r]
     assert len(careful) / len(pairs) == pytest.approx(0.25, abs=0.03)
     assert all(r.endswith(f"#### {answers[p]}") for p, r in careful)
-    assert sum(r == f"#### {answers[p]}" for p, r in hasty) / len(hasty) == pytest.approx(0.15, abs=0.03)
+    assert sum(r == f"#### {answers[p]}" for p, r in hasty) / len(hasty) == pytest.approx(
+        0.15, abs=0.03
+    )
     assert all(0 <= int(r[5:]) and abs(int(r[5:]) - int(answers[p])) <= 3 for p, r in hasty)
-    assert pairs == arithmetic.worked_examples(4000, 0.25, seed=3) != arithmetic.worked_examples(4000, 0.25, seed=4)
+    assert (
+        pairs
+        == arithmetic.worked_examples(4000, 0.25, seed=3)
+        != arithmetic.worked_examples(4000, 0.25, seed=4)
+    )
 
 
 def test_how_a_problem_is_solved_does_not_follow_from_the_problem():
@@ -82,10 +88,14 @@ def test_story_openings_are_disjoint_by_name():
     assert len(train | held_out) == len(stories.GIRLS) + len(stories.BOYS)
     for split, names in (("train", train), ("heldout", held_out)):
         for example in stories.examples(200, split):
-            assert len((train | held_out) & set(re.findall(r"[A-Z]\w+", example.prompt)) & names) == 1
+            assert (
+                len((train | held_out) & set(re.findall(r"[A-Z]\w+", example.prompt)) & names) == 1
+            )
 
 
 def test_story_openings_follow_from_the_seed():
-    assert stories.examples(20, seed=1) == stories.examples(20, seed=1) != stories.examples(20, seed=2)
+    assert (
+        stories.examples(20, seed=1) == stories.examples(20, seed=1) != stories.examples(20, seed=2)
+    )
     assert stories.examples(5, seed=1) == stories.examples(20, seed=1)[:5]
     assert {(e.data_source, e.ground_truth) for e in stories.examples(5)} == {("stories", "")}

@@ -25,20 +25,36 @@ for attempt in (lambda: sources.load_examples("hf:openai/gsm8k/main/train.parque
 
 def test_without_a_network_the_error_comes_at_once_and_says_what_to_do(tmp_path, request):
     """Regression: the hub's own client retries for minutes."""
-    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path),
-                   "PYTHONPATH": str(request.config.rootpath)}
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HOME": str(tmp_path),
+        "PYTHONPATH": str(request.config.rootpath),
+    }
     environment.pop("HF_HUB_OFFLINE", None)
     start = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", OFFLINE], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLINE], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert time.monotonic() - start < 20
     data, tokenizer = done.stdout.strip().splitlines()
-    assert data.startswith("config.data.train_files: the data set openai/gsm8k at revision main cannot be had: "
-                           "http://127.0.0.1:9 cannot be reached (ConnectError")
-    assert tokenizer.startswith("config.model.tokenizer_path: the model Qwen/Qwen2.5-0.5B at revision main cannot be "
-                                "had: http://127.0.0.1:9 cannot be reached (ConnectError")
-    for message, option in ((data, "config.data.train_files"), (tokenizer, "config.model.tokenizer_path")):
+    assert data.startswith(
+        "config.data.train_files: the data set openai/gsm8k at revision main cannot be had: "
+        "http://127.0.0.1:9 cannot be reached (ConnectError"
+    )
+    assert tokenizer.startswith(
+        "config.model.tokenizer_path: the model Qwen/Qwen2.5-0.5B at revision main cannot be "
+        "had: http://127.0.0.1:9 cannot be reached (ConnectError"
+    )
+    for message, option in (
+        (data, "config.data.train_files"),
+        (tokenizer, "config.model.tokenizer_path"),
+    ):
         assert " and its cache has no copy. " in message
-        assert f"Give a local path in {option}, or a name that the hub has; or run once with a network" in message
+        assert (
+            f"Give a local path in {option}, or a name that the hub has; or run once with a network"
+            in message
+        )
         assert "`hf download`" in message and "HF_HOME" in message
 
 
@@ -53,10 +69,19 @@ def fake_hub(monkeypatch, tmp_path):
             raise ConnectionError("no route to host")
         if state.error:
             raise state.error
-        return types.SimpleNamespace(siblings=[types.SimpleNamespace(rfilename=name) for name in names])
+        return types.SimpleNamespace(
+            siblings=[types.SimpleNamespace(rfilename=name) for name in names]
+        )
 
-    def snapshot_download(repo_id, repo_type, revision, allow_patterns, ignore_patterns, local_files_only=False,
-                          etag_timeout=None):
+    def snapshot_download(
+        repo_id,
+        repo_type,
+        revision,
+        allow_patterns,
+        ignore_patterns,
+        local_files_only=False,
+        etag_timeout=None,
+    ):
         assert (repo_id, repo_type, revision) == ("owner/name", "dataset", state.revision)
         if local_files_only and not any(tmp_path.iterdir()):
             raise FileNotFoundError("not in the cache")
@@ -77,8 +102,13 @@ def test_a_file_of_the_hub_is_read_and_cached(fake_hub):
     assert example.ground_truth == "5"
     fake_hub.down = True
     assert sources.load_examples("hf:owner/name/main/train.jsonl") == [example]
-    with pytest.raises(UserError, match=r"^option: .* owner/name .* cannot be reached \(ConnectionError: no route to host\)"):
-        sources.load_examples("hf:owner/name/main/test.jsonl", option="option")  # only the other one is in the cache
+    with pytest.raises(
+        UserError,
+        match=r"^option: .* owner/name .* cannot be reached \(ConnectionError: no route to host\)",
+    ):
+        sources.load_examples(
+            "hf:owner/name/main/test.jsonl", option="option"
+        )  # only the other one is in the cache
 
 
 def test_a_revision_of_a_data_set(fake_hub):
@@ -89,27 +119,41 @@ def test_a_revision_of_a_data_set(fake_hub):
 
 def test_a_download_that_breaks_off(fake_hub):
     fake_hub.broken = True
-    with pytest.raises(UserError, match=r"train_files: .* downloading it from .* failed \(ConnectionError: broken off\)"):
+    with pytest.raises(
+        UserError,
+        match=r"train_files: .* downloading it from .* failed \(ConnectionError: broken off\)",
+    ):
         sources.load_examples("hf:owner/name/main/train.jsonl")
 
 
 def test_a_file_that_the_repository_has_not(fake_hub):
-    with pytest.raises(UserError, match="train_files: .* no file main/trian.jsonl. Did you mean 'main/train.jsonl'?"):
+    with pytest.raises(
+        UserError,
+        match="train_files: .* no file main/trian.jsonl. Did you mean 'main/train.jsonl'?",
+    ):
         sources.load_examples("hf:owner/name/main/trian.jsonl")
 
 
 def test_a_repository_that_the_hub_has_not(fake_hub):
     response = types.SimpleNamespace(headers={}, request=None, status_code=404)
     fake_hub.error = errors.RepositoryNotFoundError("404", response=response)
-    with pytest.raises(UserError, match="train_files: the data set owner/name at revision main cannot be had: .* has no "
-                                        "repository of this name .*check the spelling.* HF_TOKEN, or `hf auth login`"):
+    with pytest.raises(
+        UserError,
+        match="train_files: the data set owner/name at revision main cannot be had: .* has no "
+        "repository of this name .*check the spelling.* HF_TOKEN, or `hf auth login`",
+    ):
         sources.load_examples("hf:owner/name/main/train.jsonl")
     fake_hub.error = errors.GatedRepoError("403", response=response)
-    with pytest.raises(hub.HubError, match="/datasets/owner/name is gated: accept its terms there and set HF_TOKEN"):
+    with pytest.raises(
+        hub.HubError, match="/datasets/owner/name is gated: accept its terms there and set HF_TOKEN"
+    ):
         sources.load_examples("hf:owner/name/main/train.jsonl")
 
 
 def test_the_package_of_the_hub_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(UserError, match=r"train_files: .* needs the package huggingface_hub .* `pip install huggingface_hub`"):
+    with pytest.raises(
+        UserError,
+        match=r"train_files: .* needs the package huggingface_hub .* `pip install huggingface_hub`",
+    ):
         sources.load_examples("hf:owner/name/main/train.jsonl")

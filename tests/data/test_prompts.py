@@ -23,14 +23,36 @@ def take(batches, count):
 
 def test_bucket():
     lengths = (1, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 192, 193, 257, 384, 385, 513, 769, 1025)
-    widths = [16, 16, 32, 32, 64, 64, 96, 96, 128, 128, 192, 192, 256, 384, 384, 512, 768, 1024, 1536]
+    widths = [
+        16,
+        16,
+        32,
+        32,
+        64,
+        64,
+        96,
+        96,
+        128,
+        128,
+        192,
+        192,
+        256,
+        384,
+        384,
+        512,
+        768,
+        1024,
+        1536,
+    ]
     assert [bucket(length, 4096) for length in lengths] == widths
     assert bucket(40, 50) == 50
     assert bucket(3, 8) == 8
 
 
 def test_a_batch_by_hand():
-    data = PromptDataset(tuple(examples("a", "b")), [np.array([5, 6, 7]), np.array([8])], max_prompt_length=4)
+    data = PromptDataset(
+        tuple(examples("a", "b")), [np.array([5, 6, 7]), np.array([8])], max_prompt_length=4
+    )
     batch = next(PromptBatches(data, 2, shuffle=False))
     np.testing.assert_array_equal(batch.prompts.tokens, [[5, 6, 7, 0], [8, 0, 0, 0]])
     np.testing.assert_array_equal(batch.prompts.lengths, [3, 1])
@@ -39,32 +61,56 @@ def test_a_batch_by_hand():
     assert batch.count == 2
 
 
-@pytest.mark.parametrize(("truncation", "kept"), [("left", "cdefg"), ("right", "abcde"), ("middle", "abefg")])
+@pytest.mark.parametrize(
+    ("truncation", "kept"), [("left", "cdefg"), ("right", "abcde"), ("middle", "abefg")]
+)
 def test_truncation_is_applied(letters, truncation, kept):
     """Regression: verl's data.truncation was read and never applied."""
-    data = tokenize(examples("abcdefg", "abcde"), letters, max_prompt_length=5, filter_overlong_prompts=False,
-                    truncation=truncation)
+    data = tokenize(
+        examples("abcdefg", "abcde"),
+        letters,
+        max_prompt_length=5,
+        filter_overlong_prompts=False,
+        truncation=truncation,
+    )
     assert ["".join(map(chr, ids)) for ids in data.tokens] == [kept, "abcde"]
     assert data.tokens[0].dtype == np.int32
 
 
 def test_truncation_error_names_row_length_and_option(letters):
     with pytest.raises(UserError) as error:
-        tokenize(examples("abc", "abcdefg"), letters, max_prompt_length=5, filter_overlong_prompts=False)
-    for words in ("config.data.train_files, example 2", "7 tokens", "config.data.max_prompt_length=5",
-                  "config.data.filter_overlong_prompts", "config.data.truncation"):
+        tokenize(
+            examples("abc", "abcdefg"), letters, max_prompt_length=5, filter_overlong_prompts=False
+        )
+    for words in (
+        "config.data.train_files, example 2",
+        "7 tokens",
+        "config.data.max_prompt_length=5",
+        "config.data.filter_overlong_prompts",
+        "config.data.truncation",
+    ):
         assert words in str(error.value)
 
 
 def test_overlong_prompts_are_dropped_and_counted(letters, caplog):
     with caplog.at_level(logging.WARNING):
-        data = tokenize(examples("abc", "abcdefg", "x"), letters, max_prompt_length=5, name="config.data.val_files")
+        data = tokenize(
+            examples("abc", "abcdefg", "x"),
+            letters,
+            max_prompt_length=5,
+            name="config.data.val_files",
+        )
     assert [e.prompt for e in data.examples] == ["abc", "x"]
-    assert "config.data.val_files: dropped 1 of 3 prompts, longer than config.data.max_prompt_length=5" in caplog.text
+    assert (
+        "config.data.val_files: dropped 1 of 3 prompts, longer than config.data.max_prompt_length=5"
+        in caplog.text
+    )
 
 
 def test_nothing_left_is_refused(letters):
-    with pytest.raises(UserError, match="no prompt is left of 2; 2 are longer than config.data.max_prompt_length=2"):
+    with pytest.raises(
+        UserError, match="no prompt is left of 2; 2 are longer than config.data.max_prompt_length=2"
+    ):
         tokenize(examples("abc", "def"), letters, max_prompt_length=2)
     with pytest.raises(UserError, match="no prompt is left of 0"):
         tokenize([], letters, max_prompt_length=2)
@@ -125,12 +171,16 @@ def test_a_saved_position_holds_for_another_batch_size():
     assert given + rest == order
     larger = PromptBatches(dataset(12), 10, seed=7, position=first.position)
     assert larger.epoch == 1
-    assert next(larger).indices.tolist() == np.random.default_rng([7, 1]).permutation(12)[:10].tolist()
+    assert (
+        next(larger).indices.tolist() == np.random.default_rng([7, 1]).permutation(12)[:10].tolist()
+    )
 
 
 def test_fewer_rows_than_a_batch_are_refused():
     """Not an endless loop that yields nothing."""
-    with pytest.raises(UserError, match="data.train_files has 3 prompts, and config.data.train_batch_size=4 asks"):
+    with pytest.raises(
+        UserError, match="data.train_files has 3 prompts, and config.data.train_batch_size=4 asks"
+    ):
         PromptBatches(dataset(3), 4)
     with pytest.raises(UserError, match="position=-1"):
         PromptBatches(dataset(3), 2, position=-1)

@@ -23,17 +23,30 @@ def write(path, rows):
 
 def test_rows_of_hh_rlhfs_form(tmp_path):
     # In the second one the dialogues part before their last turns.
-    other = {"chosen": "\n\nHuman: A\n\nAssistant: B", "rejected": "\n\nHuman: A\n\nAssistant: C\n\nHuman: D\n\nAssistant: E"}
+    other = {
+        "chosen": "\n\nHuman: A\n\nAssistant: B",
+        "rejected": "\n\nHuman: A\n\nAssistant: C\n\nHuman: D\n\nAssistant: E",
+    }
     one, two = sources.load_examples(write(tmp_path / "hh.jsonl.gz", [ROW, other]))
     assert (one.prompt, one.response, one.rejected) == (START, " Two apples.", " Tom has many.")
-    assert (two.prompt, two.response, two.rejected) == ("\n\nHuman: A\n\nAssistant:", " B", " C\n\nHuman: D\n\nAssistant: E")
+    assert (two.prompt, two.response, two.rejected) == (
+        "\n\nHuman: A\n\nAssistant:",
+        " B",
+        " C\n\nHuman: D\n\nAssistant: E",
+    )
     assert one.data_source == "Anthropic/hh-rlhf"
 
 
-@pytest.mark.parametrize(("row", "message"), [
-    ({"chosen": "\n\nHuman: A", "rejected": "\n\nHuman: B"}, "hh.jsonl:1: .* do not begin with the same dialogue"),
-    ({"chosen": ["A"], "rejected": "B"}, "hh.jsonl:1: .* must be text, got list and str"),
-])
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"chosen": "\n\nHuman: A", "rejected": "\n\nHuman: B"},
+            "hh.jsonl:1: .* do not begin with the same dialogue",
+        ),
+        ({"chosen": ["A"], "rejected": "B"}, "hh.jsonl:1: .* must be text, got list and str"),
+    ],
+)
 def test_what_is_no_pair_is_told(tmp_path, row, message):
     with pytest.raises(UserError, match=message):
         sources.load_examples(write(tmp_path / "hh.jsonl", [row]))
@@ -41,15 +54,32 @@ def test_what_is_no_pair_is_told(tmp_path, row, message):
 
 def test_other_forms_have_responses_too(tmp_path):
     gsm8k = {"question": "1 + 1?", "answer": "It is 2.\n#### 2"}
-    verl = {"data_source": "x", "prompt": "1 + 1?", "reward_model": {"style": "rule", "ground_truth": "2"}}
-    path = write(tmp_path / "a.jsonl", [gsm8k, verl, verl | {"extra_info": {"answer": "2!"}}, verl | {"answer": "two"}])
-    assert [e.response for e in sources.load_examples(path)] == ["It is 2.\n#### 2", None, "2!", "two"]
+    verl = {
+        "data_source": "x",
+        "prompt": "1 + 1?",
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+    }
+    path = write(
+        tmp_path / "a.jsonl",
+        [gsm8k, verl, verl | {"extra_info": {"answer": "2!"}}, verl | {"answer": "two"}],
+    )
+    assert [e.response for e in sources.load_examples(path)] == [
+        "It is 2.\n#### 2",
+        None,
+        "2!",
+        "two",
+    ]
     path = write(tmp_path / "b.jsonl", [verl | {"extra_info": {"solution": "II"}}])
     assert sources.load_examples(path, response_key="solution")[0].response == "II"
-    path = write(tmp_path / "c.jsonl", [verl | {"answer": None, "extra_info": {"answer": "2!"}}])  # as Parquet has it
+    path = write(
+        tmp_path / "c.jsonl", [verl | {"answer": None, "extra_info": {"answer": "2!"}}]
+    )  # as Parquet has it
     assert sources.load_examples(path)[0].response == "2!"
     path = write(tmp_path / "d.jsonl", [verl | {"solution": ["II"]}])
-    with pytest.raises(UserError, match="d.jsonl:1: config.supervised.response_key='solution' must name text, got list"):
+    with pytest.raises(
+        UserError,
+        match="d.jsonl:1: config.supervised.response_key='solution' must name text, got list",
+    ):
         sources.load_examples(path, response_key="solution")
     [problem] = sources.load_examples("arithmetic:1")
     assert problem.response == problem.extra_info["solution"]
@@ -57,12 +87,17 @@ def test_other_forms_have_responses_too(tmp_path):
 
 def test_stories_have_a_joyful_and_a_sad_sentence():
     examples = sources.load_examples("stories:20")
-    assert all(e.response.startswith(" ") and e.response.endswith(".") and e.rejected != e.response for e in examples)
+    assert all(
+        e.response.startswith(" ") and e.response.endswith(".") and e.rejected != e.response
+        for e in examples
+    )
     assert examples == sources.load_examples("stories:20")
 
 
 def test_slices_of_files(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"question": str(i), "answer": f"#### {i}"} for i in range(5)])
+    path = write(
+        tmp_path / "a.jsonl", [{"question": str(i), "answer": f"#### {i}"} for i in range(5)]
+    )
     for spec, expected in (("[:2]", "01"), ("[3:]", "34"), ("[1:3]", "12"), ("", "01234")):
         assert "".join(e.ground_truth for e in sources.load_examples(path + spec)) == expected
     with pytest.raises(UserError, match=r"a.jsonl\[9:\] holds no rows"):
@@ -73,11 +108,19 @@ def test_a_response_is_encoded_as_it_goes_on(trained):
     tokenizer, _ = trained
     prompt, response = "Tom has 3 apples.", " He buys 2 more."
     ids = encode_responses(tokenizer, prompt, [response])[0]
-    assert encode_prompt(tokenizer, prompt) + ids == [*tokenizer.encode(prompt + response), tokenizer.eos_token_id]
+    assert encode_prompt(tokenizer, prompt) + ids == [
+        *tokenizer.encode(prompt + response),
+        tokenizer.eos_token_id,
+    ]
     # Where the two run into one token, each stands alone.
     prompt, response = "How many appl", "es"
-    assert tokenizer.encode(prompt + response) != tokenizer.encode(prompt) + tokenizer.encode(response)
-    assert encode_responses(tokenizer, prompt, [response])[0] == [*tokenizer.encode(response), tokenizer.eos_token_id]
+    assert tokenizer.encode(prompt + response) != tokenizer.encode(prompt) + tokenizer.encode(
+        response
+    )
+    assert encode_responses(tokenizer, prompt, [response])[0] == [
+        *tokenizer.encode(response),
+        tokenizer.eos_token_id,
+    ]
 
 
 def test_no_blank_is_put_before_a_response(real_data):
@@ -88,48 +131,96 @@ def test_no_blank_is_put_before_a_response(real_data):
     prompt, response = "Once upon a time, there was a girl named Lily.", " She loved to play."
     ids = encode_prompt(tokenizer, prompt) + encode_responses(tokenizer, prompt, [response])[0]
     assert tokenizer.decode(ids, skip_special_tokens=True) == prompt + response
-    assert ids[0] == tokenizer.bos_token_id and ids[-1] == tokenizer.eos_token_id and tokenizer.bos_token_id not in ids[1:]
+    assert (
+        ids[0] == tokenizer.bos_token_id
+        and ids[-1] == tokenizer.eos_token_id
+        and tokenizer.bos_token_id not in ids[1:]
+    )
 
 
 def test_pairs_lie_one_kind_behind_the_other(trained):
     tokenizer, _ = trained
-    examples = [Example(f"Tom has {i} apples.", "x", response=" He has 1.", rejected=" He" * (i + 2)) for i in range(3)]
-    data = responses.tokenize(examples, tokenizer, responses.PAIR, max_prompt_length=20, max_response_length=12)
-    both = [len(tokenizer.encode(e.prompt + e.response)) + len(tokenizer.encode(e.prompt + e.rejected)) + 2 for e in examples]
+    examples = [
+        Example(f"Tom has {i} apples.", "x", response=" He has 1.", rejected=" He" * (i + 2))
+        for i in range(3)
+    ]
+    data = responses.tokenize(
+        examples, tokenizer, responses.PAIR, max_prompt_length=20, max_response_length=12
+    )
+    both = [
+        len(tokenizer.encode(e.prompt + e.response))
+        + len(tokenizer.encode(e.prompt + e.rejected))
+        + 2
+        for e in examples
+    ]
     assert data.longest == max(both) and len(set(both)) > 1
     sequences = data.sequences([2, 0])
     assert sequences.tokens.shape == (4, 32)
-    for sequence, (row, kind) in enumerate([(2, "response"), (0, "response"), (2, "rejected"), (0, "rejected")]):
+    for sequence, (row, kind) in enumerate(
+        [(2, "response"), (0, "response"), (2, "rejected"), (0, "rejected")]
+    ):
         prompt, response = examples[row].prompt, getattr(examples[row], kind)
         expected = [*tokenizer.encode(prompt + response), tokenizer.eos_token_id]
         length = sequences.prompt_lengths[sequence] + sequences.lengths[sequence]
-        assert sequences.tokens[sequence, :length].tolist() == expected and not sequences.tokens[sequence, length:].any()
+        assert (
+            sequences.tokens[sequence, :length].tolist() == expected
+            and not sequences.tokens[sequence, length:].any()
+        )
         assert sequences.prompt_lengths[sequence] == len(tokenizer.encode(prompt))
 
 
 def test_long_responses_are_dropped(trained, caplog):
     tokenizer, _ = trained
     examples = [Example("Tom", "x", response=" has 1."), Example("Ann", "x", response=" 1" * 50)]
-    data = responses.tokenize(examples, tokenizer, responses.DEMONSTRATION, max_prompt_length=20, max_response_length=12)
-    assert len(data) == 1 and data.prompts.examples == (examples[0],) and len(data.prompts.tokens) == 1
+    data = responses.tokenize(
+        examples, tokenizer, responses.DEMONSTRATION, max_prompt_length=20, max_response_length=12
+    )
+    assert (
+        len(data) == 1 and data.prompts.examples == (examples[0],) and len(data.prompts.tokens) == 1
+    )
     assert "dropped 1 of 2 examples" in caplog.text
-    np.testing.assert_array_equal(data.responses[0][0], encode_responses(tokenizer, "Tom", [" has 1."])[0])
-    with pytest.raises(UserError, match="no example is left of 2.*config.data.max_response_length=2"):
-        responses.tokenize(examples, tokenizer, responses.DEMONSTRATION, max_prompt_length=20, max_response_length=2)
+    np.testing.assert_array_equal(
+        data.responses[0][0], encode_responses(tokenizer, "Tom", [" has 1."])[0]
+    )
+    with pytest.raises(
+        UserError, match="no example is left of 2.*config.data.max_response_length=2"
+    ):
+        responses.tokenize(
+            examples,
+            tokenizer,
+            responses.DEMONSTRATION,
+            max_prompt_length=20,
+            max_response_length=2,
+        )
 
 
 def test_a_missing_response_is_told():
     with pytest.raises(UserError, match="val_files, example 2 .*'y'.* has no rejected"):
-        responses.check([Example("A", "x", response="a", rejected="b"), Example("B", "y", response="a")], responses.PAIR,
-                        "config.data.val_files", "answer")
+        responses.check(
+            [Example("A", "x", response="a", rejected="b"), Example("B", "y", response="a")],
+            responses.PAIR,
+            "config.data.val_files",
+            "answer",
+        )
     with pytest.raises(UserError, match="response_key='solutoin' names. Did you mean 'solution'?"):
-        responses.check([Example("A", "x", extra_info={"solution": "b"})], responses.DEMONSTRATION, "train", "solutoin")
+        responses.check(
+            [Example("A", "x", extra_info={"solution": "b"})],
+            responses.DEMONSTRATION,
+            "train",
+            "solutoin",
+        )
 
 
 def test_empty_responses_are_dropped(trained, caplog):
-    examples = [Example("Tom", "x", response=" has 1.", rejected=" "), Example("Ann", "x", response=" 1", rejected=" 2")]
+    examples = [
+        Example("Tom", "x", response=" has 1.", rejected=" "),
+        Example("Ann", "x", response=" 1", rejected=" 2"),
+    ]
     sizes = {"max_prompt_length": 20, "max_response_length": 12}
     data = responses.tokenize(examples, trained[0], responses.PAIR, **sizes)
-    assert data.prompts.examples == (examples[1],) and "dropped 1 of 2 examples, which have an empty response" in caplog.text
+    assert (
+        data.prompts.examples == (examples[1],)
+        and "dropped 1 of 2 examples, which have an empty response" in caplog.text
+    )
     with pytest.raises(UserError, match="all 1 examples have an empty response"):
         responses.tokenize(examples[:1], trained[0], responses.PAIR, **sizes)

@@ -10,18 +10,33 @@ from jax_ppo.data import sources
 from jax_ppo.data.sources import load_examples
 from jax_ppo.errors import UserError
 
-GSM8K = [{"question": "How many?", "answer": "Two and two.\n2+2=<<2+2=4>>4\n#### 4"},
-         {"question": "How much?", "answer": "It costs\n#### 1,234"},
-         {"question": "Café?", "answer": "below zero\n#### -7"}]
-VERL = [{"data_source": "openai/gsm8k", "ability": "math",
-         "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}],
-         "reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"index": 0, "split": "train"}},
-        {"data_source": "arithmetic", "ability": "math", "prompt": [{"role": "user", "content": "3+3?"}],
-         "reward_model": {"style": "rule", "ground_truth": "6"}, "extra_info": {"index": 1, "split": "train"}}]
+GSM8K = [
+    {"question": "How many?", "answer": "Two and two.\n2+2=<<2+2=4>>4\n#### 4"},
+    {"question": "How much?", "answer": "It costs\n#### 1,234"},
+    {"question": "Café?", "answer": "below zero\n#### -7"},
+]
+VERL = [
+    {
+        "data_source": "openai/gsm8k",
+        "ability": "math",
+        "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}],
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"index": 0, "split": "train"},
+    },
+    {
+        "data_source": "arithmetic",
+        "ability": "math",
+        "prompt": [{"role": "user", "content": "3+3?"}],
+        "reward_model": {"style": "rule", "ground_truth": "6"},
+        "extra_info": {"index": 1, "split": "train"},
+    },
+]
 
 
 def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
     return str(path)
 
 
@@ -42,14 +57,19 @@ WRITERS = [("a.jsonl", write_lines), ("a.jsonl.gz", write_gzip), ("a.parquet", w
 @pytest.mark.parametrize(("name", "write"), WRITERS)
 def test_rows_of_gsm8ks_form(tmp_path, name, write):
     examples = load_examples(write(tmp_path / name, GSM8K), instruction="Think.")
-    assert [e.prompt for e in examples] == [({"role": "user", "content": text},)
-                                            for text in ("How many? Think.", "How much? Think.", "Café? Think.")]
+    assert [e.prompt for e in examples] == [
+        ({"role": "user", "content": text},)
+        for text in ("How many? Think.", "How much? Think.", "Café? Think.")
+    ]
     assert [e.ground_truth for e in examples] == ["4", "1234", "-7"]
     assert {e.data_source for e in examples} == {"openai/gsm8k"}
 
 
 def test_no_instruction_leaves_no_blank(tmp_path):
-    assert load_examples(write_lines(tmp_path / "a.jsonl", GSM8K))[0].prompt[0]["content"] == "How many?"
+    assert (
+        load_examples(write_lines(tmp_path / "a.jsonl", GSM8K))[0].prompt[0]["content"]
+        == "How many?"
+    )
 
 
 @pytest.mark.parametrize(("name", "write"), WRITERS)
@@ -69,29 +89,38 @@ def test_verls_prompt_may_be_text_under_another_key(tmp_path):
 
 
 def test_several_sources_follow_each_other(tmp_path):
-    examples = load_examples(f"{write_lines(tmp_path / 'a.jsonl', GSM8K)}, stories:2,arithmetic:3:heldout")
-    assert [e.data_source for e in examples] == ["openai/gsm8k"] * 3 + ["stories"] * 2 + ["arithmetic"] * 3
+    examples = load_examples(
+        f"{write_lines(tmp_path / 'a.jsonl', GSM8K)}, stories:2,arithmetic:3:heldout"
+    )
+    assert [e.data_source for e in examples] == ["openai/gsm8k"] * 3 + ["stories"] * 2 + [
+        "arithmetic"
+    ] * 3
     assert examples[-1].extra_info["split"] == "heldout"
 
 
 def test_real_gsm8k_is_read_whole(real_data):
-    train, test = (load_examples(str(real_data(f"gsm8k/{name}.jsonl"))) for name in ("train", "test"))
+    train, test = (
+        load_examples(str(real_data(f"gsm8k/{name}.jsonl"))) for name in ("train", "test")
+    )
     assert (len(train), len(test)) == (7473, 1319)
     assert test[0].ground_truth == "18"
     assert test[0].prompt[0]["content"].startswith("Janet")
 
 
-@pytest.mark.parametrize(("spec", "words"), [
-    ("", ["config.data.train_files=''", "arithmetic:COUNT"]),
-    ("arithmatic:8", ["config.data.train_files='arithmatic:8'", "Did you mean 'arithmetic'?"]),
-    ("data.csv", [".jsonl, .jsonl.gz, .parquet"]),
-    ("arithmetic:some", ["at least 1", "'some'"]),
-    ("arithmetic:0", ["at least 1", "'0'"]),
-    ("stories:8:held_out", ["stories:8:heldout", "'held_out'"]),
-    ("hf:gsm8k/train.parquet", ["hf:OWNER/NAME/FILE"]),
-    ("hf:openai/gsm8k/README.md", ["hf:OWNER/NAME/FILE"]),
-    ("tfds:gsm8k", ["tfds:NAME/SPLIT"]),
-])
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("", ["config.data.train_files=''", "arithmetic:COUNT"]),
+        ("arithmatic:8", ["config.data.train_files='arithmatic:8'", "Did you mean 'arithmetic'?"]),
+        ("data.csv", [".jsonl, .jsonl.gz, .parquet"]),
+        ("arithmetic:some", ["at least 1", "'some'"]),
+        ("arithmetic:0", ["at least 1", "'0'"]),
+        ("stories:8:held_out", ["stories:8:heldout", "'held_out'"]),
+        ("hf:gsm8k/train.parquet", ["hf:OWNER/NAME/FILE"]),
+        ("hf:openai/gsm8k/README.md", ["hf:OWNER/NAME/FILE"]),
+        ("tfds:gsm8k", ["tfds:NAME/SPLIT"]),
+    ],
+)
 def test_a_wrong_specification_is_explained(spec, words):
     with pytest.raises(UserError) as error:
         load_examples(spec)
@@ -102,8 +131,10 @@ def test_a_missing_file_names_the_option_the_path_and_the_nearest(tmp_path):
     write_lines(tmp_path / "train.jsonl", GSM8K)
     with pytest.raises(UserError) as error:
         load_examples(f"{tmp_path}/trian.jsonl", option="config.data.val_files")
-    assert str(error.value) == (f"config.data.val_files: there is no file {tmp_path}/trian.jsonl. "
-                                "Did you mean 'train.jsonl'?")
+    assert str(error.value) == (
+        f"config.data.val_files: there is no file {tmp_path}/trian.jsonl. "
+        "Did you mean 'train.jsonl'?"
+    )
 
 
 def test_a_missing_folder_is_named(tmp_path):
@@ -118,17 +149,34 @@ def test_a_malformed_line_is_named(tmp_path):
         load_examples(str(path))
 
 
-@pytest.mark.parametrize(("row", "words"), [
-    ({"text": "x", "label": 1}, ["a.jsonl:2", "text, label", "GSM8K's form", "verl's (data_source, prompt"]),
-    ([1], ["a.jsonl:2", "expected a JSON object, got list"]),
-    ({"question": "q", "answer": "seven"}, ["a.jsonl:2", "no `#### N`", "'seven'"]),
-    ({"question": "q", "answer": 7}, ["a.jsonl:2", "must be text", "int"]),
-    ({"data_source": "x", "prompts": "p", "reward_model": {}},
-     ["config.data.prompt_key='prompt'", "Did you mean 'prompts'?"]),
-    ({"data_source": "x", "prompt": [{"role": "user"}], "reward_model": {}}, ["a.jsonl:2", "role and content"]),
-    ({"data_source": "x", "prompt": [], "reward_model": {}}, ["a.jsonl:2", "text or a list of messages"]),
-    ({"data_source": "x", "prompt": "p", "reward_model": "4"}, ["a.jsonl:2", "reward_model must hold"]),
-])
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (
+            {"text": "x", "label": 1},
+            ["a.jsonl:2", "text, label", "GSM8K's form", "verl's (data_source, prompt"],
+        ),
+        ([1], ["a.jsonl:2", "expected a JSON object, got list"]),
+        ({"question": "q", "answer": "seven"}, ["a.jsonl:2", "no `#### N`", "'seven'"]),
+        ({"question": "q", "answer": 7}, ["a.jsonl:2", "must be text", "int"]),
+        (
+            {"data_source": "x", "prompts": "p", "reward_model": {}},
+            ["config.data.prompt_key='prompt'", "Did you mean 'prompts'?"],
+        ),
+        (
+            {"data_source": "x", "prompt": [{"role": "user"}], "reward_model": {}},
+            ["a.jsonl:2", "role and content"],
+        ),
+        (
+            {"data_source": "x", "prompt": [], "reward_model": {}},
+            ["a.jsonl:2", "text or a list of messages"],
+        ),
+        (
+            {"data_source": "x", "prompt": "p", "reward_model": "4"},
+            ["a.jsonl:2", "reward_model must hold"],
+        ),
+    ],
+)
 def test_a_wrong_row_is_named(tmp_path, row, words):
     path = write_lines(tmp_path / "a.jsonl", [GSM8K[0], row])
     with pytest.raises(UserError) as error:
@@ -137,11 +185,15 @@ def test_a_wrong_row_is_named(tmp_path, row, words):
 
 
 def test_a_wrong_row_of_parquet_is_named(tmp_path):
-    with pytest.raises(UserError, match="a.parquet, row 1: found the columns text; expected GSM8K's form"):
+    with pytest.raises(
+        UserError, match="a.parquet, row 1: found the columns text; expected GSM8K's form"
+    ):
         load_examples(write_parquet(tmp_path / "a.parquet", [{"text": "x"}]))
 
 
-@pytest.mark.parametrize(("name", "kind"), [("a.parquet", "Parquet"), ("a.jsonl.gz", "gzipped"), ("a.jsonl", "UTF-8")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("a.parquet", "Parquet"), ("a.jsonl.gz", "gzipped"), ("a.jsonl", "UTF-8")]
+)
 def test_a_broken_file_is_named(tmp_path, name, kind):
     (tmp_path / name).write_bytes(b"\xff\xfenot what it says")
     with pytest.raises(UserError, match=f"{name}.*can not be read as .*{kind}"):
@@ -166,7 +218,9 @@ def tfds_folder(tmp_path_factory):
         ROWS = GSM8K
 
         def _info(self):
-            return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(self.FEATURES))
+            return tfds.core.DatasetInfo(
+                builder=self, features=tfds.features.FeaturesDict(self.FEATURES)
+            )
 
         def _split_generators(self, downloads):
             return {"train": self._generate_examples()}
@@ -175,9 +229,14 @@ def tfds_folder(tmp_path_factory):
             yield from enumerate(self.ROWS)
 
     class RoomTestChats(RoomTestSums):
-        FEATURES = {"data_source": text, "prompt": tfds.features.Sequence({"role": text, "content": text}),
-                    "reward_model": {"style": text, "ground_truth": text}}
-        ROWS = [{name: row[name] for name in ("data_source", "prompt", "reward_model")} for row in VERL]
+        FEATURES = {
+            "data_source": text,
+            "prompt": tfds.features.Sequence({"role": text, "content": text}),
+            "reward_model": {"style": text, "ground_truth": text},
+        }
+        ROWS = [
+            {name: row[name] for name in ("data_source", "prompt", "reward_model")} for row in VERL
+        ]
 
     folder = tmp_path_factory.mktemp("tfds")
     for builder in (RoomTestSums, RoomTestChats):
@@ -214,7 +273,12 @@ def test_tfds_rows_that_got_lost_are_noticed(tfds_folder, monkeypatch):
 
 def test_tfds_errors(tfds_folder, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", tfds_folder)
-    with pytest.raises(UserError, match="TFDS knows no data set 'room_test_sumz'.* Did you mean 'room_test_sums'"):
+    with pytest.raises(
+        UserError, match="TFDS knows no data set 'room_test_sumz'.* Did you mean 'room_test_sums'"
+    ):
         load_examples("tfds:room_test_sumz/train")
-    with pytest.raises(UserError, match="config.data.train_files='tfds:room_test_sums/trian': Unknown split 'trian'"):
+    with pytest.raises(
+        UserError,
+        match="config.data.train_files='tfds:room_test_sums/trian': Unknown split 'trian'",
+    ):
         load_examples("tfds:room_test_sums/trian")

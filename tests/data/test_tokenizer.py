@@ -8,9 +8,14 @@ from jax_ppo.data import arithmetic
 from jax_ppo.data.tokenizer import encode_prompt, load_tokenizer, train_tokenizer
 from jax_ppo.errors import UserError
 
-CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tom has 3 apples."})
-TEMPLATE = ("<s>{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
-            "{% if add_generation_prompt %}[assistant]{% endif %}")
+CHAT = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Tom has 3 apples."},
+)
+TEMPLATE = (
+    "<s>{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 
 
 def test_trained_tokenizer_round_trips(trained):
@@ -35,7 +40,9 @@ def test_trained_tokenizer_is_the_same_when_loaded(trained, tmp_path, model_type
     made, folder = trained
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     if model_type:
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": len(made)}))
+        (tmp_path / "config.json").write_text(
+            json.dumps({"model_type": model_type, "vocab_size": len(made)})
+        )
     for loaded in (load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)):
         for index in range(100):
             text = arithmetic.problem(index, "heldout").prompt
@@ -70,11 +77,14 @@ def with_specials(tmp_path):
     """A tokenizer that puts <s> before and <eos> after a text, and has a chat template that writes <s> itself."""
     from tokenizers import processors
 
-    made = train_tokenizer(["[system] [user] [assistant] Be brief. Tom has 3 apples.\n"], 512, tmp_path)
+    made = train_tokenizer(
+        ["[system] [user] [assistant] Be brief. Tom has 3 apples.\n"], 512, tmp_path
+    )
     made.add_special_tokens({"bos_token": "<s>"})
     bos, eos = made.bos_token_id, made.eos_token_id
     made.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A <eos>", special_tokens=[("<s>", bos), ("<eos>", eos)])
+        single="<s> $A <eos>", special_tokens=[("<s>", bos), ("<eos>", eos)]
+    )
     made.chat_template = TEMPLATE
     assert made.encode("Tom") == [bos, *made.encode("Tom", add_special_tokens=False), eos]
     return made
@@ -82,8 +92,13 @@ def with_specials(tmp_path):
 
 def test_a_prompt_has_the_tokenizers_bos_but_no_eos(with_specials):
     made = with_specials
-    assert encode_prompt(made, "Tom") == [made.bos_token_id, *made.encode("Tom", add_special_tokens=False)]
-    assert encode_prompt(made, CHAT, chat_template=False) == encode_prompt(made, "Be brief.\nTom has 3 apples.")
+    assert encode_prompt(made, "Tom") == [
+        made.bos_token_id,
+        *made.encode("Tom", add_special_tokens=False),
+    ]
+    assert encode_prompt(made, CHAT, chat_template=False) == encode_prompt(
+        made, "Be brief.\nTom has 3 apples."
+    )
 
 
 def test_a_chat_template_writes_bos_once(with_specials):
@@ -91,7 +106,9 @@ def test_a_chat_template_writes_bos_once(with_specials):
     ids = encode_prompt(made, CHAT)
     assert ids.count(made.bos_token_id) == 1
     assert made.decode(ids) == "<s>[system] Be brief.\n[user] Tom has 3 apples.\n[assistant]"
-    assert encode_prompt(made, "Tom")[1:] == made.encode("Tom", add_special_tokens=False), "text is no chat"
+    assert encode_prompt(made, "Tom")[1:] == made.encode("Tom", add_special_tokens=False), (
+        "text is no chat"
+    )
 
 
 def test_a_named_bos_is_not_added_where_the_tokenizer_adds_none(trained):
@@ -106,7 +123,9 @@ def test_a_folder_that_is_missing(tmp_path):
     (tmp_path / "tiny-model").mkdir()
     with pytest.raises(UserError) as error:
         load_tokenizer(f"{tmp_path}/tiny-modle", option="config.model.path")
-    assert str(error.value).startswith(f"config.model.path='{tmp_path}/tiny-modle': there is no such folder")
+    assert str(error.value).startswith(
+        f"config.model.path='{tmp_path}/tiny-modle': there is no such folder"
+    )
     assert str(error.value).endswith("Did you mean 'tiny-model'?")
 
 
@@ -122,8 +141,9 @@ def test_no_path():
 
 
 def test_code_of_a_repository_is_not_run(tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(
-        {"auto_map": {"AutoTokenizer": ["mine.Mine", None]}, "tokenizer_class": "Mine"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": {"AutoTokenizer": ["mine.Mine", None]}, "tokenizer_class": "Mine"})
+    )
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine"}))
     (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass\n")
     with pytest.raises(UserError, match="no code of its own"):

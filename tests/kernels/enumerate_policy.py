@@ -23,12 +23,18 @@ class Enumerated:
     def __init__(self, vocabulary, longest):
         words = range(1, vocabulary)
         self.prefixes = [p for n in range(longest) for p in itertools.product(words, repeat=n)]
-        responses = [(*p, EOS) for p in self.prefixes] + list(itertools.product(words, repeat=longest))
+        responses = [(*p, EOS) for p in self.prefixes] + list(
+            itertools.product(words, repeat=longest)
+        )
         self.shape = len(self.prefixes), vocabulary
         self.tokens, self.states, self.mask = np.zeros((3, len(responses), longest), int)
         for i, response in enumerate(responses):
             for t, token in enumerate(response):
-                self.tokens[i, t], self.states[i, t], self.mask[i, t] = token, self.prefixes.index(response[:t]), 1
+                self.tokens[i, t], self.states[i, t], self.mask[i, t] = (
+                    token,
+                    self.prefixes.index(response[:t]),
+                    1,
+                )
         self.lengths = self.mask.sum(1)
 
     def logprobs(self, theta):
@@ -37,11 +43,17 @@ class Enumerated:
 
     def entries(self, table):
         """[N, T], what a table over prefixes [S] or over prefixes and tokens [S, V] has for each, NaN where mask is 0."""
-        return jnp.where(self.mask == 1, table[self.states, self.tokens] if table.ndim == 2 else table[self.states], jnp.nan)
+        return jnp.where(
+            self.mask == 1,
+            table[self.states, self.tokens] if table.ndim == 2 else table[self.states],
+            jnp.nan,
+        )
 
     def probabilities(self, theta):
         """[N], summing to 1."""
-        return jnp.exp(jnp.where(self.mask == 1, jax.nn.log_softmax(theta)[self.states, self.tokens], 0).sum(1))
+        return jnp.exp(
+            jnp.where(self.mask == 1, jax.nn.log_softmax(theta)[self.states, self.tokens], 0).sum(1)
+        )
 
     def visits(self, theta):
         """[S], the probability that a response comes through each prefix."""

@@ -33,7 +33,9 @@ def test_by_hand():
     np.testing.assert_array_equal(returns, [2.8125, 5.25, 9])
 
 
-@pytest.mark.parametrize("gamma, lam, bootstrap", [(1.0, 1.0, 0.0), (0.9, 0.95, 0.0), (0.99, 0.0, 1.5), (0.8, 0.7, -2)])
+@pytest.mark.parametrize(
+    "gamma, lam, bootstrap", [(1.0, 1.0, 0.0), (0.9, 0.95, 0.0), (0.99, 0.0, 1.5), (0.8, 0.7, -2)]
+)
 def test_against_loops(gamma, lam, bootstrap, rng, poison):
     lengths = [0, 1, 4, 9]
     rewards, values = rng.normal(0, 1, (2, 4, 9)).astype(np.float32)
@@ -63,7 +65,9 @@ def test_bootstrap_differs_per_row_under_vmap():
     # One token, gamma = 1: A = 1 + bootstrap - 2, wherever the response ends.
     rewards, values = jnp.ones((2, 3)), jnp.full((2, 3), 2.0)
     mask = jnp.array([[1, 0, 0], [1, 0, 0]])
-    advantages, _ = jax.vmap(lambda r, v, m, b: gae(r, v, m, 1.0, 1.0, b))(rewards, values, mask, jnp.array([0.0, 5.0]))
+    advantages, _ = jax.vmap(lambda r, v, m, b: gae(r, v, m, 1.0, 1.0, b))(
+        rewards, values, mask, jnp.array([0.0, 5.0])
+    )
     np.testing.assert_array_equal(advantages, [[-1, 0, 0], [4, 0, 0]])
 
 
@@ -80,7 +84,9 @@ def test_gradient_is_finite_with_garbage_under_the_mask(rng, poison):
     rewards, values = rng.normal(0, 1, (2, 6)).astype(np.float32)
     mask = np.array([1, 1, 1, 0, 0, 0])
     total = lambda r, v: sum(jnp.sum(x * jnp.arange(6)) for x in gae(r, v, mask, 0.9, 0.8))  # noqa: E731
-    dirty = jax.grad(total, (0, 1))(jnp.asarray(poison(rewards, mask)), jnp.asarray(poison(values, mask)))
+    dirty = jax.grad(total, (0, 1))(
+        jnp.asarray(poison(rewards, mask)), jnp.asarray(poison(values, mask))
+    )
     clean = jax.grad(total, (0, 1))(jnp.asarray(rewards), jnp.asarray(values))
     for d, c in zip(dirty, clean, strict=True):
         np.testing.assert_array_equal(d, c)
@@ -104,9 +110,13 @@ def test_every_response_has_its_own_lam_under_vmap(rng):
     lengths = np.array([3, 8])
     lam = kernel.length_adaptive_lam(lengths, 0.5)  # 1/3 and 3/4
     mask = np.arange(8) < lengths[:, None]
-    advantages, _ = jax.vmap(lambda r, v, m, lam: gae(r, v, m, 0.9, lam))(rewards, values, mask, lam)
+    advantages, _ = jax.vmap(lambda r, v, m, lam: gae(r, v, m, 0.9, lam))(
+        rewards, values, mask, lam
+    )
     for i, by_hand in enumerate((1 / 3, 3 / 4)):
-        np.testing.assert_allclose(advantages[i], oracle(rewards[i], values[i], lengths[i], 0.9, by_hand, 0)[0], atol=1e-5)
+        np.testing.assert_allclose(
+            advantages[i], oracle(rewards[i], values[i], lengths[i], 0.9, by_hand, 0)[0], atol=1e-5
+        )
 
 
 def test_reward_to_go_by_hand(poison):
@@ -135,10 +145,12 @@ def test_groups_by_hand():
     scores = jnp.array([1, 2, 6, 0, 0, 3])
     deviations = np.array([-2, -1, 3, -1, -1, 2], np.float32)
     std = np.repeat(np.sqrt([7, 3]), 3)
-    for result, expected in ((kernel.grpo(scores, 3, by_std=False), deviations),
-                             (kernel.group_mean_baseline(scores, 3), deviations),
-                             (kernel.grpo(scores, 3, by_std=True), deviations / std),
-                             (kernel.rloo(scores, 3), [-3, -1.5, 4.5, -1.5, -1.5, 3])):
+    for result, expected in (
+        (kernel.grpo(scores, 3, by_std=False), deviations),
+        (kernel.group_mean_baseline(scores, 3), deviations),
+        (kernel.grpo(scores, 3, by_std=True), deviations / std),
+        (kernel.rloo(scores, 3), [-3, -1.5, 4.5, -1.5, -1.5, 3]),
+    ):
         assert result.dtype == jnp.float32
         np.testing.assert_allclose(result, expected, rtol=2e-6)
 
@@ -161,7 +173,10 @@ def test_bias_of_group_baselines_by_enumeration():
     groups = [list(group) for group in itertools.product(range(3), repeat=n)]
 
     def expected(advantage):
-        return sum(np.prod(p[g]) * np.asarray(advantage(jnp.array(score[g]), n)) @ slopes[g] / n for g in groups)
+        return sum(
+            np.prod(p[g]) * np.asarray(advantage(jnp.array(score[g]), n)) @ slopes[g] / n
+            for g in groups
+        )
 
     true = (p * score) @ slopes
     np.testing.assert_allclose(expected(kernel.rloo), true, atol=1e-5)
@@ -173,6 +188,10 @@ def test_bias_of_group_baselines_by_enumeration():
 
 @pytest.mark.parametrize("n", [1, 4])
 def test_what_is_no_group_is_refused(n):
-    for advantage, rest in ((kernel.grpo, (True,)), (kernel.rloo, ()), (kernel.group_mean_baseline, ())):
+    for advantage, rest in (
+        (kernel.grpo, (True,)),
+        (kernel.rloo, ()),
+        (kernel.group_mean_baseline, ()),
+    ):
         with pytest.raises(AssertionError, match="groups"):
             advantage(jnp.ones(6), n, *rest)

@@ -44,7 +44,11 @@ def spread(x_N):
 
 def loss_of(name, advantages_NxT, old=OLD, clip=WIDE):
     """theta -> the loss of each token [N, T]."""
-    return lambda theta: LOSSES[name](padded_batch(WORLD.logprobs(theta), WORLD.logprobs(old), advantages_NxT, MASK), clip).loss
+    return lambda theta: (
+        LOSSES[name](
+            padded_batch(WORLD.logprobs(theta), WORLD.logprobs(old), advantages_NxT, MASK), clip
+        ).loss
+    )
 
 
 def return_gradient(theta, scores_N=SCORES):
@@ -54,7 +58,9 @@ def return_gradient(theta, scores_N=SCORES):
 def per_state(divergence, theta):
     """Gradient of sum_s visits(s) divergence(log pi(.|s), log ref(.|s)), visits held fixed."""
     visits = WORLD.visits(theta)
-    return jax.grad(lambda theta: visits @ divergence(jax.nn.log_softmax(theta), jax.nn.log_softmax(REF)))(theta)
+    return jax.grad(
+        lambda theta: visits @ divergence(jax.nn.log_softmax(theta), jax.nn.log_softmax(REF))
+    )(theta)
 
 
 def kl_to_ref(log_p, log_q):
@@ -71,14 +77,24 @@ def variation(log_p, log_q):
 
 def response_kl(theta):
     """KL(pi || ref) of whole responses."""
-    return WORLD.expect(theta, jnp.log(WORLD.probabilities(theta)) - jnp.log(WORLD.probabilities(REF)))
+    return WORLD.expect(
+        theta, jnp.log(WORLD.probabilities(theta)) - jnp.log(WORLD.probabilities(REF))
+    )
 
 
 def test_the_enumeration_itself():
-    assert WORLD.tokens.shape == (31, 4) and WORLD.shape == (15, 3) and set(WORLD.lengths) == {1, 2, 3, 4}
+    assert (
+        WORLD.tokens.shape == (31, 4)
+        and WORLD.shape == (15, 3)
+        and set(WORLD.lengths) == {1, 2, 3, 4}
+    )
     np.testing.assert_allclose(WORLD.probabilities(THETA).sum(), 1, rtol=1e-14)
-    np.testing.assert_allclose(WORLD.visits(THETA).sum(), WORLD.expect(THETA, WORLD.lengths), rtol=1e-14)
-    np.testing.assert_allclose(WORLD.visits(THETA) @ kl_to_ref(*map(jax.nn.log_softmax, (THETA, REF))), response_kl(THETA))
+    np.testing.assert_allclose(
+        WORLD.visits(THETA).sum(), WORLD.expect(THETA, WORLD.lengths), rtol=1e-14
+    )
+    np.testing.assert_allclose(
+        WORLD.visits(THETA) @ kl_to_ref(*map(jax.nn.log_softmax, (THETA, REF))), response_kl(THETA)
+    )
 
 
 # Policy losses
@@ -88,7 +104,9 @@ def test_the_enumeration_itself():
 def test_every_policy_loss_at_the_old_policy_is_the_policy_gradient(name):
     """Of a sum over tokens, with any baseline that depends on the prefix alone, under a clip that is not wide."""
     baseline = WORLD.entries(jnp.linspace(-1, 2, 15))
-    gradient = WORLD.expected_gradient(OLD, loss_of(name, spread(SCORES) - baseline, clip=Clip(0.2, 0.3, 3.0)))
+    gradient = WORLD.expected_gradient(
+        OLD, loss_of(name, spread(SCORES) - baseline, clip=Clip(0.2, 0.3, 3.0))
+    )
     same(-gradient, return_gradient(OLD))
 
 
@@ -96,34 +114,61 @@ def test_importance_is_the_surrogate_with_the_states_of_the_old_policy():
     """Sum over prefixes of visits of the old policy times E over actions of the new one of the old one's Q."""
     gradient = WORLD.expected_gradient(THETA, loss_of("importance", spread(SCORES)), sampler=OLD)
     visits, action_values = WORLD.visits(OLD), q_values(WORLD.entries(jnp.zeros(15)), OLD, SCORES)
-    surrogate = jax.grad(lambda theta: visits @ jnp.sum(jax.nn.softmax(theta) * action_values, -1))(THETA)
+    surrogate = jax.grad(lambda theta: visits @ jnp.sum(jax.nn.softmax(theta) * action_values, -1))(
+        THETA
+    )
     same(-gradient, surrogate)
     differs(-gradient, return_gradient(THETA))  # the bias: the states are not the new policy's
     # The first token's choice sees no other policy's states, but the old policy's way on; alone it is unbiased.
     scores = np.array([0.5, -1.0, 2.0])[WORLD.tokens[:, 0]]
     first = jnp.where(np.arange(4) == 0, spread(scores), 0)
-    same(-WORLD.expected_gradient(THETA, loss_of("importance", first), sampler=OLD), return_gradient(THETA, scores))
+    same(
+        -WORLD.expected_gradient(THETA, loss_of("importance", first), sampler=OLD),
+        return_gradient(THETA, scores),
+    )
 
 
 def test_sequence_weights_make_any_loss_at_its_old_policy_unbiased_under_another_sampler():
     """Decoupled PPO: sampled by OLD, and the ratio of the clipped surrogate starts from THETA."""
-    weights = importance.truncated_weights(WORLD.logprobs(THETA), WORLD.logprobs(OLD), MASK, "sequence", 1e9)
+    weights = importance.truncated_weights(
+        WORLD.logprobs(THETA), WORLD.logprobs(OLD), MASK, "sequence", 1e9
+    )
     for name in LOSSES:
         loss = loss_of(name, spread(SCORES), old=THETA, clip=Clip(0.2, 0.2))
-        same(-WORLD.expected_gradient(THETA, lambda theta, loss=loss: weights * loss(theta), sampler=OLD),
-             return_gradient(THETA))
-    tokens = importance.truncated_weights(WORLD.logprobs(THETA), WORLD.logprobs(OLD), MASK, "token", 1e9)
-    differs(-WORLD.expected_gradient(THETA, lambda theta: tokens * loss(theta), sampler=OLD), return_gradient(THETA))
+        same(
+            -WORLD.expected_gradient(
+                THETA, lambda theta, loss=loss: weights * loss(theta), sampler=OLD
+            ),
+            return_gradient(THETA),
+        )
+    tokens = importance.truncated_weights(
+        WORLD.logprobs(THETA), WORLD.logprobs(OLD), MASK, "token", 1e9
+    )
+    differs(
+        -WORLD.expected_gradient(THETA, lambda theta: tokens * loss(theta), sampler=OLD),
+        return_gradient(THETA),
+    )
 
 
 def test_the_clipped_surrogate_off_policy_is_the_unclipped_one_without_the_clipped_tokens():
     clip, action_values = Clip(0.2, 0.3, 2.0), q_values(WORLD.entries(jnp.zeros(15)), OLD, SCORES)
-    gradient = WORLD.expected_gradient(THETA, loss_of("vanilla", WORLD.entries(action_values), clip=clip), sampler=OLD)
+    gradient = WORLD.expected_gradient(
+        THETA, loss_of("vanilla", WORLD.entries(action_values), clip=clip), sampler=OLD
+    )
     ratio = jnp.exp(jax.nn.log_softmax(THETA) - jax.nn.log_softmax(OLD))
     kept = jnp.where(action_values > 0, ratio <= 1.3, (ratio >= 0.8) & (ratio <= 2.0))
-    assert {*np.asarray(kept[action_values > 0])} == {*np.asarray(kept[action_values < 0])} == {True, False}
+    assert (
+        {*np.asarray(kept[action_values > 0])}
+        == {*np.asarray(kept[action_values < 0])}
+        == {True, False}
+    )
     visits = WORLD.visits(OLD)
-    same(-gradient, jax.grad(lambda theta: visits @ jnp.sum(jax.nn.softmax(theta) * kept * action_values, -1))(THETA))
+    same(
+        -gradient,
+        jax.grad(lambda theta: visits @ jnp.sum(jax.nn.softmax(theta) * kept * action_values, -1))(
+            THETA
+        ),
+    )
 
 
 def sequence_loss_gradient(objective):
@@ -138,29 +183,46 @@ def test_gspo_by_its_paper_and_its_bias():
 
     weights = spread(1 / WORLD.lengths)  # seq-mean-token-mean
     for clip in (WIDE, Clip(0.1, 0.2)):
-        surrogate = lambda theta: jnp.minimum(  # noqa: E731
-            s(theta) * SCORES, jnp.clip(s(theta), 1 - clip.low, 1 + clip.high) * SCORES)  # noqa: B023
+
+        def surrogate(theta, clip=clip):
+            clipped = jnp.clip(s(theta), 1 - clip.low, 1 + clip.high)
+            return jnp.minimum(s(theta) * SCORES, clipped * SCORES)
+
         loss = loss_of("gspo", spread(SCORES), clip=clip)
-        gradient = -WORLD.expected_gradient(THETA, lambda theta, loss=loss: weights * loss(theta), sampler=OLD)
+        gradient = -WORLD.expected_gradient(
+            THETA, lambda theta, loss=loss: weights * loss(theta), sampler=OLD
+        )
         same(gradient, sequence_loss_gradient(surrogate))
     # s^length in place of s would have been unbiased.
     differs(sequence_loss_gradient(lambda theta: s(theta) * SCORES), return_gradient(THETA))
-    same(sequence_loss_gradient(lambda theta: s(theta) ** WORLD.lengths * SCORES), return_gradient(THETA))
+    same(
+        sequence_loss_gradient(lambda theta: s(theta) ** WORLD.lengths * SCORES),
+        return_gradient(THETA),
+    )
 
 
 def test_gmpo_by_its_paper():
     sign = np.sign(SCORES)[:, None]
 
     def geometric_mean(theta, low, high):
-        ratio = jnp.where(MASK == 1, jnp.exp(WORLD.entries(jax.nn.log_softmax(theta) - jax.nn.log_softmax(OLD))), 1)
-        cut = jnp.minimum(ratio**sign, jnp.clip(ratio, jnp.exp(-low), jnp.exp(high)) ** sign) ** sign
+        ratio = jnp.where(
+            MASK == 1,
+            jnp.exp(WORLD.entries(jax.nn.log_softmax(theta) - jax.nn.log_softmax(OLD))),
+            1,
+        )
+        cut = (
+            jnp.minimum(ratio**sign, jnp.clip(ratio, jnp.exp(-low), jnp.exp(high)) ** sign) ** sign
+        )
         return jnp.prod(cut, axis=1) ** (1 / WORLD.lengths)
 
     for low, high in ((30.0, 30.0), (0.2, 0.4)):
         loss = loss_of("gmpo", spread(SCORES), clip=Clip(low, high))
         weighted = lambda theta, loss=loss: spread(1 / WORLD.lengths) * loss(theta)  # noqa: E731
         objective = lambda theta, low=low, high=high: geometric_mean(theta, low, high) * SCORES  # noqa: E731
-        same(-WORLD.expected_gradient(THETA, weighted, sampler=OLD), sequence_loss_gradient(objective))
+        same(
+            -WORLD.expected_gradient(THETA, weighted, sampler=OLD),
+            sequence_loss_gradient(objective),
+        )
 
 
 def test_cispo_keeps_every_token_with_a_weight_that_is_cut():
@@ -168,17 +230,29 @@ def test_cispo_keeps_every_token_with_a_weight_that_is_cut():
     ratio = jnp.exp(jax.nn.log_softmax(THETA) - jax.nn.log_softmax(OLD))
     for clip, weight in ((WIDE, ratio), (Clip(0.2, 0.3), jnp.clip(ratio, 0.8, 1.3))):
         factor = jax.nn.softmax(OLD) * weight * action_values
-        closed = jax.grad(lambda theta, factor=factor: visits @ jnp.sum(factor * jax.nn.log_softmax(theta), -1))(THETA)
-        same(-WORLD.expected_gradient(THETA, loss_of("cispo", spread(SCORES), clip=clip), sampler=OLD), closed)
+        closed = jax.grad(
+            lambda theta, factor=factor: visits @ jnp.sum(factor * jax.nn.log_softmax(theta), -1)
+        )(THETA)
+        same(
+            -WORLD.expected_gradient(
+                THETA, loss_of("cispo", spread(SCORES), clip=clip), sampler=OLD
+            ),
+            closed,
+        )
     unclipped = WORLD.expected_gradient(THETA, loss_of("importance", spread(SCORES)), sampler=OLD)
     same(WORLD.expected_gradient(THETA, loss_of("cispo", spread(SCORES)), sampler=OLD), unclipped)
 
 
 def test_reinforce_off_policy_clones_the_sampler_where_all_scores_are_equal():
     def kl_from_old(theta):
-        return WORLD.expect(OLD, jnp.log(WORLD.probabilities(OLD)) - jnp.log(WORLD.probabilities(theta)))
+        return WORLD.expect(
+            OLD, jnp.log(WORLD.probabilities(OLD)) - jnp.log(WORLD.probabilities(theta))
+        )
 
-    same(WORLD.expected_gradient(THETA, loss_of("reinforce", spread(np.ones(31))), sampler=OLD), jax.grad(kl_from_old)(THETA))
+    same(
+        WORLD.expected_gradient(THETA, loss_of("reinforce", spread(np.ones(31))), sampler=OLD),
+        jax.grad(kl_from_old)(THETA),
+    )
 
 
 # Aggregation
@@ -189,12 +263,16 @@ def test_what_each_aggregation_ascends(mode):
     """Over every mini-batch of two responses: E[score x share], where share is 1 for the two sums."""
     probabilities, lengths = WORLD.probabilities(THETA), WORLD.lengths
     first, second = (x.reshape(-1) for x in np.mgrid[:31, :31])
-    weights = jax.vmap(lambda both: losses.loss_weights(both, mode, 8.0))(jnp.asarray(lengths[np.stack([first, second], 1)]))
+    weights = jax.vmap(lambda both: losses.loss_weights(both, mode, 8.0))(
+        jnp.asarray(lengths[np.stack([first, second], 1)])
+    )
     loss = loss_of("vanilla", spread(SCORES), old=THETA)
 
     def total(theta):
         sums = loss(theta).sum(1)
-        return (probabilities[first] * probabilities[second]) @ (weights[:, 0] * sums[first] + weights[:, 1] * sums[second])
+        return (probabilities[first] * probabilities[second]) @ (
+            weights[:, 0] * sums[first] + weights[:, 1] * sums[second]
+        )
 
     share = {
         "token-mean": 2 * (1 / (lengths[:, None] + lengths)) @ probabilities,
@@ -223,7 +301,8 @@ def kl_in_reward(kind, gamma=1.0, theta=THETA):
 
 def kl_in_loss(kind):
     return WORLD.expected_gradient(
-        THETA, lambda theta: kl.kl_estimate(WORLD.logprobs(theta), WORLD.logprobs(REF), MASK, kind))
+        THETA, lambda theta: kl.kl_estimate(WORLD.logprobs(theta), WORLD.logprobs(REF), MASK, kind)
+    )
 
 
 ESTIMATE_OF = {  # what the estimator is of in each prefix, exactly
@@ -251,7 +330,9 @@ def test_kl_in_the_loss(kind):
         np.testing.assert_allclose(gradient, 0, atol=1e-12)
     else:
         same(gradient, per_state(DESCENDS_AS_LOSS[kind], THETA))
-    differs(gradient, jax.grad(response_kl)(THETA))  # no loss of tokens knows that a token leads to prefixes of a larger KL
+    differs(
+        gradient, jax.grad(response_kl)(THETA)
+    )  # no loss of tokens knows that a token leads to prefixes of a larger KL
 
 
 @pytest.mark.parametrize("kind", kl.KL_KINDS)
@@ -262,7 +343,9 @@ def test_kl_in_the_reward(kind):
     def expectation(theta):
         return WORLD.visits(theta) @ ESTIMATE_OF[kind](jax.nn.log_softmax(theta), log_ref)
 
-    estimate = WORLD.expect(THETA, kl.kl_estimate(WORLD.logprobs(THETA), WORLD.logprobs(REF), MASK, kind).sum(1))
+    estimate = WORLD.expect(
+        THETA, kl.kl_estimate(WORLD.logprobs(THETA), WORLD.logprobs(REF), MASK, kind).sum(1)
+    )
     np.testing.assert_allclose(estimate, expectation(THETA), rtol=1e-12)
     if kind in ("k1", "k3", "k3+"):
         np.testing.assert_allclose(estimate, response_kl(THETA), rtol=1e-12)
@@ -332,7 +415,9 @@ def test_the_value_loss_leads_to_the_exact_critic():
     exact = exact_values(THETA)
 
     def expected_loss(values_S, returns):
-        loss = losses.value_loss(WORLD.entries(values_S), WORLD.entries(exact), returns, MASK, None).loss
+        loss = losses.value_loss(
+            WORLD.entries(values_S), WORLD.entries(exact), returns, MASK, None
+        ).loss
         return WORLD.expect(THETA, loss.sum(1))
 
     for returns in (gae(exact + WRONG, 1.0)[1], gae(exact, 0.3)[1]):
@@ -349,16 +434,28 @@ def group_gradient(baseline, n):
     """Over all 7^n groups of n responses: the mean over the group of A grad log pi of the response."""
     members = np.stack([x.reshape(-1) for x in np.mgrid[(slice(0, 7),) * n]], 1)
     p = jnp.prod(SMALL.probabilities(SMALL_THETA)[members], 1)
-    weights = p[:, None] * baseline(jnp.asarray(SMALL_SCORES[members]).reshape(-1)).reshape(members.shape) / n
-    return jax.grad(lambda theta: jnp.sum(weights * jnp.log(SMALL.probabilities(theta))[members]))(SMALL_THETA)
+    weights = (
+        p[:, None]
+        * baseline(jnp.asarray(SMALL_SCORES[members]).reshape(-1)).reshape(members.shape)
+        / n
+    )
+    return jax.grad(lambda theta: jnp.sum(weights * jnp.log(SMALL.probabilities(theta))[members]))(
+        SMALL_THETA
+    )
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_group_baselines(n):
     truth = jax.grad(lambda theta: SMALL.expect(theta, SMALL_SCORES))(SMALL_THETA)
     same(group_gradient(lambda scores: advantages.rloo(scores, n), n), truth)
-    same(group_gradient(lambda scores: advantages.grpo(scores, n, by_std=False), n), truth * (n - 1) / n)
-    same(group_gradient(lambda scores: advantages.group_mean_baseline(scores, n), n), truth * (n - 1) / n)
+    same(
+        group_gradient(lambda scores: advantages.grpo(scores, n, by_std=False), n),
+        truth * (n - 1) / n,
+    )
+    same(
+        group_gradient(lambda scores: advantages.group_mean_baseline(scores, n), n),
+        truth * (n - 1) / n,
+    )
 
 
 def test_grpo_by_std_of_two_counts_who_wins_and_not_by_how_much():

@@ -11,7 +11,10 @@ from jax_ppo.kernels import importance
 
 
 def test_by_hand():
-    logprobs, sampled = jnp.log(jnp.array([[0.5, 0.2, 0.9]])), jnp.log(jnp.array([[0.25, 0.4, 0.1]]))
+    logprobs, sampled = (
+        jnp.log(jnp.array([[0.5, 0.2, 0.9]])),
+        jnp.log(jnp.array([[0.25, 0.4, 0.1]])),
+    )
     mask = jnp.ones((1, 3), bool)
     token = importance.truncated_weights(logprobs, sampled, mask, "token", 2.0)
     np.testing.assert_allclose(token, [[2, 0.5, 2]], rtol=1e-6)  # the last is 9, cut off
@@ -29,7 +32,9 @@ def test_what_is_masked_counts_nowhere(level):
 def test_the_same_policy_weighs_1():
     logprobs = jnp.log(jnp.array([[0.5, 0.2]]))
     for level in importance.LEVELS:
-        np.testing.assert_array_equal(importance.truncated_weights(logprobs, logprobs, jnp.ones((1, 2)), level, 1.5), 1.0)
+        np.testing.assert_array_equal(
+            importance.truncated_weights(logprobs, logprobs, jnp.ones((1, 2)), level, 1.5), 1.0
+        )
 
 
 def test_no_gradient_and_no_overflow():
@@ -55,9 +60,20 @@ def expected_gradient(level, threshold=1e9):
     rng = np.random.default_rng(0)
     pi, mu = ((rng.dirichlet(np.ones(3)), rng.dirichlet(np.ones(3), 3)) for _ in range(2))
     advantage = rng.normal(size=(3, 3))
-    with_weights = sum(p * advantage[tokens] * np.asarray(importance.truncated_weights(
-        jnp.log(jnp.array([pi[0][tokens[0]], pi[1][tokens]])), jnp.asarray(log_mu), jnp.ones(2), level, threshold))[-1]
-        for tokens, p, log_mu in responses(mu))
+    with_weights = sum(
+        p
+        * advantage[tokens]
+        * np.asarray(
+            importance.truncated_weights(
+                jnp.log(jnp.array([pi[0][tokens[0]], pi[1][tokens]])),
+                jnp.asarray(log_mu),
+                jnp.ones(2),
+                level,
+                threshold,
+            )
+        )[-1]
+        for tokens, p, log_mu in responses(mu)
+    )
     on_policy = sum(p * advantage[tokens] for tokens, p, _ in responses(pi))
     return with_weights, on_policy
 
@@ -76,9 +92,17 @@ mismatch = jax.jit(importance.mismatch)
 def test_mismatch_by_hand():
     # p = (1/2, 1/4, 1), q = (1/4, 1/2, 1): |p - q| = 1/4, 1/4, 0; exp |d| = 2, 2, 1; max |d| = ln 2.
     # Means 7/12: p - mean = (-1, -4, 5) / 12, q - mean = (-4, -1, 5) / 12: correlation (4 + 4 + 25) / (1 + 16 + 25) = 33 / 42.
-    got = mismatch(jnp.log(jnp.array([0.5, 0.25, 1])), jnp.log(jnp.array([0.25, 0.5, 1])), jnp.ones(3))
-    expected = {"logprob_difference": 2 / 3 * np.log(2), "prob_difference_mean": 1 / 6, "prob_difference_max": 1 / 4,
-                "exp_abs_log_ratio_mean": 5 / 3, "log_ratio_max": np.log(2), "prob_correlation": 33 / 42}
+    got = mismatch(
+        jnp.log(jnp.array([0.5, 0.25, 1])), jnp.log(jnp.array([0.25, 0.5, 1])), jnp.ones(3)
+    )
+    expected = {
+        "logprob_difference": 2 / 3 * np.log(2),
+        "prob_difference_mean": 1 / 6,
+        "prob_difference_max": 1 / 4,
+        "exp_abs_log_ratio_mean": 5 / 3,
+        "log_ratio_max": np.log(2),
+        "prob_correlation": 33 / 42,
+    }
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(got[name], value, rtol=1e-5, err_msg=name)
@@ -92,25 +116,44 @@ def test_mismatch_against_numpy_with_garbage_under_the_mask(rng, poison):
     got = mismatch(poison(logprobs, mask), poison(sampled, mask), mask)
     a, b = (x[mask == 1].astype(np.float64) for x in (logprobs, sampled))
     p, q, d = np.exp(a), np.exp(b), np.abs(a - b)
-    expected = {"logprob_difference": np.abs(np.log(p) - np.log(q)).mean(),
-                "prob_difference_mean": np.abs(p - q).mean(), "prob_difference_max": np.abs(p - q).max(),
-                "exp_abs_log_ratio_mean": np.exp(d).mean(), "log_ratio_max": d.max(),
-                "prob_correlation": np.corrcoef(p, q)[0, 1]}
+    expected = {
+        "logprob_difference": np.abs(np.log(p) - np.log(q)).mean(),
+        "prob_difference_mean": np.abs(p - q).mean(),
+        "prob_difference_max": np.abs(p - q).max(),
+        "exp_abs_log_ratio_mean": np.exp(d).mean(),
+        "log_ratio_max": d.max(),
+        "prob_correlation": np.corrcoef(p, q)[0, 1],
+    }
     for name, value in expected.items():
         np.testing.assert_allclose(got[name], value, rtol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize(("logprobs", "sampled", "mask", "correlation"), [
-    ([-0.3, -0.3, -0.3], [-0.3, -0.3, -0.3], [1, 1, 1], 1),  # constant and equal
-    ([-0.3] * 7, [-0.7] * 7, [1] * 7, 0),  # constant and not; by rounding seven of these have a variance of 1e-15
-    ([-0.3, -0.3, -0.3], [-0.3, -0.4, -0.3], [1, 1, 1], 0),  # one of them constant
-    ([-60.0, -80.0, -70.0], [-80.0, -60.0, -70.0], [1, 1, 1], 0),  # variances that float32 has no numbers for
-    ([-0.1, -5.0, -2.0], [-0.1, -5.0, -2.0], [1, 1, 1], 1),
-    ([-0.1, -5.0, -2.0], [-0.1, -5.0, -2.0], [0, 1, 0], 1),
-    ([-0.1, -5.0, -2.0], [-9.0, -5.0, -2.0], [0, 0, 0], 1),
-    ([-1e4, 0.0], [0.0, -1e4], [1, 1], -1),
-])
-def test_mismatch_is_finite_where_a_correlation_is_not_defined(logprobs, sampled, mask, correlation):
+@pytest.mark.parametrize(
+    ("logprobs", "sampled", "mask", "correlation"),
+    [
+        ([-0.3, -0.3, -0.3], [-0.3, -0.3, -0.3], [1, 1, 1], 1),  # constant and equal
+        (
+            [-0.3] * 7,
+            [-0.7] * 7,
+            [1] * 7,
+            0,
+        ),  # constant and not; by rounding seven of these have a variance of 1e-15
+        ([-0.3, -0.3, -0.3], [-0.3, -0.4, -0.3], [1, 1, 1], 0),  # one of them constant
+        (
+            [-60.0, -80.0, -70.0],
+            [-80.0, -60.0, -70.0],
+            [1, 1, 1],
+            0,
+        ),  # variances that float32 has no numbers for
+        ([-0.1, -5.0, -2.0], [-0.1, -5.0, -2.0], [1, 1, 1], 1),
+        ([-0.1, -5.0, -2.0], [-0.1, -5.0, -2.0], [0, 1, 0], 1),
+        ([-0.1, -5.0, -2.0], [-9.0, -5.0, -2.0], [0, 0, 0], 1),
+        ([-1e4, 0.0], [0.0, -1e4], [1, 1], -1),
+    ],
+)
+def test_mismatch_is_finite_where_a_correlation_is_not_defined(
+    logprobs, sampled, mask, correlation
+):
     got = mismatch(jnp.array(logprobs), jnp.array(sampled), jnp.array(mask))
     assert all(np.isfinite(x) for x in got.values())
     assert -1 <= got["prob_correlation"] <= 1

@@ -27,8 +27,10 @@ def estimate_at(log_ratio, kind):
 def test_by_hand():
     # d = ln 2: k1 = |d| = 0.6931, k2 = 0.6931^2 / 2 = 0.2402, k3 = 1/2 - 1 + 0.6931 = 0.1931, and the clamped one d itself.
     # d = -ln 2: k1 = -0.6931, k2 the same, k3 = 2 - 1 - 0.6931 = 0.3069, and the clamped one 0.
-    cases = {math.log(2): (0.6931, 0.6931, 0.2402, 0.1931, 0.1931, 0.6931),
-             -math.log(2): (-0.6931, 0.6931, 0.2402, 0.3069, 0.3069, 0)}
+    cases = {
+        math.log(2): (0.6931, 0.6931, 0.2402, 0.1931, 0.1931, 0.6931),
+        -math.log(2): (-0.6931, 0.6931, 0.2402, 0.3069, 0.3069, 0),
+    }
     for d, expected in cases.items():
         for kind, value in zip(("k1", "abs", "k2", "k3", "k3+", "clamped"), expected, strict=True):
             np.testing.assert_allclose(estimate_at(d, kind), value, atol=5e-5)
@@ -49,7 +51,9 @@ def test_against_loops(kind, rng, poison):
 @pytest.mark.parametrize("kind", KL_KINDS)
 def test_exactly_zero_where_actor_equals_reference(kind, rng):
     logprobs = -rng.exponential(3.0, 1000).astype(np.float32)
-    np.testing.assert_array_equal(kl_estimate(logprobs, logprobs.copy(), np.ones(1000), kind), np.zeros(1000))
+    np.testing.assert_array_equal(
+        kl_estimate(logprobs, logprobs.copy(), np.ones(1000), kind), np.zeros(1000)
+    )
 
 
 def test_k3_keeps_its_digits_near_equality():
@@ -59,7 +63,12 @@ def test_k3_keeps_its_digits_near_equality():
 
 
 def test_k3_of_a_huge_log_ratio_is_clamped_and_flat():
-    for d, expected in ((-1000.0, 10.0), (-20.5, 10.0), (1000.0, 10.0), (5.0, 5 - 1 + math.exp(-5))):
+    for d, expected in (
+        (-1000.0, 10.0),
+        (-20.5, 10.0),
+        (1000.0, 10.0),
+        (5.0, 5 - 1 + math.exp(-5)),
+    ):
         np.testing.assert_allclose(estimate_at(d, "k3"), expected, rtol=1e-5)
     slope = jax.jit(jax.grad(estimate_at), static_argnames="kind")
     for d, expected in ((-1000.0, 0.0), (1000.0, 0.0), (5.0, 1 - math.exp(-5))):
@@ -84,7 +93,9 @@ def test_garbage_under_the_mask_reaches_neither_value_nor_gradient(kind, rng, po
     mask = np.array([[1, 1, 0, 0], [1, 0, 0, 0]])
     logprobs, ref = -rng.exponential(1.0, (2, 2, 4)).astype(np.float32)
     total = lambda a, b: jnp.sum(kl_estimate(a, b, mask, kind))  # noqa: E731
-    gradients = jax.grad(total, (0, 1))(jnp.asarray(poison(logprobs, mask)), jnp.asarray(poison(ref, mask)))
+    gradients = jax.grad(total, (0, 1))(
+        jnp.asarray(poison(logprobs, mask)), jnp.asarray(poison(ref, mask))
+    )
     for gradient in gradients:
         assert np.all(gradient[(mask == 1) & ((kind != "clamped") | (logprobs > ref))] != 0)
         assert np.any(gradient != 0)
@@ -103,7 +114,9 @@ def expected_estimate(theta, kind):
 
 def expected_gradient_as_loss(kind):
     p = jax.nn.softmax(THETA)  # the tokens are drawn, so the weights carry no gradient
-    return jax.grad(lambda t: jnp.sum(p * kl_estimate(jax.nn.log_softmax(t), LOG_REF, jnp.ones(5), kind)))(THETA)
+    return jax.grad(
+        lambda t: jnp.sum(p * kl_estimate(jax.nn.log_softmax(t), LOG_REF, jnp.ones(5), kind))
+    )(THETA)
 
 
 def kl_to_ref(theta):
@@ -136,18 +149,32 @@ def test_k2_is_right_to_second_order():
 
 def test_bias_as_a_loss_by_enumeration():
     np.testing.assert_allclose(expected_gradient_as_loss("k1"), np.zeros(5), atol=1e-6)
-    np.testing.assert_allclose(expected_gradient_as_loss("abs"), jax.grad(l1_distance)(THETA), atol=1e-6)
-    np.testing.assert_allclose(expected_gradient_as_loss("k2"), jax.grad(kl_to_ref)(THETA), atol=1e-6)
-    np.testing.assert_allclose(expected_gradient_as_loss("k3"), jax.grad(kl_from_ref)(THETA), atol=1e-6)
-    np.testing.assert_allclose(expected_gradient_as_loss("k3+"), jax.grad(kl_to_ref)(THETA), atol=1e-6)
-    np.testing.assert_allclose(expected_gradient_as_loss("clamped"), jax.grad(l1_distance)(THETA) / 2, atol=1e-6)
+    np.testing.assert_allclose(
+        expected_gradient_as_loss("abs"), jax.grad(l1_distance)(THETA), atol=1e-6
+    )
+    np.testing.assert_allclose(
+        expected_gradient_as_loss("k2"), jax.grad(kl_to_ref)(THETA), atol=1e-6
+    )
+    np.testing.assert_allclose(
+        expected_gradient_as_loss("k3"), jax.grad(kl_from_ref)(THETA), atol=1e-6
+    )
+    np.testing.assert_allclose(
+        expected_gradient_as_loss("k3+"), jax.grad(kl_to_ref)(THETA), atol=1e-6
+    )
+    np.testing.assert_allclose(
+        expected_gradient_as_loss("clamped"), jax.grad(l1_distance)(THETA) / 2, atol=1e-6
+    )
     assert np.abs(jax.grad(kl_from_ref)(THETA) - jax.grad(kl_to_ref)(THETA)).max() > 0.02
 
 
 def test_k1_in_the_reward_pushes_as_k2_in_the_loss():
     log_p = jax.nn.log_softmax(THETA)
-    cost = kl_estimate(log_p, LOG_REF, jnp.ones(5), "k1")  # a constant in the score-function gradient
-    policy_gradient = jax.grad(lambda t: jnp.sum(jnp.exp(log_p) * cost * jax.nn.log_softmax(t)))(THETA)
+    cost = kl_estimate(
+        log_p, LOG_REF, jnp.ones(5), "k1"
+    )  # a constant in the score-function gradient
+    policy_gradient = jax.grad(lambda t: jnp.sum(jnp.exp(log_p) * cost * jax.nn.log_softmax(t)))(
+        THETA
+    )
     np.testing.assert_allclose(policy_gradient, expected_gradient_as_loss("k2"), atol=1e-6)
 
 
@@ -164,5 +191,9 @@ def test_adaptive_coefficient_by_hand():
     np.testing.assert_allclose(adaptive_kl_coef(0.2, 60.0, 6.0, 10_000, 256), 0.201024, rtol=1e-6)
     assert adaptive_kl_coef(jnp.float32(0.25), 6.0, 6.0, 10_000, 256) == 0.25
     # A clip of 0.5 lets the whole of 3 for 6 through, and 0.5 of ten times the target: 0.2 * (1 -+ 0.0128).
-    np.testing.assert_allclose(adaptive_kl_coef(0.2, 3.0, 6.0, 10_000, 256, clip=0.5), 0.19744, rtol=1e-6)
-    np.testing.assert_allclose(adaptive_kl_coef(0.2, 60.0, 6.0, 10_000, 256, clip=0.5), 0.20256, rtol=1e-6)
+    np.testing.assert_allclose(
+        adaptive_kl_coef(0.2, 3.0, 6.0, 10_000, 256, clip=0.5), 0.19744, rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        adaptive_kl_coef(0.2, 60.0, 6.0, 10_000, 256, clip=0.5), 0.20256, rtol=1e-6
+    )

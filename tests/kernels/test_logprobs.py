@@ -7,10 +7,14 @@ import pytest
 
 from jax_ppo.kernels import logprobs as kernel
 
-jitted = jax.jit(kernel.token_logprobs, static_argnames=("temperature", "chunk_size", "with_entropy"))
+jitted = jax.jit(
+    kernel.token_logprobs, static_argnames=("temperature", "chunk_size", "with_entropy")
+)
 
 
-def token_logprobs(hidden, unembedding, targets, temperature, chunk_size=None, with_entropy=True, mask=None):
+def token_logprobs(
+    hidden, unembedding, targets, temperature, chunk_size=None, with_entropy=True, mask=None
+):
     """Of every place where no mask is given."""
     mask = jnp.ones(targets.shape, bool) if mask is None else mask
     return jitted(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy)
@@ -19,7 +23,9 @@ def token_logprobs(hidden, unembedding, targets, temperature, chunk_size=None, w
 def naive(hidden, unembedding, targets, temperature):
     """The definition, in float32, all logits at once."""
     log_p = jax.nn.log_softmax(hidden @ unembedding.T / temperature)
-    return jnp.take_along_axis(log_p, targets[..., None], -1)[..., 0], -jnp.sum(jnp.exp(log_p) * log_p, -1)
+    return jnp.take_along_axis(log_p, targets[..., None], -1)[..., 0], -jnp.sum(
+        jnp.exp(log_p) * log_p, -1
+    )
 
 
 def inputs(rng, rows, length, width, vocabulary):
@@ -51,15 +57,22 @@ def test_against_loops_in_chunks_of(chunk_size, rng):
         for t in range(7):
             exponentials = [math.exp(float(hidden[r, t] @ w) / 0.6) for w in unembedding]
             p = [e / sum(exponentials) for e in exponentials]
-            np.testing.assert_allclose(logprobs[r, t], math.log(p[targets[r, t]]), rtol=1e-4, atol=1e-5)
-            np.testing.assert_allclose(entropy[r, t], -sum(q * math.log(q) for q in p), rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(
+                logprobs[r, t], math.log(p[targets[r, t]]), rtol=1e-4, atol=1e-5
+            )
+            np.testing.assert_allclose(
+                entropy[r, t], -sum(q * math.log(q) for q in p), rtol=1e-4, atol=1e-5
+            )
 
 
 @pytest.mark.parametrize("chunk_size", [3, 4, 128])
 @pytest.mark.parametrize("of_entropy", [0.0, 1.0])
 def test_gradient_is_that_of_the_definition(chunk_size, of_entropy, rng):
     hidden, unembedding, targets = inputs(rng, 2, 7, 4, 11)
-    weights = rng.normal(0, 1, (2, 2, 7)).astype(np.float32) * np.array([1, of_entropy], np.float32)[:, None, None]
+    weights = (
+        rng.normal(0, 1, (2, 2, 7)).astype(np.float32)
+        * np.array([1, of_entropy], np.float32)[:, None, None]
+    )
     mask = np.array([[1, 0, 1, 1, 1, 0, 1], [0, 0, 1, 0, 0, 0, 0]], bool)
 
     def loss(score, hidden, unembedding):
@@ -67,9 +80,13 @@ def test_gradient_is_that_of_the_definition(chunk_size, of_entropy, rng):
         entropy = entropy if of_entropy else jax.lax.stop_gradient(entropy)
         return jnp.sum(jnp.where(mask, weights[0] * logprobs + weights[1] * entropy, 0))
 
-    expected = jax.grad(lambda *x: loss(lambda h, u: naive(h, u, targets, 0.7), *x), (0, 1))(hidden, unembedding)
-    got = jax.grad(lambda *x: loss(lambda h, u: token_logprobs(h, u, targets, 0.7, chunk_size, mask=mask), *x), (0, 1))(
-        hidden, unembedding)
+    expected = jax.grad(lambda *x: loss(lambda h, u: naive(h, u, targets, 0.7), *x), (0, 1))(
+        hidden, unembedding
+    )
+    got = jax.grad(
+        lambda *x: loss(lambda h, u: token_logprobs(h, u, targets, 0.7, chunk_size, mask=mask), *x),
+        (0, 1),
+    )(hidden, unembedding)
     for one, other in zip(got, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
@@ -89,7 +106,9 @@ def test_gradient_in_bfloat16(rng):
     hidden, unembedding, targets = inputs(rng, 2, 40, 16, 50)
 
     def gradients(hidden):
-        return jax.grad(lambda h, u: sum(x.sum() for x in token_logprobs(h, u, targets, 1.0, 8)), (0, 1))(hidden, unembedding)
+        return jax.grad(
+            lambda h, u: sum(x.sum() for x in token_logprobs(h, u, targets, 1.0, 8)), (0, 1)
+        )(hidden, unembedding)
 
     low, exact = gradients(jnp.asarray(hidden, jnp.bfloat16)), gradients(jnp.asarray(hidden))
     assert [x.dtype for x in low] == [jnp.bfloat16, jnp.float32]
@@ -107,7 +126,11 @@ def test_what_the_mask_hides_does_not_matter(rng):
         return values + pullback(jax.tree.map(jnp.ones_like, values))
 
     clean = run(np.where(mask[..., None], hidden, 0), targets)
-    for one, other in zip(clean, run(np.where(mask[..., None], hidden, np.nan), np.where(mask, targets, -1)), strict=True):
+    for one, other in zip(
+        clean,
+        run(np.where(mask[..., None], hidden, np.nan), np.where(mask, targets, -1)),
+        strict=True,
+    ):
         np.testing.assert_array_equal(one, other)
         assert np.isfinite(one).all()
     assert all((x[~mask] == 0).all() for x in clean[:3]) and (np.asarray(clean[0])[mask] < 0).all()
@@ -116,7 +139,9 @@ def test_what_the_mask_hides_does_not_matter(rng):
 def test_an_empty_mask_gives_zeros(rng):
     hidden, unembedding, targets = inputs(rng, 2, 7, 4, 11)
     nothing = np.zeros((2, 7), bool)
-    gradient = jax.grad(lambda u: token_logprobs(hidden, u, targets, 1.0, 2, mask=nothing)[0].sum())(unembedding)
+    gradient = jax.grad(
+        lambda u: token_logprobs(hidden, u, targets, 1.0, 2, mask=nothing)[0].sum()
+    )(unembedding)
     assert not gradient.any()
 
 
@@ -131,9 +156,13 @@ def test_work_follows_the_mask(rng):
 @pytest.mark.parametrize("chunk_size", [3, 128])
 def test_without_entropy(chunk_size, rng):
     hidden, unembedding, targets = inputs(rng, 2, 7, 4, 11)
-    logprobs, entropy = token_logprobs(hidden, unembedding, targets, 1.0, chunk_size, with_entropy=False)
+    logprobs, entropy = token_logprobs(
+        hidden, unembedding, targets, 1.0, chunk_size, with_entropy=False
+    )
     assert entropy is None
-    np.testing.assert_array_equal(logprobs, token_logprobs(hidden, unembedding, targets, 1.0, chunk_size)[0])
+    np.testing.assert_array_equal(
+        logprobs, token_logprobs(hidden, unembedding, targets, 1.0, chunk_size)[0]
+    )
 
 
 def test_same_function_twice_gives_ratio_one(rng):
@@ -141,7 +170,11 @@ def test_same_function_twice_gives_ratio_one(rng):
     hidden, unembedding, targets = inputs(rng, 4, 10, 8, 50)
     for temperature in (0.6, 1.0):
         old, _ = token_logprobs(hidden, unembedding, targets, temperature, 4, with_entropy=False)
-        score = lambda u, t=temperature: (token_logprobs(hidden[1:3], u, targets[1:3], t, 4)[0],) * 2  # noqa: E731
+
+        def score(u, t=temperature):
+            logprobs = token_logprobs(hidden[1:3], u, targets[1:3], t, 4)[0]
+            return logprobs, logprobs
+
         _, pullback, new = jax.vjp(score, jnp.asarray(unembedding), has_aux=True)
         assert np.any(pullback(jnp.ones((2, 10)))[0] != 0)
         assert np.abs(new - old[1:3]).max() < 1e-5
@@ -185,9 +218,15 @@ def temporaries(score, groups, places, width, vocabulary):
         logprobs, entropy = score(hidden, unembedding, targets, mask, 1.0)
         return jnp.sum(logprobs) + jnp.sum(entropy)
 
-    shapes = (((groups, places, width), jnp.float32), ((vocabulary, width), jnp.float32), ((groups, places), jnp.int32),
-              ((groups, places), bool))
-    compiled = jax.jit(jax.grad(loss, (0, 1))).lower(*(jax.ShapeDtypeStruct(*s) for s in shapes)).compile()
+    shapes = (
+        ((groups, places, width), jnp.float32),
+        ((vocabulary, width), jnp.float32),
+        ((groups, places), jnp.int32),
+        ((groups, places), bool),
+    )
+    compiled = (
+        jax.jit(jax.grad(loss, (0, 1))).lower(*(jax.ShapeDtypeStruct(*s) for s in shapes)).compile()
+    )
     return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -195,26 +234,43 @@ def temporaries(score, groups, places, width, vocabulary):
 def test_never_holds_places_by_vocabulary(vocabulary, width):
     places = 64 * kernel.chunk_places(vocabulary, "cpu")
     whole = 4 * places * vocabulary  # bytes of the logits in float32
-    short, long = (temporaries(kernel.token_logprobs, 1, n, width, vocabulary) for n in (places // 4, places))
+    short, long = (
+        temporaries(kernel.token_logprobs, 1, n, width, vocabulary) for n in (places // 4, places)
+    )
     assert long < 1.25 * short and long < whole / 8, (short, long, whole)
 
     def in_one_piece(*arguments):
         return kernel.token_logprobs(*arguments, chunk_size=10**9)
 
-    assert temporaries(in_one_piece, 1, places, width, vocabulary) > whole  # the measure sees what it is meant to see
+    assert (
+        temporaries(in_one_piece, 1, places, width, vocabulary) > whole
+    )  # the measure sees what it is meant to see
 
 
 @pytest.mark.parametrize("devices", [1, 8])
 def test_devices_exchange_the_gradient_once(devices):
     """The unembedding's gradient is summed over devices after the loop over chunks, not in it."""
-    mesh = jax.make_mesh((devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
+    mesh = jax.make_mesh(
+        (devices,),
+        ("data",),
+        axis_types=(jax.sharding.AxisType.Auto,),
+        devices=jax.devices()[:devices],
+    )
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     loss = lambda *x: kernel.token_logprobs(*x, 1.0, chunk_size=4)[0].sum()  # noqa: E731
-    shapes = (((8, 32, 16), jnp.float32, rows), ((64, 16), jnp.float32, whole), ((8, 32), jnp.int32, rows),
-              ((8, 32), bool, rows))
-    text = jax.jit(jax.grad(loss, (0, 1)), out_shardings=(rows, whole)).lower(
-        *(jax.ShapeDtypeStruct(s, t, sharding=where) for s, t, where in shapes)).compile().as_text()
+    shapes = (
+        ((8, 32, 16), jnp.float32, rows),
+        ((64, 16), jnp.float32, whole),
+        ((8, 32), jnp.int32, rows),
+        ((8, 32), bool, rows),
+    )
+    text = (
+        jax.jit(jax.grad(loss, (0, 1)), out_shardings=(rows, whole))
+        .lower(*(jax.ShapeDtypeStruct(s, t, sharding=where) for s, t, where in shapes))
+        .compile()
+        .as_text()
+    )
     sums = [line for line in text.splitlines() if " all-reduce(" in line and "f32" in line]
     assert len(sums) == (devices > 1) and " all-gather(" not in text
     assert all("while" not in line for line in sums), sums
@@ -224,6 +280,12 @@ def test_wrong_shapes_are_refused():
     with pytest.raises(AssertionError):
         token_logprobs(jnp.ones((2, 3, 4)), jnp.ones((5, 4)), jnp.zeros((2, 4), int), 1.0)
     with pytest.raises(AssertionError):
-        token_logprobs(jnp.ones((2, 3, 4)), jnp.ones((5, 4)), jnp.zeros((2, 3), int), 1.0, mask=jnp.ones((2, 4), bool))
+        token_logprobs(
+            jnp.ones((2, 3, 4)),
+            jnp.ones((5, 4)),
+            jnp.zeros((2, 3), int),
+            1.0,
+            mask=jnp.ones((2, 4), bool),
+        )
     with pytest.raises(AssertionError):
         token_logprobs(jnp.ones((2, 3, 4)), jnp.ones((4, 5)), jnp.zeros((2, 3), int), 1.0)

@@ -34,10 +34,24 @@ def one_token(log_ratio, advantage, dual_clip=3.0):
 @pytest.mark.parametrize(
     "log_ratio, advantage, loss, clipped, dual_clipped, gradient",
     [
-        (0.0, 2.0, -2.0, 0, 0, -2.0),  # ratio 1: loss -A, and the gradient whole although both terms are equal
+        (
+            0.0,
+            2.0,
+            -2.0,
+            0,
+            0,
+            -2.0,
+        ),  # ratio 1: loss -A, and the gradient whole although both terms are equal
         (0.0, -2.0, 2.0, 0, 0, 2.0),
         (LN2, 1.0, -1.3, 1, 0, 0.0),  # ratio 2 > 1.3 and good: max(-2, -1.3), clipped, no gradient
-        (-LN2, 1.0, -0.5, 0, 0, -0.5),  # ratio 1/2 < 0.8 and good: max(-0.5, -0.8), free to come back
+        (
+            -LN2,
+            1.0,
+            -0.5,
+            0,
+            0,
+            -0.5,
+        ),  # ratio 1/2 < 0.8 and good: max(-0.5, -0.8), free to come back
         (LN2, -1.0, 2.0, 0, 0, 2.0),  # ratio 2 and bad: max(2, 1.3), under the ceiling 3
         (-LN2, -1.0, 0.8, 1, 0, 0.0),  # ratio 1/2 and bad: max(0.5, 0.8), clipped
         (2 * LN2, -1.0, 3.0, 0, 1, 0.0),  # ratio 4 and bad: max(4, 1.3) = 4, capped at 3
@@ -46,7 +60,9 @@ def one_token(log_ratio, advantage, dual_clip=3.0):
 )
 def test_policy_loss_by_hand(log_ratio, advantage, loss, clipped, dual_clipped, gradient):
     result, slope = one_token(log_ratio, advantage)
-    np.testing.assert_allclose(result, [loss, math.exp(log_ratio), log_ratio, clipped, dual_clipped], rtol=1e-6)
+    np.testing.assert_allclose(
+        result, [loss, math.exp(log_ratio), log_ratio, clipped, dual_clipped], rtol=1e-6
+    )
     np.testing.assert_allclose(slope, gradient, rtol=1e-6)
 
 
@@ -60,7 +76,9 @@ def test_policy_loss_against_loops(rng, poison):
     mask = rng.integers(0, 2, shape)
     logprobs, old = -rng.exponential(1.0, (2, *shape)).astype(np.float32)
     advantages = rng.normal(0, 1, shape).astype(np.float32)
-    result = policy_loss(*(poison(x, mask) for x in (logprobs, old, advantages)), mask, 0.2, 0.28, 1.5)
+    result = policy_loss(
+        *(poison(x, mask) for x in (logprobs, old, advantages)), mask, 0.2, 0.28, 1.5
+    )
     assert all(x.dtype == jnp.float32 for x in result)
     seen = set()
     for i in range(shape[0]):
@@ -121,18 +139,26 @@ def test_hubers_loss_by_hand():
     values, returns = jnp.array([0.6, 3.0, -1.0]), jnp.ones(3)
     total = lambda v, *clip: value_loss(v, jnp.zeros(3), returns, jnp.ones(3), *clip, 0.5).loss  # noqa: E731
     np.testing.assert_allclose(total(values, None), [0.08, 0.875, 0.875], rtol=1e-6)
-    np.testing.assert_allclose(jax.grad(lambda v: total(v, None).sum())(values), [-0.4, 0.5, -0.5], rtol=1e-6)
+    np.testing.assert_allclose(
+        jax.grad(lambda v: total(v, None).sum())(values), [-0.4, 0.5, -0.5], rtol=1e-6
+    )
     # Clipped to 0.2 about 0: V = 0.2 for the first two, both at 0.5 (0.8 - 0.25) = 0.275. The first takes it, flat; the second
     # is further off still and keeps its slope, as does the third.
     np.testing.assert_allclose(total(values, 0.2), [0.275, 0.875, 0.875], rtol=1e-6)
-    np.testing.assert_allclose(jax.grad(lambda v: total(v, 0.2).sum())(values), [0, 0.5, -0.5], rtol=1e-6)
+    np.testing.assert_allclose(
+        jax.grad(lambda v: total(v, 0.2).sum())(values), [0, 0.5, -0.5], rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("huber_delta", [None, 0.4])
 @pytest.mark.parametrize("clip", [0.3, None])
 def test_value_loss_against_loops(clip, huber_delta, rng, poison):
     def h(e):
-        return e**2 / 2 if huber_delta is None or abs(e) <= huber_delta else huber_delta * (abs(e) - huber_delta / 2)
+        return (
+            e**2 / 2
+            if huber_delta is None or abs(e) <= huber_delta
+            else huber_delta * (abs(e) - huber_delta / 2)
+        )
 
     mask = rng.integers(0, 2, (4, 7))
     values, old, returns = rng.normal(0, 1, (3, 4, 7)).astype(np.float32)
@@ -155,14 +181,18 @@ def test_a_value_inside_the_range_is_not_flagged(rng):
 
 
 def total_policy_loss(logprobs, old, advantages, mask, weights_B):
-    return jnp.sum(weights_B[:, None] * policy_loss(logprobs, old, advantages, mask, 0.2, 0.2, 3.0).loss)
+    return jnp.sum(
+        weights_B[:, None] * policy_loss(logprobs, old, advantages, mask, 0.2, 0.2, 3.0).loss
+    )
 
 
 def total_value_loss(values, old, returns, mask, weights_B):
     return jnp.sum(weights_B[:, None] * value_loss(values, old, returns, mask, 0.2).loss)
 
 
-WITH_GRADIENTS = [jax.jit(jax.value_and_grad(total, (0, 1, 2))) for total in (total_policy_loss, total_value_loss)]
+WITH_GRADIENTS = [
+    jax.jit(jax.value_and_grad(total, (0, 1, 2))) for total in (total_policy_loss, total_value_loss)
+]
 
 
 @pytest.mark.parametrize("value_and_grad", WITH_GRADIENTS, ids=("policy", "value"))
@@ -197,7 +227,9 @@ def test_loss_weights_by_hand():
     np.testing.assert_allclose(loss_weights(lengths, "token-mean"), [1 / 4, 0, 1 / 4])
     np.testing.assert_allclose(loss_weights(lengths, "seq-mean-token-sum"), [1 / 2, 0, 1 / 2])
     np.testing.assert_allclose(loss_weights(lengths, "seq-mean-token-mean"), [1 / 2, 0, 1 / 6])
-    np.testing.assert_allclose(loss_weights(lengths, "seq-mean-token-sum-norm"), [1 / 20, 0, 1 / 20])
+    np.testing.assert_allclose(
+        loss_weights(lengths, "seq-mean-token-sum-norm"), [1 / 20, 0, 1 / 20]
+    )
     assert all(loss_weights(lengths, mode).dtype == jnp.float32 for mode in AGGREGATIONS)
 
 
@@ -230,7 +262,9 @@ def test_sum_over_any_split_equals_the_whole(mode, rng):
     for cuts in ([4], [1], [1, 2, 3, 4, 5, 6, 7]):
         parts = [WITH_GRADIENTS[0](*(x[piece] for x in batch)) for piece in np.split(order, cuts)]
         np.testing.assert_allclose(sum(loss for loss, _ in parts), whole, rtol=1e-5)
-        np.testing.assert_allclose(np.concatenate([g for _, (g, *_) in parts]), gradient[order], rtol=1e-5)
+        np.testing.assert_allclose(
+            np.concatenate([g for _, (g, *_) in parts]), gradient[order], rtol=1e-5
+        )
 
 
 def test_unknown_aggregation_is_refused():
@@ -242,6 +276,14 @@ def test_unknown_aggregation_is_refused():
 
 def test_shapes_that_would_broadcast_are_refused():
     with pytest.raises(AssertionError, match="shape"):
-        policy_loss(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.zeros((2, 1)), jnp.ones((2, 3)), 0.2, 0.2, None)
+        policy_loss(
+            jnp.zeros((2, 3)),
+            jnp.zeros((2, 3)),
+            jnp.zeros((2, 1)),
+            jnp.ones((2, 3)),
+            0.2,
+            0.2,
+            None,
+        )
     with pytest.raises(AssertionError, match="shape"):
         value_loss(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.zeros(3), jnp.ones((2, 3)), 0.2)

@@ -53,7 +53,9 @@ def test_explained_variance_by_hand():
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 1e6])
 def test_explained_variance_of_equal_returns_is_zero(value):
-    returns = jnp.full(7, value)  # 0.1: rounding leaves the variance above 0, so that dividing would give about -1e16
+    returns = jnp.full(
+        7, value
+    )  # 0.1: rounding leaves the variance above 0, so that dividing would give about -1e16
     assert explained_variance(jnp.arange(7.0), returns, jnp.ones(7)) == 0
 
 
@@ -90,7 +92,9 @@ def test_any_mask_dtype_and_float32_results(dtype):
 
 
 def test_bfloat16_is_summed_in_float32():
-    assert masked_sum(jnp.ones(1001, jnp.bfloat16), jnp.ones(1001)) == 1001  # which bfloat16 rounds to 1000
+    assert (
+        masked_sum(jnp.ones(1001, jnp.bfloat16), jnp.ones(1001)) == 1001
+    )  # which bfloat16 rounds to 1000
 
 
 def indices(x):
@@ -131,7 +135,9 @@ def test_empty_mask_gives_zero_and_no_gradient(name):
 
 @pytest.mark.parametrize("reduce", [masked_sum, masked_mean, masked_variance])
 def test_an_empty_row_gives_zero_beside_a_full_one(reduce):
-    result = reduce(jnp.array([[1.0, 3.0], [jnp.nan, jnp.inf]]), jnp.array([[1, 1], [0, 0]]), axis=1)
+    result = reduce(
+        jnp.array([[1.0, 3.0], [jnp.nan, jnp.inf]]), jnp.array([[1, 1], [0, 0]]), axis=1
+    )
     assert result[0] != 0 and result[1] == 0
 
 
@@ -152,7 +158,9 @@ def test_whitening_one_token_gives_zero():
 
 def test_variance_survives_a_large_mean():
     """E[x^2] - E[x]^2 gives 0 or less here in float32."""
-    np.testing.assert_allclose(masked_variance(jnp.array([9999.0, 10000, 10001]), jnp.ones(3)), 2 / 3, rtol=1e-5)
+    np.testing.assert_allclose(
+        masked_variance(jnp.array([9999.0, 10000, 10001]), jnp.ones(3)), 2 / 3, rtol=1e-5
+    )
 
 
 def test_shapes_that_would_broadcast_are_refused():

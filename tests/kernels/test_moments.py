@@ -42,4 +42,6 @@ def test_no_spread_divides_by_1():
     for n in (3, 7, 11):
         equal = add(equal, jnp.full(n, 0.1), jnp.ones(n))
     assert kernel.std(equal) == 1
-    np.testing.assert_allclose(kernel.std(add(equal, jnp.array([0.2]), jnp.ones(1))), np.std([0.1] * 21 + [0.2]), rtol=1e-4)
+    np.testing.assert_allclose(
+        kernel.std(add(equal, jnp.array([0.2]), jnp.ones(1))), np.std([0.1] * 21 + [0.2]), rtol=1e-4
+    )

@@ -21,36 +21,50 @@ def run(name, logprobs, old, advantages, mask, clip=CLIP, batch=padded_batch):
     @jax.jit
     def both(*arrays):
         compute = lambda *arrays: LOSSES[name](batch(*arrays, mask), clip)  # noqa: E731
-        return compute(*arrays), jax.grad(lambda *arrays: (compute(*arrays).loss * weights).sum(), (0, 1, 2))(*arrays)
+        return compute(*arrays), jax.grad(
+            lambda *arrays: (compute(*arrays).loss * weights).sum(), (0, 1, 2)
+        )(*arrays)
 
     result, gradients = both(*arrays)
     assert all(x.dtype == jnp.float32 for x in result)
     return result, [np.asarray(g) / weights for g in gradients]
 
 
-@pytest.mark.parametrize("name, advantage, loss, gradient, ratio, clipped", [
-    # A response of two tokens, of which the first became twice as likely: rho = 2 and 1, their geometric mean sqrt(2).
-    ("vanilla", 1.0, (-1.3, -1), (0, -1), (2, 1), (1, 0)),
-    ("vanilla", -1.0, (2, 1), (2, 1), (2, 1), (0, 0)),
-    ("importance", 1.0, (-2, -1), (-2, -1), (2, 1), (0, 0)),
-    ("importance", -1.0, (2, 1), (2, 1), (2, 1), (0, 0)),
-    ("gspo", 1.0, (-1.3, -1.3), (0, 0), (ROOT2, ROOT2), (1, 1)),  # sqrt(2) > 1.3: the whole response is clipped
-    ("gspo", -1.0, (ROOT2, ROOT2), (ROOT2, ROOT2), (ROOT2, ROOT2), (0, 0)),
-    # log rho = (ln 2, 0) cut to (0.3, 0), mean 0.15: the second token keeps its gradient.
-    ("gmpo", 1.0, (-math.exp(0.15),) * 2, (0, -math.exp(0.15)), (math.exp(0.15),) * 2, (1, 0)),
-    ("gmpo", -1.0, (ROOT2, ROOT2), (ROOT2, ROOT2), (ROOT2, ROOT2), (0, 0)),
-    # -weight A log pi, weight 2 cut to 1.3 and yet with a gradient; log pi = ln 2 - 2 and -2.
-    ("cispo", 1.0, (-1.3 * (LN2 - 2), 2), (-1.3, -1), (2, 1), (1, 0)),
-    ("cispo", -1.0, (1.3 * (LN2 - 2), -2), (1.3, 1), (2, 1), (1, 0)),
-    ("reinforce", 1.0, (2 - LN2, 2), (-1, -1), (2, 1), (0, 0)),
-    ("reinforce", -1.0, (LN2 - 2, -2), (1, 1), (2, 1), (0, 0)),
-])
+@pytest.mark.parametrize(
+    "name, advantage, loss, gradient, ratio, clipped",
+    [
+        # A response of two tokens, of which the first became twice as likely: rho = 2 and 1, their geometric mean sqrt(2).
+        ("vanilla", 1.0, (-1.3, -1), (0, -1), (2, 1), (1, 0)),
+        ("vanilla", -1.0, (2, 1), (2, 1), (2, 1), (0, 0)),
+        ("importance", 1.0, (-2, -1), (-2, -1), (2, 1), (0, 0)),
+        ("importance", -1.0, (2, 1), (2, 1), (2, 1), (0, 0)),
+        (
+            "gspo",
+            1.0,
+            (-1.3, -1.3),
+            (0, 0),
+            (ROOT2, ROOT2),
+            (1, 1),
+        ),  # sqrt(2) > 1.3: the whole response is clipped
+        ("gspo", -1.0, (ROOT2, ROOT2), (ROOT2, ROOT2), (ROOT2, ROOT2), (0, 0)),
+        # log rho = (ln 2, 0) cut to (0.3, 0), mean 0.15: the second token keeps its gradient.
+        ("gmpo", 1.0, (-math.exp(0.15),) * 2, (0, -math.exp(0.15)), (math.exp(0.15),) * 2, (1, 0)),
+        ("gmpo", -1.0, (ROOT2, ROOT2), (ROOT2, ROOT2), (ROOT2, ROOT2), (0, 0)),
+        # -weight A log pi, weight 2 cut to 1.3 and yet with a gradient; log pi = ln 2 - 2 and -2.
+        ("cispo", 1.0, (-1.3 * (LN2 - 2), 2), (-1.3, -1), (2, 1), (1, 0)),
+        ("cispo", -1.0, (1.3 * (LN2 - 2), -2), (1.3, 1), (2, 1), (1, 0)),
+        ("reinforce", 1.0, (2 - LN2, 2), (-1, -1), (2, 1), (0, 0)),
+        ("reinforce", -1.0, (LN2 - 2, -2), (1, 1), (2, 1), (0, 0)),
+    ],
+)
 def test_by_hand(name, advantage, loss, gradient, ratio, clipped):
     result, (slope, *_) = run(name, [[LN2 - 2, -2]], [[-2, -2]], [[advantage] * 2], np.ones((1, 2)))
     np.testing.assert_allclose(result.loss, [loss], rtol=1e-6)
     np.testing.assert_allclose(slope, [gradient], rtol=1e-6)
     np.testing.assert_allclose(result.ratio, [ratio], rtol=1e-6)
-    np.testing.assert_allclose(result.log_ratio, [(LN2, 0)], rtol=1e-6)  # of the token, whatever the ratio is of
+    np.testing.assert_allclose(
+        result.log_ratio, [(LN2, 0)], rtol=1e-6
+    )  # of the token, whatever the ratio is of
     np.testing.assert_array_equal(result.clipped, [clipped])
     np.testing.assert_array_equal(result.dual_clipped, 0)
 
@@ -70,7 +84,9 @@ def oracle(name, logprobs, log_ratios, advantages):
     """(loss, slope) of each token of one response, from the equations, one number at a time."""
     cut = lambda x: min(max(x, 0.8), 1.3)  # noqa: E731
     mean = sum(log_ratios) / len(log_ratios)
-    gmpo = [min(d, 0.3) if a > 0 else max(d, -0.2) for d, a in zip(log_ratios, advantages, strict=True)]
+    gmpo = [
+        min(d, 0.3) if a > 0 else max(d, -0.2) for d, a in zip(log_ratios, advantages, strict=True)
+    ]
     g = math.exp(sum(gmpo) / len(gmpo))
     for logprob, d, a, d_cut in zip(logprobs, log_ratios, advantages, gmpo, strict=True):
         rho = math.exp(mean if name == "gspo" else d)
@@ -99,9 +115,17 @@ def test_against_loops_with_garbage_under_the_mask(name, rng, poison):
     for i in range(6):
         kept = mask[i] == 1
         p, o, a = ([float(v) for v in x[i, kept]] for x in arrays)
-        expected = list(oracle(name, p, [x - y for x, y in zip(p, o, strict=True)], a)) if kept.any() else []
-        np.testing.assert_allclose(result.loss[i, kept], [loss for loss, _ in expected], rtol=2e-4, atol=1e-6)
-        np.testing.assert_allclose(gradients[0][i, kept], [slope for _, slope in expected], rtol=2e-4, atol=1e-6)
+        expected = (
+            list(oracle(name, p, [x - y for x, y in zip(p, o, strict=True)], a))
+            if kept.any()
+            else []
+        )
+        np.testing.assert_allclose(
+            result.loss[i, kept], [loss for loss, _ in expected], rtol=2e-4, atol=1e-6
+        )
+        np.testing.assert_allclose(
+            gradients[0][i, kept], [slope for _, slope in expected], rtol=2e-4, atol=1e-6
+        )
     for x, value in zip(result, (0, 1, 0, 0, 0), strict=True):
         np.testing.assert_array_equal(x[mask == 0], value)
     for gradient in gradients:
@@ -123,9 +147,13 @@ def test_two_responses_packed_into_a_row_are_as_two_rows(name, rng):
         return PolicyBatch(logprobs, old, advantages, mask, sequence_sum(mask), sequence_sum)
 
     result, (slope, *_) = run(name, logprobs, old, advantages, mask)
-    packed, (packed_slope, *_) = run(name, *(x.reshape(1, 8) for x in (logprobs, old, advantages, mask)), batch=packed_batch)
+    packed, (packed_slope, *_) = run(
+        name, *(x.reshape(1, 8) for x in (logprobs, old, advantages, mask)), batch=packed_batch
+    )
     for x, y in zip((*result, slope), (*packed, packed_slope), strict=True):
-        np.testing.assert_allclose(np.asarray(x)[mask == 1], np.asarray(y).reshape(2, 4)[mask == 1], rtol=1e-5)
+        np.testing.assert_allclose(
+            np.asarray(x)[mask == 1], np.asarray(y).reshape(2, 4)[mask == 1], rtol=1e-5
+        )
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -141,11 +169,17 @@ def test_log_ratios_that_would_overflow(name):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_nan_that_counts_shows(name):
-    for arrays in (([[math.nan, -1]], [[-1, -1]], [[1, 1]]), ([[-1, -1]], [[-1, -1]], [[math.nan, 1]])):
+    for arrays in (
+        ([[math.nan, -1]], [[-1, -1]], [[1, 1]]),
+        ([[-1, -1]], [[-1, -1]], [[math.nan, 1]]),
+    ):
         assert np.isnan(run(name, *arrays, np.ones((1, 2)))[0].loss[0, 0])
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_shapes_that_would_broadcast_are_refused(name):
     with pytest.raises(AssertionError, match="shape"):
-        LOSSES[name](padded_batch(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.zeros((2, 1)), jnp.ones((2, 3))), CLIP)
+        LOSSES[name](
+            padded_batch(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.zeros((2, 1)), jnp.ones((2, 3))),
+            CLIP,
+        )

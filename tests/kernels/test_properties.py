@@ -15,16 +15,38 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from jax_ppo import packing
-from jax_ppo.kernels import advantages, importance, kl, logprobs, losses, masked, moments, schedules, vocabulary_kl
+from jax_ppo.kernels import (
+    advantages,
+    importance,
+    kl,
+    logprobs,
+    losses,
+    masked,
+    moments,
+    schedules,
+    vocabulary_kl,
+)
 from jax_ppo.kernels.policy_losses import LOSSES, Clip, padded_batch
 from jax_ppo.types import Sequences
 
 B, T = 3, 6
-quick = settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
-eighths = st.integers(-400, 400).map(lambda i: i / 8)  # few digits, so that an oracle is not off by cancellation
-log_probabilities = st.one_of(st.floats(-5, 0, width=32), st.sampled_from([0.0, -1e-6, -100.0, -1e4]))
+quick = settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+eighths = st.integers(-400, 400).map(
+    lambda i: i / 8
+)  # few digits, so that an oracle is not off by cancellation
+log_probabilities = st.one_of(
+    st.floats(-5, 0, width=32), st.sampled_from([0.0, -1e-6, -100.0, -1e4])
+)
 lengths_B = arrays(np.int32, B, elements=st.integers(0, T))
-prefixes = lengths_B.map(lambda lengths: (np.arange(T) < lengths[:, None]).astype(np.int32))  # responses, wherever they end
+prefixes = lengths_B.map(
+    lambda lengths: (np.arange(T) < lengths[:, None]).astype(np.int32)
+)  # responses, wherever they end
 masks = st.one_of(prefixes, arrays(np.int32, (B, T), elements=st.integers(0, 1)))
 
 
@@ -50,7 +72,9 @@ def gradient_and_result(kernel, *argnums):
 whiten = jax.jit(masked.whiten, static_argnums=2)
 gae = jax.jit(jax.vmap(advantages.gae, (0, 0, 0, None, None, None)))
 reward_to_go = jax.jit(jax.vmap(advantages.reward_to_go, (0, 0, None)))
-rloo, group_mean_baseline = (jax.jit(f, static_argnums=1) for f in (advantages.rloo, advantages.group_mean_baseline))
+rloo, group_mean_baseline = (
+    jax.jit(f, static_argnums=1) for f in (advantages.rloo, advantages.group_mean_baseline)
+)
 grpo = jax.jit(advantages.grpo, static_argnums=(1, 2))
 loss_weights = jax.jit(losses.loss_weights, static_argnums=1)
 value_loss = gradient_and_result(losses.value_loss, 0)
@@ -65,24 +89,39 @@ def test_whitening(mask, x, shift):
     result = whiten(*poisoned(mask, x), mask, shift)
     kept = x[mask == 1].astype(np.float64)
     mean = kept.mean() if kept.size else 0
-    expected = (kept - mean) / np.sqrt((kept.var() if kept.size else 0) + 1e-8) + (0 if shift else mean)
+    expected = (kept - mean) / np.sqrt((kept.var() if kept.size else 0) + 1e-8) + (
+        0 if shift else mean
+    )
     np.testing.assert_allclose(result[mask == 1], expected, rtol=1e-4, atol=1e-4)
     assert not result[mask == 0].any()
 
 
 @quick
-@given(prefixes, tokens(eighths), tokens(eighths), st.floats(0, 1, width=32), st.floats(0, 1, width=32), eighths)
+@given(
+    prefixes,
+    tokens(eighths),
+    tokens(eighths),
+    st.floats(0, 1, width=32),
+    st.floats(0, 1, width=32),
+    eighths,
+)
 def test_gae(mask, rewards, values, gamma, lam, bootstrap):
     result, returns = gae(*poisoned(mask, rewards, values), mask, gamma, lam, bootstrap)
     for b, length in enumerate(mask.sum(1)):
         advantage, value = 0.0, bootstrap
         for t in reversed(range(length)):
-            advantage = float(rewards[b, t]) + gamma * value - float(values[b, t]) + gamma * lam * advantage
+            advantage = (
+                float(rewards[b, t]) + gamma * value - float(values[b, t]) + gamma * lam * advantage
+            )
             value = float(values[b, t])
-            np.testing.assert_allclose([result[b, t], returns[b, t]], [advantage, advantage + value], rtol=1e-4, atol=1e-3)
+            np.testing.assert_allclose(
+                [result[b, t], returns[b, t]], [advantage, advantage + value], rtol=1e-4, atol=1e-3
+            )
         assert not result[b, length:].any() and not returns[b, length:].any()
     to_go = reward_to_go(*poisoned(mask, rewards), mask, gamma)
-    np.testing.assert_allclose(to_go, gae(*poisoned(mask, rewards, 0 * values), mask, gamma, 1.0, 0.0)[0], rtol=1e-6)
+    np.testing.assert_allclose(
+        to_go, gae(*poisoned(mask, rewards, 0 * values), mask, gamma, 1.0, 0.0)[0], rtol=1e-6
+    )
 
 
 @quick
@@ -90,21 +129,36 @@ def test_gae(mask, rewards, values, gamma, lam, bootstrap):
 def test_group_baselines(scores, n, shift):
     others = [np.delete(scores, b)[b // n * n : b // n * n + n - 1].mean() for b in range(6)]
     np.testing.assert_allclose(rloo(scores, n), scores - others, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(group_mean_baseline(scores, n), (scores - others) * (n - 1) / n, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        group_mean_baseline(scores, n), (scores - others) * (n - 1) / n, rtol=1e-4, atol=1e-4
+    )
     for by_std in (True, False):
         result = np.asarray(grpo(scores, n, by_std))
         np.testing.assert_allclose(result.reshape(-1, n).sum(1), 0, atol=1e-3)
-        np.testing.assert_allclose(grpo((scores + shift).astype(np.float32), n, by_std), result, rtol=1e-3, atol=1e-3)
-        assert not by_std or np.abs(result).max() <= (n - 1) / math.sqrt(n) + 1e-3  # the most that one of n can stand out
+        np.testing.assert_allclose(
+            grpo((scores + shift).astype(np.float32), n, by_std), result, rtol=1e-3, atol=1e-3
+        )
+        assert (
+            not by_std or np.abs(result).max() <= (n - 1) / math.sqrt(n) + 1e-3
+        )  # the most that one of n can stand out
 
 
 @quick
-@given(arrays(np.int32, 8, elements=st.integers(0, 9)), arrays(np.int32, 8, elements=st.integers(0, 3)),
-       st.sampled_from(losses.AGGREGATIONS))
+@given(
+    arrays(np.int32, 8, elements=st.integers(0, 9)),
+    arrays(np.int32, 8, elements=st.integers(0, 3)),
+    st.sampled_from(losses.AGGREGATIONS),
+)
 def test_loss_weights_over_any_cut_into_micro_batches(lengths, micro_batch, mode):
     weights = np.asarray(loss_weights(lengths, mode, 5.0), np.float64)
-    share = weights * (lengths if mode.endswith("token-mean") else (lengths > 0) * (5 if mode.endswith("norm") else 1))
-    np.testing.assert_allclose(sum(share[micro_batch == m].sum() for m in range(4)), float(lengths.any()), rtol=1e-5)
+    share = weights * (
+        lengths
+        if mode.endswith("token-mean")
+        else (lengths > 0) * (5 if mode.endswith("norm") else 1)
+    )
+    np.testing.assert_allclose(
+        sum(share[micro_batch == m].sum() for m in range(4)), float(lengths.any()), rtol=1e-5
+    )
     assert (weights >= 0).all() and not weights[lengths == 0].any()
     absent = np.asarray(loss_weights(np.concatenate([lengths, np.zeros(8, np.int32)]), mode, 5.0))
     np.testing.assert_array_equal(absent, np.concatenate([weights, np.zeros(8)]))
@@ -118,13 +172,23 @@ def policy_kernel(name):
 
 
 POLICY_KERNELS = {name: policy_kernel(name) for name in LOSSES}
-KL_KERNELS = {kind: gradient_and_result(functools.partial(kl.kl_estimate, kind=kind), 0) for kind in kl.KL_KINDS}
+KL_KERNELS = {
+    kind: gradient_and_result(functools.partial(kl.kl_estimate, kind=kind), 0)
+    for kind in kl.KL_KINDS
+}
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @quick
-@given(masks, tokens(log_probabilities), tokens(log_probabilities), tokens(eighths),
-       st.floats(0.01, 0.9), st.floats(0.01, 3), st.floats(1.1, 10))
+@given(
+    masks,
+    tokens(log_probabilities),
+    tokens(log_probabilities),
+    tokens(eighths),
+    st.floats(0.01, 0.9),
+    st.floats(0.01, 3),
+    st.floats(1.1, 10),
+)
 def test_policy_losses(name, mask, now, old, advantages_BxT, low, high, dual):
     batch = poisoned(mask, now, old, advantages_BxT)
     gradients, result = POLICY_KERNELS[name](*batch, mask, low, high, dual)
@@ -135,7 +199,10 @@ def test_policy_losses(name, mask, now, old, advantages_BxT, low, high, dual):
     assert (np.abs(result.log_ratio) <= 20).all() and (result.ratio > 0).all()
     if name != "cispo":
         assert not gradients[0][(result.clipped == 1) | (result.dual_clipped == 1)].any()
-    if name in ("vanilla", "gspo"):  # pessimistic: never a smaller loss than the unclipped one's, but for the dual clip
+    if name in (
+        "vanilla",
+        "gspo",
+    ):  # pessimistic: never a smaller loss than the unclipped one's, but for the dual clip
         unclipped = -result.ratio * np.where(mask == 1, advantages_BxT, 0)
         assert ((result.loss >= unclipped) | (result.dual_clipped == 1)).all()
     # At the old policy: -A grad log pi, and nothing is clipped.
@@ -145,15 +212,26 @@ def test_policy_losses(name, mask, now, old, advantages_BxT, low, high, dual):
 
 
 @quick
-@given(masks, tokens(eighths), tokens(eighths), tokens(eighths), st.floats(0.1, 10), st.floats(0.1, 10))
+@given(
+    masks, tokens(eighths), tokens(eighths), tokens(eighths), st.floats(0.1, 10), st.floats(0.1, 10)
+)
 def test_value_loss(mask, values, old, returns, clip, delta):
-    of = {case: value_loss(*poisoned(mask, values, old, returns), mask, *case)
-          for case in ((None, None), (clip, None), (None, delta), (clip, delta))}
+    of = {
+        case: value_loss(*poisoned(mask, values, old, returns), mask, *case)
+        for case in ((None, None), (clip, None), (None, delta), (clip, delta))
+    }
     for (gradient,), result in of.values():
-        assert np.isfinite(gradient).all() and np.isfinite(result.loss).all() and (result.loss >= 0).all()
+        assert (
+            np.isfinite(gradient).all()
+            and np.isfinite(result.loss).all()
+            and (result.loss >= 0).all()
+        )
         assert not gradient[mask == 0].any() and not result.loss[mask == 0].any()
         assert not gradient[result.clipped == 1].any()
-    for clipping in (clip, None):  # Huber's loss lies under the square, and its slope within +-delta
+    for clipping in (
+        clip,
+        None,
+    ):  # Huber's loss lies under the square, and its slope within +-delta
         assert (of[clipping, delta][1].loss <= of[clipping, None][1].loss * (1 + 1e-5)).all()
         assert (np.abs(of[clipping, delta][0][0]) <= delta * (1 + 1e-5)).all()
     for huber in (delta, None):
@@ -173,14 +251,29 @@ def test_kl_estimates(kind, mask, now, reference):
 
 
 @quick
-@given(masks, tokens(log_probabilities), tokens(log_probabilities), st.sampled_from(importance.LEVELS), st.floats(1, 100))
+@given(
+    masks,
+    tokens(log_probabilities),
+    tokens(log_probabilities),
+    st.sampled_from(importance.LEVELS),
+    st.floats(1, 100),
+)
 def test_importance_weights_and_mismatch(mask, now, sampled, level, threshold):
     arguments = (*poisoned(mask, now, sampled), mask)
     weights = truncated_weights(*arguments, level, threshold)
-    assert (weights >= 0).all() and (weights <= np.float32(threshold)).all() and not weights[mask == 0].any()
+    assert (
+        (weights >= 0).all()
+        and (weights <= np.float32(threshold)).all()
+        and not weights[mask == 0].any()
+    )
     figures = mismatch(*arguments)
     assert all(np.isfinite(figure) for figure in figures.values())
-    assert 0 <= figures["prob_difference_mean"] <= figures["prob_difference_max"] * (1 + 1e-6) <= 1 + 1e-6
+    assert (
+        0
+        <= figures["prob_difference_mean"]
+        <= figures["prob_difference_max"] * (1 + 1e-6)
+        <= 1 + 1e-6
+    )
     assert figures["exp_abs_log_ratio_mean"] >= 1 - 1e-6 or not mask.any()
     assert -1 <= figures["prob_correlation"] <= 1
 
@@ -192,35 +285,49 @@ places = arrays(np.int32, (G, N), elements=st.integers(0, 1))
 @functools.cache
 def vocabulary_kernels(temperature, chunk_size):
     def total(hidden, unembedding, targets, mask):
-        of_tokens, entropy = logprobs.token_logprobs(hidden, unembedding, targets, mask, temperature, chunk_size)
+        of_tokens, entropy = logprobs.token_logprobs(
+            hidden, unembedding, targets, mask, temperature, chunk_size
+        )
         return of_tokens.sum() + entropy.sum(), (of_tokens, entropy)
 
     def divergence(hidden, unembedding, ref_hidden, mask):
-        result = vocabulary_kl.full_kl(hidden, unembedding, ref_hidden, unembedding, mask, temperature, chunk_size)
+        result = vocabulary_kl.full_kl(
+            hidden, unembedding, ref_hidden, unembedding, mask, temperature, chunk_size
+        )
         return result.sum(), result
 
     return [jax.jit(jax.grad(f, (0, 1), has_aux=True)) for f in (total, divergence)]
 
 
 @quick
-@given(places, st.integers(0, 99), st.sampled_from([0.1, 1.0, 30.0]),
-       st.sampled_from([(1.0, None), (0.6, 2), (1.7, 1), (1.0, 4)]))
+@given(
+    places,
+    st.integers(0, 99),
+    st.sampled_from([0.1, 1.0, 30.0]),
+    st.sampled_from([(1.0, None), (0.6, 2), (1.7, 1), (1.0, 4)]),
+)
 def test_logprobs_entropy_and_full_kl(mask, seed, scale, option):
     rng = np.random.default_rng(seed)
     temperature, _ = option
     hidden, ref_hidden = (scale * rng.normal(size=(2, G, N, D))).astype(np.float32)
     unembedding, targets = rng.normal(size=(V, D)).astype(np.float32), rng.integers(0, V, (G, N))
-    dirty, ref_dirty = (np.where(mask[..., None] == 1, x, np.float32(np.nan)) for x in (hidden, ref_hidden))
+    dirty, ref_dirty = (
+        np.where(mask[..., None] == 1, x, np.float32(np.nan)) for x in (hidden, ref_hidden)
+    )
     of_tokens, of_divergence = vocabulary_kernels(*option)
 
-    gradients, (result, entropy) = of_tokens(dirty, unembedding, np.where(mask == 1, targets, -9), mask)
+    gradients, (result, entropy) = of_tokens(
+        dirty, unembedding, np.where(mask == 1, targets, -9), mask
+    )
     z = hidden.astype(np.float64) @ unembedding.T / temperature
     log_p = z - z.max(-1, keepdims=True)
     log_p -= np.log(np.exp(log_p).sum(-1, keepdims=True))
     expected = np.take_along_axis(log_p, targets[..., None], -1)[..., 0]
     np.testing.assert_allclose(result, np.where(mask == 1, expected, 0), rtol=1e-4, atol=1e-4)
     assert (entropy >= 0).all() and (entropy <= math.log(V) + 1e-5).all() and (result <= 0).all()
-    np.testing.assert_allclose(entropy, np.where(mask == 1, -(np.exp(log_p) * log_p).sum(-1), 0), rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(
+        entropy, np.where(mask == 1, -(np.exp(log_p) * log_p).sum(-1), 0), rtol=1e-3, atol=1e-4
+    )
     divergence_gradients, divergence = of_divergence(dirty, unembedding, ref_dirty, mask)
     assert (divergence >= 0).all() and not divergence[mask == 0].any()
     for gradient in (*gradients, *divergence_gradients):
@@ -240,14 +347,24 @@ def test_moments_over_any_cut(batches, bits):
     std = std_of_moments(known)
     assert known.count == len(kept)
     if len({*kept}) > 1:
-        np.testing.assert_allclose([known.mean, std], [np.mean(kept), np.std(kept)], rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(
+            [known.mean, std], [np.mean(kept), np.std(kept)], rtol=1e-3, atol=1e-3
+        )
     else:
         assert std == 1
 
 
 @quick
-@given(st.lists(st.tuples(st.integers(0, 1000), st.floats(0, 10, width=16)), min_size=3, max_size=3, unique_by=lambda p: p[0]),
-       st.integers(0, 1200), st.booleans())
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 1000), st.floats(0, 10, width=16)),
+        min_size=3,
+        max_size=3,
+        unique_by=lambda p: p[0],
+    ),
+    st.integers(0, 1200),
+    st.booleans(),
+)
 def test_schedules(points, step, linear):
     points = tuple(sorted(points))
     at = lambda step: float(schedules.piecewise(points, step, linear))  # noqa: E731
@@ -263,10 +380,16 @@ def test_a_plan_puts_every_token_in_one_place(data, row_length, rows_per_micro_b
     groups = np.random.default_rng(data.draw(st.integers(0, 99))).permutation(12)[:10].reshape(2, 5)
     lengths = np.array(data.draw(st.lists(st.integers(1, row_length), min_size=12, max_size=12)))
     plan, counts = packing.plan(lengths, groups, rows_per_micro_batch, row_length, packed)
-    for group, sample, position, count in zip(groups, plan.sample, plan.position, counts, strict=True):
+    for group, sample, position, count in zip(
+        groups, plan.sample, plan.position, counts, strict=True
+    ):
         held = list(zip(sample[sample >= 0].tolist(), position[sample >= 0].tolist(), strict=True))
-        assert sorted(held) == sorted((b, t) for b in group.tolist() for t in range(lengths[b]))  # each token once, no other
-        assert (sample[count:] == -1).all() and all((micro_batch >= 0).any() for micro_batch in sample[:count])
+        assert sorted(held) == sorted(
+            (b, t) for b in group.tolist() for t in range(lengths[b])
+        )  # each token once, no other
+        assert (sample[count:] == -1).all() and all(
+            (micro_batch >= 0).any() for micro_batch in sample[:count]
+        )
     rows = packing.assign(lengths, row_length, packed)
     assert sorted(sum(rows, [])) == list(range(12))
     assert all(lengths[row].sum() <= row_length for row in rows)
@@ -279,12 +402,16 @@ def test_a_plan_puts_every_token_in_one_place(data, row_length, rows_per_micro_b
 def there_and_back(sequences, plan, values):
     rows = packing.gather(sequences, plan)
     empty = jnp.full(values.shape, -1.0)
-    return (packing.to_samples(packing.to_rows(values, rows), rows, empty),
-            packing.to_samples(rows.targets.astype(jnp.float32), rows, empty))
+    return (
+        packing.to_samples(packing.to_rows(values, rows), rows, empty),
+        packing.to_samples(rows.targets.astype(jnp.float32), rows, empty),
+    )
 
 
 @quick
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=5, max_size=5), st.booleans())
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=5, max_size=5), st.booleans()
+)
 def test_what_is_gathered_into_rows_is_scattered_back(lengths, packed):
     """Wherever responses end: each token is the target of one place, and a number goes to its row and back unchanged."""
     prompts, responses = np.array(lengths, np.int32).T
@@ -297,4 +424,6 @@ def test_what_is_gathered_into_rows_is_scattered_back(lengths, packed):
     inside = np.arange(4) < responses[:, None]
     np.testing.assert_array_equal(back, np.where(inside, values, -1))
     for b in range(5):
-        np.testing.assert_array_equal(targets[b, : responses[b]], drawn[b, prompts[b] : prompts[b] + responses[b]])
+        np.testing.assert_array_equal(
+            targets[b, : responses[b]], drawn[b, prompts[b] : prompts[b] + responses[b]]
+        )

@@ -8,7 +8,9 @@ from jax_ppo.kernels import moments, shaping
 
 def test_soft_overlong_penalty_by_hand():
     # At most 20, buffer 8, factor 2: 0 to 12; then 1/4 a token: 13 gives -0.25, 16 half of 2, 20 all of it, and no more.
-    penalty = jax.jit(shaping.soft_overlong_penalty, static_argnums=(1, 2, 3))(jnp.array([0, 12, 13, 16, 20, 25]), 20, 8, 2.0)
+    penalty = jax.jit(shaping.soft_overlong_penalty, static_argnums=(1, 2, 3))(
+        jnp.array([0, 12, 13, 16, 20, 25]), 20, 8, 2.0
+    )
     assert penalty.dtype == jnp.float32
     np.testing.assert_array_equal(penalty, [0, 0, -0.25, -1, -2, -2])
 
@@ -23,11 +25,19 @@ def test_normalised_by_hand():
     # Seen: (1, 3, 8), mean 4, std sqrt(26/3) = 2.944. Scores 4 and 10.
     seen = moments.add(moments.start(), jnp.array([1.0, 3, 8]), jnp.ones(3))
     scores = jnp.array([4, 10])
-    np.testing.assert_allclose(shaping.normalised(scores, seen, shift=True), [0, 6 / 2.94392], atol=1e-6, rtol=1e-5)
-    np.testing.assert_allclose(shaping.normalised(scores, seen, shift=False), [4 / 2.94392, 10 / 2.94392], rtol=1e-5)
+    np.testing.assert_allclose(
+        shaping.normalised(scores, seen, shift=True), [0, 6 / 2.94392], atol=1e-6, rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        shaping.normalised(scores, seen, shift=False), [4 / 2.94392, 10 / 2.94392], rtol=1e-5
+    )
 
 
 def test_without_spread_scores_stay_what_they_are():
     seen = moments.add(moments.start(), jnp.full(9, 0.1), jnp.ones(9))
-    np.testing.assert_array_equal(shaping.normalised(jnp.array([0.1, 1]), seen, shift=False), np.array([0.1, 1], np.float32))
-    np.testing.assert_allclose(shaping.normalised(jnp.array([0.1, 1]), seen, shift=True), [0, 0.9], atol=1e-6)
+    np.testing.assert_array_equal(
+        shaping.normalised(jnp.array([0.1, 1]), seen, shift=False), np.array([0.1, 1], np.float32)
+    )
+    np.testing.assert_allclose(
+        shaping.normalised(jnp.array([0.1, 1]), seen, shift=True), [0, 0.9], atol=1e-6
+    )

@@ -17,7 +17,9 @@ MASK = np.array([[1, 0, 1, 1, 1, 0, 1], [0, 0, 1, 0, 0, 0, 0]], bool)
 
 def test_by_hand():
     # tanh(1/2) = 0.4621: 2 goes to 4 x 0.4621 = 1.8485 under a cap of 4, where it rises by 1 - 0.4621^2 = 0.7864.
-    np.testing.assert_allclose(softcap(jnp.array([2.0, -2.0, 0.0]), 4.0), [1.8485, -1.8485, 0], atol=5e-5)
+    np.testing.assert_allclose(
+        softcap(jnp.array([2.0, -2.0, 0.0]), 4.0), [1.8485, -1.8485, 0], atol=5e-5
+    )
     np.testing.assert_allclose(slope(jnp.array([1.848469, 0.0]), 4.0), [0.7864, 1], atol=5e-5)
     np.testing.assert_array_equal(softcap(jnp.array([1e30, -1e30]), 30.0), [30, -30])
     assert softcap(7.0, None) == 7.0 and slope(7.0, None) == 1.0
@@ -33,7 +35,11 @@ def test_logprobs_by_hand():
     # Capped at 2, 2 atanh(ln 3 / 2) is ln 3: p = (3/4, 1/4). The slope there is 1 - (ln 3 / 2)^2 = 0.6983, and at 0 it is
     # 1: d log p_0 = (1/4 x 0.6983, -1/4).
     hidden, ones = jnp.array([[[2 * math.atanh(math.log(3) / 2), 0.0]]]), jnp.ones((1, 1), bool)
-    run = lambda h: token_logprobs(h, jnp.eye(2), jnp.array([[0]]), ones, 1.0, logit_softcap=2.0)[0].sum()  # noqa: E731
+
+    def run(h):
+        logprobs, _ = token_logprobs(h, jnp.eye(2), jnp.array([[0]]), ones, 1.0, logit_softcap=2.0)
+        return logprobs.sum()
+
     value, gradient = jax.value_and_grad(run)(hidden)
     np.testing.assert_allclose(np.exp(value), 0.75, rtol=1e-6)
     np.testing.assert_allclose(gradient[0, 0], [0.25 * 0.69828, -0.25], atol=1e-5)
@@ -48,22 +54,44 @@ def log_p(hidden, unembedding):
 def test_logprobs_and_kl_are_those_of_the_definition(chunk_size, rng):
     """Values and gradients, in chunks and under a mask; the cap bends: the logits' deviation is that of the cap."""
     hidden, ref_hidden, unembedding, ref_unembedding = (
-        rng.normal(size=size).astype(np.float32) for size in ((2, 7, 4), (2, 7, 4), (11, 4), (11, 4)))
+        rng.normal(size=size).astype(np.float32)
+        for size in ((2, 7, 4), (2, 7, 4), (11, 4), (11, 4))
+    )
     targets, weights = rng.integers(0, 11, (2, 7)), rng.normal(size=(3, 2, 7)).astype(np.float32)
 
     def ours(hidden, unembedding):
-        logprobs, entropy = token_logprobs(hidden, unembedding, targets, MASK, TEMPERATURE, chunk_size, logit_softcap=CAP)
-        kl = full_kl(hidden, unembedding, ref_hidden, ref_unembedding, MASK, TEMPERATURE, chunk_size, logit_softcap=CAP)
+        logprobs, entropy = token_logprobs(
+            hidden, unembedding, targets, MASK, TEMPERATURE, chunk_size, logit_softcap=CAP
+        )
+        kl = full_kl(
+            hidden,
+            unembedding,
+            ref_hidden,
+            ref_unembedding,
+            MASK,
+            TEMPERATURE,
+            chunk_size,
+            logit_softcap=CAP,
+        )
         return jnp.stack([logprobs, entropy, kl])
 
     def naive(hidden, unembedding):
         p, q = log_p(hidden, unembedding), log_p(ref_hidden, ref_unembedding)
         logprobs = jnp.take_along_axis(p, targets[..., None], -1)[..., 0]
-        return jnp.where(MASK, jnp.stack([logprobs, -(jnp.exp(p) * p).sum(-1), (jnp.exp(p) * (p - q)).sum(-1)]), 0)
+        return jnp.where(
+            MASK,
+            jnp.stack([logprobs, -(jnp.exp(p) * p).sum(-1), (jnp.exp(p) * (p - q)).sum(-1)]),
+            0,
+        )
 
-    for one, other in zip(jax.vjp(ours, hidden, unembedding)[1](weights), jax.vjp(naive, hidden, unembedding)[1](weights),
-                          strict=True):
+    for one, other in zip(
+        jax.vjp(ours, hidden, unembedding)[1](weights),
+        jax.vjp(naive, hidden, unembedding)[1](weights),
+        strict=True,
+    ):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(ours(hidden, unembedding), naive(hidden, unembedding), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        ours(hidden, unembedding), naive(hidden, unembedding), rtol=1e-4, atol=1e-5
+    )
     uncapped = token_logprobs(hidden, unembedding, targets, MASK, TEMPERATURE)[0]
     assert np.abs(uncapped - ours(hidden, unembedding)[0])[MASK].max() > 0.1

@@ -11,7 +11,9 @@ from jax_ppo.kernels import vocabulary_kl as kernel
 jitted = jax.jit(kernel.full_kl, static_argnames=("temperature", "chunk_size"))
 
 
-def full_kl(hidden, unembedding, ref_hidden, ref_unembedding, temperature=1.0, chunk_size=None, mask=None):
+def full_kl(
+    hidden, unembedding, ref_hidden, ref_unembedding, temperature=1.0, chunk_size=None, mask=None
+):
     """Of every place where no mask is given."""
     mask = jnp.ones(hidden.shape[:2], bool) if mask is None else mask
     return jitted(hidden, unembedding, ref_hidden, ref_unembedding, mask, temperature, chunk_size)
@@ -33,12 +35,20 @@ def exact(*arguments):
         z = z - z.max(-1, keepdims=True)
         return z - np.log(np.exp(z).sum(-1, keepdims=True))
 
-    log_p, log_q = log_softmax(hidden @ unembedding.T / temperature), log_softmax(ref_hidden @ ref_unembedding.T / temperature)
+    log_p, log_q = (
+        log_softmax(hidden @ unembedding.T / temperature),
+        log_softmax(ref_hidden @ ref_unembedding.T / temperature),
+    )
     return (np.exp(log_p) * (log_p - log_q)).sum(-1)
 
 
 def inputs(rng, groups, places, width, ref_width, vocabulary):
-    shapes = (groups, places, width), (vocabulary, width), (groups, places, ref_width), (vocabulary, ref_width)
+    shapes = (
+        (groups, places, width),
+        (vocabulary, width),
+        (groups, places, ref_width),
+        (vocabulary, ref_width),
+    )
     return [rng.normal(0, 1, shape).astype(np.float32) for shape in shapes]
 
 
@@ -50,7 +60,11 @@ def test_by_hand():
     # At T = 1/2 p = (9/10, 1/10): 0.9 ln 1.8 + 0.1 ln 0.2 = 0.3681.
     hidden, ref_hidden = jnp.array([[[math.log(3), 0.0]]]), jnp.zeros((1, 1, 2))
     for temperature, expected in ((1.0, 0.1308), (0.5, 0.3681)):
-        np.testing.assert_allclose(full_kl(hidden, jnp.eye(2), ref_hidden, jnp.eye(2), temperature), [[expected]], atol=5e-5)
+        np.testing.assert_allclose(
+            full_kl(hidden, jnp.eye(2), ref_hidden, jnp.eye(2), temperature),
+            [[expected]],
+            atol=5e-5,
+        )
 
 
 def test_gradient_by_hand():
@@ -64,14 +78,20 @@ def test_gradient_by_hand():
 def test_value_and_gradient_are_those_of_the_definition(chunk_size, rng, poison):
     """The reference is of another width, and NaN lies under the mask."""
     arrays, weights = inputs(rng, 2, 7, 4, 6, 11), rng.normal(0, 1, (2, 7)).astype(np.float32)
-    dirty = [poison(x, np.broadcast_to(MASK[..., None], x.shape)) if x.ndim == 3 else x for x in arrays]
+    dirty = [
+        poison(x, np.broadcast_to(MASK[..., None], x.shape)) if x.ndim == 3 else x for x in arrays
+    ]
     result = full_kl(*dirty, 0.7, chunk_size, MASK)
     assert result.dtype == jnp.float32
     np.testing.assert_allclose(result, np.where(MASK, exact(*arrays, 0.7), 0), rtol=1e-4, atol=1e-6)
     np.testing.assert_array_equal(result[~MASK], 0)
     cotangent = np.where(MASK, weights, np.nan)
-    got = jax.grad(lambda *x: jnp.sum(cotangent * full_kl(*x, 0.7, chunk_size, MASK)), (0, 1, 2, 3))(*dirty)
-    expected = jax.grad(lambda *x: jnp.sum(jnp.where(MASK, weights * naive(*x, 0.7), 0)), (0, 1))(*arrays)
+    got = jax.grad(
+        lambda *x: jnp.sum(cotangent * full_kl(*x, 0.7, chunk_size, MASK)), (0, 1, 2, 3)
+    )(*dirty)
+    expected = jax.grad(lambda *x: jnp.sum(jnp.where(MASK, weights * naive(*x, 0.7), 0)), (0, 1))(
+        *arrays
+    )
     for one, other in zip(got, expected, strict=False):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
     assert not got[2].any() and not got[3].any()  # the reference stays what it is
@@ -82,10 +102,14 @@ def test_it_is_what_k1_of_the_sampled_token_estimates(rng):
     everywhere = jnp.ones((1, 5), bool)
     expected = 0
     for token in range(7):
-        log_p, log_q = (logprobs.token_logprobs(h, u, jnp.full((1, 5), token), everywhere, 0.6)[0]
-                        for h, u in ((hidden, unembedding), (ref_hidden, ref_unembedding)))
+        log_p, log_q = (
+            logprobs.token_logprobs(h, u, jnp.full((1, 5), token), everywhere, 0.6)[0]
+            for h, u in ((hidden, unembedding), (ref_hidden, ref_unembedding))
+        )
         expected += jnp.exp(log_p) * kl.kl_estimate(log_p, log_q, everywhere, "k1")
-    np.testing.assert_allclose(full_kl(hidden, unembedding, ref_hidden, ref_unembedding, 0.6), expected, rtol=1e-4)
+    np.testing.assert_allclose(
+        full_kl(hidden, unembedding, ref_hidden, ref_unembedding, 0.6), expected, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -93,7 +117,9 @@ def test_it_is_what_k1_of_the_sampled_token_estimates(rng):
 def test_exactly_zero_where_actor_equals_reference(dtype, temperature, rng):
     hidden, unembedding, *_ = inputs(rng, 2, 40, 16, 1, 300)
     hidden = jnp.asarray(5 * hidden, dtype)
-    value, pullback = jax.vjp(lambda h, u: full_kl(h, u, hidden, unembedding, temperature, 16), hidden, unembedding)
+    value, pullback = jax.vjp(
+        lambda h, u: full_kl(h, u, hidden, unembedding, temperature, 16), hidden, unembedding
+    )
     np.testing.assert_array_equal(value, 0)
     assert not any(np.any(x) for x in pullback(jnp.ones_like(value)))
 
@@ -122,7 +148,9 @@ def test_finite_where_a_policy_gives_next_to_nothing(scale, rng):
 
 def test_an_empty_mask_gives_zeros(rng):
     hidden, unembedding, *reference = inputs(rng, 2, 7, 4, 4, 11)
-    value, pullback = jax.vjp(lambda h, u: full_kl(h, u, *reference, mask=MASK & False), hidden, unembedding)
+    value, pullback = jax.vjp(
+        lambda h, u: full_kl(h, u, *reference, mask=MASK & False), hidden, unembedding
+    )
     assert not value.any() and not any(np.any(x) for x in pullback(jnp.ones_like(value)))
 
 
@@ -148,9 +176,15 @@ def test_gradient_of_the_master_is_summed_in_float32():
 def temporaries(places, width, vocabulary, chunk_size=None):
     """Bytes the compiled value and gradient need beyond their arguments and results. Nothing is run."""
     loss = lambda *x: jnp.sum(kernel.full_kl(*x, 1.0, chunk_size))  # noqa: E731
-    hidden, unembedding = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, places, width), (vocabulary, width)))
+    hidden, unembedding = (
+        jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, places, width), (vocabulary, width))
+    )
     mask = jax.ShapeDtypeStruct((1, places), bool)
-    compiled = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(hidden, unembedding, hidden, unembedding, mask).compile()
+    compiled = (
+        jax.jit(jax.value_and_grad(loss, (0, 1)))
+        .lower(hidden, unembedding, hidden, unembedding, mask)
+        .compile()
+    )
     return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -161,7 +195,9 @@ def test_never_holds_places_by_vocabulary(vocabulary, width):
     whole = 4 * places * vocabulary  # bytes of the logits of one of the two in float32
     short, long = (temporaries(n, width, vocabulary) for n in (places // 4, places))
     assert long < 1.25 * short and long < whole / 8, (short, long, whole)
-    assert temporaries(places, width, vocabulary, chunk_size=10**9) > 2 * whole  # the measure sees what it is meant to see
+    assert (
+        temporaries(places, width, vocabulary, chunk_size=10**9) > 2 * whole
+    )  # the measure sees what it is meant to see
 
 
 def test_devices_exchange_the_gradient_once():
@@ -172,14 +208,19 @@ def test_devices_exchange_the_gradient_once():
     unembedding = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=whole)
     mask = jax.ShapeDtypeStruct((8, 32), bool, sharding=rows)
     slope = jax.grad(lambda *x: kernel.full_kl(*x, 1.0, chunk_size=4).sum(), (0, 1))
-    text = jax.jit(slope, out_shardings=(rows, whole)).lower(
-        hidden, unembedding, hidden, unembedding, mask).compile().as_text()
+    text = (
+        jax.jit(slope, out_shardings=(rows, whole))
+        .lower(hidden, unembedding, hidden, unembedding, mask)
+        .compile()
+        .as_text()
+    )
     sums = [line for line in text.splitlines() if " all-reduce(" in line and "f32" in line]
     assert len(sums) == 1 and " all-gather(" not in text and "while" not in sums[0], sums
 
 
-@pytest.mark.parametrize("wrong", [
-    {0: (2, 3, 5)}, {1: (5, 3)}, {1: (6, 4)}, {2: (2, 4, 4)}, {3: (5, 3)}, {4: (2, 4)}])
+@pytest.mark.parametrize(
+    "wrong", [{0: (2, 3, 5)}, {1: (5, 3)}, {1: (6, 4)}, {2: (2, 4, 4)}, {3: (5, 3)}, {4: (2, 4)}]
+)
 def test_wrong_shapes_are_refused(wrong):
     shapes = {0: (2, 3, 4), 1: (5, 4), 2: (2, 3, 4), 3: (5, 4), 4: (2, 3)} | wrong
     with pytest.raises(AssertionError):

@@ -14,13 +14,27 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 SIZES = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
 }
-MODELS = {"llama": ("LlamaConfig", "LlamaFor"), "qwen2": ("Qwen2Config", "Qwen2For"), "qwen3": ("Qwen3Config", "Qwen3For"),
-          "mistral": ("MistralConfig", "MistralFor"), "phi3": ("Phi3Config", "Phi3For"),
-          "gemma": ("GemmaConfig", "GemmaFor"),
-          "gemma2": ("Gemma2Config", "Gemma2For"), "gemma3_text": ("Gemma3TextConfig", "Gemma3For")}
+MODELS = {
+    "llama": ("LlamaConfig", "LlamaFor"),
+    "qwen2": ("Qwen2Config", "Qwen2For"),
+    "qwen3": ("Qwen3Config", "Qwen3For"),
+    "mistral": ("MistralConfig", "MistralFor"),
+    "phi3": ("Phi3Config", "Phi3For"),
+    "gemma": ("GemmaConfig", "GemmaFor"),
+    "gemma2": ("Gemma2Config", "Gemma2For"),
+    "gemma3_text": ("Gemma3TextConfig", "Gemma3For"),
+}
 
 
 def make(family="llama", task="CausalLM", **changes):
@@ -47,7 +61,11 @@ def save(folder, *args, **changes):
 
 def reload(folder, dtype="float32", task="CausalLM"):
     """What transformers makes of a folder."""
-    return getattr(transformers, "AutoModelFor" + task).from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    return (
+        getattr(transformers, "AutoModelFor" + task)
+        .from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        .eval()
+    )
 
 
 def tokens(rows=2, length=24, vocab_size=97):
@@ -78,7 +96,9 @@ def hidden(architecture, params, ids, dtype=jnp.float32):
     return _apply(model, params, ids, positions)
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})  # compiles sooner
+@functools.partial(
+    jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0}
+)  # compiles sooner
 def _apply(model, params, ids, positions):
     return model.apply({"params": params}, ids, positions)[0]
 

@@ -14,7 +14,10 @@ from jax_ppo.models import attention, hf_import
 def make_inputs(rows=2, length=128, heads=4, kv_heads=2, head_dim=16, dtype=jnp.float32):
     """Three segments a row; the last, -1, is emptiness."""
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.normal(size=(rows, length, n, head_dim)), dtype) for n in (heads, kv_heads, kv_heads))
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(rows, length, n, head_dim)), dtype)
+        for n in (heads, kv_heads, kv_heads)
+    )
     segments = np.repeat([7, 2, -1], (length // 2, length // 4, length // 4))[None].repeat(rows, 0)
     return q, k, v, jnp.asarray(segments, jnp.int32)
 
@@ -35,15 +38,25 @@ def by_definition(q, k, v, segments, scale=None, softcap=None, sliding_window=No
     return out
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "length"), [(4, 4, 12), (4, 2, 12), (3, 1, 12), (4, 2, 100), (2, 1, 300)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "length"), [(4, 4, 12), (4, 2, 12), (3, 1, 12), (4, 2, 100), (2, 1, 300)]
+)
 def test_xla_is_the_definition(heads, kv_heads, length):
     *qkv, segments = make_inputs(length=length, heads=heads, kv_heads=kv_heads)
-    np.testing.assert_allclose(attention.xla(*qkv, segments), by_definition(*qkv, np.asarray(segments)), atol=1e-5)
-    np.testing.assert_allclose(attention.xla(*qkv, None), by_definition(*qkv, np.zeros((2, length))), atol=1e-5)
+    np.testing.assert_allclose(
+        attention.xla(*qkv, segments), by_definition(*qkv, np.asarray(segments)), atol=1e-5
+    )
+    np.testing.assert_allclose(
+        attention.xla(*qkv, None), by_definition(*qkv, np.zeros((2, length))), atol=1e-5
+    )
 
 
-OPTIONS = [{"sliding_window": 1}, {"sliding_window": 7}, {"softcap": 1.5, "scale": 0.6},
-           {"sliding_window": 70, "softcap": 2.0, "scale": 0.3}]
+OPTIONS = [
+    {"sliding_window": 1},
+    {"sliding_window": 7},
+    {"softcap": 1.5, "scale": 0.6},
+    {"sliding_window": 70, "softcap": 2.0, "scale": 0.3},
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -59,6 +72,7 @@ def test_xla_with_windows_caps_and_scales_is_the_definition(length, options):
 
 def test_xla_spares_the_keys_before_a_window():
     """Four blocks of 256 queries: 256 + 3 (256 + 63) = 1,213 keys with a window of 64, 256 (1 + 2 + 3 + 4) = 2,560 without."""
+
     def flops(window):
         run = lambda *x: attention.xla(*x, sliding_window=window)  # noqa: E731
         return jax.jit(run).lower(*make_inputs(length=1024)).compile().cost_analysis()["flops"]
@@ -68,9 +82,15 @@ def test_xla_spares_the_keys_before_a_window():
 
 def test_xla_spares_the_keys_behind_a_block(monkeypatch):
     """Four blocks multiply (1 + 2 + 3 + 4) / 16 of the square."""
+
     def flops(blocks):
         monkeypatch.setattr(attention, "MOST_BLOCKS", blocks)
-        return jax.jit(lambda *x: attention.xla(*x)).lower(*make_inputs(length=256)).compile().cost_analysis()["flops"]
+        return (
+            jax.jit(lambda *x: attention.xla(*x))
+            .lower(*make_inputs(length=256))
+            .compile()
+            .cost_analysis()["flops"]
+        )
 
     assert 0.6 < flops(4) / flops(1) < 0.65
 
@@ -79,7 +99,9 @@ def test_xla_in_bfloat16_sums_in_float32():
     *qkv, segments = make_inputs(dtype=jnp.bfloat16)
     out = attention.xla(*qkv, segments)
     assert out.dtype == jnp.bfloat16
-    np.testing.assert_allclose(out.astype(jnp.float32), by_definition(*qkv, np.asarray(segments)), atol=0.03)
+    np.testing.assert_allclose(
+        out.astype(jnp.float32), by_definition(*qkv, np.asarray(segments)), atol=0.03
+    )
 
 
 def gradient(program, inputs, **options):
@@ -87,27 +109,46 @@ def gradient(program, inputs, **options):
     *qkv, segments = inputs
 
     def loss(*x):
-        return jnp.sum(jnp.sin(program(*x, segments, **options)).astype(jnp.float32) * (segments >= 0)[..., None, None])
+        return jnp.sum(
+            jnp.sin(program(*x, segments, **options)).astype(jnp.float32)
+            * (segments >= 0)[..., None, None]
+        )
 
     return jax.jit(jax.grad(loss, (0, 1, 2)))(*qkv)
 
 
-@pytest.mark.parametrize("options", [OPTIONS[3], *(pytest.param(more, marks=pytest.mark.slow) for more in ({}, OPTIONS[1]))])
+@pytest.mark.parametrize(
+    "options",
+    [OPTIONS[3], *(pytest.param(more, marks=pytest.mark.slow) for more in ({}, OPTIONS[1]))],
+)
 def test_splash_interpreted_is_xla(options):
     inputs = make_inputs(rows=1, heads=2, kv_heads=1)
     interpreted = lambda *x: attention.splash(*x, interpret=True, **options)  # noqa: E731
-    np.testing.assert_allclose(jax.jit(interpreted)(*inputs), attention.xla(*inputs, **options), atol=1e-5)
-    for one, other in zip(gradient(interpreted, inputs), gradient(attention.xla, inputs, **options), strict=True):
+    np.testing.assert_allclose(
+        jax.jit(interpreted)(*inputs), attention.xla(*inputs, **options), atol=1e-5
+    )
+    for one, other in zip(
+        gradient(interpreted, inputs), gradient(attention.xla, inputs, **options), strict=True
+    ):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-@pytest.mark.parametrize(("length", "head_dim", "options"), [
-    (128, 64, {}), (384, 128, {}), (1024, 64, {}), (1024, 256, {"sliding_window": 512, "softcap": 50.0})])
+@pytest.mark.parametrize(
+    ("length", "head_dim", "options"),
+    [
+        (128, 64, {}),
+        (384, 128, {}),
+        (1024, 64, {}),
+        (1024, 256, {"sliding_window": 512, "softcap": 50.0}),
+    ],
+)
 def test_splash_lowers_for_tpu(length, head_dim, options):
     shapes = jax.eval_shape(lambda: make_inputs(1, length, head_dim=head_dim, dtype=jnp.bfloat16))
     traced = jax.jit(lambda *x: gradient(attention.splash, x, **options)).trace(*shapes)
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
-    assert text.count("tpu_custom_call") >= 3  # forward, and the gradients of queries and of keys and values
+    assert (
+        text.count("tpu_custom_call") >= 3
+    )  # forward, and the gradients of queries and of keys and values
 
 
 def test_each_device_runs_its_rows_and_heads():
@@ -126,10 +167,19 @@ def test_each_device_runs_its_rows_and_heads():
     np.testing.assert_allclose(out, attention.xla(*inputs), atol=1e-6)
 
 
-@pytest.mark.parametrize(("platform", "dtype", "head_dim", "length", "chosen"), [
-    ("cpu", "bfloat16", 64, 128, "xla"), ("rocm", "bfloat16", 64, 128, "xla"),
-    ("cuda", "bfloat16", 64, 130, "cudnn"), ("cuda", "float32", 64, 128, "xla"), ("cuda", "bfloat16", 256, 128, "xla"),
-    ("cuda", "bfloat16", 64, 129, "xla"), ("tpu", "bfloat16", 64, 384, "splash"), ("tpu", "float32", 64, 200, "xla")])
+@pytest.mark.parametrize(
+    ("platform", "dtype", "head_dim", "length", "chosen"),
+    [
+        ("cpu", "bfloat16", 64, 128, "xla"),
+        ("rocm", "bfloat16", 64, 128, "xla"),
+        ("cuda", "bfloat16", 64, 130, "cudnn"),
+        ("cuda", "float32", 64, 128, "xla"),
+        ("cuda", "bfloat16", 256, 128, "xla"),
+        ("cuda", "bfloat16", 64, 129, "xla"),
+        ("tpu", "bfloat16", 64, 384, "splash"),
+        ("tpu", "float32", 64, 200, "xla"),
+    ],
+)
 def test_auto(platform, dtype, head_dim, length, chosen):
     assert attention.choose("auto", platform, dtype, head_dim, length) == chosen
 
@@ -137,13 +187,21 @@ def test_auto(platform, dtype, head_dim, length, chosen):
 def test_soft_caps_choose_too():
     assert attention.choose("auto", "cuda", "bfloat16", 64, 128, softcap=50.0) == "xla"
     assert attention.choose("auto", "tpu", "bfloat16", 64, 128, softcap=50.0) == "splash"
-    with pytest.raises(ValueError, match="cuDNN's attention has no soft cap of scores, the model's is 50.0"):
+    with pytest.raises(
+        ValueError, match="cuDNN's attention has no soft cap of scores, the model's is 50.0"
+    ):
         attention.choose("cudnn", "cuda", "bfloat16", 64, 128, softcap=50.0)
 
 
-@pytest.mark.parametrize(("wanted", "platform", "dtype", "length", "why"), [
-    ("cudnn", "cpu", "bfloat16", 128, "needs an NVIDIA GPU, this is cpu"), ("cudnn", "cuda", "float32", 128, "not float32"),
-    ("splash", "cuda", "bfloat16", 128, "needs a TPU"), ("splash", "tpu", "bfloat16", 200, "a multiple of 128 tokens")])
+@pytest.mark.parametrize(
+    ("wanted", "platform", "dtype", "length", "why"),
+    [
+        ("cudnn", "cpu", "bfloat16", 128, "needs an NVIDIA GPU, this is cpu"),
+        ("cudnn", "cuda", "float32", 128, "not float32"),
+        ("splash", "cuda", "bfloat16", 128, "needs a TPU"),
+        ("splash", "tpu", "bfloat16", 200, "a multiple of 128 tokens"),
+    ],
+)
 def test_what_cannot_run_says_why(wanted, platform, dtype, length, why):
     with pytest.raises(ValueError, match=why):
         attention.choose(wanted, platform, dtype, 64, length)
@@ -153,7 +211,11 @@ def test_an_impossible_choice_names_the_option(monkeypatch):
     monkeypatch.setattr(hf_import, "read_architecture", lambda folder: tiny.ARCHITECTURE)
     folders = state_lib.Folders(None, None, None)
     assert state_lib.networks(tiny.config(), folders).actor.attention == "xla"
-    with pytest.raises(UserError, match="config.model.attention='splash': splash attention needs a TPU"):
+    with pytest.raises(
+        UserError, match="config.model.attention='splash': splash attention needs a TPU"
+    ):
         state_lib.networks(tiny.config(model__attention="splash"), folders)
-    with pytest.raises(UserError, match="config.rollout.attention='cudnn': cuDNN reads the cache only where"):
+    with pytest.raises(
+        UserError, match="config.rollout.attention='cudnn': cuDNN reads the cache only where"
+    ):
         state_lib.networks(tiny.config(rollout__attention="cudnn"), folders)

@@ -25,19 +25,37 @@ def draw(rng, *shape):
 
 
 @pytest.mark.parametrize("behind", [0, 2])
-@pytest.mark.parametrize("options", [{}, {"scale": 0.9}, {"sliding_window": 3}, {"sliding_window": S},
-                                     {"softcap": 0.5, "scale": 0.9}, {"sliding_window": 2, "softcap": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"scale": 0.9},
+        {"sliding_window": 3},
+        {"sliding_window": S},
+        {"softcap": 0.5, "scale": 0.9},
+        {"sliding_window": 2, "softcap": 1.0},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_it_is_that_of_the_last_token(rng, cudnn_anywhere, program, options, behind):
     """What lies behind the columns, before a sliding window and in the rows behind is there to be wrongly counted."""
     if program == "cudnn" and ("softcap" in options or options.get("sliding_window", S) < S):
         pytest.skip("attention.choose or cache.choose refuses it")
-    q, k, v = draw(rng, B, S, 2 * K, D), draw(rng, B + behind, S, K, D), draw(rng, B + behind, S, K, D)
+    q, k, v = (
+        draw(rng, B, S, 2 * K, D),
+        draw(rng, B + behind, S, K, D),
+        draw(rng, B + behind, S, K, D),
+    )
     last = jnp.take_along_axis(q, COLUMNS[:, None, None, None], 1)
-    expected = jnp.take_along_axis(attention.xla(q, k[:B], v[:B], None, **options), COLUMNS[:, None, None, None], 1)
+    expected = jnp.take_along_axis(
+        attention.xla(q, k[:B], v[:B], None, **options), COLUMNS[:, None, None, None], 1
+    )
     layer = cache.lay_out(program, k, v)
     assert cache.columns(program, layer) == S
-    np.testing.assert_allclose(cache.attend(program, last, layer, COLUMNS, **options), expected, atol=1e-5)
+    np.testing.assert_allclose(
+        cache.attend(program, last, layer, COLUMNS, **options), expected, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("longest", range(S))
@@ -50,7 +68,9 @@ def test_a_cpu_reads_as_few_columns_as_hold_every_row(rng, monkeypatch, longest)
     q, k, v = draw(rng, B, 1, K, D), draw(rng, B, S, K, D), draw(rng, B, S, K, D)
     columns = jnp.array([0, longest, longest // 2])
     out = cache.attend("cpu", q, cache.lay_out("cpu", k + unread, v + unread), columns)
-    np.testing.assert_allclose(out, cache.attend("tpu", q, cache.lay_out("tpu", k, v), columns), atol=1e-5)
+    np.testing.assert_allclose(
+        out, cache.attend("tpu", q, cache.lay_out("tpu", k, v), columns), atol=1e-5
+    )
 
 
 def test_what_a_cpu_reads():
@@ -71,25 +91,46 @@ def test_each_row_writes_its_own_column(rng, program):
 def test_rows_that_enter(rng, program):
     """The second has no place."""
     k, v, new_k, new_v = (draw(rng, B, T, K, D) for T in (S, S, 4, 4))
-    expected = [x.at[2, :4].set(new[0]).at[0, :4].set(new[2]) for x, new in ((k, new_k), (v, new_v))]
-    layer = cache.put_rows(program, cache.lay_out(program, k, v), jnp.array([2, B, 0]), cache.lay_out(program, new_k, new_v))
+    expected = [
+        x.at[2, :4].set(new[0]).at[0, :4].set(new[2]) for x, new in ((k, new_k), (v, new_v))
+    ]
+    layer = cache.put_rows(
+        program,
+        cache.lay_out(program, k, v),
+        jnp.array([2, B, 0]),
+        cache.lay_out(program, new_k, new_v),
+    )
     jax.tree.map(np.testing.assert_array_equal, layer, cache.lay_out(program, *expected))
 
 
-@pytest.mark.parametrize(("wanted", "platform", "whole", "window", "chosen"), [
-    ("auto", "cpu", "xla", None, "cpu"), ("auto", "cuda", "xla", None, "gpu"), ("auto", "rocm", "xla", None, "gpu"),
-    ("auto", "tpu", "splash", None, "tpu"), ("auto", "cuda", "cudnn", None, "cudnn"), ("xla", "cuda", "cudnn", None, "gpu"),
-    ("auto", "cuda", "cudnn", S - 1, "gpu"), ("auto", "cuda", "cudnn", S, "cudnn"), ("cudnn", "cuda", "cudnn", S, "cudnn")])
+@pytest.mark.parametrize(
+    ("wanted", "platform", "whole", "window", "chosen"),
+    [
+        ("auto", "cpu", "xla", None, "cpu"),
+        ("auto", "cuda", "xla", None, "gpu"),
+        ("auto", "rocm", "xla", None, "gpu"),
+        ("auto", "tpu", "splash", None, "tpu"),
+        ("auto", "cuda", "cudnn", None, "cudnn"),
+        ("xla", "cuda", "cudnn", None, "gpu"),
+        ("auto", "cuda", "cudnn", S - 1, "gpu"),
+        ("auto", "cuda", "cudnn", S, "cudnn"),
+        ("cudnn", "cuda", "cudnn", S, "cudnn"),
+    ],
+)
 def test_the_choice(wanted, platform, whole, window, chosen):
     assert cache.choose(wanted, platform, whole, architecture(window), S) == chosen
 
 
-@pytest.mark.parametrize(("whole", "window", "why"), [
-    ("xla", None, "these take xla"), ("cudnn", S - 1, "this model's is 8")])
+@pytest.mark.parametrize(
+    ("whole", "window", "why"),
+    [("xla", None, "these take xla"), ("cudnn", S - 1, "this model's is 8")],
+)
 def test_what_cudnn_cannot_read(whole, window, why):
     with pytest.raises(ValueError, match=why):
         cache.choose("cudnn", "cuda", whole, architecture(window), S)
 
 
 def architecture(window):
-    return dataclasses.replace(tiny.ARCHITECTURE, sliding_window=window, local_layers=(False, True) if window else ())
+    return dataclasses.replace(
+        tiny.ARCHITECTURE, sliding_window=window, local_layers=(False, True) if window else ()
+    )

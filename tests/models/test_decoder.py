@@ -13,8 +13,19 @@ from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer, unroll
 
 B, T = 2, 12
-ARCHITECTURE = Architecture(family="llama", vocab_size=31, hidden_size=16, intermediate_size=24, num_layers=2,
-                            num_heads=4, num_kv_heads=2, head_dim=4, qkv_bias=True, output_bias=True, mlp_bias=True)
+ARCHITECTURE = Architecture(
+    family="llama",
+    vocab_size=31,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    qkv_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+)
 QUICK = {"xla_backend_optimization_level": 0}  # to compile sooner
 STACKED, UNROLLED = Transformer(ARCHITECTURE), Transformer(ARCHITECTURE, unrolled=True)
 
@@ -38,7 +49,9 @@ def ids():
 
 def run(params, ids, segments=None, positions=None, model=STACKED):
     """Hidden states [B, T, D] of whole sequences."""
-    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape) if positions is None else positions
+    positions = (
+        np.broadcast_to(np.arange(ids.shape[1]), ids.shape) if positions is None else positions
+    )
     return apply(model, params, ids, positions, segments)
 
 
@@ -64,8 +77,8 @@ def test_packed_sequences_do_not_see_each_other(params, ids):
     packed = run(params, ids, segments, positions)[0]
     start = 0
     for n in lengths[:2]:
-        alone = run(params, ids[:, start:start + n])[0]
-        np.testing.assert_allclose(packed[:, start:start + n], alone, atol=1e-5)
+        alone = run(params, ids[:, start : start + n])[0]
+        np.testing.assert_allclose(packed[:, start : start + n], alone, atol=1e-5)
         start += n
     assert np.isfinite(packed).all()
 
@@ -79,14 +92,19 @@ def test_unrolled_is_stacked(params, ids):
     unrolled, cache = run(unroll(params), ids, model=UNROLLED)
     assert nothing is None and len(cache) == ARCHITECTURE.num_layers
     heads_and_width = B, ARCHITECTURE.num_kv_heads, ARCHITECTURE.head_dim
-    assert cache[0][0].shape == (*heads_and_width, T) and cache[0][1].swapaxes(2, 3).shape == (*heads_and_width, T)
+    assert cache[0][0].shape == (*heads_and_width, T) and cache[0][1].swapaxes(2, 3).shape == (
+        *heads_and_width,
+        T,
+    )
     np.testing.assert_allclose(unrolled, stacked, atol=1e-5)
 
 
 def test_unroll_casts_and_keeps_the_head(params):
     flat = unroll(params, jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(flat)} == {jnp.dtype(jnp.bfloat16)}
-    np.testing.assert_array_equal(flat["lm_head"]["embedding"], params["lm_head"]["embedding"].astype(jnp.bfloat16))
+    np.testing.assert_array_equal(
+        flat["lm_head"]["embedding"], params["lm_head"]["embedding"].astype(jnp.bfloat16)
+    )
     own = jax.eval_shape(lambda: heads.init(UNROLLED, jax.random.key(0), "lm"))
     assert jax.tree.map(jnp.shape, flat) == jax.tree.map(jnp.shape, own)
 
@@ -99,7 +117,9 @@ def test_one_token_at_a_time_is_the_whole_sequence(params, ids, decoding, monkey
     flat = unroll(params)
     expected = run(params, ids)[0]
     lag = np.array([0, 3])
-    empty = jnp.full((B, T, ARCHITECTURE.num_kv_heads, ARCHITECTURE.head_dim), 7.0)  # garbage that must not be read
+    empty = jnp.full(
+        (B, T, ARCHITECTURE.num_kv_heads, ARCHITECTURE.head_dim), 7.0
+    )  # garbage that must not be read
     cache = (cache_lib.lay_out(decoding, empty, empty),) * ARCHITECTURE.num_layers
 
     @functools.partial(jax.jit, compiler_options=QUICK)
@@ -140,11 +160,23 @@ def test_heads(params, ids):
     hidden = run(params, ids)[0]
     assert heads.logits(ARCHITECTURE, params, hidden).shape == (B, T, ARCHITECTURE.vocab_size)
     assert heads.logits(ARCHITECTURE, params, hidden.astype(jnp.bfloat16)).dtype == jnp.float32
-    np.testing.assert_allclose(heads.logits(ARCHITECTURE, params, hidden), hidden @ params["lm_head"]["embedding"].T, atol=1e-5)
+    np.testing.assert_allclose(
+        heads.logits(ARCHITECTURE, params, hidden),
+        hidden @ params["lm_head"]["embedding"].T,
+        atol=1e-5,
+    )
     tied = {name: value for name, value in params.items() if name != "lm_head"}
-    np.testing.assert_allclose(heads.logits(ARCHITECTURE, tied, hidden), hidden @ params["embed"]["embedding"].T, atol=1e-5)
-    critic = jax.jit(lambda: heads.init(STACKED, jax.random.key(0), "scalar"), compiler_options=QUICK)()
+    np.testing.assert_allclose(
+        heads.logits(ARCHITECTURE, tied, hidden), hidden @ params["embed"]["embedding"].T, atol=1e-5
+    )
+    critic = jax.jit(
+        lambda: heads.init(STACKED, jax.random.key(0), "scalar"), compiler_options=QUICK
+    )()
     assert "lm_head" not in critic and not heads.scalars(critic, hidden).any()
     kernel = np.arange(16, dtype=np.float32)[:, None]
-    np.testing.assert_allclose(heads.scalars({"score": {"kernel": kernel}}, hidden), hidden @ kernel[:, 0], rtol=1e-4,
-                               atol=1e-4)
+    np.testing.assert_allclose(
+        heads.scalars({"score": {"kernel": kernel}}, hidden),
+        hidden @ kernel[:, 0],
+        rtol=1e-4,
+        atol=1e-4,
+    )

@@ -24,42 +24,98 @@ from jax_ppo.types import Prompts
 
 WINDOW, LENGTHS, TEMPERATURE = 5, (14, 10), 0.7  # two sequences, packed into a row
 QUICK = {"xla_backend_optimization_level": 0}  # to compile sooner
-GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 9, "sliding_window": WINDOW, "attn_logit_softcapping": 2.0,
-         "final_logit_softcapping": 1.5}
-GEMMA_3 = {"head_dim": 16, "query_pre_attn_scalar": 9, "sliding_window": WINDOW,
-           "layer_types": ["sliding_attention", "full_attention"], "rope_parameters": {
-               "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
-               "sliding_attention": {"rope_type": "default", "rope_theta": 30.0}}}
+GEMMA = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 9,
+    "sliding_window": WINDOW,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 1.5,
+}
+GEMMA_3 = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 9,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+    },
+}
 VARIANTS = {
     "llama": ("llama", {"num_key_value_heads": 1}),
     "qwen2": ("qwen2", {}),
-    "qwen2, local layers": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen2, local layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
-    "qwen3, local layers": ("qwen3", {"head_dim": 16, "attention_bias": True, "use_sliding_window": True,
-                                      "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen3, local layers": (
+        "qwen3",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "max_window_layers": 1,
+        },
+    ),
     "mistral": ("mistral", {"sliding_window": WINDOW}),
     "mistral, no window": ("mistral", {"sliding_window": None, "head_dim": 16}),
     "phi3": ("phi3", {"sliding_window": WINDOW}),
-    "phi3, longrope": ("phi3", {
-        "max_position_embeddings": 256, "original_max_position_embeddings": 64, "rope_parameters": {
-            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1, 1.1, 1.3, 1.7], "long_factor": [1, 2, 3, 4]}}),
+    "phi3, longrope": (
+        "phi3",
+        {
+            "max_position_embeddings": 256,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1, 1.1, 1.3, 1.7],
+                "long_factor": [1, 2, 3, 4],
+            },
+        },
+    ),
     "gemma": ("gemma", {"head_dim": 16}),
     "gemma2": ("gemma2", GEMMA),
-    "gemma2, biases, no caps": ("gemma2", GEMMA | {"attention_bias": True, "attn_logit_softcapping": None,
-                                                   "final_logit_softcapping": None, "tie_word_embeddings": False}),
+    "gemma2, biases, no caps": (
+        "gemma2",
+        GEMMA
+        | {
+            "attention_bias": True,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "tie_word_embeddings": False,
+        },
+    ),
     "gemma2, in a loop": ("gemma2", GEMMA | {"num_hidden_layers": FEW_LAYERS + 1}),
     "gemma3": ("gemma3_text", GEMMA_3),
     "gemma3, last logits capped": ("gemma3_text", GEMMA_3 | {"final_logit_softcapping": 1.5}),
-    "gemma3, in a loop": ("gemma3_text", GEMMA_3 | {"num_hidden_layers": FEW_LAYERS + 1, "layer_types": None}),
-    "mistral, in a loop": ("mistral", {"sliding_window": WINDOW, "num_hidden_layers": FEW_LAYERS + 1}),
+    "gemma3, in a loop": (
+        "gemma3_text",
+        GEMMA_3 | {"num_hidden_layers": FEW_LAYERS + 1, "layer_types": None},
+    ),
+    "mistral, in a loop": (
+        "mistral",
+        {"sliding_window": WINDOW, "num_hidden_layers": FEW_LAYERS + 1},
+    ),
 }
 
 
-SLOW = ("gemma3, in a loop", "mistral, in a loop", "qwen3, local layers", "gemma2, biases, no caps", "phi3, longrope")
+SLOW = (
+    "gemma3, in a loop",
+    "mistral, in a loop",
+    "qwen3, local layers",
+    "gemma2, biases, no caps",
+    "phi3, longrope",
+)
 
 
-@pytest.fixture(scope="module", params=[
-    pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in VARIANTS])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in VARIANTS
+    ],
+)
 def checkpoint(request, tmp_path_factory):
     """(transformers' model, folder, architecture, parameters)."""
     family, changes = VARIANTS[request.param]
@@ -76,10 +132,17 @@ def test_every_family_is_tested():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_configuration_leaves_out_is_what_transformers_takes(family):
     """config.json on the hub holds what differs from the defaults of its day."""
-    few = {name: reference.SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
+    few = {
+        name: reference.SIZES[name]
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+    }
     few |= {"num_hidden_layers": 30, "model_type": family}
     full = getattr(reference.transformers, reference.MODELS[family][0])(**few).to_dict()
-    special = ("bos_token_id", "eos_token_id", "pad_token_id")  # those are the tokenizer's, not to be guessed
+    special = (
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    )  # those are the tokenizer's, not to be guessed
     assert from_hf_config(few) == from_hf_config(full | dict.fromkeys(special))
 
 
@@ -88,25 +151,63 @@ def test_configurations_of_the_hub():
     gemma = {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None}
     assert from_hf_config(reference.SIZES | gemma).activation == "gelu_pytorch_tanh"
     for kind in ("gemma2", "gemma3_text"):  # hidden_act is not their field
-        assert from_hf_config(reference.SIZES | {"model_type": kind, "hidden_act": "silu"}).activation == "gelu_pytorch_tanh"
-    gemma = from_hf_config(reference.SIZES | {
-        "model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "num_hidden_layers": 26, "rope_scaling": None,
-        "rope_local_base_freq": 10_000, "rope_theta": 1_000_000, "sliding_window": 512, "sliding_window_pattern": 6,
-        "query_pre_attn_scalar": 256, "head_dim": 256, "attn_logit_softcapping": None, "final_logit_softcapping": None})
-    assert gemma.local_layers == ((True,) * 5 + (False,)) * 4 + (True,) * 2 and gemma.sliding_window == 512
-    assert (gemma.rope_theta, gemma.local_rope_theta, gemma.attention_scale, gemma.tied) == (1e6, 1e4, 1 / 16, True)
-    phi = from_hf_config(reference.SIZES | {
-        "model_type": "phi3", "max_position_embeddings": 131_072, "original_max_position_embeddings": 4096,
-        "rope_scaling": {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}, "sliding_window": 262_144})
+        assert (
+            from_hf_config(reference.SIZES | {"model_type": kind, "hidden_act": "silu"}).activation
+            == "gelu_pytorch_tanh"
+        )
+    gemma = from_hf_config(
+        reference.SIZES
+        | {
+            "model_type": "gemma3_text",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "num_hidden_layers": 26,
+            "rope_scaling": None,
+            "rope_local_base_freq": 10_000,
+            "rope_theta": 1_000_000,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "query_pre_attn_scalar": 256,
+            "head_dim": 256,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        }
+    )
+    assert (
+        gemma.local_layers == ((True,) * 5 + (False,)) * 4 + (True,) * 2
+        and gemma.sliding_window == 512
+    )
+    assert (gemma.rope_theta, gemma.local_rope_theta, gemma.attention_scale, gemma.tied) == (
+        1e6,
+        1e4,
+        1 / 16,
+        True,
+    )
+    phi = from_hf_config(
+        reference.SIZES
+        | {
+            "model_type": "phi3",
+            "max_position_embeddings": 131_072,
+            "original_max_position_embeddings": 4096,
+            "rope_scaling": {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+            "sliding_window": 262_144,
+        }
+    )
     assert dict(phi.rope_scaling)["rope_type"] == "longrope" and rope.longest(phi) == 4096
-    assert from_hf_config(reference.SIZES | {"model_type": "mistral", "sliding_window": None}).local_layers == ()
+    assert (
+        from_hf_config(
+            reference.SIZES | {"model_type": "mistral", "sliding_window": None}
+        ).local_layers
+        == ()
+    )
 
 
 def close(ours, theirs, what=""):
     """1e-4 of the size of what is compared."""
     theirs = np.asarray(theirs)
     assert np.abs(theirs).max() > 0, what
-    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4 * np.abs(theirs).max(), err_msg=what)
+    np.testing.assert_allclose(
+        ours, theirs, rtol=1e-4, atol=1e-4 * np.abs(theirs).max(), err_msg=what
+    )
 
 
 def test_logits_logprobs_and_gradients(checkpoint, tmp_path):
@@ -123,8 +224,14 @@ def test_logits_logprobs_and_gradients(checkpoint, tmp_path):
     @functools.partial(jax.grad, has_aux=True)
     def run(params):
         hidden = Transformer(architecture).apply({"params": params}, ids, positions, segments)[0]
-        logprobs, entropy = token_logprobs(hidden, heads.unembedding(params), targets, mask, TEMPERATURE,
-                                           logit_softcap=architecture.logit_softcap)
+        logprobs, entropy = token_logprobs(
+            hidden,
+            heads.unembedding(params),
+            targets,
+            mask,
+            TEMPERATURE,
+            logit_softcap=architecture.logit_softcap,
+        )
         loss = jnp.sum(jnp.sin(logprobs)) + jnp.sum(entropy**2)
         return loss, (heads.logits(architecture, params, hidden), logprobs, entropy)
 
@@ -141,7 +248,9 @@ def test_logits_logprobs_and_gradients(checkpoint, tmp_path):
         theirs.append((logits, logprobs, entropy))
     loss.backward()
     assert theirs[0][0].std() > 0.3  # or the comparison would say nothing
-    for one, other, what in zip(ours, zip(*theirs, strict=True), ("logits", "log-probs", "entropy"), strict=True):
+    for one, other, what in zip(
+        ours, zip(*theirs, strict=True), ("logits", "log-probs", "entropy"), strict=True
+    ):
         one = one if what == "logits" else one[mask][None]
         close(one, reference.torch.cat(other, 1).detach().numpy(), what)
     export(gradients, architecture, tmp_path / "gradients")  # in transformers' names and shapes
@@ -159,10 +268,14 @@ def test_cached_decode(checkpoint):
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def prefill(tokens, segments):
-        hidden, cache = decoder.apply({"params": flat}, tokens, jnp.broadcast_to(jnp.arange(longest), tokens.shape), segments)
+        hidden, cache = decoder.apply(
+            {"params": flat}, tokens, jnp.broadcast_to(jnp.arange(longest), tokens.shape), segments
+        )
         room = ids.shape[1] - longest
         keys, values = [(0, 0)] * 3 + [(0, room)], [(0, 0)] * 2 + [(0, room), (0, 0)]
-        return heads.logits(architecture, flat, hidden), tuple((jnp.pad(k, keys), jnp.pad(v, values)) for k, v in cache)
+        return heads.logits(architecture, flat, hidden), tuple(
+            (jnp.pad(k, keys), jnp.pad(v, values)) for k, v in cache
+        )
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def step(tokens, columns, cache):
@@ -188,7 +301,9 @@ def test_exported_it_is_the_same_model(checkpoint, tmp_path):
     assert type(theirs) is type(model)
     for name, tensor in theirs.state_dict().items():
         assert reference.torch.equal(tensor, model.state_dict()[name]), name
-    np.testing.assert_array_equal(reference.their_logits(theirs, ids), reference.their_logits(model, ids))
+    np.testing.assert_array_equal(
+        reference.their_logits(theirs, ids), reference.their_logits(model, ids)
+    )
 
 
 def test_transformers_4_reads_the_configuration(checkpoint):
@@ -203,8 +318,13 @@ def test_bfloat16(checkpoint):
     _, folder, architecture, params = checkpoint
     ids = reference.tokens(rows=4)
     rounded = reference.reload(folder, "bfloat16")
-    low, exact = (reference.their_logits(model, ids) for model in (rounded, reference.reload(folder).bfloat16().float()))
-    ours = reference.our_logits(architecture, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), ids, jnp.bfloat16)
+    low, exact = (
+        reference.their_logits(model, ids)
+        for model in (rounded, reference.reload(folder).bfloat16().float())
+    )
+    ours = reference.our_logits(
+        architecture, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), ids, jnp.bfloat16
+    )
     our_error, their_error = np.abs(ours - exact), np.abs(low - exact)
     assert 0 < our_error.mean() < 1.25 * their_error.mean()
     assert our_error.max() < 2 * their_error.max()
@@ -213,12 +333,19 @@ def test_bfloat16(checkpoint):
 def test_a_critic_is_a_sequence_classifier(checkpoint, tmp_path):
     _, folder, architecture, _ = checkpoint
     _, params = reference.load(folder, "scalar")
-    params["score"]["kernel"] = np.linspace(-1, 1, architecture.hidden_size, dtype=np.float32)[:, None]
+    params["score"]["kernel"] = np.linspace(-1, 1, architecture.hidden_size, dtype=np.float32)[
+        :, None
+    ]
     export(params, architecture, tmp_path / "out")
-    theirs, ids = reference.reload(tmp_path / "out", task="SequenceClassification"), reference.tokens()
+    theirs, ids = (
+        reference.reload(tmp_path / "out", task="SequenceClassification"),
+        reference.tokens(),
+    )
     values = heads.scalars(params, reference.hidden(architecture, params, ids))[:, -1]
     close(values, reference.their_logits(theirs, ids)[:, 0])
-    jax.tree.map(np.testing.assert_array_equal, reference.load(tmp_path / "out", "reward")[1], params)
+    jax.tree.map(
+        np.testing.assert_array_equal, reference.load(tmp_path / "out", "reward")[1], params
+    )
 
 
 def test_the_samplers_logprobs_are_those_of_transformers(tmp_path):
@@ -227,17 +354,27 @@ def test_the_samplers_logprobs_are_those_of_transformers(tmp_path):
     architecture, params = reference.load(tmp_path)
     prompts = Prompts(reference.tokens(rows=3, length=9), np.array([9, 5, 7], np.int32))
     options = SamplingOptions(max_response_length=12, temperature=TEMPERATURE, n=2, slots=4)
-    rollout = Sampler(Transformer(architecture, unrolled=True), options)(unroll(params), prompts, jax.random.key(0))
+    rollout = Sampler(Transformer(architecture, unrolled=True), options)(
+        unroll(params), prompts, jax.random.key(0)
+    )
     for i in range(6):
-        prompt = prompts.tokens[i // 2, :prompts.lengths[i // 2]]
+        prompt = prompts.tokens[i // 2, : prompts.lengths[i // 2]]
         response = np.asarray(rollout.responses[i])
-        logits = reference.their_logits(model, np.concatenate([prompt, response])[None])[0, len(prompt) - 1:-1]
+        logits = reference.their_logits(model, np.concatenate([prompt, response])[None])[
+            0, len(prompt) - 1 : -1
+        ]
         log_p = jax.nn.log_softmax(logits / TEMPERATURE)
         close(rollout.logprobs[i], np.take_along_axis(log_p, response[:, None], 1)[:, 0])
 
 
-@pytest.mark.parametrize("name", ["qwen3, local layers", "gemma3, in a loop",
-                                  *(pytest.param(name, marks=pytest.mark.slow) for name in ("phi3", "gemma2, in a loop"))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3, local layers",
+        "gemma3, in a loop",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("phi3", "gemma2, in a loop")),
+    ],
+)
 def test_split_over_eight_devices_it_is_the_same_model(name, tmp_path):
     """Each device reads its own part of a tensor that holds several, and local layers stay local."""
     family, changes = VARIANTS[name]

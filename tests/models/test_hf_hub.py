@@ -15,8 +15,13 @@ from jax_ppo.models import hf_hub, hf_import
 
 constants = pytest.importorskip("huggingface_hub.constants")
 SHA = "a" * 40
-FILES = {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"weights", "tokenizer.json": b"{}",
-         "pytorch_model.bin": b"pickle", "onnx/model.safetensors": b"another"}
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "model.safetensors": b"weights",
+    "tokenizer.json": b"{}",
+    "pytorch_model.bin": b"pickle",
+    "onnx/model.safetensors": b"another",
+}
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -33,17 +38,29 @@ class Hub(http.server.BaseHTTPRequestHandler):
         path = self.path.split("?")[0]
         if "/resolve/" not in path:
             path = path.replace("ada/shut", "ada/tiny")
-        if path in ("/api/models/ada/tiny/revision/main", "/api/models/ada/tiny/revision/refs%2Fpr%2F1"):
+        if path in (
+            "/api/models/ada/tiny/revision/main",
+            "/api/models/ada/tiny/revision/refs%2Fpr%2F1",
+        ):
             self.answer(json.dumps({"id": "ada/tiny", "sha": SHA, "siblings": []}).encode())
         elif path == f"/api/models/ada/tiny/tree/{SHA}":
-            files = [{"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-                     for name, data in FILES.items()]
+            files = [
+                {
+                    "type": "file",
+                    "path": name,
+                    "size": len(data),
+                    "oid": hashlib.sha1(data).hexdigest(),
+                }
+                for name, data in FILES.items()
+            ]
             self.answer(json.dumps(files).encode())
         elif path.startswith(f"/ada/tiny/resolve/{SHA}/"):
             self.answer(FILES[path.removeprefix(f"/ada/tiny/resolve/{SHA}/")])
         else:
             gated = "locked" in path or "shut" in path
-            kind = "GatedRepo" if gated else "RevisionNotFound" if "tiny" in path else "RepoNotFound"
+            kind = (
+                "GatedRepo" if gated else "RevisionNotFound" if "tiny" in path else "RepoNotFound"
+            )
             self.answer(b"{}", 403 if kind == "GatedRepo" else 404, {"X-Error-Code": kind})
 
     def answer(self, data, status=200, headers=()):
@@ -104,7 +121,11 @@ def test_a_folder_is_taken_as_it_is(tmp_path, offline, monkeypatch):
 
 def test_a_hub_name_is_fetched_once_without_pickles_and_subfolders(online, monkeypatch):
     folder = hf_import.find("ada/tiny")
-    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
     assert (folder / "model.safetensors").read_bytes() == b"weights"
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     assert hf_import.find("ada/tiny") == folder  # from the cache
@@ -138,10 +159,15 @@ def test_what_the_hub_refuses(online):
 
 def test_no_network(offline, tmp_path):
     message = refusal("Qwen/Qwen2.5-0.5B-Instruct", "config.critic.path")
-    assert message.startswith("config.critic.path='Qwen/Qwen2.5-0.5B-Instruct': there is no such folder, and ")
+    assert message.startswith(
+        "config.critic.path='Qwen/Qwen2.5-0.5B-Instruct': there is no such folder, and "
+    )
     assert "cannot be reached (ConnectError" in message
     assert "set config.critic.path to a folder with config.json and model.safetensors" in message
-    assert "`hf download Qwen/Qwen2.5-0.5B-Instruct --revision main --local-dir Qwen2.5-0.5B-Instruct`" in message
+    assert (
+        "`hf download Qwen/Qwen2.5-0.5B-Instruct --revision main --local-dir Qwen2.5-0.5B-Instruct`"
+        in message
+    )
     (tmp_path / "Qwen2.5-0.5B").mkdir()
     assert "(the nearest one here is Qwen2.5-0.5B)" in refusal("Qwen2.5-05B")
 
@@ -165,9 +191,14 @@ def test_wrong_paths_name_the_nearest_folder(tmp_path, offline):
     assert refusal(f"{models}/qwen-05b") == (
         f"config.model.path='{models}/qwen-05b': there is no such folder (and it is no hub name, OWNER/NAME); "
         "set config.model.path to a folder with config.json and model.safetensors "
-        f"(the nearest one here is {models}/qwen-0.5b)")
-    assert f"the nearest one here is {tmp_path}/models/qwen-0.5b)" in refusal(str(tmp_path / "Models/qwen-0.5b"))
+        f"(the nearest one here is {models}/qwen-0.5b)"
+    )
+    assert f"the nearest one here is {tmp_path}/models/qwen-0.5b)" in refusal(
+        str(tmp_path / "Models/qwen-0.5b")
+    )
     assert "nearest" not in refusal(str(tmp_path / "models/zebra"))
     (tmp_path / "weights.bin").touch()
-    assert "this is a file; set config.model.path to a folder" in refusal(str(tmp_path / "weights.bin"))
+    assert "this is a file; set config.model.path to a folder" in refusal(
+        str(tmp_path / "weights.bin")
+    )
     assert "config.data.x='': must be set" in refusal("", "config.data.x")

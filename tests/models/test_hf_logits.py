@@ -36,7 +36,10 @@ def test_logits_are_those_of_transformers(name, tmp_path):
 def test_a_checkpoint_in_shards(tmp_path):
     model = reference.make("qwen2")
     model.save_pretrained(tmp_path, max_shard_size="40KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2 and not (tmp_path / "model.safetensors").exists()
+    assert (
+        len(list(tmp_path.glob("*.safetensors"))) > 2
+        and not (tmp_path / "model.safetensors").exists()
+    )
     ids = reference.tokens()
     ours = reference.our_logits(*reference.load(tmp_path), ids)
     np.testing.assert_allclose(ours, reference.their_logits(model, ids), atol=1e-4)
@@ -46,7 +49,10 @@ def test_bfloat16(tmp_path):
     reference.make("qwen2").bfloat16().save_pretrained(tmp_path)
     architecture, params = reference.load(tmp_path)
     ids = reference.tokens()
-    low, exact = (reference.their_logits(reference.reload(tmp_path, dtype), ids) for dtype in ("bfloat16", "float32"))
+    low, exact = (
+        reference.their_logits(reference.reload(tmp_path, dtype), ids)
+        for dtype in ("bfloat16", "float32")
+    )
     # The weights are bfloat16 numbers: in float32 they are the same numbers, so the logits agree as ever.
     np.testing.assert_allclose(reference.our_logits(architecture, params, ids), exact, atol=1e-4)
     # Computed in bfloat16 (8 bits: each operation is off by up to 1 in 256) both are wrong, each in its own way. The
@@ -60,14 +66,21 @@ def test_bfloat16(tmp_path):
 def test_the_norm_rounds_where_transformers_does():
     """To bfloat16 before the scale is applied: rounding after it gives another number in one place of four."""
     rng = np.random.default_rng(5)
-    x, scale = jnp.asarray(rng.normal(size=(64, 96)), jnp.bfloat16), rng.normal(1, 0.3, 96).astype(np.float32)
+    x, scale = (
+        jnp.asarray(rng.normal(size=(64, 96)), jnp.bfloat16),
+        rng.normal(1, 0.3, 96).astype(np.float32),
+    )
     llama = Architecture("llama", 8, 96, 8, 1, 1, 1, 96, norm_epsilon=1e-6)
     ours = RMSNorm(llama).apply({"params": {"scale": jnp.asarray(scale)}}, x)
     theirs = reference.transformers.models.llama.modeling_llama.LlamaRMSNorm(96).bfloat16()
     with reference.torch.no_grad():
         theirs.weight.copy_(reference.torch.from_numpy(scale))
-        expected = theirs(reference.torch.from_numpy(np.asarray(x, np.float32)).bfloat16()).float().numpy()
-    assert (np.asarray(ours, np.float32) != expected).mean() < 1e-3  # an rsqrt may differ in its last bit
+        expected = (
+            theirs(reference.torch.from_numpy(np.asarray(x, np.float32)).bfloat16()).float().numpy()
+        )
+    assert (
+        np.asarray(ours, np.float32) != expected
+    ).mean() < 1e-3  # an rsqrt may differ in its last bit
 
 
 def test_loading_in_bfloat16_rounds_the_weights(tmp_path):
@@ -76,14 +89,18 @@ def test_loading_in_bfloat16_rounds_the_weights(tmp_path):
     _, low = reference.load(tmp_path, dtype=jnp.bfloat16)
     kernel = low["layers"]["mlp"]["down_proj"]["kernel"]
     assert kernel.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(kernel, exact["layers"]["mlp"]["down_proj"]["kernel"].astype(jnp.bfloat16))
+    np.testing.assert_array_equal(
+        kernel, exact["layers"]["mlp"]["down_proj"]["kernel"].astype(jnp.bfloat16)
+    )
 
 
 def test_float16_checkpoints_are_read(tmp_path):
     reference.make().half().save_pretrained(tmp_path)
     ids = reference.tokens()
     ours = reference.our_logits(*reference.load(tmp_path), ids)
-    np.testing.assert_allclose(ours, reference.their_logits(reference.reload(tmp_path), ids), atol=1e-4)
+    np.testing.assert_allclose(
+        ours, reference.their_logits(reference.reload(tmp_path), ids), atol=1e-4
+    )
 
 
 def test_reward_model(tmp_path):
@@ -91,16 +108,23 @@ def test_reward_model(tmp_path):
     architecture, params = reference.load(tmp_path, "reward")
     ids = reference.tokens()
     states = reference.hidden(architecture, params, ids)
-    scores = reference.heads.scalars(params, states)[:, -1]  # transformers scores the last token that is no padding
+    scores = reference.heads.scalars(params, states)[
+        :, -1
+    ]  # transformers scores the last token that is no padding
     np.testing.assert_allclose(scores, reference.their_logits(model, ids)[:, 0], atol=1e-4)
 
 
 def test_a_critic_starts_at_zero_from_any_checkpoint(tmp_path):
-    for folder, task, options in (("lm", "CausalLM", {}), ("reward", "SequenceClassification", {"num_labels": 1})):
+    for folder, task, options in (
+        ("lm", "CausalLM", {}),
+        ("reward", "SequenceClassification", {"num_labels": 1}),
+    ):
         reference.save(tmp_path / folder, "llama", task, **options)
         architecture, params = reference.load(tmp_path / folder, "scalar")
         assert set(params) == {"embed", "layers", "norm", "score"}
-        values = reference.heads.scalars(params, reference.hidden(architecture, params, reference.tokens()))
+        values = reference.heads.scalars(
+            params, reference.hidden(architecture, params, reference.tokens())
+        )
         assert values.shape == (2, 24) and not values.any()
 
 
@@ -127,7 +151,10 @@ def test_the_real_model(tinystories):
     tokenizer = reference.transformers.AutoTokenizer.from_pretrained(tinystories)
     architecture, params = reference.load(tinystories)
     ids = reference.tokens(length=200, vocab_size=512)
-    ours, theirs = reference.our_logits(architecture, params, ids), reference.their_logits(model, ids)
+    ours, theirs = (
+        reference.our_logits(architecture, params, ids),
+        reference.their_logits(model, ids),
+    )
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
     prompt = "Once upon a time, there was a little girl named Lily."
@@ -139,4 +166,6 @@ def test_the_real_model(tinystories):
     for column in range(end, 64):  # what stands behind a token does not reach it
         row[0, column] = reference.our_logits(architecture, params, row)[0, column - 1].argmax()
     story = tokenizer.decode(row[0], skip_special_tokens=True)
-    assert story.startswith(prompt + " She loved to play outside in the park. One day, she saw a big, red ball.")
+    assert story.startswith(
+        prompt + " She loved to play outside in the park. One day, she saw a big, red ball."
+    )

@@ -58,10 +58,17 @@ print(json.dumps(blocks))
 
 
 def start(arguments, devices):
-    environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-                                "PYTHONPATH": str(Path(__file__).parents[2])}
-    return subprocess.Popen([sys.executable, "-W", "error", "-c", PROGRAM, *map(str, arguments)], env=environment,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", PROGRAM, *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def finish(processes):

@@ -29,7 +29,9 @@ def adapters_of(architecture, shape, head="lm", seed=5):
 
 @functools.partial(jax.jit, static_argnums=0)
 def apply(model, params, ids):
-    return model.apply({"params": params}, ids, jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape))[0]
+    return model.apply(
+        {"params": params}, ids, jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+    )[0]
 
 
 def logits(architecture, params, ids, shape=None, dtype=jnp.float32, **options):
@@ -63,17 +65,26 @@ def test_new_adapters_change_not_a_bit(checkpoint, dtype, unrolled):
     base = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
     ids, options = reference.tokens(), {"dtype": dtype, "unrolled": unrolled}
     bare = logits(architecture, form(base), ids, **options)
-    np.testing.assert_array_equal(logits(architecture, form(lora.join(base, adapters)), ids, ALL, **options), bare)
+    np.testing.assert_array_equal(
+        logits(architecture, form(lora.join(base, adapters)), ids, ALL, **options), bare
+    )
     moved = adapters_of(architecture, ALL)
-    assert np.abs(logits(architecture, form(lora.join(base, moved)), ids, ALL, **options) - bare).max() > 0.1
+    assert (
+        np.abs(logits(architecture, form(lora.join(base, moved)), ids, ALL, **options) - bare).max()
+        > 0.1
+    )
 
 
 def test_a_is_drawn_as_peft_draws_it():
-    params = lora.init(tiny.ARCHITECTURE, Lora(64, 16.0, schema.LORA_TARGETS), jax.random.key(0), "scalar")
+    params = lora.init(
+        tiny.ARCHITECTURE, Lora(64, 16.0, schema.LORA_TARGETS), jax.random.key(0), "scalar"
+    )
     for inputs, path in ((16, ("attention", "q_proj")), (32, ("mlp", "down_proj"))):
         pair = params["layers"][path[0]][path[1]]
         a = np.asarray(pair["lora_a"])
-        assert np.abs(a).max() <= inputs**-0.5 and a.std() == pytest.approx((3 * inputs) ** -0.5, rel=0.05)
+        assert np.abs(a).max() <= inputs**-0.5 and a.std() == pytest.approx(
+            (3 * inputs) ** -0.5, rel=0.05
+        )
         assert not np.any(pair["lora_b"])
     flat = [np.asarray(x).ravel()[:8] for x in jax.tree.leaves(params) if np.any(x)]
     assert len({x.tobytes() for x in flat}) == len(flat) == 7  # each from numbers of its own
@@ -94,15 +105,24 @@ def test_the_gradient_is_that_of_the_merged_kernels(checkpoint):
     for module, projections in adapters["layers"].items():
         for name, pair in projections.items():
             entry = whole["layers"][module][name]
-            entry["kernel"] = lora.merged(entry["kernel"], pair["lora_a"], pair["lora_b"], ALL.scale)
+            entry["kernel"] = lora.merged(
+                entry["kernel"], pair["lora_a"], pair["lora_b"], ALL.scale
+            )
     of_whole = jax.grad(lambda tree: loss(tree, None))(whole)
     for module, projections in adapters["layers"].items():
         for name, pair in projections.items():
-            dw, found = of_whole["layers"][module][name]["kernel"], of_adapters["layers"][module][name]
-            expected = {"lora_a": ALL.scale * dw @ pair["lora_b"].swapaxes(1, 2),
-                        "lora_b": ALL.scale * pair["lora_a"].swapaxes(1, 2) @ dw}
+            dw, found = (
+                of_whole["layers"][module][name]["kernel"],
+                of_adapters["layers"][module][name],
+            )
+            expected = {
+                "lora_a": ALL.scale * dw @ pair["lora_b"].swapaxes(1, 2),
+                "lora_b": ALL.scale * pair["lora_a"].swapaxes(1, 2) @ dw,
+            }
             for part, value in expected.items():
-                np.testing.assert_allclose(found[part], value, rtol=1e-3, atol=1e-4 * np.abs(value).max(), err_msg=name)
+                np.testing.assert_allclose(
+                    found[part], value, rtol=1e-3, atol=1e-4 * np.abs(value).max(), err_msg=name
+                )
 
 
 @pytest.mark.parametrize("shape", [ALL, TWO])
@@ -120,13 +140,23 @@ def test_merged_and_in_pefts_format_it_is_the_same_model(checkpoint, shape, tmp_
 
     peft.save(adapters, architecture, shape, tmp_path / "adapter", str(folder))
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
-    tensors, base = load_file(tmp_path / "adapter/adapter_model.safetensors"), reference.reload(folder)
-    assert (config["peft_type"], config["task_type"], config["modules_to_save"]) == ("LORA", "CAUSAL_LM", None)
+    tensors, base = (
+        load_file(tmp_path / "adapter/adapter_model.safetensors"),
+        reference.reload(folder),
+    )
+    assert (config["peft_type"], config["task_type"], config["modules_to_save"]) == (
+        "LORA",
+        "CAUSAL_LM",
+        None,
+    )
     assert len(tensors) == 2 * 2 * len(config["target_modules"])
     for name in [name for name in tensors if name.endswith(".lora_A.weight")]:
         module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
         assert module.rpartition(".")[2] in config["target_modules"]
-        a, b = (reference.torch.from_numpy(tensors[f"base_model.model.{module}.lora_{x}.weight"]) for x in "AB")
+        a, b = (
+            reference.torch.from_numpy(tensors[f"base_model.model.{module}.lora_{x}.weight"])
+            for x in "AB"
+        )
         assert a.shape[0] == b.shape[1] == config["r"]
         with reference.torch.no_grad():
             base.get_submodule(module).weight += config["lora_alpha"] / config["r"] * (b @ a)
@@ -141,27 +171,46 @@ def places(tree, mesh=None):
 def test_there_and_back(head, tmp_path):
     """Split over eight devices too; a head comes along, or is left at zero where it is not wanted."""
     shape, architecture = Lora(2, 3.0, ("v_proj", "down_proj")), tiny.ARCHITECTURE
-    adapters, mesh = adapters_of(architecture, shape, head), tiny.make_mesh(8, data=2, fsdp=2, model=2)
+    adapters, mesh = (
+        adapters_of(architecture, shape, head),
+        tiny.make_mesh(8, data=2, fsdp=2, model=2),
+    )
     split = jax.jit(lambda tree: tree, out_shardings=places(adapters, mesh))(adapters)
     peft.save(split, architecture, shape, tmp_path / "out", "some/model")
     assert peft.read(tmp_path / "out") == (shape, "some/model")
     peft.check(tmp_path / "out", architecture, shape, "reward" if head == "scalar" else "lm")
     reported = []
-    loaded = peft.load(tmp_path / "out", architecture, shape, places(adapters, mesh), progress=lambda *at: reported.append(at),
-                       head="reward" if head == "scalar" else "lm")
+    loaded = peft.load(
+        tmp_path / "out",
+        architecture,
+        shape,
+        places(adapters, mesh),
+        progress=lambda *at: reported.append(at),
+        head="reward" if head == "scalar" else "lm",
+    )
     jax.tree.map(np.testing.assert_array_equal, loaded, adapters)
-    assert reported[-1] == (len(reported), len(reported)) and len(reported) == 8 + (head == "scalar")
+    assert reported[-1] == (len(reported), len(reported)) and len(reported) == 8 + (
+        head == "scalar"
+    )
     kernel = loaded["layers"]["mlp"]["down_proj"]
-    assert kernel["lora_a"].addressable_shards[0].data.shape == (2, 16, 2)  # [2, 32, 2] over model 2
+    assert kernel["lora_a"].addressable_shards[0].data.shape == (
+        2,
+        16,
+        2,
+    )  # [2, 32, 2] over model 2
     assert kernel["lora_b"].addressable_shards[0].data.shape == (2, 2, 8)  # [2, 2, 16] over fsdp 2
     if head == "scalar":
         names = load_file(tmp_path / "out/adapter_model.safetensors")
         assert names["base_model.model.score.weight"].shape == (1, 16)
-        assert json.loads((tmp_path / "out/adapter_config.json").read_text())["modules_to_save"] == ["score"]
+        assert json.loads((tmp_path / "out/adapter_config.json").read_text())[
+            "modules_to_save"
+        ] == ["score"]
         fresh = peft.load(tmp_path / "out", architecture, shape, places(adapters), head="scalar")
         assert not np.any(fresh["score"]["kernel"])
-        np.testing.assert_array_equal(fresh["layers"]["attention"]["v_proj"]["lora_a"],
-                                      adapters["layers"]["attention"]["v_proj"]["lora_a"])
+        np.testing.assert_array_equal(
+            fresh["layers"]["attention"]["v_proj"]["lora_a"],
+            adapters["layers"]["attention"]["v_proj"]["lora_a"],
+        )
 
 
 @pytest.mark.filterwarnings("ignore")  # what PEFT uses of transformers is its own business
@@ -169,15 +218,26 @@ def test_peft_loads_ours_and_we_load_what_it_saves(checkpoint, tmp_path):
     library = pytest.importorskip("peft")
     _, folder, architecture, params = checkpoint
     adapters, ids = adapters_of(architecture, TWO, "scalar"), reference.tokens()
-    policy, classifier = heads.without_scalars(adapters), reference.transformers.AutoModelForSequenceClassification
+    policy, classifier = (
+        heads.without_scalars(adapters),
+        reference.transformers.AutoModelForSequenceClassification,
+    )
     peft.save(policy, architecture, TWO, tmp_path / "policy", str(folder))
-    theirs = library.PeftModel.from_pretrained(reference.reload(folder), str(tmp_path / "policy")).eval()
-    np.testing.assert_allclose(reference.their_logits(theirs, ids),
-                               logits(architecture, lora.join(params, policy), ids, TWO), rtol=1e-4, atol=1e-4)
+    theirs = library.PeftModel.from_pretrained(
+        reference.reload(folder), str(tmp_path / "policy")
+    ).eval()
+    np.testing.assert_allclose(
+        reference.their_logits(theirs, ids),
+        logits(architecture, lora.join(params, policy), ids, TWO),
+        rtol=1e-4,
+        atol=1e-4,
+    )
     # Of a classifier PEFT adds names of its own to what is saved whole.
     peft.save(adapters, architecture, TWO, tmp_path / "reward", str(folder))
     base = classifier.from_pretrained(folder, num_labels=1, dtype=reference.torch.float32)
-    library.PeftModel.from_pretrained(base, str(tmp_path / "reward")).save_pretrained(tmp_path / "again")
+    library.PeftModel.from_pretrained(base, str(tmp_path / "reward")).save_pretrained(
+        tmp_path / "again"
+    )
     assert peft.read(tmp_path / "again") == (TWO, str(folder))
     again = peft.load(tmp_path / "again", architecture, TWO, places(adapters), head="reward")
     jax.tree.map(np.testing.assert_array_equal, again, adapters)
@@ -190,20 +250,34 @@ def test_where_decoding_has_them():
     layer = sharding.tree_shardings(mesh, flat, sharding.DECODE_RULES)["layer_1"]
     split = jax.tree.map(lambda place, x: place.shard_shape(x.shape), layer, flat["layer_1"])
     q, down = split["attention"]["q_proj"], split["mlp"]["down_proj"]
-    assert (q["lora_a"], q["lora_b"], down["lora_a"], down["lora_b"]) == ((16, 4), (4, 8), (16, 4), (4, 16))
+    assert (q["lora_a"], q["lora_b"], down["lora_a"], down["lora_b"]) == (
+        (16, 4),
+        (4, 8),
+        (16, 4),
+        (4, 16),
+    )
 
 
 @pytest.fixture
 def saved(tmp_path):
     shape = Lora(2, 3.0, ("q_proj",))
-    peft.save(adapters_of(tiny.ARCHITECTURE, shape), tiny.ARCHITECTURE, shape, tmp_path / "adapter", "some/model")
+    peft.save(
+        adapters_of(tiny.ARCHITECTURE, shape),
+        tiny.ARCHITECTURE,
+        shape,
+        tmp_path / "adapter",
+        "some/model",
+    )
     return tmp_path / "adapter"
 
 
 def edit(folder, tensors=lambda tensors: tensors, **changes):
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    save_file(tensors(load_file(folder / "adapter_model.safetensors")), folder / "adapter_model.safetensors")
+    save_file(
+        tensors(load_file(folder / "adapter_model.safetensors")),
+        folder / "adapter_model.safetensors",
+    )
 
 
 def read_all(folder):
@@ -212,16 +286,22 @@ def read_all(folder):
     return shape, peft.load(folder, tiny.ARCHITECTURE, shape, places(tree))
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"peft_type": "IA3"}, "peft_type='IA3' is not supported, only 'LORA' is"),
-    ({"use_dora": True}, "use_dora=True is not supported"),
-    ({"bias": "all"}, "bias='all' is not supported"),
-    ({"rank_pattern": {"q_proj": 4}}, "rank_pattern="),
-    ({"modules_to_save": ["embed_tokens"]}, "modules_to_save="),
-    ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
-    ({"r": None}, "r=None and lora_alpha=3 must be"),
-    ({"r": 4}, r"q_proj\.lora_A\.weight has shape \[2, 16\], adapter_config\.json makes it \[4, 16\]"),
-])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type='IA3' is not supported, only 'LORA' is"),
+        ({"use_dora": True}, "use_dora=True is not supported"),
+        ({"bias": "all"}, "bias='all' is not supported"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern="),
+        ({"modules_to_save": ["embed_tokens"]}, "modules_to_save="),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        ({"r": None}, "r=None and lora_alpha=3 must be"),
+        (
+            {"r": 4},
+            r"q_proj\.lora_A\.weight has shape \[2, 16\], adapter_config\.json makes it \[4, 16\]",
+        ),
+    ],
+)
 def test_what_would_change_the_numbers_is_refused(saved, changes, message):
     edit(saved, **changes)
     with pytest.raises(UserError, match=message):
@@ -234,7 +314,12 @@ def test_tensors_that_are_missing_or_too_many_are_named(saved):
     with pytest.raises(UserError, match=f"{name} is missing"):
         read_all(saved)
     other = "base_model.model.model.embed_tokens.lora_embedding_A"
-    edit(saved, lambda tensors: tensors | {name: np.zeros((16, 2), np.float32), other: np.zeros((2, 32), np.float32)})
+    edit(
+        saved,
+        lambda tensors: (
+            tensors | {name: np.zeros((16, 2), np.float32), other: np.zeros((2, 32), np.float32)}
+        ),
+    )
     with pytest.raises(UserError, match="would not use: .*lora_embedding_A"):
         read_all(saved)
 
@@ -251,7 +336,13 @@ def test_pickles_and_other_folders_are_refused(saved, tmp_path):
     (tmp_path / "mine/notes.txt").touch()
     shape = Lora(2, 3.0, ("q_proj",))
     with pytest.raises(FileExistsError):
-        peft.save(adapters_of(tiny.ARCHITECTURE, shape), tiny.ARCHITECTURE, shape, tmp_path / "mine", "some/model")
+        peft.save(
+            adapters_of(tiny.ARCHITECTURE, shape),
+            tiny.ARCHITECTURE,
+            shape,
+            tmp_path / "mine",
+            "some/model",
+        )
 
 
 def test_rank_stabilised_adapters_count_by_the_root_of_the_rank(saved):

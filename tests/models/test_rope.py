@@ -24,11 +24,29 @@ KINDS = {
     "yarn, not truncated": YARN | {"beta_fast": 8, "truncate": False},
     "yarn, with mscale": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
     "yarn, ramp of no width": YARN | {"rope_theta": 1e4, "beta_fast": 1e-3, "beta_slow": 1e-3},
-    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 0.5, "high_freq_factor": 4.0, "rope_theta": 1e4}
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 0.5,
+        "high_freq_factor": 4.0,
+        "rope_theta": 1e4,
+    }
     | ORIGINAL,
-    "longrope": {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "rope_theta": 1e4} | ORIGINAL,
-    "longrope, with its factor": {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "factor": 8.0,
-                                  "rope_theta": 1e4} | ORIGINAL,
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": SHORT,
+        "long_factor": LONG,
+        "rope_theta": 1e4,
+    }
+    | ORIGINAL,
+    "longrope, with its factor": {
+        "rope_type": "longrope",
+        "short_factor": SHORT,
+        "long_factor": LONG,
+        "factor": 8.0,
+        "rope_theta": 1e4,
+    }
+    | ORIGINAL,
 }
 
 
@@ -45,7 +63,9 @@ def test_frequencies_and_logits_are_those_of_transformers(name, tmp_path):
     if name == "default":
         expected, expected_factor = model.model.rotary_emb.inv_freq, 1.0
     else:
-        expected, expected_factor = rope_utils.ROPE_INIT_FUNCTIONS[KINDS[name]["rope_type"]](model.config)
+        expected, expected_factor = rope_utils.ROPE_INIT_FUNCTIONS[KINDS[name]["rope_type"]](
+            model.config
+        )
     np.testing.assert_allclose(inverse, expected, rtol=1e-6)
     assert factor == pytest.approx(expected_factor, rel=1e-12)
     ids = reference.tokens(rows=1, length=64)  # up to the original length
@@ -73,23 +93,38 @@ def test_configurations_go_there_and_back(name):
     architecture = from_hf_config(config)
     written = to_hf_config(architecture)
     assert from_hf_config(written) == architecture
-    older = {key: value for key, value in written.items() if key != "rope_parameters"}  # what transformers 4 reads
+    older = {
+        key: value for key, value in written.items() if key != "rope_parameters"
+    }  # what transformers 4 reads
     assert from_hf_config(older) == architecture
 
 
 def test_transformers_4_spellings():
-    older = {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    older = {
+        "model_type": "llama",
+        "rope_theta": 5e5,
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+    }
     architecture = from_hf_config(reference.SIZES | older)
     assert architecture.rope_theta == 5e5
     assert architecture.rope_scaling == (("factor", 2.0), ("rope_type", "linear"))
-    phi = reference.SIZES | {"model_type": "llama", "rope_scaling": {"rope_type": "longrope", "short_factor": SHORT,
-                             "long_factor": LONG}} | ORIGINAL | {"max_position_embeddings": 512}
+    phi = (
+        reference.SIZES
+        | {
+            "model_type": "llama",
+            "rope_scaling": {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG},
+        }
+        | ORIGINAL
+        | {"max_position_embeddings": 512}
+    )
     assert rope.longest(from_hf_config(phi)) == 64
 
 
 def test_a_pair_is_turned_by_its_angle():
     """By hand: at position 2 the first pair of a head turns by 2, the second by 2 / 10 (base 100, two pairs)."""
-    architecture = from_hf_config(reference.SIZES | {"model_type": "llama", "head_dim": 4, "rope_theta": 100.0})
+    architecture = from_hf_config(
+        reference.SIZES | {"model_type": "llama", "head_dim": 4, "rope_theta": 100.0}
+    )
     x = np.array([1.0, 0.0, 0.0, 1.0], np.float32).reshape(1, 1, 1, 4)
     turned = rope.rotate(x, *rope.cos_sin(architecture, np.array([[2]]), 3))
     expected = [np.cos(2), -np.sin(0.2), np.sin(2), np.cos(0.2)]

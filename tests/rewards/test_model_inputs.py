@@ -17,7 +17,9 @@ def encoder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
     """A decoder's, with a chat template."""
-    tokenizer = tokenizer_lib.train_tokenizer(reward_models.TEXTS, 600, tmp_path_factory.mktemp("own"))
+    tokenizer = tokenizer_lib.train_tokenizer(
+        reward_models.TEXTS, 600, tmp_path_factory.mktemp("own")
+    )
     tokenizer.chat_template = reward_models.CHAT
     return tokenizer
 
@@ -25,32 +27,47 @@ def own(tmp_path_factory):
 def test_a_pair_is_what_the_tokenizer_makes_of_question_and_answer(encoder):
     ids, cut = Reader(encoder, "pair", 64).encode(["How many apples?", CHAT], ["#### 4", "3+2=5"])
     assert cut == 0
-    assert ids == [encoder("How many apples?", "#### 4")["input_ids"],
-                   encoder("Be brief.\nHow many apples?", "3+2=5")["input_ids"]]
+    assert ids == [
+        encoder("How many apples?", "#### 4")["input_ids"],
+        encoder("Be brief.\nHow many apples?", "3+2=5")["input_ids"],
+    ]
     assert ids[0][0] == encoder.cls_token_id and ids[0].count(encoder.sep_token_id) == 2
 
 
 def test_a_chat_is_closed_by_the_models_own_template(own):
     ids, _ = Reader(own, "chat", 200).encode(["Hi", CHAT], ["#### 4", "5"])
-    texts = ["<user>Hi</s><assistant>#### 4</s>", "<system>Be brief.</s><user>How many apples?</s><assistant>5</s>"]
+    texts = [
+        "<user>Hi</s><assistant>#### 4</s>",
+        "<system>Be brief.</s><user>How many apples?</s><assistant>5</s>",
+    ]
     assert ids == [own.encode(text, add_special_tokens=False) for text in texts]
 
 
 def test_a_text_goes_on_where_the_prompt_ends(own):
     ids, _ = Reader(own, "text", 200).encode(["How many apples?", CHAT], [" #### 4", "5"])
-    assert ids == [own.encode("How many apples? #### 4"), own.encode("Be brief.\nHow many apples?5")]
+    assert ids == [
+        own.encode("How many apples? #### 4"),
+        own.encode("Be brief.\nHow many apples?5"),
+    ]
 
 
 @pytest.mark.parametrize("form", ["chat", "pair", "text"])
 def test_what_is_too_long_loses_the_start_of_its_prompt(own, encoder, form):
     tokenizer, end = (encoder, "3+2=5") if form == "pair" else (own, "3+2=5")
-    prompt = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "apples " * 40 + "How many?"})
+    prompt = (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "apples " * 40 + "How many?"},
+    )
     whole = Reader(tokenizer, form, 10_000).encode([prompt], [end])[0][0]
     longest = len(whole) // 2
     [short, other], cut = Reader(tokenizer, form, longest).encode([prompt, "Now?"], [end, end])
     assert cut == 1 and longest - 8 < len(short) <= longest and len(other) < longest
     text = tokenizer.decode(short, skip_special_tokens=True)
-    assert "How many?" in text and text.endswith(end if form != "chat" else end + "</s>") and "Be brief" not in text
+    assert (
+        "How many?" in text
+        and text.endswith(end if form != "chat" else end + "</s>")
+        and "Be brief" not in text
+    )
     if form == "chat":  # the message that was first is empty, not gone
         assert text.startswith("<system></s><user>")
 
@@ -65,7 +82,9 @@ def test_without_any_prompt_a_response_loses_its_end(encoder):
 def test_what_can_not_be_read_is_refused(encoder):
     with pytest.raises(ValueError, match="its tokenizer has no chat template"):
         Reader(encoder, "chat", 64)
-    with pytest.raises(ValueError, match="tokens stand around an empty prompt and response, and it reads 3 at most"):
+    with pytest.raises(
+        ValueError, match="tokens stand around an empty prompt and response, and it reads 3 at most"
+    ):
         Reader(encoder, "pair", 3)
 
 
@@ -90,8 +109,12 @@ def test_a_response_keeps_the_blank_before_its_first_word():
     words = {"<s>": 0, "▁Once": 1, "▁upon": 2, "▁a": 3, "▁time": 4, "<unk>": 5}
     inner = Tokenizer(models.BPE(vocab=words, merges=[], unk_token="<unk>"))
     inner.normalizer = normalizers.Prepend("▁")
-    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", unk_token="<unk>")
     assert tokenizer.decode([3, 4]) == "a time"
     assert tokenizer_lib.decode_behind(tokenizer, 2, [3, 4]) == " a time"
-    assert tokenizer_lib.decode_behind(tokenizer, 0, [3, 4]) == "a time"  # behind a special token a text begins
+    assert (
+        tokenizer_lib.decode_behind(tokenizer, 0, [3, 4]) == "a time"
+    )  # behind a special token a text begins

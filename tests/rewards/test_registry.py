@@ -46,7 +46,9 @@ def module(tmp_path):
 
 
 def test_the_built_in_rule_goes_by_the_data_source():
-    batch = score_batch(resolve(), [GSM8K, SUM, STORY, GSM8K], ["#### 42.0", "#### 6", "a happy friend", "42"])
+    batch = score_batch(
+        resolve(), [GSM8K, SUM, STORY, GSM8K], ["#### 42.0", "#### 6", "a happy friend", "42"]
+    )
     np.testing.assert_array_equal(batch.scores, np.float32([1, 0, 0.4, 0]))
     np.testing.assert_array_equal(batch.correct, [1, 0, math.nan, 0])
     np.testing.assert_array_equal(batch.extra["answered"], [1, 1, math.nan, 0])
@@ -59,7 +61,9 @@ def test_strict_and_flexible_are_both_reachable():
     responses = ["so it is 42"]
     assert score_batch(resolve("", "strict"), [GSM8K], responses).scores == [0]
     assert score_batch(resolve("", "flexible"), [GSM8K], responses).scores == [1]
-    with pytest.raises(UserError, match="config.reward.gsm8k_method='flexibel'.* Did you mean 'flexible'?"):
+    with pytest.raises(
+        UserError, match="config.reward.gsm8k_method='flexibel'.* Did you mean 'flexible'?"
+    ):
         resolve("", "flexibel")
 
 
@@ -94,13 +98,23 @@ def test_a_failing_sample_costs_nobody_else_anything(module, caplog):
     assert batch.failures == 6
     (record,) = caplog.records
     message = record.getMessage()
-    for words in ("6 of 8 responses", "config.reward.fallback_score=-1", "row 1 of the batch, data_source='mine'",
-                  "'index': 1", "response ending in 'bad'", "Traceback", "KeyError: 'stumbled here'", "mine.py"):
+    for words in (
+        "6 of 8 responses",
+        "config.reward.fallback_score=-1",
+        "row 1 of the batch, data_source='mine'",
+        "'index': 1",
+        "response ending in 'bad'",
+        "Traceback",
+        "KeyError: 'stumbled here'",
+        "mine.py",
+    ):
         assert words in message
 
 
 def test_a_built_in_rule_that_can_not_be_had_is_a_failure_of_that_sample():
-    batch = score_batch(resolve(), [Example("q", "unknown"), SUM], ["x", "#### 5"], fallback_score=0.25)
+    batch = score_batch(
+        resolve(), [Example("q", "unknown"), SUM], ["x", "#### 5"], fallback_score=0.25
+    )
     np.testing.assert_array_equal(batch.scores, [0.25, 1])
     assert batch.failures == 1
 
@@ -115,33 +129,59 @@ def test_nothing_to_score():
     assert batch.scores.shape == batch.correct.shape == (0,)
 
 
-@pytest.mark.parametrize(("value", "result"), [
-    (1, RewardResult(1.0)), (True, RewardResult(1.0)), (np.float32(0.5), RewardResult(0.5)),
-    (np.array([0.5]), RewardResult(0.5)), (np.array(0.5), RewardResult(0.5)), ({"score": 0.5}, RewardResult(0.5)),
-    ({"score": 2, "acc": 0}, RewardResult(2.0, False)), ({"score": 0, "acc": np.bool_(True)}, RewardResult(0.0, True)),
-    ({"score": 0, "acc": float("nan"), "format": True, "pred": "7"}, RewardResult(0.0, None, {"format": 1.0}))])
+@pytest.mark.parametrize(
+    ("value", "result"),
+    [
+        (1, RewardResult(1.0)),
+        (True, RewardResult(1.0)),
+        (np.float32(0.5), RewardResult(0.5)),
+        (np.array([0.5]), RewardResult(0.5)),
+        (np.array(0.5), RewardResult(0.5)),
+        ({"score": 0.5}, RewardResult(0.5)),
+        ({"score": 2, "acc": 0}, RewardResult(2.0, False)),
+        ({"score": 0, "acc": np.bool_(True)}, RewardResult(0.0, True)),
+        (
+            {"score": 0, "acc": float("nan"), "format": True, "pred": "7"},
+            RewardResult(0.0, None, {"format": 1.0}),
+        ),
+    ],
+)
 def test_what_a_function_may_return(value, result):
     assert to_result(value) == result
 
 
-@pytest.mark.parametrize("value", ["1", None, [1.0], {"reward": 1.0}, {}, {"score": "1"}, {"score": None}, np.ones(2)])
+@pytest.mark.parametrize(
+    "value", ["1", None, [1.0], {"reward": 1.0}, {}, {"score": "1"}, {"score": None}, np.ones(2)]
+)
 def test_what_a_function_may_not_return(value):
     with pytest.raises(TypeError, match="the reward function returned"):
         to_result(value)
 
 
-@pytest.mark.parametrize(("function", "words"), [
-    ("by_length", "expected module:function or path/to/file.py:function"),
-    ("FILE:by_lenght", "has no function 'by_lenght'; it has by_length, echo, stumbles, three. Did you mean "
-                       "'by_length'?"),
-    ("FILE:NUMBER", "has no function 'NUMBER'"),
-    ("FILE:three", "but takes (data_source, solution_str, ground_truth): got an unexpected keyword argument "
-                   "'extra_info'"),
-    ("FOLDER/mien.py:echo", "there is no file"),
-    ("FOLDER/mien.py:echo", "Did you mean 'mine.py'?"),
-    ("FOLDER/broken.py:echo", "importing FOLDER/broken.py failed: ZeroDivisionError"),
-    ("no_such_module_here:echo", "ModuleNotFoundError: No module named 'no_such_module_here'. Expected a module that"),
-])
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("by_length", "expected module:function or path/to/file.py:function"),
+        (
+            "FILE:by_lenght",
+            "has no function 'by_lenght'; it has by_length, echo, stumbles, three. Did you mean "
+            "'by_length'?",
+        ),
+        ("FILE:NUMBER", "has no function 'NUMBER'"),
+        (
+            "FILE:three",
+            "but takes (data_source, solution_str, ground_truth): got an unexpected keyword argument "
+            "'extra_info'",
+        ),
+        ("FOLDER/mien.py:echo", "there is no file"),
+        ("FOLDER/mien.py:echo", "Did you mean 'mine.py'?"),
+        ("FOLDER/broken.py:echo", "importing FOLDER/broken.py failed: ZeroDivisionError"),
+        (
+            "no_such_module_here:echo",
+            "ModuleNotFoundError: No module named 'no_such_module_here'. Expected a module that",
+        ),
+    ],
+)
 def test_a_wrong_function_is_explained_before_the_run(module, tmp_path, function, words):
     (tmp_path / "broken.py").write_text("1 / 0")
     function = function.replace("FILE", module).replace("FOLDER", str(tmp_path))
@@ -156,8 +196,12 @@ def test_check_sources():
     check_sources([Example("q", "anything", "x")], "mine:echo")
     with pytest.raises(UserError) as error:
         check_sources([SUM, Example("q", "openai/gsm8")])
-    for words in ("example 2: data_source='openai/gsm8'", "'openai/gsm8k', 'arithmetic', 'stories'",
-                  "config.reward.function=module:function", "Did you mean 'openai/gsm8k'?"):
+    for words in (
+        "example 2: data_source='openai/gsm8'",
+        "'openai/gsm8k', 'arithmetic', 'stories'",
+        "config.reward.function=module:function",
+        "Did you mean 'openai/gsm8k'?",
+    ):
         assert words in str(error.value)
     with pytest.raises(UserError, match="example 1: ground_truth='five' is not a number"):
         check_sources([Example("q", "arithmetic", "five")])
@@ -165,21 +209,38 @@ def test_check_sources():
 
 def test_rewards_of_steps_are_read_and_checked():
     def function(data_source, solution_str, ground_truth, extra_info):
-        return {"score": 1, "step_rewards": [(2, 0.5), (np.int64(4), np.float32(-1))] if solution_str else [(1, 0.5)]}
+        return {
+            "score": 1,
+            "step_rewards": [(2, 0.5), (np.int64(4), np.float32(-1))]
+            if solution_str
+            else [(1, 0.5)],
+        }
 
-    scored = score_batch(lambda example, response: to_result(function("", response, "", {})), [SUM, SUM], ["abcd", ""],
-                         fallback_score=-3.0)
+    scored = score_batch(
+        lambda example, response: to_result(function("", response, "", {})),
+        [SUM, SUM],
+        ["abcd", ""],
+        fallback_score=-3.0,
+    )
     assert scored.steps == [((2, 0.5), (4, -1.0)), ()]
-    assert scored.scores.tolist() == [1.0, -3.0] and scored.failures == 1  # the empty text has no first character
+    assert (
+        scored.scores.tolist() == [1.0, -3.0] and scored.failures == 1
+    )  # the empty text has no first character
 
 
 def test_a_step_is_rewarded_at_the_token_that_ends_it():
     words = ["ab", "c", "", "def"]
-    rewards = process.token_rewards([(0, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (6, 16.0)], [0, 1, 2, 3],
-                                    lambda tokens: "".join(words[token] for token in tokens), 6)
+    rewards = process.token_rewards(
+        [(0, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (6, 16.0)],
+        [0, 1, 2, 3],
+        lambda tokens: "".join(words[token] for token in tokens),
+        6,
+    )
     assert rewards.tolist() == [3.0, 4.0, 0.0, 24.0, 0.0, 0.0]
     # A character in two pieces is there with its second one.
-    pieces = process.token_rewards([(2, 1.0)], [0, 1, 2], lambda tokens: ["a", "a\ufffd", "aé"][len(tokens) - 1], 3)
+    pieces = process.token_rewards(
+        [(2, 1.0)], [0, 1, 2], lambda tokens: ["a", "a\ufffd", "aé"][len(tokens) - 1], 3
+    )
     assert pieces.tolist() == [0.0, 0.0, 1.0]
 
 

@@ -39,7 +39,9 @@ def test_what_is_extracted(text, strict, flexible):
     assert extract_gsm8k(text, "flexible") == flexible
 
 
-@pytest.mark.parametrize("text", ["#### 42.", "#### 42.00", "#### $42", "####42", "#### **42**", "42 pens.", "=> 42"])
+@pytest.mark.parametrize(
+    "text", ["#### 42.", "#### 42.00", "#### $42", "####42", "#### **42**", "42 pens.", "=> 42"]
+)
 def test_flexible_takes_answers_however_they_are_written(text):
     """Regression: verl's pattern matches none of these, and its flexible method could not be reached (verl#7789)."""
     assert gsm8k(text, "42", "flexible") == rules.RewardResult(1.0, True, {"answered": 1.0})
@@ -51,9 +53,21 @@ def test_strict_wants_the_form(text):
 
 
 @pytest.mark.parametrize("method", rules.METHODS)
-@pytest.mark.parametrize(("answer", "truth", "correct"), [
-    ("42", "42.00", True), ("42.00", "42", True), ("42.", "42", True), ("1,000", "1000", True), ("1000", "1,000", True),
-    ("-0", "0", True), ("0.30", "0.3", True), ("42.01", "42", False), ("4", "42", False), ("-42", "42", False)])
+@pytest.mark.parametrize(
+    ("answer", "truth", "correct"),
+    [
+        ("42", "42.00", True),
+        ("42.00", "42", True),
+        ("42.", "42", True),
+        ("1,000", "1000", True),
+        ("1000", "1,000", True),
+        ("-0", "0", True),
+        ("0.30", "0.3", True),
+        ("42.01", "42", False),
+        ("4", "42", False),
+        ("-42", "42", False),
+    ],
+)
 def test_numbers_are_compared_as_numbers(method, answer, truth, correct):
     result = gsm8k(f"so\n#### {answer}", truth, method)
     assert (result.score, result.correct) == (float(correct), correct)
@@ -78,14 +92,18 @@ def test_only_the_end_of_a_response_is_looked_at():
 
 
 @pytest.mark.parametrize("method", rules.METHODS)
-@pytest.mark.parametrize("text", ["1," * 200_000, "#" * 99_999, "1" * 99_999, "#### " + "1,111" * 100_000, "$-" * 9999])
+@pytest.mark.parametrize(
+    "text", ["1," * 200_000, "#" * 99_999, "1" * 99_999, "#### " + "1,111" * 100_000, "$-" * 9999]
+)
 def test_long_junk_takes_no_time(method, text):
     start = time.perf_counter()
     gsm8k(text, "1", method)
     assert time.perf_counter() - start < 0.5
 
 
-@pytest.mark.parametrize("text", ["#### __import__('os')", "#### 40+2", "#### 6*7", "#### 4_2", "#### ４２"])
+@pytest.mark.parametrize(
+    "text", ["#### __import__('os')", "#### 40+2", "#### 6*7", "#### 4_2", "#### ４２"]
+)
 def test_nothing_that_a_model_wrote_is_evaluated(text):
     """Regression: CVE-2026-6878, eval of the model's output in a grader."""
     assert gsm8k(text, "42").correct is False
@@ -99,10 +117,14 @@ def test_every_gold_answer_of_gsm8k_scores_one(method, name, count):
     lines = (DATA / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     answers = [json.loads(line)["answer"] for line in lines]
     truths = [answer.rpartition("#### ")[2] for answer in answers]
-    scores = [gsm8k(answer, truth, method).score for answer, truth in zip(answers, truths, strict=True)]
+    scores = [
+        gsm8k(answer, truth, method).score for answer, truth in zip(answers, truths, strict=True)
+    ]
     assert len(scores) == sum(scores) == count
-    shifted = [gsm8k(answer, str(int(truth.replace(",", "")) + 1), method).score
-               for answer, truth in zip(answers, truths, strict=True)]
+    shifted = [
+        gsm8k(answer, str(int(truth.replace(",", "")) + 1), method).score
+        for answer, truth in zip(answers, truths, strict=True)
+    ]
     assert sum(shifted) == 0
 
 
@@ -112,10 +134,17 @@ def test_arithmetic_is_strict():
     assert rules.arithmetic("#### 5+5", "5").score == 0
 
 
-@pytest.mark.parametrize(("text", "score"), [
-    ("It was dark.", 0.0), ("Lily was happy.", 0.2), ("happy happy Happy, HAPPY!", 0.2), ("unhappy playful", 0.0),
-    ("They played and laughed. It was fun, and Lily was happy.", 0.8),
-    ("Happy friends love to play, hug, dance, sing and laugh: such fun.", 1.0)])
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("It was dark.", 0.0),
+        ("Lily was happy.", 0.2),
+        ("happy happy Happy, HAPPY!", 0.2),
+        ("unhappy playful", 0.0),
+        ("They played and laughed. It was fun, and Lily was happy.", 0.8),
+        ("Happy friends love to play, hug, dance, sing and laugh: such fun.", 1.0),
+    ],
+)
 def test_stories_by_hand(text, score):
     result = rules.stories(text)
     assert result.score == pytest.approx(score)

@@ -14,7 +14,9 @@ from jax_ppo.types import Prompts
 
 def rows(rollout, which):
     """Responses, lengths, log-probs and flags of some rows."""
-    return [x[which] for x in (rollout.responses, rollout.lengths, rollout.truncated, rollout.logprobs)]
+    return [
+        x[which] for x in (rollout.responses, rollout.lengths, rollout.truncated, rollout.logprobs)
+    ]
 
 
 def assert_same(ours, theirs):
@@ -30,17 +32,26 @@ def expected_with_eos(rollout, eos_ids, T):
     truncated = ~is_eos.any(1)
     lengths = np.where(truncated, T, is_eos.argmax(1) + 1)
     mask = np.arange(T) < lengths[:, None]
-    return [np.where(mask, rollout.responses[:, :T], 0), lengths, truncated, np.where(mask, rollout.logprobs[:, :T], 0)]
+    return [
+        np.where(mask, rollout.responses[:, :T], 0),
+        lengths,
+        truncated,
+        np.where(mask, rollout.logprobs[:, :T], 0),
+    ]
 
 
 @pytest.mark.parametrize("temperature, filters", [(1.0, {}), (0.6, {"top_k": 20, "top_p": 0.9})])
 def test_logprobs_are_those_of_a_full_forward_pass(actor, prompts, temperature, filters):
     """Before the filters, too."""
     rollout = actor.sample(prompts, temperature=temperature, n=2, **filters)
-    logprobs = jax.nn.log_softmax(actor.full_logits(rollout.prompts, rollout.responses) / temperature)
+    logprobs = jax.nn.log_softmax(
+        actor.full_logits(rollout.prompts, rollout.responses) / temperature
+    )
     expected = np.take_along_axis(np.asarray(logprobs), rollout.responses[..., None], 2)[..., 0]
     np.testing.assert_allclose(rollout.logprobs, expected, atol=1e-5)
-    assert rollout.logprobs.max() < -1e-3 and rollout.logprobs.mean() > -np.log(61)  # neither certain nor uniform
+    assert rollout.logprobs.max() < -1e-3 and rollout.logprobs.mean() > -np.log(
+        61
+    )  # neither certain nor uniform
 
 
 def test_greedy_is_the_argmax_of_a_full_forward_pass(actor, prompts):
@@ -55,8 +66,12 @@ def test_the_contract(actor, prompts):
     B = 2 * len(prompts.lengths)
     np.testing.assert_array_equal(rollout.prompts.tokens, np.repeat(prompts.tokens, 2, 0))
     np.testing.assert_array_equal(rollout.prompts.lengths, np.repeat(prompts.lengths, 2))
-    expected = {"responses": ((B, T), np.int32), "lengths": ((B,), np.int32), "logprobs": ((B, T), np.float32),
-                "truncated": ((B,), np.bool_)}
+    expected = {
+        "responses": ((B, T), np.int32),
+        "lengths": ((B,), np.int32),
+        "logprobs": ((B, T), np.float32),
+        "truncated": ((B,), np.bool_),
+    }
     for name, (shape, dtype) in expected.items():
         assert (getattr(rollout, name).shape, getattr(rollout, name).dtype) == (shape, dtype), name
 
@@ -64,9 +79,13 @@ def test_the_contract(actor, prompts):
 def test_bfloat16_computes_its_logprobs_in_float32(actor, prompts):
     model = Transformer(ARCHITECTURE, jnp.bfloat16, unrolled=True)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), actor.params)
-    rollout = generate.Sampler(model, generate.SamplingOptions(T, 1.0))(params, prompts, jax.random.key(0))
+    rollout = generate.Sampler(model, generate.SamplingOptions(T, 1.0))(
+        params, prompts, jax.random.key(0)
+    )
     logits = actor.full_logits(prompts, np.asarray(rollout.responses))
-    expected = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), rollout.responses[..., None], 2)[..., 0]
+    expected = np.take_along_axis(
+        np.asarray(jax.nn.log_softmax(logits)), rollout.responses[..., None], 2
+    )[..., 0]
     assert rollout.logprobs.dtype == jnp.float32
     assert np.abs(rollout.logprobs - expected).mean() < 0.1
     assert (rollout.logprobs.astype(jnp.bfloat16).astype(jnp.float32) != rollout.logprobs).any()
@@ -97,7 +116,7 @@ def test_a_batch_can_be_cut_up_and_n_laid_out(actor, prompts):
     whole = actor.sample(prompts, n=2)
     assert len({r.tobytes() for r in whole.responses}) == 8
     for start in (0, 2):
-        half = Prompts(prompts.tokens[start:start + 2], prompts.lengths[start:start + 2])
+        half = Prompts(prompts.tokens[start : start + 2], prompts.lengths[start : start + 2])
         half = actor.sample(half, n=2, first=2 * start)
         assert_same(rows(half, slice(None)), rows(whole, slice(2 * start, 2 * start + 4)))
     assert_same(rows(actor.sample(whole.prompts), slice(None)), rows(whole, slice(None)))
@@ -106,8 +125,13 @@ def test_a_batch_can_be_cut_up_and_n_laid_out(actor, prompts):
 def test_what_stands_behind_a_prompt_is_never_read(actor, prompts):
     rollout = actor.sample(prompts)
     for garbage in (60, -7, 10**9):
-        tokens = np.where(np.arange(16) < prompts.lengths[:, None], prompts.tokens, garbage).astype(np.int32)
-        assert_same(rows(actor.sample(Prompts(tokens, prompts.lengths)), slice(None)), rows(rollout, slice(None)))
+        tokens = np.where(np.arange(16) < prompts.lengths[:, None], prompts.tokens, garbage).astype(
+            np.int32
+        )
+        assert_same(
+            rows(actor.sample(Prompts(tokens, prompts.lengths)), slice(None)),
+            rows(rollout, slice(None)),
+        )
 
 
 # The end of a response
@@ -123,9 +147,17 @@ def eos_ids(actor, prompts):
 @pytest.mark.parametrize("length", [T, 3])
 def test_eos_is_kept_and_nothing_comes_after_it(actor, prompts, eos_ids, length):
     rollout = actor.sample(prompts, max_response_length=length, eos_ids=eos_ids)
-    assert_same(rows(rollout, slice(None)), expected_with_eos(actor.sample(prompts), eos_ids, length))
-    assert rollout.lengths[0] == 1 and rollout.responses[0, 0] == eos_ids[0] and rollout.logprobs[0, 0] < 0
-    assert rollout.lengths[3] == 3 and not rollout.truncated[3]  # for length 3, in the last column there is
+    assert_same(
+        rows(rollout, slice(None)), expected_with_eos(actor.sample(prompts), eos_ids, length)
+    )
+    assert (
+        rollout.lengths[0] == 1
+        and rollout.responses[0, 0] == eos_ids[0]
+        and rollout.logprobs[0, 0] < 0
+    )
+    assert (
+        rollout.lengths[3] == 3 and not rollout.truncated[3]
+    )  # for length 3, in the last column there is
     assert rollout.truncated.any() and (rollout.lengths[rollout.truncated] == length).all()
 
 
@@ -135,7 +167,10 @@ def test_one_token_is_a_response(actor, prompts):
 
 
 def test_pad_may_be_eos(actor, prompts, eos_ids):
-    padded = [make_prompts(prompts.lengths, pad=pad) for pad in (*eos_ids, min(set(range(61)) - set(eos_ids)))]
+    padded = [
+        make_prompts(prompts.lengths, pad=pad)
+        for pad in (*eos_ids, min(set(range(61)) - set(eos_ids)))
+    ]
     first, second, third = (rows(actor.sample(p, eos_ids=eos_ids), slice(None)) for p in padded)
     assert_same(first, third)
     assert_same(second, third)
@@ -159,12 +194,20 @@ def test_the_loop_ends_with_the_last_row(actor, prompts):
 
 def test_one_program_a_bucket_and_the_same_samples_from_each(actor):
     sampler = generate.Sampler(actor.decoded, generate.SamplingOptions(4, 1.0))
-    for lengths, P, programs in [((5, 16), 16, 1), ((2, 3), 16, 1), ((2, 3), 32, 2), ((30, 1), 32, 2), ((9, 9), 16, 2)]:
+    for lengths, P, programs in [
+        ((5, 16), 16, 1),
+        ((2, 3), 16, 1),
+        ((2, 3), 32, 2),
+        ((30, 1), 32, 2),
+        ((9, 9), 16, 2),
+    ]:
         for seed in range(2):
             sampler(actor.params, make_prompts(lengths, P), jax.random.key(seed), 100 * seed)
         assert sampler.compilations == programs
-    narrow, wide = (sampler(actor.params, make_prompts((5, 16), P, pad), jax.random.key(7), 0)
-                    for P, pad in ((16, 0), (32, 60)))
+    narrow, wide = (
+        sampler(actor.params, make_prompts((5, 16), P, pad), jax.random.key(7), 0)
+        for P, pad in ((16, 0), (32, 60))
+    )
     assert_same(rows(narrow, slice(None)), rows(wide, slice(None)))
 
 
@@ -181,9 +224,14 @@ def test_nothing_has_the_size_of_batch_by_time_by_vocabulary(actor):
     options = generate.SamplingOptions(T, 0.7, top_k=9, top_p=0.9, n=2)
     traced = jax.make_jaxpr(functools.partial(generate.sample, actor.decoded, options))
     # [B, T, V] would be 14,640 numbers. A layer's cache is 5,376, a product in its attention 10,752.
-    assert max(sizes(traced(actor.params, prompts, jnp.arange(6), jax.random.key(0)).jaxpr)) < 6 * 40 * 61
+    assert (
+        max(sizes(traced(actor.params, prompts, jnp.arange(6), jax.random.key(0)).jaxpr))
+        < 6 * 40 * 61
+    )
 
 
 def test_options_are_the_identity_of_a_program():
     options = generate.SamplingOptions(4, 1.0, eos_ids=(1, 2))
-    assert hash(options) == hash(dataclasses.replace(options)) and options != dataclasses.replace(options, eos_ids=(1,))
+    assert hash(options) == hash(dataclasses.replace(options)) and options != dataclasses.replace(
+        options, eos_ids=(1,)
+    )

@@ -13,7 +13,11 @@ EOS = (3, 7, 11, 30)
 
 def sample(actor, lengths, first=None, devices=None, **options):
     """(rollout, its new sampler), under a mesh of so many devices or none."""
-    sampler = generate.Sampler(actor.decoded, generate.SamplingOptions(12, 1.0, eos_ids=EOS, **options), sharding.split_rows)
+    sampler = generate.Sampler(
+        actor.decoded,
+        generate.SamplingOptions(12, 1.0, eos_ids=EOS, **options),
+        sharding.split_rows,
+    )
     arguments = actor.params, make_prompts(lengths), jax.random.key(0), first
     if devices is None:
         return sampler(*arguments), sampler
@@ -24,7 +28,9 @@ def sample(actor, lengths, first=None, devices=None, **options):
 @pytest.mark.parametrize("options", [{}, {"n": 3, "slots": 4, "first": 7}], ids=str)
 def test_they_draw_the_samples_of_one_program(actor, options):
     lengths = (5, 16, 1, 9, 2, 12)
-    (whole, _), (shared, sampler) = (sample(actor, lengths, devices=devices, **options) for devices in (None, 1))
+    (whole, _), (shared, sampler) = (
+        sample(actor, lengths, devices=devices, **options) for devices in (None, 1)
+    )
     for name in ("responses", "lengths", "truncated"):
         np.testing.assert_array_equal(getattr(shared, name), getattr(whole, name))
     np.testing.assert_array_equal(shared.prompts.tokens, whole.prompts.tokens)
@@ -41,16 +47,23 @@ def test_slots_are_shared_out(actor):
     assert (lengths[:, 0] != lengths[:, 1]).all()  # else two slots would have done as well
 
 
-@pytest.mark.parametrize("lengths, devices, options", [((5, 16, 1), 1, {}), ((5, 16, 1, 9), 1, {"slots": 3}),
-                                                       ((5,), 1, {"n": 2}), ((5, 3), 2, {})])
-def test_one_program_where_they_would_not_be_equal_or_not_run_side_by_side(actor, lengths, devices, options):
+@pytest.mark.parametrize(
+    "lengths, devices, options",
+    [((5, 16, 1), 1, {}), ((5, 16, 1, 9), 1, {"slots": 3}), ((5,), 1, {"n": 2}), ((5, 3), 2, {})],
+)
+def test_one_program_where_they_would_not_be_equal_or_not_run_side_by_side(
+    actor, lengths, devices, options
+):
     with jax.set_mesh(sharding.make_mesh(schema.MeshShape(), jax.devices()[:devices])):
         sampler = generate.Sampler(actor.decoded, generate.SamplingOptions(12, 1.0, **options))
         assert len(sampler.programs(actor.params, make_prompts(lengths), jax.random.key(0))) == 1
 
 
 def test_one_program_where_each_would_read_large_weights_again(actor, monkeypatch):
-    weights, arguments = sum(x.nbytes for x in jax.tree.leaves(actor.params)), (make_prompts((5, 16)), jax.random.key(0))
+    weights, arguments = (
+        sum(x.nbytes for x in jax.tree.leaves(actor.params)),
+        (make_prompts((5, 16)), jax.random.key(0)),
+    )
     sampler = generate.Sampler(actor.decoded, generate.SamplingOptions(12, 1.0))
     with jax.set_mesh(sharding.make_mesh(schema.MeshShape(), jax.devices()[:1])):
         for most, programs in ((weights, 2), (weights - 1, 1)):

@@ -8,10 +8,14 @@ import scipy.stats
 
 from jax_ppo.sampler import sampling
 
-LAST = np.nextafter(np.float32(1), np.float32(0))  # jax.random.uniform stays below it, draw need not rely on that
+LAST = np.nextafter(
+    np.float32(1), np.float32(0)
+)  # jax.random.uniform stays below it, draw need not rely on that
 draw = jax.jit(sampling.draw)
 choose = jax.jit(sampling.choose, static_argnums=(2, 3, 4))
-keep_top_k, keep_top_p = (jax.jit(f, static_argnums=1) for f in (sampling.keep_top_k, sampling.keep_top_p))
+keep_top_k, keep_top_p = (
+    jax.jit(f, static_argnums=1) for f in (sampling.keep_top_k, sampling.keep_top_p)
+)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -46,7 +50,7 @@ def test_draws_follow_the_filtered_distribution(temperature, k, p):
     order = np.argsort(-probability)
     probability[order[k:]] = 0
     sums = np.cumsum(probability[order]) / probability.sum()
-    probability[order[np.searchsorted(sums, p) + 1:]] = 0
+    probability[order[np.searchsorted(sums, p) + 1 :]] = 0
     counts = np.bincount(many(logits, draws, (temperature, k, p)), minlength=50)
     assert (counts[probability == 0] == 0).all()
     distance = np.abs(counts / draws - probability / probability.sum()).sum() / 2
@@ -57,9 +61,13 @@ def test_draws_follow_the_filtered_distribution(temperature, k, p):
 def test_never_draws_what_has_probability_0(V):
     """Random sets of -inf, one token left at either end of the row, huge logits, and the extremes of the uniforms."""
     rng = np.random.default_rng(V)
-    logits = np.concatenate([random_logits(24, V, scale, seed=V) for scale in (0.0, 1.0, 30.0, 1e4, 1e30)])
+    logits = np.concatenate(
+        [random_logits(24, V, scale, seed=V) for scale in (0.0, 1.0, 30.0, 1e4, 1e30)]
+    )
     logits = np.where(rng.random(logits.shape) < rng.random((len(logits), 1)), -np.inf, logits)
-    logits[np.arange(len(logits)), rng.integers(0, V, len(logits))] = 0.0  # some token is always left
+    logits[np.arange(len(logits)), rng.integers(0, V, len(logits))] = (
+        0.0  # some token is always left
+    )
     only = np.full((3, V), -np.inf)
     only[[0, 1, 2], [0, V // 2, V - 1]] = 5.0
     logits = np.concatenate([logits, only]).astype(np.float32)
@@ -94,8 +102,13 @@ def test_a_nan_gives_a_token_of_the_vocabulary_and_shows_in_the_log_prob():
 def test_the_address_alone_makes_the_uniforms():
     key = jax.random.key(0)
     keys = sampling.sample_keys(key, jnp.arange(6))
-    assert len(np.unique(np.concatenate([sampling.uniforms(keys, t).ravel() for t in range(4)]))) == 6 * 4 * 2
-    together = sampling.uniforms(keys, jnp.array([3, 1, 4, 1, 5, 9]))  # each row at a position of its own
+    assert (
+        len(np.unique(np.concatenate([sampling.uniforms(keys, t).ravel() for t in range(4)])))
+        == 6 * 4 * 2
+    )
+    together = sampling.uniforms(
+        keys, jnp.array([3, 1, 4, 1, 5, 9])
+    )  # each row at a position of its own
     for b, t in enumerate([3, 1, 4, 1, 5, 9]):
         alone = jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, b), t), (2,))
         np.testing.assert_array_equal(together[b], alone)
@@ -112,8 +125,15 @@ def test_top_k_by_hand():
 def test_top_p_by_hand():
     probability = np.array([0.125, 0.5, 0.05, 0.25, 0.075])
     logits = jnp.log(jnp.array(probability, jnp.float32))[None]
-    for p, expected in [(1e-6, [1]), (0.49, [1]), (0.51, [1, 3]), (0.74, [1, 3]), (0.76, [1, 3, 0]),
-                        (0.90, [1, 3, 0, 4]), (0.96, [0, 1, 2, 3, 4])]:
+    for p, expected in [
+        (1e-6, [1]),
+        (0.49, [1]),
+        (0.51, [1, 3]),
+        (0.74, [1, 3]),
+        (0.76, [1, 3, 0]),
+        (0.90, [1, 3, 0, 4]),
+        (0.96, [0, 1, 2, 3, 4]),
+    ]:
         assert set(np.flatnonzero(kept(keep_top_p(logits, p))[0])) == set(expected), p
     assert kept(keep_top_p(jnp.zeros((1, 4)), 0.5)).all()  # all as likely: none goes before another
     np.testing.assert_array_equal(keep_top_p(logits, 1.0), logits)
@@ -144,9 +164,14 @@ def test_filters_agree_with_transformers(temperature, k, p):
 
 
 def test_log_prob_is_from_before_the_filters():
-    logits, uniforms = random_logits(64, 50), np.random.default_rng(0).random((64, 2)).astype(np.float32)
+    logits, uniforms = (
+        random_logits(64, 50),
+        np.random.default_rng(0).random((64, 2)).astype(np.float32),
+    )
     tokens, logprobs = choose(logits, uniforms, 0.7, 3, 0.9)
-    expected = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits / 0.7)), np.asarray(tokens)[:, None], 1)[:, 0]
+    expected = np.take_along_axis(
+        np.asarray(jax.nn.log_softmax(logits / 0.7)), np.asarray(tokens)[:, None], 1
+    )[:, 0]
     np.testing.assert_allclose(logprobs, expected, atol=1e-5)
 
 

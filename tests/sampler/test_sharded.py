@@ -29,8 +29,11 @@ def split(actor, request):
     mesh = sharding.make_mesh(MeshShape(**shape))
     replicated = NamedSharding(mesh, PartitionSpec())
     layout = sharding.tree_shardings(mesh, actor.params, sharding.DECODE_RULES)
-    args = (jax.device_put(actor.params, layout), jax.device_put(make_prompts(range(1, 17)), sharding.rows(mesh)),
-            jax.device_put(jax.random.key(0), replicated))
+    args = (
+        jax.device_put(actor.params, layout),
+        jax.device_put(make_prompts(range(1, 17)), sharding.rows(mesh)),
+        jax.device_put(jax.random.key(0), replicated),
+    )
     with jax.set_mesh(mesh):
         sampler = Sampler(actor.decoded, OPTIONS, sharding.split_rows)
         rollout = sampler(*args)
@@ -38,7 +41,9 @@ def split(actor, request):
 
 
 def test_eight_devices_draw_the_samples_of_one(actor, split):
-    alone = Sampler(actor.decoded, OPTIONS)(actor.params, make_prompts(range(1, 17)), jax.random.key(0))
+    alone = Sampler(actor.decoded, OPTIONS)(
+        actor.params, make_prompts(range(1, 17)), jax.random.key(0)
+    )
     rollout, _ = split
     for name in ("responses", "lengths", "truncated"):
         np.testing.assert_array_equal(getattr(rollout, name), getattr(alone, name))
@@ -50,10 +55,14 @@ def test_shards_of_rows_say_nothing_to_each_other(split):
     """Each ends when its own samples are done. Where matrices are split they meet, to ask whether any goes on."""
     rollout, text = split
     shards = len(rollout.slot_steps)
-    assert {shard.data.shape for shard in rollout.responses.addressable_shards} == {(32 // shards, 12)}
+    assert {shard.data.shape for shard in rollout.responses.addressable_shards} == {
+        (32 // shards, 12)
+    }
     steps = np.asarray(rollout.slot_steps)
     assert (steps >= np.asarray(rollout.lengths).reshape(shards, -1).sum(1)).all()
-    collectives = re.findall(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", text)
+    collectives = re.findall(
+        r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", text
+    )
     if shards == 8:
         assert not collectives and len(set(steps.tolist())) > 1
     else:
@@ -67,8 +76,11 @@ def test_attention_that_no_compiler_can_split_is_run_by_each_device(actor, cudnn
     prompts = make_prompts(range(1, 17))
     with jax.set_mesh(mesh):
         sampler = Sampler(actor.decoded.clone(decoding="cudnn"), OPTIONS, sharding.split_rows)
-        rollout = sampler(jax.device_put(actor.params, layout), jax.device_put(prompts, sharding.rows(mesh)),
-                          jax.device_put(jax.random.key(0), NamedSharding(mesh, PartitionSpec())))
+        rollout = sampler(
+            jax.device_put(actor.params, layout),
+            jax.device_put(prompts, sharding.rows(mesh)),
+            jax.device_put(jax.random.key(0), NamedSharding(mesh, PartitionSpec())),
+        )
     alone = Sampler(actor.decoded, OPTIONS)(actor.params, prompts, jax.random.key(0))
     np.testing.assert_array_equal(rollout.responses, alone.responses)
     np.testing.assert_allclose(rollout.logprobs, alone.logprobs, atol=1e-5)

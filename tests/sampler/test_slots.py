@@ -24,13 +24,17 @@ EOS = (3, 7, 11, 30)
 
 @pytest.mark.parametrize("slots", [None, 12])
 @pytest.mark.parametrize("decoding", ["cpu", "gpu", "tpu", "cudnn"])
-def test_slots_that_narrow_draw_the_samples_of_those_that_do_not(actor, monkeypatch, cudnn_anywhere, decoding, slots):
+def test_slots_that_narrow_draw_the_samples_of_those_that_do_not(
+    actor, monkeypatch, cudnn_anywhere, decoding, slots
+):
     """Where the cache narrows with them, and where it does not; in each form that it has."""
 
     def sample(least, slots, decoding):
         monkeypatch.setattr(generate, "LEAST_SLOTS", least)
-        sampler = generate.Sampler(actor.decoded.clone(decoding=decoding),
-                                   generate.SamplingOptions(12, 1.0, eos_ids=EOS, slots=slots))
+        sampler = generate.Sampler(
+            actor.decoded.clone(decoding=decoding),
+            generate.SamplingOptions(12, 1.0, eos_ids=EOS, slots=slots),
+        )
         return jax.device_get(sampler(actor.params, make_prompts(LENGTHS * 3), jax.random.key(0)))
 
     wide, narrowed = sample(99, None, "cpu"), sample(1, slots, decoding)
@@ -44,7 +48,9 @@ def test_slots_that_narrow_draw_the_samples_of_those_that_do_not(actor, monkeypa
 @pytest.mark.parametrize("slots", [1, 2, 5])
 def test_refilled_slots_draw_the_samples_of_a_static_batch(actor, slots, options):
     prompts = make_prompts(LENGTHS)
-    static, refilled = (actor.sample(prompts, eos_ids=EOS, slots=s, **options) for s in (None, slots))
+    static, refilled = (
+        actor.sample(prompts, eos_ids=EOS, slots=s, **options) for s in (None, slots)
+    )
     for name in ("responses", "lengths", "truncated"):
         np.testing.assert_array_equal(getattr(refilled, name), getattr(static, name))
     np.testing.assert_allclose(refilled.logprobs, static.logprobs, atol=1e-5)
@@ -57,7 +63,9 @@ def test_refilled_slots_draw_the_samples_of_a_static_batch(actor, slots, options
 def test_prompts_prefilled_in_groups_give_the_same_samples(actor, monkeypatch):
     prompts = make_prompts(LENGTHS)
     whole = actor.sample(prompts, n=2, eos_ids=EOS, slots=4)
-    monkeypatch.setattr(generate, "PREFILL_TOKENS", 48)  # 3 prompts of the bucket 16: the last group is one prompt
+    monkeypatch.setattr(
+        generate, "PREFILL_TOKENS", 48
+    )  # 3 prompts of the bucket 16: the last group is one prompt
     options = generate.SamplingOptions(12, 1.0, n=2, eos_ids=EOS, slots=9)
     cut = generate.Sampler(actor.decoded, options)(actor.params, prompts, jax.random.key(0))
     np.testing.assert_array_equal(cut.responses, whole.responses)
@@ -74,9 +82,16 @@ def test_samples_of_a_prompt_share_its_prefill(actor, monkeypatch):
 
     monkeypatch.setattr(generate, "prefill", counted)
     options = generate.SamplingOptions(12, 1.0, n=4, eos_ids=EOS, slots=8)
-    generate.Sampler(actor.decoded, options)(actor.params, make_prompts(LENGTHS), jax.random.key(0)).lengths.block_until_ready()
+    generate.Sampler(actor.decoded, options)(
+        actor.params, make_prompts(LENGTHS), jax.random.key(0)
+    ).lengths.block_until_ready()
     jax.effects_barrier()
-    assert sorted(prefilled) == [0, 2, 4, 6]  # two prompts for eight slots, four times for seven prompts
+    assert sorted(prefilled) == [
+        0,
+        2,
+        4,
+        6,
+    ]  # two prompts for eight slots, four times for seven prompts
 
 
 def test_the_widths():
@@ -94,8 +109,16 @@ VERL_CHANCE = 453  # of EOS 1 in so many gives lengths cut off at 512 a mean of 
 @pytest.fixture(scope="module")
 def uniform():
     """A model that knows nothing: every token of 453 is as likely."""
-    architecture = Architecture(family="llama", vocab_size=VERL_CHANCE, hidden_size=2, intermediate_size=2, num_layers=1,
-                                num_heads=1, num_kv_heads=1, head_dim=2)
+    architecture = Architecture(
+        family="llama",
+        vocab_size=VERL_CHANCE,
+        hidden_size=2,
+        intermediate_size=2,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=2,
+    )
     model = Transformer(architecture, unrolled=True)
     shapes = jax.eval_shape(functools.partial(heads.init, model, head="lm"), jax.random.key(0))
     return model, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -129,7 +152,9 @@ def test_slot_steps_on_verls_lengths_are_near_an_oracles(uniform):
 
 def test_slot_steps_of_samples_that_start_at_once(uniform):
     lengths, slot_steps = verl_rollout(uniform, 256)
-    assert slot_steps <= 1.25 * lengths.sum()  # nothing waits to fill the slots that idle: they are left behind
+    assert (
+        slot_steps <= 1.25 * lengths.sum()
+    )  # nothing waits to fill the slots that idle: they are left behind
     assert 256 * 512 > 1.5 * lengths.sum()
 
 
@@ -139,13 +164,29 @@ def test_slot_steps_of_samples_that_start_at_once(uniform):
 @pytest.fixture
 def step(monkeypatch):
     """One decoding step of a model whose weights and cache weigh more than all else, and what it takes."""
-    monkeypatch.setattr(cache_lib, "LEAST_WINDOW", 10**6)  # the compiler counts all branches of a choice of windows
-    architecture = Architecture(family="llama", vocab_size=512, hidden_size=512, intermediate_size=2048, num_layers=2,
-                                num_heads=4, num_kv_heads=2, head_dim=128)
+    monkeypatch.setattr(
+        cache_lib, "LEAST_WINDOW", 10**6
+    )  # the compiler counts all branches of a choice of windows
+    architecture = Architecture(
+        family="llama",
+        vocab_size=512,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=128,
+    )
     model = Transformer(architecture, unrolled=True)
     params = unroll(heads.init(Transformer(architecture), jax.random.key(0), "lm"))
     keys = sampling.sample_keys(jax.random.key(0), jnp.arange(16))
-    job = generate.plan(model, generate.SamplingOptions(480, 1.0, slots=8), params, make_prompts((3,) * 16, 32), keys)
+    job = generate.plan(
+        model,
+        generate.SamplingOptions(480, 1.0, slots=8),
+        params,
+        make_prompts((3,) * 16, 32),
+        keys,
+    )
 
     def decode(params, state):
         return generate.decode(dataclasses.replace(job, params=params), state)
@@ -164,9 +205,15 @@ def test_a_step_reads_weights_and_cache_once(step):
     caches = jax.tree.leaves(state.slots.cache)
     needed = sum(x.nbytes for x in jax.tree.leaves((params, caches)))
     new, columns, layer = jnp.zeros((8, 1, 2, 128)), jnp.zeros(8, jnp.int32), state.slots.cache[0]
-    write = jax.jit(functools.partial(cache_lib.put_tokens, "cpu"), donate_argnums=0).lower(layer, new, new, columns).compile()
+    write = (
+        jax.jit(functools.partial(cache_lib.put_tokens, "cpu"), donate_argnums=0)
+        .lower(layer, new, new, columns)
+        .compile()
+    )
     assert write.memory_analysis().alias_size_in_bytes == sum(x.nbytes for x in layer)
-    overcounted = len(state.slots.cache) * (write.cost_analysis()["bytes accessed"] - 2 * new.nbytes)
+    overcounted = len(state.slots.cache) * (
+        write.cost_analysis()["bytes accessed"] - 2 * new.nbytes
+    )
     assert needed <= compiled.cost_analysis()["bytes accessed"] - overcounted <= 1.15 * needed
 
 
@@ -174,7 +221,11 @@ def test_no_cache_is_copied(actor):
     """Neither on its way through the loops, nor by a step: only the zeros that it starts from."""
     options = generate.SamplingOptions(12, 1.0, eos_ids=EOS, slots=5)
     sampler = generate.Sampler(actor.decoded, options)
-    text = sampler.program.lower(actor.params, make_prompts(LENGTHS), jax.random.key(0)).compile().as_text()
+    text = (
+        sampler.program.lower(actor.params, make_prompts(LENGTHS), jax.random.key(0))
+        .compile()
+        .as_text()
+    )
     loops, entry = text.split("\nENTRY ")
     for cache in (re.escape("f32[5,2,8,28]"), re.escape("f32[5,2,28,8]")):
         assert re.search(cache, loops) and re.search(cache, entry)
@@ -187,11 +238,17 @@ def test_an_accelerators_cache_is_there_once_and_whole(actor, cudnn_anywhere, de
     cut off to be read, and nobody chooses which: compilers for accelerators would copy it, and a GPU wait for the host."""
     options = generate.SamplingOptions(224, 1.0, eos_ids=EOS, slots=16)
     sampler = generate.Sampler(actor.decoded.clone(decoding=decoding), options)
-    text = sampler.program.lower(actor.params, make_prompts((3,) * 16, 32), jax.random.key(0), slots=16).as_text()
+    text = sampler.program.lower(
+        actor.params, make_prompts((3,) * 16, 32), jax.random.key(0), slots=16
+    ).as_text()
     shapes = ("2x8x256", "2x256x8") if decoding == "gpu" else ("256x2x8",)
     found = set()
     for line in text.splitlines():
-        rows = {int(rows) for shape in shapes for rows in re.findall(rf"tensor<(\d+)x{shape}xf32>", line)}
+        rows = {
+            int(rows)
+            for shape in shapes
+            for rows in re.findall(rf"tensor<(\d+)x{shape}xf32>", line)
+        }
         assert not rows or "stablehlo.slice" not in line
         found |= rows if "stablehlo.while" in line else set()
     assert found == {16} and generate.narrowing(16) == (16, 12, 8)

@@ -18,7 +18,9 @@ PROMPT = "Once upon a time, there was a little girl named Lily."
 STORY = " She loved to play outside in the park. One day, she saw a big, red ball."
 
 
-@pytest.mark.skipif(not FOLDER.exists(), reason=f"{FOLDER} is missing; JAX_PPO_DATA names the folder it is in")
+@pytest.mark.skipif(
+    not FOLDER.exists(), reason=f"{FOLDER} is missing; JAX_PPO_DATA names the folder it is in"
+)
 def test_greedy_story():
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(FOLDER)
@@ -32,9 +34,11 @@ def test_greedy_story():
     ids = tokenizer(PROMPT, add_special_tokens=False)["input_ids"]
     ids = [architecture.bos_id, *ids]
     tokens = np.zeros((1, 48), np.int32)
-    tokens[0, :len(ids)] = ids
+    tokens[0, : len(ids)] = ids
     options = SamplingOptions(48, 0.0, eos_ids=architecture.eos_ids)
     sampler = Sampler(Transformer(architecture, unrolled=True), options)
-    rollout = sampler(unroll(params), Prompts(tokens, np.array([len(ids)], np.int32)), jax.random.key(0))
+    rollout = sampler(
+        unroll(params), Prompts(tokens, np.array([len(ids)], np.int32)), jax.random.key(0)
+    )
     text = tokenizer.decode([*ids, *np.asarray(rollout.responses[0])], skip_special_tokens=True)
     assert text.split(PROMPT)[1].startswith(STORY)

@@ -11,8 +11,17 @@ from jax_ppo.models.transformer import Transformer, unroll
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.types import Prompts
 
-ARCHITECTURE = Architecture(family="qwen2", vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2,
-                            num_heads=4, num_kv_heads=2, head_dim=8, qkv_bias=True)
+ARCHITECTURE = Architecture(
+    family="qwen2",
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    qkv_bias=True,
+)
 T = 12
 
 
@@ -23,11 +32,15 @@ class Actor:
         self.scored = Transformer(architecture)
         self.decoded = Transformer(architecture, unrolled=True)
         self.stacked, self.params = self.init(jax.random.key(0))
-        self.sampler = functools.cache(lambda options: Sampler(self.decoded, options))  # tests share programs
+        self.sampler = functools.cache(
+            lambda options: Sampler(self.decoded, options)
+        )  # tests share programs
 
     @functools.partial(jax.jit, static_argnums=0)
     def init(self, key):
-        stacked = jax.tree.map(lambda x: 5 * x if x.ndim > 1 else x, heads.init(self.scored, key, "lm"))
+        stacked = jax.tree.map(
+            lambda x: 5 * x if x.ndim > 1 else x, heads.init(self.scored, key, "lm")
+        )
         return stacked, unroll(stacked)
 
     def sample(self, prompts, seed=0, first=0, max_response_length=T, temperature=1.0, **options):
@@ -40,15 +53,19 @@ class Actor:
     def logits(self, tokens):
         """Of a plain forward pass of the stacked form over whole rows, [B, S, V]."""
         positions = jax.numpy.broadcast_to(jax.numpy.arange(tokens.shape[1]), tokens.shape)
-        hidden, _ = self.scored.apply({"params": self.stacked}, tokens, positions, jax.numpy.zeros_like(tokens))
+        hidden, _ = self.scored.apply(
+            {"params": self.stacked}, tokens, positions, jax.numpy.zeros_like(tokens)
+        )
         return heads.logits(self.scored.architecture, self.stacked, hidden)
 
     def full_logits(self, prompts, responses):
         """Logits before each response token, [B, T, V]: the sequences are joined without a gap and run at once."""
         lengths, T = np.asarray(prompts.lengths), responses.shape[1]
         tokens = np.zeros((len(lengths), prompts.tokens.shape[1] + T), np.int32)
-        for row, prompt, length, response in zip(tokens, np.asarray(prompts.tokens), lengths, responses, strict=True):
-            row[:length], row[length:length + T] = prompt[:length], response
+        for row, prompt, length, response in zip(
+            tokens, np.asarray(prompts.tokens), lengths, responses, strict=True
+        ):
+            row[:length], row[length : length + T] = prompt[:length], response
         before = lengths[:, None] + np.arange(T) - 1
         return np.take_along_axis(np.asarray(self.logits(tokens)), before[..., None], 1)
 
