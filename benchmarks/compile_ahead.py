@@ -40,8 +40,8 @@ def main():
     import jax
     import programs
 
-    from jax_ppo import sharding
-    from jax_ppo.schema import MeshShape
+    from jax_ppo.config.schema import MeshShape
+    from jax_ppo.runtime import sharding
 
     architecture = dataclasses.replace(programs.QWEN_05B, num_layers=args.layers)
     step = programs.Step(

@@ -21,7 +21,7 @@ import programs
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from jax_ppo import compilation
+from jax_ppo.runtime import compilation
 
 BASE = {"response": 64, "samples": 32, "vocabulary": 4096, "layers": 4}
 AXES = {

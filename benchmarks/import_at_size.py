@@ -38,7 +38,10 @@ def qwen_7b(layers: int):
 
 def write_checkpoint(folder: Path, layers: int) -> None:
     """In the files that an export of 4 GiB each would have."""
-    from jax_ppo.models import hf_config, hf_export, hf_files, hf_names
+    from jax_ppo.models.hf import config as hf_config
+    from jax_ppo.models.hf import files as hf_files
+    from jax_ppo.models.hf import names as hf_names
+    from jax_ppo.models.hf import save as hf_export
 
     architecture = qwen_7b(layers)
     block = np.random.default_rng(0).normal(0, 0.02, 1 << 22).astype(ml_dtypes.bfloat16)
@@ -105,9 +108,13 @@ def read(folder: Path, devices: int) -> dict:
     import jax
     import jax.numpy as jnp
 
-    from jax_ppo import schema, sharding
-    from jax_ppo.models import heads, hf_files, hf_import, hf_names
+    from jax_ppo.config import schema
+    from jax_ppo.models import heads
+    from jax_ppo.models.hf import files as hf_files
+    from jax_ppo.models.hf import load as hf_import
+    from jax_ppo.models.hf import names as hf_names
     from jax_ppo.models.transformer import Transformer
+    from jax_ppo.runtime import sharding
 
     mesh = sharding.make_mesh(schema.MeshShape(data=1, fsdp=devices))
     architecture = hf_import.read_architecture(folder)

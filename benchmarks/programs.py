@@ -14,13 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ppo import packing, schema, scoring, sharding, update
-from jax_ppo import state as state_lib
-from jax_ppo.experience import estimate
+from jax_ppo.config import schema
 from jax_ppo.models import attention, cache, heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer, unroll
+from jax_ppo.ppo import scoring, update
+from jax_ppo.ppo.experience import estimate
+from jax_ppo.runtime import sharding
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
+from jax_ppo.training import packing
+from jax_ppo.training import state as state_lib
 from jax_ppo.types import Experience, MiniBatches, Packing, Prompts, Sequences
 
 

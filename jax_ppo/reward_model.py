@@ -10,15 +10,16 @@ and for others config.reward.model_input=text adds it to prompts that are text. 
 import sys
 from pathlib import Path
 
-from jax_ppo import command_line, schema
+from jax_ppo import command
+from jax_ppo.config import schema
 
 
 def main(arguments: list[str]) -> None:
-    command_line.main(arguments, "reward_model", run)
+    command.run_command(arguments, "reward_model", run)
 
 
 def run(options: schema.Config, workdir: Path) -> None:
-    from jax_ppo import supervised
+    from jax_ppo.supervised import loop as supervised
 
     supervised.train(options, workdir, supervised.REWARD_MODEL)
 

@@ -7,15 +7,16 @@ masked. It is written to WORKDIR/actor, a Hugging Face folder for config.model.p
 import sys
 from pathlib import Path
 
-from jax_ppo import command_line, schema
+from jax_ppo import command
+from jax_ppo.config import schema
 
 
 def main(arguments: list[str]) -> None:
-    command_line.main(arguments, "sft", run)
+    command.run_command(arguments, "sft", run)
 
 
 def run(options: schema.Config, workdir: Path) -> None:
-    from jax_ppo import supervised
+    from jax_ppo.supervised import loop as supervised
 
     supervised.train(options, workdir, supervised.SFT)
 

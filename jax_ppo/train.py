@@ -3,15 +3,16 @@
 import sys
 from pathlib import Path
 
-from jax_ppo import command_line, schema
+from jax_ppo import command
+from jax_ppo.config import schema
 
 
 def main(arguments: list[str]) -> None:
-    command_line.main(arguments, "train", run)
+    command.run_command(arguments, "train", run)
 
 
 def run(options: schema.Config, workdir: Path) -> None:
-    from jax_ppo import ppo
+    from jax_ppo.ppo import loop as ppo
 
     ppo.train(options, workdir)
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from jax_ppo.data import tokenizer as tokenizer_lib
-from jax_ppo.models import heads, hf_export
+from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.hf import save as hf_export
 from jax_ppo.models.transformer import Transformer
 
 ROOT = pathlib.Path(__file__).parents[1]

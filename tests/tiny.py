@@ -4,13 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ppo import config as config_lib
-from jax_ppo import notation, packing, schema, scoring, sharding
-from jax_ppo import state as state_lib
-from jax_ppo.experience import estimate
+from jax_ppo.config import loading as config_lib
+from jax_ppo.config import parsing as notation
+from jax_ppo.config import schema
 from jax_ppo.models import heads, lora
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer
+from jax_ppo.ppo import scoring
+from jax_ppo.ppo.experience import estimate
+from jax_ppo.runtime import sharding
+from jax_ppo.training import packing
+from jax_ppo.training import state as state_lib
 from jax_ppo.types import MiniBatches, Prompts, Rollout
 
 ARCHITECTURE = Architecture(

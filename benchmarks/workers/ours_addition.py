@@ -15,12 +15,16 @@ import addition
 import harness
 import jax
 
-from jax_ppo import config as config_lib
-from jax_ppo import console, ppo, schema, scoring, sharding
-from jax_ppo import state as state_lib
-from jax_ppo.experience import estimate
-from jax_ppo.experiment import TRAINING, Experiment
-from jax_ppo.update import update
+from jax_ppo.config import loading as config_lib
+from jax_ppo.config import schema
+from jax_ppo.ppo import loop as ppo
+from jax_ppo.ppo import scoring
+from jax_ppo.ppo.experience import estimate
+from jax_ppo.ppo.setup import TRAINING, Experiment
+from jax_ppo.ppo.update import update
+from jax_ppo.reporting import console
+from jax_ppo.runtime import sharding
+from jax_ppo.training import state as state_lib
 
 WARM_UP_STEPS = 2  # the second one takes what the first one's update gave
 

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import workload
 
-from jax_ppo import schema, sharding
-from jax_ppo.models import heads, hf_import
+from jax_ppo.config import schema
+from jax_ppo.models import heads
+from jax_ppo.models.hf import load as hf_import
 from jax_ppo.models.transformer import Transformer, unroll
+from jax_ppo.runtime import sharding
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.types import Prompts
 

@@ -14,9 +14,12 @@ import jax
 import workload
 from turnstile import Turnstile
 
-from jax_ppo import config as config_lib
-from jax_ppo import experiment, ppo, schema, scoring
+from jax_ppo.config import loading as config_lib
+from jax_ppo.config import schema
 from jax_ppo.data import prompts as prompts_lib
+from jax_ppo.ppo import loop as ppo
+from jax_ppo.ppo import scoring
+from jax_ppo.ppo import setup as experiment
 from jax_ppo.sampler import generate
 
 PROMPTS = 1024

@@ -15,9 +15,9 @@ import os
 import re
 from pathlib import Path
 
-from jax_ppo import hub
 from jax_ppo.data import arithmetic, files, rows, stories
 from jax_ppo.errors import UserError, did_you_mean
+from jax_ppo.storage import hub
 from jax_ppo.types import Example
 
 GENERATED = ("arithmetic", "stories")

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from jax_ppo import hub
 from jax_ppo.errors import UserError, did_you_mean
+from jax_ppo.storage import hub
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 FULL_ALPHABET = 512  # from this vocabulary size on every byte has a token

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ppo.kernels import softcap as kernel
-from jax_ppo.sharding import split_heads
+from jax_ppo.runtime.sharding import split_heads
 
 LEAST_BLOCK, MOST_BLOCKS = 64, 4  # of xla: queries in one, blocks in a row
 SPLASH_BLOCKS = (512, 256, 128)  # tokens; the largest that divides the row

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ppo.kernels import softcap as kernel
-from jax_ppo.sharding import split_heads
+from jax_ppo.runtime.sharding import split_heads
 
 TRANSPOSED = ("cpu", "gpu")
 LEAST_WINDOW = 128  # columns that a CPU reads at least

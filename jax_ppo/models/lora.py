@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
-from jax_ppo.models import hf_names
 from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.hf import names as hf_names
 
 
 @dataclasses.dataclass(frozen=True)

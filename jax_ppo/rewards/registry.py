@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jax_ppo import plugins
+from jax_ppo.config import plugins
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.rewards import rules
 from jax_ppo.rewards.custom import ARGUMENTS, to_result

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_ppo import dispatch
 from jax_ppo.models import cache as cache_lib
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer
+from jax_ppo.runtime import dispatch
 from jax_ppo.sampler import sampling
 from jax_ppo.types import Prompts, Rollout
 

@@ -8,9 +8,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from jax_ppo import hub
 from jax_ppo.data import sources
 from jax_ppo.errors import UserError
+from jax_ppo.storage import hub
 
 OFFLINE = """
 from jax_ppo.data import sources, tokenizer

@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from jax_ppo import packing
 from jax_ppo.kernels import (
     advantages,
     importance,
@@ -27,6 +26,7 @@ from jax_ppo.kernels import (
     vocabulary_kl,
 )
 from jax_ppo.kernels.policy_losses import LOSSES, Clip, padded_batch
+from jax_ppo.training import packing
 from jax_ppo.types import Sequences
 
 B, T = 3, 6

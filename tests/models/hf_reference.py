@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ppo.models import heads, hf_import
+from jax_ppo.models import heads
+from jax_ppo.models.hf import load as hf_import
 from jax_ppo.models.transformer import Transformer
 
 torch = pytest.importorskip("torch")

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import tiny
-from jax_ppo import state as state_lib
 from jax_ppo.errors import UserError
-from jax_ppo.models import attention, hf_import
+from jax_ppo.models import attention
+from jax_ppo.models.hf import load as hf_import
+from jax_ppo.training import state as state_lib
 
 
 def make_inputs(rows=2, length=128, heads=4, kv_heads=2, head_dim=16, dtype=jnp.float32):

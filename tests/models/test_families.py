@@ -13,12 +13,13 @@ import pytest
 from safetensors.numpy import load_file
 
 import tiny
-from jax_ppo import sharding
 from jax_ppo.kernels.logprobs import token_logprobs
-from jax_ppo.models import heads, hf_import, rope
-from jax_ppo.models.hf_config import FAMILIES, from_hf_config, to_hf_config
-from jax_ppo.models.hf_export import export
+from jax_ppo.models import heads, rope
+from jax_ppo.models.hf import load as hf_import
+from jax_ppo.models.hf.config import FAMILIES, from_hf_config, to_hf_config
+from jax_ppo.models.hf.save import export
 from jax_ppo.models.transformer import FEW_LAYERS, Transformer, unroll
+from jax_ppo.runtime import sharding
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.types import Prompts
 

@@ -11,11 +11,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import tiny
-from jax_ppo import schema, sharding
+from jax_ppo.config import schema
 from jax_ppo.errors import UserError
-from jax_ppo.models import heads, hf_export, lora, peft
+from jax_ppo.models import heads, lora
+from jax_ppo.models.hf import peft
+from jax_ppo.models.hf import save as hf_export
 from jax_ppo.models.lora import Lora
 from jax_ppo.models.transformer import Dense, Transformer, unroll
+from jax_ppo.runtime import sharding
 
 ALL = Lora(4, 6.0, schema.LORA_TARGETS)
 TWO = Lora(3, 6.0, ("q_proj", "v_proj"))

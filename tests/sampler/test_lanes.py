@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from tiny_actor import make_prompts
 
-from jax_ppo import schema, sharding
+from jax_ppo.config import schema
+from jax_ppo.runtime import sharding
 from jax_ppo.sampler import generate
 
 EOS = (3, 7, 11, 30)

@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny_actor import ARCHITECTURE, Actor, make_prompts
 
-from jax_ppo import sharding
+from jax_ppo.config.schema import MeshShape
+from jax_ppo.runtime import sharding
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
-from jax_ppo.schema import MeshShape
 
 OPTIONS = SamplingOptions(12, 1.0, n=2, eos_ids=(3, 7, 11), slots=3)
 

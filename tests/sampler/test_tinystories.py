@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from jax_ppo.models import hf_import
+from jax_ppo.models.hf import load as hf_import
 from jax_ppo.models.transformer import Transformer, unroll
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.types import Prompts

@@ -1,0 +1,45 @@
+"""What every command does around its own work: read the options, start the processes, report errors in one line.
+
+Nothing heavy is imported before the options have been validated, so that a mistake costs a second.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from jax_ppo.config import command_line
+from jax_ppo.config.schema import Config
+from jax_ppo.errors import UserError
+
+
+def run_command(arguments: list[str], command: str, run: Callable[[Config, Path], object]) -> None:
+    """Read the options of a command and run it; exit with a one-line message on a user error.
+
+    Args:
+      arguments: `sys.argv`.
+      command: "train", "sft" or "reward_model".
+      run: takes the options and the work directory; imports heavy modules itself.
+    """
+    try:
+        options, workdir = command_line.read(arguments, command)
+        from jax_ppo.runtime import distributed
+
+        distributed.initialize(options.distributed)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    distributed.run_or_abort(lambda: _run(options, workdir, run))
+
+
+def _run(options: Config, workdir: Path, run: Callable[[Config, Path], object]) -> None:
+    from jax_ppo.reporting import console
+    from jax_ppo.runtime import compilation, distributed
+
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # torch is not needed
+    compilation.keep(options.trainer.compilation_cache, console.say)
+    if distributed.is_main():
+        command_line.write_resolved(options, workdir)
+    try:
+        run(options, workdir)
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,3 @@
+"""Options: their schema, how they are loaded, parsed and validated, and the command line."""
+
+from jax_ppo.config.loading import default_config as default_config

@@ -1,0 +1,267 @@
+"""The algorithm: sample, score, estimate advantages, update; evaluate and save now and then.
+
+The mesh waits for the host once a step: for the sampled tokens to be scored by the rules. Where the host waits for the mesh
+besides, to tell the time of a phase, the next work is already queued.
+"""
+
+import contextlib
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ppo.config.schema import Config
+from jax_ppo.kernels import moments as moments_lib
+from jax_ppo.ppo import experience as experience_lib
+from jax_ppo.ppo import precompilation as rehearsal
+from jax_ppo.ppo import scoring
+from jax_ppo.ppo.evaluation import Evaluation, evaluate
+from jax_ppo.ppo.report import Reporter
+from jax_ppo.ppo.setup import EVALUATION, REFERENCE, TRAINING, Experiment
+from jax_ppo.ppo.update import update
+from jax_ppo.reporting import console
+from jax_ppo.runtime import compilation, sharding
+from jax_ppo.training import resume as resuming
+from jax_ppo.training import state as state_lib
+from jax_ppo.training.checkpoint import Checkpointer, Progress
+
+# Besides those of the model: what the trees of a checkpoint are, or what they were learned from.
+ANOTHER_EXPERIMENT = (
+    "seed",
+    "data.train_files",
+    "critic.path",
+    "critic.keep_head",
+    "critic.shared_trunk",
+    "critic.normalize_values",
+    "reward.model_path",
+    "reward.model_input",
+    "reward.normalize",
+    "algorithm.adv_estimator",
+)
+
+KEPT_BY_CHECKPOINTS = (
+    "algorithm.kl_ctrl.kl_coef",
+    "reward.normalize_samples",
+)  # read by the first step alone
+
+
+def train(config: Config, workdir: Path) -> dict:
+    """Runs an experiment, from the newest checkpoint in `workdir` if there is one. Returns what summary.json holds."""
+    mesh = sharding.make_mesh(config.mesh)
+    with (
+        jax.set_mesh(mesh),
+        compilation.counted() as compiled,
+        Checkpointer(
+            workdir / "checkpoints", config.trainer.max_checkpoints, config.trainer.best_metric
+        ) as checkpoints,
+    ):
+        run = Experiment(config, workdir, mesh, console.say)
+        progress = resuming.find_progress(
+            config,
+            run.total_steps,
+            checkpoints,
+            console.say,
+            ANOTHER_EXPERIMENT,
+            KEPT_BY_CHECKPOINTS,
+        )
+        with Reporter(run, workdir, progress, compiled) as report:
+            state = begin(run, checkpoints, progress, report)
+            batches, ahead = run.batches(progress.position), None
+            for step in range(progress.step, run.total_steps):
+                batch, rollout, position = ahead or draw(run, state, batches, step, report)
+                with report.phase("rollout"):
+                    plans = run.plan(
+                        step, sample_lengths(batch, rollout)
+                    )  # waits for the lengths: the one wait of a step
+                sequences = scoring.join(rollout, config.sequence_length)
+                scores = scoring.score(config, run.nets, state, sequences, *plans.scoring)
+                ahead = None
+                # A run that is resumed has no rollout of older weights: before a checkpoint that is due none is begun.
+                if config.rollout.one_step_off and not resuming.due(
+                    step + 1, run.total_steps, config.trainer.save_freq
+                ):
+                    ahead = draw(run, state, batches, step + 1, report)
+                report.flush()  # where nothing was drawn in this step, one step off
+                with report.phase("reward"):  # on the host, while the mesh scores
+                    rewarded, _ = run.reward(batch, rollout)
+                read = rewarded.model_inputs or (sequences, *plans.scoring)
+                rewards = add_reward_model(run, state, rewarded.scores, read)
+                experience, of_rollout = experience_lib.estimate(
+                    config,
+                    state.step,
+                    state.control,
+                    sequences,
+                    rollout.logprobs,
+                    scores,
+                    rewards,
+                    rewarded.steps,
+                )
+                state, of_update = update(
+                    config, run.nets, run.total_steps, state, experience, plans.actor, plans.critic
+                )
+                with report.phase("score"):
+                    jax.block_until_ready(scores)
+                report.later(
+                    step,
+                    of_rollout | of_update | rollout_metrics(rollout, rewarded.correct),
+                    rewarded,
+                )
+                finish_step(run, state, step + 1, position, report, checkpoints)
+                if checkpoints.should_stop(step + 1):
+                    checkpoints.wait()
+                    return report.finish(state, export=False)
+            return report.finish(state, run.config.trainer.export)
+
+
+def draw(run: Experiment, state, batches, step: int, report: Reporter):
+    """Begins to sample responses to a step's prompts: (the batch, the rollout, the examples consumed with it).
+
+    Then it writes the figures of the last update begun, whose actor is learned as this sampling begins (on one CPU device the
+    critic may still be learning beside it). One step off that is the update of the step before the one that is under way, and
+    what the host waited for in between stands in its row.
+    """
+    batch = next(batches)
+    rollout = run.sample(
+        run.decode_params(run.policy(state)), run.on_mesh(batch.prompts), run.key(TRAINING, step)
+    )
+    report.flush()
+    return batch, rollout, batches.position
+
+
+def begin(
+    run: Experiment, checkpoints: Checkpointer, progress: Progress, report: Reporter
+) -> state_lib.TrainState:
+    """The state to begin with, evaluated if it is untrained; the programs of a step are compiled meanwhile."""
+    arrays = None
+    with (
+        contextlib.nullcontext()
+        if progress.step >= run.total_steps
+        else rehearsal.during(run, progress.position)
+    ):
+        if progress.step:
+            arrays, _ = checkpoints.restore(
+                progress.step, state_lib.trained_shapes(run.config, run.nets, run.mesh)
+            )
+        state = state_lib.create(
+            run.config, run.nets, run.folders, run.mesh, console.loading, arrays, progress.step
+        )
+        if run.held_out and not progress.step and run.config.trainer.val_before_train:
+            report.evaluation(0, evaluation(run, state))
+    if run.config.reward.normalize == "reference" and not progress.step:
+        state = measure_reference(run, state)
+    report.restart_clock()
+    return state
+
+
+def finish_step(
+    run: Experiment, state, done: int, position: int, report: Reporter, checkpoints: Checkpointer
+) -> None:
+    """Evaluates and saves where it is time: `done` steps are behind."""
+    trainer, result = run.config.trainer, None
+    if run.held_out and resuming.due(done, run.total_steps, trainer.test_freq):
+        report.flush()
+        result = evaluation(run, state)
+        report.evaluation(done, result)
+    if resuming.due(done, run.total_steps, trainer.save_freq) or checkpoints.should_stop(done):
+        report.flush()
+        with report.phase("checkpoint"):
+            meta = {
+                "position": position,
+                "evaluations": report.progress.evaluations,
+                "config": dataclasses.asdict(run.config),
+            }
+            figures = result and {"accuracy": result.accuracy, "reward_mean": result.reward_mean}
+            checkpoints.save(done, state_lib.trained(state), meta, figures)
+        report.restart_clock()
+
+
+def sample_lengths(batch, rollout) -> np.ndarray:
+    """Tokens of each sample's prompt and response, on the host."""
+    responses = sharding.to_host(rollout.lengths)
+    return (
+        np.repeat(batch.prompts.lengths, len(responses) // len(batch.prompts.lengths)) + responses
+    )
+
+
+def add_reward_model(run: Experiment, state, rewards, inputs):
+    """The rule's rewards [B], with the reward model's score if there is one. `inputs`: sequences, plan, micro_batches of
+    scoring.reward_model_scores."""
+    if run.nets.reward is None:
+        return rewards
+    params = state_lib.whole(run.nets.reward, state.reward, state.reference)
+    return rewards + scoring.reward_model_scores(run.nets.reward, params, *inputs)
+
+
+def evaluation(run: Experiment, state) -> Evaluation:
+    """Averages over the held-out prompts with rollout.val_kwargs; the same draws at every step but for the policy."""
+    params = run.decode_params(run.policy(state))
+
+    def reward(batch, rollout, keep):
+        rewarded, samples = run.reward(batch, rollout, keep)
+        scores = sharding.to_host(total_rewards(run, state, batch, rollout, rewarded))
+        samples = [sample | {"score": float(scores[sample["row"]])} for sample in samples]
+        return scores, sharding.to_host(rewarded.correct), samples
+
+    def sample(prompts, key, first):
+        return run.sample_held_out(params, prompts, key, first)
+
+    return evaluate(
+        sample,
+        reward,
+        run.held_out_batches(),
+        run.mesh,
+        run.key(EVALUATION, 0),
+        run.config.trainer.log_samples,
+    )
+
+
+def total_rewards(run: Experiment, state, batch, rollout, rewarded):
+    """Rewards [B] of a rollout that nothing else is scored of: the rules', those of steps too, and the reward model's."""
+    scores = rewarded.scores if rewarded.steps is None else rewarded.scores + rewarded.steps.sum(1)
+    if run.nets.reward is None:
+        return scores
+    inputs = rewarded.model_inputs
+    if inputs is None:
+        sequences = scoring.join(rollout, run.config.sequence_length)
+        inputs = sequences, *run.plan_scoring(sample_lengths(batch, rollout))
+    return add_reward_model(run, state, scores, inputs)
+
+
+def measure_reference(run: Experiment, state) -> state_lib.TrainState:
+    """The state with the moments of the scores of its policy, over reward.normalize_samples responses in whole batches."""
+    params, batches = run.decode_params(run.policy(state)), run.batches(0)
+    moments = state.control.moments["rewards"]
+    per_batch = run.config.data.train_batch_size * run.config.rollout.n
+    for number in range(-(-run.config.reward.normalize_samples // per_batch)):
+        batch = next(batches)
+        rollout = run.sample(params, run.on_mesh(batch.prompts), run.key(REFERENCE, number))
+        rewarded, _ = run.reward(batch, rollout)
+        outcomes = dataclasses.replace(
+            rewarded, steps=None
+        )  # what is normalised: rewards of steps are not
+        moments = add_moments(moments, total_rewards(run, state, batch, rollout, outcomes))
+    console.say(
+        f"the first policy's rewards: mean {float(moments.mean):.4g}, deviation {float(moments_lib.std(moments)):.4g}"
+    )
+    control = dataclasses.replace(
+        state.control, moments=state.control.moments | {"rewards": moments}
+    )
+    return dataclasses.replace(state, control=control)
+
+
+@jax.jit
+def add_moments(moments, values):
+    return moments_lib.add(moments, values, jnp.ones(values.shape, bool))
+
+
+@jax.jit
+def rollout_metrics(rollout, correct_B) -> dict:
+    """Shares: of right answers (NaN where the rules have no notion of right), of responses cut off at their longest, and of
+    the decoder's slot-steps that drew a token."""
+    return {
+        "reward/accuracy": jnp.nanmean(correct_B),
+        "response_length/truncated_share": rollout.truncated.mean(dtype=jnp.float32),
+        "rollout/slot_use": rollout.lengths.sum() / rollout.slot_steps.sum(),
+    }

@@ -1,0 +1,1 @@
+"""What a run tells its user: console lines, curves, TensorBoard, the summary."""

@@ -1,0 +1,1 @@
+"""The machine: meshes and shardings, processes, compilation, concurrent programs."""

@@ -1,0 +1,1 @@
+"""The train state, its optimizer, packed rows, and checkpoints."""

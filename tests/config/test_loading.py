@@ -1,0 +1,261 @@
+"""Every wrong option fails before anything heavy loads, naming the option, its value and what was expected."""
+
+import inspect
+import pathlib
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jax_ppo.config import command_line, schema
+from jax_ppo.config import loading as config
+from jax_ppo.errors import UserError
+
+
+def checked(**changes):
+    values = config.default_config()
+    values.data.train_files = "arithmetic:8"
+    values.update_from_flattened_dict(
+        {name.replace("__", "."): value for name, value in changes.items()}
+    )
+    return config.from_config_dict(values)
+
+
+def test_defaults_are_valid_and_hashable():
+    assert hash(checked()) == hash(checked())
+
+
+def test_every_option_has_a_meaning():
+    rows = list(schema.options())
+    assert len(rows) > 60
+    assert all(len(doc) > 3 for *_, doc in rows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"actor__clip_ratio": -1.0}, r"config\.actor\.clip_ratio=-1\.0: expected more than 0"),
+        ({"actor__clip_ratio": float("nan")}, r"config\.actor\.clip_ratio=nan"),
+        ({"algorithm__gamma": 2.0}, r"config\.algorithm\.gamma=2\.0: expected at most 1"),
+        ({"rollout__temperature": 0.0}, r"config\.rollout\.temperature=0\.0: expected more than 0"),
+        (
+            {"data__train_batch_size": 48},
+            r"config\.actor\.ppo_mini_batch_size=64.*train_batch_size=48",
+        ),
+        ({"actor__loss_agg_mode": "token_mean"}, r"Did you mean 'token-mean'"),
+        ({"actor__clip_ratio_c": 0.5}, r"config\.actor\.clip_ratio_c=0\.5"),
+        ({"packing__row_length": 100}, r"config\.packing\.row_length=100.*1024"),
+        (
+            {"mesh__data": -1, "mesh__fsdp": -1},
+            r"only one of config\.mesh\.data and config\.mesh\.fsdp",
+        ),
+        (
+            {"mesh__fsdp": 3},
+            r"config\.data\.train_batch_size=64: must be a multiple of the 3 devices.*nearest is 63",
+        ),
+        (
+            {"algorithm__use_kl_in_reward": True, "algorithm__use_reference": False},
+            r"use_kl_in_reward=True: needs the reference",
+        ),
+        ({"data__train_files": ""}, r"config\.data\.train_files=''"),
+        ({"data__train_files": "x.jsonl"}, r"config\.model\.path=''"),
+        ({"rollout__top_k": 0}, r"config\.rollout\.top_k=0"),
+        (
+            {"rollout__one_step_off": True},
+            r"config\.rollout\.one_step_off=True.*config\.algorithm\.rollout_is",
+        ),
+        (
+            {"algorithm__rollout_is": "token", "rollout__reuse_logprobs": "always"},
+            r"config\.rollout\.reuse_logprobs='always'",
+        ),
+        ({"trainer__logger": "tensorbord"}, r"config\.trainer\.logger='tensorbord'"),
+        (
+            {"actor__policy_loss": "vanila"},
+            r"config\.actor\.policy_loss='vanila'.*Did you mean 'vanilla'",
+        ),
+        (
+            {"actor__entropy_schedule": "0.01"},
+            r"config\.actor\.entropy_schedule='0\.01'.*STEP:VALUE",
+        ),
+        (
+            {"critic__ppo_mini_batch_size": 48},
+            r"config\.critic\.ppo_mini_batch_size=48: must divide",
+        ),
+        ({"algorithm__adv_estimator": "grpo"}, r"config\.rollout\.n=1.*adv_estimator='grpo'"),
+        (
+            {"algorithm__adv_estimator": "reinforce_plus_plus", "trainer__critic_warmup": 2},
+            r"critic_warmup=2: there is no critic",
+        ),
+        (
+            {"algorithm__kl_ctrl__type": "adaptive"},
+            r"kl_ctrl\.type='adaptive': moves the coefficient",
+        ),
+        (
+            {"algorithm__kl_ctrl__type": "linear", "algorithm__use_kl_in_reward": True},
+            r"kl_ctrl\.schedule=''.*STEP:VALUE",
+        ),
+        (
+            {"algorithm__kl_ctrl__schedule": "0:1"},
+            r"kl_ctrl\.schedule='0:1': is not read with .*type='fixed'",
+        ),
+        ({"actor__kl_loss_ctrl": True}, r"kl_loss_ctrl=True.*use_kl_loss=True"),
+        (
+            {"reward__process_rewards": True},
+            r"process_rewards=True: needs a config\.reward\.function",
+        ),
+        (
+            {"reward__model_input": "chat"},
+            r"config\.reward\.model_input='chat': there is no reward model",
+        ),
+        ({"reward__max_length": 512}, r"config\.reward\.max_length=512: there is no reward model"),
+        (
+            {"reward__model_path": "x", "reward__max_length": 8},
+            r"config\.reward\.max_length=8: expected at least 16",
+        ),
+        (
+            {"reward__model_path": "x", "reward__model_input": "pairs"},
+            r"model_input='pairs'.*Did you mean 'pair'",
+        ),
+        (
+            {"model__lora__targets": "q_proj,vproj"},
+            r"config\.model\.lora\.targets='q_proj,vproj'.*Did you mean 'v_proj'",
+        ),
+        (
+            {"model__lora__path": "x", "model__lora__rank": 8},
+            r"config\.model\.lora\.path='x': says what rank, alpha",
+        ),
+        (
+            {"critic__keep_head": True},
+            r"config\.critic\.keep_head=True: needs a config\.critic\.path",
+        ),
+        (
+            {"critic__shared_trunk": True, "critic__path": "x"},
+            r"config\.critic\.path='x': a critic that shares the actor's trunk",
+        ),
+        (
+            {"reward__overlong_buffer_len": 513},
+            r"overlong_buffer_len=513: expected at most .*max_response_length=512",
+        ),
+    ],
+)
+def test_impossible_values_are_named(changes, message):
+    with pytest.raises(UserError, match=message):
+        checked(**changes)
+
+
+def test_wrong_type_is_named():
+    values = config.default_config()
+    with values.ignore_type():
+        values.rollout.n = "four"
+    with pytest.raises(UserError, match=r"config\.rollout\.n='four': expected int"):
+        config.from_config_dict(values)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "tiny.py"
+    path.write_text(
+        "from jax_ppo.config import default_config\n"
+        "def get_config(arg=None):\n"
+        "    config = default_config()\n"
+        "    config.data.train_files = 'arithmetic:8'\n"
+        "    config.experiment_name = arg or 'tiny'\n"
+        "    return config\n"
+    )
+    return path
+
+
+def test_overrides_and_argument(file):
+    options, workdir = command_line.read(
+        [
+            "train",
+            f"--config={file}:named",
+            "--config.actor.optim.lr=1e-4",
+            "--config.rollout.n=2",
+            "--config.actor.clip_ratio_high=0.28",
+            "--noconfig.data.shuffle",
+        ]
+    )
+    assert (
+        options.actor.optim.lr == 1e-4
+        and options.rollout.n == 2
+        and options.actor.clip_ratio_high == 0.28
+    )
+    assert options.data.shuffle is False
+    assert str(workdir) == "output/named"
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        (
+            "--config.actor.clip_rato=0.1",
+            r"config\.actor\.clip_rato: there is no such option. Did you mean .*clip_ratio\?",
+        ),
+        ("--config.clip_ratio=0.1", r"Did you mean config\.actor\.clip_ratio\?"),
+        ("--config.rollout.n=1.5", r"config\.rollout\.n='1\.5': expected int"),
+        ("--config.actor.optim.lr=fast", r"config\.actor\.optim\.lr='fast': expected float"),
+        ("--config.data.shuffle=maybe", r"config\.data\.shuffle='maybe': expected true or false"),
+        ("--config.rollout.n", r"write --config\.rollout\.n=VALUE"),
+        ("--confg.rollout.n=2", "confg"),
+        ("rollout.n=2", "rollout.n=2: not an option"),
+    ],
+)
+def test_command_line_mistakes(file, argument, message):
+    with pytest.raises(UserError, match=message):
+        command_line.read(["train", f"--config={file}", argument])
+
+
+def test_missing_file_names_the_nearest(file):
+    with pytest.raises(UserError, match=r"no such file. Did you mean .*tiny\.py"):
+        command_line.read(["train", f"--config={file.parent}/tinny.py"])
+
+
+def test_a_mistake_costs_no_heavy_import(file):
+    code = (
+        "import sys\nfrom jax_ppo import train\n"
+        f"try: train.main(['train', '--config={file}', '--config.actor.clip_rato=1'])\n"
+        "except SystemExit as error: print(error)\n"
+        "print(sorted({'jax', 'flax', 'transformers', 'orbax'} & set(sys.modules)))"
+    )
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "config.actor.clip_ratio" in done.stdout
+    assert time.monotonic() - started < 20  # 0.2 s on a quiet machine
+
+
+def test_resolved_configuration_is_written(file, tmp_path, capsys):
+    options, _ = command_line.read(["train", f"--config={file}"])
+    command_line.write_resolved(options, tmp_path / "work")
+    assert '"train_files": "arithmetic:8"' in (tmp_path / "work" / "config.json").read_text()
+    assert "clip_ratio=0.2" in capsys.readouterr().out
+
+
+def test_a_reader_of_the_table_may_leave():
+    """`python -m jax_ppo.config | head`: no traceback."""
+    command, pipe = [sys.executable, "-m", "jax_ppo.config"], subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as table:
+        table.stdout.close()
+        assert table.stderr.read() == "" and table.wait() == 0
+
+
+def test_verls_names_of_estimators_are_taken():
+    assert checked(actor__kl_loss_type="low_var_kl+").actor.kl_loss_type == "k3+"
+    assert checked(algorithm__kl_penalty="mse").algorithm.kl_penalty == "k2"
+
+
+def test_every_option_is_read():
+    """By its name, somewhere besides the schema and its checks."""
+    folder = pathlib.Path(config.__file__).parents[1]
+    code = "".join(
+        path.read_text()
+        for path in folder.rglob("*.py")
+        if path.name not in ("schema.py", "loading.py", "validation.py", "parsing.py")
+    )
+    properties = inspect.getsource(schema.Config)
+    for name, *_ in schema.options():
+        leaf = name.rpartition(".")[2]
+        assert re.search(rf"[.\"]{leaf}\b", code + properties), name

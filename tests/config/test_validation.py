@@ -1,0 +1,33 @@
+"""What is allowed and may not be meant. What is refused is in test_config.py, by the whole way from a ConfigDict."""
+
+import tiny
+from jax_ppo.config import validation as consistency
+
+
+def test_what_may_not_be_meant_is_noted():
+    assert consistency.notes(tiny.config()) == []
+    noted = " ".join(
+        consistency.notes(
+            tiny.config(
+                algorithm__adv_estimator="grpo",
+                rollout__n=4,
+                algorithm__lam=0.9,
+                actor__policy_loss="gspo",
+                rollout__top_p=0.9,
+                algorithm__use_kl_in_reward=True,
+                algorithm__kl_penalty="abs",
+                reward__normalize_samples=8,
+            )
+        )
+    )
+    for name in (
+        "algorithm.lam=0.9",
+        "actor.policy_loss='gspo'",
+        "top_p",
+        "algorithm.kl_penalty='abs'",
+        "normalize_samples=8",
+    ):
+        assert f"{name}" in noted, name
+    assert "critic_lam" not in noted
+    warms_up = tiny.config(trainer__critic_warmup=3, trainer__total_training_steps=3)
+    assert "the actor never learns" in consistency.notes(warms_up)[0]

@@ -1,0 +1,306 @@
+"""DeBERTa gives the scores that transformers gives, from the same checkpoint; and says what it does not support."""
+
+import functools
+import json
+
+import hf_reference as reference
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jax_ppo.errors import UserError
+from jax_ppo.models.deberta import architecture as deberta_architecture
+from jax_ppo.models.deberta import encoder as deberta
+from jax_ppo.models.hf import load as hf_import
+
+torch, transformers = reference.torch, reference.transformers
+
+V3 = {  # deberta-v3's config.json, small
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "relative_attention": True,
+    "position_buckets": 8,
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+    "pos_att_type": "p2c|c2p",
+    "max_relative_positions": -1,
+    "position_biased_input": False,
+    "type_vocab_size": 0,
+    "layer_norm_eps": 1e-7,
+    "pad_token_id": 0,
+    "num_labels": 1,
+}
+VARIANTS = {
+    "v3": {},
+    "v2, a convolution": {"conv_kernel_size": 3, "conv_act": "gelu"},
+    "a wide convolution": {"conv_kernel_size": 5, "conv_act": "tanh", "num_hidden_layers": 1},
+    "without buckets": {"position_buckets": -1, "max_relative_positions": 6},
+    "keys of their own": {"share_att_key": False, "norm_rel_ebd": "none"},
+    "content to position alone": {"pos_att_type": ["c2p"], "share_att_key": False},
+    "position to content alone": {"pos_att_type": ["p2c"], "max_relative_positions": 20},
+    "content alone": {"pos_att_type": None},
+    "absolute positions too": {"position_biased_input": True},
+    "a narrow embedding": {"embedding_size": 24},
+    "other activations": {"hidden_act": "gelu_new", "pooler_hidden_act": "tanh"},
+}
+
+
+def make(folder, **changes):
+    """A transformers model in float32 whose every parameter is far from its initial value, written to `folder`."""
+    model = transformers.DebertaV2ForSequenceClassification(
+        transformers.DebertaV2Config(**(V3 | changes))
+    ).eval()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=0.2, generator=generator)
+            if "LayerNorm.weight" in name:
+                parameter += 1
+    model.save_pretrained(folder)
+    return model
+
+
+def load(folder, dtype=jnp.float32):
+    architecture = hf_import.read_reward_model(folder)
+    shapes = jax.eval_shape(lambda: deberta.init(deberta.Deberta(architecture), jax.random.key(0)))
+    where = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), shapes)
+    params = hf_import.load(folder, architecture, where, dtype, "reward")
+    jax.tree.map(
+        lambda shape, param: np.testing.assert_equal(param.shape, shape.shape), shapes, params
+    )
+    return deberta.Deberta(architecture, dtype), params
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def scores(model, params, tokens, positions, segments):
+    return model.apply({"params": params}, tokens, positions, segments)
+
+
+def one_a_row(model, params, ids, lengths):
+    """Scores of padded rows."""
+    column = np.arange(ids.shape[1])[None]
+    filled = column < np.asarray(lengths)[:, None]
+    return np.asarray(
+        scores(model, params, ids, np.where(filled, column, 0), np.where(filled, 0, -1))
+    )[:, 0]
+
+
+def theirs(model, ids, lengths=None):
+    mask = (
+        None
+        if lengths is None
+        else torch.from_numpy((np.arange(ids.shape[1]) < np.asarray(lengths)[:, None]).astype(int))
+    )
+    with torch.no_grad():
+        return (
+            model(torch.from_numpy(ids.astype(np.int64)), attention_mask=mask)
+            .logits.float()
+            .numpy()[:, 0]
+        )
+
+
+IDS, LENGTHS = reference.tokens(6, 40), [40, 3, 17, 29, 1, 8]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow)
+        if "alone" in name or name.startswith("other")
+        else name
+        for name in VARIANTS
+    ],
+)
+def test_scores_are_those_of_transformers(name, tmp_path):
+    """Alone in a row, padded, and several texts in one row."""
+    model, ours = make(tmp_path, **VARIANTS[name]), load(tmp_path)
+    whole, padded = theirs(model, IDS), theirs(model, IDS, LENGTHS)
+    assert (
+        whole.std() > 0.2 and np.abs(whole - padded).max() > 0.1
+    )  # or the comparison would say nothing
+    np.testing.assert_allclose(one_a_row(*ours, IDS, [40] * 6), whole, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(one_a_row(*ours, IDS, LENGTHS), padded, rtol=1e-4, atol=1e-5)
+
+    members = [2, 1, 3, 4, 5]
+    row = np.concatenate([IDS[i, : LENGTHS[i]] for i in members] + [np.zeros(6, np.int32)])[None]
+    segments = np.concatenate([np.full(LENGTHS[i], i) for i in members] + [np.full(6, -1)])[None]
+    positions = np.concatenate([np.arange(LENGTHS[i]) for i in members] + [np.zeros(6, int)])[None]
+    starts = np.cumsum([0] + [LENGTHS[i] for i in members[:-1]])
+    np.testing.assert_allclose(
+        scores(*ours, row, positions, segments)[0, starts], padded[members], rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(("span", "longest"), [(256, 512), (8, 64), (32, 40), (6, 512)])
+def test_every_distance_falls_into_the_bucket_of_transformers(span, longest):
+    from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
+
+    architecture = deberta_architecture.from_hf_config(
+        V3 | {"position_buckets": span, "max_relative_positions": longest}
+    )
+    distance = np.arange(-2 * longest, 2 * longest)
+    expected = make_log_bucket_position(torch.from_numpy(distance), span, longest).long().numpy()
+    np.testing.assert_array_equal(
+        deberta.buckets(distance, architecture), np.clip(expected + span, 0, 2 * span - 1)
+    )
+
+
+def test_aligning_moves_each_row_one_further():
+    table = jnp.arange(3 * 6).reshape(1, 3, 6)
+    expected = [[table[0, i, j - i + 2] for j in range(3)] for i in range(3)]
+    np.testing.assert_array_equal(deberta.align(table)[0], expected)
+    np.testing.assert_array_equal(deberta.align(jnp.array([[7, 8]])), [[7]])
+
+
+def test_bfloat16_is_as_far_off_as_transformers_is(tmp_path):
+    make(tmp_path).bfloat16().save_pretrained(tmp_path)
+    exact, low = (
+        theirs(reference.reload(tmp_path, dtype, "SequenceClassification"), IDS, LENGTHS)
+        for dtype in ("float32", "bfloat16")
+    )
+    np.testing.assert_allclose(
+        one_a_row(*load(tmp_path), IDS, LENGTHS), exact, rtol=1e-4, atol=1e-5
+    )
+    error = np.abs(one_a_row(*load(tmp_path, jnp.bfloat16), IDS, LENGTHS) - exact)
+    assert 0 < error.mean() < 1.5 * np.abs(low - exact).mean() and error.max() < 0.1
+
+
+def test_a_checkpoint_in_shards(tmp_path):
+    model = make(tmp_path / "one")
+    model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    np.testing.assert_allclose(
+        one_a_row(*load(tmp_path / "many"), IDS, LENGTHS),
+        theirs(model, IDS, LENGTHS),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+def change(folder, add=(), remove=()):
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: value for name, value in tensors.items() if name not in remove} | dict(add)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("add", "remove", "message"),
+    [
+        (
+            {},
+            ["classifier.weight"],
+            "there is no classifier.weight in it: it is not a sequence-classification checkpoint",
+        ),
+        (
+            {"classifier.weight": np.zeros((2, 32), np.float32)},
+            [],
+            "classifier.weight has 2 labels; a reward model has num_labels",
+        ),
+        (
+            {},
+            ["deberta.encoder.layer.1.attention.self.key_proj.bias"],
+            "tensor deberta.encoder.layer.1.attention.self.key_proj.bias is missing; the nearest there is",
+        ),
+        (
+            {"deberta.encoder.conv.conv.bias": np.zeros(32, np.float32)},
+            [],
+            "has 1 tensors that this model would not use: deberta.encoder.conv.conv.bias",
+        ),
+        (
+            {"pooler.dense.weight": np.zeros((32, 16), np.float32)},
+            [],
+            "pooler.dense.weight has shape [32, 16], config.json makes it [32, 32]",
+        ),
+    ],
+)
+def test_tensors_that_are_not_what_they_should_be(tmp_path, add, remove, message):
+    make(tmp_path)
+    change(tmp_path, add, remove)
+    with pytest.raises(UserError) as caught:
+        hf_import.read_reward_model(tmp_path)
+    assert message in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+def test_tensors_that_change_nothing_are_ignored(tmp_path):
+    make(tmp_path)
+    change(
+        tmp_path,
+        {
+            "deberta.embeddings.position_ids": np.zeros((1, 64), np.float32),
+            "deberta.embeddings.position_embeddings.weight": np.zeros((64, 32), np.float32),
+        },
+    )
+    hf_import.read_reward_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"relative_attention": False}, "relative_attention False is not supported, only True is"),
+        ({"type_vocab_size": 2}, "type_vocab_size 2 is not supported, only 0 is"),
+        (
+            {"conv_kernel_size": 4},
+            "conv_kernel_size 4 is not supported, only 0 and odd numbers are",
+        ),
+        ({"conv_kernel_size": 3, "conv_groups": 2}, "conv_groups 2 is not supported, only 1 is"),
+        (
+            {"conv_kernel_size": 3, "conv_act": "mish"},
+            "conv_act 'mish' is not supported, only gelu",
+        ),
+        ({"hidden_act": "swish"}, "hidden_act 'swish' is not supported, only gelu, "),
+        (
+            {"pos_att_type": "p2c|p2p"},
+            "pos_att_type 'p2p' is not supported, only c2p, p2c and none are",
+        ),
+        ({"norm_rel_ebd": "batch_norm"}, "norm_rel_ebd 'batch_norm' is not supported"),
+        ({"attention_head_size": 16}, "attention_head_size 16 is not supported, only 8 is"),
+        ({"pooler_hidden_size": 16}, "pooler_hidden_size 16 is not supported, only 32 is"),
+        ({"num_attention_heads": 5}, "num_attention_heads=5 must divide hidden_size=32"),
+        ({"vocab_size": None}, "vocab_size must be a whole number, it is None"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+    ],
+)
+def test_configurations_that_are_not_supported(change, message):
+    with pytest.raises(UserError) as caught:
+        deberta_architecture.from_hf_config(V3 | change)
+    assert message in str(caught.value) and str(caught.value).startswith("config.json: ")
+
+
+def test_what_is_no_reward_model(tmp_path):
+    reference.save(tmp_path / "lm")
+    with pytest.raises(
+        UserError,
+        match="there is no score.weight in it: it is not a sequence-classification checkpoint",
+    ):
+        hf_import.read_reward_model(tmp_path / "lm")
+    reference.save(tmp_path / "decoder", "qwen2", "SequenceClassification", num_labels=1)
+    assert hf_import.read_reward_model(tmp_path / "decoder").family == "qwen2"
+    make(tmp_path / "actor")
+    with pytest.raises(UserError, match="model_type 'deberta-v2' is not supported, only llama"):
+        hf_import.read_architecture(tmp_path / "actor")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(
+        UserError,
+        match="model_type 'bert' is not supported for a reward model, only llama, .*deberta-v2 are",
+    ):
+        hf_import.read_reward_model(tmp_path)
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                **V3,
+                "model_type": "deberta-v2",
+                "architectures": ["DebertaV2ForSequenceClassification"],
+            }
+        )
+    )
+    (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
+    with pytest.raises(
+        UserError, match=r"a pickle(.|\n)*AutoModelForSequenceClassification.from_pretrained"
+    ):
+        hf_import.read_reward_model(tmp_path)

@@ -1,0 +1,268 @@
+"""A checkpoint that is not what it should be is refused before it is read; the message names what and where."""
+
+import json
+
+import hf_reference as reference
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jax_ppo.errors import UserError
+from jax_ppo.models.hf import files as hf_files
+from jax_ppo.models.hf import load as hf_import
+from jax_ppo.models.hf import names as hf_names
+from jax_ppo.models.hf.config import FAMILIES, from_hf_config
+
+CONFIG = reference.SIZES | {"model_type": "llama"}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    reference.save(tmp_path)
+    return tmp_path
+
+
+def change(folder, add=(), remove=()):
+    """Rewrites the tensors of a folder."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: value for name, value in tensors.items() if name not in remove} | dict(add)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def refusal(folder, head="lm"):
+    with pytest.raises(UserError) as caught:
+        reference.load(folder, head)
+    return str(caught.value)
+
+
+def test_a_missing_tensor(folder):
+    change(folder, remove=["model.layers.1.mlp.up_proj.weight"])
+    message = refusal(folder)
+    assert (
+        f"{folder}: tensor model.layers.1.mlp.up_proj.weight is missing; the nearest there is"
+        in message
+    )
+    change(folder, remove=["lm_head.weight"])
+    assert "lm_head.weight is missing" in refusal(folder) or "up_proj" in refusal(folder)
+
+
+def test_another_shape(folder):
+    name = "model.layers.0.self_attn.k_proj.weight"
+    change(folder, {name: np.zeros((8, 32), np.float32)})
+    assert refusal(folder) == (
+        f"{folder}/model.safetensors: {name} has shape [8, 32], config.json makes it [16, 32]"
+    )
+
+
+def test_another_type(folder):
+    change(folder, {"model.norm.weight": np.ones(32, np.int8)})
+    assert "model.norm.weight is of type I8; only float32, bfloat16 and float16" in refusal(folder)
+
+
+def test_tensors_that_would_not_be_used(folder):
+    change(folder, {"model.layers.0.self_attn.q_norm.weight": np.ones(8, np.float32)})
+    message = refusal(folder)
+    assert (
+        "has 1 tensors that this model would not use: model.layers.0.self_attn.q_norm.weight"
+        in message
+    )
+    change(folder, {f"model.layers.{i}.mlp.gate.weight": np.ones(8, np.float32) for i in range(10)})
+    assert "has 11 tensors" in refusal(folder) and refusal(folder).count("mlp.gate.weight") == 5
+
+
+def test_tensors_that_change_nothing_are_ignored(tmp_path):
+    model = reference.save(tmp_path, tie_word_embeddings=True)
+    change(
+        tmp_path,
+        {
+            "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
+            "lm_head.weight": model.lm_head.weight.detach().numpy(),
+            "score.weight": np.ones((1, 32), np.float32),
+        },
+    )
+    ids = reference.tokens()
+    ours = reference.our_logits(*reference.load(tmp_path), ids)
+    np.testing.assert_allclose(ours, reference.their_logits(model, ids), atol=1e-4)
+
+
+def test_heads_that_are_not_there(folder, tmp_path):
+    assert (
+        "there is no score.weight in it: it is not a sequence-classification checkpoint"
+        in refusal(folder, "reward")
+    )
+    reference.save(tmp_path / "reward", "llama", "SequenceClassification", num_labels=1)
+    assert "there is no lm_head.weight in it but score.weight" in refusal(tmp_path / "reward")
+    with pytest.raises(ValueError, match="head='value': expected one of 'lm', 'scalar', 'reward'"):
+        hf_names.table(from_hf_config(CONFIG), "value")
+
+
+def test_reward_models_of_another_kind(tmp_path):
+    reference.save(tmp_path / "two", "llama", "SequenceClassification", num_labels=2)
+    assert "score.weight has 2 labels; a reward model has num_labels = 1" in refusal(
+        tmp_path / "two", "reward"
+    )
+    reference.save(tmp_path / "bias", "llama", "SequenceClassification", num_labels=1)
+    change(tmp_path / "bias", {"score.bias": np.zeros(1, np.float32)})
+    reference.load(tmp_path / "bias", "reward")
+    change(tmp_path / "bias", {"score.bias": np.ones(1, np.float32)})
+    assert "would not use: score.bias" in refusal(tmp_path / "bias", "reward")
+
+
+def test_shardings_of_another_structure(folder):
+    architecture = hf_import.read_architecture(folder)
+    shardings = reference.one_device(architecture, "lm")
+    del shardings["layers"]["mlp"]
+    with pytest.raises(
+        ValueError,
+        match=r"`shardings` .* it lacks layers/mlp/down_proj/kernel, layers/mlp/gate_proj",
+    ):
+        hf_import.load(folder, architecture, shardings)
+
+
+def test_pickles_are_not_read(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
+    with pytest.raises(UserError) as caught:
+        hf_import.read_architecture(tmp_path)
+    message = str(caught.value)
+    assert "only in pytorch_model.bin, a pickle" in message and "so it is not read" in message
+    assert f"from_pretrained('{tmp_path}')" in message and "safe_serialization=True" in message
+
+
+def test_folders_that_are_not_checkpoints(tmp_path):
+    with pytest.raises(ValueError, match="has no config.json: it is not a Hugging Face checkpoint"):
+        hf_import.read_architecture(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="config.json is not JSON"):
+        hf_import.read_architecture(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(
+        ValueError,
+        match="has no weights: neither model.safetensors nor model.safetensors.index.json",
+    ):
+        hf_import.read_architecture(tmp_path)
+
+
+def test_files_that_are_cut_short_or_missing(tmp_path):
+    reference.make().save_pretrained(tmp_path, max_shard_size="40KB")
+    first = sorted(tmp_path.glob("*.safetensors"))[0]
+    first.write_bytes(first.read_bytes()[:1000])
+    assert f"{first} is not a whole safetensors file" in refusal(tmp_path)
+    first.write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert "Git LFS pointer: fetch it again" in refusal(tmp_path)
+    first.unlink()
+    assert f"names 3 files, of which 1 are not there: {first.name}" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"model_type": "lama"},
+            f"model_type 'lama' is not supported, only {', '.join(FAMILIES)} are; the nearest is llama",
+        ),
+        ({"model_type": "gpt_neox"}, "model_type 'gpt_neox' is not supported"),
+        ({"hidden_size": None}, "hidden_size must be a whole number, it is None"),
+        (
+            {"hidden_act": "gelu"},
+            "hidden_act 'gelu' is not supported, only 'silu', 'gelu_pytorch_tanh' are",
+        ),
+        (
+            {"use_sliding_window": True},
+            "use_sliding_window is not supported with model_type 'llama'",
+        ),
+        (
+            {"model_type": "mistral", "sliding_window": "wide"},
+            "sliding_window must be a whole number, it is 'wide'",
+        ),
+        (
+            {"model_type": "mistral", "layer_types": ["full_attention"]},
+            "only sliding_attention is with model_type 'mistral'",
+        ),
+        (
+            {"model_type": "qwen3", "layer_types": ["sliding_attention"]},
+            "must be num_hidden_layers=2 words",
+        ),
+        (
+            {"model_type": "qwen3", "layer_types": ["chunked_attention"] * 2},
+            "full_attention or sliding_attention",
+        ),
+        (
+            {"model_type": "qwen3", "layer_types": ["sliding_attention"] * 2},
+            "sliding_window must be a whole number, it is None",
+        ),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ({"model_type": "gemma3"}, "model_type 'gemma3' is not supported"),
+        (
+            {"model_type": "gemma2", "hidden_activation": "gelu"},
+            "hidden_activation 'gelu' is not supported",
+        ),
+        (
+            {"model_type": "gemma2", "sliding_window": None},
+            "sliding_window must be a whole number, it is None",
+        ),
+        (
+            {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping of model_type 'gemma3_text'",
+        ),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {"rope_type": "default"}},
+            "must name layer types",
+        ),
+        (
+            {
+                "model_type": "gemma3_text",
+                "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+            },
+            "sliding_attention with rope_type 'linear' are not supported",
+        ),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "'sliding_attention'] are not supported",
+        ),
+        (
+            {"rope_scaling": {"type": "mrope"}},
+            "rope_type 'mrope' is not supported, only default, linear",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, "rope_type 'linear' needs factor"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is not supported, only 1 is",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {}}},
+            "for each layer type (full_attention) are not supported",
+        ),
+    ],
+)
+def test_configurations_that_are_not_supported(change, message):
+    with pytest.raises(UserError) as caught:
+        from_hf_config(CONFIG | change)
+    assert message in str(caught.value) and str(caught.value).startswith("config.json: ")
+
+
+def test_an_older_configuration_may_leave_things_out():
+    architecture = from_hf_config(
+        CONFIG | {"num_key_value_heads": None, "max_position_embeddings": None}
+    )
+    assert (architecture.num_kv_heads, architecture.head_dim, architecture.rope_theta) == (
+        4,
+        8,
+        10_000.0,
+    )
+    assert architecture.max_position_embeddings == 2048 and architecture.eos_ids == (2,)
+    assert from_hf_config(CONFIG | {"eos_token_id": None}).eos_ids == ()
+
+
+def test_written_files_are_as_the_arrays_look(tmp_path):
+    """A transposed view has the memory of the array it was taken from."""
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    tensors = {"plain": ("F32", (2, 3)), "turned": ("F32", (3, 2))}
+    hf_files.write(tmp_path / "model.safetensors", tensors, iter([array, array.T]))
+    with hf_files.Checkpoint(tmp_path) as checkpoint:
+        np.testing.assert_array_equal(checkpoint.read("plain"), array)
+        np.testing.assert_array_equal(checkpoint.read("turned"), array.T)
+        np.testing.assert_array_equal(
+            checkpoint.read("turned", (slice(1, 3), slice(0, 1))), [[1], [2]]
+        )

@@ -1,0 +1,205 @@
+"""Finding a checkpoint: local folders, a hub of our own on this machine, and every way in which there is none."""
+
+import hashlib
+import http.server
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+from jax_ppo.errors import UserError
+from jax_ppo.models.hf import hub as hf_hub
+from jax_ppo.models.hf import load as hf_import
+from jax_ppo.storage import hub
+
+constants = pytest.importorskip("huggingface_hub.constants")
+SHA = "a" * 40
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "model.safetensors": b"weights",
+    "tokenizer.json": b"{}",
+    "pytorch_model.bin": b"pickle",
+    "onnx/model.safetensors": b"another",
+}
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the hub's interface as a download needs. One repository: ada/tiny; ada/locked is gated. Of ada/shut
+    only the files are, as the real hub has it: it answers what there is to anyone."""
+
+    def log_message(self, *arguments):
+        pass
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        path = self.path.split("?")[0]
+        if "/resolve/" not in path:
+            path = path.replace("ada/shut", "ada/tiny")
+        if path in (
+            "/api/models/ada/tiny/revision/main",
+            "/api/models/ada/tiny/revision/refs%2Fpr%2F1",
+        ):
+            self.answer(json.dumps({"id": "ada/tiny", "sha": SHA, "siblings": []}).encode())
+        elif path == f"/api/models/ada/tiny/tree/{SHA}":
+            files = [
+                {
+                    "type": "file",
+                    "path": name,
+                    "size": len(data),
+                    "oid": hashlib.sha1(data).hexdigest(),
+                }
+                for name, data in FILES.items()
+            ]
+            self.answer(json.dumps(files).encode())
+        elif path.startswith(f"/ada/tiny/resolve/{SHA}/"):
+            self.answer(FILES[path.removeprefix(f"/ada/tiny/resolve/{SHA}/")])
+        else:
+            gated = "locked" in path or "shut" in path
+            kind = (
+                "GatedRepo" if gated else "RevisionNotFound" if "tiny" in path else "RepoNotFound"
+            )
+            self.answer(b"{}", 403 if kind == "GatedRepo" else 404, {"X-Error-Code": kind})
+
+    def answer(self, data, status=200, headers=()):
+        self.send_response(status)
+        etag = hashlib.sha1(data).hexdigest()
+        own = {"ETag": f'"{etag}"', "X-Repo-Commit": SHA, "Content-Length": len(data)}
+        for name, value in (own | dict(headers)).items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub, "TIMEOUT", 0.3)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def online(monkeypatch):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", url)  # these two are what HF_ENDPOINT sets
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    yield
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    with socket.socket() as free:  # a port on which nobody listens
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free.getsockname()[1]}")
+
+
+def refusal(*arguments):
+    start = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        hf_import.find(*arguments)
+    assert time.monotonic() - start < 10
+    return str(caught.value)
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path, offline, monkeypatch):
+    (tmp_path / "model").mkdir()
+    assert hf_import.find(str(tmp_path / "model")) == tmp_path / "model"
+    assert hf_import.find("model").resolve() == tmp_path / "model"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert hf_import.find("~/model") == tmp_path / "model"
+
+
+def test_a_hub_name_is_fetched_once_without_pickles_and_subfolders(online, monkeypatch):
+    folder = hf_import.find("ada/tiny")
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    assert hf_import.find("ada/tiny") == folder  # from the cache
+
+
+def test_where_others_find_a_model(tmp_path):
+    (tmp_path / "model").mkdir()
+    assert hf_hub.where("model", tmp_path / "model") == (str(tmp_path / "model"), None)
+    assert hf_hub.where("", tmp_path / "model") == (str(tmp_path / "model"), None)
+    assert hf_hub.where("ada/tiny@v1", tmp_path / "cache") == ("ada/tiny", "v1")
+    assert hf_hub.where("ada/tiny", tmp_path / "cache") == ("ada/tiny", "main")
+
+
+def test_a_revision_is_asked_for_and_kept_by_its_name(online, monkeypatch):
+    folder = hf_import.find("ada/tiny@refs/pr/1")
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    assert hf_import.find("ada/tiny@refs/pr/1") == folder
+    assert "cannot be reached" in refusal("ada/tiny")  # another revision, which nobody has fetched
+
+
+def test_what_the_hub_refuses(online):
+    message = refusal("ada/huge")
+    assert "config.model.path='ada/huge'" in message and "has no repository of this name" in message
+    assert "HF_TOKEN" in message
+    assert "has no revision 'v9'" in refusal("ada/tiny@v9")
+    assert "is gated: accept its terms there and set HF_TOKEN" in refusal("ada/locked")
+    assert "/ada/shut is gated: accept its terms there and set HF_TOKEN" in refusal("ada/shut")
+    assert "it is no hub name" in refusal("ada..x/tiny")
+
+
+def test_no_network(offline, tmp_path):
+    message = refusal("Qwen/Qwen2.5-0.5B-Instruct", "config.critic.path")
+    assert message.startswith(
+        "config.critic.path='Qwen/Qwen2.5-0.5B-Instruct': there is no such folder, and "
+    )
+    assert "cannot be reached (ConnectError" in message
+    assert "set config.critic.path to a folder with config.json and model.safetensors" in message
+    assert (
+        "`hf download Qwen/Qwen2.5-0.5B-Instruct --revision main --local-dir Qwen2.5-0.5B-Instruct`"
+        in message
+    )
+    (tmp_path / "Qwen2.5-0.5B").mkdir()
+    assert "(the nearest one here is Qwen2.5-0.5B)" in refusal("Qwen2.5-05B")
+
+
+def test_a_hub_that_is_turned_off(online, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE" in refusal("ada/tiny")
+
+
+def test_a_hub_that_never_answers(monkeypatch):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert "cannot be reached (ReadTimeout" in refusal("ada/tiny")
+
+
+def test_wrong_paths_name_the_nearest_folder(tmp_path, offline):
+    (tmp_path / "models/qwen-0.5b").mkdir(parents=True)
+    models = f"{tmp_path}/models"
+    assert refusal(f"{models}/qwen-05b") == (
+        f"config.model.path='{models}/qwen-05b': there is no such folder (and it is no hub name, OWNER/NAME); "
+        "set config.model.path to a folder with config.json and model.safetensors "
+        f"(the nearest one here is {models}/qwen-0.5b)"
+    )
+    assert f"the nearest one here is {tmp_path}/models/qwen-0.5b)" in refusal(
+        str(tmp_path / "Models/qwen-0.5b")
+    )
+    assert "nearest" not in refusal(str(tmp_path / "models/zebra"))
+    (tmp_path / "weights.bin").touch()
+    assert "this is a file; set config.model.path to a folder" in refusal(
+        str(tmp_path / "weights.bin")
+    )
+    assert "config.data.x='': must be set" in refusal("", "config.data.x")

@@ -1,0 +1,119 @@
+"""Loading onto several devices and processes: each reads its own blocks alone, and together they hold the one model.
+
+The export is written from the sharded arrays, so that equal files mean equal parameters.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import hf_reference as reference
+import pytest
+
+from jax_ppo.models.hf.save import export
+
+PROGRAM = """
+import collections, json, sys
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+process, processes, address, source, out = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+jax.config.update("jax_platforms", "cpu")
+if processes > 1:
+    jax.distributed.initialize(address, processes, process)
+
+from flax import traverse_util
+from jax_ppo.models import hf_files, hf_import, hf_names
+from jax_ppo.models.hf_export import export
+
+devices = len(jax.devices())
+mesh = jax.make_mesh((devices // 4, 2, 2), ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3)
+
+def spec(path):
+    if path[0] in ("embed", "lm_head"):
+        return P("model", "fsdp")
+    if path[-1] == "kernel":
+        return P(None, "model", "fsdp") if path[-2] in ("o_proj", "down_proj") else P(None, "fsdp", "model")
+    return P(None, "model") if path[-1] == "bias" else P("data") if "input_norm" in path else P()
+
+read, blocks = hf_files.Checkpoint.read, collections.defaultdict(list)
+
+def counting_read(self, name, index=()):
+    values = read(self, name, index)
+    blocks[name].append(values.shape)
+    return values
+
+hf_files.Checkpoint.read = counting_read
+architecture = hf_import.read_architecture(source)
+places = {path: NamedSharding(mesh, spec(path)) for path in hf_names.table(architecture, "lm")}
+params = hf_import.load(source, architecture, traverse_util.unflatten_dict(places))
+for path, array in traverse_util.flatten_dict(params).items():
+    assert array.sharding.is_equivalent_to(places[path], array.ndim), path
+export(params, architecture, out, max_shard_bytes=30_000)
+print(json.dumps(blocks))
+"""
+
+
+def start(arguments, devices):
+    environment = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", PROGRAM, *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(processes):
+    """What each printed last."""
+    try:
+        printed = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, printed, strict=True):
+        assert process.returncode == 0, errors
+    return [json.loads(out.splitlines()[-1]) for out, _ in printed]
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A checkpoint, and beside it in `one` what one device makes of it."""
+    reference.save(tmp_path / "source", "qwen2", vocab_size=96)
+    architecture, params = reference.load(tmp_path / "source")
+    export(params, architecture, tmp_path / "one", max_shard_bytes=30_000)
+    return tmp_path / "source"
+
+
+def same_files(one, other):
+    names = sorted(path.name for path in one.iterdir())
+    assert names == sorted(path.name for path in other.iterdir()) and len(names) > 4
+    for name in names:
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
+def test_eight_devices(source, tmp_path):
+    [blocks] = finish([start([0, 1, "", source, tmp_path / "eight"], devices=8)])
+    same_files(tmp_path / "one", tmp_path / "eight")
+    # Four different blocks a matrix (two devices hold each: it is read once), halves of [out, in] both ways.
+    assert blocks["model.layers.1.self_attn.q_proj.weight"] == [[16, 16]] * 4
+    assert blocks["model.layers.0.mlp.down_proj.weight"] == [[16, 24]] * 4
+    assert blocks["model.layers.0.self_attn.k_proj.bias"] == [[8]] * 2
+    assert blocks["model.norm.weight"] == [[32]]
+
+
+def test_two_processes(source, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    processes = [start([i, 2, address, source, tmp_path / "two"], devices=2) for i in range(2)]
+    for blocks in finish(processes):  # each reads the half that its devices hold
+        assert blocks["model.layers.1.self_attn.q_proj.weight"] == [[16, 16]] * 2
+    same_files(tmp_path / "one", tmp_path / "two")

@@ -1,0 +1,214 @@
+"""What is exported, transformers loads as the same model; what is loaded again is bit for bit what was exported."""
+
+import json
+
+import hf_reference as reference
+import jax
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from jax_ppo.models.hf.save import export
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"tie_word_embeddings": True, "head_dim": 16}),
+        ("qwen2", {"eos_token_id": [2, 5]}),
+        ("qwen2", {"tie_word_embeddings": True}),
+    ],
+)
+def test_there_and_back(family, changes, tmp_path):
+    model = reference.save(tmp_path / "source", family, **changes)
+    architecture, params = reference.load(tmp_path / "source")
+    export(params, architecture, tmp_path / "out")
+    again, loaded = reference.load(tmp_path / "out")
+    assert again == architecture
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    theirs = reference.reload(tmp_path / "out")
+    assert type(theirs) is type(model)
+    expected = model.state_dict()
+    assert set(theirs.state_dict()) == set(expected)
+    for name, tensor in theirs.state_dict().items():
+        assert reference.torch.equal(tensor, expected[name]), name
+    ids = reference.tokens()
+    np.testing.assert_allclose(
+        reference.their_logits(theirs, ids), reference.their_logits(model, ids), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "rope_theta": 5e5,
+            "original_max_position_embeddings": 32,
+        },
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "rope_theta": 1e6,
+            "original_max_position_embeddings": 16,
+        },
+    ],
+)
+def test_rope_parameters_survive(parameters, tmp_path):
+    model = reference.save(tmp_path / "source", rope_parameters=parameters)
+    architecture, params = reference.load(tmp_path / "source")
+    export(params, architecture, tmp_path / "out")
+    ids = reference.tokens()
+    theirs = reference.their_logits(reference.reload(tmp_path / "out"), ids)
+    np.testing.assert_allclose(theirs, reference.their_logits(model, ids), atol=1e-6)
+
+
+def test_shards(tmp_path):
+    model = reference.save(tmp_path / "source", "qwen2")
+    architecture, params = reference.load(tmp_path / "source")
+    export(params, architecture, tmp_path / "out", max_shard_bytes=20_000)
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    files = sorted(tmp_path.glob("out/*.safetensors"))
+    assert len(files) > 3 and {file.name for file in files} == set(index["weight_map"].values())
+    assert index["metadata"]["total_size"] == 4 * sum(
+        tensor.numel() for tensor in model.state_dict().values()
+    )
+    for file in files:
+        with safe_open(file, framework="numpy") as tensors:
+            assert {
+                name for name, where in index["weight_map"].items() if where == file.name
+            } == set(tensors.keys())
+        assert file.stat().st_size < 20_000 + 4_000  # and the header
+    ids = reference.tokens()
+    theirs = reference.their_logits(reference.reload(tmp_path / "out"), ids)
+    np.testing.assert_allclose(theirs, reference.their_logits(model, ids), atol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, reference.load(tmp_path / "out")[1], params)
+
+
+def test_bfloat16(tmp_path):
+    reference.save(tmp_path / "source")
+    architecture, params = reference.load(tmp_path / "source")
+    export(params, architecture, tmp_path / "out", dtype="bfloat16")
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
+    theirs = reference.reload(tmp_path / "out", "auto")
+    assert theirs.dtype == reference.torch.bfloat16
+    expected = reference.reload(tmp_path / "source").bfloat16().state_dict()
+    for name, tensor in theirs.state_dict().items():
+        assert reference.torch.equal(tensor, expected[name]), name
+
+
+def test_a_critic_is_a_sequence_classifier(tmp_path):
+    for family in ("llama", "qwen2"):
+        reference.save(tmp_path / family, family)
+        architecture, params = reference.load(tmp_path / family, "scalar")
+        params["score"]["kernel"] = np.linspace(-1, 1, 32, dtype=np.float32)[:, None]
+        out = tmp_path / (family + "-critic")
+        export(params, architecture, out)
+        theirs = reference.reload(out, task="SequenceClassification")
+        assert (
+            type(theirs).__name__.lower() == family + "forsequenceclassification"
+            and theirs.config.num_labels == 1
+        )
+        ids = reference.tokens()
+        values = reference.heads.scalars(params, reference.hidden(architecture, params, ids))
+        np.testing.assert_allclose(
+            reference.their_logits(theirs, ids)[:, 0], values[:, -1], atol=1e-4
+        )
+        again, loaded = reference.load(out, "reward")
+        assert again == architecture
+        jax.tree.map(np.testing.assert_array_equal, loaded, params)
+
+
+def test_the_real_model_with_its_tokenizer(tinystories, tmp_path):
+    architecture, params = reference.load(tinystories)
+    export(params, architecture, tmp_path / "out", source_folder=tinystories)
+    model = reference.reload(tmp_path / "out")
+    tokenizer = reference.transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    original = reference.transformers.AutoTokenizer.from_pretrained(tinystories)
+    prompt = "Once upon a time, there was a little girl named Lily."
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    assert ids.tolist() == original(prompt, return_tensors="pt")["input_ids"].tolist()
+    if ids[0, 0] != architecture.bos_id:
+        ids = reference.torch.cat([reference.torch.tensor([[architecture.bos_id]]), ids], 1)
+    story = model.generate(
+        ids, attention_mask=reference.torch.ones_like(ids), max_new_tokens=32, do_sample=False
+    )
+    assert "She loved to play outside in the park." in tokenizer.decode(story[0])
+
+
+def test_generation_defaults_come_along_but_the_ends_are_the_architectures(tmp_path):
+    reference.save(tmp_path / "source", eos_token_id=5)
+    (tmp_path / "source/generation_config.json").write_text(
+        json.dumps({"temperature": 0.7, "eos_token_id": [5, 9]})
+    )
+    architecture, params = reference.load(tmp_path / "source")
+    export(params, architecture, tmp_path / "out", source_folder=tmp_path / "source")
+    written = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert written == {
+        "temperature": 0.7,
+        "bos_token_id": 1,
+        "eos_token_id": [5, 9],
+        "pad_token_id": 0,
+    }
+    assert reference.reload(tmp_path / "out").generation_config.eos_token_id == [5, 9]
+
+
+def test_the_tokenizer_may_come_from_another_folder(tmp_path):
+    reference.save(tmp_path / "source")
+    (tmp_path / "other").mkdir()
+    for folder in ("source", "other"):
+        (tmp_path / folder / "tokenizer.json").write_text(folder)
+    architecture, params = reference.load(tmp_path / "source")
+    for given, expected in ((None, "source"), (tmp_path / "other", "other")):
+        export(
+            params,
+            architecture,
+            tmp_path / "out",
+            source_folder=tmp_path / "source",
+            tokenizer_folder=given,
+        )
+        assert (tmp_path / "out/tokenizer.json").read_text() == expected
+
+
+def test_an_export_is_replaced_whole_and_nothing_else_ever(tmp_path):
+    reference.save(tmp_path / "source")
+    architecture, params = reference.load(tmp_path / "source")
+    out = tmp_path / "out"
+    export(params, architecture, out, max_shard_bytes=20_000)
+    (tmp_path / ".out.writing").mkdir()  # as a killed run leaves it
+    export(params, architecture, out)
+    assert {path.name for path in out.iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/thesis.txt").write_text("years of work")
+    with pytest.raises(FileExistsError, match="notes exists and holds something else"):
+        export(params, architecture, tmp_path / "notes")
+    assert (tmp_path / "notes/thesis.txt").exists()
+
+
+def test_wrong_parameters_are_refused(tmp_path):
+    reference.save(tmp_path / "source")
+    architecture, params = reference.load(tmp_path / "source")
+    with pytest.raises(ValueError, match="it lacks lm_head/embedding"):
+        export(
+            {name: value for name, value in params.items() if name != "lm_head"},
+            architecture,
+            tmp_path / "out",
+        )
+    with pytest.raises(ValueError, match="it should not have extra/scale"):
+        export(params | {"extra": {"scale": 1}}, architecture, tmp_path / "out")
+    with pytest.raises(
+        ValueError, match=r"norm/scale has shape \[3\], the architecture makes it \[32\]"
+    ):
+        export(params | {"norm": {"scale": np.ones(3)}}, architecture, tmp_path / "out")
+    with pytest.raises(ValueError, match="dtype='float16': expected one of 'float32', 'bfloat16'"):
+        export(params, architecture, tmp_path / "out", dtype="float16")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,237 @@
+"""Actor and critic as adapters on the reference: one base, a ratio of 1 at first, and nothing else learned or saved."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tiny
+from jax_ppo.models import lora as lora_lib
+from jax_ppo.models.transformer import Transformer, unroll
+from jax_ppo.ppo import objectives, scoring
+from jax_ppo.ppo.update import actor_role, critic_role, update
+from jax_ppo.sampler.generate import Sampler, SamplingOptions
+from jax_ppo.training import state as state_lib
+
+LORA = {"model__lora__rank": 4, "model__lora__alpha": 8.0}
+HALVES = [[0, 2, 4, 6], [1, 3, 5, 7]]
+ALL = [list(range(tiny.B))]
+
+
+def moved(state):
+    """With adapters of which no part is zero any more."""
+
+    def move(tree):
+        return jax.tree.map(
+            lambda x: x + 0.2 * jax.random.normal(jax.random.key(x.size), x.shape), tree
+        )
+
+    return dataclasses.replace(state, actor=move(state.actor), critic=move(state.critic))
+
+
+def names(tree):
+    return {path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def test_four_roles_share_one_base():
+    """All that is trained and stored are adapters and the critic's head; the base is there once, in the computation's type."""
+    config, mesh = (
+        tiny.config(model__dtype="bfloat16", **LORA),
+        tiny.make_mesh(8, data=2, fsdp=2, model=2),
+    )
+    nets = tiny.networks(config)
+    shapes = state_lib.shapes(config, nets, mesh)
+    assert names(shapes.actor) == {"lora_a", "lora_b"} and names(shapes.critic) == {
+        "lora_a",
+        "lora_b",
+        "kernel",
+    }
+    assert {x.dtype for x in jax.tree.leaves((shapes.actor, shapes.critic))} == {
+        jnp.dtype("float32")
+    }
+    assert {x.dtype for x in jax.tree.leaves(shapes.reference)} == {jnp.dtype("bfloat16")}
+    with jax.set_mesh(mesh):
+        state = tiny.make_state(config, mesh)
+    assert jax.tree.map(jnp.shape, shapes.reference) == jax.tree.map(jnp.shape, state.reference)
+    trained = state_lib.trained(state)
+    assert jax.tree.map(jnp.shape, trained) == jax.tree.map(
+        jnp.shape, state_lib.trained_shapes(config, nets, mesh)
+    )
+    per_layer = 4 * (
+        2 * (16 + 16) + 2 * (16 + 8) + 2 * (16 + 32) + (32 + 16)
+    )  # r (in + out): q, o; k, v; gate, up; down
+    sizes = {
+        role: sum(x.size for x in jax.tree.leaves(trained[role])) for role in ("actor", "critic")
+    }
+    assert sizes == {"actor": 2 * per_layer, "critic": 2 * per_layer + 16}
+    assert sum(x.size for x in jax.tree.leaves(trained["optimizer"])) == 2 * (
+        sum(sizes.values()) + 1
+    )
+    joined = state_lib.whole(nets.critic, state.critic, state.reference)
+    assert (
+        joined["layers"]["mlp"]["up_proj"]["kernel"]
+        is state.reference["layers"]["mlp"]["up_proj"]["kernel"]
+    )
+
+
+def step(config, mesh, groups, rows, prepare=lambda state: state):
+    with jax.set_mesh(mesh):
+        state = prepare(tiny.make_state(config, mesh))
+        rollout = tiny.make_rollout(mesh)
+        experience, of_rollout = tiny.make_experience(config, mesh, state, rollout, rows=rows)
+        batches = tiny.plan(config, mesh, rollout, groups, rows)
+        before = jax.tree.map(np.array, state)
+        state, of_update = update(
+            config, tiny.networks(config), 100, state, experience, batches, batches
+        )
+    return (
+        before,
+        state,
+        {name: float(value) for name, value in (of_rollout | of_update).items()},
+        experience,
+    )
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+def test_the_first_policy_is_the_reference_to_the_bit(dtype):
+    config = tiny.config(
+        model__dtype=dtype, actor__ppo_epochs=2, algorithm__use_kl_in_reward=True, **LORA
+    )
+    before, after, metrics, experience = step(config, tiny.make_mesh(), HALVES + HALVES, 2)
+    np.testing.assert_array_equal(experience.old_logprobs, experience.ref_logprobs)
+    assert metrics["kl/reference"] == 0
+    if dtype == "float32":
+        assert metrics["actor/first_log_ratio"] < 1e-5 < 1e-3 < metrics["actor/log_ratio_max"]
+    jax.tree.map(np.testing.assert_array_equal, after.reference, before.reference)
+    for role in ("actor", "critic"):
+        same = jax.tree.map(
+            lambda a, b: np.array_equal(a, b), getattr(before, role), getattr(after, role)
+        )
+        assert not any(jax.tree.leaves(same)), role
+
+
+def gradients(config, mesh, rows):
+    """Of both roles' one mini-batch of all samples, at adapters that have moved since the rollout."""
+    with jax.set_mesh(mesh):
+        state = moved(tiny.make_state(config, mesh))
+        rollout = tiny.make_rollout(mesh)
+        experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=max(rows, 1))
+        learned = jax.tree.map(lambda x: x * 1.05, (state.actor, state.critic))
+        one = jax.tree.map(lambda x: x[0], tiny.plan(config, mesh, rollout, ALL, rows))
+        nets, context, found = tiny.networks(config), objectives.actor_context(config, state), []
+        for role, params, of_role in (
+            (actor_role, learned[0], context),
+            (critic_role, learned[1], None),
+        ):
+
+            def run(params, base, of_role, experience, one, role=role):
+                return role(config, nets, base).gradients(params, of_role, experience, one)[0]
+
+            found.append(jax.jit(run)(params, state.reference, of_role, experience, one))
+    return jax.tree.map(np.asarray, found)
+
+
+@pytest.mark.parametrize(
+    ("packed", "rows", "shape"),
+    [
+        (True, 4, {"data": 1, "fsdp": 2, "model": 2}),
+        *(
+            pytest.param(True, *more, marks=pytest.mark.slow)
+            for more in ((1, {}), (4, {}), (8, {"data": 8}))
+        ),
+    ],
+)
+def test_cuts_and_devices_do_not_change_the_gradient(packed, rows, shape):
+    options = LORA | {
+        "actor__use_kl_loss": True,
+        "actor__kl_loss_coef": 0.1,
+        "actor__kl_loss_type": "full",
+    }
+    whole = gradients(tiny.config(packing__enabled=False, **options), tiny.make_mesh(), 8)
+    mesh = tiny.make_mesh(int(np.prod(list(shape.values()), initial=1)), **shape)
+
+    def check(path, a, b):
+        assert np.abs(a - b).max() <= 1e-4 * max(np.abs(a).max(), 1e-3), jax.tree_util.keystr(path)
+
+    jax.tree_util.tree_map_with_path(
+        check, whole, gradients(tiny.config(packing__enabled=packed, **options), mesh, rows)
+    )
+
+
+def test_the_sampler_draws_from_the_policy_that_is_scored():
+    config, mesh = tiny.config(**LORA), tiny.make_mesh()
+    nets = tiny.networks(config)
+    with jax.set_mesh(mesh):
+        state = moved(tiny.make_state(config, mesh))
+        sampler = Sampler(
+            Transformer(tiny.ARCHITECTURE, jnp.float32, unrolled=True, lora=nets.actor.lora),
+            SamplingOptions(tiny.T, 1.0, eos_ids=(1,)),
+        )
+        policy = unroll(state_lib.whole(nets.actor, state.actor, state.reference))
+        rollout = sampler(policy, tiny.make_rollout(mesh).prompts, jax.random.key(3))
+        experience, metrics = tiny.make_experience(config, mesh, state, rollout)
+    assert (
+        metrics["rollout/logprob_difference"] <= 1e-5 < 1e-2 < abs(float(metrics["kl/reference"]))
+    )
+    np.testing.assert_allclose(experience.old_logprobs, rollout.logprobs, atol=1e-5)
+
+
+def test_a_reward_model_may_stand_on_the_base_too():
+    config, mesh = tiny.config(**LORA), tiny.make_mesh()
+    nets = tiny.networks(config)
+    with jax.set_mesh(mesh):
+        state, rollout = moved(tiny.make_state(config, mesh)), tiny.make_rollout(mesh)
+        sequences = scoring.join(rollout, config.sequence_length)
+        batches = tiny.plan(config, mesh, rollout, ALL, 4)
+        plan = jax.tree.map(lambda x: x[0], batches.packing), batches.counts[0]
+        params = state_lib.whole(nets.critic, state.critic, state.reference)
+        scores = scoring.reward_model_scores(nets.critic, params, sequences, *plan)
+        merge = functools.partial(_merged, params, nets.critic.lora.scale)
+        whole = jax.tree_util.tree_map_with_path(merge, state.reference)
+        bare = tiny.networks(tiny.config()).critic
+        expected = scoring.reward_model_scores(
+            bare, whole | {"score": state.critic["score"]}, sequences, *plan
+        )
+    assert np.std(scores) > 0.02
+    np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5)
+
+
+def _merged(params, scale, path, kernel):
+    """A parameter of the base, with what stands beside it in `params` merged in."""
+    beside = functools.reduce(lambda tree, key: tree[key.key], path[:-1], params)
+    if path[-1].key != "kernel" or "lora_a" not in beside:
+        return kernel
+    return lora_lib.merged(kernel, beside["lora_a"], beside["lora_b"], scale)
+
+
+def test_a_state_from_a_checkpoint_is_the_one_that_was_saved(tmp_path):
+    """The base comes from the model's folder, the adapters and their optimizers from the checkpoint."""
+    from jax_ppo.models.hf import save as hf_export
+
+    config, mesh = tiny.config(**LORA), tiny.make_mesh(8, data=2, fsdp=2, model=2)
+    with jax.set_mesh(mesh):
+        before = moved(tiny.make_state(config, mesh))
+        hf_export.export(before.reference, tiny.ARCHITECTURE, tmp_path / "base")
+        folders, said = state_lib.Folders(tmp_path / "base", tmp_path / "base", None), []
+        nets = tiny.networks(config)
+
+        def progress(name):
+            said.append(name)
+
+        after = state_lib.create(
+            config, nets, folders, mesh, progress, state_lib.trained(before), 7
+        )
+        first = state_lib.create(config, nets, folders, mesh, progress)
+    assert int(after.step) == 7 and said == ["base", "base"]
+    for name in ("actor", "critic", "reference", "actor_optimizer", "critic_optimizer"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(before, name))
+    assert not any(
+        np.any(x)
+        for path, x in jax.tree_util.tree_leaves_with_path((first.actor, first.critic))
+        if path[-1].key != "lora_a"
+    )
+    a, b = (state["layers"]["mlp"]["up_proj"]["lora_a"] for state in (first.actor, first.critic))
+    assert np.any(a) and not np.array_equal(a, b)

@@ -1,0 +1,284 @@
+"""Whole runs of the command with adapters: four roles on one base, resumed, and what they leave."""
+
+import csv
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jax_ppo.config import command_line, schema
+from jax_ppo.data import arithmetic
+from jax_ppo.data import tokenizer as tokenizer_lib
+from jax_ppo.errors import UserError
+from jax_ppo.models import heads, lora
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.hf import peft
+from jax_ppo.models.hf import save as hf_export
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.ppo import loop as ppo
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = """
+from jax_ppo.config import default_config
+
+def get_config(arg=None):
+    config = default_config()
+    config.model.path, config.model.dtype = "{folder}/llama", "float32"
+    config.model.lora.rank, config.model.lora.alpha, config.model.lora.targets = 4, 8.0, "q_proj,v_proj,down_proj"
+    config.data.train_files, config.data.val_files = "arithmetic:64", "arithmetic:8:heldout"
+    config.data.train_batch_size, config.data.val_batch_size = 8, 8
+    config.data.max_prompt_length, config.data.max_response_length = 64, 12
+    config.actor.ppo_mini_batch_size, config.actor.ppo_epochs = 4, 2
+    config.actor.optim.lr = config.critic.optim.lr = 1e-2
+    config.algorithm.use_kl_in_reward = True
+    config.reward.model_path = config.critic.path = "{folder}/reward"
+    config.critic.keep_head = True
+    config.trainer.total_training_steps, config.trainer.save_freq, config.trainer.test_freq = 2, 1, 0
+    return config
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A random tiny Llama with a tokenizer, a reward model as adapters on it, and a configuration file."""
+    folder = tmp_path_factory.mktemp("lora")
+    texts = [prompt + response for prompt, response in arithmetic.worked_examples(200, 0.5, 0)]
+    tokenizer = tokenizer_lib.train_tokenizer(texts, 192, folder / "tokenizer")
+    architecture = Architecture(
+        family="llama",
+        vocab_size=192,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        tied=True,
+        max_position_embeddings=128,
+        eos_ids=(tokenizer.eos_token_id,),
+        pad_id=tokenizer.pad_token_id,
+    )
+    params = heads.init(Transformer(architecture), jax.random.key(0), "lm")
+    hf_export.export(params, architecture, folder / "llama", source_folder=folder / "tokenizer")
+    shape = lora.Lora(2, 2.0, ("k_proj", "up_proj"))
+    adapters = jax.tree.map(
+        lambda x: 0.3 * jax.random.normal(jax.random.key(x.size), x.shape, jnp.float32),
+        lora.init(architecture, shape, jax.random.key(1), "scalar"),
+    )
+    peft.save(adapters, architecture, shape, folder / "reward", f"{folder}/llama")
+    (folder / "config.py").write_text(CONFIG.format(folder=folder))
+    return folder
+
+
+def run(files, workdir, *overrides, devices=1):
+    command = [
+        sys.executable,
+        "-m",
+        "jax_ppo.train",
+        f"--config={files}/config.py",
+        f"--workdir={workdir}",
+        *overrides,
+    ]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)},
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def steps(workdir):
+    with open(workdir / "training_metrics.csv") as file:
+        return [row for row in csv.DictReader(file) if row["reward/mean"]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(files, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    return workdir, run(files, workdir)
+
+
+def test_a_run_learns_adapters_alone(files, undisturbed):
+    workdir, output = undisturbed
+    assert "loaded the base: 20 tensors" in output and "loaded the reference" not in output
+    assert (
+        "loaded the critic's adapters: 9 tensors" in output
+        and "loaded the reward model's adapters: 9 tensors" in output
+    )
+    first, second = steps(workdir)
+    assert abs(float(first["kl/reference"])) < 1e-6 < abs(float(second["kl/reference"]))
+    assert all(
+        float(row["actor/first_log_ratio"]) < 1e-5 < float(row["actor/log_ratio_max"])
+        for row in (first, second)
+    )
+    assert abs(float(first["critic/values_mean"])) > 1e-3  # the head is the reward model's
+
+    base, merged = (
+        load_file(folder / "model.safetensors") for folder in (files / "llama", workdir / "actor")
+    )
+    tensors = load_file(workdir / "adapter" / "adapter_model.safetensors")
+    config = json.loads((workdir / "adapter" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["q_proj", "v_proj", "down_proj"] and (
+        config["r"],
+        config["lora_alpha"],
+    ) == (4, 8)
+    assert config["base_model_name_or_path"] == f"{files}/llama" and len(tensors) == 12
+    for name, weight in merged.items():
+        prefix = "base_model.model." + name.removesuffix("weight")
+        change = 0
+        if f"{prefix}lora_A.weight" in tensors:
+            change = 2 * tensors[f"{prefix}lora_B.weight"] @ tensors[f"{prefix}lora_A.weight"]
+            assert np.abs(change).max() > 1e-3
+        np.testing.assert_allclose(weight, base[name] + change, rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
+def test_stopped_and_resumed_is_bit_equal(files, undisturbed, tmp_path):
+    run(files, tmp_path, "--config.trainer.total_training_steps=1")
+    assert "resuming after step 1 of 2" in run(files, tmp_path)
+    ours, theirs = (
+        load_file(folder / "adapter" / "adapter_model.safetensors")
+        for folder in (tmp_path, undisturbed[0])
+    )
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        np.testing.assert_array_equal(ours[name], theirs[name])
+    assert [row["critic/loss"] for row in steps(tmp_path)] == [
+        row["critic/loss"] for row in steps(undisturbed[0])
+    ]
+
+
+@pytest.mark.slow
+def test_eight_devices_begin_where_the_first_run_ended(files, undisturbed, tmp_path):
+    """The adapters that it left are an actor to start from, with the rank and the targets that they have."""
+    run(
+        files,
+        tmp_path,
+        f"--config.model.lora.path={undisturbed[0]}/adapter",
+        "--config.model.lora.rank=0",
+        "--config.model.lora.alpha=16",
+        "--config.model.lora.targets=all-linear",
+        "--config.mesh.fsdp=2",
+        "--config.mesh.model=2",
+        devices=8,
+    )
+    before, after = (
+        json.loads((folder / "summary.json").read_text())["evaluations"]
+        for folder in (undisturbed[0], tmp_path)
+    )
+    assert after[0]["reward_mean"] == pytest.approx(before[-1]["reward_mean"], abs=1e-4)
+    assert abs(float(steps(tmp_path)[0]["kl/reference"])) > 1e-4  # to the bare base
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--config.critic.path={files}/llama", r"config\.critic\.path: .*/llama holds no adapters"),
+        (
+            "--config.model.lora.targets=vproj,q_proj",
+            r"config\.model\.lora\.targets='vproj,q_proj'.*Did you mean 'v_proj'",
+        ),
+        (
+            "--config.model.lora.path={files}/reward",
+            r"config\.model\.lora\.path=.*says what rank, alpha and targets are",
+        ),
+        (
+            "--config.model.lora.rank=0",
+            "reward holds adapters, which stand on another model's weights",
+        ),
+    ],
+)
+def test_mistakes_are_told_before_weights_load(files, tmp_path, override, message, monkeypatch):
+    monkeypatch.setattr(
+        "jax_ppo.training.state.create", lambda *_: pytest.fail("weights were loaded")
+    )
+    with pytest.raises(UserError, match=message):
+        config, _ = command_line.read(
+            ["train", f"--config={files}/config.py", override.format(files=files)]
+        )
+        assert isinstance(config, schema.Config)
+        ppo.train(config, tmp_path)
+
+
+def test_a_critic_of_another_vocabulary_is_refused(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "jax_ppo.training.state.create", lambda *_: pytest.fail("weights were loaded")
+    )
+    tokenizer_lib.train_tokenizer(["other words"], 60, tmp_path / "tokenizer")
+    critic = shutil.copytree(files / "llama", tmp_path / "critic")
+    shutil.copytree(tmp_path / "tokenizer", critic, dirs_exist_ok=True)
+    with pytest.raises(
+        UserError,
+        match=r"config\.critic\.path='.*/critic': has the tokenizer of another vocabulary",
+    ):
+        config, _ = command_line.read(
+            [
+                "train",
+                f"--config={files}/config.py",
+                "--config.model.lora.rank=0",
+                "--config.reward.model_path=",
+                "--config.critic.keep_head=False",
+                f"--config.critic.path={critic}",
+            ]
+        )
+        ppo.train(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("base", "refused", "told"),
+    [
+        ("{files}", True, False),
+        ("some/other-name", False, True),
+        ("{files}/../{files.name}/llama", False, False),
+    ],
+)
+def test_adapters_of_another_folder_are_refused(
+    files, tmp_path, base, refused, told, monkeypatch, caplog
+):
+    """Of another name it is told: a model may have several."""
+
+    def stop(*_):
+        raise KeyboardInterrupt("weights would be loaded now")
+
+    monkeypatch.setattr("jax_ppo.training.state.create", stop)
+    path, base = files / "reward" / "adapter_config.json", base.format(files=files)
+    text = path.read_text()
+    try:
+        path.write_text(text.replace(f"{files}/llama", base))
+        config, _ = command_line.read(["train", f"--config={files}/config.py"])
+        with pytest.raises(
+            UserError if refused else KeyboardInterrupt,
+            match=f"stand on '{base}'" if refused else "weights",
+        ):
+            ppo.train(config, tmp_path)
+    finally:
+        path.write_text(text)
+    assert (f"stand on '{base}'" in caplog.text) == told
+
+
+@pytest.mark.slow
+def test_with_a_shared_trunk_too(files, tmp_path):
+    """The critic's head is learned beside the actor's adapters, is stored with them, and is not exported."""
+    shared = (
+        "--config.critic.shared_trunk=True",
+        "--config.critic.path=",
+        "--config.critic.keep_head=False",
+    )
+    run(files, tmp_path, *shared, "--config.trainer.total_training_steps=1")
+    assert "resuming after step 1 of 2" in run(files, tmp_path, *shared)
+    first, second = steps(tmp_path)
+    assert float(first["critic/values_mean"]) == 0 != float(second["critic/values_mean"])
+    assert not list(tmp_path.glob("checkpoints/*/critic"))
+    for path in ("actor/model.safetensors", "adapter/adapter_model.safetensors"):
+        assert not any("score" in name for name in load_file(tmp_path / path))

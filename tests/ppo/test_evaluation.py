@@ -1,0 +1,66 @@
+"""Held-out averages: every prompt counts once, and every response is a draw of its own."""
+
+import jax
+import numpy as np
+import pytest
+
+import tiny
+from jax_ppo.data.prompts import PromptDataset, evaluation_batches
+from jax_ppo.ppo.evaluation import evaluate
+from jax_ppo.types import Example, Rollout
+
+N = 2  # responses a prompt
+
+
+def run(scores, batch_size, correct=None):
+    """Evaluates prompts whose token is their row: their responses have the row's score, and its number + 1 tokens."""
+    examples = tuple(Example(str(row), "mine") for row in range(len(scores)))
+    dataset = PromptDataset(examples, [np.array([row]) for row in range(len(scores))], 16)
+    firsts = []
+
+    def sample(prompts, key, first):
+        firsts.append(first)
+        rows = np.repeat(np.asarray(prompts.tokens)[:, 0], N)
+        return Rollout(prompts, rows, jax.numpy.asarray(rows + 1), None, None)
+
+    def reward(batch, rollout, keep):
+        rows = rollout.responses
+        known = np.full(len(rows), np.nan) if correct is None else np.asarray(correct, float)[rows]
+        return (
+            np.asarray(scores, float)[rows],
+            known,
+            [{"response": str(row)} for row in rows][: max(keep, 0)],
+        )
+
+    result = evaluate(
+        sample,
+        reward,
+        evaluation_batches(dataset, batch_size),
+        tiny.make_mesh(),
+        jax.random.key(0),
+        keep=5,
+    )
+    return result, firsts
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 5])
+def test_rows_that_fill_the_last_batch_are_not_counted(batch_size):
+    """Scores 1, 2, 6: mean 3. Lengths 1, 2, 3. One of three is right."""
+    result, _ = run([1, 2, 6], batch_size, correct=[0, 0, 1])
+    assert (result.reward_mean, result.length_mean) == (3, 2)
+    assert result.accuracy == pytest.approx(1 / 3)
+
+
+def test_samples_of_all_batches_have_addresses_of_their_own():
+    _, firsts = run([1, 2, 6, 7, 8], 2)
+    assert firsts == [0, 4, 8]
+
+
+def test_what_has_no_notion_of_right_has_no_accuracy():
+    result, _ = run([1, 2, 6], 2)
+    assert result.accuracy is None and result.reward_mean == 3
+
+
+def test_as_many_responses_are_kept_as_asked():
+    result, _ = run([1, 2, 6, 7], 2)
+    assert [row["response"] for row in result.samples] == ["0", "0", "1", "1", "2"]

@@ -1,0 +1,337 @@
+"""From rewards and scores to advantages, returns and the next step's control: numbers worked by hand."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tiny
+from jax_ppo.kernels import moments
+from jax_ppo.ppo.experience import estimate
+from jax_ppo.ppo.scoring import Scores
+from jax_ppo.training import state as state_lib
+from jax_ppo.types import Control, Sequences
+
+T = tiny.T
+
+
+def estimated(
+    config,
+    rewards,
+    lengths,
+    truncated=None,
+    values=None,
+    last_values=None,
+    logprobs=None,
+    ref_logprobs=None,
+    full_kl=None,
+    step_rewards=None,
+    step=0,
+    control=None,
+):
+    """`estimate` of samples with these lengths; rows are filled up to T columns with what must not count."""
+
+    def wide(rows, dtype=jnp.float32):
+        rows = [[0.0] * n for n in lengths] if rows is None else rows
+        return jnp.array([[*row, *[99.0] * (T - len(row))] for row in rows], dtype)
+
+    count = len(lengths)
+    truncated = jnp.array(truncated if truncated is not None else [False] * count)
+    sequences = Sequences(
+        jnp.zeros((count, config.sequence_length), jnp.int32),
+        jnp.ones(count, jnp.int32),
+        jnp.array(lengths, jnp.int32),
+        truncated,
+    )
+    scores = Scores(
+        None,
+        wide(ref_logprobs) if config.algorithm.use_reference else None,
+        None if full_kl is None else wide(full_kl),
+        wide(values) if config.has_critic else None,
+        None if last_values is None else jnp.array(last_values, jnp.float32),
+    )
+    if step_rewards is not None:
+        step_rewards = jnp.array(
+            [[*row, *[0.0] * (T - len(row))] for row in step_rewards], jnp.float32
+        )
+    return estimate(
+        config,
+        jnp.int32(step),
+        control or state_lib.first_control(config),
+        sequences,
+        wide(logprobs),
+        scores,
+        jnp.array(rewards, jnp.float32),
+        step_rewards,
+    )
+
+
+def rows(array, lengths):
+    """What counts of [B, T]; the rest must be 0."""
+    array = np.asarray(array)
+    assert not array[np.arange(T) >= np.asarray(lengths)[:, None]].any()
+    return [array[b, :n].tolist() for b, n in enumerate(lengths)]
+
+
+RAW = dict(algorithm__whiten_advantages=False)
+
+
+def test_penalties_come_after_normalisation_and_clip():
+    config = tiny.config(
+        reward__normalize="running",
+        reward__clip=1.0,
+        reward__missing_eos_penalty=0.25,
+        reward__length_penalty=0.01,
+        reward__overlong_buffer_len=4,
+        reward__overlong_penalty_factor=0.8,
+        **RAW,
+    )
+    # Mean 2, deviation sqrt(3): -1.155, 0.577 and again, clipped to -1. Of 10 tokens the last 4 are the buffer.
+    experience, metrics = estimated(
+        config, [0, 3, 3, 2], [1, 8, 10, 6], [False, False, True, False]
+    )
+    scores = [
+        -1 - 0.01,
+        1 / np.sqrt(1.5) - 0.08 - 0.4,
+        1 / np.sqrt(1.5) - 0.1 - 0.8 - 0.25,
+        0 - 0.06,
+    ]
+    np.testing.assert_allclose(
+        [row[-1] for row in rows(experience.returns, [1, 8, 10, 6])], scores, atol=1e-6
+    )
+    assert float(metrics["reward/mean"]) == 2 and float(
+        metrics["reward/shaped_mean"]
+    ) == pytest.approx(np.mean(scores))
+    assert float(experience.control.moments["rewards"].count) == 4
+
+
+def test_running_moments_go_on_and_reference_moments_do_not():
+    for kind, mean, count in (("running", 4.0, 4), ("reference", 2.0, 2)):
+        config = tiny.config(reward__normalize=kind, reward__normalize_shift=False, **RAW)
+        before = moments.add(moments.start(), jnp.array([1.0, 3.0]), jnp.ones(2))
+        experience, _ = estimated(
+            config, [5.0, 7.0], [1, 1], control=Control(jnp.float32(0), {"rewards": before})
+        )
+        after = experience.control.moments["rewards"]
+        assert (float(after.mean), float(after.count)) == (mean, count)
+        deviation = np.sqrt(5.0) if kind == "running" else 1.0
+        np.testing.assert_allclose(
+            rows(experience.returns, [1, 1]), [[5 / deviation], [7 / deviation]], rtol=1e-6
+        )
+
+
+def test_only_a_truncated_response_is_bootstrapped():
+    config = tiny.config(
+        algorithm__bootstrap_truncated=True, algorithm__gamma=0.5, algorithm__lam=0.0, **RAW
+    )
+    experience, _ = estimated(
+        config, [1.0, 1.0], [2, 2], [True, False], [[3.0, 5.0]] * 2, last_values=[8.0, 8.0]
+    )
+    # One-step errors: 0 + 0.5 x 5 - 3, then 1 + 0.5 x 8 - 5 where cut off and 1 - 5 where ended.
+    np.testing.assert_allclose(rows(experience.advantages, [2, 2]), [[-0.5, 0.0], [-0.5, -4.0]])
+
+
+def test_the_critic_can_have_a_lambda_and_a_gamma_of_its_own():
+    config = tiny.config(
+        algorithm__lam=0.0, algorithm__critic_lam=1.0, algorithm__critic_gamma=0.5, **RAW
+    )
+    experience, _ = estimated(config, [4.0], [3], values=[[1.0, 2.0, 3.0]])
+    np.testing.assert_allclose(rows(experience.advantages, [3]), [[1.0, 1.0, 1.0]])
+    np.testing.assert_allclose(
+        rows(experience.returns, [3]), [[1.0, 2.0, 4.0]]
+    )  # the discounted score, whatever the values
+
+
+def test_lambda_by_length():
+    config = tiny.config(algorithm__lam_length_alpha=0.5, **RAW)  # the critic's lambda stays lam, 1
+    experience, _ = estimated(config, [1.0, 1.0], [2, 4], values=[[0.0, 0.0], [0.0] * 4])
+    # lambda is 1 - 1/(0.5 x 2) = 0 and 1 - 1/(0.5 x 4) = 0.5.
+    np.testing.assert_allclose(rows(experience.advantages, [2, 4])[0], [0.0, 1.0])
+    np.testing.assert_allclose(rows(experience.advantages, [2, 4])[1], [0.125, 0.25, 0.5, 1.0])
+    np.testing.assert_allclose(rows(experience.returns, [2, 4])[1], [1.0] * 4)
+
+
+def test_masked_responses_are_not_kept_and_do_not_whiten():
+    config = tiny.config(algorithm__mask_truncated=True)
+    experience, metrics = estimated(config, [1.0, 3.0, 1000.0], [1, 1, T], [False, False, True])
+    assert experience.kept.tolist() == [True, True, False]
+    assert np.ravel(rows(experience.advantages, [1, 1, 0])[:2]).tolist() == pytest.approx(
+        [-1.0, 1.0]
+    )
+    assert float(metrics["response_length/masked_share"]) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        # Scores 1 and 3 of one prompt, 0 and 0 of another, less a KL of 0.5 x log 2 on the first token of the second sample.
+        ("grpo", "by deviation"),
+        ("rloo", "others"),
+        ("reinforce_plus_plus_baseline", "mean"),
+        ("reinforce_plus_plus", "to go"),
+    ],
+)
+def test_without_a_critic(estimator, expected):
+    config = tiny.config(
+        algorithm__adv_estimator=estimator,
+        rollout__n=2,
+        algorithm__use_kl_in_reward=True,
+        algorithm__kl_ctrl__kl_coef=0.5,
+        algorithm__gamma=0.5,
+        **RAW,
+    )
+    lengths = [2, 2, 1, 1]
+    experience, metrics = estimated(
+        config,
+        [1, 3, 0, 0],
+        lengths,
+        logprobs=[[0, 0], [np.log(0.5), 0], [0], [0]],
+        ref_logprobs=[[0, 0], [np.log(0.25), 0], [0], [0]],
+    )
+    assert experience.values is None and experience.returns is None
+    assert not any(name.startswith("critic/") for name in metrics)
+    half = (2 - 0.5 * np.log(2)) / 2
+    of_response = {"by deviation": 1 / np.sqrt(2), "others": 2 * half, "mean": half}.get(expected)
+    wanted = (
+        [[0.5, 1.0], [1.5 - 0.5 * np.log(2), 3.0], [0.0], [0.0]]
+        if of_response is None
+        else [[-of_response] * 2, [of_response] * 2, [0.0], [0.0]]
+    )
+    for ours, theirs in zip(rows(experience.advantages, lengths), wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+def test_what_is_whitened_unless_said():
+    whitened = {}
+    for estimator in ("gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        config = tiny.config(algorithm__adv_estimator=estimator, rollout__n=2)
+        experience, _ = estimated(config, [1.0, 4.0], [1, 1])
+        whitened[estimator] = np.allclose(rows(experience.advantages, [1, 1]), [[-1.0], [1.0]])
+    assert whitened == {
+        "gae": True,
+        "grpo": False,
+        "rloo": False,
+        "reinforce_plus_plus": True,
+        "reinforce_plus_plus_baseline": True,
+    }
+    kept = tiny.config(algorithm__whiten_shift_mean=False)
+    experience, _ = estimated(kept, [1.0, 4.0], [1, 1])
+    np.testing.assert_allclose(rows(experience.advantages, [1, 1]), [[1.5], [3.5]], rtol=1e-6)
+
+
+def test_whitened_rewards_keep_their_mean():
+    config = tiny.config(
+        algorithm__whiten_rewards=True, algorithm__gamma=0.0, algorithm__lam=0.0, **RAW
+    )
+    experience, _ = estimated(config, [2.0, 6.0], [1, 1])
+    np.testing.assert_allclose(
+        rows(experience.advantages, [1, 1]), [[3.0], [5.0]], rtol=1e-6
+    )  # mean 4, deviation 2
+
+
+def test_normalised_values_stand_for_the_same_advantages():
+    seen = moments.Moments(jnp.float32(4), jnp.float32(2), jnp.float32(36))  # mean 2, deviation 3
+    plain, normalised = (
+        tiny.config(critic__normalize_values=choice, algorithm__lam=0.5, **RAW)
+        for choice in (False, True)
+    )
+    one, _ = estimated(plain, [7.0], [2], values=[[2.0, 5.0]])
+    other, _ = estimated(
+        normalised,
+        [7.0],
+        [2],
+        values=[[0.0, 1.0]],
+        control=Control(jnp.float32(0), {"returns": seen}),
+    )
+    np.testing.assert_allclose(other.advantages, one.advantages, rtol=1e-5)
+    np.testing.assert_allclose(
+        other.values[0, :2], [0.0, 1.0]
+    )  # the critic's own output, which the loss clips around
+    # Returns 6 and 7 join mean 2 and m2 36 of four: mean 21.5/6 = 3.5, m2 36.5 + 4.5^2 x 4 x 2 / 6 = 63.5.
+    after = other.control.moments["returns"]
+    assert (float(after.mean), float(after.m2)) == pytest.approx((3.5, 63.5), rel=1e-5)
+    deviation = np.sqrt(63.5 / 6)
+    np.testing.assert_allclose(
+        rows(other.returns, [2])[0], [2.5 / deviation, 3.5 / deviation], rtol=1e-5
+    )
+
+
+def test_rewards_of_steps_are_earned_where_they_end():
+    config = tiny.config(algorithm__lam=1.0, **RAW)
+    experience, metrics = estimated(
+        config, [1.0], [3], values=[[0.0] * 3], step_rewards=[[0.5, 0.0, -2.0]]
+    )
+    np.testing.assert_allclose(rows(experience.returns, [3]), [[-0.5, -1.0, -1.0]])
+    assert float(metrics["reward/mean"]) == -0.5
+
+
+def test_a_broken_reward_does_not_break_the_moments():
+    config = tiny.config(reward__normalize="running", critic__normalize_values=True)
+    broken, _ = estimated(config, [1.0, np.inf], [1, 1])
+    assert all(float(moment.count) == 0 for moment in broken.control.moments.values())
+    after, _ = estimated(config, [1.0, 3.0], [1, 1], control=broken.control)
+    assert float(after.control.moments["rewards"].mean) == 2
+
+
+def test_the_whole_kl_is_taken_where_it_is_given():
+    config = tiny.config(
+        algorithm__kl_penalty="full",
+        algorithm__use_kl_in_reward=True,
+        algorithm__kl_ctrl__kl_coef=2.0,
+        algorithm__gamma=0.0,
+        algorithm__lam=0.0,
+        **RAW,
+    )
+    experience, metrics = estimated(
+        config, [0.0], [2], full_kl=[[0.25, 0.5]], logprobs=[[-1.0, -1.0]]
+    )
+    np.testing.assert_allclose(rows(experience.advantages, [2]), [[-0.5, -1.0]])
+    assert float(metrics["kl/reference"]) == 0.375
+
+
+@pytest.mark.parametrize(
+    ("options", "coefficients"),
+    [
+        ({"type": "linear", "schedule": "0:1,4:3"}, [1.0, 1.5, 3.0]),
+        ({"type": "step", "schedule": "0:1,1:2"}, [1.0, 2.0, 2.0]),
+        ({"type": "fixed", "kl_coef": 0.3}, [0.3, 0.3, 0.3]),
+        # KL 0.5 + 0.7 of the one response, against a target of 1 a response; then of 0.5 a token. Clipped to 0.1.
+        (
+            {
+                "type": "adaptive",
+                "kl_coef": 1.0,
+                "target_kl": 1.0,
+                "target_unit": "sequence",
+                "horizon": 8,
+            },
+            [1.0, 1 + 0.2 / 8, None],
+        ),
+        (
+            {"type": "adaptive", "kl_coef": 1.0, "target_kl": 0.5, "horizon": 8, "error_clip": 0.1},
+            [1.0, 1 + 0.1 / 8, None],
+        ),
+    ],
+)
+def test_the_coefficient_of_the_next_step(options, coefficients):
+    config = tiny.config(
+        algorithm__use_kl_in_reward=True,
+        **{f"algorithm__kl_ctrl__{name}": value for name, value in options.items()},
+    )
+    first = state_lib.first_control(config)
+    assert float(first.kl_coef) == pytest.approx(coefficients[0])
+    given = dict(logprobs=[[0.5, 0.7]], ref_logprobs=[[0.0, 0.0]])
+    experience, metrics = estimated(config, [0.0], [2], **given)
+    assert float(metrics["kl/coefficient"]) == pytest.approx(coefficients[0])
+    assert float(experience.control.kl_coef) == pytest.approx(coefficients[1])
+    if coefficients[2] is not None:
+        experience, _ = estimated(config, [0.0], [2], step=3, **given)
+        assert float(experience.control.kl_coef) == pytest.approx(coefficients[2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "figure"),
+    [("k1", 0.5), ("abs", 1.5), ("k2", 1.25), ("k3", (np.e - 2 + np.exp(-2) + 1) / 2)],
+)
+def test_the_kl_is_estimated_as_asked(kind, figure):
+    config = tiny.config(algorithm__kl_penalty=kind, algorithm__use_kl_in_reward=True, **RAW)
+    _, metrics = estimated(config, [0.0], [2], logprobs=[[-2.0, -1.0]], ref_logprobs=[[-1.0, -3.0]])
+    assert float(metrics["kl/reference"]) == pytest.approx(figure)

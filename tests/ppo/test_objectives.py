@@ -1,0 +1,63 @@
+"""What each role's loss is held against: the policy and the critic of the rollout, and the reference."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import tiny
+from jax_ppo.ppo import objectives
+from jax_ppo.ppo.update import actor_role, critic_role
+
+
+def metrics_of(role, change, **options):
+    """What a role reports of one mini-batch, at the policy and critic of the rollout; `change`: of the experience."""
+    config, mesh = tiny.config(**options), tiny.make_mesh()
+    nets = tiny.networks(config)
+    with jax.set_mesh(mesh):
+        state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
+        experience, _ = tiny.make_experience(config, mesh, state, rollout)
+        batch = jax.tree.map(
+            lambda x: x[0], tiny.plan(config, mesh, rollout, [np.arange(tiny.B)], 4)
+        )
+        learner, params, context = critic_role(config, nets), state.critic, None
+        if role == "actor":
+            learner, params, context = (
+                actor_role(config, nets),
+                state.actor,
+                objectives.actor_context(config, state),
+            )
+        _, metrics = jax.jit(learner.gradients)(params, context, change(experience), batch)
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def test_the_ratio_is_to_the_old_policy_and_the_kl_to_the_reference():
+    metrics = metrics_of(
+        "actor",
+        lambda x: dataclasses.replace(x, ref_logprobs=x.old_logprobs - 2),
+        actor__use_kl_loss=True,
+        actor__kl_loss_type="k1",
+    )
+    assert metrics["actor/log_ratio_max"] < 1e-5
+    assert metrics["actor/kl_loss"] == pytest.approx(2, rel=1e-5)
+
+
+@pytest.mark.parametrize("moved", [-1.0, 1.0])
+def test_the_approximate_kl_is_never_negative(moved):
+    """Every token one nat likelier, or less likely, than in the rollout: e - 1 - 1, and 1/e - 1 + 1."""
+    metrics = metrics_of(
+        "actor", lambda x: dataclasses.replace(x, old_logprobs=x.old_logprobs - moved)
+    )
+    assert metrics["actor/approx_kl"] == pytest.approx(np.exp(moved) - 1 - moved, rel=1e-4)
+
+
+def test_the_value_loss_is_clipped_around_the_values_of_the_rollout():
+    """Returns that the critic says already, but from old values 10 lower, of which it may leave by 0.5: an error of 9.5."""
+    metrics = metrics_of(
+        "critic",
+        lambda x: dataclasses.replace(x, values=x.values - 10, returns=x.values),
+        critic__cliprange_value=0.5,
+    )
+    assert metrics["critic/clip_fraction"] == pytest.approx(1)
+    assert metrics["critic/loss"] == pytest.approx(9.5**2 / 2, rel=1e-4)

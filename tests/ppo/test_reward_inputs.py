@@ -1,0 +1,251 @@
+"""Reward models of another family and with another tokenizer than the actor's: from sampled tokens to scores on the mesh."""
+
+import jax
+import numpy as np
+import pytest
+
+import reward_models
+import tiny
+from jax_ppo.data import tokenizer as tokenizer_lib
+from jax_ppo.errors import UserError
+from jax_ppo.models.hf import load as hf_import
+from jax_ppo.ppo import reward_inputs, scoring
+from jax_ppo.training import state as state_lib
+from jax_ppo.types import Example
+
+CHAT = (
+    {"role": "user", "content": "Tom has 3 apples."},
+    {"role": "assistant", "content": "So?"},
+    {"role": "user", "content": "He buys 2 more."},
+)
+PROMPTS = ["How many apples?", CHAT] * 4
+ANSWERS = [
+    "#### 4",
+    "3+2=5\n5-1=4\n#### 4",
+    "The answer is not 11 but 1. " * 3,
+    "",
+    " apples",
+    "Ann finds 7 coins",
+    "= =",
+    "5",
+]
+
+
+@pytest.fixture(scope="module")
+def actors(tmp_path_factory):
+    return tokenizer_lib.train_tokenizer(reward_models.TEXTS, 600, tmp_path_factory.mktemp("actor"))
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    return reward_models.deberta(tmp_path_factory.mktemp("deberta"), conv_kernel_size=3)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    return reward_models.decoder(tmp_path_factory.mktemp("decoder"))
+
+
+def network(options, folder, decoder):
+    nets = state_lib.networks(
+        options, state_lib.Folders(decoder, None, folder)
+    )  # the actor's plays no part here
+    return nets, nets.reward
+
+
+def scored(folder, decoder, actors, mesh=None, **changes):
+    """ANSWERS to PROMPTS: (their scores, the packed inputs, how many were cut, what was reported)."""
+    options = tiny.config(
+        algorithm__adv_estimator="reinforce_plus_plus", reward__model_path=str(folder), **changes
+    )
+    mesh, said = mesh or tiny.make_mesh(), []
+    nets, net = network(options, folder, decoder)
+    with jax.set_mesh(mesh):
+        where = jax.tree.map(lambda x: x.sharding, state_lib.shapes(options, nets, mesh).reward)
+        params = hf_import.load(folder, net.architecture, where, np.float32, "reward")
+        make = reward_inputs.choose(options, mesh, net, folder, actors, said.append)
+        ids = [np.array(actors.encode(answer), np.int32) for answer in ANSWERS]
+        texts = actors.batch_decode(ids, skip_special_tokens=True)
+        inputs, cut = make(
+            [Example(prompt, "x") for prompt in PROMPTS],
+            [actors.encode("?")[-1]] * len(ids),
+            ids,
+            texts,
+            np.arange(len(ids)),
+            len(ids),
+        )
+        return np.asarray(scoring.reward_model_scores(net, params, *inputs)), inputs, cut, said
+
+
+def test_an_encoders_matrices_are_split(encoder, decoder):
+    options = tiny.config(
+        algorithm__adv_estimator="reinforce_plus_plus", reward__model_path=str(encoder)
+    )
+    mesh = tiny.make_mesh(8, fsdp=2, model=2)
+    params = state_lib.shapes(options, network(options, encoder, decoder)[0], mesh).reward
+
+    def block(*path):
+        leaf = params
+        for name in path:
+            leaf = leaf[name]
+        return leaf.sharding.shard_shape(leaf.shape)
+
+    assert block("layers", "attention", "q_proj", "kernel") == (2, 16, 16)
+    assert block("layers", "mlp", "down_proj", "kernel") == (2, 24, 16)
+    assert block("conv", "kernel") == (3, 16, 16) and block("pooler", "kernel") == (16, 16)
+    assert block("words", "embedding")[1] == 16 and block("relative", "embedding") == (32, 16)
+
+
+def text(prompt):
+    return (
+        prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+    )
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {},
+        {"devices": 8, "fsdp": 2, "model": 2},
+        pytest.param({"devices": 8, "data": 2, "fsdp": 4}, marks=pytest.mark.slow),
+    ],
+)
+def test_an_encoder_scores_pairs_on_any_mesh(encoder, decoder, actors, mesh):
+    ours, (sequences, packed, count), cut, said = scored(
+        encoder, decoder, actors, tiny.make_mesh(**mesh)
+    )
+    model, tokenizer = reward_models.load(encoder)
+    theirs = [
+        reward_models.pair_score(model, tokenizer, text(prompt), answer)
+        for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)
+    ]
+    reward_models.assert_close(ours, theirs)
+    assert said == [
+        "the reward model reads prompt and response as pair, in tokens of its own, at most 128"
+    ]
+    assert cut == 0 and sequences.tokens.shape == (8, 128)
+    if not mesh:  # several inputs stand in a row
+        assert packed.sample.shape == (4, 2, 128) and int(count) < 4
+
+
+def test_text_is_read_as_text_whatever_the_template(decoder, actors, tmp_path):
+    tokenizer = reward_models.load(decoder)[1]
+    tokenizer.chat_template = reward_models.CHAT
+    folder = reward_models.decoder(tmp_path, tokenizer)
+    options = tiny.config(reward__model_path=str(folder))
+    net = network(options, folder, decoder)[0].reward
+    for chats, form in ((False, "text"), (True, "chat")):
+        made = reward_inputs.choose(
+            options, tiny.make_mesh(), net, folder, actors, lambda line: None, chats
+        )
+        assert made.reader.form == form
+
+
+@pytest.mark.parametrize("form", ["auto", "chat", "pair"])
+def test_a_decoder_reads_text_or_its_own_chat(decoder, actors, tmp_path, form):
+    template = form != "auto"
+    tokenizer = reward_models.load(decoder)[1]
+    tokenizer.chat_template = reward_models.CHAT if template else None
+    folder = reward_models.decoder(tmp_path, tokenizer)
+    ours, _, _, said = scored(folder, decoder, actors, reward__model_input=form)
+    model, tokenizer = reward_models.load(folder)
+
+    def ids(prompt, answer):
+        if form == "pair":
+            return tokenizer(text(prompt), answer)["input_ids"]
+        if not template:
+            return [*tokenizer.encode(text(prompt) + answer), tokenizer.eos_token_id]
+        chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        chat.append({"role": "assistant", "content": answer})
+        return tokenizer.encode(
+            tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False
+        )
+
+    theirs = [
+        reward_models.score(model, input_ids=ids(*texts))
+        for texts in zip(PROMPTS, ANSWERS, strict=True)
+    ]
+    reward_models.assert_close(ours, theirs)
+    assert f"as {'text' if form == 'auto' else form}, in" in said[0]
+    if form == "chat":  # which it would have read of its own accord too
+        again, _, _, said = scored(folder, decoder, actors)
+        np.testing.assert_array_equal(again, ours)
+
+
+def test_what_is_cut_is_counted_and_said_once(encoder, decoder, actors, caplog):
+    ours, _, cut, said = scored(encoder, decoder, actors, reward__max_length=40)
+    assert "at most 40" in said[0]
+    ids = reward_models.load(encoder)[1](list(map(text, PROMPTS)), ANSWERS)["input_ids"]
+    too_long = [len(row) > 40 for row in ids]
+    assert cut == sum(too_long) and 0 < sum(too_long) < 8
+    assert "longer than the 40 tokens that it reads (config.reward.max_length)" in caplog.text
+    whole, *_ = scored(encoder, decoder, actors)
+    np.testing.assert_array_equal(np.abs(ours - whole) > 1e-4, too_long)
+
+
+def test_micro_batches_and_packing_change_nothing(encoder, decoder, actors):
+    whole, *_ = scored(encoder, decoder, actors)
+    for changes in ({"reward__micro_batch_size_per_device": 4}, {"packing__enabled": False}):
+        ours, (_, packed, count), *_ = scored(encoder, decoder, actors, **changes)
+        np.testing.assert_allclose(ours, whole, rtol=1e-4, atol=1e-5)
+        assert packed.sample.shape[1] == (
+            4 if "reward__micro_batch_size_per_device" in changes else 2
+        )
+    assert int(count) == 4  # a row each
+
+
+def chosen(folder, decoder, actors, mesh=None, **changes):
+    options = tiny.config(
+        algorithm__adv_estimator="reinforce_plus_plus", reward__model_path=str(folder), **changes
+    )
+    net = network(options, folder, decoder)[1]
+    return reward_inputs.choose(
+        options, mesh or tiny.make_mesh(), net, folder, actors, lambda line: None
+    )
+
+
+def test_with_the_actors_tokens_nothing_goes_through_the_host(decoder, tmp_path):
+    own = reward_models.load(decoder)[1]
+    assert chosen(decoder, decoder, own) is None
+    assert chosen(decoder, decoder, own, reward__model_input="text").reader.form == "text"
+    without = tmp_path / "without"  # a tokenizer: it is the actor's then
+    without.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (without / name).write_bytes((decoder / name).read_bytes())
+    assert chosen(without, decoder, own) is None
+    with pytest.raises(
+        UserError,
+        match=r"config\.reward\.max_length=64: is not read: this reward model takes the sampled",
+    ):
+        chosen(decoder, decoder, own, reward__max_length=64)
+
+
+def test_what_does_not_fit_is_refused_before_weights_load(encoder, decoder, actors, tmp_path):
+    with pytest.raises(
+        UserError,
+        match=r"model_input='chat': the reward model can not read this .*: its tokenizer has no",
+    ):
+        chosen(encoder, decoder, actors, reward__model_input="chat")
+    with pytest.raises(
+        UserError, match=r"max_length=300: the reward model takes 256 tokens at most"
+    ):
+        chosen(decoder, decoder, actors, reward__max_length=300)
+    assert (
+        chosen(encoder, decoder, actors, reward__max_length=300).reader.longest == 300
+    )  # distances have no end
+    with pytest.raises(
+        UserError, match=r"config.mesh.model=8: must divide attention heads of the model, 4"
+    ):
+        chosen(encoder, decoder, actors, tiny.make_mesh(8, model=8))
+    with pytest.raises(
+        UserError,
+        match=r"the tokenizer there has \d+ tokens, the model's embedding 30; they do not belong",
+    ):
+        chosen(reward_models.deberta(tmp_path / "small", vocab_size=30), decoder, actors)
+    for file in [*(tmp_path / "small").glob("*token*"), *(tmp_path / "small").glob("spm*")]:
+        file.unlink()
+    with pytest.raises(
+        UserError,
+        match=r"small has no tokenizer \(none of tokenizer.json, .*copy the encoder's into it",
+    ):
+        chosen(tmp_path / "small", decoder, actors)

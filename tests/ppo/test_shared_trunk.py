@@ -1,0 +1,113 @@
+"""A critic that is a head on the actor's trunk: the sum of both losses from one pass, in one optimizer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tiny
+from jax_ppo.ppo import objectives
+from jax_ppo.ppo.update import Role, actor_role, update
+from jax_ppo.training import forward
+from jax_ppo.training import state as state_lib
+
+HALVES = [[0, 2, 4, 6], [1, 3, 5, 7]]
+SHARED = {"critic__shared_trunk": True, "critic__value_loss_coef": 0.3}
+LORA = {"model__lora__rank": 4}
+
+
+def gradients(config, mesh, role, nets, rows=4):
+    """Of one mini-batch of all samples, at parameters that have moved since the rollout."""
+    with jax.set_mesh(mesh):
+        state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
+        experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=rows)
+        one = jax.tree.map(
+            lambda x: x[0], tiny.plan(config, mesh, rollout, [np.arange(tiny.B)], rows)
+        )
+        context = (
+            None if role is objectives.critic_loss else objectives.actor_context(config, state)
+        )
+
+        def run(params, base, context, experience, one):
+            names = {
+                objectives.actor_loss: objectives.ACTOR_METRICS,
+                objectives.critic_loss: objectives.CRITIC_METRICS,
+            }
+            learner = (
+                actor_role(config, nets, base)
+                if role is None
+                else Role("actor", config, nets, role, names[role], "token-mean", None, base)
+            )
+            return learner.gradients(params, context, experience, one)
+
+        params = jax.tree.map(lambda x: x * 1.02 + 0.01, state.actor)
+        return jax.tree.map(
+            np.asarray, jax.jit(run)(params, state.reference, context, experience, one)
+        )
+
+
+def assert_close(one, other):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5 * np.abs(a).max()),
+        one,
+        other,
+    )
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param(LORA, marks=pytest.mark.slow)])
+def test_the_gradient_is_the_sum_of_both(options):
+    config, mesh = tiny.config(**SHARED, **options), tiny.make_mesh()
+    nets = tiny.networks(config)
+    of_both, metrics = gradients(config, mesh, None, nets)
+    of_actor, actor_metrics = gradients(config, mesh, objectives.actor_loss, nets)
+    alone = state_lib.Networks(nets.actor, nets.actor, None)
+    of_critic, critic_metrics = gradients(config, mesh, objectives.critic_loss, alone)
+    assert_close(of_both, jax.tree.map(np.add, of_actor, of_critic))
+    for name, value in (actor_metrics | critic_metrics).items():
+        assert float(metrics[name]) == pytest.approx(float(value), rel=1e-5, abs=1e-6), name
+    assert not np.any(of_actor["score"]["kernel"]) and np.any(of_critic["score"]["kernel"])
+    split, _ = gradients(config, tiny.make_mesh(8, data=2, fsdp=2, model=2), None, nets, rows=8)
+    assert_close(of_both, split)
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param(LORA, marks=pytest.mark.slow)])
+def test_one_pass_serves_both(options, monkeypatch):
+    """The trunk is traced once where the policy is scored, once for the reference, and once where both losses are learned."""
+    config, mesh = (
+        tiny.config(actor__ppo_epochs=2, algorithm__lam=0.95, **SHARED, **options),
+        tiny.make_mesh(),
+    )
+    traced, run = [], forward.hidden_states
+
+    def counted(model, params, rows):
+        traced.append("score" in params)
+        return run(model, params, rows)
+
+    monkeypatch.setattr(forward, "hidden_states", counted)
+    jax.clear_caches()
+    with jax.set_mesh(mesh):
+        state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
+        experience, _ = tiny.make_experience(config, mesh, state, rollout)
+        assert sorted(traced) == [False, True]
+        batches, before = (
+            tiny.plan(config, mesh, rollout, HALVES + HALVES, 2),
+            jax.tree.map(np.array, state.actor),
+        )
+        traced.clear()
+        state, metrics = update(
+            config, tiny.networks(config), 100, state, experience, batches, None
+        )
+    assert traced == [True]
+    assert state.critic is None and state.critic_optimizer is None
+    assert set(state_lib.trained(state)) == {"actor", "optimizer", "control"}
+    assert not np.array_equal(state.actor["score"]["kernel"], before["score"]["kernel"])
+    assert float(metrics["actor/first_log_ratio"]) < 1e-5 < float(metrics["actor/log_ratio_max"])
+
+
+def test_its_shapes_are_foreseen():
+    config, mesh = tiny.config(**SHARED), tiny.make_mesh()
+    with jax.set_mesh(mesh):
+        state = tiny.make_state(config, mesh)
+    shapes = state_lib.trained_shapes(config, tiny.networks(config), mesh)
+    assert jax.tree.map(jnp.shape, state_lib.trained(state)) == jax.tree.map(jnp.shape, shapes)
+    assert "score" not in state_lib.shapes(config, tiny.networks(config), mesh).reference

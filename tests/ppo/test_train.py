@@ -1,0 +1,598 @@
+"""Whole runs of the command: killed and resumed, in two processes, on eight devices, without a recompilation."""
+
+import collections
+import csv
+import functools
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from unittest import mock
+
+import jax
+import jax.monitoring
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jax_ppo.config import schema
+from jax_ppo.data import arithmetic
+from jax_ppo.data import tokenizer as tokenizer_lib
+from jax_ppo.errors import UserError
+from jax_ppo.models import heads
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.hf import load as hf_import
+from jax_ppo.models.hf import save as hf_export
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.ppo import loop as ppo
+from jax_ppo.ppo import precompilation as rehearsal
+from jax_ppo.runtime import compilation, sharding
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = """
+from jax_ppo.config import default_config
+
+def get_config(arg=None):
+    config = default_config()
+    config.model.path = {model!r}
+    config.model.dtype = "float32"
+    config.data.train_files = "arithmetic:64"
+    config.data.val_files = "arithmetic:12:heldout"
+    config.data.train_batch_size, config.data.val_batch_size = 8, 8
+    config.data.max_prompt_length, config.data.max_response_length = 64, 12
+    config.actor.ppo_mini_batch_size = 4
+    config.actor.ppo_epochs = 2
+    config.rollout.n = 2
+    config.rollout.temperature = 0.8
+    config.actor.optim.lr = config.critic.optim.lr = 1e-3
+    config.algorithm.use_kl_in_reward = True
+    config.algorithm.kl_ctrl.type = "adaptive"
+    config.critic.normalize_values = True
+    config.reward.normalize = "running"
+    config.reward.function = {reward!r}
+    config.trainer.total_training_steps = 8
+    config.trainer.save_freq = 2
+    config.trainer.test_freq = 4
+    config.trainer.critic_warmup = 1
+    return config
+"""
+REWARD = '''
+def reward(data_source, solution_str, ground_truth, extra_info):
+    """The share of digits: a random model has something to find."""
+    return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)
+'''
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A random tiny Llama with a tokenizer, a reward function and a configuration file."""
+    folder = tmp_path_factory.mktemp("model")
+    texts = [prompt + response for prompt, response in arithmetic.worked_examples(200, 0.5, 0)]
+    tokenizer = tokenizer_lib.train_tokenizer(texts, 192, folder / "tokenizer")
+    architecture = Architecture(
+        family="llama",
+        vocab_size=192,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        tied=True,
+        max_position_embeddings=128,
+        eos_ids=(tokenizer.eos_token_id,),
+        pad_id=tokenizer.pad_token_id,
+    )
+    params = heads.init(Transformer(architecture), jax.random.key(0), "lm")
+    hf_export.export(params, architecture, folder / "llama", source_folder=folder / "tokenizer")
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "config.py").write_text(
+        CONFIG.format(model=str(folder / "llama"), reward=f"{folder}/reward.py:reward")
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reward_model(files, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reward_model")
+    architecture = hf_import.read_architecture(files / "llama")
+    params = heads.init(Transformer(architecture), jax.random.key(1), "scalar")
+    params["score"]["kernel"] = jax.random.normal(
+        jax.random.key(2), params["score"]["kernel"].shape
+    )
+    hf_export.export(params, architecture, folder)
+    return folder
+
+
+def command(files, workdir, *overrides):
+    return [
+        sys.executable,
+        "-m",
+        "jax_ppo.train",
+        f"--config={files}/config.py",
+        f"--workdir={workdir}",
+        *overrides,
+    ]
+
+
+def environment(devices=1):
+    return os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+
+
+def run(files, workdir, *overrides, devices=1):
+    done = subprocess.run(
+        command(files, workdir, *overrides),
+        env=environment(devices),
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def figures(workdir):
+    """training_metrics.csv without what a clock says."""
+    with open(workdir / "training_metrics.csv") as file:
+        return [
+            {name: value for name, value in row.items() if "second" not in name}
+            for row in csv.DictReader(file)
+        ]
+
+
+def of_steps(workdir):
+    """Those figures that a step gives, an evaluation not."""
+    return [row for row in figures(workdir) if row["reward/mean"]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(files, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    output = run(files, workdir)
+    return workdir, output
+
+
+def test_a_run_writes_what_it_should(undisturbed):
+    workdir, output = undisturbed
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert [entry["step"] for entry in summary["evaluations"]] == [0, 4, 8]
+    assert summary["compilations"]["programs"] > 5 and summary["compilations"]["seconds"] > 0
+    assert summary["steps"] == 8 and summary["evaluations"][0].keys() == {
+        "step",
+        "accuracy",
+        "reward_mean",
+        "response_length",
+    }
+    rows = figures(workdir)
+    wanted = {
+        "reward/mean",
+        "reward/std",
+        "actor/loss",
+        "critic/loss",
+        "update/loss",
+        "kl/reference",
+        "actor/approx_kl",
+        "actor/ratio_mean",
+        "actor/ratio_min",
+        "actor/ratio_max",
+        "actor/clip_fraction",
+        "critic/clip_fraction",
+        "actor/entropy",
+        "advantages/mean",
+        "critic/returns_mean",
+        "critic/values_mean",
+        "critic/explained_variance",
+        "response_length/mean",
+        "response_length/truncated_share",
+        "actor/grad_norm",
+        "critic/grad_norm",
+        "actor/lr",
+        "critic/lr",
+        "rollout/slot_use",
+    }
+    assert wanted <= rows[0].keys()
+    steps = of_steps(workdir)
+    assert all(0 < float(row["rollout/slot_use"]) <= 1 for row in steps)
+    assert [int(row["step"]) for row in steps] == list(range(1, 9))
+    assert abs(float(steps[0]["kl/reference"])) < 1e-6 < abs(float(steps[3]["kl/reference"]))
+    assert all(float(row["actor/first_log_ratio"]) < 1e-5 for row in steps)
+    assert float(steps[0]["actor/lr"]) == 0 < float(steps[1]["actor/lr"])
+    assert (workdir / "training_curves.png").stat().st_size > 10_000
+    assert list((workdir / "tensorboard").iterdir())
+    assert "step 8/8" in output and "ppo_epochs=2" in output
+
+
+def test_killed_and_resumed_is_bit_equal(files, undisturbed, tmp_path):
+    kill_and_resume(files, tmp_path)
+    assert_equal_runs(tmp_path, undisturbed[0])
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_is_bit_equal_on_eight_devices(files, tmp_path):
+    shape = "--config.mesh.fsdp=2", "--config.mesh.model=2"
+    run(files, tmp_path / "undisturbed", *shape, devices=8)
+    kill_and_resume(files, tmp_path / "killed", *shape, devices=8)
+    assert_equal_runs(tmp_path / "killed", tmp_path / "undisturbed")
+
+
+def kill_and_resume(files, workdir, *overrides, devices=1):
+    process = subprocess.Popen(
+        command(files, workdir, *overrides),
+        env=environment(devices),
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    for line in process.stdout:
+        if line.startswith("step") and list(
+            workdir.glob("checkpoints/[0-9]")
+        ):  # named so once all of it is on disk
+            process.send_signal(signal.SIGKILL)
+            break
+    process.wait()
+    process.stdout.close()
+    assert not (workdir / "actor").exists()  # it was not at its end
+    assert "resuming after step" in run(files, workdir, *overrides, devices=devices)
+
+
+def assert_equal_runs(workdir, other):
+    """Every figure but those of a clock, every evaluation and every exported weight, bit for bit."""
+    assert figures(workdir) == figures(other)
+    ours, theirs = (
+        json.loads((folder / "summary.json").read_text())["evaluations"]
+        for folder in (workdir, other)
+    )
+    assert ours == theirs
+    ours, theirs = (
+        load_file(folder / "actor" / "model.safetensors") for folder in (workdir, other)
+    )
+    for name in theirs:
+        np.testing.assert_array_equal(ours[name], theirs[name])
+
+
+def assert_same_run(workdir, other, tolerance):
+    for ours, theirs in zip(figures(workdir), figures(other), strict=True):
+        for name in (
+            "reward/mean",
+            "kl/reference",
+            "actor/entropy",
+            "critic/loss",
+            "response_length/mean",
+            "eval/reward_mean",
+        ):
+            if theirs[name]:
+                assert float(ours[name]) == pytest.approx(
+                    float(theirs[name]), rel=tolerance, abs=tolerance
+                ), name
+
+
+@pytest.mark.slow
+def test_eight_devices_train_as_one_does(files, undisturbed, tmp_path):
+    run(files, tmp_path, "--config.mesh.fsdp=2", "--config.mesh.model=2", devices=8)
+    assert_same_run(tmp_path, undisturbed[0], 1e-3)
+
+
+@pytest.mark.slow
+def test_few_slots_sample_the_same(files, undisturbed, tmp_path):
+    run(
+        files,
+        tmp_path,
+        "--config.rollout.max_num_seqs=6",
+        "--config.trainer.total_training_steps=2",
+        "--config.trainer.test_freq=0",
+        "--config.trainer.val_before_train=False",
+    )
+    rows = of_steps(tmp_path)
+    assert len(rows) == 2
+    for ours, theirs in zip(rows, of_steps(undisturbed[0]), strict=False):
+        assert float(ours["rollout/slot_use"]) != float(theirs["rollout/slot_use"])
+        for name in (
+            "reward/mean",
+            "kl/reference",
+            "actor/entropy",
+            "critic/loss",
+            "response_length/mean",
+        ):
+            assert float(ours[name]) == pytest.approx(float(theirs[name]), rel=1e-3, abs=1e-3), name
+
+
+ONE_STEP_OFF = "--config.rollout.one_step_off=True", "--config.algorithm.rollout_is=token"
+
+
+def test_one_step_off_lags_weighs_and_is_resumed_bit_equal(files, tmp_path):
+    options = (
+        *ONE_STEP_OFF,
+        "--config.trainer.save_freq=4",
+        "--config.trainer.total_training_steps=12",
+    )
+    run(files, tmp_path / "undisturbed", *options)
+    kill_and_resume(files, tmp_path / "killed", *options)
+    assert_equal_runs(tmp_path / "killed", tmp_path / "undisturbed")
+    rows = of_steps(tmp_path / "undisturbed")
+    assert [int(row["step"]) for row in rows] == list(range(1, 13))
+    for row in rows:
+        step, weight = int(row["step"]), float(row["rollout/importance_mean"])
+        # The first step, and those after a checkpoint, sample with the weights that learn; the second's did not learn yet.
+        if step in (1, 2, 5, 9):
+            assert float(row["rollout/logprob_difference"]) < 1e-5 and weight == pytest.approx(
+                1, abs=1e-5
+            )
+        else:
+            assert float(row["rollout/logprob_difference"]) > 1e-4 and abs(weight - 1) > 1e-5
+        assert (
+            float(row["actor/first_log_ratio"]) < 1e-5
+        )  # the ratio is to the policy that the update starts from
+
+
+def test_without_a_critic_none_is_kept(files, tmp_path):
+    """Another loss and estimator, rewards of steps, moments measured at first: what the command makes of them."""
+    (tmp_path / "steps.py").write_text(
+        "def reward(data_source, solution_str, ground_truth, extra_info):\n"
+        "    digits = [i + 1 for i, c in enumerate(solution_str) if c.isdigit()]\n"
+        "    return {'score': 0.0, 'step_rewards': [(end, 1.0) for end in digits]}\n"
+    )
+    output = run(
+        files,
+        tmp_path / "run",
+        f"--config.reward.function={tmp_path}/steps.py:reward",
+        "--config.reward.process_rewards=True",
+        "--config.algorithm.adv_estimator=grpo",
+        "--config.actor.policy_loss=gspo",
+        "--config.critic.normalize_values=False",
+        "--config.trainer.critic_warmup=0",
+        "--config.reward.normalize=reference",
+        "--config.reward.normalize_samples=20",
+        "--config.algorithm.kl_ctrl.type=linear",
+        "--config.algorithm.kl_ctrl.schedule=0:0.1,2:0",
+        "--config.trainer.total_training_steps=3",
+        "--config.trainer.warn_entropy_below=100",
+    )
+    assert "the first policy's rewards: mean 0, deviation 1" in output
+    assert output.count("the policy's entropy is") == 1  # though it is low in all three steps
+    assert not list((tmp_path / "run").glob("checkpoints/*/critic"))
+    steps = of_steps(tmp_path / "run")
+    assert [float(row["kl/coefficient"]) for row in steps] == pytest.approx([0.1, 0.05, 0.0])
+    assert all(float(row["reward/shaped_mean"]) > 0.1 for row in steps) and not any(
+        "critic/loss" in row for row in steps
+    )
+
+
+def run_two_processes(arguments, logs):
+    return subprocess.run(
+        ["bash", str(ROOT / "launch" / "local_processes.sh"), "2", "--", *arguments],
+        cwd=ROOT,
+        text=True,
+        env=environment() | {"PYTHON": sys.executable, "LOG_DIR": str(logs)},
+        capture_output=True,
+        timeout=300,
+    )
+
+
+def test_two_processes_train_as_one_does(files, undisturbed, tmp_path):
+    arguments = command(files, tmp_path)[3:]
+    done = run_two_processes(arguments, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "summary.json").read_text())["versions"]["process_count"] == 2
+    assert_same_run(tmp_path, undisturbed[0], 1e-3)
+
+
+@pytest.mark.slow
+def test_a_reward_model_alone(files, reward_model, tmp_path):
+    """Its score at the last token of prompt and response is the reward, in training and in evaluations."""
+    run(
+        files,
+        tmp_path,
+        "--config.reward.function=",
+        f"--config.reward.model_path={reward_model}",
+        "--config.trainer.total_training_steps=2",
+        "--config.trainer.test_freq=0",
+    )
+    steps = of_steps(tmp_path)
+    evaluations = json.loads((tmp_path / "summary.json").read_text())["evaluations"]
+    assert all(abs(float(row["reward/std"])) > 0.01 for row in steps)
+    assert all(
+        entry["accuracy"] is None and abs(entry["reward_mean"]) > 1e-3 for entry in evaluations
+    )
+
+
+def test_an_error_in_one_process_ends_both(files, tmp_path):
+    (tmp_path / "bad.py").write_text(
+        "import jax\n"
+        "def reward(data_source, solution_str, ground_truth, extra_info):\n"
+        "    if jax.process_index() == 1: raise KeyboardInterrupt('reward service is gone')\n"
+        "    return 0.0\n"
+    )
+    arguments = command(
+        files, tmp_path / "work", f"--config.reward.function={tmp_path}/bad.py:reward"
+    )[3:]
+    started = time.monotonic()
+    done = run_two_processes(arguments, tmp_path)
+    assert done.returncode != 0
+    assert time.monotonic() - started < 200
+    everything = done.stdout + done.stderr + "".join(p.read_text() for p in tmp_path.rglob("*.log"))
+    assert "reward service is gone" in everything
+
+
+def test_nothing_is_compiled_after_the_second_step(files, tmp_path, monkeypatch):
+    compiled, at_step = [], {}
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **_: (
+            compiled.append(seconds) if event == compilation.COMPILED else None
+        )
+    )
+    finish = ppo.finish_step
+
+    def noted(run, state, done, *rest):
+        at_step[done] = len(compiled)
+        finish(run, state, done, *rest)
+
+    monkeypatch.setattr(ppo, "finish_step", noted)
+    config = load(
+        files,
+        "--config.trainer.total_training_steps=6",
+        "--config.trainer.val_before_train=False",
+        "--config.data.val_files=",
+        "--config.trainer.save_freq=0",
+        "--config.mesh.data=1",
+        "--config.mesh.fsdp=8",
+    )
+    ppo.train(config, tmp_path)
+    jax.monitoring.clear_event_listeners()
+    assert at_step[1] > 5
+    assert at_step[6] == at_step[2], at_step
+    summary = json.loads((tmp_path / "summary.json").read_text())["compilations"]
+    assert summary["programs"] == len(compiled) and summary["seconds"] == pytest.approx(
+        sum(compiled)
+    )
+    # Sampling, scoring, advantages and update are nearly all of it; what reads and writes weights is many small programs.
+    assert sum(seconds > 0.01 * sum(compiled) for seconds in compiled) <= 12, compiled
+
+
+@pytest.mark.parametrize("devices", [8, 1])
+@pytest.mark.parametrize("with_model", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_step_is_compiled_in_the_rehearsal_alone(
+    files, reward_model, tmp_path, caplog, monkeypatch, with_model, devices
+):
+    """Shapes and places that the rehearsal foresees are those that the run comes with: else a program would come twice."""
+    threads = collections.defaultdict(list)
+    options = (*ONE_STEP_OFF, f"--config.reward.model_path={reward_model}") if with_model else ()
+    options += ("--config.mesh.fsdp=2", "--config.mesh.model=2") if devices > 1 else ()
+    monkeypatch.setattr(
+        sharding,
+        "make_mesh",
+        functools.partial(sharding.make_mesh, devices=jax.devices()[:devices]),
+    )
+    jax.config.update("jax_log_compiles", True)
+    try:
+        ppo.train(
+            load(
+                files,
+                "--config.trainer.total_training_steps=2",
+                "--config.trainer.val_before_train=False",
+                "--config.data.val_files=",
+                "--config.data.train_batch_size=16",
+                *options,
+            ),
+            tmp_path,
+        )
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    for record in caplog.records:
+        if found := re.match(r"Finished XLA compilation of jit\((\w+)\)", record.getMessage()):
+            threads[found[1]].append(record.threadName)
+    assert threads["score_part"] == ["rehearsal"] * 2, threads  # the policy's and the critic's
+    for name in (
+        "estimate",
+        "update_actor",
+        "update_critic",
+        *["reward_model_scores"] * with_model,
+    ):
+        assert threads[name] == ["rehearsal"], (name, threads)
+    # These do not hang on the options: they may be there from another test.
+    for name in ("unroll", "with_indices", "share_out", "concatenate", "join"):
+        assert threads[name] in ([], ["rehearsal"]), (name, threads)
+
+
+def test_an_error_stops_the_rehearsal(monkeypatch):
+    """After the program that is being compiled; what the compiler raises is raised, if nothing else was."""
+    begun, first, go_on = [], threading.Event(), threading.Event()
+
+    def programs(*_):
+        for name in ("one", "two"):
+            begun.append(name)
+            first.set()
+            go_on.wait(60)
+            yield name
+        raise ValueError("out of memory")
+
+    monkeypatch.setattr(rehearsal, "_programs", programs)
+    run = mock.MagicMock(mesh=sharding.make_mesh(schema.MeshShape()))
+    run.config.data.train_batch_size = run.config.rollout.n = 1
+    run.batches.return_value = iter([mock.MagicMock()] * 2)
+    with pytest.raises(KeyError), rehearsal.during(run, 0):
+        first.wait(60)
+        threading.Timer(2, go_on.set).start()  # by then the error has been seen
+        raise KeyError
+    assert begun == ["one"]
+    with pytest.raises(ValueError, match="out of memory"), rehearsal.during(run, 0):
+        pass
+
+
+def test_a_warm_step_transfers_only_what_it_says(files, tmp_path, monkeypatch):
+    """Nothing travels to the mesh unawares, and what does on purpose, either way, is a handful of arrays."""
+    calls, at_step = collections.Counter(), {}
+
+    def counted(owner, name):
+        function = getattr(owner, name)
+
+        def call(*args):
+            calls[name] += 1
+            return function(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(sharding, "place")
+    counted(sharding, "to_host")
+    counted(sharding, "local_rows")
+    counted(jax, "device_get")
+    finish = ppo.finish_step
+
+    def noted(run, state, done, *rest):
+        at_step[done] = calls.copy()
+        finish(run, state, done, *rest)
+        jax.config.update("jax_transfer_guard", "disallow" if done in (3, 4) else "allow")
+
+    monkeypatch.setattr(ppo, "finish_step", noted)
+    config = load(
+        files,
+        "--config.trainer.total_training_steps=6",
+        "--config.data.val_files=",
+        "--config.trainer.save_freq=0",
+        "--config.mesh.data=2",
+        "--config.mesh.fsdp=4",
+    )
+    try:
+        ppo.train(config, tmp_path)
+    finally:
+        jax.config.update("jax_transfer_guard", "allow")
+    # Up: prompts, the key's two numbers, the packings of scoring and update with three counts and members, two columns of
+    # rewards. Down: lengths to pack by, responses and their lengths to reward, metrics of the step before.
+    assert at_step[5] - at_step[4] == {"place": 10, "to_host": 1, "local_rows": 2, "device_get": 1}
+
+
+def load(files, *overrides):
+    from jax_ppo.config import command_line
+
+    return command_line.read(["train", f"--config={files}/config.py", *overrides])[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--config.data.max_response_length=100", "the model takes 128 tokens at most"),
+        (
+            "--config.data.train_files=arithmetic:4",
+            "has 4 prompts, and config.data.train_batch_size=8",
+        ),
+        ("--config.model.path=/nowhere/model", "config.model.path"),
+        ("--config.reward.function=jax_ppo.nothing:reward", "config.reward.function"),
+        ("--config.mesh.model=8", "config.mesh.model=8: must divide"),
+        ("--config.mesh.model=3", "must multiply to the number of devices, 8"),
+    ],
+)
+def test_mistakes_are_told_before_weights_load(files, tmp_path, override, message, monkeypatch):
+    monkeypatch.setattr(
+        "jax_ppo.training.state.create", lambda *_: pytest.fail("weights were loaded")
+    )
+    with pytest.raises(UserError, match=message):
+        ppo.train(load(files, override, "--config.data.train_batch_size=8"), tmp_path)
+
+
+def test_resolved_options_are_hashable(files):
+    assert isinstance(hash(load(files)), int) and isinstance(load(files), schema.Config)

@@ -1,0 +1,840 @@
+"""The invariants of scoring and update: nothing depends on how a batch was cut up, and the first ratio is 1."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tiny
+from jax_ppo.config import schema
+from jax_ppo.errors import UserError
+from jax_ppo.kernels import importance, kl, losses, policy_losses
+from jax_ppo.models import heads
+from jax_ppo.models.transformer import Transformer, unroll
+from jax_ppo.ppo import objectives, scoring
+from jax_ppo.ppo.experience import estimate
+from jax_ppo.ppo.update import actor_role, critic_role, programs, update
+from jax_ppo.runtime import compilation
+from jax_ppo.sampler.generate import Sampler, SamplingOptions
+from jax_ppo.training import state as state_lib
+
+ALL = [list(range(tiny.B))]
+HALVES = [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def run_update(
+    config, mesh, groups, rows, seed=0, rewards=None, prepare=lambda state: state, total_steps=100
+):
+    """One whole step on a random rollout: (state before, on the host; state after; metrics)."""
+    with jax.set_mesh(mesh):
+        state = prepare(tiny.make_state(config, mesh, seed))
+        rollout = tiny.make_rollout(mesh, seed)
+        experience, rollout_metrics = tiny.make_experience(
+            config, mesh, state, rollout, rewards, rows
+        )
+        batches = tiny.plan(config, mesh, rollout, groups, rows)
+        before = jax.tree.map(np.array, state)
+        state, metrics = update(
+            config,
+            tiny.networks(config),
+            total_steps,
+            state,
+            experience,
+            batches,
+            batches if config.has_critic else None,
+        )
+    return (
+        before,
+        state,
+        {name: float(value) for name, value in (rollout_metrics | metrics).items()},
+    )
+
+
+def run_gradients(
+    config, mesh, rows, change=lambda experience: experience, move=1.02, roles=("actor", "critic")
+):
+    """The roles' gradients of one mini-batch of all samples, at a policy that has moved since the rollout."""
+    with jax.set_mesh(mesh):
+        state = tiny.make_state(config, mesh)
+        rollout = tiny.make_rollout(mesh)
+        experience = change(
+            tiny.make_experience(config, mesh, state, rollout, rows=max(rows, 1))[0]
+        )
+        moved = jax.tree.map(
+            lambda x: x * move, dataclasses.replace(state, step=None, control=None)
+        )
+        one = jax.tree.map(lambda x: x[0], tiny.plan(config, mesh, rollout, ALL, rows))
+        context = objectives.actor_context(
+            config, dataclasses.replace(moved, control=state.control, step=state.step)
+        )
+        given = {
+            "actor": (actor_role, moved.actor, context),
+            "critic": (critic_role, moved.critic, None),
+        }
+        grads, metrics = [], {}
+        for name in roles:
+            role, params, of_role = given[name]
+            gradients, found = jax.jit(role(config, tiny.networks(config)).gradients)(
+                params, of_role, experience, one
+            )
+            grads.append(gradients)
+            metrics |= found
+        return jax.tree.map(np.asarray, grads), {
+            name: float(value) for name, value in metrics.items()
+        }
+
+
+def assert_close(one, other, tolerance=2e-5):
+    def check(path, a, b):
+        scale = max(np.abs(a).max(), 1e-3)
+        assert np.abs(a - b).max() <= tolerance * scale, (
+            jax.tree_util.keystr(path),
+            np.abs(a - b).max(),
+            scale,
+        )
+
+    jax.tree_util.tree_map_with_path(check, one, other)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The gradient of the mini-batch in one piece, padded, on one device."""
+    config = tiny.config(
+        packing__enabled=False,
+        actor__use_kl_loss=True,
+        actor__kl_loss_coef=0.1,
+        actor__entropy_coeff=0.01,
+    )
+    return run_gradients(config, tiny.make_mesh(), rows=8)
+
+
+@pytest.mark.parametrize(
+    ("packed", "rows"),
+    [
+        (True, 1),
+        (True, 4),
+        *(
+            pytest.param(*more, marks=pytest.mark.slow)
+            for more in ((False, 1), (False, 2), (False, 4), (True, 2))
+        ),
+    ],
+)
+def test_micro_batches_and_packing_do_not_change_the_gradient(whole, packed, rows):
+    config = tiny.config(
+        packing__enabled=packed,
+        actor__use_kl_loss=True,
+        actor__kl_loss_coef=0.1,
+        actor__entropy_coeff=0.01,
+    )
+    gradients, metrics = run_gradients(config, tiny.make_mesh(), rows)
+    assert_close(whole[0], gradients)
+    assert metrics == pytest.approx(whole[1], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"data": 2, "fsdp": 2, "model": 2},
+        *(
+            pytest.param(more, marks=pytest.mark.slow)
+            for more in ({"data": 8}, {"data": 2}, {"data": 1, "fsdp": 2}, {"data": 1, "model": 2})
+        ),
+    ],
+)
+def test_devices_do_not_change_the_gradient(whole, shape):
+    config = tiny.config(
+        actor__use_kl_loss=True, actor__kl_loss_coef=0.1, actor__entropy_coeff=0.01
+    )
+    mesh = tiny.make_mesh(int(np.prod(list(shape.values()))), **shape)
+    gradients, metrics = run_gradients(config, mesh, rows=8)
+    assert_close(whole[0], gradients)
+    assert metrics == pytest.approx(whole[1], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_windows_and_soft_caps_do_not_depend_on_cuts_either(monkeypatch):
+    """Of a model whose first layer has a window of 4 tokens, and whose scores and logits have soft caps."""
+    monkeypatch.setattr(
+        tiny,
+        "ARCHITECTURE",
+        dataclasses.replace(
+            tiny.ARCHITECTURE,
+            sliding_window=4,
+            local_layers=(True, False),
+            local_rope_theta=50.0,
+            attention_softcap=2.0,
+            logit_softcap=3.0,
+            scaled_embedding=True,
+            norm_plus_one=True,
+            post_norms=True,
+            qk_norm=True,
+        ),
+    )
+    options = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1, "actor__entropy_coeff": 0.01}
+    padded = run_gradients(tiny.config(packing__enabled=False, **options), tiny.make_mesh(), rows=8)
+    gradients, metrics = run_gradients(
+        tiny.config(**options), tiny.make_mesh(8, data=2, fsdp=2, model=2), rows=4
+    )
+    assert_close(padded[0], gradients)
+    assert metrics == pytest.approx(padded[1], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["seq-mean-token-sum", "seq-mean-token-mean"])
+@pytest.mark.slow
+def test_other_averages_do_not_depend_on_micro_batches_either(mode):
+    config = tiny.config(actor__loss_agg_mode=mode)
+    assert_close(
+        run_gradients(config, tiny.make_mesh(), 8)[0], run_gradients(config, tiny.make_mesh(), 1)[0]
+    )
+
+
+def test_importance_weights_scale_the_policy_loss_alone():
+    config, mesh = tiny.config(), tiny.make_mesh()
+    half = jnp.full((tiny.B, tiny.T), 0.5)
+    (actor, critic), _ = run_gradients(config, mesh, 4)
+    (weighted, same), _ = run_gradients(
+        config, mesh, 4, lambda x: dataclasses.replace(x, importance=half)
+    )
+    assert_close(jax.tree.map(lambda x: x / 2, actor), weighted)
+    assert_close(critic, same)
+
+
+@pytest.mark.slow
+def test_importance_weights_do_not_depend_on_micro_batches():
+    """The rollout says that each of its tokens was certain: the weights are the tokens' probabilities, each another."""
+    config = tiny.config(algorithm__rollout_is="token")
+    weighted, plain = (
+        run_gradients(config, tiny.make_mesh(), 4),
+        run_gradients(tiny.config(), tiny.make_mesh(), 4),
+    )
+    assert_close(run_gradients(config, tiny.make_mesh(), 1)[0], weighted[0])
+    assert abs(weighted[1]["actor/pg_loss"] - plain[1]["actor/pg_loss"]) > 1e-3
+
+
+@pytest.mark.parametrize("temperature", [0.6, pytest.param(1.0, marks=pytest.mark.slow)])
+def test_first_mini_batch_has_ratio_one_and_kl_zero(temperature):
+    config = tiny.config(
+        rollout__temperature=temperature, algorithm__use_kl_in_reward=True, actor__ppo_epochs=2
+    )
+    _, _, metrics = run_update(config, tiny.make_mesh(), HALVES + HALVES, 2)
+    assert metrics["actor/first_log_ratio"] < 1e-5
+    assert abs(metrics["kl/reference"]) < 1e-6
+    assert (
+        metrics["actor/log_ratio_max"] > 1e-3
+    )  # later mini-batches have moved: the ratio is not 1 by construction
+
+
+def sampled(config, mesh, state):
+    """A rollout of the actor's own, with the sampler's log-probs."""
+    prompts = tiny.make_rollout(mesh).prompts
+    sampler = Sampler(
+        Transformer(tiny.ARCHITECTURE, jnp.float32, unrolled=True),
+        SamplingOptions(tiny.T, config.rollout.temperature, eos_ids=(1,)),
+    )
+    return sampler(unroll(state.actor), prompts, jax.random.key(3))
+
+
+@pytest.mark.parametrize("temperature", [0.6, pytest.param(1.0, marks=pytest.mark.slow)])
+def test_the_samplers_logprobs_are_the_old_ones_in_float32(temperature):
+    options = dict(rollout__temperature=temperature, actor__ppo_mini_batch_size=tiny.B // 2)
+    again, reused = (
+        tiny.config(rollout__reuse_logprobs=choice, **options) for choice in ("never", "auto")
+    )
+    assert scoring.reuses_logprobs(reused) and not scoring.reuses_logprobs(again)
+    mesh = tiny.make_mesh()
+    with jax.set_mesh(mesh):
+        state = tiny.make_state(reused, mesh)
+        rollout = sampled(reused, mesh, state)
+        computed, metrics = tiny.make_experience(again, mesh, state, rollout)
+        experience, fewer = tiny.make_experience(reused, mesh, state, rollout)
+        assert np.abs(computed.old_logprobs - experience.old_logprobs).max() <= 1e-5
+        assert (
+            metrics["rollout/logprob_difference"] <= 1e-5
+            and "rollout/logprob_difference" not in fewer
+        )
+        batches = tiny.plan(reused, mesh, rollout, HALVES, 2)
+        _, metrics = update(reused, tiny.networks(reused), 100, state, experience, batches, batches)
+    assert 0 < metrics["actor/first_log_ratio"] <= 1e-4
+
+
+def test_a_single_optimizer_step_has_ratio_one_by_definition():
+    """Whatever the sampler says: here that each token was certain. The gradient is that of old log-probs computed again."""
+    states = {}
+    for choice in ("never", "auto"):
+        config = tiny.config(rollout__reuse_logprobs=choice, model__dtype="bfloat16")
+        _, states[choice], metrics = run_update(config, tiny.make_mesh(), ALL, 4)
+        assert (metrics["actor/log_ratio_max"] == 0) or choice == "never"
+    assert_close(
+        *(jax.tree.map(np.asarray, s.actor_optimizer) for s in states.values()), tolerance=0.05
+    )
+
+
+@pytest.mark.parametrize(
+    ("choice", "changes", "reuses"),
+    [
+        ("auto", {"model__dtype": "bfloat16"}, True),
+        ("auto", {"model__dtype": "bfloat16", "actor__ppo_epochs": 2}, False),
+        ("auto", {"model__dtype": "bfloat16", "algorithm__use_kl_in_reward": True}, False),
+        ("auto", {"actor__ppo_epochs": 2, "algorithm__use_kl_in_reward": True}, True),
+        ("always", {"model__dtype": "bfloat16", "actor__ppo_epochs": 2}, True),
+        ("never", {}, False),
+    ],
+)
+def test_where_the_samplers_logprobs_are_reused(choice, changes, reuses):
+    assert scoring.reuses_logprobs(tiny.config(rollout__reuse_logprobs=choice, **changes)) == reuses
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "k1",
+        "k3",
+        "full",
+        *(pytest.param(more, marks=pytest.mark.slow) for more in ("abs", "k2", "clamped")),
+    ],
+)
+def test_kl_is_zero_at_first_for_every_estimator(kind):
+    config = tiny.config(algorithm__kl_penalty=kind, rollout__temperature=0.9)
+    mesh = tiny.make_mesh()
+    with jax.set_mesh(mesh):
+        experience, metrics = tiny.make_experience(
+            config, mesh, tiny.make_state(config, mesh), tiny.make_rollout(mesh)
+        )
+    assert float(metrics["kl/reference"]) == 0.0
+    np.testing.assert_array_equal(experience.old_logprobs, experience.ref_logprobs)
+
+
+def test_critic_warmup_is_exactly_n_steps():
+    config = tiny.config(trainer__critic_warmup=3)
+    for step, moves in ((0, False), (2, False), (3, True)):
+        before, after, metrics = run_update(
+            config,
+            tiny.make_mesh(),
+            ALL,
+            4,
+            prepare=lambda s, step=step: state_lib.TrainState(
+                **{**vars(s), "step": jnp.int32(step)}
+            ),
+        )
+        same = jax.tree.map(
+            lambda a, b: bool((a == b).all()),
+            (before.actor, before.actor_optimizer),
+            jax.tree.map(np.asarray, (after.actor, after.actor_optimizer)),
+        )
+        assert all(jax.tree.leaves(same)) != moves
+        assert (metrics["actor/lr"] > 0) == moves
+        assert not (
+            before.critic["norm"]["scale"] == np.asarray(after.critic["norm"]["scale"])
+        ).all()
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted():
+    config = tiny.config()
+    rewards = np.zeros(tiny.B, np.float32)
+    rewards[3] = np.inf
+    before, after, metrics = run_update(config, tiny.make_mesh(), ALL, 4, rewards=rewards)
+    for name in ("actor", "critic", "actor_optimizer", "critic_optimizer"):
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            getattr(before, name),
+            jax.tree.map(np.asarray, getattr(after, name)),
+        )
+    assert metrics["actor/skipped"] == metrics["critic/skipped"] == 1
+    assert int(after.step) == 1
+
+
+def test_score_sits_on_the_last_token_and_returns_are_raw():
+    config = tiny.config(algorithm__gamma=1.0, algorithm__lam=1.0)
+    mesh = tiny.make_mesh()
+    with jax.set_mesh(mesh):
+        rollout = tiny.make_rollout(mesh)
+        rewards = np.arange(tiny.B, dtype=np.float32) + 0.49  # not truncated to integers
+        experience, metrics = tiny.make_experience(
+            config, mesh, tiny.make_state(config, mesh), rollout, rewards
+        )
+    lengths = np.asarray(rollout.lengths)
+    mask = np.arange(tiny.T) < lengths[:, None]
+    # gamma = lambda = 1: every token's return is the score of its response, whatever the values are.
+    np.testing.assert_allclose(experience.returns, np.where(mask, rewards[:, None], 0), atol=1e-4)
+    advantages = np.asarray(experience.advantages)[mask]
+    assert abs(advantages.mean()) < 1e-5 and abs(advantages.std() - 1) < 1e-4
+    assert (np.asarray(experience.advantages)[~mask] == 0).all()
+    assert float(metrics["reward/mean"]) == pytest.approx(rewards.mean())
+
+
+def test_kl_in_reward_lowers_each_tokens_reward():
+    config = tiny.config(
+        algorithm__use_kl_in_reward=True,
+        algorithm__lam=0.0,
+        algorithm__gamma=0.0,
+        algorithm__whiten_advantages=False,
+        algorithm__kl_ctrl__kl_coef=0.5,
+    )
+    scores = scoring.Scores(
+        old_logprobs=jnp.log(jnp.array([[0.5, 0.25]])),
+        ref_logprobs=jnp.log(jnp.array([[0.25, 0.5]])),
+        kl=None,
+        values=jnp.zeros((1, 2)),
+        last_values=None,
+    )
+    sequences = scoring.Sequences(
+        jnp.zeros((1, 4), jnp.int32), jnp.array([2]), jnp.array([2]), jnp.array([False])
+    )
+    experience, metrics = estimate(
+        config,
+        0,
+        state_lib.first_control(config),
+        sequences,
+        scores.old_logprobs,
+        scores,
+        jnp.array([1.0]),
+        None,
+    )
+    # k1 = log 0.5/0.25 = log 2, then -log 2; with gamma = 0 the advantage is the token's own reward.
+    np.testing.assert_allclose(
+        experience.advantages, [[-0.5 * np.log(2), 1 + 0.5 * np.log(2)]], rtol=1e-6
+    )
+    assert float(metrics["kl/reference"]) == pytest.approx(0, abs=1e-7)
+
+
+def test_adaptive_coefficient_moves_towards_its_target():
+    config = tiny.config(
+        algorithm__use_kl_in_reward=True,
+        algorithm__kl_ctrl__type="adaptive",
+        algorithm__kl_ctrl__target_kl=0.1,
+        algorithm__kl_ctrl__horizon=80,
+        algorithm__kl_ctrl__kl_coef=0.2,
+    )
+    _, after, _ = run_update(config, tiny.make_mesh(), ALL, 4)
+    # KL is 0: error clipped to -0.2, so coef * (1 - 0.2 * 8 / 80).
+    assert float(after.control.kl_coef) == pytest.approx(0.2 * (1 - 0.02))
+
+
+def test_a_broken_rollout_leaves_the_adaptive_coefficient_alone():
+    config = tiny.config(algorithm__use_kl_in_reward=True, algorithm__kl_ctrl__type="adaptive")
+
+    def broken(state):
+        return dataclasses.replace(
+            state, reference=jax.tree.map(lambda x: x * jnp.nan, state.reference)
+        )
+
+    before, after, _ = run_update(config, tiny.make_mesh(), ALL, 4, prepare=broken)
+    assert float(after.control.kl_coef) == float(before.control.kl_coef)
+
+
+def test_a_rollout_that_teaches_nothing_has_no_figures():
+    """Regression: minima and maxima of no optimizer step were infinite, its entropy 0, which was taken for a collapse."""
+    config, mesh = tiny.config(algorithm__mask_truncated=True), tiny.make_mesh()
+    with jax.set_mesh(mesh):
+        state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
+        rollout = dataclasses.replace(rollout, truncated=jnp.ones_like(rollout.truncated))
+        experience, _ = tiny.make_experience(config, mesh, state, rollout)
+        batches, before = (
+            tiny.plan(config, mesh, rollout, ALL, 4),
+            np.array(jax.tree.leaves(state.actor)[0]),
+        )
+        after, metrics = update(
+            config, tiny.networks(config), 100, state, experience, batches, batches
+        )
+    known = {name for name, x in metrics.items() if not np.isnan(x)}
+    assert known == {"actor/lr", "actor/skipped", "critic/lr", "critic/skipped"}
+    np.testing.assert_array_equal(jax.tree.leaves(after.actor)[0], before)
+
+
+def test_the_state_keeps_its_places():
+    """Regression: the compiler split norms that the table repeats, so that the next update was compiled anew."""
+    mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
+    config = tiny.config()
+    with jax.set_mesh(mesh):
+        wanted = jax.tree.map(lambda x: x.sharding, tiny.make_state(config, mesh))
+    _, after, _ = run_update(config, mesh, ALL, 8)
+    for name in ("actor", "critic", "actor_optimizer", "critic_optimizer"):
+        jax.tree.map(
+            lambda x, s: (
+                s.is_equivalent_to(x.sharding, x.ndim) or pytest.fail(f"{x.sharding} is not {s}")
+            ),
+            getattr(after, name),
+            getattr(wanted, name),
+        )
+
+
+def test_scoring_is_one_program_for_all_prompt_buckets():
+    config, mesh = tiny.config(), tiny.make_mesh()
+    with jax.set_mesh(mesh):
+        state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
+        tiny.make_experience(config, mesh, state, rollout)
+        before = scoring.score_part._cache_size()
+        wider = dataclasses.replace(
+            rollout.prompts, tokens=jnp.pad(rollout.prompts.tokens, ((0, 0), (0, 3)))
+        )
+        tiny.make_experience(config, mesh, state, dataclasses.replace(rollout, prompts=wider))
+    assert scoring.score_part._cache_size() == before
+
+
+def test_what_was_compiled_ahead_is_found_by_the_threads_that_begin_it():
+    """On one CPU device; of several devices tests/ppo/test_train.py tells."""
+    config, mesh = tiny.config(), tiny.make_mesh()
+    with jax.set_mesh(mesh):
+        state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
+        experience, _ = tiny.make_experience(config, mesh, state, rollout)
+        batches = tiny.plan(config, mesh, rollout, ALL, 4)
+        given = (
+            config,
+            tiny.networks(config),
+            77,
+            state,
+            experience,
+            batches,
+            batches,
+        )  # 77 steps: no other test's program
+        for function, arguments in programs(*given):
+            function.lower(*arguments).compile()
+        with compilation.counted() as count:
+            update(*given)
+    assert count.programs == 0
+
+
+def test_learning_rate_by_hand():
+    options = tiny.config(
+        actor__optim__lr=1.0,
+        actor__optim__lr_warmup_steps=4,
+        actor__optim__lr_schedule="linear",
+        actor__optim__min_lr_ratio=0.5,
+    ).actor.optim
+    rates = [
+        float(state_lib.learning_rate(options, jnp.int32(step), 14)) for step in (0, 3, 4, 9, 14)
+    ]
+    assert rates == pytest.approx([0.25, 1.0, 1.0, 0.75, 0.5])
+
+
+def test_weight_decay_leaves_norms_alone():
+    options = tiny.config(actor__optim__weight_decay=0.1)
+    params = {"norm": {"scale": jnp.ones(3)}, "embed": {"embedding": jnp.ones((2, 3))}}
+    transform = state_lib.optimizer(options.actor.optim, 1.0)
+    moved, _, _, _ = state_lib.descend(
+        transform, params, transform.init(params), jax.tree.map(jnp.zeros_like, params), 1.0
+    )
+    np.testing.assert_array_equal(moved["norm"]["scale"], 1.0)
+    np.testing.assert_allclose(moved["embed"]["embedding"], 0.9, rtol=1e-6)
+
+
+def test_joining_leaves_no_gap():
+    mesh = tiny.make_mesh()
+    rollout = tiny.make_rollout(mesh)
+    sequences = scoring.join(rollout, tiny.P + tiny.T)
+    for b in range(tiny.B):
+        p, n = int(rollout.prompts.lengths[b]), int(rollout.lengths[b])
+        expected = rollout.prompts.tokens[b, :p].tolist() + rollout.responses[b, :n].tolist()
+        assert sequences.tokens[b].tolist() == expected + [0] * (tiny.P + tiny.T - p - n)
+
+
+def test_reward_model_scores_stand_on_the_last_token():
+    """Packed rows give what a forward pass over each sequence alone gives at its end."""
+    config, mesh = tiny.config(), tiny.make_mesh()
+    with jax.set_mesh(mesh):
+        params, model = tiny.make_state(config, mesh).critic, tiny.networks(config).critic
+        rollout = tiny.make_rollout(mesh)
+        sequences = scoring.join(rollout, config.sequence_length)
+        batches = tiny.plan(config, mesh, rollout, ALL, 2)
+        plan = jax.tree.map(lambda x: x[0], batches.packing)
+        scores = scoring.reward_model_scores(model, params, sequences, plan, batches.counts[0])
+    for b in range(tiny.B):
+        length = int(sequences.prompt_lengths[b] + sequences.lengths[b])
+        tokens = sequences.tokens[b : b + 1, :length]
+        hidden, _ = model.apply({"params": params}, tokens, jnp.arange(length)[None])
+        assert float(scores[b]) == pytest.approx(
+            float(heads.scalars(params, hidden)[0, -1]), abs=1e-4
+        )
+
+
+OTHER_LOSSES = dict(
+    actor__policy_loss="gspo",
+    actor__use_kl_loss=True,
+    actor__kl_loss_type="full",
+    actor__kl_loss_coef=0.1,
+    actor__loss_agg_mode="seq-mean-token-sum-norm",
+    critic__huber_delta=0.1,
+)
+
+
+@pytest.fixture(scope="module")
+def other_losses():
+    return run_gradients(
+        tiny.config(packing__enabled=False, **OTHER_LOSSES), tiny.make_mesh(), rows=8
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "devices"), [(1, 1), (8, 8)])
+def test_losses_of_whole_responses_do_not_depend_on_cuts_either(other_losses, rows, devices):
+    gradients, metrics = run_gradients(tiny.config(**OTHER_LOSSES), tiny.make_mesh(devices), rows)
+    assert_close(other_losses[0], gradients)
+    assert metrics == pytest.approx(other_losses[1], rel=1e-4, abs=1e-5)
+
+
+def test_a_loss_of_ones_own(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from jax_ppo.kernels import policy_losses\n"
+        "def halved(batch, clip):\n"
+        "    policy = policy_losses.vanilla(batch, clip)\n"
+        "    return policy._replace(loss=policy.loss / 2)\n"
+    )
+    vanilla, _ = run_gradients(tiny.config(), tiny.make_mesh(), 4, roles=("actor",))
+    mine, _ = run_gradients(
+        tiny.config(actor__policy_loss=f"{tmp_path}/mine.py:halved"),
+        tiny.make_mesh(),
+        4,
+        roles=("actor",),
+    )
+    assert_close(jax.tree.map(lambda x: x / 2, vanilla[0]), mine[0])
+    with pytest.raises(
+        UserError,
+        match=r"config.actor.policy_loss=.*has no function 'halve'; it has halved.*Did you mean",
+    ):
+        objectives.policy_loss(f"{tmp_path}/mine.py:halve")
+
+
+def test_masked_responses_teach_nothing():
+    """Whatever the response that was cut off says, and whatever it earns, the gradients are the same."""
+    config = tiny.config(algorithm__mask_truncated=True, algorithm__whiten_advantages=False)
+
+    def shout(experience):
+        kept = experience.kept[:, None]
+        assert 0 < int(experience.kept.sum()) < tiny.B
+        return dataclasses.replace(
+            experience,
+            advantages=jnp.where(kept, experience.advantages, 1e3),
+            returns=jnp.where(kept, experience.returns, 1e3),
+        )
+
+    quiet, loud = (
+        run_gradients(config, tiny.make_mesh(), 4),
+        run_gradients(config, tiny.make_mesh(), 4, shout),
+    )
+    assert_close(quiet[0], loud[0])
+
+
+def test_without_a_critic_there_is_none():
+    config = tiny.config(
+        algorithm__adv_estimator="rloo",
+        rollout__n=2,
+        data__train_batch_size=4,
+        data__val_batch_size=4,
+        actor__ppo_mini_batch_size=4,
+    )
+    before, after, metrics = run_update(config, tiny.make_mesh(), ALL, 4)
+    assert after.critic is None and after.critic_optimizer is None
+    assert not any(name.startswith("critic/") for name in metrics)
+    assert not np.array_equal(before.actor["norm"]["scale"], after.actor["norm"]["scale"])
+    nets = tiny.networks(config)
+    assert state_lib.trained_shapes(config, nets, tiny.make_mesh()).keys() == {
+        "actor",
+        "optimizer",
+        "control",
+    }
+    assert state_lib.trained(after)["optimizer"].keys() == {"actor"}
+
+
+def test_target_kl_stops_the_actor_and_not_the_critic():
+    """The second mini-batch sees how far the first one's step went; the third is not taken."""
+    thrice = ALL * 3
+    plain, stopped = tiny.config(), tiny.config(actor__target_kl=1e-9)
+    _, once, _ = run_update(plain, tiny.make_mesh(), ALL, 4)
+    _, all_three, unbounded = run_update(plain, tiny.make_mesh(), thrice, 4)
+    _, after, metrics = run_update(stopped, tiny.make_mesh(), thrice, 4)
+    assert metrics["actor/steps_taken"] == 1 and "actor/steps_taken" not in unbounded
+    assert metrics["actor/approx_kl"] > 1e-9 and metrics["actor/ratio_min"] > 0
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.device_get(after.actor), jax.device_get(once.actor)
+    )
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jax.device_get(after.critic),
+        jax.device_get(all_three.critic),
+    )
+
+
+@pytest.mark.slow
+def test_after_the_stop_nothing_is_learned():
+    """Not even of mini-batches in which the policy looks near again."""
+    mesh, stopped = tiny.make_mesh(), tiny.config(actor__target_kl=1e-9)
+    after_one = {
+        tuple(half): 2 * run_update(stopped, mesh, [HALVES[0], half], 2)[2]["actor/approx_kl"]
+        for half in HALVES
+    }
+    (near, least), (far, most) = sorted(after_one.items(), key=lambda item: item[1])
+    between = tiny.config(actor__target_kl=float(np.sqrt(least * most)) / 1.5)
+    _, _, metrics = run_update(between, mesh, [HALVES[0], far, near, near], 2)
+    assert most > 1.1 * least and metrics["actor/steps_taken"] == 1
+
+
+def test_roles_can_take_different_mini_batches():
+    config, mesh = tiny.config(), tiny.make_mesh()
+    with jax.set_mesh(mesh):
+        state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
+        experience, _ = tiny.make_experience(config, mesh, state, rollout)
+        after, _ = update(
+            config,
+            tiny.networks(config),
+            100,
+            state,
+            experience,
+            tiny.plan(config, mesh, rollout, ALL, 4),
+            tiny.plan(config, mesh, rollout, HALVES + HALVES, 2),
+        )
+    taken = [
+        int(optax.tree.get(optimizer, "count"))
+        for optimizer in (after.actor_optimizer, after.critic_optimizer)
+    ]
+    assert taken == [1, 4]
+
+
+def test_entropy_and_kl_weights_follow_their_schedules():
+    config = tiny.config(
+        actor__entropy_schedule="0:0.5,10:0",
+        actor__use_kl_loss=True,
+        actor__kl_loss_ctrl=True,
+        algorithm__kl_ctrl__kl_coef=0.25,
+        actor__kl_loss_coef=7.0,
+    )
+    mesh = tiny.make_mesh()
+    with jax.set_mesh(mesh):
+        state = dataclasses.replace(tiny.make_state(config, mesh), step=jnp.int32(4))
+        context = objectives.actor_context(config, state)
+    assert (float(context.entropy_coef), float(context.kl_coef)) == pytest.approx((0.3, 0.25))
+
+
+def test_a_loss_that_is_no_loss_of_tokens_is_refused(tmp_path):
+    (tmp_path / "wrong.py").write_text(
+        "from jax_ppo.kernels import policy_losses\n"
+        "def array(batch, clip):\n"
+        "    return batch.logprobs\n"
+        "def mean(batch, clip):\n"
+        "    policy = policy_losses.vanilla(batch, clip)\n"
+        "    return policy._replace(loss=policy.loss.mean())\n"
+    )
+    for name, message in (
+        ("array", "returned .*Tracer; expected a kernels.losses.PolicyLoss"),
+        ("mean", r"its loss has shape \(\)"),
+    ):
+        with pytest.raises(UserError, match=rf"config.actor.policy_loss=.*:{name}': {message}"):
+            run_gradients(
+                tiny.config(actor__policy_loss=f"{tmp_path}/wrong.py:{name}"),
+                tiny.make_mesh(),
+                4,
+                roles=("actor",),
+            )
+
+
+def test_a_mini_batch_in_which_all_was_cut_off_moves_nothing():
+    """Not by weight decay or momentum either: the second mini-batch holds the one response that fills T."""
+    config = tiny.config(algorithm__mask_truncated=True, actor__optim__weight_decay=0.5)
+    mesh = tiny.make_mesh()
+    after = []
+    with jax.set_mesh(mesh):
+        for groups in ([[0, 2]], [[0, 2], [1, 1]]):
+            state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
+            experience, _ = tiny.make_experience(config, mesh, state, rollout)
+            assert experience.kept[:3].tolist() == [True, False, True]
+            batches = tiny.plan(config, mesh, rollout, groups, 2)
+            after.append(
+                update(config, tiny.networks(config), 100, state, experience, batches, batches)
+            )
+    (once, metrics), (twice, same) = jax.device_get(after)
+    assert_close(
+        (once.actor, once.critic), (twice.actor, twice.critic)
+    )  # a step would move them by 1e-2
+    assert [int(optax.tree.get(state.critic_optimizer, "count")) for state in (once, twice)] == [
+        1,
+        1,
+    ]
+    assert (
+        metrics["actor/entropy"] == pytest.approx(same["actor/entropy"])
+        and metrics["actor/entropy"] > 0
+    )
+
+
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 8])
+def test_the_value_after_the_last_token(devices):
+    """Packed rows give what the critic says at the end of each sequence alone."""
+    config, mesh = tiny.config(algorithm__bootstrap_truncated=True), tiny.make_mesh(devices)
+    with jax.set_mesh(mesh):
+        state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
+        sequences = scoring.join(rollout, config.sequence_length)
+        batches = tiny.plan(config, mesh, rollout, ALL, 8)
+        scores = scoring.score(
+            config,
+            tiny.networks(config),
+            state,
+            sequences,
+            jax.tree.map(lambda x: x[0], batches.packing),
+            batches.counts[0],
+        )
+    critic, model = jax.device_get(state.critic), tiny.networks(config).critic
+    for b in (0, 1, 5):
+        length = int(sequences.prompt_lengths[b] + sequences.lengths[b])
+        hidden, _ = model.apply(
+            {"params": critic},
+            np.asarray(sequences.tokens)[b : b + 1, :length],
+            jnp.arange(length)[None],
+        )
+        assert float(scores.last_values[b]) == pytest.approx(
+            float(heads.scalars(critic, hidden)[0, -1]), abs=1e-4
+        )
+
+
+MOVED = dict(
+    actor__use_kl_loss=True, actor__kl_loss_coef=1.0, actor__loss_agg_mode="seq-mean-token-sum-norm"
+)
+
+
+@pytest.fixture(scope="module")
+def moved():
+    """Gradients far from the old policy, where clips bite."""
+    return run_gradients(tiny.config(**MOVED), tiny.make_mesh(), 4, move=1.3)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("critic__loss_agg_mode", "token-mean"),
+        ("critic__value_loss_coef", 0.5),
+        ("critic__cliprange_value", 1e-3),
+        ("actor__loss_scale_factor", 3),
+        ("actor__kl_loss_type", "k3+"),
+        ("actor__kl_loss_type", "clamped"),
+        ("actor__clip_ratio_c", 1.0001),
+        ("actor__entropy_coeff", 0.1),
+    ],
+)
+def test_options_reach_the_gradients(moved, option, value):
+    role = option.partition("__")[0]
+    other, _ = run_gradients(
+        tiny.config(**MOVED | {option: value}), tiny.make_mesh(), 4, move=1.3, roles=(role,)
+    )
+    pairs = zip(
+        jax.tree.leaves(moved[("actor", "critic").index(role)]),
+        jax.tree.leaves(other[0]),
+        strict=True,
+    )
+    assert not all(np.allclose(a, b, rtol=1e-3, atol=0) for a, b in pairs)
+
+
+def test_the_schema_knows_what_the_kernels_know():
+    assert set(schema.POLICY_LOSSES) == set(policy_losses.LOSSES)
+    assert set(schema.AGGREGATIONS) == set(losses.AGGREGATIONS)
+    choices = {
+        field.name: set(field.metadata["choices"] or ())
+        for section in (schema.Actor, schema.Algorithm)
+        for field in dataclasses.fields(section)
+        if "choices" in field.metadata
+    }
+    assert choices["kl_loss_type"] == {*kl.KL_KINDS, "full"} and choices["kl_penalty"] == {
+        *kl.KL_KINDS,
+        "full",
+    } - {"k3+"}
+    assert choices["rollout_is"] == {"none", *importance.LEVELS}

@@ -1,0 +1,244 @@
+"""What a run writes: the same file after an interruption, all curves, a summary that others read."""
+
+import csv
+import json
+import math
+import sys
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_ppo.errors import UserError
+from jax_ppo.ppo import report
+from jax_ppo.reporting import sinks as metrics
+
+TRAINING = {
+    "reward/mean": 0.1 + 0.2,
+    "kl/reference": 1e-17,
+    "actor/entropy": math.nan,
+    "seconds/step": 1.5,
+}
+EVALUATION = {"eval/accuracy": 0.5, "eval/reward_mean": 0.25}
+
+
+def log(folder, first_step=0, loggers=(), is_main=True):
+    return metrics.MetricsLog(folder, loggers, "name", {"seed": 0}, first_step, is_main)
+
+
+def rows(folder):
+    with (folder / "training_metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def train(folder, first_step, last_step):
+    """As a run does: an evaluation before the first step and after every fourth, a figure that comes late."""
+    with log(folder, first_step) as writer:
+        if first_step == 0:
+            writer.write(0, EVALUATION)
+        for step in range(first_step + 1, last_step + 1):
+            writer.write(
+                step, {"reward/mean": 1 / step} | ({"late/figure": 1.0 * step} if step > 5 else {})
+            )
+            if step % 4 == 0:
+                writer.write(step, {"eval/accuracy": step / 100})
+
+
+class TestCurveFile:
+    def test_figures_come_back_to_the_last_bit(self, tmp_path):
+        with log(tmp_path / "new/folder") as writer:
+            writer.write(1, TRAINING)
+            writer.write(2, TRAINING | {"reward/mean": jnp.float32(0.1)})
+        text = (tmp_path / "new/folder/training_metrics.csv").read_text()
+        assert text.splitlines()[0] == "step,actor/entropy,kl/reference,reward/mean,seconds/step"
+        first, second = rows(tmp_path / "new/folder")
+        assert float(first["reward/mean"]) == 0.1 + 0.2 and float(first["kl/reference"]) == 1e-17
+        assert first["actor/entropy"] == "nan" and float(second["reward/mean"]) == np.float32(0.1)
+
+    def test_later_figures_widen_the_file_and_join_their_step(self, tmp_path):
+        with log(tmp_path) as writer:
+            writer.write(0, EVALUATION)
+            writer.write(1, {"reward/mean": 1.0})
+            writer.write(2, {"reward/mean": 2.0})
+            writer.write(2, {"eval/accuracy": 0.75})
+            writer.write(3, {"reward/mean": 3.0})
+        assert (tmp_path / "training_metrics.csv").read_text() == (
+            "step,eval/accuracy,eval/reward_mean,reward/mean\n0,0.5,0.25,\n1,,,1.0\n2,0.75,,2.0\n3,,,3.0\n"
+        )
+
+    @pytest.mark.parametrize("checkpoint", [1, 4, 5, 7])
+    @pytest.mark.parametrize("stopped", [7, 9])
+    def test_an_interruption_leaves_no_trace(self, tmp_path, checkpoint, stopped):
+        train(tmp_path / "whole", 0, 10)
+        train(tmp_path / "broken", 0, stopped)
+        train(
+            tmp_path / "broken", checkpoint, checkpoint
+        )  # went on, and was stopped before it did anything
+        expected = [
+            row["step"] for row in rows(tmp_path / "whole") if int(row["step"]) <= checkpoint
+        ]
+        assert [row["step"] for row in rows(tmp_path / "broken")] == expected
+        train(tmp_path / "broken", checkpoint, 10)
+        whole, broken = (tmp_path / name / "training_metrics.csv" for name in ("whole", "broken"))
+        assert broken.read_text() == whole.read_text()
+
+    def test_a_line_cut_short_is_dropped(self, tmp_path):
+        train(tmp_path, 0, 3)
+        path = tmp_path / "training_metrics.csv"
+        path.write_text(path.read_text() + "4,0.12")
+        assert [row["step"] for row in metrics.read_curves(path)] == ["0", "1", "2", "3"]
+        train(tmp_path, 4, 5)
+        assert [row["step"] for row in rows(tmp_path)] == ["0", "1", "2", "3", "5"]
+
+    def test_a_run_that_begins_anew_forgets_the_one_before(self, tmp_path):
+        train(tmp_path, 0, 3)
+        train(tmp_path, 0, 1)
+        assert [row["step"] for row in rows(tmp_path)] == ["0", "1"]
+
+    def test_other_processes_write_nothing(self, tmp_path):
+        with log(tmp_path / "other", loggers=("tensorboard", "wandb"), is_main=False) as writer:
+            writer.write(1, TRAINING)
+        assert not (tmp_path / "other").exists()
+
+
+class TestTensorBoard:
+    def read(self, folder):
+        accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+        events = accumulator.EventAccumulator(str(folder / "tensorboard")).Reload()
+        return {
+            tag: [(e.step, e.value) for e in events.Scalars(tag)]
+            for tag in events.Tags()["scalars"]
+        }
+
+    def write(self, folder, first_step, last_step, value):
+        with log(folder, first_step, ("tensorboard",)) as writer:
+            for step in range(first_step + 1, last_step + 1):
+                writer.write(step, {"reward/mean": value})
+
+    def test_tensorboard_shows_each_step_once(self, tmp_path):
+        self.write(tmp_path, 0, 5, 1.0)
+        assert self.read(tmp_path) == {"reward/mean": [(step, 1.0) for step in (1, 2, 3, 4, 5)]}
+        self.write(
+            tmp_path, 3, 6, 2.0
+        )  # within the same second: it must not take the first one's file
+        assert self.read(tmp_path)["reward/mean"] == [
+            (1, 1),
+            (2, 1),
+            (3, 1),
+            (4, 2),
+            (5, 2),
+            (6, 2),
+        ]
+        self.write(tmp_path, 0, 1, 3.0)
+        assert self.read(tmp_path)["reward/mean"] == [(1, 3)]
+
+
+class TestWandb:
+    def test_a_resumed_run_has_the_same_id(self, tmp_path, monkeypatch):
+        calls = []
+        run = types.SimpleNamespace(
+            log=lambda figures: calls.append(figures),
+            finish=lambda: calls.append("finish"),
+            define_metric=lambda name, step_metric: calls.append((name, step_metric)),
+        )
+        starts = []
+        fake = types.SimpleNamespace(init=lambda **arguments: starts.append(arguments) or run)
+        monkeypatch.setitem(sys.modules, "wandb", fake)
+        with log(tmp_path, 0, ("wandb",)) as writer:
+            writer.write(1, EVALUATION)
+        assert calls == [("*", "step"), {"step": 1} | EVALUATION, "finish"]
+        log(tmp_path, 1, ("wandb",)).close()
+        log(tmp_path, 0, ("wandb",)).close()
+        assert starts[0] | {"id": 0} == {
+            "project": "jax_ppo",
+            "name": "name",
+            "id": 0,
+            "resume": "allow",
+            "config": {"seed": 0},
+            "dir": str(tmp_path),
+        }
+        assert starts[0]["id"] == starts[1]["id"] != starts[2]["id"]
+
+    def test_a_missing_package_is_named(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "wandb", None)
+        with pytest.raises(UserError, match=r"jax_ppo\[wandb\]"):
+            log(tmp_path, 0, ("wandb",))
+
+
+class TestCurves:
+    def test_the_picture_has_every_curve(self, tmp_path, monkeypatch):
+        from matplotlib.figure import Figure
+
+        names = [
+            name
+            for _, _, curves in report.PANELS
+            for name in curves.values()
+            if not name.startswith("eval/")
+        ]
+        with log(tmp_path) as writer:
+            for step in range(1, 6):
+                writer.write(step, {name: float(step) for name in names})
+            writer.write(6, {"reward/mean": math.nan, "kl/reference": math.inf})
+        drawn = []
+        save = Figure.savefig
+        monkeypatch.setattr(
+            Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k))[1]
+        )
+        evaluations = [
+            {"step": 0, "accuracy": 0.5, "reward_mean": 0.1},
+            {"step": 4, "accuracy": None, "reward_mean": 1},
+        ]
+        metrics.plot_curves(
+            tmp_path / "training_metrics.csv",
+            evaluations,
+            tmp_path / "training_curves.png",
+            report.PANELS,
+        )
+        assert (tmp_path / "training_curves.png").read_bytes().startswith(b"\x89PNG")
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "training_curves.png",
+            "training_metrics.csv",
+        ]
+        axes = {axis.get_title(): axis for axis in drawn[0].axes}
+        assert len(axes) == 8 and all(
+            axis.get_xlabel() and axis.get_ylabel() for axis in axes.values()
+        )
+        accuracy = {line.get_label(): line.get_xydata().tolist() for line in axes["accuracy"].lines}
+        assert accuracy["evaluation"] == [[0, 0.5]] and accuracy["training"][-1] == [5, 5]
+        reward = {line.get_label(): line.get_xydata().tolist() for line in axes["reward"].lines}
+        assert reward["evaluation"] == [[0, 0.1], [4, 1]] and len(reward["mean"]) == 6
+
+    def test_nothing_to_draw_is_a_picture_too(self, tmp_path):
+        metrics.plot_curves(
+            tmp_path / "training_metrics.csv", [], tmp_path / "training_curves.png", report.PANELS
+        )
+        assert (tmp_path / "training_curves.png").exists()
+
+
+def test_summary_is_json_as_others_read_it(tmp_path):
+    metrics.write_summary(
+        tmp_path,
+        {
+            "a": math.nan,
+            "b": [1, -math.inf, (np.float32(0.5), jnp.int32(3))],
+            "c": {"d": None, 1: np.array([1.0, np.nan])},
+        },
+    )
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    read = json.loads((tmp_path / "summary.json").read_text(), parse_constant=refuse)
+    assert read == {"a": None, "b": [1, None, [0.5, 3]], "c": {"d": None, "1": [1.0, None]}}
+    with pytest.raises(TypeError):
+        metrics.write_summary(tmp_path, {"a": object()})
+    assert (
+        json.loads((tmp_path / "summary.json").read_text()) == read
+    )  # the one before is still whole
+
+
+def test_versions():
+    told = metrics.versions()
+    assert told["jax"] and told["orbax"] and told["transformers"]
+    assert (told["device_kind"], told["device_count"], told["process_count"]) == ("cpu", 8, 1)

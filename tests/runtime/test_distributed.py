@@ -1,0 +1,232 @@
+"""Who is told what about the other processes, and that none is left hanging when one fails."""
+
+import http.server
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from jax_ppo.config import schema
+from jax_ppo.errors import UserError
+from jax_ppo.runtime import distributed
+
+ROOT = pathlib.Path(__file__).parents[2]
+EXPLICIT = {"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
+SLURM = {
+    "SLURM_JOB_ID": "9",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "2",
+}
+
+
+def arguments(environ, **options):
+    return distributed._arguments(schema.Distributed(**options), environ)
+
+
+class TestArguments:
+    def test_nothing_said_is_one_process(self):
+        assert arguments({}) is None
+
+    def test_options_come_first(self):
+        options = {"coordinator_address": "other:2", "num_processes": 2, "process_id": 1}
+        assert arguments(EXPLICIT | SLURM, **options) == options
+
+    def test_then_the_environment(self):
+        assert arguments(EXPLICIT | SLURM) == {
+            "coordinator_address": "host:1",
+            "num_processes": 4,
+            "process_id": 3,
+        }
+
+    def test_one_of_one_is_one_process(self):
+        assert (
+            arguments(
+                {
+                    "JAX_COORDINATOR_ADDRESS": "host:1",
+                    "JAX_NUM_PROCESSES": "1",
+                    "JAX_PROCESS_ID": "0",
+                }
+            )
+            is None
+        )
+        assert arguments({}, coordinator_address="host:1", num_processes=1, process_id=0) is None
+
+    def test_slurm_in_a_step_of_several_tasks(self):
+        assert arguments(SLURM) == {}
+        assert arguments(SLURM | {"SLURM_NTASKS": "1"}) is None
+        in_the_batch_script = {
+            name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"
+        }
+        assert arguments(in_the_batch_script) is None
+
+    def test_open_mpi(self):
+        assert arguments({"OMPI_COMM_WORLD_SIZE": "2"}) == {}
+        assert arguments({"OMPI_COMM_WORLD_SIZE": "1"}) is None
+
+    @pytest.mark.parametrize("name", EXPLICIT)
+    def test_half_an_address_is_refused(self, name):
+        with pytest.raises(UserError, match="but not") as error:
+            arguments({name: EXPLICIT[name]})
+        assert name not in str(error.value).split("but not")[1].split(";")[0]
+        assert arguments({name: EXPLICIT[name]} | SLURM) == {}  # Slurm knows the rest
+
+    @pytest.mark.parametrize("process", ["4", "-1", "x"])
+    def test_a_process_beyond_the_number_is_refused(self, process):
+        with pytest.raises(UserError, match="JAX_PROCESS_ID"):
+            arguments(EXPLICIT | {"JAX_PROCESS_ID": process})
+
+
+class Metadata(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        found = self.headers["Metadata-Flavor"] == "Google" and self.server.attributes.get(
+            self.path.rpartition("/")[2]
+        )
+        self.send_response(200 if found else 404)
+        self.end_headers()
+        self.wfile.write((found or "").encode())
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A TPU machine: a function from attributes in its metadata to its environment."""
+    monkeypatch.setattr(distributed.importlib.util, "find_spec", lambda name: name == "libtpu")
+    with http.server.HTTPServer(("localhost", 0), Metadata) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+
+        def environ(**attributes):
+            server.attributes = {
+                name.replace("_", "-"): value for name, value in attributes.items()
+            }
+            return {"GCE_METADATA_IP": f"localhost:{server.server_port}"}
+
+        yield environ
+        server.shutdown()
+        thread.join()
+
+
+class TestTpuPods:
+    def test_hosts_are_counted_from_the_metadata(self, machine):
+        assert arguments(machine(worker_network_endpoints="a:0:10.0.0.1,b:1:10.0.0.2")) == {}
+        assert arguments(machine(worker_network_endpoints="a:0:10.0.0.1")) is None
+        assert (
+            arguments(
+                machine(worker_network_endpoints="a", tpu_env="X: '1'\nMEGASCALE_NUM_SLICES: '2'")
+            )
+            == {}
+        )
+
+    def test_a_machine_without_metadata_is_alone(self, machine):
+        assert arguments(machine()) is None
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            assert arguments({"GCE_METADATA_IP": f"localhost:{free.getsockname()[1]}"}) is None
+
+    def test_kubernetes_names_the_hosts(self, machine):
+        assert arguments({"TPU_WORKER_HOSTNAMES": "a,b"}) == {}
+        assert arguments({"TPU_WORKER_HOSTNAMES": "localhost"}) is None
+        assert arguments({"TPU_WORKER_HOSTNAMES": "localhost", "MEGASCALE_NUM_SLICES": "2"}) == {}
+
+    def test_a_run_on_the_cpu_is_alone(self, machine):
+        several = machine(worker_network_endpoints="a,b")
+        assert arguments(several | {"JAX_PLATFORMS": "cpu"}) is None
+        assert arguments(several | {"JAX_PLATFORMS": "tpu,cpu"}) == {}
+        assert arguments(several | {"TPU_SKIP_MDS_QUERY": "1"}) is None
+
+
+class TestOneProcess:
+    def test_is_main_and_waits_for_nobody(self):
+        distributed.initialize(schema.Distributed())
+        assert distributed.is_main()
+        distributed.barrier("alone")
+
+    def test_errors_are_raised_as_they_are(self):
+        assert distributed.run_or_abort(lambda: 5) == 5
+        with pytest.raises(ZeroDivisionError):
+            distributed.run_or_abort(lambda: 1 / 0)
+        with pytest.raises(SystemExit, match="enough"):
+            distributed.run_or_abort(lambda: sys.exit("enough"))
+
+
+PROGRAM = """
+import os, signal, sys, time, jax, jax.numpy as jnp, numpy as np
+from jax.experimental import multihost_utils
+from jax_ppo import distributed, schema
+
+number, port, way = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+
+def main():
+    distributed.barrier("start")
+    print("main" if distributed.is_main() else "other", flush=True)
+    for _ in range(3):
+        assert multihost_utils.process_allgather(np.float32(jax.process_index())).tolist() == [0.0, 1.0]
+    if number == 1 and way == "raise":
+        raise ZeroDivisionError("on purpose")
+    if number == 1 and way == "interrupt":
+        raise KeyboardInterrupt
+    if number == 1 and way == "message":
+        sys.exit("error: mend this")
+    if number == 1 and way == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if way == "finish":
+        sys.exit(0)
+    while True:
+        multihost_utils.process_allgather(np.float32(0))
+
+options = schema.Distributed(coordinator_address=f"localhost:{port}", num_processes=2, process_id=number,
+                             heartbeat_seconds=10)
+distributed.initialize(options)
+distributed.initialize(options)  # a second time does nothing
+distributed.run_or_abort(main)
+"""
+
+
+@pytest.mark.parametrize("way", ["finish", "raise", "interrupt", "message", "kill"])
+def test_two_processes_end_together(way):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    started = time.monotonic()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, number, port, way],
+            cwd=ROOT,
+            text=True,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for number in "01"
+    ]
+    (output, errors), (other_output, other_errors) = [
+        process.communicate(timeout=60) for process in processes
+    ]
+    codes = [process.returncode for process in processes]
+    assert time.monotonic() - started < 30
+    assert (output.split()[-1], other_output.split()[-1]) == ("main", "other")
+    if way == "finish":
+        assert codes == [0, 0]
+        return
+    assert codes == [1, -signal.SIGKILL if way == "kill" else 1], errors + other_errors
+    assert (
+        "process 0 of 2 ends the run:" in errors and "Traceback" in errors
+    )  # its next collective failed
+    said = {
+        "raise": "ZeroDivisionError: on purpose",
+        "interrupt": "KeyboardInterrupt",
+        "message": "error: mend this",
+    }
+    if way in said:
+        assert "process 1 of 2 ends the run:" in other_errors and said[way] in other_errors
+        assert ("Traceback" in other_errors) == (way != "message")

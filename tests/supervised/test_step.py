@@ -1,0 +1,231 @@
+"""The objectives of supervised training against plain ones on unpacked sequences; a loss does not depend on how it is cut."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tiny
+from jax_ppo.config import schema
+from jax_ppo.models import heads
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.runtime import sharding
+from jax_ppo.supervised import step as fitting
+from jax_ppo.training import forward, packing
+from jax_ppo.types import Packing, Sequences
+
+OPTIONS = schema.Supervised(
+    schema.CriticOptim(lr=1e-2, eps=1e-3), center_coef=0.1
+)  # Adam alone would forgive any scale
+MODEL = Transformer(tiny.ARCHITECTURE, jnp.float32)
+N = 6  # examples
+OBJECTIVES = pytest.mark.parametrize(
+    "objective",
+    [pytest.param(fitting.LANGUAGE, marks=pytest.mark.slow), fitting.PREFERENCE],
+    ids=["language", "preference"],
+)
+
+
+def kinds(objective):
+    return 2 if objective is fitting.PREFERENCE else 1
+
+
+def make(objective, seed=0):
+    """Random sequences and parameters; a scalar head is not zero."""
+    r = np.random.default_rng(seed)
+    count = N * kinds(objective)
+    prompts = np.resize(r.integers(2, 9, N), count).astype(np.int32)
+    lengths = r.integers(1, 11, count).astype(np.int32)
+    tokens = r.integers(2, 32, (count, 18)).astype(np.int32) * (
+        np.arange(18) < (prompts + lengths)[:, None]
+    )
+    params = heads.init(MODEL, jax.random.key(seed), objective.head)
+    params = jax.tree.map(lambda x: 5 * x if x.ndim > 1 else x, params)
+    if "score" in params:
+        params["score"]["kernel"] = jax.random.normal(
+            jax.random.key(1), params["score"]["kernel"].shape
+        )
+    return Sequences(tokens, prompts, lengths, np.zeros(count, bool)), params
+
+
+def plan(objective, sequences, rows, packed=True):
+    lengths = (sequences.prompt_lengths + sequences.lengths).reshape(kinds(objective), -1)
+    packed, counts = packing.plan(lengths.sum(0), np.arange(N)[None], rows, 40, packed)
+    packed = jax.tree.map(lambda x: x[0], packed)
+    return (packing.split_pairs(packed, lengths[0]) if len(lengths) > 1 else packed), counts[0]
+
+
+def gradients(objective, sequences, params, rows=2, packed=True):
+    compiled = jax.jit(fitting.gradients, static_argnums=(0, 1, 2))
+    return compiled(
+        objective, OPTIONS, MODEL, params, sequences, *plan(objective, sequences, rows, packed)
+    )
+
+
+def alone(sequences, params):
+    """Hidden states of each sequence in a row of its own, [B, S, D]; what stands behind its end is not seen from before."""
+    positions = np.broadcast_to(np.arange(sequences.tokens.shape[1]), sequences.tokens.shape)
+    return MODEL.apply({"params": params}, sequences.tokens, positions, np.zeros_like(positions))[0]
+
+
+@jax.jit
+def plain_language_loss(params, sequences):
+    logprobs = jax.nn.log_softmax(
+        heads.logits(tiny.ARCHITECTURE, params, alone(sequences, params)[:, :-1])
+    )
+    losses = -jnp.take_along_axis(logprobs, sequences.tokens[:, 1:, None], axis=-1)[..., 0]
+    place = np.arange(1, 18)
+    is_response = (place >= sequences.prompt_lengths[:, None]) & (
+        place < (sequences.prompt_lengths + sequences.lengths)[:, None]
+    )
+    return jnp.where(is_response, losses, 0).sum() / sequences.lengths.sum()
+
+
+@jax.jit
+def plain_preference_loss(params, sequences):
+    last = sequences.prompt_lengths + sequences.lengths - 1
+    scores = heads.scalars(params, alone(sequences, params))[np.arange(2 * N), last]
+    chosen, rejected = scores[:N], scores[N:]
+    return (jnp.log(1 + jnp.exp(rejected - chosen)) + 0.1 * (chosen + rejected) ** 2).mean(), (
+        chosen,
+        rejected,
+    )
+
+
+def assert_close(ours, theirs, tolerance=1e-4):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(
+            a, b, rtol=tolerance, atol=tolerance * np.abs(b).max()
+        ),
+        ours,
+        theirs,
+    )
+
+
+def test_the_language_loss_and_its_gradient():
+    sequences, params = make(fitting.LANGUAGE)
+    ours, means = gradients(fitting.LANGUAGE, sequences, params)
+    expected, theirs = jax.value_and_grad(plain_language_loss)(params, sequences)
+    assert float(means["loss"]) == pytest.approx(float(expected), rel=1e-5) and set(means) == {
+        "loss"
+    }
+    assert_close(ours, theirs)
+
+
+def test_the_preference_loss_and_its_gradient():
+    sequences, params = make(fitting.PREFERENCE)
+    ours, means = gradients(fitting.PREFERENCE, sequences, params)
+    (expected, scores), theirs = jax.value_and_grad(plain_preference_loss, has_aux=True)(
+        params, sequences
+    )
+    chosen, rejected = map(np.asarray, scores)
+    assert float(means["loss"]) == pytest.approx(float(expected), rel=1e-5)
+    assert (
+        float(means["accuracy"]) == pytest.approx((chosen > rejected).mean())
+        and 0 < float(means["accuracy"]) < 1
+    )
+    assert float(means["margin"]) == pytest.approx((chosen - rejected).mean(), rel=1e-4)
+    assert float(means["score"]) == pytest.approx((chosen + rejected).mean() / 2, rel=1e-4)
+    assert_close(ours, theirs)
+
+
+def test_losses_by_hand_where_nothing_is_known():
+    """A model of zeros thinks that all 32 tokens are as likely, and both responses as good."""
+    for objective, expected in (
+        (fitting.LANGUAGE, math.log(32)),
+        (fitting.PREFERENCE, math.log(2)),
+    ):
+        sequences, params = make(objective)
+        _, means = gradients(objective, sequences, jax.tree.map(jnp.zeros_like, params))
+        assert float(means["loss"]) == pytest.approx(expected, rel=1e-6)
+    assert float(means["accuracy"]) == 0.5
+
+
+def test_prompt_tokens_carry_no_gradient(monkeypatch):
+    """What the model says before a prompt's token is not in the loss: only the places before response tokens are."""
+    sequences, params = make(fitting.LANGUAGE)
+    packed, _ = plan(fitting.LANGUAGE, sequences, rows=1)
+    rows = packing.gather(sequences, Packing(packed.sample[0], packed.position[0]))
+    hidden = forward.hidden_states(MODEL, params, rows)
+    monkeypatch.setattr(forward, "hidden_states", lambda model, params, rows: params["hidden"])
+
+    def loss(hidden):
+        return fitting.LANGUAGE.sums(OPTIONS, MODEL, params | {"hidden": hidden}, sequences, rows)[
+            "loss"
+        ]
+
+    slopes = jax.grad(loss)(hidden)
+    predicts_response = np.zeros(rows.tokens.shape, bool)
+    for at, sample in np.ndenumerate(packed.sample[0]):
+        next_position = packed.position[0][at] + 1
+        if sample >= 0:
+            start = sequences.prompt_lengths[sample]
+            predicts_response[at] = start <= next_position < start + sequences.lengths[sample]
+    moved = np.abs(np.asarray(slopes)).max(-1) > 0
+    np.testing.assert_array_equal(moved, predicts_response)
+    assert predicts_response.any() and not predicts_response.all()
+
+
+@OBJECTIVES
+def test_packing_and_micro_batches_change_nothing(objective):
+    sequences, params = make(objective)
+    expected = gradients(objective, sequences, params, rows=N, packed=False)
+    for rows, packed in ((1, True), (2, True), (4, True), (1, False), (4, False)):
+        assert_close(gradients(objective, sequences, params, rows, packed), expected)
+
+
+@OBJECTIVES
+def test_eight_devices_take_the_step_of_one(objective):
+    sequences, params = make(objective)
+
+    def stepped(**shape):
+        mesh = tiny.make_mesh(math.prod(shape.values()), **shape)
+        with jax.set_mesh(mesh):
+            packed, count = plan(objective, sequences, 4)
+            placed = (
+                sharding.place(sequences, sharding.replicated(mesh)),
+                sharding.place(packed, sharding.rows(mesh, axis=1)),
+            )
+            where = functools.partial(sharding.tree_shardings, mesh, rules=sharding.TRAIN_RULES)
+            here = jax.device_put(jax.device_get(params), where(params))
+            optimizer = fitting.optimizer(OPTIONS).init(here)
+            optimizer = jax.device_put(optimizer, where(optimizer))
+            after, _, figures = fitting.step(
+                objective, OPTIONS, MODEL, 10, here, optimizer, np.int32(0), *placed, count
+            )
+            return jax.device_get(
+                (after, figures["loss"], figures["grad_norm"])
+            )  # the norm is that before clipping
+
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3),
+        stepped(data=2, fsdp=2, model=2),
+        stepped(data=1),
+    )
+
+
+@OBJECTIVES
+def test_measured_sums_are_those_that_are_learned_from(objective):
+    sequences, params = make(objective)
+    _, means = gradients(objective, sequences, params)
+    sums = fitting.measure(
+        objective, OPTIONS, MODEL, params, sequences, *plan(objective, sequences, 2)
+    )
+    units = float(sums.pop("units"))
+    assert units == (N if objective is fitting.PREFERENCE else sequences.lengths.sum())
+    for name, mean in means.items():
+        assert float(sums[name]) / units == pytest.approx(float(mean), rel=1e-5), name
+
+
+def test_split_pairs_by_hand():
+    # A pair of 2 + 1 tokens and a pair of 1 + 2 in a row of 7.
+    row = Packing(
+        np.array([[0, 0, 0, 1, 1, 1, -1]], np.int32), np.array([[0, 1, 2, 0, 1, 2, 0]], np.int32)
+    )
+    split = packing.split_pairs(row, [2, 1])
+    assert split.sample.tolist() == [[0, 0, 2, 1, 3, 3, -1]] and split.position.tolist() == [
+        [0, 1, 0, 0, 0, 1, 0]
+    ]

@@ -1,0 +1,324 @@
+"""Whole runs of sft, reward_model, and PPO against the reward model that was trained; transformers gives the same numbers."""
+
+import csv
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from jax_ppo.config import command_line
+from jax_ppo.config import loading as config
+from jax_ppo.config import validation as consistency
+from jax_ppo.data import sources
+from jax_ppo.data import tokenizer as tokenizer_lib
+from jax_ppo.errors import UserError
+from jax_ppo.models import heads
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.hf import save as hf_export
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.supervised import loop as supervised
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = """
+from jax_ppo.config import default_config
+
+def get_config(arg=None):
+    config = default_config()
+    config.model.path, config.model.dtype = "{folder}/llama", "float32"
+    config.data.train_files, config.data.val_files = "{folder}/pairs.jsonl.gz[:32]", "{folder}/pairs.jsonl.gz[32:]"
+    config.data.train_batch_size = config.data.val_batch_size = 8
+    config.data.max_prompt_length, config.data.max_response_length = 32, 16
+    config.supervised.optim.lr = 1e-2
+    config.trainer.total_training_steps, config.trainer.test_freq, config.trainer.save_freq = 12, 6, 3
+    return config
+"""
+PPO = (
+    "--config.actor.ppo_mini_batch_size=4",
+    "--config.algorithm.use_kl_in_reward=True",
+    "--config.algorithm.kl_ctrl.kl_coef=0.05",
+    "--config.trainer.total_training_steps=2",
+    "--config.trainer.test_freq=0",
+    "--config.trainer.log_samples=0",
+)
+
+
+def pairs():
+    """The chosen one counts apples, the rejected one pears; 5 held-out pairs, which fill no batch."""
+    for i in range(37):
+        prompt = f"\n\nHuman: What has {'Tom Ann Ben'.split()[i % 3]}?\n\nAssistant:"
+        yield {
+            "chosen": f"{prompt} {i % 7} apples" + "." * (i % 3),
+            "rejected": f"{prompt} {i % 5} pears" + "!" * (i % 4),
+        }
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A random tiny Llama with a tokenizer, pairs and a configuration file."""
+    import gzip
+
+    folder = tmp_path_factory.mktemp("files")
+    with gzip.open(folder / "pairs.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in pairs())
+    texts = [text for row in pairs() for text in row.values()]
+    tokenizer = tokenizer_lib.train_tokenizer(texts, 100, folder / "tokenizer")
+    architecture = Architecture(
+        family="llama",
+        vocab_size=112,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        tied=True,
+        max_position_embeddings=128,
+        eos_ids=(tokenizer.eos_token_id,),
+        pad_id=tokenizer.pad_token_id,
+    )
+    hf_export.export(
+        heads.init(Transformer(architecture), jax.random.key(0), "lm"),
+        architecture,
+        folder / "llama",
+        source_folder=folder / "tokenizer",
+    )
+    (folder / "config.py").write_text(CONFIG.format(folder=folder))
+    return folder
+
+
+def run(command, files, workdir, *overrides):
+    """What it printed."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            f"jax_ppo.{command}",
+            f"--config={files}/config.py",
+            f"--workdir={workdir}",
+            *overrides,
+        ],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def figures(workdir):
+    """training_metrics.csv without what a clock says."""
+    with open(workdir / "training_metrics.csv") as file:
+        return [
+            {name: value for name, value in row.items() if "second" not in name}
+            for row in csv.DictReader(file)
+        ]
+
+
+def evaluations(workdir):
+    return json.loads((workdir / "summary.json").read_text())["evaluations"]
+
+
+@pytest.fixture(scope="module")
+def sft(files, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("sft")
+    return workdir, run("sft", files, workdir)
+
+
+@pytest.fixture(scope="module")
+def reward_model(files, sft, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("reward")
+    return workdir, run("reward_model", files, workdir, f"--config.model.path={sft[0]}/actor")
+
+
+def held_out(files, folder):
+    """Token ids of the held-out pairs, by the tokenizer of transformers: (prompt, chosen, rejected) each."""
+    tokenizer = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    for example in sources.load_examples(f"{files}/pairs.jsonl.gz[32:]"):
+        prompt, eos = tokenizer.encode(example.prompt), [tokenizer.eos_token_id]
+        yield (
+            prompt,
+            *(
+                tokenizer.encode(example.prompt + text)[len(prompt) :] + eos
+                for text in (example.response, example.rejected)
+            ),
+        )
+
+
+def test_sft_learns_what_transformers_then_measures(files, sft):
+    workdir, output = sft
+    rows, evaluated = figures(workdir), evaluations(workdir)
+    assert [entry["step"] for entry in evaluated] == [0, 6, 12] and "step 12/12" in output
+    assert evaluated[0]["loss"] > 4 and evaluated[2]["loss"] < evaluated[0]["loss"] - 1.5
+    assert [int(row["step"]) for row in rows if row["train/loss"]] == list(range(1, 13))
+    assert (workdir / "training_curves.png").stat().st_size > 5_000 and list(
+        (workdir / "tensorboard").iterdir()
+    )
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(workdir / "actor").eval()
+    losses = []
+    for prompt, chosen, _ in held_out(files, workdir / "actor"):
+        with torch.no_grad():
+            logprobs = model(torch.tensor([prompt + chosen])).logits[0].log_softmax(-1)
+        losses += [-float(logprobs[len(prompt) + i - 1, token]) for i, token in enumerate(chosen)]
+    assert evaluated[2]["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+
+
+def test_a_reward_model_prefers_and_transformers_gives_its_scores(files, reward_model):
+    workdir, output = reward_model
+    evaluated = evaluations(workdir)
+    assert [entry["step"] for entry in evaluated] == [0, 6, 12]
+    assert evaluated[0]["loss"] == pytest.approx(np.log(2)) and evaluated[0]["accuracy"] == 0.5
+    assert evaluated[2]["accuracy"] == 1 and evaluated[2]["loss"] < 0.3
+    assert "evaluation after step 12: loss" in output and "accuracy 1.000" in output
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        workdir / "reward_model"
+    ).eval()
+    margins = []
+    for prompt, chosen, rejected in held_out(files, workdir / "reward_model"):
+        with torch.no_grad():
+            scores = [
+                float(model(torch.tensor([prompt + response])).logits[0, 0])
+                for response in (chosen, rejected)
+            ]
+        margins.append(scores[0] - scores[1])
+    assert evaluated[2]["margin"] == pytest.approx(np.mean(margins), rel=1e-4)
+
+
+def test_ppo_against_the_trained_reward_model(files, sft, reward_model, tmp_path):
+    output = run(
+        "train",
+        files,
+        tmp_path,
+        f"--config.model.path={sft[0]}/actor",
+        f"--config.reward.model_path={reward_model[0]}/reward_model",
+        f"--config.critic.path={reward_model[0]}/reward_model",
+        *PPO,
+    )
+    steps = [row for row in figures(tmp_path) if row["reward/mean"]]
+    assert len(steps) == 2 and all(float(row["reward/std"]) > 0.1 for row in steps)
+    assert "step 2/2" in output and (tmp_path / "actor" / "model.safetensors").exists()
+
+
+def load(files, *overrides, command="sft"):
+    return command_line.read(
+        [
+            "sft",
+            f"--config={files}/config.py",
+            "--config.mesh.data=1",
+            "--config.mesh.fsdp=8",
+            *overrides,
+        ],
+        command,
+    )[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "task"),
+    [
+        pytest.param("sft", supervised.SFT, marks=pytest.mark.slow),
+        ("reward_model", supervised.REWARD_MODEL),
+    ],
+)
+def test_resumed_is_bit_equal(files, tmp_path, command, task, monkeypatch, capsys):
+    options = load(files, command=command)
+    supervised.train(options, tmp_path / "whole", task)
+    monkeypatch.setattr(
+        "jax_ppo.training.checkpoint.Checkpointer.should_stop", lambda self, step: step == 4
+    )
+    supervised.train(options, tmp_path / "halves", task)
+    assert not (tmp_path / "halves" / task.output).exists()
+    monkeypatch.undo()
+    supervised.train(options, tmp_path / "halves", task)
+    assert "resuming after step 4 of 12" in capsys.readouterr().out
+    assert figures(tmp_path / "halves") == figures(tmp_path / "whole")
+    assert evaluations(tmp_path / "halves") == evaluations(tmp_path / "whole")
+    ours, theirs = (
+        tmp_path / name / task.output / "model.safetensors" for name in ("halves", "whole")
+    )
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("command", "override", "message"),
+    [
+        ("sft", "--config.model.path=", "config.model.path='': must be set"),
+        (
+            "reward_model",
+            "--config.packing.row_length=64",
+            "row_length=64: a row must hold the 96 tokens of the longest",
+        ),
+        (
+            "sft",
+            "--config.supervised.center_coef=0.1",
+            "center_coef=0.1: jax_ppo.reward_model alone reads it",
+        ),
+        (
+            "sft",
+            "--config.model.lora.rank=4",
+            "model.lora.rank=4: jax_ppo.sft trains all parameters",
+        ),
+        (
+            "reward_model",
+            "--config.model.lora.path=x",
+            "model.lora.path='x': jax_ppo.reward_model trains all parameters",
+        ),
+    ],
+)
+def test_wrong_options_are_told(files, command, override, message):
+    with pytest.raises(UserError, match=message):
+        load(files, override, command=command)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "--config.data.train_files=arithmetic:64",
+            "train_files, example 1 .*'arithmetic'.* has no rejected.* HH-RLHF's form",
+        ),
+        ("--config.data.max_response_length=100", "the model takes 128 tokens at most"),
+        (
+            "--config.data.train_batch_size=64",
+            "has 32 prompts, and config.data.train_batch_size=64",
+        ),
+    ],
+)
+def test_mistakes_are_told_before_weights_load(files, tmp_path, override, message, monkeypatch):
+    monkeypatch.setattr(
+        "jax_ppo.models.hf.load.load", lambda *_: pytest.fail("weights were loaded")
+    )
+    with pytest.raises(UserError, match=message):
+        supervised.train(
+            load(files, override, command="reward_model"), tmp_path, supervised.REWARD_MODEL
+        )
+
+
+def test_what_ppo_alone_reads_is_noted():
+    values = config.default_config()
+    values.data.train_files, values.model.path, values.actor.optim.lr = "x.jsonl", "llama", 1e-3
+    values.trainer.log_samples = 0
+    assert consistency.supervised_notes(config.from_config_dict(values, "sft"), "sft") == [
+        "config.actor.optim.lr=0.001 is not read: it belongs to jax_ppo.train",
+        "config.trainer.log_samples=0 is not read: it belongs to jax_ppo.train",
+    ]
+    values = config.default_config()
+    values.data.train_files, values.model.path, values.supervised.response_key = (
+        "x.jsonl",
+        "llama",
+        "solution",
+    )
+    assert consistency.supervised_notes(config.from_config_dict(values, "sft"), "sft") == []
+    said = "config.supervised.response_key='solution' is not read: it belongs to jax_ppo.sft"
+    assert consistency.supervised_notes(
+        config.from_config_dict(values, "reward_model"), "reward_model"
+    ) == [said]
+    assert consistency.notes(config.from_config_dict(values)) == [
+        said + " and jax_ppo.reward_model"
+    ]

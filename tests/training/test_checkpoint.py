@@ -1,0 +1,318 @@
+"""Saving and restoring: bit for bit, onto other meshes, from several processes, through SIGTERM and SIGKILL."""
+
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_ppo.errors import UserError
+from jax_ppo.training.checkpoint import Checkpointer
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def make_mesh(*shape):
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    return Mesh(devices, ("fsdp", "model")[: len(shape)], axis_types=(AxisType.Auto,) * len(shape))
+
+
+def params(mesh, seed=0):
+    """Parameters sharded over the mesh."""
+
+    def init(key):
+        return {"layers": {"kernel": jax.random.normal(key, (2, 8, 16))}, "norm": jnp.ones(8)}
+
+    shardings = {
+        "layers": {"kernel": NamedSharding(mesh, P(None, *mesh.axis_names))},
+        "norm": NamedSharding(mesh, P()),
+    }
+    return jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
+
+
+def state(mesh, seed=0):
+    """Actor, critic and optimizer states of several kinds of containers."""
+    actor, critic = params(mesh, seed), params(mesh, seed + 1)
+    matrices = jax.tree.map(lambda x: x.ndim > 1, actor)
+    transform = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(optax.constant_schedule(1e-3), mask=matrices)
+    )
+    optimizers = {
+        name: jax.jit(transform.init)(tree) for name, tree in (("actor", actor), ("critic", critic))
+    }
+    return {"actor": actor, "critic": critic, "optimizer": optimizers}
+
+
+def abstract(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def assert_same(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        assert a.dtype == b.dtype and a.sharding == b.sharding
+
+
+def small(value):
+    return {"actor": {"w": jnp.full(4, float(value))}}
+
+
+def test_what_was_saved_comes_back(tmp_path):
+    saved = state(make_mesh(2))
+    meta = {
+        "position": 12,
+        "evaluations": [{"step": 0, "accuracy": 0.25}],
+        "config": {"seed": None, "name": "é"},
+    }
+    with Checkpointer(tmp_path / "new/folder") as checkpoints:
+        assert checkpoints.latest_step() is None and checkpoints.best_step() is None
+        checkpoints.save(3, saved | {"reward": None}, meta)
+        checkpoints.save(3, saved, {"position": 99})  # twice is once
+    with Checkpointer(tmp_path / "new/folder") as checkpoints:
+        assert checkpoints.latest_step() == 3
+        arrays, read = checkpoints.restore(3, abstract(saved) | {"reward": None})
+        assert read == meta
+        assert_same(arrays, saved)
+        assert_same(
+            checkpoints.restore_item(3, "critic", abstract(saved["critic"])), saved["critic"]
+        )
+        assert checkpoints.restore(3, {}) == ({}, meta)
+
+
+def test_the_arrays_may_change_as_soon_as_save_returns(tmp_path):
+    change = jax.jit(lambda x: x + 1, donate_argnums=0)
+    tree = {"w": jnp.zeros(1000)}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"actor": tree}, {})
+        for _ in range(5):
+            tree = {"w": change(tree["w"])}
+        read = checkpoints.restore_item(1, "actor", abstract(tree))
+    assert float(jnp.abs(read["w"]).sum()) == 0
+
+
+@pytest.mark.parametrize("shape", [(1,), (8,), (4, 2), (2, 4)])
+def test_another_mesh_reads_the_same_bits(tmp_path, shape):
+    saved = params(make_mesh(2, 2))
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"actor": saved}, {})
+        wanted = abstract(params(make_mesh(*shape)))
+        read = checkpoints.restore_item(1, "actor", wanted)
+    assert jax.tree.map(lambda x: x.sharding, read) == jax.tree.map(lambda x: x.sharding, wanted)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), read, saved
+    )
+
+
+def test_another_dtype_is_cast_and_typed_keys_are_kept(tmp_path):
+    saved = {"w": jnp.arange(4.0), "key": jax.random.key(7)}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"actor": saved}, {})
+        wanted = abstract(saved)
+        wanted["w"] = jax.ShapeDtypeStruct((4,), jnp.bfloat16, sharding=saved["w"].sharding)
+        read = checkpoints.restore_item(1, "actor", wanted)
+    assert read["w"].dtype == jnp.bfloat16
+    assert read["key"] == saved["key"] and read["key"].dtype == saved["key"].dtype
+
+
+class TestKeeping:
+    def test_the_last_and_the_best_stay_through_a_restart(self, tmp_path):
+        with Checkpointer(tmp_path, 2, "accuracy") as checkpoints:
+            for step, accuracy in ((1, 0.2), (2, 0.9), (3, 0.3)):
+                checkpoints.save(
+                    step, small(step), {}, {"accuracy": accuracy, "reward_mean": -accuracy}
+                )
+            assert checkpoints.best_step() == 2
+        with Checkpointer(tmp_path, 2, "accuracy") as checkpoints:
+            checkpoints.save(4, small(4), {}, {"accuracy": 0.4})
+            checkpoints.save(5, small(5), {}, None)
+            checkpoints.wait()
+            assert kept(tmp_path) == [2, 4, 5]
+            assert (checkpoints.best_step(), checkpoints.latest_step()) == (2, 5)
+            checkpoints.save(6, small(6), {}, {"accuracy": 0.9})
+            assert checkpoints.best_step() == 6  # of equals, the newest
+            checkpoints.save(7, small(7), {})
+        assert kept(tmp_path) == [6, 7]
+        with Checkpointer(tmp_path, 2, "reward_mean") as checkpoints:
+            assert checkpoints.best_step() is None  # neither of them had it
+
+    def test_without_a_figure_there_is_no_best(self, tmp_path):
+        useless = {"accuracy": float("nan")}, {"accuracy": None}, {"reward_mean": 1.0}, None
+        with Checkpointer(tmp_path, 1, "accuracy") as checkpoints:
+            for step, figures in enumerate(useless):
+                checkpoints.save(step, small(step), {}, figures)
+            assert checkpoints.best_step() is None
+        assert kept(tmp_path) == [3]
+
+    def test_a_figure_that_is_not_finite_never_wins(self, tmp_path):
+        with Checkpointer(tmp_path, 1, "accuracy") as checkpoints:
+            for step, accuracy in enumerate((0.2, 0.9, float("nan"), 0.3)):
+                checkpoints.save(step, small(step), {}, {"accuracy": accuracy})
+            assert checkpoints.best_step() == 1
+        assert kept(tmp_path) == [1, 3]
+
+
+def kept(directory):
+    return sorted(int(path.name) for path in directory.iterdir())
+
+
+class TestErrors:
+    def test_a_changed_model_is_named_with_both_shapes(self, tmp_path):
+        saved = {"layers": {"kernel": jnp.zeros((2, 3)), "old": jnp.zeros(1)}, "same": jnp.zeros(1)}
+        wanted = {
+            "layers": {"kernel": jnp.zeros((2, 5)), "new": jnp.zeros(4)},
+            "same": jnp.zeros(1),
+        }
+        with Checkpointer(tmp_path) as checkpoints:
+            checkpoints.save(1, {"actor": saved}, {})
+            with pytest.raises(UserError) as error:
+                checkpoints.restore(1, {"actor": abstract(wanted)})
+            message = str(error.value)
+            assert "actor/layers/kernel: (2, 3) in the checkpoint, (2, 5) in the model" in message
+            assert "actor/layers/new: absent in the checkpoint, (4,) in the model" in message
+            assert "actor/layers/old: (1,) in the checkpoint, absent in the model" in message
+            assert "same" not in message
+            many = {f"layer_{i}": jnp.zeros(1) for i in range(20)}
+            with pytest.raises(UserError, match="and 18 more"):
+                checkpoints.restore(1, {"actor": abstract(many)})
+            with pytest.raises(UserError, match="holds no 'critic'"):
+                checkpoints.restore_item(1, "critic", abstract(saved))
+
+    def test_a_step_that_is_not_there(self, tmp_path):
+        with Checkpointer(tmp_path) as checkpoints:
+            checkpoints.save(1, small(1), {})
+            with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 2, only of \[1\]"):
+                checkpoints.restore(2, abstract(small(1)))
+
+    def test_another_run_s_step_is_not_taken_for_this_one_s(self, tmp_path):
+        with Checkpointer(tmp_path) as checkpoints:
+            checkpoints.save(1, small(1), {})
+        with (
+            Checkpointer(tmp_path) as checkpoints,
+            pytest.raises(ValueError, match="already exists"),
+        ):
+            checkpoints.save(1, small(2), {})
+
+    def test_meta_that_is_not_json_fails_at_once(self, tmp_path):
+        with Checkpointer(tmp_path) as checkpoints, pytest.raises(TypeError, match="float32"):
+            checkpoints.save(1, small(1), {"kl": np.float32(1)})
+
+
+class TestSigterm:
+    def test_one_process_is_told_at_the_next_step_and_dies_of_a_second(self, tmp_path):
+        before = signal.getsignal(signal.SIGTERM)
+        with Checkpointer(tmp_path) as checkpoints:
+            assert not checkpoints.should_stop(1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not checkpoints.should_stop(1)  # the answer for a step stays
+            assert checkpoints.should_stop(2) and checkpoints.should_stop(2)
+            assert signal.getsignal(signal.SIGTERM) == before
+        with Checkpointer(tmp_path) as checkpoints:
+            assert signal.getsignal(signal.SIGTERM) != before
+        assert signal.getsignal(signal.SIGTERM) == before
+
+
+KILLED = """
+import sys, jax, jax.numpy as jnp
+from jax_ppo.checkpoint import Checkpointer
+checkpoints = Checkpointer(sys.argv[1], 1)
+for step in range(1, 1000):
+    tree = {f"w{i}": jax.random.normal(jax.random.key(step * 10 + i), (512, 512)) for i in range(8)}
+    checkpoints.save(step, {"actor": jax.block_until_ready(tree)}, {"step": step})
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.02])
+def test_killed_while_saving_the_last_whole_one_is_there(tmp_path, pause):
+    child = subprocess.Popen(
+        [sys.executable, "-c", KILLED, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    with child:
+        while child.stdout.readline() != "3\n":
+            assert child.poll() is None
+        time.sleep(pause)  # the third is being written
+        child.kill()
+    with Checkpointer(tmp_path) as checkpoints:
+        step = checkpoints.latest_step()
+        assert step >= 2
+        wanted = {
+            f"w{i}": jax.random.normal(jax.random.key(step * 10 + i), (512, 512)) for i in range(8)
+        }
+        arrays, meta = checkpoints.restore(step, {"actor": abstract(wanted)})
+        assert meta == {"step": step}
+        assert_same(arrays["actor"], wanted)
+        checkpoints.save(step + 1, {"actor": wanted}, {})
+    assert kept(tmp_path) == [step, step + 1]  # what was half written is gone
+
+
+PROCESSES = """
+import os, sys, time, jax, jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax_ppo import distributed, schema
+from jax_ppo.checkpoint import Checkpointer
+
+def main():
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,))
+    step_fn = jax.jit(lambda w: w + 1, out_shardings=NamedSharding(mesh, P("fsdp")))
+    weights = step_fn(jnp.zeros((8, 4)))
+    with Checkpointer(sys.argv[1]) as checkpoints:
+        for step in range(1, 2000):
+            weights = step_fn(weights)
+            weights.block_until_ready()
+            print(step, flush=True)
+            if checkpoints.should_stop(step):
+                checkpoints.save(step, {"actor": {"w": weights}}, {"step": step})
+                return
+            time.sleep(0.01)
+        raise TimeoutError("nobody sent SIGTERM")
+
+distributed.initialize(schema.Distributed())
+distributed.run_or_abort(main)
+"""
+
+
+def test_sigterm_to_one_of_two_processes_saves_the_same_step_in_both(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    common = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+        "JAX_NUM_PROCESSES": "2",
+    }
+    command = [sys.executable, "-c", PROCESSES, tmp_path]
+    processes = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | common | {"JAX_PROCESS_ID": str(number)},
+        )
+        for number in (0, 1)
+    ]
+    while processes[1].stdout.readline() != "5\n":
+        assert processes[1].poll() is None
+    processes[1].terminate()
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    with Checkpointer(tmp_path) as checkpoints:
+        step = checkpoints.latest_step()
+        assert [int(output.split()[-1]) for output in outputs] == [step, step]
+        wanted = jax.ShapeDtypeStruct(
+            (8, 4), jnp.float32, sharding=NamedSharding(make_mesh(8), P("fsdp"))
+        )
+        arrays, meta = checkpoints.restore(step, {"actor": {"w": wanted}})
+    assert meta == {"step": step}
+    np.testing.assert_array_equal(np.asarray(arrays["actor"]["w"]), step + 1)

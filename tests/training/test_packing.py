@@ -1,0 +1,97 @@
+"""Plans hold every sample once and whole; gather and scatter undo each other."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_ppo.training import packing
+from jax_ppo.types import Packing, Sequences
+
+
+def test_best_fit_decreasing_by_hand():
+    # Lengths 5, 4, 3, 3, 1 in rows of 8, longest first: 5 opens row 0 (3 left); 4 opens row 1 (4 left); 3 goes where it leaves
+    # least, row 0 (0 left); the next 3 into row 1 (1 left); 1 into row 1 (0 left).
+    assert packing.assign([5, 4, 3, 3, 1], 8, packed=True) == [[0, 2], [1, 3, 4]]
+
+
+def test_unpacked_gives_each_sample_a_row():
+    assert sorted(packing.assign([5, 4, 3], 8, packed=False)) == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_plan_holds_each_member_once_and_whole(seed, packed):
+    r = np.random.default_rng(seed)
+    lengths = r.integers(1, 17, 24)
+    groups = r.permutation(24).reshape(3, 8)
+    plan, counts = packing.plan(lengths, groups, 2, 16, packed)
+    assert plan.sample.shape == plan.position.shape == (3, 4, 2, 16)
+    for group, sample, position, count in zip(
+        groups, plan.sample, plan.position, counts, strict=True
+    ):
+        assert (sample[count:] == -1).all()
+        assert (sample[:count] >= 0).any(axis=(1, 2)).all()
+        for b in range(24):
+            where = sample == b
+            assert where.sum() == (lengths[b] if b in group else 0)
+            assert position[where].tolist() == list(range(where.sum()))  # one run, in order
+            assert (
+                len(set(np.nonzero(where)[1].tolist())) <= 1
+                or len(set(zip(*np.nonzero(where)[:2], strict=True))) == 1
+            )
+
+
+def test_rows_at_once():
+    assert packing.rows_at_once(None, 1024, samples=256, shards=1) == 8  # 8,192 tokens
+    assert packing.rows_at_once(None, 1024, samples=32, shards=1) == 2  # a sixteenth of the samples
+    assert packing.rows_at_once(None, 1024, samples=4, shards=1) == 1
+    assert packing.rows_at_once(None, 128, samples=32, shards=1) == 8  # 1,024 tokens
+    assert packing.rows_at_once(None, 16, samples=48, shards=1) == 12  # a quarter of the samples
+    assert packing.rows_at_once(8, 1024, samples=4, shards=1) == 4
+    assert packing.rows_at_once(3, 1024, samples=64, shards=4) == 12
+    assert packing.rows_at_once(None, 100_000, samples=64, shards=2) == 2
+
+
+def make_rows():
+    # Two samples in one row of 8: sample 1 has prompt (10, 11), response (12,); sample 0 prompt (20,), response (21, 22).
+    sequences = Sequences(
+        jnp.array([[20, 21, 22, 0], [10, 11, 12, 0]]),
+        jnp.array([1, 2]),
+        jnp.array([2, 1]),
+        jnp.zeros(2, bool),
+    )
+    plan = Packing(jnp.array([[1, 1, 1, 0, 0, 0, -1, -1]]), jnp.array([[0, 1, 2, 0, 1, 2, 0, 0]]))
+    return packing.gather(sequences, plan)
+
+
+def test_gather_by_hand():
+    rows = make_rows()
+    assert rows.tokens.tolist() == [[10, 11, 12, 20, 21, 22, 0, 0]]
+    # The place before a response token predicts it: 11 -> 12, 20 -> 21, 21 -> 22.
+    assert rows.mask.tolist() == [[False, True, False, True, True, False, False, False]]
+    assert rows.targets.tolist() == [[0, 12, 0, 21, 22, 0, 0, 0]]
+    assert rows.steps.tolist() == [[0, 0, 0, 0, 1, 0, 0, 0]]
+
+
+def test_scatter_undoes_gather_and_leaves_the_rest():
+    rows = make_rows()
+    values = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    assert packing.to_rows(values, rows).tolist() == [[0, 4, 0, 1, 2, 0, 0, 0]]
+    back = packing.to_samples(packing.to_rows(values, rows), rows, jnp.full((2, 3), -9.0))
+    assert back.tolist() == [[1, 2, -9], [4, -9, -9]]
+
+
+def test_a_sample_that_fills_the_row_and_the_sequence():
+    sequences = Sequences(
+        jnp.array([[5, 6, 7]]), jnp.array([2]), jnp.array([1]), jnp.zeros(1, bool)
+    )
+    plan, _ = packing.plan([3], [[0]], 1, 3)
+    rows = packing.gather(sequences, jax.tree.map(lambda x: jnp.asarray(x[0, 0]), plan))
+    assert rows.targets.tolist() == [[0, 7, 0]] and rows.mask.tolist() == [[False, True, False]]
+
+
+def test_rows_have_few_widths():
+    widths = [packing.row_width(longest) for longest in range(1, 5000)]
+    assert all(width >= longest and width % 128 == 0 for longest, width in enumerate(widths, 1))
+    assert sorted(set(widths)) == [128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144]

@@ -1,0 +1,80 @@
+"""What a state is made of, at first and when a run goes on."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import tiny
+from jax_ppo.errors import UserError
+from jax_ppo.models import heads
+from jax_ppo.models.hf import save as hf_export
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.training import state as state_lib
+
+
+def test_a_state_from_a_checkpoint_is_the_one_that_was_saved():
+    """Parameters, optimizers, the coefficient where its controller left it, and the step."""
+    config, mesh = tiny.config(algorithm__use_reference=False), tiny.make_mesh()
+    with jax.set_mesh(mesh):
+        before = tiny.make_state(config, mesh)
+        before = dataclasses.replace(
+            before,
+            step=jnp.int32(7),
+            control=dataclasses.replace(before.control, kl_coef=jnp.float32(0.75)),
+        )
+        folders = state_lib.Folders(None, None, None)
+        after = state_lib.create(
+            config, tiny.networks(config), folders, mesh, None, state_lib.trained(before), 7
+        )
+    assert (int(after.step), float(after.control.kl_coef)) == (7, 0.75)
+    for name in ("actor", "critic", "actor_optimizer", "critic_optimizer"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(before, name))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """An actor, and a reward model with a head of its own."""
+    folder, net = tmp_path_factory.mktemp("roles"), Transformer(tiny.ARCHITECTURE)
+    hf_export.export(heads.init(net, jax.random.key(0), "lm"), tiny.ARCHITECTURE, folder / "actor")
+    params = heads.init(net, jax.random.key(1), "scalar")
+    params["score"]["kernel"] = jax.random.normal(
+        jax.random.key(2), params["score"]["kernel"].shape
+    )
+    hf_export.export(params, tiny.ARCHITECTURE, folder / "reward")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "critic", "head"),
+    [
+        ({}, "actor", "zero"),
+        ({"critic__path": "x"}, "reward", "zero"),
+        ({"critic__path": "x", "critic__keep_head": True}, "reward", "kept"),
+        ({"critic__shared_trunk": True}, None, "shared"),
+    ],
+)
+def test_where_a_critic_starts(folders, options, critic, head):
+    config, mesh = tiny.config(algorithm__use_reference=False, **options), tiny.make_mesh()
+    places = state_lib.Folders(folders / "actor", critic and folders / critic, None)
+    with jax.set_mesh(mesh):
+        nets = state_lib.networks(config, places)
+        state = state_lib.create(config, nets, places, mesh, lambda role: None)
+    if head == "shared":
+        assert state.critic is None and not np.any(state.actor["score"]["kernel"])
+        return
+    source = load_file(folders / critic / "model.safetensors")
+    np.testing.assert_array_equal(
+        state.critic["embed"]["embedding"], source["model.embed_tokens.weight"]
+    )
+    expected = source["score.weight"].T if head == "kept" else np.zeros((16, 1))
+    np.testing.assert_array_equal(state.critic["score"]["kernel"], expected)
+
+
+def test_a_head_that_is_not_there_can_not_be_kept(folders):
+    config = tiny.config(critic__path="x", critic__keep_head=True)
+    with pytest.raises(UserError, match=r"there is no score\.weight in it"):
+        state_lib.networks(config, state_lib.Folders(folders / "actor", folders / "actor", None))
