@@ -4,6 +4,7 @@ REQUIREMENTS = [
     "absl-py",
     "flax",
     "jax>=0.10",
+    "jaxtyping",
     "jinja2",  # chat templates
     "matplotlib",
     "ml-collections",

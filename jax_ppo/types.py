@@ -5,6 +5,7 @@ R rows of a micro-batch, L tokens of a packed row.
 """
 
 import dataclasses
+import typing
 from typing import Any
 
 import jax
@@ -12,7 +13,9 @@ import jax
 Array = Any  # jax.Array or numpy.ndarray: the same contract holds on the host and on the mesh
 
 
+@typing.dataclass_transform(frozen_default=True)
 def pytree(cls):
+    """Make a class a frozen dataclass that JAX treats as a tree of its fields."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
 

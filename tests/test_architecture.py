@@ -34,6 +34,7 @@ HOST = {"data", "rewards"}  # run on the host, without jax
 COMMANDS = {"train", "sft", "reward_model"}
 # Loaded before the options are validated, so they load nothing heavy.
 LATE = ("jax_ppo/config/", "jax_ppo/__init__.py", "jax_ppo/command.py", "jax_ppo/errors.py")
+KERNEL_LIBRARIES = {"jax", "jaxtyping", "jax_ppo", *sys.stdlib_module_names}
 HEAVY = {"jax", "flax", "transformers"}
 UNPICKLING = {"pickle", "cloudpickle", "dill", "joblib", "shelve"}
 
