@@ -36,7 +36,7 @@ def _run(options: Config, workdir: Path, run: Callable[[Config, Path], object]) 
     from jax_ppo.runtime import compilation, distributed
 
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # torch is not needed
-    compilation.keep(options.trainer.compilation_cache, console.say)
+    compilation.keep(options.trainer.compilation_cache, console.print_on_main)
     if distributed.is_main():
         command_line.write_resolved(options, workdir)
     try:

@@ -95,7 +95,9 @@ class Training:
 
     def __init__(self, run: Experiment):
         self.run, self.batches, self.done = run, run.batches(0), 0
-        self.state = state_lib.create(run.config, run.nets, run.folders, run.mesh, console.loading)
+        self.state = state_lib.create(
+            run.config, run.nets, run.folders, run.mesh, console.make_loading_reporter
+        )
 
     def step(self) -> None:
         run, config, state = self.run, self.run.config, self.state
@@ -135,7 +137,7 @@ def reach_target(config: schema.Config) -> dict:
     """One run. warm_up_seconds: of the first calls of everything, which compile."""
     mesh = sharding.make_mesh(config.mesh)
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as workdir:
-        run = Experiment(config, Path(workdir), mesh, console.say)
+        run = Experiment(config, Path(workdir), mesh, console.print_on_main)
         start = time.perf_counter()
         thrown_away = Training(run)
         for _ in range(WARM_UP_STEPS):

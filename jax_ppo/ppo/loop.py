@@ -57,12 +57,12 @@ def train(config: Config, workdir: Path) -> dict:
             workdir / "checkpoints", config.trainer.max_checkpoints, config.trainer.best_metric
         ) as checkpoints,
     ):
-        run = Experiment(config, workdir, mesh, console.say)
+        run = Experiment(config, workdir, mesh, console.print_on_main)
         progress = resuming.find_progress(
             config,
             run.total_steps,
             checkpoints,
-            console.say,
+            console.print_on_main,
             ANOTHER_EXPERIMENT,
             KEPT_BY_CHECKPOINTS,
         )
@@ -145,7 +145,13 @@ def begin(
                 progress.step, state_lib.trained_shapes(run.config, run.nets, run.mesh)
             )
         state = state_lib.create(
-            run.config, run.nets, run.folders, run.mesh, console.loading, arrays, progress.step
+            run.config,
+            run.nets,
+            run.folders,
+            run.mesh,
+            console.make_loading_reporter,
+            arrays,
+            progress.step,
         )
         if run.held_out and not progress.step and run.config.trainer.val_before_train:
             report.evaluation(0, evaluation(run, state))
@@ -242,7 +248,7 @@ def measure_reference(run: Experiment, state) -> state_lib.TrainState:
             rewarded, steps=None
         )  # what is normalised: rewards of steps are not
         moments = add_moments(moments, total_rewards(run, state, batch, rollout, outcomes))
-    console.say(
+    console.print_on_main(
         f"the first policy's rewards: mean {float(moments.mean):.4g}, deviation {float(moments_lib.std(moments)):.4g}"
     )
     control = dataclasses.replace(

@@ -108,7 +108,7 @@ class Reporter(journal.Journal):
                 "the policy runs away; a KL penalty or a smaller config.actor.optim.lr may help"
             )
         for name in signs.keys() - self._warned:
-            self._bar.say(f"warning: step {step}: {signs[name]}")
+            self._bar.print_line(f"warning: step {step}: {signs[name]}")
         self._warned = set(signs)
 
     def evaluation(self, done: int, result: Evaluation) -> None:
@@ -116,7 +116,7 @@ class Reporter(journal.Journal):
         shown = "" if result.accuracy is None else f"accuracy {result.accuracy:.3f}, "
         shown += f"reward {result.reward_mean:.3f}"
         if result.samples:
-            shown += "\n" + console.sample_table(result.samples)
+            shown += "\n" + console.format_sample_table(result.samples)
         self.write_evaluation(
             done,
             {
@@ -149,7 +149,7 @@ class Reporter(journal.Journal):
         else:
             write(state.reference, adapters=actor, lora=lora)
             if obstacle := peft.no_names(run.nets.actor.architecture, lora):
-                console.say(f"no adapter folder is written: {obstacle}")
+                console.print_on_main(f"no adapter folder is written: {obstacle}")
                 return
             peft.save(
                 actor,

@@ -18,13 +18,13 @@ import tqdm
 from jax_ppo.runtime import distributed
 
 
-def say(text: str) -> None:
+def print_on_main(text: str) -> None:
     """Prints a line, on the main process."""
     if distributed.is_main():
         print(text, flush=True)
 
 
-def step_line(step: int, total: int, metrics: dict[str, float], columns, optional=()) -> str:
+def format_step_line(step: int, total: int, metrics: dict[str, float], columns, optional=()) -> str:
     """One line for a step; those of a run stand under each other.
 
     Args:
@@ -42,7 +42,7 @@ def step_line(step: int, total: int, metrics: dict[str, float], columns, optiona
     return "  ".join(parts)
 
 
-def loading(role: str) -> Callable[[int, int], None]:
+def make_loading_reporter(role: str) -> Callable[[int, int], None]:
     """What hf_import.load reports to while it reads a role's weights: a bar on a terminal, elsewhere a line at the end."""
     bar = tqdm.tqdm(
         desc=f"loading the {role}",
@@ -56,7 +56,7 @@ def loading(role: str) -> Callable[[int, int], None]:
         bar.update()
         if done == total:
             bar.close()
-            say(f"loaded the {role}: {total} tensors")
+            print_on_main(f"loaded the {role}: {total} tensors")
 
     return progress
 
@@ -100,7 +100,7 @@ class ProgressBar:
         taken, self._seconds = self._seconds, {}
         return taken
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Prints without tearing the bar."""
         if self._enabled:
             self._bar.write(text)
@@ -108,11 +108,11 @@ class ProgressBar:
 
     def advance(self, line: str) -> None:
         """Counts a step done and prints its line."""
-        self.say(line)
+        self.print_line(line)
         self._bar.update()
 
 
-def sample_table(rows: list[dict[str, Any]], width: int | None = None) -> str:
+def format_sample_table(rows: list[dict[str, Any]], width: int | None = None) -> str:
     """Responses as a table for the console.
 
     Args:

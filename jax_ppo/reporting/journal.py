@@ -22,7 +22,7 @@ class Layout:
     """How a command's figures are shown.
 
     Attributes:
-      columns: as console.step_line takes them.
+      columns: as console.format_step_line takes them.
       panels: as metrics.plot_curves takes them.
       rate: the option to lower where gradients are not finite.
       optional: columns that are left out where a step has no such figure.
@@ -89,7 +89,7 @@ class Journal:
         figures["tokens_per_second"] = tokens / figures["seconds/step"]
         self._log.write(step, figures)
         self._bar.advance(
-            console.step_line(
+            console.format_step_line(
                 step, self._run.total_steps, figures, self._layout.columns, self._layout.optional
             )
         )
@@ -106,7 +106,7 @@ class Journal:
         self._log.write(
             done, {f"eval/{name}": value for name, value in means.items() if value is not None}
         )
-        self._bar.say(f"evaluation after step {done}: {shown}")
+        self._bar.print_line(f"evaluation after step {done}: {shown}")
         self._plot()
         self.restart_clock()
 

@@ -129,7 +129,7 @@ def train(config: Config, workdir: Path, task: Task) -> dict:
     ):
         run = Run(config, task, mesh)
         progress = resuming.find_progress(
-            config, run.total_steps, checkpoints, console.say, ANOTHER_EXPERIMENT
+            config, run.total_steps, checkpoints, console.print_on_main, ANOTHER_EXPERIMENT
         )
         with Reporter(run, workdir, progress, compiled) as report:
             params, optimizer_state = run.begin(checkpoints, progress.step)
@@ -198,7 +198,7 @@ class Run:
     def __init__(self, config: Config, task: Task, mesh):
         self.config, self.task, self.mesh = config, task, mesh
         for note in consistency.supervised_notes(config, task.command):
-            console.say(f"note: {note}")
+            console.print_on_main(f"note: {note}")
         data = config.data
         load = functools.partial(
             sources.load_examples,
@@ -228,10 +228,10 @@ class Run:
             config, mesh, hf_import.read_architecture(self.folder), self.tokenizer
         )
         if task.objective.head == "scalar" and hf_import.has_head(self.folder):
-            console.say(
+            console.print_on_main(
                 f"note: config.model.path={config.model.path!r} has a scalar head; it is left out, a new one is made"
             )
-        console.say(f"tokenising {len(training) + len(held_out)} {task.unit}")
+        console.print_on_main(f"tokenising {len(training) + len(held_out)} {task.unit}")
         self.training = self._tokenize(training, "config.data.train_files")
         self.held_out = self._tokenize(held_out, "config.data.val_files") if held_out else None
         self._row_length = config.packing.row_length or packing.row_width(
@@ -245,7 +245,7 @@ class Run:
         self.total_steps = (
             config.trainer.total_training_steps or config.trainer.total_epochs * steps_per_epoch
         )
-        console.say(
+        console.print_on_main(
             f"{len(self.training)} training and {len(self.held_out or ())} held-out {task.unit}, {self.total_steps} "
             f"steps of {data.train_batch_size}"
         )
@@ -320,7 +320,7 @@ class Run:
             where["params"],
             jnp.float32,
             self.task.objective.head,
-            console.loading("model"),
+            console.make_loading_reporter("model"),
         )
         return params, jax.jit(init, out_shardings=where["optimizer"])(params)
 

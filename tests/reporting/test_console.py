@@ -24,7 +24,7 @@ class TestConsole:
             "seconds/step": 1.32,
             "tokens_per_second": 12345.6,
         }
-        line = console.step_line(7, 200, figures, report.COLUMNS)
+        line = console.format_step_line(7, 200, figures, report.COLUMNS)
         assert line == (
             "step   7/200  reward  0.500  acc 0.250  kl 0.0012  ent 0.800  len   31  clip 0.013  "
             "grads 0.523   1.25   1.32 s   12,346 tok/s"
@@ -35,18 +35,18 @@ class TestConsole:
             "actor/grad_norm": math.nan,
             "critic/grad_norm": 1e9,
         }
-        assert len(console.step_line(123, 200, odd, report.COLUMNS)) == len(line)
+        assert len(console.format_step_line(123, 200, odd, report.COLUMNS)) == len(line)
 
     def test_accuracy_is_left_out_where_there_is_none(self):
-        assert "acc" not in console.step_line(
+        assert "acc" not in console.format_step_line(
             1, 2, {"reward/mean": 1.0}, report.COLUMNS, report.LAYOUT.optional
         )
-        assert "acc" not in console.step_line(
+        assert "acc" not in console.format_step_line(
             1, 2, {"reward/accuracy": math.nan}, report.COLUMNS, report.LAYOUT.optional
         )
 
     def test_say(self, capsys):
-        console.say("hello")
+        console.print_on_main("hello")
         assert capsys.readouterr().out == "hello\n"
 
 
@@ -59,7 +59,7 @@ class TestProgress:
     def test_plain_lines_where_there_is_no_terminal(self, capsys):
         with console.ProgressBar(3, 0, enabled=True) as progress:
             with progress.phase("rollout"):
-                progress.say("between")
+                progress.print_line("between")
             progress.advance("step 1/3")
         assert capsys.readouterr() == ("between\nstep 1/3\n", "")
 
@@ -105,7 +105,7 @@ class TestSampleTable:
     ]
 
     def test_it_reads_as_a_table(self):
-        head, rule, short, long, odd = console.sample_table(self.ROWS, 80).splitlines()
+        head, rule, short, long, odd = console.format_sample_table(self.ROWS, 80).splitlines()
         assert head.split() == ["prompt", "response", "score", "correct"] and set(rule) == {"-"}
         assert (
             short.split("  ")[0] == "1 + 1 ="
@@ -125,11 +125,11 @@ class TestSampleTable:
         def columns(line):
             return sum(2 if "一" <= c <= "鿿" else 1 for c in line)
 
-        lines = console.sample_table(self.ROWS, width).splitlines()
+        lines = console.format_sample_table(self.ROWS, width).splitlines()
         assert len(lines) == 5 and {columns(line) for line in lines} == {width}
 
     def test_the_terminal_s_width_or_100(self, monkeypatch):
         monkeypatch.setenv("COLUMNS", "70")
-        assert len(console.sample_table([]).splitlines()[1]) == 70
+        assert len(console.format_sample_table([]).splitlines()[1]) == 70
         monkeypatch.setenv("COLUMNS", "0")
-        assert len(console.sample_table([]).splitlines()[1]) == 100
+        assert len(console.format_sample_table([]).splitlines()[1]) == 100
