@@ -22,7 +22,7 @@ def run_command(arguments: list[str], command: str, run: Callable[[Config, Path]
       run: takes the options and the work directory; imports heavy modules itself.
     """
     try:
-        options, workdir = command_line.read(arguments, command)
+        options, workdir = command_line.read_command_line(arguments, command)
         from jax_ppo.runtime import distributed
 
         distributed.initialize(options.distributed)
@@ -38,7 +38,7 @@ def _run(options: Config, workdir: Path, run: Callable[[Config, Path], object]) 
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # torch is not needed
     compilation.keep(options.trainer.compilation_cache, console.print_on_main)
     if distributed.is_main():
-        command_line.write_resolved(options, workdir)
+        command_line.write_resolved_config(options, workdir)
     try:
         run(options, workdir)
     except UserError as error:

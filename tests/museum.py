@@ -1403,7 +1403,7 @@ RULES_IN_A_RUN = [
         source="trl#6789, verl#6240: top-p below 1 biased the ratio, silently",
         holds="a run with top_k or top_p says so before it begins",
         test="tests/ppo/test_setup.py::test_filters_are_said_to_make_what_is_learned_off_policy",
-        where="notes",
+        where="train_notes",
         old="config.rollout.top_k > 0 or config.rollout.top_p < 1",
         new="False",
     ),

@@ -4,9 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ppo.config import loading as config_lib
-from jax_ppo.config import parsing as notation
-from jax_ppo.config import schema
+from jax_ppo.config import loading, parsing, schema
 from jax_ppo.models import heads, lora
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer
@@ -36,7 +34,7 @@ P, T, B = 8, 10, 8
 
 def config(**changes):
     """A small configuration; changes are dotted names with __ for the dot: actor__ppo_epochs=2."""
-    values = config_lib.default_config()
+    values = loading.default_config()
     values.data.train_files = "arithmetic:8"
     values.data.train_batch_size = values.actor.ppo_mini_batch_size = values.data.val_batch_size = B
     values.data.max_prompt_length, values.data.max_response_length = P, T
@@ -47,7 +45,7 @@ def config(**changes):
     values.actor.optim.lr = values.critic.optim.lr = 1e-2
     for name, value in changes.items():
         values.update_from_flattened_dict({name.replace("__", "."): value})
-    return config_lib.from_config_dict(values)
+    return loading.from_config_dict(values)
 
 
 def make_mesh(devices=1, **shape):
@@ -61,7 +59,7 @@ def networks(config):
     if config.has_adapters:
         options = config.model.lora
         model = model.clone(
-            lora=lora.Lora(options.rank, options.alpha, notation.lora_targets(options.targets))
+            lora=lora.Lora(options.rank, options.alpha, parsing.parse_lora_targets(options.targets))
         )
     return state_lib.Networks(
         model, model if config.has_critic and not config.shares_trunk else None, None

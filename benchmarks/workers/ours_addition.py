@@ -15,8 +15,7 @@ import addition
 import harness
 import jax
 
-from jax_ppo.config import loading as config_lib
-from jax_ppo.config import schema
+from jax_ppo.config import loading, schema
 from jax_ppo.ppo import loop as ppo
 from jax_ppo.ppo import scoring
 from jax_ppo.ppo.experience import estimate
@@ -68,7 +67,7 @@ def write_data(folder: Path) -> None:
 
 
 def make_config(folder: Path, options: dict, seed: int) -> schema.Config:
-    config = config_lib.default_config()
+    config = loading.default_config()
     config.update_from_flattened_dict(
         {
             "seed": seed,
@@ -87,7 +86,7 @@ def make_config(folder: Path, options: dict, seed: int) -> schema.Config:
         }
         | options
     )
-    return config_lib.from_config_dict(config)
+    return loading.from_config_dict(config)
 
 
 class Training:

@@ -14,8 +14,7 @@ import jax
 import workload
 from turnstile import Turnstile
 
-from jax_ppo.config import loading as config_lib
-from jax_ppo.config import schema
+from jax_ppo.config import loading, schema
 from jax_ppo.data import prompts as prompts_lib
 from jax_ppo.ppo import loop as ppo
 from jax_ppo.ppo import scoring
@@ -41,7 +40,7 @@ def make_config(folder: Path, settings: dict) -> schema.Config:
         for prompt in workload.prompts(PROMPTS, settings["prompt"])
     )
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = config_lib.default_config()
+    config = loading.default_config()
     config.update_from_flattened_dict(
         {
             "data.train_files": str(folder / "train.jsonl"),
@@ -67,7 +66,7 @@ def make_config(folder: Path, settings: dict) -> schema.Config:
         }
         | settings["ours"]
     )
-    return config_lib.from_config_dict(config)
+    return loading.from_config_dict(config)
 
 
 def stop_between_steps(turnstile: Turnstile, prompt_tokens: int) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 from absl import flags
 from ml_collections import config_flags
 
-from jax_ppo.config import loading as config_lib
-from jax_ppo.config import schema
+from jax_ppo.config import loading, schema
 from jax_ppo.config.schema import Config
 from jax_ppo.errors import UserError
 
@@ -22,7 +21,7 @@ given, and a run goes on from the checkpoint it finds there. The options:
 """
 
 
-def read(arguments: list[str], command: str = "train") -> tuple[Config, Path]:
+def read_command_line(arguments: list[str], command: str = "train") -> tuple[Config, Path]:
     """The checked configuration and the work directory.
 
     Args:
@@ -35,7 +34,7 @@ def read(arguments: list[str], command: str = "train") -> tuple[Config, Path]:
     """
     if {"--help", "-h", "-help"} & set(arguments[1:]):
         print(USAGE.format(command=command))
-        config_lib.main()
+        loading.main()
         raise SystemExit(0)
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", None, flag_values=values, sys_argv=arguments)
@@ -52,7 +51,7 @@ def read(arguments: list[str], command: str = "train") -> tuple[Config, Path]:
         raise UserError(
             f"--config: must be given, for example --config=configs/{EXAMPLES[command]}"
         )
-    config = config_lib.from_config_dict(values.config, command)
+    config = loading.from_config_dict(values.config, command)
     if "://" in (values.workdir or ""):
         raise UserError(
             f"--workdir={values.workdir}: must be a folder of this machine or of a disk that it mounts"
@@ -70,7 +69,7 @@ def _check_argument(argument: str) -> None:
     name = name.removeprefix("config.")
     types = {known: kind for known, kind, *_ in schema.options()}
     if name not in types:
-        raise config_lib.unknown_option(name)
+        raise loading.unknown_option(name)
     if not given and types[name] is not bool:
         raise UserError(f"config.{name}: write --config.{name}=VALUE, with the =")
     if types[name] in (int, float) and given:
@@ -93,7 +92,7 @@ def _check_file(value: str) -> None:
     )
 
 
-def write_resolved(config: Config, workdir: Path) -> None:
+def write_resolved_config(config: Config, workdir: Path) -> None:
     """Prints the whole configuration, a paragraph a section, and writes it to WORKDIR/config.json."""
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")

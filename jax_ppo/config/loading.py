@@ -1,4 +1,4 @@
-"""From a ConfigDict to a checked, frozen Config: names, types and ranges here, the rest in consistency.py.
+"""From a ConfigDict to a checked, frozen Config: names, types and ranges here, the rest in validation.py.
 
 A file under configs/ calls `default_config()`, changes what its experiment is about and returns the ConfigDict; the command
 line overrides single options (`--config.actor.clip_ratio=0.1`); `from_config_dict` checks the whole and freezes it.
@@ -11,7 +11,7 @@ import os
 import sys
 import typing
 
-from jax_ppo.config import validation as consistency
+from jax_ppo.config import validation
 from jax_ppo.config.schema import Config, options, plain_type
 from jax_ppo.errors import UserError, did_you_mean
 
@@ -32,9 +32,9 @@ def from_config_dict(config: "ml_collections.ConfigDict", command: str = "train"
     """
     frozen = _build(Config, config, "")
     if command == "train":
-        consistency.check(frozen)
+        validation.validate_train_config(frozen)
     else:
-        consistency.check_supervised(frozen, command)
+        validation.validate_supervised_config(frozen, command)
     return frozen
 
 

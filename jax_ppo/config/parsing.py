@@ -6,7 +6,7 @@ from jax_ppo.config.schema import LORA_TARGETS
 from jax_ppo.errors import did_you_mean
 
 
-def lora_targets(text: str) -> tuple[str, ...]:
+def parse_lora_targets(text: str) -> tuple[str, ...]:
     """The projections that model.lora.targets names, in LORA_TARGETS' order. Raises ValueError for one that is none."""
     names = {name.strip() for name in text.split(",")}
     if names == {"all-linear"}:
@@ -19,7 +19,7 @@ def lora_targets(text: str) -> tuple[str, ...]:
     return tuple(name for name in LORA_TARGETS if name in names)
 
 
-def schedule_points(text: str) -> tuple[tuple[int, float], ...]:
+def parse_schedule(text: str) -> tuple[tuple[int, float], ...]:
     """Points from text such as "0:0.01,200:0": STEP:VALUE, steps integers >= 0 and increasing, values finite and >= 0.
 
     Raises:

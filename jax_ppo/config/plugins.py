@@ -13,7 +13,7 @@ from typing import Any
 from jax_ppo.errors import UserError, did_you_mean
 
 
-def load(
+def load_plugin(
     function: str, option: str, arguments: tuple[str, ...], by_name: bool
 ) -> Callable[..., Any]:
     """The function named by `module:function` or `path/to/file.py:function`.

@@ -3,27 +3,14 @@
 import dataclasses
 import functools
 
-from jax_ppo.config import parsing as notation
-from jax_ppo.config.schema import POLICY_LOSSES, Config, CriticOptim, Lora, options
+from jax_ppo.config import parsing
+from jax_ppo.config.schema import POLICY_LOSSES, Config, Lora, options
 from jax_ppo.errors import UserError, did_you_mean
 
 PER_EXAMPLE = {"sft": 1, "reward_model": 2}  # responses of an example, each with the prompt
-PPO_ALONE = (
-    "actor.",
-    "critic.",
-    "algorithm.",
-    "rollout.",
-    "reward.",
-    "model.create.",
-    "model.lora.",
-    "trainer.critic_warmup",
-    "trainer.best_metric",
-    "trainer.log_samples",
-    "trainer.warn_",
-)  # options that no other command reads
 
 
-def check(config: Config) -> None:
+def validate_train_config(config: Config) -> None:
     """Of jax_ppo.train. Raises UserError for the first thing that is wrong."""
     batch = config.data.train_batch_size
     for role, mini in (
@@ -77,7 +64,7 @@ def check(config: Config) -> None:
         )
     _check_control(config)
     _check_machine(config)
-    check_batches_divide(config, max(config.mesh.data, 1) * max(config.mesh.fsdp, 1))
+    validate_batch_sharding(config, max(config.mesh.data, 1) * max(config.mesh.fsdp, 1))
     if not config.model.path and not config.data.train_files.startswith("arithmetic:"):
         raise UserError(
             "config.model.path='': must be set to a Hugging Face folder or hub name; only the `arithmetic` data "
@@ -91,10 +78,10 @@ def check(config: Config) -> None:
         )
 
 
-def check_supervised(config: Config, command: str) -> None:
+def validate_supervised_config(config: Config, command: str) -> None:
     """Of the commands that learn from given responses, as `check`."""
     for name in ("data.train_files", "model.path"):
-        if not _value(config, name):
+        if not option_value(config, name):
             raise UserError(f"config.{name}='': must be set ({_doc(name)})")
     longest = config.sequence_length * PER_EXAMPLE[command]
     if config.packing.row_length and config.packing.row_length < longest:
@@ -114,20 +101,6 @@ def check_supervised(config: Config, command: str) -> None:
                 "alone learns adapters; leave it unset"
             )
     _check_machine(config)
-
-
-def supervised_notes(config: Config, command: str) -> list[str]:
-    """Options that are set and that the commands which learn from given responses do not read."""
-    others = dict.fromkeys(PPO_ALONE, "train") | (
-        {"supervised.response_key": "sft"} if command == "reward_model" else {}
-    )
-    return [
-        f"config.{name}={_value(config, name)!r} is not read: it belongs to jax_ppo.{other}"
-        for name, _, default, _ in options()
-        if _value(config, name) != default
-        for start, other in others.items()
-        if name.startswith(start)
-    ]
 
 
 def _check_machine(config: Config):
@@ -209,7 +182,7 @@ def _check_adapters(config: Config):
     """Adapters, and where the critic starts."""
     options, default, critic = config.model.lora, Lora(), config.critic
     try:
-        notation.lora_targets(options.targets)
+        parsing.parse_lora_targets(options.targets)
     except ValueError as error:
         raise UserError(f"config.model.lora.targets={options.targets!r}: {error}") from None
     if options.path and options != dataclasses.replace(default, path=options.path):
@@ -218,7 +191,7 @@ def _check_adapters(config: Config):
             "config.model.lora.rank, alpha and targets at their defaults"
         )
     of_its_own = {
-        name: _value(config, name)
+        name: option_value(config, name)
         for name in (
             "trainer.critic_warmup",
             "critic.path",
@@ -239,95 +212,7 @@ def _check_adapters(config: Config):
         raise UserError("config.critic.keep_head=True: needs a config.critic.path that has a head")
 
 
-def notes(config: Config) -> list[str]:
-    """What is allowed and may not be meant: options that nothing reads beside others, and biases that are easily missed."""
-    algorithm, actor, default = config.algorithm, config.actor, Config()
-    found = []
-    if config.rollout.top_k > 0 or config.rollout.top_p < 1:
-        found.append(
-            "config.rollout.top_k and top_p cut the distribution that is sampled, while log-probs and ratios are of "
-            "the whole one: what is learned is off-policy by that much"
-        )
-    if algorithm.use_kl_in_reward and algorithm.kl_penalty != "k1":
-        found.append(
-            f"config.algorithm.kl_penalty={algorithm.kl_penalty!r}: in the reward k1 alone follows the KL's gradient; "
-            "kernels/kl.py says what the others do"
-        )
-    if actor.use_kl_loss and actor.kl_loss_type == "k1":
-        found.append(
-            "config.actor.kl_loss_type='k1': its expected gradient is 0, so it restrains nothing; k2 does"
-        )
-    if (
-        actor.policy_loss == "gspo"
-        and actor.clip_ratio_low is None
-        and actor.clip_ratio_high is None
-    ):
-        found.append(
-            f"config.actor.policy_loss='gspo': the ratio of a sequence hardly ever reaches config.actor.clip_ratio="
-            f"{actor.clip_ratio}; its authors take clip_ratio_low=3e-4 and clip_ratio_high=4e-4"
-        )
-    if actor.policy_loss == "reinforce" and not config.updates_once:
-        found.append(
-            "config.actor.policy_loss='reinforce': is biased once the policy has moved; it is meant for one optimizer "
-            "step a rollout"
-        )
-    if config.model.lora.path and (algorithm.use_kl_in_reward or actor.use_kl_loss):
-        found.append(
-            f"config.model.lora.path={config.model.lora.path!r}: the reference is the bare base, not the policy that "
-            "training starts from; merge those adapters into config.model.path if the KL is to be measured to them"
-        )
-    unread = (
-        {
-            "actor.target_kl": config.updates_once,
-            "actor.loss_scale_factor": "norm" not in actor.loss_agg_mode,
-            "algorithm.norm_adv_by_std_in_grpo": algorithm.adv_estimator != "grpo",
-            "algorithm.whiten_shift_mean": not config.whitens_advantages,
-            "algorithm.bootstrap_truncated": algorithm.mask_truncated,
-            "model.lora.alpha": not config.has_adapters,
-            "model.lora.targets": not config.has_adapters,
-            "algorithm.gamma": algorithm.adv_estimator
-            in ("grpo", "rloo", "reinforce_plus_plus_baseline"),
-            "reward.normalize_shift": config.reward.normalize == "none",
-            "reward.normalize_samples": config.reward.normalize != "reference",
-        }
-        | {
-            name: not config.has_critic
-            for name in (
-                "algorithm.lam",
-                "algorithm.lam_length_alpha",
-                "algorithm.critic_lam",
-                "algorithm.critic_gamma",
-                "critic.ppo_epochs",
-                "critic.ppo_mini_batch_size",
-                "critic.huber_delta",
-            )
-        }
-        | {
-            f"critic.{name}": config.shares_trunk
-            for name in (
-                "grad_clip",
-                *(f"optim.{field.name}" for field in dataclasses.fields(CriticOptim)),
-            )
-        }
-    )
-    for name, unused in unread.items():
-        value = _value(config, name)
-        if unused and value != _value(default, name):
-            found.append(f"config.{name}={value!r} changes nothing beside the other options")
-    found += [
-        f"config.{name}={_value(config, name)!r} is not read: it belongs to jax_ppo.sft and jax_ppo.reward_model"
-        for name, _, default, _ in options()
-        if name.startswith("supervised.") and _value(config, name) != default
-    ]
-    steps = config.trainer.total_training_steps
-    if steps and config.trainer.critic_warmup >= steps:
-        found.append(
-            f"config.trainer.critic_warmup={config.trainer.critic_warmup}: the actor never learns in {steps} steps"
-        )
-    return found
-
-
-def _value(config: Config, name: str):
+def option_value(config: Config, name: str):
     return functools.reduce(getattr, name.split("."), config)
 
 
@@ -360,12 +245,12 @@ def _check_control(config: Config):
 
 def _check_schedule(name: str, text: str):
     try:
-        notation.schedule_points(text)
+        parsing.parse_schedule(text)
     except ValueError as error:
         raise UserError(f"config.{name}={text!r}: {error}") from None
 
 
-def check_batches_divide(config: Config, shards: int):
+def validate_batch_sharding(config: Config, shards: int):
     """The rows of a batch are dealt evenly to the devices of the data and fsdp axes. Raises UserError."""
     for name, prompts in (
         ("data.train_batch_size", config.data.train_batch_size),

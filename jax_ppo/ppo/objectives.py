@@ -9,8 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.config import parsing as notation
-from jax_ppo.config import plugins
+from jax_ppo.config import parsing, plugins
 from jax_ppo.config.schema import POLICY_LOSSES, Config
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import kl, losses, policy_losses, schedules
@@ -43,7 +42,7 @@ def policy_loss(
     """The loss that actor.policy_loss names. Raises UserError for one of the user's own that can not be loaded."""
     if name in POLICY_LOSSES:
         return policy_losses.LOSSES[name]
-    return plugins.load(name, "actor.policy_loss", ("batch", "clip"), by_name=False)
+    return plugins.load_plugin(name, "actor.policy_loss", ("batch", "clip"), by_name=False)
 
 
 @pytree
@@ -78,7 +77,7 @@ def actor_context(config: Config, state: TrainState) -> ActorContext:
     entropy_coef = jnp.float32(options.entropy_coeff)
     if options.entropy_schedule:
         entropy_coef = schedules.piecewise(
-            notation.schedule_points(options.entropy_schedule), state.step, linear=True
+            parsing.parse_schedule(options.entropy_schedule), state.step, linear=True
         )
     return ActorContext(
         reference=state.reference

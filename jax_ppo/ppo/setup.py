@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ppo.config import validation as consistency
+from jax_ppo.config import notes, validation
 from jax_ppo.config.schema import Config
 from jax_ppo.data import prompts as prompts_lib
 from jax_ppo.data import sources
@@ -84,9 +84,9 @@ class Experiment:
 
     def __init__(self, config: Config, workdir: Path, mesh, report: Callable[[str], None]):
         self.config, self.mesh = config, mesh
-        consistency.check_batches_divide(config, sharding.row_shards(mesh))
+        validation.validate_batch_sharding(config, sharding.row_shards(mesh))
         training, held_out = self._examples()
-        for note in consistency.notes(config):
+        for note in notes.train_notes(config):
             report(f"note: {note}")
         self._reward_function = None  # a reward model without a function is all the reward there is
         if config.reward.function or not config.reward.model_path:

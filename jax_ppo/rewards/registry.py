@@ -67,7 +67,7 @@ def resolve(function: str = "", gsm8k_method: str = "strict") -> RewardFunction:
         )
     if not function:
         return lambda example, response: _built_in(example, response, gsm8k_method)
-    call = plugins.load(function, "reward.function", ARGUMENTS, by_name=True)
+    call = plugins.load_plugin(function, "reward.function", ARGUMENTS, by_name=True)
 
     def reward(example: Example, response: str) -> RewardResult:
         return to_result(

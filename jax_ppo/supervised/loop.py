@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ppo.config import validation as consistency
+from jax_ppo.config import notes
 from jax_ppo.config.schema import Config
 from jax_ppo.data import prompts as prompts_lib
 from jax_ppo.data import responses, sources
@@ -197,7 +197,7 @@ class Run:
 
     def __init__(self, config: Config, task: Task, mesh):
         self.config, self.task, self.mesh = config, task, mesh
-        for note in consistency.supervised_notes(config, task.command):
+        for note in notes.supervised_notes(config, task.command):
             console.print_on_main(f"note: {note}")
         data = config.data
         load = functools.partial(

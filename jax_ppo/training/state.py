@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jax_ppo.config import parsing as notation
-from jax_ppo.config import schema
+from jax_ppo.config import parsing, schema
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import moments, schedules
 from jax_ppo.models import attention, cache, heads
@@ -170,7 +169,7 @@ def _lora(config: schema.Config, folders: Folders, architecture) -> lora_lib.Lor
         return _read_adapters(
             config, folders, folders.adapters, architecture, "config.model.lora.path", "lm"
         )
-    return lora_lib.Lora(options.rank, options.alpha, notation.lora_targets(options.targets))
+    return lora_lib.Lora(options.rank, options.alpha, parsing.parse_lora_targets(options.targets))
 
 
 def _read_with_head(folder):
@@ -391,7 +390,7 @@ def kl_coefficient(options: schema.KLControl, step):
     """The coefficient that a step begins with where no controller moves it: kl_coef, or as the schedule says."""
     if options.type in ("linear", "step"):
         return schedules.piecewise(
-            notation.schedule_points(options.schedule), step, linear=options.type == "linear"
+            parsing.parse_schedule(options.schedule), step, linear=options.type == "linear"
         )
     return jnp.float32(options.kl_coef)
 

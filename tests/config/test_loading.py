@@ -9,18 +9,17 @@ import time
 
 import pytest
 
-from jax_ppo.config import command_line, schema
-from jax_ppo.config import loading as config
+from jax_ppo.config import command_line, loading, schema
 from jax_ppo.errors import UserError
 
 
 def checked(**changes):
-    values = config.default_config()
+    values = loading.default_config()
     values.data.train_files = "arithmetic:8"
     values.update_from_flattened_dict(
         {name.replace("__", "."): value for name, value in changes.items()}
     )
-    return config.from_config_dict(values)
+    return loading.from_config_dict(values)
 
 
 def test_defaults_are_valid_and_hashable():
@@ -146,11 +145,11 @@ def test_impossible_values_are_named(changes, message):
 
 
 def test_wrong_type_is_named():
-    values = config.default_config()
+    values = loading.default_config()
     with values.ignore_type():
         values.rollout.n = "four"
     with pytest.raises(UserError, match=r"config\.rollout\.n='four': expected int"):
-        config.from_config_dict(values)
+        loading.from_config_dict(values)
 
 
 @pytest.fixture
@@ -168,7 +167,7 @@ def file(tmp_path):
 
 
 def test_overrides_and_argument(file):
-    options, workdir = command_line.read(
+    options, workdir = command_line.read_command_line(
         [
             "train",
             f"--config={file}:named",
@@ -205,12 +204,12 @@ def test_overrides_and_argument(file):
 )
 def test_command_line_mistakes(file, argument, message):
     with pytest.raises(UserError, match=message):
-        command_line.read(["train", f"--config={file}", argument])
+        command_line.read_command_line(["train", f"--config={file}", argument])
 
 
 def test_missing_file_names_the_nearest(file):
     with pytest.raises(UserError, match=r"no such file. Did you mean .*tiny\.py"):
-        command_line.read(["train", f"--config={file.parent}/tinny.py"])
+        command_line.read_command_line(["train", f"--config={file.parent}/tinny.py"])
 
 
 def test_a_mistake_costs_no_heavy_import(file):
@@ -228,8 +227,8 @@ def test_a_mistake_costs_no_heavy_import(file):
 
 
 def test_resolved_configuration_is_written(file, tmp_path, capsys):
-    options, _ = command_line.read(["train", f"--config={file}"])
-    command_line.write_resolved(options, tmp_path / "work")
+    options, _ = command_line.read_command_line(["train", f"--config={file}"])
+    command_line.write_resolved_config(options, tmp_path / "work")
     assert '"train_files": "arithmetic:8"' in (tmp_path / "work" / "config.json").read_text()
     assert "clip_ratio=0.2" in capsys.readouterr().out
 
@@ -249,7 +248,7 @@ def test_verls_names_of_estimators_are_taken():
 
 def test_every_option_is_read():
     """By its name, somewhere besides the schema and its checks."""
-    folder = pathlib.Path(config.__file__).parents[1]
+    folder = pathlib.Path(loading.__file__).parents[1]
     code = "".join(
         path.read_text()
         for path in folder.rglob("*.py")

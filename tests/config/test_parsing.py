@@ -2,12 +2,12 @@
 
 import pytest
 
-from jax_ppo.config import parsing as notation
+from jax_ppo.config import parsing
 
 
 def test_points_of_a_schedule():
-    assert notation.schedule_points("0:0.01,200:0") == ((0, 0.01), (200, 0.0))
-    assert notation.schedule_points(" 5 : 1e-3 ") == ((5, 0.001),)
+    assert parsing.parse_schedule("0:0.01,200:0") == ((0, 0.01), (200, 0.0))
+    assert parsing.parse_schedule(" 5 : 1e-3 ") == ((5, 0.001),)
 
 
 @pytest.mark.parametrize(
@@ -29,11 +29,11 @@ def test_points_of_a_schedule():
 )
 def test_what_is_no_schedule_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
-        notation.schedule_points(text)
+        parsing.parse_schedule(text)
 
 
 def test_projections_stand_in_one_order():
-    assert notation.lora_targets("v_proj, q_proj") == ("q_proj", "v_proj")
-    assert len(notation.lora_targets("all-linear")) == 7
+    assert parsing.parse_lora_targets("v_proj, q_proj") == ("q_proj", "v_proj")
+    assert len(parsing.parse_lora_targets("all-linear")) == 7
     with pytest.raises(ValueError, match="Did you mean 'q_proj'"):
-        notation.lora_targets("q_prj,v_proj")
+        parsing.parse_lora_targets("q_prj,v_proj")

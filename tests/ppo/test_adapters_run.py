@@ -204,7 +204,7 @@ def test_mistakes_are_told_before_weights_load(files, tmp_path, override, messag
         "jax_ppo.training.state.create", lambda *_: pytest.fail("weights were loaded")
     )
     with pytest.raises(UserError, match=message):
-        config, _ = command_line.read(
+        config, _ = command_line.read_command_line(
             ["train", f"--config={files}/config.py", override.format(files=files)]
         )
         assert isinstance(config, schema.Config)
@@ -222,7 +222,7 @@ def test_a_critic_of_another_vocabulary_is_refused(files, tmp_path, monkeypatch)
         UserError,
         match=r"config\.critic\.path='.*/critic': has the tokenizer of another vocabulary",
     ):
-        config, _ = command_line.read(
+        config, _ = command_line.read_command_line(
             [
                 "train",
                 f"--config={files}/config.py",
@@ -256,7 +256,7 @@ def test_adapters_of_another_folder_are_refused(
     text = path.read_text()
     try:
         path.write_text(text.replace(f"{files}/llama", base))
-        config, _ = command_line.read(["train", f"--config={files}/config.py"])
+        config, _ = command_line.read_command_line(["train", f"--config={files}/config.py"])
         with pytest.raises(
             UserError if refused else KeyboardInterrupt,
             match=f"stand on '{base}'" if refused else "weights",

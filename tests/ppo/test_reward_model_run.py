@@ -202,7 +202,7 @@ def test_mistakes_are_told_before_weights_load(files, tmp_path, option, message,
     monkeypatch.setattr(
         "jax_ppo.training.state.create", lambda *_: pytest.fail("weights were loaded")
     )
-    config, _ = command_line.read(
+    config, _ = command_line.read_command_line(
         [
             "train",
             f"--config={files}/config.py",

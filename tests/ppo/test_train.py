@@ -569,7 +569,7 @@ def test_a_warm_step_transfers_only_what_it_says(files, tmp_path, monkeypatch):
 def load(files, *overrides):
     from jax_ppo.config import command_line
 
-    return command_line.read(["train", f"--config={files}/config.py", *overrides])[0]
+    return command_line.read_command_line(["train", f"--config={files}/config.py", *overrides])[0]
 
 
 @pytest.mark.parametrize(

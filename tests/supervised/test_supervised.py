@@ -11,9 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_ppo.config import command_line
-from jax_ppo.config import loading as config
-from jax_ppo.config import validation as consistency
+from jax_ppo.config import command_line, loading, notes
 from jax_ppo.data import sources
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.errors import UserError
@@ -207,7 +205,7 @@ def test_ppo_against_the_trained_reward_model(files, sft, reward_model, tmp_path
 
 
 def load(files, *overrides, command="sft"):
-    return command_line.read(
+    return command_line.read_command_line(
         [
             "sft",
             f"--config={files}/config.py",
@@ -301,24 +299,24 @@ def test_mistakes_are_told_before_weights_load(files, tmp_path, override, messag
 
 
 def test_what_ppo_alone_reads_is_noted():
-    values = config.default_config()
+    values = loading.default_config()
     values.data.train_files, values.model.path, values.actor.optim.lr = "x.jsonl", "llama", 1e-3
     values.trainer.log_samples = 0
-    assert consistency.supervised_notes(config.from_config_dict(values, "sft"), "sft") == [
+    assert notes.supervised_notes(loading.from_config_dict(values, "sft"), "sft") == [
         "config.actor.optim.lr=0.001 is not read: it belongs to jax_ppo.train",
         "config.trainer.log_samples=0 is not read: it belongs to jax_ppo.train",
     ]
-    values = config.default_config()
+    values = loading.default_config()
     values.data.train_files, values.model.path, values.supervised.response_key = (
         "x.jsonl",
         "llama",
         "solution",
     )
-    assert consistency.supervised_notes(config.from_config_dict(values, "sft"), "sft") == []
+    assert notes.supervised_notes(loading.from_config_dict(values, "sft"), "sft") == []
     said = "config.supervised.response_key='solution' is not read: it belongs to jax_ppo.sft"
-    assert consistency.supervised_notes(
-        config.from_config_dict(values, "reward_model"), "reward_model"
+    assert notes.supervised_notes(
+        loading.from_config_dict(values, "reward_model"), "reward_model"
     ) == [said]
-    assert consistency.notes(config.from_config_dict(values)) == [
+    assert notes.train_notes(loading.from_config_dict(values)) == [
         said + " and jax_ppo.reward_model"
     ]

@@ -1,13 +1,13 @@
-"""What is allowed and may not be meant. What is refused is in test_config.py, by the whole way from a ConfigDict."""
+"""What is allowed and may not be meant. What is refused is in test_loading.py, by the whole way from a ConfigDict."""
 
 import tiny
-from jax_ppo.config import validation as consistency
+from jax_ppo.config import notes
 
 
 def test_what_may_not_be_meant_is_noted():
-    assert consistency.notes(tiny.config()) == []
+    assert notes.train_notes(tiny.config()) == []
     noted = " ".join(
-        consistency.notes(
+        notes.train_notes(
             tiny.config(
                 algorithm__adv_estimator="grpo",
                 rollout__n=4,
@@ -30,4 +30,4 @@ def test_what_may_not_be_meant_is_noted():
         assert f"{name}" in noted, name
     assert "critic_lam" not in noted
     warms_up = tiny.config(trainer__critic_warmup=3, trainer__total_training_steps=3)
-    assert "the actor never learns" in consistency.notes(warms_up)[0]
+    assert "the actor never learns" in notes.train_notes(warms_up)[0]
