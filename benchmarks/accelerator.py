@@ -284,7 +284,7 @@ def attention(sizes: Sizes) -> dict:
     import jax.numpy as jnp
 
     from jax_ppo.models import cache
-    from jax_ppo.models.attention import attend
+    from jax_ppo.models.attention import run_attention
 
     length, rows, found = sizes.prompt + sizes.response, min(8, sizes.slots), {}
     q, k = (
@@ -296,7 +296,7 @@ def attention(sizes: Sizes) -> dict:
         for name, segments in (("whole", None), ("packed", halves)):
 
             def loss(q, k, v, program=program, segments=segments):
-                return attend(program, q, k, v, segments).astype(jnp.float32).sum()
+                return run_attention(program, q, k, v, segments).astype(jnp.float32).sum()
 
             gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
             try:
@@ -312,9 +312,9 @@ def attention(sizes: Sizes) -> dict:
     )
     columns, outputs = jnp.arange(sizes.slots) * length // sizes.slots, []
     for program in ("gpu", "tpu", "cudnn"):
-        read = jax.jit(functools.partial(cache.attend, program))
+        read = jax.jit(functools.partial(cache.attend_to_cache, program))
         try:
-            layer = cache.lay_out(program, k, v)
+            layer = cache.cache_layout(program, k, v)
             outputs.append(read(q, layer, columns).astype(jnp.float32))
             taken = seconds(lambda read=read, layer=layer: read(q, layer, columns), sizes.repeats)
             found[f"{program}, one token"] = {

@@ -39,21 +39,21 @@ def qwen_7b(layers: int):
 def write_checkpoint(folder: Path, layers: int) -> None:
     """In the files that an export of 4 GiB each would have."""
     from jax_ppo.models.hf import config as hf_config
-    from jax_ppo.models.hf import files as hf_files
-    from jax_ppo.models.hf import names as hf_names
-    from jax_ppo.models.hf import save as hf_export
+    from jax_ppo.models.hf.files import INDEX_FILE, write_safetensors
+    from jax_ppo.models.hf.names import tensor_table
+    from jax_ppo.models.hf.save import GIB
 
     architecture = qwen_7b(layers)
     block = np.random.default_rng(0).normal(0, 0.02, 1 << 22).astype(ml_dtypes.bfloat16)
     rows = {
         name: row.hf_shape
-        for row in hf_names.table(architecture, "lm").values()
+        for row in tensor_table(architecture, "lm").values()
         for name in row.names()
     }
     shards, size = [[]], 0
     for name, shape in rows.items():
         count = int(np.prod(shape))
-        if shards[-1] and size + 2 * count > 4 * hf_export.GIB:
+        if shards[-1] and size + 2 * count > 4 * GIB:
             shards, size = [*shards, []], 0
         shards[-1].append((name, shape))
         size += 2 * count
@@ -64,9 +64,9 @@ def write_checkpoint(folder: Path, layers: int) -> None:
         arrays = (
             np.resize(np.roll(block, number), shape) for number, (_, shape) in enumerate(shard)
         )
-        hf_files.write(folder / file, {name: ("BF16", shape) for name, shape in shard}, arrays)
+        write_safetensors(folder / file, {name: ("BF16", shape) for name, shape in shard}, arrays)
         weight_map |= {name: file for name, _ in shard}
-    (folder / hf_files.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (folder / "config.json").write_text(
         json.dumps(hf_config.to_hf_config(architecture, "bfloat16"))
     )
@@ -110,32 +110,33 @@ def read(folder: Path, devices: int) -> dict:
 
     from jax_ppo.config import schema
     from jax_ppo.models import heads
-    from jax_ppo.models.hf import files as hf_files
-    from jax_ppo.models.hf import load as hf_import
-    from jax_ppo.models.hf import names as hf_names
+    from jax_ppo.models.hf.files import SafetensorsCheckpoint
+    from jax_ppo.models.hf.load import load_checkpoint, read_architecture
+    from jax_ppo.models.hf.names import flatten_like, tensor_table
     from jax_ppo.models.transformer import Transformer
     from jax_ppo.runtime import sharding
 
     mesh = sharding.make_mesh(schema.MeshShape(data=1, fsdp=devices))
-    architecture = hf_import.read_architecture(folder)
+    architecture = read_architecture(folder)
     shapes = jax.eval_shape(
-        functools.partial(heads.init, Transformer(architecture), head="lm"), jax.random.key(0)
+        functools.partial(heads.init_params, Transformer(architecture), head="lm"),
+        jax.random.key(0),
     )
     where = sharding.tree_shardings(mesh, shapes, sharding.TRAIN_RULES)
-    with hf_files.Checkpoint(folder) as checkpoint:
+    with SafetensorsCheckpoint(folder) as checkpoint:
         largest = max(2 * int(np.prod(checkpoint.shape(name))) for name in checkpoint.names())
     jax.block_until_ready(jnp.ones(8) + 1)
     before, watch, start = held()[0], Watch(), time.monotonic()
     watch.start()
-    params = hf_import.load(folder, architecture, where, jnp.bfloat16)
+    params = load_checkpoint(folder, architecture, where, jnp.bfloat16)
     seconds = time.monotonic() - start
     watch.stop()
     arrays = sum(
         shard.data.nbytes for x in jax.tree.leaves(params) for shard in x.addressable_shards
     )
-    flat = hf_names.flatten_like(params, hf_names.table(architecture, "lm"), "`params`")
-    with hf_files.Checkpoint(folder) as checkpoint:
-        equal, compared = compare(checkpoint, hf_names.table(architecture, "lm"), flat)
+    flat = flatten_like(params, tensor_table(architecture, "lm"), "`params`")
+    with SafetensorsCheckpoint(folder) as checkpoint:
+        equal, compared = compare(checkpoint, tensor_table(architecture, "lm"), flat)
     return {
         "parameters": sum(x.size for x in flat.values()),
         "seconds": seconds,

@@ -17,7 +17,7 @@ import numpy as np
 from jax_ppo.config import schema
 from jax_ppo.models import attention, cache, heads
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.transformer import Transformer, unroll
+from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import scoring, update
 from jax_ppo.ppo.experience import estimate
 from jax_ppo.runtime import sharding
@@ -112,7 +112,7 @@ class Step:
 
     @functools.cached_property
     def nets(self) -> state_lib.Networks:
-        program = attention.choose(
+        program = attention.select_attention_program(
             "auto", self.platform, self.dtype, self.architecture.head_dim, self.config.row_length
         )
         model = Transformer(
@@ -122,7 +122,7 @@ class Step:
 
     @functools.cached_property
     def decoder(self) -> Transformer:
-        chosen = cache.choose(
+        chosen = cache.select_cache_program(
             "auto",
             self.platform,
             self.nets.actor.attention,
@@ -146,7 +146,7 @@ class Step:
         return state_lib.shapes(self.config, self.nets, self.mesh)
 
     def decode_params(self):
-        form = functools.partial(unroll, dtype=jnp.dtype(self.dtype))
+        form = functools.partial(unroll_params, dtype=jnp.dtype(self.dtype))
         shapes = jax.eval_shape(form, self.state().actor)
         return self._with(shapes, sharding.tree_shardings(self.mesh, shapes, sharding.DECODE_RULES))
 
@@ -238,8 +238,8 @@ class Step:
     def random_state(self) -> state_lib.TrainState:
         def build(key):
             actor, critic = (
-                heads.init(self.nets.actor, key, "lm"),
-                heads.init(self.nets.critic, key, "scalar"),
+                heads.init_params(self.nets.actor, key, "lm"),
+                heads.init_params(self.nets.critic, key, "scalar"),
             )
             optimizers = [
                 state_lib.optimizer(options.optim, options.grad_clip).init(params)
@@ -260,7 +260,9 @@ class Step:
 
     def random_decode_params(self):
         def build(key):
-            return unroll(heads.init(self.nets.actor, key, "lm"), dtype=jnp.dtype(self.dtype))
+            return unroll_params(
+                heads.init_params(self.nets.actor, key, "lm"), dtype=jnp.dtype(self.dtype)
+            )
 
         return jax.jit(build, out_shardings=places(self.decode_params()))(jax.random.key(0))
 

@@ -13,7 +13,7 @@ import pytest
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.hf import save as hf_export
+from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -67,8 +67,8 @@ def qwen(tmp_path_factory):
         eos_ids=(tokenizer.eos_token_id,),
         pad_id=tokenizer.pad_token_id,
     )
-    params = heads.init(Transformer(architecture), jax.random.key(0), "lm")
-    hf_export.export(params, architecture, folder / "qwen2", source_folder=folder / "tokenizer")
+    params = heads.init_params(Transformer(architecture), jax.random.key(0), "lm")
+    export_checkpoint(params, architecture, folder / "qwen2", source_folder=folder / "tokenizer")
     return folder / "qwen2"
 
 

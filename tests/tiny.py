@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo.config import loading, parsing, schema
-from jax_ppo.models import heads, lora
+from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.lora import Lora, init_adapters
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import scoring
 from jax_ppo.ppo.experience import estimate
@@ -59,7 +60,7 @@ def networks(config):
     if config.has_adapters:
         options = config.model.lora
         model = model.clone(
-            lora=lora.Lora(options.rank, options.alpha, parsing.parse_lora_targets(options.targets))
+            lora=Lora(options.rank, options.alpha, parsing.parse_lora_targets(options.targets))
         )
     return state_lib.Networks(
         model, model if config.has_critic and not config.shares_trunk else None, None
@@ -74,20 +75,20 @@ def make_state(config, mesh, seed=0):
         def scaled(params):
             return jax.tree.map(lambda x: x * 5 if x.ndim > 1 else x, params)
 
-        actor, head = scaled(heads.init(nets.actor, key, "lm")), state_lib.actor_head(config)
+        actor, head = scaled(heads.init_params(nets.actor, key, "lm")), state_lib.actor_head(config)
         reference = jax.tree.map(jnp.copy, actor)
         if config.has_adapters:
             reference = jax.tree.map(lambda x: x.astype(config.model.dtype), reference)
-            actor = lora.init(ARCHITECTURE, nets.actor.lora, key, head)
+            actor = init_adapters(ARCHITECTURE, nets.actor.lora, key, head)
         if head == "both":
             actor["score"] = {"kernel": jax.random.normal(key, (ARCHITECTURE.hidden_size, 1))}
         critic = critic_optimizer = None
         if nets.critic:
             critic_key = jax.random.fold_in(key, 1)
             critic = (
-                lora.init(ARCHITECTURE, nets.critic.lora, critic_key, "scalar")
+                init_adapters(ARCHITECTURE, nets.critic.lora, critic_key, "scalar")
                 if config.has_adapters
-                else scaled(heads.init(nets.critic, critic_key, "scalar"))
+                else scaled(heads.init_params(nets.critic, critic_key, "scalar"))
             )
             critic["score"]["kernel"] = jax.random.normal(key, critic["score"]["kernel"].shape)
             critic_optimizer = state_lib.optimizer(

@@ -12,8 +12,8 @@ import workload
 
 from jax_ppo.config import schema
 from jax_ppo.models import heads
-from jax_ppo.models.hf import load as hf_import
-from jax_ppo.models.transformer import Transformer, unroll
+from jax_ppo.models.hf.load import load_checkpoint, read_architecture
+from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.runtime import sharding
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.types import Prompts
@@ -21,13 +21,14 @@ from jax_ppo.types import Prompts
 
 def load(folder: str):
     """The decoder and the actor's parameters as the sampler wants them."""
-    architecture = hf_import.read_architecture(folder)
+    architecture = read_architecture(folder)
     shapes = jax.eval_shape(
-        lambda key: heads.init(Transformer(architecture, jnp.float32), key, "lm"), jax.random.key(0)
+        lambda key: heads.init_params(Transformer(architecture, jnp.float32), key, "lm"),
+        jax.random.key(0),
     )
     here = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), shapes)
-    return Transformer(architecture, jnp.float32, unrolled=True), jax.jit(unroll)(
-        hf_import.load(folder, architecture, here)
+    return Transformer(architecture, jnp.float32, unrolled=True), jax.jit(unroll_params)(
+        load_checkpoint(folder, architecture, here)
     )
 
 

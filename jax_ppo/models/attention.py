@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from jax_ppo.kernels import softcap as kernel
 from jax_ppo.runtime.sharding import split_heads
 
-LEAST_BLOCK, MOST_BLOCKS = 64, 4  # of xla: queries in one, blocks in a row
+MIN_QUERY_BLOCK, MAX_QUERY_BLOCKS = 64, 4  # of xla: queries in one, blocks in a row
 SPLASH_BLOCKS = (512, 256, 128)  # tokens; the largest that divides the row
 
 
-def choose(
+def select_attention_program(
     wanted: str, platform: str, dtype, head_dim: int, length: int, softcap: float | None = None
 ) -> str:
     """The program to use. Raises ValueError, saying why, where `wanted` cannot run.
@@ -63,15 +63,18 @@ def _obstacle(name, platform, dtype, head_dim, length, softcap):
     return None
 
 
-def attend(name: str, q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT, **options):
+def run_attention(name: str, q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT, **options):
     """Runs the program of that name. Compilers split xla over devices; of the others each device runs its rows and heads."""
-    run = functools.partial({"xla": xla, "cudnn": cudnn, "splash": splash}[name], **options)
+    run = functools.partial(
+        {"xla": xla_attention, "cudnn": cudnn_attention, "splash": splash_attention}[name],
+        **options,
+    )
     return (run if name == "xla" else split_heads(run))(
         q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT
     )
 
 
-def xla(
+def xla_attention(
     q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT, *, scale=None, softcap=None, sliding_window=None
 ):
     """Query heads that share a key head are one product with it: on CPU twice as fast as jax.nn.dot_product_attention.
@@ -112,13 +115,13 @@ def xla(
             .reshape(B, -1, H, d)
         )
 
-    size = max(LEAST_BLOCK, -(-T // MOST_BLOCKS))
+    size = max(MIN_QUERY_BLOCK, -(-T // MAX_QUERY_BLOCKS))
     return jnp.concatenate(
         [block(start, min(start + size, T)) for start in range(0, T, size)], axis=1
     )
 
 
-def cudnn(
+def cudnn_attention(
     q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT, *, scale=None, softcap=None, sliding_window=None
 ):
     assert softcap is None, "choose refuses it"
@@ -136,7 +139,7 @@ def cudnn(
     )
 
 
-def splash(
+def splash_attention(
     q_BxTxHxd,
     k_BxTxKxd,
     v_BxTxKxd,

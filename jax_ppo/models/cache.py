@@ -21,10 +21,12 @@ from jax_ppo.kernels import softcap as kernel
 from jax_ppo.runtime.sharding import split_heads
 
 TRANSPOSED = ("cpu", "gpu")
-LEAST_WINDOW = 128  # columns that a CPU reads at least
+MIN_READ_WIDTH = 128  # columns that a CPU reads at least
 
 
-def choose(wanted: str, platform: str, attention: str, architecture, columns: int) -> str:
+def select_cache_program(
+    wanted: str, platform: str, attention: str, architecture, num_columns: int
+) -> str:
     """The program to use. Raises ValueError, saying why, where `wanted` cannot run.
 
     Args:
@@ -36,7 +38,7 @@ def choose(wanted: str, platform: str, attention: str, architecture, columns: in
     obstacle = None
     if attention != "cudnn":
         obstacle = f"cuDNN reads the cache only where whole sequences take its attention, these take {attention}"
-    elif any(architecture.layers_are_local) and architecture.sliding_window < columns:
+    elif any(architecture.layers_are_local) and architecture.sliding_window < num_columns:
         obstacle = f"cuDNN reads the cache of layers without a sliding window, this model's is {architecture.sliding_window}"
     if wanted == "cudnn" and obstacle:
         raise ValueError(obstacle)
@@ -45,20 +47,20 @@ def choose(wanted: str, platform: str, attention: str, architecture, columns: in
     return "cudnn"
 
 
-def empty(program: str, rows: int, length: int, kv_heads: int, head_dim: int, dtype):
+def empty_cache(program: str, rows: int, length: int, kv_heads: int, head_dim: int, dtype):
     """A layer's cache of zeros; `length` is S."""
     zeros = jnp.zeros((rows, length, kv_heads, head_dim), dtype)
-    return lay_out(program, zeros, zeros)
+    return cache_layout(program, zeros, zeros)
 
 
-def lay_out(program: str, k_BxTxKxd, v_BxTxKxd):
+def cache_layout(program: str, k_BxTxKxd, v_BxTxKxd):
     """The cache that holds these T columns."""
     if program in TRANSPOSED:
         return k_BxTxKxd.transpose(0, 2, 3, 1), v_BxTxKxd.swapaxes(1, 2)
     return k_BxTxKxd, v_BxTxKxd
 
 
-def columns(program: str, layer) -> int:
+def num_columns(program: str, layer) -> int:
     """S."""
     return layer[0].shape[_column_axes(program)[0]]
 
@@ -68,7 +70,7 @@ def _column_axes(program):
     return (3, 2) if program in TRANSPOSED else (1, 1)
 
 
-def put_rows(program: str, layer, rows_g, new_rows):
+def write_rows(program: str, layer, rows_g, new_rows):
     """Puts new rows, of fewer columns, into the first columns of the rows `rows_g`; nowhere for a row that is not there."""
 
     def put(cache, new, axis):
@@ -78,17 +80,19 @@ def put_rows(program: str, layer, rows_g, new_rows):
     return tuple(map(put, layer, new_rows, _column_axes(program)))
 
 
-def put_tokens(program: str, layer, k_bx1xKxd, v_bx1xKxd, columns_b):
+def write_tokens(program: str, layer, k_bx1xKxd, v_bx1xKxd, columns_b):
     """Puts the keys and values of a token a row into that row's column; rows past the b-th are left alone."""
 
     def put(cache, new, axis):
         place = (jnp.arange(len(new)), *[slice(None)] * (axis - 1), columns_b)
         return cache.at[place].set(new.squeeze(axis).astype(cache.dtype), mode="promise_in_bounds")
 
-    return tuple(map(put, layer, lay_out(program, k_bx1xKxd, v_bx1xKxd), _column_axes(program)))
+    return tuple(
+        map(put, layer, cache_layout(program, k_bx1xKxd, v_bx1xKxd), _column_axes(program))
+    )
 
 
-def attend(
+def attend_to_cache(
     program: str, q_bx1xHxd, layer, columns_b, *, sliding_window: int | None = None, **options
 ):
     """Attention of one new token a row to the first b rows of the cache, each up to its own column.
@@ -100,7 +104,7 @@ def attend(
     Returns:
       [b, 1, H, d].
     """
-    if sliding_window is not None and sliding_window >= columns(program, layer):
+    if sliding_window is not None and sliding_window >= num_columns(program, layer):
         sliding_window = None
     if program == "cpu":
         return _to_longest(q_bx1xHxd, *layer, columns_b, sliding_window=sliding_window, **options)
@@ -114,15 +118,15 @@ def attend(
             q_Bx1xHxd, *layer, columns_B
         )
     else:
-        readable_BxS = _readable(columns_B, columns(program, layer), sliding_window)
+        readable_BxS = _readable(columns_B, num_columns(program, layer), sliding_window)
         out_Bx1xHxd = _products(program, q_Bx1xHxd, *layer, readable_BxS, **options)
     return out_Bx1xHxd[: len(q_bx1xHxd)]
 
 
-def windows(length: int) -> tuple[int, ...]:
+def read_widths(length: int) -> tuple[int, ...]:
     """The columns that a CPU reads: the least of these that hold every row's sequence. `length` is S."""
     return tuple(
-        sorted({length} | {-(-length >> i) for i in (1, 2, 3) if length >> i >= LEAST_WINDOW})
+        sorted({length} | {-(-length >> i) for i in (1, 2, 3) if length >> i >= MIN_READ_WIDTH})
     )
 
 
@@ -136,7 +140,7 @@ def _to_longest(q_bx1xHxd, keys_BxKxdxS, values_BxKxSxd, columns_b, *, sliding_w
             "cpu", q, keys[:rows, ..., :width], values[:rows, :, :width], readable, **options
         )
 
-    *shorter, whole = windows(values_BxKxSxd.shape[2])
+    *shorter, whole = read_widths(values_BxKxSxd.shape[2])
     if (
         not shorter
     ):  # a choice by the sum of nothing makes jax 0.11.2's compiler crash on several devices

@@ -14,7 +14,7 @@ from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer
 
 
-def init(model: Transformer, key, head: str) -> dict:
+def init_params(model: Transformer, key, head: str) -> dict:
     """Random parameters of a role. `head`: "lm", "scalar" (which starts at zero, as a critic must), or "both"."""
     architecture = model.architecture
     key_trunk, key_head = jax.random.split(key)
@@ -29,24 +29,24 @@ def init(model: Transformer, key, head: str) -> dict:
     return params
 
 
-def without_scalars(params: dict) -> dict:
+def without_scalar_head(params: dict) -> dict:
     """A role's parameters, or adapters, but for a scalar head."""
     return {name: value for name, value in params.items() if name != "score"}
 
 
-def unembedding(params: dict):
+def output_embedding(params: dict):
     """The output embedding, [V, D]."""
     return params.get("lm_head", params["embed"])["embedding"]
 
 
-def logits(architecture: Architecture, params: dict, hidden):
+def compute_logits(architecture: Architecture, params: dict, hidden):
     """[..., V] float32 from [..., D]."""
-    weight = unembedding(params).astype(hidden.dtype)
+    weight = output_embedding(params).astype(hidden.dtype)
     product = jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
     return softcap(product, architecture.logit_softcap)
 
 
-def scalars(params: dict, hidden):
+def compute_scalars(params: dict, hidden):
     """[...] float32 from [..., D]: the critic's values, or a reward model's scores."""
     weight = params["score"]["kernel"].astype(jnp.float32)
     # Left to themselves, accelerators multiply float32 in fewer bits.

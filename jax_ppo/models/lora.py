@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import traverse_util
 
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.hf import names as hf_names
+from jax_ppo.models.hf.names import adapter_tensor_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Lora:
         return self.alpha / self.rank
 
 
-def init(architecture: Architecture, lora: Lora, key, head: str) -> dict:
+def init_adapters(architecture: Architecture, lora: Lora, key, head: str) -> dict:
     """Adapters that change nothing yet: A uniform in +- 1 / sqrt(in), as PEFT has it, B and a scalar head zero. float32."""
-    rows = hf_names.adapter_table(architecture, lora.rank, lora.targets, head)
+    rows = adapter_tensor_table(architecture, lora.rank, lora.targets, head)
     params = {}
     for number, (path, row) in enumerate(sorted(rows.items())):
         params[path] = jnp.zeros(row.full_shape, jnp.float32)
@@ -53,15 +53,17 @@ def init(architecture: Architecture, lora: Lora, key, head: str) -> dict:
     return traverse_util.unflatten_dict(params)
 
 
-def join(base: dict, adapters: dict) -> dict:
+def join_adapters(base: dict, adapters: dict) -> dict:
     """One tree of both, which the decoder and its heads take as any other. Nothing is copied."""
     joined = dict(base)
     for name, value in adapters.items():
-        joined[name] = join(base[name], value) if isinstance(base.get(name), dict) else value
+        joined[name] = (
+            join_adapters(base[name], value) if isinstance(base.get(name), dict) else value
+        )
     return joined
 
 
-def merged(kernel, lora_a, lora_b, scale: float):
+def merge_kernel(kernel, lora_a, lora_b, scale: float):
     """The kernel with its adapters in it, float32."""
     product = jnp.matmul(
         lora_a.astype(jnp.float32), lora_b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST

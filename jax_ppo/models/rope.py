@@ -10,7 +10,9 @@ from jax_ppo.models.architecture import ROPE_KINDS, Architecture
 KINDS = tuple(ROPE_KINDS)
 
 
-def frequencies(architecture: Architecture, local: bool = False) -> tuple[np.ndarray, float]:
+def inverse_frequencies(
+    architecture: Architecture, local: bool = False
+) -> tuple[np.ndarray, float]:
     """Inverse frequencies, float32 [head_dim / 2], and the factor on cos and sin. `local`: those of local layers.
 
     `dynamic` and `longrope` change with the length of the sequence in Hugging Face's code; here they are those of
@@ -36,7 +38,7 @@ def frequencies(architecture: Architecture, local: bool = False) -> tuple[np.nda
     )
 
 
-def longest(architecture: Architecture) -> int:
+def max_sequence_length(architecture: Architecture) -> int:
     """Tokens up to which `frequencies` are right: sequences must not be longer."""
     scaling = dict(architecture.rope_scaling)
     if scaling["rope_type"] == "longrope":
@@ -94,13 +96,13 @@ def _longrope(inverse, scaling, architecture):
     return (inverse / np.asarray(scaling["short_factor"])).astype(np.float32), float(attention)
 
 
-def cos_sin(architecture: Architecture, positions_BxT, length: int, local: bool = False):
+def rotation_tables(architecture: Architecture, positions_BxT, length: int, local: bool = False):
     """cos and sin for `rotate`, each float32 [B, T, 1, head_dim / 2]. `length`: all positions are below it (past it
     is NaN).
 
     Looked up: what is computed here a compiler fuses into `rotate`, and computes once more for each head of each layer.
     """
-    inverse, factor = frequencies(architecture, local)
+    inverse, factor = inverse_frequencies(architecture, local)
     angles = np.arange(length, dtype=np.float32)[:, None] * inverse
     tables = (jnp.asarray(turn(angles) * np.float32(factor)) for turn in (np.cos, np.sin))
     return tuple(table.at[positions_BxT].get(mode="fill")[:, :, None] for table in tables)

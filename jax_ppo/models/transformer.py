@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 
 from jax_ppo.models import attention, rope
-from jax_ppo.models import cache as cache_lib
 from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.cache import attend_to_cache, cache_layout, num_columns, write_tokens
 from jax_ppo.models.lora import Lora
 
-FEW_LAYERS = 8  # so many are no loop: on a CPU its gradient takes a quarter less then, and it compiles as fast
+MAX_UNROLLED_LAYERS = 8  # so many are no loop: on a CPU its gradient takes a quarter less then, and it compiles as fast
 
 
 class RMSNorm(nn.Module):
@@ -109,7 +109,7 @@ class Attention(nn.Module):
         if cache is None:
 
             def attend(sliding_window):
-                return attention.attend(
+                return attention.run_attention(
                     self.program, q, k, v, segments_BxT, sliding_window=sliding_window, **options
                 )
 
@@ -119,10 +119,10 @@ class Attention(nn.Module):
                 if short
                 else _if_local(is_local, lambda: attend(a.sliding_window), lambda: attend(None))
             )
-            cache = cache_lib.lay_out(self.decoding, k, v)
+            cache = cache_layout(self.decoding, k, v)
         else:
-            cache = cache_lib.put_tokens(self.decoding, cache, k, v, columns_B)
-            out = cache_lib.attend(
+            cache = write_tokens(self.decoding, cache, k, v, columns_B)
+            out = attend_to_cache(
                 self.decoding,
                 q,
                 cache,
@@ -248,21 +248,19 @@ class Transformer(nn.Module):
         x = embedding[tokens_BxT].astype(self.dtype)
         if a.scaled_embedding:
             x = x * jnp.float32(a.hidden_size**0.5).astype(self.dtype)
-        length = (
-            tokens_BxT.shape[1] if cache is None else cache_lib.columns(self.decoding, cache[0])
-        )
+        length = tokens_BxT.shape[1] if cache is None else num_columns(self.decoding, cache[0])
         rotations = (
-            rope.cos_sin(a, positions_BxT, length),
+            rope.rotation_tables(a, positions_BxT, length),
         )  # and that of local layers, where it is another
         if a.local_rope_theta is not None:
-            rotations += (rope.cos_sin(a, positions_BxT, length, local=True),)
+            rotations += (rope.rotation_tables(a, positions_BxT, length, local=True),)
         x, cache = self._layers(x, rotations, segments_BxT, cache, positions_BxT[:, 0])
         return RMSNorm(a, name="norm")(x), cache
 
     def _layers(self, x, rotations, segments_BxT, cache, columns_B):
         layers, local = self.architecture.num_layers, self.architecture.layers_are_local
         in_loop, programs = (
-            not self.unrolled and layers > FEW_LAYERS,
+            not self.unrolled and layers > MAX_UNROLLED_LAYERS,
             (self.attention, self.decoding),
         )
         layer = nn.remat(Layer, prevent_cse=not in_loop) if self.remat else Layer
@@ -295,7 +293,7 @@ def _embedding(key, rows, width):
     return {"embedding": nn.initializers.normal(0.02)(key, (rows, width), jnp.float32)}
 
 
-def unroll(params: dict, dtype=None) -> dict:
+def unroll_params(params: dict, dtype=None) -> dict:
     """Parameters for `Transformer(unrolled=True)` from the stacked ones, cast to `dtype` if given. Heads come along."""
     if dtype is not None:
         params = jax.tree.map(lambda x: x.astype(dtype), params)

@@ -220,7 +220,7 @@ def shared_loss(
         config, nets, params, hidden, context, rows, experience, weights
     )
     of_critic, critic_metrics = _critic_loss(
-        config, heads.scalars(params, hidden), rows, experience, weights
+        config, heads.compute_scalars(params, hidden), rows, experience, weights
     )
     return of_actor + of_critic, actor_metrics | critic_metrics
 

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 
 from jax_ppo.models import heads
-from jax_ppo.models.hf import hub as hf_hub
-from jax_ppo.models.hf import peft
-from jax_ppo.models.hf import save as hf_export
+from jax_ppo.models.hf.hub import shareable_model_name
+from jax_ppo.models.hf.peft import peft_obstacle, save_adapters
+from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.ppo.evaluation import Evaluation
 from jax_ppo.ppo.setup import Experiment, Rewarded
 from jax_ppo.reporting import console, journal
@@ -136,9 +136,13 @@ class Reporter(journal.Journal):
 
     def _export(self, state):
         """The actor as a Hugging Face folder; with adapters they are merged in it, and stand in a folder of their own too."""
-        run, lora, actor = self._run, self._run.nets.actor.lora, heads.without_scalars(state.actor)
+        run, lora, actor = (
+            self._run,
+            self._run.nets.actor.lora,
+            heads.without_scalar_head(state.actor),
+        )
         write = functools.partial(
-            hf_export.export,
+            export_checkpoint,
             architecture=run.nets.actor.architecture,
             folder=self._workdir / "actor",
             source_folder=run.folders.actor,
@@ -148,13 +152,13 @@ class Reporter(journal.Journal):
             write(actor)
         else:
             write(state.reference, adapters=actor, lora=lora)
-            if obstacle := peft.no_names(run.nets.actor.architecture, lora):
+            if obstacle := peft_obstacle(run.nets.actor.architecture, lora):
                 console.print_on_main(f"no adapter folder is written: {obstacle}")
                 return
-            peft.save(
+            save_adapters(
                 actor,
                 run.nets.actor.architecture,
                 lora,
                 self._workdir / "adapter",
-                *hf_hub.where(run.config.model.path, run.folders.actor),
+                *shareable_model_name(run.config.model.path, run.folders.actor),
             )

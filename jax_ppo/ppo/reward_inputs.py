@@ -62,7 +62,9 @@ def choose(
     form = options.model_input
     if form == "auto":
         form = "pair" if encoder else "chat" if tokenizer.chat_template and chats else "text"
-    most = architecture.max_position_embeddings if encoder else rope.longest(architecture)
+    most = (
+        architecture.max_position_embeddings if encoder else rope.max_sequence_length(architecture)
+    )
     if (options.max_length or 0) > most and not (encoder and not architecture.absolute_positions):
         raise UserError(
             f"config.reward.max_length={options.max_length}: the reward model takes {most} tokens at most (its "

@@ -171,7 +171,7 @@ def score_part(
             found["kl"] = put(divergence, scores.kl)
         if with_values:
             values = (
-                heads.scalars(actor, actor_hidden)
+                heads.compute_scalars(actor, actor_hidden)
                 if config.shares_trunk
                 else forward.scalars(nets.critic, critic, rows)
             )

@@ -19,9 +19,9 @@ from jax_ppo.data import sources
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.errors import UserError
 from jax_ppo.models import heads
-from jax_ppo.models.hf import hub as hf_hub
 from jax_ppo.models.hf import peft
-from jax_ppo.models.transformer import Transformer, unroll
+from jax_ppo.models.hf.hub import resolve_model_folder
+from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import objectives, reward_inputs
 from jax_ppo.rewards import process, registry
 from jax_ppo.rewards.rules import RewardResult
@@ -278,7 +278,7 @@ class Experiment:
         """Finds or fetches every role's checkpoint; makes the actor where none is named."""
         model, critic, reward = self.config.model, self.config.critic, self.config.reward
         if model.path:
-            actor = hf_hub.find(model.path)
+            actor = resolve_model_folder(model.path)
         else:
             actor = workdir / "model"
             warmup.make_model(self.config, actor, self.mesh, report)
@@ -286,14 +286,14 @@ class Experiment:
             actor=actor,
             critic=None
             if not self.config.has_critic or self.config.shares_trunk
-            else hf_hub.find(critic.path, what="config.critic.path")
+            else resolve_model_folder(critic.path, what="config.critic.path")
             if critic.path
             else actor,
-            reward=hf_hub.find(reward.model_path, what="config.reward.model_path")
+            reward=resolve_model_folder(reward.model_path, what="config.reward.model_path")
             if reward.model_path
             else None,
-            adapters=hf_hub.find(
-                model.lora.path, "config.model.lora.path", f"{peft.CONFIG} and {peft.WEIGHTS}"
+            adapters=resolve_model_folder(
+                model.lora.path, "config.model.lora.path", f"{peft.ADAPTER_CONFIG} and {peft.ADAPTER_WEIGHTS}"
             )
             if model.lora.path
             else None,
@@ -362,7 +362,7 @@ class Experiment:
             sampler(self.config.rollout),
             sampler(self.config.rollout.val_kwargs),
         )
-        form = functools.partial(unroll, dtype=dtype)
+        form = functools.partial(unroll_params, dtype=dtype)
         actor = self.policy(state_lib.shapes(self.config, self.nets, self.mesh))
         layout = sharding.tree_shardings(
             self.mesh, jax.eval_shape(form, actor), sharding.DECODE_RULES
@@ -371,7 +371,9 @@ class Experiment:
 
     def policy(self, state: state_lib.TrainState):
         """The actor's parameters, with the base where they are adapters, and without a critic's head."""
-        return heads.without_scalars(state_lib.whole(self.nets.actor, state.actor, state.reference))
+        return heads.without_scalar_head(
+            state_lib.whole(self.nets.actor, state.actor, state.reference)
+        )
 
 
 def _cut(options):

@@ -43,7 +43,7 @@ def format_step_line(step: int, total: int, metrics: dict[str, float], columns, 
 
 
 def make_loading_reporter(role: str) -> Callable[[int, int], None]:
-    """What hf_import.load reports to while it reads a role's weights: a bar on a terminal, elsewhere a line at the end."""
+    """What `load_checkpoint` reports to while it reads a role's weights: a bar on a terminal, elsewhere a line at the end."""
     bar = tqdm.tqdm(
         desc=f"loading the {role}",
         unit="tensor",

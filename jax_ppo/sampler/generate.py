@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.models import cache as cache_lib
 from jax_ppo.models import heads
+from jax_ppo.models.cache import empty_cache, write_rows
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import dispatch
 from jax_ppo.sampler import sampling
@@ -195,7 +195,7 @@ def start(job: Job) -> State:
 
     def cache(rows, columns):
         return tuple(
-            cache_lib.empty(
+            empty_cache(
                 job.model.decoding, rows, columns, a.num_kv_heads, a.head_dim, job.model.dtype
             )
             for _ in range(a.num_layers)
@@ -289,7 +289,7 @@ def enter(job: Job, state: State) -> State:
 
     entering = jax.tree.map(lambda x: x[staged_g], state.stage)
     cache = tuple(
-        cache_lib.put_rows(job.model.decoding, layer, slot_g, new)
+        write_rows(job.model.decoding, layer, slot_g, new)
         for layer, new in zip(slots.cache, entering, strict=True)
     )
     last_g = job.prompts.tokens[prompt_g, job.prompts.lengths[prompt_g] - 1]
@@ -306,7 +306,7 @@ def decode(job: Job, state: State) -> State:
         {"params": job.params}, slots.token[:, None], positions_B[:, None], cache=slots.cache
     )
     uniforms_Bx2 = sampling.uniforms(job.keys_N[some_B], slots.drawn)
-    logits_BxV = heads.logits(job.model.architecture, job.params, hidden_Bx1xD[:, 0])
+    logits_BxV = heads.compute_logits(job.model.architecture, job.params, hidden_Bx1xD[:, 0])
     tokens_B, logprobs_B = sampling.choose(
         logits_BxV, uniforms_Bx2, options.temperature, options.top_k, options.top_p
     )

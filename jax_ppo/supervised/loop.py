@@ -15,9 +15,9 @@ from jax_ppo.data import prompts as prompts_lib
 from jax_ppo.data import responses, sources
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.models import heads
-from jax_ppo.models.hf import hub as hf_hub
-from jax_ppo.models.hf import load as hf_import
-from jax_ppo.models.hf import save as hf_export
+from jax_ppo.models.hf.hub import resolve_model_folder
+from jax_ppo.models.hf.load import has_score_head, load_checkpoint, read_architecture
+from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.reporting import console, journal
 from jax_ppo.runtime import compilation, sharding
 from jax_ppo.supervised import step as fitting
@@ -174,7 +174,7 @@ def train(config: Config, workdir: Path, task: Task) -> dict:
                     checkpoints.wait()
                     return report.finish(done)
             if trainer.export:
-                hf_export.export(
+                export_checkpoint(
                     params,
                     run.architecture,
                     workdir / task.output,
@@ -218,16 +218,14 @@ class Run:
             (held_out, "config.data.val_files"),
         ):
             responses.check(examples, task.kinds, option, config.supervised.response_key)
-        self.folder = hf_hub.find(config.model.path)
+        self.folder = resolve_model_folder(config.model.path)
         self.tokenizer = (
             tokenizer_lib.load_tokenizer(config.model.tokenizer_path)
             if config.model.tokenizer_path
             else tokenizer_lib.load_tokenizer(str(self.folder), option="config.model.path")
         )
-        shared_setup.check_model(
-            config, mesh, hf_import.read_architecture(self.folder), self.tokenizer
-        )
-        if task.objective.head == "scalar" and hf_import.has_head(self.folder):
+        shared_setup.check_model(config, mesh, read_architecture(self.folder), self.tokenizer)
+        if task.objective.head == "scalar" and has_score_head(self.folder):
             console.print_on_main(
                 f"note: config.model.path={config.model.path!r} has a scalar head; it is left out, a new one is made"
             )
@@ -302,7 +300,7 @@ class Run:
     def begin(self, checkpoints: Checkpointer, step: int):
         """Parameters and optimizer state to begin with: the model's, or those of the checkpoint after `step` steps."""
         shapes = jax.eval_shape(
-            functools.partial(heads.init, self.model, head=self.task.objective.head),
+            functools.partial(heads.init_params, self.model, head=self.task.objective.head),
             jax.random.key(0),
         )
         init = fitting.optimizer(self.config.supervised).init
@@ -314,7 +312,7 @@ class Run:
             )
             arrays, _ = checkpoints.restore(step, abstract)
             return arrays["params"], arrays["optimizer"]
-        params = hf_import.load(
+        params = load_checkpoint(
             self.folder,
             self.model.architecture,
             where["params"],

@@ -16,7 +16,7 @@ from jax_ppo.data import arithmetic
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.hf import save as hf_export
+from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import sharding
 from jax_ppo.supervised import step as fitting
@@ -43,9 +43,11 @@ def make_model(config: Config, folder: Path, mesh, progress) -> None:
     tokenizer = tokenizer_lib.train_tokenizer(texts, create.vocab_size, scratch)
     architecture = describe(create, tokenizer)
     model = Transformer(architecture, jnp.dtype(config.model.dtype))
-    shapes = jax.eval_shape(functools.partial(heads.init, model, head="lm"), jax.random.key(0))
+    shapes = jax.eval_shape(
+        functools.partial(heads.init_params, model, head="lm"), jax.random.key(0)
+    )
     init = jax.jit(
-        functools.partial(heads.init, model, head="lm"),
+        functools.partial(heads.init_params, model, head="lm"),
         out_shardings=sharding.tree_shardings(mesh, shapes, sharding.TRAIN_RULES),
     )
     params = init(jax.random.key(config.seed))
@@ -65,7 +67,7 @@ def make_model(config: Config, folder: Path, mesh, progress) -> None:
             mesh,
             progress,
         )
-    hf_export.export(params, architecture, folder, source_folder=scratch)
+    export_checkpoint(params, architecture, folder, source_folder=scratch)
     shutil.rmtree(scratch)
 
 

@@ -30,7 +30,7 @@ def token_logprobs(
     hidden, targets, mask = (split_by_device(x) for x in (hidden, rows.targets, rows.mask))
     values, entropy = logprobs.token_logprobs(
         hidden,
-        heads.unembedding(params),
+        heads.output_embedding(params),
         targets,
         mask,
         temperature,
@@ -55,9 +55,9 @@ def reference_kl(
     hidden, ref_hidden, mask = (split_by_device(x) for x in (hidden, ref_hidden, rows.mask))
     return vocabulary_kl.full_kl(
         hidden,
-        heads.unembedding(params),
+        heads.output_embedding(params),
         ref_hidden,
-        heads.unembedding(reference),
+        heads.output_embedding(reference),
         mask,
         temperature,
         logit_softcap=model.architecture.logit_softcap,
@@ -67,7 +67,7 @@ def reference_kl(
 def scalars(model: Transformer, params, rows: packing_lib.Rows):
     """What a scalar head says at each place, float32 [R, L]: the critic's value of the state that the row is in there, or a
     reward model's score of what came so far. Where the row is empty it means nothing."""
-    return heads.scalars(params, hidden_states(model, params, rows))
+    return heads.compute_scalars(params, hidden_states(model, params, rows))
 
 
 def at_the_end(values_RxL, rows, sequences, into_B):

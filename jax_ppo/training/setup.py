@@ -9,7 +9,7 @@ from jax_ppo.runtime import sharding
 def check_model(config: Config, mesh, architecture, tokenizer) -> None:
     """Raises UserError for a model that the mesh can not split, that is too short, or that is another tokenizer's."""
     sharding.check_architecture(mesh, architecture)
-    if config.sequence_length > rope.longest(architecture):
+    if config.sequence_length > rope.max_sequence_length(architecture):
         raise UserError(
             f"config.data.max_prompt_length + config.data.max_response_length = {config.sequence_length}: the "
             f"model takes {rope.longest(architecture)} tokens at most (its config.json)"

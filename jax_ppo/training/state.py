@@ -17,12 +17,17 @@ from jax_ppo.config import parsing, schema
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import moments, schedules
 from jax_ppo.models import attention, cache, heads
-from jax_ppo.models import lora as lora_lib
-from jax_ppo.models.deberta import encoder as deberta
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
-from jax_ppo.models.deberta.encoder import Deberta
-from jax_ppo.models.hf import load as hf_import
-from jax_ppo.models.hf import peft
+from jax_ppo.models.deberta.encoder import Deberta, init_deberta_params
+from jax_ppo.models.hf.load import load_checkpoint, read_architecture, read_reward_architecture
+from jax_ppo.models.hf.peft import (
+    ADAPTER_CONFIG,
+    holds_adapters,
+    load_adapters,
+    read_adapter_config,
+    validate_adapters,
+)
+from jax_ppo.models.lora import Lora, init_adapters, join_adapters
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import sharding
 from jax_ppo.storage import hub
@@ -96,12 +101,12 @@ def networks(config: schema.Config, folders: Folders) -> Networks:
     is none, and for an attention program that cannot run here."""
     dtype, platform = jnp.dtype(config.model.dtype), _platform()
 
-    def network(folder, read=hf_import.read_architecture):
+    def network(folder, read=read_architecture):
         architecture = read(folder)
         if isinstance(architecture, DebertaArchitecture):
             return Deberta(architecture, dtype)
         try:
-            program = attention.choose(
+            program = attention.select_attention_program(
                 config.model.attention,
                 platform,
                 dtype,
@@ -120,7 +125,7 @@ def networks(config: schema.Config, folders: Folders) -> Networks:
     actor, critic = network(folders.actor), None
     try:
         actor = actor.clone(
-            decoding=cache.choose(
+            decoding=cache.select_cache_program(
                 config.rollout.attention,
                 platform,
                 actor.attention,
@@ -144,7 +149,7 @@ def networks(config: schema.Config, folders: Folders) -> Networks:
     if folders.critic and not config.has_adapters:
         critic = network(
             folders.critic,
-            _read_with_head if config.critic.keep_head else hf_import.read_architecture,
+            _read_with_head if config.critic.keep_head else read_architecture,
         )
         if isinstance(critic, Deberta):
             raise UserError(
@@ -155,41 +160,43 @@ def networks(config: schema.Config, folders: Folders) -> Networks:
         critic = actor
     elif folders.critic:
         critic = on_base(folders.critic, "config.critic.path", head)
-    if folders.reward and config.has_adapters and peft.holds_adapters(folders.reward):
+    if folders.reward and config.has_adapters and holds_adapters(folders.reward):
         reward = on_base(folders.reward, "config.reward.model_path", "reward")
     else:
-        reward = folders.reward and network(folders.reward, hf_import.read_reward_model)
+        reward = folders.reward and network(folders.reward, read_reward_architecture)
     return Networks(actor, critic, reward)
 
 
-def _lora(config: schema.Config, folders: Folders, architecture) -> lora_lib.Lora:
+def _lora(config: schema.Config, folders: Folders, architecture) -> Lora:
     """Of the actor's adapters."""
     options = config.model.lora
     if folders.adapters:
         return _read_adapters(
             config, folders, folders.adapters, architecture, "config.model.lora.path", "lm"
         )
-    return lora_lib.Lora(options.rank, options.alpha, parsing.parse_lora_targets(options.targets))
+    return Lora(options.rank, options.alpha, parsing.parse_lora_targets(options.targets))
 
 
 def _read_with_head(folder):
     try:
-        return hf_import.read_reward_model(folder)
+        return read_reward_architecture(folder)
     except UserError as error:
         raise UserError(
             f"config.critic.keep_head=True: config.critic.path has no head to keep: {error}"
         ) from None
 
 
-def _read_adapters(config, folders, folder, architecture, option, head) -> lora_lib.Lora:
+def _read_adapters(config, folders, folder, architecture, option, head) -> Lora:
     """Raises UserError where they are not adapters on the actor's base."""
-    if not peft.holds_adapters(folder):
+    if not holds_adapters(folder):
         raise UserError(
-            f"{option}: {folder} holds no adapters ({peft.CONFIG}); with config.model.lora they must "
+            f"{option}: {folder} holds no adapters ({ADAPTER_CONFIG}); with config.model.lora they must "
             "stand on config.model.path's weights, which all roles share"
         )
-    lora, base = peft.read(folder)
-    said = f"the adapters in {folder} stand on {base!r} (base_model_name_or_path in {peft.CONFIG})"
+    lora, base = read_adapter_config(folder)
+    said = (
+        f"the adapters in {folder} stand on {base!r} (base_model_name_or_path in {ADAPTER_CONFIG})"
+    )
     if base and Path(base).is_dir() and Path(base).resolve() != folders.actor.resolve():
         raise UserError(
             f"{option}: {said}, not on config.model.path={config.model.path!r}; set that, or where it "
@@ -202,18 +209,18 @@ def _read_adapters(config, folders, folder, architecture, option, head) -> lora_
             said,
             config.model.path,
         )
-    peft.check(folder, architecture, lora, head)
+    validate_adapters(folder, architecture, lora, head)
     return lora
 
 
 def actor_head(config: schema.Config) -> str:
-    """What stands on the actor's trunk, as heads.init and hf_import.load name it."""
+    """What stands on the actor's trunk, as `heads.init_params` and `load_checkpoint` name it."""
     return "both" if config.shares_trunk else "lm"
 
 
 def whole(net: Transformer | Deberta, params, base):
     """All that `net` runs on: `params`, on the base where they are adapters (`base`: the state's reference)."""
-    return params if getattr(net, "lora", None) is None else lora_lib.join(base, params)
+    return params if getattr(net, "lora", None) is None else join_adapters(base, params)
 
 
 def _platform() -> str:
@@ -260,17 +267,17 @@ def shapes(config: schema.Config, nets: Networks, mesh) -> TrainState:
 
 def _init_shapes(net: Transformer | Deberta, head: str):
     if isinstance(net, Deberta):  # with a head of its own
-        return jax.eval_shape(functools.partial(deberta.init, net), jax.random.key(0))
+        return jax.eval_shape(functools.partial(init_deberta_params, net), jax.random.key(0))
     if net.lora is not None:
         return jax.eval_shape(
-            functools.partial(lora_lib.init, net.architecture, net.lora, head=head),
+            functools.partial(init_adapters, net.architecture, net.lora, head=head),
             jax.random.key(0),
         )
     return _base_shapes(net, head)
 
 
 def _base_shapes(net: Transformer, head: str):
-    return jax.eval_shape(functools.partial(heads.init, net, head=head), jax.random.key(0))
+    return jax.eval_shape(functools.partial(heads.init_params, net, head=head), jax.random.key(0))
 
 
 def _placed(tree, mesh):
@@ -306,7 +313,7 @@ def create(
     """The state to start from, each tree read straight into its shards.
 
     Args:
-      progress: gives for a role's name what `hf_import.load` reports to.
+      progress: gives for a role's name what `load_checkpoint` reports to.
       trained: arrays of the form of `trained_shapes`, from a checkpoint; None reads the roles' folders.
       step: from the same checkpoint.
     """
@@ -315,10 +322,10 @@ def create(
 
     def load(role, folder, net, where, head, dtype=jnp.float32):
         if getattr(net, "lora", None) is None:
-            return hf_import.load(folder, net.architecture, where, dtype, head, progress(role))
+            return load_checkpoint(folder, net.architecture, where, dtype, head, progress(role))
         if folder is None:
             return _new_adapters(net, where, head, config.seed, role)
-        return peft.load(
+        return load_adapters(
             folder, net.architecture, net.lora, where, dtype, head, progress(f"{role}'s adapters")
         )
 
@@ -345,7 +352,7 @@ def create(
     reference = reward = None
     if config.keeps_reference:
         name = "base" if config.has_adapters else "reference"
-        reference = hf_import.load(
+        reference = load_checkpoint(
             folders.actor,
             nets.actor.architecture,
             places.reference,
@@ -372,7 +379,7 @@ def create(
 def _new_adapters(net, places, head, seed, role):
     def init():
         key = jax.random.fold_in(jax.random.key(seed), ADAPTER_STREAMS[role])
-        return lora_lib.init(net.architecture, net.lora, key, head)
+        return init_adapters(net.architecture, net.lora, key, head)
 
     return jax.jit(init, out_shardings=places)()
 

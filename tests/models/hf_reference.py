@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_ppo.models import heads
-from jax_ppo.models.hf import load as hf_import
+from jax_ppo.models.hf.load import load_checkpoint, read_architecture
 from jax_ppo.models.transformer import Transformer
 
 torch = pytest.importorskip("torch")
@@ -80,15 +80,17 @@ def their_logits(model, ids):
 
 def one_device(architecture, head):
     """Shardings that put every parameter of a role on the first device."""
-    shapes = jax.eval_shape(lambda: heads.init(Transformer(architecture), jax.random.key(0), head))
+    shapes = jax.eval_shape(
+        lambda: heads.init_params(Transformer(architecture), jax.random.key(0), head)
+    )
     return jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), shapes)
 
 
 def load(folder, head="lm", dtype=jnp.float32, **options):
     """(architecture, parameters) of a folder."""
-    architecture = hf_import.read_architecture(folder)
+    architecture = read_architecture(folder)
     shardings = one_device(architecture, "lm" if head == "lm" else "scalar")
-    return architecture, hf_import.load(folder, architecture, shardings, dtype, head, **options)
+    return architecture, load_checkpoint(folder, architecture, shardings, dtype, head, **options)
 
 
 def hidden(architecture, params, ids, dtype=jnp.float32):
@@ -105,4 +107,6 @@ def _apply(model, params, ids, positions):
 
 
 def our_logits(architecture, params, ids, dtype=jnp.float32):
-    return np.asarray(heads.logits(architecture, params, hidden(architecture, params, ids, dtype)))
+    return np.asarray(
+        heads.compute_logits(architecture, params, hidden(architecture, params, ids, dtype))
+    )

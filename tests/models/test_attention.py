@@ -8,7 +8,6 @@ import pytest
 import tiny
 from jax_ppo.errors import UserError
 from jax_ppo.models import attention
-from jax_ppo.models.hf import load as hf_import
 from jax_ppo.training import state as state_lib
 
 
@@ -45,10 +44,12 @@ def by_definition(q, k, v, segments, scale=None, softcap=None, sliding_window=No
 def test_xla_is_the_definition(heads, kv_heads, length):
     *qkv, segments = make_inputs(length=length, heads=heads, kv_heads=kv_heads)
     np.testing.assert_allclose(
-        attention.xla(*qkv, segments), by_definition(*qkv, np.asarray(segments)), atol=1e-5
+        attention.xla_attention(*qkv, segments),
+        by_definition(*qkv, np.asarray(segments)),
+        atol=1e-5,
     )
     np.testing.assert_allclose(
-        attention.xla(*qkv, None), by_definition(*qkv, np.zeros((2, length))), atol=1e-5
+        attention.xla_attention(*qkv, None), by_definition(*qkv, np.zeros((2, length))), atol=1e-5
     )
 
 
@@ -66,16 +67,20 @@ def test_xla_with_windows_caps_and_scales_is_the_definition(length, options):
     """In one block, in two, and in four that begin behind the first key."""
     *qkv, segments = make_inputs(length=length)
     expected = by_definition(*qkv, np.asarray(segments), **options)
-    np.testing.assert_allclose(attention.xla(*qkv, segments, **options), expected, atol=1e-5)
+    np.testing.assert_allclose(
+        attention.xla_attention(*qkv, segments, **options), expected, atol=1e-5
+    )
     expected = by_definition(*qkv, np.zeros((2, length)), **options)
-    np.testing.assert_allclose(attention.attend("xla", *qkv, None, **options), expected, atol=1e-5)
+    np.testing.assert_allclose(
+        attention.run_attention("xla", *qkv, None, **options), expected, atol=1e-5
+    )
 
 
 def test_xla_spares_the_keys_before_a_window():
     """Four blocks of 256 queries: 256 + 3 (256 + 63) = 1,213 keys with a window of 64, 256 (1 + 2 + 3 + 4) = 2,560 without."""
 
     def flops(window):
-        run = lambda *x: attention.xla(*x, sliding_window=window)  # noqa: E731
+        run = lambda *x: attention.xla_attention(*x, sliding_window=window)  # noqa: E731
         return jax.jit(run).lower(*make_inputs(length=1024)).compile().cost_analysis()["flops"]
 
     assert 0.45 < flops(64) / flops(None) < 0.5
@@ -85,9 +90,9 @@ def test_xla_spares_the_keys_behind_a_block(monkeypatch):
     """Four blocks multiply (1 + 2 + 3 + 4) / 16 of the square."""
 
     def flops(blocks):
-        monkeypatch.setattr(attention, "MOST_BLOCKS", blocks)
+        monkeypatch.setattr(attention, "MAX_QUERY_BLOCKS", blocks)
         return (
-            jax.jit(lambda *x: attention.xla(*x))
+            jax.jit(lambda *x: attention.xla_attention(*x))
             .lower(*make_inputs(length=256))
             .compile()
             .cost_analysis()["flops"]
@@ -98,7 +103,7 @@ def test_xla_spares_the_keys_behind_a_block(monkeypatch):
 
 def test_xla_in_bfloat16_sums_in_float32():
     *qkv, segments = make_inputs(dtype=jnp.bfloat16)
-    out = attention.xla(*qkv, segments)
+    out = attention.xla_attention(*qkv, segments)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(
         out.astype(jnp.float32), by_definition(*qkv, np.asarray(segments)), atol=0.03
@@ -124,12 +129,14 @@ def gradient(program, inputs, **options):
 )
 def test_splash_interpreted_is_xla(options):
     inputs = make_inputs(rows=1, heads=2, kv_heads=1)
-    interpreted = lambda *x: attention.splash(*x, interpret=True, **options)  # noqa: E731
+    interpreted = lambda *x: attention.splash_attention(*x, interpret=True, **options)  # noqa: E731
     np.testing.assert_allclose(
-        jax.jit(interpreted)(*inputs), attention.xla(*inputs, **options), atol=1e-5
+        jax.jit(interpreted)(*inputs), attention.xla_attention(*inputs, **options), atol=1e-5
     )
     for one, other in zip(
-        gradient(interpreted, inputs), gradient(attention.xla, inputs, **options), strict=True
+        gradient(interpreted, inputs),
+        gradient(attention.xla_attention, inputs, **options),
+        strict=True,
     ):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
@@ -145,7 +152,7 @@ def test_splash_interpreted_is_xla(options):
 )
 def test_splash_lowers_for_tpu(length, head_dim, options):
     shapes = jax.eval_shape(lambda: make_inputs(1, length, head_dim=head_dim, dtype=jnp.bfloat16))
-    traced = jax.jit(lambda *x: gradient(attention.splash, x, **options)).trace(*shapes)
+    traced = jax.jit(lambda *x: gradient(attention.splash_attention, x, **options)).trace(*shapes)
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert (
         text.count("tpu_custom_call") >= 3
@@ -160,12 +167,12 @@ def test_each_device_runs_its_rows_and_heads():
 
     def program(*x):
         seen.append([y.shape for y in x])
-        return attention.xla(*x)
+        return attention.xla_attention(*x)
 
     with jax.set_mesh(mesh):
         out = jax.jit(attention.split_heads(program))(*inputs)
     assert seen[0] == [(1, 8, 2, 16), (1, 8, 1, 16), (1, 8, 1, 16), (1, 8)]
-    np.testing.assert_allclose(out, attention.xla(*inputs), atol=1e-6)
+    np.testing.assert_allclose(out, attention.xla_attention(*inputs), atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -182,16 +189,22 @@ def test_each_device_runs_its_rows_and_heads():
     ],
 )
 def test_auto(platform, dtype, head_dim, length, chosen):
-    assert attention.choose("auto", platform, dtype, head_dim, length) == chosen
+    assert attention.select_attention_program("auto", platform, dtype, head_dim, length) == chosen
 
 
 def test_soft_caps_choose_too():
-    assert attention.choose("auto", "cuda", "bfloat16", 64, 128, softcap=50.0) == "xla"
-    assert attention.choose("auto", "tpu", "bfloat16", 64, 128, softcap=50.0) == "splash"
+    assert (
+        attention.select_attention_program("auto", "cuda", "bfloat16", 64, 128, softcap=50.0)
+        == "xla"
+    )
+    assert (
+        attention.select_attention_program("auto", "tpu", "bfloat16", 64, 128, softcap=50.0)
+        == "splash"
+    )
     with pytest.raises(
         ValueError, match="cuDNN's attention has no soft cap of scores, the model's is 50.0"
     ):
-        attention.choose("cudnn", "cuda", "bfloat16", 64, 128, softcap=50.0)
+        attention.select_attention_program("cudnn", "cuda", "bfloat16", 64, 128, softcap=50.0)
 
 
 @pytest.mark.parametrize(
@@ -205,11 +218,11 @@ def test_soft_caps_choose_too():
 )
 def test_what_cannot_run_says_why(wanted, platform, dtype, length, why):
     with pytest.raises(ValueError, match=why):
-        attention.choose(wanted, platform, dtype, 64, length)
+        attention.select_attention_program(wanted, platform, dtype, 64, length)
 
 
 def test_an_impossible_choice_names_the_option(monkeypatch):
-    monkeypatch.setattr(hf_import, "read_architecture", lambda folder: tiny.ARCHITECTURE)
+    monkeypatch.setattr(state_lib, "read_architecture", lambda folder: tiny.ARCHITECTURE)
     folders = state_lib.Folders(None, None, None)
     assert state_lib.networks(tiny.config(), folders).actor.attention == "xla"
     with pytest.raises(

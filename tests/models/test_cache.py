@@ -49,42 +49,46 @@ def test_it_is_that_of_the_last_token(rng, cudnn_anywhere, program, options, beh
     )
     last = jnp.take_along_axis(q, COLUMNS[:, None, None, None], 1)
     expected = jnp.take_along_axis(
-        attention.xla(q, k[:B], v[:B], None, **options), COLUMNS[:, None, None, None], 1
+        attention.xla_attention(q, k[:B], v[:B], None, **options), COLUMNS[:, None, None, None], 1
     )
-    layer = cache.lay_out(program, k, v)
-    assert cache.columns(program, layer) == S
+    layer = cache.cache_layout(program, k, v)
+    assert cache.num_columns(program, layer) == S
     np.testing.assert_allclose(
-        cache.attend(program, last, layer, COLUMNS, **options), expected, atol=1e-5
+        cache.attend_to_cache(program, last, layer, COLUMNS, **options), expected, atol=1e-5
     )
 
 
 @pytest.mark.parametrize("longest", range(S))
 def test_a_cpu_reads_as_few_columns_as_hold_every_row(rng, monkeypatch, longest):
     """The rest is no number, and would show."""
-    monkeypatch.setattr(cache, "LEAST_WINDOW", 2)
-    assert cache.windows(S) == (3, 5, 9)
+    monkeypatch.setattr(cache, "MIN_READ_WIDTH", 2)
+    assert cache.read_widths(S) == (3, 5, 9)
     read = next(width for width in (3, 5, 9) if width > longest)
     unread = jnp.where(jnp.arange(S)[:, None, None] < read, 0, jnp.nan)
     q, k, v = draw(rng, B, 1, K, D), draw(rng, B, S, K, D), draw(rng, B, S, K, D)
     columns = jnp.array([0, longest, longest // 2])
-    out = cache.attend("cpu", q, cache.lay_out("cpu", k + unread, v + unread), columns)
+    out = cache.attend_to_cache(
+        "cpu", q, cache.cache_layout("cpu", k + unread, v + unread), columns
+    )
     np.testing.assert_allclose(
-        out, cache.attend("tpu", q, cache.lay_out("tpu", k, v), columns), atol=1e-5
+        out, cache.attend_to_cache("tpu", q, cache.cache_layout("tpu", k, v), columns), atol=1e-5
     )
 
 
 def test_what_a_cpu_reads():
-    assert cache.windows(1088) == (136, 272, 544, 1088)
-    assert cache.windows(255) == (255,)
-    assert cache.windows(257) == (129, 257)
+    assert cache.read_widths(1088) == (136, 272, 544, 1088)
+    assert cache.read_widths(255) == (255,)
+    assert cache.read_widths(257) == (129, 257)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_each_row_writes_its_own_column(rng, program):
     k, v, new_k, new_v = (draw(rng, B + 1, T, K, D) for T in (S, S, 1, 1))
     expected = [x.at[jnp.arange(B), COLUMNS].set(new[:B, 0]) for x, new in ((k, new_k), (v, new_v))]
-    layer = cache.put_tokens(program, cache.lay_out(program, k, v), new_k[:B], new_v[:B], COLUMNS)
-    jax.tree.map(np.testing.assert_array_equal, layer, cache.lay_out(program, *expected))
+    layer = cache.write_tokens(
+        program, cache.cache_layout(program, k, v), new_k[:B], new_v[:B], COLUMNS
+    )
+    jax.tree.map(np.testing.assert_array_equal, layer, cache.cache_layout(program, *expected))
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -94,13 +98,13 @@ def test_rows_that_enter(rng, program):
     expected = [
         x.at[2, :4].set(new[0]).at[0, :4].set(new[2]) for x, new in ((k, new_k), (v, new_v))
     ]
-    layer = cache.put_rows(
+    layer = cache.write_rows(
         program,
-        cache.lay_out(program, k, v),
+        cache.cache_layout(program, k, v),
         jnp.array([2, B, 0]),
-        cache.lay_out(program, new_k, new_v),
+        cache.cache_layout(program, new_k, new_v),
     )
-    jax.tree.map(np.testing.assert_array_equal, layer, cache.lay_out(program, *expected))
+    jax.tree.map(np.testing.assert_array_equal, layer, cache.cache_layout(program, *expected))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +122,7 @@ def test_rows_that_enter(rng, program):
     ],
 )
 def test_the_choice(wanted, platform, whole, window, chosen):
-    assert cache.choose(wanted, platform, whole, architecture(window), S) == chosen
+    assert cache.select_cache_program(wanted, platform, whole, architecture(window), S) == chosen
 
 
 @pytest.mark.parametrize(
@@ -127,7 +131,7 @@ def test_the_choice(wanted, platform, whole, window, chosen):
 )
 def test_what_cudnn_cannot_read(whole, window, why):
     with pytest.raises(ValueError, match=why):
-        cache.choose("cudnn", "cuda", whole, architecture(window), S)
+        cache.select_cache_program("cudnn", "cuda", whole, architecture(window), S)
 
 
 def architecture(window):

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ppo.models import cache as cache_lib
+from jax_ppo.models import cache as cache_module
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.transformer import Transformer, unroll
+from jax_ppo.models.transformer import Transformer, unroll_params
 
 B, T = 2, 12
 ARCHITECTURE = Architecture(
@@ -34,7 +34,7 @@ STACKED, UNROLLED = Transformer(ARCHITECTURE), Transformer(ARCHITECTURE, unrolle
 def params():
     """Biases and norms away from their start, or half of the decoder would not show."""
     rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(lambda: heads.init(STACKED, jax.random.key(0), "lm"))
+    shapes = jax.eval_shape(lambda: heads.init_params(STACKED, jax.random.key(0), "lm"))
 
     def draw(path, x):
         return jnp.asarray(("norm" in str(path[-2])) + 0.2 * rng.normal(size=x.shape), jnp.float32)
@@ -89,7 +89,7 @@ def test_no_segments_means_one(params, ids):
 
 def test_unrolled_is_stacked(params, ids):
     stacked, nothing = run(params, ids)
-    unrolled, cache = run(unroll(params), ids, model=UNROLLED)
+    unrolled, cache = run(unroll_params(params), ids, model=UNROLLED)
     assert nothing is None and len(cache) == ARCHITECTURE.num_layers
     heads_and_width = B, ARCHITECTURE.num_kv_heads, ARCHITECTURE.head_dim
     assert cache[0][0].shape == (*heads_and_width, T) and cache[0][1].swapaxes(2, 3).shape == (
@@ -100,27 +100,27 @@ def test_unrolled_is_stacked(params, ids):
 
 
 def test_unroll_casts_and_keeps_the_head(params):
-    flat = unroll(params, jnp.bfloat16)
+    flat = unroll_params(params, jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(flat)} == {jnp.dtype(jnp.bfloat16)}
     np.testing.assert_array_equal(
         flat["lm_head"]["embedding"], params["lm_head"]["embedding"].astype(jnp.bfloat16)
     )
-    own = jax.eval_shape(lambda: heads.init(UNROLLED, jax.random.key(0), "lm"))
+    own = jax.eval_shape(lambda: heads.init_params(UNROLLED, jax.random.key(0), "lm"))
     assert jax.tree.map(jnp.shape, flat) == jax.tree.map(jnp.shape, own)
 
 
 @pytest.mark.parametrize("decoding", ["cpu", "tpu"])
 def test_one_token_at_a_time_is_the_whole_sequence(params, ids, decoding, monkeypatch):
     """The second row lags three tokens behind the first."""
-    monkeypatch.setattr(cache_lib, "LEAST_WINDOW", 3)
+    monkeypatch.setattr(cache_module, "MIN_READ_WIDTH", 3)
     model = UNROLLED.clone(decoding=decoding)
-    flat = unroll(params)
+    flat = unroll_params(params)
     expected = run(params, ids)[0]
     lag = np.array([0, 3])
     empty = jnp.full(
         (B, T, ARCHITECTURE.num_kv_heads, ARCHITECTURE.head_dim), 7.0
     )  # garbage that must not be read
-    cache = (cache_lib.lay_out(decoding, empty, empty),) * ARCHITECTURE.num_layers
+    cache = (cache_module.cache_layout(decoding, empty, empty),) * ARCHITECTURE.num_layers
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def step(cache, new, positions):
@@ -158,24 +158,32 @@ def test_computation_in_bfloat16(params, ids):
 
 def test_heads(params, ids):
     hidden = run(params, ids)[0]
-    assert heads.logits(ARCHITECTURE, params, hidden).shape == (B, T, ARCHITECTURE.vocab_size)
-    assert heads.logits(ARCHITECTURE, params, hidden.astype(jnp.bfloat16)).dtype == jnp.float32
+    assert heads.compute_logits(ARCHITECTURE, params, hidden).shape == (
+        B,
+        T,
+        ARCHITECTURE.vocab_size,
+    )
+    assert (
+        heads.compute_logits(ARCHITECTURE, params, hidden.astype(jnp.bfloat16)).dtype == jnp.float32
+    )
     np.testing.assert_allclose(
-        heads.logits(ARCHITECTURE, params, hidden),
+        heads.compute_logits(ARCHITECTURE, params, hidden),
         hidden @ params["lm_head"]["embedding"].T,
         atol=1e-5,
     )
     tied = {name: value for name, value in params.items() if name != "lm_head"}
     np.testing.assert_allclose(
-        heads.logits(ARCHITECTURE, tied, hidden), hidden @ params["embed"]["embedding"].T, atol=1e-5
+        heads.compute_logits(ARCHITECTURE, tied, hidden),
+        hidden @ params["embed"]["embedding"].T,
+        atol=1e-5,
     )
     critic = jax.jit(
-        lambda: heads.init(STACKED, jax.random.key(0), "scalar"), compiler_options=QUICK
+        lambda: heads.init_params(STACKED, jax.random.key(0), "scalar"), compiler_options=QUICK
     )()
-    assert "lm_head" not in critic and not heads.scalars(critic, hidden).any()
+    assert "lm_head" not in critic and not heads.compute_scalars(critic, hidden).any()
     kernel = np.arange(16, dtype=np.float32)[:, None]
     np.testing.assert_allclose(
-        heads.scalars({"score": {"kernel": kernel}}, hidden),
+        heads.compute_scalars({"score": {"kernel": kernel}}, hidden),
         hidden @ kernel[:, 0],
         rtol=1e-4,
         atol=1e-4,

@@ -15,10 +15,10 @@ from safetensors.numpy import load_file
 import tiny
 from jax_ppo.kernels.logprobs import token_logprobs
 from jax_ppo.models import heads, rope
-from jax_ppo.models.hf import load as hf_import
 from jax_ppo.models.hf.config import FAMILIES, from_hf_config, to_hf_config
-from jax_ppo.models.hf.save import export
-from jax_ppo.models.transformer import FEW_LAYERS, Transformer, unroll
+from jax_ppo.models.hf.load import load_checkpoint
+from jax_ppo.models.hf.save import export_checkpoint
+from jax_ppo.models.transformer import MAX_UNROLLED_LAYERS, Transformer, unroll_params
 from jax_ppo.runtime import sharding
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.types import Prompts
@@ -88,16 +88,16 @@ VARIANTS = {
             "tie_word_embeddings": False,
         },
     ),
-    "gemma2, in a loop": ("gemma2", GEMMA | {"num_hidden_layers": FEW_LAYERS + 1}),
+    "gemma2, in a loop": ("gemma2", GEMMA | {"num_hidden_layers": MAX_UNROLLED_LAYERS + 1}),
     "gemma3": ("gemma3_text", GEMMA_3),
     "gemma3, last logits capped": ("gemma3_text", GEMMA_3 | {"final_logit_softcapping": 1.5}),
     "gemma3, in a loop": (
         "gemma3_text",
-        GEMMA_3 | {"num_hidden_layers": FEW_LAYERS + 1, "layer_types": None},
+        GEMMA_3 | {"num_hidden_layers": MAX_UNROLLED_LAYERS + 1, "layer_types": None},
     ),
     "mistral, in a loop": (
         "mistral",
-        {"sliding_window": WINDOW, "num_hidden_layers": FEW_LAYERS + 1},
+        {"sliding_window": WINDOW, "num_hidden_layers": MAX_UNROLLED_LAYERS + 1},
     ),
 }
 
@@ -193,7 +193,9 @@ def test_configurations_of_the_hub():
             "sliding_window": 262_144,
         }
     )
-    assert dict(phi.rope_scaling)["rope_type"] == "longrope" and rope.longest(phi) == 4096
+    assert (
+        dict(phi.rope_scaling)["rope_type"] == "longrope" and rope.max_sequence_length(phi) == 4096
+    )
     assert (
         from_hf_config(
             reference.SIZES | {"model_type": "mistral", "sliding_window": None}
@@ -227,14 +229,14 @@ def test_logits_logprobs_and_gradients(checkpoint, tmp_path):
         hidden = Transformer(architecture).apply({"params": params}, ids, positions, segments)[0]
         logprobs, entropy = token_logprobs(
             hidden,
-            heads.unembedding(params),
+            heads.output_embedding(params),
             targets,
             mask,
             TEMPERATURE,
             logit_softcap=architecture.logit_softcap,
         )
         loss = jnp.sum(jnp.sin(logprobs)) + jnp.sum(entropy**2)
-        return loss, (heads.logits(architecture, params, hidden), logprobs, entropy)
+        return loss, (heads.compute_logits(architecture, params, hidden), logprobs, entropy)
 
     gradients, ours = run(params)
     theirs, loss = [], 0
@@ -254,7 +256,9 @@ def test_logits_logprobs_and_gradients(checkpoint, tmp_path):
     ):
         one = one if what == "logits" else one[mask][None]
         close(one, reference.torch.cat(other, 1).detach().numpy(), what)
-    export(gradients, architecture, tmp_path / "gradients")  # in transformers' names and shapes
+    export_checkpoint(
+        gradients, architecture, tmp_path / "gradients"
+    )  # in transformers' names and shapes
     written = load_file(tmp_path / "gradients/model.safetensors")
     for name, parameter in model.named_parameters():
         close(written[name], parameter.grad.numpy(), name)
@@ -265,7 +269,11 @@ def test_cached_decode(checkpoint):
     model, _, architecture, params = checkpoint
     ids, prompts = reference.tokens(), np.array([9, 6])
     expected = reference.their_logits(model, ids)
-    flat, decoder, longest = unroll(params), Transformer(architecture, unrolled=True), prompts.max()
+    flat, decoder, longest = (
+        unroll_params(params),
+        Transformer(architecture, unrolled=True),
+        prompts.max(),
+    )
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def prefill(tokens, segments):
@@ -274,14 +282,14 @@ def test_cached_decode(checkpoint):
         )
         room = ids.shape[1] - longest
         keys, values = [(0, 0)] * 3 + [(0, room)], [(0, 0)] * 2 + [(0, room), (0, 0)]
-        return heads.logits(architecture, flat, hidden), tuple(
+        return heads.compute_logits(architecture, flat, hidden), tuple(
             (jnp.pad(k, keys), jnp.pad(v, values)) for k, v in cache
         )
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def step(tokens, columns, cache):
         hidden, cache = decoder.apply({"params": flat}, tokens, columns, cache=cache)
-        return heads.logits(architecture, flat, hidden)[:, 0], cache
+        return heads.compute_logits(architecture, flat, hidden)[:, 0], cache
 
     is_prompt = np.arange(longest) < prompts[:, None]
     logits, cache = prefill(np.where(is_prompt, ids[:, :longest], 0), is_prompt.astype(np.int32))
@@ -294,7 +302,7 @@ def test_cached_decode(checkpoint):
 
 def test_exported_it_is_the_same_model(checkpoint, tmp_path):
     model, _, architecture, params = checkpoint
-    export(params, architecture, tmp_path / "out")
+    export_checkpoint(params, architecture, tmp_path / "out")
     again, loaded = reference.load(tmp_path / "out")
     assert again == architecture
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
@@ -337,12 +345,12 @@ def test_a_critic_is_a_sequence_classifier(checkpoint, tmp_path):
     params["score"]["kernel"] = np.linspace(-1, 1, architecture.hidden_size, dtype=np.float32)[
         :, None
     ]
-    export(params, architecture, tmp_path / "out")
+    export_checkpoint(params, architecture, tmp_path / "out")
     theirs, ids = (
         reference.reload(tmp_path / "out", task="SequenceClassification"),
         reference.tokens(),
     )
-    values = heads.scalars(params, reference.hidden(architecture, params, ids))[:, -1]
+    values = heads.compute_scalars(params, reference.hidden(architecture, params, ids))[:, -1]
     close(values, reference.their_logits(theirs, ids)[:, 0])
     jax.tree.map(
         np.testing.assert_array_equal, reference.load(tmp_path / "out", "reward")[1], params
@@ -356,7 +364,7 @@ def test_the_samplers_logprobs_are_those_of_transformers(tmp_path):
     prompts = Prompts(reference.tokens(rows=3, length=9), np.array([9, 5, 7], np.int32))
     options = SamplingOptions(max_response_length=12, temperature=TEMPERATURE, n=2, slots=4)
     rollout = Sampler(Transformer(architecture, unrolled=True), options)(
-        unroll(params), prompts, jax.random.key(0)
+        unroll_params(params), prompts, jax.random.key(0)
     )
     for i in range(6):
         prompt = prompts.tokens[i // 2, : prompts.lengths[i // 2]]
@@ -383,7 +391,7 @@ def test_split_over_eight_devices_it_is_the_same_model(name, tmp_path):
     architecture, params = reference.load(tmp_path)
     mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
     where = sharding.tree_shardings(mesh, params, sharding.TRAIN_RULES)
-    split = hf_import.load(tmp_path, architecture, where)
+    split = load_checkpoint(tmp_path, architecture, where)
     jax.tree.map(np.testing.assert_array_equal, split, params)
     ids = reference.tokens(rows=4, vocab_size=96)
     with jax.set_mesh(mesh):
@@ -393,7 +401,12 @@ def test_split_over_eight_devices_it_is_the_same_model(name, tmp_path):
 
 def test_every_parameter_has_its_place(checkpoint):
     architecture, params = checkpoint[2:]
-    for tree, rules in ((params, sharding.TRAIN_RULES), (unroll(params), sharding.DECODE_RULES)):
+    for tree, rules in (
+        (params, sharding.TRAIN_RULES),
+        (unroll_params(params), sharding.DECODE_RULES),
+    ):
         sharding.tree_shardings(tiny.make_mesh(), tree, rules)
-    own = jax.eval_shape(lambda: heads.init(Transformer(architecture), jax.random.key(0), "lm"))
+    own = jax.eval_shape(
+        lambda: heads.init_params(Transformer(architecture), jax.random.key(0), "lm")
+    )
     assert jax.tree.map(jnp.shape, own) == jax.tree.map(jnp.shape, params)

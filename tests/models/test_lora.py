@@ -13,11 +13,16 @@ from safetensors.numpy import load_file, save_file
 import tiny
 from jax_ppo.config import schema
 from jax_ppo.errors import UserError
-from jax_ppo.models import heads, lora
-from jax_ppo.models.hf import peft
-from jax_ppo.models.hf import save as hf_export
-from jax_ppo.models.lora import Lora
-from jax_ppo.models.transformer import Dense, Transformer, unroll
+from jax_ppo.models import heads
+from jax_ppo.models.hf.peft import (
+    load_adapters,
+    read_adapter_config,
+    save_adapters,
+    validate_adapters,
+)
+from jax_ppo.models.hf.save import export_checkpoint
+from jax_ppo.models.lora import Lora, init_adapters, join_adapters, merge_kernel
+from jax_ppo.models.transformer import Dense, Transformer, unroll_params
 from jax_ppo.runtime import sharding
 
 ALL = Lora(4, 6.0, schema.LORA_TARGETS)
@@ -26,7 +31,7 @@ TWO = Lora(3, 6.0, ("q_proj", "v_proj"))
 
 def adapters_of(architecture, shape, head="lm", seed=5):
     """Adapters of which no part is zero."""
-    params = lora.init(architecture, shape, jax.random.key(seed), head)
+    params = init_adapters(architecture, shape, jax.random.key(seed), head)
     return jax.tree.map(lambda x: 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
 
 
@@ -39,7 +44,7 @@ def apply(model, params, ids):
 
 def logits(architecture, params, ids, shape=None, dtype=jnp.float32, **options):
     hidden = apply(Transformer(architecture, dtype, lora=shape, **options), params, ids)
-    return np.asarray(heads.logits(architecture, params, hidden))
+    return np.asarray(heads.compute_logits(architecture, params, hidden))
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +60,7 @@ def test_a_projection_worked_by_hand():
     params = {"kernel": jnp.eye(2), "lora_a": jnp.ones((2, 1)), "lora_b": jnp.array([[3.0, 4.0]])}
     out = Dense(2, False, jnp.float32, 0.5).apply({"params": params}, jnp.array([[[1.0, 2.0]]]))
     np.testing.assert_array_equal(out, [[[5.5, 8.0]]])
-    np.testing.assert_array_equal(lora.merged(*params.values(), 0.5), [[2.5, 2.0], [1.5, 3.0]])
+    np.testing.assert_array_equal(merge_kernel(*params.values(), 0.5), [[2.5, 2.0], [1.5, 3.0]])
     assert Lora(8, 4.0, ()).scale == 0.5
 
 
@@ -63,23 +68,25 @@ def test_a_projection_worked_by_hand():
 @pytest.mark.parametrize("unrolled", [False, True])
 def test_new_adapters_change_not_a_bit(checkpoint, dtype, unrolled):
     architecture, params = checkpoint[2:]
-    adapters = lora.init(architecture, ALL, jax.random.key(0), "lm")
-    form = unroll if unrolled else lambda tree: tree
+    adapters = init_adapters(architecture, ALL, jax.random.key(0), "lm")
+    form = unroll_params if unrolled else lambda tree: tree
     base = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
     ids, options = reference.tokens(), {"dtype": dtype, "unrolled": unrolled}
     bare = logits(architecture, form(base), ids, **options)
     np.testing.assert_array_equal(
-        logits(architecture, form(lora.join(base, adapters)), ids, ALL, **options), bare
+        logits(architecture, form(join_adapters(base, adapters)), ids, ALL, **options), bare
     )
     moved = adapters_of(architecture, ALL)
     assert (
-        np.abs(logits(architecture, form(lora.join(base, moved)), ids, ALL, **options) - bare).max()
+        np.abs(
+            logits(architecture, form(join_adapters(base, moved)), ids, ALL, **options) - bare
+        ).max()
         > 0.1
     )
 
 
 def test_a_is_drawn_as_peft_draws_it():
-    params = lora.init(
+    params = init_adapters(
         tiny.ARCHITECTURE, Lora(64, 16.0, schema.LORA_TARGETS), jax.random.key(0), "scalar"
     )
     for inputs, path in ((16, ("attention", "q_proj")), (32, ("mlp", "down_proj"))):
@@ -101,14 +108,14 @@ def test_the_gradient_is_that_of_the_merged_kernels(checkpoint):
 
     def loss(tree, shape):
         out = apply(Transformer(architecture, lora=shape), tree, ids)
-        return jnp.sum(jnp.sin(heads.logits(architecture, tree, out)))
+        return jnp.sum(jnp.sin(heads.compute_logits(architecture, tree, out)))
 
-    of_adapters = jax.grad(lambda own: loss(lora.join(params, own), ALL))(adapters)
+    of_adapters = jax.grad(lambda own: loss(join_adapters(params, own), ALL))(adapters)
     whole = jax.tree.map(jnp.asarray, params)
     for module, projections in adapters["layers"].items():
         for name, pair in projections.items():
             entry = whole["layers"][module][name]
-            entry["kernel"] = lora.merged(
+            entry["kernel"] = merge_kernel(
                 entry["kernel"], pair["lora_a"], pair["lora_b"], ALL.scale
             )
     of_whole = jax.grad(lambda tree: loss(tree, None))(whole)
@@ -133,15 +140,15 @@ def test_merged_and_in_pefts_format_it_is_the_same_model(checkpoint, shape, tmp_
     """The merged folder in transformers, and W + alpha / r B A of PEFT's tensors there, have the unmerged logits."""
     _, folder, architecture, params = checkpoint
     adapters, ids = adapters_of(architecture, shape), reference.tokens()
-    ours = logits(architecture, lora.join(params, adapters), ids, shape)
+    ours = logits(architecture, join_adapters(params, adapters), ids, shape)
     assert np.abs(ours - logits(architecture, params, ids)).max() > 0.1
-    hf_export.export(params, architecture, tmp_path / "merged", adapters=adapters, lora=shape)
+    export_checkpoint(params, architecture, tmp_path / "merged", adapters=adapters, lora=shape)
     merged = reference.reload(tmp_path / "merged")
     np.testing.assert_allclose(reference.their_logits(merged, ids), ours, rtol=1e-4, atol=1e-4)
     again, loaded = reference.load(tmp_path / "merged")
     np.testing.assert_allclose(logits(again, loaded, ids), ours, rtol=1e-5, atol=1e-5)
 
-    peft.save(adapters, architecture, shape, tmp_path / "adapter", str(folder))
+    save_adapters(adapters, architecture, shape, tmp_path / "adapter", str(folder))
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     tensors, base = (
         load_file(tmp_path / "adapter/adapter_model.safetensors"),
@@ -179,11 +186,11 @@ def test_there_and_back(head, tmp_path):
         tiny.make_mesh(8, data=2, fsdp=2, model=2),
     )
     split = jax.jit(lambda tree: tree, out_shardings=places(adapters, mesh))(adapters)
-    peft.save(split, architecture, shape, tmp_path / "out", "some/model")
-    assert peft.read(tmp_path / "out") == (shape, "some/model")
-    peft.check(tmp_path / "out", architecture, shape, "reward" if head == "scalar" else "lm")
+    save_adapters(split, architecture, shape, tmp_path / "out", "some/model")
+    assert read_adapter_config(tmp_path / "out") == (shape, "some/model")
+    validate_adapters(tmp_path / "out", architecture, shape, "reward" if head == "scalar" else "lm")
     reported = []
-    loaded = peft.load(
+    loaded = load_adapters(
         tmp_path / "out",
         architecture,
         shape,
@@ -208,7 +215,9 @@ def test_there_and_back(head, tmp_path):
         assert json.loads((tmp_path / "out/adapter_config.json").read_text())[
             "modules_to_save"
         ] == ["score"]
-        fresh = peft.load(tmp_path / "out", architecture, shape, places(adapters), head="scalar")
+        fresh = load_adapters(
+            tmp_path / "out", architecture, shape, places(adapters), head="scalar"
+        )
         assert not np.any(fresh["score"]["kernel"])
         np.testing.assert_array_equal(
             fresh["layers"]["attention"]["v_proj"]["lora_a"],
@@ -222,34 +231,34 @@ def test_peft_loads_ours_and_we_load_what_it_saves(checkpoint, tmp_path):
     _, folder, architecture, params = checkpoint
     adapters, ids = adapters_of(architecture, TWO, "scalar"), reference.tokens()
     policy, classifier = (
-        heads.without_scalars(adapters),
+        heads.without_scalar_head(adapters),
         reference.transformers.AutoModelForSequenceClassification,
     )
-    peft.save(policy, architecture, TWO, tmp_path / "policy", str(folder))
+    save_adapters(policy, architecture, TWO, tmp_path / "policy", str(folder))
     theirs = library.PeftModel.from_pretrained(
         reference.reload(folder), str(tmp_path / "policy")
     ).eval()
     np.testing.assert_allclose(
         reference.their_logits(theirs, ids),
-        logits(architecture, lora.join(params, policy), ids, TWO),
+        logits(architecture, join_adapters(params, policy), ids, TWO),
         rtol=1e-4,
         atol=1e-4,
     )
     # Of a classifier PEFT adds names of its own to what is saved whole.
-    peft.save(adapters, architecture, TWO, tmp_path / "reward", str(folder))
+    save_adapters(adapters, architecture, TWO, tmp_path / "reward", str(folder))
     base = classifier.from_pretrained(folder, num_labels=1, dtype=reference.torch.float32)
     library.PeftModel.from_pretrained(base, str(tmp_path / "reward")).save_pretrained(
         tmp_path / "again"
     )
-    assert peft.read(tmp_path / "again") == (TWO, str(folder))
-    again = peft.load(tmp_path / "again", architecture, TWO, places(adapters), head="reward")
+    assert read_adapter_config(tmp_path / "again") == (TWO, str(folder))
+    again = load_adapters(tmp_path / "again", architecture, TWO, places(adapters), head="reward")
     jax.tree.map(np.testing.assert_array_equal, again, adapters)
 
 
 def test_where_decoding_has_them():
     mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
-    base = heads.init(Transformer(tiny.ARCHITECTURE), jax.random.key(0), "lm")
-    flat = unroll(lora.join(base, adapters_of(tiny.ARCHITECTURE, ALL)))
+    base = heads.init_params(Transformer(tiny.ARCHITECTURE), jax.random.key(0), "lm")
+    flat = unroll_params(join_adapters(base, adapters_of(tiny.ARCHITECTURE, ALL)))
     layer = sharding.tree_shardings(mesh, flat, sharding.DECODE_RULES)["layer_1"]
     split = jax.tree.map(lambda place, x: place.shard_shape(x.shape), layer, flat["layer_1"])
     q, down = split["attention"]["q_proj"], split["mlp"]["down_proj"]
@@ -264,7 +273,7 @@ def test_where_decoding_has_them():
 @pytest.fixture
 def saved(tmp_path):
     shape = Lora(2, 3.0, ("q_proj",))
-    peft.save(
+    save_adapters(
         adapters_of(tiny.ARCHITECTURE, shape),
         tiny.ARCHITECTURE,
         shape,
@@ -284,9 +293,9 @@ def edit(folder, tensors=lambda tensors: tensors, **changes):
 
 
 def read_all(folder):
-    shape, _ = peft.read(folder)
-    tree = jax.eval_shape(lambda: lora.init(tiny.ARCHITECTURE, shape, jax.random.key(0), "lm"))
-    return shape, peft.load(folder, tiny.ARCHITECTURE, shape, places(tree))
+    shape, _ = read_adapter_config(folder)
+    tree = jax.eval_shape(lambda: init_adapters(tiny.ARCHITECTURE, shape, jax.random.key(0), "lm"))
+    return shape, load_adapters(folder, tiny.ARCHITECTURE, shape, places(tree))
 
 
 @pytest.mark.parametrize(
@@ -329,17 +338,17 @@ def test_tensors_that_are_missing_or_too_many_are_named(saved):
 
 def test_pickles_and_other_folders_are_refused(saved, tmp_path):
     with pytest.raises(UserError, match="has no adapter_config.json"):
-        peft.read(tmp_path)
+        read_adapter_config(tmp_path)
     with pytest.raises(UserError, match="holds adapters, which stand on another model's weights"):
         reference.load(saved)
     (saved / "adapter_model.safetensors").rename(saved / "adapter_model.bin")
     with pytest.raises(UserError, match="adapter_model.bin is a pickle, and is not read"):
-        peft.read(saved)
+        read_adapter_config(saved)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").touch()
     shape = Lora(2, 3.0, ("q_proj",))
     with pytest.raises(FileExistsError):
-        peft.save(
+        save_adapters(
             adapters_of(tiny.ARCHITECTURE, shape),
             tiny.ARCHITECTURE,
             shape,

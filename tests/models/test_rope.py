@@ -59,7 +59,7 @@ def config_of(parameters):
 def test_frequencies_and_logits_are_those_of_transformers(name, tmp_path):
     model = reference.save(tmp_path, **config_of(KINDS[name]))
     architecture, params = reference.load(tmp_path)
-    inverse, factor = rope.frequencies(architecture)
+    inverse, factor = rope.inverse_frequencies(architecture)
     if name == "default":
         expected, expected_factor = model.model.rotary_emb.inv_freq, 1.0
     else:
@@ -80,7 +80,7 @@ def test_every_kind_is_tested():
 def test_longest_is_where_the_frequencies_would_change():
     def longest(name):
         config = reference.SIZES | config_of(KINDS[name]) | {"model_type": "llama"}
-        return rope.longest(from_hf_config(config))
+        return rope.max_sequence_length(from_hf_config(config))
 
     assert longest("longrope") == 64  # beyond it transformers takes long_factor
     assert longest("dynamic") == 64  # beyond it transformers stretches the base
@@ -117,7 +117,7 @@ def test_transformers_4_spellings():
         | ORIGINAL
         | {"max_position_embeddings": 512}
     )
-    assert rope.longest(from_hf_config(phi)) == 64
+    assert rope.max_sequence_length(from_hf_config(phi)) == 64
 
 
 def test_a_pair_is_turned_by_its_angle():
@@ -126,12 +126,12 @@ def test_a_pair_is_turned_by_its_angle():
         reference.SIZES | {"model_type": "llama", "head_dim": 4, "rope_theta": 100.0}
     )
     x = np.array([1.0, 0.0, 0.0, 1.0], np.float32).reshape(1, 1, 1, 4)
-    turned = rope.rotate(x, *rope.cos_sin(architecture, np.array([[2]]), 3))
+    turned = rope.rotate(x, *rope.rotation_tables(architecture, np.array([[2]]), 3))
     expected = [np.cos(2), -np.sin(0.2), np.sin(2), np.cos(0.2)]
     np.testing.assert_allclose(turned[0, 0, 0], expected, atol=1e-6)
 
 
 def test_a_position_past_the_table_is_seen():
     architecture = from_hf_config(reference.SIZES | {"model_type": "llama"})
-    cos, _ = rope.cos_sin(architecture, np.array([[0, 2, 3]]), 3)
+    cos, _ = rope.rotation_tables(architecture, np.array([[0, 2, 3]]), 3)
     assert np.isfinite(cos[0, :2]).all() and np.isnan(cos[0, 2]).all()

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import tiny
-from jax_ppo.models import lora as lora_lib
-from jax_ppo.models.transformer import Transformer, unroll
+from jax_ppo.models.lora import merge_kernel
+from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import objectives, scoring
 from jax_ppo.ppo.update import actor_role, critic_role, update
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
@@ -170,7 +170,7 @@ def test_the_sampler_draws_from_the_policy_that_is_scored():
             Transformer(tiny.ARCHITECTURE, jnp.float32, unrolled=True, lora=nets.actor.lora),
             SamplingOptions(tiny.T, 1.0, eos_ids=(1,)),
         )
-        policy = unroll(state_lib.whole(nets.actor, state.actor, state.reference))
+        policy = unroll_params(state_lib.whole(nets.actor, state.actor, state.reference))
         rollout = sampler(policy, tiny.make_rollout(mesh).prompts, jax.random.key(3))
         experience, metrics = tiny.make_experience(config, mesh, state, rollout)
     assert (
@@ -204,17 +204,17 @@ def _merged(params, scale, path, kernel):
     beside = functools.reduce(lambda tree, key: tree[key.key], path[:-1], params)
     if path[-1].key != "kernel" or "lora_a" not in beside:
         return kernel
-    return lora_lib.merged(kernel, beside["lora_a"], beside["lora_b"], scale)
+    return merge_kernel(kernel, beside["lora_a"], beside["lora_b"], scale)
 
 
 def test_a_state_from_a_checkpoint_is_the_one_that_was_saved(tmp_path):
     """The base comes from the model's folder, the adapters and their optimizers from the checkpoint."""
-    from jax_ppo.models.hf import save as hf_export
+    from jax_ppo.models.hf.save import export_checkpoint
 
     config, mesh = tiny.config(**LORA), tiny.make_mesh(8, data=2, fsdp=2, model=2)
     with jax.set_mesh(mesh):
         before = moved(tiny.make_state(config, mesh))
-        hf_export.export(before.reference, tiny.ARCHITECTURE, tmp_path / "base")
+        export_checkpoint(before.reference, tiny.ARCHITECTURE, tmp_path / "base")
         folders, said = state_lib.Folders(tmp_path / "base", tmp_path / "base", None), []
         nets = tiny.networks(config)
 

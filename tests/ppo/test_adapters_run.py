@@ -18,10 +18,11 @@ from jax_ppo.config import command_line, schema
 from jax_ppo.data import arithmetic
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.errors import UserError
-from jax_ppo.models import heads, lora
+from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.hf import peft
-from jax_ppo.models.hf import save as hf_export
+from jax_ppo.models.hf.peft import save_adapters
+from jax_ppo.models.hf.save import export_checkpoint
+from jax_ppo.models.lora import Lora, init_adapters
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import loop as ppo
 
@@ -66,14 +67,14 @@ def files(tmp_path_factory):
         eos_ids=(tokenizer.eos_token_id,),
         pad_id=tokenizer.pad_token_id,
     )
-    params = heads.init(Transformer(architecture), jax.random.key(0), "lm")
-    hf_export.export(params, architecture, folder / "llama", source_folder=folder / "tokenizer")
-    shape = lora.Lora(2, 2.0, ("k_proj", "up_proj"))
+    params = heads.init_params(Transformer(architecture), jax.random.key(0), "lm")
+    export_checkpoint(params, architecture, folder / "llama", source_folder=folder / "tokenizer")
+    shape = Lora(2, 2.0, ("k_proj", "up_proj"))
     adapters = jax.tree.map(
         lambda x: 0.3 * jax.random.normal(jax.random.key(x.size), x.shape, jnp.float32),
-        lora.init(architecture, shape, jax.random.key(1), "scalar"),
+        init_adapters(architecture, shape, jax.random.key(1), "scalar"),
     )
-    peft.save(adapters, architecture, shape, folder / "reward", f"{folder}/llama")
+    save_adapters(adapters, architecture, shape, folder / "reward", f"{folder}/llama")
     (folder / "config.py").write_text(CONFIG.format(folder=folder))
     return folder
 

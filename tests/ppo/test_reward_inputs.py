@@ -8,7 +8,7 @@ import reward_models
 import tiny
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.errors import UserError
-from jax_ppo.models.hf import load as hf_import
+from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.ppo import reward_inputs, scoring
 from jax_ppo.training import state as state_lib
 from jax_ppo.types import Example
@@ -62,7 +62,7 @@ def scored(folder, decoder, actors, mesh=None, **changes):
     nets, net = network(options, folder, decoder)
     with jax.set_mesh(mesh):
         where = jax.tree.map(lambda x: x.sharding, state_lib.shapes(options, nets, mesh).reward)
-        params = hf_import.load(folder, net.architecture, where, np.float32, "reward")
+        params = load_checkpoint(folder, net.architecture, where, np.float32, "reward")
         make = reward_inputs.choose(options, mesh, net, folder, actors, said.append)
         ids = [np.array(actors.encode(answer), np.int32) for answer in ANSWERS]
         texts = actors.batch_decode(ids, skip_special_tokens=True)

@@ -17,7 +17,7 @@ from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.errors import UserError
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.hf import save as hf_export
+from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import loop as ppo
 
@@ -68,8 +68,8 @@ def files(tmp_path_factory):
         eos_ids=(tokenizer.eos_token_id,),
         pad_id=tokenizer.pad_token_id,
     )
-    hf_export.export(
-        heads.init(Transformer(architecture), jax.random.key(0), "lm"),
+    export_checkpoint(
+        heads.init_params(Transformer(architecture), jax.random.key(0), "lm"),
         architecture,
         folder / "llama",
         source_folder=folder / "tokenizer",

@@ -26,8 +26,8 @@ from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.errors import UserError
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.hf import load as hf_import
-from jax_ppo.models.hf import save as hf_export
+from jax_ppo.models.hf.load import read_architecture
+from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import loop as ppo
 from jax_ppo.ppo import precompilation as rehearsal
@@ -88,8 +88,8 @@ def files(tmp_path_factory):
         eos_ids=(tokenizer.eos_token_id,),
         pad_id=tokenizer.pad_token_id,
     )
-    params = heads.init(Transformer(architecture), jax.random.key(0), "lm")
-    hf_export.export(params, architecture, folder / "llama", source_folder=folder / "tokenizer")
+    params = heads.init_params(Transformer(architecture), jax.random.key(0), "lm")
+    export_checkpoint(params, architecture, folder / "llama", source_folder=folder / "tokenizer")
     (folder / "reward.py").write_text(REWARD)
     (folder / "config.py").write_text(
         CONFIG.format(model=str(folder / "llama"), reward=f"{folder}/reward.py:reward")
@@ -100,12 +100,12 @@ def files(tmp_path_factory):
 @pytest.fixture(scope="module")
 def reward_model(files, tmp_path_factory):
     folder = tmp_path_factory.mktemp("reward_model")
-    architecture = hf_import.read_architecture(files / "llama")
-    params = heads.init(Transformer(architecture), jax.random.key(1), "scalar")
+    architecture = read_architecture(files / "llama")
+    params = heads.init_params(Transformer(architecture), jax.random.key(1), "scalar")
     params["score"]["kernel"] = jax.random.normal(
         jax.random.key(2), params["score"]["kernel"].shape
     )
-    hf_export.export(params, architecture, folder)
+    export_checkpoint(params, architecture, folder)
     return folder
 
 

@@ -13,7 +13,7 @@ from jax_ppo.config import schema
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import importance, kl, losses, policy_losses
 from jax_ppo.models import heads
-from jax_ppo.models.transformer import Transformer, unroll
+from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import objectives, scoring
 from jax_ppo.ppo.experience import estimate
 from jax_ppo.ppo.update import actor_role, critic_role, programs, update
@@ -234,7 +234,7 @@ def sampled(config, mesh, state):
         Transformer(tiny.ARCHITECTURE, jnp.float32, unrolled=True),
         SamplingOptions(tiny.T, config.rollout.temperature, eos_ids=(1,)),
     )
-    return sampler(unroll(state.actor), prompts, jax.random.key(3))
+    return sampler(unroll_params(state.actor), prompts, jax.random.key(3))
 
 
 @pytest.mark.parametrize("temperature", [0.6, pytest.param(1.0, marks=pytest.mark.slow)])
@@ -546,7 +546,7 @@ def test_reward_model_scores_stand_on_the_last_token():
         tokens = sequences.tokens[b : b + 1, :length]
         hidden, _ = model.apply({"params": params}, tokens, jnp.arange(length)[None])
         assert float(scores[b]) == pytest.approx(
-            float(heads.scalars(params, hidden)[0, -1]), abs=1e-4
+            float(heads.compute_scalars(params, hidden)[0, -1]), abs=1e-4
         )
 
 
@@ -782,7 +782,7 @@ def test_the_value_after_the_last_token(devices):
             jnp.arange(length)[None],
         )
         assert float(scores.last_values[b]) == pytest.approx(
-            float(heads.scalars(critic, hidden)[0, -1]), abs=1e-4
+            float(heads.compute_scalars(critic, hidden)[0, -1]), abs=1e-4
         )
 
 

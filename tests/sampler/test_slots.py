@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from tiny_actor import make_prompts
 
-from jax_ppo.models import cache as cache_lib
-from jax_ppo.models import heads
+from jax_ppo.models import cache, heads
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.transformer import Transformer, unroll
+from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.sampler import generate, sampling
 from jax_ppo.types import Prompts
 
@@ -120,7 +119,9 @@ def uniform():
         head_dim=2,
     )
     model = Transformer(architecture, unrolled=True)
-    shapes = jax.eval_shape(functools.partial(heads.init, model, head="lm"), jax.random.key(0))
+    shapes = jax.eval_shape(
+        functools.partial(heads.init_params, model, head="lm"), jax.random.key(0)
+    )
     return model, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
@@ -165,7 +166,7 @@ def test_slot_steps_of_samples_that_start_at_once(uniform):
 def step(monkeypatch):
     """One decoding step of a model whose weights and cache weigh more than all else, and what it takes."""
     monkeypatch.setattr(
-        cache_lib, "LEAST_WINDOW", 10**6
+        cache, "MIN_READ_WIDTH", 10**6
     )  # the compiler counts all branches of a choice of windows
     architecture = Architecture(
         family="llama",
@@ -178,7 +179,7 @@ def step(monkeypatch):
         head_dim=128,
     )
     model = Transformer(architecture, unrolled=True)
-    params = unroll(heads.init(Transformer(architecture), jax.random.key(0), "lm"))
+    params = unroll_params(heads.init_params(Transformer(architecture), jax.random.key(0), "lm"))
     keys = sampling.sample_keys(jax.random.key(0), jnp.arange(16))
     job = generate.plan(
         model,
@@ -206,7 +207,7 @@ def test_a_step_reads_weights_and_cache_once(step):
     needed = sum(x.nbytes for x in jax.tree.leaves((params, caches)))
     new, columns, layer = jnp.zeros((8, 1, 2, 128)), jnp.zeros(8, jnp.int32), state.slots.cache[0]
     write = (
-        jax.jit(functools.partial(cache_lib.put_tokens, "cpu"), donate_argnums=0)
+        jax.jit(functools.partial(cache.write_tokens, "cpu"), donate_argnums=0)
         .lower(layer, new, new, columns)
         .compile()
     )
@@ -227,9 +228,9 @@ def test_no_cache_is_copied(actor):
         .as_text()
     )
     loops, entry = text.split("\nENTRY ")
-    for cache in (re.escape("f32[5,2,8,28]"), re.escape("f32[5,2,28,8]")):
-        assert re.search(cache, loops) and re.search(cache, entry)
-        assert not re.findall(rf"= {cache}\S* copy\(", loops)
+    for shape in (re.escape("f32[5,2,8,28]"), re.escape("f32[5,2,28,8]")):
+        assert re.search(shape, loops) and re.search(shape, entry)
+        assert not re.findall(rf"= {shape}\S* copy\(", loops)
 
 
 @pytest.mark.parametrize("decoding", ["gpu", "tpu", "cudnn"])

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from jax_ppo.models.hf import load as hf_import
-from jax_ppo.models.transformer import Transformer, unroll
+from jax_ppo.models.hf.load import load_checkpoint, read_architecture
+from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.types import Prompts
 
@@ -24,12 +24,12 @@ STORY = " She loved to play outside in the park. One day, she saw a big, red bal
 def test_greedy_story():
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(FOLDER)
-    architecture = hf_import.read_architecture(FOLDER)
+    architecture = read_architecture(FOLDER)
     stacked = Transformer(architecture)
     one = np.zeros((1, 1), np.int32)
     shapes = jax.eval_shape(stacked.init, jax.random.key(0), one, one, one)["params"]
     device = SingleDeviceSharding(jax.devices()[0])
-    params = hf_import.load(FOLDER, architecture, jax.tree.map(lambda _: device, dict(shapes)))
+    params = load_checkpoint(FOLDER, architecture, jax.tree.map(lambda _: device, dict(shapes)))
 
     ids = tokenizer(PROMPT, add_special_tokens=False)["input_ids"]
     ids = [architecture.bos_id, *ids]
@@ -38,7 +38,7 @@ def test_greedy_story():
     options = SamplingOptions(48, 0.0, eos_ids=architecture.eos_ids)
     sampler = Sampler(Transformer(architecture, unrolled=True), options)
     rollout = sampler(
-        unroll(params), Prompts(tokens, np.array([len(ids)], np.int32)), jax.random.key(0)
+        unroll_params(params), Prompts(tokens, np.array([len(ids)], np.int32)), jax.random.key(0)
     )
     text = tokenizer.decode([*ids, *np.asarray(rollout.responses[0])], skip_special_tokens=True)
     assert text.split(PROMPT)[1].startswith(STORY)

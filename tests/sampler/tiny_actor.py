@@ -7,7 +7,7 @@ import numpy as np
 
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.transformer import Transformer, unroll
+from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.types import Prompts
 
@@ -39,9 +39,9 @@ class Actor:
     @functools.partial(jax.jit, static_argnums=0)
     def init(self, key):
         stacked = jax.tree.map(
-            lambda x: 5 * x if x.ndim > 1 else x, heads.init(self.scored, key, "lm")
+            lambda x: 5 * x if x.ndim > 1 else x, heads.init_params(self.scored, key, "lm")
         )
-        return stacked, unroll(stacked)
+        return stacked, unroll_params(stacked)
 
     def sample(self, prompts, seed=0, first=0, max_response_length=T, temperature=1.0, **options):
         """A Rollout of numpy arrays."""
@@ -56,7 +56,7 @@ class Actor:
         hidden, _ = self.scored.apply(
             {"params": self.stacked}, tokens, positions, jax.numpy.zeros_like(tokens)
         )
-        return heads.logits(self.scored.architecture, self.stacked, hidden)
+        return heads.compute_logits(self.scored.architecture, self.stacked, hidden)
 
     def full_logits(self, prompts, responses):
         """Logits before each response token, [B, T, V]: the sequences are joined without a gap and run at once."""

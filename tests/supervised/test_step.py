@@ -42,7 +42,7 @@ def make(objective, seed=0):
     tokens = r.integers(2, 32, (count, 18)).astype(np.int32) * (
         np.arange(18) < (prompts + lengths)[:, None]
     )
-    params = heads.init(MODEL, jax.random.key(seed), objective.head)
+    params = heads.init_params(MODEL, jax.random.key(seed), objective.head)
     params = jax.tree.map(lambda x: 5 * x if x.ndim > 1 else x, params)
     if "score" in params:
         params["score"]["kernel"] = jax.random.normal(
@@ -74,7 +74,7 @@ def alone(sequences, params):
 @jax.jit
 def plain_language_loss(params, sequences):
     logprobs = jax.nn.log_softmax(
-        heads.logits(tiny.ARCHITECTURE, params, alone(sequences, params)[:, :-1])
+        heads.compute_logits(tiny.ARCHITECTURE, params, alone(sequences, params)[:, :-1])
     )
     losses = -jnp.take_along_axis(logprobs, sequences.tokens[:, 1:, None], axis=-1)[..., 0]
     place = np.arange(1, 18)
@@ -87,7 +87,7 @@ def plain_language_loss(params, sequences):
 @jax.jit
 def plain_preference_loss(params, sequences):
     last = sequences.prompt_lengths + sequences.lengths - 1
-    scores = heads.scalars(params, alone(sequences, params))[np.arange(2 * N), last]
+    scores = heads.compute_scalars(params, alone(sequences, params))[np.arange(2 * N), last]
     chosen, rejected = scores[:N], scores[N:]
     return (jnp.log(1 + jnp.exp(rejected - chosen)) + 0.1 * (chosen + rejected) ** 2).mean(), (
         chosen,

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 import tiny
 from jax_ppo.errors import UserError
 from jax_ppo.models import heads
-from jax_ppo.models.hf import save as hf_export
+from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.training import state as state_lib
 
@@ -39,12 +39,14 @@ def test_a_state_from_a_checkpoint_is_the_one_that_was_saved():
 def folders(tmp_path_factory):
     """An actor, and a reward model with a head of its own."""
     folder, net = tmp_path_factory.mktemp("roles"), Transformer(tiny.ARCHITECTURE)
-    hf_export.export(heads.init(net, jax.random.key(0), "lm"), tiny.ARCHITECTURE, folder / "actor")
-    params = heads.init(net, jax.random.key(1), "scalar")
+    export_checkpoint(
+        heads.init_params(net, jax.random.key(0), "lm"), tiny.ARCHITECTURE, folder / "actor"
+    )
+    params = heads.init_params(net, jax.random.key(1), "scalar")
     params["score"]["kernel"] = jax.random.normal(
         jax.random.key(2), params["score"]["kernel"].shape
     )
-    hf_export.export(params, tiny.ARCHITECTURE, folder / "reward")
+    export_checkpoint(params, tiny.ARCHITECTURE, folder / "reward")
     return folder
 
 

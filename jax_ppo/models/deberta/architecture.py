@@ -66,7 +66,7 @@ class DebertaArchitecture:
         return self.num_heads
 
 
-def from_hf_config(config: dict[str, Any]) -> DebertaArchitecture:
+def deberta_from_hf_config(config: dict[str, Any]) -> DebertaArchitecture:
     """Reads the contents of config.json. UserError names what is missing or not supported."""
     _refuse_unsupported(config)
     hidden, longest = config["hidden_size"], config.get("max_position_embeddings", 512)

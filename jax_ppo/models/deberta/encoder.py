@@ -37,7 +37,7 @@ ACTIVATIONS = {
 }
 
 
-def normalize(x, scale, bias, epsilon: float):
+def layer_norm(x, scale, bias, epsilon: float):
     """LayerNorm over the last axis, computed in float32; the result has x's type."""
     wide = x.astype(jnp.float32)
     wide = wide - wide.mean(axis=-1, keepdims=True)
@@ -55,7 +55,7 @@ def _table(module, name, rows, width):
     )["embedding"]
 
 
-def buckets(distance: np.ndarray, a: DebertaArchitecture) -> np.ndarray:
+def relative_buckets(distance: np.ndarray, a: DebertaArchitecture) -> np.ndarray:
     """Which rows of the table of relative positions these distances have, int32.
 
     With log_buckets a distance up to S / 2 has a row of its own; beyond, rows cover distances that grow geometrically up to
@@ -72,7 +72,7 @@ def buckets(distance: np.ndarray, a: DebertaArchitecture) -> np.ndarray:
     return np.clip(bucket + span, 0, 2 * span - 1).astype(np.int32)
 
 
-def align(by_distance):
+def align_distances(by_distance):
     """[..., T, 2T] -> [..., T, T]: entry (i, j) is what stood at (i, j - i + T - 1).
 
     Not a gather: read as rows that are one shorter, each begins one column further left than the one before.
@@ -106,11 +106,13 @@ class Attention(nn.Module):
         scores_BxHxTxT = product("bihd,bjhd->bhij", q * scale, k)
         column = np.arange(2 * T)  # f of the products below
         if a.content_to_position:  # f = j - i + T - 1
-            keys = project(of_positions[1], relative_2SxD)[buckets(T - 1 - column, a)]
-            scores_BxHxTxT += align(product("bihd,fhd->bhif", q * scale, keys))
+            keys = project(of_positions[1], relative_2SxD)[relative_buckets(T - 1 - column, a)]
+            scores_BxHxTxT += align_distances(product("bihd,fhd->bhif", q * scale, keys))
         if a.position_to_content:  # f = i - j + T - 1
-            queries = project(of_positions[0], relative_2SxD)[buckets(column - (T - 1), a)]
-            scores_BxHxTxT += align(product("bjhd,fhd->bhjf", k * scale, queries)).swapaxes(-1, -2)
+            queries = project(of_positions[0], relative_2SxD)[relative_buckets(column - (T - 1), a)]
+            scores_BxHxTxT += align_distances(
+                product("bjhd,fhd->bhjf", k * scale, queries)
+            ).swapaxes(-1, -2)
         weights = jax.nn.softmax(
             jnp.where(visible_BxTxT[:, None], scores_BxHxTxT, -1e30), axis=-1
         ).astype(v.dtype)
@@ -140,18 +142,18 @@ class Layer(nn.Module):
         """`first`: bool, whether it is the first layer, which the convolution's output `conv` is added behind."""
         a = self.architecture
         attended = Attention(a, self.dtype, name="attention")(x, relative, visible)
-        x = normalize(
+        x = layer_norm(
             x + attended,
             **_norm_params(self, "attention_norm", a.hidden_size),
             epsilon=a.norm_epsilon,
         )
-        x = normalize(
+        x = layer_norm(
             x + MLP(a, self.dtype, name="mlp")(x),
             **_norm_params(self, "mlp_norm", a.hidden_size),
             epsilon=a.norm_epsilon,
         )
         if conv is not None:
-            x = jnp.where(first, normalize(x + conv, **conv_norm, epsilon=a.norm_epsilon), x)
+            x = jnp.where(first, layer_norm(x + conv, **conv_norm, epsilon=a.norm_epsilon), x)
         return x, None
 
 
@@ -205,7 +207,7 @@ class Deberta(nn.Module):
         x = self._embed(tokens_BxT, positions_BxT)
         relative = _table(self, "relative", 2 * a.relative_span, a.hidden_size).astype(self.dtype)
         if a.norm_relative:
-            relative = normalize(
+            relative = layer_norm(
                 relative,
                 **_norm_params(self, "relative_norm", a.hidden_size),
                 epsilon=a.norm_epsilon,
@@ -238,12 +240,12 @@ class Deberta(nn.Module):
             ].astype(self.dtype)
         if a.embedding_size != a.hidden_size:
             x = nn.Dense(a.hidden_size, use_bias=False, dtype=self.dtype, name="embed_proj")(x)
-        return normalize(
+        return layer_norm(
             x, **_norm_params(self, "embed_norm", a.hidden_size), epsilon=a.norm_epsilon
         )
 
 
-def init(model: Deberta, key) -> dict:
+def init_deberta_params(model: Deberta, key) -> dict:
     """Random parameters."""
     one = jnp.zeros((1, 1), jnp.int32)
     return model.init(key, one, one, one)["params"]

@@ -12,15 +12,15 @@ from safetensors import SafetensorError, safe_open
 
 from jax_ppo.errors import UserError
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+SAFETENSORS_DTYPES = {
     "F32": np.dtype(np.float32),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
 }
 
 
-class Checkpoint:
+class SafetensorsCheckpoint:
     """The tensors of `folder`'s model.safetensors, or of the shards that model.safetensors.index.json names; or of `files`.
 
     A context manager: the files are mapped while it is open, and a slice of a tensor touches only its own bytes.
@@ -75,20 +75,20 @@ class Checkpoint:
 
 def weight_files(folder: Path) -> list[Path]:
     """The files that hold the weights. Raises UserError where there are none, or only pickles, or one is missing."""
-    if (folder / SINGLE).exists():
-        return [folder / SINGLE]
-    if not (folder / INDEX).exists():
+    if (folder / SINGLE_FILE).exists():
+        return [folder / SINGLE_FILE]
+    if not (folder / INDEX_FILE).exists():
         _refuse_pickles(folder)
         raise UserError(
-            f"{folder} has no weights: neither {SINGLE} nor {INDEX} (a hub repository that has them only "
+            f"{folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} (a hub repository that has them only "
             "in pytorch_model.bin, a pickle, must be converted to safetensors first)"
         )
-    weight_map = json.loads((folder / INDEX).read_text()).get("weight_map", {})
+    weight_map = json.loads((folder / INDEX_FILE).read_text()).get("weight_map", {})
     files = [folder / name for name in sorted(set(weight_map.values()))]
     missing = [path.name for path in files if not path.exists()]
     if missing or not files:
         raise UserError(
-            f"{folder / INDEX} names {len(files)} files, of which {len(missing)} are not there: "
+            f"{folder / INDEX_FILE} names {len(files)} files, of which {len(missing)} are not there: "
             f"{', '.join(missing[:4])}. Fetch them again"
         )
     return files
@@ -115,7 +115,9 @@ def _refuse_pickles(folder):
         )
 
 
-def write(path: Path | None, tensors: dict[str, tuple[str, tuple[int, ...]]], arrays) -> None:
+def write_safetensors(
+    path: Path | None, tensors: dict[str, tuple[str, tuple[int, ...]]], arrays
+) -> None:
     """Writes a safetensors file with one array in memory at a time (save_file wants all of them together).
 
     Args:
@@ -125,7 +127,7 @@ def write(path: Path | None, tensors: dict[str, tuple[str, tuple[int, ...]]], ar
     """
     header, end = {"__metadata__": {"format": "pt"}}, 0  # transformers refuses a file without this
     for name, (dtype, shape) in tensors.items():
-        start, end = end, end + int(np.prod(shape)) * DTYPES[dtype].itemsize
+        start, end = end, end + int(np.prod(shape)) * SAFETENSORS_DTYPES[dtype].itemsize
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -137,5 +139,5 @@ def write(path: Path | None, tensors: dict[str, tuple[str, tuple[int, ...]]], ar
         for (dtype, shape), array in zip(tensors.values(), arrays, strict=True):
             if file is None:
                 continue
-            assert array.dtype == DTYPES[dtype] and array.shape == tuple(shape)
+            assert array.dtype == SAFETENSORS_DTYPES[dtype] and array.shape == tuple(shape)
             file.write(np.ascontiguousarray(array).view(np.uint8).data)

@@ -21,7 +21,7 @@ HUB_FILES = [
 ]
 
 
-def find(
+def resolve_model_folder(
     path: str, what: str = "config.model.path", holds: str = "config.json and model.safetensors"
 ) -> Path:
     """The folder of a checkpoint: `path` itself, or what the hub holds under this name, downloaded or from its cache.
@@ -56,7 +56,7 @@ def find(
         ) from error
 
 
-def where(path: str, folder: Path) -> tuple[str, str | None]:
+def shareable_model_name(path: str, folder: Path) -> tuple[str, str | None]:
     """What others can find a model by: a hub name and its revision, or an absolute path and None.
 
     `path`: as it was given to `find` ("" for a folder of ours), which gave `folder`.

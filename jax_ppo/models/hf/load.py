@@ -15,14 +15,10 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jax_ppo.errors import UserError
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.deberta import architecture as deberta
-from jax_ppo.models.deberta.architecture import DebertaArchitecture
-from jax_ppo.models.hf import files as hf_files
-from jax_ppo.models.hf import names as hf_names
+from jax_ppo.models.deberta.architecture import FAMILY, DebertaArchitecture, deberta_from_hf_config
 from jax_ppo.models.hf.config import FAMILIES, from_hf_config
-from jax_ppo.models.hf.hub import find
-
-__all__ = ["find", "load", "read_architecture", "read_reward_model"]
+from jax_ppo.models.hf.files import SAFETENSORS_DTYPES, SafetensorsCheckpoint, weight_files
+from jax_ppo.models.hf.names import TensorMapping, abbreviate, flatten_like, tensor_table
 
 SCORES = (
     "score.weight",
@@ -37,37 +33,37 @@ def read_architecture(folder: str | Path) -> Architecture:
     """
     architecture = from_hf_config(_read_config(folder))
     generation_file = Path(folder) / "generation_config.json"
-    hf_files.weight_files(Path(folder))
+    weight_files(Path(folder))
     more = read_json(generation_file).get("eos_token_id") if generation_file.exists() else None
     more = more if isinstance(more, list) else [] if more is None else [more]
     eos_ids = tuple(dict.fromkeys([*architecture.eos_ids, *more]))
     return dataclasses.replace(architecture, eos_ids=eos_ids)
 
 
-def read_reward_model(folder: str | Path) -> Architecture | DebertaArchitecture:
+def read_reward_architecture(folder: str | Path) -> Architecture | DebertaArchitecture:
     """As `read_architecture`, of a decoder or an encoder that gives one score.
 
     Reads the headers of the weights too, so that UserError is raised as well where they are not those of a sequence
     classifier with one label.
     """
     config = _read_config(folder)
-    if config.get("model_type") == deberta.FAMILY:
-        architecture = deberta.from_hf_config(config)
+    if config.get("model_type") == FAMILY:
+        architecture = deberta_from_hf_config(config)
     elif config.get("model_type") in FAMILIES:
         architecture = read_architecture(folder)
     else:
         raise UserError(
             f"{folder}: config.json's model_type {config.get('model_type')!r} is not supported for a reward model, "
-            f"only {', '.join((*FAMILIES, deberta.FAMILY))} are"
+            f"only {', '.join((*FAMILIES, FAMILY))} are"
         )
-    with hf_files.Checkpoint(folder) as checkpoint:
-        _check(checkpoint, hf_names.table(architecture, "reward"), "reward", architecture)
+    with SafetensorsCheckpoint(folder) as checkpoint:
+        _check(checkpoint, tensor_table(architecture, "reward"), "reward", architecture)
     return architecture
 
 
-def has_head(folder: str | Path) -> bool:
+def has_score_head(folder: str | Path) -> bool:
     """Whether the checkpoint has a reward model's head."""
-    with hf_files.Checkpoint(folder) as checkpoint:
+    with SafetensorsCheckpoint(folder) as checkpoint:
         return not checkpoint.names().isdisjoint(SCORES)
 
 
@@ -90,7 +86,7 @@ def read_json(path: Path):
         raise UserError(f"{path} is not JSON: {error}") from error
 
 
-def load(
+def load_checkpoint(
     folder: str | Path,
     architecture: Architecture | DebertaArchitecture,
     shardings: dict,
@@ -117,17 +113,17 @@ def load(
     Raises:
       UserError: a tensor is missing, of another shape, of another type, or not used. The message names it.
     """
-    rows = hf_names.table(architecture, head)
-    places = hf_names.flatten_like(shardings, rows, "`shardings`")
-    wanted = to_be_read(rows, head)
-    with hf_files.Checkpoint(folder) as checkpoint:
+    rows = tensor_table(architecture, head)
+    places = flatten_like(shardings, rows, "`shardings`")
+    wanted = tensors_to_read(rows, head)
+    with SafetensorsCheckpoint(folder) as checkpoint:
         _check(checkpoint, wanted, head, architecture)
         return read_parameters(checkpoint, rows, wanted, places, dtype, progress)
 
 
-def to_be_read(
-    rows: dict[tuple[str, ...], hf_names.Tensor], head: str
-) -> dict[tuple[str, ...], hf_names.Tensor]:
+def tensors_to_read(
+    rows: dict[tuple[str, ...], TensorMapping], head: str
+) -> dict[tuple[str, ...], TensorMapping]:
     """Those of the rows that a checkpoint must hold: a scalar head that starts at zero is not read."""
     return {
         path: row
@@ -137,9 +133,9 @@ def to_be_read(
 
 
 def read_parameters(
-    checkpoint: hf_files.Checkpoint,
-    rows: dict[tuple[str, ...], hf_names.Tensor],
-    wanted: dict[tuple[str, ...], hf_names.Tensor],
+    checkpoint: SafetensorsCheckpoint,
+    rows: dict[tuple[str, ...], TensorMapping],
+    wanted: dict[tuple[str, ...], TensorMapping],
     places: dict,
     dtype,
     progress: Callable[[int, int], None] | None,
@@ -217,7 +213,7 @@ def _without_first_axis(sharding):
 
 def _check(checkpoint, wanted, head, architecture):
     """Raises UserError unless the checkpoint has what is wanted, as it is wanted, and nothing that would change it."""
-    check_tensors(checkpoint, wanted, head)
+    validate_tensors(checkpoint, wanted, head)
     names = checkpoint.names()
     used = {name for row in wanted.values() for name in row.names()}
     unused = sorted(
@@ -226,14 +222,14 @@ def _check(checkpoint, wanted, head, architecture):
     if unused:
         raise UserError(
             f"{checkpoint.folder} has {len(unused)} tensors that this model would not use: "
-            f"{hf_names.some(unused)}. It is another kind of model than "
+            f"{abbreviate(unused)}. It is another kind of model than "
             f"config.json's model_type {architecture.family!r} with this head ({head!r})"
         )
 
 
-def check_tensors(
-    checkpoint: hf_files.Checkpoint,
-    wanted: dict[tuple[str, ...], hf_names.Tensor],
+def validate_tensors(
+    checkpoint: SafetensorsCheckpoint,
+    wanted: dict[tuple[str, ...], TensorMapping],
     head: str,
     config: str = "config.json",
 ) -> None:
@@ -253,7 +249,7 @@ def check_tensors(
                     f"{where} has shape {list(checkpoint.shape(name))}, {config} makes it "
                     f"{list(row.hf_shape)}"
                 )
-            if checkpoint.dtype(name) not in hf_files.DTYPES:
+            if checkpoint.dtype(name) not in SAFETENSORS_DTYPES:
                 raise UserError(
                     f"{where} is of type {checkpoint.dtype(name)}; only float32, bfloat16 and float16 "
                     "(F32, BF16, F16) are supported"

@@ -13,7 +13,7 @@ PEFT_PREFIX = "base_model.model."
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
+class TensorMapping:
     """One parameter of ours and its name in the checkpoint.
 
     Attributes:
@@ -59,9 +59,9 @@ class Tensor:
         )
 
 
-def table(
+def tensor_table(
     architecture: Architecture | DebertaArchitecture, head: str
-) -> dict[tuple[str, ...], Tensor]:
+) -> dict[tuple[str, ...], TensorMapping]:
     """Our paths (("layers", "mlp", "up_proj", "kernel"), ...) to tensors. `head`: one of HEADS; an encoder has "reward"."""
     if head not in HEADS:
         raise ValueError(f"head={head!r}: expected one of {', '.join(map(repr, HEADS))}")
@@ -69,8 +69,10 @@ def table(
         return _deberta(architecture)
     a = architecture
     rows = {
-        ("embed", "embedding"): Tensor("model.embed_tokens.weight", (a.vocab_size, a.hidden_size)),
-        ("norm", "scale"): Tensor("model.norm.weight", (a.hidden_size,)),
+        ("embed", "embedding"): TensorMapping(
+            "model.embed_tokens.weight", (a.vocab_size, a.hidden_size)
+        ),
+        ("norm", "scale"): TensorMapping("model.norm.weight", (a.hidden_size,)),
         **_layer_norm(a, "input_norm", "input_layernorm"),
         **_layer_norm(a, "post_attention_norm", "post_attention_layernorm"),
     }
@@ -80,7 +82,7 @@ def table(
     if a.qk_norm:
         for name in ("q_norm", "k_norm"):
             hf_name = f"model.layers.{{}}.self_attn.{name}.weight"
-            rows["layers", "attention", name, "scale"] = Tensor(
+            rows["layers", "attention", name, "scale"] = TensorMapping(
                 hf_name, (a.head_dim,), False, a.num_layers
             )
     queries, keys = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
@@ -108,26 +110,28 @@ def table(
         a, ("mlp", "down_proj"), "mlp.down_proj", a.intermediate_size, a.hidden_size, a.mlp_bias
     )
     if head != "lm":
-        rows["score", "kernel"] = Tensor("score.weight", (a.hidden_size, 1), transposed=True)
+        rows["score", "kernel"] = TensorMapping("score.weight", (a.hidden_size, 1), transposed=True)
     if head in ("lm", "both") and not a.tied:
-        rows["lm_head", "embedding"] = Tensor("lm_head.weight", (a.vocab_size, a.hidden_size))
+        rows["lm_head", "embedding"] = TensorMapping(
+            "lm_head.weight", (a.vocab_size, a.hidden_size)
+        )
     return rows
 
 
-def adapter_table(
+def adapter_tensor_table(
     architecture: Architecture, rank: int, targets: Sequence[str], head: str
-) -> dict[tuple[str, ...], Tensor]:
+) -> dict[tuple[str, ...], TensorMapping]:
     """As `table`, of adapters (lora.py), by PEFT's names for them; a scalar head stands beside them, as PEFT keeps it."""
     rows = {}
-    for path, row in table(architecture, head).items():
+    for path, row in tensor_table(architecture, head).items():
         if path == ("score", "kernel"):
             rows[path] = dataclasses.replace(row, name=PEFT_PREFIX + row.name)
         if path[-1] == "kernel" and path[-2] in targets:
             name, (inputs, outputs) = PEFT_PREFIX + row.name.removesuffix("weight"), row.shape
-            rows[*path[:-1], "lora_a"] = Tensor(
+            rows[*path[:-1], "lora_a"] = TensorMapping(
                 f"{name}lora_A.weight", (inputs, rank), True, row.layers
             )
-            rows[*path[:-1], "lora_b"] = Tensor(
+            rows[*path[:-1], "lora_b"] = TensorMapping(
                 f"{name}lora_B.weight", (rank, outputs), True, row.layers
             )
     return rows
@@ -135,7 +139,9 @@ def adapter_table(
 
 def _layer_norm(a, name, hf_name):
     hf_name = f"model.layers.{{}}.{hf_name}.weight"
-    return {("layers", name, "scale"): Tensor(hf_name, (a.hidden_size,), False, a.num_layers)}
+    return {
+        ("layers", name, "scale"): TensorMapping(hf_name, (a.hidden_size,), False, a.num_layers)
+    }
 
 
 def _side_by_side(a, module, hf_module, outputs, bias, fused):
@@ -155,12 +161,14 @@ def _side_by_side(a, module, hf_module, outputs, bias, fused):
 def _dense(a, path, hf_name, inputs, outputs, bias):
     prefix = f"model.layers.{{}}.{hf_name}"
     rows = {
-        ("layers", *path, "kernel"): Tensor(
+        ("layers", *path, "kernel"): TensorMapping(
             f"{prefix}.weight", (inputs, outputs), True, a.num_layers
         )
     }
     if bias:
-        rows["layers", *path, "bias"] = Tensor(f"{prefix}.bias", (outputs,), False, a.num_layers)
+        rows["layers", *path, "bias"] = TensorMapping(
+            f"{prefix}.bias", (outputs,), False, a.num_layers
+        )
     return rows
 
 
@@ -170,14 +178,14 @@ def _deberta(a):
 
     def dense(name, inputs, outputs, layers=None):
         return {
-            "kernel": Tensor(f"{name}.weight", (inputs, outputs), True, layers),
-            "bias": Tensor(f"{name}.bias", (outputs,), False, layers),
+            "kernel": TensorMapping(f"{name}.weight", (inputs, outputs), True, layers),
+            "bias": TensorMapping(f"{name}.bias", (outputs,), False, layers),
         }
 
     def norm(name, layers=None):
         return {
-            "scale": Tensor(f"{name}.LayerNorm.weight", (D,), False, layers),
-            "bias": Tensor(f"{name}.LayerNorm.bias", (D,), False, layers),
+            "scale": TensorMapping(f"{name}.LayerNorm.weight", (D,), False, layers),
+            "bias": TensorMapping(f"{name}.LayerNorm.bias", (D,), False, layers),
         }
 
     def projection(name):
@@ -196,13 +204,13 @@ def _deberta(a):
     rows = {
         "score": dense("classifier", D, 1),  # first: what has none is another kind of model
         "words": {
-            "embedding": Tensor(
+            "embedding": TensorMapping(
                 "deberta.embeddings.word_embeddings.weight", (a.vocab_size, a.embedding_size)
             )
         },
         "embed_norm": norm("deberta.embeddings"),
         "relative": {
-            "embedding": Tensor(f"{encoder}.rel_embeddings.weight", (2 * a.relative_span, D))
+            "embedding": TensorMapping(f"{encoder}.rel_embeddings.weight", (2 * a.relative_span, D))
         },
         "layers": {
             "attention": attention,
@@ -220,18 +228,22 @@ def _deberta(a):
     if a.absolute_positions:
         places = (a.max_position_embeddings, a.embedding_size)
         rows["places"] = {
-            "embedding": Tensor("deberta.embeddings.position_embeddings.weight", places)
+            "embedding": TensorMapping("deberta.embeddings.position_embeddings.weight", places)
         }
     if a.embedding_size != D:
         rows["embed_proj"] = {
-            "kernel": Tensor("deberta.embeddings.embed_proj.weight", (a.embedding_size, D), True)
+            "kernel": TensorMapping(
+                "deberta.embeddings.embed_proj.weight", (a.embedding_size, D), True
+            )
         }
     if a.norm_relative:
         rows["relative_norm"] = norm(encoder)
     if a.conv_kernel_size:
         rows["conv"] = {
-            "kernel": Tensor(f"{encoder}.conv.conv.weight", (a.conv_kernel_size, D, D), True),
-            "bias": Tensor(f"{encoder}.conv.conv.bias", (D,)),
+            "kernel": TensorMapping(
+                f"{encoder}.conv.conv.weight", (a.conv_kernel_size, D, D), True
+            ),
+            "bias": TensorMapping(f"{encoder}.conv.conv.bias", (D,)),
         }
         rows["conv_norm"] = norm(f"{encoder}.conv")
     return traverse_util.flatten_dict(rows)
@@ -243,7 +255,7 @@ def flatten_like(tree: dict, rows: dict, what: str) -> dict:
     missing, unknown = sorted(rows.keys() - flat.keys()), sorted(flat.keys() - rows.keys())
     if missing or unknown:
         lists = [
-            f"{word} {some('/'.join(map(str, path)) for path in paths)}"
+            f"{word} {abbreviate('/'.join(map(str, path)) for path in paths)}"
             for word, paths in (("it lacks", missing), ("it should not have", unknown))
             if paths
         ]
@@ -253,7 +265,7 @@ def flatten_like(tree: dict, rows: dict, what: str) -> dict:
     return flat
 
 
-def some(names: Iterable[str]) -> str:
+def abbreviate(names: Iterable[str]) -> str:
     """The first few, for a message."""
     names = list(names)
     return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")

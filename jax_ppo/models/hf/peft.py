@@ -11,13 +11,22 @@ import numpy as np
 from jax_ppo.config.schema import LORA_TARGETS
 from jax_ppo.errors import UserError
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.hf import files as hf_files
-from jax_ppo.models.hf import load as hf_import
-from jax_ppo.models.hf import names as hf_names
-from jax_ppo.models.hf import save as hf_export
+from jax_ppo.models.hf.files import SafetensorsCheckpoint
+from jax_ppo.models.hf.load import read_json, read_parameters, tensors_to_read, validate_tensors
+from jax_ppo.models.hf.names import (
+    PEFT_PREFIX,
+    abbreviate,
+    adapter_tensor_table,
+    flatten_like,
+)
+from jax_ppo.models.hf.save import atomic_folder, write_json, write_weights
 from jax_ppo.models.lora import Lora
 
-CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS, ADAPTER_PICKLE = (
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+)
 FUSED = {
     "phi3": ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 }  # of these checkpoints have one tensor for several
@@ -40,10 +49,10 @@ PLAIN = {
 
 
 def holds_adapters(folder: Path) -> bool:
-    return (Path(folder) / CONFIG).exists()
+    return (Path(folder) / ADAPTER_CONFIG).exists()
 
 
-def no_names(architecture: Architecture, lora: Lora) -> str:
+def peft_obstacle(architecture: Architecture, lora: Lora) -> str:
     """Why PEFT's format can not hold these adapters; "" where it can."""
     fused = [name for name in FUSED.get(architecture.family, ()) if name in lora.targets]
     return (
@@ -56,29 +65,29 @@ def no_names(architecture: Architecture, lora: Lora) -> str:
     )
 
 
-def read(folder: str | Path) -> tuple[Lora, str]:
+def read_adapter_config(folder: str | Path) -> tuple[Lora, str]:
     """What adapter_config.json and the tensors' names say: the adapters' shape, and the model that they stand on.
 
     Raises UserError for what is not supported.
     """
     folder = Path(folder)
     if not holds_adapters(folder):
-        raise UserError(f"{folder} has no {CONFIG}: it holds no adapters in PEFT's format")
-    config = hf_import.read_json(folder / CONFIG)
+        raise UserError(f"{folder} has no {ADAPTER_CONFIG}: it holds no adapters in PEFT's format")
+    config = read_json(folder / ADAPTER_CONFIG)
     for name, plain in PLAIN.items():
         if name in config and config[name] not in plain:
             raise UserError(
-                f"{folder / CONFIG}: {name}={config[name]!r} is not supported, only {plain[0]!r} is"
+                f"{folder / ADAPTER_CONFIG}: {name}={config[name]!r} is not supported, only {plain[0]!r} is"
             )
     whole = config.get("modules_to_save") or ()
     if not set(whole) <= {"score", "classifier"}:  # PEFT itself adds both for a sequence classifier
         raise UserError(
-            f"{folder / CONFIG}: modules_to_save={whole!r} is not supported, only ['score'] of a reward model is"
+            f"{folder / ADAPTER_CONFIG}: modules_to_save={whole!r} is not supported, only ['score'] of a reward model is"
         )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
         raise UserError(
-            f"{folder / CONFIG}: r={rank!r} and lora_alpha={alpha!r} must be a whole number and a number"
+            f"{folder / ADAPTER_CONFIG}: r={rank!r} and lora_alpha={alpha!r} must be a whole number and a number"
         )
     if config.get("use_rslora"):
         alpha *= rank**0.5  # alpha / sqrt(r)
@@ -91,12 +100,12 @@ def read(folder: str | Path) -> tuple[Lora, str]:
     targets = tuple(name for name in LORA_TARGETS if name in there)
     if not targets:
         raise UserError(
-            f"{folder / WEIGHTS} has adapters on none of {', '.join(LORA_TARGETS)}, only these are supported"
+            f"{folder / ADAPTER_WEIGHTS} has adapters on none of {', '.join(LORA_TARGETS)}, only these are supported"
         )
     return Lora(rank, float(alpha), targets), config.get("base_model_name_or_path") or ""
 
 
-def load(
+def load_adapters(
     folder: str | Path,
     architecture: Architecture,
     lora: Lora,
@@ -105,7 +114,7 @@ def load(
     head: str = "lm",
     progress: Callable[[int, int], None] | None = None,
 ) -> dict:
-    """Reads adapters into sharded arrays, as hf_import.load reads a checkpoint.
+    """Reads adapters into sharded arrays, as `load_checkpoint` reads a checkpoint.
 
     Args:
       lora: as `read` gives it.
@@ -114,44 +123,46 @@ def load(
     Raises:
       UserError: a tensor is missing, of another shape, of another type, or not used. The message names it.
     """
-    rows = hf_names.adapter_table(architecture, lora.rank, lora.targets, head)
+    rows = adapter_tensor_table(architecture, lora.rank, lora.targets, head)
     places, wanted = (
-        hf_names.flatten_like(shardings, rows, "`shardings`"),
-        hf_import.to_be_read(rows, head),
+        flatten_like(shardings, rows, "`shardings`"),
+        tensors_to_read(rows, head),
     )
     with _open(Path(folder)) as checkpoint:
         _check(checkpoint, wanted, head)
-        return hf_import.read_parameters(checkpoint, rows, wanted, places, dtype, progress)
+        return read_parameters(checkpoint, rows, wanted, places, dtype, progress)
 
 
-def check(folder: str | Path, architecture: Architecture, lora: Lora, head: str) -> None:
+def validate_adapters(
+    folder: str | Path, architecture: Architecture, lora: Lora, head: str
+) -> None:
     """Raises what `load` would raise, after a look at names and shapes alone."""
-    rows = hf_names.adapter_table(architecture, lora.rank, lora.targets, head)
+    rows = adapter_tensor_table(architecture, lora.rank, lora.targets, head)
     with _open(Path(folder)) as checkpoint:
-        _check(checkpoint, hf_import.to_be_read(rows, head), head)
+        _check(checkpoint, tensors_to_read(rows, head), head)
 
 
 def _check(checkpoint, wanted, head):
-    hf_import.check_tensors(checkpoint, wanted, head, CONFIG)
+    validate_tensors(checkpoint, wanted, head, ADAPTER_CONFIG)
     used = {name for row in wanted.values() for name in row.names()}
-    used |= {hf_names.PEFT_PREFIX + "score.weight"} if head in ("scalar", "both") else set()
+    used |= {PEFT_PREFIX + "score.weight"} if head in ("scalar", "both") else set()
     if unused := sorted(checkpoint.names() - used):
         raise UserError(
             f"{checkpoint.folder} has {len(unused)} tensors that this model would not use: "
-            f"{hf_names.some(unused)}; adapters are supported on {', '.join(LORA_TARGETS)}"
+            f"{abbreviate(unused)}; adapters are supported on {', '.join(LORA_TARGETS)}"
         )
 
 
 def _open(folder):
-    if not (folder / WEIGHTS).exists():
-        pickle = (
-            f"; {PICKLE} is a pickle, and is not read: save it again with safe_serialization=True"
+    if not (folder / ADAPTER_WEIGHTS).exists():
+        pickle = f"; {ADAPTER_PICKLE} is a pickle, and is not read: save it again with safe_serialization=True"
+        raise UserError(
+            f"{folder} has no {ADAPTER_WEIGHTS}{pickle if (folder / ADAPTER_PICKLE).exists() else ''}"
         )
-        raise UserError(f"{folder} has no {WEIGHTS}{pickle if (folder / PICKLE).exists() else ''}")
-    return hf_files.Checkpoint(folder, [folder / WEIGHTS])
+    return SafetensorsCheckpoint(folder, [folder / ADAPTER_WEIGHTS])
 
 
-def save(
+def save_adapters(
     adapters: dict,
     architecture: Architecture,
     lora: Lora,
@@ -170,16 +181,18 @@ def save(
       FileExistsError: `folder` holds something that is no adapters.
     """
     head, folder = "scalar" if "score" in adapters else "lm", Path(folder)
-    rows = hf_names.adapter_table(architecture, lora.rank, lora.targets, head)
-    arrays = hf_names.flatten_like(adapters, rows, "`adapters`")
+    rows = adapter_tensor_table(architecture, lora.rank, lora.targets, head)
+    arrays = flatten_like(adapters, rows, "`adapters`")
     everything = sum(4 * int(np.prod(row.full_shape)) for row in rows.values())
-    with hf_export.written_whole(folder, CONFIG, WEIGHTS) as temporary:
+    with atomic_folder(folder, ADAPTER_CONFIG, ADAPTER_WEIGHTS) as temporary:
         if temporary:
-            hf_export.write_json(temporary / CONFIG, to_config(lora, head, base_model, revision))
-        hf_export.write_weights(temporary, rows, arrays, "float32", everything, WEIGHTS)
+            write_json(
+                temporary / ADAPTER_CONFIG, to_adapter_config(lora, head, base_model, revision)
+            )
+        write_weights(temporary, rows, arrays, "float32", everything, ADAPTER_WEIGHTS)
 
 
-def to_config(lora: Lora, head: str, base_model: str, revision: str | None = None) -> dict:
+def to_adapter_config(lora: Lora, head: str, base_model: str, revision: str | None = None) -> dict:
     """The contents of adapter_config.json."""
     return {
         "peft_type": "LORA",

@@ -14,12 +14,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.hf import files as hf_files
-from jax_ppo.models.hf import names as hf_names
 from jax_ppo.models.hf.config import to_hf_config
-from jax_ppo.models.lora import Lora, merged
+from jax_ppo.models.hf.files import INDEX_FILE, SAFETENSORS_DTYPES, SINGLE_FILE, write_safetensors
+from jax_ppo.models.hf.names import adapter_tensor_table, flatten_like, tensor_table
+from jax_ppo.models.lora import Lora, merge_kernel
 
-DTYPES = {
+EXPORT_DTYPES = {
     "float32": "F32",
     "bfloat16": "BF16",
 }  # not float16: its range is smaller than the parameters' may be
@@ -35,7 +35,7 @@ TOKENIZER_FILES = (
 GIB = 1024**3
 
 
-def export(
+def export_checkpoint(
     params: dict,
     architecture: Architecture,
     folder: str | Path,
@@ -66,11 +66,11 @@ def export(
       ValueError: `params` is not of this architecture, or `dtype` is neither of the two.
       FileExistsError: `folder` holds something that is no export.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(map(repr, DTYPES))}")
+    if dtype not in EXPORT_DTYPES:
+        raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(map(repr, EXPORT_DTYPES))}")
     head = "scalar" if "score" in params else "lm"
-    rows = hf_names.table(architecture, head)
-    arrays = hf_names.flatten_like(params, rows, "`params`")
+    rows = tensor_table(architecture, head)
+    arrays = flatten_like(params, rows, "`params`")
     for path, row in rows.items():
         if tuple(arrays[path].shape) != row.full_shape:
             raise ValueError(
@@ -80,7 +80,7 @@ def export(
     if adapters is not None:
         arrays = _with_adapters(arrays, adapters, architecture, lora)
     folder = Path(folder)
-    with written_whole(folder, "config.json", "model*.safetensors") as temporary:
+    with atomic_folder(folder, "config.json", "model*.safetensors") as temporary:
         if temporary:
             write_json(temporary / "config.json", to_hf_config(architecture, dtype, head))
             write_json(
@@ -93,7 +93,7 @@ def export(
 
 
 @contextlib.contextmanager
-def written_whole(folder: Path, config: str, weights: str) -> Iterator[Path | None]:
+def atomic_folder(folder: Path, config: str, weights: str) -> Iterator[Path | None]:
     """A folder that appears whole or not at all, in the place of an earlier one of the kind, or of none.
 
     Args:
@@ -120,7 +120,7 @@ def written_whole(folder: Path, config: str, weights: str) -> Iterator[Path | No
 
 
 @dataclasses.dataclass(frozen=True)
-class Merged:
+class MergedKernel:
     """A kernel and its adapters, [L, in, out], [L, in, r] and [L, r, out], in the place of an array."""
 
     kernel: jax.Array
@@ -130,12 +130,12 @@ class Merged:
 
 
 def _with_adapters(arrays, adapters, architecture, lora):
-    rows = hf_names.adapter_table(architecture, lora.rank, lora.targets, "lm")
-    flat = hf_names.flatten_like(adapters, rows, "`adapters`")
+    rows = adapter_tensor_table(architecture, lora.rank, lora.targets, "lm")
+    flat = flatten_like(adapters, rows, "`adapters`")
     together = {}
     for *path, _ in rows:
         a, b = flat[*path, "lora_a"], flat[*path, "lora_b"]
-        together[*path, "kernel"] = Merged(arrays[*path, "kernel"], a, b, lora.scale)
+        together[*path, "kernel"] = MergedKernel(arrays[*path, "kernel"], a, b, lora.scale)
     return arrays | together
 
 
@@ -160,13 +160,13 @@ def _copy_tokenizer(source, target):
                 shutil.copyfile(file, target / file.name)  # follows the links of the hub's cache
 
 
-def write_weights(folder, rows, arrays, dtype, max_shard_bytes, single=hf_files.SINGLE):
+def write_weights(folder, rows, arrays, dtype, max_shard_bytes, single=SINGLE_FILE):
     """The weight files and, for several, their index. `folder` None: only takes part in gathering the arrays.
 
     `single`: the name of the file, if it is one.
     """
-    code = DTYPES[dtype]
-    shards = _shards(rows, hf_files.DTYPES[code].itemsize, max_shard_bytes)
+    code = EXPORT_DTYPES[dtype]
+    shards = _shards(rows, SAFETENSORS_DTYPES[code].itemsize, max_shard_bytes)
     total, weight_map = 0, {}
     for i, shard in enumerate(shards, 1):
         file = single if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
@@ -175,14 +175,14 @@ def write_weights(folder, rows, arrays, dtype, max_shard_bytes, single=hf_files.
             _joined([_on_host(arrays[path], rows[path], layer, dtype) for path in paths])
             for _, paths, layer in shard
         )
-        hf_files.write(folder and folder / file, header, tensors)
+        write_safetensors(folder and folder / file, header, tensors)
         weight_map |= dict.fromkeys(header, file)
         total += sum(
-            int(np.prod(shape)) * hf_files.DTYPES[code].itemsize for _, shape in header.values()
+            int(np.prod(shape)) * SAFETENSORS_DTYPES[code].itemsize for _, shape in header.values()
         )
     if folder is not None and len(shards) > 1:
         write_json(
-            folder / hf_files.INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}
+            folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map}
         )
 
 
@@ -225,12 +225,12 @@ def _one_merged(kernel, lora_a, lora_b, layer, dtype, scale):
         jax.lax.dynamic_index_in_dim(array, layer, 0, keepdims=False)
         for array in (kernel, lora_a, lora_b)
     )
-    return merged(*parts, scale).astype(dtype)
+    return merge_kernel(*parts, scale).astype(dtype)
 
 
 def _on_host(array, row, layer, dtype) -> np.ndarray:
     """One tensor as the checkpoint has it. A collective operation where the array spans processes."""
-    if isinstance(array, Merged):
+    if isinstance(array, MergedKernel):
         array = _one_merged(array.kernel, array.lora_a, array.lora_b, layer, dtype, array.scale)
     else:
         array = _one(array, layer or 0, dtype, layer is not None)

@@ -11,9 +11,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jax_ppo.errors import UserError
-from jax_ppo.models.deberta import architecture as deberta_architecture
-from jax_ppo.models.deberta import encoder as deberta
-from jax_ppo.models.hf import load as hf_import
+from jax_ppo.models.deberta.architecture import deberta_from_hf_config
+from jax_ppo.models.deberta.encoder import (
+    Deberta,
+    align_distances,
+    init_deberta_params,
+    relative_buckets,
+)
+from jax_ppo.models.hf.load import load_checkpoint, read_architecture, read_reward_architecture
 
 torch, transformers = reference.torch, reference.transformers
 
@@ -67,14 +72,14 @@ def make(folder, **changes):
 
 
 def load(folder, dtype=jnp.float32):
-    architecture = hf_import.read_reward_model(folder)
-    shapes = jax.eval_shape(lambda: deberta.init(deberta.Deberta(architecture), jax.random.key(0)))
+    architecture = read_reward_architecture(folder)
+    shapes = jax.eval_shape(lambda: init_deberta_params(Deberta(architecture), jax.random.key(0)))
     where = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), shapes)
-    params = hf_import.load(folder, architecture, where, dtype, "reward")
+    params = load_checkpoint(folder, architecture, where, dtype, "reward")
     jax.tree.map(
         lambda shape, param: np.testing.assert_equal(param.shape, shape.shape), shapes, params
     )
-    return deberta.Deberta(architecture, dtype), params
+    return Deberta(architecture, dtype), params
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -141,21 +146,21 @@ def test_scores_are_those_of_transformers(name, tmp_path):
 def test_every_distance_falls_into_the_bucket_of_transformers(span, longest):
     from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
-    architecture = deberta_architecture.from_hf_config(
+    architecture = deberta_from_hf_config(
         V3 | {"position_buckets": span, "max_relative_positions": longest}
     )
     distance = np.arange(-2 * longest, 2 * longest)
     expected = make_log_bucket_position(torch.from_numpy(distance), span, longest).long().numpy()
     np.testing.assert_array_equal(
-        deberta.buckets(distance, architecture), np.clip(expected + span, 0, 2 * span - 1)
+        relative_buckets(distance, architecture), np.clip(expected + span, 0, 2 * span - 1)
     )
 
 
 def test_aligning_moves_each_row_one_further():
     table = jnp.arange(3 * 6).reshape(1, 3, 6)
     expected = [[table[0, i, j - i + 2] for j in range(3)] for i in range(3)]
-    np.testing.assert_array_equal(deberta.align(table)[0], expected)
-    np.testing.assert_array_equal(deberta.align(jnp.array([[7, 8]])), [[7]])
+    np.testing.assert_array_equal(align_distances(table)[0], expected)
+    np.testing.assert_array_equal(align_distances(jnp.array([[7, 8]])), [[7]])
 
 
 def test_bfloat16_is_as_far_off_as_transformers_is(tmp_path):
@@ -223,7 +228,7 @@ def test_tensors_that_are_not_what_they_should_be(tmp_path, add, remove, message
     make(tmp_path)
     change(tmp_path, add, remove)
     with pytest.raises(UserError) as caught:
-        hf_import.read_reward_model(tmp_path)
+        read_reward_architecture(tmp_path)
     assert message in str(caught.value) and str(tmp_path) in str(caught.value)
 
 
@@ -236,7 +241,7 @@ def test_tensors_that_change_nothing_are_ignored(tmp_path):
             "deberta.embeddings.position_embeddings.weight": np.zeros((64, 32), np.float32),
         },
     )
-    hf_import.read_reward_model(tmp_path)
+    read_reward_architecture(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +273,7 @@ def test_tensors_that_change_nothing_are_ignored(tmp_path):
 )
 def test_configurations_that_are_not_supported(change, message):
     with pytest.raises(UserError) as caught:
-        deberta_architecture.from_hf_config(V3 | change)
+        deberta_from_hf_config(V3 | change)
     assert message in str(caught.value) and str(caught.value).startswith("config.json: ")
 
 
@@ -278,18 +283,18 @@ def test_what_is_no_reward_model(tmp_path):
         UserError,
         match="there is no score.weight in it: it is not a sequence-classification checkpoint",
     ):
-        hf_import.read_reward_model(tmp_path / "lm")
+        read_reward_architecture(tmp_path / "lm")
     reference.save(tmp_path / "decoder", "qwen2", "SequenceClassification", num_labels=1)
-    assert hf_import.read_reward_model(tmp_path / "decoder").family == "qwen2"
+    assert read_reward_architecture(tmp_path / "decoder").family == "qwen2"
     make(tmp_path / "actor")
     with pytest.raises(UserError, match="model_type 'deberta-v2' is not supported, only llama"):
-        hf_import.read_architecture(tmp_path / "actor")
+        read_architecture(tmp_path / "actor")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(
         UserError,
         match="model_type 'bert' is not supported for a reward model, only llama, .*deberta-v2 are",
     ):
-        hf_import.read_reward_model(tmp_path)
+        read_reward_architecture(tmp_path)
     (tmp_path / "config.json").write_text(
         json.dumps(
             {
@@ -303,4 +308,4 @@ def test_what_is_no_reward_model(tmp_path):
     with pytest.raises(
         UserError, match=r"a pickle(.|\n)*AutoModelForSequenceClassification.from_pretrained"
     ):
-        hf_import.read_reward_model(tmp_path)
+        read_reward_architecture(tmp_path)

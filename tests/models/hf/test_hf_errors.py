@@ -8,10 +8,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jax_ppo.errors import UserError
-from jax_ppo.models.hf import files as hf_files
-from jax_ppo.models.hf import load as hf_import
-from jax_ppo.models.hf import names as hf_names
 from jax_ppo.models.hf.config import FAMILIES, from_hf_config
+from jax_ppo.models.hf.files import SafetensorsCheckpoint, write_safetensors
+from jax_ppo.models.hf.load import load_checkpoint, read_architecture
+from jax_ppo.models.hf.names import tensor_table
 
 CONFIG = reference.SIZES | {"model_type": "llama"}
 
@@ -93,7 +93,7 @@ def test_heads_that_are_not_there(folder, tmp_path):
     reference.save(tmp_path / "reward", "llama", "SequenceClassification", num_labels=1)
     assert "there is no lm_head.weight in it but score.weight" in refusal(tmp_path / "reward")
     with pytest.raises(ValueError, match="head='value': expected one of 'lm', 'scalar', 'reward'"):
-        hf_names.table(from_hf_config(CONFIG), "value")
+        tensor_table(from_hf_config(CONFIG), "value")
 
 
 def test_reward_models_of_another_kind(tmp_path):
@@ -109,21 +109,21 @@ def test_reward_models_of_another_kind(tmp_path):
 
 
 def test_shardings_of_another_structure(folder):
-    architecture = hf_import.read_architecture(folder)
+    architecture = read_architecture(folder)
     shardings = reference.one_device(architecture, "lm")
     del shardings["layers"]["mlp"]
     with pytest.raises(
         ValueError,
         match=r"`shardings` .* it lacks layers/mlp/down_proj/kernel, layers/mlp/gate_proj",
     ):
-        hf_import.load(folder, architecture, shardings)
+        load_checkpoint(folder, architecture, shardings)
 
 
 def test_pickles_are_not_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
     with pytest.raises(UserError) as caught:
-        hf_import.read_architecture(tmp_path)
+        read_architecture(tmp_path)
     message = str(caught.value)
     assert "only in pytorch_model.bin, a pickle" in message and "so it is not read" in message
     assert f"from_pretrained('{tmp_path}')" in message and "safe_serialization=True" in message
@@ -131,16 +131,16 @@ def test_pickles_are_not_read(tmp_path):
 
 def test_folders_that_are_not_checkpoints(tmp_path):
     with pytest.raises(ValueError, match="has no config.json: it is not a Hugging Face checkpoint"):
-        hf_import.read_architecture(tmp_path)
+        read_architecture(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="config.json is not JSON"):
-        hf_import.read_architecture(tmp_path)
+        read_architecture(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(
         ValueError,
         match="has no weights: neither model.safetensors nor model.safetensors.index.json",
     ):
-        hf_import.read_architecture(tmp_path)
+        read_architecture(tmp_path)
 
 
 def test_files_that_are_cut_short_or_missing(tmp_path):
@@ -259,8 +259,8 @@ def test_written_files_are_as_the_arrays_look(tmp_path):
     """A transposed view has the memory of the array it was taken from."""
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     tensors = {"plain": ("F32", (2, 3)), "turned": ("F32", (3, 2))}
-    hf_files.write(tmp_path / "model.safetensors", tensors, iter([array, array.T]))
-    with hf_files.Checkpoint(tmp_path) as checkpoint:
+    write_safetensors(tmp_path / "model.safetensors", tensors, iter([array, array.T]))
+    with SafetensorsCheckpoint(tmp_path) as checkpoint:
         np.testing.assert_array_equal(checkpoint.read("plain"), array)
         np.testing.assert_array_equal(checkpoint.read("turned"), array.T)
         np.testing.assert_array_equal(

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from jax_ppo.errors import UserError
-from jax_ppo.models.hf import hub as hf_hub
-from jax_ppo.models.hf import load as hf_import
+from jax_ppo.models.hf.hub import shareable_model_name
+from jax_ppo.models.hf.load import find
 from jax_ppo.storage import hub
 
 constants = pytest.importorskip("huggingface_hub.constants")
@@ -107,21 +107,21 @@ def offline(monkeypatch):
 def refusal(*arguments):
     start = time.monotonic()
     with pytest.raises(UserError) as caught:
-        hf_import.find(*arguments)
+        find(*arguments)
     assert time.monotonic() - start < 10
     return str(caught.value)
 
 
 def test_a_folder_is_taken_as_it_is(tmp_path, offline, monkeypatch):
     (tmp_path / "model").mkdir()
-    assert hf_import.find(str(tmp_path / "model")) == tmp_path / "model"
-    assert hf_import.find("model").resolve() == tmp_path / "model"
+    assert find(str(tmp_path / "model")) == tmp_path / "model"
+    assert find("model").resolve() == tmp_path / "model"
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert hf_import.find("~/model") == tmp_path / "model"
+    assert find("~/model") == tmp_path / "model"
 
 
 def test_a_hub_name_is_fetched_once_without_pickles_and_subfolders(online, monkeypatch):
-    folder = hf_import.find("ada/tiny")
+    folder = find("ada/tiny")
     assert {path.name for path in folder.iterdir()} == {
         "config.json",
         "model.safetensors",
@@ -129,22 +129,22 @@ def test_a_hub_name_is_fetched_once_without_pickles_and_subfolders(online, monke
     }
     assert (folder / "model.safetensors").read_bytes() == b"weights"
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
-    assert hf_import.find("ada/tiny") == folder  # from the cache
+    assert find("ada/tiny") == folder  # from the cache
 
 
 def test_where_others_find_a_model(tmp_path):
     (tmp_path / "model").mkdir()
-    assert hf_hub.where("model", tmp_path / "model") == (str(tmp_path / "model"), None)
-    assert hf_hub.where("", tmp_path / "model") == (str(tmp_path / "model"), None)
-    assert hf_hub.where("ada/tiny@v1", tmp_path / "cache") == ("ada/tiny", "v1")
-    assert hf_hub.where("ada/tiny", tmp_path / "cache") == ("ada/tiny", "main")
+    assert shareable_model_name("model", tmp_path / "model") == (str(tmp_path / "model"), None)
+    assert shareable_model_name("", tmp_path / "model") == (str(tmp_path / "model"), None)
+    assert shareable_model_name("ada/tiny@v1", tmp_path / "cache") == ("ada/tiny", "v1")
+    assert shareable_model_name("ada/tiny", tmp_path / "cache") == ("ada/tiny", "main")
 
 
 def test_a_revision_is_asked_for_and_kept_by_its_name(online, monkeypatch):
-    folder = hf_import.find("ada/tiny@refs/pr/1")
+    folder = find("ada/tiny@refs/pr/1")
     assert (folder / "model.safetensors").read_bytes() == b"weights"
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
-    assert hf_import.find("ada/tiny@refs/pr/1") == folder
+    assert find("ada/tiny@refs/pr/1") == folder
     assert "cannot be reached" in refusal("ada/tiny")  # another revision, which nobody has fetched
 
 

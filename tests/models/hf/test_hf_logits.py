@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.hf.load import read_architecture
 from jax_ppo.models.transformer import RMSNorm
 
 VARIANTS = {
@@ -141,9 +142,9 @@ def test_every_end_of_sequence_is_known_the_configs_first(tmp_path):
     for more, expected in ((None, (5,)), (5, (5,)), (9, (5, 9)), ([9, 5, 7], (5, 9, 7))):
         file = tmp_path / "generation_config.json"
         file.write_text(json.dumps({"eos_token_id": more}))
-        assert reference.hf_import.read_architecture(tmp_path).eos_ids == expected
+        assert read_architecture(tmp_path).eos_ids == expected
     file.unlink()
-    assert reference.hf_import.read_architecture(tmp_path).eos_ids == (5,)
+    assert read_architecture(tmp_path).eos_ids == (5,)
 
 
 def test_the_real_model(tinystories):

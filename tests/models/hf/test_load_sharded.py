@@ -13,7 +13,7 @@ from pathlib import Path
 import hf_reference as reference
 import pytest
 
-from jax_ppo.models.hf.save import export
+from jax_ppo.models.hf.save import export_checkpoint
 
 PROGRAM = """
 import collections, json, sys
@@ -26,8 +26,10 @@ if processes > 1:
     jax.distributed.initialize(address, processes, process)
 
 from flax import traverse_util
-from jax_ppo.models import hf_files, hf_import, hf_names
-from jax_ppo.models.hf_export import export
+from jax_ppo.models.hf.files import SafetensorsCheckpoint
+from jax_ppo.models.hf.load import load_checkpoint, read_architecture
+from jax_ppo.models.hf.names import tensor_table
+from jax_ppo.models.hf.save import export_checkpoint
 
 devices = len(jax.devices())
 mesh = jax.make_mesh((devices // 4, 2, 2), ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3)
@@ -39,20 +41,20 @@ def spec(path):
         return P(None, "model", "fsdp") if path[-2] in ("o_proj", "down_proj") else P(None, "fsdp", "model")
     return P(None, "model") if path[-1] == "bias" else P("data") if "input_norm" in path else P()
 
-read, blocks = hf_files.Checkpoint.read, collections.defaultdict(list)
+read, blocks = SafetensorsCheckpoint.read, collections.defaultdict(list)
 
 def counting_read(self, name, index=()):
     values = read(self, name, index)
     blocks[name].append(values.shape)
     return values
 
-hf_files.Checkpoint.read = counting_read
-architecture = hf_import.read_architecture(source)
-places = {path: NamedSharding(mesh, spec(path)) for path in hf_names.table(architecture, "lm")}
-params = hf_import.load(source, architecture, traverse_util.unflatten_dict(places))
+SafetensorsCheckpoint.read = counting_read
+architecture = read_architecture(source)
+places = {path: NamedSharding(mesh, spec(path)) for path in tensor_table(architecture, "lm")}
+params = load_checkpoint(source, architecture, traverse_util.unflatten_dict(places))
 for path, array in traverse_util.flatten_dict(params).items():
     assert array.sharding.is_equivalent_to(places[path], array.ndim), path
-export(params, architecture, out, max_shard_bytes=30_000)
+export_checkpoint(params, architecture, out, max_shard_bytes=30_000)
 print(json.dumps(blocks))
 """
 
@@ -88,7 +90,7 @@ def source(tmp_path):
     """A checkpoint, and beside it in `one` what one device makes of it."""
     reference.save(tmp_path / "source", "qwen2", vocab_size=96)
     architecture, params = reference.load(tmp_path / "source")
-    export(params, architecture, tmp_path / "one", max_shard_bytes=30_000)
+    export_checkpoint(params, architecture, tmp_path / "one", max_shard_bytes=30_000)
     return tmp_path / "source"
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from jax_ppo.models.hf.save import export
+from jax_ppo.models.hf.save import export_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from jax_ppo.models.hf.save import export
 def test_there_and_back(family, changes, tmp_path):
     model = reference.save(tmp_path / "source", family, **changes)
     architecture, params = reference.load(tmp_path / "source")
-    export(params, architecture, tmp_path / "out")
+    export_checkpoint(params, architecture, tmp_path / "out")
     again, loaded = reference.load(tmp_path / "out")
     assert again == architecture
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
@@ -61,7 +61,7 @@ def test_there_and_back(family, changes, tmp_path):
 def test_rope_parameters_survive(parameters, tmp_path):
     model = reference.save(tmp_path / "source", rope_parameters=parameters)
     architecture, params = reference.load(tmp_path / "source")
-    export(params, architecture, tmp_path / "out")
+    export_checkpoint(params, architecture, tmp_path / "out")
     ids = reference.tokens()
     theirs = reference.their_logits(reference.reload(tmp_path / "out"), ids)
     np.testing.assert_allclose(theirs, reference.their_logits(model, ids), atol=1e-6)
@@ -70,7 +70,7 @@ def test_rope_parameters_survive(parameters, tmp_path):
 def test_shards(tmp_path):
     model = reference.save(tmp_path / "source", "qwen2")
     architecture, params = reference.load(tmp_path / "source")
-    export(params, architecture, tmp_path / "out", max_shard_bytes=20_000)
+    export_checkpoint(params, architecture, tmp_path / "out", max_shard_bytes=20_000)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     files = sorted(tmp_path.glob("out/*.safetensors"))
     assert len(files) > 3 and {file.name for file in files} == set(index["weight_map"].values())
@@ -92,7 +92,7 @@ def test_shards(tmp_path):
 def test_bfloat16(tmp_path):
     reference.save(tmp_path / "source")
     architecture, params = reference.load(tmp_path / "source")
-    export(params, architecture, tmp_path / "out", dtype="bfloat16")
+    export_checkpoint(params, architecture, tmp_path / "out", dtype="bfloat16")
     assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
     theirs = reference.reload(tmp_path / "out", "auto")
     assert theirs.dtype == reference.torch.bfloat16
@@ -107,7 +107,7 @@ def test_a_critic_is_a_sequence_classifier(tmp_path):
         architecture, params = reference.load(tmp_path / family, "scalar")
         params["score"]["kernel"] = np.linspace(-1, 1, 32, dtype=np.float32)[:, None]
         out = tmp_path / (family + "-critic")
-        export(params, architecture, out)
+        export_checkpoint(params, architecture, out)
         theirs = reference.reload(out, task="SequenceClassification")
         assert (
             type(theirs).__name__.lower() == family + "forsequenceclassification"
@@ -125,7 +125,7 @@ def test_a_critic_is_a_sequence_classifier(tmp_path):
 
 def test_the_real_model_with_its_tokenizer(tinystories, tmp_path):
     architecture, params = reference.load(tinystories)
-    export(params, architecture, tmp_path / "out", source_folder=tinystories)
+    export_checkpoint(params, architecture, tmp_path / "out", source_folder=tinystories)
     model = reference.reload(tmp_path / "out")
     tokenizer = reference.transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     original = reference.transformers.AutoTokenizer.from_pretrained(tinystories)
@@ -146,7 +146,7 @@ def test_generation_defaults_come_along_but_the_ends_are_the_architectures(tmp_p
         json.dumps({"temperature": 0.7, "eos_token_id": [5, 9]})
     )
     architecture, params = reference.load(tmp_path / "source")
-    export(params, architecture, tmp_path / "out", source_folder=tmp_path / "source")
+    export_checkpoint(params, architecture, tmp_path / "out", source_folder=tmp_path / "source")
     written = json.loads((tmp_path / "out/generation_config.json").read_text())
     assert written == {
         "temperature": 0.7,
@@ -164,7 +164,7 @@ def test_the_tokenizer_may_come_from_another_folder(tmp_path):
         (tmp_path / folder / "tokenizer.json").write_text(folder)
     architecture, params = reference.load(tmp_path / "source")
     for given, expected in ((None, "source"), (tmp_path / "other", "other")):
-        export(
+        export_checkpoint(
             params,
             architecture,
             tmp_path / "out",
@@ -178,9 +178,9 @@ def test_an_export_is_replaced_whole_and_nothing_else_ever(tmp_path):
     reference.save(tmp_path / "source")
     architecture, params = reference.load(tmp_path / "source")
     out = tmp_path / "out"
-    export(params, architecture, out, max_shard_bytes=20_000)
+    export_checkpoint(params, architecture, out, max_shard_bytes=20_000)
     (tmp_path / ".out.writing").mkdir()  # as a killed run leaves it
-    export(params, architecture, out)
+    export_checkpoint(params, architecture, out)
     assert {path.name for path in out.iterdir()} == {
         "config.json",
         "generation_config.json",
@@ -190,7 +190,7 @@ def test_an_export_is_replaced_whole_and_nothing_else_ever(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes/thesis.txt").write_text("years of work")
     with pytest.raises(FileExistsError, match="notes exists and holds something else"):
-        export(params, architecture, tmp_path / "notes")
+        export_checkpoint(params, architecture, tmp_path / "notes")
     assert (tmp_path / "notes/thesis.txt").exists()
 
 
@@ -198,17 +198,17 @@ def test_wrong_parameters_are_refused(tmp_path):
     reference.save(tmp_path / "source")
     architecture, params = reference.load(tmp_path / "source")
     with pytest.raises(ValueError, match="it lacks lm_head/embedding"):
-        export(
+        export_checkpoint(
             {name: value for name, value in params.items() if name != "lm_head"},
             architecture,
             tmp_path / "out",
         )
     with pytest.raises(ValueError, match="it should not have extra/scale"):
-        export(params | {"extra": {"scale": 1}}, architecture, tmp_path / "out")
+        export_checkpoint(params | {"extra": {"scale": 1}}, architecture, tmp_path / "out")
     with pytest.raises(
         ValueError, match=r"norm/scale has shape \[3\], the architecture makes it \[32\]"
     ):
-        export(params | {"norm": {"scale": np.ones(3)}}, architecture, tmp_path / "out")
+        export_checkpoint(params | {"norm": {"scale": np.ones(3)}}, architecture, tmp_path / "out")
     with pytest.raises(ValueError, match="dtype='float16': expected one of 'float32', 'bfloat16'"):
-        export(params, architecture, tmp_path / "out", dtype="float16")
+        export_checkpoint(params, architecture, tmp_path / "out", dtype="float16")
     assert not (tmp_path / "out").exists()
