@@ -10,8 +10,7 @@ import time
 import pytest
 
 from jax_ppo.errors import UserError
-from jax_ppo.models.hf.hub import shareable_model_name
-from jax_ppo.models.hf.load import find
+from jax_ppo.models.hf.hub import resolve_model_folder, shareable_model_name
 from jax_ppo.storage import hub
 
 constants = pytest.importorskip("huggingface_hub.constants")
@@ -107,21 +106,21 @@ def offline(monkeypatch):
 def refusal(*arguments):
     start = time.monotonic()
     with pytest.raises(UserError) as caught:
-        find(*arguments)
+        resolve_model_folder(*arguments)
     assert time.monotonic() - start < 10
     return str(caught.value)
 
 
 def test_a_folder_is_taken_as_it_is(tmp_path, offline, monkeypatch):
     (tmp_path / "model").mkdir()
-    assert find(str(tmp_path / "model")) == tmp_path / "model"
-    assert find("model").resolve() == tmp_path / "model"
+    assert resolve_model_folder(str(tmp_path / "model")) == tmp_path / "model"
+    assert resolve_model_folder("model").resolve() == tmp_path / "model"
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert find("~/model") == tmp_path / "model"
+    assert resolve_model_folder("~/model") == tmp_path / "model"
 
 
 def test_a_hub_name_is_fetched_once_without_pickles_and_subfolders(online, monkeypatch):
-    folder = find("ada/tiny")
+    folder = resolve_model_folder("ada/tiny")
     assert {path.name for path in folder.iterdir()} == {
         "config.json",
         "model.safetensors",
@@ -129,7 +128,7 @@ def test_a_hub_name_is_fetched_once_without_pickles_and_subfolders(online, monke
     }
     assert (folder / "model.safetensors").read_bytes() == b"weights"
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
-    assert find("ada/tiny") == folder  # from the cache
+    assert resolve_model_folder("ada/tiny") == folder  # from the cache
 
 
 def test_where_others_find_a_model(tmp_path):
@@ -141,10 +140,10 @@ def test_where_others_find_a_model(tmp_path):
 
 
 def test_a_revision_is_asked_for_and_kept_by_its_name(online, monkeypatch):
-    folder = find("ada/tiny@refs/pr/1")
+    folder = resolve_model_folder("ada/tiny@refs/pr/1")
     assert (folder / "model.safetensors").read_bytes() == b"weights"
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
-    assert find("ada/tiny@refs/pr/1") == folder
+    assert resolve_model_folder("ada/tiny@refs/pr/1") == folder
     assert "cannot be reached" in refusal("ada/tiny")  # another revision, which nobody has fetched
 
 
