@@ -293,7 +293,9 @@ class Experiment:
             if reward.model_path
             else None,
             adapters=resolve_model_folder(
-                model.lora.path, "config.model.lora.path", f"{peft.ADAPTER_CONFIG} and {peft.ADAPTER_WEIGHTS}"
+                model.lora.path,
+                "config.model.lora.path",
+                f"{peft.ADAPTER_CONFIG} and {peft.ADAPTER_WEIGHTS}",
             )
             if model.lora.path
             else None,
