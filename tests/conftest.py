@@ -14,7 +14,8 @@ os.environ.setdefault(
 import jax
 import pytest
 
-jax.config.update("jax_num_cpu_devices", 8)
+if jax.config.jax_num_cpu_devices != 8:  # not once more in a process that has its devices
+    jax.config.update("jax_num_cpu_devices", 8)
 # Tests, the workers that share them, and the runs that they start keep their compiled programs for each other, and leave the
 # user's own alone. Workers inherit the folder from the process that starts them.
 if "JAX_PPO_TEST_CACHE" not in os.environ:

@@ -1,27 +1,15 @@
 """Published bugs, put in one by one: each must make its test fail."""
 
 import ast
-import os
 import pathlib
-import shutil
-import subprocess
-import sys
 
 import pytest
 
+import edited_copies
 import syntax_edit
 from museum import EXHIBITS
 
 ROOT = pathlib.Path(__file__).parents[1]
-# pytest in a process that first makes sure whose package it imports; 9 is none of pytest's exit codes.
-RUN = """
-import pathlib, sys
-import jax_ppo
-import pytest
-if pathlib.Path(jax_ppo.__file__).parents[1] != pathlib.Path.cwd():
-    sys.exit(9)
-sys.exit(pytest.main(sys.argv[1:]))
-"""
 
 
 def test_names_are_unique_and_there_are_enough():
@@ -48,42 +36,19 @@ def defined_in(file):
     return names
 
 
+@pytest.fixture(scope="module")
+def runner():
+    runner = edited_copies.Runner()
+    yield runner
+    runner.stop()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("exhibit", EXHIBITS, ids=lambda exhibit: exhibit.name)
-def test_the_bug_is_caught(exhibit, tmp_path):
-    for folder in ("jax_ppo", "tests", "configs"):
-        shutil.copytree(
-            ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__")
-        )
-    shutil.copyfile(ROOT / "pyproject.toml", tmp_path / "pyproject.toml")
-    file, edited = syntax_edit.apply_edit(
-        tmp_path / "jax_ppo", exhibit.where, exhibit.old, exhibit.new
-    )
-    file.write_text(edited)
-    # conftest.py asks for programs that compile fast where XLA_FLAGS is not set.
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
-        "PYTHONPATH": str(tmp_path)
-    }
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            RUN,
-            "-x",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "slow or not slow",
-            exhibit.test,
-        ],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 1, done.stdout[-5000:] + done.stderr[-2000:]
-    assert f"FAILED {exhibit.test}" in done.stdout or f"ERROR {exhibit.test}" in done.stdout, (
-        done.stdout[-5000:]
-    )
+def test_the_bug_is_caught(exhibit, runner):
+    file, edited = syntax_edit.apply_edit(ROOT / "jax_ppo", exhibit.where, exhibit.old, exhibit.new)
+    arguments = ["-x", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow", exhibit.test]
+    with edited_copies.edited_copy(file.relative_to(ROOT).as_posix(), edited) as folder:
+        code, output = runner.run(folder, arguments, timeout=600)
+    assert code == 1, output[-5000:]
+    assert f"FAILED {exhibit.test}" in output or f"ERROR {exhibit.test}" in output, output[-5000:]
