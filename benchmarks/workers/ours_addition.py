@@ -101,11 +101,11 @@ class Training:
     def step(self) -> None:
         run, config, state = self.run, self.run.config, self.state
         batch = next(self.batches)
-        rollout = run.sample(
-            run.decode_params(run.policy(state)),
-            run.on_mesh(batch.prompts),
-            run.key(TRAINING, self.done),
+        run.engine.update_weights(run.policy(state))
+        rollout = run.engine.generate(
+            run.on_mesh(batch.prompts), run.key(TRAINING, self.done), run.sampling
         )
+        run.engine.release_weights()
         plans = run.plan(self.done, ppo.sample_lengths(batch, rollout))
         sequences = scoring.join(rollout, config.sequence_length)
         scores = scoring.score(config, run.nets, state, sequences, *plans.scoring)

@@ -23,6 +23,7 @@ from jax_ppo.ppo.setup import EVALUATION, REFERENCE, TRAINING, Experiment
 from jax_ppo.ppo.update import update
 from jax_ppo.reporting import console
 from jax_ppo.runtime import compilation, sharding
+from jax_ppo.sampler import engine
 from jax_ppo.training import resume as resuming
 from jax_ppo.training import state as state_lib
 from jax_ppo.training.checkpoint import Checkpointer, Progress
@@ -66,7 +67,7 @@ def train(config: Config, workdir: Path) -> dict:
             ANOTHER_EXPERIMENT,
             KEPT_BY_CHECKPOINTS,
         )
-        with Reporter(run, workdir, progress, compiled) as report:
+        with engine.running(run.engine), Reporter(run, workdir, progress, compiled) as report:
             state = begin(run, checkpoints, progress, report)
             batches, ahead = run.batches(progress.position), None
             for step in range(progress.step, run.total_steps):
@@ -123,9 +124,9 @@ def draw(run: Experiment, state, batches, step: int, report: Reporter):
     what the host waited for in between stands in its row.
     """
     batch = next(batches)
-    rollout = run.sample(
-        run.decode_params(run.policy(state)), run.on_mesh(batch.prompts), run.key(TRAINING, step)
-    )
+    run.engine.update_weights(run.policy(state))
+    rollout = run.engine.generate(run.on_mesh(batch.prompts), run.key(TRAINING, step), run.sampling)
+    run.engine.release_weights()  # the update needs the memory
     report.flush()
     return batch, rollout, batches.position
 
@@ -202,7 +203,7 @@ def add_reward_model(run: Experiment, state, rewards, inputs):
 
 def evaluation(run: Experiment, state) -> Evaluation:
     """Averages over the held-out prompts with rollout.val_kwargs; the same draws at every step but for the policy."""
-    params = run.decode_params(run.policy(state))
+    run.engine.update_weights(run.policy(state))
 
     def reward(batch, rollout, keep):
         rewarded, samples = run.reward(batch, rollout, keep)
@@ -211,9 +212,9 @@ def evaluation(run: Experiment, state) -> Evaluation:
         return scores, sharding.to_host(rewarded.correct), samples
 
     def sample(prompts, key, first):
-        return run.sample_held_out(params, prompts, key, first)
+        return run.engine.generate(prompts, key, run.held_out_sampling, first)
 
-    return evaluate(
+    result = evaluate(
         sample,
         reward,
         run.held_out_batches(),
@@ -221,6 +222,8 @@ def evaluation(run: Experiment, state) -> Evaluation:
         run.key(EVALUATION, 0),
         run.config.trainer.log_samples,
     )
+    run.engine.release_weights()
+    return result
 
 
 def total_rewards(run: Experiment, state, batch, rollout, rewarded):
@@ -237,17 +240,21 @@ def total_rewards(run: Experiment, state, batch, rollout, rewarded):
 
 def measure_reference(run: Experiment, state) -> state_lib.TrainState:
     """The state with the moments of the scores of its policy, over reward.normalize_samples responses in whole batches."""
-    params, batches = run.decode_params(run.policy(state)), run.batches(0)
+    batches = run.batches(0)
+    run.engine.update_weights(run.policy(state))
     moments = state.control.moments["rewards"]
     per_batch = run.config.data.train_batch_size * run.config.rollout.n
     for number in range(-(-run.config.reward.normalize_samples // per_batch)):
         batch = next(batches)
-        rollout = run.sample(params, run.on_mesh(batch.prompts), run.key(REFERENCE, number))
+        rollout = run.engine.generate(
+            run.on_mesh(batch.prompts), run.key(REFERENCE, number), run.sampling
+        )
         rewarded, _ = run.reward(batch, rollout)
         outcomes = dataclasses.replace(
             rewarded, steps=None
         )  # what is normalised: rewards of steps are not
         moments = add_moments(moments, total_rewards(run, state, batch, rollout, outcomes))
+    run.engine.release_weights()
     console.print_on_main(
         f"the first policy's rewards: mean {float(moments.mean):.4g}, deviation {float(moments_lib.std(moments)):.4g}"
     )
@@ -264,10 +271,12 @@ def add_moments(moments, values):
 
 @jax.jit
 def rollout_metrics(rollout, correct_B) -> dict:
-    """Shares: of right answers (NaN where the rules have no notion of right), of responses cut off at their longest, and of
-    the decoder's slot-steps that drew a token."""
-    return {
+    """Return shares: of correct answers (NaN if the rules do not define correctness), of truncated
+    responses, and, for an engine that counts them, of slot-steps that drew a token."""
+    metrics = {
         "reward/accuracy": jnp.nanmean(correct_B),
         "response_length/truncated_share": rollout.truncated.mean(dtype=jnp.float32),
-        "rollout/slot_use": rollout.lengths.sum() / rollout.slot_steps.sum(),
     }
+    if rollout.slot_steps is not None:
+        metrics["rollout/slot_use"] = rollout.lengths.sum() / rollout.slot_steps.sum()
+    return metrics

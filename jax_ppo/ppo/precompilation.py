@@ -15,7 +15,7 @@ from jax_ppo.ppo import scoring, update
 from jax_ppo.ppo.experience import estimate
 from jax_ppo.ppo.setup import TRAINING, Experiment, Plans
 from jax_ppo.runtime import sharding
-from jax_ppo.sampler.generate import concatenate
+from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.training import state as state_lib
 from jax_ppo.types import Prompts
 
@@ -63,21 +63,17 @@ def _programs(run: Experiment, prompts: Prompts, key, plans: Plans) -> Iterator[
     """Compiles one program at a time, in the order of ppo.train, and yields its name. What one gives, the next is given."""
     config, nets = run.config, run.nets
     state = state_lib.shapes(config, nets, run.mesh)
-    params = _outputs(run.decode_params, run.policy(state))
-    yield "decode_params"
-    parts = []
-    for function, arguments in run.sample.programs(params, prompts, key):
-        parts.append(_outputs(function, *arguments))
-        yield "sample"
-    rollout = _outputs(concatenate, parts) if len(parts) > 1 else parts[0]
-    sequences = _outputs(scoring.join, rollout, config.sequence_length)
+    rollout = yield from run.engine.precompile(run.policy(state), prompts, key, run.sampling)
+    sequences = compile_ahead(scoring.join, rollout, config.sequence_length)
     scores = []
     for function, arguments in scoring.programs(config, nets, state, sequences, *plans.scoring):
-        scores.append(_outputs(function, *arguments))
+        scores.append(compile_ahead(function, *arguments))
         yield "score"
     if nets.reward is not None and run.reward_inputs is None:  # else its shape depends on the texts
         of_reward = state_lib.whole(nets.reward, state.reward, state.reference)
-        _outputs(scoring.reward_model_scores, nets.reward, of_reward, sequences, *plans.scoring)
+        compile_ahead(
+            scoring.reward_model_scores, nets.reward, of_reward, sequences, *plans.scoring
+        )
         yield "reward_model_scores"
     rewards = jax.ShapeDtypeStruct((_samples(run),), jnp.float32, sharding=sharding.rows(run.mesh))
     steps = None
@@ -85,7 +81,7 @@ def _programs(run: Experiment, prompts: Prompts, key, plans: Plans) -> Iterator[
         steps = jax.ShapeDtypeStruct(
             rollout.logprobs.shape, jnp.float32, sharding=sharding.rows(run.mesh)
         )
-    experience, _ = _outputs(
+    experience, _ = compile_ahead(
         estimate,
         config,
         state.step,
@@ -100,16 +96,5 @@ def _programs(run: Experiment, prompts: Prompts, key, plans: Plans) -> Iterator[
     for function, arguments in update.programs(
         config, nets, run.total_steps, state, experience, plans.actor, plans.critic
     ):
-        _outputs(function, *arguments)
+        compile_ahead(function, *arguments)
         yield "update"
-
-
-def _outputs(function, *arguments):
-    """Compiles a jitted function for these arguments, and tells shapes and places of what it would give."""
-    lowered = function.lower(*arguments)
-    places = lowered.compile().output_shardings
-    return jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        lowered.out_info,
-        places,
-    )

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo.config import notes, validation
@@ -21,12 +20,12 @@ from jax_ppo.errors import UserError
 from jax_ppo.models import heads
 from jax_ppo.models.hf import peft
 from jax_ppo.models.hf.hub import resolve_model_folder
-from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import objectives, reward_inputs
 from jax_ppo.rewards import process, registry
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.runtime import sharding
-from jax_ppo.sampler.generate import Sampler, SamplingOptions
+from jax_ppo.sampler.built_in import BuiltInEngine
+from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.supervised import warmup
 from jax_ppo.training import packing
 from jax_ppo.training import setup as shared_setup
@@ -78,8 +77,8 @@ class Experiment:
       reward_inputs: what the reward model reads is made by it; None: it takes the samples as they are, or there is none.
       training, held_out: PromptDatasets; held_out is None without validation files.
       steps_per_epoch, total_steps: counts of steps.
-      sample, sample_held_out: Samplers with rollout.* and rollout.val_kwargs.*; they take what decode_params gives.
-      decode_params: what `policy` gives as the samplers want it: in the computation's type, laid out for decoding.
+      engine: generates responses, with the parameters that `policy` returns.
+      sampling, held_out_sampling: how it samples, from rollout.* and rollout.val_kwargs.*.
     """
 
     def __init__(self, config: Config, workdir: Path, mesh, report: Callable[[str], None]):
@@ -121,7 +120,7 @@ class Experiment:
             config.trainer.total_training_steps
             or config.trainer.total_epochs * self.steps_per_epoch
         )
-        self._build_samplers()
+        self._build_engine()
         self._key = jax.jit(
             functools.partial(_sample_key, config.seed), out_shardings=sharding.replicated(mesh)
         )
@@ -332,44 +331,26 @@ class Experiment:
             name=name,
         )
 
-    def _build_samplers(self):
-        architecture, dtype = self.nets.actor.architecture, jnp.dtype(self.config.model.dtype)
-        # config.json may name the end of text alone, and the tokenizer the end of a chat's turn: a response ends at either.
-        eos = tuple(
-            dict.fromkeys(
-                i for i in (*architecture.eos_ids, self.tokenizer.eos_token_id) if i is not None
-            )
-        )
-        decoder = Transformer(
-            architecture,
-            dtype,
-            unrolled=True,
-            decoding=self.nets.actor.decoding,
-            lora=self.nets.actor.lora,
-        )
-
-        def sampler(o):
-            options = SamplingOptions(
-                self.config.data.max_response_length,
-                o.temperature,
-                o.top_k,
-                o.top_p,
-                o.n,
-                eos,
-                self.config.rollout.max_num_seqs,
-            )
-            return Sampler(decoder, options, sharding.split_rows)
-
-        self.sample, self.sample_held_out = (
-            sampler(self.config.rollout),
-            sampler(self.config.rollout.val_kwargs),
-        )
-        form = functools.partial(unroll_params, dtype=dtype)
+    def _build_engine(self):
         actor = self.policy(state_lib.shapes(self.config, self.nets, self.mesh))
-        layout = sharding.tree_shardings(
-            self.mesh, jax.eval_shape(form, actor), sharding.DECODE_RULES
+        self.engine: RolloutEngine = BuiltInEngine(self.mesh, self.nets.actor, actor)
+        self.sampling = self._sampling_options(self.config.rollout)
+        self.held_out_sampling = self._sampling_options(self.config.rollout.val_kwargs)
+
+    def _sampling_options(self, options) -> SamplingOptions:
+        """Return the engine's options for `rollout` or `rollout.val_kwargs`."""
+        # config.json may name only the end of text and the tokenizer the end of a chat turn: a
+        # response ends at either.
+        ids = (*self.nets.actor.architecture.eos_ids, self.tokenizer.eos_token_id)
+        return SamplingOptions(
+            max_response_length=self.config.data.max_response_length,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            n=options.n,
+            eos_ids=tuple(dict.fromkeys(i for i in ids if i is not None)),
+            slots=self.config.rollout.max_num_seqs,
         )
-        self.decode_params = jax.jit(form, out_shardings=layout)
 
     def policy(self, state: state_lib.TrainState):
         """The actor's parameters, with the base where they are adapters, and without a critic's head."""

@@ -22,6 +22,7 @@ from jax_ppo.models.cache import empty_cache, write_rows
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import dispatch
 from jax_ppo.sampler import sampling
+from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.types import Prompts, Rollout
 
 PREFILL_TOKENS = 8192  # prompt tokens that a loop prefills at once
@@ -29,29 +30,6 @@ LEAST_SLOTS = 8  # no narrower: each width is a loop more to compile
 SHARED_WEIGHTS = (
     2**25
 )  # bytes, the most of which several programs read side by side: more does not stay in a CPU's cache
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplingOptions:
-    """How to sample. Hashable: each is compiled for.
-
-    Attributes:
-      max_response_length: T, tokens, at least 1.
-      temperature: 0 is greedy.
-      top_k: draw among the k likeliest tokens; -1 among all.
-      top_p: draw among the likeliest tokens that hold this probability, in (0, 1].
-      n: responses a prompt.
-      eos_ids: tokens that end a response; each stays in it.
-      slots: B, samples decoded together, at most (on each device that rows are split over); None: all.
-    """
-
-    max_response_length: int
-    temperature: float
-    top_k: int = -1
-    top_p: float = 1.0
-    n: int = 1
-    eos_ids: tuple[int, ...] = ()
-    slots: int | None = None
 
 
 class Slots(NamedTuple):

@@ -1,0 +1,91 @@
+"""The built-in rollout engine: the decode loop of `generate.py` on the run's own mesh."""
+
+import functools
+import threading
+from collections.abc import Generator
+
+import jax
+
+from jax_ppo.models.transformer import Transformer, unroll_params
+from jax_ppo.runtime import compilation, sharding
+from jax_ppo.sampler.engine import Params, SamplingOptions
+from jax_ppo.sampler.generate import Sampler, concatenate
+from jax_ppo.types import Prompts, Rollout
+
+
+class BuiltInEngine:
+    """`RolloutEngine` on the devices of the training mesh.
+
+    The weights are unrolled, cast and laid out for decoding once per `update_weights`; all options
+    sample from that one copy. Each `SamplingOptions` has one compiled program per prompt shape.
+    """
+
+    def __init__(self, mesh: jax.sharding.Mesh, actor: Transformer, params: Params) -> None:
+        """Prepare the programs; nothing is compiled yet.
+
+        Args:
+          mesh: the run's mesh.
+          actor: the policy's model, as it is trained.
+          params: shapes of the tree that `update_weights` will get.
+        """
+        self._model = Transformer(
+            actor.architecture,
+            actor.dtype,
+            unrolled=True,
+            decoding=actor.decoding,
+            lora=actor.lora,
+        )
+        form = functools.partial(unroll_params, dtype=actor.dtype)
+        layout = sharding.tree_shardings(mesh, jax.eval_shape(form, params), sharding.DECODE_RULES)
+        self._prepare_weights = jax.jit(form, out_shardings=layout)
+        self._samplers: dict[SamplingOptions, Sampler] = {}
+        self._lock = threading.Lock()  # the programs are compiled ahead in a thread
+        self._weights: Params | None = None
+
+    def start(self) -> None:
+        """Do nothing: the mesh is there."""
+
+    def update_weights(self, params: Params) -> None:
+        """Reshard the weights for decoding. See `RolloutEngine.update_weights`."""
+        self._weights = self._prepare_weights(params)
+
+    def generate(
+        self,
+        prompts: Prompts,
+        key: jax.Array,
+        options: SamplingOptions,
+        first_sample_index: int | None = None,
+    ) -> Rollout:
+        """Dispatch the decode loop and return its rollout. See `RolloutEngine.generate`."""
+        if self._weights is None:
+            raise RuntimeError("generate was called before update_weights")
+        return self._sampler(options)(self._weights, prompts, key, first_sample_index)
+
+    def release_weights(self) -> None:
+        """Drop the decode copy of the weights; programs in flight keep it until they end."""
+        self._weights = None
+
+    def stop(self) -> None:
+        """Drop the weights."""
+        self.release_weights()
+
+    def precompile(
+        self, params: Params, prompts: Prompts, key: jax.Array, options: SamplingOptions
+    ) -> Generator[str, None, Rollout]:
+        """Compile the resharding and the decode loop. See `RolloutEngine.precompile`."""
+        weights = compilation.compile_ahead(self._prepare_weights, params)
+        yield "prepare_weights"
+        parts = []
+        for function, arguments in self._sampler(options).programs(weights, prompts, key):
+            parts.append(compilation.compile_ahead(function, *arguments))
+            yield "sample"
+        if len(parts) == 1:
+            return parts[0]
+        return compilation.compile_ahead(concatenate, parts)
+
+    def _sampler(self, options: SamplingOptions) -> Sampler:
+        """Return the sampler of these options, the same one to every caller."""
+        with self._lock:
+            if options not in self._samplers:
+                self._samplers[options] = Sampler(self._model, options, sharding.split_rows)
+            return self._samplers[options]

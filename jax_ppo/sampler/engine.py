@@ -1,0 +1,143 @@
+"""The contract between the PPO loop and whatever generates responses."""
+
+import contextlib
+import dataclasses
+from collections.abc import Generator, Iterator
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jax_ppo.types import Prompts, Rollout
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingOptions:
+    """How to sample. Hashable, because an engine may compile one program per value.
+
+    Attributes:
+      max_response_length: T, tokens, at least 1.
+      temperature: 0 is greedy.
+      top_k: draw among the k likeliest tokens; -1 draws among all.
+      top_p: draw among the likeliest tokens that together hold this probability, in (0, 1].
+      n: responses per prompt.
+      eos_ids: tokens that end a response; the one that does is part of it.
+      slots: B, the most samples decoded together (on each device that rows are split over); `None`
+        is no limit.
+    """
+
+    max_response_length: int
+    temperature: float
+    top_k: int = -1
+    top_p: float = 1.0
+    n: int = 1
+    eos_ids: tuple[int, ...] = ()
+    slots: int | None = None
+
+
+class RolloutEngine(Protocol):
+    """Generates responses with the actor's current weights.
+
+    The order of calls in a run is `start`, then any number of rounds of `update_weights`, one or
+    more `generate` and `release_weights`, then `stop`. `precompile` may be called at any time after
+    `start`, from another thread too. `BuiltInEngine` is the implementation that PPO uses by default.
+    """
+
+    def start(self) -> None:
+        """Acquire what the engine needs for the whole run, such as processes or connections."""
+
+    def update_weights(self, params: Params) -> None:
+        """Take over the weights to sample from.
+
+        The engine makes its own copy in the type and layout that it decodes with: the arrays passed
+        in may be donated to the next update after this call. It must not block on the device.
+
+        Args:
+          params: the actor's parameters, with stacked layers (`models/transformer.py`), split over
+            the mesh for training.
+        """
+
+    def generate(
+        self,
+        prompts: Prompts,
+        key: jax.Array,
+        options: SamplingOptions,
+        first_sample_index: int | None = None,
+    ) -> Rollout:
+        """Return `options.n` responses per prompt, sampled with the weights last taken over.
+
+        Sample i answers prompt i // n. What is drawn for it depends only on the weights, the key,
+        its prompt and its index `first_sample_index + i`. Need not wait for the result.
+
+        Args:
+          prompts: [B / n, P], rows split over the mesh.
+          key: the base key of this batch's random numbers.
+          options: how to sample; calls with different options use the same weights.
+          first_sample_index: index of the first sample; `None` means 0.
+
+        Returns:
+          The rollout, [B, ...], rows split over the mesh.
+        """
+
+    def release_weights(self) -> None:
+        """Free the memory that only generation needs; `update_weights` precedes the next call."""
+
+    def stop(self) -> None:
+        """Release everything that the engine holds. Called once, after an error too."""
+
+    def precompile(
+        self, params: Params, prompts: Prompts, key: jax.Array, options: SamplingOptions
+    ) -> Generator[str, None, Rollout]:
+        """Compile what `update_weights` and `generate` will run for arguments of these shapes.
+
+        A generator, so that the caller can give up between two programs.
+
+        Args:
+          params: shapes and shardings (`jax.ShapeDtypeStruct`) of the actor's parameters.
+          prompts: arrays like those that `generate` will get.
+          key: a key like those that `generate` will get.
+          options: as for `generate`.
+
+        Yields:
+          The name of each program, after it is compiled.
+
+        Returns:
+          Shapes and shardings of the rollout; `rollout_shapes` for an engine that compiles nothing.
+        """
+
+
+@contextlib.contextmanager
+def running(engine: RolloutEngine) -> Iterator[RolloutEngine]:
+    """Start the engine, and stop it at the end of the context."""
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
+def rollout_shapes(
+    prompts: Prompts, options: SamplingOptions, rows: jax.sharding.Sharding
+) -> Rollout:
+    """Return the shapes of `generate`'s rollout, each array split by `rows`, without slot counts.
+
+    Args:
+      prompts: [B / n, P], arrays or shapes.
+      options: as for `generate`.
+      rows: the sharding of arrays whose first axis counts samples.
+    """
+    prompt_count, P = prompts.tokens.shape
+    B, T = prompt_count * options.n, options.max_response_length
+
+    def shape(dtype, *dimensions: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dimensions, dtype, sharding=rows)
+
+    return Rollout(
+        prompts=Prompts(tokens=shape(jnp.int32, B, P), lengths=shape(jnp.int32, B)),
+        responses=shape(jnp.int32, B, T),
+        lengths=shape(jnp.int32, B),
+        logprobs=shape(jnp.float32, B, T),
+        truncated=shape(jnp.bool_, B),
+    )
