@@ -10,7 +10,7 @@ import pytest
 PROGRAM = """
 import dataclasses, json, sys
 import jax
-from jax_ppo import compilation
+from jax_ppo.runtime import compilation
 compilation.keep(sys.argv[1], print)
 with compilation.counted() as count:
     jax.jit(lambda x: x * 2 + 1)(1.0)
