@@ -1504,7 +1504,7 @@ CLIPS_AND_OTHER_LOSSES = [
         test="tests/kernels/test_policy_losses.py::test_by_hand",
         where="_of_response",
         old=(
-            "batch.sequence_sum(jax.lax.stop_gradient(log_ratio)) / jnp.maximum(batch.lengths, 1)"
+            "batch.sequence_sum(jax.lax.stop_gradient(log_ratio)) / jnp.maximum(batch.action_counts, 1)"
         ),
         new="batch.sequence_sum(jax.lax.stop_gradient(log_ratio))",
     ),

@@ -27,8 +27,10 @@ def gae(
     Args:
       rewards_T: r_t, the reward for emitting token t.
       values_T: V_t, the value of the state in which token t is chosen, that is before it is emitted.
-      mask_T: 1 on the tokens of the response, a prefix of the row; 0 on padding, which may hold anything.
-      bootstrap_value: V after the last token of the response, wherever in the row that is. 0 for a response that ended.
+      mask_T: 1 on the tokens that the policy chose; 0 on padding and on tokens that others wrote, which may hold anything.
+        t + 1 is the next token with mask 1: advantages pass over a hole, which costs no factor of gamma or lam. A reward
+        under mask 0 is not read: put what a tool's output earned on the token before it.
+      bootstrap_value: V after the last token with mask 1, wherever in the row that is. 0 for a response that ended.
 
     Returns:
       (advantages_T, returns_T), float32, 0 where mask is 0. Advantages are raw: whiten them afterwards, since returns
@@ -49,7 +51,8 @@ def gae(
         reward, value, kept = now
         delta = reward + gamma * value_after - value
         advantage = delta + gamma * lam * advantage_after
-        # Padding hands on what it was given, so the last real token sees the bootstrap value and no padding.
+        # A masked position passes its carry on, so that a token sees the next token that the policy
+        # chose, and the last one the bootstrap value.
         carry = (jnp.where(kept, advantage, advantage_after), jnp.where(kept, value, value_after))
         return carry, jnp.where(kept, advantage, 0.0)
 
@@ -61,22 +64,24 @@ def gae(
     return advantages_T, advantages_T + values_T
 
 
-def length_adaptive_lam(lengths: jax.Array, alpha: float) -> jax.Array:
-    """lam = 1 - 1 / (alpha length), for the actor's advantages (VAPO, Yue et al. 2025, arXiv 2504.05118).
+def length_adaptive_lam(action_counts: jax.Array, alpha: float) -> jax.Array:
+    """lam = 1 - 1 / (alpha count), for the actor's advantages (VAPO, Yue et al. 2025, arXiv 2504.05118).
 
-    A fixed lam forgets a score at the end of a response like lam^length, whatever the length. With this lam the weights lam^k
-    of the errors ahead sum to about alpha length, a share of the response that is the same for all. The authors take
+    A fixed lam forgets a score at the end of a response like lam^count, whatever the count of its tokens. With this lam the weights lam^k
+    of the errors ahead sum to about alpha count, a share of the response that is the same for all. The authors take
     alpha = 0.05, where responses up to 20 tokens get 0: one-step errors, all of the critic's bias. Its returns are not the
     critic's targets: those come from a lam of their own, 1 in the paper (decoupled GAE).
 
     Args:
-      lengths: tokens of each response, any shape. A length of 0 counts as 1.
+      action_counts: how many tokens of each response the mask selects, any shape. 0 counts as 1.
       alpha: > 0.
 
     Returns:
       float32 of the same shape, in [0, 1].
     """
-    return jnp.clip(1.0 - 1.0 / (alpha * jnp.maximum(lengths, 1).astype(jnp.float32)), 0.0, 1.0)
+    return jnp.clip(
+        1.0 - 1.0 / (alpha * jnp.maximum(action_counts, 1).astype(jnp.float32)), 0.0, 1.0
+    )
 
 
 def reward_to_go(rewards_T: jax.Array, mask_T: jax.Array, gamma: float) -> jax.Array:
@@ -86,7 +91,7 @@ def reward_to_go(rewards_T: jax.Array, mask_T: jax.Array, gamma: float) -> jax.A
 
     Args:
       rewards_T: the reward for emitting token t.
-      mask_T: 1 on the tokens of the response, a prefix of the row; 0 on padding, which may hold anything.
+      mask_T: 1 on the tokens that the policy chose, as in `gae`.
 
     Returns:
       float32 [T], 0 where mask is 0.

@@ -31,7 +31,7 @@ def truncated_weights(
 
     Args:
       logprobs, sampled_logprobs: of pi and mu, [..., T], at one temperature.
-      mask: 1 on the tokens sampled, same shape.
+      mask: 1 on the tokens that mu chose, same shape, contiguous or not; a product runs over these alone.
       level: one of LEVELS.
       threshold: C, at least 1.
 
@@ -69,7 +69,7 @@ def mismatch(
 
     Args:
       logprobs, sampled_logprobs: finite log-probabilities where mask = 1, any shape, at one temperature.
-      mask: 1 on the tokens that count, same shape.
+      mask: 1 on the tokens that the policy chose and that count, same shape, contiguous or not.
 
     Returns:
       float32 scalars, constants to differentiation; with an empty mask 0, and a correlation of 1.

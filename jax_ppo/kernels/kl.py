@@ -46,7 +46,7 @@ def kl_estimate(
 
     Args:
       logprobs, ref_logprobs: log-probabilities <= 0 of the tokens sampled, any shape, at one temperature.
-      mask: 1 on the tokens that count, same shape.
+      mask: 1 on the tokens that the policy chose and that count, same shape, contiguous or not.
       kind: one of KL_KINDS.
 
     Returns:

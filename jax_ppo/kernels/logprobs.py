@@ -66,7 +66,7 @@ def token_logprobs(
         targets[:, n]: any shift by one is the caller's.
       unembedding_VxD: output embedding, the float32 master where there is one.
       targets_GxN: token ids in [0, V) where mask = 1.
-      mask_GxN: 1 where a log-prob is wanted. Elsewhere hidden states and targets may be anything, NaN included.
+      mask_GxN: 1 where a log-prob is computed, in any pattern. Elsewhere hidden states and targets may be anything, NaN included.
       temperature: > 0, the one the tokens were sampled at.
       chunk_size: places of each group at a time; None chooses by `chunk_places`.
       logit_softcap: c > 0; None: none.

@@ -38,12 +38,11 @@ class PolicyBatch(NamedTuple):
     )  # <= 0, under the policy being trained: the one input a gradient is meant to flow to
     old_logprobs: jax.Array  # <= 0, under the policy at the start of the update
     advantages: jax.Array
-    mask: (
-        jax.Array
-    )  # 1 on the tokens that count; elsewhere the three above may hold anything, NaN included
-    lengths: (
-        jax.Array
-    )  # int32, tokens that count of the response that the token belongs to; any under the mask
+    # 1 on the tokens that the policy chose, which need not be contiguous; elsewhere the three above
+    # may hold anything, NaN included.
+    mask: jax.Array
+    # int32: how many tokens of its response the mask selects, at each token; anything under the mask.
+    action_counts: jax.Array
     sequence_sum: Callable[
         [jax.Array], jax.Array
     ]  # of x that is 0 under the mask: at each token, x summed over its response
@@ -187,7 +186,7 @@ def _inputs(batch):
     """The tokens' clamped log-ratios, and their advantages; both 0 under the mask."""
     shapes = tuple(x.shape for x in batch[:5])
     assert len(set(shapes)) == 1, (
-        f"logprobs, old_logprobs, advantages, mask, lengths differ in shape: {shapes}"
+        f"logprobs, old_logprobs, advantages, mask, action_counts differ in shape: {shapes}"
     )
     log_ratio = zero_outside(batch.logprobs, batch.mask) - zero_outside(
         batch.old_logprobs, batch.mask
@@ -199,7 +198,9 @@ def _inputs(batch):
 
 def _of_response(log_ratio, batch):
     """The mean over each token's response, with the gradient of the token's own; 0 under the mask."""
-    mean = batch.sequence_sum(jax.lax.stop_gradient(log_ratio)) / jnp.maximum(batch.lengths, 1)
+    mean = batch.sequence_sum(jax.lax.stop_gradient(log_ratio)) / jnp.maximum(
+        batch.action_counts, 1
+    )
     return zero_outside(mean, batch.mask) + (log_ratio - jax.lax.stop_gradient(log_ratio))
 
 

@@ -19,7 +19,7 @@ def soft_overlong_penalty(
     the buffer.
 
     Args:
-      lengths_B: tokens of each response.
+      lengths_B: tokens of each response, those that a tool inserted included, as in the limit on its length.
       longest: length of a response that was cut off.
       buffer: tokens over which the penalty grows, 1 to `longest`.
       factor: >= 0, in units of score; 1 in the paper.

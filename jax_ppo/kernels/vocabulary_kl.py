@@ -50,7 +50,7 @@ def full_kl(
     Args:
       hidden_GxNxD, ref_hidden_GxNxE: last hidden states, each in the dtype to multiply in (logits are float32 in any case).
       unembedding_VxD, ref_unembedding_VxE: output embeddings over one vocabulary, the float32 master where there is one.
-      mask_GxN: 1 where the KL is wanted. Elsewhere hidden states may be anything, NaN included.
+      mask_GxN: 1 where the KL is computed, in any pattern. Elsewhere hidden states may be anything, NaN included.
       temperature: > 0, the one the tokens were sampled at, for both.
       chunk_size: places of each group at a time; None chooses by `chunk_places`.
       logit_softcap: c > 0, of both; None: none.

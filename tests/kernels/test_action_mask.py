@@ -1,0 +1,197 @@
+"""The mask selects the tokens that the policy chose, which need not be contiguous.
+
+Tokens that a tool inserted make holes in a response. Each kernel must give the numbers that it gives
+without the holes, that is on a copy in which the selected tokens of each row are moved to its front.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_ppo.kernels import (
+    advantages,
+    importance,
+    kl,
+    logprobs,
+    losses,
+    masked,
+    moments,
+    vocabulary_kl,
+)
+from jax_ppo.kernels.policy_losses import LOSSES, Clip, padded_batch
+
+MASK = np.array(
+    [
+        [1, 1, 0, 0, 1, 1, 1, 0],
+        [0, 1, 0, 1, 0, 1, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0, 0],  # one that has no holes
+        [0, 0, 0, 0, 0, 0, 0, 1],
+    ]
+)
+B, T = MASK.shape
+WIDTH, VOCABULARY = 4, 11
+PER_TOKEN = ("rewards", "values", "logprobs", "old_logprobs", "returns", "targets", "hidden")
+
+
+def kernels(batch, unembedding, mask):
+    """Return the result of every kernel that takes a mask: [B, T] per token, else of any shape."""
+    rewards, values, returns = batch["rewards"], batch["values"], batch["returns"]
+    now, old, hidden = batch["logprobs"], batch["old_logprobs"], batch["hidden"]
+    counts_B = mask.sum(1)
+    gae = jax.vmap(advantages.gae, in_axes=(0, 0, 0, None, 0, 0))
+    lam_B = advantages.length_adaptive_lam(counts_B, 0.5)
+    results = dict(
+        zip(("gae", "returns"), gae(rewards, values, mask, 0.9, lam_B, lam_B), strict=True)
+    )
+    results["length_adaptive_lam"] = lam_B
+    to_go = jax.vmap(advantages.reward_to_go, in_axes=(0, 0, None))
+    results["reward_to_go"] = to_go(rewards, mask, 0.9)
+
+    for level in importance.LEVELS:
+        weights = importance.truncated_weights(now, old, mask, level=level, threshold=3.0)
+        results[f"truncated_weights {level}"] = weights
+    results |= importance.mismatch(now, old, mask)
+    for kind in kl.KL_KINDS:
+        results[f"kl {kind}"] = kl.kl_estimate(now, old, mask, kind)
+
+    for axis in (None, 1):
+        results[f"masked_sum {axis}"] = masked.masked_sum(values, mask, axis)
+        results[f"masked_mean {axis}"] = masked.masked_mean(values, mask, axis)
+        results[f"masked_variance {axis}"] = masked.masked_variance(values, mask, axis)
+    results["masked_min"] = masked.masked_min(values, mask)
+    results["masked_max"] = masked.masked_max(values, mask)
+    results["whiten"] = masked.whiten(values, mask)
+    results["explained_variance"] = masked.explained_variance(values, returns, mask)
+    results["moments"] = jnp.stack(moments.add(moments.start(), values, mask))
+
+    for name, loss in LOSSES.items():
+        clip = Clip(low=0.2, high=0.3, dual=3.0)
+
+        def total(now, loss=loss, clip=clip):
+            result = loss(padded_batch(now, old, returns, mask), clip)
+            return result.loss.sum(), result
+
+        gradient, result = jax.grad(total, has_aux=True)(now)
+        results[f"{name} gradient"] = gradient
+        results |= {f"{name} {field}": x for field, x in result._asdict().items()}
+    value_loss = losses.value_loss(values, old, returns, mask, clip=0.2).loss
+    results["value_loss"] = value_loss
+    for mode in losses.AGGREGATIONS:
+        weights_B = losses.loss_weights(counts_B, mode, 5.0)
+        results[f"loss {mode}"] = jnp.sum(weights_B[:, None] * value_loss)
+
+    scores = logprobs.token_logprobs(hidden, unembedding, batch["targets"], mask, 0.7, 2)
+    results |= dict(zip(("token_logprobs", "entropy"), scores, strict=True))
+    results["full_kl"] = vocabulary_kl.full_kl(
+        hidden, unembedding, hidden[..., ::-1], unembedding, mask, temperature=0.7, chunk_size=2
+    )
+    return results
+
+
+NAMES = sorted(
+    jax.eval_shape(
+        kernels,
+        {
+            name: jax.ShapeDtypeStruct(
+                (B, T, WIDTH) if name == "hidden" else (B, T),
+                jnp.int32 if name == "targets" else jnp.float32,
+            )
+            for name in PER_TOKEN
+        },
+        jax.ShapeDtypeStruct((VOCABULARY, WIDTH), jnp.float32),
+        jax.ShapeDtypeStruct((B, T), jnp.int32),
+    )
+)
+ORDER = np.argsort(1 - MASK, axis=1, kind="stable")  # selected tokens first, in their own order
+COMPACT_MASK = np.take_along_axis(MASK, ORDER, axis=1)
+
+
+@pytest.fixture(scope="module")
+def results():
+    """The kernels on rows with holes, on rows without them, and on as many tokens from the front."""
+    rng = np.random.default_rng(0)
+    batch = {name: rng.normal(0, 1, (B, T)).astype(np.float32) for name in PER_TOKEN}
+    batch["logprobs"], batch["old_logprobs"] = -rng.exponential(1, (2, B, T)).astype(np.float32)
+    # The extremes are behind a hole, where as many tokens from the front do not reach.
+    batch["values"][0, 5:7] = 4, -4
+    batch["logprobs"][0, 6], batch["old_logprobs"][0, 6] = -0.01, -9
+    batch["hidden"] = rng.normal(0, 1, (B, T, WIDTH)).astype(np.float32)
+    batch["targets"] = rng.integers(0, VOCABULARY, (B, T)).astype(np.int32)
+    unembedding = rng.normal(0, 1, (VOCABULARY, WIDTH)).astype(np.float32)
+
+    def with_garbage(x):
+        mask = MASK if x.ndim == 2 else np.broadcast_to(MASK[..., None], x.shape)
+        return np.where(mask == 1, x, np.nan if x.dtype == np.float32 else -1).astype(x.dtype)
+
+    def compact(x):
+        order = ORDER if x.ndim == 2 else ORDER[..., None]
+        return np.take_along_axis(x, order, axis=1)
+
+    dirty = {name: with_garbage(x) for name, x in batch.items()}
+    run = jax.jit(kernels)
+    return {
+        "holes": run(dirty, unembedding, MASK),
+        "compact": run({name: compact(x) for name, x in dirty.items()}, unembedding, COMPACT_MASK),
+        "prefix": run(batch, unembedding, COMPACT_MASK),
+    }
+
+
+# Functions of the counts alone, which are the same wherever the selected tokens are.
+OF_COUNTS = {"length_adaptive_lam"}
+# The flags of the losses, few enough that another choice of tokens may set the same ones.
+FLAGS = {f"{name} {flag}" for name in LOSSES for flag in ("clipped", "dual_clipped")}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_hole_changes_nothing(name, results):
+    with_holes, compact = (np.asarray(results[case][name]) for case in ("holes", "compact"))
+    if with_holes.shape == (B, T):
+        outside = 1 if name.endswith(" ratio") else 0
+        np.testing.assert_array_equal(with_holes[MASK == 0], outside)
+        with_holes, compact = with_holes[MASK == 1], compact[COMPACT_MASK == 1]
+    np.testing.assert_allclose(with_holes, compact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - OF_COUNTS - FLAGS))
+def test_the_comparison_sees_a_kernel_that_takes_tokens_from_the_front(name, results):
+    """A kernel that reads the mask as a length would give the results of the prefix mask."""
+    prefix, compact = (np.asarray(results[case][name]) for case in ("prefix", "compact"))
+    assert not np.allclose(prefix, compact, rtol=1e-3, atol=1e-3)
+
+
+def test_gae_by_hand():
+    """Three tokens of the policy, a tool's output after the first and after the second.
+
+    gamma = lam = 1/2, as without holes: delta_2 = 8 + 2/2 - 4 = 5; delta_1 = 2 + 4/2 - 2 = 2;
+    delta_0 = 1 + 2/2 - 1 = 1. A_2 = 5; A_1 = 2 + 5/4 = 3.25; A_0 = 1 + 3.25/4 = 1.8125.
+    """
+    nan, mask = np.nan, np.array([1, 0, 0, 1, 0, 1, 0])
+    rewards = jnp.array([1, nan, nan, 2, nan, 8, nan])
+    values = jnp.array([1, nan, 7, 2, nan, 4, nan])
+    result, returns = advantages.gae(rewards, values, mask, 0.5, 0.5, bootstrap_value=2.0)
+    np.testing.assert_array_equal(result, [1.8125, 0, 0, 3.25, 0, 5, 0])
+    np.testing.assert_array_equal(returns, [2.8125, 0, 0, 5.25, 0, 9, 0])
+    # Rewards to go: 8; 2 + 8/2 = 6; 1 + 6/2 = 4.
+    to_go = advantages.reward_to_go(rewards, mask, 0.5)
+    np.testing.assert_array_equal(to_go, [4, 0, 0, 6, 0, 8, 0])
+
+
+def test_weights_and_sequence_ratios_by_hand():
+    """One response of two chosen tokens, ratios 4 and 1, with a tool's output between them.
+
+    Their product is 4 and their geometric mean 2; counted with the hole it would be 4^(1/3).
+    """
+    mask = jnp.array([[1, 0, 1]])
+    now = jnp.log(jnp.array([[0.8, jnp.nan, 0.5]]))
+    old = jnp.log(jnp.array([[0.2, 0.9, 0.5]]))
+    weights = importance.truncated_weights(now, old, mask, level="sequence", threshold=9.0)
+    np.testing.assert_allclose(weights, [[4, 0, 4]], rtol=1e-5)
+    batch = padded_batch(now, old, jnp.ones((1, 3)), mask)
+    np.testing.assert_array_equal(batch.action_counts, 2)
+    gspo = LOSSES["gspo"](batch, Clip(low=0.5, high=3.0))
+    np.testing.assert_allclose(gspo.ratio, [[2, 1, 2]], rtol=1e-5)
+    np.testing.assert_allclose(gspo.loss, [[-2, 0, -2]], rtol=1e-5)
+    # Two tokens in one sample: each weighs 1/2 in a mean over tokens, whatever lies between them.
+    for mode in ("token-mean", "seq-mean-token-mean"):
+        np.testing.assert_allclose(losses.loss_weights(mask.sum(1), mode), [1 / 2])
