@@ -23,7 +23,10 @@ from jax_ppo.ppo.experience import estimate
 from jax_ppo.runtime import sharding
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.training import packing
-from jax_ppo.training import state as state_lib
+from jax_ppo.training.kl_schedule import first_control
+from jax_ppo.training.networks import Networks
+from jax_ppo.training.optimizer import make_optimizer
+from jax_ppo.training.state import TrainState, state_shapes
 from jax_ppo.types import Experience, MiniBatches, Packing, Prompts, Sequences
 
 
@@ -111,14 +114,14 @@ class Step:
         return {"gpu": "cuda"}.get(platform, platform)
 
     @functools.cached_property
-    def nets(self) -> state_lib.Networks:
+    def nets(self) -> Networks:
         program = attention.select_attention_program(
             "auto", self.platform, self.dtype, self.architecture.head_dim, self.config.row_length
         )
         model = Transformer(
             self.architecture, jnp.dtype(self.dtype), remat=self.remat, attention=program
         )
-        return state_lib.Networks(model, model, None)
+        return Networks(model, model, None)
 
     @functools.cached_property
     def decoder(self) -> Transformer:
@@ -142,8 +145,8 @@ class Step:
         options = SamplingOptions(self.response, 1.0, eos_ids=endings, slots=self.slots)
         return Sampler(self.decoder, options, sharding.split_rows)
 
-    def state(self) -> state_lib.TrainState:
-        return state_lib.shapes(self.config, self.nets, self.mesh)
+    def state(self) -> TrainState:
+        return state_shapes(self.config, self.nets, self.mesh)
 
     def decode_params(self):
         form = functools.partial(unroll_params, dtype=jnp.dtype(self.dtype))
@@ -235,25 +238,27 @@ class Step:
         with jax.set_mesh(self.mesh):
             return function.trace(*arguments).lower(lowering_platforms=platforms)
 
-    def random_state(self) -> state_lib.TrainState:
+    def random_state(self) -> TrainState:
         def build(key):
             actor, critic = (
                 heads.init_params(self.nets.actor, key, "lm"),
                 heads.init_params(self.nets.critic, key, "scalar"),
             )
             optimizers = [
-                state_lib.optimizer(options.optim, options.grad_clip).init(params)
+                make_optimizer(options.optim, options.grad_clip).init(params)
                 for options, params in ((self.config.actor, actor), (self.config.critic, critic))
             ]
             reference = jax.tree.map(lambda x: x.astype(self.dtype), actor)
-            return state_lib.TrainState(
+            return TrainState(
                 jnp.int32(0),
                 actor,
                 critic,
                 reference,
                 None,
                 *optimizers,
-                state_lib.first_control(self.config),
+                first_control(
+                    self.config.algorithm.kl_ctrl, self.config.reward, self.config.critic
+                ),
             )
 
         return jax.jit(build, out_shardings=places(self.state()))(jax.random.key(0))

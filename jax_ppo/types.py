@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 Array = Any  # jax.Array or numpy.ndarray: the same contract holds on the host and on the mesh
+Params = dict[str, Any]  # nested dicts of arrays: a role's parameters, or a tree of its structure
 
 
 @typing.dataclass_transform(frozen_default=True)

@@ -1273,8 +1273,8 @@ UPDATES = [
         source="transformers#35927, Fast-LLM#542: RMSNorm's scales were decayed",
         holds="weight decay is on matrices alone",
         test=f"{TEST_UPDATE}::test_weight_decay_leaves_norms_alone",
-        where="_matrices",
-        old="path[-1].key in ('kernel', 'embedding', 'lora_a', 'lora_b')",
+        where="_is_matrix",
+        old="path[-1].key in DECAYED_LEAVES",
         new="path[-1].key != 'bias'",
     ),
     Exhibit(
@@ -1282,15 +1282,15 @@ UPDATES = [
         source="arXiv 1711.05101: L2 regularisation in Adam is no weight decay",
         holds="decay is proportional to the weight, whatever the gradient's history",
         test=f"{TEST_UPDATE}::test_weight_decay_leaves_norms_alone",
-        where="optimizer",
+        where="make_optimizer",
         old=(
             "optax.chain(optax.clip_by_global_norm(grad_clip), "
             "optax.scale_by_adam(b1=options.beta1, b2=options.beta2, eps=options.eps), "
-            "optax.add_decayed_weights(options.weight_decay, mask=_matrices))"
+            "optax.add_decayed_weights(options.weight_decay, mask=_is_matrix))"
         ),
         new=(
             "optax.chain(optax.clip_by_global_norm(grad_clip), "
-            "optax.add_decayed_weights(options.weight_decay, mask=_matrices), "
+            "optax.add_decayed_weights(options.weight_decay, mask=_is_matrix), "
             "optax.scale_by_adam(b1=options.beta1, b2=options.beta2, eps=options.eps))"
         ),
     ),
@@ -1300,8 +1300,8 @@ UPDATES = [
         holds="an update that is not finite is skipped, counted and named",
         test=f"{TEST_UPDATE}::test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted",
         where="descend",
-        old="finite & learns",
-        new="learns",
+        old="is_finite & update_enabled",
+        new="update_enabled",
     ),
     Exhibit(
         name="a_skipped_update_still_moves_the_optimizer",
@@ -1309,17 +1309,17 @@ UPDATES = [
         holds="a skipped update leaves the optimizer's state too",
         test=f"{TEST_UPDATE}::test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted",
         where="descend",
-        old="keep(moved, opt_state)",
-        new="moved",
+        old="select(new_opt_state, opt_state)",
+        new="new_opt_state",
     ),
     Exhibit(
         name="the_controllers_coefficient_is_lost_on_resume",
         source="verl#7013, OpenRLHF, trl#2657: a resumed run began with the first coefficient",
         holds="all that moves from step to step is in the checkpoint and comes back",
         test="tests/training/test_state.py::test_a_state_from_a_checkpoint_is_the_one_that_was_saved",
-        where="create",
+        where="create_state",
         old="trained['control']",
-        new="first_control(config)",
+        new="first_control(config.algorithm.kl_ctrl, config.reward, config.critic)",
     ),
 ]
 

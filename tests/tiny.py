@@ -13,7 +13,10 @@ from jax_ppo.ppo import scoring
 from jax_ppo.ppo.experience import estimate
 from jax_ppo.runtime import sharding
 from jax_ppo.training import packing
-from jax_ppo.training import state as state_lib
+from jax_ppo.training.kl_schedule import first_control
+from jax_ppo.training.networks import Networks, actor_head
+from jax_ppo.training.optimizer import make_optimizer
+from jax_ppo.training.state import TrainState
 from jax_ppo.types import MiniBatches, Prompts, Rollout
 
 ARCHITECTURE = Architecture(
@@ -62,9 +65,7 @@ def networks(config):
         model = model.clone(
             lora=Lora(options.rank, options.alpha, parsing.parse_lora_targets(options.targets))
         )
-    return state_lib.Networks(
-        model, model if config.has_critic and not config.shares_trunk else None, None
-    )
+    return Networks(model, model if config.has_critic and not config.shares_trunk else None, None)
 
 
 def make_state(config, mesh, seed=0):
@@ -75,7 +76,10 @@ def make_state(config, mesh, seed=0):
         def scaled(params):
             return jax.tree.map(lambda x: x * 5 if x.ndim > 1 else x, params)
 
-        actor, head = scaled(heads.init_params(nets.actor, key, "lm")), state_lib.actor_head(config)
+        actor, head = (
+            scaled(heads.init_params(nets.actor, key, "lm")),
+            actor_head(config.shares_trunk),
+        )
         reference = jax.tree.map(jnp.copy, actor)
         if config.has_adapters:
             reference = jax.tree.map(lambda x: x.astype(config.model.dtype), reference)
@@ -91,13 +95,11 @@ def make_state(config, mesh, seed=0):
                 else scaled(heads.init_params(nets.critic, critic_key, "scalar"))
             )
             critic["score"]["kernel"] = jax.random.normal(key, critic["score"]["kernel"].shape)
-            critic_optimizer = state_lib.optimizer(
-                config.critic.optim, config.critic.grad_clip
-            ).init(critic)
-        actor_optimizer = state_lib.optimizer(config.actor.optim, config.actor.grad_clip).init(
-            actor
-        )
-        return state_lib.TrainState(
+            critic_optimizer = make_optimizer(config.critic.optim, config.critic.grad_clip).init(
+                critic
+            )
+        actor_optimizer = make_optimizer(config.actor.optim, config.actor.grad_clip).init(actor)
+        return TrainState(
             jnp.int32(0),
             actor,
             critic,
@@ -105,7 +107,7 @@ def make_state(config, mesh, seed=0):
             None,
             actor_optimizer,
             critic_optimizer,
-            state_lib.first_control(config),
+            first_control(config.algorithm.kl_ctrl, config.reward, config.critic),
         )
 
     shapes = jax.eval_shape(build, jax.random.key(seed))

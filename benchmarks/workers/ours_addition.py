@@ -23,7 +23,7 @@ from jax_ppo.ppo.setup import TRAINING, Experiment
 from jax_ppo.ppo.update import update
 from jax_ppo.reporting import console
 from jax_ppo.runtime import sharding
-from jax_ppo.training import state as state_lib
+from jax_ppo.training.state import create_state
 
 WARM_UP_STEPS = 2  # the second one takes what the first one's update gave
 
@@ -94,7 +94,7 @@ class Training:
 
     def __init__(self, run: Experiment):
         self.run, self.batches, self.done = run, run.batches(0), 0
-        self.state = state_lib.create(
+        self.state = create_state(
             run.config, run.nets, run.folders, run.mesh, console.make_loading_reporter
         )
 

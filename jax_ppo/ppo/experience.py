@@ -10,7 +10,7 @@ from jax_ppo.kernels import advantages as advantages_lib
 from jax_ppo.kernels import importance, kl, masked, shaping
 from jax_ppo.kernels import moments as moments_lib
 from jax_ppo.ppo.scoring import Scores
-from jax_ppo.training import state as state_lib
+from jax_ppo.training.kl_schedule import kl_coefficient
 from jax_ppo.types import Control, Experience, Sequences
 
 
@@ -210,7 +210,7 @@ def _without_critic(config, token_rewards, mask):
 def _next_coefficient(options, step, coefficient, divergence, mask):
     """Of the KL, for the step after this one."""
     if options.type != "adaptive":
-        return state_lib.kl_coefficient(options, step + 1)
+        return kl_coefficient(options, step + 1)
     current = (
         masked.masked_mean(divergence, mask)
         if options.target_unit == "token"

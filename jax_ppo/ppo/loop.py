@@ -25,8 +25,9 @@ from jax_ppo.reporting import console
 from jax_ppo.runtime import compilation, sharding
 from jax_ppo.sampler import engine
 from jax_ppo.training import resume as resuming
-from jax_ppo.training import state as state_lib
 from jax_ppo.training.checkpoint import Checkpointer, Progress
+from jax_ppo.training.networks import full_parameters
+from jax_ppo.training.state import TrainState, create_state, trained_shapes, trained_trees
 
 # Besides those of the model: what the trees of a checkpoint are, or what they were learned from.
 ANOTHER_EXPERIMENT = (
@@ -133,7 +134,7 @@ def draw(run: Experiment, state, batches, step: int, report: Reporter):
 
 def begin(
     run: Experiment, checkpoints: Checkpointer, progress: Progress, report: Reporter
-) -> state_lib.TrainState:
+) -> TrainState:
     """The state to begin with, evaluated if it is untrained; the programs of a step are compiled meanwhile."""
     arrays = None
     with (
@@ -143,9 +144,9 @@ def begin(
     ):
         if progress.step:
             arrays, _ = checkpoints.restore(
-                progress.step, state_lib.trained_shapes(run.config, run.nets, run.mesh)
+                progress.step, trained_shapes(run.config, run.nets, run.mesh)
             )
-        state = state_lib.create(
+        state = create_state(
             run.config,
             run.nets,
             run.folders,
@@ -180,7 +181,7 @@ def finish_step(
                 "config": dataclasses.asdict(run.config),
             }
             figures = result and {"accuracy": result.accuracy, "reward_mean": result.reward_mean}
-            checkpoints.save(done, state_lib.trained(state), meta, figures)
+            checkpoints.save(done, trained_trees(state), meta, figures)
         report.restart_clock()
 
 
@@ -197,7 +198,7 @@ def add_reward_model(run: Experiment, state, rewards, inputs):
     scoring.reward_model_scores."""
     if run.nets.reward is None:
         return rewards
-    params = state_lib.whole(run.nets.reward, state.reward, state.reference)
+    params = full_parameters(run.nets.reward, state.reward, state.reference)
     return rewards + scoring.reward_model_scores(run.nets.reward, params, *inputs)
 
 
@@ -238,7 +239,7 @@ def total_rewards(run: Experiment, state, batch, rollout, rewarded):
     return add_reward_model(run, state, scores, inputs)
 
 
-def measure_reference(run: Experiment, state) -> state_lib.TrainState:
+def measure_reference(run: Experiment, state) -> TrainState:
     """The state with the moments of the scores of its policy, over reward.normalize_samples responses in whole batches."""
     batches = run.batches(0)
     run.engine.update_weights(run.policy(state))

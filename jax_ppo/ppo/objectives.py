@@ -17,7 +17,8 @@ from jax_ppo.models import heads
 from jax_ppo.ppo import scoring
 from jax_ppo.training import forward
 from jax_ppo.training import packing as packing_lib
-from jax_ppo.training.state import Networks, TrainState
+from jax_ppo.training.networks import Networks
+from jax_ppo.training.state import TrainState
 from jax_ppo.types import Experience, pytree
 
 ACTOR_METRICS = (

@@ -16,7 +16,8 @@ from jax_ppo.ppo.experience import estimate
 from jax_ppo.ppo.setup import TRAINING, Experiment, Plans
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.compilation import compile_ahead
-from jax_ppo.training import state as state_lib
+from jax_ppo.training.networks import full_parameters
+from jax_ppo.training.state import state_shapes
 from jax_ppo.types import Prompts
 
 
@@ -62,7 +63,7 @@ def _samples(run):
 def _programs(run: Experiment, prompts: Prompts, key, plans: Plans) -> Iterator[str]:
     """Compiles one program at a time, in the order of ppo.train, and yields its name. What one gives, the next is given."""
     config, nets = run.config, run.nets
-    state = state_lib.shapes(config, nets, run.mesh)
+    state = state_shapes(config, nets, run.mesh)
     rollout = yield from run.engine.precompile(run.policy(state), prompts, key, run.sampling)
     sequences = compile_ahead(scoring.join, rollout, config.sequence_length)
     scores = []
@@ -70,7 +71,7 @@ def _programs(run: Experiment, prompts: Prompts, key, plans: Plans) -> Iterator[
         scores.append(compile_ahead(function, *arguments))
         yield "score"
     if nets.reward is not None and run.reward_inputs is None:  # else its shape depends on the texts
-        of_reward = state_lib.whole(nets.reward, state.reward, state.reference)
+        of_reward = full_parameters(nets.reward, state.reward, state.reference)
         compile_ahead(
             scoring.reward_model_scores, nets.reward, of_reward, sequences, *plans.scoring
         )

@@ -14,7 +14,8 @@ from jax_ppo.runtime import dispatch
 from jax_ppo.runtime.sharding import constrain_rows
 from jax_ppo.training import forward
 from jax_ppo.training import packing as packing_lib
-from jax_ppo.training.state import Networks, TrainState, whole
+from jax_ppo.training.networks import Networks, full_parameters
+from jax_ppo.training.state import TrainState
 from jax_ppo.types import Packing, Rollout, Sequences, pytree
 
 
@@ -140,8 +141,8 @@ def score_part(
         last_values=zeros[:, 0] if with_values and options.bootstrap_truncated else None,
     )
 
-    actor = whole(nets.actor, state.actor, state.reference)
-    critic = whole(nets.critic, state.critic, state.reference)
+    actor = full_parameters(nets.actor, state.actor, state.reference)
+    critic = full_parameters(nets.critic, state.critic, state.reference)
 
     def micro_batch(i, scores):
         rows = packing_lib.gather(sequences, jax.tree.map(lambda x: constrain_rows(x[i]), plan))

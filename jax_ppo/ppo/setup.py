@@ -29,7 +29,8 @@ from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.supervised import warmup
 from jax_ppo.training import packing
 from jax_ppo.training import setup as shared_setup
-from jax_ppo.training import state as state_lib
+from jax_ppo.training.networks import Folders, full_parameters, read_networks
+from jax_ppo.training.state import TrainState, state_shapes
 from jax_ppo.types import MiniBatches, Packing, Prompts, Rollout, Sequences
 
 TRAINING, EVALUATION, REFERENCE = 0, 1, 2  # streams of random numbers
@@ -97,7 +98,7 @@ class Experiment:
             config.actor.policy_loss
         )  # one of the user's own is imported before anything heavy
         self.folders = self._folders(workdir, report)
-        self.nets = state_lib.networks(config, self.folders)
+        self.nets = read_networks(config, self.folders)
         self.tokenizer = (
             tokenizer_lib.load_tokenizer(config.model.tokenizer_path)
             if config.model.tokenizer_path
@@ -273,7 +274,7 @@ class Experiment:
         held_out = load(data.val_files, option="config.data.val_files") if data.val_files else []
         return training, held_out[: data.val_max_samples]
 
-    def _folders(self, workdir, report) -> state_lib.Folders:
+    def _folders(self, workdir, report) -> Folders:
         """Finds or fetches every role's checkpoint; makes the actor where none is named."""
         model, critic, reward = self.config.model, self.config.critic, self.config.reward
         if model.path:
@@ -281,7 +282,7 @@ class Experiment:
         else:
             actor = workdir / "model"
             warmup.make_model(self.config, actor, self.mesh, report)
-        return state_lib.Folders(
+        return Folders(
             actor=actor,
             critic=None
             if not self.config.has_critic or self.config.shares_trunk
@@ -332,7 +333,7 @@ class Experiment:
         )
 
     def _build_engine(self):
-        actor = self.policy(state_lib.shapes(self.config, self.nets, self.mesh))
+        actor = self.policy(state_shapes(self.config, self.nets, self.mesh))
         self.engine: RolloutEngine = BuiltInEngine(self.mesh, self.nets.actor, actor)
         self.sampling = self._sampling_options(self.config.rollout)
         self.held_out_sampling = self._sampling_options(self.config.rollout.val_kwargs)
@@ -352,10 +353,10 @@ class Experiment:
             slots=self.config.rollout.max_num_seqs,
         )
 
-    def policy(self, state: state_lib.TrainState):
+    def policy(self, state: TrainState):
         """The actor's parameters, with the base where they are adapters, and without a critic's head."""
         return heads.without_scalar_head(
-            state_lib.whole(self.nets.actor, state.actor, state.reference)
+            full_parameters(self.nets.actor, state.actor, state.reference)
         )
 
 

@@ -18,8 +18,9 @@ from jax_ppo.ppo import objectives
 from jax_ppo.runtime import dispatch
 from jax_ppo.runtime.sharding import TRAIN_RULES, constrain_rows, constrain_tree
 from jax_ppo.training import packing as packing_lib
-from jax_ppo.training import state as state_lib
-from jax_ppo.training.state import Networks, TrainState
+from jax_ppo.training.networks import Networks, full_parameters
+from jax_ppo.training.optimizer import descend, learning_rate, make_optimizer
+from jax_ppo.training.state import TrainState
 from jax_ppo.types import Experience, MiniBatches
 
 TOO_FAR = (
@@ -108,7 +109,7 @@ def update_actor(
 ):
     """(the next step's number, parameters, optimizer state, metrics). `rest`: the state without its trained trees."""
     warmup = config.trainer.critic_warmup
-    rate = state_lib.learning_rate(
+    rate = learning_rate(
         config.actor.optim, jnp.maximum(rest.step - warmup, 0), total_steps - warmup
     )
     learns = rest.step >= warmup
@@ -137,7 +138,7 @@ def update_critic(
     batches: MiniBatches,
 ):
     """(parameters, optimizer state, metrics). `rest`: the state without its trained trees."""
-    rate = state_lib.learning_rate(config.critic.optim, rest.step, total_steps)
+    rate = learning_rate(config.critic.optim, rest.step, total_steps)
     params, optimizer_state, metrics = critic_role(config, nets, rest.reference).train(
         params, optimizer_state, rate, True, None, experience, batches
     )
@@ -182,7 +183,7 @@ class Role:
     ):
         """All optimizer steps on one rollout: (parameters, optimizer state, metrics)."""
         options = getattr(self.config, self.name)
-        transform = state_lib.optimizer(options.optim, options.grad_clip)
+        transform = make_optimizer(options.optim, options.grad_clip)
 
         def mini_batch(carry, batch):
             params, optimizer_state, near = carry
@@ -192,7 +193,7 @@ class Role:
             gradients, metrics = self.gradients(params, context, experience, batch)
             if self.target_kl is not None:
                 near &= metrics["actor/approx_kl"] <= TOO_FAR * self.target_kl
-            params, optimizer_state, norm, finite = state_lib.descend(
+            params, optimizer_state, norm, finite = descend(
                 transform, params, optimizer_state, gradients, rate, learns & near & done
             )
             metrics |= {
@@ -226,7 +227,7 @@ class Role:
             )
 
             def objective(learned):
-                everything = state_lib.whole(getattr(self.nets, self.name), learned, self.base)
+                everything = full_parameters(getattr(self.nets, self.name), learned, self.base)
                 return self.objective(
                     self.config, self.nets, everything, context, rows, experience, weights
                 )

@@ -24,8 +24,8 @@ from jax_ppo.supervised import step as fitting
 from jax_ppo.training import packing
 from jax_ppo.training import resume as resuming
 from jax_ppo.training import setup as shared_setup
-from jax_ppo.training import state as state_lib
 from jax_ppo.training.checkpoint import Checkpointer, Progress
+from jax_ppo.training.networks import Folders, read_networks
 
 # Besides those of the model: what the trees of a checkpoint are, or what they were learned from.
 ANOTHER_EXPERIMENT = (
@@ -238,7 +238,7 @@ class Run:
         rows = dataclasses.replace(
             config, packing=dataclasses.replace(config.packing, row_length=self._row_length)
         )
-        self.model = state_lib.networks(rows, state_lib.Folders(self.folder, None, None)).actor
+        self.model = read_networks(rows, Folders(self.folder, None, None)).actor
         steps_per_epoch = self.batches(0).steps_per_epoch
         self.total_steps = (
             config.trainer.total_training_steps or config.trainer.total_epochs * steps_per_epoch

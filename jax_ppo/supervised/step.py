@@ -17,7 +17,7 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.sharding import TRAIN_RULES, constrain_rows, constrain_tree
 from jax_ppo.training import forward
 from jax_ppo.training import packing as packing_lib
-from jax_ppo.training import state as state_lib
+from jax_ppo.training.optimizer import descend, learning_rate, make_optimizer
 from jax_ppo.types import Packing, Sequences
 
 
@@ -89,7 +89,7 @@ PREFERENCE = Objective("scalar", _pairs, _preferences, ("loss", "accuracy", "mar
 
 
 def optimizer(options: Supervised):
-    return state_lib.optimizer(options.optim, options.grad_clip)
+    return make_optimizer(options.optim, options.grad_clip)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=(4, 5))
@@ -118,8 +118,8 @@ def step(
       parameters, optimizer state, and figures: scalars on the mesh.
     """
     slope, figures = gradients(objective, options, model, params, sequences, plan, micro_batches)
-    rate = state_lib.learning_rate(options.optim, number, total_steps)
-    params, optimizer_state, norm, finite = state_lib.descend(
+    rate = learning_rate(options.optim, number, total_steps)
+    params, optimizer_state, norm, finite = descend(
         optimizer(options), params, optimizer_state, slope, rate
     )
     # Left to itself the compiler splits what the table repeats, and the next call would be another program.

@@ -8,7 +8,8 @@ import pytest
 import tiny
 from jax_ppo.errors import UserError
 from jax_ppo.models import attention
-from jax_ppo.training import state as state_lib
+from jax_ppo.training import networks
+from jax_ppo.training.networks import Folders, read_networks
 
 
 def make_inputs(rows=2, length=128, heads=4, kv_heads=2, head_dim=16, dtype=jnp.float32):
@@ -222,14 +223,14 @@ def test_what_cannot_run_says_why(wanted, platform, dtype, length, why):
 
 
 def test_an_impossible_choice_names_the_option(monkeypatch):
-    monkeypatch.setattr(state_lib, "read_architecture", lambda folder: tiny.ARCHITECTURE)
-    folders = state_lib.Folders(None, None, None)
-    assert state_lib.networks(tiny.config(), folders).actor.attention == "xla"
+    monkeypatch.setattr(networks, "read_architecture", lambda folder: tiny.ARCHITECTURE)
+    folders = Folders(None, None, None)
+    assert read_networks(tiny.config(), folders).actor.attention == "xla"
     with pytest.raises(
         UserError, match="config.model.attention='splash': splash attention needs a TPU"
     ):
-        state_lib.networks(tiny.config(model__attention="splash"), folders)
+        read_networks(tiny.config(model__attention="splash"), folders)
     with pytest.raises(
         UserError, match="config.rollout.attention='cudnn': cuDNN reads the cache only where"
     ):
-        state_lib.networks(tiny.config(rollout__attention="cudnn"), folders)
+        read_networks(tiny.config(rollout__attention="cudnn"), folders)

@@ -14,7 +14,8 @@ from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import objectives, scoring
 from jax_ppo.ppo.update import actor_role, critic_role, update
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
-from jax_ppo.training import state as state_lib
+from jax_ppo.training.networks import Folders, full_parameters
+from jax_ppo.training.state import create_state, state_shapes, trained_shapes, trained_trees
 
 LORA = {"model__lora__rank": 4, "model__lora__alpha": 8.0}
 HALVES = [[0, 2, 4, 6], [1, 3, 5, 7]]
@@ -43,7 +44,7 @@ def test_four_roles_share_one_base():
         tiny.make_mesh(8, data=2, fsdp=2, model=2),
     )
     nets = tiny.networks(config)
-    shapes = state_lib.shapes(config, nets, mesh)
+    shapes = state_shapes(config, nets, mesh)
     assert names(shapes.actor) == {"lora_a", "lora_b"} and names(shapes.critic) == {
         "lora_a",
         "lora_b",
@@ -56,9 +57,9 @@ def test_four_roles_share_one_base():
     with jax.set_mesh(mesh):
         state = tiny.make_state(config, mesh)
     assert jax.tree.map(jnp.shape, shapes.reference) == jax.tree.map(jnp.shape, state.reference)
-    trained = state_lib.trained(state)
+    trained = trained_trees(state)
     assert jax.tree.map(jnp.shape, trained) == jax.tree.map(
-        jnp.shape, state_lib.trained_shapes(config, nets, mesh)
+        jnp.shape, trained_shapes(config, nets, mesh)
     )
     per_layer = 4 * (
         2 * (16 + 16) + 2 * (16 + 8) + 2 * (16 + 32) + (32 + 16)
@@ -70,7 +71,7 @@ def test_four_roles_share_one_base():
     assert sum(x.size for x in jax.tree.leaves(trained["optimizer"])) == 2 * (
         sum(sizes.values()) + 1
     )
-    joined = state_lib.whole(nets.critic, state.critic, state.reference)
+    joined = full_parameters(nets.critic, state.critic, state.reference)
     assert (
         joined["layers"]["mlp"]["up_proj"]["kernel"]
         is state.reference["layers"]["mlp"]["up_proj"]["kernel"]
@@ -170,7 +171,7 @@ def test_the_sampler_draws_from_the_policy_that_is_scored():
             Transformer(tiny.ARCHITECTURE, jnp.float32, unrolled=True, lora=nets.actor.lora),
             SamplingOptions(tiny.T, 1.0, eos_ids=(1,)),
         )
-        policy = unroll_params(state_lib.whole(nets.actor, state.actor, state.reference))
+        policy = unroll_params(full_parameters(nets.actor, state.actor, state.reference))
         rollout = sampler(policy, tiny.make_rollout(mesh).prompts, jax.random.key(3))
         experience, metrics = tiny.make_experience(config, mesh, state, rollout)
     assert (
@@ -187,7 +188,7 @@ def test_a_reward_model_may_stand_on_the_base_too():
         sequences = scoring.join(rollout, config.sequence_length)
         batches = tiny.plan(config, mesh, rollout, ALL, 4)
         plan = jax.tree.map(lambda x: x[0], batches.packing), batches.counts[0]
-        params = state_lib.whole(nets.critic, state.critic, state.reference)
+        params = full_parameters(nets.critic, state.critic, state.reference)
         scores = scoring.reward_model_scores(nets.critic, params, sequences, *plan)
         merge = functools.partial(_merged, params, nets.critic.lora.scale)
         whole = jax.tree_util.tree_map_with_path(merge, state.reference)
@@ -215,16 +216,14 @@ def test_a_state_from_a_checkpoint_is_the_one_that_was_saved(tmp_path):
     with jax.set_mesh(mesh):
         before = moved(tiny.make_state(config, mesh))
         export_checkpoint(before.reference, tiny.ARCHITECTURE, tmp_path / "base")
-        folders, said = state_lib.Folders(tmp_path / "base", tmp_path / "base", None), []
+        folders, said = Folders(tmp_path / "base", tmp_path / "base", None), []
         nets = tiny.networks(config)
 
         def progress(name):
             said.append(name)
 
-        after = state_lib.create(
-            config, nets, folders, mesh, progress, state_lib.trained(before), 7
-        )
-        first = state_lib.create(config, nets, folders, mesh, progress)
+        after = create_state(config, nets, folders, mesh, progress, trained_trees(before), 7)
+        first = create_state(config, nets, folders, mesh, progress)
     assert int(after.step) == 7 and said == ["base", "base"]
     for name in ("actor", "critic", "reference", "actor_optimizer", "critic_optimizer"):
         jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(before, name))

@@ -8,7 +8,7 @@ import tiny
 from jax_ppo.kernels import moments
 from jax_ppo.ppo.experience import estimate
 from jax_ppo.ppo.scoring import Scores
-from jax_ppo.training import state as state_lib
+from jax_ppo.training.kl_schedule import first_control
 from jax_ppo.types import Control, Sequences
 
 T = tiny.T
@@ -56,7 +56,7 @@ def estimated(
     return estimate(
         config,
         jnp.int32(step),
-        control or state_lib.first_control(config),
+        control or first_control(config.algorithm.kl_ctrl, config.reward, config.critic),
         sequences,
         wide(logprobs),
         scores,
@@ -316,7 +316,7 @@ def test_the_coefficient_of_the_next_step(options, coefficients):
         algorithm__use_kl_in_reward=True,
         **{f"algorithm__kl_ctrl__{name}": value for name, value in options.items()},
     )
-    first = state_lib.first_control(config)
+    first = first_control(config.algorithm.kl_ctrl, config.reward, config.critic)
     assert float(first.kl_coef) == pytest.approx(coefficients[0])
     given = dict(logprobs=[[0.5, 0.7]], ref_logprobs=[[0.0, 0.0]])
     experience, metrics = estimated(config, [0.0], [2], **given)

@@ -10,7 +10,8 @@ from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.ppo import reward_inputs, scoring
-from jax_ppo.training import state as state_lib
+from jax_ppo.training.networks import Folders, read_networks
+from jax_ppo.training.state import state_shapes
 from jax_ppo.types import Example
 
 CHAT = (
@@ -47,9 +48,7 @@ def decoder(tmp_path_factory):
 
 
 def network(options, folder, decoder):
-    nets = state_lib.networks(
-        options, state_lib.Folders(decoder, None, folder)
-    )  # the actor's plays no part here
+    nets = read_networks(options, Folders(decoder, None, folder))  # the actor's plays no part here
     return nets, nets.reward
 
 
@@ -61,7 +60,7 @@ def scored(folder, decoder, actors, mesh=None, **changes):
     mesh, said = mesh or tiny.make_mesh(), []
     nets, net = network(options, folder, decoder)
     with jax.set_mesh(mesh):
-        where = jax.tree.map(lambda x: x.sharding, state_lib.shapes(options, nets, mesh).reward)
+        where = jax.tree.map(lambda x: x.sharding, state_shapes(options, nets, mesh).reward)
         params = load_checkpoint(folder, net.architecture, where, np.float32, "reward")
         make = reward_inputs.choose(options, mesh, net, folder, actors, said.append)
         ids = [np.array(actors.encode(answer), np.int32) for answer in ANSWERS]
@@ -82,7 +81,7 @@ def test_an_encoders_matrices_are_split(encoder, decoder):
         algorithm__adv_estimator="reinforce_plus_plus", reward__model_path=str(encoder)
     )
     mesh = tiny.make_mesh(8, fsdp=2, model=2)
-    params = state_lib.shapes(options, network(options, encoder, decoder)[0], mesh).reward
+    params = state_shapes(options, network(options, encoder, decoder)[0], mesh).reward
 
     def block(*path):
         leaf = params

@@ -9,7 +9,8 @@ import tiny
 from jax_ppo.ppo import objectives
 from jax_ppo.ppo.update import Role, actor_role, update
 from jax_ppo.training import forward
-from jax_ppo.training import state as state_lib
+from jax_ppo.training.networks import Networks
+from jax_ppo.training.state import state_shapes, trained_shapes, trained_trees
 
 HALVES = [[0, 2, 4, 6], [1, 3, 5, 7]]
 SHARED = {"critic__shared_trunk": True, "critic__value_loss_coef": 0.3}
@@ -60,7 +61,7 @@ def test_the_gradient_is_the_sum_of_both(options):
     nets = tiny.networks(config)
     of_both, metrics = gradients(config, mesh, None, nets)
     of_actor, actor_metrics = gradients(config, mesh, objectives.actor_loss, nets)
-    alone = state_lib.Networks(nets.actor, nets.actor, None)
+    alone = Networks(nets.actor, nets.actor, None)
     of_critic, critic_metrics = gradients(config, mesh, objectives.critic_loss, alone)
     assert_close(of_both, jax.tree.map(np.add, of_actor, of_critic))
     for name, value in (actor_metrics | critic_metrics).items():
@@ -99,7 +100,7 @@ def test_one_pass_serves_both(options, monkeypatch):
         )
     assert traced == [True]
     assert state.critic is None and state.critic_optimizer is None
-    assert set(state_lib.trained(state)) == {"actor", "optimizer", "control"}
+    assert set(trained_trees(state)) == {"actor", "optimizer", "control"}
     assert not np.array_equal(state.actor["score"]["kernel"], before["score"]["kernel"])
     assert float(metrics["actor/first_log_ratio"]) < 1e-5 < float(metrics["actor/log_ratio_max"])
 
@@ -108,6 +109,6 @@ def test_its_shapes_are_foreseen():
     config, mesh = tiny.config(**SHARED), tiny.make_mesh()
     with jax.set_mesh(mesh):
         state = tiny.make_state(config, mesh)
-    shapes = state_lib.trained_shapes(config, tiny.networks(config), mesh)
-    assert jax.tree.map(jnp.shape, state_lib.trained(state)) == jax.tree.map(jnp.shape, shapes)
-    assert "score" not in state_lib.shapes(config, tiny.networks(config), mesh).reference
+    shapes = trained_shapes(config, tiny.networks(config), mesh)
+    assert jax.tree.map(jnp.shape, trained_trees(state)) == jax.tree.map(jnp.shape, shapes)
+    assert "score" not in state_shapes(config, tiny.networks(config), mesh).reference

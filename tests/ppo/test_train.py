@@ -588,7 +588,7 @@ def load(files, *overrides):
 )
 def test_mistakes_are_told_before_weights_load(files, tmp_path, override, message, monkeypatch):
     monkeypatch.setattr(
-        "jax_ppo.training.state.create", lambda *_: pytest.fail("weights were loaded")
+        "jax_ppo.ppo.loop.create_state", lambda *_: pytest.fail("weights were loaded")
     )
     with pytest.raises(UserError, match=message):
         ppo.train(load(files, override, "--config.data.train_batch_size=8"), tmp_path)

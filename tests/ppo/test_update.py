@@ -19,7 +19,9 @@ from jax_ppo.ppo.experience import estimate
 from jax_ppo.ppo.update import actor_role, critic_role, programs, update
 from jax_ppo.runtime import compilation
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
-from jax_ppo.training import state as state_lib
+from jax_ppo.training.kl_schedule import first_control
+from jax_ppo.training.optimizer import descend, learning_rate, make_optimizer
+from jax_ppo.training.state import TrainState, trained_shapes, trained_trees
 
 ALL = [list(range(tiny.B))]
 HALVES = [[0, 2, 4, 6], [1, 3, 5, 7]]
@@ -315,9 +317,7 @@ def test_critic_warmup_is_exactly_n_steps():
             tiny.make_mesh(),
             ALL,
             4,
-            prepare=lambda s, step=step: state_lib.TrainState(
-                **{**vars(s), "step": jnp.int32(step)}
-            ),
+            prepare=lambda s, step=step: TrainState(**{**vars(s), "step": jnp.int32(step)}),
         )
         same = jax.tree.map(
             lambda a, b: bool((a == b).all()),
@@ -386,7 +386,7 @@ def test_kl_in_reward_lowers_each_tokens_reward():
     experience, metrics = estimate(
         config,
         0,
-        state_lib.first_control(config),
+        first_control(config.algorithm.kl_ctrl, config.reward, config.critic),
         sequences,
         scores.old_logprobs,
         scores,
@@ -504,17 +504,15 @@ def test_learning_rate_by_hand():
         actor__optim__lr_schedule="linear",
         actor__optim__min_lr_ratio=0.5,
     ).actor.optim
-    rates = [
-        float(state_lib.learning_rate(options, jnp.int32(step), 14)) for step in (0, 3, 4, 9, 14)
-    ]
+    rates = [float(learning_rate(options, jnp.int32(step), 14)) for step in (0, 3, 4, 9, 14)]
     assert rates == pytest.approx([0.25, 1.0, 1.0, 0.75, 0.5])
 
 
 def test_weight_decay_leaves_norms_alone():
     options = tiny.config(actor__optim__weight_decay=0.1)
     params = {"norm": {"scale": jnp.ones(3)}, "embed": {"embedding": jnp.ones((2, 3))}}
-    transform = state_lib.optimizer(options.actor.optim, 1.0)
-    moved, _, _, _ = state_lib.descend(
+    transform = make_optimizer(options.actor.optim, 1.0)
+    moved, _, _, _ = descend(
         transform, params, transform.init(params), jax.tree.map(jnp.zeros_like, params), 1.0
     )
     np.testing.assert_array_equal(moved["norm"]["scale"], 1.0)
@@ -630,12 +628,12 @@ def test_without_a_critic_there_is_none():
     assert not any(name.startswith("critic/") for name in metrics)
     assert not np.array_equal(before.actor["norm"]["scale"], after.actor["norm"]["scale"])
     nets = tiny.networks(config)
-    assert state_lib.trained_shapes(config, nets, tiny.make_mesh()).keys() == {
+    assert trained_shapes(config, nets, tiny.make_mesh()).keys() == {
         "actor",
         "optimizer",
         "control",
     }
-    assert state_lib.trained(after)["optimizer"].keys() == {"actor"}
+    assert trained_trees(after)["optimizer"].keys() == {"actor"}
 
 
 def test_target_kl_stops_the_actor_and_not_the_critic():

@@ -13,7 +13,8 @@ from jax_ppo.errors import UserError
 from jax_ppo.models import heads
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.training import state as state_lib
+from jax_ppo.training.networks import Folders, read_networks
+from jax_ppo.training.state import create_state, trained_trees
 
 
 def test_a_state_from_a_checkpoint_is_the_one_that_was_saved():
@@ -26,9 +27,9 @@ def test_a_state_from_a_checkpoint_is_the_one_that_was_saved():
             step=jnp.int32(7),
             control=dataclasses.replace(before.control, kl_coef=jnp.float32(0.75)),
         )
-        folders = state_lib.Folders(None, None, None)
-        after = state_lib.create(
-            config, tiny.networks(config), folders, mesh, None, state_lib.trained(before), 7
+        folders = Folders(None, None, None)
+        after = create_state(
+            config, tiny.networks(config), folders, mesh, None, trained_trees(before), 7
         )
     assert (int(after.step), float(after.control.kl_coef)) == (7, 0.75)
     for name in ("actor", "critic", "actor_optimizer", "critic_optimizer"):
@@ -61,10 +62,10 @@ def folders(tmp_path_factory):
 )
 def test_where_a_critic_starts(folders, options, critic, head):
     config, mesh = tiny.config(algorithm__use_reference=False, **options), tiny.make_mesh()
-    places = state_lib.Folders(folders / "actor", critic and folders / critic, None)
+    places = Folders(folders / "actor", critic and folders / critic, None)
     with jax.set_mesh(mesh):
-        nets = state_lib.networks(config, places)
-        state = state_lib.create(config, nets, places, mesh, lambda role: None)
+        nets = read_networks(config, places)
+        state = create_state(config, nets, places, mesh, lambda role: None)
     if head == "shared":
         assert state.critic is None and not np.any(state.actor["score"]["kernel"])
         return
@@ -79,4 +80,4 @@ def test_where_a_critic_starts(folders, options, critic, head):
 def test_a_head_that_is_not_there_can_not_be_kept(folders):
     config = tiny.config(critic__path="x", critic__keep_head=True)
     with pytest.raises(UserError, match=r"there is no score\.weight in it"):
-        state_lib.networks(config, state_lib.Folders(folders / "actor", folders / "actor", None))
+        read_networks(config, Folders(folders / "actor", folders / "actor", None))

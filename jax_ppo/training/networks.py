@@ -1,0 +1,278 @@
+"""The roles' models: reading each role's architecture, and joining adapters with their base."""
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+
+from jax_ppo.config import parsing
+from jax_ppo.config.schema import Config, Model
+from jax_ppo.errors import UserError
+from jax_ppo.models import attention, cache
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.deberta.architecture import DebertaArchitecture
+from jax_ppo.models.deberta.encoder import Deberta
+from jax_ppo.models.hf.load import read_architecture, read_reward_architecture
+from jax_ppo.models.hf.peft import (
+    ADAPTER_CONFIG,
+    holds_adapters,
+    read_adapter_config,
+    validate_adapters,
+)
+from jax_ppo.models.lora import Lora, join_adapters
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.storage import hub
+from jax_ppo.types import Params
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Networks:
+    """The models that the parameter trees belong to; a static argument of compiled functions.
+
+    The reference has the actor's model. A model with `lora` runs on adapters joined with their
+    base, see `full_parameters`.
+
+    Attributes:
+      actor: the policy's model.
+      critic: the critic's model; `None` without a critic, or if it shares the actor's trunk.
+      reward: the reward model; `None` without one.
+    """
+
+    actor: Transformer
+    critic: Transformer | None
+    reward: Transformer | Deberta | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Folders:
+    """The folder of each role's checkpoint, in Hugging Face format; `None` if the role is absent.
+
+    Attributes:
+      actor: the policy; with `model.lora` the base of all adapters.
+      critic: the model, or with `model.lora` the adapters, that the critic starts from. If this is
+        the actor's folder, the critic starts with the actor's adapters.
+      reward: the reward model, or adapters on the actor's base.
+      adapters: the adapters that the actor starts from; `None` for new ones.
+    """
+
+    actor: Path
+    critic: Path | None
+    reward: Path | None
+    adapters: Path | None = None
+
+    @property
+    def critic_starts_as_actor(self) -> bool:
+        """Whether the critic starts from the actor's checkpoint."""
+        return self.critic is not None and self.critic.resolve() == self.actor.resolve()
+
+
+def read_networks(config: Config, folders: Folders) -> Networks:
+    """Read every role's config.json and build its model.
+
+    Raises:
+      UserError: an architecture is not supported, the reward model is not a reward model, adapters
+        do not fit their base, or an attention program cannot run on this machine.
+    """
+    architecture = read_architecture(folders.actor)
+    decoder = build_decoder(architecture, config.model, config.row_length)
+    actor = decoder.clone(
+        decoding=_cache_program(config, decoder),
+        lora=_read_actor_lora(config.model, folders, architecture) if config.has_adapters else None,
+    )
+    return Networks(
+        actor=actor,
+        critic=_read_critic(config, folders, actor),
+        reward=_read_reward_model(config, folders, actor),
+    )
+
+
+def build_decoder(architecture: Architecture, options: Model, row_length: int) -> Transformer:
+    """Return the decoder for packed rows of `row_length` tokens.
+
+    Raises:
+      UserError: the attention program of `options` cannot run on this machine.
+    """
+    dtype = jnp.dtype(options.dtype)
+    try:
+        program = attention.select_attention_program(
+            options.attention,
+            _platform(),
+            dtype,
+            architecture.head_dim,
+            row_length,
+            architecture.attention_softcap,
+        )
+    except ValueError as obstacle:
+        raise UserError(
+            f"config.model.attention={options.attention!r}: {obstacle}; set 'auto'"
+        ) from None
+    return Transformer(architecture, dtype, remat=options.gradient_checkpointing, attention=program)
+
+
+def actor_head(shares_trunk: bool) -> str:
+    """Return the head of the actor's parameters, in the terms of `heads` and the loader."""
+    return "both" if shares_trunk else "lm"
+
+
+def full_parameters(net: Transformer | Deberta, params: Params, base: Params | None) -> Params:
+    """Return everything that `net` runs on: `params`, joined with their base if they are adapters.
+
+    Args:
+      net: the role's model.
+      params: the role's parameters, or its adapters.
+      base: the parameters that adapters apply to (the state's reference); `None` is enough without
+        adapters.
+    """
+    if getattr(net, "lora", None) is None:
+        return params
+    assert base is not None, "adapters need their base"
+    return join_adapters(base, params)
+
+
+def _cache_program(config: Config, decoder: Transformer) -> str:
+    """Return the program that reads the actor's cache while decoding."""
+    wanted = config.rollout.attention
+    try:
+        return cache.select_cache_program(
+            wanted,
+            _platform(),
+            decoder.attention,
+            decoder.architecture,
+            config.sequence_length,
+        )
+    except ValueError as obstacle:
+        raise UserError(f"config.rollout.attention={wanted!r}: {obstacle}; set 'auto'") from None
+
+
+def _platform() -> str:
+    """Return cpu, cuda, rocm or tpu."""
+    backend = jax.extend.backend.get_backend()
+    return backend.platform_version.split()[0] if backend.platform == "gpu" else backend.platform
+
+
+def _read_critic(config: Config, folders: Folders, actor: Transformer) -> Transformer | None:
+    if folders.critic is None:
+        return None
+    options = config.critic
+    if config.has_adapters:
+        if folders.critic_starts_as_actor and not options.keep_head:
+            return actor
+        lora = _read_adapters(
+            folders.critic,
+            option="config.critic.path",
+            head="reward" if options.keep_head else "scalar",
+            architecture=actor.architecture,
+            base_folder=folders.actor,
+            base_path=config.model.path,
+        )
+        return actor.clone(lora=lora)
+    if options.keep_head:
+        architecture = _read_architecture_with_head(folders.critic)
+    else:
+        architecture = read_architecture(folders.critic)
+    if isinstance(architecture, DebertaArchitecture):
+        raise UserError(
+            f"config.critic.path={options.path!r}: is an encoder, which sees a response's "
+            "end from its start; a critic must be a decoder"
+        )
+    return build_decoder(architecture, config.model, config.row_length)
+
+
+def _read_architecture_with_head(folder: Path) -> Architecture | DebertaArchitecture:
+    try:
+        return read_reward_architecture(folder)
+    except UserError as error:
+        raise UserError(
+            f"config.critic.keep_head=True: config.critic.path has no head to keep: {error}"
+        ) from None
+
+
+def _read_reward_model(
+    config: Config, folders: Folders, actor: Transformer
+) -> Transformer | Deberta | None:
+    if folders.reward is None:
+        return None
+    if config.has_adapters and holds_adapters(folders.reward):
+        lora = _read_adapters(
+            folders.reward,
+            option="config.reward.model_path",
+            head="reward",
+            architecture=actor.architecture,
+            base_folder=folders.actor,
+            base_path=config.model.path,
+        )
+        return actor.clone(lora=lora)
+    architecture = read_reward_architecture(folders.reward)
+    if isinstance(architecture, DebertaArchitecture):
+        return Deberta(architecture, jnp.dtype(config.model.dtype))
+    return build_decoder(architecture, config.model, config.row_length)
+
+
+def _read_actor_lora(options: Model, folders: Folders, architecture: Architecture) -> Lora:
+    """Return the shape of the actor's adapters: of those it starts from, or as the options say."""
+    if folders.adapters:
+        return _read_adapters(
+            folders.adapters,
+            option="config.model.lora.path",
+            head="lm",
+            architecture=architecture,
+            base_folder=folders.actor,
+            base_path=options.path,
+        )
+    targets = parsing.parse_lora_targets(options.lora.targets)
+    return Lora(rank=options.lora.rank, alpha=options.lora.alpha, targets=targets)
+
+
+def _read_adapters(
+    folder: Path,
+    *,
+    option: str,
+    head: str,
+    architecture: Architecture,
+    base_folder: Path,
+    base_path: str,
+) -> Lora:
+    """Return the shape of the adapters in a folder.
+
+    Args:
+      folder: of the adapters, in PEFT format.
+      option: the option that names the folder, for error messages.
+      head: the head that the adapters come with.
+      architecture: the base's.
+      base_folder: of the actor's base.
+      base_path: `config.model.path`.
+
+    Raises:
+      UserError: the folder does not hold adapters on the actor's base.
+    """
+    if not holds_adapters(folder):
+        raise UserError(
+            f"{option}: {folder} holds no adapters ({ADAPTER_CONFIG}); with config.model.lora they "
+            "must stand on config.model.path's weights, which all roles share"
+        )
+    lora, named_base = read_adapter_config(folder)
+    described = (
+        f"the adapters in {folder} stand on {named_base!r} "
+        f"(base_model_name_or_path in {ADAPTER_CONFIG})"
+    )
+    # A local folder is certain to be another model; a hub name may be the same one.
+    if named_base and Path(named_base).is_dir():
+        if Path(named_base).resolve() != base_folder.resolve():
+            raise UserError(
+                f"{option}: {described}, not on config.model.path={base_path!r}; set that, or "
+                "where it is the same model in another folder, the field"
+            )
+    elif named_base and named_base != hub.split_revision(base_path)[0]:
+        log.warning(
+            "%s: %s, which should be config.model.path=%r under another name",
+            option,
+            described,
+            base_path,
+        )
+    validate_adapters(folder, architecture, lora, head)
+    return lora

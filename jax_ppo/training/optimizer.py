@@ -1,0 +1,93 @@
+"""AdamW, its learning rate schedule, and the optimizer step that skips non-finite gradients."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jax_ppo.config.schema import Optim
+from jax_ppo.types import Params
+
+DECAYED_LEAVES = ("kernel", "embedding", "lora_a", "lora_b")  # matrices: no norms, no biases
+
+
+def make_optimizer(options: Optim, grad_clip: float) -> optax.GradientTransformation:
+    """Return AdamW after clipping by global norm, without the learning rate.
+
+    AdamW is that of Loshchilov & Hutter (2019, arXiv 1711.05101); `descend` applies the rate.
+
+    Args:
+      options: betas, epsilon and weight decay, which applies to matrices only.
+      grad_clip: the largest global gradient norm.
+    """
+    return optax.chain(
+        optax.clip_by_global_norm(grad_clip),
+        optax.scale_by_adam(b1=options.beta1, b2=options.beta2, eps=options.eps),
+        optax.add_decayed_weights(options.weight_decay, mask=_is_matrix),
+    )
+
+
+def _is_matrix(params: Params) -> Params:
+    """Return a tree of booleans: which parameters weight decay applies to."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: path[-1].key in DECAYED_LEAVES,
+        params,
+    )
+
+
+def learning_rate(options: Optim, step: int | jax.Array, total_steps: int) -> jax.Array:
+    """Return the learning rate of a step.
+
+    The rate rises linearly from `lr / lr_warmup_steps` and then stays constant, or decays linearly
+    or along a cosine to `lr * min_lr_ratio`.
+
+    Args:
+      options: the peak rate and its schedule.
+      step: int scalar, the number of steps that trained this model before, from 0.
+      total_steps: the number of such steps in the whole run.
+    """
+    warmup_steps = options.lr_warmup_steps
+    decay_steps = max(total_steps - warmup_steps, 1)
+    final_rate = options.lr * options.min_lr_ratio
+    schedules = {
+        "constant": optax.constant_schedule(options.lr),
+        "linear": optax.linear_schedule(options.lr, final_rate, decay_steps),
+        "cosine": optax.cosine_decay_schedule(options.lr, decay_steps, alpha=options.min_lr_ratio),
+    }
+    warmup_rate = options.lr * (step + 1) / max(warmup_steps, 1)
+    scheduled_rate = schedules[options.lr_schedule](jnp.maximum(step - warmup_steps, 0))
+    return jnp.where(step < warmup_steps, warmup_rate, scheduled_rate)
+
+
+def descend(
+    transform: optax.GradientTransformation,
+    params: Params,
+    opt_state: optax.OptState,
+    gradients: Params,
+    rate: jax.Array,
+    update_enabled: bool | jax.Array = True,
+) -> tuple[Params, optax.OptState, jax.Array, jax.Array]:
+    """Take one optimizer step, unless the gradient is not finite or updates are disabled.
+
+    A skipped step leaves parameters and optimizer state unchanged to the bit.
+
+    Args:
+      transform: as `make_optimizer` returns it.
+      params: the trained parameters.
+      opt_state: the optimizer's state for them.
+      gradients: a tree like `params`.
+      rate: float32 scalar, the learning rate.
+      update_enabled: bool scalar; False skips the step.
+
+    Returns:
+      The new parameters, the new optimizer state, the global gradient norm before clipping, and
+      whether that norm is finite.
+    """
+    norm = optax.tree.norm(gradients)
+    is_finite = jnp.isfinite(norm)
+    updates, new_opt_state = transform.update(gradients, opt_state, params)
+    new_params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
+
+    def select(new, old):
+        return jax.tree.map(lambda n, o: jnp.where(is_finite & update_enabled, n, o), new, old)
+
+    return select(new_params, params), select(new_opt_state, opt_state), norm, is_finite
