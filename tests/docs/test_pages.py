@@ -1,0 +1,151 @@
+"""What the documentation names exists: files, links, options, commands."""
+
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+import markdown
+import pytest
+
+from jax_ppo.config import command_line, schema
+
+each_page = pytest.mark.parametrize("page", markdown.PAGES, ids=markdown.page_id)
+OPTIONS = {name for name, *_ in schema.options()}
+SECTIONS = {name.partition(".")[0] for name in OPTIONS if "." in name}
+LEAVES = {name.rpartition(".")[2] for name in OPTIONS}
+FOREIGN = (
+    "| verl |",
+    "| `PPOConfig` |",
+    "| `train_ppo_ray` |",
+)  # tables whose first column is theirs
+RUNNABLE = ("train", "sft", "reward_model")
+
+
+def test_the_readme_has_at_most_1200_words():
+    words = re.findall(r"\b[\w'’.-]+\b", (markdown.ROOT / "README.md").read_text())
+    assert len(words) <= 1200
+
+
+@each_page
+def test_links_lead_to_files_and_headings_that_exist(page):
+    for target in markdown.links(page):
+        if re.match(r"https?:|mailto:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), f"{markdown.page_id(page)}: {target}"
+        if anchor and file.suffix == ".md":
+            assert anchor in markdown.anchors(file), f"{markdown.page_id(page)}: {target}"
+
+
+@each_page
+def test_files_of_the_repository_that_are_named_exist(page):
+    named = re.findall(
+        r"`((?:jax_ppo|tests|benchmarks|configs|launch|docs|examples)/[\w./-]*)(?:::\w+)?`",
+        markdown.without_blocks(page),
+    )
+    for name in named:
+        assert (markdown.ROOT / name).exists(), f"{markdown.page_id(page)}: {name}"
+
+
+def option_names(page: pathlib.Path) -> list[str]:
+    """Return the options that a page names in code marks, without those of other frameworks."""
+    names, foreign = [], False
+    for line in markdown.without_blocks(page).splitlines():
+        foreign = line.startswith(FOREIGN) or (foreign and line.startswith("|"))
+        text = line.split("|", 2)[2] if foreign else line
+        for code in re.findall(r"`([^`]+)`", text):
+            name = code.removeprefix("--config.").partition("=")[0]
+            if re.fullmatch(r"\w+(\.\w+)+", name) and name.partition(".")[0] in SECTIONS:
+                names.append(name)
+    return names
+
+
+@each_page
+def test_options_that_are_named_exist(page):
+    for name in option_names(page):
+        is_file = name.endswith((".py", ".json", ".md"))
+        is_section = any(option.startswith(f"{name}.") for option in OPTIONS)
+        assert is_file or is_section or name in OPTIONS, f"{markdown.page_id(page)}: {name}"
+
+
+def test_the_check_of_options_sees_a_wrong_one(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "`actor.clip_ratoi` and `actor.clip_ratio=0.1`\n\n| verl |\n| `data.bogus` | |\n"
+    )
+    assert option_names(page) == ["actor.clip_ratoi", "actor.clip_ratio"]
+    with pytest.raises(AssertionError):
+        assert set(option_names(page)) <= OPTIONS
+
+
+def parts(command: str) -> list[list[str]]:
+    """Return the simple commands of a line, each without environment variables in front."""
+    lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    simple, current = [], []
+    for word in lexer:
+        if word in ("&&", ";", "||", "|"):
+            simple.append(current)
+            current = []
+        elif current or not re.fullmatch(r"[A-Z_]+=.*", word):
+            current.append(word)
+    return [*simple, current]
+
+
+@pytest.mark.parametrize(
+    ("place", "command"), [found for page in markdown.PAGES for found in markdown.commands(page)]
+)
+def test_commands_are_understood(place, command, monkeypatch):
+    """Reads every training command as the program would, and checks that other programs exist."""
+    monkeypatch.chdir(markdown.ROOT)
+    for words in parts(command):
+        if words[:2] == ["python", "-m"] and words[2].startswith("jax_ppo."):
+            check_module(words[2].removeprefix("jax_ppo."), words[3:])
+        elif words[0].startswith(("launch/", "tests/", ".ci/")):
+            subprocess.run(["bash", "-n", words[0]], check=True)
+            if "--" in words:
+                check_module("train", words[words.index("--") + 1 :])
+        elif words[0] == "python" and words[1].endswith(".py"):
+            assert pathlib.Path(words[1]).is_file()
+        else:
+            assert words[0] in (
+                "git",
+                "pip",
+                "cd",
+                "python",
+                "source",
+                "mkdocs",
+                "sbatch",
+                "jax-ppo",
+            )
+
+
+def check_module(name: str, arguments: list[str]) -> None:
+    """Have the command-line reader accept the arguments of `python -m jax_ppo.NAME`."""
+    if name in RUNNABLE and "--help" not in arguments:
+        command_line.read_command_line([name, *arguments], name)
+    else:
+        subprocess.run(
+            [sys.executable, "-m", f"jax_ppo.{name}", *arguments], check=True, capture_output=True
+        )
+
+
+def test_the_check_of_commands_sees_a_wrong_option():
+    with pytest.raises(Exception, match="clip_ratoi"):
+        check_module("train", ["--config=configs/arithmetic.py", "--config.actor.clip_ratoi=1"])
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs", reason="needs the extra `docs`")
+    pytest.importorskip("material", reason="needs the extra `docs`")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
+        cwd=markdown.ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 0, built.stderr
+    assert (tmp_path / "ppo-step" / "index.html").is_file()
