@@ -1,6 +1,7 @@
 """The code of the recipes runs: Python always, whole commands in the slow suite."""
 
 import os
+import runpy
 import shlex
 import subprocess
 import sys
@@ -36,24 +37,21 @@ def save_files(page, folder) -> None:
 
 @each_recipe
 def test_the_python_of_a_recipe_runs(page, tmp_path, monkeypatch):
-    """Blocks share one namespace, as if typed one after the other; each asserts what it shows."""
+    """Blocks run as one program, in their order; each asserts what it shows."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     save_files(page, tmp_path)
+    blocks = [block for block in markdown.blocks(page, "python") if not block.file_name]
+    assert blocks, "a recipe shows how to check what was written"
+    program = tmp_path / f"{page.stem}.py"
+    program.write_text("\n".join(block.text for block in blocks))
     before = set(sys.modules)
-    namespace = {"__name__": "recipe"}
-    executed = 0
     try:
-        for block in markdown.blocks(page, "python"):
-            if not block.file_name:
-                code = "\n" * (block.line - 1) + block.text
-                exec(compile(code, block.page, "exec"), namespace)
-                executed += 1
+        runpy.run_path(str(program))
     finally:
         for name in set(sys.modules) - before:
             if name.startswith("my_"):
                 del sys.modules[name]
-    assert executed, "a recipe shows how to check what was written"
 
 
 def training_commands(page) -> list[list[str]]:
