@@ -12,7 +12,7 @@ def check_model(config: Config, mesh, architecture, tokenizer) -> None:
     if config.sequence_length > rope.max_sequence_length(architecture):
         raise UserError(
             f"config.data.max_prompt_length + config.data.max_response_length = {config.sequence_length}: the "
-            f"model takes {rope.longest(architecture)} tokens at most (its config.json)"
+            f"model takes {rope.max_sequence_length(architecture)} tokens at most (its config.json)"
         )
     if len(tokenizer) > architecture.vocab_size:
         raise UserError(

@@ -109,7 +109,7 @@ def test_reward_model(tmp_path):
     architecture, params = reference.load(tmp_path, "reward")
     ids = reference.tokens()
     states = reference.hidden(architecture, params, ids)
-    scores = reference.heads.scalars(params, states)[
+    scores = reference.heads.compute_scalars(params, states)[
         :, -1
     ]  # transformers scores the last token that is no padding
     np.testing.assert_allclose(scores, reference.their_logits(model, ids)[:, 0], atol=1e-4)
@@ -123,7 +123,7 @@ def test_a_critic_starts_at_zero_from_any_checkpoint(tmp_path):
         reference.save(tmp_path / folder, "llama", task, **options)
         architecture, params = reference.load(tmp_path / folder, "scalar")
         assert set(params) == {"embed", "layers", "norm", "score"}
-        values = reference.heads.scalars(
+        values = reference.heads.compute_scalars(
             params, reference.hidden(architecture, params, reference.tokens())
         )
         assert values.shape == (2, 24) and not values.any()
