@@ -112,7 +112,8 @@ def read(folder: Path, devices: int) -> dict:
     from jax_ppo.models import heads
     from jax_ppo.models.hf.files import SafetensorsCheckpoint
     from jax_ppo.models.hf.load import load_checkpoint, read_architecture
-    from jax_ppo.models.hf.names import flatten_like, tensor_table
+    from jax_ppo.models.hf.names import tensor_table
+    from jax_ppo.models.hf.tensors import flatten_like
     from jax_ppo.models.transformer import Transformer
     from jax_ppo.runtime import sharding
 

@@ -1,9 +1,13 @@
-"""What one decoder differs from another in. hf_config.py reads and writes it as Hugging Face's config.json."""
+"""Description of a decoder: everything in which one decoder differs from another.
+
+models/hf/config.py converts it to and from Hugging Face's config.json.
+"""
 
 import dataclasses
 from typing import Any
 
-# The kinds of rotary position embedding (rope.py), with the parameters that each cannot do without.
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+# Kinds of rotary position embeddings (rope.py), and the parameters that each one requires.
 ROPE_KINDS = {
     "default": (),
     "linear": ("factor",),
@@ -16,31 +20,43 @@ ROPE_KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """A decoder's shape. Hashable: it is a static argument of compiled functions.
+    """The architecture of a decoder. Hashable: it is a static argument of compiled functions.
 
     Attributes:
-      family: Hugging Face's `model_type`.
-      vocab_size: V, rows of the embedding.
+      family: Hugging Face's `model_type` (hf/families.py); only import and export read it.
+      vocab_size: V, number of rows of the embedding.
       hidden_size: D.
-      intermediate_size: width of the gated MLP.
-      num_layers, num_heads, num_kv_heads, head_dim: attention; num_kv_heads divides num_heads.
-      qkv_bias, output_bias, mlp_bias: which projections have a bias.
-      activation: of the MLP's gate, "silu" or "gelu_pytorch_tanh".
-      scaled_embedding: the input embedding is multiplied by sqrt(D).
-      norm_epsilon: RMSNorm.
-      norm_plus_one: RMSNorms multiply by 1 + scale.
-      qk_norm: queries and keys are normed head by head before they are turned.
-      post_norms: what attention and MLP give is normed too, before it is added.
-      query_pre_attn_scalar: queries are multiplied by this to the power -1/2; None: by head_dim to that power.
-      attention_softcap, logit_softcap: c for scores and for the last logits, which become c tanh(x / c); None: they stay.
-      sliding_window: in local layers a token sees so many, the last of them itself.
-      local_layers: which layers are local; (): none.
-      rope_theta: base of the rotary frequencies.
-      rope_scaling: sorted (name, value) pairs of Hugging Face's rope parameters besides the base, lists as tuples.
-      local_rope_theta: base in local layers, whose frequencies are not scaled; None: they turn as the others do.
-      max_position_embeddings: longest sequence it was made for, tokens.
-      tied: the output embedding is the input embedding.
-      bos_id, eos_ids, pad_id: token ids; None or () where the checkpoint has none.
+      intermediate_size: Width of the gated MLP.
+      num_layers: Number of layers.
+      num_heads: H, number of query heads.
+      num_kv_heads: K, number of key and value heads; it divides `num_heads`.
+      head_dim: Width of a head.
+      qkv_bias: Whether the projections to queries, keys and values have biases.
+      output_bias: Whether the output projection of attention has a bias.
+      mlp_bias: Whether the projections of the MLP have biases.
+      activation: Activation of the MLP's gate, one of `ACTIVATIONS`.
+      scaled_embedding: Whether the input embedding is multiplied by sqrt(D).
+      norm_epsilon: Epsilon of RMSNorm.
+      norm_plus_one: Whether RMSNorm multiplies by 1 + scale instead of scale.
+      qk_norm: Whether queries and keys are normalized per head before they are rotated.
+      post_norms: Whether the outputs of attention and MLP are normalized before they are added to
+        the residual stream.
+      query_pre_attn_scalar: Queries are multiplied by this number to the power -1/2; `None`: by
+        `head_dim` to that power.
+      attention_softcap: c for attention scores, which become c tanh(score / c); `None`: no cap.
+      logit_softcap: The same for the final logits.
+      sliding_window: Number of tokens that a token attends to in local layers, itself included.
+      local_layers: Which layers are local, one bool per layer; (): none.
+      rope_theta: Base of the rotary frequencies.
+      rope_scaling: Sorted (name, value) pairs of Hugging Face's rotary parameters except the base,
+        with lists as tuples.
+      local_rope_theta: Base of local layers, whose frequencies are not scaled; `None`: local
+        layers rotate like the others.
+      max_position_embeddings: Longest sequence that the model was made for, in tokens.
+      tied: Whether the output embedding is the input embedding.
+      bos_id: BOS token id, or `None`.
+      eos_ids: EOS token ids.
+      pad_id: Padding token id, or `None`.
     """
 
     family: str
@@ -76,10 +92,10 @@ class Architecture:
 
     @property
     def attention_scale(self) -> float:
-        """The factor on the product of a query and a key."""
+        """Factor on the product of a query and a key."""
         return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
 
     @property
     def layers_are_local(self) -> tuple[bool, ...]:
-        """`local_layers`, one a layer."""
+        """`local_layers` with one entry per layer, also where no layer is local."""
         return self.local_layers or (False,) * self.num_layers

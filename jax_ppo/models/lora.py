@@ -1,22 +1,33 @@
-"""Low-rank adapters (Hu et al. 2021, LoRA): beside a frozen kernel W [in, out] trained A [in, r] and B [r, out], which make of
-x W the sum x W + alpha / r (x A) B.
+"""Low-rank adapters (Hu et al. 2021, LoRA).
 
-A role's adapters are a dict of their own in the decoder's structure, so that several roles can stand on one base:
+Next to a frozen kernel W [in, out] they train A [in, r] and B [r, out], and x W becomes
+
+    x W + alpha / r (x A) B
+
+The adapters of a role are a dict with the structure of the decoder's parameters, so that several
+roles can share one base:
+
     layers/{attention, mlp}/{q_proj, ...}/{lora_a [L, in, r], lora_b [L, r, out]}
     score/kernel [D, 1] for a role with a scalar head
-B is zero at first, and x W + 0 is x W to the bit. The product is not added to W while anything is learned, for decoding
-neither: in bfloat16 a sum W + A B would round small changes away, and the sampler would draw from another policy than the one
-that is scored. Beside W the adapters of a decoding step are few bytes to read.
+
+B starts at zero, and x W + 0 equals x W bit for bit. During training the product is never added to
+W, not even for decoding: in bfloat16 the sum W + A B would round small changes away, and the
+sampler would draw from another policy than the one that is scored. Compared with W, the adapters
+add few bytes to read in a decoding step.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
+from jaxtyping import Array, Float
 
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.names import adapter_tensor_table
+
+Params = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +36,8 @@ class Lora:
 
     Attributes:
       rank: r.
-      alpha: see above.
-      targets: the projections that have adapters, in every layer.
+      alpha: Numerator of the scale.
+      targets: Projections that have adapters, in every layer.
     """
 
     rank: int
@@ -35,36 +46,52 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """The factor on (x A) B."""
+        """Factor on (x A) B."""
         return self.alpha / self.rank
 
 
-def init_adapters(architecture: Architecture, lora: Lora, key, head: str) -> dict:
-    """Adapters that change nothing yet: A uniform in +- 1 / sqrt(in), as PEFT has it, B and a scalar head zero. float32."""
+def init_adapters(architecture: Architecture, lora: Lora, key: jax.Array, head: str) -> Params:
+    """Return float32 adapters that change nothing yet.
+
+    As in PEFT, A is uniform in +- 1 / sqrt(in); B and a scalar head are zero.
+
+    Args:
+      architecture: The decoder that they belong to.
+      lora: Their shape.
+      key: Random key.
+      head: One of `HEADS` in hf/names.py.
+    """
     rows = adapter_tensor_table(architecture, lora.rank, lora.targets, head)
     params = {}
     for number, (path, row) in enumerate(sorted(rows.items())):
-        params[path] = jnp.zeros(row.full_shape, jnp.float32)
-        if path[-1] == "lora_a":
-            bound = row.shape[0] ** -0.5
-            params[path] = jax.random.uniform(
-                jax.random.fold_in(key, number), row.full_shape, jnp.float32, -bound, bound
-            )
+        if path[-1] != "lora_a":
+            params[path] = jnp.zeros(row.full_shape, jnp.float32)
+            continue
+        inputs, _ = row.shape
+        bound = inputs**-0.5
+        params[path] = jax.random.uniform(
+            jax.random.fold_in(key, number), row.full_shape, minval=-bound, maxval=bound
+        )
     return traverse_util.unflatten_dict(params)
 
 
-def join_adapters(base: dict, adapters: dict) -> dict:
-    """One tree of both, which the decoder and its heads take as any other. Nothing is copied."""
+def join_adapters(base: Params, adapters: Params) -> Params:
+    """Return one tree of base and adapters, which decoder and heads accept. Nothing is copied."""
     joined = dict(base)
     for name, value in adapters.items():
-        joined[name] = (
-            join_adapters(base[name], value) if isinstance(base.get(name), dict) else value
-        )
+        if isinstance(base.get(name), dict):
+            value = join_adapters(base[name], value)
+        joined[name] = value
     return joined
 
 
-def merge_kernel(kernel, lora_a, lora_b, scale: float):
-    """The kernel with its adapters in it, float32."""
+def merge_kernel(
+    kernel: Float[Array, "inputs outputs"],
+    lora_a: Float[Array, "inputs rank"],
+    lora_b: Float[Array, "rank outputs"],
+    scale: float,
+) -> Float[Array, "inputs outputs"]:
+    """Return the float32 kernel that includes its adapters: W + scale A B."""
     product = jnp.matmul(
         lora_a.astype(jnp.float32), lora_b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
     )

@@ -16,6 +16,7 @@ from jax_ppo.data import arithmetic
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.hf.families import CREATED_FAMILY
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import sharding
@@ -74,7 +75,7 @@ def make_model(config: Config, folder: Path, mesh, progress) -> None:
 def describe(create: Create, tokenizer) -> Architecture:
     """A Llama of the sizes of `model.create` for this tokenizer, its vocabulary rounded up so that a mesh can split it."""
     return Architecture(
-        family="llama",
+        family=CREATED_FAMILY,
         vocab_size=-(-len(tokenizer) // 16) * 16,
         hidden_size=create.hidden_size,
         intermediate_size=create.intermediate_size,

@@ -1,229 +1,135 @@
-"""Hugging Face's config.json, of transformers 4 or 5: to an Architecture and back."""
+"""Conversion between Hugging Face's config.json (of transformers 4 or 5) and `Architecture`."""
 
-import dataclasses
 import difflib
 from typing import Any
 
 from jax_ppo.errors import UserError
-from jax_ppo.models.architecture import ROPE_KINDS, Architecture
+from jax_ppo.models.architecture import ACTIVATIONS, ROPE_KINDS, Architecture
+from jax_ppo.models.hf.families import FAMILIES, Family
+from jax_ppo.models.hf.validation import refuse_quantization, require_sizes
 
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 FULL, LOCAL = "full_attention", "sliding_attention"
+# Kinds of rotary embeddings that depend on the sequence length of pretraining.
+ROPE_KINDS_WITH_LENGTH = ("yarn", "llama3", "longrope")
+
+Config = dict[str, Any]
+RopeScaling = tuple[tuple[str, Any], ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """What a `model_type` says without a word in config.json.
+def from_hf_config(config: Config) -> Architecture:
+    """Return the architecture that config.json describes.
 
-    Attributes:
-      name: of transformers' classes: {name}ForCausalLM, ...
-      classifier: {classifier}ForSequenceClassification, where that is another.
-      attention_bias: config.json may ask for biases in attention. (Qwen2 has three of the four, always.)
-      windows: where sliding windows come from: "" has none; "all": every layer has one if there is a `sliding_window`;
-        "last": the layers from `max_window_layers` on, if `use_sliding_window`; "pattern": all but each n-th.
-      defaults: what transformers takes for a field that is not there.
+    Args:
+      config: Contents of config.json.
+
+    Raises:
+      UserError: A field is missing or has an unsupported value; the message names it.
     """
-
-    name: str
-    classifier: str = ""
-    attention_bias: bool = False
-    windows: str = ""
-    defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-_GEMMA = {
-    "tie_word_embeddings": True,
-    "head_dim": 256,
-    "num_key_value_heads": 16,
-    "max_position_embeddings": 8192,
-}
-_GEMMA_2 = _GEMMA | {"num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window": 4096}
-_QWEN = {
-    "num_key_value_heads": 32,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "max_position_embeddings": 32_768,
-}
-FAMILIES = {
-    "llama": Family("Llama", attention_bias=True, defaults={"max_position_embeddings": 2048}),
-    "qwen2": Family("Qwen2", windows="last", defaults=_QWEN),
-    "qwen3": Family(
-        "Qwen3", attention_bias=True, windows="last", defaults=_QWEN | {"head_dim": 128}
-    ),
-    "mistral": Family(
-        "Mistral",
-        windows="all",
-        defaults={
-            "num_key_value_heads": 8,
-            "sliding_window": 4096,
-            "max_position_embeddings": 131_072,
-        },
-    ),
-    "phi3": Family(
-        "Phi3",
-        windows="all",
-        defaults={
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 4096,
-            "original_max_position_embeddings": 4096,
-        },
-    ),
-    "gemma": Family("Gemma", attention_bias=True, defaults=_GEMMA),
-    "gemma2": Family(
-        "Gemma2",
-        attention_bias=True,
-        windows="pattern",
-        defaults=_GEMMA_2 | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    ),
-    "gemma3_text": Family(
-        "Gemma3",
-        classifier="Gemma3Text",
-        attention_bias=True,
-        windows="pattern",
-        defaults=_GEMMA_2 | {"max_position_embeddings": 131_072},
-    ),
-}
-
-
-def from_hf_config(config: dict[str, Any]) -> Architecture:
-    """Reads the contents of config.json. UserError names what is missing or not supported."""
     _refuse_unsupported(config)
-    kind, family = config["model_type"], FAMILIES[config["model_type"]]
-    given = family.defaults | config
-
-    def value(name, default=None):  # of a field that may as well be null
-        return default if given.get(name) is None else given[name]
-
-    heads, eos, bias = (
-        given["num_attention_heads"],
-        given.get("eos_token_id"),
-        family.attention_bias,
-    )
-    theta, rope, local_theta = _rope_parameters(given)
-    window, local = _windows(given)
-    gemma = kind.startswith("gemma")
-    return Architecture(
-        family=kind,
-        vocab_size=given["vocab_size"],
-        hidden_size=given["hidden_size"],
-        intermediate_size=given["intermediate_size"],
-        num_layers=given["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=given.get("num_key_value_heads") or heads,
-        head_dim=given.get("head_dim")
+    family = FAMILIES[config["model_type"]]
+    fields = {**family.defaults, **config}
+    head_dim = (
+        fields.get("head_dim")
         or family.defaults.get("head_dim")
-        or given["hidden_size"] // heads,
-        qkv_bias=kind == "qwen2" or bias and bool(given.get("attention_bias")),
-        output_bias=bias and bool(given.get("attention_bias")),
-        mlp_bias=kind == "llama" and bool(given.get("mlp_bias")),
-        activation=_activation(config),
-        scaled_embedding=gemma,
-        norm_epsilon=value("rms_norm_eps", 1e-6),
-        norm_plus_one=gemma,
-        qk_norm=kind in ("qwen3", "gemma3_text"),
-        post_norms=kind in ("gemma2", "gemma3_text"),
-        query_pre_attn_scalar=value("query_pre_attn_scalar")
-        if family.windows == "pattern"
-        else None,
-        attention_softcap=given.get("attn_logit_softcapping")
-        if family.windows == "pattern"
-        else None,
-        logit_softcap=given.get("final_logit_softcapping") if family.windows == "pattern" else None,
-        sliding_window=window,
-        local_layers=local,
-        rope_theta=theta,
-        rope_scaling=rope,
-        local_rope_theta=local_theta,
-        max_position_embeddings=_longest(given),
-        tied=bool(value("tie_word_embeddings", False)),
-        bos_id=given.get("bos_token_id"),
-        eos_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-        pad_id=given.get("pad_token_id"),
+        or fields["hidden_size"] // fields["num_attention_heads"]
+    )
+    norm_epsilon = fields.get("rms_norm_eps")
+    sliding_window, local_layers = _read_windows(fields, family)
+    rope_theta, rope_scaling, local_rope_theta = _read_rope(fields, family)
+    return Architecture(
+        family=config["model_type"],
+        vocab_size=fields["vocab_size"],
+        hidden_size=fields["hidden_size"],
+        intermediate_size=fields["intermediate_size"],
+        num_layers=fields["num_hidden_layers"],
+        num_heads=fields["num_attention_heads"],
+        num_kv_heads=fields.get("num_key_value_heads") or fields["num_attention_heads"],
+        head_dim=head_dim,
+        activation=_read_activation(config, family),
+        norm_epsilon=1e-6 if norm_epsilon is None else norm_epsilon,
+        sliding_window=sliding_window,
+        local_layers=local_layers,
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        local_rope_theta=local_rope_theta,
+        max_position_embeddings=_max_length(fields, family),
+        tied=bool(fields.get("tie_word_embeddings")),
+        bos_id=fields.get("bos_token_id"),
+        eos_ids=read_eos_ids(fields),
+        pad_id=fields.get("pad_token_id"),
+        **_family_fields(fields, family),
     )
 
 
-def _refuse_unsupported(config):
+def _family_fields(fields: Config, family: Family) -> dict[str, Any]:
+    """Return the fields of `Architecture` that only some families set."""
+    values = dict(family.fixed)
+    for name, field in family.fields.items():
+        values[field] = fields.get(name)
+    for name, biases in family.bias_fields.items():
+        for bias in biases:
+            values[bias] = bool(fields.get(name))
+    return values
+
+
+def read_eos_ids(fields: Config) -> tuple[int, ...]:
+    """Return the EOS token ids of config.json or generation_config.json, where one may be bare."""
+    ids = fields.get("eos_token_id")
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list) else (ids,)
+
+
+def _refuse_unsupported(config: Config) -> None:
+    """Raise `UserError` for a model that the decoder would compute differently."""
     kind = config.get("model_type", "")
     if kind not in FAMILIES:
-        near = difflib.get_close_matches(str(kind), FAMILIES, n=1)
-        hint = f"; the nearest is {near[0]}" if near else ""
+        nearest = difflib.get_close_matches(str(kind), FAMILIES, n=1)
+        hint = f"; the nearest is {nearest[0]}" if nearest else ""
         raise UserError(
-            f"config.json: model_type {kind!r} is not supported, only {', '.join(FAMILIES)} are{hint}"
+            f"config.json: model_type {kind!r} is not supported, only {', '.join(FAMILIES)} "
+            f"are{hint}"
         )
-    for name in (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-    ):
-        if not isinstance(config.get(name), int):
-            raise UserError(
-                f"config.json: {name} must be a whole number, it is {config.get(name)!r}"
-            )
-    if config.get("use_sliding_window") and FAMILIES[kind].windows != "last":
+    family = FAMILIES[kind]
+    require_sizes(config)
+    if config.get("use_sliding_window") and family.sliding_windows != "last":
         raise UserError(
             f"config.json: use_sliding_window is not supported with model_type {kind!r}"
         )
     if config.get("use_bidirectional_attention"):
         raise UserError(
-            "config.json: use_bidirectional_attention is not supported: a decoder looks back only"
+            "config.json: use_bidirectional_attention is not supported: a decoder only attends "
+            "to earlier tokens"
         )
-    if kind == "gemma3_text" and config.get("attn_logit_softcapping") is not None:
-        raise UserError(
-            "config.json: attn_logit_softcapping of model_type 'gemma3_text' is not supported: transformers reads "
-            "it and caps nothing, so it is not clear what the weights were made with"
-        )
-    if config.get("quantization_config"):
-        raise UserError(
-            "config.json: quantization_config is not supported; use a checkpoint in float32 or bfloat16"
-        )
+    for name, reason in family.unsupported.items():
+        if config.get(name) is not None:
+            raise UserError(
+                f"config.json: {name} of model_type {kind!r} is not supported: {reason}"
+            )
+    refuse_quantization(config)
 
 
-def _activation(config):
-    """Gemma 2 and 3 have a field of their own; the first Gemma's says "gelu" or nothing and means its tanh approximation."""
-    kind = config["model_type"]
-    field = "hidden_activation" if kind in ("gemma2", "gemma3_text") else "hidden_act"
-    name = config.get(field) or ACTIVATIONS[kind.startswith("gemma")]
-    name = "gelu_pytorch_tanh" if kind == "gemma" and name == "gelu" else name
+def _read_activation(config: Config, family: Family) -> str:
+    field = family.activation_fields[0]
+    name = config.get(field) or family.activation
+    name = family.activation_aliases.get(name, name)
     if name not in ACTIVATIONS:
         raise UserError(
-            f"config.json: {field} {name!r} is not supported, only {', '.join(map(repr, ACTIVATIONS))} are"
+            f"config.json: {field} {name!r} is not supported, only "
+            f"{', '.join(map(repr, ACTIVATIONS))} are"
         )
     return name
 
 
-def _windows(config):
-    """`sliding_window` and `local_layers` of Architecture."""
-    kind, layers, window = (
-        config["model_type"],
-        config["num_hidden_layers"],
-        config.get("sliding_window"),
-    )
-    source, types = FAMILIES[kind].windows, config.get("layer_types")
-    if source == "last" and not config.get("use_sliding_window"):
+def _read_windows(fields: Config, family: Family) -> tuple[int | None, tuple[bool, ...]]:
+    """Return `sliding_window` and `local_layers` of `Architecture`."""
+    window = fields.get("sliding_window")
+    if family.sliding_windows == "last" and not fields.get("use_sliding_window"):
         window = None
-    if source in ("last", "pattern") and types is not None:
-        if len(types) != layers or set(types) - {FULL, LOCAL}:
-            raise UserError(
-                f"config.json: layer_types {types} must be num_hidden_layers={layers} words, {FULL} or {LOCAL}"
-            )
-        local = tuple(name == LOCAL for name in types)
-    elif source == "pattern":
-        every = 2 if kind == "gemma2" else config.get("sliding_window_pattern") or 6
-        local = tuple((i + 1) % every > 0 for i in range(layers))
-    elif source == "last":
-        local = tuple(
-            window is not None and i >= config["max_window_layers"] for i in range(layers)
-        )
+    if family.sliding_windows in ("last", "pattern"):
+        local = _local_layers(fields, family, window)
     else:
-        local = (source == "all" and window is not None,) * layers
-        supported = LOCAL if any(local) else FULL
-        if set(types or [supported]) != {supported}:
-            raise UserError(
-                f"config.json: layer_types {sorted(set(types))} are not supported, only {supported} is with "
-                f"model_type {kind!r} and sliding_window={window!r}"
-            )
+        local = _uniform_layers(fields, family, window)
     if not any(local):
         return None, ()
     if not isinstance(window, int) or window < 1:
@@ -231,91 +137,127 @@ def _windows(config):
     return window, local
 
 
-def _rope_parameters(config):
-    """The base, the other parameters in the form of `Architecture.rope_scaling`, and the base of local layers."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+def _local_layers(fields: Config, family: Family, window: int | None) -> tuple[bool, ...]:
+    """Return which layers have a sliding window, where layers differ."""
+    num_layers = fields["num_hidden_layers"]
+    types = fields.get("layer_types")
+    if types is not None:
+        if len(types) != num_layers or set(types) - {FULL, LOCAL}:
+            raise UserError(
+                f"config.json: layer_types {types} must be num_hidden_layers={num_layers} words, "
+                f"{FULL} or {LOCAL}"
+            )
+        return tuple(name == LOCAL for name in types)
+    if family.sliding_windows == "pattern":
+        period = fields.get(family.window_period_field) or family.window_period
+        return tuple((layer + 1) % period > 0 for layer in range(num_layers))
+    first_local = fields["max_window_layers"]
+    return tuple(window is not None and layer >= first_local for layer in range(num_layers))
+
+
+def _uniform_layers(fields: Config, family: Family, window: int | None) -> tuple[bool, ...]:
+    """Return which layers have a sliding window, where either all or none have."""
+    is_local = family.sliding_windows == "all" and window is not None
+    supported = LOCAL if is_local else FULL
+    types = fields.get("layer_types") or [supported]
+    if set(types) != {supported}:
+        raise UserError(
+            f"config.json: layer_types {sorted(set(types))} are not supported, only {supported} "
+            f"is with model_type {fields['model_type']!r} and sliding_window={window!r}"
+        )
+    return (is_local,) * fields["num_hidden_layers"]
+
+
+def _read_rope(fields: Config, family: Family) -> tuple[float, RopeScaling, float | None]:
+    """Return `rope_theta`, `rope_scaling` and `local_rope_theta` of `Architecture`."""
+    rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
     nested = [name for name, value in rope.items() if isinstance(value, dict)]
-    if config["model_type"] == "gemma3_text":
-        return _two_ropes(rope if nested else {}, {} if nested else rope, config)
+    if family.rope_by_layer_type:
+        return _read_two_ropes(rope, bool(nested), fields, family)
     if nested:
         raise UserError(
-            f"config.json: rope_parameters for each layer type ({', '.join(nested)}) are not supported"
+            f"config.json: rope_parameters for each layer type ({', '.join(nested)}) are not "
+            "supported"
         )
-    return *_one_rope(rope, config), None
+    return *_one_rope(rope, fields, family), None
 
 
-def _two_ropes(by_layer_type, older, config):
-    """Gemma 3's: by layer type in transformers 5; before, the local layers' base stood beside the others' parameters."""
-    if older and config.get("rope_parameters"):
+def _read_two_ropes(
+    rope: Config, by_layer_type: bool, fields: Config, family: Family
+) -> tuple[float, RopeScaling, float]:
+    """Read the rotary parameters of a family whose local layers have their own.
+
+    transformers 5 stores both by layer type. Before, `rope_scaling` described the other layers
+    and `rope_local_base_freq` the local ones.
+    """
+    if rope and not by_layer_type and fields.get("rope_parameters"):
         raise UserError(
-            "config.json: rope_parameters of model_type 'gemma3_text' must name layer types, "
-            f"{FULL} and {LOCAL}, they are {older}"
+            f"config.json: rope_parameters of model_type {fields['model_type']!r} must name layer "
+            f"types, {FULL} and {LOCAL}, they are {rope}"
         )
-    local = {"rope_theta": config.get("rope_local_base_freq") or 10_000.0} | (
-        by_layer_type.get(LOCAL) or {}
-    )
-    local_theta, local_rope = _one_rope(local, config)
-    if dict(local_rope)["rope_type"] != "default":
+    local = {"rope_theta": fields.get("rope_local_base_freq") or 10_000.0}
+    other = {"rope_theta": fields.get("rope_theta") or 1_000_000.0}
+    if by_layer_type:
+        local |= rope.get(LOCAL) or {}
+        other |= rope.get(FULL) or {}
+    else:
+        other |= rope
+    local_theta, local_scaling = _one_rope(local, fields, family)
+    local_kind = dict(local_scaling)["rope_type"]
+    if local_kind != "default":
         raise UserError(
-            f"config.json: rope_parameters of {LOCAL} with rope_type {dict(local_rope)['rope_type']!r} are not "
+            f"config.json: rope_parameters of {LOCAL} with rope_type {local_kind!r} are not "
             "supported, only 'default' is"
         )
-    whole = (
-        {"rope_theta": config.get("rope_theta") or 1_000_000.0}
-        | older
-        | (by_layer_type.get(FULL) or {})
-    )
-    return *_one_rope(whole, config), local_theta
+    return *_one_rope(other, fields, family), local_theta
 
 
-def _one_rope(rope, config):
+def _one_rope(rope: Config, fields: Config, family: Family) -> tuple[float, RopeScaling]:
+    """Return the base of one kind of rotary embedding and its other parameters."""
     rope = dict(rope)
-    older, phi = rope.pop("type", None), config["model_type"] == "phi3"
+    older = rope.pop("type", None)
     kind = rope.get("rope_type") or older or "default"
-    rope["rope_type"] = kind = (
-        "longrope" if phi and kind in ("su", "yarn") else kind
-    )  # Phi-3's own words for it
-    theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
+    kind = family.rope_aliases.get(kind, kind)
+    rope["rope_type"] = kind
+    theta = rope.pop("rope_theta", None) or fields.get("rope_theta") or 10_000.0
     if kind not in ROPE_KINDS:
         raise UserError(
             f"config.json: rope_type {kind!r} is not supported, only {', '.join(ROPE_KINDS)} are"
         )
-    if (rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1) != 1:
+    if (rope.pop("partial_rotary_factor", None) or fields.get("partial_rotary_factor") or 1) != 1:
         raise UserError("config.json: partial_rotary_factor is not supported, only 1 is")
     for name in ROPE_KINDS[kind]:
         if rope.get(name) is None:
             raise UserError(f"config.json: rope_type {kind!r} needs {name}")
-    if kind in ("yarn", "llama3", "longrope"):
-        # transformers' order: beside the parameters (as Phi-3 has it), among them, or else the whole length.
-        original = config.get("original_max_position_embeddings") or rope.get(
-            "original_max_position_embeddings"
+    if kind in ROPE_KINDS_WITH_LENGTH:
+        # The order of transformers: outside the parameters, among them, or else the whole length.
+        rope["original_max_position_embeddings"] = (
+            fields.get("original_max_position_embeddings")
+            or rope.get("original_max_position_embeddings")
+            or _max_length(fields, family)
         )
-        rope["original_max_position_embeddings"] = original or _longest(config)
-    return float(theta), tuple(
-        sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in rope.items())
-    )
+    # Lists become tuples, so that the architecture is hashable.
+    hashable = ((k, tuple(v) if isinstance(v, list) else v) for k, v in rope.items())
+    return float(theta), tuple(sorted(hashable))
 
 
-def _longest(config):
-    return (
-        config.get("max_position_embeddings")
-        or FAMILIES[config["model_type"]].defaults["max_position_embeddings"]
-    )
+def _max_length(fields: Config, family: Family) -> int:
+    default = family.defaults["max_position_embeddings"]
+    return fields.get("max_position_embeddings") or default
 
 
-def to_hf_config(
-    architecture: Architecture, dtype: str = "float32", head: str = "lm"
-) -> dict[str, Any]:
-    """The contents of config.json that transformers reads back as the same model.
+def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str = "lm") -> Config:
+    """Return the contents of a config.json that transformers reads as the same model.
 
     Args:
-      dtype: of the weights beside it.
-      head: "lm", or "scalar" for a sequence classifier of one label.
+      architecture: The decoder.
+      dtype: Type of the exported weights.
+      head: "lm", or "scalar" for a sequence classifier with one label.
     """
-    a, family = architecture, FAMILIES[architecture.family]
-    rope = {k: list(v) if isinstance(v, tuple) else v for k, v in a.rope_scaling}
+    a = architecture
+    family = FAMILIES[a.family]
     config = {
-        "architectures": [f"{family.name}ForCausalLM"],
+        "architectures": [f"{family.class_prefix}ForCausalLM"],
         "model_type": a.family,
         "vocab_size": a.vocab_size,
         "hidden_size": a.hidden_size,
@@ -324,12 +266,7 @@ def to_hf_config(
         "num_attention_heads": a.num_heads,
         "num_key_value_heads": a.num_kv_heads,
         "head_dim": a.head_dim,
-        "hidden_act": a.activation,
         "rms_norm_eps": a.norm_epsilon,
-        "rope_parameters": {**rope, "rope_theta": a.rope_theta},
-        # Both spellings: transformers 4 reads these two.
-        "rope_theta": a.rope_theta,
-        "rope_scaling": None if dict(a.rope_scaling)["rope_type"] == "default" else rope,
         "max_position_embeddings": a.max_position_embeddings,
         "tie_word_embeddings": a.tied,
         "bos_token_id": a.bos_id,
@@ -337,50 +274,50 @@ def to_hf_config(
         "pad_token_id": a.pad_id,
         "dtype": dtype,
     }
+    config |= dict.fromkeys(("hidden_act", *family.activation_fields), a.activation)
+    config |= {name: getattr(a, field) for name, field in family.fields.items()}
+    config |= {name: getattr(a, biases[-1]) for name, biases in family.bias_fields.items()}
+    config |= _write_windows(a, family)
+    config |= _write_rope(a, family)
     if head == "scalar":
-        config["architectures"] = [f"{family.classifier or family.name}ForSequenceClassification"]
-        config |= {
-            "id2label": {"0": "LABEL_0"},
-            "label2id": {"LABEL_0": 0},
-        }  # transformers' spelling of num_labels = 1
-    if a.family.startswith("gemma"):
-        config["hidden_activation"] = a.activation
-    if a.family == "phi3" and "original_max_position_embeddings" in rope:
-        config["original_max_position_embeddings"] = rope.pop(
-            "original_max_position_embeddings"
-        )  # read here alone
-        config["rope_scaling"] = {
-            "type": rope.pop("rope_type"),
-            **rope,
-        }  # transformers 4 wants no word more
+        prefix = family.classifier_prefix or family.class_prefix
+        config["architectures"] = [f"{prefix}ForSequenceClassification"]
+        # This is how transformers writes num_labels = 1.
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return config
+
+
+def _write_windows(a: Architecture, family: Family) -> Config:
+    config: Config = {}
+    if family.sliding_windows != "none":
+        config["sliding_window"] = a.sliding_window
+    if family.sliding_windows in ("last", "pattern"):
+        config["layer_types"] = [LOCAL if local else FULL for local in a.layers_are_local]
+    if family.sliding_windows == "last":
+        config["use_sliding_window"] = a.sliding_window is not None
+        # transformers 4.49 and earlier read this field instead of layer_types.
+        config["max_window_layers"] = (*a.layers_are_local, True).index(True)
+    return config
+
+
+def _write_rope(a: Architecture, family: Family) -> Config:
+    """Return the rotary parameters in the spellings of transformers 4 and 5."""
+    rope = {name: list(v) if isinstance(v, tuple) else v for name, v in a.rope_scaling}
+    config: Config = {
+        "rope_parameters": {**rope, "rope_theta": a.rope_theta},
+        # transformers 4 reads the next two fields.
+        "rope_theta": a.rope_theta,
+        "rope_scaling": None if rope["rope_type"] == "default" else rope,
+    }
+    length = "original_max_position_embeddings"
+    if family.rope_length_outside and length in rope:
+        config[length] = rope.pop(length)
+        # transformers 4 accepts no further field in rope_scaling.
+        config["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
     if a.local_rope_theta is not None:
         config["rope_local_base_freq"] = a.local_rope_theta
         config["rope_parameters"] = {
             FULL: config["rope_parameters"],
             LOCAL: {"rope_type": "default", "rope_theta": a.local_rope_theta},
         }
-    if family.windows == "pattern":
-        config |= {
-            "query_pre_attn_scalar": a.query_pre_attn_scalar,
-            "attn_logit_softcapping": a.attention_softcap,
-            "final_logit_softcapping": a.logit_softcap,
-        }
-    if family.attention_bias:
-        config["attention_bias"] = a.output_bias
-    if a.family == "llama":
-        config["mlp_bias"] = a.mlp_bias
-    if family.windows:
-        config["sliding_window"] = a.sliding_window
-    if family.windows in ("last", "pattern"):
-        config["layer_types"] = [LOCAL if local else FULL for local in a.layers_are_local]
-    if family.windows == "last":
-        config |= {
-            "use_sliding_window": a.sliding_window is not None,
-            "max_window_layers": _first_local(a),
-        }
     return config
-
-
-def _first_local(architecture):
-    """transformers 4.49 and earlier read this instead of layer_types."""
-    return (*architecture.layers_are_local, True).index(True)

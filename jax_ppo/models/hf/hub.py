@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a local folder, or a repository of the Hugging Face hub, fetched once."""
+"""Location of a checkpoint: a local folder, or a repository of the Hugging Face hub."""
 
 import difflib
 import os
@@ -24,11 +24,17 @@ HUB_FILES = [
 def resolve_model_folder(
     path: str, what: str = "config.model.path", holds: str = "config.json and model.safetensors"
 ) -> Path:
-    """The folder of a checkpoint: `path` itself, or what the hub holds under this name, downloaded or from its cache.
+    """Return the folder of a checkpoint, downloading it from the hub unless it is cached.
 
-    A name is OWNER/NAME, or OWNER/NAME@REVISION (a branch, tag or commit).
-    `what` is the option's name, and `holds` what such a folder has in it, for the message of the UserError that is raised where
-    nothing is found: at once, or where the hub is silent after hub.TIMEOUT seconds or a little more.
+    Args:
+      path: A local folder or a hub name: OWNER/NAME, or OWNER/NAME@REVISION with a branch, tag or
+        commit.
+      what: Name of the option, for error messages.
+      holds: What such a folder holds, for error messages.
+
+    Raises:
+      UserError: There is no such folder and the hub has no such repository, or does not answer
+        within about `hub.TIMEOUT` seconds.
     """
     if not path:
         raise UserError(f"{what}='': must be set to a Hugging Face folder or hub name")
@@ -36,9 +42,10 @@ def resolve_model_folder(
     if folder.is_dir():
         return folder
     problem = f"{what}={path!r}: "
-    nearest = _nearest_folder(folder)
     remedy = f"set {what} to a folder with {holds}"
-    remedy += f" (the nearest one here is {nearest})" if nearest else ""
+    nearest = _nearest_folder(folder)
+    if nearest:
+        remedy += f" (the nearest one here is {nearest})"
     if folder.is_file():
         raise UserError(f"{problem}this is a file; {remedy}")
     if not HUB_NAME.fullmatch(path):
@@ -51,15 +58,20 @@ def resolve_model_folder(
         return hub.download(path, HUB_FILES, what, ignore=["*/*"])[0]
     except hub.HubError as error:
         raise UserError(
-            f"{problem}there is no such folder, and {error.reason}. Either {remedy}; or get one, where the hub "
-            f"can be reached, with `{command}`"
+            f"{problem}there is no such folder, and {error.reason}. Either {remedy}; or get one, "
+            f"where the hub can be reached, with `{command}`"
         ) from error
 
 
 def shareable_model_name(path: str, folder: Path) -> tuple[str, str | None]:
-    """What others can find a model by: a hub name and its revision, or an absolute path and None.
+    """Return how others can refer to a model.
 
-    `path`: as it was given to `find` ("" for a folder of ours), which gave `folder`.
+    Args:
+      path: The option as passed to `resolve_model_folder`, or "" for a folder of this run.
+      folder: The folder that it returned.
+
+    Returns:
+      A hub name and its revision, or an absolute path and `None`.
     """
     if not path or Path(path).expanduser().is_dir():
         return str(folder.resolve()), None
@@ -67,17 +79,22 @@ def shareable_model_name(path: str, folder: Path) -> tuple[str, str | None]:
 
 
 def _nearest_folder(folder: Path) -> Path | None:
-    """The existing folder whose path is most like this one's, which does not exist."""
-    parts, parent = list(folder.parts), Path(folder.anchor or ".")
+    """Return the existing folder whose path is most similar to that of a missing one."""
+    parts = list(folder.parts)
+    parent = Path(folder.anchor or ".")
     while parts and (parent / parts[0]).is_dir():
         parent /= parts.pop(0)
+    if not parts:
+        return None
     try:
-        there = [entry.name for entry in os.scandir(parent) if entry.is_dir()]
+        names = [entry.name for entry in os.scandir(parent) if entry.is_dir()]
     except OSError:
         return None
-    lower = {name.lower(): name for name in there}
-    near = difflib.get_close_matches(parts[0].lower(), lower, n=1) if parts else []
-    if not near:
+    # Upper and lower case are treated alike.
+    by_lower = {name.lower(): name for name in names}
+    nearest = difflib.get_close_matches(parts[0].lower(), by_lower, n=1)
+    if not nearest:
         return None
-    rest = Path(lower[near[0]], *parts[1:])
-    return parent / (rest if (parent / rest).is_dir() else rest.parts[0])
+    corrected = parent / by_lower[nearest[0]]
+    full = corrected.joinpath(*parts[1:])
+    return full if full.is_dir() else corrected

@@ -1,85 +1,102 @@
-"""Hugging Face checkpoints in: a folder or hub name to an architecture, and its safetensors to sharded parameters."""
+"""Import of Hugging Face checkpoints: config.json to an architecture, safetensors to parameters."""
 
 import dataclasses
 import difflib
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+from jax.typing import DTypeLike
 
 from jax_ppo.errors import UserError
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.deberta.architecture import FAMILY, DebertaArchitecture, deberta_from_hf_config
-from jax_ppo.models.hf.config import FAMILIES, from_hf_config
+from jax_ppo.models.deberta.architecture import DebertaArchitecture
+from jax_ppo.models.hf import tensors
+from jax_ppo.models.hf.config import from_hf_config, read_eos_ids
+from jax_ppo.models.hf.families import ENCODERS, FAMILIES
 from jax_ppo.models.hf.files import SAFETENSORS_DTYPES, SafetensorsCheckpoint, weight_files
-from jax_ppo.models.hf.names import TensorMapping, abbreviate, flatten_like, tensor_table
+from jax_ppo.models.hf.names import tensor_table
+from jax_ppo.models.hf.tensors import TensorMapping, TensorTable
 
-SCORES = (
-    "score.weight",
-    "classifier.weight",
-)  # a reward model's head, of a decoder and of an encoder
+# Score heads of a decoder and of an encoder.
+SCORE_WEIGHTS = ("score.weight", "classifier.weight")
+SCORE_BIASES = ("score.bias", "classifier.bias")
+Progress = Callable[[int, int], None]
 
 
 def read_architecture(folder: str | Path) -> Architecture:
-    """From config.json. generation_config.json may name more ends of sequence: config.json's come first.
+    """Return the architecture of a checkpoint.
 
-    Raises UserError for a folder without config.json or safetensors weights, or of a model that is not supported.
+    The EOS ids of config.json are followed by the further ones of generation_config.json.
+
+    Raises:
+      UserError: The folder has no config.json or no safetensors weights, or the model is not
+        supported.
     """
     architecture = from_hf_config(_read_config(folder))
-    generation_file = Path(folder) / "generation_config.json"
     weight_files(Path(folder))
-    more = read_json(generation_file).get("eos_token_id") if generation_file.exists() else None
-    more = more if isinstance(more, list) else [] if more is None else [more]
+    generation_file = Path(folder) / "generation_config.json"
+    more = read_eos_ids(read_json(generation_file)) if generation_file.exists() else ()
     eos_ids = tuple(dict.fromkeys([*architecture.eos_ids, *more]))
     return dataclasses.replace(architecture, eos_ids=eos_ids)
 
 
 def read_reward_architecture(folder: str | Path) -> Architecture | DebertaArchitecture:
-    """As `read_architecture`, of a decoder or an encoder that gives one score.
+    """Return the architecture of a reward model, which is a decoder or an encoder with one score.
 
-    Reads the headers of the weights too, so that UserError is raised as well where they are not those of a sequence
-    classifier with one label.
+    The headers of the weights are read too.
+
+    Raises:
+      UserError: As in `read_architecture`, or the weights are not those of a sequence classifier
+        with one label.
     """
     config = _read_config(folder)
-    if config.get("model_type") == FAMILY:
-        architecture = deberta_from_hf_config(config)
-    elif config.get("model_type") in FAMILIES:
+    kind = config.get("model_type")
+    architecture: Architecture | DebertaArchitecture
+    if kind in ENCODERS:
+        architecture = ENCODERS[kind].from_hf_config(config)
+    elif kind in FAMILIES:
         architecture = read_architecture(folder)
     else:
         raise UserError(
-            f"{folder}: config.json's model_type {config.get('model_type')!r} is not supported for a reward model, "
-            f"only {', '.join((*FAMILIES, FAMILY))} are"
+            f"{folder}: config.json's model_type {kind!r} is not supported for a reward model, "
+            f"only {', '.join((*FAMILIES, *ENCODERS))} are"
         )
     with SafetensorsCheckpoint(folder) as checkpoint:
-        _check(checkpoint, tensor_table(architecture, "reward"), "reward", architecture)
+        _validate_checkpoint(
+            checkpoint, tensor_table(architecture, "reward"), "reward", architecture
+        )
     return architecture
 
 
 def has_score_head(folder: str | Path) -> bool:
-    """Whether the checkpoint has a reward model's head."""
+    """Return whether a checkpoint has the head of a reward model."""
     with SafetensorsCheckpoint(folder) as checkpoint:
-        return not checkpoint.names().isdisjoint(SCORES)
+        return not checkpoint.names().isdisjoint(SCORE_WEIGHTS)
 
 
-def _read_config(folder):
-    if not (Path(folder) / "config.json").exists():
-        if (Path(folder) / "adapter_config.json").exists():
+def _read_config(folder: str | Path) -> dict[str, Any]:
+    folder = Path(folder)
+    if not (folder / "config.json").exists():
+        if (folder / "adapter_config.json").exists():
             raise UserError(
-                f"{folder} holds adapters, which stand on another model's weights: set config.model.path to that "
-                "model and config.model.lora.path to these, or merge them into it first (PEFT's merge_and_unload)"
+                f"{folder} holds adapters, which stand on another model's weights: set "
+                "config.model.path to that model and config.model.lora.path to these, or merge "
+                "them into it first (PEFT's merge_and_unload)"
             )
         raise UserError(f"{folder} has no config.json: it is not a Hugging Face checkpoint")
-    return read_json(Path(folder) / "config.json")
+    return read_json(folder / "config.json")
 
 
-def read_json(path: Path):
-    """Its contents; UserError where it is no JSON."""
+def read_json(path: Path) -> Any:
+    """Return the contents of a JSON file; raise `UserError` if it is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -89,120 +106,151 @@ def read_json(path: Path):
 def load_checkpoint(
     folder: str | Path,
     architecture: Architecture | DebertaArchitecture,
-    shardings: dict,
-    dtype=jnp.float32,
+    shardings: dict[str, Any],
+    dtype: DTypeLike = jnp.float32,
     head: str = "lm",
-    progress: Callable[[int, int], None] | None = None,
-) -> dict:
-    """Reads a checkpoint's weights into sharded arrays, each process only its own devices' parts.
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Read the weights of a checkpoint into sharded arrays.
 
-    On the host lives one layer's slice at a time. In a run of several processes all of them call it.
+    Each process reads only the parts of its own devices, and holds one layer of one parameter in
+    host memory at a time. In a run of several processes, all of them must call this.
 
     Args:
-      folder: with model.safetensors, or shards and their index. float32, bfloat16 or float16.
-      architecture: as `read_architecture` gives it.
-      shardings: a `jax.sharding.Sharding` for each parameter, in the structure of the parameters.
-      dtype: of the parameters.
-      head: "lm"; "scalar": score/kernel is zeros, as a critic starts; "reward": score/kernel is read; "both": of "lm" and
-        "scalar".
-      progress: called as progress(done, total) after each tensor of the checkpoint, or part of one that becomes several.
+      folder: Folder with model.safetensors, or its shards and their index, in float32, bfloat16
+        or float16.
+      architecture: The architecture that `read_architecture` or `read_reward_architecture`
+        returned for it.
+      shardings: A `jax.sharding.Sharding` per parameter, in the structure of the parameters.
+      dtype: Type of the parameters.
+      head: "lm"; "scalar": score/kernel is zeros, as a critic starts; "reward": score/kernel is
+        read; "both": the heads of "lm" and "scalar".
+      progress: Called with the number of tensors read so far and in total, after each one. A
+        tensor that holds several parameters counts once per parameter.
 
     Returns:
-      the parameters (transformer.py and heads.py, or deberta.py, say their layout).
+      The parameters, in the layout that transformer.py and heads.py, or deberta/encoder.py,
+      describe.
 
     Raises:
-      UserError: a tensor is missing, of another shape, of another type, or not used. The message names it.
+      UserError: A tensor is missing, has another shape or type, or would not be used. The message
+        names it.
     """
     rows = tensor_table(architecture, head)
-    places = flatten_like(shardings, rows, "`shardings`")
-    wanted = tensors_to_read(rows, head)
+    places = tensors.flatten_like(shardings, rows, "`shardings`")
+    rows_to_read = tensors_to_read(rows, head)
     with SafetensorsCheckpoint(folder) as checkpoint:
-        _check(checkpoint, wanted, head, architecture)
-        return read_parameters(checkpoint, rows, wanted, places, dtype, progress)
+        _validate_checkpoint(checkpoint, rows_to_read, head, architecture)
+        return read_parameters(
+            checkpoint,
+            rows=rows,
+            rows_to_read=rows_to_read,
+            places=places,
+            dtype=dtype,
+            progress=progress,
+        )
 
 
-def tensors_to_read(
-    rows: dict[tuple[str, ...], TensorMapping], head: str
-) -> dict[tuple[str, ...], TensorMapping]:
-    """Those of the rows that a checkpoint must hold: a scalar head that starts at zero is not read."""
-    return {
-        path: row
-        for path, row in rows.items()
-        if head not in ("scalar", "both") or path != ("score", "kernel")
-    }
+def tensors_to_read(rows: TensorTable, head: str) -> TensorTable:
+    """Return the rows that a checkpoint must hold: not a scalar head that starts at zero."""
+    if head not in ("scalar", "both"):
+        return dict(rows)
+    return {path: row for path, row in rows.items() if path != ("score", "kernel")}
 
 
 def read_parameters(
     checkpoint: SafetensorsCheckpoint,
-    rows: dict[tuple[str, ...], TensorMapping],
-    wanted: dict[tuple[str, ...], TensorMapping],
-    places: dict,
-    dtype,
-    progress: Callable[[int, int], None] | None,
-) -> dict:
-    """The nested parameters of `rows`, each at its place: `wanted` from the checkpoint, the others zeros."""
-    dtype, total, counter = (
-        np.dtype(dtype),
-        sum(len(row.names()) for row in wanted.values()),
-        itertools.count(1),
-    )
+    *,
+    rows: TensorTable,
+    rows_to_read: TensorTable,
+    places: dict[tensors.Path, Sharding],
+    dtype: DTypeLike,
+    progress: Progress | None,
+) -> dict[str, Any]:
+    """Return the parameters of a tensor table as a nested dict of sharded arrays.
 
-    def tick():
-        done = next(counter)
+    Args:
+      checkpoint: The open checkpoint.
+      rows: All parameters.
+      rows_to_read: Those that are read from the checkpoint; the others are zeros.
+      places: The sharding of each parameter.
+      dtype: Type of the parameters.
+      progress: As in `load_checkpoint`.
+    """
+    dtype = np.dtype(dtype)
+    total = sum(len(row.names()) for row in rows_to_read.values())
+    counter = itertools.count(1)
+
+    def count_tensor() -> None:
+        tensors_read = next(counter)
         if progress is not None:
-            progress(done, total)
+            progress(tensors_read, total)
 
     params = {}
     for path, row in rows.items():
-        params[path] = (
-            _fill(checkpoint, row, dtype, places[path], tick)
-            if path in wanted
-            else _zeros(row.full_shape, dtype, places[path])
-        )
+        if path in rows_to_read:
+            params[path] = _read_parameter(checkpoint, row, dtype, places[path], count_tensor)
+        else:
+            params[path] = _zeros(row.full_shape, dtype, places[path])
     return traverse_util.unflatten_dict(params)
 
 
-def _fill(checkpoint, row, dtype, sharding, tick) -> jax.Array:
-    """One parameter; a stacked one is a buffer into which the layers are written in place. `tick` is called a tensor."""
+def _read_parameter(
+    checkpoint: SafetensorsCheckpoint,
+    row: TensorMapping,
+    dtype: np.dtype,
+    sharding: Sharding,
+    count_tensor: Callable[[], None],
+) -> jax.Array:
+    """Read one parameter; the layers of a stacked one are written into a buffer in place."""
     if row.layers is None:
-        array = jax.block_until_ready(_read(checkpoint, row.name, row, dtype, sharding))
-        tick()
+        array = jax.block_until_ready(_read_tensor(checkpoint, row.name, row, dtype, sharding))
+        count_tensor()
         return array
-    write = jax.jit(
+    write_layer = jax.jit(
         jax.lax.dynamic_update_index_in_dim,
         static_argnums=3,
         donate_argnums=0,
         out_shardings=sharding,
     )
-    buffer, one_layer = _zeros(row.full_shape, dtype, sharding), _without_first_axis(sharding)
-    for i, name in enumerate(row.names()):
-        # Waiting keeps the copies on their way to the devices to one layer.
-        buffer = jax.block_until_ready(
-            write(buffer, _read(checkpoint, name, row, dtype, one_layer), i, 0)
-        )
-        tick()
+    buffer = _zeros(row.full_shape, dtype, sharding)
+    layer_sharding = _without_first_axis(sharding)
+    for layer, name in enumerate(row.names()):
+        one_layer = _read_tensor(checkpoint, name, row, dtype, layer_sharding)
+        # Waiting limits the copies in flight to the devices to one layer.
+        buffer = jax.block_until_ready(write_layer(buffer, one_layer, layer, 0))
+        count_tensor()
     return buffer
 
 
-def _read(checkpoint, name, row, dtype, sharding):
-    """One tensor as an array of ours (one layer), each device's block read by itself."""
-    blocks = {}  # devices that hold the same block share one reading
+def _read_tensor(
+    checkpoint: SafetensorsCheckpoint,
+    name: str,
+    row: TensorMapping,
+    dtype: np.dtype,
+    sharding: Sharding,
+) -> jax.Array:
+    """Read one tensor (one layer) as a sharded array, block by block."""
+    # Devices that hold the same block share one read.
+    blocks: dict[tuple, np.ndarray] = {}
 
-    def block(index):
+    def read_block(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None  # no parameter is a scalar
         key = tuple((part.start, part.stop) for part in index)
         if key not in blocks:
             values = checkpoint.read(name, row.hf_index(index))
             blocks[key] = np.ascontiguousarray(values.T if row.transposed else values, dtype)
         return blocks[key]
 
-    return jax.make_array_from_callback(row.shape, sharding, block)
+    return jax.make_array_from_callback(row.shape, sharding, read_block)
 
 
-def _zeros(shape, dtype, sharding):
+def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> jax.Array:
     return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)(shape, dtype)
 
 
-def _without_first_axis(sharding):
+def _without_first_axis(sharding: Sharding) -> Sharding:
+    """Return the sharding of one layer of a stacked parameter."""
     if isinstance(sharding, SingleDeviceSharding):
         return sharding
     if isinstance(sharding, NamedSharding):
@@ -211,75 +259,101 @@ def _without_first_axis(sharding):
     raise TypeError(f"shardings must be NamedSharding or SingleDeviceSharding, got {sharding}")
 
 
-def _check(checkpoint, wanted, head, architecture):
-    """Raises UserError unless the checkpoint has what is wanted, as it is wanted, and nothing that would change it."""
-    validate_tensors(checkpoint, wanted, head)
-    names = checkpoint.names()
-    used = {name for row in wanted.values() for name in row.names()}
+def _validate_checkpoint(
+    checkpoint: SafetensorsCheckpoint,
+    rows: TensorTable,
+    head: str,
+    architecture: Architecture | DebertaArchitecture,
+) -> None:
+    """Raise `UserError` unless the checkpoint's tensors are those of this model."""
+    validate_tensors(checkpoint, rows, head)
+    used = {name for row in rows.values() for name in row.names()}
     unused = sorted(
-        name for name in names - used if not _ignorable(checkpoint, name, head, architecture)
+        name
+        for name in checkpoint.names() - used
+        if not _is_ignorable(checkpoint, name, head, architecture)
     )
     if unused:
         raise UserError(
             f"{checkpoint.folder} has {len(unused)} tensors that this model would not use: "
-            f"{abbreviate(unused)}. It is another kind of model than "
+            f"{tensors.abbreviate(unused)}. It is another kind of model than "
             f"config.json's model_type {architecture.family!r} with this head ({head!r})"
         )
 
 
 def validate_tensors(
     checkpoint: SafetensorsCheckpoint,
-    wanted: dict[tuple[str, ...], TensorMapping],
+    rows: TensorTable,
     head: str,
     config: str = "config.json",
 ) -> None:
-    """Raises UserError unless the checkpoint has what is wanted, as it is wanted. `config`: the file that says so."""
+    """Raise `UserError` unless the checkpoint has each tensor with its shape and a known type.
+
+    Args:
+      checkpoint: The open checkpoint.
+      rows: The tensors that it must hold.
+      head: As in `load_checkpoint`.
+      config: Name of the file that determines the shapes, for the messages.
+    """
     names = checkpoint.names()
-    for row in wanted.values():
+    for name, row in _rows_by_name(rows):
+        if name not in names:
+            raise UserError(f"{checkpoint.folder}: " + _missing_tensor(name, names))
+        where = f"{checkpoint.folder / checkpoint.file(name)}: {name}"
+        if name in SCORE_WEIGHTS and checkpoint.shape(name)[0] != 1:
+            raise UserError(
+                f"{where} has {checkpoint.shape(name)[0]} labels; a reward model has num_labels = 1"
+            )
+        if checkpoint.shape(name) != row.hf_shape:
+            raise UserError(
+                f"{where} has shape {list(checkpoint.shape(name))}, {config} makes it "
+                f"{list(row.hf_shape)}"
+            )
+        if checkpoint.dtype(name) not in SAFETENSORS_DTYPES:
+            raise UserError(
+                f"{where} is of type {checkpoint.dtype(name)}; only float32, bfloat16 and float16 "
+                "(F32, BF16, F16) are supported"
+            )
+
+
+def _rows_by_name(rows: TensorTable) -> Iterator[tuple[str, TensorMapping]]:
+    """Yield the checkpoint's names and the row that each one belongs to."""
+    for row in rows.values():
         for name in row.names():
-            if name not in names:
-                raise UserError(f"{checkpoint.folder}: " + _missing(name, names, head))
-            where = f"{checkpoint.folder / checkpoint.file(name)}: {name}"
-            if name in SCORES and checkpoint.shape(name)[0] != 1:
-                raise UserError(
-                    f"{where} has {checkpoint.shape(name)[0]} labels; a reward model has num_labels = 1"
-                )
-            if checkpoint.shape(name) != row.hf_shape:
-                raise UserError(
-                    f"{where} has shape {list(checkpoint.shape(name))}, {config} makes it "
-                    f"{list(row.hf_shape)}"
-                )
-            if checkpoint.dtype(name) not in SAFETENSORS_DTYPES:
-                raise UserError(
-                    f"{where} is of type {checkpoint.dtype(name)}; only float32, bfloat16 and float16 "
-                    "(F32, BF16, F16) are supported"
-                )
+            yield name, row
 
 
-def _missing(name, names, head):
-    if name in SCORES:
-        return f"there is no {name} in it: it is not a sequence-classification checkpoint, so not a reward model"
-    if name == "lm_head.weight" and "score.weight" in names:
-        return "there is no lm_head.weight in it but score.weight: it is a reward model or critic, not a language model"
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"tensor {name} is missing" + (f"; the nearest there is {near[0]}" if near else "")
-
-
-def _ignorable(checkpoint, name, head, architecture):
-    """Tensors whose absence from our model changes nothing."""
-    if isinstance(
-        architecture, DebertaArchitecture
-    ):  # the places, and what a model without them keeps all the same
-        return name in (
-            "deberta.embeddings.position_ids",
-            "deberta.embeddings.position_embeddings.weight",
+def _missing_tensor(name: str, names: set[str]) -> str:
+    """Return the message for a missing tensor."""
+    if name in SCORE_WEIGHTS:
+        return (
+            f"there is no {name} in it: it is not a sequence-classification checkpoint, so not a "
+            "reward model"
         )
+    if name == "lm_head.weight" and "score.weight" in names:
+        return (
+            "there is no lm_head.weight in it but score.weight: it is a reward model or critic, "
+            "not a language model"
+        )
+    nearest = difflib.get_close_matches(name, names, n=1)
+    return f"tensor {name} is missing" + (f"; the nearest there is {nearest[0]}" if nearest else "")
+
+
+def _is_ignorable(
+    checkpoint: SafetensorsCheckpoint,
+    name: str,
+    head: str,
+    architecture: Architecture | DebertaArchitecture,
+) -> bool:
+    """Return whether the model computes the same without this tensor."""
+    if isinstance(architecture, DebertaArchitecture):
+        return name in ENCODERS[architecture.family].unused_tensors
     if name.endswith("rotary_emb.inv_freq"):  # computed from config.json
         return True
     if name == "lm_head.weight":
         return head not in ("lm", "both") or architecture.tied
     if name == "score.weight":
         return True
-    if name in ("score.bias", "classifier.bias"):
+    if name in SCORE_BIASES:
         return head != "reward" or not np.any(checkpoint.read(name))
     return False

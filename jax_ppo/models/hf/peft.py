@@ -1,37 +1,39 @@
-"""Adapters in and out in PEFT's format: adapter_config.json beside adapter_model.safetensors, in a folder that
-`peft.PeftModel.from_pretrained` loads."""
+"""Import and export of adapters in PEFT's format.
+
+A folder holds adapter_config.json and adapter_model.safetensors, and
+`peft.PeftModel.from_pretrained` loads it.
+"""
 
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jax_ppo.config.schema import LORA_TARGETS
 from jax_ppo.errors import UserError
 from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.hf.families import FAMILIES
 from jax_ppo.models.hf.files import SafetensorsCheckpoint
-from jax_ppo.models.hf.load import read_json, read_parameters, tensors_to_read, validate_tensors
-from jax_ppo.models.hf.names import (
-    PEFT_PREFIX,
-    abbreviate,
-    adapter_tensor_table,
-    flatten_like,
+from jax_ppo.models.hf.load import (
+    read_json,
+    read_parameters,
+    tensors_to_read,
+    validate_tensors,
 )
+from jax_ppo.models.hf.names import PEFT_PREFIX, adapter_tensor_table
 from jax_ppo.models.hf.save import atomic_folder, write_json, write_weights
+from jax_ppo.models.hf.tensors import TensorTable, abbreviate, flatten_like
 from jax_ppo.models.lora import Lora
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS, ADAPTER_PICKLE = (
-    "adapter_config.json",
-    "adapter_model.safetensors",
-    "adapter_model.bin",
-)
-FUSED = {
-    "phi3": ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-}  # of these checkpoints have one tensor for several
-# Fields of adapter_config.json that would change the numbers, with the values that do not.
-PLAIN = {
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_PICKLE = "adapter_model.bin"
+# Fields of adapter_config.json that would change the numbers, and the values that do not.
+NEUTRAL_VALUES: dict[str, tuple] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
     "fan_in_fan_out": (False, None),
@@ -40,7 +42,7 @@ PLAIN = {
     "alpha_pattern": ({}, None),
     "layer_replication": (None, []),
     "lora_bias": (False, None),
-    "init_lora_weights": (True, False, "gaussian", None),  # others change the base too
+    "init_lora_weights": (True, False, "gaussian", None),  # other values change the base model
     "trainable_token_indices": (None, [], {}),
     "target_parameters": (None, []),
     "alora_invocation_tokens": (None, []),
@@ -48,152 +50,222 @@ PLAIN = {
 }
 
 
-def holds_adapters(folder: Path) -> bool:
+def holds_adapters(folder: str | Path) -> bool:
+    """Return whether a folder holds adapters in PEFT's format."""
     return (Path(folder) / ADAPTER_CONFIG).exists()
 
 
 def peft_obstacle(architecture: Architecture, lora: Lora) -> str:
-    """Why PEFT's format can not hold these adapters; "" where it can."""
-    fused = [name for name in FUSED.get(architecture.family, ()) if name in lora.targets]
+    """Return why PEFT's format cannot hold these adapters, or "" if it can."""
+    fused_projections = FAMILIES[architecture.family].fused_projections
+    fused = [name for names in fused_projections for name in names if name in lora.targets]
+    if not fused:
+        return ""
     return (
-        fused
-        and (
-            f"checkpoints of {architecture.family} hold {', '.join(fused)} in larger tensors, for which PEFT's "
-            "format has no adapters of their own"
-        )
-        or ""
+        f"checkpoints of {architecture.family} hold {', '.join(fused)} in larger tensors, for "
+        "which PEFT's format has no adapters of their own"
     )
 
 
 def read_adapter_config(folder: str | Path) -> tuple[Lora, str]:
-    """What adapter_config.json and the tensors' names say: the adapters' shape, and the model that they stand on.
+    """Return the shape of the adapters in a folder and the name of their base model.
 
-    Raises UserError for what is not supported.
+    The shape follows from adapter_config.json and the names of the tensors.
+
+    Raises:
+      UserError: The folder holds no adapters, or unsupported ones.
     """
     folder = Path(folder)
     if not holds_adapters(folder):
         raise UserError(f"{folder} has no {ADAPTER_CONFIG}: it holds no adapters in PEFT's format")
     config = read_json(folder / ADAPTER_CONFIG)
-    for name, plain in PLAIN.items():
-        if name in config and config[name] not in plain:
+    _refuse_unsupported(folder / ADAPTER_CONFIG, config)
+    rank = config["r"]
+    alpha = config["lora_alpha"]
+    if config.get("use_rslora"):
+        # The rank-stabilized scale is alpha / sqrt(r) instead of alpha / r.
+        alpha *= rank**0.5
+    targets = _adapted_projections(folder)
+    return Lora(rank, float(alpha), targets), config.get("base_model_name_or_path") or ""
+
+
+def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
+    """Raise `UserError` for adapters that would be computed differently."""
+    for name, neutral in NEUTRAL_VALUES.items():
+        if name in config and config[name] not in neutral:
             raise UserError(
-                f"{folder / ADAPTER_CONFIG}: {name}={config[name]!r} is not supported, only {plain[0]!r} is"
+                f"{path}: {name}={config[name]!r} is not supported, only {neutral[0]!r} is"
             )
-    whole = config.get("modules_to_save") or ()
-    if not set(whole) <= {"score", "classifier"}:  # PEFT itself adds both for a sequence classifier
+    trained_modules = config.get("modules_to_save") or ()
+    # PEFT itself adds both names for a sequence classifier.
+    if not set(trained_modules) <= {"score", "classifier"}:
         raise UserError(
-            f"{folder / ADAPTER_CONFIG}: modules_to_save={whole!r} is not supported, only ['score'] of a reward model is"
+            f"{path}: modules_to_save={trained_modules!r} is not supported, only ['score'] of a "
+            "reward model is"
         )
-    rank, alpha = config.get("r"), config.get("lora_alpha")
+    rank = config.get("r")
+    alpha = config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
         raise UserError(
-            f"{folder / ADAPTER_CONFIG}: r={rank!r} and lora_alpha={alpha!r} must be a whole number and a number"
+            f"{path}: r={rank!r} and lora_alpha={alpha!r} must be a whole number and a number"
         )
-    if config.get("use_rslora"):
-        alpha *= rank**0.5  # alpha / sqrt(r)
-    with _open(folder) as checkpoint:
-        there = {
-            found[1]
-            for name in checkpoint.names()
-            if (found := re.search(r"\.(\w+)\.lora_A\.weight$", name))
-        }
-    targets = tuple(name for name in LORA_TARGETS if name in there)
+
+
+def _adapted_projections(folder: Path) -> tuple[str, ...]:
+    """Return the projections that have adapters, by the names of the tensors."""
+    with _open_adapters(folder) as checkpoint:
+        matches = (re.search(r"\.(\w+)\.lora_A\.weight$", name) for name in checkpoint.names())
+        adapted = {match[1] for match in matches if match}
+    targets = tuple(name for name in LORA_TARGETS if name in adapted)
     if not targets:
         raise UserError(
-            f"{folder / ADAPTER_WEIGHTS} has adapters on none of {', '.join(LORA_TARGETS)}, only these are supported"
+            f"{folder / ADAPTER_WEIGHTS} has adapters on none of {', '.join(LORA_TARGETS)}, only "
+            "these are supported"
         )
-    return Lora(rank, float(alpha), targets), config.get("base_model_name_or_path") or ""
+    return targets
 
 
 def load_adapters(
     folder: str | Path,
     architecture: Architecture,
     lora: Lora,
-    shardings: dict,
-    dtype=jnp.float32,
+    shardings: dict[str, Any],
+    dtype: DTypeLike = jnp.float32,
     head: str = "lm",
     progress: Callable[[int, int], None] | None = None,
-) -> dict:
-    """Reads adapters into sharded arrays, as `load_checkpoint` reads a checkpoint.
+) -> dict[str, Any]:
+    """Read adapters into sharded arrays, as `load_checkpoint` reads a checkpoint.
 
     Args:
-      lora: as `read` gives it.
-      head: "lm"; "scalar" and "both": a scalar head starts at zero; "reward": it is read.
+      folder: Folder in PEFT's format.
+      architecture: The decoder that the adapters belong to.
+      lora: Their shape, as returned by `read_adapter_config`.
+      shardings: A `jax.sharding.Sharding` per parameter, in the structure of the adapters.
+      dtype: Type of the adapters.
+      head: "lm"; "scalar" or "both": a scalar head starts at zero; "reward": it is read.
+      progress: Called with the number of tensors read so far and in total.
+
+    Returns:
+      The adapters in the layout that lora.py describes.
 
     Raises:
-      UserError: a tensor is missing, of another shape, of another type, or not used. The message names it.
+      UserError: A tensor is missing, has another shape or type, or would not be used. The message
+        names it.
     """
     rows = adapter_tensor_table(architecture, lora.rank, lora.targets, head)
-    places, wanted = (
-        flatten_like(shardings, rows, "`shardings`"),
-        tensors_to_read(rows, head),
-    )
-    with _open(Path(folder)) as checkpoint:
-        _check(checkpoint, wanted, head)
-        return read_parameters(checkpoint, rows, wanted, places, dtype, progress)
+    places = flatten_like(shardings, rows, "`shardings`")
+    rows_to_read = tensors_to_read(rows, head)
+    with _open_adapters(Path(folder)) as checkpoint:
+        _validate_tensors(checkpoint, rows_to_read, head)
+        return read_parameters(
+            checkpoint,
+            rows=rows,
+            rows_to_read=rows_to_read,
+            places=places,
+            dtype=dtype,
+            progress=progress,
+        )
 
 
 def validate_adapters(
     folder: str | Path, architecture: Architecture, lora: Lora, head: str
 ) -> None:
-    """Raises what `load` would raise, after a look at names and shapes alone."""
+    """Raise the errors of `load_adapters` after reading only names and shapes.
+
+    Args:
+      folder: Folder in PEFT's format.
+      architecture: The decoder that the adapters belong to.
+      lora: Their shape.
+      head: As in `load_adapters`.
+    """
     rows = adapter_tensor_table(architecture, lora.rank, lora.targets, head)
-    with _open(Path(folder)) as checkpoint:
-        _check(checkpoint, tensors_to_read(rows, head), head)
+    with _open_adapters(Path(folder)) as checkpoint:
+        _validate_tensors(checkpoint, tensors_to_read(rows, head), head)
 
 
-def _check(checkpoint, wanted, head):
-    validate_tensors(checkpoint, wanted, head, ADAPTER_CONFIG)
-    used = {name for row in wanted.values() for name in row.names()}
-    used |= {PEFT_PREFIX + "score.weight"} if head in ("scalar", "both") else set()
-    if unused := sorted(checkpoint.names() - used):
+def _validate_tensors(checkpoint: SafetensorsCheckpoint, rows: TensorTable, head: str) -> None:
+    """Raise `UserError` unless the tensors are exactly those of these adapters."""
+    validate_tensors(checkpoint, rows, head, ADAPTER_CONFIG)
+    used = {name for row in rows.values() for name in row.names()}
+    if head in ("scalar", "both"):
+        # The head of another role is not read.
+        used.add(PEFT_PREFIX + "score.weight")
+    unused = sorted(checkpoint.names() - used)
+    if unused:
         raise UserError(
             f"{checkpoint.folder} has {len(unused)} tensors that this model would not use: "
             f"{abbreviate(unused)}; adapters are supported on {', '.join(LORA_TARGETS)}"
         )
 
 
-def _open(folder):
+def _open_adapters(folder: Path) -> SafetensorsCheckpoint:
     if not (folder / ADAPTER_WEIGHTS).exists():
-        pickle = f"; {ADAPTER_PICKLE} is a pickle, and is not read: save it again with safe_serialization=True"
-        raise UserError(
-            f"{folder} has no {ADAPTER_WEIGHTS}{pickle if (folder / ADAPTER_PICKLE).exists() else ''}"
-        )
+        hint = ""
+        if (folder / ADAPTER_PICKLE).exists():
+            hint = (
+                f"; {ADAPTER_PICKLE} is a pickle, and is not read: save it again with "
+                "safe_serialization=True"
+            )
+        raise UserError(f"{folder} has no {ADAPTER_WEIGHTS}{hint}")
     return SafetensorsCheckpoint(folder, [folder / ADAPTER_WEIGHTS])
 
 
 def save_adapters(
-    adapters: dict,
+    adapters: dict[str, Any],
     architecture: Architecture,
     lora: Lora,
     folder: str | Path,
     base_model: str,
     revision: str | None = None,
 ) -> None:
-    """Writes a folder that PEFT loads, whole or not at all. In a run of several processes all call it, and process 0 writes.
+    """Write a folder that PEFT loads; it appears complete or not at all.
+
+    In a run of several processes, all of them must call this; process 0 writes.
 
     Args:
-      adapters: of one role, on any devices; with a scalar head they are those of a sequence classifier.
-      base_model, revision: name and revision on the hub, or path, of the model that they stand on.
+      adapters: Adapters of one role, on any devices. With a scalar head they are those of a
+        sequence classifier.
+      architecture: The decoder that they belong to.
+      lora: Their shape.
+      folder: The folder; an earlier export in it is replaced.
+      base_model: Hub name or path of the base model.
+      revision: Revision of the base model on the hub.
 
     Raises:
-      ValueError: `adapters` is not of this shape.
-      FileExistsError: `folder` holds something that is no adapters.
+      ValueError: `adapters` does not have this shape.
+      FileExistsError: `folder` holds something other than adapters.
     """
-    head, folder = "scalar" if "score" in adapters else "lm", Path(folder)
+    head = "scalar" if "score" in adapters else "lm"
+    folder = Path(folder)
     rows = adapter_tensor_table(architecture, lora.rank, lora.targets, head)
     arrays = flatten_like(adapters, rows, "`adapters`")
-    everything = sum(4 * int(np.prod(row.full_shape)) for row in rows.values())
+    total_bytes = sum(4 * int(np.prod(row.full_shape)) for row in rows.values())
     with atomic_folder(folder, ADAPTER_CONFIG, ADAPTER_WEIGHTS) as temporary:
         if temporary:
-            write_json(
-                temporary / ADAPTER_CONFIG, to_adapter_config(lora, head, base_model, revision)
-            )
-        write_weights(temporary, rows, arrays, "float32", everything, ADAPTER_WEIGHTS)
+            config = to_adapter_config(lora, head, base_model, revision)
+            write_json(temporary / ADAPTER_CONFIG, config)
+        write_weights(
+            temporary,
+            rows=rows,
+            arrays=arrays,
+            dtype="float32",
+            max_shard_bytes=total_bytes,
+            single_file=ADAPTER_WEIGHTS,
+        )
 
 
-def to_adapter_config(lora: Lora, head: str, base_model: str, revision: str | None = None) -> dict:
-    """The contents of adapter_config.json."""
+def to_adapter_config(
+    lora: Lora, head: str, base_model: str, revision: str | None = None
+) -> dict[str, Any]:
+    """Return the contents of adapter_config.json.
+
+    Args:
+      lora: Shape of the adapters.
+      head: "lm", or "scalar" for a sequence classifier.
+      base_model: Hub name or path of the base model.
+      revision: Revision of the base model on the hub.
+    """
+    alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if head == "lm" else "SEQ_CLS",
@@ -201,7 +273,7 @@ def to_adapter_config(lora: Lora, head: str, base_model: str, revision: str | No
         "revision": revision,
         "inference_mode": True,
         "r": lora.rank,
-        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "target_modules": list(lora.targets),
         "modules_to_save": None if head == "lm" else ["score"],

@@ -1,4 +1,4 @@
-"""Parameters out, as a folder that transformers loads: weights, configuration and the tokenizer's files."""
+"""Export of parameters as a folder that transformers loads: weights, config and tokenizer files."""
 
 import contextlib
 import dataclasses
@@ -6,23 +6,29 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.hf import tensors
 from jax_ppo.models.hf.config import to_hf_config
-from jax_ppo.models.hf.files import INDEX_FILE, SAFETENSORS_DTYPES, SINGLE_FILE, write_safetensors
-from jax_ppo.models.hf.names import adapter_tensor_table, flatten_like, tensor_table
+from jax_ppo.models.hf.files import (
+    INDEX_FILE,
+    SAFETENSORS_DTYPES,
+    SINGLE_FILE,
+    write_safetensors,
+)
+from jax_ppo.models.hf.names import adapter_tensor_table, tensor_table
+from jax_ppo.models.hf.tensors import TensorMapping, TensorTable, flatten_like
 from jax_ppo.models.lora import Lora, merge_kernel
 
-EXPORT_DTYPES = {
-    "float32": "F32",
-    "bfloat16": "BF16",
-}  # not float16: its range is smaller than the parameters' may be
+# Not float16, whose range is smaller than that of the parameters.
+EXPORT_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -35,8 +41,43 @@ TOKENIZER_FILES = (
 GIB = 1024**3
 
 
+@dataclasses.dataclass(frozen=True)
+class MergedKernel:
+    """A kernel and its adapters, which take the place of one array in an export.
+
+    Attributes:
+      kernel: [L, in, out].
+      lora_a: [L, in, r].
+      lora_b: [L, r, out].
+      scale: Factor on the product of the adapters.
+    """
+
+    kernel: jax.Array
+    lora_a: jax.Array
+    lora_b: jax.Array
+    scale: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportedTensor:
+    """One tensor of an exported checkpoint.
+
+    Attributes:
+      name: Its name in the checkpoint.
+      paths: Our parameters that it holds, in order along its first axis.
+      layer: The layer that it belongs to, or `None`.
+    """
+
+    name: str
+    paths: list[tensors.Path]
+    layer: int | None
+
+
+Arrays = Mapping[tensors.Path, jax.Array | MergedKernel]
+
+
 def export_checkpoint(
-    params: dict,
+    params: dict[str, Any],
     architecture: Architecture,
     folder: str | Path,
     *,
@@ -44,43 +85,39 @@ def export_checkpoint(
     source_folder: str | Path | None = None,
     tokenizer_folder: str | Path | None = None,
     max_shard_bytes: int = 4 * GIB,
-    adapters: dict | None = None,
+    adapters: dict[str, Any] | None = None,
     lora: Lora | None = None,
 ) -> None:
-    """Writes a Hugging Face folder: a causal language model, or with a scalar head a sequence classifier of one label.
+    """Write a Hugging Face folder: a causal language model or, with a scalar head, a classifier.
 
-    The folder appears whole or not at all: it is written beside its place and renamed. One tensor is on the host at a
-    time. In a run of several processes all call it, and process 0 writes.
+    The folder appears complete or not at all: it is written under another name and renamed. One
+    tensor is in host memory at a time. In a run of several processes, all of them must call this;
+    process 0 writes.
 
     Args:
-      params: of one role, in the stacked form (transformer.py, heads.py), on any devices.
-      architecture: theirs.
-      folder: where to; an earlier export there is replaced.
-      dtype: of the weights in the files: "float32" or "bfloat16".
-      source_folder: whose tokenizer files and generation defaults are taken along.
-      tokenizer_folder: whose tokenizer files are taken instead, where the two differ.
-      max_shard_bytes: a weight file is no larger (but holds one tensor at least).
-      adapters, lora: of adapters that are merged into `params` on the way, one tensor at a time.
+      params: Parameters of one role in the stacked form (transformer.py, heads.py), on any devices.
+      architecture: Their architecture.
+      folder: The folder; an earlier export in it is replaced.
+      dtype: Type of the weights in the files, "float32" or "bfloat16".
+      source_folder: Folder whose tokenizer files and generation defaults are copied.
+      tokenizer_folder: Folder whose tokenizer files are copied instead, if it differs.
+      max_shard_bytes: Maximum size of a weight file, unless a single tensor is larger.
+      adapters: Adapters to merge into `params` during the export, one tensor at a time.
+      lora: Shape of the adapters.
 
     Raises:
-      ValueError: `params` is not of this architecture, or `dtype` is neither of the two.
-      FileExistsError: `folder` holds something that is no export.
+      ValueError: `params` does not fit the architecture, or `dtype` is unknown.
+      FileExistsError: `folder` holds something other than an export.
     """
     if dtype not in EXPORT_DTYPES:
         raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(map(repr, EXPORT_DTYPES))}")
     head = "scalar" if "score" in params else "lm"
     rows = tensor_table(architecture, head)
     arrays = flatten_like(params, rows, "`params`")
-    for path, row in rows.items():
-        if tuple(arrays[path].shape) != row.full_shape:
-            raise ValueError(
-                f"{'/'.join(path)} has shape {list(arrays[path].shape)}, the architecture makes it "
-                f"{list(row.full_shape)}"
-            )
-    if adapters is not None:
-        arrays = _with_adapters(arrays, adapters, architecture, lora)
-    folder = Path(folder)
-    with atomic_folder(folder, "config.json", "model*.safetensors") as temporary:
+    _validate_shapes(arrays, rows)
+    if adapters is not None and lora is not None:
+        arrays |= _merged_kernels(arrays, adapters, architecture, lora)
+    with atomic_folder(Path(folder), "config.json", "model*.safetensors") as temporary:
         if temporary:
             write_json(temporary / "config.json", to_hf_config(architecture, dtype, head))
             write_json(
@@ -92,59 +129,75 @@ def export_checkpoint(
         write_weights(temporary, rows, arrays, dtype, max_shard_bytes)
 
 
+def _validate_shapes(arrays: Mapping[tensors.Path, jax.Array], rows: TensorTable) -> None:
+    for path, row in rows.items():
+        shape = tuple(arrays[path].shape)
+        if shape != row.full_shape:
+            raise ValueError(
+                f"{'/'.join(path)} has shape {list(shape)}, the architecture makes it "
+                f"{list(row.full_shape)}"
+            )
+
+
 @contextlib.contextmanager
 def atomic_folder(folder: Path, config: str, weights: str) -> Iterator[Path | None]:
-    """A folder that appears whole or not at all, in the place of an earlier one of the kind, or of none.
+    """Yield a temporary folder that replaces `folder` on exit, so that it is never incomplete.
 
     Args:
-      config, weights: a file's name, and a pattern of others, that each such folder has.
+      folder: The folder; it may hold an earlier export of the same kind, or nothing.
+      config: Name of a file that each such export has.
+      weights: Pattern of other files that each such export has.
 
     Yields:
-      where to write; None in the other processes, which wait at the end until the folder is there.
+      The folder to write to in process 0, and `None` in the other processes, which wait on exit
+      until `folder` exists.
 
     Raises:
       FileExistsError: `folder` holds something else.
     """
-    _refuse_foreign(folder, config, weights)
-    writer, temporary = jax.process_index() == 0, folder.with_name(f".{folder.name}.writing")
-    if writer:
-        shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
+    _refuse_foreign_folder(folder, config, weights)
+    is_writer = jax.process_index() == 0
+    temporary = folder.with_name(f".{folder.name}.writing")
+    if is_writer:
+        shutil.rmtree(temporary, ignore_errors=True)  # left by a killed run
         temporary.mkdir(parents=True)
-    yield temporary if writer else None
-    if writer:
+    yield temporary if is_writer else None
+    if is_writer:
         _replace(folder, temporary)
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(
-            "export"
-        )  # nobody looks for the folder before it is there
+        # No process looks for the folder before it exists.
+        multihost_utils.sync_global_devices("export")
 
 
-@dataclasses.dataclass(frozen=True)
-class MergedKernel:
-    """A kernel and its adapters, [L, in, out], [L, in, r] and [L, r, out], in the place of an array."""
-
-    kernel: jax.Array
-    lora_a: jax.Array
-    lora_b: jax.Array
-    scale: float
-
-
-def _with_adapters(arrays, adapters, architecture, lora):
+def _merged_kernels(
+    arrays: Mapping[tensors.Path, jax.Array],
+    adapters: dict[str, Any],
+    architecture: Architecture,
+    lora: Lora,
+) -> dict[tensors.Path, MergedKernel]:
+    """Return the kernels that have adapters, together with these."""
     rows = adapter_tensor_table(architecture, lora.rank, lora.targets, "lm")
     flat = flatten_like(adapters, rows, "`adapters`")
-    together = {}
+    merged = {}
     for *path, _ in rows:
-        a, b = flat[*path, "lora_a"], flat[*path, "lora_b"]
-        together[*path, "kernel"] = MergedKernel(arrays[*path, "kernel"], a, b, lora.scale)
-    return arrays | together
+        merged[*path, "kernel"] = MergedKernel(
+            kernel=arrays[*path, "kernel"],
+            lora_a=flat[*path, "lora_a"],
+            lora_b=flat[*path, "lora_b"],
+            scale=lora.scale,
+        )
+    return merged
 
 
-def _generation_config(architecture, source_folder):
-    """The source's sampling defaults with the architecture's special tokens."""
-    source = Path(source_folder or "") / "generation_config.json"
-    config = (
-        json.loads(source.read_text(encoding="utf-8")) if source_folder and source.exists() else {}
-    )
+def _generation_config(
+    architecture: Architecture, source_folder: str | Path | None
+) -> dict[str, Any]:
+    """Return the source's generation defaults with the architecture's special tokens."""
+    config = {}
+    if source_folder is not None:
+        source = Path(source_folder) / "generation_config.json"
+        if source.exists():
+            config = json.loads(source.read_text(encoding="utf-8"))
     ids = {
         "bos_token_id": architecture.bos_id,
         "eos_token_id": list(architecture.eos_ids) or None,
@@ -153,102 +206,138 @@ def _generation_config(architecture, source_folder):
     return config | {name: value for name, value in ids.items() if value is not None}
 
 
-def _copy_tokenizer(source, target):
+def _copy_tokenizer(source: Path, target: Path) -> None:
     for pattern in TOKENIZER_FILES:
         for file in source.glob(pattern):
             if file.is_file():
                 shutil.copyfile(file, target / file.name)  # follows the links of the hub's cache
 
 
-def write_weights(folder, rows, arrays, dtype, max_shard_bytes, single=SINGLE_FILE):
-    """The weight files and, for several, their index. `folder` None: only takes part in gathering the arrays.
+def write_weights(
+    folder: Path | None,
+    rows: TensorTable,
+    arrays: Arrays,
+    dtype: str,
+    max_shard_bytes: int,
+    single_file: str = SINGLE_FILE,
+) -> None:
+    """Write the weight files and, if there are several, their index.
 
-    `single`: the name of the file, if it is one.
+    Args:
+      folder: The folder; `None` only takes part in gathering the arrays.
+      rows: The tensor table.
+      arrays: The parameters by path.
+      dtype: One of `EXPORT_DTYPES`.
+      max_shard_bytes: Maximum size of a file, unless a single tensor is larger.
+      single_file: Name of the file if there is only one.
     """
     code = EXPORT_DTYPES[dtype]
-    shards = _shards(rows, SAFETENSORS_DTYPES[code].itemsize, max_shard_bytes)
-    total, weight_map = 0, {}
-    for i, shard in enumerate(shards, 1):
-        file = single if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        header = {name: (code, rows[paths[0]].hf_shape) for name, paths, _ in shard}
-        tensors = (
-            _joined([_on_host(arrays[path], rows[path], layer, dtype) for path in paths])
-            for _, paths, layer in shard
-        )
-        write_safetensors(folder and folder / file, header, tensors)
+    itemsize = SAFETENSORS_DTYPES[code].itemsize
+    shards = _split_into_shards(rows, itemsize, max_shard_bytes)
+    weight_map: dict[str, str] = {}
+    total_bytes = 0
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        if len(shards) == 1:
+            file = single_file
+        header = {tensor.name: (code, rows[tensor.paths[0]].hf_shape) for tensor in shard}
+        contents = (_gather_tensor(arrays, rows, tensor, dtype) for tensor in shard)
+        write_safetensors(folder and folder / file, header, contents)
         weight_map |= dict.fromkeys(header, file)
-        total += sum(
-            int(np.prod(shape)) * SAFETENSORS_DTYPES[code].itemsize for _, shape in header.values()
-        )
+        total_bytes += sum(int(np.prod(shape)) * itemsize for _, shape in header.values())
     if folder is not None and len(shards) > 1:
-        write_json(
-            folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map}
-        )
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        write_json(folder / INDEX_FILE, index)
 
 
-def _shards(rows, itemsize, max_bytes) -> list[list[tuple[str, list[tuple[str, ...]], int | None]]]:
-    """(checkpoint's name, our paths, layer) of every tensor, in files of at most `max_bytes`."""
-    shards, room = [], 0
-    for name, paths, layer in _in_order(rows):
-        size = int(np.prod(rows[paths[0]].hf_shape)) * itemsize
-        if not shards or size > room:
+def _split_into_shards(
+    rows: TensorTable, itemsize: int, max_bytes: int
+) -> list[list[ExportedTensor]]:
+    """Split the tensors into files of at most `max_bytes`."""
+    shards: list[list[ExportedTensor]] = []
+    free_bytes = 0
+    for tensor in _in_order(rows):
+        size = int(np.prod(rows[tensor.paths[0]].hf_shape)) * itemsize
+        if not shards or size > free_bytes:
             shards.append([])
-            room = max_bytes
-        shards[-1].append((name, paths, layer))
-        room -= size
+            free_bytes = max_bytes
+        shards[-1].append(tensor)
+        free_bytes -= size
     return shards
 
 
-def _in_order(rows) -> Iterator[tuple[str, list[tuple[str, ...]], int | None]]:
-    """Layer after layer, as checkpoints are usually cut."""
-    outside, stacked = {}, {}
-    for path, row in rows.items():  # several paths have one name where the checkpoint fuses them
+def _in_order(rows: TensorTable) -> Iterator[ExportedTensor]:
+    """Yield the tensors layer by layer, as checkpoints are usually split."""
+    # Several paths share a name where the checkpoint stores them as one tensor.
+    outside: dict[str, list[tensors.Path]] = {}
+    stacked: dict[str, list[tensors.Path]] = {}
+    for path, row in rows.items():
         (outside if row.layers is None else stacked).setdefault(row.name, []).append(path)
-    yield from ((name, paths, None) for name, paths in outside.items())
+    for name, paths in outside.items():
+        yield ExportedTensor(name, paths, layer=None)
     for layer in range(max(row.layers for row in rows.values() if row.layers is not None)):
-        yield from ((name.format(layer), paths, layer) for name, paths in stacked.items())
+        for name, paths in stacked.items():
+            yield ExportedTensor(name.format(layer), paths, layer)
 
 
-def _joined(parts):
+def _gather_tensor(
+    arrays: Arrays, rows: TensorTable, tensor: ExportedTensor, dtype: str
+) -> np.ndarray:
+    """Return a checkpoint tensor, which may consist of several of our parameters."""
+    parts: Sequence[np.ndarray] = [
+        _to_host(arrays[path], rows[path], tensor.layer, dtype) for path in tensor.paths
+    ]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "stacked"))
-def _one(array, layer, dtype, stacked):
-    one = jax.lax.dynamic_index_in_dim(array, layer, 0, keepdims=False) if stacked else array
-    return one.astype(dtype)
+def _select_layer(array: jax.Array, layer: int, dtype: str, stacked: bool) -> jax.Array:
+    if stacked:
+        array = jax.lax.dynamic_index_in_dim(array, layer, 0, keepdims=False)
+    return array.astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "scale"))
-def _one_merged(kernel, lora_a, lora_b, layer, dtype, scale):
-    parts = (
+def _select_merged_layer(
+    kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array, layer: int, dtype: str, scale: float
+) -> jax.Array:
+    kernel, lora_a, lora_b = (
         jax.lax.dynamic_index_in_dim(array, layer, 0, keepdims=False)
         for array in (kernel, lora_a, lora_b)
     )
-    return merge_kernel(*parts, scale).astype(dtype)
+    return merge_kernel(kernel, lora_a, lora_b, scale).astype(dtype)
 
 
-def _on_host(array, row, layer, dtype) -> np.ndarray:
-    """One tensor as the checkpoint has it. A collective operation where the array spans processes."""
+def _to_host(
+    array: jax.Array | MergedKernel, row: TensorMapping, layer: int | None, dtype: str
+) -> np.ndarray:
+    """Return one parameter as the checkpoint stores it.
+
+    This is a collective operation if the array spans processes.
+    """
     if isinstance(array, MergedKernel):
-        array = _one_merged(array.kernel, array.lora_a, array.lora_b, layer, dtype, array.scale)
+        assert layer is not None  # every projection belongs to a layer
+        one_layer = _select_merged_layer(
+            array.kernel, array.lora_a, array.lora_b, layer, dtype=dtype, scale=array.scale
+        )
     else:
-        array = _one(array, layer or 0, dtype, layer is not None)
-    if not array.is_fully_addressable:
-        array = multihost_utils.process_allgather(array, tiled=True)
-    return np.asarray(array).T if row.transposed else np.asarray(array)
+        one_layer = _select_layer(array, layer or 0, dtype=dtype, stacked=layer is not None)
+    if not one_layer.is_fully_addressable:
+        one_layer = multihost_utils.process_allgather(one_layer, tiled=True)
+    values = np.asarray(one_layer)
+    return values.T if row.transposed else values
 
 
-def _refuse_foreign(folder, config, weights):
-    """Nothing but an earlier export is ever replaced."""
-    ours = (folder / config).exists() and any(folder.glob(weights))
-    if folder.exists() and not ours and (folder.is_file() or any(folder.iterdir())):
+def _refuse_foreign_folder(folder: Path, config: str, weights: str) -> None:
+    """Raise `FileExistsError` if the folder holds anything but an earlier export."""
+    is_export = (folder / config).exists() and any(folder.glob(weights))
+    if folder.exists() and not is_export and (folder.is_file() or any(folder.iterdir())):
         raise FileExistsError(
             f"{folder} exists and holds something else; remove it or export to another folder"
         )
 
 
-def _replace(folder, temporary):
+def _replace(folder: Path, temporary: Path) -> None:
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -257,5 +346,6 @@ def _replace(folder, temporary):
     shutil.rmtree(old, ignore_errors=True)
 
 
-def write_json(path: Path, value) -> None:
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as an indented JSON file."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -23,6 +23,7 @@ from jax_ppo.models.hf.load import load_checkpoint, read_architecture, read_rewa
 torch, transformers = reference.torch, reference.transformers
 
 V3 = {  # deberta-v3's config.json, small
+    "model_type": "deberta-v2",
     "vocab_size": 97,
     "hidden_size": 32,
     "intermediate_size": 48,

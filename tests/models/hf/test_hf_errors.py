@@ -8,7 +8,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jax_ppo.errors import UserError
-from jax_ppo.models.hf.config import FAMILIES, from_hf_config
+from jax_ppo.models.hf.config import from_hf_config
+from jax_ppo.models.hf.families import FAMILIES
 from jax_ppo.models.hf.files import SafetensorsCheckpoint, write_safetensors
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture
 from jax_ppo.models.hf.names import tensor_table

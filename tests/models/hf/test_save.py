@@ -114,7 +114,9 @@ def test_a_critic_is_a_sequence_classifier(tmp_path):
             and theirs.config.num_labels == 1
         )
         ids = reference.tokens()
-        values = reference.heads.compute_scalars(params, reference.hidden(architecture, params, ids))
+        values = reference.heads.compute_scalars(
+            params, reference.hidden(architecture, params, ids)
+        )
         np.testing.assert_allclose(
             reference.their_logits(theirs, ids)[:, 0], values[:, -1], atol=1e-4
         )

@@ -1,0 +1,120 @@
+"""Table of the tensors in a Hugging Face checkpoint of a DeBERTa-v2 or v3 reward model."""
+
+from typing import Any
+
+from flax import traverse_util
+
+from jax_ppo.models.deberta.architecture import DebertaArchitecture
+from jax_ppo.models.hf.tensors import TensorMapping, TensorTable
+
+# Tensors that some checkpoints keep although the model does not use them.
+UNUSED_TENSORS = (
+    "deberta.embeddings.position_ids",
+    "deberta.embeddings.position_embeddings.weight",
+)
+
+
+def deberta_tensor_table(architecture: DebertaArchitecture) -> TensorTable:
+    """Return the checkpoint tensor of each parameter of the encoder and its score head."""
+    a = architecture
+    hidden = a.hidden_size
+    encoder = "deberta.encoder"
+    layer = f"{encoder}.layer.{{}}"
+    rows = {
+        "score": _dense("classifier", hidden, 1),  # first: its absence has its own error message
+        "words": {
+            "embedding": TensorMapping(
+                "deberta.embeddings.word_embeddings.weight", (a.vocab_size, a.embedding_size)
+            )
+        },
+        "embed_norm": _norm("deberta.embeddings", hidden),
+        "relative": {
+            "embedding": TensorMapping(
+                f"{encoder}.rel_embeddings.weight", (2 * a.relative_span, hidden)
+            )
+        },
+        "layers": {
+            "attention": _attention(a, layer),
+            "attention_norm": _norm(f"{layer}.attention.output", hidden, a.num_layers),
+            "mlp": {
+                "up_proj": _dense(
+                    f"{layer}.intermediate.dense", hidden, a.intermediate_size, a.num_layers
+                ),
+                "down_proj": _dense(
+                    f"{layer}.output.dense", a.intermediate_size, hidden, a.num_layers
+                ),
+            },
+            "mlp_norm": _norm(f"{layer}.output", hidden, a.num_layers),
+        },
+        "pooler": _dense("pooler.dense", hidden, hidden),
+    }
+    return traverse_util.flatten_dict(rows | _optional(a, encoder))
+
+
+def _attention(a: DebertaArchitecture, layer: str) -> dict[str, Any]:
+    """Return the projections of attention; those of positions unless they share the content's."""
+    names = {"q_proj": "query_proj", "k_proj": "key_proj", "v_proj": "value_proj"}
+    if a.content_to_position and not a.share_keys:
+        names["pos_k_proj"] = "pos_key_proj"
+    if a.position_to_content and not a.share_keys:
+        names["pos_q_proj"] = "pos_query_proj"
+    rows = {
+        name: _dense(
+            f"{layer}.attention.self.{hf_name}", a.hidden_size, a.hidden_size, a.num_layers
+        )
+        for name, hf_name in names.items()
+    }
+    rows["o_proj"] = _dense(
+        f"{layer}.attention.output.dense", a.hidden_size, a.hidden_size, a.num_layers
+    )
+    return rows
+
+
+def _optional(a: DebertaArchitecture, encoder: str) -> dict[str, Any]:
+    """Return the parameters that only some architectures have."""
+    hidden = a.hidden_size
+    rows: dict[str, Any] = {}
+    if a.absolute_positions:
+        rows["places"] = {
+            "embedding": TensorMapping(
+                "deberta.embeddings.position_embeddings.weight",
+                (a.max_position_embeddings, a.embedding_size),
+            )
+        }
+    if a.embedding_size != hidden:
+        rows["embed_proj"] = {
+            "kernel": TensorMapping(
+                "deberta.embeddings.embed_proj.weight", (a.embedding_size, hidden), transposed=True
+            )
+        }
+    if a.norm_relative:
+        rows["relative_norm"] = _norm(encoder, hidden)
+    if a.conv_kernel_size:
+        rows["conv"] = {
+            "kernel": TensorMapping(
+                f"{encoder}.conv.conv.weight",
+                (a.conv_kernel_size, hidden, hidden),
+                transposed=True,
+            ),
+            "bias": TensorMapping(f"{encoder}.conv.conv.bias", (hidden,)),
+        }
+        rows["conv_norm"] = _norm(f"{encoder}.conv", hidden)
+    return rows
+
+
+def _dense(
+    name: str, inputs: int, outputs: int, layers: int | None = None
+) -> dict[str, TensorMapping]:
+    return {
+        "kernel": TensorMapping(
+            f"{name}.weight", (inputs, outputs), transposed=True, layers=layers
+        ),
+        "bias": TensorMapping(f"{name}.bias", (outputs,), layers=layers),
+    }
+
+
+def _norm(name: str, width: int, layers: int | None = None) -> dict[str, TensorMapping]:
+    return {
+        "scale": TensorMapping(f"{name}.LayerNorm.weight", (width,), layers=layers),
+        "bias": TensorMapping(f"{name}.LayerNorm.bias", (width,), layers=layers),
+    }

@@ -1,0 +1,206 @@
+"""Table of the supported model families: how each one's config.json and tensors map to ours.
+
+This is the only file that names families. A family that the decoder can already compute is added
+with one entry in `FAMILIES`; a feature that the decoder lacks becomes a field of `Architecture`
+first.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jax_ppo.models.deberta.architecture import DebertaArchitecture, deberta_from_hf_config
+from jax_ppo.models.deberta.names import UNUSED_TENSORS, deberta_tensor_table
+from jax_ppo.models.hf.tensors import TensorTable
+
+SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A family of decoders, identified by the `model_type` of its config.json.
+
+    Attributes:
+      class_prefix: Prefix of the classes in transformers: {class_prefix}ForCausalLM.
+      classifier_prefix: Prefix of ...ForSequenceClassification; "" if it is `class_prefix`.
+      fixed: Fields of `Architecture` that are the same in all models of the family.
+      fields: Fields of config.json and the field of `Architecture` that each one sets, besides
+        those that all families have.
+      bias_fields: Boolean fields of config.json, `False` by default, and the biases of
+        `Architecture` that each one turns on.
+      defaults: Values that transformers uses for fields missing from config.json.
+      sliding_windows: Which layers have a sliding window. "none": no layer; "all": every layer, if
+        config.json has a `sliding_window`; "last": the layers from `max_window_layers` on, if
+        `use_sliding_window` is set; "pattern": all layers except every n-th.
+      window_period: With "pattern", n.
+      window_period_field: With "pattern", the field of config.json that overrides n; "" if none.
+      activation_fields: Fields of config.json that name the activation. The first one is read and
+        all are written.
+      activation: Default activation of the MLP.
+      activation_aliases: The family's names of activations, and the usual names.
+      rope_aliases: The family's names of rotary embeddings, and the usual names.
+      rope_by_layer_type: Whether layers with a sliding window have rotary parameters of their own.
+      rope_length_outside: Whether `original_max_position_embeddings` is stored outside the rotary
+        parameters.
+      fused_projections: Projections that the checkpoint stores as one tensor, and its name.
+      module_names: Names of modules in the checkpoint that differ from Llama's, by Llama's name:
+        {"self_attn.o_proj": "self_attn.dense"}.
+      unsupported: Fields of config.json that are refused unless null, and the reason.
+    """
+
+    class_prefix: str
+    classifier_prefix: str = ""
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    bias_fields: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sliding_windows: str = "none"
+    window_period: int = 1
+    window_period_field: str = ""
+    activation_fields: tuple[str, ...] = ("hidden_act",)
+    activation: str = SILU
+    activation_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    rope_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    rope_by_layer_type: bool = False
+    rope_length_outside: bool = False
+    fused_projections: Mapping[tuple[str, ...], str] = dataclasses.field(default_factory=dict)
+    module_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderFamily:
+    """A family of encoders that serve as reward models.
+
+    Attributes:
+      from_hf_config: Reads the contents of config.json.
+      tensor_table: Returns the checkpoint tensor of each parameter.
+      unused_tensors: Tensors that a checkpoint may hold although the model does not use them.
+    """
+
+    from_hf_config: Callable[[dict[str, Any]], DebertaArchitecture]
+    tensor_table: Callable[[DebertaArchitecture], TensorTable]
+    unused_tensors: tuple[str, ...] = ()
+
+
+_ATTENTION_BIAS = {"attention_bias": ("qkv_bias", "output_bias")}
+_QWEN_DEFAULTS = {
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "max_position_embeddings": 32_768,
+}
+_GEMMA_FIXED = {"scaled_embedding": True, "norm_plus_one": True}
+_GEMMA_DEFAULTS = {
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 8192,
+}
+_GEMMA_2_DEFAULTS = _GEMMA_DEFAULTS | {
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+_GEMMA_2_FIELDS = {
+    "query_pre_attn_scalar": "query_pre_attn_scalar",
+    "attn_logit_softcapping": "attention_softcap",
+    "final_logit_softcapping": "logit_softcap",
+}
+
+# Family of the models that are created from scratch.
+CREATED_FAMILY = "llama"
+
+FAMILIES = {
+    "llama": Family(
+        class_prefix="Llama",
+        bias_fields=_ATTENTION_BIAS | {"mlp_bias": ("mlp_bias",)},
+        defaults={"max_position_embeddings": 2048},
+    ),
+    "qwen2": Family(
+        class_prefix="Qwen2",
+        fixed={"qkv_bias": True},
+        defaults=_QWEN_DEFAULTS,
+        sliding_windows="last",
+    ),
+    "qwen3": Family(
+        class_prefix="Qwen3",
+        fixed={"qk_norm": True},
+        bias_fields=_ATTENTION_BIAS,
+        defaults=_QWEN_DEFAULTS | {"head_dim": 128},
+        sliding_windows="last",
+    ),
+    "mistral": Family(
+        class_prefix="Mistral",
+        defaults={
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+            "max_position_embeddings": 131_072,
+        },
+        sliding_windows="all",
+    ),
+    "phi3": Family(
+        class_prefix="Phi3",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+        },
+        sliding_windows="all",
+        rope_aliases={"su": "longrope", "yarn": "longrope"},
+        rope_length_outside=True,
+        fused_projections={
+            ("q_proj", "k_proj", "v_proj"): "qkv_proj",
+            ("gate_proj", "up_proj"): "gate_up_proj",
+        },
+    ),
+    "gemma": Family(
+        class_prefix="Gemma",
+        fixed=_GEMMA_FIXED,
+        bias_fields=_ATTENTION_BIAS,
+        defaults=_GEMMA_DEFAULTS,
+        activation_fields=("hidden_act", "hidden_activation"),
+        activation=GELU_TANH,
+        # Early configurations name the exact GELU, but the models use its tanh approximation.
+        activation_aliases={"gelu": GELU_TANH},
+    ),
+    "gemma2": Family(
+        class_prefix="Gemma2",
+        fixed=_GEMMA_FIXED | {"post_norms": True},
+        fields=_GEMMA_2_FIELDS,
+        bias_fields=_ATTENTION_BIAS,
+        defaults=_GEMMA_2_DEFAULTS
+        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        sliding_windows="pattern",
+        window_period=2,
+        activation_fields=("hidden_activation", "hidden_act"),
+        activation=GELU_TANH,
+    ),
+    "gemma3_text": Family(
+        class_prefix="Gemma3",
+        classifier_prefix="Gemma3Text",
+        fixed=_GEMMA_FIXED | {"post_norms": True, "qk_norm": True},
+        fields=_GEMMA_2_FIELDS,
+        bias_fields=_ATTENTION_BIAS,
+        defaults=_GEMMA_2_DEFAULTS | {"max_position_embeddings": 131_072},
+        sliding_windows="pattern",
+        window_period=6,
+        window_period_field="sliding_window_pattern",
+        activation_fields=("hidden_activation", "hidden_act"),
+        activation=GELU_TANH,
+        rope_by_layer_type=True,
+        unsupported={
+            "attn_logit_softcapping": "transformers reads it but caps nothing, so it is unclear "
+            "whether the weights were trained with it"
+        },
+    ),
+}
+
+ENCODERS = {
+    # DeBERTa-v3 is v2 with another training objective, and has the same model_type.
+    "deberta-v2": EncoderFamily(
+        from_hf_config=deberta_from_hf_config,
+        tensor_table=deberta_tensor_table,
+        unused_tensors=UNUSED_TENSORS,
+    )
+}
