@@ -6,12 +6,12 @@ import shlex
 import subprocess
 import sys
 
-import markdown
+import doc_pages
 import pytest
 
 from jax_ppo.config import command_line, schema
 
-each_page = pytest.mark.parametrize("page", markdown.PAGES, ids=markdown.page_id)
+each_page = pytest.mark.parametrize("page", doc_pages.PAGES, ids=doc_pages.page_id)
 OPTIONS = {name for name, *_ in schema.options()}
 SECTIONS = {name.partition(".")[0] for name in OPTIONS if "." in name}
 LEAVES = {name.rpartition(".")[2] for name in OPTIONS}
@@ -24,36 +24,36 @@ RUNNABLE = ("train", "sft", "reward_model")
 
 
 def test_the_readme_has_at_most_1200_words():
-    words = re.findall(r"\b[\w'’.-]+\b", (markdown.ROOT / "README.md").read_text())
+    words = re.findall(r"\b[\w'’.-]+\b", (doc_pages.ROOT / "README.md").read_text())
     assert len(words) <= 1200
 
 
 @each_page
 def test_links_lead_to_files_and_headings_that_exist(page):
-    for target in markdown.links(page):
+    for target in doc_pages.links(page):
         if re.match(r"https?:|mailto:", target):
             continue
         name, _, anchor = target.partition("#")
         file = (page.parent / name).resolve() if name else page
-        assert file.exists(), f"{markdown.page_id(page)}: {target}"
+        assert file.exists(), f"{doc_pages.page_id(page)}: {target}"
         if anchor and file.suffix == ".md":
-            assert anchor in markdown.anchors(file), f"{markdown.page_id(page)}: {target}"
+            assert anchor in doc_pages.anchors(file), f"{doc_pages.page_id(page)}: {target}"
 
 
 @each_page
 def test_files_of_the_repository_that_are_named_exist(page):
     named = re.findall(
         r"`((?:jax_ppo|tests|benchmarks|configs|launch|docs|examples)/[\w./-]*)(?:::\w+)?`",
-        markdown.without_blocks(page),
+        doc_pages.without_blocks(page),
     )
     for name in named:
-        assert (markdown.ROOT / name).exists(), f"{markdown.page_id(page)}: {name}"
+        assert (doc_pages.ROOT / name).exists(), f"{doc_pages.page_id(page)}: {name}"
 
 
 def option_names(page: pathlib.Path) -> list[str]:
     """Return the options that a page names in code marks, without those of other frameworks."""
     names, foreign = [], False
-    for line in markdown.without_blocks(page).splitlines():
+    for line in doc_pages.without_blocks(page).splitlines():
         foreign = line.startswith(FOREIGN) or (foreign and line.startswith("|"))
         text = line.split("|", 2)[2] if foreign else line
         for code in re.findall(r"`([^`]+)`", text):
@@ -68,7 +68,7 @@ def test_options_that_are_named_exist(page):
     for name in option_names(page):
         is_file = name.endswith((".py", ".json", ".md"))
         is_section = any(option.startswith(f"{name}.") for option in OPTIONS)
-        assert is_file or is_section or name in OPTIONS, f"{markdown.page_id(page)}: {name}"
+        assert is_file or is_section or name in OPTIONS, f"{doc_pages.page_id(page)}: {name}"
 
 
 def test_the_check_of_options_sees_a_wrong_one(tmp_path):
@@ -96,11 +96,11 @@ def parts(command: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("place", "command"), [found for page in markdown.PAGES for found in markdown.commands(page)]
+    ("place", "command"), [found for page in doc_pages.PAGES for found in doc_pages.commands(page)]
 )
 def test_commands_are_understood(place, command, monkeypatch):
     """Reads every training command as the program would, and checks that other programs exist."""
-    monkeypatch.chdir(markdown.ROOT)
+    monkeypatch.chdir(doc_pages.ROOT)
     for words in parts(command):
         if words[:2] == ["python", "-m"] and words[2].startswith("jax_ppo."):
             check_module(words[2].removeprefix("jax_ppo."), words[3:])
@@ -143,7 +143,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("material", reason="needs the extra `docs`")
     built = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
-        cwd=markdown.ROOT,
+        cwd=doc_pages.ROOT,
         capture_output=True,
         text=True,
     )

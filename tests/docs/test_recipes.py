@@ -6,10 +6,10 @@ import shlex
 import subprocess
 import sys
 
-import markdown
+import doc_pages
 import pytest
 
-each_recipe = pytest.mark.parametrize("page", markdown.RECIPES, ids=lambda page: page.stem)
+each_recipe = pytest.mark.parametrize("page", doc_pages.RECIPES, ids=lambda page: page.stem)
 
 # Appended to the commands of the recipes: the smallest run that goes through every phase.
 TINY = (
@@ -30,7 +30,7 @@ TINY = (
 
 def save_files(page, folder) -> None:
     """Write the blocks that begin with a file's name to that file."""
-    for block in markdown.blocks(page, "python"):
+    for block in doc_pages.blocks(page, "python"):
         if block.file_name:
             (folder / block.file_name).write_text(block.text)
 
@@ -41,7 +41,7 @@ def test_the_python_of_a_recipe_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     save_files(page, tmp_path)
-    blocks = [block for block in markdown.blocks(page, "python") if not block.file_name]
+    blocks = [block for block in doc_pages.blocks(page, "python") if not block.file_name]
     assert blocks, "a recipe shows how to check what was written"
     program = tmp_path / f"{page.stem}.py"
     program.write_text("\n".join(block.text for block in blocks))
@@ -56,7 +56,7 @@ def test_the_python_of_a_recipe_runs(page, tmp_path, monkeypatch):
 
 def training_commands(page) -> list[list[str]]:
     """Return the words behind `python` of each training command of a page."""
-    split = [shlex.split(command) for _, command in markdown.commands(page)]
+    split = [shlex.split(command) for _, command in doc_pages.commands(page)]
     return [words[1:] for words in split if words[:3] == ["python", "-m", "jax_ppo.train"]]
 
 
@@ -64,9 +64,9 @@ def training_commands(page) -> list[list[str]]:
 @each_recipe
 def test_the_commands_of_a_recipe_run(page, tmp_path):
     save_files(page, tmp_path)
-    (tmp_path / "configs").symlink_to(markdown.ROOT / "configs")
+    (tmp_path / "configs").symlink_to(doc_pages.ROOT / "configs")
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    environment["PYTHONPATH"] = str(markdown.ROOT)
+    environment["PYTHONPATH"] = str(doc_pages.ROOT)
     for number, words in enumerate(training_commands(page)):
         workdir = tmp_path / str(number)
         changes = [f"--config.{change}" for change in TINY]
