@@ -1527,7 +1527,7 @@ STOPS = [
         holds="a run ends after so many skipped updates in a row, and says why",
         test="tests/ppo/test_report.py::test_too_many_skipped_updates_in_a_row_end_the_run",
         where="Journal.write_step",
-        old="self._skipped + 1",
+        old="self._skipped_in_a_row + 1",
         new="1",
     ),
 ]
@@ -1666,8 +1666,8 @@ RUNS = [
         holds="the record is the same after an interruption as without one",
         test=f"{TEST_METRICS}::TestCurveFile::test_an_interruption_leaves_no_trace",
         where="CurveFile.__init__",
-        old="[row for row in read_curves(path) if int(row['step']) <= steps_done]",
-        new="[row for row in read_curves(path)]",
+        old="[row for row in read_metrics_csv(path) if int(row['step']) <= steps_done]",
+        new="[row for row in read_metrics_csv(path)]",
     ),
     Exhibit(
         name="tensorboard_shows_steps_twice",
@@ -1693,8 +1693,8 @@ RUNS = [
         holds="a resumed run has the id that it had",
         test=f"{TEST_METRICS}::TestWandb::test_a_resumed_run_has_the_same_id",
         where="MetricsLog._open_wandb",
-        old="not (first_step and remembered.exists())",
-        new="not remembered.exists() or first_step",
+        old="not (first_step and id_file.exists())",
+        new="not id_file.exists() or first_step",
     ),
 ]
 

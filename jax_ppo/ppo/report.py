@@ -13,39 +13,48 @@ from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.ppo.evaluation import Evaluation
 from jax_ppo.ppo.setup import Experiment, Rewarded
 from jax_ppo.reporting import console, journal
+from jax_ppo.reporting.curves import Panel
 from jax_ppo.runtime import compilation
 from jax_ppo.training.checkpoint import Progress
 
 COLUMNS = (
-    ("reward ", "reward/mean", 6, ".3f", ""),
-    ("acc ", "reward/accuracy", 5, ".3f", ""),
-    ("kl ", "kl/reference", 6, ".4f", ""),
-    ("ent ", "actor/entropy", 5, ".3f", ""),
-    ("len ", "response_length/mean", 4, ".0f", ""),
-    ("clip ", "actor/clip_fraction", 5, ".3f", ""),
-    ("grads ", "actor/grad_norm", 5, ".3g", ""),
-    ("", "critic/grad_norm", 5, ".3g", ""),
-    *journal.SPEED,
+    console.Column(metric="reward/mean", width=6, format=".3f", label="reward "),
+    console.Column(metric="reward/accuracy", width=5, format=".3f", label="acc ", optional=True),
+    console.Column(metric="kl/reference", width=6, format=".4f", label="kl "),
+    console.Column(metric="actor/entropy", width=5, format=".3f", label="ent "),
+    console.Column(metric="response_length/mean", width=4, format=".0f", label="len "),
+    console.Column(metric="actor/clip_fraction", width=5, format=".3f", label="clip "),
+    console.Column(metric="actor/grad_norm", width=5, format=".3g", label="grads "),
+    console.Column(metric="critic/grad_norm", width=5, format=".3g"),
+    *journal.SPEED_COLUMNS,
 )
 PANELS = (
-    ("reward", "score", {"mean": "reward/mean", "evaluation": "eval/reward_mean"}),
-    (
-        "accuracy",
-        "share of responses",
-        {"training": "reward/accuracy", "evaluation": "eval/accuracy"},
+    Panel(
+        title="reward",
+        unit="score",
+        curves={"mean": "reward/mean", "evaluation": "eval/reward_mean"},
     ),
-    ("KL to the reference", "nats per token", {"KL": "kl/reference"}),
-    ("entropy", "nats per token", {"entropy": "actor/entropy"}),
-    ("response length", "tokens", {"mean": "response_length/mean", "max": "response_length/max"}),
-    (
-        "clip fraction",
-        "share of tokens",
-        {"actor": "actor/clip_fraction", "critic": "critic/clip_fraction"},
+    Panel(
+        title="accuracy",
+        unit="share of responses",
+        curves={"training": "reward/accuracy", "evaluation": "eval/accuracy"},
     ),
-    ("explained variance", "share", {"critic": "critic/explained_variance"}),
-    ("losses", "loss", {"actor": "actor/loss", "critic": "critic/loss"}),
+    Panel(title="KL to the reference", unit="nats per token", curves={"KL": "kl/reference"}),
+    Panel(title="entropy", unit="nats per token", curves={"entropy": "actor/entropy"}),
+    Panel(
+        title="response length",
+        unit="tokens",
+        curves={"mean": "response_length/mean", "max": "response_length/max"},
+    ),
+    Panel(
+        title="clip fraction",
+        unit="share of tokens",
+        curves={"actor": "actor/clip_fraction", "critic": "critic/clip_fraction"},
+    ),
+    Panel(title="explained variance", unit="share", curves={"critic": "critic/explained_variance"}),
+    Panel(title="losses", unit="loss", curves={"actor": "actor/loss", "critic": "critic/loss"}),
 )
-LAYOUT = journal.Layout(COLUMNS, PANELS, "actor.optim.lr", optional=("reward/accuracy",))
+LAYOUT = journal.ReportLayout(columns=COLUMNS, panels=PANELS, learning_rate_option="actor.optim.lr")
 
 
 class Reporter(journal.Journal):
@@ -54,7 +63,15 @@ class Reporter(journal.Journal):
     def __init__(
         self, run: Experiment, workdir: Path, progress: Progress, compiled: compilation.Compilations
     ):
-        super().__init__(run, LAYOUT, workdir, progress, compiled)
+        super().__init__(
+            config=run.config,
+            total_steps=run.total_steps,
+            layout=LAYOUT,
+            workdir=workdir,
+            progress=progress,
+            compiled=compiled,
+        )
+        self._run = run
         self._pending, self._warned = None, set()
 
     def later(self, step: int, on_mesh: dict, rewarded: Rewarded) -> None:
@@ -132,7 +149,7 @@ class Reporter(journal.Journal):
         self.flush()
         if export:
             self._export(state)
-        return self.write_summary(int(state.step))
+        return self.write_summary(int(state.step), self._run.mesh)
 
     def _export(self, state):
         """The actor as a Hugging Face folder; with adapters they are merged in it, and stand in a folder of their own too."""

@@ -1,1 +1,1 @@
-"""What a run tells its user: console lines, curves, TensorBoard, the summary."""
+"""What a run reports: console lines, metric logs, training curves and the summary."""

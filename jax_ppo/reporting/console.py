@@ -1,49 +1,86 @@
-"""What a run shows while it goes on: lines in columns, a bar with the phase of the step, responses in a table.
+"""Console output of a run: aligned step lines, a progress bar and a table of sampled responses.
 
-Everything is shown by the main process alone.
+Only the main process prints.
 """
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import shutil
 import sys
 import time
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tqdm
 
 from jax_ppo.runtime import distributed
 
+# Columns of a sample table that are neither prompt nor response: score, correct and separators.
+_FIXED_TABLE_WIDTH = 21
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One metric in the line that is printed after each step.
+
+    Attributes:
+      metric: name of the metric.
+      width: characters of the formatted number, right-aligned.
+      format: format specification of the number, such as ".3f".
+      label: text before the number, including its separating space.
+      unit: text after the number, including its separating space.
+      optional: leave the column out when the metric is missing or NaN, instead of showing a dash.
+    """
+
+    metric: str
+    width: int
+    format: str
+    label: str = ""
+    unit: str = ""
+    optional: bool = False
+
 
 def print_on_main(text: str) -> None:
-    """Prints a line, on the main process."""
+    """Print a line if this is the main process."""
     if distributed.is_main():
         print(text, flush=True)
 
 
-def format_step_line(step: int, total: int, metrics: dict[str, float], columns, optional=()) -> str:
-    """One line for a step; those of a run stand under each other.
+def format_step_line(
+    step: int, total: int, metrics: dict[str, float], columns: Sequence[Column]
+) -> str:
+    """Return the line for one step. The lines of a run align with each other.
 
     Args:
-      columns: of each figure the text before it, its name in `metrics`, width, format, and the text after it.
-      optional: figures left out where there is none; a dash in place of the others keeps the columns.
+      step: the step, from 1.
+      total: number of steps of the whole run.
+      metrics: values by name. A missing value is shown as a dash, so that columns keep their place.
+      columns: what to show, in order.
     """
     parts = [f"step {step:{len(str(total))}d}/{total}"]
-    for before, name, width, form, after in columns:
-        value = metrics.get(name)
-        if name in optional and (value is None or math.isnan(value)):
+    for column in columns:
+        value = metrics.get(column.metric)
+        if column.optional and (value is None or math.isnan(value)):
             continue
-        parts.append(
-            before + ("-" if value is None else format(float(value), form)).rjust(width) + after
-        )
+        number = "-" if value is None else format(float(value), column.format)
+        parts.append(column.label + number.rjust(column.width) + column.unit)
     return "  ".join(parts)
 
 
 def make_loading_reporter(role: str) -> Callable[[int, int], None]:
-    """What `load_checkpoint` reports to while it reads a role's weights: a bar on a terminal, elsewhere a line at the end."""
+    """Return a callback that shows how many of a role's weight tensors have been loaded.
+
+    It shows a progress bar on a terminal, and otherwise prints one line at the end.
+
+    Args:
+      role: name for the output, such as "actor".
+
+    Returns:
+      A function of (tensors loaded, tensors in total), to be called after each tensor.
+    """
     bar = tqdm.tqdm(
         desc=f"loading the {role}",
         unit="tensor",
@@ -51,22 +88,32 @@ def make_loading_reporter(role: str) -> Callable[[int, int], None]:
         disable=not (distributed.is_main() and sys.stderr.isatty()),
     )
 
-    def progress(done: int, total: int) -> None:
+    def report_progress(loaded: int, total: int) -> None:
         bar.total = total
         bar.update()
-        if done == total:
+        if loaded == total:
             bar.close()
             print_on_main(f"loaded the {role}: {total} tensors")
 
-    return progress
+    return report_progress
 
 
 class ProgressBar:
-    """A bar with the phase of the step on a terminal, plain lines elsewhere, and the seconds of each phase."""
+    """Progress bar that names the current phase on a terminal, and plain lines elsewhere.
 
-    def __init__(self, total: int, first_step: int, enabled: bool):
-        """Begins with `first_step` of `total` steps done. Where it is not enabled nothing is shown, only measured."""
-        self._enabled, self._seconds = enabled, {}
+    It also measures the seconds that each phase takes.
+    """
+
+    def __init__(self, total: int, first_step: int, enabled: bool) -> None:
+        """Open the bar.
+
+        Args:
+          total: number of steps of the whole run.
+          first_step: steps that are already complete.
+          enabled: if False, measure phases but show nothing.
+        """
+        self._enabled = enabled
+        self._seconds: dict[str, float] = {}
         self._bar = tqdm.tqdm(
             total=total,
             initial=first_step,
@@ -78,14 +125,14 @@ class ProgressBar:
     def __enter__(self) -> "ProgressBar":
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.close()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Shows the phase and adds its wall seconds on the host to `seconds/NAME`.
+        """Show the phase and add its wall-clock seconds on the host to `seconds/NAME`.
 
-        What JAX does meanwhile is counted in the phase that waits for it.
+        Asynchronous device work is counted in the phase that waits for it.
         """
         self._bar.set_description(name)
         started = time.perf_counter()
@@ -96,52 +143,69 @@ class ProgressBar:
             self._seconds[key] = self._seconds.get(key, 0.0) + time.perf_counter() - started
 
     def take_seconds(self) -> dict[str, float]:
-        """The seconds of each phase since the last call."""
-        taken, self._seconds = self._seconds, {}
-        return taken
+        """Return the seconds of each phase since the last call, and reset them."""
+        seconds = self._seconds
+        self._seconds = {}
+        return seconds
 
     def print_line(self, text: str) -> None:
-        """Prints without tearing the bar."""
+        """Print a line without breaking the bar."""
         if self._enabled:
             self._bar.write(text)
             sys.stdout.flush()
 
     def advance(self, line: str) -> None:
-        """Counts a step done and prints its line."""
+        """Count one step as complete and print its line."""
         self.print_line(line)
         self._bar.update()
 
 
 def format_sample_table(rows: list[dict[str, Any]], width: int | None = None) -> str:
-    """Responses as a table for the console.
+    """Return sampled responses as a text table.
 
     Args:
-      rows: dicts of prompt and response (text), score (number), correct (bool, or None where that has no meaning).
-      width: columns of the table; unset: the terminal's, or 100.
+      rows: dicts with prompt and response (text), score (number) and correct (bool, or None if the
+        reward does not define correctness).
+      width: characters per line. Default: the width of the terminal, or 100.
     """
     width = width or shutil.get_terminal_size((100, 24)).columns
-    left = (width - 21) * 2 // 5  # 21: score, correct and what stands between
-    right = width - 21 - left
-    lines = [f"{'prompt':{left}}  {'response':{right}}  {'score':>8}  correct", "-" * width]
+    prompt_width = (width - _FIXED_TABLE_WIDTH) * 2 // 5
+    response_width = width - _FIXED_TABLE_WIDTH - prompt_width
+    header = f"{'prompt':{prompt_width}}  {'response':{response_width}}  {'score':>8}  correct"
+    lines = [header, "-" * width]
     for row in rows:
         correct = {True: "yes", False: "no", None: "-"}[row["correct"]]
-        texts = _cell(row["prompt"], left), _cell(row["response"], right)
-        lines.append("  ".join((*texts, f"{row['score']:8.3f}", f"{correct:>7}")))
+        cells = (
+            _format_cell(row["prompt"], prompt_width),
+            _format_cell(row["response"], response_width),
+            f"{row['score']:8.3f}",
+            f"{correct:>7}",
+        )
+        lines.append("  ".join(cells))
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _cell(text, width):
-    """Text on one line of exactly `width` columns, its middle left out if it is longer."""
-    # Anything that is not printed might be an escape sequence, which a model must not send to a terminal.
-    text = "".join(c if c.isprintable() else "·" for c in text.strip().replace("\n", "⏎"))
-    shown = [(c, 2 if unicodedata.east_asian_width(c) in "WF" else 1) for c in text]
-    if sum(size for _, size in shown) > width:
+def _format_cell(text: str, width: int) -> str:
+    """Return the text as one line of exactly `width` columns; cut its middle if it is longer."""
+    # Unprintable characters may form an escape sequence, which a model must not send to a terminal.
+    line = text.strip().replace("\n", "⏎")
+    sized = [(c if c.isprintable() else "·", _display_width(c)) for c in line]
+    if sum(size for _, size in sized) > width:
         half = (width - 1) // 2
-        shown = [*_take(shown, half), ("…", 1), *_take(shown[::-1], width - 1 - half)[::-1]]
-    return "".join(c for c, _ in shown) + " " * (width - sum(size for _, size in shown))
+        start = _take_columns(sized, half)
+        end = _take_columns(sized[::-1], width - 1 - half)[::-1]
+        sized = [*start, ("…", 1), *end]
+    padding = width - sum(size for _, size in sized)
+    return "".join(c for c, _ in sized) + " " * padding
 
 
-def _take(columns, width):
-    """As many characters as fit into `width` columns."""
-    ends = itertools.accumulate(size for _, size in columns)
-    return [column for column, end in zip(columns, ends, strict=True) if end <= width]
+def _display_width(character: str) -> int:
+    """Return the number of terminal columns that a printable character occupies."""
+    is_wide = character.isprintable() and unicodedata.east_asian_width(character) in "WF"
+    return 2 if is_wide else 1
+
+
+def _take_columns(sized: list[tuple[str, int]], width: int) -> list[tuple[str, int]]:
+    """Return the longest prefix of (character, columns) pairs that fits into `width` columns."""
+    ends = itertools.accumulate(size for _, size in sized)
+    return [pair for pair, end in zip(sized, ends, strict=True) if end <= width]

@@ -19,6 +19,7 @@ from jax_ppo.models.hf.hub import resolve_model_folder
 from jax_ppo.models.hf.load import has_score_head, load_checkpoint, read_architecture
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.reporting import console, journal
+from jax_ppo.reporting.curves import Panel
 from jax_ppo.runtime import compilation, sharding
 from jax_ppo.supervised import step as fitting
 from jax_ppo.training import packing
@@ -54,14 +55,16 @@ class Task:
     kinds: tuple[str, ...]
     unit: str
     output: str
-    layout: journal.Layout
+    layout: journal.ReportLayout
 
 
 _LOSS, _GRADIENT = (
-    ("loss ", "train/loss", 6, ".3f", ""),
-    ("grads ", "train/grad_norm", 5, ".3g", ""),
+    console.Column(metric="train/loss", width=6, format=".3f", label="loss "),
+    console.Column(metric="train/grad_norm", width=5, format=".3g", label="grads "),
 )
-_GRADIENT_PANEL = ("gradient", "norm before clipping", {"norm": "train/grad_norm"})
+_GRADIENT_PANEL = Panel(
+    title="gradient", unit="norm before clipping", curves={"norm": "train/grad_norm"}
+)
 _RATE = "supervised.optim.lr"
 SFT = Task(
     "sft",
@@ -69,13 +72,17 @@ SFT = Task(
     responses.DEMONSTRATION,
     "examples",
     "actor",
-    journal.Layout(
-        (_LOSS, _GRADIENT, *journal.SPEED),
-        (
-            ("loss", "nats per token", {"training": "train/loss", "evaluation": "eval/loss"}),
+    journal.ReportLayout(
+        columns=(_LOSS, _GRADIENT, *journal.SPEED_COLUMNS),
+        panels=(
+            Panel(
+                title="loss",
+                unit="nats per token",
+                curves={"training": "train/loss", "evaluation": "eval/loss"},
+            ),
             _GRADIENT_PANEL,
         ),
-        _RATE,
+        learning_rate_option=_RATE,
     ),
 )
 REWARD_MODEL = Task(
@@ -84,29 +91,29 @@ REWARD_MODEL = Task(
     responses.PAIR,
     "pairs",
     "reward_model",
-    journal.Layout(
-        (
+    journal.ReportLayout(
+        columns=(
             _LOSS,
-            ("acc ", "train/accuracy", 5, ".3f", ""),
-            ("margin ", "train/margin", 6, ".3f", ""),
+            console.Column(metric="train/accuracy", width=5, format=".3f", label="acc "),
+            console.Column(metric="train/margin", width=6, format=".3f", label="margin "),
             _GRADIENT,
-            *journal.SPEED,
+            *journal.SPEED_COLUMNS,
         ),
-        (
-            (
-                "loss",
-                "a pair, center_coef included",
-                {"training": "train/loss", "evaluation": "eval/loss"},
+        panels=(
+            Panel(
+                title="loss",
+                unit="a pair, center_coef included",
+                curves={"training": "train/loss", "evaluation": "eval/loss"},
             ),
-            (
-                "accuracy",
-                "share of pairs",
-                {"training": "train/accuracy", "evaluation": "eval/accuracy"},
+            Panel(
+                title="accuracy",
+                unit="share of pairs",
+                curves={"training": "train/accuracy", "evaluation": "eval/accuracy"},
             ),
-            (
-                "scores",
-                "score",
-                {
+            Panel(
+                title="scores",
+                unit="score",
+                curves={
                     "margin": "train/margin",
                     "mean": "train/score",
                     "margin, evaluation": "eval/margin",
@@ -114,7 +121,7 @@ REWARD_MODEL = Task(
             ),
             _GRADIENT_PANEL,
         ),
-        _RATE,
+        learning_rate_option=_RATE,
     ),
 )
 
@@ -360,7 +367,15 @@ class Reporter(journal.Journal):
     def __init__(
         self, run: Run, workdir: Path, progress: Progress, compiled: compilation.Compilations
     ):
-        super().__init__(run, run.task.layout, workdir, progress, compiled)
+        super().__init__(
+            config=run.config,
+            total_steps=run.total_steps,
+            layout=run.task.layout,
+            workdir=workdir,
+            progress=progress,
+            compiled=compiled,
+        )
+        self._mesh = run.mesh
         self._pending = None
 
     def later(self, step: int, figures: dict) -> None:
@@ -385,4 +400,4 @@ class Reporter(journal.Journal):
     def finish(self, steps: int) -> dict:
         """Writes what is still kept, the curves and summary.json."""
         self.flush()
-        return self.write_summary(steps)
+        return self.write_summary(steps, self._mesh)

@@ -7,7 +7,7 @@ import pytest
 
 import tiny
 from jax_ppo.ppo import report
-from jax_ppo.reporting import sinks as metrics
+from jax_ppo.reporting.sinks import read_metrics_csv
 from jax_ppo.training import checkpoint
 
 HEALTHY = {
@@ -72,7 +72,7 @@ def test_too_many_skipped_updates_in_a_row_end_the_run(tmp_path):
             tmp_path / "on end", [{}, skipped, skipped, skipped, {}], trainer__max_skipped_updates=3
         )
     assert (
-        len(metrics.read_curves(tmp_path / "on end" / "training_metrics.csv")) == 4
+        len(read_metrics_csv(tmp_path / "on end" / "training_metrics.csv")) == 4
     )  # the last one too
 
 
@@ -84,7 +84,7 @@ def test_an_update_is_its_roles(tmp_path):
             {"actor/loss": 0.5, "critic/loss": 0.25, "actor/skipped": 1.0, "critic/skipped": 2.0},
         ],
     )
-    curves = metrics.read_curves(tmp_path / "training_metrics.csv")
+    curves = read_metrics_csv(tmp_path / "training_metrics.csv")
     assert [(float(row["update/loss"]), float(row["update/skipped"])) for row in curves] == [
         (0.5, 1.0),
         (0.75, 3.0),
@@ -93,4 +93,4 @@ def test_an_update_is_its_roles(tmp_path):
 
 def test_an_accuracy_that_no_rule_knows_of_is_left_out(tmp_path):
     write(tmp_path, [{"reward/accuracy": np.nan}])
-    assert "reward/accuracy" not in metrics.read_curves(tmp_path / "training_metrics.csv")[0]
+    assert "reward/accuracy" not in read_metrics_csv(tmp_path / "training_metrics.csv")[0]

@@ -38,11 +38,9 @@ class TestConsole:
         assert len(console.format_step_line(123, 200, odd, report.COLUMNS)) == len(line)
 
     def test_accuracy_is_left_out_where_there_is_none(self):
+        assert "acc" not in console.format_step_line(1, 2, {"reward/mean": 1.0}, report.COLUMNS)
         assert "acc" not in console.format_step_line(
-            1, 2, {"reward/mean": 1.0}, report.COLUMNS, report.LAYOUT.optional
-        )
-        assert "acc" not in console.format_step_line(
-            1, 2, {"reward/accuracy": math.nan}, report.COLUMNS, report.LAYOUT.optional
+            1, 2, {"reward/accuracy": math.nan}, report.COLUMNS
         )
 
     def test_say(self, capsys):

@@ -12,7 +12,9 @@ import pytest
 
 from jax_ppo.errors import UserError
 from jax_ppo.ppo import report
-from jax_ppo.reporting import sinks as metrics
+from jax_ppo.reporting.curves import plot_curves
+from jax_ppo.reporting.sinks import MetricsLog, read_metrics_csv
+from jax_ppo.reporting.summary import collect_versions, write_summary_file
 
 TRAINING = {
     "reward/mean": 0.1 + 0.2,
@@ -24,7 +26,7 @@ EVALUATION = {"eval/accuracy": 0.5, "eval/reward_mean": 0.25}
 
 
 def log(folder, first_step=0, loggers=(), is_main=True):
-    return metrics.MetricsLog(folder, loggers, "name", {"seed": 0}, first_step, is_main)
+    return MetricsLog(folder, loggers, "name", {"seed": 0}, first_step, is_main)
 
 
 def rows(folder):
@@ -87,7 +89,7 @@ class TestCurveFile:
         train(tmp_path, 0, 3)
         path = tmp_path / "training_metrics.csv"
         path.write_text(path.read_text() + "4,0.12")
-        assert [row["step"] for row in metrics.read_curves(path)] == ["0", "1", "2", "3"]
+        assert [row["step"] for row in read_metrics_csv(path)] == ["0", "1", "2", "3"]
         train(tmp_path, 4, 5)
         assert [row["step"] for row in rows(tmp_path)] == ["0", "1", "2", "3", "5"]
 
@@ -172,8 +174,8 @@ class TestCurves:
 
         names = [
             name
-            for _, _, curves in report.PANELS
-            for name in curves.values()
+            for panel in report.PANELS
+            for name in panel.curves.values()
             if not name.startswith("eval/")
         ]
         with log(tmp_path) as writer:
@@ -189,7 +191,7 @@ class TestCurves:
             {"step": 0, "accuracy": 0.5, "reward_mean": 0.1},
             {"step": 4, "accuracy": None, "reward_mean": 1},
         ]
-        metrics.plot_curves(
+        plot_curves(
             tmp_path / "training_metrics.csv",
             evaluations,
             tmp_path / "training_curves.png",
@@ -210,14 +212,14 @@ class TestCurves:
         assert reward["evaluation"] == [[0, 0.1], [4, 1]] and len(reward["mean"]) == 6
 
     def test_nothing_to_draw_is_a_picture_too(self, tmp_path):
-        metrics.plot_curves(
+        plot_curves(
             tmp_path / "training_metrics.csv", [], tmp_path / "training_curves.png", report.PANELS
         )
         assert (tmp_path / "training_curves.png").exists()
 
 
 def test_summary_is_json_as_others_read_it(tmp_path):
-    metrics.write_summary(
+    write_summary_file(
         tmp_path,
         {
             "a": math.nan,
@@ -232,13 +234,13 @@ def test_summary_is_json_as_others_read_it(tmp_path):
     read = json.loads((tmp_path / "summary.json").read_text(), parse_constant=refuse)
     assert read == {"a": None, "b": [1, None, [0.5, 3]], "c": {"d": None, "1": [1.0, None]}}
     with pytest.raises(TypeError):
-        metrics.write_summary(tmp_path, {"a": object()})
+        write_summary_file(tmp_path, {"a": object()})
     assert (
         json.loads((tmp_path / "summary.json").read_text()) == read
     )  # the one before is still whole
 
 
 def test_versions():
-    told = metrics.versions()
+    told = collect_versions()
     assert told["jax"] and told["orbax"] and told["transformers"]
     assert (told["device_kind"], told["device_count"], told["process_count"]) == ("cpu", 8, 1)

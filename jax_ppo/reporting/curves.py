@@ -1,0 +1,78 @@
+"""training_curves.png: the metrics of a run plotted over its steps."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jax_ppo.reporting.atomic import replace_file
+from jax_ppo.reporting.sinks import read_metrics_csv
+
+_PANELS_PER_ROW = 4
+_EVALUATION_PREFIX = "eval/"
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """One plot of the training curves.
+
+    Attributes:
+      title: title of the plot.
+      unit: label of the vertical axis.
+      curves: metric names by legend entry. Names that begin with "eval/" are read from the
+        evaluations.
+    """
+
+    title: str
+    unit: str
+    curves: dict[str, str]
+
+
+def plot_curves(
+    csv_path: Path, evaluations: list[dict[str, Any]], png_path: Path, panels: Sequence[Panel]
+) -> None:
+    """Plot the training curves to a PNG file, which is replaced atomically.
+
+    Args:
+      csv_path: training_metrics.csv.
+      evaluations: dicts of step and metrics (accuracy, reward_mean, ...), each a number or None.
+        The panels refer to them as eval/NAME.
+      png_path: the file to write.
+      panels: the plots, in order.
+    """
+    # pyplot would keep every figure alive, and may look for a display.
+    from matplotlib.figure import Figure
+
+    steps = read_metrics_csv(Path(csv_path))
+    row_count = -(-len(panels) // _PANELS_PER_ROW)
+    column_count = len(panels) // row_count
+    figure = Figure(figsize=(4 * column_count, 3.5 * row_count), layout="constrained")
+    all_axes = figure.subplots(row_count, column_count, squeeze=False).flat
+    for axes, panel in zip(all_axes, panels, strict=True):
+        axes.set(title=panel.title, xlabel="step", ylabel=panel.unit)
+        axes.grid(alpha=0.3)
+        for legend, metric in panel.curves.items():
+            is_evaluation = metric.startswith(_EVALUATION_PREFIX)
+            if is_evaluation:
+                points = _select_points(evaluations, metric.removeprefix(_EVALUATION_PREFIX))
+            else:
+                points = _select_points(steps, metric)
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True),
+                    label=legend,
+                    marker="o" if is_evaluation else None,
+                    markersize=4,
+                    linewidth=1.2,
+                )
+        if axes.lines:
+            axes.legend(frameon=False)
+    with replace_file(Path(png_path)) as temporary:
+        figure.savefig(temporary, dpi=100, format="png")
+
+
+def _select_points(rows: Sequence[dict[str, Any]], metric: str) -> list[tuple[int, float]]:
+    """Return (step, value) of the rows that have the metric."""
+    return [
+        (int(row["step"]), float(row[metric])) for row in rows if row.get(metric) not in (None, "")
+    ]
