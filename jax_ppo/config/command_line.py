@@ -1,7 +1,9 @@
-"""Reads `--config=FILE[:arg] --config.OPTION=VALUE --workdir=FOLDER`, and says plainly what is wrong with it."""
+"""Read `--config=FILE[:ARG] --config.OPTION=VALUE --workdir=FOLDER`.
+
+Errors name the option, its value, what was expected and the nearest valid name.
+"""
 
 import dataclasses
-import difflib
 import json
 import textwrap
 from pathlib import Path
@@ -9,108 +11,110 @@ from pathlib import Path
 from absl import flags
 from ml_collections import config_flags
 
-from jax_ppo.config import loading, schema
-from jax_ppo.config.schema import Config
+from jax_ppo.config import config_files, loading, reference
+from jax_ppo.config.schema import Config, all_options, option_value
 from jax_ppo.errors import UserError
 
-EXAMPLES = {"train": "arithmetic.py", "sft": "hh_rlhf_sft.py", "reward_model": "hh_rlhf_reward.py"}
-USAGE = """usage: python -m jax_ppo.{command} --config=FILE[:ARG] [--config.OPTION=VALUE ...] [--workdir=FOLDER]
+EXAMPLES = {"train": "arithmetic", "sft": "hh_rlhf_sft", "reward_model": "hh_rlhf_reward"}
+USAGE = """\
+usage: python -m jax_ppo.{command} --config=FILE[:ARG]
+           [--config.OPTION=VALUE ...] [--workdir=FOLDER]
 
-FILE has a function get_config(ARG) that returns a configuration; configs/ holds some. FOLDER is output/EXPERIMENT_NAME if not
-given, and a run goes on from the checkpoint it finds there. The options:
+FILE is a Python file with a function get_config(ARG) that returns a configuration, or the name of a
+shipped one: {names}. FOLDER defaults to output/EXPERIMENT_NAME; a run resumes
+from the checkpoint that it finds there. The options:
 """
 
 
 def read_command_line(arguments: list[str], command: str = "train") -> tuple[Config, Path]:
-    """The checked configuration and the work directory.
+    """Return the validated configuration and the work directory.
 
     Args:
-      arguments: sys.argv.
-      command: whose options are checked: train, sft or reward_model.
+      arguments: `sys.argv`.
+      command: The command whose options are validated: train, sft or reward_model.
 
     Raises:
-      UserError: anything wrong, said in one message.
-      SystemExit: after --help.
+      UserError: The first problem, in one message.
+      SystemExit: After `--help`.
     """
     if {"--help", "-h", "-help"} & set(arguments[1:]):
-        print(USAGE.format(command=command))
-        loading.main()
+        print(USAGE.format(command=command, names=", ".join(config_files.shipped_names())))
+        reference.print_options()
         raise SystemExit(0)
-    values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", None, flag_values=values, sys_argv=arguments)
-    flags.DEFINE_string("workdir", None, "folder for everything the run writes", flag_values=values)
-    for argument in arguments[1:]:
-        _check_argument(argument)
-    try:
-        rest = values(arguments)[1:]
-    except (flags.Error, AttributeError, TypeError, ValueError) as error:
-        raise UserError(str(error).replace("\n", " ")) from error
-    if rest:
-        raise UserError(f"{rest[0]}: not an option; options are written --config.NAME=VALUE")
+    values = _parse_flags([arguments[0], *map(_validate_argument, arguments[1:])])
     if values.config is None:
-        raise UserError(
-            f"--config: must be given, for example --config=configs/{EXAMPLES[command]}"
-        )
+        raise UserError(f"--config: must be given, for example --config={EXAMPLES[command]}")
     config = loading.from_config_dict(values.config, command)
     if "://" in (values.workdir or ""):
         raise UserError(
-            f"--workdir={values.workdir}: must be a folder of this machine or of a disk that it mounts"
+            f"--workdir={values.workdir}: must be a folder of this machine or of a disk that it "
+            "mounts"
         )
     return config, Path(values.workdir or Path("output") / config.experiment_name)
 
 
-def _check_argument(argument: str) -> None:
-    """Names the option and what was expected, which the flag parser's own errors do not."""
-    name, given, value = argument.lstrip("-").partition("=")
-    if argument.startswith("-") and name == "config":
-        _check_file(value)
-    if not argument.startswith("--config."):
-        return
-    name = name.removeprefix("config.")
-    types = {known: kind for known, kind, *_ in schema.options()}
-    if name not in types:
-        raise loading.unknown_option(name)
-    if not given and types[name] is not bool:
-        raise UserError(f"config.{name}: write --config.{name}=VALUE, with the =")
-    if types[name] in (int, float) and given:
-        try:
-            types[name](value)
-        except ValueError:
-            raise UserError(f"config.{name}={value!r}: expected {types[name].__name__}") from None
-    if types[name] is bool and given and value.lower() not in ("true", "false", "1", "0"):
-        raise UserError(f"config.{name}={value!r}: expected true or false")
-
-
-def _check_file(value: str) -> None:
-    path = Path(value.partition(":")[0])
-    if path.is_file():
-        return
-    there = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(str(path), there, n=1) or there[:1]
-    raise UserError(
-        f"--config={value}: there is no such file" + (f". Did you mean {near[0]}?" if near else "")
-    )
-
-
 def write_resolved_config(config: Config, workdir: Path) -> None:
-    """Prints the whole configuration, a paragraph a section, and writes it to WORKDIR/config.json."""
+    """Print all options, one paragraph per section, and write them to WORKDIR/config.json."""
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
-    sections = {}
-    for name, *_ in schema.options():
-        section, _, rest = name.rpartition(".")
-        value = config
-        for part in name.split("."):
-            value = getattr(value, part)
-        sections.setdefault(section, []).append(f"{rest}={value!r}")
-    for section, settings in sections.items():
-        print(
-            textwrap.fill(
-                f"{section or 'config'}: {'  '.join(settings)}",
-                118,
-                subsequent_indent="    ",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+    settings: dict[str, list[str]] = {}
+    for option in all_options():
+        section, _, name = option.name.rpartition(".")
+        value = option_value(config, option.name)
+        settings.setdefault(section or "config", []).append(f"{name}={value!r}")
+    for section, texts in settings.items():
+        paragraph = textwrap.fill(
+            f"{section}: {'  '.join(texts)}",
+            width=118,
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
         )
+        print(paragraph)
     print(f"work directory: {workdir}", flush=True)
+
+
+def _parse_flags(arguments: list[str]) -> flags.FlagValues:
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", None, flag_values=values, sys_argv=arguments)
+    flags.DEFINE_string("workdir", None, "folder for everything the run writes", flag_values=values)
+    try:
+        positional = values(arguments)[1:]
+    except (flags.Error, AttributeError, TypeError, ValueError) as error:
+        raise UserError(str(error).replace("\n", " ")) from error
+    if positional:
+        raise UserError(f"{positional[0]}: not an option; options are written --config.NAME=VALUE")
+    return values
+
+
+def _validate_argument(argument: str) -> str:
+    """Return the argument, with the path of a shipped configuration for its name.
+
+    Raises:
+      UserError: Names the option and the expected value, which the flag parser's errors do not.
+    """
+    name, equals, value = argument.lstrip("-").partition("=")
+    if argument.startswith("-") and name == "config":
+        path, config_argument = config_files.find_config_file(value)
+        return f"--config={path}:{config_argument}" if config_argument else f"--config={path}"
+    if argument.startswith("--config."):
+        _validate_override(name.removeprefix("config."), value, has_value=bool(equals))
+    return argument
+
+
+def _validate_override(name: str, value: str, *, has_value: bool) -> None:
+    types = {option.name: option.value_type for option in all_options()}
+    if name not in types:
+        raise loading.unknown_option_error(name)
+    value_type = types[name]
+    if not has_value:
+        if value_type is not bool:
+            raise UserError(f"config.{name}: write --config.{name}=VALUE, with the =")
+        return
+    if value_type in (int, float):
+        try:
+            value_type(value)
+        except ValueError:
+            raise UserError(f"config.{name}={value!r}: expected {value_type.__name__}") from None
+    if value_type is bool and value.lower() not in ("true", "false", "1", "0"):
+        raise UserError(f"config.{name}={value!r}: expected true or false")

@@ -1,36 +1,85 @@
-"""From a ConfigDict to a checked, frozen Config: names, types and ranges here, the rest in validation.py.
+"""Turn a ConfigDict into a validated, frozen Config: names, types and ranges of single options.
 
-A file under configs/ calls `default_config()`, changes what its experiment is about and returns the ConfigDict; the command
-line overrides single options (`--config.actor.clip_ratio=0.1`); `from_config_dict` checks the whole and freezes it.
-`python -m jax_ppo.config` prints the table of options.
+A file under configs/ calls `default_config()`, changes what its experiment is about and returns the
+ConfigDict. The command line overrides single options (`--config.actor.clip_ratio=0.1`), and
+`from_config_dict` validates the result and freezes it. Options that depend on each other are
+validated in validation.py.
 """
 
 import dataclasses
 import difflib
-import os
-import sys
+import operator
 import typing
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from jax_ppo.config import validation
-from jax_ppo.config.schema import Config, options, plain_type
+from jax_ppo.config import config_files, validation
+from jax_ppo.config.option import COMMANDS, Facts, strip_none
+from jax_ppo.config.schema import Config, all_options
 from jax_ppo.errors import UserError, did_you_mean
 
 if typing.TYPE_CHECKING:
-    import ml_collections  # else only where a ConfigDict is made: a Config can be built and used without it
+    import ml_collections  # imported lazily: a Config can be built and used without it
+
+# How each bound of `Facts` is worded and tested. Written so that NaN fails every range.
+BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "at_least": ("at least", operator.ge),
+    "above": ("more than", operator.gt),
+    "at_most": ("at most", operator.le),
+    "below": ("less than", operator.lt),
+}
 
 
 def default_config() -> "ml_collections.ConfigDict":
-    """All options at their defaults, locked: setting a name that does not exist raises."""
+    """Return all options at their defaults, locked: setting a name that does not exist raises."""
     return _to_config_dict(Config())
 
 
-def from_config_dict(config: "ml_collections.ConfigDict", command: str = "train") -> Config:
-    """Checks names, types, ranges and sizes against each other. Raises UserError for the first thing that is wrong.
+def load_config(
+    file: str | None = None,
+    overrides: Mapping[str, object] | None = None,
+    *,
+    command: str = "train",
+    **options: object,
+) -> Config:
+    """Load a configuration, override some of its options and validate the result.
+
+        load_config("arithmetic", trainer__total_training_steps=10)
+        load_config("configs/gsm8k.py", {"actor.optim.lr": 2e-6})
 
     Args:
-      command: which one reads the options: train, sft or reward_model.
+      file: What `--config` takes: the name of a shipped configuration or the path of a file, with
+        an optional `:ARG` for its `get_config`; `None`: all options at their defaults.
+      overrides: Values by dotted name, "actor.optim.lr".
+      command: The command that reads the options: train, sft or reward_model.
+      **options: More overrides, as keywords with `__` for each dot: `actor__optim__lr=2e-6`.
+
+    Raises:
+      UserError: There is no such file or option, or a value is invalid.
     """
-    frozen = _build(Config, config, "")
+    if command not in COMMANDS:
+        raise UserError(
+            f"command={command!r}: expected one of {', '.join(map(repr, COMMANDS))}."
+            f"{did_you_mean(command, COMMANDS)}"
+        )
+    values = default_config() if file is None else config_files.call_get_config(file)
+    by_keyword = {name.replace("__", "."): value for name, value in options.items()}
+    for name, value in {**(overrides or {}), **by_keyword}.items():
+        _override(values, name, value)
+    return from_config_dict(values, command)
+
+
+def from_config_dict(config: "ml_collections.ConfigDict", command: str = "train") -> Config:
+    """Validate names, types, ranges and sizes against each other, and freeze the options.
+
+    Args:
+      config: The options; those that are missing have their defaults.
+      command: The command that reads the options: train, sft or reward_model.
+
+    Raises:
+      UserError: The first problem.
+    """
+    frozen = _build_section(Config, config, "")
     if command == "train":
         validation.validate_train_config(frozen)
     else:
@@ -38,99 +87,90 @@ def from_config_dict(config: "ml_collections.ConfigDict", command: str = "train"
     return frozen
 
 
-def unknown_option(name: str) -> UserError:
-    """The error for an option that does not exist, with the nearest name that does."""
-    known = [known_name for known_name, *_ in options()]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    leaf = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]
-    return UserError(
-        f"config.{name}: there is no such option. Did you mean config.{(leaf or near)[0]}?"
-    )
+def unknown_option_error(name: str) -> UserError:
+    """Return the error for an option that does not exist, with the nearest name that does."""
+    known = [option.name for option in all_options()]
+    last_part = name.rpartition(".")[2]
+    same_last_part = [k for k in known if k.rpartition(".")[2] == last_part]
+    nearest = same_last_part or difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    return UserError(f"config.{name}: there is no such option. Did you mean config.{nearest[0]}?")
 
 
-def _to_config_dict(value):
-    if not dataclasses.is_dataclass(value):
-        return value
+def _override(values: "ml_collections.ConfigDict", name: str, value: object) -> None:
+    """Set one option; its type is validated later, with an error that names the option."""
+    if name not in {option.name for option in all_options()}:
+        raise unknown_option_error(name)
+    with values.ignore_type():
+        values.update_from_flattened_dict({name: value})
+
+
+def _to_config_dict(section: Any) -> "ml_collections.ConfigDict":
     import ml_collections
     from ml_collections import config_dict
 
     result = ml_collections.ConfigDict()
-    for field in dataclasses.fields(value):
-        current = getattr(value, field.name)
-        if current is None:
-            current = config_dict.placeholder(plain_type(field.type))
-        result[field.name] = _to_config_dict(current)
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            value = _to_config_dict(value)
+        elif value is None:
+            value = config_dict.placeholder(strip_none(field.type))
+        result[field.name] = value
     return result.lock()
 
 
-def _build(cls, values, prefix):
+def _build_section(cls: type, values: Any, prefix: str) -> Any:
+    """Return an instance of a section's dataclass from a ConfigDict or a dict."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for name in values:
         if name not in fields:
-            raise unknown_option(prefix + name)
+            raise unknown_option_error(prefix + name)
     built = {}
     for name, field in fields.items():
         if name not in values:
             continue  # a configuration written before the option existed means its default
-        value = (
-            values.get_oneway_ref(name).get() if hasattr(values, "get_oneway_ref") else values[name]
-        )
-        if dataclasses.is_dataclass(field.type):
-            if not hasattr(value, "items"):
-                raise UserError(
-                    f"config.{prefix}{name}: expected a section of options, got {value!r}"
-                )
-            built[name] = _build(field.type, value, f"{prefix}{name}.")
+        value = _resolve(values, name)
+        if not dataclasses.is_dataclass(field.type):
+            facts = field.metadata["facts"]
+            built[name] = _validate_value(f"config.{prefix}{name}", value, field.type, facts)
+        elif hasattr(value, "items"):
+            section = typing.cast(type, field.type)
+            built[name] = _build_section(section, value, f"{prefix}{name}.")
         else:
-            built[name] = _checked(f"config.{prefix}{name}", value, field)
+            raise UserError(f"config.{prefix}{name}: expected a section of options, got {value!r}")
     return cls(**built)
 
 
-def _checked(name, value, field):
-    expected = plain_type(field.type)
+def _resolve(values: Any, name: str) -> Any:
+    """Return a value of a ConfigDict, with references resolved, or of a dict."""
+    if hasattr(values, "get_oneway_ref"):
+        return values.get_oneway_ref(name).get()
+    return values[name]
+
+
+def _validate_value(name: str, value: Any, annotation: Any, facts: Facts) -> Any:
+    """Return the value in its proper type; raise `UserError` for a wrong type or range."""
+    expected = strip_none(annotation)
     if value is None:
-        if expected is field.type:
-            raise UserError(f"{name}: must be set ({field.metadata['doc']})")
+        if expected is annotation:
+            raise UserError(f"{name}: must be set ({facts.doc})")
         return None
     if expected is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if isinstance(value, str):
-        value = field.metadata["aliases"].get(value, value)
+        value = facts.aliases.get(value, value)
+    # bool is a subclass of int, but True is no number of prompts.
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
         raise UserError(
             f"{name}={value!r}: expected {expected.__name__}, got {type(value).__name__}"
         )
-    limits = field.metadata
-    if limits["choices"] is not None and value not in limits["choices"]:
-        known = ", ".join(map(repr, limits["choices"]))
+    if facts.choices is not None and value not in facts.choices:
+        known = ", ".join(map(repr, facts.choices))
         raise UserError(
-            f"{name}={value!r}: expected one of {known}.{did_you_mean(value, limits['choices'])}"
+            f"{name}={value!r}: expected one of {known}.{did_you_mean(str(value), facts.choices)}"
         )
-    in_range = {
-        "at_least": "at least",
-        "above": "more than",
-        "at_most": "at most",
-        "below": "less than",
-    }
-    holds = {
-        "at_least": lambda v, b: v >= b,
-        "above": lambda v, b: v > b,
-        "at_most": lambda v, b: v <= b,
-        "below": lambda v, b: v < b,
-    }
-    for key, words in in_range.items():
-        # Written so that NaN fails every range.
-        if limits[key] is not None and not holds[key](value, limits[key]):
-            raise UserError(f"{name}={value!r}: expected {words} {limits[key]} ({limits['doc']})")
+    for bound, (words, holds) in BOUNDS.items():
+        limit = getattr(facts, bound)
+        if limit is not None and not holds(value, limit):
+            raise UserError(f"{name}={value!r}: expected {words} {limit} ({facts.doc})")
     return value
-
-
-def main():
-    """Prints the table of options."""
-    try:
-        print(
-            "\n".join(f"{name:48s} {default!r:>16}  {doc}" for name, _, default, doc in options()),
-            flush=True,
-        )
-    except BrokenPipeError:  # `--help | head`: who reads has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,13 +1,19 @@
-"""Options whose text says more than one thing: sets of projections, and values that change over the steps."""
+"""Parse text-valued options: sets of projections, and values that change over the steps."""
 
 import math
 
 from jax_ppo.config.schema import LORA_TARGETS
 from jax_ppo.errors import did_you_mean
 
+SchedulePoint = tuple[int, float]  # (step, value)
+
 
 def parse_lora_targets(text: str) -> tuple[str, ...]:
-    """The projections that model.lora.targets names, in LORA_TARGETS' order. Raises ValueError for one that is none."""
+    """Return the projections that `model.lora.targets` names, in the order of LORA_TARGETS.
+
+    Raises:
+      ValueError: A name is not a projection.
+    """
     names = {name.strip() for name in text.split(",")}
     if names == {"all-linear"}:
         return LORA_TARGETS
@@ -19,26 +25,34 @@ def parse_lora_targets(text: str) -> tuple[str, ...]:
     return tuple(name for name in LORA_TARGETS if name in names)
 
 
-def parse_schedule(text: str) -> tuple[tuple[int, float], ...]:
-    """Points from text such as "0:0.01,200:0": STEP:VALUE, steps integers >= 0 and increasing, values finite and >= 0.
+def parse_schedule(text: str) -> tuple[SchedulePoint, ...]:
+    """Return the points of a schedule such as "0:0.01,200:0".
+
+    Args:
+      text: STEP:VALUE points separated by commas. Steps are increasing integers of at least 0;
+        values are finite and at least 0.
 
     Raises:
-      ValueError: with what is wrong with which part.
+      ValueError: The message names the part and the problem.
     """
-    points = []
+    points: list[SchedulePoint] = []
     for part in text.split(","):
-        step, _, value = part.partition(":")
-        try:
-            points.append((int(step), float(value)))
-        except ValueError:
-            raise ValueError(
-                f"{part!r} in {text!r} is not STEP:VALUE, as in 0:0.01,200:0"
-            ) from None
-        step, value = points[-1]
-        if step < 0:
-            raise ValueError(f"step {step} in {text!r} is below 0")
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"value {value} in {text!r} is not a finite number of at least 0")
-        if len(points) > 1 and step <= points[-2][0]:
-            raise ValueError(f"step {step} in {text!r} does not come after step {points[-2][0]}")
+        step, value = _parse_point(part, text)
+        if points and step <= points[-1][0]:
+            raise ValueError(f"step {step} in {text!r} does not come after step {points[-1][0]}")
+        points.append((step, value))
     return tuple(points)
+
+
+def _parse_point(part: str, text: str) -> SchedulePoint:
+    """Return one point; `text` is the whole schedule, for error messages."""
+    step_text, _, value_text = part.partition(":")
+    try:
+        step, value = int(step_text), float(value_text)
+    except ValueError:
+        raise ValueError(f"{part!r} in {text!r} is not STEP:VALUE, as in 0:0.01,200:0") from None
+    if step < 0:
+        raise ValueError(f"step {step} in {text!r} is below 0")
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"value {value} in {text!r} is not a finite number of at least 0")
+    return step, value

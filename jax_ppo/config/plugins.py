@@ -1,4 +1,4 @@
-"""Functions of the user's own, named on the command line: found, imported, and checked to take what they will be given."""
+"""Import the user's functions that options name, and verify their signatures before the run."""
 
 import functools
 import importlib
@@ -8,6 +8,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from jax_ppo.errors import UserError, did_you_mean
@@ -16,76 +17,85 @@ from jax_ppo.errors import UserError, did_you_mean
 def load_plugin(
     function: str, option: str, arguments: tuple[str, ...], by_name: bool
 ) -> Callable[..., Any]:
-    """The function named by `module:function` or `path/to/file.py:function`.
+    """Return the function that `module:function` or `path/to/file.py:function` names.
 
     Args:
-      option: the option that names it, for messages.
-      arguments: names of what it will be called with.
-      by_name: called as f(name=...) rather than f(value, ...).
+      function: The value of the option.
+      option: The name of the option, for error messages.
+      arguments: The names of the arguments that the function will be called with.
+      by_name: Whether it is called as f(name=...) rather than f(value, ...).
 
     Raises:
-      UserError: not of that form, no such module, file or function, an error while the module is imported, or a function
-        that can not be called with these arguments.
+      UserError: The value is malformed; the module, file or function does not exist; importing the
+        module failed; or the function cannot be called with these arguments.
     """
-    given = f"config.{option}={function!r}"
+    setting = f"config.{option}={function!r}"
     module_name, colon, name = function.rpartition(":")
     if not colon or not module_name or not name.isidentifier():
-        raise UserError(f"{given}: expected module:function or path/to/file.py:function")
-    module = _module(module_name, given)
-    found = getattr(module, name, None)
-    if not callable(found):
+        raise UserError(f"{setting}: expected module:function or path/to/file.py:function")
+    module = _import_plugin(module_name, setting)
+    plugin = getattr(module, name, None)
+    if not callable(plugin):
         callables = [
             n for n, value in vars(module).items() if callable(value) and not n.startswith("_")
         ]
         raise UserError(
-            f"{given}: {module_name} has no function {name!r}; it has "
+            f"{setting}: {module_name} has no function {name!r}; it has "
             f"{', '.join(callables) or 'none'}.{did_you_mean(name, callables)}"
         )
-    _check_signature(found, given, arguments, by_name)
-    return found
+    _validate_signature(plugin, setting, arguments, by_name)
+    return plugin
 
 
-def _module(module_name, given):
-    path = Path(module_name).expanduser()
+def _import_plugin(module_name: str, setting: str) -> ModuleType:
+    """Return the module or file; `setting` is "config.OPTION=VALUE", for error messages."""
     try:
         if module_name.endswith(".py"):
-            if not path.is_file():
-                known = [file.name for file in path.parent.glob("*.py")]
-                raise UserError(
-                    f"{given}: there is no file {path} (looked from {Path.cwd()}).{did_you_mean(path.name, known)}"
-                )
-            return _import_file(path.resolve())
+            return _import_file(_existing_file(Path(module_name).expanduser(), setting))
         return importlib.import_module(module_name)
     except UserError:
         raise
     except Exception as error:
-        absent = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(
-            f"{error.name}."
-        )
-        hint = (
-            ". Expected a module that Python can import from here, or path/to/file.py:function"
-            if absent
-            else ""
-        )
+        hint = ""
+        # Distinguish "no such module" from a failing import inside the user's module.
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module_name}.".startswith(f"{missing}."):
+            hint = (
+                ". Expected a module that Python can import from here, or path/to/file.py:function"
+            )
         raise UserError(
-            f"{given}: importing {module_name} failed: {type(error).__name__}: {error}{hint}"
+            f"{setting}: importing {module_name} failed: {type(error).__name__}: {error}{hint}"
         ) from error
 
 
+def _existing_file(path: Path, setting: str) -> Path:
+    if not path.is_file():
+        known = [file.name for file in path.parent.glob("*.py")]
+        raise UserError(
+            f"{setting}: there is no file {path} (looked from {Path.cwd()})."
+            f"{did_you_mean(path.name, known)}"
+        )
+    return path.resolve()
+
+
 @functools.cache
-def _import_file(path):
-    name = f"jax_ppo_plugin_{path.stem}_{zlib.crc32(bytes(path)):08x}"  # files of one name may lie in two folders
+def _import_file(path: Path) -> ModuleType:
+    # The checksum separates files of the same name in different folders.
+    name = f"jax_ppo_plugin_{path.stem}_{zlib.crc32(bytes(path)):08x}"
     spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, "a .py file always has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses in it look themselves up there
     spec.loader.exec_module(module)
     return module
 
 
-def _check_signature(found, given, arguments, by_name):
+def _validate_signature(
+    function: Callable[..., Any], setting: str, arguments: tuple[str, ...], by_name: bool
+) -> None:
     try:
-        signature = inspect.signature(found)
-    except ValueError:  # some built-in callables have none to look at
+        signature = inspect.signature(function)
+    except ValueError:  # some built-in callables have no signature
         return
     try:
         if by_name:
@@ -93,7 +103,7 @@ def _check_signature(found, given, arguments, by_name):
         else:
             signature.bind(*arguments)
     except TypeError as error:
-        call = ", ".join(f"{a}=..." if by_name else a for a in arguments)
+        call = ", ".join(f"{name}=..." if by_name else name for name in arguments)
         raise UserError(
-            f"{given}: it is called as f({call}), but takes {signature}: {error}"
+            f"{setting}: expected signature f({call}), got {signature}: {error}"
         ) from error

@@ -29,25 +29,6 @@ from jax_ppo.training.checkpoint import Checkpointer, Progress
 from jax_ppo.training.networks import full_parameters
 from jax_ppo.training.state import TrainState, create_state, trained_shapes, trained_trees
 
-# Besides those of the model: what the trees of a checkpoint are, or what they were learned from.
-ANOTHER_EXPERIMENT = (
-    "seed",
-    "data.train_files",
-    "critic.path",
-    "critic.keep_head",
-    "critic.shared_trunk",
-    "critic.normalize_values",
-    "reward.model_path",
-    "reward.model_input",
-    "reward.normalize",
-    "algorithm.adv_estimator",
-)
-
-KEPT_BY_CHECKPOINTS = (
-    "algorithm.kl_ctrl.kl_coef",
-    "reward.normalize_samples",
-)  # read by the first step alone
-
 
 def train(config: Config, workdir: Path) -> dict:
     """Runs an experiment, from the newest checkpoint in `workdir` if there is one. Returns what summary.json holds."""
@@ -65,8 +46,7 @@ def train(config: Config, workdir: Path) -> dict:
             run.total_steps,
             checkpoints,
             console.print_on_main,
-            ANOTHER_EXPERIMENT,
-            KEPT_BY_CHECKPOINTS,
+            "train",
         )
         with engine.running(run.engine), Reporter(run, workdir, progress, compiled) as report:
             state = begin(run, checkpoints, progress, report)

@@ -28,14 +28,6 @@ from jax_ppo.training import setup as shared_setup
 from jax_ppo.training.checkpoint import Checkpointer, Progress
 from jax_ppo.training.networks import Folders, read_networks
 
-# Besides those of the model: what the trees of a checkpoint are, or what they were learned from.
-ANOTHER_EXPERIMENT = (
-    "seed",
-    "data.train_files",
-    "supervised.response_key",
-    "supervised.center_coef",
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Task:
@@ -136,7 +128,7 @@ def train(config: Config, workdir: Path, task: Task) -> dict:
     ):
         run = Run(config, task, mesh)
         progress = resuming.find_progress(
-            config, run.total_steps, checkpoints, console.print_on_main, ANOTHER_EXPERIMENT
+            config, run.total_steps, checkpoints, console.print_on_main, task.command
         )
         with Reporter(run, workdir, progress, compiled) as report:
             params, optimizer_state = run.begin(checkpoints, progress.step)

@@ -1,9 +1,9 @@
 """How far a run has come: what is due then, and whether the options that it is started with again are still its own."""
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from jax_ppo.config.schema import Config
+from jax_ppo.config.schema import Config, all_options, option_value
 from jax_ppo.errors import UserError
 from jax_ppo.training.checkpoint import Checkpointer, Progress
 
@@ -18,15 +18,13 @@ def find_progress(
     total_steps: int,
     checkpoints: Checkpointer,
     report: Callable[[str], None],
-    another: tuple[str, ...],
-    kept: tuple[str, ...] = (),
+    command: str,
 ) -> Progress:
     """Of the newest checkpoint, if there is one. Raises UserError for one that must not be gone on from.
 
     Args:
       report: takes a line for the user.
-      another: options that make it another experiment where they change, besides those of the model.
-      kept: options that the first step alone reads.
+      command: train, sft or reward_model; options that it does not read may change.
     """
     latest = checkpoints.latest_step()
     if latest is None:
@@ -37,7 +35,7 @@ def find_progress(
             "another --workdir, or remove it"
         )
     _, meta = checkpoints.restore(latest, {})
-    _check_same_experiment(config, meta["config"], report, another, kept)
+    _check_same_experiment(config, meta["config"], report, command)
     if latest < total_steps:
         report(f"resuming after step {latest} of {total_steps}")
     else:
@@ -48,32 +46,37 @@ def find_progress(
     return Progress(latest, meta["position"], meta["evaluations"])
 
 
-def _check_same_experiment(config: Config, saved: dict, report, another, kept) -> None:
-    """Says which options differ from the checkpoint's; raises UserError for those that make it another experiment."""
-    # An option that is younger than the checkpoint had the value that is now its default.
-    default, now, then = (
-        dict(_flatten(options))
-        for options in (dataclasses.asdict(Config()), dataclasses.asdict(config), saved)
-    )
-    then = default | then
-    changed = [name for name in now if now[name] != then[name]]
-    for name in changed:
-        if name.startswith("model.") or name in another:
+def _check_same_experiment(
+    config: Config, saved: dict[str, Any], report: Callable[[str], None], command: str
+) -> None:
+    """Report which options differ from the checkpoint's.
+
+    Raises:
+      UserError: An option has changed that is fixed for the length of a run.
+    """
+    saved_values = dict(_flatten(saved))
+    for option in all_options():
+        now = option_value(config, option.name)
+        # An option that was added after the checkpoint had the value that is now its default.
+        then = saved_values.get(option.name, option.default)
+        if now == then:
+            continue
+        if option.facts.fixed_on_resume and command in option.read_by:
             raise UserError(
-                f"config.{name}={now[name]!r}: the work directory holds checkpoints of another experiment, with "
-                f"{then[name]!r}; give another --workdir"
+                f"config.{option.name}={now!r}: the work directory holds checkpoints of another "
+                f"experiment, with {then!r}; give another --workdir"
             )
-        if name in kept:
+        if option.facts.first_step_only:
             report(
-                f"config.{name}={now[name]!r}: not read; what the checkpoint made of {then[name]!r} goes on"
+                f"config.{option.name}={now!r}: not read; what the checkpoint made of {then!r} is kept"
             )
         else:
             report(
-                f"config.{name} was {then[name]!r} until the checkpoint, and is {now[name]!r} from here on"
+                f"config.{option.name} was {then!r} until the checkpoint, and is {now!r} from here on"
             )
 
 
-def _flatten(options: dict, prefix: str = ""):
+def _flatten(options: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in options.items():
         if isinstance(value, dict):
             yield from _flatten(value, f"{prefix}{name}.")

@@ -1,4 +1,4 @@
-"""Every wrong option fails before anything heavy loads, naming the option, its value and what was expected."""
+"""A wrong option fails before heavy imports, with its name, value and what was expected."""
 
 import inspect
 import pathlib
@@ -13,7 +13,8 @@ from jax_ppo.config import command_line, loading, schema
 from jax_ppo.errors import UserError
 
 
-def checked(**changes):
+def validated(**changes):
+    """Return a valid config with changes, dotted names written with __ for each dot."""
     values = loading.default_config()
     values.data.train_files = "arithmetic:8"
     values.update_from_flattened_dict(
@@ -23,13 +24,12 @@ def checked(**changes):
 
 
 def test_defaults_are_valid_and_hashable():
-    assert hash(checked()) == hash(checked())
+    assert hash(validated()) == hash(validated())
 
 
 def test_every_option_has_a_meaning():
-    rows = list(schema.options())
-    assert len(rows) > 60
-    assert all(len(doc) > 3 for *_, doc in rows)
+    assert len(schema.all_options()) > 60
+    assert all(len(option.facts.doc) > 3 for option in schema.all_options())
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_every_option_has_a_meaning():
         ),
         (
             {"model__lora__path": "x", "model__lora__rank": 8},
-            r"config\.model\.lora\.path='x': says what rank, alpha",
+            r"config\.model\.lora\.path='x': determines rank, alpha",
         ),
         (
             {"critic__keep_head": True},
@@ -141,7 +141,7 @@ def test_every_option_has_a_meaning():
 )
 def test_impossible_values_are_named(changes, message):
     with pytest.raises(UserError, match=message):
-        checked(**changes)
+        validated(**changes)
 
 
 def test_wrong_type_is_named():
@@ -241,20 +241,43 @@ def test_a_reader_of_the_table_may_leave():
         assert table.stderr.read() == "" and table.wait() == 0
 
 
-def test_verls_names_of_estimators_are_taken():
-    assert checked(actor__kl_loss_type="low_var_kl+").actor.kl_loss_type == "k3+"
-    assert checked(algorithm__kl_penalty="mse").algorithm.kl_penalty == "k2"
+def test_verls_names_of_estimators_are_accepted():
+    assert validated(actor__kl_loss_type="low_var_kl+").actor.kl_loss_type == "k3+"
+    assert validated(algorithm__kl_penalty="mse").algorithm.kl_penalty == "k2"
 
 
 def test_every_option_is_read():
-    """By its name, somewhere besides the schema and its checks."""
-    folder = pathlib.Path(loading.__file__).parents[1]
+    """Its name occurs outside jax_ppo/config/, or in a property of Config."""
+    package = pathlib.Path(loading.__file__).parents[1]
     code = "".join(
-        path.read_text()
-        for path in folder.rglob("*.py")
-        if path.name not in ("schema.py", "loading.py", "validation.py", "parsing.py")
+        path.read_text() for path in package.rglob("*.py") if path.parent.name != "config"
     )
     properties = inspect.getsource(schema.Config)
-    for name, *_ in schema.options():
-        leaf = name.rpartition(".")[2]
-        assert re.search(rf"[.\"]{leaf}\b", code + properties), name
+    for option in schema.all_options():
+        name = option.name.rpartition(".")[2]
+        assert re.search(rf"[.\"]{name}\b", code + properties), option.name
+
+
+def test_load_config_overrides_by_keyword_and_by_dotted_name(file):
+    config = loading.load_config(
+        f"{file}:named", {"actor.optim.lr": 1e-4}, rollout__n=2, actor__clip_ratio_high=0.28
+    )
+    assert config.experiment_name == "named"
+    assert config.actor.optim.lr == 1e-4
+    assert (config.rollout.n, config.actor.clip_ratio_high) == (2, 0.28)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((), {"actor__clip_rato": 0.1}, r"config\.actor\.clip_rato: .*Did you mean .*clip_ratio\?"),
+        ((), {"rollout__n": "four"}, r"config\.rollout\.n='four': expected int"),
+        ((), {"rollout": 3}, r"config\.rollout: there is no such option"),
+        (("arithmetc",), {}, r"--config=arithmetc: .*Did you mean arithmetic\?"),
+        ((), {"command": "sftt"}, r"command='sftt': .*Did you mean 'sft'"),
+        ((), {"command": "sft"}, r"config\.data\.train_files='': must be set"),
+    ],
+)
+def test_load_config_reports_mistakes_like_the_command_line(arguments, options, message):
+    with pytest.raises(UserError, match=message):
+        loading.load_config(*arguments, **options)

@@ -1,4 +1,4 @@
-"""What is allowed and may not be meant. What is refused is in test_loading.py, by the whole way from a ConfigDict."""
+"""Notes about options that are permitted but may not be meant. Refusals are in test_loading.py."""
 
 import tiny
 from jax_ppo.config import notes
@@ -30,4 +30,4 @@ def test_what_may_not_be_meant_is_noted():
         assert f"{name}" in noted, name
     assert "critic_lam" not in noted
     warms_up = tiny.config(trainer__critic_warmup=3, trainer__total_training_steps=3)
-    assert "the actor never learns" in notes.train_notes(warms_up)[0]
+    assert "the actor is never trained" in notes.train_notes(warms_up)[0]

@@ -1,4 +1,4 @@
-"""Texts of options that say more than one thing, and what is wrong with others."""
+"""Text-valued options are parsed, and errors name the part that is wrong."""
 
 import pytest
 
@@ -27,12 +27,12 @@ def test_points_of_a_schedule():
         ("5:1,3:2", "step 3 .*not come after step 5"),
     ],
 )
-def test_what_is_no_schedule_is_refused(text, message):
+def test_an_invalid_schedule_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         parsing.parse_schedule(text)
 
 
-def test_projections_stand_in_one_order():
+def test_projections_are_in_a_fixed_order():
     assert parsing.parse_lora_targets("v_proj, q_proj") == ("q_proj", "v_proj")
     assert len(parsing.parse_lora_targets("all-linear")) == 7
     with pytest.raises(ValueError, match="Did you mean 'q_proj'"):

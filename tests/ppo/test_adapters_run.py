@@ -192,7 +192,7 @@ def test_eight_devices_begin_where_the_first_run_ended(files, undisturbed, tmp_p
         ),
         (
             "--config.model.lora.path={files}/reward",
-            r"config\.model\.lora\.path=.*says what rank, alpha and targets are",
+            r"config\.model\.lora\.path=.*determines rank, alpha and targets",
         ),
         (
             "--config.model.lora.rank=0",

@@ -170,7 +170,7 @@ def test_what_a_function_may_not_return(value):
         ("FILE:NUMBER", "has no function 'NUMBER'"),
         (
             "FILE:three",
-            "but takes (data_source, solution_str, ground_truth): got an unexpected keyword argument "
+            "got (data_source, solution_str, ground_truth): got an unexpected keyword argument "
             "'extra_info'",
         ),
         ("FOLDER/mien.py:echo", "there is no file"),

@@ -255,7 +255,7 @@ def test_resumed_is_bit_equal(files, tmp_path, command, task, monkeypatch, capsy
         (
             "sft",
             "--config.supervised.center_coef=0.1",
-            "center_coef=0.1: jax_ppo.reward_model alone reads it",
+            "center_coef=0.1: only jax_ppo.reward_model reads it",
         ),
         (
             "sft",
@@ -317,6 +317,4 @@ def test_what_ppo_alone_reads_is_noted():
     assert notes.supervised_notes(
         loading.from_config_dict(values, "reward_model"), "reward_model"
     ) == [said]
-    assert notes.train_notes(loading.from_config_dict(values)) == [
-        said + " and jax_ppo.reward_model"
-    ]
+    assert notes.train_notes(loading.from_config_dict(values)) == [said]

@@ -3,17 +3,20 @@
 import dataclasses
 import types
 
+import pytest
+
 import tiny
+from jax_ppo.errors import UserError
 from jax_ppo.training import resume as resuming
 
 
-def begin_again(config, total_steps, saved):
+def begin_again(config, total_steps, saved, command="train"):
     """After a checkpoint of step 3 with the options `saved`."""
     meta = {"position": 24, "evaluations": [], "config": saved}
     checkpoints = types.SimpleNamespace(
         latest_step=lambda: 3, restore=lambda step, abstract: (None, meta)
     )
-    return resuming.find_progress(config, total_steps, checkpoints, print, ("seed",))
+    return resuming.find_progress(config, total_steps, checkpoints, print, command)
 
 
 def test_it_goes_on_or_has_nothing_left_to_do(capsys):
@@ -32,4 +35,20 @@ def test_an_option_that_is_younger_than_the_checkpoint_had_its_default(capsys):
     assert (
         "config.trainer.warn_kl_above was 1.0 until the checkpoint, and is 2.0"
         in capsys.readouterr().out
+    )
+
+
+def test_an_option_is_fixed_for_the_commands_that_read_it():
+    config = tiny.config(critic__normalize_values=True)
+    saved = dataclasses.asdict(tiny.config())
+    with pytest.raises(UserError, match=r"normalize_values=True: .*another experiment, with False"):
+        begin_again(config, 5, saved)
+    assert begin_again(config, 5, saved, command="sft").step == 3
+
+
+def test_an_option_that_only_the_first_step_reads_is_kept(capsys):
+    config = tiny.config(algorithm__kl_ctrl__kl_coef=0.5)
+    begin_again(config, 5, dataclasses.asdict(tiny.config()))
+    assert "kl_coef=0.5: not read; what the checkpoint made of 0.001 is kept" in (
+        capsys.readouterr().out
     )

@@ -1,0 +1,82 @@
+"""Find configuration files by path or by the name of a shipped one, and call their `get_config`.
+
+The wheel ships the files of the repository's configs/ folder as jax_ppo/configs/ (see setup.py). A
+checkout, and an editable installation of one, uses the folder itself.
+"""
+
+import difflib
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jax_ppo.errors import UserError
+
+if TYPE_CHECKING:
+    import ml_collections
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def shipped_folder() -> Path:
+    """Return the folder of the shipped configurations."""
+    installed = _PACKAGE / "configs"
+    return installed if installed.is_dir() else _PACKAGE.parent / "configs"
+
+
+def shipped_names() -> list[str]:
+    """Return the names of the shipped configurations, sorted."""
+    return sorted(path.stem for path in shipped_folder().glob("[!_]*.py"))
+
+
+def find_config_file(value: str) -> tuple[Path, str]:
+    """Return the file that a value of `--config` names, and the argument for its `get_config`.
+
+    Args:
+      value: `FILE[:ARG]`, with a path or the bare name of a shipped configuration. An existing
+        file takes precedence.
+
+    Raises:
+      UserError: There is no such file; the message has the nearest name.
+    """
+    text, _, argument = value.partition(":")
+    path = Path(text)
+    if path.is_file():
+        return path, argument
+    is_name = path.parent == Path() and path.suffix == ""
+    if is_name and text in shipped_names():
+        return shipped_folder() / f"{text}.py", argument
+    nearest = _nearest_config(path)
+    hint = f". Did you mean {nearest}?" if nearest else ""
+    raise UserError(f"--config={value}: there is no such file{hint}")
+
+
+def call_get_config(value: str) -> "ml_collections.ConfigDict":
+    """Return the configuration that a value of `--config` names.
+
+    Raises:
+      UserError: There is no such file, or it has no `get_config`.
+    """
+    path, argument = find_config_file(value)
+    spec = importlib.util.spec_from_file_location(f"jax_ppo_config_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"--config={value}: is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, "get_config", None)):
+        raise UserError(f"--config={value}: the file has no function get_config")
+    return module.get_config(argument) if argument else module.get_config()
+
+
+def _nearest_config(path: Path) -> str:
+    """Return the most similar file beside the path, else the nearest shipped name."""
+    siblings = [str(p) for p in path.parent.glob("*.py")] if path.suffix else []
+    return (
+        _nearest(str(path), siblings)
+        or _nearest(path.stem, shipped_names())
+        or next(iter(siblings or shipped_names()), "")
+    )
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    return next(iter(difflib.get_close_matches(name, known, n=1)), "")

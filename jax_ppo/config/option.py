@@ -1,0 +1,172 @@
+"""The facts of an option: how a field of the schema declares them and how they are listed."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from jax_ppo.config.schema import Config
+
+COMMANDS = ("train", "sft", "reward_model")
+
+Bound = int | float
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Condition:
+    """A condition on the values of other options.
+
+    Attributes:
+      is_met: Return whether a configuration meets the condition.
+      summary: The condition in words, for notes and the reference page: "`critic.path` is set".
+    """
+
+    is_met: Callable[[Config], bool]
+    summary: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Requirement(Condition):
+    """A condition without which an option must keep its default.
+
+    Attributes:
+      message: What the error says after `config.NAME=VALUE: `. Fields such as
+        `{config.algorithm.adv_estimator!r}` are filled in.
+    """
+
+    message: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """Everything that is known about an option besides its name, type and default.
+
+    Attributes:
+      doc: The meaning.
+      unit: The unit of a number, such as "tokens".
+      choices: The permitted values.
+      aliases: Other names of some choices; the value is replaced by the choice.
+      at_least: Inclusive lower bound.
+      above: Exclusive lower bound.
+      at_most: Inclusive upper bound.
+      below: Exclusive upper bound.
+      read_by: The commands that read the option; `None`: those of its section, or all.
+      requires: Changing the option from its default is an error unless all of these are met.
+      effective_when: Changing it has no effect, and is noted, unless all of these are met.
+      fixed_on_resume: A run cannot be resumed with another value; `None`: as its section.
+      first_step_only: Only the first step reads it; a resumed run keeps what came of it.
+    """
+
+    doc: str = ""
+    unit: str = ""
+    choices: tuple[str, ...] | None = None
+    aliases: dict[str, str] = dataclasses.field(default_factory=dict)
+    at_least: Bound | None = None
+    above: Bound | None = None
+    at_most: Bound | None = None
+    below: Bound | None = None
+    read_by: tuple[str, ...] | None = None
+    requires: tuple[Requirement, ...] = ()
+    effective_when: tuple[Condition, ...] = ()
+    fixed_on_resume: bool | None = None
+    first_step_only: bool = False
+
+    def inherit(self, section: Facts) -> Facts:
+        """Return these facts with those of the enclosing section where they are not declared."""
+        fixed = self.fixed_on_resume
+        return dataclasses.replace(
+            self,
+            read_by=section.read_by if self.read_by is None else self.read_by,
+            requires=section.requires + self.requires,
+            effective_when=section.effective_when + self.effective_when,
+            fixed_on_resume=section.fixed_on_resume if fixed is None else fixed,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One option of the schema.
+
+    Attributes:
+      name: Dotted name without the leading `config.`.
+      value_type: `float` for both `float` and `float | None`.
+      optional: Whether `None` ("not set") is permitted.
+      default: The default value.
+      facts: The declared and inherited facts.
+    """
+
+    name: str
+    value_type: type
+    optional: bool
+    default: Any
+    facts: Facts
+
+    @property
+    def read_by(self) -> tuple[str, ...]:
+        """Return the commands that read the option."""
+        return COMMANDS if self.facts.read_by is None else self.facts.read_by
+
+
+def option(default: T, doc: str, **facts: Any) -> T:
+    """Declare an option of a section.
+
+    Args:
+      default: The default value.
+      doc: The meaning.
+      **facts: The other fields of `Facts`.
+
+    Returns:
+      A dataclass field, typed as the value so that type checkers see the option's type.
+    """
+    metadata = {"facts": Facts(doc=doc, **facts)}
+    return typing.cast(T, dataclasses.field(default=default, metadata=metadata))
+
+
+def section(cls: type[T], **facts: Any) -> T:
+    """Declare a section of options.
+
+    Args:
+      cls: The dataclass of the section.
+      **facts: Fields of `Facts` that all options of the section inherit.
+
+    Returns:
+      A dataclass field, typed as the section.
+    """
+    metadata = {"facts": Facts(**facts)}
+    return typing.cast(T, dataclasses.field(default_factory=cls, metadata=metadata))
+
+
+def iterate_options(
+    cls: type, prefix: str = "", inherited: Facts | None = None
+) -> Iterator[Option]:
+    """Yield the options of a section and of the sections inside it, in the schema's order.
+
+    Args:
+      cls: The dataclass of the section.
+      prefix: What the names begin with, such as "actor.optim.".
+      inherited: Facts of the enclosing section.
+    """
+    for field in dataclasses.fields(cls):
+        facts: Facts = field.metadata["facts"].inherit(inherited or Facts())
+        field_type = typing.cast(type, field.type)
+        if dataclasses.is_dataclass(field_type):
+            yield from iterate_options(field_type, f"{prefix}{field.name}.", facts)
+        else:
+            value_type = strip_none(field_type)
+            yield Option(
+                name=prefix + field.name,
+                value_type=value_type,
+                optional=value_type is not field_type,
+                default=field.default,
+                facts=facts,
+            )
+
+
+def strip_none(annotation: Any) -> type:
+    """Return `float` for `float | None`, and any other type unchanged."""
+    arguments = [a for a in typing.get_args(annotation) if a is not type(None)]
+    return arguments[0] if arguments else annotation

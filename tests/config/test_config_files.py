@@ -1,0 +1,74 @@
+"""`--config` takes a path, or the name of a shipped configuration from any folder."""
+
+from pathlib import Path
+
+import pytest
+
+from jax_ppo.config import command_line, config_files, loading
+from jax_ppo.errors import UserError
+
+COMMANDS = {"hh_rlhf_sft": "sft", "hh_rlhf_reward": "reward_model"}
+
+
+@pytest.mark.parametrize("name", config_files.shipped_names())
+def test_every_shipped_configuration_is_valid(name):
+    config = loading.load_config(name, command=COMMANDS.get(name, "train"))
+    assert config.experiment_name == name
+
+
+def test_a_bare_name_is_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["train", "--config=arithmetic", "--config.rollout.n=2"]
+    config, workdir = command_line.read_command_line(arguments)
+    assert config.data.train_files == "arithmetic:8192"
+    assert config.rollout.n == 2
+    assert workdir == Path("output/arithmetic")
+
+
+def test_a_path_and_the_name_mean_the_same_in_a_checkout(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    by_path = command_line.read_command_line(["train", "--config=configs/arithmetic.py"])
+    assert by_path == command_line.read_command_line(["train", "--config=arithmetic"])
+
+
+def test_a_file_of_the_users_own_takes_precedence(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("arithmetic").write_text("")
+    assert config_files.find_config_file("arithmetic:x") == (Path("arithmetic"), "x")
+
+
+def test_the_argument_reaches_get_config(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from jax_ppo.config import default_config\n"
+        "def get_config(size='small'):\n"
+        "    config = default_config()\n"
+        "    config.data.train_files = 'arithmetic:8'\n"
+        "    config.experiment_name = size\n"
+        "    return config\n"
+    )
+    for suffix, expected in (("", "small"), (":large", "large")):
+        assert loading.load_config(f"{file}{suffix}").experiment_name == expected
+        config, _ = command_line.read_command_line(["train", f"--config={file}{suffix}"])
+        assert config.experiment_name == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "nearest"),
+    [
+        ("arithmetc", "arithmetic"),
+        ("configs/gsm8.py", "gsm8k"),
+        ("nowhere/hh_rlhf_sf.py:x", "hh_rlhf_sft"),
+    ],
+)
+def test_a_wrong_name_gets_the_nearest(value, nearest, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    message = rf"--config={value}: there is no such file. Did you mean {nearest}\?"
+    with pytest.raises(UserError, match=message):
+        command_line.read_command_line(["train", f"--config={value}"])
+
+
+def test_a_file_without_get_config_is_named(tmp_path):
+    (tmp_path / "empty.py").write_text("")
+    with pytest.raises(UserError, match="empty.py: the file has no function get_config"):
+        loading.load_config(str(tmp_path / "empty.py"))
