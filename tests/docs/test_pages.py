@@ -12,7 +12,7 @@ import pytest
 from jax_ppo.config import command_line, schema
 
 each_page = pytest.mark.parametrize("page", doc_pages.PAGES, ids=doc_pages.page_id)
-OPTIONS = {name for name, *_ in schema.options()}
+OPTIONS = {option.name for option in schema.all_options()}
 SECTIONS = {name.partition(".")[0] for name in OPTIONS if "." in name}
 LEAVES = {name.rpartition(".")[2] for name in OPTIONS}
 FOREIGN = (

@@ -66,7 +66,7 @@ def training_commands(page) -> list[list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", filter(training_commands, doc_pages.RECIPES), ids=lambda page: page.stem
+    "page", list(filter(training_commands, doc_pages.RECIPES)), ids=lambda page: page.stem
 )
 def test_the_commands_of_a_recipe_run(page, tmp_path):
     save_files(page, tmp_path)
