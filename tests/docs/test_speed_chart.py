@@ -1,0 +1,61 @@
+"""The chart of speed, and the figures quoted from it, are those of the stored results."""
+
+import importlib.util
+import json
+import re
+
+import doc_pages
+
+spec = importlib.util.spec_from_file_location("speed_chart", doc_pages.ROOT / "docs/speed_chart.py")
+speed_chart = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(speed_chart)
+
+
+def medians(name: str) -> dict[str, float]:
+    """Return each side's median in milliseconds per token, read without the chart's code."""
+    file = doc_pages.ROOT / "benchmarks" / "results" / f"{name}.json"
+    sides = json.loads(file.read_text())["sides"]
+    return {side: figures["milliseconds_per_token"]["median"] for side, figures in sides.items()}
+
+
+def test_bars_are_the_medians_of_the_results():
+    for _, name in speed_chart.PANELS:
+        stored = medians(name)
+        bars = speed_chart.read_panel(name)
+        assert bars[0][0] == "jax_ppo" and bars[0][1] == stored["ours"]
+        assert sorted(bar[1] for bar in bars) == sorted(
+            median for side, median in stored.items() if side != "floor"
+        )
+        assert all(fastest <= median <= slowest for _, median, fastest, slowest in bars)
+
+
+def test_the_chart_is_drawn(tmp_path):
+    speed_chart.draw_chart(tmp_path / "speed.png")
+    assert (tmp_path / "speed.png").stat().st_size > 10_000
+
+
+def test_the_readme_quotes_the_medians():
+    quoted = re.search(r"!\[Milliseconds.*?\]", (doc_pages.ROOT / "README.md").read_text())[0]
+    panels = [medians(name) for _, name in speed_chart.PANELS]
+    expected = {
+        "jax_ppo": [panel["ours"] for panel in panels],
+        "hand-written torch": [panel["torch"] for panel in panels],
+        "TRL": [panel["trl"] for panel in panels if "trl" in panel],
+        "tunix": [panel["tunix"] for panel in panels if "tunix" in panel],
+    }
+    for side, figures in expected.items():
+        low, high = re.search(rf"{side} ([\d.]+) (?:to|and) ([\d.]+)", quoted).groups()
+        assert (low, high) == (f"{min(figures):.2f}", f"{max(figures):.2f}"), side
+
+
+def test_the_benchmarks_page_quotes_ratios_of_the_medians():
+    text = (doc_pages.ROOT / "docs" / "benchmarks.md").read_text()
+    short_rule, long_rule, short_model, long_model = (
+        medians(name) for _, name in speed_chart.PANELS
+    )
+    tunix = f"{short_rule['tunix'] / short_rule['ours']:.1f} times as fast | "
+    tunix += f"{long_rule['tunix'] / long_rule['ours']:.1f} times"
+    trl = f"{short_model['trl'] / short_model['ours']:.1f} times | "
+    trl += f"{long_model['trl'] / long_model['ours']:.1f} times"
+    assert f"| tunix 0.1.7 | {tunix} |" in text
+    assert f"| TRL 1.12.0, with a reward model | {trl} |" in text
