@@ -164,10 +164,13 @@ class Step:
 
     def sequences(self) -> Sequences:
         columns = self.prompt + self.response
+        lengths = self.by_rows((self.samples,), jnp.int32)
         return Sequences(
-            self.by_rows((self.samples, columns), jnp.int32),
-            *[self.by_rows((self.samples,), jnp.int32)] * 2,
-            self.by_rows((self.samples,), bool),
+            tokens=self.by_rows((self.samples, columns), jnp.int32),
+            prompt_lengths=lengths,
+            lengths=lengths,
+            truncated=self.by_rows((self.samples,), bool),
+            action_mask=self.by_rows((self.samples, self.response), bool),
         )
 
     def experience(self) -> Experience:
@@ -296,10 +299,11 @@ class Step:
             lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), self.experience()
         )
         full = Sequences(
-            experience.sequences.tokens,
-            experience.sequences.prompt_lengths + self.prompt,
-            experience.sequences.lengths + self.response,
-            experience.sequences.truncated,
+            tokens=experience.sequences.tokens,
+            prompt_lengths=experience.sequences.prompt_lengths + self.prompt,
+            lengths=experience.sequences.lengths + self.response,
+            truncated=experience.sequences.truncated,
+            action_mask=~experience.sequences.action_mask,  # the placeholder is all False
         )
         experience = dataclasses.replace(experience, sequences=full)
         batches, state, taken = (

@@ -65,6 +65,9 @@ class Rollout:
       logprobs: float32 [B, T], log-probability of each token under the distribution it was drawn from before top-k and
         top-p: log_softmax(logits / temperature). 0 past the length.
       truncated: bool [B], True where T tokens came without an EOS.
+      action_mask: bool [B, T], True on the response tokens that the policy chose, and False on those that came from elsewhere (the
+        output of a tool, say) and past the length. Losses, advantages and metrics of tokens count the former alone; the models
+        see all.
       slot_steps: int32, one a queue (a shard of rows has one, a small model on a CPU two): tokens that the decoder's slots had
         room for, used or not. None where there was no decoder.
     """
@@ -74,6 +77,7 @@ class Rollout:
     lengths: Array
     logprobs: Array
     truncated: Array
+    action_mask: Array
     slot_steps: Array | None = None
 
 
@@ -86,12 +90,14 @@ class Sequences:
       prompt_lengths: int32 [B], 1..S - 1.
       lengths: int32 [B], tokens of the response, 1..T.
       truncated: bool [B], the response was cut off at its longest.
+      action_mask: bool [B, T], as of Rollout: the response tokens that the policy chose.
     """
 
     tokens: Array
     prompt_lengths: Array
     lengths: Array
     truncated: Array
+    action_mask: Array
 
 
 @pytree
@@ -152,7 +158,7 @@ class Experience:
       returns: float32 [B, T], raw advantages + values: what the critic learns, normalised if it is; None without a critic.
       importance: float32 [B, T], weights of the policy loss for tokens that another policy sampled; None: all 1.
       control: for the coming step.
-    Those of [B, T] are 0 past the length.
+    Those of [B, T] are 0 where action_mask is False.
     """
 
     sequences: Sequences
@@ -164,3 +170,8 @@ class Experience:
     returns: Array | None
     importance: Array | None
     control: Control
+
+    @property
+    def action_mask(self) -> Array:
+        """bool [B, T], the response tokens that the policy chose."""
+        return self.sequences.action_mask

@@ -124,7 +124,14 @@ def make_rollout(mesh, seed=0, samples=B):
     lengths[0], lengths[1] = 1, T
     responses = r.integers(2, 32, (samples, T)).astype(np.int32) * (np.arange(T) < lengths[:, None])
     prompts = Prompts(r.integers(2, 32, (samples, P)).astype(np.int32), prompt_lengths)
-    rollout = Rollout(prompts, responses, lengths, np.zeros((samples, T), np.float32), lengths == T)
+    rollout = Rollout(
+        prompts=prompts,
+        responses=responses,
+        lengths=lengths,
+        logprobs=np.zeros((samples, T), np.float32),
+        truncated=lengths == T,
+        action_mask=np.arange(T) < lengths[:, None],
+    )
     return sharding.place(rollout, sharding.rows(mesh))
 
 

@@ -55,11 +55,13 @@ class ResponseDataset:
         )
         for into, prompt, response in zip(tokens, prompts, responses, strict=True):
             into[: len(prompt) + len(response)] = np.concatenate([prompt, response])
+        lengths = np.array([len(ids) for ids in responses], np.int32)
         return Sequences(
-            tokens,
-            np.array([len(ids) for ids in prompts], np.int32),
-            np.array([len(ids) for ids in responses], np.int32),
-            np.zeros(len(prompts), bool),
+            tokens=tokens,
+            prompt_lengths=np.array([len(ids) for ids in prompts], np.int32),
+            lengths=lengths,
+            truncated=np.zeros(len(prompts), bool),
+            action_mask=np.arange(self.max_response_length) < lengths[:, None],
         )
 
 

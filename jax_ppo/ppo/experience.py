@@ -43,8 +43,7 @@ def estimate(
     """
     options, lengths, truncated = config.algorithm, sequences.lengths, sequences.truncated
     old_logprobs = sampled_BxT if scores.old_logprobs is None else scores.old_logprobs
-    column = jnp.arange(old_logprobs.shape[1])
-    mask = column < lengths[:, None]
+    mask = sequences.action_mask
     kept = ~truncated if options.mask_truncated else jnp.ones_like(truncated)
     taught, moments = mask & kept[:, None], dict(control.moments)
 
@@ -54,9 +53,9 @@ def estimate(
         )
     earned_B = rewards_B if step_rewards_BxT is None else rewards_B + step_rewards_BxT.sum(1)
     shaped_B = shaped_scores(config, moments.get("rewards"), rewards_B, lengths, truncated)
-    token_rewards = jnp.where(column == lengths[:, None] - 1, shaped_B[:, None], 0.0)
+    token_rewards = jnp.where(last_actions(mask), shaped_B[:, None], 0.0)
     if step_rewards_BxT is not None:
-        token_rewards += step_rewards_BxT
+        token_rewards += move_to_actions(step_rewards_BxT, mask)
     divergence = _divergence(options, old_logprobs, scores, mask)
     if options.use_kl_in_reward:
         token_rewards -= control.kl_coef * divergence
@@ -129,7 +128,11 @@ def estimate(
 
 
 def shaped_scores(config: Config, moments, rewards_B, lengths_B, truncated_B):
-    """Scores of samples, in this order: normalised, clipped, then with the penalties of how they end and how long they are."""
+    """Scores of samples, in this order: normalised, clipped, then with the penalties of how they end and how long they are.
+
+    Lengths here are of whole responses, with the tokens that the policy did not choose: what a long response costs is its whole
+    length.
+    """
     options, longest = config.reward, config.data.max_response_length
     if moments is not None:
         rewards_B = shaping.normalised(rewards_B, moments, options.normalize_shift)
@@ -144,6 +147,27 @@ def shaped_scores(config: Config, moments, rewards_B, lengths_B, truncated_B):
     )
 
 
+def last_actions(mask_BxT: jax.Array) -> jax.Array:
+    """Return a bool [B, T] that is True on the last action token of each response, which earns the response's score."""
+    actions_left_BxT = jnp.cumsum(mask_BxT[:, ::-1], axis=1)[:, ::-1]
+    return mask_BxT & (actions_left_BxT == 1)
+
+
+def move_to_actions(rewards_BxT: jax.Array, mask_BxT: jax.Array) -> jax.Array:
+    """Move each reward that was earned on a token of the environment to the last action token before it.
+
+    A reward before the first action token moves to that one; in a response without action tokens there is none to move to, and
+    the reward stays where no loss reads it.
+    """
+    columns_T = jnp.arange(mask_BxT.shape[1])
+    previous_BxT = jax.lax.cummax(jnp.where(mask_BxT, columns_T, -1), axis=1)
+    first_Bx1 = jnp.argmax(mask_BxT, axis=1, keepdims=True)
+    target_BxT = jnp.where(previous_BxT < 0, first_Bx1, previous_BxT)
+    return jax.vmap(
+        lambda rewards_T, target_T: jnp.zeros_like(rewards_T).at[target_T].add(rewards_T)
+    )(rewards_BxT, target_BxT)
+
+
 def _divergence(options, old_logprobs, scores, mask):
     """KL to the reference at each token, [B, T]; 0 without a reference."""
     if scores.ref_logprobs is None:
@@ -155,8 +179,8 @@ def _divergence(options, old_logprobs, scores, mask):
 
 def _with_critic(config, token_rewards, mask, taught, scores, moments, sequences):
     """GAE: advantages, returns, metrics. The critic's returns have a gamma and a lambda of their own if asked."""
-    options, lengths_B = config.algorithm, sequences.lengths
-    values, after = scores.values, jnp.zeros(len(lengths_B), jnp.float32)
+    options, counts_B = config.algorithm, mask.sum(1)
+    values, after = scores.values, jnp.zeros(len(counts_B), jnp.float32)
     if options.bootstrap_truncated:
         after = scores.last_values
     if config.critic.normalize_values:
@@ -166,15 +190,15 @@ def _with_critic(config, token_rewards, mask, taught, scores, moments, sequences
         )
     after = jnp.where(sequences.truncated & options.bootstrap_truncated, after, 0.0)
     gae = jax.vmap(advantages_lib.gae, in_axes=(0, 0, 0, None, 0, 0))
-    lam = jnp.full(len(lengths_B), options.lam)
+    lam = jnp.full(len(counts_B), options.lam)
     if options.lam_length_alpha is not None:
-        lam = advantages_lib.length_adaptive_lam(lengths_B, options.lam_length_alpha)
+        lam = advantages_lib.length_adaptive_lam(counts_B, options.lam_length_alpha)
     advantages, returns = gae(token_rewards, values, mask, options.gamma, lam, after)
     if (options.critic_gamma, options.critic_lam, options.lam_length_alpha) != (None, None, None):
         gamma = options.gamma if options.critic_gamma is None else options.critic_gamma
         critic_lam = options.lam if options.critic_lam is None else options.critic_lam
         _, returns = gae(
-            token_rewards, values, mask, gamma, jnp.full(len(lengths_B), critic_lam), after
+            token_rewards, values, mask, gamma, jnp.full(len(counts_B), critic_lam), after
         )
     return (
         advantages,

@@ -259,5 +259,5 @@ def rollout_metrics(rollout, correct_B) -> dict:
         "response_length/truncated_share": rollout.truncated.mean(dtype=jnp.float32),
     }
     if rollout.slot_steps is not None:
-        metrics["rollout/slot_use"] = rollout.lengths.sum() / rollout.slot_steps.sum()
+        metrics["rollout/slot_use"] = rollout.action_mask.sum() / rollout.slot_steps.sum()
     return metrics

@@ -115,14 +115,14 @@ def _actor_loss(config, nets, params, hidden, context, rows, experience, weights
     else:
         old = packing_lib.to_rows(experience.old_logprobs, rows)
     advantages = packing_lib.to_rows(experience.advantages, rows)
-    lengths = experience.sequences.lengths
+    counts_B = experience.action_mask.sum(1)
     batch = policy_losses.PolicyBatch(
         logprobs,
         old,
         advantages,
         rows.mask,
-        lengths[rows.samples],
-        lambda x: packing_lib.sample_sums(x, rows, len(lengths)),
+        counts_B[rows.samples],
+        lambda x: packing_lib.sample_sums(x, rows, len(counts_B)),
     )
     low = options.clip_ratio if options.clip_ratio_low is None else options.clip_ratio_low
     high = options.clip_ratio if options.clip_ratio_high is None else options.clip_ratio_high

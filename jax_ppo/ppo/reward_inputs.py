@@ -163,11 +163,18 @@ class RewardInputs:
         )
         # All of it counts as the prompt: in the text nobody knows any more where the response begins.
         tokens = sharding.from_local_rows(mesh, indices, tokens, total)
-        lengths, none, not_cut = sharding.place(
-            (lengths, np.zeros_like(lengths), np.zeros(total, bool)), sharding.rows(mesh)
+        lengths, none, not_cut, no_actions = sharding.place(
+            (lengths, np.zeros_like(lengths), np.zeros(total, bool), np.zeros((total, 1), bool)),
+            sharding.rows(mesh),
         )
         return (
-            Sequences(tokens, lengths, none, not_cut),
+            Sequences(
+                tokens=tokens,
+                prompt_lengths=lengths,
+                lengths=none,
+                truncated=not_cut,
+                action_mask=no_actions,
+            ),
             sharding.place(jax.tree.map(lambda x: x[0], packed), sharding.rows(mesh, axis=1)),
             sharding.place(counts[0], sharding.replicated(mesh)),
         )

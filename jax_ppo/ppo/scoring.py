@@ -52,7 +52,13 @@ def join(rollout: Rollout, length: int) -> Sequences:
     tokens = jnp.where(
         column < prompts, from_prompt, jnp.where(column < prompts + lengths, from_response, 0)
     )
-    return Sequences(tokens, rollout.prompts.lengths, rollout.lengths, rollout.truncated)
+    return Sequences(
+        tokens=tokens,
+        prompt_lengths=rollout.prompts.lengths,
+        lengths=rollout.lengths,
+        truncated=rollout.truncated,
+        action_mask=rollout.action_mask,
+    )
 
 
 def reuses_logprobs(config: Config) -> bool:

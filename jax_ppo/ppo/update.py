@@ -188,7 +188,7 @@ class Role:
         def mini_batch(carry, batch):
             params, optimizer_state, near = carry
             # Past the target, or where all samples are left out, there is nothing to do: no micro-batch is run.
-            done = near & jnp.any(batch.members & experience.kept)
+            done = near & jnp.any(_learned_tokens(experience, batch) > 0)
             batch = dataclasses.replace(batch, counts=jnp.where(done, batch.counts, 0))
             gradients, metrics = self.gradients(params, context, experience, batch)
             if self.target_kl is not None:
@@ -213,10 +213,10 @@ class Role:
 
     def gradients(self, params, context, experience: Experience, batch: MiniBatches):
         """Gradients and metrics of one mini-batch (without the leading U), summed over its micro-batches, in float32."""
-        lengths_B = jnp.where(batch.members & experience.kept, experience.sequences.lengths, 0)
+        counts_B = _learned_tokens(experience, batch)
         scale = self.config.actor.loss_scale_factor or self.config.data.max_response_length
-        loss_B = losses.loss_weights(lengths_B, self.aggregation, scale)
-        mean_B = losses.loss_weights(lengths_B, "token-mean")
+        loss_B = losses.loss_weights(counts_B, self.aggregation, scale)
+        mean_B = losses.loss_weights(counts_B, "token-mean")
 
         def micro_batch(i, carry):
             rows = packing_lib.gather(
@@ -280,6 +280,12 @@ def critic_role(config: Config, nets: Networks, base: dict | None = None) -> Rol
         config.critic.loss_agg_mode or config.actor.loss_agg_mode,
         base=base,
     )
+
+
+def _learned_tokens(experience: Experience, batch: MiniBatches) -> jax.Array:
+    """Return the number of action tokens of each sample that a mini-batch learns from, int32 [B]."""
+    members_B = batch.members & experience.kept
+    return jnp.where(members_B, experience.action_mask.sum(1), 0)
 
 
 def _folding(name):

@@ -140,4 +140,5 @@ def rollout_shapes(
         lengths=shape(jnp.int32, B),
         logprobs=shape(jnp.float32, B, T),
         truncated=shape(jnp.bool_, B),
+        action_mask=shape(jnp.bool_, B, T),
     )

@@ -149,6 +149,7 @@ def sample(
         lengths=state.lengths,
         logprobs=state.logprobs,
         truncated=~state.finished,
+        action_mask=jnp.arange(options.max_response_length) < state.lengths[:, None],
         slot_steps=state.slot_steps[None],
     )
 

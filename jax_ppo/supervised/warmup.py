@@ -104,11 +104,13 @@ def tokenize(pairs, tokenizer) -> Sequences:
     )
     for row, prompt, response in zip(tokens, prompts, responses, strict=True):
         row[: len(prompt) + len(response)] = prompt + response
+    lengths = np.array([len(r) for r in responses], np.int32)
     return Sequences(
-        tokens,
-        np.array([len(p) for p in prompts], np.int32),
-        np.array([len(r) for r in responses], np.int32),
-        np.zeros(len(prompts), bool),
+        tokens=tokens,
+        prompt_lengths=np.array([len(p) for p in prompts], np.int32),
+        lengths=lengths,
+        truncated=np.zeros(len(prompts), bool),
+        action_mask=np.arange(lengths.max()) < lengths[:, None],
     )
 
 

@@ -125,7 +125,7 @@ class Rows:
       targets: int32, the token that follows in the same sample (what this place predicts).
       samples: int32, the sample, 0 where the row is empty.
       steps: int32, which token of the response the target is; any valid index where mask is False.
-      mask: bool, True where the target is a token of a response: where a log-prob, a value, a loss belong.
+      mask: bool, True where the target is a token that the policy chose (`action_mask`): where a log-prob, a value, a loss belong.
     """
 
     tokens: jax.Array
@@ -143,7 +143,9 @@ def gather(sequences: Sequences, packing: Packing) -> Rows:
     samples = jnp.maximum(packing.sample, 0)
     last = sequences.tokens.shape[1] - 1
     steps = packing.position + 1 - sequences.prompt_lengths[samples]
-    mask = filled & (steps >= 0) & (steps < sequences.lengths[samples])
+    in_response = filled & (steps >= 0) & (steps < sequences.lengths[samples])
+    steps = jnp.where(in_response, steps, 0)
+    mask = in_response & sequences.action_mask[samples, steps]
     return Rows(
         tokens=jnp.where(filled, sequences.tokens[samples, packing.position], 0),
         positions=packing.position,
@@ -152,18 +154,18 @@ def gather(sequences: Sequences, packing: Packing) -> Rows:
             mask, sequences.tokens[samples, jnp.minimum(packing.position + 1, last)], 0
         ),
         samples=samples,
-        steps=jnp.where(mask, steps, 0),
+        steps=steps,
         mask=mask,
     )
 
 
 def to_rows(values_BxT, rows: Rows):
-    """[R, L]: each response token's value at the place that predicts it; 0 elsewhere."""
+    """[R, L]: each action token's value at the place that predicts it; 0 elsewhere."""
     return jnp.where(rows.mask, values_BxT[rows.samples, rows.steps], 0)
 
 
 def sample_sums(values_RxL, rows: Rows, samples: int):
-    """[R, L]: at each response token the sum over its response's, of `samples` samples in all; 0 elsewhere."""
+    """[R, L]: at each action token the sum over its response's, of `samples` samples in all; 0 elsewhere."""
     sums_B = (
         jnp.zeros(samples, values_RxL.dtype)
         .at[rows.samples]
@@ -173,7 +175,7 @@ def sample_sums(values_RxL, rows: Rows, samples: int):
 
 
 def to_samples(values_RxL, rows: Rows, into_BxT):
-    """`into_BxT` with the values of these rows' response tokens in their places."""
+    """`into_BxT` with the values of these rows' action tokens in their places."""
     outside = into_BxT.shape[0]  # dropped
     return into_BxT.at[jnp.where(rows.mask, rows.samples, outside), rows.steps].set(
         values_RxL, mode="drop"

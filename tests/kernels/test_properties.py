@@ -416,12 +416,18 @@ def test_what_is_gathered_into_rows_is_scattered_back(lengths, packed):
     """Wherever responses end: each token is the target of one place, and a number goes to its row and back unchanged."""
     prompts, responses = np.array(lengths, np.int32).T
     drawn = np.random.default_rng(0).integers(1, 99, (5, 7)).astype(np.int32)
-    sequences = Sequences(drawn, prompts, responses, np.zeros(5, bool))
+    inside = np.arange(4) < responses[:, None]
+    sequences = Sequences(
+        tokens=drawn,
+        prompt_lengths=prompts,
+        lengths=responses,
+        truncated=np.zeros(5, bool),
+        action_mask=inside,
+    )
     plan, _ = packing.plan(prompts + responses, [range(5)], 5, 7, packed)
 
     values = np.arange(20, dtype=np.float32).reshape(5, 4)
     back, targets = there_and_back(sequences, jax.tree.map(lambda x: x[0, 0], plan), values)
-    inside = np.arange(4) < responses[:, None]
     np.testing.assert_array_equal(back, np.where(inside, values, -1))
     for b in range(5):
         np.testing.assert_array_equal(

@@ -21,7 +21,14 @@ def run(scores, batch_size, correct=None):
     def sample(prompts, key, first):
         firsts.append(first)
         rows = np.repeat(np.asarray(prompts.tokens)[:, 0], N)
-        return Rollout(prompts, rows, jax.numpy.asarray(rows + 1), None, None)
+        return Rollout(
+            prompts=prompts,
+            responses=rows,
+            lengths=jax.numpy.asarray(rows + 1),
+            logprobs=None,
+            truncated=None,
+            action_mask=None,
+        )
 
     def reward(batch, rollout, keep):
         rows = rollout.responses

@@ -41,6 +41,7 @@ def estimated(
         jnp.ones(count, jnp.int32),
         jnp.array(lengths, jnp.int32),
         truncated,
+        jnp.arange(T) < jnp.array(lengths)[:, None],
     )
     scores = Scores(
         None,

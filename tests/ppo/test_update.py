@@ -381,7 +381,11 @@ def test_kl_in_reward_lowers_each_tokens_reward():
         last_values=None,
     )
     sequences = scoring.Sequences(
-        jnp.zeros((1, 4), jnp.int32), jnp.array([2]), jnp.array([2]), jnp.array([False])
+        jnp.zeros((1, 4), jnp.int32),
+        jnp.array([2]),
+        jnp.array([2]),
+        jnp.array([False]),
+        jnp.ones((1, 2), bool),
     )
     experience, metrics = estimate(
         config,

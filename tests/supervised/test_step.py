@@ -48,7 +48,14 @@ def make(objective, seed=0):
         params["score"]["kernel"] = jax.random.normal(
             jax.random.key(1), params["score"]["kernel"].shape
         )
-    return Sequences(tokens, prompts, lengths, np.zeros(count, bool)), params
+    sequences = Sequences(
+        tokens=tokens,
+        prompt_lengths=prompts,
+        lengths=lengths,
+        truncated=np.zeros(count, bool),
+        action_mask=np.arange(10) < lengths[:, None],
+    )
+    return sequences, params
 
 
 def plan(objective, sequences, rows, packed=True):

@@ -60,6 +60,7 @@ def make_rows():
         jnp.array([1, 2]),
         jnp.array([2, 1]),
         jnp.zeros(2, bool),
+        jnp.array([[True, True, False], [True, False, False]]),
     )
     plan = Packing(jnp.array([[1, 1, 1, 0, 0, 0, -1, -1]]), jnp.array([[0, 1, 2, 0, 1, 2, 0, 0]]))
     return packing.gather(sequences, plan)
@@ -84,7 +85,11 @@ def test_scatter_undoes_gather_and_leaves_the_rest():
 
 def test_a_sample_that_fills_the_row_and_the_sequence():
     sequences = Sequences(
-        jnp.array([[5, 6, 7]]), jnp.array([2]), jnp.array([1]), jnp.zeros(1, bool)
+        jnp.array([[5, 6, 7]]),
+        jnp.array([2]),
+        jnp.array([1]),
+        jnp.zeros(1, bool),
+        jnp.ones((1, 1), bool),
     )
     plan, _ = packing.plan([3], [[0]], 1, 3)
     rows = packing.gather(sequences, jax.tree.map(lambda x: jnp.asarray(x[0, 0]), plan))

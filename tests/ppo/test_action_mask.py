@@ -1,0 +1,329 @@
+"""Responses of which the policy chose only some tokens: losses, gradients and metrics, held against a token-by-token reference.
+
+The reference runs each sequence unpacked, lists the action tokens of a response one after the other and computes everything
+with NumPy on these lists; only the losses are in `jax.numpy`, to be differentiated.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tiny
+from jax_ppo.models import heads
+from jax_ppo.ppo import objectives
+from jax_ppo.ppo.experience import last_actions, move_to_actions
+from jax_ppo.ppo.update import actor_role, critic_role
+from jax_ppo.runtime import sharding
+
+GAMMA, LAM, KL_COEF, KL_LOSS_COEF, ENTROPY_COEF = 0.9, 0.8, 0.3, 0.2, 0.05
+CLIP, DUAL_CLIP, VALUE_CLIP = 0.1, 1.5, 0.05
+OPTIONS = dict(
+    actor__clip_ratio=CLIP,
+    actor__clip_ratio_c=DUAL_CLIP,
+    actor__entropy_coeff=ENTROPY_COEF,
+    actor__kl_loss_coef=KL_LOSS_COEF,
+    actor__kl_loss_type="k2",
+    actor__loss_agg_mode="seq-mean-token-mean",
+    actor__use_kl_loss=True,
+    algorithm__bootstrap_truncated=True,
+    algorithm__gamma=GAMMA,
+    algorithm__kl_ctrl__kl_coef=KL_COEF,
+    algorithm__kl_penalty="k1",
+    algorithm__lam=LAM,
+    algorithm__rollout_is="token",
+    algorithm__use_kl_in_reward=True,
+    critic__cliprange_value=VALUE_CLIP,
+    critic__loss_agg_mode="token-mean",
+    reward__length_penalty=0.01,
+    rollout__temperature=0.7,
+)
+REWARDS = np.linspace(-1, 1, tiny.B).astype(np.float32)
+
+
+def make_rollout(mesh):
+    """Return a random rollout with holes.
+
+    Sample 0 has one token, an action. Sample 1 fills T (it is truncated) and ends with tokens of the environment, sample 2
+    starts with one, sample 3 has no action token, and the others lose tokens at random.
+    """
+    rollout = jax.device_get(tiny.make_rollout(mesh))
+    random = np.random.default_rng(5)
+    mask = rollout.action_mask & (random.random((tiny.B, tiny.T)) < 0.6)
+    mask[0, 0] = True
+    mask[1] = [True, True, False, False, True, True, False, True, False, False]
+    mask[2, :2] = [False, True]
+    mask[3] = False
+    logprobs = -random.random((tiny.B, tiny.T)).astype(np.float32) * rollout.action_mask
+    rollout = dataclasses.replace(rollout, action_mask=mask, logprobs=logprobs)
+    return sharding.place(rollout, sharding.rows(mesh))
+
+
+@dataclasses.dataclass
+class Reference:
+    """The rollout, one sequence in a row, and what NumPy makes of it; a list of arrays has one per sample, its action tokens."""
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    rollout: object
+    old: list
+    values: list
+    advantages: list
+    returns: list
+    importance: list
+    metrics: dict
+
+
+def actions(x, rollout):
+    """Return the entries of [B, T] at the action tokens, a list of B arrays."""
+    return [np.asarray(row)[mask] for row, mask in zip(x, rollout.action_mask, strict=True)]
+
+
+def forward(params, head, tokens, starts, temperature):
+    """Return log-probs and entropies, or values, [B, T]: of each response token at the place before it."""
+    model = tiny.networks(tiny.config()).actor
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden, _ = model.apply({"params": params}, tokens, positions)
+    # The place that predicts response token t, and the token itself.
+    places = jnp.minimum(starts[:, None] + jnp.arange(tiny.T + 1) - 1, tokens.shape[1] - 1)
+    if head == "value":
+        return jnp.take_along_axis(heads.compute_scalars(params, hidden), places, 1)
+    targets = jnp.take_along_axis(tokens, places[:, 1:], 1)
+    logits = heads.compute_logits(model.architecture, params, hidden) / temperature
+    logits = jnp.take_along_axis(logits, places[:, :-1, None], 1)
+    logprobs = jax.nn.log_softmax(logits)
+    entropies = -(jnp.exp(logprobs) * logprobs).sum(-1)
+    return jnp.take_along_axis(logprobs, targets[..., None], 2)[..., 0], entropies
+
+
+def reference(state, rollout) -> Reference:
+    """Estimate advantages response by response and token by token."""
+    rollout = jax.device_get(rollout)
+    starts = rollout.prompts.lengths
+    tokens = np.zeros((tiny.B, tiny.P + tiny.T), np.int32)
+    for b, (start, length) in enumerate(zip(starts, rollout.lengths, strict=True)):
+        tokens[b, :start] = rollout.prompts.tokens[b, :start]
+        tokens[b, start : start + length] = rollout.responses[b, :length]
+    logprobs, _ = forward(state.actor, "lm", tokens, starts, 0.7)
+    ref_logprobs, _ = forward(state.reference, "lm", tokens, starts, 0.7)
+    values_after = np.asarray(forward(state.critic, "value", tokens, starts, None))
+    old, ref, sampled, values = (
+        actions(x, rollout)
+        for x in (logprobs, ref_logprobs, rollout.logprobs, values_after[:, :-1])
+    )
+    kl = [a - b for a, b in zip(old, ref, strict=True)]
+    advantages, returns, shaped = [], [], []
+    for b in range(tiny.B):
+        rewards = -KL_COEF * kl[b]
+        if len(rewards):
+            rewards[-1] += (
+                REWARDS[b] - 0.01 * rollout.lengths[b]
+            )  # the length of the whole response
+        shaped.append(rewards.sum())
+        # After the last action the state holds all tokens, those of the environment too.
+        value_after = values_after[b, rollout.lengths[b]] if rollout.truncated[b] else 0.0
+        advantage = 0.0
+        backwards = []
+        for reward, value in zip(rewards[::-1], values[b][::-1], strict=True):
+            advantage = reward + GAMMA * value_after - value + GAMMA * LAM * advantage
+            value_after = value
+            backwards.append(advantage)
+        advantages.append(np.array(backwards[::-1], np.float32))
+        returns.append(advantages[b] + values[b])
+    flat = np.concatenate(advantages)
+    mean, std = flat.mean(), flat.std()
+    importance = [np.minimum(np.exp(a - b), 2.0) for a, b in zip(old, sampled, strict=True)]
+    flat_returns = np.concatenate(returns)
+    residual = flat_returns - np.concatenate(values)
+    metrics = {
+        "advantages/mean": mean,
+        "advantages/std": std,
+        "critic/explained_variance": 1 - residual.var() / flat_returns.var(),
+        "critic/returns_mean": flat_returns.mean(),
+        "critic/returns_std": flat_returns.std(),
+        "critic/values_mean": np.concatenate(values).mean(),
+        "kl/reference": np.concatenate(kl).mean(),
+        "reward/shaped_mean": np.mean(shaped),
+        "rollout/importance_mean": np.concatenate(importance).mean(),
+        "rollout/logprob_difference": np.abs(np.concatenate(old) - np.concatenate(sampled)).mean(),
+        "response_length/mean": rollout.lengths.mean(),
+    }
+    whitened = [(x - mean) / np.sqrt(std**2 + 1e-8) for x in advantages]
+    return Reference(tokens, starts, rollout, old, values, whitened, returns, importance, metrics)
+
+
+def actor_reference(params, found: Reference, ref_params, policy_loss):
+    """Return the actor's loss and metrics, a sum over lists of action tokens."""
+    logprobs_BxT, entropies_BxT = forward(params, "lm", found.tokens, found.starts, 0.7)
+    ref_BxT, _ = forward(ref_params, "lm", found.tokens, found.starts, 0.7)
+    samples = sum(len(x) > 0 for x in found.old)
+    tokens = sum(map(len, found.old))
+    totals = dict.fromkeys(("pg_loss", "kl_loss", "bonus"), 0.0)
+    entropy, k3, ratios, clipped = [], [], [], []
+    for b in range(tiny.B):
+        places = np.flatnonzero(found.rollout.action_mask[b])
+        if not len(places):
+            continue
+        weight = 1 / (len(places) * samples)
+        logprobs, entropies = logprobs_BxT[b, places], entropies_BxT[b, places]
+        log_ratio = logprobs - found.old[b]
+        ratio = jnp.exp(log_ratio)
+        if policy_loss == "gspo":
+            # GSPO-token: the value of the response's mean, the gradient of each token's own log-ratio.
+            own_gradient = log_ratio - jax.lax.stop_gradient(log_ratio)
+            ratio = jnp.exp(jax.lax.stop_gradient(log_ratio.mean()) + own_gradient)
+        gain = found.advantages[b]
+        plain, cut = -ratio * gain, -jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * gain
+        loss = jnp.maximum(plain, cut)
+        loss = jnp.where(gain < 0, jnp.minimum(loss, -DUAL_CLIP * gain), loss)
+        totals["pg_loss"] += weight * (found.importance[b] * loss).sum()
+        totals["kl_loss"] += weight * (0.5 * (logprobs - ref_BxT[b, places]) ** 2).sum()
+        totals["bonus"] += weight * entropies.sum()
+        entropy.append(entropies)
+        k3.append(jnp.exp(log_ratio) - 1 - log_ratio)
+        ratios.append(ratio)
+        clipped.append(cut > plain)
+    loss = totals["pg_loss"] + KL_LOSS_COEF * totals["kl_loss"] - ENTROPY_COEF * totals["bonus"]
+    ratios = jnp.concatenate(ratios)
+    return loss, {
+        "actor/loss": loss,
+        "actor/pg_loss": totals["pg_loss"],
+        "actor/kl_loss": totals["kl_loss"],
+        "actor/entropy": jnp.concatenate(entropy).sum() / tokens,
+        "actor/approx_kl": jnp.concatenate(k3).sum() / tokens,
+        "actor/ratio_mean": ratios.mean(),
+        "actor/ratio_min": ratios.min(),
+        "actor/ratio_max": ratios.max(),
+        "actor/clip_fraction": jnp.concatenate(clipped).mean(),
+    }
+
+
+def critic_reference(params, found: Reference):
+    """Return the critic's loss and metrics, a mean over the list of all action tokens."""
+    values_BxT = forward(params, "value", found.tokens, found.starts, None)
+    losses, clipped = [], []
+    for b in range(tiny.B):
+        places = np.flatnonzero(found.rollout.action_mask[b])
+        values, old = values_BxT[b, places], found.values[b]
+        plain = 0.5 * (values - found.returns[b]) ** 2
+        near = jnp.clip(values, old - VALUE_CLIP, old + VALUE_CLIP)
+        cut = 0.5 * (near - found.returns[b]) ** 2
+        losses.append(jnp.maximum(plain, cut))
+        clipped.append(cut > plain)
+    loss = jnp.concatenate(losses).mean()
+    return loss, {
+        "critic/loss": loss,
+        "critic/clip_fraction": jnp.concatenate(clipped).mean(),
+    }
+
+
+def assert_equal_metrics(ours, expected):
+    for name, value in expected.items():
+        assert float(ours[name]) == pytest.approx(float(value), rel=2e-4, abs=2e-5), name
+
+
+def assert_equal_trees(ours, expected):
+    def compare(path, a, b):
+        scale = max(np.abs(b).max(), 1e-3)
+        assert np.abs(a - b).max() <= 1e-4 * scale, jax.tree_util.keystr(path)
+
+    jax.tree_util.tree_map_with_path(compare, ours, expected)
+
+
+@pytest.mark.parametrize(
+    ("policy_loss", "packed", "rows"),
+    [
+        ("vanilla", False, 8),
+        ("vanilla", True, 1),
+        ("gspo", True, 4),
+        pytest.param("vanilla", True, 4, marks=pytest.mark.slow),
+        pytest.param("gspo", True, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_packed_losses_equal_those_computed_token_by_token(policy_loss, packed, rows):
+    config = tiny.config(actor__policy_loss=policy_loss, packing__enabled=packed, **OPTIONS)
+    mesh, nets = tiny.make_mesh(), tiny.networks(config)
+    with jax.set_mesh(mesh):
+        state, rollout = tiny.make_state(config, mesh), make_rollout(mesh)
+        moved = jax.tree.map(lambda x: x * 1.1, {"actor": state.actor, "critic": state.critic})
+        # The reference is another policy than the actor, so that its KL is not 0.
+        other = jax.tree.map(lambda x: x * 0.9, state.reference)
+        state = dataclasses.replace(state, reference=other)
+        experience, metrics = tiny.make_experience(config, mesh, state, rollout, REWARDS, rows)
+        everything = tiny.plan(config, mesh, rollout, [np.arange(tiny.B)], rows)
+        batch = jax.tree.map(lambda x: x[0], everything)
+        context = objectives.actor_context(config, state)
+        actor_gradient, actor_metrics = jax.jit(actor_role(config, nets).gradients)(
+            moved["actor"], context, experience, batch
+        )
+        critic_gradient, critic_metrics = jax.jit(critic_role(config, nets).gradients)(
+            moved["critic"], None, experience, batch
+        )
+        found = reference(state, rollout)
+        expected_actor, expected_actor_metrics = jax.grad(
+            lambda params: actor_reference(params, found, state.reference, policy_loss),
+            has_aux=True,
+        )(moved["actor"])
+        expected_critic, expected_critic_metrics = jax.grad(
+            lambda params: critic_reference(params, found), has_aux=True
+        )(moved["critic"])
+    for ours, expected in (
+        (experience.old_logprobs, found.old),
+        (experience.values, found.values),
+        (experience.advantages, found.advantages),
+        (experience.returns, found.returns),
+        (experience.importance, found.importance),
+    ):
+        assert not np.asarray(ours)[~found.rollout.action_mask].any()
+        for row, expected_row in zip(actions(ours, found.rollout), expected, strict=True):
+            np.testing.assert_allclose(row, expected_row, rtol=1e-4, atol=1e-4)
+    assert_equal_metrics(metrics, found.metrics)
+    assert 0 < float(actor_metrics["actor/clip_fraction"]) < 1
+    assert 0 < float(critic_metrics["critic/clip_fraction"]) < 1
+    assert_equal_metrics(actor_metrics, expected_actor_metrics)
+    assert_equal_metrics(critic_metrics, expected_critic_metrics)
+    assert_equal_trees(actor_gradient, expected_actor)
+    assert_equal_trees(critic_gradient, expected_critic)
+
+
+def test_a_response_without_actions_counts_in_no_mean():
+    """With it alone in a mini-batch nothing moves: it has no token to learn from."""
+    config, mesh = tiny.config(), tiny.make_mesh()
+    nets = tiny.networks(config)
+    with jax.set_mesh(mesh):
+        state, rollout = tiny.make_state(config, mesh), make_rollout(mesh)
+        experience, _ = tiny.make_experience(config, mesh, state, rollout)
+        batches = tiny.plan(config, mesh, rollout, [[3, 3]], 2)
+        before = jax.device_get(state.actor)
+        params, _, metrics = jax.jit(actor_role(config, nets).train)(
+            state.actor,
+            state.actor_optimizer,
+            1e-2,
+            True,
+            objectives.actor_context(config, state),
+            experience,
+            batches,
+        )
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(params))
+    assert np.isnan(metrics["actor/loss"]) and metrics["actor/skipped"] == 0
+
+
+def test_the_score_stands_on_the_last_action():
+    mask = jnp.array([[1, 0, 1, 0], [0, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 0]], bool)
+    assert last_actions(mask).tolist() == [
+        [False, False, True, False],
+        [False, False, False, True],
+        [False] * 4,
+        [True, False, False, False],
+    ]
+
+
+def test_rewards_earned_on_other_tokens_move_to_the_action_before():
+    mask = jnp.array([[0, 1, 0, 0, 1], [1, 1, 1, 1, 1]], bool)
+    rewards = jnp.array([[1.0, 2.0, 4.0, 8.0, 16.0], [1.0, 2.0, 3.0, 4.0, 5.0]])
+    assert move_to_actions(rewards, mask).tolist() == [
+        [0.0, 15.0, 0.0, 0.0, 16.0],
+        [1.0, 2.0, 3.0, 4.0, 5.0],
+    ]
