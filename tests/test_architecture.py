@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "rewards": {"errors", "types", "config"},
     "data": {"errors", "types", "storage"},
     "training": FOUNDATIONS | {"config", "storage", "runtime", "models", "data"},
-    "sampler": FOUNDATIONS | {"runtime", "models"},
+    "sampler": FOUNDATIONS | {"config", "runtime", "models"},
     "reporting": {"errors", "config", "runtime", "training"},
 }
 MAY_IMPORT["supervised"] = MAY_IMPORT["training"] | {"training", "reporting"}

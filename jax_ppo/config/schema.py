@@ -613,6 +613,12 @@ class RolloutOptions(Sampling):
     temperature: float = option(
         1.0, "divides the logits, in sampling and in every scoring pass", above=0
     )
+    engine: str = option(
+        "built-in",
+        "what generates the responses: built-in (on the run's own mesh), or an implementation of "
+        "sampler/engine.py's RolloutEngine: `module:Class` or `file.py:Class`, constructed with "
+        "mesh, actor and params",
+    )
     max_num_seqs: int = option(
         256,
         "samples that a device decodes at once; the others wait and take the slot of one that "

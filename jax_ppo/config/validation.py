@@ -222,6 +222,16 @@ def require_known_policy_loss(config: Config) -> None:
         )
 
 
+def require_known_rollout_engine(config: Config) -> None:
+    """Raise `UserError` unless `rollout.engine` is built in or named `module:Class`."""
+    engine = config.rollout.engine
+    if engine != "built-in" and ":" not in engine:
+        raise UserError(
+            f"config.rollout.engine={engine!r}: expected 'built-in' or module:Class."
+            f"{did_you_mean(engine, ['built-in'])}"
+        )
+
+
 def require_several_responses_to_compare(config: Config) -> None:
     """Raise `UserError` for an estimator that compares a prompt's responses if there is one."""
     estimator = config.algorithm.adv_estimator
@@ -312,6 +322,7 @@ TRAIN_RULES: tuple[Rule, ...] = (
     require_valid_top_k,
     require_dual_clip_above_one,
     require_known_policy_loss,
+    require_known_rollout_engine,
     require_several_responses_to_compare,
     require_overlong_buffer_within_response,
     require_known_lora_targets,

@@ -24,7 +24,7 @@ from jax_ppo.ppo import objectives, reward_inputs
 from jax_ppo.rewards import process, registry
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.runtime import sharding
-from jax_ppo.sampler.built_in import BuiltInEngine
+from jax_ppo.sampler.built_in import resolve_engine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.supervised import warmup
 from jax_ppo.training import packing
@@ -97,6 +97,7 @@ class Experiment:
         objectives.policy_loss(
             config.actor.policy_loss
         )  # one of the user's own is imported before anything heavy
+        self._engine_class = resolve_engine(config.rollout.engine)
         self.folders = self._folders(workdir, report)
         self.nets = read_networks(config, self.folders)
         self.tokenizer = (
@@ -334,7 +335,9 @@ class Experiment:
 
     def _build_engine(self):
         actor = self.policy(state_shapes(self.config, self.nets, self.mesh))
-        self.engine: RolloutEngine = BuiltInEngine(self.mesh, self.nets.actor, actor)
+        self.engine: RolloutEngine = self._engine_class(
+            mesh=self.mesh, actor=self.nets.actor, params=actor
+        )
         self.sampling = self._sampling_options(self.config.rollout)
         self.held_out_sampling = self._sampling_options(self.config.rollout.val_kwargs)
 

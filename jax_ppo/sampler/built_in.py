@@ -2,15 +2,27 @@
 
 import functools
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import jax
 
+from jax_ppo.config import plugins
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.runtime import compilation, sharding
-from jax_ppo.sampler.engine import Params, SamplingOptions
+from jax_ppo.sampler.engine import Params, RolloutEngine, SamplingOptions
 from jax_ppo.sampler.generate import Sampler, concatenate
 from jax_ppo.types import Prompts, Rollout
+
+
+def resolve_engine(name: str) -> Callable[..., RolloutEngine]:
+    """Return the class that `rollout.engine` names, called with `mesh`, `actor` and `params`.
+
+    Raises:
+      UserError: a class of the user's own cannot be imported or does not take these arguments.
+    """
+    if name == "built-in":
+        return BuiltInEngine
+    return plugins.load_plugin(name, "rollout.engine", ("mesh", "actor", "params"), by_name=True)
 
 
 class BuiltInEngine:

@@ -42,7 +42,7 @@ class RolloutEngine(Protocol):
 
     The order of calls in a run is `start`, then any number of rounds of `update_weights`, one or
     more `generate` and `release_weights`, then `stop`. `precompile` may be called at any time after
-    `start`, from another thread too. `BuiltInEngine` is the implementation that PPO uses by default.
+    `start`, from another thread too. `BuiltInEngine` is the default implementation.
     """
 
     def start(self) -> None:

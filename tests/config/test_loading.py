@@ -69,6 +69,10 @@ def test_every_option_has_a_meaning():
             {"algorithm__rollout_is": "token", "rollout__reuse_logprobs": "always"},
             r"config\.rollout\.reuse_logprobs='always'",
         ),
+        (
+            {"rollout__engine": "builtin"},
+            r"config\.rollout\.engine='builtin'.*module:Class.*Did you mean 'built-in'",
+        ),
         ({"trainer__logger": "tensorbord"}, r"config\.trainer\.logger='tensorbord'"),
         (
             {"actor__policy_loss": "vanila"},

@@ -1,0 +1,220 @@
+"""The PPO loop runs with any rollout engine, and the built-in one shares weights and programs."""
+
+import csv
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from tiny_actor import ARCHITECTURE, T
+
+import tiny
+from jax_ppo.config import command_line
+from jax_ppo.data import arithmetic
+from jax_ppo.data import tokenizer as tokenizer_lib
+from jax_ppo.errors import UserError
+from jax_ppo.models import heads
+from jax_ppo.models.hf import save as hf_save
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.ppo import loop
+from jax_ppo.runtime import sharding
+from jax_ppo.sampler import engine as engine_lib
+from jax_ppo.sampler.built_in import BuiltInEngine, resolve_engine
+from jax_ppo.sampler.engine import SamplingOptions
+
+LENGTH = 3  # tokens of every response of the engine below
+ENGINE = f'''
+import json, os
+import jax, numpy as np
+from jax_ppo.runtime import sharding
+from jax_ppo.sampler import engine
+from jax_ppo.types import Prompts, Rollout
+
+class FixedResponses:
+    """Returns tokens 4, 5, 6 to every prompt and writes down the calls."""
+
+    def __init__(self, mesh, actor, params):
+        self.rows, self.vocabulary = sharding.rows(mesh), actor.architecture.vocab_size
+        assert params["embed"]["embedding"].shape[0] == self.vocabulary
+        self.calls = ["init"]
+
+    def start(self):
+        self.calls.append("start")
+
+    def update_weights(self, params):
+        self.weights = float(params["norm"]["scale"].sum())
+        self.calls.append("update_weights")
+
+    def generate(self, prompts, key, options, first_sample_index=None):
+        self.calls.append(
+            f"generate temperature={{options.temperature}} first={{first_sample_index}}"
+        )
+        tokens, lengths = (
+            np.repeat(sharding.to_host(x), options.n, axis=0)
+            for x in (prompts.tokens, prompts.lengths)
+        )
+        B, T = len(lengths), options.max_response_length
+        responses = np.zeros((B, T), np.int32)
+        responses[:, :{LENGTH}] = range(4, 4 + {LENGTH})
+        logprobs = np.where(responses > 0, -np.log(self.vocabulary), 0).astype(np.float32)
+        rollout = Rollout(
+            prompts=Prompts(tokens=tokens, lengths=lengths), responses=responses,
+            lengths=np.full(B, {LENGTH}, np.int32), logprobs=logprobs, truncated=np.zeros(B, bool))
+        return sharding.place(rollout, self.rows)
+
+    def release_weights(self):
+        del self.weights
+        self.calls.append("release_weights")
+
+    def stop(self):
+        self.calls.append("stop")
+        with open(os.path.join(os.path.dirname(__file__), "calls.json"), "w") as file:
+            json.dump(self.calls, file)
+
+    def precompile(self, params, prompts, key, options):
+        self.calls.append("precompile")
+        yield "nothing to compile"
+        return engine.rollout_shapes(prompts, options, self.rows)
+'''
+CONFIG = """
+from jax_ppo.config import default_config
+
+def get_config(arg=None):
+    config = default_config()
+    config.model.path = {model!r}
+    config.model.dtype = "float32"
+    config.data.train_files = "arithmetic:16"
+    config.data.val_files = "arithmetic:12:heldout"
+    config.data.train_batch_size, config.data.val_batch_size = 8, 8
+    config.data.max_prompt_length, config.data.max_response_length = 64, 4
+    config.actor.ppo_mini_batch_size = 8
+    config.rollout.engine = {engine!r}
+    config.rollout.reuse_logprobs = "never"
+    config.rollout.temperature = 0.5
+    config.rollout.val_kwargs.temperature = 0.0
+    config.reward.function = {reward!r}
+    config.trainer.total_training_steps = 1
+    config.trainer.save_freq = 0
+    config.trainer.val_before_train = False
+    config.trainer.export = False
+    return config
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    """One PPO step of a random tiny model with the engine above; rewards are 1 per response."""
+    texts = ["".join(example) for example in arithmetic.worked_examples(200, 0.5, 0)]
+    tokenizer_lib.train_tokenizer(texts, 192, tmp_path / "tokenizer")
+    architecture = dataclasses.replace(tiny.ARCHITECTURE, vocab_size=192)
+    params = heads.init_params(Transformer(architecture), jax.random.key(0), "lm")
+    hf_save.export_checkpoint(
+        params, architecture, tmp_path / "model", source_folder=tmp_path / "tokenizer"
+    )
+    (tmp_path / "fixed.py").write_text(ENGINE)
+    (tmp_path / "reward.py").write_text(
+        "def reward(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n"
+    )
+    text = CONFIG.format(
+        model=str(tmp_path / "model"),
+        engine=f"{tmp_path}/fixed.py:FixedResponses",
+        reward=f"{tmp_path}/reward.py:reward",
+    )
+    (tmp_path / "config.py").write_text(text)
+    return command_line.read_command_line(["train", f"--config={tmp_path}/config.py"])[0]
+
+
+def test_a_ppo_step_with_an_engine_named_by_an_option(config, tmp_path):
+    """The loop hands weights over once per step, and evaluation uses its own options."""
+    summary = loop.train(config, tmp_path / "run")
+    assert json.loads((tmp_path / "calls.json").read_text()) == [
+        "init",
+        "start",
+        "precompile",
+        "update_weights",
+        "generate temperature=0.5 first=None",
+        "release_weights",
+        "update_weights",
+        "generate temperature=0.0 first=0",
+        "generate temperature=0.0 first=8",
+        "release_weights",
+        "stop",
+    ]
+    assert summary["steps"] == 1
+    with open(tmp_path / "run" / "metrics.csv") as file:
+        (step,) = csv.DictReader(file)
+    assert float(step["response_length/mean"]) == LENGTH
+    assert float(step["reward/mean"]) == 1
+    assert "rollout/slot_use" not in step  # this engine has no slots to count
+
+
+def test_an_engine_is_stopped_after_an_error():
+    calls = []
+
+    class Engine:
+        def start(self):
+            calls.append("start")
+
+        def stop(self):
+            calls.append("stop")
+
+    with pytest.raises(KeyError), engine_lib.running(Engine()):
+        raise KeyError
+    assert calls == ["start", "stop"]
+
+
+def test_an_engine_that_cannot_be_constructed_is_refused(tmp_path):
+    (tmp_path / "mine.py").write_text("class Engine:\n    def __init__(self, url):\n        pass\n")
+    with pytest.raises(UserError, match=r"config\.rollout\.engine.*mesh"):
+        resolve_engine(f"{tmp_path}/mine.py:Engine")
+
+
+class TestBuiltInEngine:
+    OPTIONS = SamplingOptions(T, 1.0, eos_ids=(3, 7, 11), slots=4)
+
+    @pytest.fixture
+    def engine(self, actor):
+        engine = BuiltInEngine(tiny.make_mesh(), Transformer(ARCHITECTURE), actor.stacked)
+        with engine_lib.running(engine):
+            yield engine
+
+    def test_samples_from_stacked_weights_with_any_options(self, actor, engine, prompts):
+        """One update_weights serves calls with different options."""
+        engine.update_weights(actor.stacked)
+        for options in (self.OPTIONS, SamplingOptions(T, 0.0)):
+            rollout = engine.generate(prompts, jax.random.key(0), options)
+            expected = actor.sampler(options)(actor.params, prompts, jax.random.key(0))
+            for ours, theirs in zip(
+                jax.tree.leaves(rollout), jax.tree.leaves(expected), strict=True
+            ):
+                np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+    def test_weights_are_those_of_the_last_update(self, actor, engine, prompts):
+        greedy = SamplingOptions(T, 0.0)
+        engine.update_weights(jax.tree.map(lambda x: -x, actor.stacked))
+        other = engine.generate(prompts, jax.random.key(0), greedy)
+        engine.update_weights(actor.stacked)
+        ours = engine.generate(prompts, jax.random.key(0), greedy)
+        assert (np.asarray(other.responses) != np.asarray(ours.responses)).any()
+        np.testing.assert_array_equal(
+            ours.responses, actor.sample(prompts, temperature=0.0).responses
+        )
+
+    def test_without_weights_it_refuses(self, actor, engine, prompts):
+        engine.update_weights(actor.stacked)
+        engine.release_weights()
+        with pytest.raises(RuntimeError, match="update_weights"):
+            engine.generate(prompts, jax.random.key(0), self.OPTIONS)
+
+
+def test_rollout_shapes_are_those_of_a_rollout(actor, prompts):
+    options = SamplingOptions(T, 1.0, n=2)
+    rows = sharding.rows(tiny.make_mesh())
+    shapes = engine_lib.rollout_shapes(prompts, options, rows)
+    rollout = actor.sampler(options)(actor.params, prompts, jax.random.key(0))
+    assert shapes.slot_steps is None
+    for name in ("responses", "lengths", "logprobs", "truncated"):
+        expected, array = getattr(shapes, name), getattr(rollout, name)
+        assert (expected.shape, expected.dtype) == (array.shape, array.dtype), name
+    assert shapes.prompts.tokens.shape == rollout.prompts.tokens.shape
