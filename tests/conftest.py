@@ -1,12 +1,17 @@
-"""Eight virtual CPU devices for every test, so that meshes of 1, 2 and 8 can be compared in one process."""
+"""Set up JAX for the tests: eight virtual CPU devices, and compiled programs kept on disk."""
 
 import atexit
+import gc
 import os
 import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+# Eight devices, so that meshes of 1, 2 and 8 can be compared in one process.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
-# Most of the suite's time is compilation. What runs for minutes wants its programs optimised: XLA_FLAGS= in the environment.
+# Most of the suite's time is compilation. A test that computes for minutes needs optimized
+# programs: run it with XLA_FLAGS= in the environment.
 os.environ.setdefault(
     "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
@@ -14,10 +19,10 @@ os.environ.setdefault(
 import jax
 import pytest
 
-if jax.config.jax_num_cpu_devices != 8:  # not once more in a process that has its devices
-    jax.config.update("jax_num_cpu_devices", 8)
-# Tests, the workers that share them, and the runs that they start keep their compiled programs for each other, and leave the
-# user's own alone. Workers inherit the folder from the process that starts them.
+jax.config.update("jax_num_cpu_devices", 8)
+# All processes of a test session (workers and the runs that tests start) share one folder of
+# compiled programs, apart from the user's own. Workers inherit it from the process that starts
+# them.
 if "JAX_PPO_TEST_CACHE" not in os.environ:
     _cache = tempfile.TemporaryDirectory(prefix="jax_ppo_tests_")
     atexit.register(_cache.cleanup)
@@ -26,14 +31,36 @@ os.environ["XDG_CACHE_HOME"] = os.environ["JAX_PPO_TEST_CACHE"]
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_PPO_TEST_CACHE"] + "/tests")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
+# Linux allows a process 65,530 memory maps (vm.max_map_count), and every program that XLA compiles
+# for the CPU takes some: 50 on average in the tests of the update, for eight devices and without
+# optimization. At the limit LLVM cannot allocate memory, and the process is killed by SIGSEGV.
+# A module adds at most 30,000, so that clearing at this bound keeps every worker below the limit.
+# A training run compiles about a hundred programs, once, and stays below 3,000 maps.
+MOST_MAPS = 20_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounded_memory_maps() -> Iterator[None]:
+    """Drop compiled programs between modules once the process has many memory maps.
+
+    Programs that took longer than 0.3 s to compile are read from the disk when needed again.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
+
 
 @pytest.fixture
-def cudnn_anywhere(monkeypatch):
-    """The library's attention by cuDNN, which runs on NVIDIA alone, by its own XLA form; refused where a compiler would have to
-    split it."""
-    library = jax.nn.dot_product_attention
+def cudnn_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace cuDNN attention, which runs on NVIDIA GPUs only, by XLA's.
 
-    def run(*arrays, implementation, **options):
+    The replacement fails where a compiler would have to split the call over a mesh.
+    """
+    library: Callable = jax.nn.dot_product_attention
+
+    def run(*arrays, implementation: str, **options) -> jax.Array:
         mesh = jax.sharding.get_abstract_mesh()
         assert implementation == "cudnn" and (
             mesh.empty or set(mesh.manual_axes) == set(mesh.axis_names)

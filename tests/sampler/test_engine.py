@@ -87,7 +87,7 @@ def get_config(arg=None):
     config.data.train_files = "arithmetic:16"
     config.data.val_files = "arithmetic:12:heldout"
     config.data.train_batch_size, config.data.val_batch_size = 8, 8
-    config.data.max_prompt_length, config.data.max_response_length = 64, 4
+    config.data.max_prompt_length, config.data.max_response_length = 48, 4
     config.actor.ppo_mini_batch_size = 8
     config.rollout.engine = {engine!r}
     config.rollout.reuse_logprobs = "never"
@@ -142,7 +142,7 @@ def test_a_ppo_step_with_an_engine_named_by_an_option(config, tmp_path):
         "stop",
     ]
     assert summary["steps"] == 1
-    with open(tmp_path / "run" / "metrics.csv") as file:
+    with open(tmp_path / "run" / "training_metrics.csv") as file:
         (step,) = csv.DictReader(file)
     assert float(step["response_length/mean"]) == LENGTH
     assert float(step["reward/mean"]) == 1
