@@ -1,1 +1,47 @@
-"""PPO for language models in JAX. Importing the package loads nothing; `python -m jax_ppo.train` is the command."""
+"""PPO for language models in JAX.
+
+`python -m jax_ppo` lists the commands. The Python API, loaded on first use:
+
+    from jax_ppo import load_config, train, load_policy, sample, kernels
+
+    config = load_config("arithmetic", trainer__total_training_steps=10)
+    summary = train(config, "output/arithmetic")
+    policy = load_policy("output/arithmetic")
+    print(sample(policy, ["Tom has 3 apples. He buys 4 more. How many has he?"]))
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jax_ppo import kernels as kernels
+    from jax_ppo.api import Policy as Policy
+    from jax_ppo.api import load_policy as load_policy
+    from jax_ppo.api import sample as sample
+    from jax_ppo.api import train as train
+    from jax_ppo.config.loading import load_config as load_config
+
+__version__ = "0.1.0"
+__all__ = ["Policy", "__version__", "kernels", "load_config", "load_policy", "sample", "train"]
+
+# Once the submodule `jax_ppo.train` is imported, this name is bound to it; the module is callable.
+_SUBMODULES = ("kernels", "train")
+_ATTRIBUTES = {
+    "Policy": "jax_ppo.api",
+    "load_config": "jax_ppo.config.loading",
+    "load_policy": "jax_ppo.api",
+    "sample": "jax_ppo.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import an attribute of the public API on first use."""
+    if name in _SUBMODULES:
+        return importlib.import_module(f"jax_ppo.{name}")
+    if name in _ATTRIBUTES:
+        return getattr(importlib.import_module(_ATTRIBUTES[name]), name)
+    raise AttributeError(f"module 'jax_ppo' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -31,7 +31,8 @@ def run_command(arguments: list[str], command: str, run: Callable[[Config, Path]
     distributed.run_or_abort(lambda: _run(options, workdir, run))
 
 
-def _run(options: Config, workdir: Path, run: Callable[[Config, Path], object]) -> None:
+def prepare_run(options: Config, workdir: Path) -> None:
+    """Set up the compilation cache and write the resolved options to the work directory."""
     from jax_ppo.reporting import console
     from jax_ppo.runtime import compilation, distributed
 
@@ -39,6 +40,10 @@ def _run(options: Config, workdir: Path, run: Callable[[Config, Path], object]) 
     compilation.keep(options.trainer.compilation_cache, console.print_on_main)
     if distributed.is_main():
         command_line.write_resolved_config(options, workdir)
+
+
+def _run(options: Config, workdir: Path, run: Callable[[Config, Path], object]) -> None:
+    prepare_run(options, workdir)
     try:
         run(options, workdir)
     except UserError as error:

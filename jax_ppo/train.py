@@ -1,21 +1,41 @@
-"""The command: `python -m jax_ppo.train --config=configs/arithmetic.py [--config.OPTION=VALUE ...] [--workdir=FOLDER]`."""
+"""Run PPO: `python -m jax_ppo.train --config=FILE [--config.OPTION=VALUE ...] [--workdir=FOLDER]`."""
 
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 from jax_ppo import command
 from jax_ppo.config import schema
 
 
 def main(arguments: list[str]) -> None:
+    """Run the command; `arguments` are `sys.argv`."""
     command.run_command(arguments, "train", run)
 
 
 def run(options: schema.Config, workdir: Path) -> None:
-    from jax_ppo.ppo import loop as ppo
+    """Train with validated options."""
+    from jax_ppo.ppo import loop
 
-    ppo.train(options, workdir)
+    loop.train(options, workdir)
 
+
+class _CallableModule(types.ModuleType):
+    """This module, which is the command, can be called as the function `jax_ppo.api.train` too.
+
+    Importing a submodule binds its name in the package, so `from jax_ppo import train` cannot be
+    relied on to give a function of the same name.
+    """
+
+    def __call__(self, config: schema.Config, workdir: str | Path | None = None) -> dict[str, Any]:
+        """See `jax_ppo.api.train`."""
+        from jax_ppo import api
+
+        return api.train(config, workdir)
+
+
+sys.modules[__name__].__class__ = _CallableModule
 
 if __name__ == "__main__":
     main(sys.argv)

@@ -28,7 +28,8 @@ MAY_IMPORT["supervised"] = MAY_IMPORT["training"] | {"training", "reporting"}
 MAY_IMPORT["ppo"] = MAY_IMPORT["supervised"] | {"supervised", "sampler", "rewards"}
 MAY_IMPORT["command"] = {"errors", "config", "runtime", "reporting"}
 MAY_IMPORT["sft"] = MAY_IMPORT["reward_model"] = {"config", "command", "supervised"}
-MAY_IMPORT["train"] = {"config", "command", "ppo"}
+MAY_IMPORT["train"] = {"config", "command", "ppo", "api"}
+MAY_IMPORT["api"] = MAY_IMPORT["ppo"] | {"ppo", "command"}
 
 HOST = {"data", "rewards"}  # run on the host, without jax
 COMMANDS = {"train", "sft", "reward_model"}

@@ -4,9 +4,5 @@ import sys
 
 from jax_ppo.config import reference
 
-if sys.argv[1:] == ["--markdown"]:
-    print(reference.options_markdown(), end="")
-elif not sys.argv[1:]:
-    reference.print_options()
-else:
-    sys.exit("usage: python -m jax_ppo.config [--markdown]")
+if __name__ == "__main__":
+    reference.main(sys.argv[1:])

@@ -23,6 +23,16 @@ nearest valid name. "unset" means that the program chooses; the meaning says wha
 """
 
 
+def main(arguments: list[str]) -> None:
+    """Print the table of options or, with `--markdown`, the reference page."""
+    if arguments == ["--markdown"]:
+        print(options_markdown(), end="")
+    elif not arguments:
+        print_options()
+    else:
+        sys.exit("usage: python -m jax_ppo.config [--markdown]")
+
+
 def print_options() -> None:
     """Print a table of all options for the terminal."""
     rows = [

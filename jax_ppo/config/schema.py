@@ -1,7 +1,8 @@
 """Define every option with its default, unit, range and meaning, and the commands that read it.
 
 Names are verl's where the concept is the same: batch and mini-batch sizes count prompts,
-frequencies count steps. `docs/options.md` is generated from this file (`python -m jax_ppo.config --markdown`).
+frequencies count steps. `docs/options.md` is generated from this file by
+`python -m jax_ppo.config --markdown`.
 """
 
 import dataclasses
@@ -22,8 +23,8 @@ AGGREGATIONS = (
 PPO = ("train",)
 SUPERVISED = ("sft", "reward_model")
 
-# What options depend on. Changing an option is an error if a requirement is not met, and is noted as
-# having no effect if a condition is not met.
+# What options depend on. Changing an option is an error if a requirement is not met, and is noted
+# as having no effect if a condition is not met.
 HAS_CRITIC = Requirement(
     lambda config: config.has_critic,
     "`algorithm.adv_estimator` is gae",

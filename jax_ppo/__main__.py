@@ -1,0 +1,58 @@
+"""`python -m jax_ppo` and the console script `jax-ppo` list the commands and run them."""
+
+import importlib
+import sys
+
+import jax_ppo
+from jax_ppo.errors import did_you_mean
+
+COMMANDS = {
+    "train": "train a language model with PPO",
+    "sft": "fine-tune a language model on responses, before PPO",
+    "reward_model": "train a reward model on preferences, for PPO",
+    "config": "print the table of options",
+}
+USAGE = """\
+jax_ppo {version}: PPO for language models in JAX
+
+usage: {program} COMMAND --config=FILE[:ARG] [--config.OPTION=VALUE ...] [--workdir=FOLDER]
+
+{commands}
+
+{program} COMMAND --help prints the options. For example: {program} train --config=arithmetic
+"""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command that the first argument names; without one, list the commands.
+
+    Args:
+      arguments: The arguments without the program's name; `None`: those of the process.
+
+    Raises:
+      SystemExit: With a message for an unknown command, and as the command itself exits.
+    """
+    command, *options = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if command in ("--help", "-h", "help"):
+        print(_usage())
+    elif command == "--version":
+        print(jax_ppo.__version__)
+    elif command == "config":
+        from jax_ppo.config import reference
+
+        reference.main(options)
+    elif command in COMMANDS:
+        importlib.import_module(f"jax_ppo.{command}").main([command, *options])
+    else:
+        hint = did_you_mean(command, COMMANDS)
+        sys.exit(f"error: {command}: no such command; there are {', '.join(COMMANDS)}.{hint}")
+
+
+def _usage() -> str:
+    program = "python -m jax_ppo" if sys.argv[0].endswith("__main__.py") else "jax-ppo"
+    commands = "\n".join(f"  {name:14s} {text}" for name, text in COMMANDS.items())
+    return USAGE.format(version=jax_ppo.__version__, program=program, commands=commands)
+
+
+if __name__ == "__main__":
+    main()

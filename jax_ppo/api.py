@@ -1,0 +1,224 @@
+"""The Python API: train with PPO, load a policy, sample from it."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ppo import command
+from jax_ppo.config import schema, validation
+from jax_ppo.data import prompts as prompts_lib
+from jax_ppo.data import tokenizer as tokenizer_lib
+from jax_ppo.errors import UserError
+from jax_ppo.models import heads, rope
+from jax_ppo.models.hf.hub import resolve_model_folder
+from jax_ppo.models.hf.load import load_checkpoint
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.ppo import loop
+from jax_ppo.runtime import sharding
+from jax_ppo.sampler.built_in import BuiltInEngine
+from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
+from jax_ppo.training.networks import Folders, read_networks
+from jax_ppo.types import Params, Prompts
+
+Prompt = str | Sequence[dict[str, str]]  # text, or the messages of a chat
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A language model that is ready to sample from, on a mesh of all devices.
+
+    Attributes:
+      folder: The folder of the checkpoint.
+      model: The network.
+      tokenizer: The transformers tokenizer of the folder.
+      mesh: The devices.
+      engine: The engine, started and with the weights of the checkpoint.
+    """
+
+    folder: Path
+    model: Transformer
+    tokenizer: Any
+    mesh: jax.sharding.Mesh
+    engine: RolloutEngine
+
+
+def train(config: schema.Config, workdir: str | Path | None = None) -> dict[str, Any]:
+    """Train with PPO, as `python -m jax_ppo.train` does.
+
+    Args:
+      config: The options, from `load_config`.
+      workdir: Folder for everything that the run writes; `None`: output/EXPERIMENT_NAME. A run
+        resumes from the newest checkpoint in it.
+
+    Returns:
+      The contents of WORKDIR/summary.json.
+
+    Raises:
+      UserError: Options or input files are invalid; the message names the option.
+    """
+    validation.validate_train_config(config)
+    workdir = Path(workdir or Path("output") / config.experiment_name)
+    command.prepare_run(config, workdir)
+    return loop.train(config, workdir)
+
+
+def load_policy(path: str | Path, *, dtype: str = "float32") -> Policy:
+    """Load a language model to sample from.
+
+    Args:
+      path: The work directory of a run that exported its model, a Hugging Face folder, or a hub
+        name (OWNER/NAME or OWNER/NAME@REVISION).
+      dtype: Data type of weights and computation: "float32" or "bfloat16".
+
+    Raises:
+      UserError: There is no such model, or it is not supported.
+    """
+    if dtype not in ("float32", "bfloat16"):
+        raise UserError(f"load_policy: dtype={dtype!r}: expected 'float32' or 'bfloat16'")
+    folder = _policy_folder(path)
+    # Without a critic, the networks are those of the policy alone.
+    options = schema.Config(
+        model=schema.Model(dtype=dtype), algorithm=schema.Algorithm(adv_estimator="rloo")
+    )
+    model = read_networks(options, Folders(actor=folder, critic=None, reward=None)).actor
+    tokenizer = tokenizer_lib.load_tokenizer(str(folder), option="load_policy: path")
+    mesh = sharding.make_mesh(schema.MeshShape())
+    with jax.set_mesh(mesh):
+        params = _load_params(folder, model, mesh)
+        engine = BuiltInEngine(mesh, model, params)
+        engine.start()
+        engine.update_weights(params)
+    return Policy(folder=folder, model=model, tokenizer=tokenizer, mesh=mesh, engine=engine)
+
+
+def sample(
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    *,
+    max_response_length: int = 128,
+    temperature: float = 1.0,
+    top_k: int = -1,
+    top_p: float = 1.0,
+    n: int = 1,
+    seed: int = 0,
+    chat_template: bool = True,
+    max_num_seqs: int = 256,
+) -> list[str]:
+    """Sample responses to prompts.
+
+    A response depends on the seed and on its index among the responses, not on the other prompts.
+
+    Args:
+      policy: From `load_policy`.
+      prompts: Texts, or chats as lists of {"role": ..., "content": ...} messages.
+      max_response_length: Maximum number of tokens of a response.
+      temperature: Divides the logits; 0 is greedy.
+      top_k: Draw from the k most likely tokens; -1: from all.
+      top_p: Draw from the most likely tokens that together hold this probability.
+      n: Responses per prompt.
+      seed: Seed of the draws.
+      chat_template: Apply the tokenizer's chat template to chats, if it has one.
+      max_num_seqs: Samples that a device decodes at once; the others wait for a free slot.
+
+    Returns:
+      `n` responses per prompt, those of the first prompt first, without special tokens. Prompt and
+      response concatenated read as one text.
+
+    Raises:
+      UserError: An argument is out of range, or a prompt is empty or too long for the model.
+    """
+    if isinstance(prompts, str):
+        raise UserError(f"sample: prompts={prompts!r}: expected a list of prompts")
+    if not prompts:
+        return []
+    eos_ids = (*policy.model.architecture.eos_ids, policy.tokenizer.eos_token_id)
+    options = SamplingOptions(
+        max_response_length=_in_range("max_response_length", max_response_length, at_least=1),
+        temperature=_in_range("temperature", temperature, at_least=0),
+        top_k=_in_range("top_k", top_k, at_least=-1),
+        top_p=_in_range("top_p", top_p, at_least=0, at_most=1),
+        n=_in_range("n", n, at_least=1),
+        eos_ids=tuple(dict.fromkeys(i for i in eos_ids if i is not None)),
+        slots=_in_range("max_num_seqs", max_num_seqs, at_least=1),
+    )
+    prompt_ids = _encode_prompts(policy, prompts, max_response_length, chat_template)
+    with jax.set_mesh(policy.mesh):
+        batch = sharding.place(_pad_batch(policy, prompt_ids), sharding.rows(policy.mesh))
+        everywhere = sharding.replicated(policy.mesh)
+        key = jax.jit(lambda: jax.random.key(seed), out_shardings=everywhere)()
+        rollout = policy.engine.generate(batch, key, options)
+        responses = sharding.to_host(rollout.responses)
+        lengths = sharding.to_host(rollout.lengths)
+    return [
+        tokenizer_lib.decode_behind(
+            policy.tokenizer, prompt_ids[i // n][-1], responses[i, : lengths[i]].tolist()
+        )
+        for i in range(len(prompts) * n)
+    ]
+
+
+def _policy_folder(path: str | Path) -> Path:
+    """Return the folder of a Hugging Face checkpoint: that of a run is WORKDIR/actor."""
+    folder = Path(path).expanduser()
+    if (folder / "actor" / "config.json").exists():
+        return folder / "actor"
+    is_run = (folder / "checkpoints").is_dir() and not (folder / "model.safetensors").exists()
+    if is_run:
+        raise UserError(
+            f"load_policy: path={str(path)!r}: the run has exported no model (there is no folder "
+            "actor in it); it does so after its last step, with config.trainer.export=True"
+        )
+    return resolve_model_folder(str(path), what="load_policy: path")
+
+
+def _load_params(folder: Path, model: Transformer, mesh: jax.sharding.Mesh) -> Params:
+    shapes = jax.eval_shape(lambda: heads.init_params(model, jax.random.key(0), "lm"))
+    shardings = sharding.tree_shardings(mesh, shapes, sharding.TRAIN_RULES)
+    dtype = jnp.dtype(model.dtype)
+    return load_checkpoint(folder, model.architecture, shardings, dtype=dtype)
+
+
+def _encode_prompts(
+    policy: Policy, prompts: Sequence[Prompt], max_response_length: int, chat_template: bool
+) -> list[list[int]]:
+    """Return the token ids of each prompt; raise `UserError` for empty and overlong ones."""
+    limit = rope.max_sequence_length(policy.model.architecture)
+    encoded = []
+    for number, prompt in enumerate(prompts):
+        text_or_chat = prompt if isinstance(prompt, str) else tuple(prompt)
+        ids = tokenizer_lib.encode_prompt(policy.tokenizer, text_or_chat, chat_template)
+        if not ids:
+            raise UserError(f"sample: prompts[{number}]={prompt!r}: the prompt has no tokens")
+        if len(ids) + max_response_length > limit:
+            raise UserError(
+                f"sample: prompts[{number}]: {len(ids)} tokens and max_response_length="
+                f"{max_response_length} exceed the {limit} tokens that the model can read"
+            )
+        encoded.append(ids)
+    return encoded
+
+
+def _pad_batch(policy: Policy, prompt_ids: Sequence[Sequence[int]]) -> Prompts:
+    """Return the prompts as arrays, with copies of the first so that they divide among devices."""
+    padding = -len(prompt_ids) % sharding.row_shards(policy.mesh)
+    rows = [*prompt_ids, *[prompt_ids[0]] * padding]
+    lengths = np.array([len(ids) for ids in rows], np.int32)
+    longest = int(lengths.max())
+    cap = rope.max_sequence_length(policy.model.architecture)
+    tokens = np.zeros((len(rows), prompts_lib.bucket(longest, cap)), np.int32)
+    for row, ids in zip(tokens, rows, strict=True):
+        row[: len(ids)] = ids
+    return Prompts(tokens=tokens, lengths=lengths)
+
+
+def _in_range(name: str, value: Any, *, at_least: float, at_most: float = np.inf) -> Any:
+    """Return the value of an argument of `sample`; raise `UserError` unless it is in the range."""
+    if not at_least <= value <= at_most:
+        limit = f"at least {at_least}" if at_most == np.inf else f"{at_least} to {at_most}"
+        raise UserError(f"sample: {name}={value!r}: expected {limit}")
+    return value

@@ -1,0 +1,122 @@
+"""The Python API: what `from jax_ppo import ...` offers, on a small pretrained model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jax_ppo
+from jax_ppo.errors import UserError
+
+FOLDER = Path(os.environ.get("JAX_PPO_DATA", "../shared/data")) / "tinystories-260k"
+PROMPT = "Once upon a time, there was a little girl named Lily."
+STORY = " She loved to play outside in the park. One day, she saw a big, red ball."
+needs_model = pytest.mark.skipif(
+    not FOLDER.exists(), reason=f"{FOLDER} is missing; JAX_PPO_DATA names the folder it is in"
+)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return jax_ppo.load_policy(FOLDER)
+
+
+@needs_model
+def test_greedy_samples_continue_the_prompts_in_order(policy):
+    prompts = [PROMPT, "One day, a boy named Tim went to the", PROMPT]
+    first, second, third = jax_ppo.sample(policy, prompts, max_response_length=32, temperature=0)
+    assert first.startswith(STORY)
+    assert third == first and second != first
+
+
+@needs_model
+def test_samples_depend_on_the_seed_and_the_index_but_not_on_other_prompts(policy):
+    def draw(prompts, **options):
+        return jax_ppo.sample(policy, prompts, max_response_length=32, **options)
+
+    pair = draw([PROMPT], n=2)
+    assert pair == draw([PROMPT, "The end"], n=2)[:2]
+    assert pair[0] != pair[1]
+    assert pair != draw([PROMPT], n=2, seed=1)
+
+
+@needs_model
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        (PROMPT, {}, "expected a list of prompts"),
+        ([PROMPT], {"temperature": -1}, r"temperature=-1: expected at least 0"),
+        ([PROMPT], {"max_response_length": 10_000}, r"prompts\[0\]: .* exceed the 512 tokens"),
+        ([PROMPT], {"top_p": 2}, r"top_p=2: expected 0 to 1"),
+    ],
+)
+def test_mistakes_in_sampling_are_named(policy, prompts, options, message):
+    with pytest.raises(UserError, match=message):
+        jax_ppo.sample(policy, prompts, **options)
+    assert jax_ppo.sample(policy, []) == []
+
+
+@pytest.mark.parametrize(
+    ("create", "message"),
+    [
+        ([], "load_policy: path"),
+        (["checkpoints"], "exported no model"),
+    ],
+)
+def test_a_folder_without_a_model_is_named(create, message, tmp_path):
+    for name in create:
+        (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=message):
+        jax_ppo.load_policy(tmp_path if create else tmp_path / "nothing")
+
+
+@needs_model
+def test_train_returns_the_summary_and_its_folder_is_a_policy(tmp_path):
+    config = jax_ppo.load_config(
+        "tinystories",
+        {"model.path": str(FOLDER), "data.train_files": "stories:16", "data.val_files": ""},
+        data__train_batch_size=8,
+        data__val_batch_size=8,
+        data__max_response_length=8,
+        actor__ppo_mini_batch_size=8,
+        trainer__total_training_steps=1,
+        trainer__critic_warmup=0,
+        trainer__compilation_cache="off",
+    )
+    summary = jax_ppo.train(config, tmp_path)
+    assert summary == json.loads((tmp_path / "summary.json").read_text())
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 0
+    trained = jax_ppo.load_policy(tmp_path)
+    assert trained.folder == tmp_path / "actor"
+    (story,) = jax_ppo.sample(trained, [PROMPT], max_response_length=4)
+    assert story
+
+
+def test_train_validates_a_config_that_was_built_by_hand(tmp_path):
+    from jax_ppo.config.schema import Config
+
+    with pytest.raises(UserError, match=r"config\.data\.train_files='': must be set"):
+        jax_ppo.train(Config(), tmp_path)
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    code = (
+        "import sys, jax_ppo\n"
+        "print(sorted({'jax', 'flax', 'numpy', 'transformers'} & set(sys.modules)))\n"
+        "print(sorted(set(jax_ppo.__all__) - set(dir(jax_ppo))))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.split() == ["[]", "[]"], result.stderr
+
+
+def test_every_public_name_resolves_and_train_is_the_command_too():
+    assert all(getattr(jax_ppo, name) is not None for name in jax_ppo.__all__)
+    import jax_ppo.train as command
+
+    assert jax_ppo.train is command and callable(command) and callable(command.main)
+    assert jax_ppo.kernels.losses
+    with pytest.raises(AttributeError, match="no attribute 'tran'"):
+        jax_ppo.tran  # noqa: B018
