@@ -23,10 +23,19 @@ EXTRAS = {
     "cuda": ["jax[cuda12]"],
     "tpu": ["jax[tpu]"],
     "wandb": ["wandb"],
+    "dev": ["mypy", "pre-commit", "ruff"],
     "docs": ["mkdocs-material"],
     # torch and peft are what models and adapters are compared with; without them those tests are skipped. tensorboard reads the
     # curves back.
-    "test": ["hypothesis", "peft", "pytest>=9", "pytest-xdist", "tensorboard", "torch==2.13.0"],
+    "test": [
+        "hypothesis",
+        "peft",
+        "pytest-cov",
+        "pytest-xdist",
+        "pytest>=9",
+        "tensorboard",
+        "torch==2.13.0",
+    ],
 }
 
 setup(

@@ -19,7 +19,9 @@ os.environ.setdefault(
 import jax
 import pytest
 
-jax.config.update("jax_num_cpu_devices", 8)
+# Not set again in a process that has initialized its devices (edited_copies.py).
+if jax.config.jax_num_cpu_devices != 8:
+    jax.config.update("jax_num_cpu_devices", 8)
 # All processes of a test session (workers and the runs that tests start) share one folder of
 # compiled programs, apart from the user's own. Workers inherit it from the process that starts
 # them.

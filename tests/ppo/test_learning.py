@@ -15,7 +15,9 @@ pytestmark = pytest.mark.slow
 
 def train(workdir, *arguments):
     """(evaluations, rows of training_metrics.csv that belong to steps)"""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    # Minutes of training are worth optimised programs, unlike the other tests (conftest.py).
+    machine = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": ""}
+    environment = os.environ | machine
     subprocess.run(
         [sys.executable, "-m", "jax_ppo.train", *arguments, f"--workdir={workdir}"],
         cwd=ROOT,
