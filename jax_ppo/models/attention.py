@@ -1,92 +1,175 @@
-"""Causal attention inside the segments of packed rows: one function, and the programs that can compute it.
+"""Causal attention within the segments of packed rows, and the programs that compute it.
 
-Each takes (q [B, T, H, d], k and v [B, T, K, d], segments int32 [B, T] or None for one segment a row) and gives [B, T, H, d] in
-q's dtype: query head h reads key head h // (H / K), a token the tokens up to itself in its row that have its segment. Options:
+Each program takes q [B, T, H, d], k and v [B, T, K, d] and segments int32 [B, T] (or `None` if
+each row is one segment), and returns [B, T, H, d] in the type of q. Query head h reads key head
+h // (H / K). A token reads itself and the earlier tokens in its row that have the same segment.
+The options are
 
     scale           factor on the product of query and key; None: d ** -0.5
-    softcap         c: the scores are c tanh(score / c); None: they stay
-    sliding_window  a token reads itself and sliding_window - 1 tokens before it; None: all before it
+    softcap         c: scores become c tanh(score / c); None: no cap
+    sliding_window  a token reads itself and the sliding_window - 1 tokens before it; None: all
 
-    xla      everywhere, in any dtype; holds scores, [B, H, T, T], less what no query of a block reads
-    cudnn    NVIDIA; 16-bit types alone, without a softcap
-    splash   TPU; holds no scores at all
+and the programs
+
+    xla     runs everywhere, with any type; it stores scores [B, H, T, T] except for the keys that
+            no query of a block reads
+    cudnn   NVIDIA only, with 16-bit types only, without soft cap
+    splash  TPU only; it stores no scores
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_ppo.kernels import softcap as kernel
 from jax_ppo.runtime.sharding import split_heads
 
-MIN_QUERY_BLOCK, MAX_QUERY_BLOCKS = 64, 4  # of xla: queries in one, blocks in a row
-SPLASH_BLOCKS = (512, 256, 128)  # tokens; the largest that divides the row
+# Queries per block and blocks per row in `xla_attention`.
+MIN_QUERY_BLOCK = 64
+MAX_QUERY_BLOCKS = 4
+# Block sizes of splash attention in tokens; the largest that divides the row is used.
+SPLASH_BLOCKS = (512, 256, 128)
+MASKED_SCORE = -1e30
+
+Queries = Float[Array, "B T H d"]
+Keys = Float[Array, "B T K d"]
+Segments = Int[Array, "B T"] | None
 
 
 def select_attention_program(
-    wanted: str, platform: str, dtype, head_dim: int, length: int, softcap: float | None = None
+    wanted: str,
+    platform: str,
+    dtype: DTypeLike,
+    head_dim: int,
+    length: int,
+    softcap: float | None = None,
 ) -> str:
-    """The program to use. Raises ValueError, saying why, where `wanted` cannot run.
+    """Return the program for whole sequences.
 
     Args:
-      wanted: one of the above, or "auto": the platform's own where it can run, else xla.
+      wanted: "xla", "cudnn", "splash", or "auto": the platform's own program if it can run, else
+        xla.
       platform: "cpu", "cuda", "rocm" or "tpu".
-      length: tokens of a row, T.
+      dtype: Type of the computation.
+      head_dim: d.
+      length: T, number of tokens per row.
+      softcap: Soft cap of the scores, or `None`.
+
+    Raises:
+      ValueError: `wanted` cannot run; the message says why.
     """
     if wanted == "auto":
         own = {"cuda": "cudnn", "tpu": "splash"}.get(platform, "xla")
-        return "xla" if _obstacle(own, platform, dtype, head_dim, length, softcap) else own
+        obstacle = _obstacle(own, platform, dtype, head_dim, length, softcap)
+        return "xla" if obstacle else own
     obstacle = _obstacle(wanted, platform, dtype, head_dim, length, softcap)
     if obstacle:
         raise ValueError(obstacle)
     return wanted
 
 
-def _obstacle(name, platform, dtype, head_dim, length, softcap):
-    if name == "cudnn":
-        if platform != "cuda":
-            return f"cuDNN needs an NVIDIA GPU, this is {platform}"
-        if jnp.dtype(dtype).itemsize != 2:
-            return f"cuDNN's attention takes 16-bit types, not {jnp.dtype(dtype).name}"
-        if head_dim % 8 or head_dim > 128:
-            return f"cuDNN's attention takes heads of a multiple of 8 up to 128, the model's have {head_dim}"
-        if length % 2:
-            return f"cuDNN's attention takes rows of an even length, these have {length} tokens"
-        if softcap is not None:
-            return f"cuDNN's attention has no soft cap of scores, the model's is {softcap}"
-    if name == "splash":
+def _obstacle(
+    program: str,
+    platform: str,
+    dtype: DTypeLike,
+    head_dim: int,
+    length: int,
+    softcap: float | None,
+) -> str | None:
+    """Return why a program cannot run, or `None` if it can."""
+    if program == "cudnn":
+        return _cudnn_obstacle(platform, dtype, head_dim, length, softcap)
+    if program == "splash":
         if platform != "tpu":
             return f"splash attention needs a TPU, this is {platform}"
         if length % SPLASH_BLOCKS[-1]:
-            return f"splash attention takes rows of a multiple of {SPLASH_BLOCKS[-1]} tokens, these have {length}"
+            return (
+                f"splash attention takes rows of a multiple of {SPLASH_BLOCKS[-1]} tokens, these "
+                f"have {length}"
+            )
     return None
 
 
-def run_attention(name: str, q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT, **options):
-    """Runs the program of that name. Compilers split xla over devices; of the others each device runs its rows and heads."""
-    run = functools.partial(
-        {"xla": xla_attention, "cudnn": cudnn_attention, "splash": splash_attention}[name],
-        **options,
-    )
-    return (run if name == "xla" else split_heads(run))(
-        q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT
-    )
+def _cudnn_obstacle(
+    platform: str, dtype: DTypeLike, head_dim: int, length: int, softcap: float | None
+) -> str | None:
+    """Return why cuDNN's attention cannot run, or `None` if it can."""
+    if platform != "cuda":
+        return f"cuDNN needs an NVIDIA GPU, this is {platform}"
+    if jnp.dtype(dtype).itemsize != 2:
+        return f"cuDNN's attention takes 16-bit types, not {jnp.dtype(dtype).name}"
+    if head_dim % 8 or head_dim > 128:
+        return (
+            "cuDNN's attention takes heads of a multiple of 8 up to 128, the model's have "
+            f"{head_dim}"
+        )
+    if length % 2:
+        return f"cuDNN's attention takes rows of an even length, these have {length} tokens"
+    if softcap is not None:
+        return f"cuDNN's attention has no soft cap of scores, the model's is {softcap}"
+    return None
+
+
+def run_attention(
+    program: str,
+    q_BxTxHxd: Queries,
+    k_BxTxKxd: Keys,
+    v_BxTxKxd: Keys,
+    segments_BxT: Segments,
+    **options: Any,
+) -> Queries:
+    """Run a program.
+
+    Compilers split xla's over devices by themselves. Each device runs the other programs for its
+    own rows and heads.
+
+    Args:
+      program: Name of the program.
+      q_BxTxHxd: Queries.
+      k_BxTxKxd: Keys.
+      v_BxTxKxd: Values.
+      segments_BxT: Segments, or `None`.
+      **options: See the module.
+    """
+    programs: dict[str, Callable[..., jax.Array]] = {
+        "xla": xla_attention,
+        "cudnn": cudnn_attention,
+        "splash": splash_attention,
+    }
+    run = functools.partial(programs[program], **options)
+    if program != "xla":
+        run = split_heads(run)
+    return run(q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT)
 
 
 def xla_attention(
-    q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT, *, scale=None, softcap=None, sliding_window=None
-):
-    """Query heads that share a key head are one product with it: on CPU twice as fast as jax.nn.dot_product_attention.
+    q_BxTxHxd: Queries,
+    k_BxTxKxd: Keys,
+    v_BxTxKxd: Keys,
+    segments_BxT: Segments,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+) -> Queries:
+    """Compute attention with matrix products alone.
 
-    Long rows are cut into blocks of queries, and none is multiplied with the keys that stand behind it, or before the first
-    query's sliding window.
+    The query heads that share a key head form one product with it, which on a CPU is twice as
+    fast as jax.nn.dot_product_attention. Long rows are split into blocks of queries; a block is
+    not multiplied with the keys after it or before its first query's sliding window.
     """
     B, T, H, d = q_BxTxHxd.shape
     K = k_BxTxKxd.shape[2]
-    k_BxKxTxd, v_BxKxTxd = k_BxTxKxd.swapaxes(1, 2), v_BxTxKxd.swapaxes(1, 2)
+    k_BxKxTxd = k_BxTxKxd.swapaxes(1, 2)
+    v_BxKxTxd = v_BxTxKxd.swapaxes(1, 2)
 
-    def block(start, stop):
+    def attend_block(start: int, stop: int) -> jax.Array:
+        """Return the attention of the queries from `start` to `stop`."""
         keys = slice(max(0, start + 1 - (sliding_window or stop)), stop)
         q_BxKxGQxd = (
             (q_BxTxHxd[:, start:stop] * _scale(scale, d))
@@ -98,17 +181,12 @@ def xla_attention(
             "bkqd,bksd->bkqs", q_BxKxGQxd, k_BxKxTxd[:, :, keys], preferred_element_type=jnp.float32
         )
         scores = kernel.softcap(scores, softcap).reshape(B, K, -1, stop - start, stop - keys.start)
-        scores = jnp.where(
-            _visible(slice(start, stop), keys, segments_BxT, sliding_window)[:, None, None],
-            scores,
-            -1e30,
+        visible = _visible(slice(start, stop), keys, segments_BxT, sliding_window)
+        scores = jnp.where(visible[:, None, None], scores, MASKED_SCORE)
+        weights = jax.nn.softmax(scores, axis=-1).reshape(B, K, -1, stop - keys.start)
+        out_BxKxGQxd = jnp.einsum(
+            "bkqs,bksd->bkqd", weights.astype(v_BxTxKxd.dtype), v_BxKxTxd[:, :, keys]
         )
-        weights = (
-            jax.nn.softmax(scores, axis=-1)
-            .reshape(B, K, -1, stop - keys.start)
-            .astype(v_BxTxKxd.dtype)
-        )
-        out_BxKxGQxd = jnp.einsum("bkqs,bksd->bkqd", weights, v_BxKxTxd[:, :, keys])
         return (
             out_BxKxGQxd.reshape(B, K, -1, stop - start, d)
             .transpose(0, 3, 1, 2, 4)
@@ -116,17 +194,25 @@ def xla_attention(
         )
 
     size = max(MIN_QUERY_BLOCK, -(-T // MAX_QUERY_BLOCKS))
-    return jnp.concatenate(
-        [block(start, min(start + size, T)) for start in range(0, T, size)], axis=1
-    )
+    blocks = [attend_block(start, min(start + size, T)) for start in range(0, T, size)]
+    return jnp.concatenate(blocks, axis=1)
 
 
 def cudnn_attention(
-    q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT, *, scale=None, softcap=None, sliding_window=None
-):
-    assert softcap is None, "choose refuses it"
-    row, mask = slice(0, q_BxTxHxd.shape[1]), None
+    q_BxTxHxd: Queries,
+    k_BxTxKxd: Keys,
+    v_BxTxKxd: Keys,
+    segments_BxT: Segments,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+) -> Queries:
+    """Compute attention with cuDNN."""
+    assert softcap is None, "select_attention_program refuses it"
+    mask = None
     if segments_BxT is not None or sliding_window is not None:
+        row = slice(0, q_BxTxHxd.shape[1])
         mask = _visible(row, row, segments_BxT, sliding_window)[:, None]
     return jax.nn.dot_product_attention(
         q_BxTxHxd,
@@ -140,57 +226,64 @@ def cudnn_attention(
 
 
 def splash_attention(
-    q_BxTxHxd,
-    k_BxTxKxd,
-    v_BxTxKxd,
-    segments_BxT,
+    q_BxTxHxd: Queries,
+    k_BxTxKxd: Keys,
+    v_BxTxKxd: Keys,
+    segments_BxT: Segments,
     *,
-    scale=None,
-    softcap=None,
-    sliding_window=None,
-    interpret=False,
-):
-    """`interpret` runs the kernel's Python on any platform, slowly."""
-    from jax.experimental.pallas.ops.tpu import (
-        splash_attention as splash_lib,  # a fifth of a second that others spare
-    )
+    scale: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    interpret: bool = False,
+) -> Queries:
+    """Compute attention with JAX's kernel for TPUs.
+
+    `interpret` runs the Python code of the kernel on any platform, slowly.
+    """
+    # This import takes a fifth of a second, which other programs do not need.
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash_lib
 
     _, T, H, d = q_BxTxHxd.shape
-    block = next(size for size in SPLASH_BLOCKS if T % size == 0)
-    names = (
-        "block_q",
-        "block_kv",
-        "block_kv_compute",
-        "block_q_dkv",
-        "block_kv_dkv",
-        "block_kv_dkv_compute",
-        "block_q_dq",
-        "block_kv_dq",
-    )
-    mask = (
-        splash_lib.CausalMask((T, T))
-        if sliding_window is None
-        else splash_lib.LocalMask((T, T), (sliding_window - 1, 0), 0)
-    )
+    size = next(size for size in SPLASH_BLOCKS if T % size == 0)
+    mask: splash_lib.CausalMask | splash_lib.LocalMask
+    if sliding_window is None:
+        mask = splash_lib.CausalMask((T, T))
+    else:
+        mask = splash_lib.LocalMask((T, T), (sliding_window - 1, 0), 0)
     attend_heads = splash_lib.make_splash_mha(
         splash_lib.MultiHeadMask([mask] * H),
         head_shards=1,
         q_seq_shards=1,
         attn_logits_soft_cap=softcap,
-        block_sizes=splash_lib.BlockSizes(**dict.fromkeys(names, block)),
+        block_sizes=splash_lib.BlockSizes(
+            block_q=size,
+            block_kv=size,
+            block_kv_compute=size,
+            block_q_dkv=size,
+            block_kv_dkv=size,
+            block_kv_dkv_compute=size,
+            block_q_dq=size,
+            block_kv_dq=size,
+        ),
         interpret=interpret,
     )
-    q, k, v = ((x.swapaxes(1, 2)) for x in (q_BxTxHxd * _scale(scale, d), k_BxTxKxd, v_BxTxKxd))
-    segments = None if segments_BxT is None else splash_lib.SegmentIds(segments_BxT, segments_BxT)
+    q = (q_BxTxHxd * _scale(scale, d)).swapaxes(1, 2)
+    k = k_BxTxKxd.swapaxes(1, 2)
+    v = v_BxTxKxd.swapaxes(1, 2)
+    segments = None
+    if segments_BxT is not None:
+        segments = splash_lib.SegmentIds(segments_BxT, segments_BxT)
     return jax.vmap(attend_heads)(q, k, v, segments).swapaxes(1, 2)
 
 
-def _scale(scale, head_dim):
+def _scale(scale: float | None, head_dim: int) -> float:
     return head_dim**-0.5 if scale is None else scale
 
 
-def _visible(queries: slice, keys: slice, segments_BxT, sliding_window):
-    """bool [B or 1, queries, keys]: which token (last axis) is read from which. Both are parts of a row."""
+def _visible(
+    queries: slice, keys: slice, segments_BxT: Segments, sliding_window: int | None
+) -> Bool[Array, "B_or_1 queries keys"]:
+    """Return which keys each query reads; both are slices of a row."""
     distance = jnp.arange(queries.start, queries.stop)[:, None] - jnp.arange(keys.start, keys.stop)
     visible = (distance >= 0)[None]
     if sliding_window is not None:

@@ -1,45 +1,65 @@
-"""Keys and values of the tokens so far, and the attention of one new token a row to them.
+"""Cache of keys and values, and the attention of one new token per row to it.
 
-The token at position i of a sequence stands in column i of its row. A layer's cache is (keys, values), in the form that the
-program reads without rearranging it:
+The token at position i of a sequence is in column i of its row. The cache of a layer is (keys,
+values), in the layout that the program reads without rearranging it:
 
-    cpu    keys [B, K, d, S], values [B, K, S, d]; read up to an eighth, a quarter or a half of S where that holds every row
-    gpu    the same; all columns are read
-    tpu    both [B, S, K, d]; all columns are read
-    cudnn  the same, on NVIDIA in 16-bit types; each row is read up to its own end
+    cpu    keys [B, K, d, S], values [B, K, S, d]; reads an eighth, a quarter, a half or all of S,
+           the least that holds every row's sequence
+    gpu    the same layout; reads all columns
+    tpu    both [B, S, K, d]; reads all columns
+    cudnn  the layout of tpu, on NVIDIA with 16-bit types; reads each row up to its own end
 
-A part of an array is copied before it is read. For a CPU that costs less than reading all. Accelerators read all, rows that are
-not asked about too; and a GPU would wait in each layer for the host to choose how far.
+Reading a part of an array copies it first. On a CPU this costs less than reading everything.
+Accelerators read everything, even rows that were not asked for; a GPU would also have to wait in
+each layer until the host has chosen the part.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_ppo.kernels import softcap as kernel
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.attention import MASKED_SCORE
 from jax_ppo.runtime.sharding import split_heads
 
+# Programs whose keys have the columns last.
 TRANSPOSED = ("cpu", "gpu")
-MIN_READ_WIDTH = 128  # columns that a CPU reads at least
+MIN_READ_WIDTH = 128  # least number of columns that a CPU reads
+
+LayerCache = tuple[jax.Array, jax.Array]
 
 
 def select_cache_program(
-    wanted: str, platform: str, attention: str, architecture, num_columns: int
+    wanted: str, platform: str, attention: str, architecture: Architecture, max_columns: int
 ) -> str:
-    """The program to use. Raises ValueError, saying why, where `wanted` cannot run.
+    """Return the program for one new token per row.
 
     Args:
-      wanted: "xla", "cudnn", or "auto": cudnn where it can run, else xla.
+      wanted: "xla", "cudnn", or "auto": cudnn if it can run, else xla.
       platform: "cpu", "cuda", "rocm" or "tpu".
-      attention: what whole sequences take (attention.py).
-      columns: S, at most.
+      attention: Program for whole sequences (attention.py).
+      architecture: The decoder.
+      max_columns: Maximum of S.
+
+    Raises:
+      ValueError: `wanted` cannot run; the message says why.
     """
     obstacle = None
+    window = architecture.sliding_window
     if attention != "cudnn":
-        obstacle = f"cuDNN reads the cache only where whole sequences take its attention, these take {attention}"
-    elif any(architecture.layers_are_local) and architecture.sliding_window < num_columns:
-        obstacle = f"cuDNN reads the cache of layers without a sliding window, this model's is {architecture.sliding_window}"
+        obstacle = (
+            "cuDNN reads the cache only where whole sequences take its attention, these take "
+            f"{attention}"
+        )
+    elif any(architecture.layers_are_local) and window is not None and window < max_columns:
+        obstacle = (
+            "cuDNN reads the cache of layers without a sliding window, this model's is "
+            f"{architecture.sliding_window}"
+        )
     if wanted == "cudnn" and obstacle:
         raise ValueError(obstacle)
     if wanted == "xla" or obstacle:
@@ -47,122 +67,194 @@ def select_cache_program(
     return "cudnn"
 
 
-def empty_cache(program: str, rows: int, length: int, kv_heads: int, head_dim: int, dtype):
-    """A layer's cache of zeros; `length` is S."""
+def empty_cache(
+    program: str, rows: int, length: int, kv_heads: int, head_dim: int, dtype: DTypeLike
+) -> LayerCache:
+    """Return the cache of a layer, filled with zeros, with `length` columns (S)."""
     zeros = jnp.zeros((rows, length, kv_heads, head_dim), dtype)
     return cache_layout(program, zeros, zeros)
 
 
-def cache_layout(program: str, k_BxTxKxd, v_BxTxKxd):
-    """The cache that holds these T columns."""
+def cache_layout(
+    program: str, k_BxTxKxd: Float[Array, "B T K d"], v_BxTxKxd: Float[Array, "B T K d"]
+) -> LayerCache:
+    """Return keys and values in the program's layout: a cache of T columns."""
     if program in TRANSPOSED:
         return k_BxTxKxd.transpose(0, 2, 3, 1), v_BxTxKxd.swapaxes(1, 2)
     return k_BxTxKxd, v_BxTxKxd
 
 
-def num_columns(program: str, layer) -> int:
-    """S."""
-    return layer[0].shape[_column_axes(program)[0]]
+def num_columns(program: str, layer: LayerCache) -> int:
+    """Return S."""
+    keys, _ = layer
+    keys_axis, _ = _column_axes(program)
+    return keys.shape[keys_axis]
 
 
-def _column_axes(program):
-    """Of keys and values."""
+def _column_axes(program: str) -> tuple[int, int]:
+    """Return the axis of columns in keys and in values."""
     return (3, 2) if program in TRANSPOSED else (1, 1)
 
 
-def write_rows(program: str, layer, rows_g, new_rows):
-    """Puts new rows, of fewer columns, into the first columns of the rows `rows_g`; nowhere for a row that is not there."""
+def write_rows(
+    program: str, layer: LayerCache, rows_g: Int[Array, " g"], new_rows: LayerCache
+) -> LayerCache:
+    """Write rows into the first columns of the cache.
 
-    def put(cache, new, axis):
+    Args:
+      program: The program, which determines the layout.
+      layer: The cache of a layer.
+      rows_g: Indices of the rows to write; those outside the cache are dropped.
+      new_rows: Caches of g rows with at most S columns.
+    """
+
+    def write(cache: jax.Array, new: jax.Array, axis: int) -> jax.Array:
         place = (rows_g, *[slice(None)] * (axis - 1), slice(new.shape[axis]))
         return cache.at[place].set(new, mode="drop")
 
-    return tuple(map(put, layer, new_rows, _column_axes(program)))
+    keys_axis, values_axis = _column_axes(program)
+    keys = write(layer[0], new_rows[0], keys_axis)
+    return keys, write(layer[1], new_rows[1], values_axis)
 
 
-def write_tokens(program: str, layer, k_bx1xKxd, v_bx1xKxd, columns_b):
-    """Puts the keys and values of a token a row into that row's column; rows past the b-th are left alone."""
+def write_tokens(
+    program: str,
+    layer: LayerCache,
+    k_bx1xKxd: Float[Array, "b 1 K d"],
+    v_bx1xKxd: Float[Array, "b 1 K d"],
+    columns_b: Int[Array, " b"],
+) -> LayerCache:
+    """Write one token per row into that row's column; rows from the b-th on are left alone."""
 
-    def put(cache, new, axis):
+    def write(cache: jax.Array, new: jax.Array, axis: int) -> jax.Array:
         place = (jnp.arange(len(new)), *[slice(None)] * (axis - 1), columns_b)
         return cache.at[place].set(new.squeeze(axis).astype(cache.dtype), mode="promise_in_bounds")
 
-    return tuple(
-        map(put, layer, cache_layout(program, k_bx1xKxd, v_bx1xKxd), _column_axes(program))
-    )
+    new_keys, new_values = cache_layout(program, k_bx1xKxd, v_bx1xKxd)
+    keys_axis, values_axis = _column_axes(program)
+    keys = write(layer[0], new_keys, keys_axis)
+    return keys, write(layer[1], new_values, values_axis)
 
 
 def attend_to_cache(
-    program: str, q_bx1xHxd, layer, columns_b, *, sliding_window: int | None = None, **options
-):
-    """Attention of one new token a row to the first b rows of the cache, each up to its own column.
+    program: str,
+    q_bx1xHxd: Float[Array, "b 1 H d"],
+    layer: LayerCache,
+    columns_b: Int[Array, " b"],
+    *,
+    sliding_window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Float[Array, "b 1 H d"]:
+    """Return the attention of one new token per row to the first b rows of the cache.
 
     Args:
-      columns_b: int32, the new tokens', which are in the cache already.
-      scale, softcap, sliding_window: see attention.py.
-
-    Returns:
-      [b, 1, H, d].
+      program: The program.
+      q_bx1xHxd: Queries of the new tokens.
+      layer: The cache of a layer, which includes the new tokens.
+      columns_b: Columns of the new tokens; each row is read up to its own.
+      sliding_window: See attention.py.
+      scale: See attention.py.
+      softcap: See attention.py.
     """
+    keys, values = layer
     if sliding_window is not None and sliding_window >= num_columns(program, layer):
         sliding_window = None
     if program == "cpu":
-        return _to_longest(q_bx1xHxd, *layer, columns_b, sliding_window=sliding_window, **options)
-    idle = len(layer[0]) - len(q_bx1xHxd)
-    q_Bx1xHxd, columns_B = (
-        jnp.pad(x, ((0, idle), *[(0, 0)] * (x.ndim - 1))) for x in (q_bx1xHxd, columns_b)
-    )
-    if program == "cudnn":
-        assert sliding_window is None, "choose refuses it"
-        out_Bx1xHxd = split_heads(functools.partial(_cudnn, **options))(
-            q_Bx1xHxd, *layer, columns_B
+        return _attend_up_to_longest(
+            q_bx1xHxd,
+            keys,
+            values,
+            columns_b,
+            sliding_window=sliding_window,
+            scale=scale,
+            softcap=softcap,
         )
+    # The other programs run for all rows of the cache.
+    idle_rows = len(keys) - len(q_bx1xHxd)
+    q_Bx1xHxd = _pad_rows(q_bx1xHxd, idle_rows)
+    columns_B = _pad_rows(columns_b, idle_rows)
+    if program == "cudnn":
+        assert sliding_window is None, "select_cache_program refuses it"
+        attend = split_heads(functools.partial(_cudnn, scale=scale, softcap=softcap))
+        out_Bx1xHxd = attend(q_Bx1xHxd, keys, values, columns_B)
     else:
         readable_BxS = _readable(columns_B, num_columns(program, layer), sliding_window)
-        out_Bx1xHxd = _products(program, q_Bx1xHxd, *layer, readable_BxS, **options)
+        out_Bx1xHxd = _products(
+            program, q_Bx1xHxd, keys, values, readable_BxS, scale=scale, softcap=softcap
+        )
     return out_Bx1xHxd[: len(q_bx1xHxd)]
 
 
+def _pad_rows(x: jax.Array, rows: int) -> jax.Array:
+    return jnp.pad(x, ((0, rows), *[(0, 0)] * (x.ndim - 1)))
+
+
 def read_widths(length: int) -> tuple[int, ...]:
-    """The columns that a CPU reads: the least of these that hold every row's sequence. `length` is S."""
-    return tuple(
-        sorted({length} | {-(-length >> i) for i in (1, 2, 3) if length >> i >= MIN_READ_WIDTH})
-    )
+    """Return the numbers of columns that a CPU may read of a cache of `length` columns (S).
+
+    The least one that holds every row's sequence is used.
+    """
+    parts = {-(-length >> i) for i in (1, 2, 3) if length >> i >= MIN_READ_WIDTH}
+    return tuple(sorted({length} | parts))
 
 
-def _to_longest(q_bx1xHxd, keys_BxKxdxS, values_BxKxSxd, columns_b, *, sliding_window, **options):
-    """What a sliding window has left behind is read but not counted."""
-    rows = len(q_bx1xHxd)
+def _attend_up_to_longest(
+    q_bx1xHxd: jax.Array,
+    keys_BxKxdxS: jax.Array,
+    values_BxKxSxd: jax.Array,
+    columns_b: jax.Array,
+    *,
+    sliding_window: int | None,
+    scale: float | None,
+    softcap: float | None,
+) -> jax.Array:
+    """Read the columns up to the longest row's; those before a sliding window are masked."""
+    num_rows = len(q_bx1xHxd)
 
-    def read(width, q, keys, values):
-        readable = _readable(columns_b, width, sliding_window)
+    def read(width: int, q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
         return _products(
-            "cpu", q, keys[:rows, ..., :width], values[:rows, :, :width], readable, **options
+            "cpu",
+            q,
+            keys[:num_rows, ..., :width],
+            values[:num_rows, :, :width],
+            _readable(columns_b, width, sliding_window),
+            scale=scale,
+            softcap=softcap,
         )
 
     *shorter, whole = read_widths(values_BxKxSxd.shape[2])
-    if (
-        not shorter
-    ):  # a choice by the sum of nothing makes jax 0.11.2's compiler crash on several devices
+    # A switch on the sum of an empty array makes the compiler of jax 0.11.2 crash on several
+    # devices.
+    if not shorter:
         return read(whole, q_bx1xHxd, keys_BxKxdxS, values_BxKxSxd)
-    enough = jnp.sum(columns_b.max() >= jnp.array(shorter, jnp.int32))
-    return jax.lax.switch(
-        enough,
-        [functools.partial(read, width) for width in (*shorter, whole)],
-        q_bx1xHxd,
-        keys_BxKxdxS,
-        values_BxKxSxd,
-    )
+    branch = jnp.sum(columns_b.max() >= jnp.array(shorter, jnp.int32))
+    branches = [functools.partial(read, width) for width in (*shorter, whole)]
+    return jax.lax.switch(branch, branches, q_bx1xHxd, keys_BxKxdxS, values_BxKxSxd)
 
 
-def _readable(columns_B, width, sliding_window):
+def _readable(
+    columns_B: jax.Array, width: int, sliding_window: int | None
+) -> Bool[Array, "B width"]:
+    """Return which columns each new token reads."""
     distance = columns_B[:, None] - jnp.arange(width)
-    return (
-        distance >= 0 if sliding_window is None else (distance >= 0) & (distance < sliding_window)
-    )
+    readable = distance >= 0
+    if sliding_window is not None:
+        readable &= distance < sliding_window
+    return readable
 
 
-def _products(program, q_Bx1xHxd, keys, values, readable_BxS, *, scale=None, softcap=None):
+def _products(
+    program: str,
+    q_Bx1xHxd: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    readable_BxS: jax.Array,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Float[Array, "B 1 H d"]:
+    """Compute attention with matrix products, in the program's layout."""
     B, _, H, d = q_Bx1xHxd.shape
     keys_axes, values_axes = ("bkds", "bksd") if program in TRANSPOSED else ("bskd", "bskd")
     K = keys.shape[keys_axes.index("k")]
@@ -171,16 +263,23 @@ def _products(program, q_Bx1xHxd, keys, values, readable_BxS, *, scale=None, sof
         f"bkgd,{keys_axes}->bkgs", q_BxKxGxd, keys, preferred_element_type=jnp.float32
     )
     scores_BxKxGxS = kernel.softcap(scores_BxKxGxS, softcap)
-    weights_BxKxGxS = jax.nn.softmax(
-        jnp.where(readable_BxS[:, None, None], scores_BxKxGxS, -1e30), axis=-1
-    )
-    return jnp.einsum(
-        f"bkgs,{values_axes}->bkgd", weights_BxKxGxS.astype(values.dtype), values
-    ).reshape(B, 1, H, d)
+    scores_BxKxGxS = jnp.where(readable_BxS[:, None, None], scores_BxKxGxS, MASKED_SCORE)
+    weights_BxKxGxS = jax.nn.softmax(scores_BxKxGxS, axis=-1).astype(values.dtype)
+    out_BxKxGxd = jnp.einsum(f"bkgs,{values_axes}->bkgd", weights_BxKxGxS, values)
+    return out_BxKxGxd.reshape(B, 1, H, d)
 
 
-def _cudnn(q_Bx1xHxd, keys_BxSxKxd, values_BxSxKxd, columns_B, *, scale=None, softcap=None):
-    assert softcap is None, "attention.choose refuses it"
+def _cudnn(
+    q_Bx1xHxd: jax.Array,
+    keys_BxSxKxd: jax.Array,
+    values_BxSxKxd: jax.Array,
+    columns_B: jax.Array,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Float[Array, "B 1 H d"]:
+    """Compute attention with cuDNN, reading each row up to its own end."""
+    assert softcap is None, "select_attention_program refuses it"
     return jax.nn.dot_product_attention(
         q_Bx1xHxd,
         keys_BxSxKxd,

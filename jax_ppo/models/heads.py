@@ -1,26 +1,37 @@
-"""What stands on the decoder: a language-model head (actor, reference) or a scalar head (critic, reward model).
+"""Heads on the decoder: a language-model head, or a scalar head for a critic or reward model.
 
-A role's parameters are the decoder's dict with one entry more:
-    lm_head/embedding [V, D] when the output embedding is not the input embedding;
-    score/kernel [D, 1] for a scalar head, without a bias.
-An actor whose trunk the critic shares has both.
+The parameters of a role are the decoder's dict with one further entry:
+
+    lm_head/embedding [V, D] if the output embedding is not the input embedding
+    score/kernel [D, 1] for a scalar head, without a bias
+
+An actor that shares its trunk with the critic has both.
 """
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from jax_ppo.kernels.softcap import softcap
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer
+from jax_ppo.types import Params
 
 
-def init_params(model: Transformer, key, head: str) -> dict:
-    """Random parameters of a role. `head`: "lm", "scalar" (which starts at zero, as a critic must), or "both"."""
+def init_params(model: Transformer, key: jax.Array, head: str) -> Params:
+    """Return random parameters of a role.
+
+    Args:
+      model: The decoder.
+      key: Random key.
+      head: "lm", "scalar" or "both". A scalar head starts at zero, as a critic must.
+    """
     architecture = model.architecture
     key_trunk, key_head = jax.random.split(key)
-    one = jnp.zeros((1, 1), jnp.int32)
-    anywhere = model.clone(attention="xla")  # splash refuses a row of one token
-    params = dict(anywhere.init(key_trunk, one, one, one)["params"])
+    one_token = jnp.zeros((1, 1), jnp.int32)
+    # Splash attention refuses a row of one token.
+    model = model.clone(attention="xla")
+    params = dict(model.init(key_trunk, one_token, one_token, one_token)["params"])
     if head != "lm":
         params["score"] = {"kernel": jnp.zeros((architecture.hidden_size, 1), jnp.float32)}
     if head != "scalar" and not architecture.tied:
@@ -29,27 +40,28 @@ def init_params(model: Transformer, key, head: str) -> dict:
     return params
 
 
-def without_scalar_head(params: dict) -> dict:
-    """A role's parameters, or adapters, but for a scalar head."""
+def without_scalar_head(params: Params) -> Params:
+    """Return the parameters, or adapters, of a role without a scalar head."""
     return {name: value for name, value in params.items() if name != "score"}
 
 
-def output_embedding(params: dict):
-    """The output embedding, [V, D]."""
-    return params.get("lm_head", params["embed"])["embedding"]
+def output_embedding(params: Params) -> Float[Array, "V D"]:
+    """Return the output embedding, which may be the input embedding."""
+    return params.get("lm_head", params["embed"])["embedding"]  # type: ignore[index]
 
 
-def compute_logits(architecture: Architecture, params: dict, hidden):
-    """[..., V] float32 from [..., D]."""
+def compute_logits(
+    architecture: Architecture, params: Params, hidden: Float[Array, "... D"]
+) -> Float[Array, "... V"]:
+    """Return the float32 logits of the next token, soft-capped if the architecture says so."""
     weight = output_embedding(params).astype(hidden.dtype)
     product = jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
     return softcap(product, architecture.logit_softcap)
 
 
-def compute_scalars(params: dict, hidden):
-    """[...] float32 from [..., D]: the critic's values, or a reward model's scores."""
+def compute_scalars(params: Params, hidden: Float[Array, "... D"]) -> Float[Array, "..."]:
+    """Return the float32 output of a scalar head: a critic's values or a reward model's scores."""
     weight = params["score"]["kernel"].astype(jnp.float32)
-    # Left to themselves, accelerators multiply float32 in fewer bits.
-    return jnp.matmul(hidden.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST)[
-        ..., 0
-    ]
+    # By default, accelerators multiply float32 with fewer bits.
+    product = jnp.matmul(hidden.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST)
+    return product[..., 0]

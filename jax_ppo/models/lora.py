@@ -17,7 +17,6 @@ add few bytes to read in a decoding step.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +25,7 @@ from jaxtyping import Array, Float
 
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.names import adapter_tensor_table
-
-Params = dict[str, Any]
+from jax_ppo.types import Params
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,27 +1,48 @@
-"""Rotary position embedding (Su et al. 2021) with Hugging Face's ways of stretching it."""
+"""Rotary position embeddings (Su et al. 2021) and the extensions that Hugging Face supports."""
 
 import math
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from jax_ppo.models.architecture import ROPE_KINDS, Architecture
 
 KINDS = tuple(ROPE_KINDS)
 
+# cos and sin, each float32 [B, T, 1, head_dim / 2].
+Rotation = tuple[jax.Array, jax.Array]
+Scaling = dict[str, Any]
+
 
 def inverse_frequencies(
     architecture: Architecture, local: bool = False
-) -> tuple[np.ndarray, float]:
-    """Inverse frequencies, float32 [head_dim / 2], and the factor on cos and sin. `local`: those of local layers.
+) -> tuple[Float[np.ndarray, " pairs"], float]:
+    """Return the inverse frequencies and the factor on cos and sin.
 
-    `dynamic` and `longrope` change with the length of the sequence in Hugging Face's code; here they are those of
-    sequences no longer than `longest` (which the caller holds to), so that a cached key never ages.
+    In Hugging Face's code, `dynamic` and `longrope` change with the length of the sequence. Here
+    they are those of sequences no longer than `max_sequence_length`, which the caller must
+    enforce, so that cached keys stay valid.
+
+    Args:
+      architecture: The decoder.
+      local: Whether to return those of local layers.
+
+    Returns:
+      The inverse frequencies, float32 [head_dim / 2], and the factor.
+
+    Raises:
+      ValueError: The kind of rotary embedding is not supported.
     """
     scaling = dict(architecture.rope_scaling)
-    kind, dim, base = scaling["rope_type"], architecture.head_dim, architecture.rope_theta
+    kind = scaling["rope_type"]
+    base = architecture.rope_theta
     if local and architecture.local_rope_theta is not None:
-        kind, base = "default", architecture.local_rope_theta
+        kind = "default"
+        base = architecture.local_rope_theta
+    dim = architecture.head_dim
     inverse = 1.0 / base ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
     if kind in ("default", "dynamic"):
         return inverse.astype(np.float32), 1.0
@@ -39,77 +60,116 @@ def inverse_frequencies(
 
 
 def max_sequence_length(architecture: Architecture) -> int:
-    """Tokens up to which `frequencies` are right: sequences must not be longer."""
+    """Return the longest sequence, in tokens, for which `inverse_frequencies` is correct."""
     scaling = dict(architecture.rope_scaling)
     if scaling["rope_type"] == "longrope":
         return _original_length(scaling, architecture)
     return architecture.max_position_embeddings
 
 
-def _original_length(scaling, architecture):
+def _original_length(scaling: Scaling, architecture: Architecture) -> int:
     return scaling.get("original_max_position_embeddings") or architecture.max_position_embeddings
 
 
-def _llama3(inverse, scaling, architecture):
-    """Long waves are stretched by `factor`, short ones kept, those between blended (Llama 3.1)."""
+def _llama3(inverse: np.ndarray, scaling: Scaling, architecture: Architecture) -> np.ndarray:
+    """Stretch long waves by `factor`, keep short ones and blend those between (Llama 3.1)."""
     wavelength = 2 * math.pi / inverse
     rotations = _original_length(scaling, architecture) / wavelength
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    low = scaling["low_freq_factor"]
+    high = scaling["high_freq_factor"]
     blend = np.clip((rotations - low) / (high - low), 0, 1)
     return blend * inverse + (1 - blend) * inverse / scaling["factor"]
 
 
-def _yarn(inverse, scaling, architecture):
-    """YaRN (Peng et al. 2023): long waves interpolated, short ones kept, a ramp between; cos and sin scaled."""
-    dim, base, factor = architecture.head_dim, architecture.rope_theta, scaling["factor"]
+def _yarn(
+    inverse: np.ndarray, scaling: Scaling, architecture: Architecture
+) -> tuple[np.ndarray, float]:
+    """Interpolate long waves, keep short ones, with a ramp between (YaRN, Peng et al. 2023)."""
+    dim = architecture.head_dim
+    factor = scaling["factor"]
     original = _original_length(scaling, architecture)
 
-    def temperature(scale, weight=1.0):
-        return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
+    def dimension(rotations: float) -> float:
+        """Return the dimension whose wave has this many rotations over the original length."""
+        waves = math.log(original / (rotations * 2 * math.pi))
+        return dim * waves / (2 * math.log(architecture.rope_theta))
 
-    attention = scaling.get("attention_factor")
-    if attention is None and scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        attention = temperature(factor, scaling["mscale"]) / temperature(
-            factor, scaling["mscale_all_dim"]
-        )
-    if attention is None:
-        attention = temperature(factor)
-
-    def dimension(rotations):  # the dimension whose wave turns so often over the original length
-        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
-
-    low, high = dimension(scaling.get("beta_fast") or 32), dimension(scaling.get("beta_slow") or 1)
+    low = dimension(scaling.get("beta_fast") or 32)
+    high = dimension(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dim - 1)
+    # A ramp of no width is a step.
     ramp = np.clip((np.arange(dim // 2) - low) / (high - low or 0.001), 0, 1)
-    return (inverse / factor * ramp + inverse * (1 - ramp)).astype(np.float32), float(attention)
+    frequencies = inverse / factor * ramp + inverse * (1 - ramp)
+    return frequencies.astype(np.float32), float(_yarn_attention_factor(scaling))
 
 
-def _longrope(inverse, scaling, architecture):
-    """LongRoPE (Ding et al. 2024), the factors for sequences within the original length."""
+def _yarn_attention_factor(scaling: Scaling) -> float:
+    """Return the factor on cos and sin, which sharpens attention in longer contexts."""
+    factor = scaling["factor"]
+
+    def temperature(weight: float = 1.0) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if scaling.get("attention_factor") is not None:
+        return scaling["attention_factor"]
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return temperature(scaling["mscale"]) / temperature(scaling["mscale_all_dim"])
+    return temperature()
+
+
+def _longrope(
+    inverse: np.ndarray, scaling: Scaling, architecture: Architecture
+) -> tuple[np.ndarray, float]:
+    """Apply the factors for sequences within the original length (LongRoPE, Ding et al. 2024)."""
     original = _original_length(scaling, architecture)
     factor = scaling.get("factor") or architecture.max_position_embeddings / original
-    attention = scaling.get("attention_factor")
-    if attention is None:
-        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    return (inverse / np.asarray(scaling["short_factor"])).astype(np.float32), float(attention)
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = 1.0
+        if factor > 1:
+            attention_factor = math.sqrt(1 + math.log(factor) / math.log(original))
+    frequencies = inverse / np.asarray(scaling["short_factor"])
+    return frequencies.astype(np.float32), float(attention_factor)
 
 
-def rotation_tables(architecture: Architecture, positions_BxT, length: int, local: bool = False):
-    """cos and sin for `rotate`, each float32 [B, T, 1, head_dim / 2]. `length`: all positions are below it (past it
-    is NaN).
+def rotation_tables(
+    architecture: Architecture,
+    positions_BxT: Int[Array, "B T"],
+    length: int,
+    local: bool = False,
+) -> Rotation:
+    """Return cos and sin for `rotate`, each float32 [B, T, 1, head_dim / 2].
 
-    Looked up: what is computed here a compiler fuses into `rotate`, and computes once more for each head of each layer.
+    They are looked up in a constant table. A compiler would fuse their computation into `rotate`
+    and repeat it for each head of each layer.
+
+    Args:
+      architecture: The decoder.
+      positions_BxT: Positions of the tokens.
+      length: Size of the table; positions beyond it become NaN.
+      local: Whether to return those of local layers.
     """
     inverse, factor = inverse_frequencies(architecture, local)
     angles = np.arange(length, dtype=np.float32)[:, None] * inverse
-    tables = (jnp.asarray(turn(angles) * np.float32(factor)) for turn in (np.cos, np.sin))
-    return tuple(table.at[positions_BxT].get(mode="fill")[:, :, None] for table in tables)
+
+    def look_up(table: jax.Array) -> jax.Array:
+        return table.at[positions_BxT].get(mode="fill")[:, :, None]
+
+    cos = look_up(jnp.asarray(np.cos(angles) * np.float32(factor)))
+    sin = look_up(jnp.asarray(np.sin(angles) * np.float32(factor)))
+    return cos, sin
 
 
-def rotate(x_BxTxHxd, cos, sin):
-    """Turns the pairs (i, i + d / 2), computed in float32."""
+def rotate(
+    x_BxTxHxd: Float[Array, "B T H d"],
+    cos: Float[Array, "B T 1 half"],
+    sin: Float[Array, "B T 1 half"],
+) -> Float[Array, "B T H d"]:
+    """Rotate the pairs (i, i + d / 2) in float32 and return the type of the input."""
     first, second = jnp.split(x_BxTxHxd.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x_BxTxHxd.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BxTxHxd.dtype)

@@ -246,7 +246,7 @@ def prefill(job: Job, state: State) -> State:
     )
     columns_GxP = jnp.broadcast_to(jnp.arange(tokens_GxP.shape[1]), tokens_GxP.shape)
     is_prompt_GxP = (columns_GxP < lengths_G[:, None]).astype(jnp.int32)
-    _, stage = job.model.apply({"params": job.params}, tokens_GxP, columns_GxP, is_prompt_GxP)
+    stage = job.model.apply({"params": job.params}, tokens_GxP, columns_GxP, is_prompt_GxP).cache
     used_up = stage_is_used_up(job, state)  # on another shard, if not on this
     stage = jax.tree.map(lambda new, old: jnp.where(used_up, new, old), stage, state.stage)
     return state._replace(staged=state.staged + used_up * job.group, stage=stage)
@@ -281,7 +281,7 @@ def decode(job: Job, state: State) -> State:
     options, slots, busy_B = job.options, state.slots, busy(job, state)
     some_B = jnp.minimum(slots.sample, job.samples - 1)
     positions_B = jnp.where(busy_B, job.prompts.lengths[some_B // options.n] + slots.drawn - 1, 0)
-    hidden_Bx1xD, cache = job.model.apply(
+    hidden_Bx1xD, cache, _ = job.model.apply(
         {"params": job.params}, slots.token[:, None], positions_B[:, None], cache=slots.cache
     )
     uniforms_Bx2 = sampling.uniforms(job.keys_N[some_B], slots.drawn)

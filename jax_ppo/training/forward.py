@@ -15,7 +15,7 @@ from jax_ppo.training import packing as packing_lib
 
 def hidden_states(model: Transformer, params, rows: packing_lib.Rows):
     """[R, L, D], in the computation's type: what the heads stand on."""
-    return model.apply({"params": params}, rows.tokens, rows.positions, rows.segments)[0]
+    return model.apply({"params": params}, rows.tokens, rows.positions, rows.segments).hidden
 
 
 def token_logprobs(

@@ -103,7 +103,7 @@ def hidden(architecture, params, ids, dtype=jnp.float32):
     jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0}
 )  # compiles sooner
 def _apply(model, params, ids, positions):
-    return model.apply({"params": params}, ids, positions)[0]
+    return model.apply({"params": params}, ids, positions).hidden
 
 
 def our_logits(architecture, params, ids, dtype=jnp.float32):

@@ -1,16 +1,21 @@
 """What must hold of the decoder whatever its weights: causality, segments, and one result in each of its forms."""
 
+import dataclasses
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
+import tiny
 from jax_ppo.models import cache as cache_module
-from jax_ppo.models import heads
+from jax_ppo.models import heads, transformer
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.transformer import Transformer, unroll_params
+from jax_ppo.models.transformer import MAX_UNROLLED_LAYERS, Transformer, unroll_params
+from jax_ppo.runtime import sharding
 
 B, T = 2, 12
 ARCHITECTURE = Architecture(
@@ -128,7 +133,7 @@ def test_one_token_at_a_time_is_the_whole_sequence(params, ids, decoding, monkey
 
     for i in range(T + max(lag)):
         at = np.clip(i - lag, 0, T - 1)  # a row that has not started, or has ended, repeats a token
-        hidden, cache = step(cache, np.take_along_axis(ids, at[:, None], 1), at[:, None])
+        hidden, cache, _ = step(cache, np.take_along_axis(ids, at[:, None], 1), at[:, None])
         np.testing.assert_allclose(hidden[:, 0], expected[np.arange(B), at], atol=1e-5)
 
 
@@ -138,7 +143,7 @@ def test_recomputing_activations_leaves_the_gradient(params, ids):
         positions = np.broadcast_to(np.arange(T), ids.shape)
 
         def loss(params):
-            return jnp.sum(jnp.sin(model.apply({"params": params}, ids, positions)[0]))
+            return jnp.sum(jnp.sin(model.apply({"params": params}, ids, positions).hidden))
 
         return jax.jit(jax.grad(loss), compiler_options=QUICK)(params)
 
@@ -188,3 +193,64 @@ def test_heads(params, ids):
         rtol=1e-4,
         atol=1e-4,
     )
+
+
+class RoutedMLP(transformer.MLP):
+    """An MLP of two experts, whose parameters have an axis of experts, and the loss of its router."""
+
+    @nn.compact
+    def __call__(self, x):
+        a = self.architecture
+        init = nn.initializers.normal(0.5)
+        router = self.param("router", lambda key: {"kernel": init(key, (a.hidden_size, 2))})
+        experts = self.param(
+            "experts",
+            lambda key: {"up_proj": {"kernel": init(key, (2, a.hidden_size, a.hidden_size))}},
+        )
+        weights = jax.nn.softmax(x @ router["kernel"])
+        out = jnp.einsum("bte,btd,edf->btf", weights, x, experts["up_proj"]["kernel"])
+        return out, {"router_loss": jnp.mean(weights, (0, 1)).max()}
+
+
+@pytest.mark.parametrize("layers", [2, MAX_UNROLLED_LAYERS + 1])
+def test_layers_may_return_auxiliary_outputs_and_have_experts(monkeypatch, ids, layers):
+    monkeypatch.setattr(transformer, "MLP", RoutedMLP)
+    model = Transformer(dataclasses.replace(ARCHITECTURE, num_layers=layers), remat=True)
+    positions = np.broadcast_to(np.arange(T), ids.shape)
+    params = heads.init_params(model, jax.random.key(0), "lm")
+    kernel = params["layers"]["mlp"]["experts"]["up_proj"]["kernel"]
+    assert kernel.shape == (layers, 2, ARCHITECTURE.hidden_size, ARCHITECTURE.hidden_size)
+
+    def loss(params):
+        output = model.apply({"params": params}, ids, positions)
+        return jnp.sum(output.auxiliary["router_loss"]), output
+
+    gradient, output = jax.jit(jax.grad(loss, has_aux=True), compiler_options=QUICK)(params)
+    assert output.auxiliary["router_loss"].shape == (layers,) and output.cache is None
+    assert np.all(np.abs(gradient["layers"]["mlp"]["router"]["kernel"]).max(axis=(1, 2)) > 0)
+    unrolled = apply(model.clone(unrolled=True), unroll_params(params), ids, positions, None)
+    np.testing.assert_allclose(
+        unrolled.auxiliary["router_loss"], output.auxiliary["router_loss"], atol=1e-5
+    )
+    np.testing.assert_allclose(unrolled.hidden, output.hidden, atol=1e-4)
+
+
+def test_experts_have_a_partition_rule_before_that_of_other_kernels(monkeypatch):
+    monkeypatch.setattr(transformer, "MLP", RoutedMLP)
+    model = Transformer(ARCHITECTURE)
+    params = jax.eval_shape(lambda: heads.init_params(model, jax.random.key(0), "lm"))
+    mesh = tiny.make_mesh(8, data=1, fsdp=2, model=4)
+    rules = (
+        (r"layers/.*experts/\w+/kernel", PartitionSpec(None, "fsdp", None, "model")),
+        (r"layers/.*router/kernel", PartitionSpec()),
+    )
+    shardings = sharding.tree_shardings(mesh, params, rules + sharding.TRAIN_RULES)
+    kernel = shardings["layers"]["mlp"]["experts"]["up_proj"]["kernel"]
+    shape = params["layers"]["mlp"]["experts"]["up_proj"]["kernel"].shape
+    L, E, D, F = shape
+    assert kernel.shard_shape(shape) == (L, E // 2, D, F // 4)
+
+
+def test_auxiliary_outputs_cost_nothing_where_there_are_none(params, ids):
+    assert run(params, ids).auxiliary == {}
+    assert run(unroll_params(params), ids, model=UNROLLED).auxiliary == {}

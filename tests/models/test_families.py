@@ -227,7 +227,9 @@ def test_logits_logprobs_and_gradients(checkpoint, tmp_path):
     @functools.partial(jax.jit, compiler_options=QUICK)
     @functools.partial(jax.grad, has_aux=True)
     def run(params):
-        hidden = Transformer(architecture).apply({"params": params}, ids, positions, segments)[0]
+        hidden = (
+            Transformer(architecture).apply({"params": params}, ids, positions, segments).hidden
+        )
         logprobs, entropy = token_logprobs(
             hidden,
             heads.output_embedding(params),
@@ -278,7 +280,7 @@ def test_cached_decode(checkpoint):
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def prefill(tokens, segments):
-        hidden, cache = decoder.apply(
+        hidden, cache, _ = decoder.apply(
             {"params": flat}, tokens, jnp.broadcast_to(jnp.arange(longest), tokens.shape), segments
         )
         room = ids.shape[1] - longest
@@ -289,7 +291,7 @@ def test_cached_decode(checkpoint):
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def step(tokens, columns, cache):
-        hidden, cache = decoder.apply({"params": flat}, tokens, columns, cache=cache)
+        hidden, cache, _ = decoder.apply({"params": flat}, tokens, columns, cache=cache)
         return heads.compute_logits(architecture, flat, hidden)[:, 0], cache
 
     is_prompt = np.arange(longest) < prompts[:, None]

@@ -39,7 +39,7 @@ def adapters_of(architecture, shape, head="lm", seed=5):
 def apply(model, params, ids):
     return model.apply(
         {"params": params}, ids, jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-    )[0]
+    ).hidden
 
 
 def logits(architecture, params, ids, shape=None, dtype=jnp.float32, **options):

@@ -546,7 +546,7 @@ def test_reward_model_scores_stand_on_the_last_token():
     for b in range(tiny.B):
         length = int(sequences.prompt_lengths[b] + sequences.lengths[b])
         tokens = sequences.tokens[b : b + 1, :length]
-        hidden, _ = model.apply({"params": params}, tokens, jnp.arange(length)[None])
+        hidden, *_ = model.apply({"params": params}, tokens, jnp.arange(length)[None])
         assert float(scores[b]) == pytest.approx(
             float(heads.compute_scalars(params, hidden)[0, -1]), abs=1e-4
         )
@@ -778,7 +778,7 @@ def test_the_value_after_the_last_token(devices):
     critic, model = jax.device_get(state.critic), tiny.networks(config).critic
     for b in (0, 1, 5):
         length = int(sequences.prompt_lengths[b] + sequences.lengths[b])
-        hidden, _ = model.apply(
+        hidden, *_ = model.apply(
             {"params": critic},
             np.asarray(sequences.tokens)[b : b + 1, :length],
             jnp.arange(length)[None],

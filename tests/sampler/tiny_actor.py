@@ -53,7 +53,7 @@ class Actor:
     def logits(self, tokens):
         """Of a plain forward pass of the stacked form over whole rows, [B, S, V]."""
         positions = jax.numpy.broadcast_to(jax.numpy.arange(tokens.shape[1]), tokens.shape)
-        hidden, _ = self.scored.apply(
+        hidden, *_ = self.scored.apply(
             {"params": self.stacked}, tokens, positions, jax.numpy.zeros_like(tokens)
         )
         return heads.compute_logits(self.scored.architecture, self.stacked, hidden)

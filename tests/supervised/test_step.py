@@ -75,7 +75,9 @@ def gradients(objective, sequences, params, rows=2, packed=True):
 def alone(sequences, params):
     """Hidden states of each sequence in a row of its own, [B, S, D]; what stands behind its end is not seen from before."""
     positions = np.broadcast_to(np.arange(sequences.tokens.shape[1]), sequences.tokens.shape)
-    return MODEL.apply({"params": params}, sequences.tokens, positions, np.zeros_like(positions))[0]
+    return MODEL.apply(
+        {"params": params}, sequences.tokens, positions, np.zeros_like(positions)
+    ).hidden
 
 
 @jax.jit

@@ -1,15 +1,22 @@
-"""DeBERTa-v2 and v3 with the head of a reward model (He et al. 2021, "DeBERTa: Decoding-enhanced BERT with disentangled
-attention", https://arxiv.org/abs/2006.03654; v3: https://arxiv.org/abs/2111.09543).
+"""DeBERTa-v2 and v3 with the score head of a reward model.
 
-An encoder: each token sees all of its text. What a token j is to a token i is a sum of three products, of which two know how
-far apart they stand: with delta(i, j) the bucket of i - j, K^r and Q^r projections of one table of relative positions,
+DeBERTa-v2: He et al. 2021, "DeBERTa: Decoding-enhanced BERT with disentangled attention",
+https://arxiv.org/abs/2006.03654; v3: https://arxiv.org/abs/2111.09543.
+
+It is an encoder: each token attends to all of its text. The attention score of tokens i and j is a
+sum of three products, two of which depend on their distance. With delta(i, j) the bucket of i - j
+and K^r and Q^r projections of one table of relative positions,
 
     A_ij = (Q_i . K_j  +  Q_i . K^r_delta(i,j)  +  K_j . Q^r_delta(i,j)) / sqrt(3 d)
 
-Parameters, a nested dict (L: the stacked layers; S: the relative span; what stands in brackets only where config.json has it):
-    words/embedding [V, E], (places/embedding [positions, E]), (embed_proj/kernel [E, D]), embed_norm/{scale, bias} [D]
+The parameters are a nested dict (L: stacked layers; S: relative span; those in parentheses exist
+only if config.json asks for them):
+
+    words/embedding [V, E], (places/embedding [positions, E]), (embed_proj/kernel [E, D])
+    embed_norm/{scale, bias} [D]
     relative/embedding [2 S, D], (relative_norm/{scale, bias} [D])
-    layers/attention/{q_proj, k_proj, v_proj, o_proj, (pos_k_proj, pos_q_proj)}/{kernel [L, D, D], bias [L, D]}
+    layers/attention/{q_proj, k_proj, v_proj, o_proj}/{kernel [L, D, D], bias [L, D]}
+    (layers/attention/{pos_k_proj, pos_q_proj}/{kernel [L, D, D], bias [L, D]})
     layers/mlp/{up_proj, down_proj}/{kernel [L, in, out], bias [L, out]}
     layers/{attention_norm, mlp_norm}/{scale, bias} [L, D]
     (conv/{kernel [taps, D, D], bias [D]}, conv_norm/{scale, bias} [D])
@@ -18,16 +25,20 @@ Parameters, a nested dict (L: the stacked layers; S: the relative span; what sta
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
 
+from jax_ppo.models.attention import MASKED_SCORE
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
+from jax_ppo.types import Params
 
-ACTIVATIONS = {
+ACTIVATION_FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": functools.partial(nn.gelu, approximate=False),
     "gelu_new": nn.gelu,
     "gelu_pytorch_tanh": nn.gelu,
@@ -37,45 +48,49 @@ ACTIVATIONS = {
 }
 
 
-def layer_norm(x, scale, bias, epsilon: float):
-    """LayerNorm over the last axis, computed in float32; the result has x's type."""
+def layer_norm(
+    x: Float[Array, "... D"], scale: Float[Array, " D"], bias: Float[Array, " D"], epsilon: float
+) -> Float[Array, "... D"]:
+    """Apply LayerNorm over the last axis in float32 and return the type of `x`."""
     wide = x.astype(jnp.float32)
     wide = wide - wide.mean(axis=-1, keepdims=True)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + epsilon)
     return (wide * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
-def _norm_params(module, name, width):
+def _norm_params(module: nn.Module, name: str, width: int) -> Params:
     return module.param(name, lambda _: {"scale": jnp.ones(width), "bias": jnp.zeros(width)})
 
 
-def _table(module, name, rows, width):
-    return module.param(
-        name, lambda key: {"embedding": nn.initializers.normal(0.02)(key, (rows, width))}
-    )["embedding"]
+def _embedding(module: nn.Module, name: str, rows: int, width: int) -> jax.Array:
+    init = nn.initializers.normal(0.02)
+    return module.param(name, lambda key: {"embedding": init(key, (rows, width))})["embedding"]
 
 
 def relative_buckets(distance: np.ndarray, a: DebertaArchitecture) -> np.ndarray:
-    """Which rows of the table of relative positions these distances have, int32.
+    """Return the rows of these distances in the table of relative positions, int32.
 
-    With log_buckets a distance up to S / 2 has a row of its own; beyond, rows cover distances that grow geometrically up to
-    max_relative_distance, and what is farther has the last one.
+    With log_buckets, each distance up to S / 2 has a row of its own. Beyond, rows cover ranges that
+    grow geometrically up to max_relative_distance; the last row holds everything farther.
     """
-    span, bucket = a.relative_span, distance
+    span = a.relative_span
+    bucket = distance
     if a.log_buckets:
-        near = span // 2
-        far = np.maximum(np.abs(distance), near).astype(np.float32) / np.float32(near)
-        # float32, as the weights were trained with: another rounding of the logarithm may be another bucket.
-        share = np.log(far) / np.log(np.float32((a.max_relative_distance - 1) / near))
-        beyond = np.ceil(share * np.float32(near - 1)).astype(np.int32) + near
-        bucket = np.where(np.abs(distance) <= near, distance, beyond * np.sign(distance))
+        middle = span // 2
+        ratio = np.maximum(np.abs(distance), middle).astype(np.float32) / np.float32(middle)
+        # In float32, as in training: another rounding of the logarithm could be another bucket.
+        share = np.log(ratio) / np.log(np.float32((a.max_relative_distance - 1) / middle))
+        far_bucket = np.ceil(share * np.float32(middle - 1)).astype(np.int32) + middle
+        is_near = np.abs(distance) <= middle
+        bucket = np.where(is_near, distance, far_bucket * np.sign(distance))
     return np.clip(bucket + span, 0, 2 * span - 1).astype(np.int32)
 
 
-def align_distances(by_distance):
-    """[..., T, 2T] -> [..., T, T]: entry (i, j) is what stood at (i, j - i + T - 1).
+def align_distances(by_distance: Float[Array, "... T twoT"]) -> Float[Array, "... T T"]:
+    """Move entry (i, j - i + T - 1) of [..., T, 2T] to (i, j) of [..., T, T].
 
-    Not a gather: read as rows that are one shorter, each begins one column further left than the one before.
+    This is no gather: in rows that are one entry shorter, each one begins one column further left
+    than the row before.
     """
     *lead, T, _ = by_distance.shape
     flat = by_distance.reshape(*lead, 2 * T * T)[..., T - 1 : -1]
@@ -83,135 +98,162 @@ def align_distances(by_distance):
 
 
 class Attention(nn.Module):
+    """Disentangled attention with its projections."""
+
     architecture: DebertaArchitecture
-    dtype: Any
+    dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x_BxTxD, relative_2SxD, visible_BxTxT):
-        a, T = self.architecture, x_BxTxD.shape[1]
-        of_positions = ("q_proj", "k_proj") if a.share_keys else ("pos_q_proj", "pos_k_proj")
+    def __call__(
+        self, x_BxTxD: jax.Array, relative_2SxD: jax.Array, visible_BxTxT: jax.Array
+    ) -> jax.Array:
+        """Return the output [B, T, D]; `visible_BxTxT` is true where i attends to j."""
+        a = self.architecture
+        T = x_BxTxD.shape[1]
+        position_queries = "q_proj" if a.share_keys else "pos_q_proj"
+        position_keys = "k_proj" if a.share_keys else "pos_k_proj"
+        names = ("q_proj", "k_proj", "v_proj", "o_proj", position_queries, position_keys)
         dense = {
             name: nn.Dense(a.hidden_size, dtype=self.dtype, name=name)
-            for name in dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj", *of_positions))
+            for name in dict.fromkeys(names)
         }
 
-        def project(name, x):
+        def project(name: str, x: jax.Array) -> jax.Array:
             return dense[name](x).reshape(*x.shape[:-1], a.num_heads, a.head_dim)
 
-        def product(axes, left, right):
+        def product(axes: str, left: jax.Array, right: jax.Array) -> jax.Array:
             return jnp.einsum(axes, left, right, preferred_element_type=jnp.float32)
 
-        scale = 1 / math.sqrt(a.head_dim * (1 + a.content_to_position + a.position_to_content))
-        q, k, v = (project(name, x_BxTxD) for name in ("q_proj", "k_proj", "v_proj"))
+        num_terms = 1 + a.content_to_position + a.position_to_content
+        scale = 1 / math.sqrt(a.head_dim * num_terms)
+        q = project("q_proj", x_BxTxD)
+        k = project("k_proj", x_BxTxD)
+        v = project("v_proj", x_BxTxD)
         scores_BxHxTxT = product("bihd,bjhd->bhij", q * scale, k)
-        column = np.arange(2 * T)  # f of the products below
+        column = np.arange(2 * T)  # f in the products below
         if a.content_to_position:  # f = j - i + T - 1
-            keys = project(of_positions[1], relative_2SxD)[relative_buckets(T - 1 - column, a)]
+            buckets = relative_buckets(T - 1 - column, a)
+            keys = project(position_keys, relative_2SxD)[buckets]
             scores_BxHxTxT += align_distances(product("bihd,fhd->bhif", q * scale, keys))
         if a.position_to_content:  # f = i - j + T - 1
-            queries = project(of_positions[0], relative_2SxD)[relative_buckets(column - (T - 1), a)]
-            scores_BxHxTxT += align_distances(
-                product("bjhd,fhd->bhjf", k * scale, queries)
-            ).swapaxes(-1, -2)
-        weights = jax.nn.softmax(
-            jnp.where(visible_BxTxT[:, None], scores_BxHxTxT, -1e30), axis=-1
-        ).astype(v.dtype)
+            buckets = relative_buckets(column - (T - 1), a)
+            queries = project(position_queries, relative_2SxD)[buckets]
+            by_distance = product("bjhd,fhd->bhjf", k * scale, queries)
+            scores_BxHxTxT += align_distances(by_distance).swapaxes(-1, -2)
+        scores_BxHxTxT = jnp.where(visible_BxTxT[:, None], scores_BxHxTxT, MASKED_SCORE)
+        weights = jax.nn.softmax(scores_BxHxTxT, axis=-1).astype(v.dtype)
         out = jnp.einsum("bhij,bjhd->bihd", weights, v)
         return dense["o_proj"](out.reshape(x_BxTxD.shape))
 
 
 class MLP(nn.Module):
+    """The MLP of a layer."""
+
     architecture: DebertaArchitecture
-    dtype: Any
+    dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the output, [..., D]."""
         a = self.architecture
-        x = ACTIVATIONS[a.activation](
-            nn.Dense(a.intermediate_size, dtype=self.dtype, name="up_proj")(x)
-        )
+        x = nn.Dense(a.intermediate_size, dtype=self.dtype, name="up_proj")(x)
+        x = ACTIVATION_FUNCTIONS[a.activation](x)
         return nn.Dense(a.hidden_size, dtype=self.dtype, name="down_proj")(x)
 
 
 class Layer(nn.Module):
+    """One layer: attention and MLP, each followed by a norm of the residual sum."""
+
     architecture: DebertaArchitecture
-    dtype: Any
+    dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x, first, relative, visible, conv, conv_norm):
-        """`first`: bool, whether it is the first layer, which the convolution's output `conv` is added behind."""
+    def __call__(
+        self,
+        x: jax.Array,
+        is_first: jax.Array,
+        relative: jax.Array,
+        visible: jax.Array,
+        conv: jax.Array | None,
+        conv_norm: Params | None,
+    ) -> tuple[jax.Array, None]:
+        """Return the hidden states; the first layer adds the convolution's output `conv`."""
         a = self.architecture
         attended = Attention(a, self.dtype, name="attention")(x, relative, visible)
-        x = layer_norm(
-            x + attended,
-            **_norm_params(self, "attention_norm", a.hidden_size),
-            epsilon=a.norm_epsilon,
-        )
-        x = layer_norm(
-            x + MLP(a, self.dtype, name="mlp")(x),
-            **_norm_params(self, "mlp_norm", a.hidden_size),
-            epsilon=a.norm_epsilon,
-        )
-        if conv is not None:
-            x = jnp.where(first, layer_norm(x + conv, **conv_norm, epsilon=a.norm_epsilon), x)
+        attention_norm = _norm_params(self, "attention_norm", a.hidden_size)
+        x = layer_norm(x + attended, **attention_norm, epsilon=a.norm_epsilon)
+        out = MLP(a, self.dtype, name="mlp")(x)
+        mlp_norm = _norm_params(self, "mlp_norm", a.hidden_size)
+        x = layer_norm(x + out, **mlp_norm, epsilon=a.norm_epsilon)
+        if conv is not None and conv_norm is not None:
+            with_conv = layer_norm(x + conv, **conv_norm, epsilon=a.norm_epsilon)
+            x = jnp.where(is_first, with_conv, x)
         return x, None
 
 
 class Convolution(nn.Module):
-    """Of each token with its neighbours in its own text."""
+    """Convolution of each token with its neighbours in the same text."""
 
     architecture: DebertaArchitecture
-    dtype: Any
+    dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x_BxTxD, segments_BxT):
-        a, T = self.architecture, x_BxTxD.shape[1]
-        taps, width = a.conv_kernel_size, a.hidden_size
-        kernel = self.param("kernel", nn.initializers.normal(0.02), (taps, width, width)).astype(
-            self.dtype
-        )
-        out = self.param("bias", nn.initializers.zeros, (width,)).astype(self.dtype)
+    def __call__(self, x_BxTxD: jax.Array, segments_BxT: jax.Array) -> jax.Array:
+        """Return the output, [B, T, D]."""
+        a = self.architecture
+        T = x_BxTxD.shape[1]
+        taps = a.conv_kernel_size
+        width = a.hidden_size
+        kernel = self.param("kernel", nn.initializers.normal(0.02), (taps, width, width))
+        bias = self.param("bias", nn.initializers.zeros, (width,))
+        out = bias.astype(self.dtype)
         reach = taps // 2
         x = jnp.pad(x_BxTxD, ((0, 0), (reach, reach), (0, 0)))
-        segments = jnp.pad(segments_BxT, ((0, 0), (reach, reach)), constant_values=-2)  # of nobody
+        # -2 is no text's segment.
+        segments = jnp.pad(segments_BxT, ((0, 0), (reach, reach)), constant_values=-2)
         for tap in range(taps):
-            same = (segments[:, tap : tap + T] == segments_BxT)[..., None]
-            out = out + jnp.where(same, x[:, tap : tap + T], 0) @ kernel[tap]
-        return ACTIVATIONS[a.conv_activation](out)
+            same_text = (segments[:, tap : tap + T] == segments_BxT)[..., None]
+            neighbours = jnp.where(same_text, x[:, tap : tap + T], 0)
+            out = out + neighbours @ kernel[tap].astype(self.dtype)
+        return ACTIVATION_FUNCTIONS[a.conv_activation](out)
 
 
 class Deberta(nn.Module):
     """The encoder with its pooler and a score.
 
     Attributes:
-      architecture: the shape.
-      dtype: of the computation; parameters may be of any type.
+      architecture: The architecture.
+      dtype: Type of the computation; parameters may have any type.
     """
 
     architecture: DebertaArchitecture
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
 
     @nn.compact
-    def __call__(self, tokens_BxT, positions_BxT, segments_BxT):
-        """Scores texts, several of which may stand in a row.
+    def __call__(
+        self,
+        tokens_BxT: Int[Array, "B T"],
+        positions_BxT: Int[Array, "B T"],
+        segments_BxT: Int[Array, "B T"],
+    ) -> Float[Array, "B T"]:
+        """Score texts; a row may hold several.
 
         Args:
-          tokens_BxT: int32 token ids.
-          positions_BxT: int32, each token's place in its own text, from 0.
-          segments_BxT: int32; a token sees those in the row that have the same segment. A text's tokens stand together.
+          tokens_BxT: Token ids.
+          positions_BxT: Position of each token in its own text, from 0.
+          segments_BxT: A token attends to the tokens in its row that have the same segment. The
+            tokens of a text are contiguous.
 
         Returns:
-          float32 [B, T]: at each text's first token its score. Elsewhere it means nothing.
+          The score of each text at its first token, float32. Other entries are meaningless.
         """
         a = self.architecture
         x = self._embed(tokens_BxT, positions_BxT)
-        relative = _table(self, "relative", 2 * a.relative_span, a.hidden_size).astype(self.dtype)
+        relative = _embedding(self, "relative", 2 * a.relative_span, a.hidden_size)
+        relative = relative.astype(self.dtype)
         if a.norm_relative:
-            relative = layer_norm(
-                relative,
-                **_norm_params(self, "relative_norm", a.hidden_size),
-                epsilon=a.norm_epsilon,
-            )
+            relative_norm = _norm_params(self, "relative_norm", a.hidden_size)
+            relative = layer_norm(relative, **relative_norm, epsilon=a.norm_epsilon)
         conv = conv_norm = None
         if a.conv_kernel_size:
             conv = Convolution(a, self.dtype, name="conv")(x, segments_BxT)
@@ -224,28 +266,27 @@ class Deberta(nn.Module):
             in_axes=(0, *[nn.broadcast] * 4),
             length=a.num_layers,
         )
-        first = jnp.arange(a.num_layers) == 0
-        x, _ = stack(a, self.dtype, name="layers")(x, first, relative, visible, conv, conv_norm)
-        x = ACTIVATIONS[a.pooler_activation](
-            nn.Dense(a.hidden_size, dtype=self.dtype, name="pooler")(x)
-        )
+        is_first = jnp.arange(a.num_layers) == 0
+        layers = stack(a, self.dtype, name="layers")
+        x, _ = layers(x, is_first, relative, visible, conv, conv_norm)
+        x = nn.Dense(a.hidden_size, dtype=self.dtype, name="pooler")(x)
+        x = ACTIVATION_FUNCTIONS[a.pooler_activation](x)
         return nn.Dense(1, dtype=jnp.float32, name="score")(x)[..., 0]
 
-    def _embed(self, tokens, positions):
+    def _embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """Return the input of the first layer, [B, T, D]."""
         a = self.architecture
-        x = _table(self, "words", a.vocab_size, a.embedding_size)[tokens].astype(self.dtype)
+        x = _embedding(self, "words", a.vocab_size, a.embedding_size)[tokens].astype(self.dtype)
         if a.absolute_positions:
-            x += _table(self, "places", a.max_position_embeddings, a.embedding_size)[
-                positions
-            ].astype(self.dtype)
+            table = _embedding(self, "places", a.max_position_embeddings, a.embedding_size)
+            x += table[positions].astype(self.dtype)
         if a.embedding_size != a.hidden_size:
             x = nn.Dense(a.hidden_size, use_bias=False, dtype=self.dtype, name="embed_proj")(x)
-        return layer_norm(
-            x, **_norm_params(self, "embed_norm", a.hidden_size), epsilon=a.norm_epsilon
-        )
+        embed_norm = _norm_params(self, "embed_norm", a.hidden_size)
+        return layer_norm(x, **embed_norm, epsilon=a.norm_epsilon)
 
 
-def init_deberta_params(model: Deberta, key) -> dict:
-    """Random parameters."""
-    one = jnp.zeros((1, 1), jnp.int32)
-    return model.init(key, one, one, one)["params"]
+def init_deberta_params(model: Deberta, key: jax.Array) -> Params:
+    """Return random parameters."""
+    one_token = jnp.zeros((1, 1), jnp.int32)
+    return model.init(key, one_token, one_token, one_token)["params"]
