@@ -93,8 +93,8 @@ def test_no_segments_means_one(params, ids):
 
 
 def test_unrolled_is_stacked(params, ids):
-    stacked, nothing = run(params, ids)
-    unrolled, cache = run(unroll_params(params), ids, model=UNROLLED)
+    stacked, nothing, _ = run(params, ids)
+    unrolled, cache, _ = run(unroll_params(params), ids, model=UNROLLED)
     assert nothing is None and len(cache) == ARCHITECTURE.num_layers
     heads_and_width = B, ARCHITECTURE.num_kv_heads, ARCHITECTURE.head_dim
     assert cache[0][0].shape == (*heads_and_width, T) and cache[0][1].swapaxes(2, 3).shape == (
