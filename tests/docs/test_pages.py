@@ -9,6 +9,7 @@ import sys
 import doc_pages
 import pytest
 
+import museum
 from jax_ppo.config import command_line, schema
 
 each_page = pytest.mark.parametrize("page", doc_pages.PAGES, ids=doc_pages.page_id)
@@ -149,3 +150,11 @@ def test_the_site_builds_without_a_warning(tmp_path):
     )
     assert built.returncode == 0, built.stderr
     assert (tmp_path / "ppo-step" / "index.html").is_file()
+
+
+def test_the_number_of_exhibits_is_the_museums():
+    expected = len(museum.EXHIBITS)
+    readme = (doc_pages.ROOT / "README.md").read_text()
+    page = (doc_pages.ROOT / "docs" / "reproducibility.md").read_text()
+    assert f"| published bugs of the field with a test each | {expected} |" in readme
+    assert f"lists {expected} published bugs" in page
