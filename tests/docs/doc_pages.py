@@ -8,7 +8,11 @@ ROOT = pathlib.Path(__file__).parents[2]
 PAGES = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")],
 )
-RECIPES = sorted(path for path in (ROOT / "docs" / "recipes").glob("*.md") if path.stem != "index")
+# Pages whose Python is run.
+RECIPES = [
+    ROOT / "docs" / "python-api.md",
+    *sorted(path for path in (ROOT / "docs" / "recipes").glob("*.md") if path.stem != "index"),
+]
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!\\)\[[^\]]*\]\(([^)\s]+)\)")

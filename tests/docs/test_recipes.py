@@ -8,7 +8,15 @@ import sys
 import doc_pages
 import pytest
 
-each_recipe = pytest.mark.parametrize("page", doc_pages.RECIPES, ids=lambda page: page.stem)
+each_recipe = pytest.mark.parametrize(
+    "page",
+    [
+        # The page of the Python API trains a model.
+        pytest.param(page, marks=pytest.mark.slow) if page.stem == "python-api" else page
+        for page in doc_pages.RECIPES
+    ],
+    ids=lambda page: page.stem,
+)
 
 # Appended to the commands of the recipes: the smallest run that goes through every phase.
 TINY = (

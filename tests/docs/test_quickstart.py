@@ -1,0 +1,49 @@
+"""The notebook runs from its first cell to its last, and what it trains learns."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import doc_pages
+import pytest
+
+NOTEBOOK = doc_pages.ROOT / "examples" / "quickstart.ipynb"
+
+
+def code_cells() -> list[str]:
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+def test_the_notebook_has_no_stored_output():
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert len(code) >= 5
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in code)
+
+
+def test_options_in_the_notebook_are_valid():
+    """Runs the cell that configures; the training itself is in the slow suite."""
+    (cell,) = [text for text in code_cells() if "load_config(" in text]
+    program = f"{cell}\nassert config.trainer.total_training_steps == 12"
+    subprocess.run([sys.executable, "-c", program], cwd=doc_pages.ROOT, check=True)
+
+
+@pytest.mark.slow
+def test_the_notebook_trains_plots_and_samples(tmp_path):
+    """Cells run in their order as one program, without a display."""
+    program = tmp_path / "quickstart.py"
+    program.write_text("\n".join(code_cells()))
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "agg", "XLA_FLAGS": ""}
+    environment |= {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(doc_pages.ROOT)}
+    environment["PYTHONWARNINGS"] = "ignore:FigureCanvasAgg is non-interactive"
+    finished = subprocess.run(
+        [sys.executable, program], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert finished.returncode == 0, finished.stderr
+    before, after = re.search(r"accuracy: ([\d.]+) -> ([\d.]+)", finished.stdout).groups()
+    assert float(before) < 0.4
+    assert float(after) > 0.6
+    assert finished.stdout.count("####") >= 1
