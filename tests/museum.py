@@ -793,8 +793,8 @@ LOG_PROBS = [
         holds="every log-prob is at the sampling temperature",
         test=f"{TEST_LOGPROBS}::test_by_hand",
         where="_forward",
-        old="logits(chunks.take(hidden, i), weight, cap) / temperature",
-        new="logits(chunks.take(hidden, i), weight, cap)",
+        old="chunk_logits(chunks.gather(hidden, i), weight, cap) / temperature",
+        new="chunk_logits(chunks.gather(hidden, i), weight, cap)",
     ),
     Exhibit(
         name="the_gradient_forgets_the_temperature",
@@ -829,8 +829,8 @@ LOG_PROBS = [
         holds="log-probs and entropies are 0 outside the response",
         test=f"{TEST_LOGPROBS}::test_what_the_mask_hides_does_not_matter",
         where="_forward",
-        old="zero_outside(chunks.spread(x), mask)",
-        new="chunks.spread(x)",
+        old="zero_outside(chunks.scatter(x), mask)",
+        new="chunks.scatter(x)",
     ),
 ]
 
@@ -1035,7 +1035,7 @@ ADVANTAGES = [
         source="grpo-flat#2: mean and deviation over the batch instead of over a prompt's responses",
         holds="a prompt's responses are compared with each other alone",
         test="tests/kernels/test_advantages.py::test_groups_by_hand",
-        where="_less_group_mean",
+        where="_deviations_from_group_mean",
         old="scores_B.astype(jnp.promote_types(scores_B.dtype, jnp.float32)).reshape(-1, n)",
         new="scores_B.astype(jnp.promote_types(scores_B.dtype, jnp.float32)).reshape(1, -1)",
     ),
@@ -1044,7 +1044,7 @@ ADVANTAGES = [
         source="DeepAnalyze#116: with num_generations=1 the deviation is NaN, and so is the loss",
         holds="groups of one are refused",
         test="tests/kernels/test_advantages.py::test_what_is_no_group_is_refused",
-        where="_less_group_mean",
+        where="_deviations_from_group_mean",
         old="n > 1 and scores_B.shape[0] % n == 0",
         new="scores_B.shape[0] % n == 0",
     ),
@@ -1448,14 +1448,14 @@ CLIPS_AND_OTHER_LOSSES = [
         test="tests/kernels/test_losses.py::test_loss_weights_by_hand",
         where="loss_weights",
         old="samples * scale",
-        new="samples * jnp.max(lengths_B)",
+        new="samples * jnp.max(action_counts_B)",
     ),
     Exhibit(
         name="masked_tokens_leak_into_the_sequences_ratio",
         source="Soup#723: GSPO took means over padding as well",
         holds="a response's ratio is that of its own tokens",
         test="tests/kernels/test_policy_losses.py::test_against_loops_with_garbage_under_the_mask",
-        where="_inputs",
+        where="_log_ratios_and_advantages",
         old=(
             "zero_outside(batch.logprobs, batch.mask) - zero_outside(batch.old_logprobs, "
             "batch.mask)"
@@ -1468,7 +1468,7 @@ CLIPS_AND_OTHER_LOSSES = [
         holds="GSPO has one ratio, clipped or not, for all tokens of a response",
         test="tests/kernels/test_policy_losses.py::test_by_hand",
         where="gspo",
-        old="_of_response(log_ratio, batch)",
+        old="_mean_over_response(log_ratio, batch)",
         new="log_ratio",
     ),
     Exhibit(
@@ -1476,7 +1476,7 @@ CLIPS_AND_OTHER_LOSSES = [
         source="hands-on-modern-rl#75: exp of a difference of sums; GSPO's is that of means",
         holds="the ratio of a response does not grow with its length",
         test="tests/kernels/test_policy_losses.py::test_by_hand",
-        where="_of_response",
+        where="_mean_over_response",
         old=(
             "batch.sequence_sum(jax.lax.stop_gradient(log_ratio)) / jnp.maximum(batch.action_counts, 1)"
         ),
@@ -1538,7 +1538,7 @@ MOMENTS_AND_SHAPING = [
         source="cleanrl#18: RunningMeanStd was updated with a batch_count of 1",
         holds="moments do not depend on how the numbers were cut into batches",
         test="tests/kernels/test_moments.py::test_by_hand",
-        where="add",
+        where="update_moments",
         old="jnp.sum(mask.astype(bool))",
         new="jnp.any(mask)",
     ),
@@ -1547,7 +1547,7 @@ MOMENTS_AND_SHAPING = [
         source="baselines#266: rewards of the first batches peaked, divided by a deviation of next to nothing",
         holds="where there is no spread, nothing is scaled",
         test="tests/kernels/test_shaping.py::test_without_spread_scores_stay_what_they_are",
-        where="std",
+        where="moments_std",
         old="jnp.where(spread, jnp.sqrt(variance + epsilon), 1.0)",
         new="jnp.sqrt(variance + epsilon)",
     ),
@@ -1559,7 +1559,7 @@ MOMENTS_AND_SHAPING = [
         where="_with_critic",
         old=(
             "values, after = (moments['returns'].mean + "
-            "moments_lib.std(moments['returns']) * x for x in (values, after))"
+            "moments_lib.moments_std(moments['returns']) * x for x in (values, after))"
         ),
         new="pass",
     ),
@@ -1575,7 +1575,7 @@ MOMENTS_AND_SHAPING = [
         ),
         new=(
             "Experience(sequences, kept, old_logprobs, scores.ref_logprobs, scores.values"
-            " * moments_lib.std(control.moments['returns']) if "
+            " * moments_lib.moments_std(control.moments['returns']) if "
             "config.critic.normalize_values else scores.values, advantages, returns, "
             "weights, Control(coefficient, moments))"
         ),

@@ -121,7 +121,7 @@ def grpo(scores_B: jax.Array, n: int, by_std: bool) -> jax.Array:
     Returns:
       float32 [B]; exactly 0 throughout a group of equal scores.
     """
-    deviations = _less_group_mean(scores_B, n)
+    deviations = _deviations_from_group_mean(scores_B, n)
     if by_std:
         std = jnp.sqrt(jnp.sum(jnp.square(deviations), axis=1, keepdims=True) / (n - 1))
         deviations = deviations / (std + 1e-6)
@@ -134,7 +134,7 @@ def rloo(scores_B: jax.Array, n: int) -> jax.Array:
     Unbiased: the baseline does not depend on the sample. Equal to (s_b - mean of all n) n / (n - 1). Arguments and result are
     those of `grpo`.
     """
-    return (_less_group_mean(scores_B, n) * (n / (n - 1))).reshape(-1)
+    return (_deviations_from_group_mean(scores_B, n) * (n / (n - 1))).reshape(-1)
 
 
 def group_mean_baseline(scores_B: jax.Array, n: int) -> jax.Array:
@@ -144,10 +144,10 @@ def group_mean_baseline(scores_B: jax.Array, n: int) -> jax.Array:
     every prompt's by the same number and so, unlike `grpo`'s division, weighs none above another. Arguments and result are
     those of `grpo`, and so is the value without by_std.
     """
-    return _less_group_mean(scores_B, n).reshape(-1)
+    return _deviations_from_group_mean(scores_B, n).reshape(-1)
 
 
-def _less_group_mean(scores_B, n):
+def _deviations_from_group_mean(scores_B, n):
     """[B / n, n]. A group's first score is taken off first: the mean of equal scores is then 0 and not nearly so."""
     assert scores_B.ndim == 1, scores_B.shape
     assert n > 1 and scores_B.shape[0] % n == 0, (

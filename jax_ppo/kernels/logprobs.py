@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ppo.kernels.masked import zero_outside
-from jax_ppo.kernels.softcap import slope as softcap_slope
-from jax_ppo.kernels.softcap import softcap
+from jax_ppo.kernels.softcap import softcap, softcap_slope
 
 # Float32 logits of a chunk. On CPU they should stay in the cache; elsewhere a chunk must be long enough that the sum of the
 # unembedding's gradient, read and written once a chunk, costs less than the products.
@@ -28,7 +27,7 @@ def target_platform() -> str:
     return device.platform if device else jax.default_backend()
 
 
-def chunk_places(vocabulary: int, platform: str) -> int:
+def default_chunk_size(vocabulary: int, platform: str) -> int:
     """C where it is not given: as many places as have CHUNK_BYTES of logits on this platform, LEAST_CHUNK at least."""
     return max(CHUNK_BYTES.get(platform, CHUNK_BYTES_ELSEWHERE) // (4 * vocabulary), LEAST_CHUNK)
 
@@ -68,7 +67,7 @@ def token_logprobs(
       targets_GxN: token ids in [0, V) where mask = 1.
       mask_GxN: 1 where a log-prob is computed, in any pattern. Elsewhere hidden states and targets may be anything, NaN included.
       temperature: > 0, the one the tokens were sampled at.
-      chunk_size: places of each group at a time; None chooses by `chunk_places`.
+      chunk_size: places of each group at a time; None chooses by `default_chunk_size`.
       logit_softcap: c > 0; None: none.
 
     Returns:
@@ -86,7 +85,7 @@ def token_logprobs(
     shapes = (hidden_GxNxD.shape[:2], targets_GxN.shape, mask_GxN.shape)
     assert len(set(shapes)) == 1, f"hidden, targets, mask differ in [G, N]: {shapes}"
     assert chunk_size is None or chunk_size > 0, chunk_size
-    chunk_size = chunk_size or chunk_places(unembedding_VxD.shape[0], target_platform())
+    chunk_size = chunk_size or default_chunk_size(unembedding_VxD.shape[0], target_platform())
     chunk_size = min(chunk_size, hidden_GxNxD.shape[1])
     logprobs, entropy = _token_logprobs(
         hidden_GxNxD,
@@ -110,12 +109,12 @@ def _token_logprobs(hidden, unembedding, targets, mask, temperature, chunk_size,
 
 def _forward(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy, cap):
     """log p(target), entropy (0 if not asked for) and logsumexp z, each [G, N]."""
-    chunks = Chunks(mask, chunk_size)
+    chunks = MaskedChunks(mask, chunk_size)
     weight = unembedding.astype(hidden.dtype)
 
     def chunk(i, kept):
-        z = logits(chunks.take(hidden, i), weight, cap) / temperature
-        target = jnp.take_along_axis(z, chunks.take(targets, i)[..., None], axis=-1)[..., 0]
+        z = chunk_logits(chunks.gather(hidden, i), weight, cap) / temperature
+        target = jnp.take_along_axis(z, chunks.gather(targets, i)[..., None], axis=-1)[..., 0]
         top = jnp.max(z, axis=-1)
         shifted = z - top[..., None]
         total = jnp.sum(jnp.exp(shifted), axis=-1)
@@ -128,10 +127,10 @@ def _forward(hidden, unembedding, targets, mask, temperature, chunk_size, with_e
         # Compiled, z - top need not be 0 at the top: the division by the temperature is contracted into the difference.
         logprob, entropy = (target - top) - jnp.log(total), jnp.log(total) + spread
         new = jnp.minimum(logprob, 0), jnp.maximum(entropy, 0), top + jnp.log(total)
-        return tuple(chunks.put(whole, x, i) for whole, x in zip(kept, new, strict=True))
+        return tuple(chunks.write(whole, x, i) for whole, x in zip(kept, new, strict=True))
 
-    compact = jax.lax.fori_loop(0, chunks.count, chunk, (chunks.room(jnp.float32),) * 3)
-    return tuple(zero_outside(chunks.spread(x), mask) for x in compact)
+    compact = jax.lax.fori_loop(0, chunks.count, chunk, (chunks.buffer(jnp.float32),) * 3)
+    return tuple(zero_outside(chunks.scatter(x), mask) for x in compact)
 
 
 def _forward_and_residuals(
@@ -147,29 +146,29 @@ def _forward_and_residuals(
 def _backward(temperature, chunk_size, with_entropy, cap, residuals, cotangents):
     hidden, unembedding, targets, mask, entropy, logsumexp = residuals
     of_logprobs, of_entropy = (_known(x, mask) for x in cotangents)
-    chunks = Chunks(mask, chunk_size)
+    chunks = MaskedChunks(mask, chunk_size)
     weight = unembedding.astype(hidden.dtype)
     V, D = unembedding.shape
 
     def chunk(i, sums):
-        states = chunks.take(hidden, i)
-        x = logits(states, weight, cap)
-        log_p = x / temperature - chunks.take(logsumexp, i)[..., None]
+        states = chunks.gather(hidden, i)
+        x = chunk_logits(states, weight, cap)
+        log_p = x / temperature - chunks.gather(logsumexp, i)[..., None]
         slope = jnp.zeros_like(x)
         if of_logprobs is not None:
-            is_target = jnp.arange(V) == chunks.take(targets, i)[..., None]
-            slope = chunks.take(of_logprobs, i)[..., None] * (is_target - jnp.exp(log_p))
+            is_target = jnp.arange(V) == chunks.gather(targets, i)[..., None]
+            slope = chunks.gather(of_logprobs, i)[..., None] * (is_target - jnp.exp(log_p))
         if of_entropy is not None:
-            fall = log_p + chunks.take(entropy, i)[..., None]
-            slope = slope - chunks.take(of_entropy, i)[..., None] * jnp.exp(log_p) * fall
+            fall = log_p + chunks.gather(entropy, i)[..., None]
+            slope = slope - chunks.gather(of_entropy, i)[..., None] * jnp.exp(log_p) * fall
         slope = (slope / temperature * softcap_slope(x, cap)).astype(hidden.dtype)
         of_states = jnp.einsum("gcv,vd->gcd", slope, weight, preferred_element_type=jnp.float32)
         of_weight = jnp.einsum("gcv,gcd->gvd", slope, states, preferred_element_type=jnp.float32)
-        return chunks.put(sums[0], of_states.astype(hidden.dtype), i), sums[1] + of_weight
+        return chunks.write(sums[0], of_states.astype(hidden.dtype), i), sums[1] + of_weight
 
-    start = chunks.room(hidden.dtype, D), jnp.zeros((mask.shape[0], V, D), jnp.float32)
+    start = chunks.buffer(hidden.dtype, D), jnp.zeros((mask.shape[0], V, D), jnp.float32)
     of_hidden, of_unembedding = jax.lax.fori_loop(0, chunks.count, chunk, start)
-    of_hidden = jnp.where(mask[..., None], chunks.spread(of_hidden), 0)
+    of_hidden = jnp.where(mask[..., None], chunks.scatter(of_hidden), 0)
     return of_hidden, of_unembedding.sum(0).astype(unembedding.dtype), None, None
 
 
@@ -182,14 +181,14 @@ def _known(cotangent, mask):
     return None if unused else zero_outside(cotangent, mask)
 
 
-def logits(states_GxCxD, weight_VxD, cap):
+def chunk_logits(states_GxCxD, weight_VxD, cap):
     """[G, C, V] float32 of a chunk."""
     return softcap(
         jnp.einsum("gcd,vd->gcv", states_GxCxD, weight_VxD, preferred_element_type=jnp.float32), cap
     )
 
 
-class Chunks:
+class MaskedChunks:
     """The places that a mask [G, N] names, brought to the front of each group and cut into chunks of C.
 
     Attributes:
@@ -208,20 +207,20 @@ class Chunks:
     def _cut(self, x, i):
         return jax.lax.dynamic_slice_in_dim(x, i * self._size, self._size, axis=1)
 
-    def take(self, x_GxN, i):
+    def gather(self, x_GxN, i):
         """Chunk i of x, [G, C, ...]; 0 where the group has no more places, so that nothing there reaches a sum."""
         at, named = self._cut(self._order, i), self._cut(self._named, i)
         trailing = (slice(None),) * 2 + (None,) * (x_GxN.ndim - 2)
         return jnp.where(named[trailing], jnp.take_along_axis(x_GxN, at[trailing], axis=1), 0)
 
-    def room(self, dtype, *trailing):
+    def buffer(self, dtype, *trailing):
         """Where chunks are put, [G, N filled up to whole chunks, ...]."""
         return jnp.zeros((*self._order.shape, *trailing), dtype)
 
-    def put(self, room, chunk, i):
-        return jax.lax.dynamic_update_slice_in_dim(room, chunk, i * self._size, axis=1)
+    def write(self, buffer, chunk, i):
+        return jax.lax.dynamic_update_slice_in_dim(buffer, chunk, i * self._size, axis=1)
 
-    def spread(self, room):
+    def scatter(self, buffer):
         """[G, N, ...] with everything back in its place; anything where the mask is 0."""
-        trailing = (slice(None),) * 2 + (None,) * (room.ndim - 2)
-        return jnp.take_along_axis(room, self._rank[trailing], axis=1)
+        trailing = (slice(None),) * 2 + (None,) * (buffer.ndim - 2)
+        return jnp.take_along_axis(buffer, self._rank[trailing], axis=1)

@@ -172,18 +172,18 @@ def value_loss(
     shapes = (values.shape, old_values.shape, returns.shape, mask.shape)
     assert len(set(shapes)) == 1, f"values, old_values, returns, mask differ in shape: {shapes}"
     values, old_values, returns = (zero_outside(x, mask) for x in (values, old_values, returns))
-    unclipped_loss = _half_square(values - returns, huber_delta)
+    unclipped_loss = _half_squared_error(values - returns, huber_delta)
     if clip is None:
         return ValueLoss(unclipped_loss, jnp.zeros_like(unclipped_loss))
     # clip(V, ...) and not V_old + clip(V - V_old): inside the range it is V to the bit, so nothing is flagged there.
-    clipped_loss = _half_square(
+    clipped_loss = _half_squared_error(
         jnp.clip(values, old_values - clip, old_values + clip) - returns, huber_delta
     )
     clipped = clipped_loss > unclipped_loss
     return ValueLoss(jnp.maximum(unclipped_loss, clipped_loss), clipped.astype(jnp.float32))
 
 
-def _half_square(error, huber_delta):
+def _half_squared_error(error, huber_delta):
     """error^2 / 2, going on as a straight line where |error| > huber_delta."""
     if huber_delta is None:
         return 0.5 * jnp.square(error)

@@ -16,12 +16,12 @@ class Moments(NamedTuple):
     m2: jax.Array  # the sum of squared deviations from the mean
 
 
-def start() -> Moments:
+def empty_moments() -> Moments:
     """Of nothing yet."""
     return Moments(*(jnp.zeros((), jnp.float32) for _ in range(3)))
 
 
-def add(moments: Moments, x: jax.Array, mask: jax.Array) -> Moments:
+def update_moments(moments: Moments, x: jax.Array, mask: jax.Array) -> Moments:
     """Those of everything so far and x where mask = 1, by the pairwise update of Chan, Golub and LeVeque 1979.
 
         delta = mean_x - mean        n = count + count_x
@@ -50,7 +50,7 @@ def add(moments: Moments, x: jax.Array, mask: jax.Array) -> Moments:
     return Moments(*(jnp.where(finite, new, old) for new, old in zip(moved, moments, strict=True)))
 
 
-def std(moments: Moments, epsilon: float = 1e-8) -> jax.Array:
+def moments_std(moments: Moments, epsilon: float = 1e-8) -> jax.Array:
     """sqrt(m2 / count + epsilon), a float32 scalar to divide by; 1 where there is no spread.
 
     There is none in fewer than two numbers, nor in numbers that are equal up to rounding: divided by sqrt(epsilon) a batch of

@@ -89,9 +89,9 @@ def importance(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     policy and for responses of one token; beyond that biased, as the states are still the old policy's. Variance grows with
     rho, which nothing bounds.
     """
-    log_ratio, advantages = _inputs(batch)
+    log_ratio, advantages = _log_ratios_and_advantages(batch)
     ratio = jnp.exp(log_ratio)
-    return _unclipped(-advantages * ratio, ratio, log_ratio)
+    return _unclipped_result(-advantages * ratio, ratio, log_ratio)
 
 
 def gspo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
@@ -108,8 +108,8 @@ def gspo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
 
     Returns: a PolicyLoss whose ratio is s; its log_ratio is the token's.
     """
-    log_ratio, advantages = _inputs(batch)
-    log_s = _of_response(log_ratio, batch)
+    log_ratio, advantages = _log_ratios_and_advantages(batch)
+    log_s = _mean_over_response(log_ratio, batch)
     loss = losses.policy_loss(
         log_s, jnp.zeros_like(log_s), advantages, batch.mask, clip.low, clip.high, clip.dual
     )
@@ -130,13 +130,13 @@ def gmpo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
 
     Returns: a PolicyLoss whose ratio is g; its log_ratio is the token's.
     """
-    log_ratio, advantages = _inputs(batch)
+    log_ratio, advantages = _log_ratios_and_advantages(batch)
     cut = jnp.where(
         advantages > 0, jnp.minimum(log_ratio, clip.high), jnp.maximum(log_ratio, -clip.low)
     )
-    ratio = jnp.exp(_of_response(cut, batch))
-    return _unclipped(-advantages * ratio, ratio, log_ratio)._replace(
-        clipped=_flags(cut != log_ratio)
+    ratio = jnp.exp(_mean_over_response(cut, batch))
+    return _unclipped_result(-advantages * ratio, ratio, log_ratio)._replace(
+        clipped=_as_flags(cut != log_ratio)
     )
 
 
@@ -153,11 +153,11 @@ def cispo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
 
     Returns: a PolicyLoss whose `clipped` says that the weight was cut.
     """
-    log_ratio, advantages = _inputs(batch)
+    log_ratio, advantages = _log_ratios_and_advantages(batch)
     ratio = jnp.exp(log_ratio)
     weight = jax.lax.stop_gradient(jnp.clip(ratio, 1.0 - clip.low, 1.0 + clip.high))
     loss = -weight * advantages * zero_outside(batch.logprobs, batch.mask)
-    return _unclipped(loss, ratio, log_ratio)._replace(clipped=_flags(weight != ratio))
+    return _unclipped_result(loss, ratio, log_ratio)._replace(clipped=_as_flags(weight != ratio))
 
 
 def reinforce(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
@@ -166,8 +166,8 @@ def reinforce(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     Unbiased at the old policy. Off it, biased towards what was sampled: an A of 1 everywhere is no longer without effect, but
     descends KL(old || pi). Meant for one mini-batch a rollout. Neither clip nor old_logprobs touch the loss.
     """
-    log_ratio, advantages = _inputs(batch)
-    return _unclipped(
+    log_ratio, advantages = _log_ratios_and_advantages(batch)
+    return _unclipped_result(
         -advantages * zero_outside(batch.logprobs, batch.mask), jnp.exp(log_ratio), log_ratio
     )
 
@@ -182,7 +182,7 @@ LOSSES: dict[str, Callable[[PolicyBatch, Clip], PolicyLoss]] = {
 }
 
 
-def _inputs(batch):
+def _log_ratios_and_advantages(batch):
     """The tokens' clamped log-ratios, and their advantages; both 0 under the mask."""
     shapes = tuple(x.shape for x in batch[:5])
     assert len(set(shapes)) == 1, (
@@ -196,7 +196,7 @@ def _inputs(batch):
     )
 
 
-def _of_response(log_ratio, batch):
+def _mean_over_response(log_ratio, batch):
     """The mean over each token's response, with the gradient of the token's own; 0 under the mask."""
     mean = batch.sequence_sum(jax.lax.stop_gradient(log_ratio)) / jnp.maximum(
         batch.action_counts, 1
@@ -204,10 +204,10 @@ def _of_response(log_ratio, batch):
     return zero_outside(mean, batch.mask) + (log_ratio - jax.lax.stop_gradient(log_ratio))
 
 
-def _flags(condition):
+def _as_flags(condition):
     return condition.astype(jnp.float32)
 
 
-def _unclipped(loss, ratio, log_ratio):
+def _unclipped_result(loss, ratio, log_ratio):
     none = jnp.zeros(loss.shape, jnp.float32)
     return PolicyLoss(loss, ratio, log_ratio, none, none)

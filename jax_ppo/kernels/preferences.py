@@ -20,7 +20,7 @@ def bradley_terry(chosen, rejected):
     return -jax.nn.log_sigmoid(chosen - rejected)
 
 
-def center(chosen, rejected):
+def centering_penalty(chosen, rejected):
     """(chosen + rejected)^2, which draws the scores of a pair to a mean of 0: the likelihood leaves their level open
     (Eisenstein et al. 2023, arXiv:2312.09244, eq. 2).
 

@@ -34,7 +34,7 @@ def soft_overlong_penalty(
     return -factor * jnp.clip(over / buffer, 0.0, 1.0)
 
 
-def normalised(scores_B: jax.Array, moments: moments_lib.Moments, shift: bool) -> jax.Array:
+def normalize_scores(scores_B: jax.Array, moments: moments_lib.Moments, shift: bool) -> jax.Array:
     """(s - mean) / std with shift, s / std without; mean and std are those of `moments`, of earlier or reference scores.
 
     The scale never changes which of two scores is better. It changes what a nat of KL or a token of length penalty costs
@@ -49,4 +49,4 @@ def normalised(scores_B: jax.Array, moments: moments_lib.Moments, shift: bool) -
     With running moments either one drifts: one score is another reward later in the run, which the critic has to follow.
     """
     scores_B = scores_B.astype(jnp.float32)
-    return (scores_B - moments.mean if shift else scores_B) / moments_lib.std(moments)
+    return (scores_B - moments.mean if shift else scores_B) / moments_lib.moments_std(moments)

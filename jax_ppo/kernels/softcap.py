@@ -9,6 +9,6 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def slope(y: jax.Array, cap: float | None) -> jax.Array | float:
+def softcap_slope(y: jax.Array, cap: float | None) -> jax.Array | float:
     """dy / dx at the x where y = softcap(x, cap): 1 - (y / cap)^2, in [0, 1]."""
     return 1.0 if cap is None else 1 - (y / cap) ** 2

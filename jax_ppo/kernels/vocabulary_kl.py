@@ -9,9 +9,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.kernels.logprobs import Chunks, chunk_places, logits, target_platform
+from jax_ppo.kernels.logprobs import MaskedChunks, chunk_logits, default_chunk_size, target_platform
 from jax_ppo.kernels.masked import zero_outside
-from jax_ppo.kernels.softcap import slope as softcap_slope
+from jax_ppo.kernels.softcap import softcap_slope
 
 
 def full_kl(
@@ -52,7 +52,7 @@ def full_kl(
       unembedding_VxD, ref_unembedding_VxE: output embeddings over one vocabulary, the float32 master where there is one.
       mask_GxN: 1 where the KL is computed, in any pattern. Elsewhere hidden states may be anything, NaN included.
       temperature: > 0, the one the tokens were sampled at, for both.
-      chunk_size: places of each group at a time; None chooses by `chunk_places`.
+      chunk_size: places of each group at a time; None chooses by `default_chunk_size`.
       logit_softcap: c > 0, of both; None: none.
 
     Returns:
@@ -69,7 +69,7 @@ def full_kl(
     assert unembedding_VxD.shape[0] == ref_unembedding_VxE.shape[0], "the vocabularies differ"
     assert chunk_size is None or chunk_size > 0, chunk_size
     # Two distributions of a place are held at once, as one over twice the vocabulary would be.
-    chunk_size = chunk_size or chunk_places(2 * unembedding_VxD.shape[0], target_platform())
+    chunk_size = chunk_size or default_chunk_size(2 * unembedding_VxD.shape[0], target_platform())
     reference = jax.lax.stop_gradient((ref_hidden_GxNxE, ref_unembedding_VxE))
     return _full_kl(
         hidden_GxNxD,
@@ -84,23 +84,25 @@ def full_kl(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _full_kl(hidden, unembedding, ref_hidden, ref_unembedding, mask, temperature, chunk_size, cap):
-    chunks = Chunks(mask, chunk_size)
+    chunks = MaskedChunks(mask, chunk_size)
     weight, ref_weight = unembedding.astype(hidden.dtype), ref_unembedding.astype(ref_hidden.dtype)
 
     def chunk(i, kl):
-        log_p = jax.nn.log_softmax(logits(chunks.take(hidden, i), weight, cap) / temperature)
+        log_p = jax.nn.log_softmax(
+            chunk_logits(chunks.gather(hidden, i), weight, cap) / temperature
+        )
         log_q = jax.nn.log_softmax(
-            logits(chunks.take(ref_hidden, i), ref_weight, cap) / temperature
+            chunk_logits(chunks.gather(ref_hidden, i), ref_weight, cap) / temperature
         )
         p, d = jnp.exp(log_p), log_p - log_q
         # Far from 0 exp(-d) would overflow where p is next to nothing, and there is nothing left to cancel.
         terms = jnp.where(
             jnp.abs(d) < 1, p * (jnp.expm1(-jnp.clip(d, -1, 1)) + d), p * d + (jnp.exp(log_q) - p)
         )
-        return chunks.put(kl, jnp.sum(terms, axis=-1), i)
+        return chunks.write(kl, jnp.sum(terms, axis=-1), i)
 
-    kl = jax.lax.fori_loop(0, chunks.count, chunk, chunks.room(jnp.float32))
-    return zero_outside(chunks.spread(kl), mask)
+    kl = jax.lax.fori_loop(0, chunks.count, chunk, chunks.buffer(jnp.float32))
+    return zero_outside(chunks.scatter(kl), mask)
 
 
 def _forward(*arguments):
@@ -109,31 +111,31 @@ def _forward(*arguments):
 
 def _backward(temperature, chunk_size, cap, residuals, of_kl):
     hidden, unembedding, ref_hidden, ref_unembedding, mask = residuals
-    chunks = Chunks(mask, chunk_size)
+    chunks = MaskedChunks(mask, chunk_size)
     weight, ref_weight = unembedding.astype(hidden.dtype), ref_unembedding.astype(ref_hidden.dtype)
     V, D = unembedding.shape
 
     def chunk(i, sums):
-        states = chunks.take(hidden, i)
-        x = logits(states, weight, cap)
+        states = chunks.gather(hidden, i)
+        x = chunk_logits(states, weight, cap)
         log_p = jax.nn.log_softmax(x / temperature)
         d = log_p - jax.nn.log_softmax(
-            logits(chunks.take(ref_hidden, i), ref_weight, cap) / temperature
+            chunk_logits(chunks.gather(ref_hidden, i), ref_weight, cap) / temperature
         )
         p = jnp.exp(log_p)
         slope = (
             p
             * (d - jnp.sum(p * d, axis=-1, keepdims=True))
-            * (chunks.take(of_kl, i) / temperature)[..., None]
+            * (chunks.gather(of_kl, i) / temperature)[..., None]
         )
         slope = (slope * softcap_slope(x, cap)).astype(hidden.dtype)
         of_states = jnp.einsum("gcv,vd->gcd", slope, weight, preferred_element_type=jnp.float32)
         of_weight = jnp.einsum("gcv,gcd->gvd", slope, states, preferred_element_type=jnp.float32)
-        return chunks.put(sums[0], of_states.astype(hidden.dtype), i), sums[1] + of_weight
+        return chunks.write(sums[0], of_states.astype(hidden.dtype), i), sums[1] + of_weight
 
-    start = chunks.room(hidden.dtype, D), jnp.zeros((mask.shape[0], V, D), jnp.float32)
+    start = chunks.buffer(hidden.dtype, D), jnp.zeros((mask.shape[0], V, D), jnp.float32)
     of_hidden, of_unembedding = jax.lax.fori_loop(0, chunks.count, chunk, start)
-    of_hidden = jnp.where(mask[..., None], chunks.spread(of_hidden), 0)
+    of_hidden = jnp.where(mask[..., None], chunks.scatter(of_hidden), 0)
     return of_hidden, of_unembedding.sum(0).astype(unembedding.dtype), None, None, None
 
 

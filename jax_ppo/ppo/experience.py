@@ -48,7 +48,7 @@ def estimate(
     taught, moments = mask & kept[:, None], dict(control.moments)
 
     if config.reward.normalize == "running":
-        moments["rewards"] = moments_lib.add(
+        moments["rewards"] = moments_lib.update_moments(
             moments["rewards"], rewards_B, jnp.ones_like(truncated)
         )
     earned_B = rewards_B if step_rewards_BxT is None else rewards_B + step_rewards_BxT.sum(1)
@@ -91,10 +91,10 @@ def estimate(
     if config.whitens_advantages:
         advantages = masked.whiten(advantages, taught, shift_mean=options.whiten_shift_mean)
     if config.critic.normalize_values:
-        moments["returns"] = moments_lib.add(moments["returns"], returns, taught)
+        moments["returns"] = moments_lib.update_moments(moments["returns"], returns, taught)
         of_returns = moments["returns"]
         returns = masked.zero_outside(
-            (returns - of_returns.mean) / moments_lib.std(of_returns), mask
+            (returns - of_returns.mean) / moments_lib.moments_std(of_returns), mask
         )
 
     if scores.old_logprobs is not None:
@@ -135,7 +135,7 @@ def shaped_scores(config: Config, moments, rewards_B, lengths_B, truncated_B):
     """
     options, longest = config.reward, config.data.max_response_length
     if moments is not None:
-        rewards_B = shaping.normalised(rewards_B, moments, options.normalize_shift)
+        rewards_B = shaping.normalize_scores(rewards_B, moments, options.normalize_shift)
     if options.clip is not None:
         rewards_B = jnp.clip(rewards_B, -options.clip, options.clip)
     if options.overlong_buffer_len:
@@ -185,7 +185,7 @@ def _with_critic(config, token_rewards, mask, taught, scores, moments, sequences
         after = scores.last_values
     if config.critic.normalize_values:
         values, after = (
-            moments["returns"].mean + moments_lib.std(moments["returns"]) * x
+            moments["returns"].mean + moments_lib.moments_std(moments["returns"]) * x
             for x in (values, after)
         )
     after = jnp.where(sequences.truncated & options.bootstrap_truncated, after, 0.0)

@@ -237,7 +237,7 @@ def measure_reference(run: Experiment, state) -> TrainState:
         moments = add_moments(moments, total_rewards(run, state, batch, rollout, outcomes))
     run.engine.release_weights()
     console.print_on_main(
-        f"the first policy's rewards: mean {float(moments.mean):.4g}, deviation {float(moments_lib.std(moments)):.4g}"
+        f"the first policy's rewards: mean {float(moments.mean):.4g}, deviation {float(moments_lib.moments_std(moments)):.4g}"
     )
     control = dataclasses.replace(
         state.control, moments=state.control.moments | {"rewards": moments}
@@ -247,7 +247,7 @@ def measure_reference(run: Experiment, state) -> TrainState:
 
 @jax.jit
 def add_moments(moments, values):
-    return moments_lib.add(moments, values, jnp.ones(values.shape, bool))
+    return moments_lib.update_moments(moments, values, jnp.ones(values.shape, bool))
 
 
 @jax.jit

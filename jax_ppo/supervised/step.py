@@ -70,9 +70,9 @@ def _preferences(
     here, _ = jnp.split(
         forward.at_the_end(jnp.ones_like(scores_RxL), rows, sequences, zeros) > 0, 2
     )
-    losses = preferences.bradley_terry(chosen, rejected) + options.center_coef * preferences.center(
+    losses = preferences.bradley_terry(
         chosen, rejected
-    )
+    ) + options.center_coef * preferences.centering_penalty(chosen, rejected)
     sums = {
         "loss": losses,
         "accuracy": (jnp.sign(chosen - rejected) + 1) / 2,

@@ -35,7 +35,7 @@ def first_control(kl_options: KLControl, reward: Reward, critic: Critic) -> Cont
     """
     tracked_moments = {}
     if reward.normalize != "none":
-        tracked_moments["rewards"] = moments.start()
+        tracked_moments["rewards"] = moments.empty_moments()
     if critic.normalize_values:
-        tracked_moments["returns"] = moments.start()
+        tracked_moments["returns"] = moments.empty_moments()
     return Control(kl_coef=kl_coefficient(kl_options, 0), moments=tracked_moments)

@@ -63,7 +63,7 @@ def kernels(batch, unembedding, mask):
     results["masked_max"] = masked.masked_max(values, mask)
     results["whiten"] = masked.whiten(values, mask)
     results["explained_variance"] = masked.explained_variance(values, returns, mask)
-    results["moments"] = jnp.stack(moments.add(moments.start(), values, mask))
+    results["moments"] = jnp.stack(moments.update_moments(moments.empty_moments(), values, mask))
 
     for name, loss in LOSSES.items():
         clip = Clip(low=0.2, high=0.3, dual=3.0)

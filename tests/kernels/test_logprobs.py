@@ -148,9 +148,9 @@ def test_an_empty_mask_gives_zeros(rng):
 def test_work_follows_the_mask(rng):
     """As many chunks as the fullest group needs: 3 places in chunks of 2 are two."""
     mask = jnp.array([[0, 1, 0, 0, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 1]], bool)
-    assert int(kernel.Chunks(mask, 2).count) == 2
-    assert int(kernel.Chunks(~mask, 2).count) == 4
-    assert int(kernel.Chunks(mask & False, 2).count) == 0
+    assert int(kernel.MaskedChunks(mask, 2).count) == 2
+    assert int(kernel.MaskedChunks(~mask, 2).count) == 4
+    assert int(kernel.MaskedChunks(mask & False, 2).count) == 0
 
 
 @pytest.mark.parametrize("chunk_size", [3, 128])
@@ -232,7 +232,7 @@ def temporaries(score, groups, places, width, vocabulary):
 
 @pytest.mark.parametrize(("vocabulary", "width"), [(4096, 16), (151_936, 8)])
 def test_never_holds_places_by_vocabulary(vocabulary, width):
-    places = 64 * kernel.chunk_places(vocabulary, "cpu")
+    places = 64 * kernel.default_chunk_size(vocabulary, "cpu")
     whole = 4 * places * vocabulary  # bytes of the logits in float32
     short, long = (
         temporaries(kernel.token_logprobs, 1, n, width, vocabulary) for n in (places // 4, places)

@@ -5,18 +5,20 @@ import pytest
 
 from jax_ppo.kernels import moments as kernel
 
-add = jax.jit(kernel.add)
+update_moments = jax.jit(kernel.update_moments)
 
 
 def test_by_hand():
     # (1, 3): mean 2, m2 2. Then 8: delta 6, mean 2 + 6/3 = 4, m2 2 + 36 x 2/3 = 26 = 9 + 1 + 16. Variance 26/3.
-    first = add(kernel.start(), jnp.array([1.0, 3.0]), jnp.ones(2))
+    first = update_moments(kernel.empty_moments(), jnp.array([1.0, 3.0]), jnp.ones(2))
     np.testing.assert_allclose(first, (2, 2, 2), rtol=1e-6)
-    second = add(first, jnp.array([[8.0]]), jnp.ones((1, 1)))
+    second = update_moments(first, jnp.array([[8.0]]), jnp.ones((1, 1)))
     np.testing.assert_allclose(second, (3, 4, 26), rtol=1e-6)
-    np.testing.assert_allclose(kernel.std(second, 0.0), np.sqrt(26 / 3), rtol=1e-6)
-    np.testing.assert_allclose(kernel.std(second, 1 / 3), 3, rtol=1e-6)
-    assert all(x.dtype == jnp.float32 and x.shape == () for x in (*second, kernel.std(second)))
+    np.testing.assert_allclose(kernel.moments_std(second, 0.0), np.sqrt(26 / 3), rtol=1e-6)
+    np.testing.assert_allclose(kernel.moments_std(second, 1 / 3), 3, rtol=1e-6)
+    assert all(
+        x.dtype == jnp.float32 and x.shape == () for x in (*second, kernel.moments_std(second))
+    )
 
 
 @pytest.mark.parametrize("mean", [0.0, 1000.0])
@@ -26,22 +28,29 @@ def test_batches_of_any_cut_give_the_moments_of_the_whole(mean, rng, poison):
     mask[100:200] = 0  # a whole batch of which nothing counts
     dirty, kept = poison(x, mask), x[mask == 1].astype(np.float64)
     for cuts in ([], [100, 200, 201, 450]):
-        moments = kernel.start()
+        moments = kernel.empty_moments()
         for part, counts in zip(np.split(dirty, cuts), np.split(mask, cuts), strict=True):
-            moments = add(moments, part, counts)
+            moments = update_moments(moments, part, counts)
         assert moments.count == len(kept)
         np.testing.assert_allclose(moments.mean, kept.mean(), rtol=1e-6, atol=1e-6)
-        np.testing.assert_allclose(kernel.std(moments), kept.std(), rtol=1e-4)
+        np.testing.assert_allclose(kernel.moments_std(moments), kept.std(), rtol=1e-4)
 
 
 def test_no_spread_divides_by_1():
     """Equal rewards divided by sqrt(epsilon) would be rewards of ten thousand."""
-    assert kernel.std(kernel.start()) == 1
-    assert kernel.std(add(kernel.start(), jnp.array([5.0, 7.0]), jnp.array([1, 0]))) == 1
-    equal = kernel.start()
+    assert kernel.moments_std(kernel.empty_moments()) == 1
+    assert (
+        kernel.moments_std(
+            update_moments(kernel.empty_moments(), jnp.array([5.0, 7.0]), jnp.array([1, 0]))
+        )
+        == 1
+    )
+    equal = kernel.empty_moments()
     for n in (3, 7, 11):
-        equal = add(equal, jnp.full(n, 0.1), jnp.ones(n))
-    assert kernel.std(equal) == 1
+        equal = update_moments(equal, jnp.full(n, 0.1), jnp.ones(n))
+    assert kernel.moments_std(equal) == 1
     np.testing.assert_allclose(
-        kernel.std(add(equal, jnp.array([0.2]), jnp.ones(1))), np.std([0.1] * 21 + [0.2]), rtol=1e-4
+        kernel.moments_std(update_moments(equal, jnp.array([0.2]), jnp.ones(1))),
+        np.std([0.1] * 21 + [0.2]),
+        rtol=1e-4,
     )

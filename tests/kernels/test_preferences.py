@@ -30,5 +30,7 @@ def test_large_differences_stay_finite():
     assert float(value) == 2e4 and float(slope) == -1
 
 
-def test_center():
-    assert preferences.center(jnp.array([2.0, 1.5]), jnp.array([1.0, -1.5])).tolist() == [9.0, 0.0]
+def test_centering_penalty():
+    assert preferences.centering_penalty(
+        jnp.array([2.0, 1.5]), jnp.array([1.0, -1.5])
+    ).tolist() == [9.0, 0.0]

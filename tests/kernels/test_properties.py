@@ -80,7 +80,7 @@ loss_weights = jax.jit(losses.loss_weights, static_argnums=1)
 value_loss = gradient_and_result(losses.value_loss, 0)
 truncated_weights = jax.jit(importance.truncated_weights, static_argnums=3)
 mismatch = jax.jit(importance.mismatch)
-add_moments, std_of_moments = jax.jit(moments.add), jax.jit(moments.std)
+add_moments, std_of_moments = jax.jit(moments.update_moments), jax.jit(moments.moments_std)
 
 
 @quick
@@ -339,7 +339,7 @@ def test_logprobs_entropy_and_full_kl(mask, seed, scale, option):
 @quick
 @given(st.lists(arrays(np.float32, 5, elements=eighths), max_size=6), st.integers(0, 2**30 - 1))
 def test_moments_over_any_cut(batches, bits):
-    known, kept = moments.start(), []
+    known, kept = moments.empty_moments(), []
     for i, x in enumerate(batches):
         mask = np.array([(bits >> (5 * i + j)) & 1 for j in range(5)])
         known = add_moments(known, *poisoned(mask, x), mask)

@@ -23,21 +23,22 @@ def test_a_buffer_that_does_not_fit_is_refused(buffer):
 
 def test_normalised_by_hand():
     # Seen: (1, 3, 8), mean 4, std sqrt(26/3) = 2.944. Scores 4 and 10.
-    seen = moments.add(moments.start(), jnp.array([1.0, 3, 8]), jnp.ones(3))
+    seen = moments.update_moments(moments.empty_moments(), jnp.array([1.0, 3, 8]), jnp.ones(3))
     scores = jnp.array([4, 10])
     np.testing.assert_allclose(
-        shaping.normalised(scores, seen, shift=True), [0, 6 / 2.94392], atol=1e-6, rtol=1e-5
+        shaping.normalize_scores(scores, seen, shift=True), [0, 6 / 2.94392], atol=1e-6, rtol=1e-5
     )
     np.testing.assert_allclose(
-        shaping.normalised(scores, seen, shift=False), [4 / 2.94392, 10 / 2.94392], rtol=1e-5
+        shaping.normalize_scores(scores, seen, shift=False), [4 / 2.94392, 10 / 2.94392], rtol=1e-5
     )
 
 
 def test_without_spread_scores_stay_what_they_are():
-    seen = moments.add(moments.start(), jnp.full(9, 0.1), jnp.ones(9))
+    seen = moments.update_moments(moments.empty_moments(), jnp.full(9, 0.1), jnp.ones(9))
     np.testing.assert_array_equal(
-        shaping.normalised(jnp.array([0.1, 1]), seen, shift=False), np.array([0.1, 1], np.float32)
+        shaping.normalize_scores(jnp.array([0.1, 1]), seen, shift=False),
+        np.array([0.1, 1], np.float32),
     )
     np.testing.assert_allclose(
-        shaping.normalised(jnp.array([0.1, 1]), seen, shift=True), [0, 0.9], atol=1e-6
+        shaping.normalize_scores(jnp.array([0.1, 1]), seen, shift=True), [0, 0.9], atol=1e-6
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_ppo.kernels.logprobs import token_logprobs
-from jax_ppo.kernels.softcap import slope, softcap
+from jax_ppo.kernels.softcap import softcap, softcap_slope
 from jax_ppo.kernels.vocabulary_kl import full_kl
 
 CAP, TEMPERATURE = 2.0, 0.7
@@ -20,15 +20,17 @@ def test_by_hand():
     np.testing.assert_allclose(
         softcap(jnp.array([2.0, -2.0, 0.0]), 4.0), [1.8485, -1.8485, 0], atol=5e-5
     )
-    np.testing.assert_allclose(slope(jnp.array([1.848469, 0.0]), 4.0), [0.7864, 1], atol=5e-5)
+    np.testing.assert_allclose(
+        softcap_slope(jnp.array([1.848469, 0.0]), 4.0), [0.7864, 1], atol=5e-5
+    )
     np.testing.assert_array_equal(softcap(jnp.array([1e30, -1e30]), 30.0), [30, -30])
-    assert softcap(7.0, None) == 7.0 and slope(7.0, None) == 1.0
+    assert softcap(7.0, None) == 7.0 and softcap_slope(7.0, None) == 1.0
 
 
 def test_slope_is_the_derivative():
     x = jnp.linspace(-9, 9, 31)
     expected = jax.vmap(jax.grad(lambda x: softcap(x, CAP)))(x)
-    np.testing.assert_allclose(slope(softcap(x, CAP), CAP), expected, atol=1e-6)
+    np.testing.assert_allclose(softcap_slope(softcap(x, CAP), CAP), expected, atol=1e-6)
 
 
 def test_logprobs_by_hand():

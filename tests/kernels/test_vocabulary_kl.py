@@ -191,7 +191,7 @@ def temporaries(places, width, vocabulary, chunk_size=None):
 @pytest.mark.parametrize(("vocabulary", "width"), [(4096, 16), (151_936, 8)])
 def test_never_holds_places_by_vocabulary(vocabulary, width):
     """Neither logits nor a gradient of the unembedding for each chunk."""
-    places = 64 * logprobs.chunk_places(2 * vocabulary, "cpu")
+    places = 64 * logprobs.default_chunk_size(2 * vocabulary, "cpu")
     whole = 4 * places * vocabulary  # bytes of the logits of one of the two in float32
     short, long = (temporaries(n, width, vocabulary) for n in (places // 4, places))
     assert long < 1.25 * short and long < whole / 8, (short, long, whole)

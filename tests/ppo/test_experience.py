@@ -108,7 +108,7 @@ def test_penalties_come_after_normalisation_and_clip():
 def test_running_moments_go_on_and_reference_moments_do_not():
     for kind, mean, count in (("running", 4.0, 4), ("reference", 2.0, 2)):
         config = tiny.config(reward__normalize=kind, reward__normalize_shift=False, **RAW)
-        before = moments.add(moments.start(), jnp.array([1.0, 3.0]), jnp.ones(2))
+        before = moments.update_moments(moments.empty_moments(), jnp.array([1.0, 3.0]), jnp.ones(2))
         experience, _ = estimated(
             config, [5.0, 7.0], [1, 1], control=Control(jnp.float32(0), {"rewards": before})
         )
