@@ -445,7 +445,7 @@ DATA = [
         source="verl: data.truncation does nothing",
         holds="an overlong prompt is cut as asked",
         test=f"{TEST_PROMPTS}::test_truncation_is_applied",
-        where="tokenize",
+        where="tokenize_prompts",
         old=(
             "if len(ids) > max_prompt_length:\n"
             "    if filter_overlong_prompts:\n"
@@ -1303,7 +1303,7 @@ RULES_IN_A_RUN = [
         source="trl#2518, trl#2363, trl#3093: PPOTrainer took nothing but an nn.Module for a reward",
         holds="any function, of a module or of a file, is a reward",
         test="tests/rewards/test_registry.py::test_a_function_of_a_file",
-        where="resolve",
+        where="resolve_reward_function",
         old=(
             "if not function:\n"
             "    return lambda example, response: _built_in(example, response, gsm8k_method)"
@@ -1621,7 +1621,7 @@ MOMENTS_AND_SHAPING = [
         source="LightRFT#53: rewards of steps stood on the token after the step's last",
         holds="a step is rewarded at the token with which its text is complete",
         test="tests/rewards/test_registry.py::test_a_step_is_rewarded_at_the_token_that_ends_it",
-        where="token_rewards",
+        where="assign_step_rewards",
         old="bisect.bisect_left",
         new="bisect.bisect_right",
     ),

@@ -201,7 +201,7 @@ def test_the_files_are_looked_at():
         ("jax_ppo/data/prompts.py", "from jax_ppo import models", "data must not import models"),
         (
             "jax_ppo/rewards/rules.py",
-            "from jax_ppo.data import rows",
+            "from jax_ppo.data import row_formats",
             "rewards must not import data",
         ),
         ("jax_ppo/ppo/loop.py", "from jax_ppo import config, train", "nobody imports train"),

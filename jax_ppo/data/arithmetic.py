@@ -95,7 +95,7 @@ class Problem:
         )
 
 
-def problem(index: int, split: str) -> Problem:
+def generate_problem(index: int, split: str) -> Problem:
     """Problem number `index` >= 0 of "train" or "heldout", always the same. Two indices may share their numbers."""
     if index < 0 or split not in SPLITS:
         raise ValueError(
@@ -114,9 +114,11 @@ def problem(index: int, split: str) -> Problem:
     return Problem(numbers, signs, question)
 
 
-def examples(count: int, split: str = "train", offset: int = 0) -> list[Example]:
+def generate_arithmetic_examples(
+    count: int, split: str = "train", offset: int = 0
+) -> list[Example]:
     """Problems offset .. offset + count - 1 of "train" or "heldout" with their answers, of data_source "arithmetic"."""
-    made = ((index, problem(index, split)) for index in range(offset, offset + count))
+    made = ((index, generate_problem(index, split)) for index in range(offset, offset + count))
     return [
         Example(
             prompt=p.prompt,
@@ -129,7 +131,7 @@ def examples(count: int, split: str = "train", offset: int = 0) -> list[Example]
     ]
 
 
-def worked_examples(count: int, careful_share: float, seed: int) -> list[tuple[str, str]]:
+def generate_worked_solutions(count: int, careful_share: float, seed: int) -> list[tuple[str, str]]:
     """Training problems with a response each, for a supervised warm-up that knows the form but seldom takes its time.
 
     Args:
@@ -143,7 +145,7 @@ def worked_examples(count: int, careful_share: float, seed: int) -> list[tuple[s
     """
     pairs = []
     for index in range(count):
-        rng, p = np.random.default_rng([_SOLUTIONS, seed, index]), problem(index, "train")
+        rng, p = np.random.default_rng([_SOLUTIONS, seed, index]), generate_problem(index, "train")
         response = p.careful if rng.random() < careful_share else f"#### {_hasty(p.answer, rng)}"
         pairs.append((p.prompt, response))
     return pairs

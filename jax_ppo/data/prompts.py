@@ -50,7 +50,7 @@ class PromptBatch:
     count: int
 
 
-def tokenize(
+def tokenize_prompts(
     examples: Sequence[Example],
     tokenizer,
     *,
@@ -101,7 +101,7 @@ def tokenize(
     return PromptDataset(tuple(kept), tokens, max_prompt_length, name)
 
 
-def bucket(length: int, cap: int) -> int:
+def bucket_width(length: int, cap: int) -> int:
     """The width of a batch whose longest prompt has `length` tokens: the smallest of 16, 32, 64, 96, 128, 192, 256,
     384, 512, ... that holds it, at most `cap`. Few widths, so that few shapes compile."""
     power = 16
@@ -202,7 +202,9 @@ def evaluation_batches(dataset: PromptDataset, batch_size: int) -> Iterator[Prom
 def _batch(dataset, indices, count):
     rows = [dataset.tokens[i] for i in indices]
     lengths = np.array([len(row) for row in rows], np.int32)
-    tokens = np.zeros((len(rows), bucket(int(lengths.max()), dataset.max_prompt_length)), np.int32)
+    tokens = np.zeros(
+        (len(rows), bucket_width(int(lengths.max()), dataset.max_prompt_length)), np.int32
+    )
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids
     return PromptBatch(

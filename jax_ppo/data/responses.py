@@ -13,7 +13,7 @@ from jax_ppo.types import Example, Sequences
 
 log = logging.getLogger(__name__)
 
-DEMONSTRATION, PAIR = (
+DEMONSTRATION_FIELDS, PREFERENCE_FIELDS = (
     ("response",),
     ("response", "rejected"),
 )  # what an example must have: the fields of types.Example
@@ -25,7 +25,7 @@ class ResponseDataset:
 
     Attributes:
       prompts: the prompts; PromptBatches over them deal out the rows of all that is here.
-      responses: for each kind of response (DEMONSTRATION has one, PAIR two) int32 [length] of each row, an EOS at its end,
+      responses: for each kind of response (DEMONSTRATION_FIELDS has one, PREFERENCE_FIELDS two) int32 [length] of each row, an EOS at its end,
         length 1..max_response_length.
       max_response_length: tokens.
     """
@@ -65,7 +65,7 @@ class ResponseDataset:
         )
 
 
-def tokenize(
+def tokenize_responses(
     examples: Sequence[Example],
     tokenizer,
     kinds: tuple[str, ...],
@@ -82,11 +82,11 @@ def tokenize(
 
     Args:
       examples: that `check` has let pass.
-      kinds: DEMONSTRATION or PAIR.
-      Others as for prompts.tokenize.
+      kinds: DEMONSTRATION_FIELDS or PREFERENCE_FIELDS.
+      Others as for prompts.tokenize_prompts.
 
     Raises:
-      UserError: as prompts.tokenize, no response that can be learned from, or a tokenizer without an EOS.
+      UserError: as prompts.tokenize_prompts, no response that can be learned from, or a tokenizer without an EOS.
     """
     if tokenizer.eos_token_id is None:
         raise UserError(f"{name}: the tokenizer has no EOS token, which is what ends a response")
@@ -104,7 +104,7 @@ def tokenize(
         raise UserError(
             f"{name}: all {len(examples)} examples have an empty response; give other data"
         )
-    prompts = prompts_lib.tokenize(
+    prompts = prompts_lib.tokenize_prompts(
         there,
         tokenizer,
         max_prompt_length=max_prompt_length,
@@ -146,7 +146,7 @@ def tokenize(
     )
 
 
-def check(
+def validate_responses(
     examples: Sequence[Example], kinds: tuple[str, ...], name: str, response_key: str
 ) -> None:
     """Raises UserError for the first example that has not the responses that `kinds` names.
@@ -157,7 +157,9 @@ def check(
         missing = [kind for kind in kinds if getattr(example, kind) is None]
         if not missing:
             continue
-        near = did_you_mean(response_key, example.extra_info) if kinds == DEMONSTRATION else ""
+        near = (
+            did_you_mean(response_key, example.extra_info) if kinds == DEMONSTRATION_FIELDS else ""
+        )
         raise UserError(
             f"{name}, example {row} (data_source {example.data_source!r}) has no {' and no '.join(missing)}. "
             + _GIVERS[kinds].format(response_key=response_key)
@@ -166,7 +168,7 @@ def check(
 
 
 _GIVERS = {
-    DEMONSTRATION: "GSM8K's form gives it as `answer`, HH-RLHF's as `chosen`, verl's in the column, or the entry of "
+    DEMONSTRATION_FIELDS: "GSM8K's form gives it as `answer`, HH-RLHF's as `chosen`, verl's in the column, or the entry of "
     "extra_info, that config.supervised.response_key={response_key!r} names.",
-    PAIR: "HH-RLHF's form (chosen, rejected) and `stories:` give both.",
+    PREFERENCE_FIELDS: "HH-RLHF's form (chosen, rejected) and `stories:` give both.",
 }

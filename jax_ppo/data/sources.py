@@ -15,7 +15,7 @@ import os
 import re
 from pathlib import Path
 
-from jax_ppo.data import arithmetic, files, rows, stories
+from jax_ppo.data import arithmetic, files, row_formats, stories
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.storage import hub
 from jax_ppo.types import Example
@@ -70,15 +70,15 @@ def _load(source, columns, seed, option):
     if colon and scheme in GENERATED:
         count, split = _count_and_split(scheme, rest, option)
         return (
-            arithmetic.examples(count, split)
+            arithmetic.generate_arithmetic_examples(count, split)
             if scheme == "arithmetic"
-            else stories.examples(count, split, seed)
+            else stories.generate_story_examples(count, split, seed)
         )
     if colon and scheme == "tfds":  # whose splits have slices of their own
         located = _tfds_rows(rest, option)
     else:
         located = _file_rows(source, option)
-    examples = [rows.to_example(row, where, *columns) for where, row in located]
+    examples = [row_formats.parse_row(row, where, *columns) for where, row in located]
     if not examples:
         raise UserError(f"{option}: {source} holds no rows")
     return examples
@@ -121,7 +121,7 @@ def _hub_file(rest, option):
             f"{', '.join(files.SUFFIXES)}, as in hf:openai/gsm8k/main/train-00000-of-00001.parquet"
         )
     name, path = found.groups()
-    folder, names = hub.download(name, [path], option, repo_type="dataset")
+    folder, names = hub.download_snapshot(name, [path], option, repo_type="dataset")
     if path not in names:
         raise UserError(
             f"{option}: the data set {name} on the hub has no file {path}.{did_you_mean(path, names)}"
@@ -142,7 +142,7 @@ def _tfds_rows(rest, option):
             f"{expected}. Prepare it again with file_format='array_record'"
         )
     for index in range(len(source)):
-        yield f"tfds:{rest}, row {index + 1}", rows.plain(source[index])
+        yield f"tfds:{rest}, row {index + 1}", row_formats.to_plain_python(source[index])
 
 
 def _tfds_source(name, split, option):

@@ -68,7 +68,7 @@ _JOYFUL = ("smiled", "laughed", "played", "was happy", "was glad", "was excited"
 _SAD = ("cried", "was sad", "was angry", "was scared", "was lost", "was hurt")
 
 
-def names(split: str) -> tuple[str, ...]:
+def story_names(split: str) -> tuple[str, ...]:
     """The names that the openings of "train" or "heldout" use."""
     if split not in SPLITS:
         raise ValueError(f"split={split!r}: expected one of {SPLITS}")
@@ -81,9 +81,9 @@ def names(split: str) -> tuple[str, ...]:
     )
 
 
-def examples(count: int, split: str = "train", seed: int = 0) -> list[Example]:
+def generate_story_examples(count: int, split: str = "train", seed: int = 0) -> list[Example]:
     """Openings 0 .. count - 1 of the seed, of data_source "stories" and without a ground truth."""
-    usable, made = names(split), []
+    usable, made = story_names(split), []
     for index in range(count):
         rng = _rng(seed, split, index)
         prompt, name = _opening(rng, usable)

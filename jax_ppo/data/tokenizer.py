@@ -9,7 +9,7 @@ from jax_ppo.storage import hub
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 FULL_ALPHABET = 512  # from this vocabulary size on every byte has a token
 
-OF_A_TOKENIZER = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -61,7 +61,7 @@ def load_tokenizer(path: str, option: str = "config.model.tokenizer_path"):
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether one of the files is there that a tokenizer is loaded from."""
-    return any((folder / name).exists() for name in OF_A_TOKENIZER)
+    return any((folder / name).exists() for name in TOKENIZER_FILES)
 
 
 def _from_hub(path, option):
@@ -74,7 +74,7 @@ def _from_hub(path, option):
             f"{option}={path!r}: there is no such folder (looked from {Path.cwd()})."
             f"{did_you_mean(Path(path).name, siblings)}"
         )
-    return hub.download(path, _FILES, option)[0]
+    return hub.download_snapshot(path, _FILES, option)[0]
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path):
@@ -134,7 +134,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path):
     return wrapped
 
 
-def decode_behind(tokenizer, before: int, ids: Sequence[int]) -> str:
+def decode_continuation(tokenizer, before: int, ids: Sequence[int]) -> str:
     """The text of a response as it goes on behind the prompt's last token `before`, special tokens left out.
 
     Some tokenizers (Llama 2's) leave out the blank that a text begins with: decoded alone, the response would lose it.

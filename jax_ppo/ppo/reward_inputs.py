@@ -44,13 +44,13 @@ def choose(
         tokenizer = tokenizer_lib.load_tokenizer(str(folder), option="config.reward.model_path")
     elif encoder:
         raise UserError(
-            f"{given}: {folder} has no tokenizer (none of {', '.join(tokenizer_lib.OF_A_TOKENIZER)}); copy the "
+            f"{given}: {folder} has no tokenizer (none of {', '.join(tokenizer_lib.TOKENIZER_FILES)}); copy the "
             "encoder's into it"
         )
     if (
         options.model_input == "auto"
         and not encoder
-        and model_inputs.same_tokens(tokenizer, actors_tokenizer)
+        and model_inputs.tokenizers_match(tokenizer, actors_tokenizer)
     ):
         for name in ("max_length", "micro_batch_size_per_device"):
             if getattr(options, name):
@@ -77,7 +77,7 @@ def choose(
         )
     sharding.check_architecture(mesh, architecture, vocabulary=not encoder)
     try:
-        reader = model_inputs.Reader(
+        reader = model_inputs.RewardInputEncoder(
             tokenizer, form, options.max_length or most, with_eos=not encoder
         )
     except ValueError as obstacle:
@@ -86,7 +86,7 @@ def choose(
             f"{obstacle}"
         ) from None
     report(
-        f"the reward model reads prompt and response as {form}, in tokens of its own, at most {reader.longest}"
+        f"the reward model reads prompt and response as {form}, in tokens of its own, at most {reader.max_length}"
     )
     return RewardInputs(config, mesh, reader, actors_tokenizer)
 
@@ -98,7 +98,9 @@ class RewardInputs:
       reader: the reward model's.
     """
 
-    def __init__(self, config: Config, mesh, reader: model_inputs.Reader, actors_tokenizer):
+    def __init__(
+        self, config: Config, mesh, reader: model_inputs.RewardInputEncoder, actors_tokenizer
+    ):
         self.reader, self._config, self._mesh, self._actors_tokenizer = (
             reader,
             config,
@@ -131,7 +133,9 @@ class RewardInputs:
         """
         if self.reader.form == "text":
             texts = [
-                tokenizer_lib.decode_behind(self._actors_tokenizer, int(last), response.tolist())
+                tokenizer_lib.decode_continuation(
+                    self._actors_tokenizer, int(last), response.tolist()
+                )
                 for last, response in zip(last_tokens, responses, strict=True)
             ]
         ids, cut = self.reader.encode([example.prompt for example in examples], texts)
@@ -142,7 +146,7 @@ class RewardInputs:
                 "max_length) and lose the start of their prompt. This is said once; reward/model_inputs_cut counts on",
                 cut,
                 len(ids),
-                self.reader.longest,
+                self.reader.max_length,
             )
         return self._packed(ids, indices, total), cut
 

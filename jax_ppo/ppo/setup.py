@@ -21,7 +21,7 @@ from jax_ppo.models import heads
 from jax_ppo.models.hf import peft
 from jax_ppo.models.hf.hub import resolve_model_folder
 from jax_ppo.ppo import objectives, reward_inputs
-from jax_ppo.rewards import process, registry
+from jax_ppo.rewards import registry, step_rewards
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.runtime import sharding
 from jax_ppo.sampler.built_in import resolve_engine
@@ -90,10 +90,10 @@ class Experiment:
             report(f"note: {note}")
         self._reward_function = None  # a reward model without a function is all the reward there is
         if config.reward.function or not config.reward.model_path:
-            self._reward_function = registry.resolve(
+            self._reward_function = registry.resolve_reward_function(
                 config.reward.function, config.reward.gsm8k_method
             )
-            registry.check_sources([*training, *held_out], config.reward.function)
+            registry.validate_data_sources([*training, *held_out], config.reward.function)
         objectives.policy_loss(
             config.actor.policy_loss
         )  # one of the user's own is imported before anything heavy
@@ -219,7 +219,7 @@ class Experiment:
         rule = self._reward_function or (lambda example, text: RewardResult(0.0))
         scored = registry.score_batch(rule, examples, texts, self.config.reward.fallback_score)
         earned = scored.scores + np.array(
-            [sum(reward for _, reward in steps) for steps in scored.steps], np.float32
+            [sum(reward for _, reward in steps) for steps in scored.step_rewards], np.float32
         )
         samples = [
             {
@@ -239,8 +239,10 @@ class Experiment:
                 self.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
             of_samples = [
-                process.token_rewards(given, response.tolist(), decode, rollout.responses.shape[1])
-                for given, response in zip(scored.steps, responses, strict=True)
+                step_rewards.assign_step_rewards(
+                    given, response.tolist(), decode, rollout.responses.shape[1]
+                )
+                for given, response in zip(scored.step_rewards, responses, strict=True)
             ]
             steps = sharding.from_local_rows(self.mesh, indices, np.stack(of_samples), total)
         extra, inputs = (
@@ -323,7 +325,7 @@ class Experiment:
 
     def _tokenize(self, examples, name):
         data = self.config.data
-        return prompts_lib.tokenize(
+        return prompts_lib.tokenize_prompts(
             examples,
             self.tokenizer,
             max_prompt_length=data.max_prompt_length,

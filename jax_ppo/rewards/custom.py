@@ -8,7 +8,7 @@ from jax_ppo.rewards.rules import RewardResult
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
-def to_result(value: Any) -> RewardResult:
+def parse_reward_output(value: Any) -> RewardResult:
     """The result behind what a function returned.
 
     A number (Python's, NumPy's, an array of one) is the score. A dict holds "score", and may hold "acc", correct from

@@ -7,14 +7,14 @@ FORMS = ("chat", "pair", "text")
 Prompt = str | tuple[dict[str, str], ...]
 
 
-def same_tokens(tokenizer, actors) -> bool:
+def tokenizers_match(tokenizer, actors) -> bool:
     """Whether sampled tokens mean to one tokenizer what they mean to the other: the vocabularies are equal, and a chat looks no
     other way."""
     templates = tokenizer.chat_template, actors.chat_template
     return templates[0] in (None, templates[1]) and tokenizer.get_vocab() == actors.get_vocab()
 
 
-class Reader:
+class RewardInputEncoder:
     """Turns prompts and responses into a reward model's tokens.
 
     Attributes:
@@ -29,7 +29,7 @@ class Reader:
         """`with_eos`: whether a "text" ends with one. Raises ValueError where the tokenizer can not do this."""
         if form == "chat" and not tokenizer.chat_template:
             raise ValueError("its tokenizer has no chat template")
-        self.form, self.longest, self._tokenizer = form, longest, tokenizer
+        self.form, self.max_length, self._tokenizer = form, longest, tokenizer
         self._end = (
             [tokenizer.eos_token_id] if with_eos and tokenizer.eos_token_id is not None else []
         )
@@ -48,7 +48,7 @@ class Reader:
         """
         ids, cut = self._encode(prompts, responses), 0
         for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-            if len(ids[row]) > self.longest:
+            if len(ids[row]) > self.max_length:
                 ids[row], cut = self._fitted(prompt, response), cut + 1
             elif not ids[row]:
                 raise ValueError(
@@ -86,7 +86,9 @@ class Reader:
 
         ids = self._shortest_drop(with_prompt, len(_contents(prompt)))
         return (
-            ids if len(ids) <= self.longest else self._shortest_drop(with_response, len(response))
+            ids
+            if len(ids) <= self.max_length
+            else self._shortest_drop(with_response, len(response))
         )
 
     def _shortest_drop(self, encode: Callable[[int], list[int]], most: int) -> list[int]:
@@ -95,7 +97,7 @@ class Reader:
         while low < high:
             middle = (low + high) // 2
             ids = encode(middle)
-            if len(ids) <= self.longest:
+            if len(ids) <= self.max_length:
                 high, fitting = middle, ids
             else:
                 low = middle + 1

@@ -1,6 +1,6 @@
 """From an option to a reward function, and from a batch of responses to scores.
 
-A reward function takes an Example and the text of a response and returns a RewardResult. `resolve` gives the built-in
+A reward function takes an Example and the text of a response and returns a RewardResult. `resolve_reward_function` gives the built-in
 one, which goes by each row's data_source, or wraps one of the user's own with verl's signature.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from jax_ppo.config import plugins
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.rewards import rules
-from jax_ppo.rewards.custom import ARGUMENTS, to_result
+from jax_ppo.rewards.custom import ARGUMENTS, parse_reward_output
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.types import Example
 
@@ -37,17 +37,17 @@ class ScoredBatch:
       correct: float32 [n], 1 or 0, and NaN where the rule has no notion of it or failed.
       failures: responses whose rule raised an error or gave no finite number; they have the fallback score.
       extra: what else the rule reported, by name: float32 [n], NaN where a response has no such number.
-      steps: rewards within each response, as in RewardResult.
+      step_rewards: rewards within each response, as in RewardResult.
     """
 
     scores: np.ndarray
     correct: np.ndarray
     failures: int
     extra: dict[str, np.ndarray]
-    steps: list[tuple[tuple[int, float], ...]]
+    step_rewards: list[tuple[tuple[int, float], ...]]
 
 
-def resolve(function: str = "", gsm8k_method: str = "strict") -> RewardFunction:
+def resolve_reward_function(function: str = "", gsm8k_method: str = "strict") -> RewardFunction:
     """The reward function of the options reward.function and reward.gsm8k_method.
 
     Args:
@@ -70,7 +70,7 @@ def resolve(function: str = "", gsm8k_method: str = "strict") -> RewardFunction:
     call = plugins.load_plugin(function, "reward.function", ARGUMENTS, by_name=True)
 
     def reward(example: Example, response: str) -> RewardResult:
-        return to_result(
+        return parse_reward_output(
             call(
                 data_source=example.data_source,
                 solution_str=response,
@@ -82,8 +82,8 @@ def resolve(function: str = "", gsm8k_method: str = "strict") -> RewardFunction:
     return reward
 
 
-def check_sources(examples: Sequence[Example], function: str = "") -> None:
-    """Raises UserError for an example that the reward function of `resolve` can not score. To be called before a run.
+def validate_data_sources(examples: Sequence[Example], function: str = "") -> None:
+    """Raises UserError for an example that the reward function of `resolve_reward_function` can not score. To be called before a run.
 
     With a function of one's own everything passes. Otherwise each data_source must have a built-in rule, and the ground
     truth of a numeric one must be a number.
@@ -114,7 +114,7 @@ def score_batch(
     """Scores each response for its example. A sample that can not be scored costs nobody else anything.
 
     Args:
-      reward_function: of `resolve`.
+      reward_function: of `resolve_reward_function`.
       examples: n.
       responses_text: n, response i for example i.
       fallback_score: of a sample whose reward raised an error or was not finite in float32. It is counted, and the
@@ -151,7 +151,7 @@ def score_batch(
             name: np.array([result.extra.get(name, math.nan) for result in results], np.float32)
             for name in names
         },
-        steps=[result.steps for result in results],
+        step_rewards=[result.step_rewards for result in results],
     )
 
 
@@ -170,7 +170,7 @@ def _built_in(example, response, gsm8k_method):
 def _checked(result, response):
     if not abs(result.score) <= _LARGEST:  # NaN too
         raise UserError(f"the score is {result.score}; expected a finite float32")
-    for end, reward in result.steps:
+    for end, reward in result.step_rewards:
         if not (0 <= end <= len(response) and abs(reward) <= _LARGEST):
             raise UserError(
                 f"the step reward {(end, reward)}: expected an end within the {len(response)} characters of the "

@@ -57,13 +57,13 @@ class RewardResult:
       score: the reward, finite.
       correct: whether the answer is right; None where the rule has no notion of it.
       extra: other numbers to report, by name.
-      steps: rewards within the response: (characters of its text up to a step's end, the step's reward).
+      step_rewards: rewards within the response: (characters of its text up to a step's end, the step's reward).
     """
 
     score: float
     correct: bool | None = None
     extra: dict[str, float] = dataclasses.field(default_factory=dict)
-    steps: tuple[tuple[int, float], ...] = ()
+    step_rewards: tuple[tuple[int, float], ...] = ()
 
 
 def extract_gsm8k(text: str, method: str) -> str | None:

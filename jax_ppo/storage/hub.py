@@ -5,7 +5,7 @@ from pathlib import Path
 
 from jax_ppo.errors import UserError
 
-TIMEOUT = 10.0  # seconds that the hub may take to answer
+TIMEOUT_SECONDS = 10.0  # seconds that the hub may take to answer
 
 _KINDS = {
     "model": ("model", ""),
@@ -21,7 +21,7 @@ class HubError(UserError):
         self.reason = reason
 
 
-def download(
+def download_snapshot(
     name: str,
     patterns: Sequence[str],
     option: str,
@@ -66,9 +66,13 @@ def download(
         endpoint = api.endpoint
         # The download gets the revision's name, not the commit that this answers, or the cache would not know the name
         # when there is no network.
-        info = api.repo_info(repo_id, repo_type=repo_type, revision=revision, timeout=TIMEOUT)
+        info = api.repo_info(
+            repo_id, repo_type=repo_type, revision=revision, timeout=TIMEOUT_SECONDS
+        )
         asked = True
-        folder = Path(huggingface_hub.snapshot_download(repo_id, etag_timeout=TIMEOUT, **wanted))
+        folder = Path(
+            huggingface_hub.snapshot_download(repo_id, etag_timeout=TIMEOUT_SECONDS, **wanted)
+        )
         return folder, [file.rfilename for file in info.siblings or ()]
     except (
         Exception
@@ -115,7 +119,7 @@ def _refusal(error, endpoint, url, revision):
 
 
 def _cached(repo_id, wanted):
-    """The same as `download` returns, from the cache alone; None where no file that is wanted is there."""
+    """The same as `download_snapshot` returns, from the cache alone; None where no file that is wanted is there."""
     import huggingface_hub
     from huggingface_hub.utils import filter_repo_objects
 

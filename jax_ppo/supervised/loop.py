@@ -61,7 +61,7 @@ _RATE = "supervised.optim.lr"
 SFT = Task(
     "sft",
     fitting.LANGUAGE,
-    responses.DEMONSTRATION,
+    responses.DEMONSTRATION_FIELDS,
     "examples",
     "actor",
     journal.ReportLayout(
@@ -80,7 +80,7 @@ SFT = Task(
 REWARD_MODEL = Task(
     "reward_model",
     fitting.PREFERENCE,
-    responses.PAIR,
+    responses.PREFERENCE_FIELDS,
     "pairs",
     "reward_model",
     journal.ReportLayout(
@@ -216,7 +216,9 @@ class Run:
             (training, "config.data.train_files"),
             (held_out, "config.data.val_files"),
         ):
-            responses.check(examples, task.kinds, option, config.supervised.response_key)
+            responses.validate_responses(
+                examples, task.kinds, option, config.supervised.response_key
+            )
         self.folder = resolve_model_folder(config.model.path)
         self.tokenizer = (
             tokenizer_lib.load_tokenizer(config.model.tokenizer_path)
@@ -340,7 +342,7 @@ class Run:
 
     def _tokenize(self, examples, name) -> responses.ResponseDataset:
         data = self.config.data
-        return responses.tokenize(
+        return responses.tokenize_responses(
             examples,
             self.tokenizer,
             self.task.kinds,

@@ -37,8 +37,8 @@ def make_model(config: Config, folder: Path, mesh, progress) -> None:
     if (folder / "config.json").exists():
         return
     create = config.model.create
-    careful = arithmetic.worked_examples(EXAMPLES, 1.0, config.seed)
-    mostly_hasty = arithmetic.worked_examples(EXAMPLES, create.careful_share, config.seed)
+    careful = arithmetic.generate_worked_solutions(EXAMPLES, 1.0, config.seed)
+    mostly_hasty = arithmetic.generate_worked_solutions(EXAMPLES, create.careful_share, config.seed)
     scratch = folder.with_name(f"{folder.name}_tokenizer_{jax.process_index()}")
     texts = [prompt + response for prompt, response in careful[:2000]]
     tokenizer = tokenizer_lib.train_tokenizer(texts, create.vocab_size, scratch)

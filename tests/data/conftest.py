@@ -26,7 +26,8 @@ def trained(tmp_path_factory):
     """(tokenizer trained on worked examples, its folder)."""
     folder = tmp_path_factory.mktemp("tokenizer")
     texts = [
-        prompt + response for prompt, response in arithmetic.worked_examples(500, 0.25, seed=0)
+        prompt + response
+        for prompt, response in arithmetic.generate_worked_solutions(500, 0.25, seed=0)
     ]
     return tokenizer.train_tokenizer(texts, 256, folder), folder
 

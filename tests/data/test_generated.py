@@ -10,14 +10,19 @@ def numbers_of(prompt):
 
 
 def test_a_problem_depends_on_its_index_alone():
-    assert arithmetic.problem(5, "train") == arithmetic.problem(5, "train")
-    assert arithmetic.examples(3, "train", offset=4)[1] == arithmetic.examples(8)[5]
-    assert arithmetic.problem(5, "train") != arithmetic.problem(5, "heldout")
+    assert arithmetic.generate_problem(5, "train") == arithmetic.generate_problem(5, "train")
+    assert (
+        arithmetic.generate_arithmetic_examples(3, "train", offset=4)[1]
+        == arithmetic.generate_arithmetic_examples(8)[5]
+    )
+    assert arithmetic.generate_problem(5, "train") != arithmetic.generate_problem(5, "heldout")
 
 
 def test_training_and_held_out_problems_share_no_numbers():
-    train = {numbers_of(e.prompt) for e in arithmetic.examples(5000)}
-    held_out = {numbers_of(e.prompt) for e in arithmetic.examples(2000, "heldout")}
+    train = {numbers_of(e.prompt) for e in arithmetic.generate_arithmetic_examples(5000)}
+    held_out = {
+        numbers_of(e.prompt) for e in arithmetic.generate_arithmetic_examples(2000, "heldout")
+    }
     assert len(held_out) > 50
     assert len(train) > 300
     assert not train & held_out
@@ -26,7 +31,7 @@ def test_training_and_held_out_problems_share_no_numbers():
 def test_the_numbers_stay_small_and_never_negative():
     for split in arithmetic.SPLITS:
         for index in range(2000):
-            p = arithmetic.problem(index, split)
+            p = arithmetic.generate_problem(index, split)
             assert all(1 <= n <= 9 for n in p.numbers)
             assert 0 <= p.between <= 9
             assert 0 <= p.answer <= 9
@@ -40,7 +45,7 @@ def test_a_problem_by_hand():
 
 
 def test_every_careful_solution_is_right():
-    for example in arithmetic.examples(1000):
+    for example in arithmetic.generate_arithmetic_examples(1000):
         first, second, final = example.extra_info["solution"].split("\n")
         for step in (first, second):
             left, sign, right, _, result = step  # each a single character
@@ -50,8 +55,8 @@ def test_every_careful_solution_is_right():
 
 
 def test_worked_examples_have_the_shares_they_promise():
-    pairs = arithmetic.worked_examples(4000, 0.25, seed=3)
-    answers = {e.prompt: e.ground_truth for e in arithmetic.examples(4000)}
+    pairs = arithmetic.generate_worked_solutions(4000, 0.25, seed=3)
+    answers = {e.prompt: e.ground_truth for e in arithmetic.generate_arithmetic_examples(4000)}
     careful = [(p, r) for p, r in pairs if "=" in r]
     hasty = [(p, r) for p, r in pairs if "=" not in r]
     assert len(careful) / len(pairs) == pytest.approx(0.25, abs=0.03)
@@ -62,14 +67,14 @@ def test_worked_examples_have_the_shares_they_promise():
     assert all(0 <= int(r[5:]) and abs(int(r[5:]) - int(answers[p])) <= 3 for p, r in hasty)
     assert (
         pairs
-        == arithmetic.worked_examples(4000, 0.25, seed=3)
-        != arithmetic.worked_examples(4000, 0.25, seed=4)
+        == arithmetic.generate_worked_solutions(4000, 0.25, seed=3)
+        != arithmetic.generate_worked_solutions(4000, 0.25, seed=4)
     )
 
 
 def test_how_a_problem_is_solved_does_not_follow_from_the_problem():
     """Regression: with seed 0 both drew the same numbers: those with a small first number were solved with care."""
-    pairs = arithmetic.worked_examples(4000, 0.25, seed=0)
+    pairs = arithmetic.generate_worked_solutions(4000, 0.25, seed=0)
     for kind in ((1, 2, 3), (4, 5, 6), (7, 8, 9)):
         careful = ["=" in response for prompt, response in pairs if numbers_of(prompt)[0] in kind]
         assert sum(careful) / len(careful) == pytest.approx(0.25, abs=0.05)
@@ -77,17 +82,17 @@ def test_how_a_problem_is_solved_does_not_follow_from_the_problem():
 
 def test_an_unknown_split_is_refused():
     with pytest.raises(ValueError, match="'held-out'.*'train', 'heldout'"):
-        arithmetic.examples(1, "held-out")
+        arithmetic.generate_arithmetic_examples(1, "held-out")
     with pytest.raises(ValueError, match="'held-out'"):
-        stories.examples(1, "held-out")
+        stories.generate_story_examples(1, "held-out")
 
 
 def test_story_openings_are_disjoint_by_name():
-    train, held_out = set(stories.names("train")), set(stories.names("heldout"))
+    train, held_out = set(stories.story_names("train")), set(stories.story_names("heldout"))
     assert not train & held_out
     assert len(train | held_out) == len(stories.GIRLS) + len(stories.BOYS)
     for split, names in (("train", train), ("heldout", held_out)):
-        for example in stories.examples(200, split):
+        for example in stories.generate_story_examples(200, split):
             assert (
                 len((train | held_out) & set(re.findall(r"[A-Z]\w+", example.prompt)) & names) == 1
             )
@@ -95,7 +100,14 @@ def test_story_openings_are_disjoint_by_name():
 
 def test_story_openings_follow_from_the_seed():
     assert (
-        stories.examples(20, seed=1) == stories.examples(20, seed=1) != stories.examples(20, seed=2)
+        stories.generate_story_examples(20, seed=1)
+        == stories.generate_story_examples(20, seed=1)
+        != stories.generate_story_examples(20, seed=2)
     )
-    assert stories.examples(5, seed=1) == stories.examples(20, seed=1)[:5]
-    assert {(e.data_source, e.ground_truth) for e in stories.examples(5)} == {("stories", "")}
+    assert (
+        stories.generate_story_examples(5, seed=1)
+        == stories.generate_story_examples(20, seed=1)[:5]
+    )
+    assert {(e.data_source, e.ground_truth) for e in stories.generate_story_examples(5)} == {
+        ("stories", "")
+    }

@@ -3,7 +3,13 @@ import logging
 import numpy as np
 import pytest
 
-from jax_ppo.data.prompts import PromptBatches, PromptDataset, bucket, evaluation_batches, tokenize
+from jax_ppo.data.prompts import (
+    PromptBatches,
+    PromptDataset,
+    bucket_width,
+    evaluation_batches,
+    tokenize_prompts,
+)
 from jax_ppo.errors import UserError
 from jax_ppo.types import Example
 
@@ -44,9 +50,9 @@ def test_bucket():
         1024,
         1536,
     ]
-    assert [bucket(length, 4096) for length in lengths] == widths
-    assert bucket(40, 50) == 50
-    assert bucket(3, 8) == 8
+    assert [bucket_width(length, 4096) for length in lengths] == widths
+    assert bucket_width(40, 50) == 50
+    assert bucket_width(3, 8) == 8
 
 
 def test_a_batch_by_hand():
@@ -66,7 +72,7 @@ def test_a_batch_by_hand():
 )
 def test_truncation_is_applied(letters, truncation, kept):
     """Regression: verl's data.truncation was read and never applied."""
-    data = tokenize(
+    data = tokenize_prompts(
         examples("abcdefg", "abcde"),
         letters,
         max_prompt_length=5,
@@ -79,7 +85,7 @@ def test_truncation_is_applied(letters, truncation, kept):
 
 def test_truncation_error_names_row_length_and_option(letters):
     with pytest.raises(UserError) as error:
-        tokenize(
+        tokenize_prompts(
             examples("abc", "abcdefg"), letters, max_prompt_length=5, filter_overlong_prompts=False
         )
     for words in (
@@ -94,7 +100,7 @@ def test_truncation_error_names_row_length_and_option(letters):
 
 def test_overlong_prompts_are_dropped_and_counted(letters, caplog):
     with caplog.at_level(logging.WARNING):
-        data = tokenize(
+        data = tokenize_prompts(
             examples("abc", "abcdefg", "x"),
             letters,
             max_prompt_length=5,
@@ -111,15 +117,15 @@ def test_nothing_left_is_refused(letters):
     with pytest.raises(
         UserError, match="no prompt is left of 2; 2 are longer than config.data.max_prompt_length=2"
     ):
-        tokenize(examples("abc", "def"), letters, max_prompt_length=2)
+        tokenize_prompts(examples("abc", "def"), letters, max_prompt_length=2)
     with pytest.raises(UserError, match="no prompt is left of 0"):
-        tokenize([], letters, max_prompt_length=2)
+        tokenize_prompts([], letters, max_prompt_length=2)
 
 
 @pytest.mark.parametrize("prompt", ["", " \n", ({"role": "user", "content": ""},)])
 def test_an_empty_prompt_is_refused(letters, prompt):
     with pytest.raises(UserError, match="config.data.train_files, example 2: the prompt is empty"):
-        tokenize(examples("abc", prompt), letters, max_prompt_length=9)
+        tokenize_prompts(examples("abc", prompt), letters, max_prompt_length=9)
 
 
 def test_an_epoch_gives_each_row_once_in_a_fresh_order():
@@ -199,9 +205,9 @@ def test_real_gsm8k_prompts(real_data, trained):
     from jax_ppo.data.sources import load_examples
 
     found = load_examples(str(real_data("gsm8k/test.jsonl")))[:200]
-    data = tokenize(found, trained[0], max_prompt_length=256)
+    data = tokenize_prompts(found, trained[0], max_prompt_length=256)
     batch = next(PromptBatches(data, 16))
-    assert batch.prompts.tokens.shape[1] == bucket(int(batch.prompts.lengths.max()), 256)
+    assert batch.prompts.tokens.shape[1] == bucket_width(int(batch.prompts.lengths.max()), 256)
     for row, example in enumerate(batch.examples):
         ids = batch.prompts.tokens[row, : batch.prompts.lengths[row]].tolist()
         assert ids == trained[0].encode(example.prompt[0]["content"])

@@ -144,8 +144,12 @@ def test_pairs_lie_one_kind_behind_the_other(trained):
         Example(f"Tom has {i} apples.", "x", response=" He has 1.", rejected=" He" * (i + 2))
         for i in range(3)
     ]
-    data = responses.tokenize(
-        examples, tokenizer, responses.PAIR, max_prompt_length=20, max_response_length=12
+    data = responses.tokenize_responses(
+        examples,
+        tokenizer,
+        responses.PREFERENCE_FIELDS,
+        max_prompt_length=20,
+        max_response_length=12,
     )
     both = [
         len(tokenizer.encode(e.prompt + e.response))
@@ -172,8 +176,12 @@ def test_pairs_lie_one_kind_behind_the_other(trained):
 def test_long_responses_are_dropped(trained, caplog):
     tokenizer, _ = trained
     examples = [Example("Tom", "x", response=" has 1."), Example("Ann", "x", response=" 1" * 50)]
-    data = responses.tokenize(
-        examples, tokenizer, responses.DEMONSTRATION, max_prompt_length=20, max_response_length=12
+    data = responses.tokenize_responses(
+        examples,
+        tokenizer,
+        responses.DEMONSTRATION_FIELDS,
+        max_prompt_length=20,
+        max_response_length=12,
     )
     assert (
         len(data) == 1 and data.prompts.examples == (examples[0],) and len(data.prompts.tokens) == 1
@@ -185,10 +193,10 @@ def test_long_responses_are_dropped(trained, caplog):
     with pytest.raises(
         UserError, match="no example is left of 2.*config.data.max_response_length=2"
     ):
-        responses.tokenize(
+        responses.tokenize_responses(
             examples,
             tokenizer,
-            responses.DEMONSTRATION,
+            responses.DEMONSTRATION_FIELDS,
             max_prompt_length=20,
             max_response_length=2,
         )
@@ -196,16 +204,16 @@ def test_long_responses_are_dropped(trained, caplog):
 
 def test_a_missing_response_is_told():
     with pytest.raises(UserError, match="val_files, example 2 .*'y'.* has no rejected"):
-        responses.check(
+        responses.validate_responses(
             [Example("A", "x", response="a", rejected="b"), Example("B", "y", response="a")],
-            responses.PAIR,
+            responses.PREFERENCE_FIELDS,
             "config.data.val_files",
             "answer",
         )
     with pytest.raises(UserError, match="response_key='solutoin' names. Did you mean 'solution'?"):
-        responses.check(
+        responses.validate_responses(
             [Example("A", "x", extra_info={"solution": "b"})],
-            responses.DEMONSTRATION,
+            responses.DEMONSTRATION_FIELDS,
             "train",
             "solutoin",
         )
@@ -217,10 +225,10 @@ def test_empty_responses_are_dropped(trained, caplog):
         Example("Ann", "x", response=" 1", rejected=" 2"),
     ]
     sizes = {"max_prompt_length": 20, "max_response_length": 12}
-    data = responses.tokenize(examples, trained[0], responses.PAIR, **sizes)
+    data = responses.tokenize_responses(examples, trained[0], responses.PREFERENCE_FIELDS, **sizes)
     assert (
         data.prompts.examples == (examples[1],)
         and "dropped 1 of 2 examples, which have an empty response" in caplog.text
     )
     with pytest.raises(UserError, match="all 1 examples have an empty response"):
-        responses.tokenize(examples[:1], trained[0], responses.PAIR, **sizes)
+        responses.tokenize_responses(examples[:1], trained[0], responses.PREFERENCE_FIELDS, **sizes)

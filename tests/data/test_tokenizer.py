@@ -20,7 +20,7 @@ TEMPLATE = (
 
 def test_trained_tokenizer_round_trips(trained):
     made, _ = trained
-    for prompt, response in arithmetic.worked_examples(300, 0.5, seed=9):
+    for prompt, response in arithmetic.generate_worked_solutions(300, 0.5, seed=9):
         assert made.decode(made.encode(prompt + response)) == prompt + response
         assert made.encode(prompt) + made.encode(response) == made.encode(prompt + response)
 
@@ -28,7 +28,9 @@ def test_trained_tokenizer_round_trips(trained):
 def test_trained_tokenizer_splits_digits_and_keeps_responses_short(trained):
     made, _ = trained
     assert made.convert_ids_to_tokens(made.encode("109")) == ["1", "0", "9"]
-    lengths = {len(made.encode(arithmetic.problem(i, "train").careful)) for i in range(300)}
+    lengths = {
+        len(made.encode(arithmetic.generate_problem(i, "train").careful)) for i in range(300)
+    }
     assert lengths == {15}
     assert [made.convert_tokens_to_ids(t) for t in ("<pad>", "<eos>", "<unk>")] == [0, 1, 2]
     assert (made.pad_token_id, made.eos_token_id) == (0, 1)
@@ -45,7 +47,7 @@ def test_trained_tokenizer_is_the_same_when_loaded(trained, tmp_path, model_type
         )
     for loaded in (load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)):
         for index in range(100):
-            text = arithmetic.problem(index, "heldout").prompt
+            text = arithmetic.generate_problem(index, "heldout").prompt
             assert loaded.encode(text) == made.encode(text)
         assert (loaded.pad_token_id, loaded.eos_token_id) == (0, 1)
 

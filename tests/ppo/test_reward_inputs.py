@@ -230,7 +230,7 @@ def test_what_does_not_fit_is_refused_before_weights_load(encoder, decoder, acto
     ):
         chosen(decoder, decoder, actors, reward__max_length=300)
     assert (
-        chosen(encoder, decoder, actors, reward__max_length=300).reader.longest == 300
+        chosen(encoder, decoder, actors, reward__max_length=300).reader.max_length == 300
     )  # distances have no end
     with pytest.raises(
         UserError, match=r"config.mesh.model=8: must divide attention heads of the model, 4"

@@ -72,7 +72,9 @@ def reward(data_source, solution_str, ground_truth, extra_info):
 def files(tmp_path_factory):
     """A random tiny Llama with a tokenizer, a reward function and a configuration file."""
     folder = tmp_path_factory.mktemp("model")
-    texts = [prompt + response for prompt, response in arithmetic.worked_examples(200, 0.5, 0)]
+    texts = [
+        prompt + response for prompt, response in arithmetic.generate_worked_solutions(200, 0.5, 0)
+    ]
     tokenizer = tokenizer_lib.train_tokenizer(texts, 192, folder / "tokenizer")
     architecture = Architecture(
         family="llama",

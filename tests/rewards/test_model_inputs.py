@@ -4,7 +4,7 @@ import pytest
 
 import reward_models
 from jax_ppo.data import tokenizer as tokenizer_lib
-from jax_ppo.rewards.model_inputs import Reader, same_tokens
+from jax_ppo.rewards.model_inputs import RewardInputEncoder, tokenizers_match
 
 CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many apples?"})
 
@@ -25,7 +25,9 @@ def own(tmp_path_factory):
 
 
 def test_a_pair_is_what_the_tokenizer_makes_of_question_and_answer(encoder):
-    ids, cut = Reader(encoder, "pair", 64).encode(["How many apples?", CHAT], ["#### 4", "3+2=5"])
+    ids, cut = RewardInputEncoder(encoder, "pair", 64).encode(
+        ["How many apples?", CHAT], ["#### 4", "3+2=5"]
+    )
     assert cut == 0
     assert ids == [
         encoder("How many apples?", "#### 4")["input_ids"],
@@ -35,7 +37,7 @@ def test_a_pair_is_what_the_tokenizer_makes_of_question_and_answer(encoder):
 
 
 def test_a_chat_is_closed_by_the_models_own_template(own):
-    ids, _ = Reader(own, "chat", 200).encode(["Hi", CHAT], ["#### 4", "5"])
+    ids, _ = RewardInputEncoder(own, "chat", 200).encode(["Hi", CHAT], ["#### 4", "5"])
     texts = [
         "<user>Hi</s><assistant>#### 4</s>",
         "<system>Be brief.</s><user>How many apples?</s><assistant>5</s>",
@@ -44,7 +46,9 @@ def test_a_chat_is_closed_by_the_models_own_template(own):
 
 
 def test_a_text_goes_on_where_the_prompt_ends(own):
-    ids, _ = Reader(own, "text", 200).encode(["How many apples?", CHAT], [" #### 4", "5"])
+    ids, _ = RewardInputEncoder(own, "text", 200).encode(
+        ["How many apples?", CHAT], [" #### 4", "5"]
+    )
     assert ids == [
         own.encode("How many apples? #### 4"),
         own.encode("Be brief.\nHow many apples?5"),
@@ -58,9 +62,11 @@ def test_what_is_too_long_loses_the_start_of_its_prompt(own, encoder, form):
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "apples " * 40 + "How many?"},
     )
-    whole = Reader(tokenizer, form, 10_000).encode([prompt], [end])[0][0]
+    whole = RewardInputEncoder(tokenizer, form, 10_000).encode([prompt], [end])[0][0]
     longest = len(whole) // 2
-    [short, other], cut = Reader(tokenizer, form, longest).encode([prompt, "Now?"], [end, end])
+    [short, other], cut = RewardInputEncoder(tokenizer, form, longest).encode(
+        [prompt, "Now?"], [end, end]
+    )
     assert cut == 1 and longest - 8 < len(short) <= longest and len(other) < longest
     text = tokenizer.decode(short, skip_special_tokens=True)
     assert (
@@ -73,7 +79,7 @@ def test_what_is_too_long_loses_the_start_of_its_prompt(own, encoder, form):
 
 
 def test_without_any_prompt_a_response_loses_its_end(encoder):
-    [ids], cut = Reader(encoder, "pair", 20).encode(["How many?"], ["5-1=4 " * 30])
+    [ids], cut = RewardInputEncoder(encoder, "pair", 20).encode(["How many?"], ["5-1=4 " * 30])
     assert cut == 1 and 16 <= len(ids) <= 20
     assert ids[0] == encoder.cls_token_id and ids[-1] == encoder.sep_token_id
     assert encoder.decode(ids, skip_special_tokens=True).strip().startswith("5-1=4 5-1=4")
@@ -81,24 +87,24 @@ def test_without_any_prompt_a_response_loses_its_end(encoder):
 
 def test_what_can_not_be_read_is_refused(encoder):
     with pytest.raises(ValueError, match="its tokenizer has no chat template"):
-        Reader(encoder, "chat", 64)
+        RewardInputEncoder(encoder, "chat", 64)
     with pytest.raises(
         ValueError, match="tokens stand around an empty prompt and response, and it reads 3 at most"
     ):
-        Reader(encoder, "pair", 3)
+        RewardInputEncoder(encoder, "pair", 3)
 
 
 def test_same_tokens_means_same_words_and_no_other_template(own, encoder, tmp_path):
     own.save_pretrained(tmp_path)
     other = tokenizer_lib.load_tokenizer(str(tmp_path))
-    assert same_tokens(other, own)
+    assert tokenizers_match(other, own)
     other.chat_template = None
-    assert same_tokens(other, own) and not same_tokens(own, other)
+    assert tokenizers_match(other, own) and not tokenizers_match(own, other)
     other.chat_template = reward_models.CHAT.replace("</s>", "|")
-    assert not same_tokens(other, own)
+    assert not tokenizers_match(other, own)
     other.chat_template = None
     other.add_tokens(["apples"])
-    assert not same_tokens(other, own) and not same_tokens(encoder, own)
+    assert not tokenizers_match(other, own) and not tokenizers_match(encoder, own)
 
 
 def test_a_response_keeps_the_blank_before_its_first_word():
@@ -114,7 +120,7 @@ def test_a_response_keeps_the_blank_before_its_first_word():
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", unk_token="<unk>")
     assert tokenizer.decode([3, 4]) == "a time"
-    assert tokenizer_lib.decode_behind(tokenizer, 2, [3, 4]) == " a time"
+    assert tokenizer_lib.decode_continuation(tokenizer, 2, [3, 4]) == " a time"
     assert (
-        tokenizer_lib.decode_behind(tokenizer, 0, [3, 4]) == "a time"
+        tokenizer_lib.decode_continuation(tokenizer, 0, [3, 4]) == "a time"
     )  # behind a special token a text begins

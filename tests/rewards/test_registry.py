@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from jax_ppo.errors import UserError
-from jax_ppo.rewards import process
-from jax_ppo.rewards.custom import to_result
-from jax_ppo.rewards.registry import check_sources, resolve, score_batch
+from jax_ppo.rewards import step_rewards
+from jax_ppo.rewards.custom import parse_reward_output
+from jax_ppo.rewards.registry import resolve_reward_function, score_batch, validate_data_sources
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.types import Example
 
@@ -47,7 +47,9 @@ def module(tmp_path):
 
 def test_the_built_in_rule_goes_by_the_data_source():
     batch = score_batch(
-        resolve(), [GSM8K, SUM, STORY, GSM8K], ["#### 42.0", "#### 6", "a happy friend", "42"]
+        resolve_reward_function(),
+        [GSM8K, SUM, STORY, GSM8K],
+        ["#### 42.0", "#### 6", "a happy friend", "42"],
     )
     np.testing.assert_array_equal(batch.scores, np.float32([1, 0, 0.4, 0]))
     np.testing.assert_array_equal(batch.correct, [1, 0, math.nan, 0])
@@ -59,16 +61,16 @@ def test_the_built_in_rule_goes_by_the_data_source():
 def test_strict_and_flexible_are_both_reachable():
     """Regression: verl#7789."""
     responses = ["so it is 42"]
-    assert score_batch(resolve("", "strict"), [GSM8K], responses).scores == [0]
-    assert score_batch(resolve("", "flexible"), [GSM8K], responses).scores == [1]
+    assert score_batch(resolve_reward_function("", "strict"), [GSM8K], responses).scores == [0]
+    assert score_batch(resolve_reward_function("", "flexible"), [GSM8K], responses).scores == [1]
     with pytest.raises(
         UserError, match="config.reward.gsm8k_method='flexibel'.* Did you mean 'flexible'?"
     ):
-        resolve("", "flexibel")
+        resolve_reward_function("", "flexibel")
 
 
 def test_a_function_of_a_file(module):
-    batch = score_batch(resolve(f"{module}:by_length"), [GSM8K, STORY], ["abc", ""])
+    batch = score_batch(resolve_reward_function(f"{module}:by_length"), [GSM8K, STORY], ["abc", ""])
     np.testing.assert_array_equal(batch.scores, [3, 0])
     assert np.isnan(batch.correct).all()
     assert (batch.failures, batch.extra) == (0, {})
@@ -76,14 +78,14 @@ def test_a_function_of_a_file(module):
 
 def test_a_function_of_an_importable_module(module, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    batch = score_batch(resolve("mine:echo"), [GSM8K], ["abc"])
+    batch = score_batch(resolve_reward_function("mine:echo"), [GSM8K], ["abc"])
     assert (batch.scores, batch.correct) == ([0.5], [1])
     assert batch.extra == {"arguments": [4]}, "what is no number is left out"
 
 
 def test_scores_are_float32_end_to_end(module):
     """Regression: rewards cut to whole numbers, 0.49 to 0 (tunix 0.1.7)."""
-    batch = score_batch(resolve(f"{module}:stumbles"), [GSM8K], ["fine"])
+    batch = score_batch(resolve_reward_function(f"{module}:stumbles"), [GSM8K], ["fine"])
     assert batch.scores.dtype == batch.correct.dtype == np.float32
     assert batch.scores[0] == np.float32(0.49)
 
@@ -93,7 +95,9 @@ def test_a_failing_sample_costs_nobody_else_anything(module, caplog):
     responses = ["fine", "bad", "nan", "inf", "huge", "text", "none", "fine"]
     examples = [Example("q", "mine", "4", {"index": i}) for i in range(8)]
     with caplog.at_level(logging.WARNING):
-        batch = score_batch(resolve(f"{module}:stumbles"), examples, responses, fallback_score=-1.0)
+        batch = score_batch(
+            resolve_reward_function(f"{module}:stumbles"), examples, responses, fallback_score=-1.0
+        )
     np.testing.assert_array_equal(batch.scores, np.float32([0.49, -1, -1, -1, -1, -1, -1, 0.49]))
     assert batch.failures == 6
     (record,) = caplog.records
@@ -113,7 +117,10 @@ def test_a_failing_sample_costs_nobody_else_anything(module, caplog):
 
 def test_a_built_in_rule_that_can_not_be_had_is_a_failure_of_that_sample():
     batch = score_batch(
-        resolve(), [Example("q", "unknown"), SUM], ["x", "#### 5"], fallback_score=0.25
+        resolve_reward_function(),
+        [Example("q", "unknown"), SUM],
+        ["x", "#### 5"],
+        fallback_score=0.25,
     )
     np.testing.assert_array_equal(batch.scores, [0.25, 1])
     assert batch.failures == 1
@@ -121,11 +128,11 @@ def test_a_built_in_rule_that_can_not_be_had_is_a_failure_of_that_sample():
 
 def test_as_many_responses_as_examples():
     with pytest.raises(ValueError, match="zip"):
-        score_batch(resolve(), [SUM], ["a", "b"])
+        score_batch(resolve_reward_function(), [SUM], ["a", "b"])
 
 
 def test_nothing_to_score():
-    batch = score_batch(resolve(), [], [])
+    batch = score_batch(resolve_reward_function(), [], [])
     assert batch.scores.shape == batch.correct.shape == (0,)
 
 
@@ -147,7 +154,7 @@ def test_nothing_to_score():
     ],
 )
 def test_what_a_function_may_return(value, result):
-    assert to_result(value) == result
+    assert parse_reward_output(value) == result
 
 
 @pytest.mark.parametrize(
@@ -155,7 +162,7 @@ def test_what_a_function_may_return(value, result):
 )
 def test_what_a_function_may_not_return(value):
     with pytest.raises(TypeError, match="the reward function returned"):
-        to_result(value)
+        parse_reward_output(value)
 
 
 @pytest.mark.parametrize(
@@ -186,16 +193,16 @@ def test_a_wrong_function_is_explained_before_the_run(module, tmp_path, function
     (tmp_path / "broken.py").write_text("1 / 0")
     function = function.replace("FILE", module).replace("FOLDER", str(tmp_path))
     with pytest.raises(UserError) as error:
-        resolve(function)
+        resolve_reward_function(function)
     assert str(error.value).startswith(f"config.reward.function={function!r}: ")
     assert words.replace("FOLDER", str(tmp_path)) in str(error.value)
 
 
 def test_check_sources():
-    check_sources([GSM8K, SUM, STORY])
-    check_sources([Example("q", "anything", "x")], "mine:echo")
+    validate_data_sources([GSM8K, SUM, STORY])
+    validate_data_sources([Example("q", "anything", "x")], "mine:echo")
     with pytest.raises(UserError) as error:
-        check_sources([SUM, Example("q", "openai/gsm8")])
+        validate_data_sources([SUM, Example("q", "openai/gsm8")])
     for words in (
         "example 2: data_source='openai/gsm8'",
         "'openai/gsm8k', 'arithmetic', 'stories'",
@@ -204,7 +211,7 @@ def test_check_sources():
     ):
         assert words in str(error.value)
     with pytest.raises(UserError, match="example 1: ground_truth='five' is not a number"):
-        check_sources([Example("q", "arithmetic", "five")])
+        validate_data_sources([Example("q", "arithmetic", "five")])
 
 
 def test_rewards_of_steps_are_read_and_checked():
@@ -217,12 +224,12 @@ def test_rewards_of_steps_are_read_and_checked():
         }
 
     scored = score_batch(
-        lambda example, response: to_result(function("", response, "", {})),
+        lambda example, response: parse_reward_output(function("", response, "", {})),
         [SUM, SUM],
         ["abcd", ""],
         fallback_score=-3.0,
     )
-    assert scored.steps == [((2, 0.5), (4, -1.0)), ()]
+    assert scored.step_rewards == [((2, 0.5), (4, -1.0)), ()]
     assert (
         scored.scores.tolist() == [1.0, -3.0] and scored.failures == 1
     )  # the empty text has no first character
@@ -230,7 +237,7 @@ def test_rewards_of_steps_are_read_and_checked():
 
 def test_a_step_is_rewarded_at_the_token_that_ends_it():
     words = ["ab", "c", "", "def"]
-    rewards = process.token_rewards(
+    rewards = step_rewards.assign_step_rewards(
         [(0, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (6, 16.0)],
         [0, 1, 2, 3],
         lambda tokens: "".join(words[token] for token in tokens),
@@ -238,7 +245,7 @@ def test_a_step_is_rewarded_at_the_token_that_ends_it():
     )
     assert rewards.tolist() == [3.0, 4.0, 0.0, 24.0, 0.0, 0.0]
     # A character in two pieces is there with its second one.
-    pieces = process.token_rewards(
+    pieces = step_rewards.assign_step_rewards(
         [(2, 1.0)], [0, 1, 2], lambda tokens: ["a", "a\ufffd", "aé"][len(tokens) - 1], 3
     )
     assert pieces.tolist() == [0.0, 0.0, 1.0]
@@ -247,5 +254,7 @@ def test_a_step_is_rewarded_at_the_token_that_ends_it():
 @pytest.mark.parametrize("steps", [[(1.5, 0.1)], [(1,)], [3], [(math.inf, 1.0)], [("1", 1.0)]])
 def test_rewards_of_no_steps_are_refused(steps):
     with pytest.raises(TypeError, match="reward function returned"):
-        to_result({"score": 0, "step_rewards": steps})
-    assert to_result({"score": 0, "step_rewards": np.array([[1, 0.5]])}).steps == ((1, 0.5),)
+        parse_reward_output({"score": 0, "step_rewards": steps})
+    assert parse_reward_output({"score": 0, "step_rewards": np.array([[1, 0.5]])}).step_rewards == (
+        (1, 0.5),
+    )

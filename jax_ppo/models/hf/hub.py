@@ -34,7 +34,7 @@ def resolve_model_folder(
 
     Raises:
       UserError: There is no such folder and the hub has no such repository, or does not answer
-        within about `hub.TIMEOUT` seconds.
+        within about `hub.TIMEOUT_SECONDS` seconds.
     """
     if not path:
         raise UserError(f"{what}='': must be set to a Hugging Face folder or hub name")
@@ -55,7 +55,7 @@ def resolve_model_folder(
     name, revision = hub.split_revision(path)
     command = f"hf download {name} --revision {revision} --local-dir {name.rpartition('/')[2]}"
     try:
-        return hub.download(path, HUB_FILES, what, ignore=["*/*"])[0]
+        return hub.download_snapshot(path, HUB_FILES, what, ignore=["*/*"])[0]
     except hub.HubError as error:
         raise UserError(
             f"{problem}there is no such folder, and {error.reason}. Either {remedy}; or get one, "

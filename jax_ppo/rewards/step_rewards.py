@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 
-def token_rewards(
+def assign_step_rewards(
     steps: Sequence[tuple[int, float]],
     tokens: Sequence[int],
     decode: Callable[[Sequence[int]], str],

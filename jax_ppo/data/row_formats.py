@@ -26,7 +26,7 @@ ASSISTANT = "\n\nAssistant:"
 _GOLD = re.compile(r"####\s*(-?[0-9][0-9.,]*)")
 
 
-def to_example(
+def parse_row(
     row: dict[str, Any],
     where: str,
     prompt_key: str = "prompt",
@@ -62,16 +62,16 @@ def to_example(
     raise UserError(found)
 
 
-def plain(value: Any) -> Any:
+def to_plain_python(value: Any) -> Any:
     """A TFDS value as Python's own: bytes decoded as UTF-8, arrays as lists."""
     if isinstance(value, bytes):
         return value.decode("utf-8")
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: to_plain_python(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):
-        return plain(value.tolist())
+        return to_plain_python(value.tolist())
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [to_plain_python(item) for item in value]
     return value.item() if isinstance(value, np.generic) else value
 
 
