@@ -155,7 +155,7 @@ def sample(
         responses = sharding.to_host(rollout.responses)
         lengths = sharding.to_host(rollout.lengths)
     return [
-        tokenizer_lib.decode_behind(
+        tokenizer_lib.decode_continuation(
             policy.tokenizer, prompt_ids[i // n][-1], responses[i, : lengths[i]].tolist()
         )
         for i in range(len(prompts) * n)

@@ -105,7 +105,7 @@ def get_config(arg=None):
 @pytest.fixture
 def config(tmp_path):
     """One PPO step of a random tiny model with the engine above; rewards are 1 per response."""
-    texts = ["".join(example) for example in arithmetic.worked_examples(200, 0.5, 0)]
+    texts = ["".join(example) for example in arithmetic.generate_worked_solutions(200, 0.5, 0)]
     tokenizer_lib.train_tokenizer(texts, 192, tmp_path / "tokenizer")
     architecture = dataclasses.replace(tiny.ARCHITECTURE, vocab_size=192)
     params = heads.init_params(Transformer(architecture), jax.random.key(0), "lm")
