@@ -970,7 +970,9 @@ ADVANTAGES = [
         holds="after the last token there is 0, or the value to bootstrap from, wherever in the row it stands",
         test="tests/kernels/test_advantages.py::test_against_loops",
         where="gae",
-        old=("(jnp.where(kept, advantage, advantage_after), jnp.where(kept, value, value_after))"),
+        old=(
+            "(jnp.where(chosen, advantage, next_advantage), jnp.where(chosen, value, next_value))"
+        ),
         new="(advantage, value)",
     ),
     Exhibit(

@@ -66,11 +66,7 @@ def _imports(path, tree):
             yield line, f"{package_name} stays on the host, without {package}"
         if package == "flax" and package_name != "models":
             yield line, "flax stays in models"
-        if package_name == "kernels" and package not in {
-            "jax",
-            "jax_ppo",
-            *sys.stdlib_module_names,
-        }:
+        if package_name == "kernels" and package not in KERNEL_LIBRARIES:
             yield line, f"kernels import jax only, not {package}"
     if path.startswith(LATE):
         for line, module in _imported(path, ast.Module(tree.body, []), inside=False):

@@ -1,1 +1,1 @@
-"""The equations of PPO as pure functions on arrays. Nothing here knows of models, samplers or meshes."""
+"""The equations of PPO as pure functions on arrays, without models, samplers or meshes."""

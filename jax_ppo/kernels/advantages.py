@@ -1,40 +1,45 @@
-"""Advantages and returns: of one sequence of tokens from a critic, of one group of samples from each other."""
+"""Advantages and returns, from a critic (per token) or from a group of samples (per sample)."""
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer, Shaped
 
 from jax_ppo.kernels.masked import zero_outside
 
 
 def gae(
-    rewards_T: jax.Array,
-    values_T: jax.Array,
-    mask_T: jax.Array,
-    gamma: float,
-    lam: float,
-    bootstrap_value: float | jax.Array = 0.0,
-) -> tuple[jax.Array, jax.Array]:
-    """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 16) of one response.
+    rewards_T: Shaped[Array, " T"],
+    values_T: Shaped[Array, " T"],
+    mask_T: Shaped[Array, " T"],
+    gamma: float | Float[Array, ""],
+    lam: float | Float[Array, ""],
+    bootstrap_value: float | Float[Array, ""] = 0.0,
+) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
+    """Compute generalized advantage estimates and returns of one response.
 
         delta_t = r_t + gamma V_{t+1} - V_t
         A_t     = delta_t + gamma lam A_{t+1}
         G_t     = A_t + V_t
 
-    One sequence; `vmap` it over a batch. gamma and lam lie in [0, 1]. lam = 1 is the discounted return minus the value:
-    no bias from the critic, and the most variance. lam = 0 is the one-step error: all of the critic's bias, and the
-    least variance.
+    Schulman et al. 2016, arXiv 1506.02438, eq. 16. One sequence; `vmap` it over a batch.
+    lam = 1 is the discounted return minus the value: no bias from the critic, and the highest
+    variance. lam = 0 is the one-step error: all of the critic's bias, and the lowest variance.
 
     Args:
       rewards_T: r_t, the reward for emitting token t.
-      values_T: V_t, the value of the state in which token t is chosen, that is before it is emitted.
-      mask_T: 1 on the tokens that the policy chose; 0 on padding and on tokens that others wrote, which may hold anything.
-        t + 1 is the next token with mask 1: advantages pass over a hole, which costs no factor of gamma or lam. A reward
-        under mask 0 is not read: put what a tool's output earned on the token before it.
-      bootstrap_value: V after the last token with mask 1, wherever in the row that is. 0 for a response that ended.
+      values_T: V_t, the value of the state in which token t is chosen, before it is emitted.
+      mask_T: 1 on the tokens that the policy chose; 0 on padding and on tokens that others wrote,
+        such as a tool's output, whose rewards and values may hold anything. t + 1 means the next
+        token with mask 1: estimates pass over a hole, which costs no factor of gamma or lam. A
+        reward under mask 0 is ignored, so place what a tool's output earned on the token before.
+      gamma: discount per chosen token, in [0, 1].
+      lam: in [0, 1].
+      bootstrap_value: V after the last token with mask 1, wherever in the row that is; 0 for a
+        response that ended.
 
     Returns:
-      (advantages_T, returns_T), float32, 0 where mask is 0. Advantages are raw: whiten them afterwards, since returns
-      made from whitened advantages would be no estimate of anything.
+      (advantages_T, returns_T), float32, 0 where mask is 0. Advantages are raw. Whiten them
+      afterwards: returns computed from whitened advantages would estimate nothing.
     """
     assert rewards_T.ndim == 1, (
         f"gae takes one sequence, not an array of shape {rewards_T.shape}: vmap it"
@@ -44,17 +49,23 @@ def gae(
         values_T.shape,
         mask_T.shape,
     )
-    rewards_T, values_T = zero_outside(rewards_T, mask_T), zero_outside(values_T, mask_T)
+    rewards_T = zero_outside(rewards_T, mask_T)
+    values_T = zero_outside(values_T, mask_T)
 
-    def step_back(after, now):
-        advantage_after, value_after = after
-        reward, value, kept = now
-        delta = reward + gamma * value_after - value
-        advantage = delta + gamma * lam * advantage_after
-        # A masked position passes its carry on, so that a token sees the next token that the policy
-        # chose, and the last one the bootstrap value.
-        carry = (jnp.where(kept, advantage, advantage_after), jnp.where(kept, value, value_after))
-        return carry, jnp.where(kept, advantage, 0.0)
+    def step_back(
+        carry: tuple[jax.Array, jax.Array], token: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        next_advantage, next_value = carry
+        reward, value, chosen = token
+        delta = reward + gamma * next_value - value
+        advantage = delta + gamma * lam * next_advantage
+        # A masked position passes its carry on, so that each token sees the next token that the
+        # policy chose, and the last of them the bootstrap value.
+        carry = (
+            jnp.where(chosen, advantage, next_advantage),
+            jnp.where(chosen, value, next_value),
+        )
+        return carry, jnp.where(chosen, advantage, 0.0)
 
     dtype = jnp.promote_types(rewards_T.dtype, values_T.dtype)
     end = (jnp.zeros((), dtype), jnp.asarray(bootstrap_value, dtype))
@@ -64,34 +75,41 @@ def gae(
     return advantages_T, advantages_T + values_T
 
 
-def length_adaptive_lam(action_counts: jax.Array, alpha: float) -> jax.Array:
-    """lam = 1 - 1 / (alpha count), for the actor's advantages (VAPO, Yue et al. 2025, arXiv 2504.05118).
+def length_adaptive_lam(
+    action_counts: Integer[Array, " *shape"], alpha: float
+) -> Float[Array, " *shape"]:
+    """Return lam = 1 - 1 / (alpha count), for the actor's advantages.
 
-    A fixed lam forgets a score at the end of a response like lam^count, whatever the count of its tokens. With this lam the weights lam^k
-    of the errors ahead sum to about alpha count, a share of the response that is the same for all. The authors take
-    alpha = 0.05, where responses up to 20 tokens get 0: one-step errors, all of the critic's bias. Its returns are not the
-    critic's targets: those come from a lam of their own, 1 in the paper (decoupled GAE).
+    VAPO (Yue et al. 2025, arXiv 2504.05118). With a fixed lam, a score at the end of a response
+    decays like lam^count, whatever the count of its tokens. With this lam the weights lam^k of
+    the errors ahead sum to about alpha count, the same share of every response. The authors take
+    alpha = 0.05, where responses of up to 20 tokens get 0: one-step errors, all of the critic's
+    bias. The returns that this lam gives are not the critic's targets: those use a lam of their
+    own, 1 in the paper (decoupled GAE).
 
     Args:
-      action_counts: how many tokens of each response the mask selects, any shape. 0 counts as 1.
+      action_counts: how many tokens of each response the mask selects; 0 counts as 1.
       alpha: > 0.
 
     Returns:
-      float32 of the same shape, in [0, 1].
+      float32 in [0, 1].
     """
-    return jnp.clip(
-        1.0 - 1.0 / (alpha * jnp.maximum(action_counts, 1).astype(jnp.float32)), 0.0, 1.0
-    )
+    counts = jnp.maximum(action_counts, 1).astype(jnp.float32)
+    return jnp.clip(1.0 - 1.0 / (alpha * counts), 0.0, 1.0)
 
 
-def reward_to_go(rewards_T: jax.Array, mask_T: jax.Array, gamma: float) -> jax.Array:
-    """G_t = sum_k gamma^k r_{t+k} to the end of the response: what `gae` gives at lam = 1 where every value is 0.
+def reward_to_go(
+    rewards_T: Shaped[Array, " T"], mask_T: Shaped[Array, " T"], gamma: float | Float[Array, ""]
+) -> Float[Array, " T"]:
+    """Return G_t = sum_k gamma^k r_{t+k} to the end of the response.
 
-    One sequence; `vmap` it over a batch. Unbiased, without a critic, and of the variance of all that is still to come.
+    Equals `gae` at lam = 1 with all values 0. One sequence; `vmap` it over a batch. Unbiased and
+    without a critic, with the variance of all rewards to come.
 
     Args:
       rewards_T: the reward for emitting token t.
-      mask_T: 1 on the tokens that the policy chose, as in `gae`.
+      mask_T: 1 on the tokens that the policy chose, as in `gae`: k counts these alone.
+      gamma: discount per chosen token, in [0, 1].
 
     Returns:
       float32 [T], 0 where mask is 0.
@@ -99,24 +117,29 @@ def reward_to_go(rewards_T: jax.Array, mask_T: jax.Array, gamma: float) -> jax.A
     return gae(rewards_T, jnp.zeros_like(rewards_T), mask_T, gamma, 1.0)[0]
 
 
-# Advantages without a critic: the n samples b = prompt * n ... prompt * n + n - 1 of a prompt are each other's baseline.
+# Advantages without a critic. The n samples b = prompt * n ... prompt * n + n - 1 of a prompt
+# serve as each other's baseline.
 
 
-def grpo(scores_B: jax.Array, n: int, by_std: bool) -> jax.Array:
-    """Group-relative advantage (DeepSeekMath, Shao et al. 2024, arXiv 2402.03300, section 4.1.2).
+def grpo(scores_B: Shaped[Array, " B"], n: int, by_std: bool) -> Float[Array, " B"]:
+    """Return the group-relative advantage of each sample.
 
-        A_b = (s_b - mean of the group) / (std of the group + 1e-6)      by_std
-        A_b =  s_b - mean of the group                                   Dr. GRPO (Liu et al. 2025, arXiv 2503.20783)
+        A_b = (s_b - mean of the group) / (std of the group + 1e-6)    by_std
+        A_b =  s_b - mean of the group                                 Dr. GRPO
 
-    The standard deviation divides by n - 1 and the constant is verl's (TRL's is 1e-4).
+    DeepSeekMath (Shao et al. 2024, arXiv 2402.03300, section 4.1.2); Dr. GRPO (Liu et al. 2025,
+    arXiv 2503.20783). The standard deviation divides by n - 1, and the constant is verl's (TRL's
+    is 1e-4).
 
-    Bias: the mean holds the sample's own score, which shrinks the expected gradient to (n - 1) / n of the true one and does
-    not turn it. Dividing by the group's standard deviation does turn it: prompts that are nearly always or nearly never
-    solved weigh more than those in between, and within a group the divisor depends on the sample itself.
+    Bias: the mean includes the sample's own score, which scales the expected gradient by
+    (n - 1) / n without changing its direction. Dividing by the group's standard deviation does
+    change it: prompts that are nearly always or nearly never solved weigh more than those in
+    between, and within a group the divisor depends on the sample itself.
 
     Args:
-      scores_B: the score of each sample, n samples of a prompt next to each other.
-      n: samples of a prompt, at least 2; B is a multiple of it.
+      scores_B: the score of each sample; the n samples of a prompt are adjacent.
+      n: samples per prompt, at least 2; B is a multiple of it.
+      by_std: divide by the group's standard deviation.
 
     Returns:
       float32 [B]; exactly 0 throughout a group of equal scores.
@@ -128,31 +151,36 @@ def grpo(scores_B: jax.Array, n: int, by_std: bool) -> jax.Array:
     return deviations.reshape(-1)
 
 
-def rloo(scores_B: jax.Array, n: int) -> jax.Array:
-    """A_b = s_b - mean of the n - 1 others (REINFORCE leave-one-out; Kool et al. 2019, Ahmadian et al. 2024, arXiv 2402.14740).
+def rloo(scores_B: Shaped[Array, " B"], n: int) -> Float[Array, " B"]:
+    """Return A_b = s_b - mean of the n - 1 other samples of the prompt.
 
-    Unbiased: the baseline does not depend on the sample. Equal to (s_b - mean of all n) n / (n - 1). Arguments and result are
-    those of `grpo`.
+    REINFORCE leave-one-out (Kool et al. 2019; Ahmadian et al. 2024, arXiv 2402.14740). Unbiased:
+    the baseline does not depend on the sample. Equals (s_b - mean of all n) n / (n - 1).
+    Arguments and result are those of `grpo`.
     """
     return (_deviations_from_group_mean(scores_B, n) * (n / (n - 1))).reshape(-1)
 
 
-def group_mean_baseline(scores_B: jax.Array, n: int) -> jax.Array:
-    """A_b = s_b - mean of the group, as REINFORCE++-baseline has it before it whitens (Hu et al. 2025, arXiv 2501.03262).
+def group_mean_baseline(scores_B: Shaped[Array, " B"], n: int) -> Float[Array, " B"]:
+    """Return A_b = s_b - mean of the group.
 
-    Bias: the expected gradient is (n - 1) / n of the true one. Whitening over the whole rollout, which is the caller's, divides
-    every prompt's by the same number and so, unlike `grpo`'s division, weighs none above another. Arguments and result are
-    those of `grpo`, and so is the value without by_std.
+    REINFORCE++-baseline before whitening (Hu et al. 2025, arXiv 2501.03262).
+
+    Bias: the expected gradient is (n - 1) / n of the true one. Whitening over the whole rollout,
+    left to the caller, divides the advantages of every prompt by the same number. Unlike the
+    division in `grpo`, it weighs no prompt above another. Arguments and result are those of
+    `grpo`, whose value without `by_std` this is.
     """
     return _deviations_from_group_mean(scores_B, n).reshape(-1)
 
 
-def _deviations_from_group_mean(scores_B, n):
-    """[B / n, n]. A group's first score is taken off first: the mean of equal scores is then 0 and not nearly so."""
+def _deviations_from_group_mean(scores_B: jax.Array, n: int) -> jax.Array:
+    """Return the scores less the mean of their group, [B / n, n]."""
     assert scores_B.ndim == 1, scores_B.shape
     assert n > 1 and scores_B.shape[0] % n == 0, (
-        f"{scores_B.shape[0]} scores are no groups of {n} samples, 2 at least"
+        f"{scores_B.shape[0]} scores cannot be divided into groups of {n} samples, at least 2"
     )
     groups = scores_B.astype(jnp.promote_types(scores_B.dtype, jnp.float32)).reshape(-1, n)
+    # Subtract the first score of a group first, so that the mean of equal scores is exactly 0.
     groups = groups - groups[:, :1]
     return groups - jnp.mean(groups, axis=1, keepdims=True)

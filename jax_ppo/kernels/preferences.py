@@ -1,33 +1,35 @@
-"""Learning a reward from preferences between two responses."""
+"""Losses that train a reward model on preferences between two responses."""
 
 import jax
+from jaxtyping import Array, Float
 
 
-def bradley_terry(chosen, rejected):
-    """Negative log-likelihood that the chosen one of two responses is preferred, as Bradley and Terry (1952) model it:
+def bradley_terry(
+    chosen: Float[Array, " *shape"], rejected: Float[Array, " *shape"]
+) -> Float[Array, " *shape"]:
+    """Return the negative log-likelihood of each preference under Bradley and Terry (1952).
 
         -log sigmoid(chosen - rejected)
 
-    as reward models are trained by (Christiano et al. 2017, arXiv:1706.03741; Ouyang et al. 2022, arXiv:2203.02155, eq. 1,
-    which takes the mean over pairs).
+    Reward models are trained by its mean over pairs (Christiano et al. 2017, arXiv:1706.03741;
+    Ouyang et al. 2022, arXiv:2203.02155, eq. 1).
 
     Args:
-      chosen, rejected: float [...], scores of the two; only their difference counts.
+      chosen: scores of the preferred responses.
+      rejected: scores of the others. Only the difference of a pair matters.
 
     Returns:
-      float [...], more than 0; log 2 where the scores are equal.
+      Losses > 0; log 2 where the two scores are equal.
     """
     return -jax.nn.log_sigmoid(chosen - rejected)
 
 
-def centering_penalty(chosen, rejected):
-    """(chosen + rejected)^2, which draws the scores of a pair to a mean of 0: the likelihood leaves their level open
+def centering_penalty(
+    chosen: Float[Array, " *shape"], rejected: Float[Array, " *shape"]
+) -> Float[Array, " *shape"]:
+    """Return (chosen + rejected)^2, which pulls the mean score of a pair to 0.
+
+    The likelihood depends on differences alone and leaves the level of the scores undetermined
     (Eisenstein et al. 2023, arXiv:2312.09244, eq. 2).
-
-    Args:
-      chosen, rejected: float [...].
-
-    Returns:
-      float [...].
     """
     return (chosen + rejected) ** 2

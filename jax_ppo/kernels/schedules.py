@@ -1,20 +1,26 @@
-"""Numbers that change with the step: coefficients of penalties and bonuses."""
+"""Coefficients of penalties and bonuses that change with the training step."""
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
 
 Points = tuple[tuple[int, float], ...]
 
 
-def piecewise(points: Points, step: int | jax.Array, linear: bool) -> jax.Array:
-    """The value at `step` of a curve through `points`, float32 in the shape of `step`.
+def piecewise(
+    points: Points, step: int | Shaped[Array, " *shape"], linear: bool
+) -> Float[Array, " *shape"]:
+    """Return the value at `step` of a curve through `points`.
 
-    linear: straight lines join the points. Otherwise each value holds from its step until the next point's. Before the first
-    point and after the last their values hold.
+    Before the first point and after the last, the value of that point applies.
 
     Args:
-      points: (step, value) pairs, at least one, steps increasing.
-      step: integers below 2^24, which float32 holds exactly; may be traced.
+      points: (step, value) pairs, at least one, with increasing steps.
+      step: integers below 2^24, which float32 represents exactly; may be traced.
+      linear: join the points by straight lines. Otherwise each value applies from its own step
+        until the step of the next point.
+
+    Returns:
+      float32 in the shape of `step`.
     """
     assert points and all(a[0] < b[0] for a, b in zip(points, points[1:], strict=False)), points
     steps, values = (jnp.array(column, jnp.float32) for column in zip(*points, strict=True))

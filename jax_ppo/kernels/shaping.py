@@ -1,25 +1,27 @@
-"""What is done to the score of a sample before it becomes a reward. All [B] to [B], float32."""
+"""Transformations of a sample's score before it becomes a reward; all map float32 [B] to [B]."""
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer, Shaped
 
 from jax_ppo.kernels import moments as moments_lib
 
 
 def soft_overlong_penalty(
-    lengths_B: jax.Array, longest: int, buffer: int, factor: float
-) -> jax.Array:
-    """What is added to the score of a long response (DAPO, Yu et al. 2025, arXiv 2503.14476, eq. 13, times `factor`).
+    lengths_B: Integer[Array, " B"], longest: int, buffer: int, factor: float
+) -> Float[Array, " B"]:
+    """Return the amount to add to the score of a long response.
 
         0                                               length <= longest - buffer
         -factor (length - (longest - buffer)) / buffer  in between
         -factor                                         length >= longest
 
-    It changes what is learnt, and means to: of two responses of one score the shorter is better once it would end within
+    DAPO (Yu et al. 2025, arXiv 2503.14476, eq. 13), times `factor`. It changes the objective on
+    purpose: of two responses of equal score, the shorter is better once the longer ends within
     the buffer.
 
     Args:
-      lengths_B: tokens of each response, those that a tool inserted included, as in the limit on its length.
+      lengths_B: tokens of each response, those that a tool inserted included, as in the limit on
+        its length.
       longest: length of a response that was cut off.
       buffer: tokens over which the penalty grows, 1 to `longest`.
       factor: >= 0, in units of score; 1 in the paper.
@@ -34,19 +36,26 @@ def soft_overlong_penalty(
     return -factor * jnp.clip(over / buffer, 0.0, 1.0)
 
 
-def normalize_scores(scores_B: jax.Array, moments: moments_lib.Moments, shift: bool) -> jax.Array:
-    """(s - mean) / std with shift, s / std without; mean and std are those of `moments`, of earlier or reference scores.
+def normalize_scores(
+    scores_B: Shaped[Array, " B"], moments: moments_lib.Moments, shift: bool
+) -> Float[Array, " B"]:
+    """Return (s - mean) / std, or s / std without `shift`.
 
-    The scale never changes which of two scores is better. It changes what a nat of KL or a token of length penalty costs
-    beside them: their coefficients then count standard deviations.
+    Mean and std are those of `moments`, taken over earlier scores or over reference scores.
 
-    The shift adds one constant to the score of every response. Where gamma = 1 and every response ends with such a score, that
-    is a baseline and moves no optimum. It moves it where a constant does not reach all alike: at gamma < 1, where a response
-    below the mean gains by ending late and one above it by ending early; and beside fixed rewards given in the place of
-    a score (a penalty for a missing end, 0 for a response that is left out), which a score of zero before the shift
-    may exceed and after it fall below. Without shift 0 stays 0.
+    Dividing never changes which of two scores is better. It changes what a nat of KL or a token
+    of length penalty costs relative to them: their coefficients then count standard deviations.
 
-    With running moments either one drifts: one score is another reward later in the run, which the critic has to follow.
+    The shift adds one constant to every score. Where gamma = 1 and every response ends with such
+    a score, that is a baseline and moves no optimum. It moves the optimum where the constant does
+    not reach all responses alike: at gamma < 1, where a response below the mean gains by ending
+    late and one above it by ending early; and if fixed rewards replace some scores (a penalty for
+    a missing end, 0 for a response that is left out), which a score of zero exceeds before the
+    shift and may fall below after it. Without shift 0 stays 0.
+
+    With running moments either form drifts: equal scores become different rewards later in the
+    run, which the critic has to follow.
     """
     scores_B = scores_B.astype(jnp.float32)
-    return (scores_B - moments.mean if shift else scores_B) / moments_lib.moments_std(moments)
+    deviations_B = scores_B - moments.mean if shift else scores_B
+    return deviations_B / moments_lib.moments_std(moments)
