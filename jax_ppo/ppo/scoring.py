@@ -94,7 +94,7 @@ def score(
       micro_batches: int32 scalar, how many of the A hold something.
     """
     return join_scores(
-        dispatch.together(programs(config, nets, state, sequences, plan, micro_batches))
+        dispatch.run_together(programs(config, nets, state, sequences, plan, micro_batches))
     )
 
 

@@ -49,7 +49,7 @@ def update(
       for */skipped; NaN where no step had anything to learn from. In the critic's warm-up the actor's metrics are those of the
       step that it did not take.
     """
-    (step, actor, actor_optimizer, metrics), *of_critic = dispatch.together(
+    (step, actor, actor_optimizer, metrics), *of_critic = dispatch.run_together(
         programs(config, nets, total_steps, state, experience, actor_batches, critic_batches)
     )
     moved = {"actor": actor, "actor_optimizer": actor_optimizer}

@@ -1,44 +1,47 @@
-"""Programs that do not depend on each other, begun together."""
+"""Dispatch programs that do not depend on each other so that they run side by side."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 
 Program = tuple[Callable, tuple]  # a jitted function and its arguments
 
 
-def lanes() -> int:
-    """Into how many programs work is shared out that can be: more than one where programs run side by side.
+def num_lanes() -> int:
+    """Return the number of programs to split divisible work into: 1 unless programs overlap.
 
-    That is so on one CPU device, where one uses the cores while another waits between its products. Accelerators run programs
-    in the order in which they are begun; and those that exchange data between devices must be begun in one order everywhere.
+    They overlap on a single CPU device, where one program uses the cores while another waits
+    between its matrix products. Accelerators run programs in the order of dispatch, and programs that
+    exchange data between devices must be dispatched in the same order everywhere.
     """
-    return 2 if jax.sharding.get_mesh().size == 1 and jax.default_backend() == "cpu" else 1
+    overlaps = jax.sharding.get_mesh().size == 1 and jax.default_backend() == "cpu"
+    return 2 if overlaps else 1
 
 
-def together(programs: list[Program]) -> list:
-    """What each program gives, without a wait for it.
+def run_together(programs: list[Program]) -> list[Any]:
+    """Dispatch the programs and return their results without blocking.
 
-    They are begun in their order, so that one compiled for the first is there for the next. What one thread begins runs one
-    after the other: for programs to run side by side each but the first is begun by a thread of its own. What they need beside
-    arguments and results is there for each of them at once.
+    They are dispatched in order, so that a program compiled for the first is found by the next. JAX
+    runs what one thread dispatches one after the other; to overlap, each program but the first is
+    dispatched by a thread of its own. The intermediate memory of all programs is needed at once.
     """
-    aside = _begin_aside if lanes() > 1 else _begin
-    return [*map(_begin, programs[:1]), *map(aside, programs[1:])]
+    dispatch_next = _dispatch_in_thread if num_lanes() > 1 else _dispatch
+    return [*map(_dispatch, programs[:1]), *map(dispatch_next, programs[1:])]
 
 
-def _begin(program: Program):
+def _dispatch(program: Program) -> Any:
     function, arguments = program
     return function(*arguments)
 
 
-def _begin_aside(program: Program):
+def _dispatch_in_thread(program: Program) -> Any:
     mesh = jax.sharding.get_mesh()
 
-    def begin():
-        with jax.set_mesh(mesh):  # a thread has none
-            return _begin(program)
+    def run() -> Any:
+        with jax.set_mesh(mesh):  # the mesh context belongs to a thread
+            return _dispatch(program)
 
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(begin).result()
+        return thread.submit(run).result()

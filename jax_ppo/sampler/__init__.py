@@ -1,1 +1,1 @@
-"""Prompts in, responses out: prefill, the decode loop with its cache, the draw of each token. Knows nothing of PPO."""
+"""Prompts in, responses out: the rollout engine, its decode loop and the draw of each token."""

@@ -10,7 +10,7 @@ from jax_ppo.config import plugins
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.runtime import compilation, sharding
 from jax_ppo.sampler.engine import Params, RolloutEngine, SamplingOptions
-from jax_ppo.sampler.generate import Sampler, concatenate
+from jax_ppo.sampler.generate import Sampler, concatenate_rollouts
 from jax_ppo.types import Prompts, Rollout
 
 
@@ -93,7 +93,7 @@ class BuiltInEngine:
             yield "sample"
         if len(parts) == 1:
             return parts[0]
-        return compilation.compile_ahead(concatenate, parts)
+        return compilation.compile_ahead(concatenate_rollouts, parts)
 
     def _sampler(self, options: SamplingOptions) -> Sampler:
         """Return the sampler of these options, the same one to every caller."""

@@ -497,7 +497,13 @@ def test_a_step_is_compiled_in_the_rehearsal_alone(
     ):
         assert threads[name] == ["rehearsal"], (name, threads)
     # These do not hang on the options: they may be there from another test.
-    for name in ("unroll_params", "with_indices", "share_out", "concatenate", "join"):
+    for name in (
+        "unroll_params",
+        "generate_from",
+        "split_prompts",
+        "concatenate_rollouts",
+        "join",
+    ):
         assert threads[name] in ([], ["rehearsal"]), (name, threads)
 
 

@@ -13,7 +13,7 @@ from jax_ppo.runtime import dispatch
 
 def run(mesh, *functions):
     with jax.set_mesh(mesh):
-        return dispatch.together(
+        return dispatch.run_together(
             [(function, (number,)) for number, function in enumerate(functions)]
         )
 
@@ -30,7 +30,7 @@ def test_on_one_cpu_device_they_run_side_by_side(aside):
         for function, arguments in programs:
             function.lower(*arguments).compile()
         long, short = (
-            dispatch.together(programs)
+            dispatch.run_together(programs)
             if aside
             else [function(*arguments) for function, arguments in programs]
         )

@@ -60,7 +60,8 @@ class FixedResponses:
         logprobs = np.where(responses > 0, -np.log(self.vocabulary), 0).astype(np.float32)
         rollout = Rollout(
             prompts=Prompts(tokens=tokens, lengths=lengths), responses=responses,
-            lengths=np.full(B, {LENGTH}, np.int32), logprobs=logprobs, truncated=np.zeros(B, bool))
+            lengths=np.full(B, {LENGTH}, np.int32), logprobs=logprobs, truncated=np.zeros(B, bool),
+            action_mask=responses > 0)
         return sharding.place(rollout, self.rows)
 
     def release_weights(self):

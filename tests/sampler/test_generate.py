@@ -8,7 +8,7 @@ import pytest
 from tiny_actor import ARCHITECTURE, T, make_prompts
 
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.sampler import generate
+from jax_ppo.sampler import decode_loop, generate
 from jax_ppo.types import Prompts
 
 
@@ -222,7 +222,9 @@ def test_nothing_has_the_size_of_batch_by_time_by_vocabulary(actor):
                     yield from sizes(getattr(value, "jaxpr", value))
 
     options = generate.SamplingOptions(T, 0.7, top_k=9, top_p=0.9, n=2)
-    traced = jax.make_jaxpr(functools.partial(generate.sample, actor.decoded, options))
+    traced = jax.make_jaxpr(
+        functools.partial(decode_loop.generate_responses, actor.decoded, options)
+    )
     # [B, T, V] would be 14,640 numbers. A layer's cache is 5,376, a product in its attention 10,752.
     assert (
         max(sizes(traced(actor.params, prompts, jnp.arange(6), jax.random.key(0)).jaxpr))

@@ -68,5 +68,5 @@ def test_one_program_where_each_would_read_large_weights_again(actor, monkeypatc
     sampler = generate.Sampler(actor.decoded, generate.SamplingOptions(12, 1.0))
     with jax.set_mesh(sharding.make_mesh(schema.MeshShape(), jax.devices()[:1])):
         for most, programs in ((weights, 2), (weights - 1, 1)):
-            monkeypatch.setattr(generate, "SHARED_WEIGHTS", most)
+            monkeypatch.setattr(generate, "MAX_SHARED_WEIGHT_BYTES", most)
             assert len(sampler.programs(actor.params, *arguments)) == programs

@@ -11,8 +11,8 @@ from jax_ppo.sampler import sampling
 LAST = np.nextafter(
     np.float32(1), np.float32(0)
 )  # jax.random.uniform stays below it, draw need not rely on that
-draw = jax.jit(sampling.draw)
-choose = jax.jit(sampling.choose, static_argnums=(2, 3, 4))
+draw_tokens = jax.jit(sampling.draw_tokens)
+sample_tokens = jax.jit(sampling.sample_tokens, static_argnums=(2, 3, 4))
 keep_top_k, keep_top_p = (
     jax.jit(f, static_argnums=1) for f in (sampling.keep_top_k, sampling.keep_top_p)
 )
@@ -21,8 +21,12 @@ keep_top_k, keep_top_p = (
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def many(logits, draws, options=(1.0,)):
     """`draws` tokens from one distribution, one sample each."""
-    uniforms = sampling.uniforms(sampling.sample_keys(jax.random.key(3), jnp.arange(draws)), 5)
-    return sampling.choose(jnp.broadcast_to(logits, (draws, len(logits))), uniforms, *options)[0]
+    uniforms = sampling.token_uniforms(
+        sampling.sample_keys(jax.random.key(3), jnp.arange(draws)), 5
+    )
+    return sampling.sample_tokens(
+        jnp.broadcast_to(logits, (draws, len(logits))), uniforms, *options
+    )[0]
 
 
 def random_logits(B, V, scale=3.0, seed=0):
@@ -72,7 +76,7 @@ def test_never_draws_what_has_probability_0(V):
     only[[0, 1, 2], [0, V // 2, V - 1]] = 5.0
     logits = np.concatenate([logits, only]).astype(np.float32)
     for u in [(0, 0), (0, LAST), (LAST, 0), (LAST, LAST), (1, 1), (0.5, LAST), *rng.random((4, 2))]:
-        tokens = np.asarray(draw(logits, np.tile(np.float32(u), (len(logits), 1)))[0])
+        tokens = np.asarray(draw_tokens(logits, np.tile(np.float32(u), (len(logits), 1)))[0])
         assert ((tokens >= 0) & (tokens < V)).all()
         weights = np.exp(np.take_along_axis(logits, tokens[:, None], 1)[:, 0] - logits.max(1))
         assert (weights > 0).all()
@@ -85,7 +89,7 @@ def test_running_sums_that_round_never_pick_weight_0():
     weights = (rng.random((200, 512)) * (rng.random((200, 512)) < 0.5)).astype(np.float32)
     sums = np.asarray(jax.jit(lambda x: jnp.cumsum(x, -1))(weights))
     row, before = np.nonzero(np.diff(sums) * (weights[:, 1:] == 0))
-    pick = jax.jit(sampling._pick)
+    pick = jax.jit(sampling._invert_cdf)
     for nudge in (0, 1, -1):
         uniforms = sums[row, before] / sums[row, -1]
         picked, _ = pick(weights[row], uniforms + nudge * np.spacing(uniforms))
@@ -95,7 +99,7 @@ def test_running_sums_that_round_never_pick_weight_0():
 def test_a_nan_gives_a_token_of_the_vocabulary_and_shows_in_the_log_prob():
     logits = random_logits(2, 50)
     logits[0, 7] = np.nan
-    tokens, logprobs = choose(logits, np.full((2, 2), 0.5, np.float32), 1.0)
+    tokens, logprobs = sample_tokens(logits, np.full((2, 2), 0.5, np.float32), 1.0)
     assert 0 <= tokens[0] < 50 and np.isnan(logprobs[0]) and np.isfinite(logprobs[1])
 
 
@@ -103,10 +107,10 @@ def test_the_address_alone_makes_the_uniforms():
     key = jax.random.key(0)
     keys = sampling.sample_keys(key, jnp.arange(6))
     assert (
-        len(np.unique(np.concatenate([sampling.uniforms(keys, t).ravel() for t in range(4)])))
+        len(np.unique(np.concatenate([sampling.token_uniforms(keys, t).ravel() for t in range(4)])))
         == 6 * 4 * 2
     )
-    together = sampling.uniforms(
+    together = sampling.token_uniforms(
         keys, jnp.array([3, 1, 4, 1, 5, 9])
     )  # each row at a position of its own
     for b, t in enumerate([3, 1, 4, 1, 5, 9]):
@@ -168,7 +172,7 @@ def test_log_prob_is_from_before_the_filters():
         random_logits(64, 50),
         np.random.default_rng(0).random((64, 2)).astype(np.float32),
     )
-    tokens, logprobs = choose(logits, uniforms, 0.7, 3, 0.9)
+    tokens, logprobs = sample_tokens(logits, uniforms, 0.7, 3, 0.9)
     expected = np.take_along_axis(
         np.asarray(jax.nn.log_softmax(logits / 0.7)), np.asarray(tokens)[:, None], 1
     )[:, 0]
@@ -177,7 +181,7 @@ def test_log_prob_is_from_before_the_filters():
 
 def test_greedy_takes_the_first_of_the_likeliest_at_temperature_1():
     logits = jnp.array([[0.0, 2.0, 2.0, 1.0]])
-    tokens, logprobs = choose(logits, jnp.full((1, 2), 0.9), 0.0, 2, 0.1)
+    tokens, logprobs = sample_tokens(logits, jnp.full((1, 2), 0.9), 0.0, 2, 0.1)
     assert tokens.tolist() == [1] and tokens.dtype == jnp.int32
     np.testing.assert_allclose(logprobs, 2 - np.log(1 + 2 * np.exp(2) + np.exp(1)), rtol=1e-6)
 
@@ -185,7 +189,7 @@ def test_greedy_takes_the_first_of_the_likeliest_at_temperature_1():
 def test_plain_sampling_neither_sorts_nor_bisects():
     def has_a_loop_or_sort(*options):
         args = random_logits(2, 50), np.zeros((2, 2), np.float32)
-        text = str(jax.make_jaxpr(lambda *args: sampling.choose(*args, *options))(*args))
+        text = str(jax.make_jaxpr(lambda *args: sampling.sample_tokens(*args, *options))(*args))
         return any(name in text for name in (" sort[", " top_k[", " while[", " scan["))
 
     assert not has_a_loop_or_sort(0.7) and not has_a_loop_or_sort(0.7, 50, 1.0)

@@ -14,7 +14,8 @@ from tiny_actor import make_prompts
 from jax_ppo.models import cache, heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer, unroll_params
-from jax_ppo.sampler import generate, sampling
+from jax_ppo.sampler import decode_loop, generate, sampling
+from jax_ppo.sampler import slots as slots_lib
 from jax_ppo.types import Prompts
 
 LENGTHS = (5, 16, 1, 9, 2, 12, 7)
@@ -29,7 +30,7 @@ def test_slots_that_narrow_draw_the_samples_of_those_that_do_not(
     """Where the cache narrows with them, and where it does not; in each form that it has."""
 
     def sample(least, slots, decoding):
-        monkeypatch.setattr(generate, "LEAST_SLOTS", least)
+        monkeypatch.setattr(slots_lib, "MIN_SLOTS", least)
         sampler = generate.Sampler(
             actor.decoded.clone(decoding=decoding),
             generate.SamplingOptions(12, 1.0, eos_ids=EOS, slots=slots),
@@ -63,7 +64,7 @@ def test_prompts_prefilled_in_groups_give_the_same_samples(actor, monkeypatch):
     prompts = make_prompts(LENGTHS)
     whole = actor.sample(prompts, n=2, eos_ids=EOS, slots=4)
     monkeypatch.setattr(
-        generate, "PREFILL_TOKENS", 48
+        slots_lib, "PREFILL_TOKENS", 48
     )  # 3 prompts of the bucket 16: the last group is one prompt
     options = generate.SamplingOptions(12, 1.0, n=2, eos_ids=EOS, slots=9)
     cut = generate.Sampler(actor.decoded, options)(actor.params, prompts, jax.random.key(0))
@@ -73,13 +74,13 @@ def test_prompts_prefilled_in_groups_give_the_same_samples(actor, monkeypatch):
 
 def test_samples_of_a_prompt_share_its_prefill(actor, monkeypatch):
     prefilled = []
-    original = generate.prefill
+    original = decode_loop.prefill_group
 
     def counted(job, state):
         jax.debug.callback(lambda staged: prefilled.append(int(staged)), state.staged)
         return original(job, state)
 
-    monkeypatch.setattr(generate, "prefill", counted)
+    monkeypatch.setattr(decode_loop, "prefill_group", counted)
     options = generate.SamplingOptions(12, 1.0, n=4, eos_ids=EOS, slots=8)
     generate.Sampler(actor.decoded, options)(
         actor.params, make_prompts(LENGTHS), jax.random.key(0)
@@ -94,10 +95,10 @@ def test_samples_of_a_prompt_share_its_prefill(actor, monkeypatch):
 
 
 def test_the_widths():
-    assert generate.narrowing(256) == (256, 192, 128, 64)
-    assert generate.narrowing(40) == (40, 30, 20, 10)
-    assert generate.narrowing(16) == (16, 12, 8)
-    assert generate.narrowing(10) == (10,)
+    assert slots_lib.slot_widths(256) == (256, 192, 128, 64)
+    assert slots_lib.slot_widths(40) == (40, 30, 20, 10)
+    assert slots_lib.slot_widths(16) == (16, 12, 8)
+    assert slots_lib.slot_widths(10) == (10,)
 
 
 # Counted: verl's lengths
@@ -181,7 +182,7 @@ def step(monkeypatch):
     model = Transformer(architecture, unrolled=True)
     params = unroll_params(heads.init_params(Transformer(architecture), jax.random.key(0), "lm"))
     keys = sampling.sample_keys(jax.random.key(0), jnp.arange(16))
-    job = generate.plan(
+    job = slots_lib.plan_job(
         model,
         generate.SamplingOptions(480, 1.0, slots=8),
         params,
@@ -190,9 +191,9 @@ def step(monkeypatch):
     )
 
     def decode(params, state):
-        return generate.decode(dataclasses.replace(job, params=params), state)
+        return decode_loop.decode_step(dataclasses.replace(job, params=params), state)
 
-    state = generate.start(job)
+    state = slots_lib.initial_state(job)
     return jax.jit(decode, donate_argnums=1).lower(params, state).compile(), params, state
 
 
@@ -252,5 +253,5 @@ def test_an_accelerators_cache_is_there_once_and_whole(actor, cudnn_anywhere, de
         }
         assert not rows or "stablehlo.slice" not in line
         found |= rows if "stablehlo.while" in line else set()
-    assert found == {16} and generate.narrowing(16) == (16, 12, 8)
+    assert found == {16} and slots_lib.slot_widths(16) == (16, 12, 8)
     assert "stablehlo.case" not in text and "stablehlo.if" not in text

@@ -1,0 +1,169 @@
+"""The decode loop: responses to prompts, on the device from first to last.
+
+One `while_loop` per number of slots. None waits for the longest response: slots whose response has
+ended are refilled from the queue (`slots.py`), and once the queue is empty and a quarter of the
+slots are idle, the others move into fewer.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jax_ppo.models import heads
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.sampler import sampling
+from jax_ppo.sampler.engine import Params, SamplingOptions
+from jax_ppo.sampler.slots import (
+    DecodeJob,
+    DecodeState,
+    Slots,
+    busy_slots,
+    compact_slots,
+    fill_slots,
+    has_queue,
+    initial_state,
+    needs_prefill,
+    plan_job,
+    slot_widths,
+)
+from jax_ppo.types import Prompts, Rollout
+
+
+def generate_responses(
+    model: Transformer,
+    options: SamplingOptions,
+    params: Params,
+    prompts: Prompts,
+    indices_N: jax.Array,
+    key: jax.Array,
+    any_shard: Callable[[jax.Array], jax.Array] = lambda holds: holds,
+) -> Rollout:
+    """Sample n responses to each prompt. Pure; to be compiled with model and options static.
+
+    A sample's tokens depend only on the key, its prompt and its index, up to the rounding of
+    logits: not on the slots, the samples beside it, their number, the prompt width P or the devices. All
+    samples of a prompt share its prefill.
+
+    Args:
+      model: with `unrolled=True`.
+      options: how to sample.
+      params: the actor's, unrolled (`models.transformer.unroll_params`), in the type to compute in,
+        laid out for decoding.
+      prompts: [N / n, P]; sample i answers prompt i // n.
+      indices_N: int32, the samples' addresses for random numbers.
+      key: the base key of the step.
+      any_shard: see `DecodeJob`.
+    """
+    if not model.unrolled:
+        raise ValueError("the sampler needs Transformer(unrolled=True), which returns a cache")
+    keys_N = sampling.sample_keys(key, indices_N)
+    job = plan_job(model, options, params, prompts, keys_N, any_shard)
+    state = initial_state(job)
+    widths = slot_widths(job.width)
+    for width, narrower in zip(widths, (*widths[1:], 0), strict=True):
+        if width == job.width:
+            step = functools.partial(refill_and_decode, job, narrower)
+        else:
+            state = compact_slots(job, state, width)
+            step = functools.partial(decode_step, job)
+        state = jax.lax.while_loop(functools.partial(_uses_width, job, narrower), step, state)
+    return Rollout(
+        prompts=jax.tree.map(lambda x: jnp.repeat(x, options.n, axis=0), prompts),
+        responses=state.responses,
+        lengths=state.lengths,
+        logprobs=state.logprobs,
+        truncated=~state.finished,
+        action_mask=jnp.arange(options.max_response_length) < state.lengths[:, None],
+        slot_steps=state.slot_steps[None],
+    )
+
+
+def _uses_width(job: DecodeJob, narrower: int, state: DecodeState) -> jax.Array:
+    """Return whether samples wait, or more are being decoded than the narrower loop has slots."""
+    too_many = busy_slots(job, state).sum() > narrower
+    return job.any_shard(has_queue(job, state) | too_many)
+
+
+def refill_and_decode(job: DecodeJob, narrower: int, state: DecodeState) -> DecodeState:
+    """Fill idle slots from the queue, then decode until a refill pays or the loop is left.
+
+    Args:
+      job: what the loops do not change.
+      narrower: the number of slots of the next loop.
+      state: of the whole loop.
+    """
+
+    # Prefill once the staged prompts are used up.
+    def can_stage(state: DecodeState) -> jax.Array:
+        return job.any_shard(needs_prefill(job, state))
+
+    # Fill while a staged sample waits and a slot is idle.
+    def can_fill(state: DecodeState) -> jax.Array:
+        staged = jnp.minimum(state.staged * job.options.n, job.samples)
+        return job.any_shard((state.entered < staged) & ~busy_slots(job, state).all())
+
+    # Decode while this width is needed, until enough slots are idle to refill them together.
+    def can_decode(state: DecodeState) -> jax.Array:
+        idle = (~busy_slots(job, state)).sum()
+        can_refill = job.any_shard(has_queue(job, state) & (idle >= job.refill))
+        return _uses_width(job, narrower, state) & ~can_refill
+
+    # Loops of one turn or none instead of conditionals: XLA copies nothing on their way.
+    state = jax.lax.while_loop(can_stage, functools.partial(prefill_group, job), state)
+    state = jax.lax.while_loop(can_fill, functools.partial(fill_slots, job), state)
+    return jax.lax.while_loop(can_decode, functools.partial(decode_step, job), state)
+
+
+def prefill_group(job: DecodeJob, state: DecodeState) -> DecodeState:
+    """Stage the keys and values of the next G prompts, if the previous group is used up."""
+    tokens_GxP, lengths_G = (
+        jax.lax.dynamic_slice_in_dim(x, state.staged, job.group)
+        for x in (job.prompts.tokens, job.prompts.lengths)
+    )
+    columns_GxP = jnp.broadcast_to(jnp.arange(tokens_GxP.shape[1]), tokens_GxP.shape)
+    is_prompt_GxP = (columns_GxP < lengths_G[:, None]).astype(jnp.int32)
+    stage = job.model.apply({"params": job.params}, tokens_GxP, columns_GxP, is_prompt_GxP).cache
+    # Shards whose loops run in step with this one may need the prefill when this one does not.
+    used_up = needs_prefill(job, state)
+    stage = jax.tree.map(lambda new, old: jnp.where(used_up, new, old), stage, state.stage)
+    return state._replace(staged=state.staged + used_up * job.group, stage=stage)
+
+
+def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
+    """Run each slot's last token, draw and record the next one; drop what idle slots draw."""
+    options, slots = job.options, state.slots
+    busy_B = busy_slots(job, state)
+    # An idle slot computes for the last sample, and nothing of it is written.
+    some_B = jnp.minimum(slots.sample, job.samples - 1)
+    positions_B = jnp.where(busy_B, job.prompts.lengths[some_B // options.n] + slots.drawn - 1, 0)
+    hidden_Bx1xD, cache, _ = job.model.apply(
+        {"params": job.params}, slots.token[:, None], positions_B[:, None], cache=slots.cache
+    )
+    logits_BxV = heads.compute_logits(job.model.architecture, job.params, hidden_Bx1xD[:, 0])
+    tokens_B, logprobs_B = sampling.sample_tokens(
+        logits_BxV,
+        sampling.token_uniforms(job.keys_N[some_B], slots.drawn),
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+    )
+    is_eos_B = (tokens_B[:, None] == jnp.array(options.eos_ids, jnp.int32)).any(-1)
+    drawn_B = slots.drawn + 1
+    ended_B = is_eos_B | (drawn_B == options.max_response_length)
+    next_slots = Slots(
+        sample=jnp.where(ended_B, job.samples, slots.sample),
+        drawn=drawn_B,
+        token=tokens_B,
+        cache=cache,
+    )
+    # An idle slot's sample is N, past the end of these arrays.
+    return state._replace(
+        slots=next_slots,
+        responses=state.responses.at[slots.sample, slots.drawn].set(tokens_B, mode="drop"),
+        logprobs=state.logprobs.at[slots.sample, slots.drawn].set(logprobs_B, mode="drop"),
+        lengths=state.lengths.at[slots.sample].set(drawn_B, mode="drop"),
+        finished=state.finished.at[slots.sample].set(is_eos_B, mode="drop"),
+        slot_steps=state.slot_steps + len(busy_B),
+    )

@@ -1,0 +1,261 @@
+"""The slots that decode together, the queue that refills them, and the arrays that both live in.
+
+All prompts of a step wait in a queue on the device. B slots decode together, one token per step and
+slot; a slot whose response has ended takes the next sample. Prompts are prefilled in groups into a
+stage, from where each of their n samples copies keys and values into its slot.
+
+The cache has S = P + T columns per slot, and the token at position i of a sequence is in column i.
+A slot is filled with its prompt's last token still to be run: the decode step that runs it draws
+the first token of the response.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_ppo.models.cache import empty_cache, write_rows
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.sampler.engine import Params, SamplingOptions
+from jax_ppo.types import Prompts
+
+PREFILL_TOKENS = 8192  # prompt tokens that one prefill runs
+MIN_SLOTS = 8  # the slots are not narrowed below this: each width is one more loop to compile
+
+Cache = tuple[Any, ...]  # one entry per layer (models/cache.py)
+
+
+class Slots(NamedTuple):
+    """The samples that are decoded together.
+
+    Attributes:
+      sample: int32 [B], index of the slot's sample; N, the number of samples, if the slot is idle.
+      drawn: int32 [B], tokens of its response so far.
+      token: int32 [B], the last token of its sequence, which has not been run yet.
+      cache: of each layer, B rows and S columns; possibly with further rows that slots have left
+        (see `compact_slots`).
+    """
+
+    sample: jax.Array
+    drawn: jax.Array
+    token: jax.Array
+    cache: Cache
+
+
+class DecodeState(NamedTuple):
+    """What the decode loop carries.
+
+    Attributes:
+      slots: the samples being decoded.
+      entered: int32 scalar, samples that have left the queue, which they do in their order.
+      staged: int32 scalar, prompts prefilled; the last G of them are on the stage.
+      stage: keys and values of each layer, as in the cache but with P columns and G rows.
+      responses: int32 [N, T], tokens drawn; 0 past the length.
+      logprobs: float32 [N, T], their log-probabilities; 0 past the length.
+      lengths: int32 [N], tokens of each response so far.
+      finished: bool [N], whether an EOS ended the response.
+      slot_steps: int32 scalar, tokens that the slots could have drawn so far: steps times slots.
+    """
+
+    slots: Slots
+    entered: jax.Array
+    staged: jax.Array
+    stage: Cache
+    responses: jax.Array
+    logprobs: jax.Array
+    lengths: jax.Array
+    finished: jax.Array
+    slot_steps: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeJob:
+    """What stays the same throughout the decode loop.
+
+    Attributes:
+      model: the actor's model, with `unrolled=True`.
+      options: how to sample.
+      params: the actor's weights, laid out for decoding.
+      prompts: [N / n, P], padded by prompts of length 1, which nobody answers, to a multiple of
+        `group`.
+      keys_N: one random key per sample.
+      group: G, prompts prefilled together.
+      width: B, the number of slots at first.
+      any_shard: maps a bool to whether it holds on any of the row shards whose loops run in step
+        with this one's.
+    """
+
+    model: Transformer
+    options: SamplingOptions
+    params: Params
+    prompts: Prompts
+    keys_N: jax.Array
+    group: int
+    width: int
+    any_shard: Callable[[jax.Array], jax.Array]
+
+    @property
+    def samples(self) -> int:
+        """N, the number of samples."""
+        return len(self.keys_N)
+
+    @property
+    def refill(self) -> int:
+        """How many slots are filled at once, and must be idle before decoding stops to do so."""
+        return max(1, self.width // 64)
+
+
+def plan_job(
+    model: Transformer,
+    options: SamplingOptions,
+    params: Params,
+    prompts: Prompts,
+    keys_N: jax.Array,
+    any_shard: Callable[[jax.Array], jax.Array] = lambda holds: holds,
+) -> DecodeJob:
+    """Choose the numbers of slots and of prompts per prefill, and pad the queue to whole groups.
+
+    Args:
+      model: with `unrolled=True`.
+      options: how to sample.
+      params: laid out for decoding.
+      prompts: [N / n, P].
+      keys_N: one random key per sample.
+      any_shard: see `DecodeJob`.
+    """
+    count, P = prompts.tokens.shape
+    width = min(options.slots or len(keys_N), len(keys_N))
+    group = max(1, min(PREFILL_TOKENS // P, count, -(-width // options.n)))
+    # Padding may be anything, an id outside the vocabulary too: it is replaced by zeros.
+    tokens = jnp.where(jnp.arange(P) < prompts.lengths[:, None], prompts.tokens, 0)
+    queue = Prompts(
+        tokens=jnp.pad(tokens, ((0, -count % group), (0, 0))),
+        lengths=jnp.pad(prompts.lengths, (0, -count % group), constant_values=1),
+    )
+    return DecodeJob(
+        model=model,
+        options=options,
+        params=params,
+        prompts=queue,
+        keys_N=keys_N,
+        group=group,
+        width=width,
+        any_shard=any_shard,
+    )
+
+
+def initial_state(job: DecodeJob) -> DecodeState:
+    """Return the state in which all slots are idle and nothing is staged."""
+    architecture = job.model.architecture
+    T, P = job.options.max_response_length, job.prompts.tokens.shape[1]
+    N, B = job.samples, job.width
+
+    def cache(rows: int, columns: int) -> Cache:
+        return tuple(
+            empty_cache(
+                job.model.decoding,
+                rows,
+                columns,
+                architecture.num_kv_heads,
+                architecture.head_dim,
+                job.model.dtype,
+            )
+            for _ in range(architecture.num_layers)
+        )
+
+    return DecodeState(
+        slots=Slots(
+            sample=jnp.full(B, N, jnp.int32),
+            drawn=jnp.zeros(B, jnp.int32),
+            token=jnp.zeros(B, jnp.int32),
+            cache=cache(B, P + T),
+        ),
+        entered=jnp.int32(0),
+        staged=jnp.int32(0),
+        stage=cache(job.group, P),
+        responses=jnp.zeros((N, T), jnp.int32),
+        logprobs=jnp.zeros((N, T)),
+        lengths=jnp.zeros(N, jnp.int32),
+        finished=jnp.zeros(N, bool),
+        slot_steps=jnp.int32(0),
+    )
+
+
+def slot_widths(width: int) -> tuple[int, ...]:
+    """Return the numbers of slots that the loop passes through, widest first.
+
+    They are `width`, three quarters, half and a quarter of it; only the first may be below
+    `MIN_SLOTS`.
+    """
+    narrower = (width * 3 // 4, width // 2, width // 4)
+    return width, *(part for part in narrower if part >= MIN_SLOTS)
+
+
+def has_queue(job: DecodeJob, state: DecodeState) -> jax.Array:
+    """Return whether samples wait in the queue, bool scalar."""
+    return state.entered < job.samples
+
+
+def busy_slots(job: DecodeJob, state: DecodeState) -> jax.Array:
+    """Return which slots hold a sample, bool [B]."""
+    return state.slots.sample < job.samples
+
+
+def needs_prefill(job: DecodeJob, state: DecodeState) -> jax.Array:
+    """Return whether samples wait but all of the staged prompts' have entered, bool scalar."""
+    return has_queue(job, state) & (state.entered == state.staged * job.options.n)
+
+
+def fill_slots(job: DecodeJob, state: DecodeState) -> DecodeState:
+    """Give up to `job.refill` idle slots the next samples whose prompts are on the stage."""
+    n, slots = job.options.n, state.slots
+    B = len(slots.sample)
+    slot_g = jnp.nonzero(~busy_slots(job, state), size=job.refill, fill_value=B)[0]
+    sample_g = state.entered + jnp.arange(job.refill)
+    enters_g = (slot_g < B) & (sample_g < jnp.minimum(state.staged * n, job.samples))
+    # Writes to slot B, which does not exist, are dropped.
+    slot_g = jnp.where(enters_g, slot_g, B)
+    prompt_g = jnp.minimum(sample_g // n, state.staged - 1)
+    staged_g = prompt_g - (state.staged - job.group)
+
+    def put(slots_B: jax.Array, new_g: jax.Array | int) -> jax.Array:
+        return slots_B.at[slot_g].set(new_g, mode="drop")
+
+    entering = jax.tree.map(lambda x: x[staged_g], state.stage)
+    cache = tuple(
+        write_rows(job.model.decoding, layer, slot_g, new)
+        for layer, new in zip(slots.cache, entering, strict=True)
+    )
+    last_g = job.prompts.tokens[prompt_g, job.prompts.lengths[prompt_g] - 1]
+    filled = Slots(
+        sample=put(slots.sample, sample_g),
+        drawn=put(slots.drawn, 0),
+        token=put(slots.token, last_g),
+        cache=cache,
+    )
+    return state._replace(slots=filled, entered=state.entered + enters_g.sum())
+
+
+def compact_slots(job: DecodeJob, state: DecodeState, width: int) -> DecodeState:
+    """Move the busy slots, of which there are at most `width`, into the first `width` slots.
+
+    On accelerators the cache keeps its rows: a narrower copy would need memory beside it while it
+    is filled. On a CPU it is cut, because a CPU would copy the part of the array that each step reads.
+    """
+    busy_B = busy_slots(job, state)
+    B = len(busy_B)
+    source_m = width + jnp.nonzero(busy_B[width:], size=B - width, fill_value=B)[0]
+    target_m = jnp.nonzero(~busy_B[:width], size=B - width)[0]
+    # Writes to slot job.width, which does not exist, are dropped.
+    target_m = jnp.where(source_m < B, target_m, job.width)
+
+    def move(x: jax.Array) -> jax.Array:
+        return x.at[target_m].set(x[source_m], mode="drop")
+
+    sample, drawn, token, cache = jax.tree.map(move, state.slots)
+    if job.model.decoding == "cpu":
+        cache = jax.tree.map(lambda x: x[:width], cache)
+    compacted = Slots(sample=sample[:width], drawn=drawn[:width], token=token[:width], cache=cache)
+    return state._replace(slots=compacted)
