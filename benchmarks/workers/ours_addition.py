@@ -16,10 +16,12 @@ import harness
 import jax
 
 from jax_ppo.config import loading, schema
-from jax_ppo.ppo import loop as ppo
 from jax_ppo.ppo import scoring
+from jax_ppo.ppo.evaluation import evaluate_policy
 from jax_ppo.ppo.experience import estimate
-from jax_ppo.ppo.setup import TRAINING, Experiment
+from jax_ppo.ppo.plans import sample_lengths
+from jax_ppo.ppo.random_keys import TRAINING
+from jax_ppo.ppo.setup import PPORun, set_up_run
 from jax_ppo.ppo.update import update
 from jax_ppo.reporting import console
 from jax_ppo.runtime import sharding
@@ -92,7 +94,7 @@ def make_config(folder: Path, options: dict, seed: int) -> schema.Config:
 class Training:
     """The body of ppo.train without its curves, checkpoints and progress bar."""
 
-    def __init__(self, run: Experiment):
+    def __init__(self, run: PPORun):
         self.run, self.batches, self.done = run, run.batches(0), 0
         self.state = create_state(
             run.config, run.nets, run.folders, run.mesh, console.make_loading_reporter
@@ -101,15 +103,15 @@ class Training:
     def step(self) -> None:
         run, config, state = self.run, self.run.config, self.state
         batch = next(self.batches)
-        run.engine.update_weights(run.policy(state))
+        run.engine.update_weights(run.policy_params(state))
         rollout = run.engine.generate(
-            run.on_mesh(batch.prompts), run.key(TRAINING, self.done), run.sampling
+            run.place_prompts(batch.prompts), run.sample_keys(TRAINING, self.done), run.sampling
         )
         run.engine.release_weights()
-        plans = run.plan(self.done, ppo.sample_lengths(batch, rollout))
+        plans = run.planner.plan(self.done, sample_lengths(batch, rollout))
         sequences = scoring.join(rollout, config.sequence_length)
         scores = scoring.score(config, run.nets, state, sequences, *plans.scoring)
-        rewarded, _ = run.reward(batch, rollout)
+        rewarded, _ = run.rules.score(batch, rollout)
         experience, _ = estimate(
             config,
             state.step,
@@ -129,14 +131,14 @@ class Training:
         jax.block_until_ready(self.state)
 
     def accuracy(self) -> float:
-        return ppo.evaluation(self.run, self.state).accuracy
+        return evaluate_policy(self.run, self.state).accuracy
 
 
 def reach_target(config: schema.Config) -> dict:
     """One run. warm_up_seconds: of the first calls of everything, which compile."""
     mesh = sharding.make_mesh(config.mesh)
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as workdir:
-        run = Experiment(config, Path(workdir), mesh, console.print_on_main)
+        run = set_up_run(config, Path(workdir), mesh, console.print_on_main)
         start = time.perf_counter()
         thrown_away = Training(run)
         for _ in range(WARM_UP_STEPS):

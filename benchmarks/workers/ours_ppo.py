@@ -17,8 +17,7 @@ from turnstile import Turnstile
 from jax_ppo.config import loading, schema
 from jax_ppo.data import prompts as prompts_lib
 from jax_ppo.ppo import loop as ppo
-from jax_ppo.ppo import scoring
-from jax_ppo.ppo import setup as experiment
+from jax_ppo.ppo import rewarding, scoring, setup
 from jax_ppo.sampler import generate
 
 PROMPTS = 1024
@@ -89,16 +88,17 @@ def stop_between_steps(turnstile: Turnstile, prompt_tokens: int) -> None:
         state, begun["metrics"] = updated(*args, **kwargs)
         return state, begun["metrics"]
 
-    ppo.rehearsal.during = lambda *_: contextlib.nullcontext()  # it would pass the turnstile
-    prompts_lib.PromptBatches = Batches
+    # Precompilation would pass the turnstile.
+    ppo.precompile_in_background = lambda *_: contextlib.nullcontext()
+    setup.PromptBatches = Batches
     sample_lengths, ppo.sample_lengths = ppo.sample_lengths, lengths
     updated, ppo.update = turnstile.phase("update", ppo.update), update
     for owner, name, phase in (
         (generate.Sampler, "__call__", "rollout"),
         (scoring, "score", "scoring"),
-        (experiment.Experiment, "reward", "reward"),
+        (rewarding.RuleScorer, "score", "reward"),
         (scoring, "reward_model_scores", "reward"),
-        (ppo.experience_lib, "estimate", "advantages"),
+        (ppo, "estimate", "advantages"),
     ):
         setattr(owner, name, turnstile.phase(phase, getattr(owner, name)))
 

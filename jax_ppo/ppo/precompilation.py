@@ -1,6 +1,7 @@
-"""Compiles the programs of a step in the background, while weights load and the first evaluation runs.
+"""Compile the programs of a step in the background, while weights load and the policy is evaluated.
 
-A program compiled for shapes and places is the one that a call with such arrays finds: JAX keeps it for both.
+A call finds the program that was compiled for arguments of its shapes and shardings: JAX keeps one
+cache for both.
 """
 
 import contextlib
@@ -13,29 +14,42 @@ import numpy as np
 
 from jax_ppo.ppo import scoring, update
 from jax_ppo.ppo.experience import estimate
-from jax_ppo.ppo.setup import TRAINING, Experiment, Plans
+from jax_ppo.ppo.plans import Plans
+from jax_ppo.ppo.random_keys import TRAINING
+from jax_ppo.ppo.setup import PPORun
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.training.networks import full_parameters
 from jax_ppo.training.state import state_shapes
 from jax_ppo.types import Prompts
 
+THREAD_NAME = "precompilation"
+
 
 @contextlib.contextmanager
-def during(run: Experiment, position: int) -> Iterator[None]:
-    """Compiles beside what is done in the context, and waits at its end. Raises there what the compiler raised.
+def precompile_in_background(run: PPORun, position: int) -> Iterator[None]:
+    """Compile beside what runs in the context, and wait at its end.
 
-    If the context ends with an error, what is being compiled is the last.
+    If the context ends with an error, no further program is compiled.
 
     Args:
-      position: in the training examples, of the first step; its prompts' bucket is what the sampler is compiled for.
-    """
-    # Arrays are made here: several processes must run what they run in one order, and a thread would come in between.
-    prompts, key = run.on_mesh(next(run.batches(position)).prompts), run.key(TRAINING, 0)
-    plans = run.plan(0, np.ones(_samples(run), np.int32))
-    programs, errors, stop = _programs(run, prompts, key, plans), [], threading.Event()
+      run: the parts of the run.
+      position: of the first step in the training examples; the sampler is compiled for the length
+        bucket of its prompts.
 
-    def compile_all():
+    Raises:
+      Exception: what the compiler raised, at the end of the context.
+    """
+    # Arrays are made in this thread: all processes must run their programs in one order, which
+    # another thread would disturb.
+    prompts = run.place_prompts(next(run.batches(position)).prompts)
+    key = run.sample_keys(TRAINING, 0)
+    plans = run.planner.plan(0, np.ones(_samples_per_step(run), np.int32))
+    programs = _compile_programs(run, prompts, key, plans)
+    errors: list[Exception] = []
+    stop = threading.Event()
+
+    def compile_all() -> None:
         try:
             with jax.set_mesh(run.mesh):
                 while not stop.is_set() and next(programs, None):
@@ -43,7 +57,7 @@ def during(run: Experiment, position: int) -> Iterator[None]:
         except Exception as error:
             errors.append(error)
 
-    thread = threading.Thread(target=compile_all, name="rehearsal")
+    thread = threading.Thread(target=compile_all, name=THREAD_NAME)
     thread.start()
     try:
         yield
@@ -56,32 +70,35 @@ def during(run: Experiment, position: int) -> Iterator[None]:
         raise errors[0]
 
 
-def _samples(run):
+def _samples_per_step(run: PPORun) -> int:
     return run.config.data.train_batch_size * run.config.rollout.n
 
 
-def _programs(run: Experiment, prompts: Prompts, key, plans: Plans) -> Iterator[str]:
-    """Compiles one program at a time, in the order of ppo.train, and yields its name. What one gives, the next is given."""
+def _compile_programs(run: PPORun, prompts: Prompts, key: jax.Array, plans: Plans) -> Iterator[str]:
+    """Compile one program at a time, in the order of the loop, and yield its name.
+
+    The shapes that one program returns are the arguments of the next.
+    """
     config, nets = run.config, run.nets
     state = state_shapes(config, nets, run.mesh)
-    rollout = yield from run.engine.precompile(run.policy(state), prompts, key, run.sampling)
+    rollout = yield from run.engine.precompile(run.policy_params(state), prompts, key, run.sampling)
     sequences = compile_ahead(scoring.join, rollout, config.sequence_length)
     scores = []
     for function, arguments in scoring.programs(config, nets, state, sequences, *plans.scoring):
         scores.append(compile_ahead(function, *arguments))
         yield "score"
-    if nets.reward is not None and run.reward_inputs is None:  # else its shape depends on the texts
-        of_reward = full_parameters(nets.reward, state.reward, state.reference)
+    # The shapes of a reward model's own tokens depend on the texts.
+    if nets.reward is not None and run.rules.reward_inputs is None:
+        reward_params = full_parameters(nets.reward, state.reward, state.reference)
         compile_ahead(
-            scoring.reward_model_scores, nets.reward, of_reward, sequences, *plans.scoring
+            scoring.reward_model_scores, nets.reward, reward_params, sequences, *plans.scoring
         )
         yield "reward_model_scores"
-    rewards = jax.ShapeDtypeStruct((_samples(run),), jnp.float32, sharding=sharding.rows(run.mesh))
-    steps = None
+    rows = sharding.rows(run.mesh)
+    rewards = jax.ShapeDtypeStruct((_samples_per_step(run),), jnp.float32, sharding=rows)
+    step_rewards = None
     if config.reward.process_rewards:
-        steps = jax.ShapeDtypeStruct(
-            rollout.logprobs.shape, jnp.float32, sharding=sharding.rows(run.mesh)
-        )
+        step_rewards = jax.ShapeDtypeStruct(rollout.logprobs.shape, jnp.float32, sharding=rows)
     experience, _ = compile_ahead(
         estimate,
         config,
@@ -91,7 +108,7 @@ def _programs(run: Experiment, prompts: Prompts, key, plans: Plans) -> Iterator[
         rollout.logprobs,
         scoring.join_scores(scores),
         rewards,
-        steps,
+        step_rewards,
     )
     yield "estimate"
     for function, arguments in update.programs(

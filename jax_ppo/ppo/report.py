@@ -1,7 +1,8 @@
-"""What a run tells while it goes on: each step's figures, warnings, evaluations, and the summary at its end."""
+"""Reports of a PPO run: the metrics of each step, warnings, evaluations, export, and the summary."""
 
 import functools
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,11 +12,13 @@ from jax_ppo.models.hf.hub import shareable_model_name
 from jax_ppo.models.hf.peft import peft_obstacle, save_adapters
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.ppo.evaluation import Evaluation
-from jax_ppo.ppo.setup import Experiment, Rewarded
+from jax_ppo.ppo.rewarding import RuleRewards
+from jax_ppo.ppo.setup import PPORun
 from jax_ppo.reporting import console, journal
 from jax_ppo.reporting.curves import Panel
 from jax_ppo.runtime import compilation
 from jax_ppo.training.checkpoint import Progress
+from jax_ppo.training.state import TrainState
 
 COLUMNS = (
     console.Column(metric="reward/mean", width=6, format=".3f", label="reward "),
@@ -57,12 +60,34 @@ PANELS = (
 LAYOUT = journal.ReportLayout(columns=COLUMNS, panels=PANELS, learning_rate_option="actor.optim.lr")
 
 
+class PendingStep(NamedTuple):
+    """Metrics of a step that may still be being computed.
+
+    Attributes:
+      step: the step, from 0.
+      on_mesh: scalars on the mesh, by name.
+      of_rules: what the rules reported, by name without the prefix `reward/`.
+    """
+
+    step: int
+    on_mesh: dict[str, jax.Array]
+    of_rules: dict[str, float]
+
+
 class Reporter(journal.Journal):
-    """Turns what a step leaves on the mesh into figures, one step late, and writes everything that a run of PPO writes."""
+    """Writes the metrics of each step, one step late, and everything else that a run reports."""
 
     def __init__(
-        self, run: Experiment, workdir: Path, progress: Progress, compiled: compilation.Compilations
-    ):
+        self, run: PPORun, workdir: Path, progress: Progress, compiled: compilation.Compilations
+    ) -> None:
+        """Open the logs.
+
+        Args:
+          run: the parts of the run.
+          workdir: the folder to write to.
+          progress: how far the run has come.
+          compiled: counts of compiled programs, for the summary.
+        """
         super().__init__(
             config=run.config,
             total_steps=run.total_steps,
@@ -72,110 +97,119 @@ class Reporter(journal.Journal):
             compiled=compiled,
         )
         self._run = run
-        self._pending, self._warned = None, set()
+        self._pending: PendingStep | None = None
+        self._warned: set[str] = set()
 
-    def later(self, step: int, on_mesh: dict, rewarded: Rewarded) -> None:
-        """Keeps a step's metrics, and what the rules report, until they can be fetched without a wait."""
-        self._pending = (step, on_mesh, {"rule_failures": rewarded.failures} | rewarded.extra)
+    def report_later(
+        self, step: int, on_mesh: dict[str, jax.Array], rule_rewards: RuleRewards
+    ) -> None:
+        """Keep the metrics of a step until they can be fetched without waiting.
+
+        Args:
+          step: the step, from 0.
+          on_mesh: scalars on the mesh, by name.
+          rule_rewards: what the rules reported.
+        """
+        of_rules = {"rule_failures": rule_rewards.failures, **rule_rewards.extra}
+        self._pending = PendingStep(step=step, on_mesh=on_mesh, of_rules=of_rules)
 
     def flush(self) -> None:
-        """Fetches and writes the metrics kept. Raises FloatingPointError after too many steps in a row with skipped updates."""
+        """Fetch and write the pending metrics, if there are any.
+
+        Raises:
+          FloatingPointError: too many steps in a row had a skipped update.
+        """
         if self._pending is None:
             return
         step, on_mesh, of_rules = self._pending
         self._pending = None
         with self.phase("update"):
-            figures = {name: float(value) for name, value in jax.device_get(on_mesh).items()}
+            metrics = {name: float(value) for name, value in jax.device_get(on_mesh).items()}
         for name in ("loss", "skipped"):
-            figures[f"update/{name}"] = figures[f"actor/{name}"] + figures.get(
-                f"critic/{name}", 0.0
-            )
-        if np.isnan(figures["reward/accuracy"]):
-            del figures["reward/accuracy"]  # the rules have no notion of right
-        self._warn(step + 1, figures)
-        tokens = (
-            figures["response_length/mean"]
-            * self._run.config.data.train_batch_size
-            * self._run.config.rollout.n
+            critic_share = metrics.get(f"critic/{name}", 0.0)
+            metrics[f"update/{name}"] = metrics[f"actor/{name}"] + critic_share
+        if np.isnan(metrics["reward/accuracy"]):  # the rules do not define correctness
+            del metrics["reward/accuracy"]
+        self._warn_of_collapse(step + 1, metrics)
+        for name, value in of_rules.items():
+            metrics.setdefault(f"reward/{name}", value)
+        config = self._run.config
+        samples = config.data.train_batch_size * config.rollout.n
+        self.write_step(
+            step + 1,
+            metrics,
+            tokens=metrics["response_length/mean"] * samples,
+            skipped=bool(metrics["update/skipped"]),
         )
-        figures |= {
-            f"reward/{name}": value
-            for name, value in of_rules.items()
-            if f"reward/{name}" not in figures
+
+    def _warn_of_collapse(self, step: int, metrics: dict[str, float]) -> None:
+        """Warn when the policy collapses or diverges, once until it has recovered."""
+        trainer = self._run.config.trainer
+        min_entropy, max_kl = trainer.warn_entropy_below, trainer.warn_kl_above
+        entropy, divergence = metrics["actor/entropy"], metrics["kl/reference"]
+        warnings = {}
+        if entropy < min_entropy:
+            warnings["entropy"] = (
+                f"the policy's entropy is {entropy:.2g} nats per token "
+                f"(config.trainer.warn_entropy_below={min_entropy:g}): it has collapsed or is "
+                "about to; config.actor.entropy_coeff may help"
+            )
+        if 0 < max_kl < divergence:
+            warnings["kl"] = (
+                f"the KL to the reference is {divergence:.2g} nats per token "
+                f"(config.trainer.warn_kl_above={max_kl:g}): the policy runs away; a KL penalty "
+                "or a smaller config.actor.optim.lr may help"
+            )
+        for name in warnings.keys() - self._warned:
+            self._bar.print_line(f"warning: step {step}: {warnings[name]}")
+        self._warned = set(warnings)
+
+    def report_evaluation(self, completed_steps: int, evaluation: Evaluation) -> None:
+        """Write an evaluation and show some responses."""
+        shown = f"reward {evaluation.reward_mean:.3f}"
+        if evaluation.accuracy is not None:
+            shown = f"accuracy {evaluation.accuracy:.3f}, {shown}"
+        if evaluation.samples:
+            shown += "\n" + console.format_sample_table(evaluation.samples)
+        means = {
+            "accuracy": evaluation.accuracy,
+            "reward_mean": evaluation.reward_mean,
+            "response_length": evaluation.length_mean,
         }
-        self.write_step(step + 1, figures, tokens, bool(figures["update/skipped"]))
+        self.write_evaluation(completed_steps, means, shown)
 
-    def _warn(self, step, figures):
-        """Says once that the policy collapses or runs away, and once more each time that it does after it had come back."""
-        trainer, entropy, divergence = (
-            self._run.config.trainer,
-            figures["actor/entropy"],
-            figures["kl/reference"],
-        )
-        least, most = trainer.warn_entropy_below, trainer.warn_kl_above
-        signs = {}
-        if entropy < least:
-            signs["entropy"] = (
-                f"the policy's entropy is {entropy:.2g} nats a token (config.trainer.warn_entropy_below="
-                f"{least:g}): it has collapsed or is about to; config.actor.entropy_coeff may help"
-            )
-        if 0 < most < divergence:
-            signs["kl"] = (
-                f"the KL to the reference is {divergence:.2g} nats a token (config.trainer.warn_kl_above={most:g}): "
-                "the policy runs away; a KL penalty or a smaller config.actor.optim.lr may help"
-            )
-        for name in signs.keys() - self._warned:
-            self._bar.print_line(f"warning: step {step}: {signs[name]}")
-        self._warned = set(signs)
+    def finish(self, state: TrainState, export: bool) -> dict[str, Any]:
+        """Write the pending metrics, the exported actor if asked, and the summary.
 
-    def evaluation(self, done: int, result: Evaluation) -> None:
-        """Writes an evaluation and shows some responses."""
-        shown = "" if result.accuracy is None else f"accuracy {result.accuracy:.3f}, "
-        shown += f"reward {result.reward_mean:.3f}"
-        if result.samples:
-            shown += "\n" + console.format_sample_table(result.samples)
-        self.write_evaluation(
-            done,
-            {
-                "accuracy": result.accuracy,
-                "reward_mean": result.reward_mean,
-                "response_length": result.length_mean,
-            },
-            shown,
-        )
-
-    def finish(self, state, export: bool) -> dict:
-        """Writes what is still kept, the exported actor if asked, the curves and summary.json."""
+        Returns:
+          The contents of summary.json.
+        """
         self.flush()
         if export:
-            self._export(state)
+            self._export_actor(state)
         return self.write_summary(int(state.step), self._run.mesh)
 
-    def _export(self, state):
-        """The actor as a Hugging Face folder; with adapters they are merged in it, and stand in a folder of their own too."""
-        run, lora, actor = (
-            self._run,
-            self._run.nets.actor.lora,
-            heads.without_scalar_head(state.actor),
-        )
-        write = functools.partial(
+    def _export_actor(self, state: TrainState) -> None:
+        """Write the actor as a Hugging Face folder.
+
+        Adapters are merged into it, and also written to a folder of their own.
+        """
+        run = self._run
+        architecture, lora = run.nets.actor.architecture, run.nets.actor.lora
+        actor = heads.without_scalar_head(state.actor)
+        export = functools.partial(
             export_checkpoint,
-            architecture=run.nets.actor.architecture,
+            architecture=architecture,
             folder=self._workdir / "actor",
             source_folder=run.folders.actor,
             tokenizer_folder=Path(run.tokenizer.name_or_path),
         )
         if lora is None:
-            write(actor)
-        else:
-            write(state.reference, adapters=actor, lora=lora)
-            if obstacle := peft_obstacle(run.nets.actor.architecture, lora):
-                console.print_on_main(f"no adapter folder is written: {obstacle}")
-                return
-            save_adapters(
-                actor,
-                run.nets.actor.architecture,
-                lora,
-                self._workdir / "adapter",
-                *shareable_model_name(run.config.model.path, run.folders.actor),
-            )
+            export(actor)
+            return
+        export(state.reference, adapters=actor, lora=lora)
+        if obstacle := peft_obstacle(architecture, lora):
+            console.print_on_main(f"no adapter folder is written: {obstacle}")
+            return
+        base_model, revision = shareable_model_name(run.config.model.path, run.folders.actor)
+        save_adapters(actor, architecture, lora, self._workdir / "adapter", base_model, revision)

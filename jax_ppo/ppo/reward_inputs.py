@@ -1,19 +1,24 @@
-"""From responses to what a reward model with a tokenizer of its own is run on: decoded, tokenised again, packed into rows.
+"""The input of a reward model with its own tokenizer: responses decoded, tokenized again, packed.
 
 The host does this, each process for its own responses, while the mesh scores the rollout.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from jax_ppo.config.schema import Config
+from jax_ppo.config.schema import Reward
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.errors import UserError
 from jax_ppo.models import rope
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.rewards import model_inputs
@@ -23,162 +28,235 @@ from jax_ppo.types import Example, Packing, Sequences
 
 log = logging.getLogger(__name__)
 
+# Arguments of `scoring.reward_model_scores`: samples, their packing, and its micro-batch count.
+ModelInputs = tuple[Sequences, Packing, jax.Array]
 
-def choose(
-    config: Config,
-    mesh,
+
+def make_reward_inputs(
+    *,
+    options: Reward,
+    packed: bool,
+    mesh: Mesh,
     net: Transformer | Deberta,
     folder: Path,
-    actors_tokenizer,
+    actor_tokenizer: Any,
     report: Callable[[str], None],
-    chats: bool = True,
+    prompts_are_chats: bool = True,
 ) -> "RewardInputs | None":
-    """How the reward model in `folder` gets to read responses; None where it takes the tokens as they were sampled.
+    """Return what makes the reward model's input, or `None` if it reads the sampled tokens.
 
-    `chats`: whether prompts are messages; a decoder reads text as text, whatever chat template its tokenizer has.
-    Raises UserError where it can not read what the options say.
+    Args:
+      options: `config.reward`.
+      packed: whether several inputs share a row.
+      mesh: the run's mesh.
+      net: the reward model.
+      folder: its checkpoint.
+      actor_tokenizer: the tokenizer of the samples.
+      report: called with a line for the user.
+      prompts_are_chats: whether prompts are messages; a decoder reads prompts that are text as
+        text, even if its tokenizer has a chat template.
+
+    Raises:
+      UserError: the model cannot read its input in the form that the options ask for.
     """
-    options, encoder, tokenizer = config.reward, isinstance(net, Deberta), actors_tokenizer
-    given, architecture = f"config.reward.model_path={options.model_path!r}", net.architecture
-    if tokenizer_lib.has_tokenizer(folder):
-        tokenizer = tokenizer_lib.load_tokenizer(str(folder), option="config.reward.model_path")
-    elif encoder:
-        raise UserError(
-            f"{given}: {folder} has no tokenizer (none of {', '.join(tokenizer_lib.TOKENIZER_FILES)}); copy the "
-            "encoder's into it"
-        )
-    if (
-        options.model_input == "auto"
-        and not encoder
-        and model_inputs.tokenizers_match(tokenizer, actors_tokenizer)
-    ):
-        for name in ("max_length", "micro_batch_size_per_device"):
-            if getattr(options, name):
-                raise UserError(
-                    f"config.reward.{name}={getattr(options, name)}: is not read: this reward model takes the "
-                    "sampled tokens as they are; leave it unset, or set config.reward.model_input"
-                )
+    tokenizer = _load_reward_tokenizer(options, net, folder, actor_tokenizer)
+    if _reads_sampled_tokens(options, net, tokenizer, actor_tokenizer):
+        _refuse_unread_options(options)
         return None
+    is_encoder = isinstance(net, Deberta)
     form = options.model_input
     if form == "auto":
-        form = "pair" if encoder else "chat" if tokenizer.chat_template and chats else "text"
-    most = (
-        architecture.max_position_embeddings if encoder else rope.max_sequence_length(architecture)
-    )
-    if (options.max_length or 0) > most and not (encoder and not architecture.absolute_positions):
+        form = _automatic_form(is_encoder, tokenizer, prompts_are_chats)
+    max_length = _max_length(options, net.architecture)
+    if len(tokenizer) > net.architecture.vocab_size:
         raise UserError(
-            f"config.reward.max_length={options.max_length}: the reward model takes {most} tokens at most (its "
-            "config.json)"
+            f"config.reward.model_path={options.model_path!r}: the tokenizer there has "
+            f"{len(tokenizer)} tokens, the model's embedding {net.architecture.vocab_size}; "
+            "they do not belong together"
         )
-    if len(tokenizer) > architecture.vocab_size:
-        raise UserError(
-            f"{given}: the tokenizer there has {len(tokenizer)} tokens, the model's embedding "
-            f"{architecture.vocab_size}; they do not belong together"
-        )
-    sharding.check_architecture(mesh, architecture, vocabulary=not encoder)
+    sharding.check_architecture(mesh, net.architecture, vocabulary=not is_encoder)
     try:
         reader = model_inputs.RewardInputEncoder(
-            tokenizer, form, options.max_length or most, with_eos=not encoder
+            tokenizer, form, max_length, with_eos=not is_encoder
         )
     except ValueError as obstacle:
         raise UserError(
-            f"config.reward.model_input={options.model_input!r}: the reward model can not read this as {form}: "
-            f"{obstacle}"
+            f"config.reward.model_input={options.model_input!r}: the reward model cannot read "
+            f"this as {form}: {obstacle}"
         ) from None
     report(
-        f"the reward model reads prompt and response as {form}, in tokens of its own, at most {reader.max_length}"
+        f"the reward model reads prompt and response as {form}, in tokens of its own, at most "
+        f"{reader.max_length}"
     )
-    return RewardInputs(config, mesh, reader, actors_tokenizer)
+    return RewardInputs(
+        mesh=mesh,
+        reader=reader,
+        actor_tokenizer=actor_tokenizer,
+        rows_per_device=options.micro_batch_size_per_device,
+        packed=packed,
+    )
+
+
+def _load_reward_tokenizer(
+    options: Reward, net: Transformer | Deberta, folder: Path, actor_tokenizer: Any
+) -> Any:
+    """Return the reward model's tokenizer; a decoder without one has the actor's."""
+    if tokenizer_lib.has_tokenizer(folder):
+        return tokenizer_lib.load_tokenizer(str(folder), option="config.reward.model_path")
+    if isinstance(net, Deberta):
+        raise UserError(
+            f"config.reward.model_path={options.model_path!r}: {folder} has no tokenizer (none of "
+            f"{', '.join(tokenizer_lib.TOKENIZER_FILES)}); copy the encoder's into it"
+        )
+    return actor_tokenizer
+
+
+def _reads_sampled_tokens(
+    options: Reward, net: Transformer | Deberta, tokenizer: Any, actor_tokenizer: Any
+) -> bool:
+    if options.model_input != "auto" or isinstance(net, Deberta):
+        return False
+    return model_inputs.tokenizers_match(tokenizer, actor_tokenizer)
+
+
+def _refuse_unread_options(options: Reward) -> None:
+    for name in ("max_length", "micro_batch_size_per_device"):
+        if getattr(options, name):
+            raise UserError(
+                f"config.reward.{name}={getattr(options, name)}: is not read: this reward model "
+                "takes the sampled tokens as they are; leave it unset, or set "
+                "config.reward.model_input"
+            )
+
+
+def _automatic_form(is_encoder: bool, tokenizer: Any, prompts_are_chats: bool) -> str:
+    if is_encoder:
+        return "pair"
+    if tokenizer.chat_template and prompts_are_chats:
+        return "chat"
+    return "text"
+
+
+def _max_length(options: Reward, architecture: Architecture | DebertaArchitecture) -> int:
+    """Return the number of tokens that the model reads at most."""
+    if isinstance(architecture, DebertaArchitecture):
+        longest = architecture.max_position_embeddings
+        is_bounded = architecture.absolute_positions
+    else:
+        longest = rope.max_sequence_length(architecture)
+        is_bounded = True
+    if is_bounded and (options.max_length or 0) > longest:
+        raise UserError(
+            f"config.reward.max_length={options.max_length}: the reward model takes {longest} "
+            "tokens at most (its config.json)"
+        )
+    return options.max_length or longest
 
 
 class RewardInputs:
-    """Callable: this process's responses, and those of the others, as scoring.reward_model_scores takes them.
+    """Makes the reward model's input from the responses of all processes.
 
     Attributes:
-      reader: the reward model's.
+      reader: turns prompts and responses into the reward model's tokens.
     """
 
     def __init__(
-        self, config: Config, mesh, reader: model_inputs.RewardInputEncoder, actors_tokenizer
-    ):
-        self.reader, self._config, self._mesh, self._actors_tokenizer = (
-            reader,
-            config,
-            mesh,
-            actors_tokenizer,
-        )
-        self._said = False
+        self,
+        *,
+        mesh: Mesh,
+        reader: model_inputs.RewardInputEncoder,
+        actor_tokenizer: Any,
+        rows_per_device: int | None,
+        packed: bool,
+    ) -> None:
+        """Keep the parts.
+
+        Args:
+          mesh: the run's mesh.
+          reader: of the reward model.
+          actor_tokenizer: the tokenizer of the samples.
+          rows_per_device: packed rows that a device scores at once; `None` chooses automatically.
+          packed: whether several inputs share a row.
+        """
+        self.reader = reader
+        self._mesh = mesh
+        self._actor_tokenizer = actor_tokenizer
+        self._rows_per_device = rows_per_device
+        self._packed = packed
+        self._warned = False
 
     def __call__(
         self,
-        examples: Sequence[Example],
-        last_tokens: Sequence[int],
-        responses: Sequence[np.ndarray],
-        texts: Sequence[str],
+        *,
+        examples: SequenceOf[Example],
+        last_tokens: SequenceOf[int],
+        responses: SequenceOf[np.ndarray],
+        texts: SequenceOf[str],
         indices: np.ndarray,
         total: int,
-    ) -> tuple[tuple[Sequences, Packing, jax.Array], int]:
-        """Tokenises and packs.
+    ) -> tuple[ModelInputs, int]:
+        """Tokenize and pack the responses.
 
         Args:
-          examples: of each response of this process.
+          examples: the example of each response of this process.
           last_tokens: the last token of each one's prompt, the actor's.
-          responses: the actor's tokens, int [length].
-          texts: the responses decoded.
+          responses: the actor's tokens, int [length] each.
+          texts: the decoded responses.
           indices: their rows among all samples.
-          total: B.
+          total: B, the number of samples of all processes.
 
         Returns:
-          the samples, their packing and its count of micro-batches, on the mesh; and how many of this process were too long.
+          The model's input, on the mesh, and how many inputs of this process were too long.
         """
         if self.reader.form == "text":
             texts = [
                 tokenizer_lib.decode_continuation(
-                    self._actors_tokenizer, int(last), response.tolist()
+                    self._actor_tokenizer, int(last), response.tolist()
                 )
                 for last, response in zip(last_tokens, responses, strict=True)
             ]
-        ids, cut = self.reader.encode([example.prompt for example in examples], texts)
-        if cut and not self._said:
-            self._said = True
+        ids, num_cut = self.reader.encode([example.prompt for example in examples], texts)
+        if num_cut and not self._warned:
+            self._warned = True
             log.warning(
-                "%d of %d inputs of the reward model are longer than the %d tokens that it reads (config.reward."
-                "max_length) and lose the start of their prompt. This is said once; reward/model_inputs_cut counts on",
-                cut,
+                "%d of %d inputs of the reward model are longer than the %d tokens that it reads "
+                "(config.reward.max_length) and lose the start of their prompt. This is logged "
+                "once; reward/model_inputs_cut counts on",
+                num_cut,
                 len(ids),
                 self.reader.max_length,
             )
-        return self._packed(ids, indices, total), cut
+        return self._pack(ids, indices, total), num_cut
 
-    def _packed(self, ids, indices, total):
-        options, mesh = self._config.reward, self._mesh
-        lengths = sharding.all_rows(
-            mesh, indices, np.array([len(row) for row in ids], np.int32), total
-        )
+    def _pack(self, ids: list[list[int]], indices: np.ndarray, total: int) -> ModelInputs:
+        mesh = self._mesh
+        local_lengths = np.array([len(row) for row in ids], np.int32)
+        lengths = sharding.all_rows(mesh, indices, local_lengths, total)
         width = packing.row_width(int(lengths.max()))
-        tokens = np.zeros((len(ids), width), np.int32)
-        for into, row in zip(tokens, ids, strict=True):
-            into[: len(row)] = row
-        at_once = packing.rows_at_once(
-            options.micro_batch_size_per_device, width, total, sharding.row_shards(mesh)
+        local_tokens = np.zeros((len(ids), width), np.int32)
+        for tokens, row in zip(local_tokens, ids, strict=True):
+            tokens[: len(row)] = row
+        rows_at_once = packing.rows_at_once(
+            self._rows_per_device, width, total, sharding.row_shards(mesh)
         )
         packed, counts = packing.plan(
-            lengths, np.arange(total)[None], at_once, width, self._config.packing.enabled
+            lengths, np.arange(total)[None], rows_at_once, width, self._packed
         )
-        # All of it counts as the prompt: in the text nobody knows any more where the response begins.
-        tokens = sharding.from_local_rows(mesh, indices, tokens, total)
-        lengths, none, not_cut, no_actions = sharding.place(
+        # Everything counts as the prompt: the text no longer shows where the response begins.
+        prompt_lengths, response_lengths, truncated, action_mask = sharding.place(
             (lengths, np.zeros_like(lengths), np.zeros(total, bool), np.zeros((total, 1), bool)),
             sharding.rows(mesh),
         )
+        sequences = Sequences(
+            tokens=sharding.from_local_rows(mesh, indices, local_tokens, total),
+            prompt_lengths=prompt_lengths,
+            lengths=response_lengths,
+            truncated=truncated,
+            action_mask=action_mask,
+        )
+        first_group = jax.tree.map(lambda x: x[0], packed)
         return (
-            Sequences(
-                tokens=tokens,
-                prompt_lengths=lengths,
-                lengths=none,
-                truncated=not_cut,
-                action_mask=no_actions,
-            ),
-            sharding.place(jax.tree.map(lambda x: x[0], packed), sharding.rows(mesh, axis=1)),
+            sequences,
+            sharding.place(first_group, sharding.rows(mesh, axis=1)),
             sharding.place(counts[0], sharding.replicated(mesh)),
         )

@@ -151,11 +151,11 @@ def train(config: Config, workdir: Path, task: Task) -> dict:
                 report.flush()  # of the step before, while this one is computed
                 report.later(number + 1, figures)
                 done, quality = number + 1, None
-                if run.held_out and resuming.due(done, run.total_steps, trainer.test_freq):
+                if run.held_out and resuming.is_due(done, run.total_steps, trainer.test_freq):
                     report.flush()  # the step's time ends before the evaluation's begins
                     quality = report.evaluation(done, run.evaluate(params))
                 stop = checkpoints.should_stop(done)
-                if stop or resuming.due(done, run.total_steps, trainer.save_freq):
+                if stop or resuming.is_due(done, run.total_steps, trainer.save_freq):
                     report.flush()
                     meta = {
                         "position": batches.position,
@@ -225,7 +225,9 @@ class Run:
             if config.model.tokenizer_path
             else tokenizer_lib.load_tokenizer(str(self.folder), option="config.model.path")
         )
-        shared_setup.check_model(config, mesh, read_architecture(self.folder), self.tokenizer)
+        shared_setup.validate_model(
+            mesh, read_architecture(self.folder), self.tokenizer, config.sequence_length
+        )
         if task.objective.head == "scalar" and has_score_head(self.folder):
             console.print_on_main(
                 f"note: config.model.path={config.model.path!r} has a scalar head; it is left out, a new one is made"

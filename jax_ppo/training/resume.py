@@ -8,7 +8,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.training.checkpoint import Checkpointer, Progress
 
 
-def due(done: int, total_steps: int, frequency: int) -> bool:
+def is_due(done: int, total_steps: int, frequency: int) -> bool:
     """Whether it is time for something that is done every so many steps (0: never) and after the last."""
     return done == total_steps or (frequency > 0 and done % frequency == 0)
 

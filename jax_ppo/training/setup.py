@@ -1,21 +1,83 @@
-"""Set-up that PPO and supervised training share."""
+"""Set-up shared by PPO and supervised training: examples, tokenizer, checks of models, step counts."""
 
-from jax_ppo.config.schema import Config
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jax_ppo.config.schema import Data, Model, Trainer
+from jax_ppo.data import sources
+from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.errors import UserError
 from jax_ppo.models import rope
+from jax_ppo.models.architecture import Architecture
 from jax_ppo.runtime import sharding
+from jax_ppo.types import Example
 
 
-def check_model(config: Config, mesh, architecture, tokenizer) -> None:
-    """Raises UserError for a model that the mesh can not split, that is too short, or that is another tokenizer's."""
+def load_examples(
+    data: Data, seed: int, response_key: str | None = None
+) -> tuple[list[Example], list[Example]]:
+    """Return the training and the held-out examples that the options name.
+
+    Args:
+      data: `config.data`.
+      seed: of generated examples.
+      response_key: column of the responses; `None` if they are not read.
+
+    Returns:
+      Training examples, and held-out examples (empty without `data.val_files`).
+
+    Raises:
+      UserError: a source does not exist, or has rows of an unknown form.
+    """
+    columns = {"prompt_key": data.prompt_key, "instruction": data.instruction}
+    if response_key is not None:
+        columns["response_key"] = response_key
+    training = sources.load_examples(data.train_files, seed=seed, **columns)
+    held_out: list[Example] = []
+    if data.val_files:
+        held_out = sources.load_examples(
+            data.val_files, seed=seed, option="config.data.val_files", **columns
+        )
+    return training, held_out[: data.val_max_samples]
+
+
+def load_model_tokenizer(options: Model, model_folder: Path) -> Any:
+    """Return the tokenizer of `model.tokenizer_path`, or the one in the model's folder."""
+    if options.tokenizer_path:
+        return tokenizer_lib.load_tokenizer(options.tokenizer_path)
+    return tokenizer_lib.load_tokenizer(str(model_folder), option="config.model.path")
+
+
+def validate_model(
+    mesh: Mesh, architecture: Architecture, tokenizer: Any, sequence_length: int
+) -> None:
+    """Check that a model fits the mesh, the sequences and the tokenizer.
+
+    Args:
+      mesh: the run's mesh.
+      architecture: the model's.
+      tokenizer: the tokenizer that its input comes from.
+      sequence_length: tokens of the longest prompt with the longest response.
+
+    Raises:
+      UserError: it does not.
+    """
     sharding.check_architecture(mesh, architecture)
-    if config.sequence_length > rope.max_sequence_length(architecture):
+    max_length = rope.max_sequence_length(architecture)
+    if sequence_length > max_length:
         raise UserError(
-            f"config.data.max_prompt_length + config.data.max_response_length = {config.sequence_length}: the "
-            f"model takes {rope.max_sequence_length(architecture)} tokens at most (its config.json)"
+            "config.data.max_prompt_length + config.data.max_response_length = "
+            f"{sequence_length}: the model takes {max_length} tokens at most (its config.json)"
         )
     if len(tokenizer) > architecture.vocab_size:
         raise UserError(
             f"config.model.tokenizer_path: the tokenizer has {len(tokenizer)} tokens, the model's "
             f"embedding {architecture.vocab_size}; they do not belong together"
         )
+
+
+def count_steps(trainer: Trainer, steps_per_epoch: int) -> int:
+    """Return the number of steps of the whole run."""
+    return trainer.total_training_steps or trainer.total_epochs * steps_per_epoch

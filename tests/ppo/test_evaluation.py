@@ -40,12 +40,12 @@ def run(scores, batch_size, correct=None):
         )
 
     result = evaluate(
-        sample,
-        reward,
-        evaluation_batches(dataset, batch_size),
-        tiny.make_mesh(),
-        jax.random.key(0),
-        keep=5,
+        sample=sample,
+        reward=reward,
+        batches=evaluation_batches(dataset, batch_size),
+        mesh=tiny.make_mesh(),
+        key=jax.random.key(0),
+        num_samples=5,
     )
     return result, firsts
 

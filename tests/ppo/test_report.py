@@ -26,7 +26,7 @@ def write(workdir, steps, **changes):
     run = types.SimpleNamespace(config=tiny.config(**changes), total_steps=len(steps))
     with report.Reporter(run, workdir, checkpoint.Progress(), None) as reporter:
         for step, figures in enumerate(steps):
-            reporter.later(
+            reporter.report_later(
                 step,
                 {name: np.float32(value) for name, value in (HEALTHY | figures).items()},
                 rewarded,

@@ -52,6 +52,20 @@ def network(options, folder, decoder):
     return nets, nets.reward
 
 
+def make_reward_inputs(options, net, folder, actors, mesh=None, **others):
+    """`reward_inputs.make_reward_inputs` with the sections of `options` that it reads."""
+    others.setdefault("report", lambda line: None)
+    return reward_inputs.make_reward_inputs(
+        options=options.reward,
+        packed=options.packing.enabled,
+        mesh=mesh or tiny.make_mesh(),
+        net=net,
+        folder=folder,
+        actor_tokenizer=actors,
+        **others,
+    )
+
+
 def scored(folder, decoder, actors, mesh=None, **changes):
     """ANSWERS to PROMPTS: (their scores, the packed inputs, how many were cut, what was reported)."""
     options = tiny.config(
@@ -62,16 +76,16 @@ def scored(folder, decoder, actors, mesh=None, **changes):
     with jax.set_mesh(mesh):
         where = jax.tree.map(lambda x: x.sharding, state_shapes(options, nets, mesh).reward)
         params = load_checkpoint(folder, net.architecture, where, np.float32, "reward")
-        make = reward_inputs.choose(options, mesh, net, folder, actors, said.append)
+        encode = make_reward_inputs(options, net, folder, actors, mesh=mesh, report=said.append)
         ids = [np.array(actors.encode(answer), np.int32) for answer in ANSWERS]
         texts = actors.batch_decode(ids, skip_special_tokens=True)
-        inputs, cut = make(
-            [Example(prompt, "x") for prompt in PROMPTS],
-            [actors.encode("?")[-1]] * len(ids),
-            ids,
-            texts,
-            np.arange(len(ids)),
-            len(ids),
+        inputs, cut = encode(
+            examples=[Example(prompt, "x") for prompt in PROMPTS],
+            last_tokens=[actors.encode("?")[-1]] * len(ids),
+            responses=ids,
+            texts=texts,
+            indices=np.arange(len(ids)),
+            total=len(ids),
         )
         return np.asarray(scoring.reward_model_scores(net, params, *inputs)), inputs, cut, said
 
@@ -134,9 +148,7 @@ def test_text_is_read_as_text_whatever_the_template(decoder, actors, tmp_path):
     options = tiny.config(reward__model_path=str(folder))
     net = network(options, folder, decoder)[0].reward
     for chats, form in ((False, "text"), (True, "chat")):
-        made = reward_inputs.choose(
-            options, tiny.make_mesh(), net, folder, actors, lambda line: None, chats
-        )
+        made = make_reward_inputs(options, net, folder, actors, prompts_are_chats=chats)
         assert made.reader.form == form
 
 
@@ -193,58 +205,56 @@ def test_micro_batches_and_packing_change_nothing(encoder, decoder, actors):
     assert int(count) == 4  # a row each
 
 
-def chosen(folder, decoder, actors, mesh=None, **changes):
+def reward_inputs_of(folder, decoder, actors, mesh=None, **changes):
     options = tiny.config(
         algorithm__adv_estimator="reinforce_plus_plus", reward__model_path=str(folder), **changes
     )
     net = network(options, folder, decoder)[1]
-    return reward_inputs.choose(
-        options, mesh or tiny.make_mesh(), net, folder, actors, lambda line: None
-    )
+    return make_reward_inputs(options, net, folder, actors, mesh=mesh)
 
 
 def test_with_the_actors_tokens_nothing_goes_through_the_host(decoder, tmp_path):
     own = reward_models.load(decoder)[1]
-    assert chosen(decoder, decoder, own) is None
-    assert chosen(decoder, decoder, own, reward__model_input="text").reader.form == "text"
+    assert reward_inputs_of(decoder, decoder, own) is None
+    assert reward_inputs_of(decoder, decoder, own, reward__model_input="text").reader.form == "text"
     without = tmp_path / "without"  # a tokenizer: it is the actor's then
     without.mkdir()
     for name in ("config.json", "model.safetensors"):
         (without / name).write_bytes((decoder / name).read_bytes())
-    assert chosen(without, decoder, own) is None
+    assert reward_inputs_of(without, decoder, own) is None
     with pytest.raises(
         UserError,
         match=r"config\.reward\.max_length=64: is not read: this reward model takes the sampled",
     ):
-        chosen(decoder, decoder, own, reward__max_length=64)
+        reward_inputs_of(decoder, decoder, own, reward__max_length=64)
 
 
 def test_what_does_not_fit_is_refused_before_weights_load(encoder, decoder, actors, tmp_path):
     with pytest.raises(
         UserError,
-        match=r"model_input='chat': the reward model can not read this .*: its tokenizer has no",
+        match=r"model_input='chat': the reward model cannot read this .*: its tokenizer has no",
     ):
-        chosen(encoder, decoder, actors, reward__model_input="chat")
+        reward_inputs_of(encoder, decoder, actors, reward__model_input="chat")
     with pytest.raises(
         UserError, match=r"max_length=300: the reward model takes 256 tokens at most"
     ):
-        chosen(decoder, decoder, actors, reward__max_length=300)
+        reward_inputs_of(decoder, decoder, actors, reward__max_length=300)
     assert (
-        chosen(encoder, decoder, actors, reward__max_length=300).reader.max_length == 300
+        reward_inputs_of(encoder, decoder, actors, reward__max_length=300).reader.max_length == 300
     )  # distances have no end
     with pytest.raises(
         UserError, match=r"config.mesh.model=8: must divide attention heads of the model, 4"
     ):
-        chosen(encoder, decoder, actors, tiny.make_mesh(8, model=8))
+        reward_inputs_of(encoder, decoder, actors, tiny.make_mesh(8, model=8))
     with pytest.raises(
         UserError,
         match=r"the tokenizer there has \d+ tokens, the model's embedding 30; they do not belong",
     ):
-        chosen(reward_models.deberta(tmp_path / "small", vocab_size=30), decoder, actors)
+        reward_inputs_of(reward_models.deberta(tmp_path / "small", vocab_size=30), decoder, actors)
     for file in [*(tmp_path / "small").glob("*token*"), *(tmp_path / "small").glob("spm*")]:
         file.unlink()
     with pytest.raises(
         UserError,
         match=r"small has no tokenizer \(none of tokenizer.json, .*copy the encoder's into it",
     ):
-        chosen(tmp_path / "small", decoder, actors)
+        reward_inputs_of(tmp_path / "small", decoder, actors)

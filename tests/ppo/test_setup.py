@@ -1,4 +1,4 @@
-"""The parts of a run that hold no model: mini-batches, keys, and what the rules get to see."""
+"""The parts of a run without a model: mini-batches, random keys, and the input of the rules."""
 
 import dataclasses
 import itertools
@@ -9,74 +9,60 @@ import pytest
 
 import tiny
 from jax_ppo.data.prompts import PromptBatch
-from jax_ppo.ppo import setup as experiment
-from jax_ppo.ppo.setup import EVALUATION, TRAINING, Experiment
+from jax_ppo.ppo import plans, setup
+from jax_ppo.ppo.random_keys import EVALUATION, TRAINING, sample_key
+from jax_ppo.ppo.rewarding import RuleScorer
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.runtime import sharding
 from jax_ppo.types import Example
 
 
-def make_run(config, mesh=None):
-    """An Experiment without what it would load."""
-    run = object.__new__(Experiment)
-    run.config, run.mesh, run.nets, run.reward_inputs = (
-        config,
-        mesh or tiny.make_mesh(),
-        tiny.networks(config),
-        None,
-    )
-    return run
+def make_planner(config, mesh=None):
+    has_critic = tiny.networks(config).critic is not None
+    return plans.make_planner(config, mesh or tiny.make_mesh(), has_critic)
 
 
-def members(run, step):
+def members(config, step):
     """The samples of each mini-batch of a step, [epochs, mini-batches, samples of one]."""
     lengths = np.full(tiny.B, 4)
-    chosen = np.asarray(run.plan(step, lengths).actor.members)
-    return np.array([np.flatnonzero(row) for row in chosen]).reshape(
-        run.config.actor.ppo_epochs, -1, chosen[0].sum()
-    )
+    mask = np.asarray(make_planner(config).plan(step, lengths).actor.members)
+    groups = np.array([np.flatnonzero(row) for row in mask])
+    return groups.reshape(config.actor.ppo_epochs, -1, mask[0].sum())
 
 
 def test_every_epoch_of_every_step_cuts_the_whole_rollout_anew():
-    run = make_run(tiny.config(actor__ppo_epochs=2, actor__ppo_mini_batch_size=2))
-    cuts = [cut for step in (0, 1) for cut in members(run, step)]
+    config = tiny.config(actor__ppo_epochs=2, actor__ppo_mini_batch_size=2)
+    cuts = [cut for step in (0, 1) for cut in members(config, step)]
     for cut in cuts:
         assert cut.shape == (4, 2) and sorted(cut.ravel().tolist()) == list(range(tiny.B))
     assert len({cut.tobytes() for cut in cuts}) == 4
-    np.testing.assert_array_equal(members(run, 1), cuts[2:])
+    np.testing.assert_array_equal(members(config, 1), cuts[2:])
 
 
 def test_roles_cut_a_rollout_as_their_options_say():
     mesh, lengths = tiny.make_mesh(2), np.full(tiny.B, 4)
-    plans = make_run(tiny.config(critic__ppo_epochs=1), mesh).plan(0, lengths)
-    assert plans.critic is plans.actor  # the same cut is made and sent once
-    other = dict(
+    same = make_planner(tiny.config(critic__ppo_epochs=1), mesh).plan(0, lengths)
+    assert same.critic is same.actor  # one plan is made and sent
+    other_options = dict(
         critic__ppo_epochs=3,
         critic__ppo_mini_batch_size=4,
         critic__ppo_micro_batch_size_per_device=1,
     )
-    plans = make_run(tiny.config(**other), mesh).plan(0, lengths)
-    assert plans.actor.members.shape == (1, tiny.B) and plans.critic.members.shape == (6, tiny.B)
-    assert plans.critic.packing.sample.shape[:3] == (
-        6,
-        2,
-        2,
-    )  # 4 samples in rows of 2 devices, one a device
-    assert (
-        plans.critic.members.sum(1).tolist() == [4] * 6 and plans.critic.counts.tolist() == [1] * 6
-    )  # packed into two rows
-    assert (
-        plans.critic.packing.sample.sharding.shard_shape(plans.critic.packing.sample.shape)[2] == 1
-    )
-    without = make_run(tiny.config(algorithm__adv_estimator="reinforce_plus_plus"), mesh).plan(
-        0, lengths
-    )
-    assert without.critic is None
+    other = make_planner(tiny.config(**other_options), mesh).plan(0, lengths)
+    assert other.actor.members.shape == (1, tiny.B)
+    assert other.critic.members.shape == (6, tiny.B)
+    sample = other.critic.packing.sample
+    assert sample.shape[:3] == (6, 2, 2)  # 4 samples in rows of 2 devices, one per device
+    assert other.critic.members.sum(1).tolist() == [4] * 6
+    assert other.critic.counts.tolist() == [1] * 6  # packed into two rows
+    assert sample.sharding.shard_shape(sample.shape)[2] == 1
+    no_critic = tiny.config(algorithm__adv_estimator="reinforce_plus_plus")
+    assert make_planner(no_critic, mesh).plan(0, lengths).critic is None
 
 
 def test_keys_differ_by_seed_stream_and_step():
     addresses = itertools.product((0, 1), (TRAINING, EVALUATION), (0, 1))
-    keys = [experiment._sample_key(*address) for address in addresses]
+    keys = [sample_key(*address) for address in addresses]
     assert len({np.asarray(jax.random.key_data(key)).tobytes() for key in keys}) == 8
 
 
@@ -90,10 +76,17 @@ class Letters:
 
 def test_rules_see_each_response_beside_its_own_example_and_nothing_special():
     seen, mesh = [], tiny.make_mesh()
-    run = make_run(tiny.config(rollout__n=2), mesh)
-    run.tokenizer = Letters()
-    run._reward_function = lambda example, text: (
-        seen.append((example.ground_truth, text)) or RewardResult(len(seen) / 2)
+
+    def rule(example, text):
+        seen.append((example.ground_truth, text))
+        return RewardResult(len(seen) / 2)
+
+    scorer = RuleScorer(
+        mesh=mesh,
+        tokenizer=Letters(),
+        options=tiny.config(rollout__n=2).reward,
+        rule=rule,
+        reward_inputs=None,
     )
     examples = tuple(Example(name, "mine", name) for name in ("first", "second"))
     batch = PromptBatch(examples, None, np.arange(2), 2)
@@ -104,7 +97,7 @@ def test_rules_see_each_response_beside_its_own_example_and_nothing_special():
         responses=sharding.place(responses, sharding.rows(mesh)),
         lengths=sharding.place(np.array([3, 2, 3, 1], np.int32), sharding.rows(mesh)),
     )
-    rewarded, samples = run.reward(batch, rollout, keep=3)
+    rewarded, samples = scorer.score(batch, rollout, num_samples=3)
     assert seen == [("first", "bc"), ("first", "d"), ("second", "efg"), ("second", "")]
     assert rewarded.scores.tolist() == [0.5, 1.0, 1.5, 2.0] and rewarded.scores.dtype == np.float32
     assert [sample["response"] for sample in samples] == ["bc", "d", "efg"]
@@ -118,8 +111,8 @@ def test_filters_are_said_to_make_what_is_learned_off_policy(options, said, monk
     def stop(*_):
         raise KeyError("folders")
 
-    monkeypatch.setattr(Experiment, "_folders", stop)
+    monkeypatch.setattr(setup, "resolve_role_folders", stop)
     lines = []
     with pytest.raises(KeyError, match="folders"):
-        Experiment(tiny.config(**options), None, tiny.make_mesh(), lines.append)
+        setup.set_up_run(tiny.config(**options), None, tiny.make_mesh(), lines.append)
     assert any("off-policy" in line for line in lines) == said

@@ -30,7 +30,7 @@ from jax_ppo.models.hf.load import read_architecture
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import loop as ppo
-from jax_ppo.ppo import precompilation as rehearsal
+from jax_ppo.ppo import precompilation
 from jax_ppo.runtime import compilation, sharding
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -458,10 +458,10 @@ def test_nothing_is_compiled_after_the_second_step(files, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("devices", [8, 1])
 @pytest.mark.parametrize("with_model", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_step_is_compiled_in_the_rehearsal_alone(
+def test_a_step_is_compiled_in_the_precompilation_alone(
     files, reward_model, tmp_path, caplog, monkeypatch, with_model, devices
 ):
-    """Shapes and places that the rehearsal foresees are those that the run comes with: else a program would come twice."""
+    """The precompiled shapes and shardings are those of the run; else a program would compile twice."""
     threads = collections.defaultdict(list)
     options = (*ONE_STEP_OFF, f"--config.reward.model_path={reward_model}") if with_model else ()
     options += ("--config.mesh.fsdp=2", "--config.mesh.model=2") if devices > 1 else ()
@@ -488,14 +488,14 @@ def test_a_step_is_compiled_in_the_rehearsal_alone(
     for record in caplog.records:
         if found := re.match(r"Finished XLA compilation of jit\((\w+)\)", record.getMessage()):
             threads[found[1]].append(record.threadName)
-    assert threads["score_part"] == ["rehearsal"] * 2, threads  # the policy's and the critic's
+    assert threads["score_part"] == ["precompilation"] * 2, threads  # the policy's and the critic's
     for name in (
         "estimate",
         "update_actor",
         "update_critic",
         *["reward_model_scores"] * with_model,
     ):
-        assert threads[name] == ["rehearsal"], (name, threads)
+        assert threads[name] == ["precompilation"], (name, threads)
     # These do not hang on the options: they may be there from another test.
     for name in (
         "unroll_params",
@@ -504,10 +504,10 @@ def test_a_step_is_compiled_in_the_rehearsal_alone(
         "concatenate_rollouts",
         "join",
     ):
-        assert threads[name] in ([], ["rehearsal"]), (name, threads)
+        assert threads[name] in ([], ["precompilation"]), (name, threads)
 
 
-def test_an_error_stops_the_rehearsal(monkeypatch):
+def test_an_error_stops_the_precompilation(monkeypatch):
     """After the program that is being compiled; what the compiler raises is raised, if nothing else was."""
     begun, first, go_on = [], threading.Event(), threading.Event()
 
@@ -519,16 +519,19 @@ def test_an_error_stops_the_rehearsal(monkeypatch):
             yield name
         raise ValueError("out of memory")
 
-    monkeypatch.setattr(rehearsal, "_programs", programs)
+    monkeypatch.setattr(precompilation, "_compile_programs", programs)
     run = mock.MagicMock(mesh=sharding.make_mesh(schema.MeshShape()))
     run.config.data.train_batch_size = run.config.rollout.n = 1
     run.batches.return_value = iter([mock.MagicMock()] * 2)
-    with pytest.raises(KeyError), rehearsal.during(run, 0):
+    with pytest.raises(KeyError), precompilation.precompile_in_background(run, 0):
         first.wait(60)
         threading.Timer(2, go_on.set).start()  # by then the error has been seen
         raise KeyError
     assert begun == ["one"]
-    with pytest.raises(ValueError, match="out of memory"), rehearsal.during(run, 0):
+    with (
+        pytest.raises(ValueError, match="out of memory"),
+        precompilation.precompile_in_background(run, 0),
+    ):
         pass
 
 

@@ -1,0 +1,174 @@
+"""Packing plans of a rollout: rows for scoring, and shuffled mini-batches for each role's update."""
+
+import dataclasses
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_ppo.config.schema import Config
+from jax_ppo.data.prompts import PromptBatch
+from jax_ppo.runtime import sharding
+from jax_ppo.training import packing
+from jax_ppo.types import MiniBatches, Packing, Rollout
+
+ScoringPlan = tuple[Packing, jax.Array]  # rows, and how many of their micro-batches hold tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Plans:
+    """Packed rows for one rollout, on the mesh.
+
+    Attributes:
+      scoring: rows of all samples, for the passes that only read.
+      actor: the actor's mini-batches.
+      critic: the critic's mini-batches; `None` without a critic of its own.
+    """
+
+    scoring: ScoringPlan
+    actor: MiniBatches
+    critic: MiniBatches | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """How a role cuts a rollout into optimizer steps.
+
+    Attributes:
+      epochs: passes over the rollout.
+      prompts_per_mini_batch: prompts per optimizer step, each with all its responses.
+      rows_per_device: packed rows of a micro-batch on each device; `None` chooses automatically.
+    """
+
+    epochs: int
+    prompts_per_mini_batch: int
+    rows_per_device: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutPlanner:
+    """Plans how rollouts are packed. All processes make the same plan.
+
+    Attributes:
+      mesh: the mesh that plans are placed on.
+      seed: of the shuffling.
+      prompts_per_step: prompts of a rollout.
+      row_length: L, tokens of a packed row.
+      packed: False gives each sample a row of its own.
+      scoring_rows_per_device: packed rows that a device scores at once; `None` chooses.
+      actor: how the actor cuts a rollout.
+      critic: how the critic does; `None` without a critic of its own.
+    """
+
+    mesh: Mesh
+    seed: int
+    prompts_per_step: int
+    row_length: int
+    packed: bool
+    scoring_rows_per_device: int | None
+    actor: Partition
+    critic: Partition | None
+
+    def plan(self, step: int, lengths: np.ndarray) -> Plans:
+        """Pack a rollout for scoring, and for the update in freshly shuffled mini-batches.
+
+        Args:
+          step: the step, from 0; it seeds the shuffling.
+          lengths: int [B], tokens of each sample's prompt and response.
+        """
+        actor = self._mini_batches(step, lengths, self.actor)
+        # Roles that cut a rollout alike share one plan, which is made and sent once.
+        critic = None
+        if self.critic == self.actor:
+            critic = actor
+        elif self.critic is not None:
+            critic = self._mini_batches(step, lengths, self.critic)
+        return Plans(scoring=self.plan_scoring(lengths), actor=actor, critic=critic)
+
+    def plan_scoring(self, lengths: np.ndarray) -> ScoringPlan:
+        """Pack all samples of a rollout for the passes that only read.
+
+        Args:
+          lengths: int [B], tokens of each sample's prompt and response.
+        """
+        one_group = np.arange(len(lengths))[None]
+        packed, counts = self._pack(lengths, one_group, self.scoring_rows_per_device)
+        rows = jax.tree.map(lambda x: x[0], packed)
+        return (
+            sharding.place(rows, sharding.rows(self.mesh, axis=1)),
+            self._replicate(counts[0]),
+        )
+
+    def _mini_batches(self, step: int, lengths: np.ndarray, partition: Partition) -> MiniBatches:
+        """Cut the whole rollout anew in each epoch, and pack each mini-batch on its own."""
+        samples = len(lengths)
+        mini_batches_per_epoch = self.prompts_per_step // partition.prompts_per_mini_batch
+        groups = np.concatenate(
+            [
+                np.random.default_rng([self.seed, step, epoch])
+                .permutation(samples)
+                .reshape(mini_batches_per_epoch, -1)
+                for epoch in range(partition.epochs)
+            ]
+        )
+        members = np.zeros((len(groups), samples), bool)
+        np.put_along_axis(members, groups, True, axis=1)
+        packed, counts = self._pack(lengths, groups, partition.rows_per_device)
+        return MiniBatches(
+            packing=sharding.place(packed, sharding.rows(self.mesh, axis=2)),
+            counts=self._replicate(counts),
+            members=self._replicate(members),
+        )
+
+    def _pack(
+        self, lengths: np.ndarray, groups: np.ndarray, rows_per_device: int | None
+    ) -> tuple[Packing, np.ndarray]:
+        rows_at_once = packing.rows_at_once(
+            rows_per_device, self.row_length, groups.shape[1], sharding.row_shards(self.mesh)
+        )
+        return packing.plan(lengths, groups, rows_at_once, self.row_length, self.packed)
+
+    def _replicate(self, array: np.ndarray) -> jax.Array:
+        return sharding.place(array, sharding.replicated(self.mesh))
+
+
+def make_planner(config: Config, mesh: Mesh, has_critic: bool) -> RolloutPlanner:
+    """Return the planner that the options describe.
+
+    Args:
+      config: the options; the critic's default to the actor's.
+      mesh: the run's mesh.
+      has_critic: whether there is a critic with parameters of its own.
+    """
+    actor_options, critic_options = config.actor, config.critic
+    actor = Partition(
+        epochs=actor_options.ppo_epochs,
+        prompts_per_mini_batch=actor_options.ppo_mini_batch_size,
+        rows_per_device=actor_options.ppo_micro_batch_size_per_device,
+    )
+    critic = Partition(
+        epochs=critic_options.ppo_epochs or actor.epochs,
+        prompts_per_mini_batch=critic_options.ppo_mini_batch_size or actor.prompts_per_mini_batch,
+        rows_per_device=critic_options.ppo_micro_batch_size_per_device or actor.rows_per_device,
+    )
+    return RolloutPlanner(
+        mesh=mesh,
+        seed=config.seed,
+        prompts_per_step=config.data.train_batch_size,
+        row_length=config.row_length,
+        packed=config.packing.enabled,
+        scoring_rows_per_device=(
+            config.rollout.logprob_micro_batch_size_per_device or actor.rows_per_device
+        ),
+        actor=actor,
+        critic=critic if has_critic else None,
+    )
+
+
+def sample_lengths(batch: PromptBatch, rollout: Rollout) -> np.ndarray:
+    """Return the tokens of each sample's prompt and response, int [B], on the host."""
+    response_lengths = sharding.to_host(rollout.lengths)
+    prompt_lengths = batch.prompts.lengths
+    return (
+        np.repeat(prompt_lengths, len(response_lengths) // len(prompt_lengths)) + response_lengths
+    )

@@ -1,0 +1,34 @@
+"""Random keys of samples: a sample's draws depend on seed, stream and step, never on earlier draws."""
+
+import functools
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_ppo.runtime import sharding
+
+# Streams of random numbers: training rollouts, evaluation, and `reward.normalize=reference`.
+TRAINING, EVALUATION, REFERENCE = 0, 1, 2
+
+
+class SampleKeys:
+    """Makes the base key of a batch of samples, on the mesh."""
+
+    def __init__(self, seed: int, mesh: Mesh) -> None:
+        self._replicated = sharding.replicated(mesh)
+        self._make_key = jax.jit(
+            functools.partial(sample_key, seed), out_shardings=self._replicated
+        )
+
+    def __call__(self, stream: int, step: int) -> jax.Array:
+        """Return the base key of a stream's samples in a step."""
+        return self._make_key(
+            sharding.place(np.int32(stream), self._replicated),
+            sharding.place(np.int32(step), self._replicated),
+        )
+
+
+def sample_key(seed: int, stream: int | jax.Array, step: int | jax.Array) -> jax.Array:
+    """Return the base key of a stream's samples in a step."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), step)

@@ -1,0 +1,174 @@
+"""Rewards of a rollout: rules score the responses on the host, a reward model scores them on the mesh."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_ppo.config.schema import Reward
+from jax_ppo.data.prompts import PromptBatch
+from jax_ppo.ppo import scoring
+from jax_ppo.ppo.reward_inputs import ModelInputs, RewardInputs
+from jax_ppo.rewards import registry
+from jax_ppo.rewards.registry import ScoredBatch
+from jax_ppo.rewards.rules import RewardResult
+from jax_ppo.rewards.step_rewards import assign_step_rewards
+from jax_ppo.runtime import sharding
+from jax_ppo.training.networks import Networks, full_parameters
+from jax_ppo.training.state import TrainState
+from jax_ppo.types import Example, Rollout
+
+
+@dataclasses.dataclass(frozen=True)
+class RuleRewards:
+    """What the rules return for a rollout; arrays on the mesh.
+
+    Attributes:
+      scores: float32 [B].
+      steps: float32 [B, T], rewards within the responses; `None` without `reward.process_rewards`.
+      correct: float32 [B], 1 or 0; NaN if the rules do not define correctness.
+      failures: number of this process's samples whose rule failed.
+      extra: other figures that the rules report, means over this process's samples that have them;
+        and `model_inputs_cut`, how many of its inputs were too long for the reward model.
+      model_inputs: the input of a reward model with its own tokenizer, as
+        `scoring.reward_model_scores` takes it; `None` if the model reads the samples themselves.
+    """
+
+    scores: jax.Array
+    steps: jax.Array | None
+    correct: jax.Array
+    failures: int
+    extra: dict[str, float]
+    model_inputs: ModelInputs | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RuleScorer:
+    """Scores responses by rules, each process its own.
+
+    Attributes:
+      mesh: the run's mesh.
+      tokenizer: the actor's.
+      options: `config.reward`.
+      rule: the reward function; `None` if a reward model is the only reward.
+      reward_inputs: makes the input of a reward model with its own tokenizer; `None` otherwise.
+    """
+
+    mesh: Mesh
+    tokenizer: Any
+    options: Reward
+    rule: registry.RewardFunction | None
+    reward_inputs: RewardInputs | None
+
+    def score(
+        self, batch: PromptBatch, rollout: Rollout, num_samples: int = 0
+    ) -> tuple[RuleRewards, list[dict]]:
+        """Score this process's responses.
+
+        Args:
+          batch: the prompts and their examples.
+          rollout: their responses.
+          num_samples: how many responses to return as text.
+
+        Returns:
+          The rewards, and the first `num_samples` responses as dicts of row (among all samples),
+          prompt, response, score and correct.
+        """
+        indices, rows = sharding.local_rows(rollout.responses)
+        _, lengths = sharding.local_rows(rollout.lengths)
+        responses = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        total, max_length = rollout.responses.shape
+        n = total // len(batch.examples)
+        examples = [batch.examples[i // n] for i in indices]
+        rule = self.rule or (lambda example, text: RewardResult(0.0))
+        scored = registry.score_batch(rule, examples, texts, self.options.fallback_score)
+
+        steps = None
+        if self.options.process_rewards:
+            token_rewards = self._token_rewards(scored, responses, max_length)
+            steps = sharding.from_local_rows(self.mesh, indices, token_rewards, total)
+        extra = {name: float(np.nanmean(values)) for name, values in scored.extra.items()}
+        model_inputs = None
+        if self.reward_inputs:
+            prompts = batch.prompts
+            last_tokens = prompts.tokens[np.arange(len(prompts.lengths)), prompts.lengths - 1]
+            model_inputs, num_cut = self.reward_inputs(
+                examples=examples,
+                last_tokens=last_tokens[indices // n],
+                responses=responses,
+                texts=texts,
+                indices=indices,
+                total=total,
+            )
+            extra["model_inputs_cut"] = num_cut
+        rewards = RuleRewards(
+            scores=sharding.from_local_rows(self.mesh, indices, scored.scores, total),
+            steps=steps,
+            correct=sharding.from_local_rows(self.mesh, indices, scored.correct, total),
+            failures=scored.failures,
+            extra=extra,
+            model_inputs=model_inputs,
+        )
+        count = max(num_samples, 0)
+        return rewards, _describe_samples(indices[:count], examples, texts, scored)
+
+    def _token_rewards(
+        self, scored: ScoredBatch, responses: list[np.ndarray], max_length: int
+    ) -> np.ndarray:
+        """Return the rewards of steps at the tokens that complete them, float32 [b, T]."""
+        decode = functools.partial(
+            self.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return np.stack(
+            [
+                assign_step_rewards(steps, response.tolist(), decode, max_length)
+                for steps, response in zip(scored.step_rewards, responses, strict=True)
+            ]
+        )
+
+
+def add_reward_model_scores(
+    nets: Networks, state: TrainState, scores: jax.Array, inputs: ModelInputs
+) -> jax.Array:
+    """Return `scores` [B] plus the reward model's, if there is a reward model.
+
+    Args:
+      nets: each role's model.
+      state: holds the reward model's parameters.
+      scores: float32 [B], the rules' scores.
+      inputs: what the reward model reads: sequences, their packing, and its micro-batch count.
+    """
+    if nets.reward is None:
+        return scores
+    params = full_parameters(nets.reward, state.reward, state.reference)
+    return scores + scoring.reward_model_scores(nets.reward, params, *inputs)
+
+
+def _describe_samples(
+    indices: np.ndarray, examples: list[Example], texts: list[str], scored: ScoredBatch
+) -> list[dict]:
+    """Return the first responses, one per index, for the console."""
+    samples = []
+    for position, row in enumerate(indices):
+        step_rewards = sum(reward for _, reward in scored.step_rewards[position])
+        correct = scored.correct[position]
+        samples.append(
+            {
+                "row": int(row),
+                "prompt": _prompt_text(examples[position]),
+                "response": texts[position],
+                "score": float(scored.scores[position] + np.float32(step_rewards)),
+                "correct": None if np.isnan(correct) else bool(correct),
+            }
+        )
+    return samples
+
+
+def _prompt_text(example: Example) -> str:
+    if isinstance(example.prompt, str):
+        return example.prompt
+    return "\n".join(message["content"] for message in example.prompt)
