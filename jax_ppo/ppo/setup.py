@@ -15,6 +15,7 @@ from jax_ppo.data.prompts import PromptBatch, PromptBatches, PromptDataset
 from jax_ppo.errors import UserError
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.ppo import objectives
 from jax_ppo.ppo.plans import RolloutPlanner, make_planner
 from jax_ppo.ppo.random_keys import SampleKeys
@@ -186,6 +187,7 @@ def _validate_models(
     reward = None if has_reward_tokenizer else nets.reward
     for net in (nets.actor, nets.critic, reward):
         if net is not None:
+            assert not isinstance(net, Deberta), "encoders have tokenizers of their own"
             validate_model(mesh, net.architecture, tokenizer, config.sequence_length)
 
 
