@@ -54,7 +54,7 @@ def main():
     }
     before = harness.machine()
     with tempfile.TemporaryDirectory() as folder:
-        compilation.keep(
+        compilation.enable_cache(
             folder, print
         )  # what is compiled for its memory's sake need not be compiled again to run
         points = measured(sizes, args.repeats)

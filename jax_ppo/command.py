@@ -37,7 +37,7 @@ def prepare_run(options: Config, workdir: Path) -> None:
     from jax_ppo.runtime import compilation, distributed
 
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # torch is not needed
-    compilation.keep(options.trainer.compilation_cache, console.print_on_main)
+    compilation.enable_cache(options.trainer.compilation_cache, console.print_on_main)
     if distributed.is_main():
         command_line.write_resolved_config(options, workdir)
 

@@ -43,7 +43,7 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
     mesh = sharding.make_mesh(config.mesh)
     with (
         jax.set_mesh(mesh),
-        compilation.counted() as compiled,
+        compilation.count_compilations() as compiled,
         open_checkpoints(config.trainer, workdir) as checkpoints,
     ):
         run = set_up_run(config, workdir, mesh, console.print_on_main)

@@ -74,7 +74,7 @@ def make_reward_inputs(
             f"{len(tokenizer)} tokens, the model's embedding {net.architecture.vocab_size}; "
             "they do not belong together"
         )
-    sharding.check_architecture(mesh, net.architecture, vocabulary=not is_encoder)
+    sharding.validate_architecture(mesh, net.architecture, vocabulary=not is_encoder)
     try:
         reader = model_inputs.RewardInputEncoder(
             tokenizer, form, max_length, with_eos=not is_encoder

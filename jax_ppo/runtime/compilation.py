@@ -1,4 +1,4 @@
-"""Compiled programs: kept on disk from one run to the next, and counted."""
+"""Compiled programs: kept on disk from one run to the next, counted, and compiled ahead."""
 
 import contextlib
 import dataclasses
@@ -15,32 +15,35 @@ COMPILED = "/jax/core/compile/backend_compile_duration"  # compiled, or read fro
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 
-def keep(option: str, report: Callable[[str], None]) -> None:
-    """Has JAX keep what it compiles, and look there before it compiles. Call it before any computation.
+def enable_cache(option: str, report: Callable[[str], None]) -> None:
+    """Make JAX keep what it compiles, and look there before it compiles.
 
-    Several processes, of one run or of several, may use one folder. JAX tells programs apart by what is computed, on which
-    kind of device and by which version of the compiler, so that an entry is never out of date.
+    Call it before any computation. Several processes, of one run or of several, may use one folder.
+    JAX identifies programs by what is computed, on which kind of device and by which version of the
+    compiler, so that an entry is never out of date.
 
     Args:
       option: config.trainer.compilation_cache.
-      report: called with a line where the folder cannot be written, which is done without.
+      report: called with a line if the folder cannot be written; the run continues without it.
     """
     folder = option or os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(default_folder())
     if folder == "off":
         jax.config.update("jax_enable_compilation_cache", False)
         return
-    if "://" not in folder:  # of this machine, or of a disk that it mounts
+    is_local = "://" not in folder
+    if is_local:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             report(
-                f"note: compiled programs are not kept, each run compiles anew (config.trainer.compilation_cache): {error}"
+                "note: compiled programs are not kept, each run compiles anew "
+                f"(config.trainer.compilation_cache): {error}"
             )
             jax.config.update("jax_enable_compilation_cache", False)
             return
     jax.config.update("jax_compilation_cache_dir", folder)
-    # JAX's own thresholds leave out what compiles within a second: a run has many such programs.
+    # JAX's own thresholds skip what compiles within a second: a run has many such programs.
     for name, value in (
         ("jax_persistent_cache_min_compile_time_secs", 0.0),
         ("jax_persistent_cache_min_entry_size_bytes", -1),
@@ -50,6 +53,7 @@ def keep(option: str, report: Callable[[str], None]) -> None:
 
 
 def default_folder() -> Path:
+    """Return the user's cache folder for compiled programs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jax_ppo" / "compiled"
 
 
@@ -58,9 +62,9 @@ class Compilations:
     """What has been compiled so far.
 
     Attributes:
-      programs: how many.
-      cache_hits: how many of them were read from the cache instead.
-      seconds: what compiling and reading took, added up over threads.
+      programs: number of programs, compiled or read from the cache.
+      cache_hits: number of them that were read from the cache.
+      seconds: time spent on compiling and reading, summed over threads.
     """
 
     programs: int = 0
@@ -69,28 +73,28 @@ class Compilations:
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[Compilations]:
-    """Counts every program that JAX compiles while the context is open."""
+def count_compilations() -> Iterator[Compilations]:
+    """Count every program that JAX compiles while the context is open."""
     count = Compilations()
 
-    def compiled(event: str, seconds: float, **_) -> None:
+    def add_program(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == COMPILED:
             count.programs += 1
-            count.seconds += seconds
+            count.seconds += duration_secs
 
-    def hit(event: str, **_) -> None:
+    def add_hit(event: str, **kwargs: str | int) -> None:
         count.cache_hits += event == CACHE_HIT
 
-    jax.monitoring.register_event_duration_secs_listener(compiled)
-    jax.monitoring.register_event_listener(hit)
+    jax.monitoring.register_event_duration_secs_listener(add_program)
+    jax.monitoring.register_event_listener(add_hit)
     try:
         yield count
     finally:
-        jax.monitoring.unregister_event_duration_listener(compiled)
-        jax.monitoring.unregister_event_listener(hit)
+        jax.monitoring.unregister_event_duration_listener(add_program)
+        jax.monitoring.unregister_event_listener(add_hit)
 
 
-def compile_ahead(function: Callable, *arguments: Any) -> Any:
+def compile_ahead(function: Any, *arguments: Any) -> Any:
     """Compile a jitted function for these arguments without running it.
 
     JAX keeps the program: a later call with arrays of the same shapes and shardings finds it.

@@ -13,8 +13,8 @@ def num_lanes() -> int:
     """Return the number of programs to split divisible work into: 1 unless programs overlap.
 
     They overlap on a single CPU device, where one program uses the cores while another waits
-    between its matrix products. Accelerators run programs in the order of dispatch, and programs that
-    exchange data between devices must be dispatched in the same order everywhere.
+    between its matrix products. Accelerators run programs in the order of dispatch, and programs
+    that exchange data between devices must be dispatched in the same order everywhere.
     """
     overlaps = jax.sharding.get_mesh().size == 1 and jax.default_backend() == "cpu"
     return 2 if overlaps else 1

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ppo.models import heads
-from jax_ppo.models.transformer import Transformer
+from jax_ppo.models.transformer import Transformer, TransformerOutput
 from jax_ppo.sampler import sampling
 from jax_ppo.sampler.engine import Params, SamplingOptions
 from jax_ppo.sampler.slots import (
@@ -43,8 +43,8 @@ def generate_responses(
     """Sample n responses to each prompt. Pure; to be compiled with model and options static.
 
     A sample's tokens depend only on the key, its prompt and its index, up to the rounding of
-    logits: not on the slots, the samples beside it, their number, the prompt width P or the devices. All
-    samples of a prompt share its prefill.
+    logits: not on the slots, the samples beside it, their number, the prompt width P or the
+    devices. All samples of a prompt share its prefill.
 
     Args:
       model: with `unrolled=True`.
@@ -124,10 +124,14 @@ def prefill_group(job: DecodeJob, state: DecodeState) -> DecodeState:
     )
     columns_GxP = jnp.broadcast_to(jnp.arange(tokens_GxP.shape[1]), tokens_GxP.shape)
     is_prompt_GxP = (columns_GxP < lengths_G[:, None]).astype(jnp.int32)
-    stage = job.model.apply({"params": job.params}, tokens_GxP, columns_GxP, is_prompt_GxP).cache
+    prefilled: TransformerOutput = job.model.apply(  # type: ignore[assignment]
+        {"params": job.params}, tokens_GxP, columns_GxP, is_prompt_GxP
+    )
     # Shards whose loops run in step with this one may need the prefill when this one does not.
     used_up = needs_prefill(job, state)
-    stage = jax.tree.map(lambda new, old: jnp.where(used_up, new, old), stage, state.stage)
+    stage = jax.tree.map(
+        lambda new, old: jnp.where(used_up, new, old), prefilled.cache, state.stage
+    )
     return state._replace(staged=state.staged + used_up * job.group, stage=stage)
 
 
@@ -138,10 +142,11 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     # An idle slot computes for the last sample, and nothing of it is written.
     some_B = jnp.minimum(slots.sample, job.samples - 1)
     positions_B = jnp.where(busy_B, job.prompts.lengths[some_B // options.n] + slots.drawn - 1, 0)
-    hidden_Bx1xD, cache, _ = job.model.apply(
+    decoded: TransformerOutput = job.model.apply(  # type: ignore[assignment]
         {"params": job.params}, slots.token[:, None], positions_B[:, None], cache=slots.cache
     )
-    logits_BxV = heads.compute_logits(job.model.architecture, job.params, hidden_Bx1xD[:, 0])
+    hidden_BxD = decoded.hidden[:, 0]
+    logits_BxV = heads.compute_logits(job.model.architecture, job.params, hidden_BxD)
     tokens_B, logprobs_B = sampling.sample_tokens(
         logits_BxV,
         sampling.token_uniforms(job.keys_N[some_B], slots.drawn),
@@ -156,7 +161,7 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
         sample=jnp.where(ended_B, job.samples, slots.sample),
         drawn=drawn_B,
         token=tokens_B,
-        cache=cache,
+        cache=decoded.cache,
     )
     # An idle slot's sample is N, past the end of these arrays.
     return state._replace(

@@ -22,7 +22,8 @@ class Sampler:
     """`generate_responses`, compiled once for each prompt width P and number of prompts.
 
     Where programs run side by side (`runtime/dispatch.py`) and the model is small, prompts and
-    slots are split evenly among several programs, each with a queue of its own, if both are divisible.
+    slots are split evenly among several programs, each with a queue of its own, if both are
+    divisible.
     """
 
     def __init__(

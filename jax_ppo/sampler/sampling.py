@@ -134,8 +134,8 @@ def draw_tokens(logits_BxV: jax.Array, uniforms_Bx2: jax.Array) -> tuple[jax.Arr
     """Draw one token per row from softmax(logits) by inverting its distribution function.
 
     In two steps, because a running sum over a large vocabulary is slow and coarse: the first
-    uniform picks one of N blocks of W tokens (W about sqrt(V)), the second a token in it. A token of
-    probability 0 is never drawn, be it filtered (-inf) or padding of the last block.
+    uniform picks one of N blocks of W tokens (W about sqrt(V)), the second a token in it. A token
+    of probability 0 is never drawn, be it filtered (-inf) or padding of the last block.
 
     Returns:
       (tokens, int32 [B]; the sum of exp(logits - the largest) of each row, float32 [B]).

@@ -242,7 +242,8 @@ def compact_slots(job: DecodeJob, state: DecodeState, width: int) -> DecodeState
     """Move the busy slots, of which there are at most `width`, into the first `width` slots.
 
     On accelerators the cache keeps its rows: a narrower copy would need memory beside it while it
-    is filled. On a CPU it is cut, because a CPU would copy the part of the array that each step reads.
+    is filled. On a CPU it is cut, because a CPU would copy the part of the array that each step
+    reads.
     """
     busy_B = busy_slots(job, state)
     B = len(busy_B)

@@ -123,7 +123,7 @@ def train(config: Config, workdir: Path, task: Task) -> dict:
     mesh, trainer = sharding.make_mesh(config.mesh), config.trainer
     with (
         jax.set_mesh(mesh),
-        compilation.counted() as compiled,
+        compilation.count_compilations() as compiled,
         Checkpointer(workdir / "checkpoints", trainer.max_checkpoints, "quality") as checkpoints,
     ):
         run = Run(config, task, mesh)

@@ -64,7 +64,7 @@ def validate_model(
     Raises:
       UserError: it does not.
     """
-    sharding.check_architecture(mesh, architecture)
+    sharding.validate_architecture(mesh, architecture)
     max_length = rope.max_sequence_length(architecture)
     if sequence_length > max_length:
         raise UserError(

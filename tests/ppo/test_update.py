@@ -496,7 +496,7 @@ def test_what_was_compiled_ahead_is_found_by_the_threads_that_begin_it():
         )  # 77 steps: no other test's program
         for function, arguments in programs(*given):
             function.lower(*arguments).compile()
-        with compilation.counted() as count:
+        with compilation.count_compilations() as count:
             update(*given)
     assert count.programs == 0
 

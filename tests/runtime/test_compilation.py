@@ -11,8 +11,8 @@ PROGRAM = """
 import dataclasses, json, sys
 import jax
 from jax_ppo.runtime import compilation
-compilation.keep(sys.argv[1], print)
-with compilation.counted() as count:
+compilation.enable_cache(sys.argv[1], print)
+with compilation.count_compilations() as count:
     jax.jit(lambda x: x * 2 + 1)(1.0)
 jax.jit(lambda x: x * 3)(1.0)
 print(json.dumps(dataclasses.asdict(count)))

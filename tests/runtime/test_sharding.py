@@ -50,7 +50,7 @@ def test_model_that_the_mesh_can_not_split():
     with pytest.raises(
         UserError, match="config.mesh.model=8: must divide attention heads of the model, 4"
     ):
-        sharding.check_architecture(mesh, tiny.ARCHITECTURE)
+        sharding.validate_architecture(mesh, tiny.ARCHITECTURE)
 
 
 @pytest.mark.parametrize("shape", [{"data": 8}, {"data": 2, "model": 4}, {"fsdp": 4, "model": 2}])
