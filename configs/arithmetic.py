@@ -2,15 +2,19 @@
 
     python -m jax_ppo.train --config=configs/arithmetic.py
 
-Makes a tokenizer and a small Llama, teaches it to solve word problems in GSM8K's form step by step and then the habit of giving
-the answer at once, which is usually wrong, and lets PPO find out which pays: a reward of 1 for the right answer is all it is
-told. Expect held-out accuracy, sampled at temperature 1, to go from about 0.3 to above 0.9: three minutes on 2 cores.
+Trains a tokenizer and a small Llama: first to solve word problems in GSM8K's form step by step, and
+then into the habit of giving the answer at once, which is usually wrong. PPO discovers which of the
+two pays; its only signal is a reward of 1 for a correct answer. Expect held-out accuracy, sampled
+at temperature 1, to rise from about 0.3 to above 0.9, in three minutes on 2 cores.
 """
+
+from ml_collections import ConfigDict
 
 from jax_ppo.config import default_config
 
 
-def get_config():
+def get_config() -> ConfigDict:
+    """Return the configuration."""
     config = default_config()
     config.experiment_name = "arithmetic"
     config.data.train_files = "arithmetic:8192"

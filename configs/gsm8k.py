@@ -2,18 +2,22 @@
 
     python -m jax_ppo.train --config=configs/gsm8k.py
 
-Model and data come from the Hugging Face hub. From local copies:
+Model and data come from the Hugging Face hub. With local copies:
 
     python -m jax_ppo.train --config=configs/gsm8k.py --config.model.path=FOLDER \
         --config.data.train_files=gsm8k/train.jsonl --config.data.val_files=gsm8k/test.jsonl
 
-Sizes are verl's published example: 256 prompts a step, mini-batches of 64, prompts and responses of 512 and 512 tokens.
+The sizes are those of verl's published example: 256 prompts per step, mini-batches of 64, prompts
+and responses of up to 512 tokens each.
 """
+
+from ml_collections import ConfigDict
 
 from jax_ppo.config import default_config
 
 
-def get_config():
+def get_config() -> ConfigDict:
+    """Return the configuration."""
     config = default_config()
     config.experiment_name = "gsm8k"
     config.model.path = "Qwen/Qwen2.5-0.5B-Instruct"

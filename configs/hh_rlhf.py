@@ -1,25 +1,32 @@
-"""PPO against a trained reward model, with a KL penalty in the reward: the last of three commands, after hh_rlhf_sft.py and
-hh_rlhf_reward.py, whose models it takes.
+"""PPO against a trained reward model, with a KL penalty in the reward.
+
+The last of three commands: it uses the models that hh_rlhf_sft.py and hh_rlhf_reward.py have
+trained.
 
     python -m jax_ppo.train --config=configs/hh_rlhf.py
 
-Prompts come from the Hugging Face hub. From local copies, and small enough for 2 cores:
+Prompts come from the Hugging Face hub. With local copies, and small enough for 2 cores:
 
     python -m jax_ppo.train --config=configs/hh_rlhf.py --config.model.dtype=float32 \
         '--config.data.train_files=harmless-base-test.jsonl.gz[:2000]' \
-        '--config.data.val_files=harmless-base-test.jsonl.gz[2000:]' --config.data.val_max_samples=64 \
-        --config.data.max_prompt_length=128 --config.data.max_response_length=64 --config.actor.optim.lr=1e-4 \
+        '--config.data.val_files=harmless-base-test.jsonl.gz[2000:]' \
+        --config.data.val_max_samples=64 --config.data.max_prompt_length=128 \
+        --config.data.max_response_length=64 --config.actor.optim.lr=1e-4 \
         --config.critic.optim.lr=1e-3 --config.trainer.total_training_steps=20
 
-With the small models of the two other files that took two and a half minutes: the held-out reward rose from 0.02 to 0.11, the
-KL to the reference to 0.4 nats a token. The data holds offensive text, and evaluations show what the model makes of it:
+With the small models of the two other files that took two and a half minutes: the held-out reward
+rose from 0.02 to 0.11, and the KL to the reference to 0.4 nats per token. The data contains
+offensive text, which evaluations would show together with the model's responses;
 config.trainer.log_samples=0 shows none.
 """
+
+from ml_collections import ConfigDict
 
 from jax_ppo.config import default_config
 
 
-def get_config():
+def get_config() -> ConfigDict:
+    """Return the configuration."""
     config = default_config()
     config.experiment_name = "hh_rlhf"
     config.model.path = "output/hh_rlhf_sft/actor"
@@ -39,7 +46,7 @@ def get_config():
     config.algorithm.use_kl_in_reward = True
     config.algorithm.kl_ctrl.kl_coef = 0.05
     config.reward.normalize = "running"
-    config.reward.missing_eos_penalty = 1.0  # the reward model has seen nothing but whole responses
+    config.reward.missing_eos_penalty = 1.0  # the reward model has only seen complete responses
     config.rollout.val_kwargs.temperature = 1.0
     config.trainer.best_metric = "reward_mean"
     config.trainer.log_samples = 0

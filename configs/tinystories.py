@@ -2,15 +2,19 @@
 
     python -m jax_ppo.train --config=configs/tinystories.py
 
-The reward is a rule: how many different joyful words a story has (happy, friend, laughed, ...), a fifth of a point each, 1 at
-most. A KL penalty in the reward keeps the stories stories. Expect the held-out reward to go from 0.24 to
-above 0.85 while the KL to the reference stays below 0.3 nats a token: a minute and a half on 2 cores.
+The reward is a rule: a fifth of a point for each different joyful word in a story (happy, friend,
+laughed, ...), and 1 at most. A KL penalty in the reward keeps the stories stories. Expect the
+held-out reward to rise from 0.24 to above 0.85 while the KL to the reference stays below 0.3 nats
+per token, in a minute and a half on 2 cores.
 """
+
+from ml_collections import ConfigDict
 
 from jax_ppo.config import default_config
 
 
-def get_config():
+def get_config() -> ConfigDict:
+    """Return the configuration."""
     config = default_config()
     config.experiment_name = "tinystories"
     config.model.path = "../shared/data/tinystories-260k"

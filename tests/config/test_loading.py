@@ -52,7 +52,8 @@ def test_every_option_has_a_meaning():
         ),
         (
             {"mesh__fsdp": 3},
-            r"config\.data\.train_batch_size=64: must be a multiple of the 3 devices.*nearest is 63",
+            r"config\.data\.train_batch_size=64: must be a multiple of the 3 devices.*"
+            r"nearest is 63",
         ),
         (
             {"algorithm__use_kl_in_reward": True, "algorithm__use_reference": False},
@@ -157,7 +158,7 @@ def test_wrong_type_is_named():
 
 
 @pytest.fixture
-def file(tmp_path):
+def config_file(tmp_path):
     path = tmp_path / "tiny.py"
     path.write_text(
         "from jax_ppo.config import default_config\n"
@@ -170,11 +171,11 @@ def file(tmp_path):
     return path
 
 
-def test_overrides_and_argument(file):
+def test_overrides_and_argument(config_file):
     options, workdir = command_line.read_command_line(
         [
             "train",
-            f"--config={file}:named",
+            f"--config={config_file}:named",
             "--config.actor.optim.lr=1e-4",
             "--config.rollout.n=2",
             "--config.actor.clip_ratio_high=0.28",
@@ -206,20 +207,20 @@ def test_overrides_and_argument(file):
         ("rollout.n=2", "rollout.n=2: not an option"),
     ],
 )
-def test_command_line_mistakes(file, argument, message):
+def test_command_line_mistakes(config_file, argument, message):
     with pytest.raises(UserError, match=message):
-        command_line.read_command_line(["train", f"--config={file}", argument])
+        command_line.read_command_line(["train", f"--config={config_file}", argument])
 
 
-def test_missing_file_names_the_nearest(file):
+def test_missing_file_names_the_nearest(config_file):
     with pytest.raises(UserError, match=r"no such file. Did you mean .*tiny\.py"):
-        command_line.read_command_line(["train", f"--config={file.parent}/tinny.py"])
+        command_line.read_command_line(["train", f"--config={config_file.parent}/tinny.py"])
 
 
-def test_a_mistake_costs_no_heavy_import(file):
+def test_a_mistake_costs_no_heavy_import(config_file):
     code = (
         "import sys\nfrom jax_ppo import train\n"
-        f"try: train.main(['train', '--config={file}', '--config.actor.clip_rato=1'])\n"
+        f"try: train.main(['train', '--config={config_file}', '--config.actor.clip_rato=1'])\n"
         "except SystemExit as error: print(error)\n"
         "print(sorted({'jax', 'flax', 'transformers', 'orbax'} & set(sys.modules)))"
     )
@@ -230,8 +231,8 @@ def test_a_mistake_costs_no_heavy_import(file):
     assert time.monotonic() - started < 20  # 0.2 s on a quiet machine
 
 
-def test_resolved_configuration_is_written(file, tmp_path, capsys):
-    options, _ = command_line.read_command_line(["train", f"--config={file}"])
+def test_resolved_configuration_is_written(config_file, tmp_path, capsys):
+    options, _ = command_line.read_command_line(["train", f"--config={config_file}"])
     command_line.write_resolved_config(options, tmp_path / "work")
     assert '"train_files": "arithmetic:8"' in (tmp_path / "work" / "config.json").read_text()
     assert "clip_ratio=0.2" in capsys.readouterr().out
@@ -262,9 +263,9 @@ def test_every_option_is_read():
         assert re.search(rf"[.\"]{name}\b", code + properties), option.name
 
 
-def test_load_config_overrides_by_keyword_and_by_dotted_name(file):
+def test_load_config_overrides_by_keyword_and_by_dotted_name(config_file):
     config = loading.load_config(
-        f"{file}:named", {"actor.optim.lr": 1e-4}, rollout__n=2, actor__clip_ratio_high=0.28
+        f"{config_file}:named", {"actor.optim.lr": 1e-4}, rollout__n=2, actor__clip_ratio_high=0.28
     )
     assert config.experiment_name == "named"
     assert config.actor.optim.lr == 1e-4
