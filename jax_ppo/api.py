@@ -210,7 +210,7 @@ def _pad_batch(policy: Policy, prompt_ids: Sequence[Sequence[int]]) -> Prompts:
     lengths = np.array([len(ids) for ids in rows], np.int32)
     longest = int(lengths.max())
     cap = rope.max_sequence_length(policy.model.architecture)
-    tokens = np.zeros((len(rows), prompts_lib.bucket(longest, cap)), np.int32)
+    tokens = np.zeros((len(rows), prompts_lib.bucket_width(longest, cap)), np.int32)
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids
     return Prompts(tokens=tokens, lengths=lengths)
