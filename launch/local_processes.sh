@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Runs jax_ppo.train as several processes of this machine's CPU, connected as the hosts of a cluster would be.
+# Run jax_ppo.train as several processes on this machine's CPU, connected like the hosts of a cluster.
 #   launch/local_processes.sh N -- --config=configs/... [more arguments of jax_ppo.train]
-# Process 0 prints here, the others to files in LOG_DIR (output/local_processes). When one process fails, the others are
-# stopped and its exit code is returned. SIGTERM is passed on: the run saves a checkpoint and ends.
-# COMMAND=sft or COMMAND=reward_model in the environment runs that command in the place of train.
+# Process 0 prints here, the others to files in LOG_DIR (output/local_processes). When one process fails,
+# the others are stopped and its exit code is returned. SIGTERM is passed on: the run saves a checkpoint and ends.
+# COMMAND=sft or COMMAND=reward_model in the environment runs that command instead of train.
 # PYTHON chooses the interpreter; XLA_FLAGS=--xla_force_host_platform_device_count=K gives each process K devices.
 set -euo pipefail
 
@@ -31,7 +31,7 @@ declare -A running=() # process id -> number, 0 to count - 1
 
 stop_all() {
   ((${#running[@]} > 0)) || return 0
-  # A training process takes SIGTERM for a request to save, so it may need the SIGKILL that comes STOP_SECONDS later.
+  # SIGTERM asks a training process to save a checkpoint, so it may need the SIGKILL STOP_SECONDS later.
   kill -TERM "${!running[@]}" 2>/dev/null || true
   for ((tenth = 0; tenth < ${STOP_SECONDS:-10} * 10; tenth++)); do
     kill -0 "${!running[@]}" 2>/dev/null || return 0

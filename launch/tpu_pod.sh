@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains on a Cloud TPU slice of one or many hosts, from a machine with gcloud set up.
+# Train on a Cloud TPU slice of one or many hosts, from a machine with gcloud set up.
 #   launch/tpu_pod.sh create --name NAME --zone ZONE --type v5litepod-16 [--version V] [--project P] [--spot]
 #   launch/tpu_pod.sh setup  --name NAME --zone ZONE [--repo URL]
 #   launch/tpu_pod.sh run    --name NAME --zone ZONE -- --config=configs/... [more arguments of jax_ppo.train]
@@ -9,8 +9,8 @@
 #
 # setup   copies this checkout's last commit (or clones --repo) to every host and installs it there with .[tpu].
 # run     starts jax_ppo.train on every host, in the background; the hosts find each other. COMMAND=sft or COMMAND=reward_model
-#         in the environment starts that command in its place.
-# logs    follows the output of one host, 0 unless told otherwise.
+#         in the environment starts that command instead.
+# logs    follows the output of one host, host 0 by default.
 # stop    asks the run to save a checkpoint and end.
 # delete  removes the slice and its disks; gcloud asks first.
 #
@@ -28,7 +28,7 @@ usage() {
   sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "$0"
 }
 
-# Runs its arguments, or shows them as one would type them.
+# Run the arguments as a command, or print them quoted with --dry-run.
 execute() {
   if [[ $dry_run == yes ]]; then
     printf '%q ' "$@"
@@ -44,7 +44,7 @@ tpu_vm() {
   execute gcloud compute tpus tpu-vm "$command" "$@" --zone="$zone" ${project:+"--project=$project"}
 }
 
-# Runs one shell command on hosts: on_hosts all|NUMBER COMMAND
+# Run one shell command on hosts: on_hosts all|NUMBER COMMAND
 on_hosts() {
   tpu_vm ssh "$name" --worker="$1" --command="$2"
 }
@@ -76,7 +76,7 @@ setup() {
     rm -rf "$(dirname "$archive")"
     fetch='tar -xzf ../jax_ppo.tar.gz'
   fi
-  # Outputs of earlier runs stay. The hosts' own Python is 3.10; uv brings one that JAX still supports.
+  # Outputs of earlier runs are kept. The hosts' own Python is 3.10; uv brings one that JAX still supports.
   on_hosts all "set -e
     mkdir -p jax_ppo && cd jax_ppo
     find . -mindepth 1 -maxdepth 1 ! -name output -exec rm -rf {} +
@@ -88,10 +88,10 @@ setup() {
 
 run() {
   local arguments=''
-  (($# == 0)) || arguments=$(printf ' %q' "$@") # %q, because the hosts' shell takes them apart once more
+  (($# == 0)) || arguments=$(printf ' %q' "$@") # %q, because the hosts' shell splits them again
   on_hosts all "cd jax_ppo || exit 1
     if kill -0 \"\$(cat train.pid 2>/dev/null)\" 2>/dev/null; then
-      echo 'a run is under way: stop it first' >&2
+      echo 'a run is in progress: stop it first' >&2
       exit 1
     fi
     nohup .venv/bin/python -m jax_ppo.${COMMAND:-train}$arguments >train.log 2>&1 </dev/null &

@@ -36,7 +36,10 @@ def processes(tmp_path, body, *arguments, count=3, **popen):
 
 class TestLocalProcesses:
     def test_each_process_gets_its_number_and_the_arguments(self, tmp_path):
-        body = 'echo "$JAX_PROCESS_ID/$JAX_NUM_PROCESSES $JAX_COORDINATOR_ADDRESS $JAX_PLATFORMS"; printf "[%s]" "$@"'
+        body = (
+            'echo "$JAX_PROCESS_ID/$JAX_NUM_PROCESSES $JAX_COORDINATOR_ADDRESS $JAX_PLATFORMS"; '
+            'printf "[%s]" "$@"'
+        )
         run = processes(tmp_path, body, *TRICKY)
         output, errors = run.communicate(timeout=30)
         assert (run.returncode, errors) == (0, "")
@@ -102,7 +105,7 @@ esac
 
 @pytest.fixture
 def pod(tmp_path):
-    """A function that runs tpu_pod.sh with a gcloud that plays the only host of the slice, at home in tmp_path."""
+    """Return a function that runs tpu_pod.sh with a fake gcloud: one host, home in tmp_path."""
     tools = tmp_path / "tools"
     tools.mkdir()
     script(tools / "gcloud", GCLOUD)
@@ -131,7 +134,8 @@ class TestTpuPod:
         )
         assert pod("create", "--type", "v4-32", "--version", "special").returncode == 0
         assert (tmp_path / "gcloud.log").read_text().splitlines() == [
-            "compute tpus tpu-vm create pod --accelerator-type=v5litepod-16 --version=v2-alpha-tpuv5-lite --spot "
+            "compute tpus tpu-vm create pod --accelerator-type=v5litepod-16 --version=v2-alpha-tpuv5-lite "
+            "--spot "
             "--zone=here --project=mine",
             "compute tpus tpu-vm create pod --accelerator-type=v4-32 --version=special --zone=here",
         ]
@@ -161,7 +165,7 @@ class TestTpuPod:
         expected = "".join(f"[{argument}]" for argument in ["-m", "jax_ppo.train", *TRICKY])
         wait_until(lambda: log.read_text() == expected)
         again = pod("run")
-        assert again.returncode == 1 and "under way" in again.stderr
+        assert again.returncode == 1 and "in progress" in again.stderr
         assert pod("stop").returncode == 0
         wait_until(lambda: log.read_text() == expected + "saved\n")
         shown = pod("logs", "--worker", "3", "--dry-run")
@@ -204,7 +208,7 @@ class TestTpuPod:
     def test_help(self):
         run = subprocess.run([LAUNCH / "tpu_pod.sh", "--help"], capture_output=True, text=True)
         assert (
-            run.returncode == 0 and run.stdout.startswith("Trains on") and "--dry-run" in run.stdout
+            run.returncode == 0 and run.stdout.startswith("Train on") and "--dry-run" in run.stdout
         )
 
 

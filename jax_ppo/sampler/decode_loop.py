@@ -145,6 +145,7 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     decoded: TransformerOutput = job.model.apply(  # type: ignore[assignment]
         {"params": job.params}, slots.token[:, None], positions_B[:, None], cache=slots.cache
     )
+    assert decoded.cache is not None
     hidden_BxD = decoded.hidden[:, 0]
     logits_BxV = heads.compute_logits(job.model.architecture, job.params, hidden_BxD)
     tokens_B, logprobs_B = sampling.sample_tokens(

@@ -1,4 +1,4 @@
-"""Programs are kept in the folder that is meant, read from there in the next process, and counted."""
+"""Programs are kept in the right folder, read from there in the next process, and counted."""
 
 import json
 import os
@@ -20,7 +20,7 @@ print(json.dumps(dataclasses.asdict(count)))
 
 
 def compile_once(option="", **environment):
-    """What a process that compiles one program says, and what it counts."""
+    """Return what a process that compiles one program prints, and what it counts."""
     base = {
         name: value
         for name, value in os.environ.items()

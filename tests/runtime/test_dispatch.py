@@ -1,4 +1,4 @@
-"""Programs run side by side where that is safe, and in turn elsewhere."""
+"""Programs run side by side where that is safe, and one after the other elsewhere."""
 
 import functools
 import threading
@@ -35,14 +35,13 @@ def test_on_one_cpu_device_they_run_side_by_side(aside):
             else [function(*arguments) for function, arguments in programs]
         )
         short.block_until_ready()
-        assert (
-            long.is_ready() != aside
-        )  # what one thread begins runs one after the other: why there are threads
+        # What one thread dispatches runs one after the other, hence the threads.
+        assert long.is_ready() != aside
         long.block_until_ready()
 
 
 def test_they_are_begun_in_their_order_under_the_mesh():
-    """One that is compiled for the first is there for the next."""
+    """A program compiled for the first is found by the next."""
     mesh, begun = tiny.make_mesh(), []
 
     def begin(number):

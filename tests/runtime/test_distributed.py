@@ -1,4 +1,4 @@
-"""Who is told what about the other processes, and that none is left hanging when one fails."""
+"""Processes find each other by options or environment, and none hangs when another fails."""
 
 import http.server
 import os
@@ -162,7 +162,8 @@ class TestOneProcess:
 PROGRAM = """
 import os, signal, sys, time, jax, jax.numpy as jnp, numpy as np
 from jax.experimental import multihost_utils
-from jax_ppo import distributed, schema
+from jax_ppo.config import schema
+from jax_ppo.runtime import distributed
 
 number, port, way = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 
@@ -176,7 +177,7 @@ def main():
     if number == 1 and way == "interrupt":
         raise KeyboardInterrupt
     if number == 1 and way == "message":
-        sys.exit("error: mend this")
+        sys.exit("error: fix this")
     if number == 1 and way == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if way == "finish":
@@ -225,7 +226,7 @@ def test_two_processes_end_together(way):
     said = {
         "raise": "ZeroDivisionError: on purpose",
         "interrupt": "KeyboardInterrupt",
-        "message": "error: mend this",
+        "message": "error: fix this",
     }
     if way in said:
         assert "process 1 of 2 ends the run:" in other_errors and said[way] in other_errors

@@ -1,4 +1,4 @@
-"""The partition table is strict, and meshes that do not fit are refused with both numbers."""
+"""The partition table is strict, and impossible meshes are refused with both numbers."""
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def test_free_axis_takes_what_is_left():
     }
 
 
-def test_model_that_the_mesh_can_not_split():
+def test_model_that_the_mesh_cannot_split():
     mesh = tiny.make_mesh(8, model=8)
     with pytest.raises(
         UserError, match="config.mesh.model=8: must divide attention heads of the model, 4"

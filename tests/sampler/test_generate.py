@@ -26,8 +26,10 @@ def assert_same(ours, theirs):
 
 
 def expected_with_eos(rollout, eos_ids, T):
-    """What a sampler that knows EOS must give, from a rollout without: tokens are drawn by address, so that a response
-    is the same up to its first EOS."""
+    """Return what sampling with EOS must give, from a rollout without.
+
+    Tokens are drawn by address, so that a response is the same up to its first EOS.
+    """
     is_eos = np.isin(rollout.responses[:, :T], eos_ids)
     truncated = ~is_eos.any(1)
     lengths = np.where(truncated, T, is_eos.argmax(1) + 1)
@@ -139,7 +141,7 @@ def test_what_stands_behind_a_prompt_is_never_read(actor, prompts):
 
 @pytest.fixture
 def eos_ids(actor, prompts):
-    """The first token of row 0 and the third of row 3, as they are drawn where nothing ends a response."""
+    """The first token of row 0 and the third of row 3, as drawn when nothing ends a response."""
     responses = actor.sample(prompts).responses
     return int(responses[0, 0]), int(responses[3, 2])
 
@@ -155,9 +157,8 @@ def test_eos_is_kept_and_nothing_comes_after_it(actor, prompts, eos_ids, length)
         and rollout.responses[0, 0] == eos_ids[0]
         and rollout.logprobs[0, 0] < 0
     )
-    assert (
-        rollout.lengths[3] == 3 and not rollout.truncated[3]
-    )  # for length 3, in the last column there is
+    # For length 3, this EOS is in the last column.
+    assert rollout.lengths[3] == 3 and not rollout.truncated[3]
     assert rollout.truncated.any() and (rollout.lengths[rollout.truncated] == length).all()
 
 
@@ -225,7 +226,7 @@ def test_nothing_has_the_size_of_batch_by_time_by_vocabulary(actor):
     traced = jax.make_jaxpr(
         functools.partial(decode_loop.generate_responses, actor.decoded, options)
     )
-    # [B, T, V] would be 14,640 numbers. A layer's cache is 5,376, a product in its attention 10,752.
+    # [B, T, V] would be 14,640 numbers; a layer's cache is 5,376, its largest product 10,752.
     assert (
         max(sizes(traced(actor.params, prompts, jnp.arange(6), jax.random.key(0)).jaxpr))
         < 6 * 40 * 61

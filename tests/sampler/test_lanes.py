@@ -1,4 +1,4 @@
-"""Where programs run side by side a small model samples by several: the same samples, each with its slots and its queue."""
+"""Where programs overlap, a small model is sampled by several, which draw the same samples."""
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ EOS = (3, 7, 11, 30)
 
 
 def sample(actor, lengths, first=None, devices=None, **options):
-    """(rollout, its new sampler), under a mesh of so many devices or none."""
+    """Return (rollout, its new sampler), under a mesh of `devices` devices or none."""
     sampler = generate.Sampler(
         actor.decoded,
         generate.SamplingOptions(12, 1.0, eos_ids=EOS, **options),
@@ -45,7 +45,7 @@ def test_slots_are_shared_out(actor):
     rollout, _ = sample(actor, (5, 16, 1, 9), slots=2, devices=1)
     lengths = np.asarray(rollout.lengths).reshape(2, 2)
     np.testing.assert_array_equal(rollout.slot_steps, lengths.sum(1))
-    assert (lengths[:, 0] != lengths[:, 1]).all()  # else two slots would have done as well
+    assert (lengths[:, 0] != lengths[:, 1]).all()  # otherwise one queue would do as well
 
 
 @pytest.mark.parametrize(

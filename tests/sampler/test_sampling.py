@@ -63,7 +63,7 @@ def test_draws_follow_the_filtered_distribution(temperature, k, p):
 
 @pytest.mark.parametrize("V", [1, 3, 64, 65, 4097])
 def test_never_draws_what_has_probability_0(V):
-    """Random sets of -inf, one token left at either end of the row, huge logits, and the extremes of the uniforms."""
+    """Random sets of -inf, one token left at either end, huge logits, extreme uniforms."""
     rng = np.random.default_rng(V)
     logits = np.concatenate(
         [random_logits(24, V, scale, seed=V) for scale in (0.0, 1.0, 30.0, 1e4, 1e30)]
@@ -84,7 +84,7 @@ def test_never_draws_what_has_probability_0(V):
 
 
 def test_running_sums_that_round_never_pick_weight_0():
-    """Over 512 weights they rise by rounding at weights of 0, and fall elsewhere: the uniforms aim at those places."""
+    """Over 512 weights, sums rise by rounding at weights of 0; the uniforms aim at those places."""
     rng = np.random.default_rng(0)
     weights = (rng.random((200, 512)) * (rng.random((200, 512)) < 0.5)).astype(np.float32)
     sums = np.asarray(jax.jit(lambda x: jnp.cumsum(x, -1))(weights))

@@ -18,7 +18,7 @@ OPTIONS = SamplingOptions(12, 1.0, n=2, eos_ids=(3, 7, 11), slots=3)
 
 @pytest.fixture(scope="module")
 def actor():
-    """With a vocabulary that two devices can share."""
+    """An actor with an even vocabulary."""
     return Actor(dataclasses.replace(ARCHITECTURE, vocab_size=62))
 
 
@@ -52,7 +52,7 @@ def test_eight_devices_draw_the_samples_of_one(actor, split):
 
 
 def test_shards_of_rows_say_nothing_to_each_other(split):
-    """Each ends when its own samples are done. Where matrices are split they meet, to ask whether any goes on."""
+    """Each ends with its own samples. Where matrices are split, all continue together."""
     rollout, text = split
     shards = len(rollout.slot_steps)
     assert {shard.data.shape for shard in rollout.responses.addressable_shards} == {
@@ -70,7 +70,7 @@ def test_shards_of_rows_say_nothing_to_each_other(split):
 
 
 def test_attention_that_no_compiler_can_split_is_run_by_each_device(actor, cudnn_anywhere):
-    """Rows and heads are split; each device has the rows and heads of its own."""
+    """Rows and heads are split; each device runs its own."""
     mesh = sharding.make_mesh(MeshShape(data=2, fsdp=2, model=2))
     layout = sharding.tree_shardings(mesh, actor.params, sharding.DECODE_RULES)
     prompts = make_prompts(range(1, 17))

@@ -1,4 +1,4 @@
-"""Slots that take the next sample when theirs has ended: the same samples, in fewer steps, with nothing copied."""
+"""Slots refilled from the queue draw the same samples in fewer steps, and nothing is copied."""
 
 import dataclasses
 import functools
@@ -22,30 +22,43 @@ LENGTHS = (5, 16, 1, 9, 2, 12, 7)
 EOS = (3, 7, 11, 30)
 
 
-@pytest.mark.parametrize("slots", [None, 12])
-@pytest.mark.parametrize("decoding", ["cpu", "gpu", "tpu", "cudnn"])
+def sample_narrowing(actor, monkeypatch, least, slots, decoding):
+    """Return a rollout whose slots narrow down to `least`."""
+    monkeypatch.setattr(slots_lib, "MIN_SLOTS", least)
+    sampler = generate.Sampler(
+        actor.decoded.clone(decoding=decoding),
+        generate.SamplingOptions(12, 1.0, eos_ids=EOS, slots=slots),
+    )
+    return jax.device_get(sampler(actor.params, make_prompts(LENGTHS * 3), jax.random.key(0)))
+
+
+@pytest.fixture(scope="module")
+def wide(actor):
+    """Samples of slots that do not narrow."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return sample_narrowing(actor, monkeypatch, 99, None, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("decoding", "slots"),
+    [("cpu", None), ("cpu", 12), ("gpu", None), ("tpu", 12), ("cudnn", None)],
+)
 def test_slots_that_narrow_draw_the_samples_of_those_that_do_not(
-    actor, monkeypatch, cudnn_anywhere, decoding, slots
+    actor, wide, monkeypatch, cudnn_anywhere, decoding, slots
 ):
-    """Where the cache narrows with them, and where it does not; in each form that it has."""
-
-    def sample(least, slots, decoding):
-        monkeypatch.setattr(slots_lib, "MIN_SLOTS", least)
-        sampler = generate.Sampler(
-            actor.decoded.clone(decoding=decoding),
-            generate.SamplingOptions(12, 1.0, eos_ids=EOS, slots=slots),
-        )
-        return jax.device_get(sampler(actor.params, make_prompts(LENGTHS * 3), jax.random.key(0)))
-
-    wide, narrowed = sample(99, None, "cpu"), sample(1, slots, decoding)
+    """In each layout of the cache, whether or not the cache narrows with the slots."""
+    narrowed = sample_narrowing(actor, monkeypatch, 1, slots, decoding)
     for name in ("responses", "lengths", "truncated"):
         np.testing.assert_array_equal(getattr(narrowed, name), getattr(wide, name))
     np.testing.assert_allclose(narrowed.logprobs, wide.logprobs, atol=1e-5)
     assert narrowed.slot_steps[0] < wide.slot_steps[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"n": 3}, {"temperature": 0.0}], ids=str)
-@pytest.mark.parametrize("slots", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("slots", "options"),
+    [(1, {}), (2, {"n": 3}), (2, {"temperature": 0.0}), (5, {}), (5, {"n": 3})],
+    ids=str,
+)
 def test_refilled_slots_draw_the_samples_of_a_static_batch(actor, slots, options):
     prompts = make_prompts(LENGTHS)
     static, refilled = (
@@ -63,9 +76,8 @@ def test_refilled_slots_draw_the_samples_of_a_static_batch(actor, slots, options
 def test_prompts_prefilled_in_groups_give_the_same_samples(actor, monkeypatch):
     prompts = make_prompts(LENGTHS)
     whole = actor.sample(prompts, n=2, eos_ids=EOS, slots=4)
-    monkeypatch.setattr(
-        slots_lib, "PREFILL_TOKENS", 48
-    )  # 3 prompts of the bucket 16: the last group is one prompt
+    # 3 prompts of width 16 per prefill: the last group is one prompt.
+    monkeypatch.setattr(slots_lib, "PREFILL_TOKENS", 48)
     options = generate.SamplingOptions(12, 1.0, n=2, eos_ids=EOS, slots=9)
     cut = generate.Sampler(actor.decoded, options)(actor.params, prompts, jax.random.key(0))
     np.testing.assert_array_equal(cut.responses, whole.responses)
@@ -86,12 +98,8 @@ def test_samples_of_a_prompt_share_its_prefill(actor, monkeypatch):
         actor.params, make_prompts(LENGTHS), jax.random.key(0)
     ).lengths.block_until_ready()
     jax.effects_barrier()
-    assert sorted(prefilled) == [
-        0,
-        2,
-        4,
-        6,
-    ]  # two prompts for eight slots, four times for seven prompts
+    # Two prompts for eight slots, four times for seven prompts.
+    assert sorted(prefilled) == [0, 2, 4, 6]
 
 
 def test_the_widths():
@@ -103,12 +111,13 @@ def test_the_widths():
 
 # Counted: verl's lengths
 
-VERL_CHANCE = 453  # of EOS 1 in so many gives lengths cut off at 512 a mean of 307
+# With an EOS probability of 1 / 453, lengths cut off at 512 have a mean of 307.
+VERL_CHANCE = 453
 
 
 @pytest.fixture(scope="module")
 def uniform():
-    """A model that knows nothing: every token of 453 is as likely."""
+    """A model for which all 453 tokens are equally likely."""
     architecture = Architecture(
         family="llama",
         vocab_size=VERL_CHANCE,
@@ -127,7 +136,7 @@ def uniform():
 
 
 def oracle_steps(lengths, slots):
-    """Steps of a schedule that knows the lengths: the longest first, each into the slot that is free first."""
+    """Return the steps of a schedule that knows the lengths: longest first."""
     loads = [0] * slots
     for length in sorted(lengths.tolist(), reverse=True):
         heapq.heappush(loads, heapq.heappop(loads) + length)
@@ -135,7 +144,7 @@ def oracle_steps(lengths, slots):
 
 
 def verl_rollout(uniform, samples):
-    """Lengths, and the slot-steps that 256 slots took."""
+    """Return the lengths, and the slot-steps that 256 slots took."""
     model, params = uniform
     prompts = Prompts(np.zeros((samples, 2), np.int32), np.ones(samples, np.int32))
     options = generate.SamplingOptions(512, 1.0, eos_ids=(1,), slots=256)
@@ -154,9 +163,8 @@ def test_slot_steps_on_verls_lengths_are_near_an_oracles(uniform):
 
 def test_slot_steps_of_samples_that_start_at_once(uniform):
     lengths, slot_steps = verl_rollout(uniform, 256)
-    assert (
-        slot_steps <= 1.25 * lengths.sum()
-    )  # nothing waits to fill the slots that idle: they are left behind
+    # Nothing waits to fill the idle slots: the loop narrows.
+    assert slot_steps <= 1.25 * lengths.sum()
     assert 256 * 512 > 1.5 * lengths.sum()
 
 
@@ -165,10 +173,9 @@ def test_slot_steps_of_samples_that_start_at_once(uniform):
 
 @pytest.fixture
 def step(monkeypatch):
-    """One decoding step of a model whose weights and cache weigh more than all else, and what it takes."""
-    monkeypatch.setattr(
-        cache, "MIN_READ_WIDTH", 10**6
-    )  # the compiler counts all branches of a choice of windows
+    """Compile a decode step of a model whose weights and cache outweigh everything else."""
+    # One read width only: the compiler counts all branches of a choice.
+    monkeypatch.setattr(cache, "MIN_READ_WIDTH", 10**6)
     architecture = Architecture(
         family="llama",
         vocab_size=512,
@@ -200,8 +207,8 @@ def step(monkeypatch):
 def test_a_step_reads_weights_and_cache_once(step):
     """Bytes by the compiler's own count against 4 x (weights + keys and values of all layers).
 
-    It counts a scatter as if it went through the whole cache; in place it touches what it writes. That difference, taken
-    from a program that is nothing but the scatter, is set right.
+    It counts a scatter as if it read the whole cache, although in place it touches only what it
+    writes. The difference, measured on a program that only scatters, is subtracted.
     """
     compiled, params, state = step
     caches = jax.tree.leaves(state.slots.cache)
@@ -220,7 +227,7 @@ def test_a_step_reads_weights_and_cache_once(step):
 
 
 def test_no_cache_is_copied(actor):
-    """Neither on its way through the loops, nor by a step: only the zeros that it starts from."""
+    """Neither between loops nor by a step is a cache copied: only the initial zeros are."""
     options = generate.SamplingOptions(12, 1.0, eos_ids=EOS, slots=5)
     sampler = generate.Sampler(actor.decoded, options)
     text = (
@@ -236,8 +243,11 @@ def test_no_cache_is_copied(actor):
 
 @pytest.mark.parametrize("decoding", ["gpu", "tpu", "cudnn"])
 def test_an_accelerators_cache_is_there_once_and_whole(actor, cudnn_anywhere, decoding):
-    """What slots leave as they narrow is not copied to a narrower cache: on its way there both would take memory. No part is
-    cut off to be read, and nobody chooses which: compilers for accelerators would copy it, and a GPU wait for the host."""
+    """Narrowing does not copy the cache to a narrower one: both would take memory during the copy.
+
+    No part is sliced off to be read, and no branch selects one: compilers for accelerators would
+    copy it, and a GPU would wait for the host.
+    """
     options = generate.SamplingOptions(224, 1.0, eos_ids=EOS, slots=16)
     sampler = generate.Sampler(actor.decoded.clone(decoding=decoding), options)
     text = sampler.program.lower(

@@ -1,4 +1,4 @@
-"""A real pretrained model goes on as transformers does."""
+"""A real pretrained model continues a story as transformers does."""
 
 import os
 from pathlib import Path

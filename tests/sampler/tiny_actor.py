@@ -1,4 +1,4 @@
-"""A random tiny actor whose distributions are far from uniform, prompts for it, and compiled samplers to share."""
+"""A random tiny actor, far from uniform, with prompts and compiled samplers to share."""
 
 import functools
 
@@ -26,7 +26,7 @@ T = 12
 
 
 class Actor:
-    """The model in both forms."""
+    """The model with stacked and with unrolled layers."""
 
     def __init__(self, architecture=ARCHITECTURE):
         self.scored = Transformer(architecture)
@@ -44,14 +44,14 @@ class Actor:
         return stacked, unroll_params(stacked)
 
     def sample(self, prompts, seed=0, first=0, max_response_length=T, temperature=1.0, **options):
-        """A Rollout of numpy arrays."""
+        """Return a Rollout of numpy arrays."""
         sampler = self.sampler(SamplingOptions(max_response_length, temperature, **options))
         rollout = sampler(self.params, prompts, jax.random.key(seed), first)
         return jax.tree.map(np.asarray, rollout)
 
     @functools.partial(jax.jit, static_argnums=0)
     def logits(self, tokens):
-        """Of a plain forward pass of the stacked form over whole rows, [B, S, V]."""
+        """Return the logits of a forward pass of the stacked form over whole rows, [B, S, V]."""
         positions = jax.numpy.broadcast_to(jax.numpy.arange(tokens.shape[1]), tokens.shape)
         hidden, *_ = self.scored.apply(
             {"params": self.stacked}, tokens, positions, jax.numpy.zeros_like(tokens)
@@ -59,7 +59,7 @@ class Actor:
         return heads.compute_logits(self.scored.architecture, self.stacked, hidden)
 
     def full_logits(self, prompts, responses):
-        """Logits before each response token, [B, T, V]: the sequences are joined without a gap and run at once."""
+        """Return the logits before each response token, [B, T, V], from one forward pass."""
         lengths, T = np.asarray(prompts.lengths), responses.shape[1]
         tokens = np.zeros((len(lengths), prompts.tokens.shape[1] + T), np.int32)
         for row, prompt, length, response in zip(

@@ -224,7 +224,7 @@ class TestSigterm:
 
 KILLED = """
 import sys, jax, jax.numpy as jnp
-from jax_ppo.checkpoint import Checkpointer
+from jax_ppo.training.checkpoint import Checkpointer
 checkpoints = Checkpointer(sys.argv[1], 1)
 for step in range(1, 1000):
     tree = {f"w{i}": jax.random.normal(jax.random.key(step * 10 + i), (512, 512)) for i in range(8)}
@@ -259,8 +259,9 @@ def test_killed_while_saving_the_last_whole_one_is_there(tmp_path, pause):
 PROCESSES = """
 import os, sys, time, jax, jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jax_ppo import distributed, schema
-from jax_ppo.checkpoint import Checkpointer
+from jax_ppo.config import schema
+from jax_ppo.runtime import distributed
+from jax_ppo.training.checkpoint import Checkpointer
 
 def main():
     mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,))
