@@ -1,7 +1,8 @@
-"""Estimates of KL(actor || reference) from the tokens that were sampled, and the controller of its coefficient."""
+"""Per-token estimators of KL(actor || reference), and the controller of its coefficient."""
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
 
 from jax_ppo.kernels.masked import zero_outside
 
@@ -12,45 +13,63 @@ MAX_K3 = 10.0
 
 
 def kl_estimate(
-    logprobs: jax.Array, ref_logprobs: jax.Array, mask: jax.Array, kind: str
-) -> jax.Array:
-    """Per-token estimate of KL(actor || reference) in nats, from d = log actor(token) - log reference(token).
+    logprobs: Float[Array, " *shape"],
+    ref_logprobs: Float[Array, " *shape"],
+    mask: Shaped[Array, " *shape"],
+    kind: str,
+) -> Float[Array, " *shape"]:
+    """Return a per-token estimate of KL(actor || reference) in nats.
 
-    k1, k2 and k3 are Schulman's (http://joschu.net/blog/kl-approx.html), named as he names them, "abs" and "k3+" verl's,
-    "clamped" AlpacaFarm's (Dubois et al. 2023, arXiv 2305.14387). How biased one is depends on its use: as an ESTIMATE that
-    goes into rewards and metrics, or as a LOSS that is differentiated through `logprobs` (arXiv 2510.01555). Both columns
-    hold for tokens sampled from the actor itself:
+    Estimators are functions of d = log actor(token) - log reference(token). k1, k2 and k3 are
+    Schulman's (http://joschu.net/blog/kl-approx.html), "abs" and "k3+" verl's, and "clamped"
+    AlpacaFarm's (Dubois et al. 2023, arXiv 2305.14387). The bias depends on the use: as an
+    ESTIMATE in rewards and metrics, or as a LOSS differentiated through `logprobs` (arXiv
+    2510.01555). Both tables hold for tokens sampled from the actor itself.
 
-        kind     value            as an estimate of KL(actor || ref)        expected gradient as a loss
-        k1       d                unbiased, any sign, high variance         0: it restrains nothing
-        abs      |d|              biased high: E|d| >= |E d|                of sum |actor - ref| (2 total variations)
-        k2       d^2 / 2          biased, right to second order, >= 0       of KL(actor || ref): unbiased
-        k3       exp(-d) - 1 + d  unbiased where unclamped, >= 0, low var.  of KL(ref || actor), the other KL: biased
-        k3+      that of k3       as k3                                     that of k2: of KL(actor || ref), unbiased
-        clamped  max(d, 0)        biased high: E max(d, 0) >= E d           of sum max(actor - ref, 0) (1 total variation)
+        kind     value            as an estimate of KL(actor || reference)
+        k1       d                unbiased, any sign, high variance
+        abs      |d|              biased high: E|d| >= |E d|
+        k2       d^2 / 2          biased, correct to second order, >= 0
+        k3       exp(-d) - 1 + d  unbiased where unclamped, >= 0, low variance
+        k3+      that of k3       as k3
+        clamped  max(d, 0)        biased high: E max(d, 0) >= E d
 
-    So k3 in the loss is a different regulariser than k2, and k3+ reports k3 while it pushes as k2. "clamped" punishes tokens
-    made MORE likely than under the reference, and pays nothing back for those made less likely. For tokens of an older policy
-    none is unbiased without importance weights.
+        kind     expected gradient as a loss
+        k1       0: it restrains nothing
+        abs      of sum |actor - reference| (2 total variations)
+        k2       of KL(actor || reference): unbiased
+        k3       of KL(reference || actor), the other KL: biased
+        k3+      that of k2: of KL(actor || reference), unbiased
+        clamped  of sum max(actor - reference, 0) (1 total variation)
 
-    The last column takes the tokens before as given: no loss blames a token for leading where the KL is larger. A reward
-    does: k1 in it with gamma = 1 is the one unbiased way to the KL of whole responses, and with gamma = 0 pushes as k2 in the
-    loss. But through a reward's own value no gradient runs. What the others push with in a reward is the gradient of their
-    expectation LESS that of the last column: of KL(actor || ref) - KL(ref || actor) for k3, which cancel near the reference,
-    so that k3 (and k2) in the reward hardly restrain a policy that is close to it; "abs" punishes tokens there that are
-    suppressed already.
+    So k3 as a loss is a different regularizer from k2, and k3+ reports k3 but pushes like k2.
+    "clamped" penalizes tokens made MORE likely than under the reference and does not reward those
+    made less likely. For tokens of an older policy none is unbiased without importance weights.
 
-    The values of k3 and k3+ alone are clamped, as verl's `low_var_kl` is: d to +-20 before the exponential, so that it cannot
-    overflow, and the result to +-10, on both sides of d alike. A clamped token is underestimated; k3 has no gradient there,
-    k3+ keeps k2's.
+    The second table treats the preceding tokens as fixed: no loss blames a token for leading to
+    where the KL is larger. A reward does. k1 in the reward with gamma = 1 is the one unbiased way
+    to the KL of whole responses, and with gamma = 0 it pushes like k2 in the loss. But no gradient
+    flows through a reward's own value. In a reward, the other estimators push with the gradient of
+    their expectation MINUS that of the second table: of KL(actor || reference) -
+    KL(reference || actor) for k3. These cancel near the reference, so that k3 (and k2) in the
+    reward hardly restrain a policy that is close to it; there, "abs" penalizes tokens that are
+    already suppressed.
+
+    Only the values of k3 and k3+ are clamped, like verl's `low_var_kl`: d to +-20 before the
+    exponential, which could overflow, and the result to +-10, for both signs of d. A clamped token
+    is underestimated; k3 has no gradient there, and k3+ keeps that of k2.
 
     Args:
-      logprobs, ref_logprobs: log-probabilities <= 0 of the tokens sampled, any shape, at one temperature.
-      mask: 1 on the tokens that the policy chose and that count, same shape, contiguous or not.
+      logprobs: log-probabilities <= 0 of the sampled tokens under the actor.
+      ref_logprobs: those under the reference, at the same temperature.
+      mask: 1 on the tokens that the policy chose and that count, in any pattern.
       kind: one of KL_KINDS.
 
     Returns:
-      float32 of the same shape; 0 where mask is 0, and exactly 0 where logprobs == ref_logprobs.
+      float32; 0 where mask is 0, and exactly 0 where logprobs == ref_logprobs.
+
+    Raises:
+      ValueError: `kind` is unknown.
     """
     assert logprobs.shape == ref_logprobs.shape == mask.shape, (
         logprobs.shape,
@@ -61,9 +80,8 @@ def kl_estimate(
     if kind == "k1":
         return log_ratio
     if kind == "abs":
-        return jax.nn.relu(log_ratio) + jax.nn.relu(
-            -log_ratio
-        )  # whose gradient at 0 is 0, where that of jnp.abs is 1
+        # The gradient at 0 is 0, where that of jnp.abs is 1.
+        return jax.nn.relu(log_ratio) + jax.nn.relu(-log_ratio)
     if kind == "k2":
         return 0.5 * jnp.square(log_ratio)
     if kind == "k3":
@@ -72,34 +90,43 @@ def kl_estimate(
         k2 = 0.5 * jnp.square(log_ratio)
         return jax.lax.stop_gradient(_k3(log_ratio)) + (k2 - jax.lax.stop_gradient(k2))
     if kind == "clamped":
-        return jax.nn.relu(log_ratio)  # its gradient at 0 is 0, where that of maximum is 1/2
+        return jax.nn.relu(log_ratio)  # its gradient at 0 is 0, that of jnp.maximum 1/2
     raise ValueError(f"KL estimator {kind!r} is not one of {KL_KINDS}")
 
 
-def _k3(log_ratio):
+def _k3(log_ratio: jax.Array) -> jax.Array:
     log_ratio = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     # expm1, because exp(-d) - 1 keeps no digit of d^2 / 2 in float32 once |d| < 1e-4.
     return jnp.clip(jnp.expm1(-log_ratio) + log_ratio, -MAX_K3, MAX_K3)
 
 
 def adaptive_kl_coef(
-    coef: float | jax.Array,
-    current_kl: float | jax.Array,
-    target_kl: float | jax.Array,
+    coef: float | Float[Array, ""],
+    current_kl: float | Float[Array, ""],
+    target_kl: float | Float[Array, ""],
     horizon: float,
-    batch_size: int | jax.Array,
+    batch_size: int | Shaped[Array, ""],
     clip: float = 0.2,
-) -> jax.Array:
-    """The proportional controller of Ziegler et al. 2019 (arXiv 1909.08593, section 2.2), one step of it.
+) -> Float[Array, ""]:
+    """Return the KL coefficient after one step of a proportional controller.
 
         error = clip(current / target - 1, -c, c)
         coef' = coef * (1 + error * batch_size / horizon)
 
-    Units: current_kl and target_kl are nats, both summed over a response and averaged over samples (the authors' target
-    of 6) or both averaged over tokens (verl's of 0.1); one against the other is wrong by the length of a response.
-    target_kl > 0. The paper's gain K is written batch_size / horizon, both counted in samples, as in the authors' code
-    (horizon 10,000): an error that stays at the clip c (theirs is 0.2) changes the coefficient by a factor of about
-    exp(+-c) every `horizon` samples. The coefficient stays positive as long as c batch_size < horizon.
+    Ziegler et al. 2019 (arXiv 1909.08593, section 2.2). The paper's gain K is written
+    batch_size / horizon, both counted in samples, as in the authors' code (horizon 10,000). An
+    error that stays at the clip c changes the coefficient by a factor of about exp(+-c) every
+    `horizon` samples. The coefficient stays positive while c batch_size < horizon.
+
+    Args:
+      coef: the present coefficient.
+      current_kl: in nats, summed over a response and averaged over samples, or averaged over
+        tokens.
+      target_kl: > 0, in the same unit: 6 per response in the paper, 0.1 per token in verl. Mixing
+        the two is wrong by the length of a response.
+      horizon: in samples.
+      batch_size: samples since the last step of the controller.
+      clip: c; 0.2 in the paper.
     """
     error = jnp.clip(jnp.asarray(current_kl, jnp.float32) / target_kl - 1.0, -clip, clip)
     return coef * (1.0 + error * batch_size / horizon)
