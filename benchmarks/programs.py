@@ -19,7 +19,7 @@ from jax_ppo.models import attention, cache, heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import scoring, update
-from jax_ppo.ppo.experience import estimate
+from jax_ppo.ppo.experience import ExperienceOptions, estimate_experience
 from jax_ppo.runtime import sharding
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.training import packing
@@ -175,10 +175,24 @@ class Step:
 
     def experience(self) -> Experience:
         def build(state, sequences, sampled, plan, rewards):
-            parts = scoring.programs(self.config, self.nets, state, sequences, plan, 1)
+            parts = scoring.scoring_programs(
+                scoring.ScoringOptions.from_config(self.config),
+                self.nets,
+                state,
+                sequences,
+                plan,
+                1,
+            )
             scores = scoring.join_scores([function(*arguments) for function, arguments in parts])
-            return estimate(
-                self.config, state.step, state.control, sequences, sampled, scores, rewards, None
+            return estimate_experience(
+                ExperienceOptions.from_config(self.config),
+                state.step,
+                state.control,
+                sequences,
+                sampled,
+                scores,
+                rewards,
+                None,
             )[0]
 
         plan = jax.tree.map(
@@ -198,10 +212,12 @@ class Step:
 
     def pack(self, lengths) -> tuple[Packing, np.ndarray]:
         """The packing of one mini-batch of samples of these lengths [1, A, R, L], and how many of the A hold something [1]."""
-        at_once = packing.rows_at_once(
+        at_once = packing.rows_per_micro_batch(
             self.rows, self.config.row_length, self.samples, sharding.row_shards(self.mesh)
         )
-        return packing.plan(lengths, np.arange(self.samples)[None], at_once, self.config.row_length)
+        return packing.plan_packing(
+            lengths, np.arange(self.samples)[None], at_once, self.config.row_length
+        )
 
     def packing(self) -> MiniBatches:
         """The one mini-batch of an update."""
@@ -225,8 +241,8 @@ class Step:
             first = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=rows), batches.packing
             )
-            parts = scoring.programs(
-                self.config,
+            parts = scoring.scoring_programs(
+                scoring.ScoringOptions.from_config(self.config),
                 self.nets,
                 self.state(),
                 self.sequences(),
@@ -234,8 +250,14 @@ class Step:
                 self.everywhere(np.int32(0)),
             )
         else:
-            parts = update.programs(
-                self.config, self.nets, 100, self.state(), self.experience(), batches, batches
+            parts = update.update_programs(
+                update.UpdateOptions.from_config(self.config),
+                self.nets,
+                100,
+                self.state(),
+                self.experience(),
+                batches,
+                batches,
             )
         function, arguments = parts[len(critic)]
         with jax.set_mesh(self.mesh):
@@ -345,13 +367,18 @@ class Step:
                 lengths = prompt_lengths + np.asarray(rollout.lengths)
                 batches = self.packed(lengths)
                 plan = jax.tree.map(lambda x: x[0], batches.packing)
-                sequences = scoring.join(rollout, self.config.sequence_length)
-                scores = scoring.score(
-                    self.config, self.nets, state, sequences, plan, batches.counts[0]
+                sequences = scoring.join_sequences(rollout, self.config.sequence_length)
+                scores = scoring.score_rollout(
+                    scoring.ScoringOptions.from_config(self.config),
+                    self.nets,
+                    state,
+                    sequences,
+                    plan,
+                    batches.counts[0],
                 )
                 experience, _ = jax.block_until_ready(
-                    estimate(
-                        self.config,
+                    estimate_experience(
+                        ExperienceOptions.from_config(self.config),
                         state.step,
                         state.control,
                         sequences,

@@ -1,7 +1,8 @@
-"""The contracts between the rooms: what one hands to the next, with shapes, units and ranges.
+"""Data structures passed between modules, with shapes, units and ranges.
 
-Shape letters: B samples (prompts x rollout.n), P prompt bucket, T response, S = the longest prompt + the longest response,
-R rows of a micro-batch, L tokens of a packed row.
+Shape letters: B samples (prompts x `rollout.n`), P prompt bucket, T response, S = P + T for the
+longest prompt and response, R rows of a micro-batch, L tokens of a packed row, A micro-batches of a
+mini-batch, U optimizer steps of a role on one rollout.
 """
 
 import dataclasses
@@ -9,13 +10,17 @@ import typing
 from typing import Any
 
 import jax
+from jaxtyping import Bool, Float32, Int32
 
 Array = Any  # jax.Array or numpy.ndarray: the same contract holds on the host and on the mesh
 Params = dict[str, Any]  # nested dicts of arrays: a role's parameters, or a tree of its structure
 
 
+_Class = typing.TypeVar("_Class")
+
+
 @typing.dataclass_transform(frozen_default=True)
-def pytree(cls):
+def pytree(cls: type[_Class]) -> type[_Class]:
     """Make a class a frozen dataclass that JAX treats as a tree of its fields."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
@@ -25,12 +30,13 @@ class Example:
     """One row of a data set, on the host.
 
     Attributes:
-      prompt: the text, or a tuple of {"role", "content"} messages when it is a chat.
-      data_source: names the rule that rewards it ("openai/gsm8k", "arithmetic", ...).
-      ground_truth: what the rule compares with; "" where the rule needs nothing.
-      extra_info: anything else that the row carried, handed to the reward function as it is.
-      response: text worth imitating, or of two the one preferred; None where the row has none. PPO does not read it.
-      rejected: text of the other one; None where there is none.
+      prompt: the text, or a tuple of {"role", "content"} messages if it is a chat.
+      data_source: selects the rule that scores responses ("openai/gsm8k", "arithmetic", ...).
+      ground_truth: the reference answer of the rule; "" if the rule needs none.
+      extra_info: further columns of the row, passed to the reward function unchanged.
+      response: a demonstration, or the preferred response of a pair; `None` if the row has none.
+        PPO does not read it.
+      rejected: the other response of a pair; `None` if the row has none.
     """
 
     prompt: str | tuple[dict[str, str], ...]
@@ -43,135 +49,144 @@ class Example:
 
 @pytree
 class Prompts:
-    """Tokenised prompts. What stands after a row's length is padding and is never read.
+    """Tokenized prompts. Columns past a row's length are padding and are never read.
 
     Attributes:
-      tokens: int32 [B, P], each row from column 0 on.
-      lengths: int32 [B], 1..P.
+      tokens: each prompt starts at column 0.
+      lengths: number of tokens, 1..P.
     """
 
-    tokens: Array
-    lengths: Array
+    tokens: Int32[Array, "B P"]
+    lengths: Int32[Array, " B"]
 
 
 @pytree
 class Rollout:
-    """What the sampler made. Lengths are the truth: no room looks for pad or EOS ids to find where a response ends.
+    """Sampled responses.
+
+    Lengths and the action mask are authoritative: no module searches for pad or EOS ids to locate
+    the end of a response.
 
     Attributes:
-      prompts: the prompts, each repeated n times, sample b answering row b.
-      responses: int32 [B, T]; row b holds its response in columns 0..lengths[b] - 1, an EOS that ended it included.
-      lengths: int32 [B], 1..T.
-      logprobs: float32 [B, T], log-probability of each token under the distribution it was drawn from before top-k and
-        top-p: log_softmax(logits / temperature). 0 past the length.
-      truncated: bool [B], True where T tokens came without an EOS.
-      action_mask: bool [B, T], True on the response tokens that the policy chose, and False on those that came from elsewhere (the
-        output of a tool, say) and past the length. Losses, advantages and metrics of tokens count the former alone; the models
-        see all.
-      slot_steps: int32, one a queue (a shard of rows has one, a small model on a CPU two): tokens that the decoder's slots had
-        room for, used or not. None where there was no decoder.
+      prompts: the prompts, each repeated n times; sample b answers row b.
+      responses: row b holds its response in columns 0..lengths[b] - 1, including the EOS that
+        ended it.
+      lengths: number of response tokens, 1..T.
+      logprobs: log-probability of each token under the distribution it was drawn from, before
+        top-k and top-p: log_softmax(logits / temperature). 0 past the length.
+      truncated: True if T tokens were drawn without an EOS.
+      action_mask: True on the response tokens that the policy chose. False past the length, and on
+        tokens inserted by the environment, such as the output of a tool. Models read all tokens;
+        losses, advantages and token metrics count only the actions.
+      slot_steps: one entry per decoder queue: the number of tokens that its slots could have
+        drawn. `None` if the engine does not count them.
     """
 
     prompts: Prompts
-    responses: Array
-    lengths: Array
-    logprobs: Array
-    truncated: Array
-    action_mask: Array
-    slot_steps: Array | None = None
+    responses: Int32[Array, "B T"]
+    lengths: Int32[Array, " B"]
+    logprobs: Float32[Array, "B T"]
+    truncated: Bool[Array, " B"]
+    action_mask: Bool[Array, "B T"]
+    slot_steps: Int32[Array, " queues"] | None = None
 
 
 @pytree
 class Sequences:
-    """Prompt and response joined without a gap: what the models score.
+    """Prompts and responses joined without a gap: the input of the scoring models.
 
     Attributes:
-      tokens: int32 [B, S]; row b holds prompt_lengths[b] + lengths[b] tokens from column 0 on, then zeros.
-      prompt_lengths: int32 [B], 1..S - 1.
-      lengths: int32 [B], tokens of the response, 1..T.
-      truncated: bool [B], the response was cut off at its longest.
-      action_mask: bool [B, T], as of Rollout: the response tokens that the policy chose.
+      tokens: row b holds prompt_lengths[b] + lengths[b] tokens from column 0, then zeros.
+      prompt_lengths: number of prompt tokens, 1..S - 1.
+      lengths: number of response tokens, 1..T.
+      truncated: True if the response was cut off at its maximum length.
+      action_mask: as in `Rollout`; column t is the response's token t.
     """
 
-    tokens: Array
-    prompt_lengths: Array
-    lengths: Array
-    truncated: Array
-    action_mask: Array
+    tokens: Int32[Array, "B S"]
+    prompt_lengths: Int32[Array, " B"]
+    lengths: Int32[Array, " B"]
+    truncated: Bool[Array, " B"]
+    action_mask: Bool[Array, "B T"]
 
 
 @pytree
 class Packing:
-    """Which token of which sample stands where in the packed rows. Leading dimensions (epochs, ...) may come before.
+    """The place of each sample's tokens in packed rows. Leading dimensions may precede R.
 
-    A row holds whole samples one after the other; `sample` is at the same time the segment that attention must not leave.
+    A row holds whole samples one after the other. `sample` also serves as the segment id that
+    attention does not cross.
 
     Attributes:
-      sample: int32 [..., R, L], index into the batch of samples, -1 where the row is empty.
-      position: int32 [..., R, L], position in that sample's sequence, 0 where the row is empty.
+      sample: index into the batch of samples, -1 in empty places.
+      position: position in that sample's sequence, 0 in empty places.
     """
 
-    sample: Array
-    position: Array
+    sample: Int32[Array, "*leading R L"]
+    position: Int32[Array, "*leading R L"]
 
 
 @pytree
 class MiniBatches:
-    """The optimizer steps that a role takes on one rollout, in their order: U = epochs x mini-batches.
+    """The optimizer steps of a role on one rollout, in order: U = epochs x mini-batches.
 
     Attributes:
-      packing: [U, A, R, L], the rows of each, in A micro-batches of R.
-      counts: int32 [U], how many of the A micro-batches hold something.
-      members: bool [U, B], the samples of each.
+      packing: the rows of each mini-batch, in A micro-batches of R rows.
+      counts: number of the A micro-batches that are not empty.
+      members: the samples of each mini-batch.
     """
 
-    packing: Packing
-    counts: Array
-    members: Array
+    packing: Packing  # [U, A, R, L]
+    counts: Int32[Array, " U"]
+    members: Bool[Array, "U B"]
 
 
 @pytree
 class Control:
-    """What moves from step to step besides parameters.
+    """The values, apart from parameters, that carry over from one step to the next.
 
     Attributes:
-      kl_coef: float32 scalar, the coefficient of the KL to the reference in the coming step.
-      moments: kernels.moments.Moments by what they are of: "rewards" where scores are normalised, "returns" where the critic
-        learns normalised values.
+      kl_coef: coefficient of the KL penalty in the coming step.
+      moments: `kernels.moments.Moments` under "rewards" if scores are normalized, and under
+        "returns" if the critic learns normalized values.
     """
 
-    kl_coef: Array
+    kl_coef: Float32[Array, ""]
     moments: dict[str, Any]
 
 
 @pytree
 class Experience:
-    """All that the update learns from: one entry for each response token, aligned with Rollout.responses.
+    """Everything that the update learns from, aligned with `Rollout.responses`.
+
+    Arrays of [B, T] are 0 where `action_mask` is False.
 
     Attributes:
       sequences: the tokens.
-      kept: bool [B], samples that teach something.
-      old_logprobs: float32 [B, T], log-probs of the policy that the update starts from, at the sampling temperature.
-      ref_logprobs: float32 [B, T], of the frozen reference at the same temperature; None without a reference.
-      values: float32 [B, T], the critic's output for the state before each token; None without a critic.
-      advantages: float32 [B, T], whitened if asked.
-      returns: float32 [B, T], raw advantages + values: what the critic learns, normalised if it is; None without a critic.
-      importance: float32 [B, T], weights of the policy loss for tokens that another policy sampled; None: all 1.
+      sample_mask: False for samples that are excluded from all losses.
+      old_logprobs: log-probs of the policy at the start of the update, at the sampling temperature.
+      ref_logprobs: log-probs of the frozen reference at the same temperature; `None` without a
+        reference.
+      values: the critic's output for the state before each token; `None` without a critic.
+      advantages: whitened if configured.
+      returns: raw advantages + values, the critic's targets, normalized if its values are; `None`
+        without a critic.
+      importance: weights of the policy loss for tokens sampled by another policy; `None` if all
+        weights are 1.
       control: for the coming step.
-    Those of [B, T] are 0 where action_mask is False.
     """
 
     sequences: Sequences
-    kept: Array
-    old_logprobs: Array
-    ref_logprobs: Array | None
-    values: Array | None
-    advantages: Array
-    returns: Array | None
-    importance: Array | None
+    sample_mask: Bool[Array, " B"]
+    old_logprobs: Float32[Array, "B T"]
+    ref_logprobs: Float32[Array, "B T"] | None
+    values: Float32[Array, "B T"] | None
+    advantages: Float32[Array, "B T"]
+    returns: Float32[Array, "B T"] | None
+    importance: Float32[Array, "B T"] | None
     control: Control
 
     @property
-    def action_mask(self) -> Array:
-        """bool [B, T], the response tokens that the policy chose."""
+    def action_mask(self) -> Bool[Array, "B T"]:
+        """The response tokens that the policy chose."""
         return self.sequences.action_mask

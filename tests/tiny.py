@@ -9,8 +9,9 @@ from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.lora import Lora, init_adapters
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.ppo import scoring
-from jax_ppo.ppo.experience import estimate
+from jax_ppo.ppo import objectives, scoring, update
+from jax_ppo.ppo.experience import ExperienceOptions
+from jax_ppo.ppo.experience import estimate_experience as estimate
 from jax_ppo.runtime import sharding
 from jax_ppo.training import packing
 from jax_ppo.training.kl_schedule import first_control
@@ -138,7 +139,9 @@ def make_rollout(mesh, seed=0, samples=B):
 def plan(config, mesh, rollout, groups, rows):
     """The groups' MiniBatches, packed on the mesh."""
     total = np.asarray(rollout.prompts.lengths) + np.asarray(rollout.lengths)
-    packed, counts = packing.plan(total, groups, rows, config.row_length, config.packing.enabled)
+    packed, counts = packing.plan_packing(
+        total, groups, rows, config.row_length, config.packing.enabled
+    )
     members = np.zeros((len(groups), len(total)), bool)
     np.put_along_axis(members, np.asarray(groups), True, 1)
     return MiniBatches(sharding.place(packed, sharding.rows(mesh, 2)), counts, members)
@@ -150,8 +153,8 @@ def make_experience(config, mesh, state, rollout, rewards=None, rows=2, step_rew
     rewards = (
         np.linspace(-1, 1, len(rollout.lengths)).astype(np.float32) if rewards is None else rewards
     )
-    sequences = scoring.join(rollout, config.sequence_length)
-    scores = scoring.score(
+    sequences = scoring.join_sequences(rollout, config.sequence_length)
+    scores = score_rollout(
         config,
         networks(config),
         state,
@@ -160,7 +163,7 @@ def make_experience(config, mesh, state, rollout, rewards=None, rows=2, step_rew
         batches.counts[0],
     )
     rewards = sharding.place(rewards, sharding.rows(mesh))
-    return estimate(
+    return estimate_experience(
         config,
         state.step,
         state.control,
@@ -170,3 +173,41 @@ def make_experience(config, mesh, state, rollout, rewards=None, rows=2, step_rew
         rewards,
         step_rewards,
     )
+
+
+# The functions of one step, called with a whole config.
+
+
+def score_rollout(config, *arguments):
+    """Call `scoring.score_rollout` with the config's options."""
+    return scoring.score_rollout(scoring.ScoringOptions.from_config(config), *arguments)
+
+
+def estimate_experience(config, *arguments):
+    """Call `experience.estimate_experience` with the config's options."""
+    return estimate(ExperienceOptions.from_config(config), *arguments)
+
+
+def update_state(config, *arguments):
+    """Call `update.update_state` with the config's options."""
+    return update.update_state(update.UpdateOptions.from_config(config), *arguments)
+
+
+def update_programs(config, *arguments):
+    """Call `update.update_programs` with the config's options."""
+    return update.update_programs(update.UpdateOptions.from_config(config), *arguments)
+
+
+def actor_role(config, nets, base=None):
+    """Return the actor's role, or that of actor and critic on a shared trunk."""
+    return update.actor_role(update.UpdateOptions.from_config(config).actor, nets.actor, base)
+
+
+def critic_role(config, nets, base=None):
+    """Return the critic's role."""
+    return update.critic_role(update.UpdateOptions.from_config(config).critic, nets.critic, base)
+
+
+def actor_context(config, state):
+    """Return the constants of the actor's loss in this state's step."""
+    return objectives.actor_context(config.actor, state.step, state.control, state.reference)

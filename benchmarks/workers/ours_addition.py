@@ -18,11 +18,11 @@ import jax
 from jax_ppo.config import loading, schema
 from jax_ppo.ppo import scoring
 from jax_ppo.ppo.evaluation import evaluate_policy
-from jax_ppo.ppo.experience import estimate
+from jax_ppo.ppo.experience import ExperienceOptions, estimate_experience
 from jax_ppo.ppo.plans import sample_lengths
 from jax_ppo.ppo.random_keys import TRAINING
 from jax_ppo.ppo.setup import PPORun, set_up_run
-from jax_ppo.ppo.update import update
+from jax_ppo.ppo.update import UpdateOptions, update_state
 from jax_ppo.reporting import console
 from jax_ppo.runtime import sharding
 from jax_ppo.training.state import create_state
@@ -109,11 +109,13 @@ class Training:
         )
         run.engine.release_weights()
         plans = run.planner.plan(self.done, sample_lengths(batch, rollout))
-        sequences = scoring.join(rollout, config.sequence_length)
-        scores = scoring.score(config, run.nets, state, sequences, *plans.scoring)
+        sequences = scoring.join_sequences(rollout, config.sequence_length)
+        scores = scoring.score_rollout(
+            scoring.ScoringOptions.from_config(config), run.nets, state, sequences, *plans.scoring
+        )
         rewarded, _ = run.rules.score(batch, rollout)
-        experience, _ = estimate(
-            config,
+        experience, _ = estimate_experience(
+            ExperienceOptions.from_config(config),
             state.step,
             state.control,
             sequences,
@@ -122,8 +124,14 @@ class Training:
             rewarded.scores,
             None,
         )
-        self.state, _ = update(
-            config, run.nets, run.total_steps, state, experience, plans.actor, plans.critic
+        self.state, _ = update_state(
+            UpdateOptions.from_config(config),
+            run.nets,
+            run.total_steps,
+            state,
+            experience,
+            plans.actor,
+            plans.critic,
         )
         self.done += 1
 

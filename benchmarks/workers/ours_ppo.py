@@ -92,13 +92,13 @@ def stop_between_steps(turnstile: Turnstile, prompt_tokens: int) -> None:
     ppo.precompile_in_background = lambda *_: contextlib.nullcontext()
     setup.PromptBatches = Batches
     sample_lengths, ppo.sample_lengths = ppo.sample_lengths, lengths
-    updated, ppo.update = turnstile.phase("update", ppo.update), update
+    updated, ppo.update_state = turnstile.phase("update", ppo.update_state), update
     for owner, name, phase in (
         (generate.Sampler, "__call__", "rollout"),
-        (scoring, "score", "scoring"),
+        (scoring, "score_rollout", "scoring"),
         (rewarding.RuleScorer, "score", "reward"),
         (scoring, "reward_model_scores", "reward"),
-        (ppo, "estimate", "advantages"),
+        (ppo, "estimate_experience", "advantages"),
     ):
         setattr(owner, name, turnstile.phase(phase, getattr(owner, name)))
 

@@ -132,6 +132,6 @@ def total_rewards(
         return scores
     inputs = rule_rewards.model_inputs
     if inputs is None:
-        sequences = scoring.join(rollout, run.config.sequence_length)
+        sequences = scoring.join_sequences(rollout, run.config.sequence_length)
         inputs = (sequences, *run.planner.plan_scoring(sample_lengths(batch, rollout)))
     return add_reward_model_scores(run.nets, state, scores, inputs)

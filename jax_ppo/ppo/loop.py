@@ -16,7 +16,7 @@ from jax_ppo.config.schema import Config, Trainer
 from jax_ppo.data.prompts import PromptBatch, PromptBatches
 from jax_ppo.ppo import scoring
 from jax_ppo.ppo.evaluation import Evaluation, evaluate_policy
-from jax_ppo.ppo.experience import estimate
+from jax_ppo.ppo.experience import ExperienceOptions, estimate_experience
 from jax_ppo.ppo.plans import sample_lengths
 from jax_ppo.ppo.precompilation import precompile_in_background
 from jax_ppo.ppo.random_keys import TRAINING
@@ -24,7 +24,7 @@ from jax_ppo.ppo.report import Reporter
 from jax_ppo.ppo.reward_moments import measure_first_rewards
 from jax_ppo.ppo.rewarding import add_reward_model_scores
 from jax_ppo.ppo.setup import PPORun, set_up_run
-from jax_ppo.ppo.update import update
+from jax_ppo.ppo.update import UpdateOptions, update_state
 from jax_ppo.reporting import console
 from jax_ppo.runtime import compilation, sharding
 from jax_ppo.sampler import engine
@@ -51,6 +51,9 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
             config, run.total_steps, checkpoints, console.print_on_main, "train"
         )
         with engine.running(run.engine), Reporter(run, workdir, progress, compiled) as reporter:
+            scoring_options = scoring.ScoringOptions.from_config(config)
+            experience_options = ExperienceOptions.from_config(config)
+            update_options = UpdateOptions.from_config(config)
             state = start_state(run, checkpoints, progress, reporter)
             batches = run.batches(progress.position)
             next_sampled: SampledBatch | None = None  # sampled one step ahead
@@ -61,8 +64,10 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
                 with reporter.phase("rollout"):
                     plans = run.planner.plan(step, sample_lengths(batch, rollout))
 
-                sequences = scoring.join(rollout, config.sequence_length)
-                scores = scoring.score(config, run.nets, state, sequences, *plans.scoring)
+                sequences = scoring.join_sequences(rollout, config.sequence_length)
+                scores = scoring.score_rollout(
+                    scoring_options, run.nets, state, sequences, *plans.scoring
+                )
 
                 next_sampled = None
                 if samples_ahead(config, run.total_steps, step):
@@ -77,8 +82,8 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
                     run.nets, state, rule_rewards.scores, model_inputs
                 )
 
-                experience, rollout_metrics = estimate(
-                    config,
+                experience, rollout_metrics = estimate_experience(
+                    experience_options,
                     state.step,
                     state.control,
                     sequences,
@@ -87,8 +92,8 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
                     rewards,
                     rule_rewards.steps,
                 )
-                state, update_metrics = update(
-                    config,
+                state, update_metrics = update_state(
+                    update_options,
                     run.nets,
                     run.total_steps,
                     state,

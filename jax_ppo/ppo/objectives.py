@@ -1,236 +1,385 @@
-"""What actor and critic minimise: their losses on packed rows, and what is reported of them.
+"""The losses of actor and critic on packed rows, and their metrics.
 
-Each function gives the share of a mini-batch's loss that some of its rows bear: shares add up over rows to the loss, and their
-metrics to the metrics (but for *_min and *_max, of which the least and the greatest is taken).
+Each loss function returns the share of a mini-batch's loss that its rows contribute. Shares of the
+loss add up over rows; shares of a metric combine as its `Metric` states.
 """
 
-from collections.abc import Callable
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
 
 from jax_ppo.config import parsing, plugins
-from jax_ppo.config.schema import POLICY_LOSSES, Config
+from jax_ppo.config.schema import POLICY_LOSSES, Actor, Config, Critic
 from jax_ppo.errors import UserError
-from jax_ppo.kernels import kl, losses, policy_losses, schedules
-from jax_ppo.models import heads
-from jax_ppo.ppo import scoring
-from jax_ppo.training import forward
-from jax_ppo.training import packing as packing_lib
-from jax_ppo.training.networks import Networks
-from jax_ppo.training.state import TrainState
-from jax_ppo.types import Experience, pytree
+from jax_ppo.kernels import kl, losses, schedules
+from jax_ppo.kernels.losses import PolicyLoss
+from jax_ppo.kernels.policy_losses import LOSSES, Clip, PolicyBatch
+from jax_ppo.models.heads import compute_scalars
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.ppo.scoring import reuses_logprobs
+from jax_ppo.training import forward, packing
+from jax_ppo.training.packing import Rows
+from jax_ppo.types import Control, Experience, Params, pytree
 
-ACTOR_METRICS = (
-    "actor/loss",
-    "actor/pg_loss",
-    "actor/kl_loss",
-    "actor/entropy",
-    "actor/approx_kl",
-    "actor/ratio_mean",
-    "actor/ratio_min",
-    "actor/ratio_max",
-    "actor/log_ratio_max",
-    "actor/clip_fraction",
-    "actor/dual_clip_fraction",
-)
-CRITIC_METRICS = ("critic/loss", "critic/clip_fraction")
+Metrics = dict[str, jax.Array]
+LossAndMetrics = tuple[Float32[Array, ""], Metrics]
 
 
-def policy_loss(
-    name: str,
-) -> Callable[[policy_losses.PolicyBatch, policy_losses.Clip], losses.PolicyLoss]:
-    """The loss that actor.policy_loss names. Raises UserError for one of the user's own that can not be loaded."""
+class Metric(enum.Enum):
+    """How a metric's shares combine: over the rows of a mini-batch, then over optimizer steps.
+
+    MEAN: shares add up to a mini-batch's value; the mean over steps.
+    SUM: shares add up; the sum over steps, 0 if there were none.
+    MIN, MAX: the extreme of all shares of all steps.
+    FIRST_MAX: the maximum over rows, of the first step.
+    """
+
+    MEAN = enum.auto()
+    SUM = enum.auto()
+    MIN = enum.auto()
+    MAX = enum.auto()
+    FIRST_MAX = enum.auto()
+
+    @property
+    def start(self) -> float:
+        """The value that shares are combined with at first."""
+        return {
+            Metric.MIN: float("inf"),
+            Metric.MAX: -float("inf"),
+            Metric.FIRST_MAX: -float("inf"),
+        }.get(self, 0.0)
+
+    def combine(self, total: jax.Array, share: jax.Array) -> jax.Array:
+        """Return the value of two groups of rows together."""
+        if self is Metric.MIN:
+            return jnp.minimum(total, share)
+        if self in (Metric.MAX, Metric.FIRST_MAX):
+            return jnp.maximum(total, share)
+        return total + share
+
+    def over_steps(self, values_U: jax.Array, has_tokens_U: jax.Array) -> jax.Array:
+        """Return one value of all steps that had tokens; NaN if none had, except for SUM."""
+        if self is Metric.SUM:
+            return jnp.sum(values_U, where=has_tokens_U)
+        if self is Metric.MIN:
+            value = jnp.min(values_U, where=has_tokens_U, initial=self.start)
+        elif self is Metric.MAX:
+            value = jnp.max(values_U, where=has_tokens_U, initial=self.start)
+        elif self is Metric.FIRST_MAX:
+            value = values_U[jnp.argmax(has_tokens_U)]
+        else:
+            value = jnp.sum(values_U, where=has_tokens_U) / jnp.sum(has_tokens_U)
+        return jnp.where(jnp.any(has_tokens_U), value, jnp.nan)
+
+
+ACTOR_METRICS: Mapping[str, Metric] = {
+    "actor/loss": Metric.MEAN,
+    "actor/pg_loss": Metric.MEAN,
+    "actor/kl_loss": Metric.MEAN,
+    "actor/entropy": Metric.MEAN,
+    "actor/approx_kl": Metric.MEAN,
+    "actor/ratio_mean": Metric.MEAN,
+    "actor/ratio_min": Metric.MIN,
+    "actor/ratio_max": Metric.MAX,
+    "actor/log_ratio_max": Metric.MAX,
+    # Near 0 if the old log-probs are right; exactly 0 if those being differentiated replace them.
+    "actor/first_log_ratio": Metric.FIRST_MAX,
+    "actor/clip_fraction": Metric.MEAN,
+    "actor/dual_clip_fraction": Metric.MEAN,
+}
+CRITIC_METRICS: Mapping[str, Metric] = {
+    "critic/loss": Metric.MEAN,
+    "critic/clip_fraction": Metric.MEAN,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ActorLossOptions:
+    """What the actor's loss reads; part of a static argument of compiled functions.
+
+    Attributes:
+      actor: the section of the config.
+      temperature: divides the logits, as in sampling.
+      is_on_policy: the log-probs being differentiated are also the old ones. This is the case if
+        the rollout gets one optimizer step and its log-probs were not computed again.
+    """
+
+    actor: Actor
+    temperature: float
+    is_on_policy: bool
+
+    @classmethod
+    def from_config(cls, config: Config) -> "ActorLossOptions":
+        """Collect what the actor's loss reads."""
+        return cls(
+            actor=config.actor,
+            temperature=config.rollout.temperature,
+            is_on_policy=config.updates_once and reuses_logprobs(config),
+        )
+
+
+def get_policy_loss(name: str) -> Callable[[PolicyBatch, Clip], PolicyLoss]:
+    """Return the loss that `actor.policy_loss` names.
+
+    Raises:
+      UserError: a `module:function` that cannot be loaded.
+    """
     if name in POLICY_LOSSES:
-        return policy_losses.LOSSES[name]
+        return LOSSES[name]
     return plugins.load_plugin(name, "actor.policy_loss", ("batch", "clip"), by_name=False)
 
 
 @pytree
 class Weights:
-    """Of each token in a mini-batch's loss and in its means; [R, L] float32, 0 off the mask.
+    """Weights of the tokens of a mini-batch, 0 where the rows' mask is False.
 
     Attributes:
-      loss: as loss_agg_mode has it.
-      mean: of the mini-batch's tokens.
+      loss: in the loss, according to `loss_agg_mode`.
+      mean: in means over the mini-batch's tokens.
     """
 
-    loss: jax.Array
-    mean: jax.Array
+    loss: Float32[Array, "R L"]
+    mean: Float32[Array, "R L"]
 
 
 @pytree
 class ActorContext:
-    """What the actor's loss reads besides rows and experience, and no gradient goes to.
+    """Inputs of the actor's loss that are constant during an update.
 
     Attributes:
-      reference: parameters; None where the loss has no KL over the whole vocabulary.
-      kl_coef, entropy_coef: float32 scalars, of this step.
+      reference: parameters; `None` if the loss has no KL over the whole vocabulary.
+      kl_coef: coefficient of the KL loss.
+      entropy_coef: coefficient of the entropy bonus.
     """
 
-    reference: dict | None
-    kl_coef: jax.Array
-    entropy_coef: jax.Array
+    reference: Params | None
+    kl_coef: Float32[Array, ""]
+    entropy_coef: Float32[Array, ""]
 
 
-def actor_context(config: Config, state: TrainState) -> ActorContext:
-    options = config.actor
+def actor_context(
+    options: Actor, step: Int32[Array, ""], control: Control, reference: Params | None
+) -> ActorContext:
+    """Return the context of one step."""
     entropy_coef = jnp.float32(options.entropy_coeff)
     if options.entropy_schedule:
-        entropy_coef = schedules.piecewise(
-            parsing.parse_schedule(options.entropy_schedule), state.step, linear=True
-        )
+        points = parsing.parse_schedule(options.entropy_schedule)
+        entropy_coef = schedules.piecewise(points, step, linear=True)
+    needs_reference = options.use_kl_loss and options.kl_loss_type == "full"
+    fixed_kl_coef = jnp.float32(options.kl_loss_coef)
     return ActorContext(
-        reference=state.reference
-        if options.use_kl_loss and options.kl_loss_type == "full"
-        else None,
-        kl_coef=state.control.kl_coef
-        if options.kl_loss_ctrl
-        else jnp.float32(options.kl_loss_coef),
+        reference=reference if needs_reference else None,
+        kl_coef=control.kl_coef if options.kl_loss_ctrl else fixed_kl_coef,
         entropy_coef=entropy_coef,
     )
 
 
 def actor_loss(
-    config: Config,
-    nets: Networks,
-    params,
+    options: ActorLossOptions,
+    net: Transformer,
+    params: Params,
     context: ActorContext,
-    rows: packing_lib.Rows,
+    rows: Rows,
     experience: Experience,
     weights: Weights,
-):
-    """The policy loss, plus the KL to the reference if asked, minus the entropy bonus. Returns (loss, metrics)."""
-    hidden = forward.hidden_states(nets.actor, params, rows)
-    return _actor_loss(config, nets, params, hidden, context, rows, experience, weights)
+) -> LossAndMetrics:
+    """Return the policy loss, plus the KL to the reference, minus the entropy bonus.
+
+    Args:
+      options: see `ActorLossOptions`.
+      net: the actor's model.
+      params: everything that it runs on.
+      context: constants of the step.
+      rows: some rows of a mini-batch.
+      experience: of the whole rollout.
+      weights: of the tokens of these rows.
+    """
+    hidden = forward.hidden_states(net, params, rows)
+    return _actor_loss(options, net, params, hidden, context, rows, experience, weights)
 
 
-def _actor_loss(config, nets, params, hidden, context, rows, experience, weights):
-    options, temperature = config.actor, config.rollout.temperature
-    logprobs, entropy = forward.token_logprobs(nets.actor, params, hidden, rows, temperature)
-    if config.updates_once and scoring.reuses_logprobs(config):
-        old = jax.lax.stop_gradient(
-            logprobs
-        )  # the same policy: a ratio of 1, whatever the sampler's program rounds otherwise
-    else:
-        old = packing_lib.to_rows(experience.old_logprobs, rows)
-    advantages = packing_lib.to_rows(experience.advantages, rows)
-    counts_B = experience.action_mask.sum(1)
-    batch = policy_losses.PolicyBatch(
-        logprobs,
-        old,
-        advantages,
-        rows.mask,
-        counts_B[rows.samples],
-        lambda x: packing_lib.sample_sums(x, rows, len(counts_B)),
+def critic_loss(
+    options: Critic,
+    net: Transformer,
+    params: Params,
+    context: None,
+    rows: Rows,
+    experience: Experience,
+    weights: Weights,
+) -> LossAndMetrics:
+    """Return the value loss; arguments as for `actor_loss`."""
+    values = forward.scalar_outputs(net, params, rows)
+    return _critic_loss(options, values, rows, experience, weights)
+
+
+def shared_loss(
+    actor_options: ActorLossOptions,
+    critic_options: Critic,
+    net: Transformer,
+    params: Params,
+    context: ActorContext,
+    rows: Rows,
+    experience: Experience,
+    weights: Weights,
+) -> LossAndMetrics:
+    """Return the sum of the policy and the value loss from one pass through a shared trunk."""
+    hidden = forward.hidden_states(net, params, rows)
+    policy_part, actor_metrics = _actor_loss(
+        actor_options, net, params, hidden, context, rows, experience, weights
     )
-    low = options.clip_ratio if options.clip_ratio_low is None else options.clip_ratio_low
-    high = options.clip_ratio if options.clip_ratio_high is None else options.clip_ratio_high
-    policy = policy_loss(options.policy_loss)(
-        batch, policy_losses.Clip(low, high, options.clip_ratio_c or None)
-    )
-    _check_policy_loss(options.policy_loss, policy, rows.mask.shape)
-    if not (options.entropy_coeff or options.entropy_schedule):
-        entropy = jax.lax.stop_gradient(
-            entropy
-        )  # a factor of 0 alone would not spare its backward pass
-    importance = (
-        1 if experience.importance is None else packing_lib.to_rows(experience.importance, rows)
-    )
+    values = compute_scalars(params, hidden)
+    value_part, critic_metrics = _critic_loss(critic_options, values, rows, experience, weights)
+    return policy_part + value_part, actor_metrics | critic_metrics
+
+
+def _actor_loss(
+    options: ActorLossOptions,
+    net: Transformer,
+    params: Params,
+    hidden: Float[Array, "R L D"],
+    context: ActorContext,
+    rows: Rows,
+    experience: Experience,
+    weights: Weights,
+) -> LossAndMetrics:
+    actor = options.actor
+    logprobs, entropy = forward.token_logprobs(net, params, hidden, rows, options.temperature)
+    assert entropy is not None, "the loss needs the entropy"
+    policy = _policy_loss(options, logprobs, rows, experience)
+    if not (actor.entropy_coeff or actor.entropy_schedule):
+        # A coefficient of 0 alone would not save the backward pass of the entropy.
+        entropy = jax.lax.stop_gradient(entropy)
+    importance: int | jax.Array = 1
+    if experience.importance is not None:
+        importance = packing.to_rows(experience.importance, rows)
     pg_loss = jnp.sum(weights.loss * importance * policy.loss)
-    kl_loss = jnp.float32(0)
-    if context.reference is not None:
-        ref_hidden = forward.hidden_states(nets.actor, context.reference, rows)
-        divergence = forward.reference_kl(
-            nets.actor, params, hidden, context.reference, ref_hidden, rows, temperature
-        )
-        kl_loss = jnp.sum(weights.loss * divergence)
-    elif options.use_kl_loss:
-        ref_logprobs = packing_lib.to_rows(experience.ref_logprobs, rows)
-        kl_loss = jnp.sum(
-            weights.loss * kl.kl_estimate(logprobs, ref_logprobs, rows.mask, options.kl_loss_type)
-        )
-    loss = (
-        pg_loss + context.kl_coef * kl_loss - context.entropy_coef * jnp.sum(weights.loss * entropy)
-    )
+    kl_loss = _kl_loss(options, net, params, hidden, logprobs, context, rows, experience, weights)
+    entropy_bonus = jnp.sum(weights.loss * entropy)
+    loss = pg_loss + context.kl_coef * kl_loss - context.entropy_coef * entropy_bonus
+    metrics = {"actor/loss": loss, "actor/pg_loss": pg_loss, "actor/kl_loss": kl_loss}
+    return loss, metrics | _policy_metrics(policy, entropy, weights)
 
+
+def _policy_loss(
+    options: ActorLossOptions, logprobs: Float[Array, "R L"], rows: Rows, experience: Experience
+) -> PolicyLoss:
+    """Return the configured policy loss of each token."""
+    actor = options.actor
+    if options.is_on_policy:
+        # The same policy: a ratio of 1, however differently the sampler's program rounds.
+        old_logprobs = jax.lax.stop_gradient(logprobs)
+    else:
+        old_logprobs = packing.to_rows(experience.old_logprobs, rows)
+    action_counts_B = experience.action_mask.sum(1)
+    batch = PolicyBatch(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        advantages=packing.to_rows(experience.advantages, rows),
+        mask=rows.mask,
+        action_counts=action_counts_B[rows.samples],
+        sequence_sum=lambda x: packing.sample_sums(x, rows, len(action_counts_B)),
+    )
+    clip = Clip(
+        low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
+        high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
+        dual=actor.clip_ratio_c or None,
+    )
+    policy = get_policy_loss(actor.policy_loss)(batch, clip)
+    _validate_policy_loss(actor.policy_loss, policy, rows.mask.shape)
+    return policy
+
+
+def _kl_loss(
+    options: ActorLossOptions,
+    net: Transformer,
+    params: Params,
+    hidden: Float[Array, "R L D"],
+    logprobs: Float[Array, "R L"],
+    context: ActorContext,
+    rows: Rows,
+    experience: Experience,
+    weights: Weights,
+) -> Float32[Array, ""]:
+    """Return the weighted KL to the reference, exact or estimated; 0 if the loss has none."""
+    if context.reference is not None:
+        ref_hidden = forward.hidden_states(net, context.reference, rows)
+        exact = forward.reference_kl(
+            net, params, hidden, context.reference, ref_hidden, rows, options.temperature
+        )
+        return jnp.sum(weights.loss * exact)
+    if options.actor.use_kl_loss:
+        assert experience.ref_logprobs is not None, "a KL loss needs a reference"
+        ref_logprobs = packing.to_rows(experience.ref_logprobs, rows)
+        kind = options.actor.kl_loss_type
+        return jnp.sum(weights.loss * kl.kl_estimate(logprobs, ref_logprobs, rows.mask, kind))
+    return jnp.float32(0)
+
+
+def _policy_metrics(policy: PolicyLoss, entropy: Float[Array, "R L"], weights: Weights) -> Metrics:
+    """Describe how far the policy has moved since the rollout."""
     counts = weights.mean > 0
 
-    def mean(x):
+    def mean(x: jax.Array) -> jax.Array:
         return jnp.sum(weights.mean * x)
 
-    return loss, {
-        "actor/loss": loss,
-        "actor/pg_loss": pg_loss,
-        "actor/kl_loss": kl_loss,
+    log_ratio_max = jnp.where(counts, jnp.abs(policy.log_ratio), 0).max()
+    return {
         "actor/entropy": mean(entropy),
-        # Schulman's k3 of the step itself: non-negative, 0 while the policy has not moved.
+        # Schulman's k3 of the update itself: non-negative, 0 while the policy has not moved.
         "actor/approx_kl": mean(jnp.expm1(policy.log_ratio) - policy.log_ratio),
         "actor/ratio_mean": mean(policy.ratio),
         "actor/ratio_min": jnp.where(counts, policy.ratio, jnp.inf).min(),
         "actor/ratio_max": jnp.where(counts, policy.ratio, -jnp.inf).max(),
-        "actor/log_ratio_max": jnp.where(counts, jnp.abs(policy.log_ratio), 0).max(),
+        "actor/log_ratio_max": log_ratio_max,
+        "actor/first_log_ratio": log_ratio_max,
         "actor/clip_fraction": mean(policy.clipped),
         "actor/dual_clip_fraction": mean(policy.dual_clipped),
     }
 
 
-def _check_policy_loss(name, found, shape):
-    """What a loss of the user's own returns: one that takes a mean itself would depend on how a batch is cut."""
-    if not isinstance(found, losses.PolicyLoss):
+def _validate_policy_loss(name: str, result: object, shape: tuple[int, ...]) -> None:
+    """Validate the result of a loss plugin.
+
+    A plugin that takes a mean itself would depend on how a batch is split.
+
+    Raises:
+      UserError: the result is no `PolicyLoss`, or a field is not one number per token.
+    """
+    if not isinstance(result, PolicyLoss):
         raise UserError(
-            f"config.actor.policy_loss={name!r}: returned {type(found).__name__}; expected a "
+            f"config.actor.policy_loss={name!r}: returned {type(result).__name__}; expected a "
             "kernels.losses.PolicyLoss"
         )
-    for field, value in found._asdict().items():
+    for field, value in result._asdict().items():
         if jnp.shape(value) != shape:
             raise UserError(
-                f"config.actor.policy_loss={name!r}: its {field} has shape {jnp.shape(value)}; expected a number "
-                f"for each token, {shape}"
+                f"config.actor.policy_loss={name!r}: its {field} has shape {jnp.shape(value)}; "
+                f"expected one number per token, {shape}"
             )
 
 
-def critic_loss(
-    config: Config,
-    nets: Networks,
-    params,
-    context: None,
-    rows: packing_lib.Rows,
+def _critic_loss(
+    options: Critic,
+    values: Float[Array, "R L"],
+    rows: Rows,
     experience: Experience,
     weights: Weights,
-):
-    """The value loss. Returns (loss, metrics)."""
-    return _critic_loss(
-        config, forward.scalars(nets.critic, params, rows), rows, experience, weights
-    )
-
-
-def shared_loss(
-    config: Config,
-    nets: Networks,
-    params,
-    context: ActorContext,
-    rows: packing_lib.Rows,
-    experience: Experience,
-    weights: Weights,
-):
-    """The sum of the policy's and the value loss, of one pass through the trunk that actor and critic share. Returns (loss,
-    metrics)."""
-    hidden = forward.hidden_states(nets.actor, params, rows)
-    of_actor, actor_metrics = _actor_loss(
-        config, nets, params, hidden, context, rows, experience, weights
-    )
-    of_critic, critic_metrics = _critic_loss(
-        config, heads.compute_scalars(params, hidden), rows, experience, weights
-    )
-    return of_actor + of_critic, actor_metrics | critic_metrics
-
-
-def _critic_loss(config, values, rows, experience, weights):
-    options = config.critic
-    old, returns = (packing_lib.to_rows(x, rows) for x in (experience.values, experience.returns))
+) -> LossAndMetrics:
+    assert experience.values is not None, "a value loss needs values"
+    assert experience.returns is not None, "a value loss needs returns"
+    old_values = packing.to_rows(experience.values, rows)
+    returns = packing.to_rows(experience.returns, rows)
     value = losses.value_loss(
-        values, old, returns, rows.mask, options.cliprange_value or None, options.huber_delta
+        values=values,
+        old_values=old_values,
+        returns=returns,
+        mask=rows.mask,
+        clip=options.cliprange_value or None,
+        huber_delta=options.huber_delta,
     )
     loss = options.value_loss_coef * jnp.sum(weights.loss * value.loss)
     return loss, {

@@ -123,10 +123,10 @@ class RolloutPlanner:
     def _pack(
         self, lengths: np.ndarray, groups: np.ndarray, rows_per_device: int | None
     ) -> tuple[Packing, np.ndarray]:
-        rows_at_once = packing.rows_at_once(
+        rows_at_once = packing.rows_per_micro_batch(
             rows_per_device, self.row_length, groups.shape[1], sharding.row_shards(self.mesh)
         )
-        return packing.plan(lengths, groups, rows_at_once, self.row_length, self.packed)
+        return packing.plan_packing(lengths, groups, rows_at_once, self.row_length, self.packed)
 
     def _replicate(self, array: np.ndarray) -> jax.Array:
         return sharding.place(array, sharding.replicated(self.mesh))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo.ppo import scoring, update
-from jax_ppo.ppo.experience import estimate
+from jax_ppo.ppo.experience import ExperienceOptions, estimate_experience
 from jax_ppo.ppo.plans import Plans
 from jax_ppo.ppo.random_keys import TRAINING
 from jax_ppo.ppo.setup import PPORun
@@ -82,9 +82,12 @@ def _compile_programs(run: PPORun, prompts: Prompts, key: jax.Array, plans: Plan
     config, nets = run.config, run.nets
     state = state_shapes(config, nets, run.mesh)
     rollout = yield from run.engine.precompile(run.policy_params(state), prompts, key, run.sampling)
-    sequences = compile_ahead(scoring.join, rollout, config.sequence_length)
+    sequences = compile_ahead(scoring.join_sequences, rollout, config.sequence_length)
     scores = []
-    for function, arguments in scoring.programs(config, nets, state, sequences, *plans.scoring):
+    scoring_options = scoring.ScoringOptions.from_config(config)
+    for function, arguments in scoring.scoring_programs(
+        scoring_options, nets, state, sequences, *plans.scoring
+    ):
         scores.append(compile_ahead(function, *arguments))
         yield "score"
     # The shapes of a reward model's own tokens depend on the texts.
@@ -100,8 +103,8 @@ def _compile_programs(run: PPORun, prompts: Prompts, key: jax.Array, plans: Plan
     if config.reward.process_rewards:
         step_rewards = jax.ShapeDtypeStruct(rollout.logprobs.shape, jnp.float32, sharding=rows)
     experience, _ = compile_ahead(
-        estimate,
-        config,
+        estimate_experience,
+        ExperienceOptions.from_config(config),
         state.step,
         state.control,
         sequences,
@@ -111,8 +114,14 @@ def _compile_programs(run: PPORun, prompts: Prompts, key: jax.Array, plans: Plan
         step_rewards,
     )
     yield "estimate"
-    for function, arguments in update.programs(
-        config, nets, run.total_steps, state, experience, plans.actor, plans.critic
+    for function, arguments in update.update_programs(
+        update.UpdateOptions.from_config(config),
+        nets,
+        run.total_steps,
+        state,
+        experience,
+        plans.actor,
+        plans.critic,
     ):
         compile_ahead(function, *arguments)
         yield "update"

@@ -236,10 +236,10 @@ class RewardInputs:
         local_tokens = np.zeros((len(ids), width), np.int32)
         for tokens, row in zip(local_tokens, ids, strict=True):
             tokens[: len(row)] = row
-        rows_at_once = packing.rows_at_once(
+        rows_at_once = packing.rows_per_micro_batch(
             self._rows_per_device, width, total, sharding.row_shards(mesh)
         )
-        packed, counts = packing.plan(
+        packed, counts = packing.plan_packing(
             lengths, np.arange(total)[None], rows_at_once, width, self._packed
         )
         # Everything counts as the prompt: the text no longer shows where the response begins.

@@ -1,59 +1,117 @@
-"""The passes over a rollout: log-probs of the policy and of the reference, values, a reward model's scores."""
+"""Scoring passes over a rollout: log-probs of policy and reference, values, reward model scores."""
 
 import dataclasses
 import functools
+from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
 
 from jax_ppo.config.schema import Config
-from jax_ppo.models import heads
 from jax_ppo.models.deberta.encoder import Deberta
+from jax_ppo.models.heads import compute_scalars
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import dispatch
 from jax_ppo.runtime.sharding import constrain_rows
-from jax_ppo.training import forward
-from jax_ppo.training import packing as packing_lib
+from jax_ppo.training import forward, packing
 from jax_ppo.training.networks import Networks, full_parameters
+from jax_ppo.training.packing import Rows
 from jax_ppo.training.state import TrainState
-from jax_ppo.types import Packing, Rollout, Sequences, pytree
+from jax_ppo.types import Packing, Params, Rollout, Sequences, pytree
+
+Part = Literal["policy", "critic"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoringOptions:
+    """What the scoring passes compute; a static argument of compiled functions.
+
+    Attributes:
+      temperature: divides the logits, as in sampling.
+      max_response_length: T.
+      old_logprobs: compute the policy's log-probs; False reuses the sampler's.
+      reference: compute the reference's log-probs.
+      full_kl: compute the KL to the reference over the whole vocabulary.
+      values: compute the critic's values.
+      last_values: compute the values of final states, for bootstrapping.
+      shared_trunk: the critic is a head of the actor's.
+    """
+
+    temperature: float
+    max_response_length: int
+    old_logprobs: bool
+    reference: bool
+    full_kl: bool
+    values: bool
+    last_values: bool
+    shared_trunk: bool
+
+    @classmethod
+    def from_config(cls, config: Config) -> "ScoringOptions":
+        """Collect what scoring reads."""
+        algorithm = config.algorithm
+        return cls(
+            temperature=config.rollout.temperature,
+            max_response_length=config.data.max_response_length,
+            old_logprobs=not reuses_logprobs(config),
+            reference=algorithm.use_reference,
+            full_kl=algorithm.use_reference and algorithm.kl_penalty == "full",
+            values=config.has_critic,
+            last_values=config.has_critic and algorithm.bootstrap_truncated,
+            shared_trunk=config.shares_trunk,
+        )
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The programs that scoring consists of."""
+        parts: list[Part] = []
+        if self.old_logprobs or self.reference or self.shared_trunk:
+            parts.append("policy")
+        if self.values and not self.shared_trunk:
+            parts.append("critic")
+        return tuple(parts)
 
 
 @pytree
 class Scores:
-    """What the frozen passes over a rollout give; [B, T] float32, 0 past the length.
+    """Results of the scoring passes; arrays of [B, T] are 0 where the action mask is False.
 
     Attributes:
-      old_logprobs: of the policy that the update starts from; None where the sampler's own serve (reuses_logprobs).
-      ref_logprobs: of the reference; None without one.
-      kl: KL to the reference over the whole vocabulary; None where it is estimated from log-probs.
-      values: the critic's output; None without a critic.
-      last_values: [B], its output after the last token; None where nothing is bootstrapped.
+      old_logprobs: of the policy that the update starts from; `None` if the sampler's are reused.
+      ref_logprobs: of the reference; `None` without a reference.
+      kl: KL to the reference over the whole vocabulary; `None` if it is estimated from log-probs.
+      values: the critic's output for the state before each token; `None` without a critic.
+      last_values: the critic's output for the final state; `None` without bootstrapping.
     """
 
-    old_logprobs: jax.Array | None = None
-    ref_logprobs: jax.Array | None = None
-    kl: jax.Array | None = None
-    values: jax.Array | None = None
-    last_values: jax.Array | None = None
+    old_logprobs: Float32[Array, "B T"] | None = None
+    ref_logprobs: Float32[Array, "B T"] | None = None
+    kl: Float32[Array, "B T"] | None = None
+    values: Float32[Array, "B T"] | None = None
+    last_values: Float32[Array, " B"] | None = None
 
 
 @functools.partial(jax.jit, static_argnames=("length",))
-def join(rollout: Rollout, length: int) -> Sequences:
-    """Prompt and response without the gap between them. `length`: S, columns of the result."""
-    column = jnp.arange(length)
-    prompts, lengths = rollout.prompts.lengths[:, None], rollout.lengths[:, None]
+def join_sequences(rollout: Rollout, length: int) -> Sequences:
+    """Join prompts and responses without a gap.
 
-    def pick(tokens, index):
+    Args:
+      rollout: the responses.
+      length: S, number of columns of the result.
+    """
+    column = jnp.arange(length)
+    prompts = rollout.prompts.lengths[:, None]
+    lengths = rollout.lengths[:, None]
+
+    def pick(tokens: jax.Array, index: jax.Array) -> jax.Array:
         return jnp.take_along_axis(tokens, jnp.clip(index, 0, tokens.shape[1] - 1), axis=1)
 
     from_prompt = pick(rollout.prompts.tokens, jnp.broadcast_to(column, (prompts.shape[0], length)))
     from_response = pick(rollout.responses, column - prompts)
-    tokens = jnp.where(
-        column < prompts, from_prompt, jnp.where(column < prompts + lengths, from_response, 0)
-    )
+    response_or_padding = jnp.where(column < prompts + lengths, from_response, 0)
     return Sequences(
-        tokens=tokens,
+        tokens=jnp.where(column < prompts, from_prompt, response_or_padding),
         prompt_lengths=rollout.prompts.lengths,
         lengths=rollout.lengths,
         truncated=rollout.truncated,
@@ -62,150 +120,203 @@ def join(rollout: Rollout, length: int) -> Sequences:
 
 
 def reuses_logprobs(config: Config) -> bool:
-    """Whether the sampler's log-probs serve as the old policy's, so that its pass over the rollout is spared.
+    """Return whether the sampler's log-probs replace a scoring pass of the old policy.
 
-    In float32 the two differ by 1e-6 on CPU; elsewhere products of float32 are rounded to fewer bits, and differently from
-    program to program. Where a rollout is learned from in one optimizer step the update takes the old log-probs to be those it
-    differentiates (their ratio is 1), and the sampler's are no more than a figure to report, unless the reward has a KL
-    or a controller goes by one.
+    In float32 the two differ by 1e-6 on CPU. On other platforms float32 products are rounded to
+    fewer bits, and differently from program to program. If the update takes one optimizer step per
+    rollout, it uses the log-probs that it differentiates as the old ones (a ratio of 1), and those
+    of the sampler are only reported, unless the reward contains a KL or a controller follows it.
     """
     if config.algorithm.rollout_is != "none":
-        return False  # it is what importance weights compare the sampler's with
-    exact = config.model.dtype == "float32" and jax.default_backend() == "cpu"
+        return False  # importance weights compare the two
+    is_exact = config.model.dtype == "float32" and jax.default_backend() == "cpu"
     adapts = config.algorithm.kl_ctrl.type == "adaptive"
-    unused = config.updates_once and not config.algorithm.use_kl_in_reward and not adapts
-    return config.rollout.reuse_logprobs == "always" or (
-        config.rollout.reuse_logprobs == "auto" and (exact or unused)
-    )
+    is_unused = config.updates_once and not config.algorithm.use_kl_in_reward and not adapts
+    if config.rollout.reuse_logprobs == "auto":
+        return is_exact or is_unused
+    return config.rollout.reuse_logprobs == "always"
 
 
-def score(
-    config: Config,
+def score_rollout(
+    options: ScoringOptions,
     nets: Networks,
     state: TrainState,
     sequences: Sequences,
     plan: Packing,
-    micro_batches,
+    micro_batches: Int32[Array, ""],
 ) -> Scores:
-    """Runs the roles whose numbers are wanted over packed rows, a micro-batch at a time.
+    """Run the roles that are needed over packed rows, one micro-batch at a time.
 
     Args:
-      plan: Packing [A, R, L].
-      micro_batches: int32 scalar, how many of the A hold something.
+      options: what to compute.
+      nets: the roles' models.
+      state: their parameters.
+      sequences: the rollout.
+      plan: arrays of [A, R, L].
+      micro_batches: number of the A micro-batches that are not empty.
     """
-    return join_scores(
-        dispatch.run_together(programs(config, nets, state, sequences, plan, micro_batches))
-    )
+    programs = scoring_programs(options, nets, state, sequences, plan, micro_batches)
+    return join_scores(dispatch.run_together(programs))
 
 
-def programs(
-    config: Config, nets: Networks, state: TrainState, *of_rollout
+def scoring_programs(
+    options: ScoringOptions,
+    nets: Networks,
+    state: TrainState,
+    sequences: Sequences,
+    plan: Packing,
+    micro_batches: Int32[Array, ""],
 ) -> list[dispatch.Program]:
-    """What `score` runs: a program of the policy's numbers, and one of the critic's, as far as they are wanted."""
-    wanted = {
-        "policy": config.shares_trunk
-        or config.algorithm.use_reference
-        or not reuses_logprobs(config),
-        "critic": config.has_critic and not config.shares_trunk,
-    }
+    """Return the programs of `score_rollout`: one of the policy, one of a critic of its own."""
     return [
-        (score_part, (config, nets, part, state, *of_rollout))
-        for part, is_wanted in wanted.items()
-        if is_wanted
+        (score_part, (options, nets, part, state, sequences, plan, micro_batches))
+        for part in options.parts
     ]
 
 
 def join_scores(parts: list[Scores]) -> Scores:
-    """What each of them has."""
-    return Scores(
-        **{name: value for part in parts for name, value in vars(part).items() if value is not None}
-    )
+    """Return the scores of all parts together."""
+    fields: dict[str, jax.Array] = {}
+    for part in parts:
+        fields |= {name: value for name, value in vars(part).items() if value is not None}
+    return Scores(**fields)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "nets", "part"))
+@functools.partial(jax.jit, static_argnames=("options", "nets", "part"))
 def score_part(
-    config: Config,
+    options: ScoringOptions,
     nets: Networks,
-    part: str,
+    part: Part,
     state: TrainState,
     sequences: Sequences,
     plan: Packing,
-    micro_batches,
+    micro_batches: Int32[Array, ""],
 ) -> Scores:
-    """The numbers of actor and reference (`part` policy), or the values (critic); None for the rest. With a shared trunk the
-    values come with the policy's."""
-    options, temperature, of_policy = config.algorithm, config.rollout.temperature, part == "policy"
-    with_values = config.has_critic and config.shares_trunk == of_policy
-    zeros = jnp.zeros((len(sequences.lengths), config.data.max_response_length), jnp.float32)
-    with_reference = of_policy and options.use_reference
-    whole_kl = with_reference and options.kl_penalty == "full"
-    first = Scores(
-        old_logprobs=zeros if of_policy and not reuses_logprobs(config) else None,
-        ref_logprobs=zeros if with_reference else None,
-        kl=zeros if whole_kl else None,
-        values=zeros if with_values else None,
-        last_values=zeros[:, 0] if with_values and options.bootstrap_truncated else None,
+    """Return the scores of one part; the other fields are `None`.
+
+    Args:
+      options: what to compute.
+      nets: the roles' models.
+      part: "policy" for actor and reference, and for the values if they share the actor's trunk;
+        "critic" for the values otherwise.
+      state: the roles' parameters.
+      sequences: the rollout.
+      plan: arrays of [A, R, L].
+      micro_batches: number of the A micro-batches that are not empty.
+    """
+    empty = _empty_scores(options, part, len(sequences.lengths))
+
+    def micro_batch(i: jax.Array, scores: Scores) -> Scores:
+        rows = _gather_micro_batch(sequences, plan, i)
+        if part == "policy":
+            return _score_policy(options, nets, state, sequences, rows, scores)
+        assert nets.critic is not None, "there is no critic to score"
+        critic = full_parameters(nets.critic, state.critic, state.reference)
+        values = forward.scalar_outputs(nets.critic, critic, rows)
+        return _write_values(values, sequences, rows, scores)
+
+    return jax.lax.fori_loop(0, micro_batches, micro_batch, empty)
+
+
+def _empty_scores(options: ScoringOptions, part: Part, samples: int) -> Scores:
+    """Return zeros for the fields that a part computes, and `None` for the others."""
+    zeros_BxT = jnp.zeros((samples, options.max_response_length), jnp.float32)
+    zeros_B = jnp.zeros(samples, jnp.float32)
+    is_policy = part == "policy"
+    has_values = options.values and options.shared_trunk == is_policy
+    return Scores(
+        old_logprobs=zeros_BxT if is_policy and options.old_logprobs else None,
+        ref_logprobs=zeros_BxT if is_policy and options.reference else None,
+        kl=zeros_BxT if is_policy and options.full_kl else None,
+        values=zeros_BxT if has_values else None,
+        last_values=zeros_B if has_values and options.last_values else None,
     )
 
-    actor = full_parameters(nets.actor, state.actor, state.reference)
-    critic = full_parameters(nets.critic, state.critic, state.reference)
 
-    def micro_batch(i, scores):
-        rows = packing_lib.gather(sequences, jax.tree.map(lambda x: constrain_rows(x[i]), plan))
+def _score_policy(
+    options: ScoringOptions,
+    nets: Networks,
+    state: TrainState,
+    sequences: Sequences,
+    rows: Rows,
+    scores: Scores,
+) -> Scores:
+    """Return `scores` with the policy's and the reference's numbers of these rows."""
+    net, temperature = nets.actor, options.temperature
+    actor = full_parameters(net, state.actor, state.reference)
 
-        def put(values_RxL, into):
-            return packing_lib.to_samples(values_RxL, rows, into)
+    def logprobs_of(params: Params, hidden: Float[Array, "R L D"]) -> Float[Array, "R L"]:
+        return forward.token_logprobs(net, params, hidden, rows, temperature, with_entropy=False)[0]
 
-        def logprobs_of(params, hidden):
-            return forward.token_logprobs(
-                nets.actor, params, hidden, rows, temperature, with_entropy=False
-            )[0]
+    if scores.old_logprobs is not None or scores.kl is not None or options.shared_trunk:
+        hidden = forward.hidden_states(net, actor, rows)
+    if scores.old_logprobs is not None:
+        logprobs = packing.to_samples(logprobs_of(actor, hidden), rows, scores.old_logprobs)
+        scores = dataclasses.replace(scores, old_logprobs=logprobs)
+    if scores.ref_logprobs is not None:
+        ref_hidden = forward.hidden_states(net, state.reference, rows)
+        logprobs = logprobs_of(state.reference, ref_hidden)
+        logprobs = packing.to_samples(logprobs, rows, scores.ref_logprobs)
+        scores = dataclasses.replace(scores, ref_logprobs=logprobs)
+    if scores.kl is not None:
+        kl = forward.reference_kl(
+            net, actor, hidden, state.reference, ref_hidden, rows, temperature
+        )
+        scores = dataclasses.replace(scores, kl=packing.to_samples(kl, rows, scores.kl))
+    if options.shared_trunk:
+        scores = _write_values(compute_scalars(actor, hidden), sequences, rows, scores)
+    return scores
 
-        found = {}
-        if scores.old_logprobs is not None or whole_kl or config.shares_trunk:
-            actor_hidden = forward.hidden_states(nets.actor, actor, rows)
-        if scores.old_logprobs is not None:
-            found["old_logprobs"] = put(logprobs_of(actor, actor_hidden), scores.old_logprobs)
-        if with_reference:
-            ref_hidden = forward.hidden_states(nets.actor, state.reference, rows)
-            found["ref_logprobs"] = put(
-                logprobs_of(state.reference, ref_hidden), scores.ref_logprobs
-            )
-        if whole_kl:
-            divergence = forward.reference_kl(
-                nets.actor, actor, actor_hidden, state.reference, ref_hidden, rows, temperature
-            )
-            found["kl"] = put(divergence, scores.kl)
-        if with_values:
-            values = (
-                heads.compute_scalars(actor, actor_hidden)
-                if config.shares_trunk
-                else forward.scalars(nets.critic, critic, rows)
-            )
-            found["values"] = put(values, scores.values)
-            if options.bootstrap_truncated:
-                found["last_values"] = forward.at_the_end(
-                    values, rows, sequences, scores.last_values
-                )
-        return dataclasses.replace(scores, **found)
 
-    return jax.lax.fori_loop(0, micro_batches, micro_batch, first)
+def _write_values(
+    values: Float[Array, "R L"], sequences: Sequences, rows: Rows, scores: Scores
+) -> Scores:
+    """Return `scores` with the values of these rows."""
+    assert scores.values is not None, "scores without room for values"
+    written = packing.to_samples(values, rows, scores.values)
+    scores = dataclasses.replace(scores, values=written)
+    if scores.last_values is not None:
+        last_values = forward.write_last_values(values, rows, sequences, scores.last_values)
+        scores = dataclasses.replace(scores, last_values=last_values)
+    return scores
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
 def reward_model_scores(
-    model: Transformer | Deberta, params, sequences: Sequences, plan: Packing, micro_batches
-):
-    """The reward model's score of each sample, float32 [B]: a decoder's stands at the sample's last token, an encoder's at its
-    first. Arguments as for `score`; `sequences` may be in tokens of the reward model's own."""
+    model: Transformer | Deberta,
+    params: Params,
+    sequences: Sequences,
+    plan: Packing,
+    micro_batches: Int32[Array, ""],
+) -> Float32[Array, " B"]:
+    """Return the reward model's score of each sample.
 
-    def micro_batch(i, scores_B):
-        rows = packing_lib.gather(sequences, jax.tree.map(lambda x: constrain_rows(x[i]), plan))
+    A decoder's score is its output at the sample's last token, an encoder's that at its first.
+
+    Args:
+      model: the reward model.
+      params: its parameters.
+      sequences: the rollout, or its texts in the reward model's own tokens.
+      plan: arrays of [A, R, L].
+      micro_batches: number of the A micro-batches that are not empty.
+    """
+
+    def micro_batch(i: jax.Array, scores_B: jax.Array) -> jax.Array:
+        rows = _gather_micro_batch(sequences, plan, i)
         if isinstance(model, Deberta):
-            values = model.apply({"params": params}, rows.tokens, rows.positions, rows.segments)
-            return forward.at_places(values, rows, jnp.zeros_like(sequences.lengths), scores_B)
-        return forward.at_the_end(forward.scalars(model, params, rows), rows, sequences, scores_B)
+            values = cast(
+                jax.Array,
+                model.apply({"params": params}, rows.tokens, rows.positions, rows.segments),
+            )
+            first_B = jnp.zeros_like(sequences.lengths)
+            return forward.write_values_at(values, rows, first_B, scores_B)
+        values = forward.scalar_outputs(model, params, rows)
+        return forward.write_last_values(values, rows, sequences, scores_B)
 
-    return jax.lax.fori_loop(
-        0, micro_batches, micro_batch, jnp.zeros(len(sequences.lengths), jnp.float32)
-    )
+    zeros_B = jnp.zeros(len(sequences.lengths), jnp.float32)
+    return jax.lax.fori_loop(0, micro_batches, micro_batch, zeros_B)
+
+
+def _gather_micro_batch(sequences: Sequences, plan: Packing, i: jax.Array) -> Rows:
+    """Return the rows of micro-batch i of a plan [A, R, L], split over the devices."""
+    return packing.gather_rows(sequences, jax.tree.map(lambda x: constrain_rows(x[i]), plan))

@@ -111,7 +111,7 @@ def set_up_run(config: Config, workdir: Path, mesh: Mesh, report: Report) -> PPO
         report(f"note: {note}")
     rule = _resolve_rule(config, [*training, *held_out])
     # Plugins are imported before models are read.
-    objectives.policy_loss(config.actor.policy_loss)
+    objectives.get_policy_loss(config.actor.policy_loss)
     engine_class = resolve_engine(config.rollout.engine)
 
     folders = resolve_role_folders(config, workdir, mesh, report)

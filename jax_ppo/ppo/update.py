@@ -1,66 +1,133 @@
-"""Experience → new TrainState: a role's every epoch, mini-batch and micro-batch in one compiled, donated call.
+"""The update: all epochs, mini-batches and micro-batches of a role in one compiled, donated call.
 
-Actor and critic learn from the same rollout, each in optimizer steps of its own; or, where they share a trunk, in common ones.
-Each token's weight in a loss is fixed by its whole mini-batch before anything is cut into micro-batches or
-spread over devices, so that neither changes the gradient.
+Actor and critic learn from the same rollout, each in its own optimizer steps, or in common ones if
+they share a trunk. Each token's weight in a loss is fixed by its whole mini-batch before the
+mini-batch is split into micro-batches or over devices, so neither split changes the gradient.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float32, Int32
 
-from jax_ppo.config.schema import Config
+from jax_ppo.config.schema import Config, Critic, Optim
 from jax_ppo.kernels import losses
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import objectives
+from jax_ppo.ppo.objectives import ActorContext, ActorLossOptions, Metric, Metrics, Weights
 from jax_ppo.runtime import dispatch
 from jax_ppo.runtime.sharding import TRAIN_RULES, constrain_rows, constrain_tree
-from jax_ppo.training import packing as packing_lib
+from jax_ppo.training import packing
 from jax_ppo.training.networks import Networks, full_parameters
 from jax_ppo.training.optimizer import descend, learning_rate, make_optimizer
 from jax_ppo.training.state import TrainState
-from jax_ppo.types import Experience, MiniBatches
+from jax_ppo.types import Experience, MiniBatches, Params
 
-TOO_FAR = (
-    1.5  # times actor.target_kl: where the actor stops, as in Spinning Up and Stable-Baselines3
-)
+# The actor stops at this multiple of actor.target_kl, as in Spinning Up and Stable-Baselines3.
+TARGET_KL_MARGIN = 1.5
 
 
-def update(
-    config: Config,
+@dataclasses.dataclass(frozen=True)
+class ActorOptions:
+    """What the actor's update reads; a static argument of the compiled function.
+
+    Attributes:
+      loss: options of the actor's loss.
+      shared_critic: the critic's section if it shares the actor's trunk, otherwise `None`.
+      loss_scale: tokens, the divisor of loss_agg_mode "seq-mean-token-sum-norm".
+      warmup_steps: first steps of the run, in which only the critic learns.
+    """
+
+    loss: ActorLossOptions
+    shared_critic: Critic | None
+    loss_scale: float
+    warmup_steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CriticOptions:
+    """What the critic's update reads; a static argument of the compiled function.
+
+    Attributes:
+      critic: the section of the config.
+      aggregation: see `kernels.losses.AGGREGATIONS`.
+      loss_scale: tokens, the divisor of "seq-mean-token-sum-norm".
+    """
+
+    critic: Critic
+    aggregation: str
+    loss_scale: float
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateOptions:
+    """What the update of each role reads."""
+
+    actor: ActorOptions
+    critic: CriticOptions
+
+    @classmethod
+    def from_config(cls, config: Config) -> "UpdateOptions":
+        """Collect what the update reads."""
+        loss_scale = config.actor.loss_scale_factor or config.data.max_response_length
+        return cls(
+            actor=ActorOptions(
+                loss=ActorLossOptions.from_config(config),
+                shared_critic=config.critic if config.shares_trunk else None,
+                loss_scale=loss_scale,
+                warmup_steps=config.trainer.critic_warmup,
+            ),
+            critic=CriticOptions(
+                critic=config.critic,
+                aggregation=config.critic.loss_agg_mode or config.actor.loss_agg_mode,
+                loss_scale=loss_scale,
+            ),
+        )
+
+
+def update_state(
+    options: UpdateOptions,
     nets: Networks,
     total_steps: int,
     state: TrainState,
     experience: Experience,
     actor_batches: MiniBatches,
     critic_batches: MiniBatches | None,
-) -> tuple[TrainState, dict]:
-    """Trains actor and critic on one rollout.
+) -> tuple[TrainState, Metrics]:
+    """Train actor and critic on one rollout.
 
     Args:
-      total_steps: steps of the whole run, which the learning rates' schedules end with.
+      options: see `UpdateOptions`.
+      nets: the roles' models.
+      total_steps: number of steps of the whole run, at which the learning rate schedules end.
       state: its trained trees are donated.
-      critic_batches: None without a critic of its own.
+      experience: of the rollout.
+      actor_batches: the actor's optimizer steps.
+      critic_batches: the critic's; `None` without a critic of its own.
 
     Returns:
-      the new state, and metrics: scalars on the mesh, means over a role's optimizer steps; extremes for *_min and *_max, sums
-      for */skipped; NaN where no step had anything to learn from. In the critic's warm-up the actor's metrics are those of the
-      step that it did not take.
+      The new state, and metrics: scalars on the mesh, reduced over a role's optimizer steps as
+      `objectives.Metric` states; NaN if no step had tokens to learn from. During the critic's
+      warm-up the actor's metrics describe the step that it did not take.
     """
-    (step, actor, actor_optimizer, metrics), *of_critic = dispatch.run_together(
-        programs(config, nets, total_steps, state, experience, actor_batches, critic_batches)
+    programs = update_programs(
+        options, nets, total_steps, state, experience, actor_batches, critic_batches
     )
-    moved = {"actor": actor, "actor_optimizer": actor_optimizer}
-    for critic, critic_optimizer, critic_metrics in of_critic:  # one or none
-        moved |= {"critic": critic, "critic_optimizer": critic_optimizer}
+    (step, actor, actor_optimizer, metrics), *critic_results = dispatch.run_together(programs)
+    changes = {"actor": actor, "actor_optimizer": actor_optimizer}
+    for critic, critic_optimizer, critic_metrics in critic_results:  # one or none
+        changes |= {"critic": critic, "critic_optimizer": critic_optimizer}
         metrics |= critic_metrics
-    return dataclasses.replace(state, step=step, control=experience.control, **moved), metrics
+    return dataclasses.replace(state, step=step, control=experience.control, **changes), metrics
 
 
-def programs(
-    config: Config,
+def update_programs(
+    options: UpdateOptions,
     nets: Networks,
     total_steps: int,
     state: TrainState,
@@ -68,86 +135,112 @@ def programs(
     actor_batches: MiniBatches,
     critic_batches: MiniBatches | None,
 ) -> list[dispatch.Program]:
-    """What `update` runs: the actor's program and, if there is one, the critic's."""
-    rest = dataclasses.replace(
+    """Return the programs of `update_state`: the actor's, and that of a critic of its own."""
+    fixed_state = dataclasses.replace(
         state, actor=None, critic=None, actor_optimizer=None, critic_optimizer=None
     )
-    given = config, nets, total_steps
-    found = [
-        (
-            update_actor,
-            (*given, state.actor, state.actor_optimizer, rest, experience, actor_batches),
-        )
+    shared_args = (fixed_state, experience)
+    actor_args = (state.actor, state.actor_optimizer, *shared_args, actor_batches)
+    programs: list[dispatch.Program] = [
+        (update_actor, (options.actor, nets.actor, total_steps, *actor_args))
     ]
     if critic_batches is not None:
-        found.append(
-            (
-                update_critic,
-                (*given, state.critic, state.critic_optimizer, rest, experience, critic_batches),
-            )
-        )
-    return found
+        critic_args = (state.critic, state.critic_optimizer, *shared_args, critic_batches)
+        programs.append((update_critic, (options.critic, nets.critic, total_steps, *critic_args)))
+    return programs
 
 
 _compiled = functools.partial(
     jax.jit,
-    static_argnames=("config", "nets", "total_steps"),
+    static_argnames=("options", "net", "total_steps"),
     donate_argnames=("params", "optimizer_state"),
 )
 
 
 @_compiled
 def update_actor(
-    config: Config,
-    nets: Networks,
+    options: ActorOptions,
+    net: Transformer,
     total_steps: int,
-    params,
-    optimizer_state,
-    rest: TrainState,
+    params: Params,
+    optimizer_state: optax.OptState,
+    fixed_state: TrainState,
     experience: Experience,
     batches: MiniBatches,
-):
-    """(the next step's number, parameters, optimizer state, metrics). `rest`: the state without its trained trees."""
-    warmup = config.trainer.critic_warmup
-    rate = learning_rate(
-        config.actor.optim, jnp.maximum(rest.step - warmup, 0), total_steps - warmup
+) -> tuple[Int32[Array, ""], Params, optax.OptState, Metrics]:
+    """Train the actor, and a critic that shares its trunk.
+
+    Args:
+      options: see `ActorOptions`.
+      net: the actor's model.
+      total_steps: number of steps of the whole run.
+      params: donated.
+      optimizer_state: donated.
+      fixed_state: the state without its trained trees.
+      experience: of the rollout.
+      batches: the optimizer steps to take.
+
+    Returns:
+      The next step's number, the new parameters and optimizer state, and metrics.
+    """
+    step, warmup = fixed_state.step, options.warmup_steps
+    actor = options.loss.actor
+    rate = learning_rate(actor.optim, jnp.maximum(step - warmup, 0), total_steps - warmup)
+    update_enabled = step >= warmup
+    reference = fixed_state.reference
+    context = objectives.actor_context(actor, step, fixed_state.control, reference)
+    params, optimizer_state, metrics = actor_role(options, net, base=reference).train(
+        params, optimizer_state, rate, update_enabled, context, experience, batches
     )
-    learns = rest.step >= warmup
-    params, optimizer_state, metrics = actor_role(config, nets, rest.reference).train(
-        params,
-        optimizer_state,
-        rate,
-        learns,
-        objectives.actor_context(config, rest),
-        experience,
-        batches,
-    )
-    metrics["actor/lr"] = jnp.where(learns, rate, 0.0)
-    return rest.step + 1, *_in_place(params, optimizer_state), metrics
+    metrics["actor/lr"] = jnp.where(update_enabled, rate, 0.0)
+    params, optimizer_state = _constrain_to_train_layout(params, optimizer_state)
+    return step + 1, params, optimizer_state, metrics
 
 
 @_compiled
 def update_critic(
-    config: Config,
-    nets: Networks,
+    options: CriticOptions,
+    net: Transformer,
     total_steps: int,
-    params,
-    optimizer_state,
-    rest: TrainState,
+    params: Params,
+    optimizer_state: optax.OptState,
+    fixed_state: TrainState,
     experience: Experience,
     batches: MiniBatches,
-):
-    """(parameters, optimizer state, metrics). `rest`: the state without its trained trees."""
-    rate = learning_rate(config.critic.optim, rest.step, total_steps)
-    params, optimizer_state, metrics = critic_role(config, nets, rest.reference).train(
+) -> tuple[Params, optax.OptState, Metrics]:
+    """Train a critic of its own; arguments as for `update_actor`.
+
+    Returns:
+      The new parameters and optimizer state, and metrics.
+    """
+    rate = learning_rate(options.critic.optim, fixed_state.step, total_steps)
+    params, optimizer_state, metrics = critic_role(options, net, base=fixed_state.reference).train(
         params, optimizer_state, rate, True, None, experience, batches
     )
-    return *_in_place(params, optimizer_state), metrics | {"critic/lr": rate}
+    params, optimizer_state = _constrain_to_train_layout(params, optimizer_state)
+    return params, optimizer_state, metrics | {"critic/lr": rate}
 
 
-def _in_place(*trees):
-    """Left to itself the compiler splits what the table repeats, and the next call would be another program."""
+def _constrain_to_train_layout(*trees: Any) -> Any:
+    """Keep outputs in the layout of inputs.
+
+    Otherwise the compiler splits arrays that the table of rules replicates, and the next call would
+    compile another program.
+    """
     return constrain_tree(trees, TRAIN_RULES)
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlyStop:
+    """End of a role's optimizer steps on a rollout.
+
+    Attributes:
+      metric: the metric that is compared.
+      limit: no further steps are taken once a mini-batch exceeds it.
+    """
+
+    metric: str
+    limit: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,140 +248,193 @@ class Role:
     """How one role learns.
 
     Attributes:
-      name: actor or critic, the config's section.
-      objective: of objectives.py, and `metrics`, the names of what it reports.
-      aggregation: of kernels.losses.AGGREGATIONS.
-      target_kl: passed 1.5 times over, no more optimizer steps are taken on this rollout; None: never.
-      base: frozen, what the role's parameters stand on where they are adapters.
+      name: the prefix of its own metrics.
+      net: its model.
+      objective: (params, context, rows, experience, weights) -> (loss, metrics), see objectives.py.
+      metrics: how each of the objective's metrics is reduced.
+      optim: options of the optimizer.
+      grad_clip: largest global gradient norm.
+      aggregation: see `kernels.losses.AGGREGATIONS`.
+      loss_scale: tokens, the divisor of "seq-mean-token-sum-norm".
+      early_stop: `None` takes all steps.
+      base: frozen parameters that the role's adapters apply to; `None` without adapters.
     """
 
     name: str
-    config: Config
-    nets: Networks
-    objective: Callable
-    metrics: tuple[str, ...]
+    net: Transformer
+    objective: Callable[..., objectives.LossAndMetrics]
+    metrics: Mapping[str, Metric]
+    optim: Optim
+    grad_clip: float
     aggregation: str
-    target_kl: float | None = None
-    base: dict | None = None
+    loss_scale: float
+    early_stop: EarlyStop | None = None
+    base: Params | None = None
 
     def train(
         self,
-        params,
-        optimizer_state,
-        rate,
-        learns,
-        context,
+        params: Params,
+        optimizer_state: optax.OptState,
+        rate: Float32[Array, ""],
+        update_enabled: bool | jax.Array,
+        context: ActorContext | None,
         experience: Experience,
         batches: MiniBatches,
-    ):
-        """All optimizer steps on one rollout: (parameters, optimizer state, metrics)."""
-        options = getattr(self.config, self.name)
-        transform = make_optimizer(options.optim, options.grad_clip)
+    ) -> tuple[Params, optax.OptState, Metrics]:
+        """Take all optimizer steps on one rollout.
 
-        def mini_batch(carry, batch):
-            params, optimizer_state, near = carry
-            # Past the target, or where all samples are left out, there is nothing to do: no micro-batch is run.
-            done = near & jnp.any(_learned_tokens(experience, batch) > 0)
-            batch = dataclasses.replace(batch, counts=jnp.where(done, batch.counts, 0))
+        Args:
+          params: the role's parameters, or its adapters.
+          optimizer_state: for them.
+          rate: the learning rate.
+          update_enabled: bool scalar; False measures without moving anything.
+          context: constants of the objective.
+          experience: of the rollout.
+          batches: U mini-batches.
+
+        Returns:
+          The new parameters and optimizer state, and metrics.
+        """
+        transform = make_optimizer(self.optim, self.grad_clip)
+
+        def mini_batch(carry, batch: MiniBatches):
+            params, optimizer_state, within_target_kl = carry
+            # Past the target, or without any token to learn from, no micro-batch is run.
+            any_tokens = jnp.any(count_learned_tokens(experience, batch) > 0)
+            has_tokens = within_target_kl & any_tokens
+            batch = dataclasses.replace(batch, counts=jnp.where(has_tokens, batch.counts, 0))
             gradients, metrics = self.gradients(params, context, experience, batch)
-            if self.target_kl is not None:
-                near &= metrics["actor/approx_kl"] <= TOO_FAR * self.target_kl
-            params, optimizer_state, norm, finite = descend(
-                transform, params, optimizer_state, gradients, rate, learns & near & done
+            if self.early_stop is not None:
+                within_target_kl &= metrics[self.early_stop.metric] <= self.early_stop.limit
+            params, optimizer_state, norm, is_finite = descend(
+                transform=transform,
+                params=params,
+                opt_state=optimizer_state,
+                gradients=gradients,
+                rate=rate,
+                update_enabled=update_enabled & within_target_kl & has_tokens,
             )
             metrics |= {
                 f"{self.name}/grad_norm": norm,
-                f"{self.name}/skipped": (~finite).astype(jnp.float32),
+                f"{self.name}/skipped": (~is_finite).astype(jnp.float32),
             }
-            return (params, optimizer_state, near), (metrics, done, near & done)
+            carry = (params, optimizer_state, within_target_kl)
+            return carry, (metrics, has_tokens, within_target_kl & has_tokens)
 
         start = (params, optimizer_state, jnp.bool_(True))
-        (params, optimizer_state, _), (metrics_U, done_U, taken_U) = jax.lax.scan(
+        (params, optimizer_state, _), (metrics_U, has_tokens_U, taken_U) = jax.lax.scan(
             mini_batch, start, batches
         )
-        metrics = self._over_steps(metrics_U, done_U)
-        if self.target_kl is not None:
-            metrics["actor/steps_taken"] = jnp.sum(taken_U)
+        metrics = self._reduce_over_steps(metrics_U, has_tokens_U)
+        if self.early_stop is not None:
+            metrics[f"{self.name}/steps_taken"] = jnp.sum(taken_U)
         return params, optimizer_state, metrics
 
-    def gradients(self, params, context, experience: Experience, batch: MiniBatches):
-        """Gradients and metrics of one mini-batch (without the leading U), summed over its micro-batches, in float32."""
-        counts_B = _learned_tokens(experience, batch)
-        scale = self.config.actor.loss_scale_factor or self.config.data.max_response_length
-        loss_B = losses.loss_weights(counts_B, self.aggregation, scale)
+    def gradients(
+        self,
+        params: Params,
+        context: ActorContext | None,
+        experience: Experience,
+        batch: MiniBatches,
+    ) -> tuple[Params, Metrics]:
+        """Return gradients and metrics of one mini-batch, summed over micro-batches in float32.
+
+        Args:
+          params: the role's parameters, or its adapters.
+          context: constants of the objective.
+          experience: of the rollout.
+          batch: one mini-batch, without the leading U.
+        """
+        # Weights are those of the whole mini-batch, whatever its split.
+        counts_B = count_learned_tokens(experience, batch)
+        loss_B = losses.loss_weights(counts_B, self.aggregation, self.loss_scale)
         mean_B = losses.loss_weights(counts_B, "token-mean")
 
-        def micro_batch(i, carry):
-            rows = packing_lib.gather(
-                experience.sequences, jax.tree.map(lambda x: constrain_rows(x[i]), batch.packing)
-            )
-            weights = objectives.Weights(
-                *(jnp.where(rows.mask, w[rows.samples], 0) for w in (loss_B, mean_B))
+        def micro_batch(i: jax.Array, carry: tuple[Params, Metrics]) -> tuple[Params, Metrics]:
+            plan = jax.tree.map(lambda x: constrain_rows(x[i]), batch.packing)
+            rows = packing.gather_rows(experience.sequences, plan)
+            weights = Weights(
+                loss=jnp.where(rows.mask, loss_B[rows.samples], 0),
+                mean=jnp.where(rows.mask, mean_B[rows.samples], 0),
             )
 
-            def objective(learned):
-                everything = full_parameters(getattr(self.nets, self.name), learned, self.base)
-                return self.objective(
-                    self.config, self.nets, everything, context, rows, experience, weights
-                )
+            def objective(learned: Params) -> objectives.LossAndMetrics:
+                everything = full_parameters(self.net, learned, self.base)
+                return self.objective(everything, context, rows, experience, weights)
 
-            grads, metrics = jax.grad(objective, has_aux=True)(params)
-            total, totals = carry
-            return jax.tree.map(jnp.add, total, grads), {
-                k: _folding(k)[1](totals[k], metrics[k]) for k in totals
+            gradients, metrics = jax.grad(objective, has_aux=True)(params)
+            gradient_sum, totals = carry
+            totals = {
+                name: metric.combine(totals[name], metrics[name])
+                for name, metric in self.metrics.items()
             }
+            return jax.tree.map(jnp.add, gradient_sum, gradients), totals
 
         zeros = jax.tree.map(jnp.zeros_like, params)
-        start = {name: jnp.float32(_folding(name)[0]) for name in self.metrics}
+        start = {name: jnp.float32(metric.start) for name, metric in self.metrics.items()}
         return jax.lax.fori_loop(0, batch.counts, micro_batch, (zeros, start))
 
-    def _over_steps(self, metrics_U, done_U):
-        """One figure a metric from the optimizer steps that were done; NaN where none was."""
-        none_done, reduced = ~jnp.any(done_U), {}
-        for name, x in metrics_U.items():
-            start, _, reduce = _folding(name)
-            reduced[name] = reduce(x, where=done_U, initial=start)
-            if reduce is jnp.sum and not name.endswith("/skipped"):
-                reduced[name] /= jnp.sum(done_U)
-        if (
-            self.name == "actor"
-        ):  # near 0 where the old log-probs are right; 0 where those differentiated stand for them
-            reduced["actor/first_log_ratio"] = metrics_U["actor/log_ratio_max"][jnp.argmax(done_U)]
+    def _reduce_over_steps(self, metrics_U: Metrics, has_tokens_U: Bool[Array, " U"]) -> Metrics:
+        """Return one value per metric from the optimizer steps that had tokens."""
+        reductions = {
+            **self.metrics,
+            f"{self.name}/grad_norm": Metric.MEAN,
+            f"{self.name}/skipped": Metric.SUM,
+        }
         return {
-            name: x if name.endswith("/skipped") else jnp.where(none_done, jnp.nan, x)
-            for name, x in reduced.items()
+            name: reductions[name].over_steps(values_U, has_tokens_U)
+            for name, values_U in metrics_U.items()
         }
 
 
-def actor_role(config: Config, nets: Networks, base: dict | None = None) -> Role:
-    """With a shared trunk the role is both: actor and critic learn in the same optimizer steps."""
-    options, objective, metrics = config.actor, objectives.actor_loss, objectives.ACTOR_METRICS
-    if config.shares_trunk:
-        objective, metrics = objectives.shared_loss, metrics + objectives.CRITIC_METRICS
+def actor_role(options: ActorOptions, net: Transformer, base: Params | None = None) -> Role:
+    """Return the actor's role; with a shared trunk, that of actor and critic together."""
+    actor = options.loss.actor
+    metrics = objectives.ACTOR_METRICS
+    objective: Callable[..., objectives.LossAndMetrics]
+    if options.shared_critic is None:
+        objective = functools.partial(objectives.actor_loss, options.loss, net)
+    else:
+        metrics = {**metrics, **objectives.CRITIC_METRICS}
+        objective = functools.partial(
+            objectives.shared_loss, options.loss, options.shared_critic, net
+        )
+    early_stop = None
+    if actor.target_kl is not None:
+        early_stop = EarlyStop("actor/approx_kl", limit=TARGET_KL_MARGIN * actor.target_kl)
     return Role(
-        "actor", config, nets, objective, metrics, options.loss_agg_mode, options.target_kl, base
-    )
-
-
-def critic_role(config: Config, nets: Networks, base: dict | None = None) -> Role:
-    return Role(
-        "critic",
-        config,
-        nets,
-        objectives.critic_loss,
-        objectives.CRITIC_METRICS,
-        config.critic.loss_agg_mode or config.actor.loss_agg_mode,
+        name="actor",
+        net=net,
+        objective=objective,
+        metrics=metrics,
+        optim=actor.optim,
+        grad_clip=actor.grad_clip,
+        aggregation=actor.loss_agg_mode,
+        loss_scale=options.loss_scale,
+        early_stop=early_stop,
         base=base,
     )
 
 
-def _learned_tokens(experience: Experience, batch: MiniBatches) -> jax.Array:
-    """Return the number of action tokens of each sample that a mini-batch learns from, int32 [B]."""
-    members_B = batch.members & experience.kept
-    return jnp.where(members_B, experience.action_mask.sum(1), 0)
+def critic_role(options: CriticOptions, net: Transformer, base: Params | None = None) -> Role:
+    """Return the role of a critic of its own."""
+    return Role(
+        name="critic",
+        net=net,
+        objective=functools.partial(objectives.critic_loss, options.critic, net),
+        metrics=objectives.CRITIC_METRICS,
+        optim=options.critic.optim,
+        grad_clip=options.critic.grad_clip,
+        aggregation=options.aggregation,
+        loss_scale=options.loss_scale,
+        base=base,
+    )
 
 
-def _folding(name):
-    """What a metric starts from, how two shares of it join, and how a list of it is reduced."""
-    folding = {"_min": (jnp.inf, jnp.minimum, jnp.min), "_max": (-jnp.inf, jnp.maximum, jnp.max)}
-    return folding.get(name[-4:], (0.0, jnp.add, jnp.sum))
+def count_learned_tokens(experience: Experience, batch: MiniBatches) -> Int32[Array, " B"]:
+    """Return the number of action tokens of each sample that a mini-batch learns from.
+
+    Samples outside the mini-batch, or excluded by the sample mask, have 0.
+    """
+    learned_B = batch.members & experience.sample_mask
+    return jnp.where(learned_B, experience.action_mask.sum(1), 0)

@@ -277,14 +277,14 @@ class Run:
         """
         sequences = dataset.sequences(rows)
         lengths = (sequences.prompt_lengths + sequences.lengths).reshape(len(self.task.kinds), -1)
-        at_once = packing.rows_at_once(
+        at_once = packing.rows_per_micro_batch(
             self.config.supervised.micro_batch_size_per_device,
             self._row_length,
             len(rows),
             sharding.row_shards(self.mesh),
         )
         real = np.arange(len(rows)) < (len(rows) if count is None else count)
-        plan, counts = packing.plan(
+        plan, counts = packing.plan_packing(
             lengths.sum(0) * real,
             np.arange(len(rows))[None],
             at_once,

@@ -39,7 +39,7 @@ class Objective:
 
 
 def _response_tokens(sequences: Sequences, plan: Packing):
-    return packing_lib.gather(sequences, plan).mask.sum()
+    return packing_lib.gather_rows(sequences, plan).mask.sum()
 
 
 def _negative_log_likelihood(
@@ -64,11 +64,11 @@ def _preferences(
     options: Supervised, model: Transformer, params, sequences: Sequences, rows: packing_lib.Rows
 ):
     """Pair b's sequences are b and pairs + b, and stand in one row (packing.split_pairs)."""
-    scores_RxL = forward.scalars(model, params, rows)
+    scores_RxL = forward.scalar_outputs(model, params, rows)
     zeros = jnp.zeros(len(sequences.lengths), jnp.float32)
-    chosen, rejected = jnp.split(forward.at_the_end(scores_RxL, rows, sequences, zeros), 2)
+    chosen, rejected = jnp.split(forward.write_last_values(scores_RxL, rows, sequences, zeros), 2)
     here, _ = jnp.split(
-        forward.at_the_end(jnp.ones_like(scores_RxL), rows, sequences, zeros) > 0, 2
+        forward.write_last_values(jnp.ones_like(scores_RxL), rows, sequences, zeros) > 0, 2
     )
     losses = preferences.bradley_terry(
         chosen, rejected
@@ -142,7 +142,9 @@ def gradients(objective, options, model, params, sequences, plan, micro_batches)
     units = objective.units(sequences, plan)
 
     def micro_batch(i, carry):
-        rows = packing_lib.gather(sequences, jax.tree.map(lambda x: constrain_rows(x[i]), plan))
+        rows = packing_lib.gather_rows(
+            sequences, jax.tree.map(lambda x: constrain_rows(x[i]), plan)
+        )
 
         def loss(params):
             means = {
@@ -170,7 +172,9 @@ def measure(
     """Sums over a batch, and its `units`. Arguments as for `step`."""
 
     def micro_batch(i, sums):
-        rows = packing_lib.gather(sequences, jax.tree.map(lambda x: constrain_rows(x[i]), plan))
+        rows = packing_lib.gather_rows(
+            sequences, jax.tree.map(lambda x: constrain_rows(x[i]), plan)
+        )
         return jax.tree.map(jnp.add, sums, objective.sums(options, model, params, sequences, rows))
 
     sums = jax.lax.fori_loop(

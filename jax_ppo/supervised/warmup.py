@@ -136,7 +136,7 @@ def train(
     shards = sharding.row_shards(mesh)
     per_row = max(1, ROW_LENGTH // int(total.mean()))
     rows_at_once = -(-batch_size // (per_row * shards)) * shards
-    plan, _ = packing_lib.plan(
+    plan, _ = packing_lib.plan_packing(
         total, np.arange(len(total))[None], 1, max(ROW_LENGTH, int(total.max()))
     )
     plan = jax.tree.map(lambda x: x[0, :, 0], plan)

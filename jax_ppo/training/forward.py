@@ -1,82 +1,133 @@
 """Forward passes over packed rows: hidden states, log-probs, values and scores.
 
-These are the only way from parameters to numbers. Scoring calls them and the update differentiates them, which is what
-makes the first mini-batch's ratio 1.
+Scoring evaluates these functions and the update differentiates them. Since both share one code
+path, the probability ratio of the first mini-batch is 1.
 """
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from jax_ppo.kernels import logprobs, vocabulary_kl
-from jax_ppo.models import heads
+from jax_ppo.models.heads import compute_scalars, output_embedding
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.sharding import split_by_device
-from jax_ppo.training import packing as packing_lib
+from jax_ppo.training.packing import Rows
+from jax_ppo.types import Params, Sequences
 
 
-def hidden_states(model: Transformer, params, rows: packing_lib.Rows):
-    """[R, L, D], in the computation's type: what the heads stand on."""
-    return model.apply({"params": params}, rows.tokens, rows.positions, rows.segments).hidden
+def hidden_states(model: Transformer, params: Params, rows: Rows) -> Float[Array, "R L D"]:
+    """Return the decoder's output in the computation dtype, the input of the heads.
+
+    All passes of scoring and update go through this function. Auxiliary outputs of layers, such as
+    the load-balancing loss of a router, are fields of the decoder's result beside `hidden`; a loss
+    that uses them would take them from here.
+    """
+    output: Any = model.apply({"params": params}, rows.tokens, rows.positions, rows.segments)
+    return output.hidden
 
 
 def token_logprobs(
     model: Transformer,
-    params,
-    hidden,
-    rows: packing_lib.Rows,
+    params: Params,
+    hidden: Float[Array, "R L D"],
+    rows: Rows,
     temperature: float,
     with_entropy: bool = True,
-):
-    """Log-prob of each target and entropy of its distribution at the sampling temperature, float32 [R, L], 0 off the mask."""
+) -> tuple[Float[Array, "R L"], Float[Array, "R L"] | None]:
+    """Return each target's log-prob and the entropy of its distribution.
+
+    Args:
+      model: the decoder, for the soft cap of its logits.
+      params: with the output embedding.
+      hidden: the decoder's output for these rows.
+      rows: the micro-batch.
+      temperature: divides the logits, > 0.
+      with_entropy: False returns `None` for the entropy.
+
+    Returns:
+      Two arrays in float32 nats, 0 where `rows.mask` is False.
+    """
     hidden, targets, mask = (split_by_device(x) for x in (hidden, rows.targets, rows.mask))
     values, entropy = logprobs.token_logprobs(
         hidden,
-        heads.output_embedding(params),
+        output_embedding(params),
         targets,
         mask,
         temperature,
         with_entropy=with_entropy,
         logit_softcap=model.architecture.logit_softcap,
     )
-    return values.reshape(rows.mask.shape), entropy.reshape(
-        rows.mask.shape
-    ) if with_entropy else None
+    values = values.reshape(rows.mask.shape)
+    if entropy is None:
+        return values, None
+    return values, entropy.reshape(rows.mask.shape)
 
 
 def reference_kl(
     model: Transformer,
-    params,
-    hidden,
-    reference,
-    ref_hidden,
-    rows: packing_lib.Rows,
+    params: Params,
+    hidden: Float[Array, "R L D"],
+    reference: Params,
+    ref_hidden: Float[Array, "R L D"],
+    rows: Rows,
     temperature: float,
-):
-    """KL(actor || reference) of the distribution of each target, float32 [R, L], 0 off the mask."""
+) -> Float[Array, "R L"]:
+    """Return KL(actor || reference) over the vocabulary for each target, in float32 nats.
+
+    Args:
+      model: the decoder of both.
+      params: the actor's, with the output embedding.
+      hidden: the actor's output for these rows.
+      reference: the reference's parameters.
+      ref_hidden: the reference's output for these rows.
+      rows: the micro-batch; the result is 0 where its mask is False.
+      temperature: divides the logits of both, > 0.
+    """
     hidden, ref_hidden, mask = (split_by_device(x) for x in (hidden, ref_hidden, rows.mask))
     return vocabulary_kl.full_kl(
         hidden,
-        heads.output_embedding(params),
+        output_embedding(params),
         ref_hidden,
-        heads.output_embedding(reference),
+        output_embedding(reference),
         mask,
         temperature,
         logit_softcap=model.architecture.logit_softcap,
     ).reshape(rows.mask.shape)
 
 
-def scalars(model: Transformer, params, rows: packing_lib.Rows):
-    """What a scalar head says at each place, float32 [R, L]: the critic's value of the state that the row is in there, or a
-    reward model's score of what came so far. Where the row is empty it means nothing."""
-    return heads.compute_scalars(params, hidden_states(model, params, rows))
+def scalar_outputs(model: Transformer, params: Params, rows: Rows) -> Float[Array, "R L"]:
+    """Return the output of a scalar head at each place, float32.
+
+    This is the critic's value of the state after the place's token, or a reward model's score of
+    the sequence up to it. Outputs in empty places are meaningless.
+    """
+    return compute_scalars(params, hidden_states(model, params, rows))
 
 
-def at_the_end(values_RxL, rows, sequences, into_B):
-    """`into_B` with the values at the last tokens of these rows' samples."""
-    return at_places(values_RxL, rows, sequences.prompt_lengths + sequences.lengths - 1, into_B)
+def write_last_values(
+    values_RxL: Float[Array, "R L"],
+    rows: Rows,
+    sequences: Sequences,
+    into_B: Float[Array, " B"],
+) -> Float[Array, " B"]:
+    """Return `into_B` with the values at the last token of each sample in these rows.
+
+    The last token counts whether or not the policy chose it: it completes the final state.
+    """
+    last_B = sequences.prompt_lengths + sequences.lengths - 1
+    return write_values_at(values_RxL, rows, last_B, into_B)
 
 
-def at_places(values_RxL, rows, positions_B, into_B):
-    """`into_B` with the values at these positions of these rows' samples."""
-    there = (rows.segments >= 0) & (rows.positions == positions_B[rows.samples])
-    outside = len(into_B)  # dropped
-    return into_B.at[jnp.where(there, rows.samples, outside)].set(values_RxL, mode="drop")
+def write_values_at(
+    values_RxL: Float[Array, "R L"],
+    rows: Rows,
+    positions_B: Int[Array, " B"],
+    into_B: Float[Array, " B"],
+) -> Float[Array, " B"]:
+    """Return `into_B` with the values at one position of each sample in these rows."""
+    selected: jax.Array = (rows.segments >= 0) & (rows.positions == positions_B[rows.samples])
+    dropped = len(into_B)  # an index out of bounds, which the scatter ignores
+    return into_B.at[jnp.where(selected, rows.samples, dropped)].set(values_RxL, mode="drop")

@@ -1,36 +1,52 @@
-"""Several samples in one row: planned on the host from lengths alone, gathered and scattered on the mesh.
+"""Packing of several samples into one row: planned on the host, gathered and scattered on the mesh.
 
-A plan has room for the worst case (a row for each sample) and says how many of its micro-batches hold something, so that the
-compiled functions that loop over them have one shape for all lengths and spend nothing on what is empty.
+A plan is computed from lengths alone. It has room for the worst case, one row per sample, and
+records how many of its micro-batches are used. The compiled functions that loop over micro-batches
+therefore have one shape for all lengths and skip the empty ones.
 """
 
 import bisect
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_ppo.types import Packing, Sequences, pytree
 
-MOST_TOKENS, LEAST_TOKENS = 8192, 1024  # of a device's micro-batch, where its rows are not set
+# Bounds on the tokens of a device's micro-batch if its rows are not configured.
+MAX_MICRO_BATCH_TOKENS = 8192
+MIN_MICRO_BATCH_TOKENS = 1024
 
 
-def rows_at_once(per_device: int | None, row_length: int, samples: int, shards: int) -> int:
-    """Rows of a micro-batch over all devices, R: a multiple of `shards`, no more than there are samples to fill them.
+def rows_per_micro_batch(per_device: int | None, row_length: int, samples: int, shards: int) -> int:
+    """Return the number of rows R of a micro-batch over all devices.
 
-    Where `per_device` is not set it is a sixteenth of the samples, since the last micro-batch is on average half empty; up to a
-    quarter of them if this makes no more than LEAST_TOKENS, since small products are slow; and MOST_TOKENS at most.
+    Without `per_device` a device takes a sixteenth of its samples, since the last micro-batch is
+    half empty on average; up to a quarter if that is at most MIN_MICRO_BATCH_TOKENS, since small
+    matrix products are slow; and at most MAX_MICRO_BATCH_TOKENS.
+
+    Args:
+      per_device: configured rows per device; `None` to choose.
+      row_length: L.
+      samples: number of samples to pack.
+      shards: number of parts that the mesh splits rows into.
+
+    Returns:
+      A multiple of `shards`, no larger than needed for one row per sample.
     """
-    most = -(-samples // shards)
-    wanted = max(most // 16, min(most // 4, LEAST_TOKENS // row_length))
-    wanted = per_device or max(1, min(wanted, MOST_TOKENS // row_length))
-    return shards * min(wanted, most)
+    max_rows = -(-samples // shards)
+    default = max(max_rows // 16, min(max_rows // 4, MIN_MICRO_BATCH_TOKENS // row_length))
+    default = max(1, min(default, MAX_MICRO_BATCH_TOKENS // row_length))
+    return shards * min(per_device or default, max_rows)
 
 
 def row_width(longest: int) -> int:
-    """L for samples of which the longest has so many tokens: 128, 256, 384, 512, 768, 1024, 1536, ...
+    """Return the row length L for samples of at most `longest` tokens: 128, 256, 384, 512, 768, ...
 
-    Few, so that few shapes compile; multiples of 128, so that every attention program can take them.
+    The widths are powers of two and the means of neighbours: few, so that few shapes are compiled,
+    and multiples of 128, which every attention program accepts.
     """
     power = 128
     while power < longest:
@@ -39,35 +55,46 @@ def row_width(longest: int) -> int:
     return between if power > 256 and longest <= between else power
 
 
-def assign(lengths, row_length: int, packed: bool) -> list[list[int]]:
-    """Deals samples to rows, longest first, each into the fullest row that has room (best-fit decreasing).
+def assign_to_rows(
+    lengths: Sequence[int] | np.ndarray, row_length: int, packed: bool
+) -> list[list[int]]:
+    """Assign samples to rows, longest first, each to the fullest row with room for it.
+
+    This is the best-fit decreasing heuristic of bin packing.
 
     Args:
       lengths: tokens of each sample (prompt and response), each at most row_length.
       row_length: L.
-      packed: False gives each sample a row of its own.
+      packed: False assigns each sample a row of its own.
 
     Returns:
-      for each row the indices into `lengths` of its samples, in the order in which they stand.
+      For each row the indices of its samples in `lengths`, from left to right.
     """
     order = np.argsort(-np.asarray(lengths), kind="stable").tolist()
     if not packed:
         return [[i] for i in order]
-    rows, room = [], []  # room: (tokens free, row), sorted
+    rows: list[list[int]] = []
+    free_space: list[tuple[int, int]] = []  # (free tokens, row), sorted
     for i in order:
-        at = bisect.bisect_left(room, (lengths[i], -1))
-        free, row = room.pop(at) if at < len(room) else (row_length, len(rows))
-        if row == len(rows):
+        candidate = bisect.bisect_left(free_space, (lengths[i], -1))
+        if candidate < len(free_space):
+            free, row = free_space.pop(candidate)
+        else:
+            free, row = row_length, len(rows)
             rows.append([])
         rows[row].append(i)
-        bisect.insort(room, (free - int(lengths[i]), row))
+        bisect.insort(free_space, (free - int(lengths[i]), row))
     return rows
 
 
-def plan(
-    lengths_B, groups, rows_per_micro_batch: int, row_length: int, packed: bool = True
+def plan_packing(
+    lengths_B: Sequence[int] | np.ndarray,
+    groups: Sequence[Sequence[int]] | np.ndarray,
+    rows_per_micro_batch: int,
+    row_length: int,
+    packed: bool = True,
 ) -> tuple[Packing, np.ndarray]:
-    """Packs groups of samples (the mini-batches), each apart.
+    """Pack each group of samples (mini-batch) separately.
 
     Args:
       lengths_B: int [B], tokens of each sample's prompt and response.
@@ -77,16 +104,19 @@ def plan(
       packed: False gives each sample a row of its own.
 
     Returns:
-      Packing of int32 [U, A, R, L], A enough micro-batches for a row a sample; and int32 [U], how many of them hold something.
+      Packing of int32 [U, A, R, L], with enough micro-batches A for one row per sample; and
+      int32 [U], the number of micro-batches that are not empty.
     """
-    groups, lengths_B, R = np.asarray(groups), np.asarray(lengths_B), rows_per_micro_batch
+    groups = np.asarray(groups)
+    lengths_B = np.asarray(lengths_B)
+    R = rows_per_micro_batch
     U, samples = groups.shape
     A = -(-samples // R)
     sample = np.full((U, A * R, row_length), -1, np.int32)
     position = np.zeros((U, A * R, row_length), np.int32)
     counts = np.zeros(U, np.int32)
     for u, group in enumerate(groups):
-        rows = assign(lengths_B[group], row_length, packed)
+        rows = assign_to_rows(lengths_B[group], row_length, packed)
         counts[u] = -(-len(rows) // R)
         for r, members in enumerate(rows):
             start = 0
@@ -96,87 +126,99 @@ def plan(
                 position[u, r, start:end] = np.arange(end - start)
                 start = end
     shape = (U, A, R, row_length)
-    return Packing(sample.reshape(shape), position.reshape(shape)), counts
+    packing = Packing(sample=sample.reshape(shape), position=position.reshape(shape))
+    return packing, counts
 
 
-def split_pairs(plan: Packing, first_lengths) -> Packing:
-    """Packing of pairs' sequences, from one of pairs as wholes: the two stand one behind the other, in one row.
+def split_pairs(plan: Packing, first_lengths: Sequence[int] | np.ndarray) -> Packing:
+    """Return the packing of the sequences of pairs, from a packing of whole pairs.
+
+    The two sequences of a pair follow each other in one row.
 
     Args:
-      plan: of pairs, NumPy arrays; `sample` is the pair.
+      plan: NumPy arrays; `sample` is the pair.
       first_lengths: int [pairs], tokens of each pair's first sequence.
 
     Returns:
-      of 2 x pairs sequences: pair b's are b and pairs + b.
+      Packing of 2 x pairs sequences: those of pair b are b and pairs + b.
     """
     lengths = np.asarray(first_lengths, np.int32)[np.maximum(plan.sample, 0)]
-    second = (plan.sample >= 0) & (plan.position >= lengths)
+    is_second = (plan.sample >= 0) & (plan.position >= lengths)
     return Packing(
-        plan.sample + second * np.int32(len(first_lengths)), plan.position - second * lengths
+        sample=plan.sample + is_second * np.int32(len(first_lengths)),
+        position=plan.position - is_second * lengths,
     )
 
 
 @pytree
 class Rows:
-    """A micro-batch as the models take it; every field is [R, L].
+    """A micro-batch in the form that models read. Each place predicts the token that follows it.
 
     Attributes:
-      tokens, positions, segments: int32, the decoder's input.
-      targets: int32, the token that follows in the same sample (what this place predicts).
-      samples: int32, the sample, 0 where the row is empty.
-      steps: int32, which token of the response the target is; any valid index where mask is False.
-      mask: bool, True where the target is a token that the policy chose (`action_mask`): where a log-prob, a value, a loss belong.
+      tokens: the decoder's input.
+      positions: position of each token in its sample's sequence.
+      segments: the sample that attention stays inside; -1 in empty places.
+      targets: the following token of the same sample, 0 where `mask` is False.
+      samples: index of the sample, 0 in empty places.
+      steps: index of the target in its response; any valid index where it is no response token.
+      mask: True where the target is a token that the policy chose (`action_mask`). Log-probs,
+        values and losses are defined there.
     """
 
-    tokens: jax.Array
-    positions: jax.Array
-    segments: jax.Array
-    targets: jax.Array
-    samples: jax.Array
-    steps: jax.Array
-    mask: jax.Array
+    tokens: Int[Array, "R L"]
+    positions: Int[Array, "R L"]
+    segments: Int[Array, "R L"]
+    targets: Int[Array, "R L"]
+    samples: Int[Array, "R L"]
+    steps: Int[Array, "R L"]
+    mask: Bool[Array, "R L"]
 
 
-def gather(sequences: Sequences, packing: Packing) -> Rows:
-    """The rows of one micro-batch, `packing` being [R, L]."""
+def gather_rows(sequences: Sequences, packing: Packing) -> Rows:
+    """Return the rows of one micro-batch; the arrays of `packing` are [R, L]."""
     filled = packing.sample >= 0
     samples = jnp.maximum(packing.sample, 0)
     last = sequences.tokens.shape[1] - 1
     steps = packing.position + 1 - sequences.prompt_lengths[samples]
+    # Tokens, positions and segments cover the whole sequence; only the mask knows about actions.
     in_response = filled & (steps >= 0) & (steps < sequences.lengths[samples])
     steps = jnp.where(in_response, steps, 0)
     mask = in_response & sequences.action_mask[samples, steps]
+    next_tokens = sequences.tokens[samples, jnp.minimum(packing.position + 1, last)]
     return Rows(
         tokens=jnp.where(filled, sequences.tokens[samples, packing.position], 0),
         positions=packing.position,
         segments=packing.sample,
-        targets=jnp.where(
-            mask, sequences.tokens[samples, jnp.minimum(packing.position + 1, last)], 0
-        ),
+        targets=jnp.where(mask, next_tokens, 0),
         samples=samples,
         steps=steps,
         mask=mask,
     )
 
 
-def to_rows(values_BxT, rows: Rows):
-    """[R, L]: each action token's value at the place that predicts it; 0 elsewhere."""
+def to_rows(values_BxT: jax.Array, rows: Rows) -> Float[Array, "R L"]:
+    """Return each action token's value at the place that predicts it; 0 elsewhere."""
     return jnp.where(rows.mask, values_BxT[rows.samples, rows.steps], 0)
 
 
-def sample_sums(values_RxL, rows: Rows, samples: int):
-    """[R, L]: at each action token the sum over its response's, of `samples` samples in all; 0 elsewhere."""
-    sums_B = (
-        jnp.zeros(samples, values_RxL.dtype)
-        .at[rows.samples]
-        .add(jnp.where(rows.mask, values_RxL, 0))
-    )
+def sample_sums(values_RxL: Float[Array, "R L"], rows: Rows, samples: int) -> Float[Array, "R L"]:
+    """Return at each action token the sum over all action tokens of its response; 0 elsewhere.
+
+    Args:
+      values_RxL: the values to sum.
+      rows: must hold the whole of each response.
+      samples: B.
+    """
+    masked_RxL = jnp.where(rows.mask, values_RxL, 0)
+    sums_B = jnp.zeros(samples, values_RxL.dtype).at[rows.samples].add(masked_RxL)
     return jnp.where(rows.mask, sums_B[rows.samples], 0)
 
 
-def to_samples(values_RxL, rows: Rows, into_BxT):
-    """`into_BxT` with the values of these rows' action tokens in their places."""
-    outside = into_BxT.shape[0]  # dropped
-    return into_BxT.at[jnp.where(rows.mask, rows.samples, outside), rows.steps].set(
+def to_samples(
+    values_RxL: jax.Array, rows: Rows, into_BxT: Float[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """Return `into_BxT` with the values at these rows' action tokens written into it."""
+    dropped = into_BxT.shape[0]  # an index out of bounds, which the scatter ignores
+    return into_BxT.at[jnp.where(rows.mask, rows.samples, dropped), rows.steps].set(
         values_RxL, mode="drop"
     )

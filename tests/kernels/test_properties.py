@@ -379,7 +379,7 @@ def test_schedules(points, step, linear):
 def test_a_plan_puts_every_token_in_one_place(data, row_length, rows_per_micro_batch, packed):
     groups = np.random.default_rng(data.draw(st.integers(0, 99))).permutation(12)[:10].reshape(2, 5)
     lengths = np.array(data.draw(st.lists(st.integers(1, row_length), min_size=12, max_size=12)))
-    plan, counts = packing.plan(lengths, groups, rows_per_micro_batch, row_length, packed)
+    plan, counts = packing.plan_packing(lengths, groups, rows_per_micro_batch, row_length, packed)
     for group, sample, position, count in zip(
         groups, plan.sample, plan.position, counts, strict=True
     ):
@@ -390,7 +390,7 @@ def test_a_plan_puts_every_token_in_one_place(data, row_length, rows_per_micro_b
         assert (sample[count:] == -1).all() and all(
             (micro_batch >= 0).any() for micro_batch in sample[:count]
         )
-    rows = packing.assign(lengths, row_length, packed)
+    rows = packing.assign_to_rows(lengths, row_length, packed)
     assert sorted(sum(rows, [])) == list(range(12))
     assert all(lengths[row].sum() <= row_length for row in rows)
     if packed:  # no two rows could have been one
@@ -400,7 +400,7 @@ def test_a_plan_puts_every_token_in_one_place(data, row_length, rows_per_micro_b
 
 @jax.jit
 def there_and_back(sequences, plan, values):
-    rows = packing.gather(sequences, plan)
+    rows = packing.gather_rows(sequences, plan)
     empty = jnp.full(values.shape, -1.0)
     return (
         packing.to_samples(packing.to_rows(values, rows), rows, empty),
@@ -424,7 +424,7 @@ def test_what_is_gathered_into_rows_is_scattered_back(lengths, packed):
         truncated=np.zeros(5, bool),
         action_mask=inside,
     )
-    plan, _ = packing.plan(prompts + responses, [range(5)], 5, 7, packed)
+    plan, _ = packing.plan_packing(prompts + responses, [range(5)], 5, 7, packed)
 
     values = np.arange(20, dtype=np.float32).reshape(5, 4)
     back, targets = there_and_back(sequences, jax.tree.map(lambda x: x[0, 0], plan), values)

@@ -13,9 +13,7 @@ import pytest
 
 import tiny
 from jax_ppo.models import heads
-from jax_ppo.ppo import objectives
 from jax_ppo.ppo.experience import last_actions, move_to_actions
-from jax_ppo.ppo.update import actor_role, critic_role
 from jax_ppo.runtime import sharding
 
 GAMMA, LAM, KL_COEF, KL_LOSS_COEF, ENTROPY_COEF = 0.9, 0.8, 0.3, 0.2, 0.05
@@ -85,7 +83,7 @@ def forward(params, head, tokens, starts, temperature):
     """Return log-probs and entropies, or values, [B, T]: of each response token at the place before it."""
     model = tiny.networks(tiny.config()).actor
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _ = model.apply({"params": params}, tokens, positions)
+    hidden = model.apply({"params": params}, tokens, positions).hidden
     # The place that predicts response token t, and the token itself.
     places = jnp.minimum(starts[:, None] + jnp.arange(tiny.T + 1) - 1, tokens.shape[1] - 1)
     if head == "value":
@@ -254,11 +252,11 @@ def test_packed_losses_equal_those_computed_token_by_token(policy_loss, packed, 
         experience, metrics = tiny.make_experience(config, mesh, state, rollout, REWARDS, rows)
         everything = tiny.plan(config, mesh, rollout, [np.arange(tiny.B)], rows)
         batch = jax.tree.map(lambda x: x[0], everything)
-        context = objectives.actor_context(config, state)
-        actor_gradient, actor_metrics = jax.jit(actor_role(config, nets).gradients)(
+        context = tiny.actor_context(config, state)
+        actor_gradient, actor_metrics = jax.jit(tiny.actor_role(config, nets).gradients)(
             moved["actor"], context, experience, batch
         )
-        critic_gradient, critic_metrics = jax.jit(critic_role(config, nets).gradients)(
+        critic_gradient, critic_metrics = jax.jit(tiny.critic_role(config, nets).gradients)(
             moved["critic"], None, experience, batch
         )
         found = reference(state, rollout)
@@ -297,12 +295,12 @@ def test_a_response_without_actions_counts_in_no_mean():
         experience, _ = tiny.make_experience(config, mesh, state, rollout)
         batches = tiny.plan(config, mesh, rollout, [[3, 3]], 2)
         before = jax.device_get(state.actor)
-        params, _, metrics = jax.jit(actor_role(config, nets).train)(
+        params, _, metrics = jax.jit(tiny.actor_role(config, nets).train)(
             state.actor,
             state.actor_optimizer,
             1e-2,
             True,
-            objectives.actor_context(config, state),
+            tiny.actor_context(config, state),
             experience,
             batches,
         )

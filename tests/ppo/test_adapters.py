@@ -11,8 +11,7 @@ import pytest
 import tiny
 from jax_ppo.models.lora import merge_kernel
 from jax_ppo.models.transformer import Transformer, unroll_params
-from jax_ppo.ppo import objectives, scoring
-from jax_ppo.ppo.update import actor_role, critic_role, update
+from jax_ppo.ppo import scoring
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.training.networks import Folders, full_parameters
 from jax_ppo.training.state import create_state, state_shapes, trained_shapes, trained_trees
@@ -85,7 +84,7 @@ def step(config, mesh, groups, rows, prepare=lambda state: state):
         experience, of_rollout = tiny.make_experience(config, mesh, state, rollout, rows=rows)
         batches = tiny.plan(config, mesh, rollout, groups, rows)
         before = jax.tree.map(np.array, state)
-        state, of_update = update(
+        state, of_update = tiny.update_state(
             config, tiny.networks(config), 100, state, experience, batches, batches
         )
     return (
@@ -122,10 +121,10 @@ def gradients(config, mesh, rows):
         experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=max(rows, 1))
         learned = jax.tree.map(lambda x: x * 1.05, (state.actor, state.critic))
         one = jax.tree.map(lambda x: x[0], tiny.plan(config, mesh, rollout, ALL, rows))
-        nets, context, found = tiny.networks(config), objectives.actor_context(config, state), []
+        nets, context, found = tiny.networks(config), tiny.actor_context(config, state), []
         for role, params, of_role in (
-            (actor_role, learned[0], context),
-            (critic_role, learned[1], None),
+            (tiny.actor_role, learned[0], context),
+            (tiny.critic_role, learned[1], None),
         ):
 
             def run(params, base, of_role, experience, one, role=role):
@@ -185,7 +184,7 @@ def test_a_reward_model_may_stand_on_the_base_too():
     nets = tiny.networks(config)
     with jax.set_mesh(mesh):
         state, rollout = moved(tiny.make_state(config, mesh)), tiny.make_rollout(mesh)
-        sequences = scoring.join(rollout, config.sequence_length)
+        sequences = scoring.join_sequences(rollout, config.sequence_length)
         batches = tiny.plan(config, mesh, rollout, ALL, 4)
         plan = jax.tree.map(lambda x: x[0], batches.packing), batches.counts[0]
         params = full_parameters(nets.critic, state.critic, state.reference)

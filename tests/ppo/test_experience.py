@@ -6,7 +6,6 @@ import pytest
 
 import tiny
 from jax_ppo.kernels import moments
-from jax_ppo.ppo.experience import estimate
 from jax_ppo.ppo.scoring import Scores
 from jax_ppo.training.kl_schedule import first_control
 from jax_ppo.types import Control, Sequences
@@ -54,7 +53,7 @@ def estimated(
         step_rewards = jnp.array(
             [[*row, *[0.0] * (T - len(row))] for row in step_rewards], jnp.float32
         )
-    return estimate(
+    return tiny.estimate_experience(
         config,
         jnp.int32(step),
         control or first_control(config.algorithm.kl_ctrl, config.reward, config.critic),
@@ -154,7 +153,7 @@ def test_lambda_by_length():
 def test_masked_responses_are_not_kept_and_do_not_whiten():
     config = tiny.config(algorithm__mask_truncated=True)
     experience, metrics = estimated(config, [1.0, 3.0, 1000.0], [1, 1, T], [False, False, True])
-    assert experience.kept.tolist() == [True, True, False]
+    assert experience.sample_mask.tolist() == [True, True, False]
     assert np.ravel(rows(experience.advantages, [1, 1, 0])[:2]).tolist() == pytest.approx(
         [-1.0, 1.0]
     )

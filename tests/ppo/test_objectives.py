@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 
 import tiny
-from jax_ppo.ppo import objectives
-from jax_ppo.ppo.update import actor_role, critic_role
 
 
 def metrics_of(role, change, **options):
@@ -21,12 +19,12 @@ def metrics_of(role, change, **options):
         batch = jax.tree.map(
             lambda x: x[0], tiny.plan(config, mesh, rollout, [np.arange(tiny.B)], 4)
         )
-        learner, params, context = critic_role(config, nets), state.critic, None
+        learner, params, context = tiny.critic_role(config, nets), state.critic, None
         if role == "actor":
             learner, params, context = (
-                actor_role(config, nets),
+                tiny.actor_role(config, nets),
                 state.actor,
-                objectives.actor_context(config, state),
+                tiny.actor_context(config, state),
             )
         _, metrics = jax.jit(learner.gradients)(params, context, change(experience), batch)
     return {name: float(value) for name, value in metrics.items()}

@@ -1,5 +1,8 @@
 """A critic that is a head on the actor's trunk: the sum of both losses from one pass, in one optimizer."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +10,6 @@ import pytest
 
 import tiny
 from jax_ppo.ppo import objectives
-from jax_ppo.ppo.update import Role, actor_role, update
 from jax_ppo.training import forward
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.state import state_shapes, trained_shapes, trained_trees
@@ -25,20 +27,23 @@ def gradients(config, mesh, role, nets, rows=4):
         one = jax.tree.map(
             lambda x: x[0], tiny.plan(config, mesh, rollout, [np.arange(tiny.B)], rows)
         )
-        context = (
-            None if role is objectives.critic_loss else objectives.actor_context(config, state)
-        )
+        context = None if role is objectives.critic_loss else tiny.actor_context(config, state)
 
         def run(params, base, context, experience, one):
-            names = {
-                objectives.actor_loss: objectives.ACTOR_METRICS,
-                objectives.critic_loss: objectives.CRITIC_METRICS,
-            }
-            learner = (
-                actor_role(config, nets, base)
-                if role is None
-                else Role("actor", config, nets, role, names[role], "token-mean", None, base)
-            )
+            learner = tiny.actor_role(config, nets, base)
+            if role is objectives.actor_loss:
+                options = objectives.ActorLossOptions.from_config(config)
+                learner = dataclasses.replace(
+                    learner,
+                    objective=functools.partial(role, options, nets.actor),
+                    metrics=objectives.ACTOR_METRICS,
+                )
+            elif role is objectives.critic_loss:
+                learner = dataclasses.replace(
+                    learner,
+                    objective=functools.partial(role, config.critic, nets.critic),
+                    metrics=objectives.CRITIC_METRICS,
+                )
             return learner.gradients(params, context, experience, one)
 
         params = jax.tree.map(lambda x: x * 1.02 + 0.01, state.actor)
@@ -95,7 +100,7 @@ def test_one_pass_serves_both(options, monkeypatch):
             jax.tree.map(np.array, state.actor),
         )
         traced.clear()
-        state, metrics = update(
+        state, metrics = tiny.update_state(
             config, tiny.networks(config), 100, state, experience, batches, None
         )
     assert traced == [True]

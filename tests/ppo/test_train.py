@@ -490,7 +490,7 @@ def test_a_step_is_compiled_in_the_precompilation_alone(
             threads[found[1]].append(record.threadName)
     assert threads["score_part"] == ["precompilation"] * 2, threads  # the policy's and the critic's
     for name in (
-        "estimate",
+        "estimate_experience",
         "update_actor",
         "update_critic",
         *["reward_model_scores"] * with_model,

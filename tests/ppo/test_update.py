@@ -15,8 +15,6 @@ from jax_ppo.kernels import importance, kl, losses, policy_losses
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import objectives, scoring
-from jax_ppo.ppo.experience import estimate
-from jax_ppo.ppo.update import actor_role, critic_role, programs, update
 from jax_ppo.runtime import compilation
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.training.kl_schedule import first_control
@@ -39,7 +37,7 @@ def run_update(
         )
         batches = tiny.plan(config, mesh, rollout, groups, rows)
         before = jax.tree.map(np.array, state)
-        state, metrics = update(
+        state, metrics = tiny.update_state(
             config,
             tiny.networks(config),
             total_steps,
@@ -69,12 +67,12 @@ def run_gradients(
             lambda x: x * move, dataclasses.replace(state, step=None, control=None)
         )
         one = jax.tree.map(lambda x: x[0], tiny.plan(config, mesh, rollout, ALL, rows))
-        context = objectives.actor_context(
+        context = tiny.actor_context(
             config, dataclasses.replace(moved, control=state.control, step=state.step)
         )
         given = {
-            "actor": (actor_role, moved.actor, context),
-            "critic": (critic_role, moved.critic, None),
+            "actor": (tiny.actor_role, moved.actor, context),
+            "critic": (tiny.critic_role, moved.critic, None),
         }
         grads, metrics = [], {}
         for name in roles:
@@ -258,7 +256,9 @@ def test_the_samplers_logprobs_are_the_old_ones_in_float32(temperature):
             and "rollout/logprob_difference" not in fewer
         )
         batches = tiny.plan(reused, mesh, rollout, HALVES, 2)
-        _, metrics = update(reused, tiny.networks(reused), 100, state, experience, batches, batches)
+        _, metrics = tiny.update_state(
+            reused, tiny.networks(reused), 100, state, experience, batches, batches
+        )
     assert 0 < metrics["actor/first_log_ratio"] <= 1e-4
 
 
@@ -387,7 +387,7 @@ def test_kl_in_reward_lowers_each_tokens_reward():
         jnp.array([False]),
         jnp.ones((1, 2), bool),
     )
-    experience, metrics = estimate(
+    experience, metrics = tiny.estimate_experience(
         config,
         0,
         first_control(config.algorithm.kl_ctrl, config.reward, config.critic),
@@ -440,7 +440,7 @@ def test_a_rollout_that_teaches_nothing_has_no_figures():
             tiny.plan(config, mesh, rollout, ALL, 4),
             np.array(jax.tree.leaves(state.actor)[0]),
         )
-        after, metrics = update(
+        after, metrics = tiny.update_state(
             config, tiny.networks(config), 100, state, experience, batches, batches
         )
     known = {name for name, x in metrics.items() if not np.isnan(x)}
@@ -494,10 +494,10 @@ def test_what_was_compiled_ahead_is_found_by_the_threads_that_begin_it():
             batches,
             batches,
         )  # 77 steps: no other test's program
-        for function, arguments in programs(*given):
+        for function, arguments in tiny.update_programs(*given):
             function.lower(*arguments).compile()
         with compilation.count_compilations() as count:
-            update(*given)
+            tiny.update_state(*given)
     assert count.programs == 0
 
 
@@ -526,7 +526,7 @@ def test_weight_decay_leaves_norms_alone():
 def test_joining_leaves_no_gap():
     mesh = tiny.make_mesh()
     rollout = tiny.make_rollout(mesh)
-    sequences = scoring.join(rollout, tiny.P + tiny.T)
+    sequences = scoring.join_sequences(rollout, tiny.P + tiny.T)
     for b in range(tiny.B):
         p, n = int(rollout.prompts.lengths[b]), int(rollout.lengths[b])
         expected = rollout.prompts.tokens[b, :p].tolist() + rollout.responses[b, :n].tolist()
@@ -539,7 +539,7 @@ def test_reward_model_scores_stand_on_the_last_token():
     with jax.set_mesh(mesh):
         params, model = tiny.make_state(config, mesh).critic, tiny.networks(config).critic
         rollout = tiny.make_rollout(mesh)
-        sequences = scoring.join(rollout, config.sequence_length)
+        sequences = scoring.join_sequences(rollout, config.sequence_length)
         batches = tiny.plan(config, mesh, rollout, ALL, 2)
         plan = jax.tree.map(lambda x: x[0], batches.packing)
         scores = scoring.reward_model_scores(model, params, sequences, plan, batches.counts[0])
@@ -596,7 +596,7 @@ def test_a_loss_of_ones_own(tmp_path):
         UserError,
         match=r"config.actor.policy_loss=.*has no function 'halve'; it has halved.*Did you mean",
     ):
-        objectives.policy_loss(f"{tmp_path}/mine.py:halve")
+        objectives.get_policy_loss(f"{tmp_path}/mine.py:halve")
 
 
 def test_masked_responses_teach_nothing():
@@ -604,8 +604,8 @@ def test_masked_responses_teach_nothing():
     config = tiny.config(algorithm__mask_truncated=True, algorithm__whiten_advantages=False)
 
     def shout(experience):
-        kept = experience.kept[:, None]
-        assert 0 < int(experience.kept.sum()) < tiny.B
+        kept = experience.sample_mask[:, None]
+        assert 0 < int(experience.sample_mask.sum()) < tiny.B
         return dataclasses.replace(
             experience,
             advantages=jnp.where(kept, experience.advantages, 1e3),
@@ -678,7 +678,7 @@ def test_roles_can_take_different_mini_batches():
     with jax.set_mesh(mesh):
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
         experience, _ = tiny.make_experience(config, mesh, state, rollout)
-        after, _ = update(
+        after, _ = tiny.update_state(
             config,
             tiny.networks(config),
             100,
@@ -705,7 +705,7 @@ def test_entropy_and_kl_weights_follow_their_schedules():
     mesh = tiny.make_mesh()
     with jax.set_mesh(mesh):
         state = dataclasses.replace(tiny.make_state(config, mesh), step=jnp.int32(4))
-        context = objectives.actor_context(config, state)
+        context = tiny.actor_context(config, state)
     assert (float(context.entropy_coef), float(context.kl_coef)) == pytest.approx((0.3, 0.25))
 
 
@@ -740,10 +740,12 @@ def test_a_mini_batch_in_which_all_was_cut_off_moves_nothing():
         for groups in ([[0, 2]], [[0, 2], [1, 1]]):
             state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
             experience, _ = tiny.make_experience(config, mesh, state, rollout)
-            assert experience.kept[:3].tolist() == [True, False, True]
+            assert experience.sample_mask[:3].tolist() == [True, False, True]
             batches = tiny.plan(config, mesh, rollout, groups, 2)
             after.append(
-                update(config, tiny.networks(config), 100, state, experience, batches, batches)
+                tiny.update_state(
+                    config, tiny.networks(config), 100, state, experience, batches, batches
+                )
             )
     (once, metrics), (twice, same) = jax.device_get(after)
     assert_close(
@@ -765,9 +767,9 @@ def test_the_value_after_the_last_token(devices):
     config, mesh = tiny.config(algorithm__bootstrap_truncated=True), tiny.make_mesh(devices)
     with jax.set_mesh(mesh):
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
-        sequences = scoring.join(rollout, config.sequence_length)
+        sequences = scoring.join_sequences(rollout, config.sequence_length)
         batches = tiny.plan(config, mesh, rollout, ALL, 8)
-        scores = scoring.score(
+        scores = tiny.score_rollout(
             config,
             tiny.networks(config),
             state,
@@ -830,10 +832,10 @@ def test_the_schema_knows_what_the_kernels_know():
     assert set(schema.POLICY_LOSSES) == set(policy_losses.LOSSES)
     assert set(schema.AGGREGATIONS) == set(losses.AGGREGATIONS)
     choices = {
-        field.name: set(field.metadata["choices"] or ())
+        field.name: set(field.metadata["facts"].choices or ())
         for section in (schema.Actor, schema.Algorithm)
         for field in dataclasses.fields(section)
-        if "choices" in field.metadata
+        if "facts" in field.metadata
     }
     assert choices["kl_loss_type"] == {*kl.KL_KINDS, "full"} and choices["kl_penalty"] == {
         *kl.KL_KINDS,

@@ -60,7 +60,7 @@ def make(objective, seed=0):
 
 def plan(objective, sequences, rows, packed=True):
     lengths = (sequences.prompt_lengths + sequences.lengths).reshape(kinds(objective), -1)
-    packed, counts = packing.plan(lengths.sum(0), np.arange(N)[None], rows, 40, packed)
+    packed, counts = packing.plan_packing(lengths.sum(0), np.arange(N)[None], rows, 40, packed)
     packed = jax.tree.map(lambda x: x[0], packed)
     return (packing.split_pairs(packed, lengths[0]) if len(lengths) > 1 else packed), counts[0]
 
@@ -157,7 +157,7 @@ def test_prompt_tokens_carry_no_gradient(monkeypatch):
     """What the model says before a prompt's token is not in the loss: only the places before response tokens are."""
     sequences, params = make(fitting.LANGUAGE)
     packed, _ = plan(fitting.LANGUAGE, sequences, rows=1)
-    rows = packing.gather(sequences, Packing(packed.sample[0], packed.position[0]))
+    rows = packing.gather_rows(sequences, Packing(packed.sample[0], packed.position[0]))
     hidden = forward.hidden_states(MODEL, params, rows)
     monkeypatch.setattr(forward, "hidden_states", lambda model, params, rows: params["hidden"])
 

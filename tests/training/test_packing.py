@@ -12,11 +12,11 @@ from jax_ppo.types import Packing, Sequences
 def test_best_fit_decreasing_by_hand():
     # Lengths 5, 4, 3, 3, 1 in rows of 8, longest first: 5 opens row 0 (3 left); 4 opens row 1 (4 left); 3 goes where it leaves
     # least, row 0 (0 left); the next 3 into row 1 (1 left); 1 into row 1 (0 left).
-    assert packing.assign([5, 4, 3, 3, 1], 8, packed=True) == [[0, 2], [1, 3, 4]]
+    assert packing.assign_to_rows([5, 4, 3, 3, 1], 8, packed=True) == [[0, 2], [1, 3, 4]]
 
 
 def test_unpacked_gives_each_sample_a_row():
-    assert sorted(packing.assign([5, 4, 3], 8, packed=False)) == [[0], [1], [2]]
+    assert sorted(packing.assign_to_rows([5, 4, 3], 8, packed=False)) == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -25,7 +25,7 @@ def test_plan_holds_each_member_once_and_whole(seed, packed):
     r = np.random.default_rng(seed)
     lengths = r.integers(1, 17, 24)
     groups = r.permutation(24).reshape(3, 8)
-    plan, counts = packing.plan(lengths, groups, 2, 16, packed)
+    plan, counts = packing.plan_packing(lengths, groups, 2, 16, packed)
     assert plan.sample.shape == plan.position.shape == (3, 4, 2, 16)
     for group, sample, position, count in zip(
         groups, plan.sample, plan.position, counts, strict=True
@@ -43,14 +43,18 @@ def test_plan_holds_each_member_once_and_whole(seed, packed):
 
 
 def test_rows_at_once():
-    assert packing.rows_at_once(None, 1024, samples=256, shards=1) == 8  # 8,192 tokens
-    assert packing.rows_at_once(None, 1024, samples=32, shards=1) == 2  # a sixteenth of the samples
-    assert packing.rows_at_once(None, 1024, samples=4, shards=1) == 1
-    assert packing.rows_at_once(None, 128, samples=32, shards=1) == 8  # 1,024 tokens
-    assert packing.rows_at_once(None, 16, samples=48, shards=1) == 12  # a quarter of the samples
-    assert packing.rows_at_once(8, 1024, samples=4, shards=1) == 4
-    assert packing.rows_at_once(3, 1024, samples=64, shards=4) == 12
-    assert packing.rows_at_once(None, 100_000, samples=64, shards=2) == 2
+    assert packing.rows_per_micro_batch(None, 1024, samples=256, shards=1) == 8  # 8,192 tokens
+    assert (
+        packing.rows_per_micro_batch(None, 1024, samples=32, shards=1) == 2
+    )  # a sixteenth of the samples
+    assert packing.rows_per_micro_batch(None, 1024, samples=4, shards=1) == 1
+    assert packing.rows_per_micro_batch(None, 128, samples=32, shards=1) == 8  # 1,024 tokens
+    assert (
+        packing.rows_per_micro_batch(None, 16, samples=48, shards=1) == 12
+    )  # a quarter of the samples
+    assert packing.rows_per_micro_batch(8, 1024, samples=4, shards=1) == 4
+    assert packing.rows_per_micro_batch(3, 1024, samples=64, shards=4) == 12
+    assert packing.rows_per_micro_batch(None, 100_000, samples=64, shards=2) == 2
 
 
 def make_rows():
@@ -63,7 +67,7 @@ def make_rows():
         jnp.array([[True, True, False], [True, False, False]]),
     )
     plan = Packing(jnp.array([[1, 1, 1, 0, 0, 0, -1, -1]]), jnp.array([[0, 1, 2, 0, 1, 2, 0, 0]]))
-    return packing.gather(sequences, plan)
+    return packing.gather_rows(sequences, plan)
 
 
 def test_gather_by_hand():
@@ -91,8 +95,8 @@ def test_a_sample_that_fills_the_row_and_the_sequence():
         jnp.zeros(1, bool),
         jnp.ones((1, 1), bool),
     )
-    plan, _ = packing.plan([3], [[0]], 1, 3)
-    rows = packing.gather(sequences, jax.tree.map(lambda x: jnp.asarray(x[0, 0]), plan))
+    plan, _ = packing.plan_packing([3], [[0]], 1, 3)
+    rows = packing.gather_rows(sequences, jax.tree.map(lambda x: jnp.asarray(x[0, 0]), plan))
     assert rows.targets.tolist() == [[0, 7, 0]] and rows.mask.tolist() == [[False, True, False]]
 
 
