@@ -37,8 +37,8 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 # for the CPU takes some: 50 on average in the tests of the update, for eight devices and without
 # optimization. At the limit LLVM cannot allocate memory, and the process is killed by SIGSEGV.
 # A module adds at most 30,000, so that clearing at this bound keeps every worker below the limit.
-# A training run compiles about two hundred programs once and stays below 5,000 maps (measured: 4,043
-# with eight devices, 182 programs), so that the package itself needs no such care.
+# A training run compiles about two hundred programs once and stays below 5,000 maps (measured:
+# 4,043 with eight devices, 182 programs), so that the package itself needs no such care.
 MOST_MAPS = 20_000
 
 

@@ -171,7 +171,8 @@ def main():
     distributed.barrier("start")
     print("main" if distributed.is_main() else "other", flush=True)
     for _ in range(3):
-        assert multihost_utils.process_allgather(np.float32(jax.process_index())).tolist() == [0.0, 1.0]
+        indices = multihost_utils.process_allgather(np.float32(jax.process_index()))
+        assert indices.tolist() == [0.0, 1.0]
     if number == 1 and way == "raise":
         raise ZeroDivisionError("on purpose")
     if number == 1 and way == "interrupt":
@@ -185,8 +186,9 @@ def main():
     while True:
         multihost_utils.process_allgather(np.float32(0))
 
-options = schema.Distributed(coordinator_address=f"localhost:{port}", num_processes=2, process_id=number,
-                             heartbeat_seconds=10)
+options = schema.Distributed(
+    coordinator_address=f"localhost:{port}", num_processes=2, process_id=number, heartbeat_seconds=10
+)
 distributed.initialize(options)
 distributed.initialize(options)  # a second time does nothing
 distributed.run_or_abort(main)
