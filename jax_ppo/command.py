@@ -1,6 +1,7 @@
-"""What every command does around its own work: read the options, start the processes, report errors in one line.
+"""Shared frame of the commands: read the options, start the processes, report errors in one line.
 
-Nothing heavy is imported before the options have been validated, so that a mistake costs a second.
+Nothing heavy is imported before the options have been validated, so a mistake is reported within a
+second.
 """
 
 import os

@@ -1,10 +1,13 @@
-"""The command: `python -m jax_ppo.reward_model --config=configs/hh_rlhf_reward.py [--config.OPTION=VALUE ...]
-[--workdir=FOLDER]`.
+"""Train a reward model: `python -m jax_ppo.reward_model --config=FILE [--config.OPTION=VALUE ...]`.
 
-The model of config.model.path gets a scalar head and learns to score the chosen above the rejected response of each pair in
-config.data.train_files. It is written to WORKDIR/reward_model, a Hugging Face folder (a sequence classifier of one label) for
-config.reward.model_path of jax_ppo.train. A response is scored at the EOS behind it: an actor with the same tokens samples it,
-and for others config.reward.model_input=text adds it to prompts that are text. Chats are for actors with the same tokens.
+The model of config.model.path gets a scalar head and is trained to score the chosen response of
+each pair in config.data.train_files above the rejected one. The result is WORKDIR/reward_model, a
+Hugging Face folder (a sequence classifier with one label) for the config.reward.model_path of
+jax_ppo.train. `--config=hh_rlhf_reward` is an example.
+
+A response is scored at the EOS that follows it. An actor with the same tokens samples that EOS;
+for other actors config.reward.model_input=text appends it to prompts that are text. Chats are only
+supported for actors with the same tokens.
 """
 
 import sys
@@ -15,10 +18,12 @@ from jax_ppo.config import schema
 
 
 def main(arguments: list[str]) -> None:
+    """Run the command; `arguments` are `sys.argv`."""
     command.run_command(arguments, "reward_model", run)
 
 
 def run(options: schema.Config, workdir: Path) -> None:
+    """Train with validated options."""
     from jax_ppo.supervised import loop as supervised
 
     supervised.train(options, workdir, supervised.REWARD_MODEL)

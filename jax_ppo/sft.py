@@ -1,7 +1,8 @@
-"""The command: `python -m jax_ppo.sft --config=configs/hh_rlhf_sft.py [--config.OPTION=VALUE ...] [--workdir=FOLDER]`.
+"""Fine-tune: `python -m jax_ppo.sft --config=FILE [--config.OPTION=VALUE ...] [--workdir=FOLDER]`.
 
-Supervised fine-tuning: the language model of config.model.path learns the responses of config.data.train_files, the prompts
-masked. It is written to WORKDIR/actor, a Hugging Face folder for config.model.path of jax_ppo.train.
+Supervised fine-tuning: the language model of config.model.path is trained on the responses of
+config.data.train_files; the loss excludes the prompts. The result is WORKDIR/actor, a Hugging Face
+folder for the config.model.path of jax_ppo.train. `--config=hh_rlhf_sft` is an example.
 """
 
 import sys
@@ -12,10 +13,12 @@ from jax_ppo.config import schema
 
 
 def main(arguments: list[str]) -> None:
+    """Run the command; `arguments` are `sys.argv`."""
     command.run_command(arguments, "sft", run)
 
 
 def run(options: schema.Config, workdir: Path) -> None:
+    """Train with validated options."""
     from jax_ppo.supervised import loop as supervised
 
     supervised.train(options, workdir, supervised.SFT)

@@ -1,4 +1,4 @@
-"""Run PPO: `python -m jax_ppo.train --config=FILE [--config.OPTION=VALUE ...] [--workdir=FOLDER]`."""
+"""Run PPO: `python -m jax_ppo.train --config=FILE [--config.OPTION=VALUE ...] [--workdir=DIR]`."""
 
 import sys
 import types
