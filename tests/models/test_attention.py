@@ -1,5 +1,7 @@
 """Every program computes the same attention; those of other platforms are run by interpretation or lowered."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +25,18 @@ def make_inputs(rows=2, length=128, heads=4, kv_heads=2, head_dim=16, dtype=jnp.
     return q, k, v, jnp.asarray(segments, jnp.int32)
 
 
+OPTION_NAMES = ("scale", "softcap", "sliding_window")
+# Compiled as a whole, which takes less time than operation by operation.
+xla = jax.jit(attention.xla_attention, static_argnames=OPTION_NAMES)
+
+
+@functools.partial(jax.jit, static_argnames=OPTION_NAMES)
+def packed_and_single(q, k, v, segments, **options):
+    """Return xla's attention with segments, and with one segment per row."""
+    packed = attention.xla_attention(q, k, v, segments, **options)
+    return packed, attention.run_attention("xla", q, k, v, None, **options)
+
+
 def by_definition(q, k, v, segments, scale=None, softcap=None, sliding_window=None):
     """softmax(q k^T / sqrt(d)) v, head by head and row by row, in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
@@ -44,14 +58,9 @@ def by_definition(q, k, v, segments, scale=None, softcap=None, sliding_window=No
 )
 def test_xla_is_the_definition(heads, kv_heads, length):
     *qkv, segments = make_inputs(length=length, heads=heads, kv_heads=kv_heads)
-    np.testing.assert_allclose(
-        attention.xla_attention(*qkv, segments),
-        by_definition(*qkv, np.asarray(segments)),
-        atol=1e-5,
-    )
-    np.testing.assert_allclose(
-        attention.xla_attention(*qkv, None), by_definition(*qkv, np.zeros((2, length))), atol=1e-5
-    )
+    packed, single = packed_and_single(*qkv, segments)
+    np.testing.assert_allclose(packed, by_definition(*qkv, np.asarray(segments)), atol=1e-5)
+    np.testing.assert_allclose(single, by_definition(*qkv, np.zeros((2, length))), atol=1e-5)
 
 
 OPTIONS = [
@@ -67,14 +76,11 @@ OPTIONS = [
 def test_xla_with_windows_caps_and_scales_is_the_definition(length, options):
     """In one block, in two, and in four that begin behind the first key."""
     *qkv, segments = make_inputs(length=length)
+    packed, single = packed_and_single(*qkv, segments, **options)
     expected = by_definition(*qkv, np.asarray(segments), **options)
-    np.testing.assert_allclose(
-        attention.xla_attention(*qkv, segments, **options), expected, atol=1e-5
-    )
+    np.testing.assert_allclose(packed, expected, atol=1e-5)
     expected = by_definition(*qkv, np.zeros((2, length)), **options)
-    np.testing.assert_allclose(
-        attention.run_attention("xla", *qkv, None, **options), expected, atol=1e-5
-    )
+    np.testing.assert_allclose(single, expected, atol=1e-5)
 
 
 def test_xla_spares_the_keys_before_a_window():
@@ -104,7 +110,7 @@ def test_xla_spares_the_keys_behind_a_block(monkeypatch):
 
 def test_xla_in_bfloat16_sums_in_float32():
     *qkv, segments = make_inputs(dtype=jnp.bfloat16)
-    out = attention.xla_attention(*qkv, segments)
+    out = xla(*qkv, segments)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(
         out.astype(jnp.float32), by_definition(*qkv, np.asarray(segments)), atol=0.03
@@ -131,9 +137,7 @@ def gradient(program, inputs, **options):
 def test_splash_interpreted_is_xla(options):
     inputs = make_inputs(rows=1, heads=2, kv_heads=1)
     interpreted = lambda *x: attention.splash_attention(*x, interpret=True, **options)  # noqa: E731
-    np.testing.assert_allclose(
-        jax.jit(interpreted)(*inputs), attention.xla_attention(*inputs, **options), atol=1e-5
-    )
+    np.testing.assert_allclose(jax.jit(interpreted)(*inputs), xla(*inputs, **options), atol=1e-5)
     for one, other in zip(
         gradient(interpreted, inputs),
         gradient(attention.xla_attention, inputs, **options),
@@ -173,7 +177,7 @@ def test_each_device_runs_its_rows_and_heads():
     with jax.set_mesh(mesh):
         out = jax.jit(attention.split_heads(program))(*inputs)
     assert seen[0] == [(1, 8, 2, 16), (1, 8, 1, 16), (1, 8, 1, 16), (1, 8)]
-    np.testing.assert_allclose(out, attention.xla_attention(*inputs), atol=1e-6)
+    np.testing.assert_allclose(out, xla(*inputs), atol=1e-6)
 
 
 @pytest.mark.parametrize(

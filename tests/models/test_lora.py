@@ -110,7 +110,10 @@ def test_the_gradient_is_that_of_the_merged_kernels(checkpoint):
         out = apply(Transformer(architecture, lora=shape), tree, ids)
         return jnp.sum(jnp.sin(heads.compute_logits(architecture, tree, out)))
 
-    of_adapters = jax.grad(lambda own: loss(join_adapters(params, own), ALL))(adapters)
+    def adapter_loss(own):
+        return loss(join_adapters(params, own), ALL)
+
+    of_adapters = jax.jit(jax.grad(adapter_loss))(adapters)
     whole = jax.tree.map(jnp.asarray, params)
     for module, projections in adapters["layers"].items():
         for name, pair in projections.items():
@@ -118,7 +121,7 @@ def test_the_gradient_is_that_of_the_merged_kernels(checkpoint):
             entry["kernel"] = merge_kernel(
                 entry["kernel"], pair["lora_a"], pair["lora_b"], ALL.scale
             )
-    of_whole = jax.grad(lambda tree: loss(tree, None))(whole)
+    of_whole = jax.jit(jax.grad(lambda tree: loss(tree, None)))(whole)
     for module, projections in adapters["layers"].items():
         for name, pair in projections.items():
             dw, found = (
