@@ -30,9 +30,10 @@ TWO = Lora(3, 6.0, ("q_proj", "v_proj"))
 
 
 def adapters_of(architecture, shape, head="lm", seed=5):
-    """Adapters of which no part is zero."""
-    params = init_adapters(architecture, shape, jax.random.key(seed), head)
-    return jax.tree.map(lambda x: 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
+    """Return adapters of which no part is zero."""
+    shapes = jax.eval_shape(lambda: init_adapters(architecture, shape, jax.random.key(0), head))
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: (0.1 * rng.normal(size=x.shape)).astype(np.float32), shapes)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -260,8 +261,13 @@ def test_peft_loads_ours_and_we_load_what_it_saves(checkpoint, tmp_path):
 
 def test_where_decoding_has_them():
     mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
-    base = heads.init_params(Transformer(tiny.ARCHITECTURE), jax.random.key(0), "lm")
-    flat = unroll_params(join_adapters(base, adapters_of(tiny.ARCHITECTURE, ALL)))
+    adapters = adapters_of(tiny.ARCHITECTURE, ALL)
+
+    def build():
+        base = heads.init_params(Transformer(tiny.ARCHITECTURE), jax.random.key(0), "lm")
+        return unroll_params(join_adapters(base, adapters))
+
+    flat = jax.eval_shape(build)
     layer = sharding.tree_shardings(mesh, flat, sharding.DECODE_RULES)["layer_1"]
     split = jax.tree.map(lambda place, x: place.shard_shape(x.shape), layer, flat["layer_1"])
     q, down = split["attention"]["q_proj"], split["mlp"]["down_proj"]
