@@ -24,9 +24,9 @@ def main(arguments: list[str]) -> None:
 
 def run(options: schema.Config, workdir: Path) -> None:
     """Train with validated options."""
-    from jax_ppo.supervised import loop as supervised
+    from jax_ppo.supervised import loop, tasks
 
-    supervised.train(options, workdir, supervised.REWARD_MODEL)
+    loop.train(options, workdir, tasks.REWARD_MODEL)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ def main(arguments: list[str]) -> None:
 
 def run(options: schema.Config, workdir: Path) -> None:
     """Train with validated options."""
-    from jax_ppo.supervised import loop as supervised
+    from jax_ppo.supervised import loop, tasks
 
-    supervised.train(options, workdir, supervised.SFT)
+    loop.train(options, workdir, tasks.SFT)
 
 
 if __name__ == "__main__":

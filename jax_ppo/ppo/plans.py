@@ -1,4 +1,4 @@
-"""Packing plans of a rollout: rows for scoring, and shuffled mini-batches for each role's update."""
+"""Packing plans of a rollout: rows for scoring, and shuffled mini-batches for each role."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Random keys of samples: a sample's draws depend on seed, stream and step, never on earlier draws."""
+"""Random keys of samples, which depend on seed, stream and step alone, never on earlier draws."""
 
 import functools
 

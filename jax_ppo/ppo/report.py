@@ -1,4 +1,4 @@
-"""Reports of a PPO run: the metrics of each step, warnings, evaluations, export, and the summary."""
+"""Reports of a PPO run: metrics of each step, warnings, evaluations, export and summary."""
 
 import functools
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Rewards of a rollout: rules score the responses on the host, a reward model scores them on the mesh."""
+"""Rewards of a rollout: rules run on the host, a reward model on the mesh."""
 
 import dataclasses
 import functools

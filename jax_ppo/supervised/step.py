@@ -1,7 +1,7 @@
-"""Learning from given responses: the two objectives, and one optimizer step on packed rows, in one compiled, donated call.
+"""Supervised objectives, and one optimizer step on packed rows in one compiled, donated call.
 
-As in PPO's update each unit's weight (a token's, a pair's) is fixed by its whole batch before anything is cut into
-micro-batches or spread over devices, so that neither changes the gradient.
+As in PPO's update, the weight of each unit (a token, a pair) is fixed by its whole batch before
+anything is cut into micro-batches or spread over devices, so neither changes the gradient.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jax_ppo.config.schema import Supervised
 from jax_ppo.kernels import preferences
@@ -18,139 +19,162 @@ from jax_ppo.runtime.sharding import TRAIN_RULES, constrain_rows, constrain_tree
 from jax_ppo.training import forward
 from jax_ppo.training import packing as packing_lib
 from jax_ppo.training.optimizer import descend, learning_rate, make_optimizer
-from jax_ppo.types import Packing, Sequences
+from jax_ppo.training.packing import Rows
+from jax_ppo.types import Packing, Params, Sequences
+
+Metrics = dict[str, jax.Array]
+SumsFunction = Callable[[Supervised, Transformer, Params, Sequences, Rows], Metrics]
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """What a model learns from a batch.
+    """What a model is trained on.
 
     Attributes:
-      head: what stands on the decoder, "lm" or "scalar".
-      units: of (sequences, packing of the whole batch): how many there are of what the loss is a mean over.
-      sums: of (options, model, params, sequences, rows of a micro-batch): sums over the units there, by name; "loss" is what is
-        minimised. `names` are all of them.
+      head: the head on the decoder, "lm" or "scalar".
+      units: (sequences, packing of the whole batch) -> how many units the loss is a mean over.
+      sums: (options, model, params, sequences, rows of a micro-batch) -> sums over its units by
+        name, of which "loss" is minimized.
+      names: the names of all sums.
     """
 
     head: str
-    units: Callable
-    sums: Callable
+    units: Callable[[Sequences, Packing], jax.Array]
+    sums: SumsFunction
     names: tuple[str, ...]
 
 
-def _response_tokens(sequences: Sequences, plan: Packing):
+def _count_response_tokens(sequences: Sequences, plan: Packing) -> jax.Array:
     return packing_lib.gather_rows(sequences, plan).mask.sum()
 
 
-def _negative_log_likelihood(
-    options: Supervised, model: Transformer, params, sequences: Sequences, rows: packing_lib.Rows
-):
+def _sum_negative_log_likelihood(
+    options: Supervised, model: Transformer, params: Params, sequences: Sequences, rows: Rows
+) -> Metrics:
     hidden = forward.hidden_states(model, params, rows)
     logprobs, _ = forward.token_logprobs(model, params, hidden, rows, 1.0, with_entropy=False)
     return {"loss": -logprobs.sum()}
 
 
-def _pairs(sequences: Sequences, plan: Packing):
+def _count_pairs(sequences: Sequences, plan: Packing) -> jax.Array:
     samples = len(sequences.lengths)
-    there = (
-        jnp.zeros(samples, bool)
-        .at[jnp.where(plan.sample >= 0, plan.sample, samples)]
-        .set(True, mode="drop")
+    is_packed = jnp.zeros(samples, bool)
+    is_packed = is_packed.at[jnp.where(plan.sample >= 0, plan.sample, samples)].set(
+        True, mode="drop"
     )
-    return there[: samples // 2].sum()
+    return is_packed[: samples // 2].sum()
 
 
-def _preferences(
-    options: Supervised, model: Transformer, params, sequences: Sequences, rows: packing_lib.Rows
-):
-    """Pair b's sequences are b and pairs + b, and stand in one row (packing.split_pairs)."""
+def _sum_preferences(
+    options: Supervised, model: Transformer, params: Params, sequences: Sequences, rows: Rows
+) -> Metrics:
+    """Sum the Bradley-Terry loss over pairs.
+
+    The sequences of pair b are b and pairs + b; both are in one row (`packing.split_pairs`).
+    """
     scores_RxL = forward.scalar_outputs(model, params, rows)
     zeros = jnp.zeros(len(sequences.lengths), jnp.float32)
     chosen, rejected = jnp.split(forward.write_last_values(scores_RxL, rows, sequences, zeros), 2)
-    here, _ = jnp.split(
-        forward.write_last_values(jnp.ones_like(scores_RxL), rows, sequences, zeros) > 0, 2
-    )
-    losses = preferences.bradley_terry(
-        chosen, rejected
-    ) + options.center_coef * preferences.centering_penalty(chosen, rejected)
-    sums = {
+    # Only the pairs in these rows count: their last tokens are here.
+    has_end = forward.write_last_values(jnp.ones_like(scores_RxL), rows, sequences, zeros) > 0
+    is_in_rows, _ = jnp.split(has_end, 2)
+    centering = preferences.centering_penalty(chosen, rejected)
+    losses = preferences.bradley_terry(chosen, rejected) + options.center_coef * centering
+    values = {
         "loss": losses,
         "accuracy": (jnp.sign(chosen - rejected) + 1) / 2,
         "margin": chosen - rejected,
         "score": (chosen + rejected) / 2,
     }
-    return {name: jnp.where(here, values, 0).sum() for name, values in sums.items()}
+    return {name: jnp.where(is_in_rows, x, 0).sum() for name, x in values.items()}
 
 
 # The mean negative log-likelihood of response tokens; prompts are masked.
-LANGUAGE = Objective("lm", _response_tokens, _negative_log_likelihood, ("loss",))
-# The mean of kernels.preferences.bradley_terry over pairs. accuracy: the chosen one scores higher (equal scores count half).
-PREFERENCE = Objective("scalar", _pairs, _preferences, ("loss", "accuracy", "margin", "score"))
-
-
-def optimizer(options: Supervised):
-    return make_optimizer(options.optim, options.grad_clip)
+LANGUAGE = Objective(
+    head="lm",
+    units=_count_response_tokens,
+    sums=_sum_negative_log_likelihood,
+    names=("loss",),
+)
+# The mean of kernels.preferences.bradley_terry over pairs. `accuracy` is the share of pairs whose
+# chosen response has the higher score; equal scores count half.
+PREFERENCE = Objective(
+    head="scalar",
+    units=_count_pairs,
+    sums=_sum_preferences,
+    names=("loss", "accuracy", "margin", "score"),
+)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=(4, 5))
-def step(
+def train_step(
     objective: Objective,
     options: Supervised,
     model: Transformer,
     total_steps: int,
-    params,
-    optimizer_state,
-    number,
+    params: Params,
+    optimizer_state: optax.OptState,
+    step: jax.Array,
     sequences: Sequences,
     plan: Packing,
-    micro_batches,
-):
-    """One optimizer step on a batch.
+    micro_batches: jax.Array,
+) -> tuple[Params, optax.OptState, Metrics]:
+    """Take one optimizer step on a batch.
 
     Args:
-      objective, options, model, total_steps: static; the last for the learning rate's schedule.
-      params, optimizer_state: donated.
-      number: int32 scalar, steps done.
+      objective: what is minimized; static, like the next three.
+      options: `config.supervised`.
+      model: the network.
+      total_steps: number of steps of the run, for the learning rate's schedule.
+      params: the parameters; donated.
+      optimizer_state: the optimizer's state; donated.
+      step: int32 scalar, the number of completed steps.
       sequences: the batch.
-      plan: Packing [A, R, L], of which the first `micro_batches` (int32 scalar) hold something.
+      plan: Packing [A, R, L].
+      micro_batches: int32 scalar, how many of the A micro-batches hold tokens.
 
     Returns:
-      parameters, optimizer state, and figures: scalars on the mesh.
+      Parameters, optimizer state, and metrics: scalars on the mesh.
     """
-    slope, figures = gradients(objective, options, model, params, sequences, plan, micro_batches)
-    rate = learning_rate(options.optim, number, total_steps)
-    params, optimizer_state, norm, finite = descend(
-        optimizer(options), params, optimizer_state, slope, rate
+    grads, metrics = gradients(objective, options, model, params, sequences, plan, micro_batches)
+    rate = learning_rate(options.optim, step, total_steps)
+    transform = make_optimizer(options.optim, options.grad_clip)
+    params, optimizer_state, norm, is_finite = descend(
+        transform, params, optimizer_state, grads, rate
     )
-    # Left to itself the compiler splits what the table repeats, and the next call would be another program.
+    # Left alone, the compiler splits what the table replicates, and the next call would compile
+    # another program.
     params, optimizer_state = constrain_tree((params, optimizer_state), TRAIN_RULES)
-    return (
-        params,
-        optimizer_state,
-        figures
-        | {
-            "lr": rate,
-            "grad_norm": norm,
-            "skipped": (~finite).astype(jnp.float32),
-            "tokens": (plan.sample >= 0).sum(),
-        },
-    )
+    metrics = metrics | {
+        "lr": rate,
+        "grad_norm": norm,
+        "skipped": (~is_finite).astype(jnp.float32),
+        "tokens": (plan.sample >= 0).sum(),
+    }
+    return params, optimizer_state, metrics
 
 
-def gradients(objective, options, model, params, sequences, plan, micro_batches):
-    """Gradient of the mean loss, and the means, summed over micro-batches."""
+def gradients(
+    objective: Objective,
+    options: Supervised,
+    model: Transformer,
+    params: Params,
+    sequences: Sequences,
+    plan: Packing,
+    micro_batches: jax.Array,
+) -> tuple[Params, Metrics]:
+    """Return the gradient of the mean loss, and the means, summed over micro-batches.
+
+    Arguments are those of `train_step`.
+    """
     units = objective.units(sequences, plan)
 
-    def micro_batch(i, carry):
-        rows = packing_lib.gather_rows(
-            sequences, jax.tree.map(lambda x: constrain_rows(x[i]), plan)
-        )
+    def micro_batch(i: jax.Array, carry: tuple[Params, Metrics]) -> tuple[Params, Metrics]:
+        rows = _gather_micro_batch(sequences, plan, i)
 
-        def loss(params):
-            means = {
-                name: x / units
-                for name, x in objective.sums(options, model, params, sequences, rows).items()
-            }
+        def loss(params: Params) -> tuple[jax.Array, Metrics]:
+            sums = objective.sums(options, model, params, sequences, rows)
+            means = {name: x / units for name, x in sums.items()}
             return means["loss"], means
 
         return jax.tree.map(jnp.add, carry, jax.grad(loss, has_aux=True)(params))
@@ -160,24 +184,28 @@ def gradients(objective, options, model, params, sequences, plan, micro_batches)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def measure(
+def measure_batch(
     objective: Objective,
     options: Supervised,
     model: Transformer,
-    params,
+    params: Params,
     sequences: Sequences,
     plan: Packing,
-    micro_batches,
-) -> dict:
-    """Sums over a batch, and its `units`. Arguments as for `step`."""
+    micro_batches: jax.Array,
+) -> Metrics:
+    """Return the objective's sums over a batch, and the number of its `units`.
 
-    def micro_batch(i, sums):
-        rows = packing_lib.gather_rows(
-            sequences, jax.tree.map(lambda x: constrain_rows(x[i]), plan)
-        )
+    Arguments are those of `train_step`.
+    """
+
+    def micro_batch(i: jax.Array, sums: Metrics) -> Metrics:
+        rows = _gather_micro_batch(sequences, plan, i)
         return jax.tree.map(jnp.add, sums, objective.sums(options, model, params, sequences, rows))
 
-    sums = jax.lax.fori_loop(
-        0, micro_batches, micro_batch, dict.fromkeys(objective.names, jnp.float32(0))
-    )
+    zeros = dict.fromkeys(objective.names, jnp.float32(0))
+    sums = jax.lax.fori_loop(0, micro_batches, micro_batch, zeros)
     return sums | {"units": objective.units(sequences, plan)}
+
+
+def _gather_micro_batch(sequences: Sequences, plan: Packing, i: jax.Array) -> Rows:
+    return packing_lib.gather_rows(sequences, jax.tree.map(lambda x: constrain_rows(x[i]), plan))

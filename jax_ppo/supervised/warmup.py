@@ -1,15 +1,19 @@
-"""Supervised warm-up: a small model and its tokenizer made from worked examples, written as a Hugging Face folder.
+"""Supervised warm-up: a small model and its tokenizer, made from worked examples.
 
 It gives the embedded arithmetic task something to start from without a download.
 """
 
 import functools
 import shutil
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config, Create, CriticOptim, Supervised
 from jax_ppo.data import arithmetic
@@ -20,60 +24,67 @@ from jax_ppo.models.hf.families import CREATED_FAMILY
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import sharding
-from jax_ppo.supervised import step as fitting
+from jax_ppo.supervised.step import LANGUAGE, train_step
 from jax_ppo.training import packing as packing_lib
-from jax_ppo.types import Sequences
+from jax_ppo.training.optimizer import make_optimizer
+from jax_ppo.types import Packing, Params, Sequences
 
-EXAMPLES = 20_000
+NUM_EXAMPLES = 20_000
+TOKENIZER_EXAMPLES = 2_000
 ROW_LENGTH = 144  # three worked examples
 
 
-def make_model(config: Config, folder: Path, mesh, progress) -> None:
-    """Trains a tokenizer and a model on worked arithmetic problems and writes both to `folder`; does nothing if it exists.
+def make_model(config: Config, folder: Path, mesh: Mesh, report: Callable[[str], None]) -> None:
+    """Train a tokenizer and a model on worked arithmetic problems, and write both.
+
+    Does nothing if the folder already holds a model.
 
     Args:
-      progress: called with a line of text now and then.
+      config: `model.create` describes the model and its training.
+      folder: where the Hugging Face folder is written.
+      mesh: the mesh to train on.
+      report: called with lines for the user.
     """
     if (folder / "config.json").exists():
         return
-    create = config.model.create
-    careful = arithmetic.generate_worked_solutions(EXAMPLES, 1.0, config.seed)
-    mostly_hasty = arithmetic.generate_worked_solutions(EXAMPLES, create.careful_share, config.seed)
-    scratch = folder.with_name(f"{folder.name}_tokenizer_{jax.process_index()}")
-    texts = [prompt + response for prompt, response in careful[:2000]]
-    tokenizer = tokenizer_lib.train_tokenizer(texts, create.vocab_size, scratch)
-    architecture = describe(create, tokenizer)
+    create, seed = config.model.create, config.seed
+    careful = arithmetic.generate_worked_solutions(NUM_EXAMPLES, 1.0, seed)
+    mostly_hasty = arithmetic.generate_worked_solutions(NUM_EXAMPLES, create.careful_share, seed)
+    tokenizer_folder = folder.with_name(f"{folder.name}_tokenizer_{jax.process_index()}")
+    texts = [prompt + response for prompt, response in careful[:TOKENIZER_EXAMPLES]]
+    tokenizer = tokenizer_lib.train_tokenizer(texts, create.vocab_size, tokenizer_folder)
+    architecture = make_architecture(create, tokenizer)
     model = Transformer(architecture, jnp.dtype(config.model.dtype))
-    shapes = jax.eval_shape(
-        functools.partial(heads.init_params, model, head="lm"), jax.random.key(0)
-    )
-    init = jax.jit(
-        functools.partial(heads.init_params, model, head="lm"),
-        out_shardings=sharding.tree_shardings(mesh, shapes, sharding.TRAIN_RULES),
-    )
-    params = init(jax.random.key(config.seed))
-    # The skill first, then the habit: careful work is learned well before most examples stop showing it.
+    init = functools.partial(heads.init_params, model, head="lm")
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    shardings = sharding.tree_shardings(mesh, shapes, sharding.TRAIN_RULES)
+    params = jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
+    # First the skill, then the habit: careful solutions are learned well before most examples no
+    # longer show them.
     for pairs, steps, lr in (
         (careful, create.steps, create.lr),
         (mostly_hasty, create.habit_steps, create.habit_lr),
     ):
-        params = train(
+        params = train_on_responses(
             model,
             params,
-            tokenize(pairs, tokenizer),
-            create.batch_size,
-            steps,
-            lr,
-            config.seed,
-            mesh,
-            progress,
+            tokenize_pairs(pairs, tokenizer),
+            batch_size=create.batch_size,
+            steps=steps,
+            lr=lr,
+            seed=seed,
+            mesh=mesh,
+            report=report,
         )
-    export_checkpoint(params, architecture, folder, source_folder=scratch)
-    shutil.rmtree(scratch)
+    export_checkpoint(params, architecture, folder, source_folder=tokenizer_folder)
+    shutil.rmtree(tokenizer_folder)
 
 
-def describe(create: Create, tokenizer) -> Architecture:
-    """A Llama of the sizes of `model.create` for this tokenizer, its vocabulary rounded up so that a mesh can split it."""
+def make_architecture(create: Create, tokenizer: Any) -> Architecture:
+    """Return a Llama of the sizes of `model.create` for this tokenizer.
+
+    The vocabulary is rounded up so that a mesh can split it.
+    """
     return Architecture(
         family=CREATED_FAMILY,
         vocab_size=-(-len(tokenizer) // 16) * 16,
@@ -91,71 +102,75 @@ def describe(create: Create, tokenizer) -> Architecture:
     )
 
 
-def tokenize(pairs, tokenizer) -> Sequences:
-    """Prompt and response token ids joined, an EOS behind each response. Host arrays."""
+def tokenize_pairs(pairs: SequenceOf[tuple[str, str]], tokenizer: Any) -> Sequences:
+    """Return prompts joined with their responses, each with an EOS at its end; host arrays."""
     prompts = [tokenizer(prompt)["input_ids"] for prompt, _ in pairs]
     responses = [
-        tokenizer(r, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-        for _, r in pairs
+        tokenizer(response, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        for _, response in pairs
     ]
-    tokens = np.zeros(
-        (len(pairs), max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))),
-        np.int32,
-    )
-    for row, prompt, response in zip(tokens, prompts, responses, strict=True):
-        row[: len(prompt) + len(response)] = prompt + response
-    lengths = np.array([len(r) for r in responses], np.int32)
+    rows = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+    tokens = np.zeros((len(rows), max(len(row) for row in rows)), np.int32)
+    for padded, row in zip(tokens, rows, strict=True):
+        padded[: len(row)] = row
+    lengths = np.array([len(response) for response in responses], np.int32)
     return Sequences(
         tokens=tokens,
-        prompt_lengths=np.array([len(p) for p in prompts], np.int32),
+        prompt_lengths=np.array([len(prompt) for prompt in prompts], np.int32),
         lengths=lengths,
-        truncated=np.zeros(len(prompts), bool),
+        truncated=np.zeros(len(rows), bool),
         action_mask=np.arange(lengths.max()) < lengths[:, None],
     )
 
 
-def train(
+def train_on_responses(
     model: Transformer,
-    params,
+    params: Params,
     sequences: Sequences,
+    *,
     batch_size: int,
     steps: int,
     lr: float,
     seed: int,
-    mesh,
-    progress,
-):
-    """Minimises the mean negative log-likelihood of the response tokens over packed rows; AdamW, cosine to 0."""
-    options = Supervised(
-        CriticOptim(
-            lr=lr, lr_warmup_steps=max(steps // 20, 1), lr_schedule="cosine", weight_decay=0.0
-        )
+    mesh: Mesh,
+    report: Callable[[str], None],
+) -> Params:
+    """Minimize the mean negative log-likelihood of response tokens over packed rows.
+
+    AdamW with a cosine schedule to 0.
+
+    Args:
+      model: the network.
+      params: its parameters, which are donated.
+      sequences: all examples, host arrays.
+      batch_size: examples per step, approximately: whole rows are drawn.
+      steps: number of steps.
+      lr: the peak learning rate.
+      seed: of the order of the rows.
+      mesh: the mesh to train on.
+      report: called with lines for the user.
+    """
+    optim = CriticOptim(
+        lr=lr, lr_warmup_steps=max(steps // 20, 1), lr_schedule="cosine", weight_decay=0.0
     )
-    init = fitting.optimizer(options).init
-    total = sequences.prompt_lengths + sequences.lengths
-    shards = sharding.row_shards(mesh)
-    per_row = max(1, ROW_LENGTH // int(total.mean()))
-    rows_at_once = -(-batch_size // (per_row * shards)) * shards
-    plan, _ = packing_lib.plan_packing(
-        total, np.arange(len(total))[None], 1, max(ROW_LENGTH, int(total.max()))
-    )
-    plan = jax.tree.map(lambda x: x[0, :, 0], plan)
-    plan = jax.tree.map(lambda x: x[(plan.sample >= 0).any(1)], plan)
-    where = sharding.tree_shardings(mesh, jax.eval_shape(init, params), sharding.TRAIN_RULES)
-    opt_state = jax.jit(init, out_shardings=where)(params)
+    options = Supervised(optim)
+    init = make_optimizer(options.optim, options.grad_clip).init
+    shardings = sharding.tree_shardings(mesh, jax.eval_shape(init, params), sharding.TRAIN_RULES)
+    opt_state = jax.jit(init, out_shardings=shardings)(params)
+    plan, rows_at_once = _pack_rows(sequences, batch_size, sharding.row_shards(mesh))
     sequences = sharding.place(sequences, sharding.replicated(mesh))
     rng, order = np.random.default_rng(seed), np.empty(0, np.int64)
     for i in range(steps):
-        if (
-            len(order) < rows_at_once
-        ):  # packing sorts by length: batches are drawn from all rows, not cut from neighbours
+        # Packing sorts by length, so batches are drawn from all rows instead of cut from
+        # neighbors.
+        if len(order) < rows_at_once:
             order = np.concatenate([order, rng.permutation(len(plan.sample))])
-        taken, order = order[:rows_at_once], order[rows_at_once:]
+        drawn, order = order[:rows_at_once], order[rows_at_once:]
         rows = sharding.place(
-            jax.tree.map(lambda x, taken=taken: x[taken][None], plan), sharding.rows(mesh, axis=1)
+            jax.tree.map(lambda x, drawn=drawn: x[drawn][None], plan), sharding.rows(mesh, axis=1)
         )
-        params, opt_state, figures = fitting.step(
-            fitting.LANGUAGE,
+        params, opt_state, metrics = train_step(
+            LANGUAGE,
             options,
             model,
             steps,
@@ -167,5 +182,21 @@ def train(
             np.int32(1),
         )
         if i % 100 == 99 or i + 1 == steps:
-            progress(f"supervised warm-up: step {i + 1}/{steps}, loss {float(figures['loss']):.3f}")
+            report(f"supervised warm-up: step {i + 1}/{steps}, loss {float(metrics['loss']):.3f}")
     return params
+
+
+def _pack_rows(sequences: Sequences, batch_size: int, row_shards: int) -> tuple[Packing, int]:
+    """Pack all examples.
+
+    Returns:
+      Packing [rows, L] without empty rows, host arrays, and the number of rows per batch.
+    """
+    lengths = sequences.prompt_lengths + sequences.lengths
+    examples_per_row = max(1, ROW_LENGTH // int(lengths.mean()))
+    rows_at_once = -(-batch_size // (examples_per_row * row_shards)) * row_shards
+    row_length = max(ROW_LENGTH, int(lengths.max()))
+    plans, _ = packing_lib.plan_packing(lengths, np.arange(len(lengths))[None], 1, row_length)
+    plan = jax.tree.map(lambda x: x[0, :, 0], plans)
+    is_used = (plan.sample >= 0).any(1)
+    return jax.tree.map(lambda x: x[is_used], plan), rows_at_once

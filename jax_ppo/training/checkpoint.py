@@ -1,8 +1,9 @@
-"""Checkpoints: written while training goes on, whole or not at all, read back onto any mesh.
+"""Checkpoints: written atomically while training continues, and restored onto any mesh.
 
-A checkpoint is a folder DIRECTORY/STEP with an item for each tree of arrays (those of state.trained), `meta` (JSON) and
-`metrics` (JSON, what the best one is chosen by). A folder gets its name when all of it is on disk; a process killed
-while saving leaves a temporary one, which is not seen and is removed by the next run.
+A checkpoint is a folder DIRECTORY/STEP with one item per tree of arrays (`state.trained_trees`),
+`meta` (JSON) and `metrics` (JSON, by which the best checkpoint is chosen). A folder gets its name
+once all of it is on disk. A process that is killed while saving leaves a temporary folder, which is
+ignored, and removed by the next run.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ import math
 import os
 import signal
 import threading
+import types
 from typing import Any
 
 import jax
@@ -20,17 +22,20 @@ from orbax.checkpoint import checkpoint_managers
 from jax_ppo.errors import UserError
 
 META = "meta"
-SHOWN = 5  # wrong parameters named in an error
+MAX_SHOWN = 5  # mismatched parameters named in an error
 
 
 @dataclasses.dataclass
 class Progress:
-    """How far a run has come: with the arrays of state.trained and the options, all that a checkpoint holds.
+    """How far a run has come.
+
+    Together with the trained arrays and the options, this is everything that a checkpoint holds.
 
     Attributes:
-      step: steps done.
+      step: number of completed steps.
       position: training examples consumed.
-      evaluations: {step} and the means by name of each evaluation so far, None where one has no meaning.
+      evaluations: for each evaluation so far a dict of `step` and the means by name; `None` for a
+        mean that is undefined.
     """
 
     step: int = 0
@@ -41,21 +46,22 @@ class Progress:
 class Checkpointer:
     """The checkpoints of one run: the newest ones and the best one.
 
-    Every process of the run makes one and calls every method in the same order; the directory is on a disk that all of
-    them see. Leaving its `with` block waits for a save under way.
+    Every process of the run creates one and calls its methods in the same order; the directory is
+    on a disk that all of them share. Leaving the `with` block waits for a save in progress.
     """
 
     def __init__(
         self, directory: str | os.PathLike, max_to_keep: int = 2, best_metric: str = "accuracy"
     ):
-        """Opens a directory, which is made if it does not exist.
+        """Open a directory, creating it if necessary.
 
         Args:
-          directory: of this run alone.
-          max_to_keep: the newest checkpoints that are kept, at least 1.
-          best_metric: the checkpoint in which this is largest is kept besides, as it is across restarts.
+          directory: used by this run only.
+          max_to_keep: how many of the newest checkpoints are kept, at least 1.
+          best_metric: the checkpoint with the largest value of this metric is kept too, also across
+            restarts.
         """
-        # orbax takes absolute paths only; gs://... is one already.
+        # Orbax takes absolute paths only; gs://... is one already.
         self._directory = str(directory) if "://" in str(directory) else os.path.abspath(directory)
         self._best_metric = best_metric
         policy = checkpoint_managers.AnyPreservationPolicy(
@@ -66,22 +72,28 @@ class Checkpointer:
                 ),
             ]
         )
-        # best_fn is needed besides the policy: without it no metrics are written, and a restart forgets the best one.
+        # Without best_fn no metrics are written, and a restart forgets the best checkpoint.
         self._manager = ocp.CheckpointManager(
             self._directory,
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=policy, best_fn=self._quality, cleanup_tmp_directories=True
             ),
         )
-        self._saved = None
-        self._asked, self._stop = None, False
+        self._saved_step: int | None = None
+        self._asked_step: int | None = None
+        self._stop = False
         self._sigterm = _Sigterm() if jax.process_count() == 1 else None
 
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
-        # After an error in one of several processes the others are elsewhere, and close() would wait for them for ever.
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        # After an error in one of several processes, close() would wait forever for the others.
         if kind is None or jax.process_count() == 1:
             self.close()
 
@@ -92,39 +104,47 @@ class Checkpointer:
         meta: dict,
         metrics: dict[str, float | None] | None = None,
     ) -> None:
-        """Copies the arrays and returns; they are written in the background. Saving a step twice does nothing.
+        """Copy the arrays and return; they are written in the background.
+
+        Saving a step twice does nothing.
 
         Args:
           step: number of the checkpoint.
-          arrays: trees of arrays by name, typed PRNG keys among them if need be; a tree that is None is left out.
+          arrays: trees of arrays by name; typed PRNG keys are allowed. A tree that is `None` is
+            left out.
           meta: anything that JSON can hold.
-          metrics: figures to choose the best checkpoint by; without the best metric, or with NaN in it, this is not it.
+          metrics: metrics to choose the best checkpoint by; without a finite best metric this
+            checkpoint is never the best.
 
         Raises:
-          TypeError: something in meta is not JSON.
-          ValueError: the directory had this step before.
-          Exception: the save before this one failed (no space left, ...).
+          TypeError: something in `meta` is not JSON.
+          ValueError: the directory already had this step.
+          Exception: the previous save failed (no space left, ...).
         """
-        if step == self._saved:
+        if step == self._saved_step:
             return
         items = {
             name: ocp.args.StandardSave(tree) for name, tree in arrays.items() if tree is not None
         }
-        items[META] = ocp.args.JsonSave(json.loads(json.dumps(meta)))  # here, so that it fails here
+        # Serialize here, so that an error is raised here and not in the background.
+        items[META] = ocp.args.JsonSave(json.loads(json.dumps(meta)))
         finite = {
             name: float(value)
             for name, value in (metrics or {}).items()
             if value is not None and math.isfinite(value)
         }
         self._manager.save(step, args=ocp.args.Composite(**items), metrics=finite, force=True)
-        self._saved = step
+        self._saved_step = step
 
     def latest_step(self) -> int | None:
-        """The newest checkpoint, None if there is none."""
+        """Return the step of the newest checkpoint, or `None` if there is none."""
         return self._manager.latest_step()
 
     def best_step(self) -> int | None:
-        """The checkpoint with the largest best metric (the newest of several), None if no checkpoint has it."""
+        """Return the step with the largest best metric, the newest of several.
+
+        `None` if no checkpoint has the metric.
+        """
         self.wait()  # metrics are read from disk
         step = self._manager.best_step()
         return (
@@ -134,15 +154,16 @@ class Checkpointer:
         )
 
     def restore(self, step: int, abstract: dict[str, Any]) -> tuple[dict[str, Any], dict]:
-        """Reads a checkpoint.
+        """Read a checkpoint.
 
         Args:
-          step: one that exists.
-          abstract: what to read: trees of ShapeDtypeStruct with sharding, on whichever mesh; a tree that is None is
-            left out, and so is what the checkpoint holds besides. A dtype other than the saved one casts.
+          step: an existing checkpoint.
+          abstract: what to read: trees of `jax.ShapeDtypeStruct` with shardings, on any mesh. A
+            tree that is `None` is left out, and so are other trees of the checkpoint. Arrays are
+            cast to the dtype given here.
 
         Returns:
-          the arrays, placed as asked, and meta.
+          The arrays, placed as requested, and `meta`.
 
         Raises:
           FileNotFoundError: there is no such checkpoint.
@@ -150,13 +171,13 @@ class Checkpointer:
         """
         self.wait()
         wanted = {name: tree for name, tree in abstract.items() if tree is not None}
-        there = self._manager.all_steps()
-        if step not in there:
+        saved_steps = self._manager.all_steps()
+        if step not in saved_steps:
             raise FileNotFoundError(
-                f"{self._directory} has no checkpoint of step {step}, only of {there}"
+                f"{self._directory} has no checkpoint of step {step}, only of {saved_steps}"
             )
         for name, tree in wanted.items():
-            self._check(step, name, tree)
+            self._validate_shapes(step, name, tree)
         items = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
         restored = self._manager.restore(
             step, args=ocp.args.Composite(**items, **{META: ocp.args.JsonRestore()})
@@ -164,28 +185,29 @@ class Checkpointer:
         return {name: restored[name] for name in wanted}, restored[META]
 
     def restore_item(self, step: int, name: str, abstract: Any) -> Any:
-        """Reads one tree of a checkpoint, as `restore` does."""
+        """Read one tree of a checkpoint, as `restore` does."""
         arrays, _ = self.restore(step, {name: abstract})
         return arrays[name]
 
     def should_stop(self, step: int) -> bool:
-        """Whether SIGTERM asked the run to save and end. Call it after every step; all processes get the same answer.
+        """Return whether a SIGTERM asked the run to save and end.
 
-        Several processes agree on a step that none of them has passed yet. The answer for a step does not change.
+        Call it after every step. All processes get the same answer: they agree on a step that none
+        of them has passed yet. The answer for a step does not change.
         """
-        if step != self._asked:
-            self._asked = step
+        if step != self._asked_step:
+            self._asked_step = step
             self._stop = (
                 self._sigterm.received if self._sigterm else self._manager.reached_preemption(step)
             )
         return self._stop
 
     def wait(self) -> None:
-        """Waits until what was saved is on disk. Raises what went wrong with it."""
+        """Wait until everything saved is on disk, and raise what went wrong."""
         self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits for a save under way; nothing can be called after it."""
+        """Wait for a save in progress; nothing can be called afterwards."""
         if self._sigterm:
             self._sigterm.restore()
         self._manager.close()
@@ -193,50 +215,56 @@ class Checkpointer:
     def _quality(self, metrics: dict[str, float] | None) -> float:
         return (metrics or {}).get(self._best_metric, -math.inf)
 
-    def _check(self, step, name, abstract):
-        """Compares names and shapes before orbax does, which would name no parameter."""
+    def _validate_shapes(self, step: int, name: str, abstract: Any) -> None:
+        """Compare names and shapes before Orbax does, whose errors name no parameter."""
         path = self._manager.directory / str(step) / name
         if not path.exists():
             raise UserError(f"checkpoint {step} in {self._directory} holds no {name!r}")
         saved = _shapes(ocp.StandardCheckpointHandler().metadata(path).tree)
         wanted = _shapes(abstract)
         wrong = [
-            f"{name}/{key}: {saved.get(key, 'absent')} in the checkpoint, {wanted.get(key, 'absent')} in the model"
+            f"{name}/{key}: {saved.get(key, 'absent')} in the checkpoint, "
+            f"{wanted.get(key, 'absent')} in the model"
             for key in sorted(saved.keys() | wanted.keys())
             if saved.get(key) != wanted.get(key)
         ]
         if wrong:
-            more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+            more = f" and {len(wrong) - MAX_SHOWN} more" if len(wrong) > MAX_SHOWN else ""
             raise UserError(
                 f"checkpoint {step} in {self._directory} is of another model or optimizer: "
-                f"{'; '.join(wrong[:SHOWN])}{more}"
+                f"{'; '.join(wrong[:MAX_SHOWN])}{more}"
             )
 
 
-def _shapes(tree) -> dict[str, tuple[int, ...]]:
-    """The shape of each array by its path, for trees of arrays and for orbax's descriptions of them."""
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each array by its path, for trees of arrays or Orbax's metadata."""
     shapes = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.eval_shape(jax.random.key_data, leaf)  # as which a key is saved
+            leaf = jax.eval_shape(jax.random.key_data, leaf)  # keys are saved as their data
         shapes[jax.tree_util.keystr(path, simple=True, separator="/")] = tuple(leaf.shape)
     return shapes
 
 
 class _Sigterm:
-    """Notes a SIGTERM instead of dying of it. Several processes have JAX do this, and agree on a step."""
+    """Records a SIGTERM instead of ending the process.
 
-    def __init__(self):
+    With several processes JAX does this, and they agree on a step.
+    """
+
+    def __init__(self) -> None:
         self.received = False
-        self._before = None
-        if threading.current_thread() is threading.main_thread():  # only there may a handler be set
-            self._before = signal.signal(signal.SIGTERM, self._note)
+        self._previous_handler: Any = None
+        # Only the main thread may set a handler.
+        if threading.current_thread() is threading.main_thread():
+            self._previous_handler = signal.signal(signal.SIGTERM, self._record)
 
-    def _note(self, number, frame):
+    def _record(self, number: int, frame: types.FrameType | None) -> None:
         self.received = True
-        self.restore()  # a second one ends the process as ever
+        self.restore()  # a second SIGTERM ends the process
 
-    def restore(self):
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
-            self._before = None
+    def restore(self) -> None:
+        """Set the previous handler again."""
+        if self._previous_handler is not None:
+            signal.signal(signal.SIGTERM, self._previous_handler)
+            self._previous_handler = None

@@ -1,4 +1,4 @@
-"""How far a run has come: what is due then, and whether the options that it is started with again are still its own."""
+"""Resuming a run: its progress, the options that may change, and what is due after a step."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,9 +8,16 @@ from jax_ppo.errors import UserError
 from jax_ppo.training.checkpoint import Checkpointer, Progress
 
 
-def is_due(done: int, total_steps: int, frequency: int) -> bool:
-    """Whether it is time for something that is done every so many steps (0: never) and after the last."""
-    return done == total_steps or (frequency > 0 and done % frequency == 0)
+def is_due(completed_steps: int, total_steps: int, frequency: int) -> bool:
+    """Return whether something periodic is due.
+
+    Args:
+      completed_steps: the number of completed steps.
+      total_steps: number of steps of the whole run; everything is due after the last.
+      frequency: steps between two occurrences; 0 is never, except after the last step.
+    """
+    is_multiple = frequency > 0 and completed_steps % frequency == 0
+    return is_multiple or completed_steps == total_steps
 
 
 def find_progress(
@@ -20,33 +27,39 @@ def find_progress(
     report: Callable[[str], None],
     command: str,
 ) -> Progress:
-    """Of the newest checkpoint, if there is one. Raises UserError for one that must not be gone on from.
+    """Return the progress of the newest checkpoint, or none if there is no checkpoint.
 
     Args:
-      report: takes a line for the user.
+      config: all options.
+      total_steps: number of steps of the whole run.
+      checkpoints: of the run.
+      report: called with lines for the user.
       command: train, sft or reward_model; options that it does not read may change.
+
+    Raises:
+      UserError: the run cannot be resumed from the checkpoint.
     """
     latest = checkpoints.latest_step()
     if latest is None:
         return Progress()
     if not config.trainer.resume:
         raise UserError(
-            f"config.trainer.resume=False: the work directory holds a checkpoint after step {latest}; give "
-            "another --workdir, or remove it"
+            "config.trainer.resume=False: the work directory holds a checkpoint after step "
+            f"{latest}; give another --workdir, or remove it"
         )
     _, meta = checkpoints.restore(latest, {})
-    _check_same_experiment(config, meta["config"], report, command)
+    _compare_options(config, meta["config"], report, command)
     if latest < total_steps:
         report(f"resuming after step {latest} of {total_steps}")
     else:
         report(
-            f"all {total_steps} steps are done: no more is learned; set config.trainer.total_training_steps higher, or "
-            "give another --workdir"
+            f"all {total_steps} steps are done: no more is learned; set "
+            "config.trainer.total_training_steps higher, or give another --workdir"
         )
-    return Progress(latest, meta["position"], meta["evaluations"])
+    return Progress(step=latest, position=meta["position"], evaluations=meta["evaluations"])
 
 
-def _check_same_experiment(
+def _compare_options(
     config: Config, saved: dict[str, Any], report: Callable[[str], None], command: str
 ) -> None:
     """Report which options differ from the checkpoint's.
@@ -68,15 +81,18 @@ def _check_same_experiment(
             )
         if option.facts.first_step_only:
             report(
-                f"config.{option.name}={now!r}: not read; what the checkpoint made of {then!r} is kept"
+                f"config.{option.name}={now!r}: not read; what the checkpoint made of {then!r} "
+                "is kept"
             )
         else:
             report(
-                f"config.{option.name} was {then!r} until the checkpoint, and is {now!r} from here on"
+                f"config.{option.name} was {then!r} until the checkpoint, and is {now!r} from "
+                "here on"
             )
 
 
 def _flatten(options: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted names and values."""
     for name, value in options.items():
         if isinstance(value, dict):
             yield from _flatten(value, f"{prefix}{name}.")

@@ -1,4 +1,4 @@
-"""Set-up shared by PPO and supervised training: examples, tokenizer, checks of models, step counts."""
+"""Set-up shared by PPO and supervised training: examples, tokenizer, model checks, steps."""
 
 from pathlib import Path
 from typing import Any

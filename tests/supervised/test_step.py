@@ -13,8 +13,10 @@ from jax_ppo.config import schema
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import sharding
-from jax_ppo.supervised import step as fitting
+from jax_ppo.supervised import step
+from jax_ppo.supervised.step import LANGUAGE, PREFERENCE, measure_batch, train_step
 from jax_ppo.training import forward, packing
+from jax_ppo.training.optimizer import make_optimizer
 from jax_ppo.types import Packing, Sequences
 
 OPTIONS = schema.Supervised(
@@ -24,13 +26,13 @@ MODEL = Transformer(tiny.ARCHITECTURE, jnp.float32)
 N = 6  # examples
 OBJECTIVES = pytest.mark.parametrize(
     "objective",
-    [pytest.param(fitting.LANGUAGE, marks=pytest.mark.slow), fitting.PREFERENCE],
+    [pytest.param(LANGUAGE, marks=pytest.mark.slow), PREFERENCE],
     ids=["language", "preference"],
 )
 
 
 def kinds(objective):
-    return 2 if objective is fitting.PREFERENCE else 1
+    return 2 if objective is PREFERENCE else 1
 
 
 def make(objective, seed=0):
@@ -66,7 +68,7 @@ def plan(objective, sequences, rows, packed=True):
 
 
 def gradients(objective, sequences, params, rows=2, packed=True):
-    compiled = jax.jit(fitting.gradients, static_argnums=(0, 1, 2))
+    compiled = jax.jit(step.gradients, static_argnums=(0, 1, 2))
     return compiled(
         objective, OPTIONS, MODEL, params, sequences, *plan(objective, sequences, rows, packed)
     )
@@ -115,8 +117,8 @@ def assert_close(ours, theirs, tolerance=1e-4):
 
 
 def test_the_language_loss_and_its_gradient():
-    sequences, params = make(fitting.LANGUAGE)
-    ours, means = gradients(fitting.LANGUAGE, sequences, params)
+    sequences, params = make(LANGUAGE)
+    ours, means = gradients(LANGUAGE, sequences, params)
     expected, theirs = jax.value_and_grad(plain_language_loss)(params, sequences)
     assert float(means["loss"]) == pytest.approx(float(expected), rel=1e-5) and set(means) == {
         "loss"
@@ -125,8 +127,8 @@ def test_the_language_loss_and_its_gradient():
 
 
 def test_the_preference_loss_and_its_gradient():
-    sequences, params = make(fitting.PREFERENCE)
-    ours, means = gradients(fitting.PREFERENCE, sequences, params)
+    sequences, params = make(PREFERENCE)
+    ours, means = gradients(PREFERENCE, sequences, params)
     (expected, scores), theirs = jax.value_and_grad(plain_preference_loss, has_aux=True)(
         params, sequences
     )
@@ -144,8 +146,8 @@ def test_the_preference_loss_and_its_gradient():
 def test_losses_by_hand_where_nothing_is_known():
     """A model of zeros thinks that all 32 tokens are as likely, and both responses as good."""
     for objective, expected in (
-        (fitting.LANGUAGE, math.log(32)),
-        (fitting.PREFERENCE, math.log(2)),
+        (LANGUAGE, math.log(32)),
+        (PREFERENCE, math.log(2)),
     ):
         sequences, params = make(objective)
         _, means = gradients(objective, sequences, jax.tree.map(jnp.zeros_like, params))
@@ -155,16 +157,14 @@ def test_losses_by_hand_where_nothing_is_known():
 
 def test_prompt_tokens_carry_no_gradient(monkeypatch):
     """What the model says before a prompt's token is not in the loss: only the places before response tokens are."""
-    sequences, params = make(fitting.LANGUAGE)
-    packed, _ = plan(fitting.LANGUAGE, sequences, rows=1)
+    sequences, params = make(LANGUAGE)
+    packed, _ = plan(LANGUAGE, sequences, rows=1)
     rows = packing.gather_rows(sequences, Packing(packed.sample[0], packed.position[0]))
     hidden = forward.hidden_states(MODEL, params, rows)
     monkeypatch.setattr(forward, "hidden_states", lambda model, params, rows: params["hidden"])
 
     def loss(hidden):
-        return fitting.LANGUAGE.sums(OPTIONS, MODEL, params | {"hidden": hidden}, sequences, rows)[
-            "loss"
-        ]
+        return LANGUAGE.sums(OPTIONS, MODEL, params | {"hidden": hidden}, sequences, rows)["loss"]
 
     slopes = jax.grad(loss)(hidden)
     predicts_response = np.zeros(rows.tokens.shape, bool)
@@ -200,9 +200,9 @@ def test_eight_devices_take_the_step_of_one(objective):
             )
             where = functools.partial(sharding.tree_shardings, mesh, rules=sharding.TRAIN_RULES)
             here = jax.device_put(jax.device_get(params), where(params))
-            optimizer = fitting.optimizer(OPTIONS).init(here)
+            optimizer = make_optimizer(OPTIONS.optim, OPTIONS.grad_clip).init(here)
             optimizer = jax.device_put(optimizer, where(optimizer))
-            after, _, figures = fitting.step(
+            after, _, figures = train_step(
                 objective, OPTIONS, MODEL, 10, here, optimizer, np.int32(0), *placed, count
             )
             return jax.device_get(
@@ -220,11 +220,11 @@ def test_eight_devices_take_the_step_of_one(objective):
 def test_measured_sums_are_those_that_are_learned_from(objective):
     sequences, params = make(objective)
     _, means = gradients(objective, sequences, params)
-    sums = fitting.measure(
+    sums = measure_batch(
         objective, OPTIONS, MODEL, params, sequences, *plan(objective, sequences, 2)
     )
     units = float(sums.pop("units"))
-    assert units == (N if objective is fitting.PREFERENCE else sequences.lengths.sum())
+    assert units == (N if objective is PREFERENCE else sequences.lengths.sum())
     for name, mean in means.items():
         assert float(sums[name]) / units == pytest.approx(float(mean), rel=1e-5), name
 

@@ -19,7 +19,7 @@ from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.supervised import loop as supervised
+from jax_ppo.supervised import loop, tasks
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = """
@@ -220,20 +220,20 @@ def load(files, *overrides, command="sft"):
 @pytest.mark.parametrize(
     ("command", "task"),
     [
-        pytest.param("sft", supervised.SFT, marks=pytest.mark.slow),
-        ("reward_model", supervised.REWARD_MODEL),
+        pytest.param("sft", tasks.SFT, marks=pytest.mark.slow),
+        ("reward_model", tasks.REWARD_MODEL),
     ],
 )
 def test_resumed_is_bit_equal(files, tmp_path, command, task, monkeypatch, capsys):
     options = load(files, command=command)
-    supervised.train(options, tmp_path / "whole", task)
+    loop.train(options, tmp_path / "whole", task)
     monkeypatch.setattr(
         "jax_ppo.training.checkpoint.Checkpointer.should_stop", lambda self, step: step == 4
     )
-    supervised.train(options, tmp_path / "halves", task)
+    loop.train(options, tmp_path / "halves", task)
     assert not (tmp_path / "halves" / task.output).exists()
     monkeypatch.undo()
-    supervised.train(options, tmp_path / "halves", task)
+    loop.train(options, tmp_path / "halves", task)
     assert "resuming after step 4 of 12" in capsys.readouterr().out
     assert figures(tmp_path / "halves") == figures(tmp_path / "whole")
     assert evaluations(tmp_path / "halves") == evaluations(tmp_path / "whole")
@@ -290,12 +290,10 @@ def test_wrong_options_are_told(files, command, override, message):
 )
 def test_mistakes_are_told_before_weights_load(files, tmp_path, override, message, monkeypatch):
     monkeypatch.setattr(
-        "jax_ppo.models.hf.load.load", lambda *_: pytest.fail("weights were loaded")
+        "jax_ppo.supervised.loop.load_checkpoint", lambda *_: pytest.fail("weights were loaded")
     )
     with pytest.raises(UserError, match=message):
-        supervised.train(
-            load(files, override, command="reward_model"), tmp_path, supervised.REWARD_MODEL
-        )
+        loop.train(load(files, override, command="reward_model"), tmp_path, tasks.REWARD_MODEL)
 
 
 def test_what_ppo_alone_reads_is_noted():

@@ -1,0 +1,95 @@
+"""The tasks of the supervised commands: what is trained, and how its metrics are shown."""
+
+import dataclasses
+
+from jax_ppo.data import responses
+from jax_ppo.reporting import console, journal
+from jax_ppo.reporting.curves import Panel
+from jax_ppo.supervised.step import LANGUAGE, PREFERENCE, Objective
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What one of the commands trains, and how it reports.
+
+    Attributes:
+      command: the command's name.
+      objective: the objective that the model is trained on.
+      response_fields: the responses that an example must have.
+      unit: what an example is called, in the plural, on the console.
+      output: the folder in the work directory where the trained model is written.
+      layout: how its metrics are shown.
+    """
+
+    command: str
+    objective: Objective
+    response_fields: tuple[str, ...]
+    unit: str
+    output: str
+    layout: journal.ReportLayout
+
+
+_LOSS = console.Column(metric="train/loss", width=6, format=".3f", label="loss ")
+_GRADIENT = console.Column(metric="train/grad_norm", width=5, format=".3g", label="grads ")
+_GRADIENT_PANEL = Panel(
+    title="gradient", unit="norm before clipping", curves={"norm": "train/grad_norm"}
+)
+_LEARNING_RATE = "supervised.optim.lr"
+SFT = Task(
+    command="sft",
+    objective=LANGUAGE,
+    response_fields=responses.DEMONSTRATION_FIELDS,
+    unit="examples",
+    output="actor",
+    layout=journal.ReportLayout(
+        columns=(_LOSS, _GRADIENT, *journal.SPEED_COLUMNS),
+        panels=(
+            Panel(
+                title="loss",
+                unit="nats per token",
+                curves={"training": "train/loss", "evaluation": "eval/loss"},
+            ),
+            _GRADIENT_PANEL,
+        ),
+        learning_rate_option=_LEARNING_RATE,
+    ),
+)
+REWARD_MODEL = Task(
+    command="reward_model",
+    objective=PREFERENCE,
+    response_fields=responses.PREFERENCE_FIELDS,
+    unit="pairs",
+    output="reward_model",
+    layout=journal.ReportLayout(
+        columns=(
+            _LOSS,
+            console.Column(metric="train/accuracy", width=5, format=".3f", label="acc "),
+            console.Column(metric="train/margin", width=6, format=".3f", label="margin "),
+            _GRADIENT,
+            *journal.SPEED_COLUMNS,
+        ),
+        panels=(
+            Panel(
+                title="loss",
+                unit="per pair, center_coef included",
+                curves={"training": "train/loss", "evaluation": "eval/loss"},
+            ),
+            Panel(
+                title="accuracy",
+                unit="share of pairs",
+                curves={"training": "train/accuracy", "evaluation": "eval/accuracy"},
+            ),
+            Panel(
+                title="scores",
+                unit="score",
+                curves={
+                    "margin": "train/margin",
+                    "mean": "train/score",
+                    "margin, evaluation": "eval/margin",
+                },
+            ),
+            _GRADIENT_PANEL,
+        ),
+        learning_rate_option=_LEARNING_RATE,
+    ),
+)
