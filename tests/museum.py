@@ -451,14 +451,14 @@ DATA = [
             "    if filter_overlong_prompts:\n"
             "        dropped += 1\n"
             "        continue\n"
-            "    ids = _cut(ids, max_prompt_length, truncation, f'{name}, example {row}')"
+            "    ids = _truncate(ids, max_prompt_length, truncation, f'{name}, example {row}')"
         ),
         new=(
             "if len(ids) > max_prompt_length:\n"
             "    if filter_overlong_prompts:\n"
             "        dropped += 1\n"
             "        continue\n"
-            "    _cut(ids, max_prompt_length, truncation, f'{name}, example {row}')"
+            "    _truncate(ids, max_prompt_length, truncation, f'{name}, example {row}')"
         ),
     ),
     Exhibit(
@@ -466,7 +466,7 @@ DATA = [
         source="verl: data.truncation does nothing, `error` neither",
         holds="an overlong prompt is refused by default, with its row and length",
         test=f"{TEST_PROMPTS}::test_truncation_error_names_row_length_and_option",
-        where="_cut",
+        where="_truncate",
         old=(
             "if truncation == 'middle':\n"
             "    first = width // 2\n"
@@ -493,16 +493,16 @@ DATA = [
         source="accelerate#2823, accelerate#4071, ms-swift#10050: the epoch's number was lost, and with it its order",
         holds="an epoch's order follows from seed and epoch, in a run that goes on too",
         test=f"{TEST_PROMPTS}::test_a_saved_position_goes_on_identically",
-        where="PromptBatches._rows",
-        old="self._order[0] != epoch",
-        new="self._order[1] is None",
+        where="PromptBatches._epoch_order",
+        old="self._ordered_epoch != epoch",
+        new="self._ordered_epoch < 0",
     ),
     Exhibit(
         name="every_epoch_has_one_order",
         source="lm-human-preference-details (JAX): the shuffle's key is made from the seed at every update",
         holds="each epoch has an order of its own",
         test=f"{TEST_PROMPTS}::test_an_epoch_gives_each_row_once_in_a_fresh_order",
-        where="PromptBatches._rows",
+        where="PromptBatches._epoch_order",
         old="[self.seed, epoch]",
         new="[self.seed]",
     ),
@@ -513,7 +513,7 @@ DATA = [
         test=f"{TEST_PROMPTS}::test_a_saved_position_goes_on_identically",
         where="PromptBatches.__next__",
         old="not self.repeat",
-        new="not self.repeat or self._order[1] is None",
+        new="not self.repeat or self._ordered_epoch < 0",
     ),
     Exhibit(
         name="a_batch_larger_than_the_data",
@@ -548,14 +548,8 @@ DATA = [
         holds="a chat template's text gets no special token besides its own",
         test=f"{TEST_TOKENIZER}::test_a_chat_template_writes_bos_once",
         where="_prompt_text",
-        old=(
-            "(tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, "
-            "tokenize=False), False)"
-        ),
-        new=(
-            "(tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, "
-            "tokenize=False), True)"
-        ),
+        old="return (text, False)",
+        new="return (text, True)",
     ),
     Exhibit(
         name="no_bos",
@@ -572,14 +566,8 @@ DATA = [
         holds="a prompt does not end with an EOS that its tokenizer added",
         test=f"{TEST_TOKENIZER}::test_a_prompt_has_the_tokenizers_bos_but_no_eos",
         where="_encode",
-        old=(
-            "if special and ids and (ids[-1] == eos) and (_encode(tokenizer, text, special=False)[-1:] != [eos]):\n"
-            "    ids.pop()"
-        ),
-        new=(
-            "if special and ids and (ids[-1] == eos) and (_encode(tokenizer, text, special=False)[-1:] != [eos]):\n"
-            "    pass"
-        ),
+        old="if not text_ends_in_eos:\n    ids.pop()",
+        new="if not text_ends_in_eos:\n    pass",
     ),
     Exhibit(
         name="a_chat_without_the_assistants_turn",

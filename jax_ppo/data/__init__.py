@@ -1,1 +1,4 @@
-"""From a file, the hub or a generator to tokenised prompts. Host only: NumPy and text, no arrays of the mesh."""
+"""Data sets: from a file, the hub or a generator to tokenized prompts.
+
+Runs on the host only, with NumPy and text; nothing here touches an accelerator.
+"""

@@ -1,7 +1,7 @@
-"""Generated word problems of two steps with one-digit numbers: small enough for a model that is made in a minute.
+"""Generated two-step word problems with one-digit numbers, for models that train in a minute.
 
-Training and held-out problems are disjoint by their numbers: no three numbers that a held-out problem uses stand in a
-training problem in that order, whatever the story around them.
+Training and held-out problems are disjoint by their operands: no operand triple of a held-out
+problem occurs, in that order, in a training problem, whatever the story around it.
 """
 
 import dataclasses
@@ -13,11 +13,11 @@ import numpy as np
 from jax_ppo.types import Example
 
 SPLITS = ("train", "heldout")
-_PROBLEMS, _SOLUTIONS = (
-    101,
-    202,
-)  # keep their random numbers apart: index 5 of one is not drawn as index 5 of the other
-HASTY_RIGHT = 0.15  # probability that the answer given at once is right
+GUESS_ACCURACY = 0.15  # probability that an answer without a worked solution is right
+
+# Seeds that keep the random streams apart: index 5 of one does not draw the numbers of the other.
+_PROBLEM_STREAM = 101
+_SOLUTION_STREAM = 202
 
 _NAMES = (
     ("Tom", "he"),
@@ -53,11 +53,12 @@ _STORIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One problem.
+    """One word problem.
 
     Attributes:
-      numbers: the three operands as they come up, each 1 to 9.
-      signs: "+-" or "-+": first number, first sign, second number, second sign, third number.
+      numbers: the three operands in order of appearance, each 1 to 9.
+      signs: "+-" or "-+", the operators between the first and second, and the second and third
+        operand.
       question: the problem in words.
     """
 
@@ -66,116 +67,138 @@ class Problem:
     question: str
 
     @property
-    def between(self) -> int:
-        """After the first step, 0 to 9."""
+    def intermediate(self) -> int:
+        """The result of the first step, 0 to 9."""
         first, second, _ = self.numbers
         return first + second if self.signs[0] == "+" else first - second
 
     @property
     def answer(self) -> int:
-        """0 to 9."""
-        return (
-            self.between + self.numbers[2]
-            if self.signs[1] == "+"
-            else self.between - self.numbers[2]
-        )
+        """The final result, 0 to 9."""
+        third = self.numbers[2]
+        return self.intermediate + third if self.signs[1] == "+" else self.intermediate - third
 
     @property
     def prompt(self) -> str:
-        """Ends with a line break, so that the tokens of a response do not depend on it."""
+        """The prompt; it ends in a line break so that it does not change a response's tokens."""
         return f"Question: {self.question}\nAnswer:\n"
 
     @property
-    def careful(self) -> str:
+    def worked_solution(self) -> str:
         """The solution step by step, always right."""
         first, second, third = self.numbers
         return (
-            f"{first}{self.signs[0]}{second}={self.between}\n{self.between}{self.signs[1]}{third}={self.answer}\n"
+            f"{first}{self.signs[0]}{second}={self.intermediate}\n"
+            f"{self.intermediate}{self.signs[1]}{third}={self.answer}\n"
             f"#### {self.answer}"
         )
 
 
 def generate_problem(index: int, split: str) -> Problem:
-    """Problem number `index` >= 0 of "train" or "heldout", always the same. Two indices may share their numbers."""
+    """Return problem number `index` of a split, which is always the same.
+
+    Two indices may share their operands.
+
+    Args:
+      index: 0 or more.
+      split: "train" or "heldout".
+    """
     if index < 0 or split not in SPLITS:
         raise ValueError(
             f"index={index}, split={split!r}: expected an index of at least 0 and one of {SPLITS}"
         )
-    rng = np.random.default_rng([_PROBLEMS, SPLITS.index(split), index])
+    rng = np.random.default_rng([_PROBLEM_STREAM, SPLITS.index(split), index])
     signs = ("+-", "-+")[rng.integers(2)]
-    choices = _triples(signs, split)
+    choices = _split_operands(signs, split)
     numbers = choices[rng.integers(len(choices))]
-    name, who = _NAMES[rng.integers(len(_NAMES))]
-    one, many = _THINGS[rng.integers(len(_THINGS))]
-    happening = _STORIES[signs][rng.integers(len(_STORIES[signs]))]
+    name, pronoun = _NAMES[rng.integers(len(_NAMES))]
+    singular, plural = _THINGS[rng.integers(len(_THINGS))]
+    story_template = _STORIES[signs][rng.integers(len(_STORIES[signs]))]
     first, second, third = numbers
-    happening = happening.format(Who=who.capitalize(), second=second, third=third)
-    question = f"{name} has {first} {one if first == 1 else many}. {happening} How many {many} does {who} have now?"
-    return Problem(numbers, signs, question)
+    story = story_template.format(Who=pronoun.capitalize(), second=second, third=third)
+    question = (
+        f"{name} has {first} {singular if first == 1 else plural}. {story} "
+        f"How many {plural} does {pronoun} have now?"
+    )
+    return Problem(numbers=numbers, signs=signs, question=question)
 
 
 def generate_arithmetic_examples(
     count: int, split: str = "train", offset: int = 0
 ) -> list[Example]:
-    """Problems offset .. offset + count - 1 of "train" or "heldout" with their answers, of data_source "arithmetic"."""
-    made = ((index, generate_problem(index, split)) for index in range(offset, offset + count))
-    return [
-        Example(
-            prompt=p.prompt,
+    """Return problems with their answers, of data_source "arithmetic".
+
+    Args:
+      count: number of problems.
+      split: "train" or "heldout".
+      offset: index of the first problem.
+    """
+    examples = []
+    for index in range(offset, offset + count):
+        problem = generate_problem(index, split)
+        solution = problem.worked_solution
+        example = Example(
+            prompt=problem.prompt,
             data_source="arithmetic",
-            ground_truth=str(p.answer),
-            response=p.careful,
-            extra_info={"index": index, "split": split, "solution": p.careful},
+            ground_truth=str(problem.answer),
+            response=solution,
+            extra_info={"index": index, "split": split, "solution": solution},
         )
-        for index, p in made
-    ]
+        examples.append(example)
+    return examples
 
 
 def generate_worked_solutions(count: int, careful_share: float, seed: int) -> list[tuple[str, str]]:
-    """Training problems with a response each, for a supervised warm-up that knows the form but seldom takes its time.
+    """Return training problems, each with a response, for a supervised warm-up.
+
+    A model that is trained on them knows the format of an answer but seldom solves step by step.
 
     Args:
-      count: how many, from the training problems 0 .. count - 1.
-      careful_share: probability that a response is solved step by step, and so right. The others give an answer at
-        once, right with probability HASTY_RIGHT and otherwise off by 1 to 3.
-      seed: of the choice between the two and of the wrong answers.
+      count: number of pairs; they are of the training problems 0 .. count - 1.
+      careful_share: probability that a response is a worked solution, and so is right. The other
+        responses answer at once: right with probability GUESS_ACCURACY, otherwise off by 1 to 3.
+      seed: seed of the choice between the two, and of the wrong answers.
 
     Returns:
-      (prompt, response) pairs of text; the end-of-sequence token is the caller's to add.
+      (prompt, response) pairs of text. The caller adds the end-of-sequence token.
     """
     pairs = []
     for index in range(count):
-        rng, p = np.random.default_rng([_SOLUTIONS, seed, index]), generate_problem(index, "train")
-        response = p.careful if rng.random() < careful_share else f"#### {_hasty(p.answer, rng)}"
-        pairs.append((p.prompt, response))
+        problem = generate_problem(index, "train")
+        rng = np.random.default_rng([_SOLUTION_STREAM, seed, index])
+        if rng.random() < careful_share:
+            response = problem.worked_solution
+        else:
+            response = f"#### {_guess_answer(problem.answer, rng)}"
+        pairs.append((problem.prompt, response))
     return pairs
 
 
-def _hasty(answer, rng):
-    if rng.random() < HASTY_RIGHT:
+def _guess_answer(answer: int, rng: np.random.Generator) -> int:
+    """Return the answer with probability GUESS_ACCURACY, otherwise one that is off by 1 to 3."""
+    if rng.random() < GUESS_ACCURACY:
         return answer
-    return int(
-        rng.choice(
-            [wrong for off in (1, 2, 3) for wrong in (answer - off, answer + off) if wrong >= 0]
-        )
-    )
+    candidates = [guess for off in (1, 2, 3) for guess in (answer - off, answer + off)]
+    return int(rng.choice([guess for guess in candidates if guess >= 0]))
 
 
 @functools.cache
-def _triples(signs, split):
-    """The numbers that keep both steps within one digit, and belong to the split."""
+def _split_operands(signs: str, split: str) -> list[tuple[int, int, int]]:
+    """Return the operand triples of a split that keep both steps within one digit."""
     digits = range(1, 10)
+    triples = [(a, b, c) for a in digits for b in digits for c in digits]
     return [
         numbers
-        for numbers in ((a, b, d) for a in digits for b in digits for d in digits)
-        if _held_out(numbers) == (split == "heldout") and _one_digit(Problem(numbers, signs, ""))
+        for numbers in triples
+        if _is_held_out(numbers) == (split == "heldout") and _has_one_digit_results(numbers, signs)
     ]
 
 
-def _one_digit(p):
-    return 0 <= p.between <= 9 and 0 <= p.answer <= 9
+def _has_one_digit_results(numbers: tuple[int, int, int], signs: str) -> bool:
+    problem = Problem(numbers=numbers, signs=signs, question="")
+    return 0 <= problem.intermediate <= 9 and 0 <= problem.answer <= 9
 
 
-def _held_out(numbers):
-    """One in eight, whatever the signs."""
+def _is_held_out(numbers: tuple[int, int, int]) -> bool:
+    """Return True for one triple in eight, whatever the operators."""
     return zlib.crc32(bytes(numbers)) % 8 == 0

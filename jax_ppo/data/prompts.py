@@ -1,8 +1,9 @@
-"""Tokenised prompts, and the batches that a run takes them in."""
+"""Tokenized prompts, and batches of them."""
 
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,18 +11,21 @@ from jax_ppo.data.tokenizer import encode_prompt
 from jax_ppo.errors import UserError
 from jax_ppo.types import Example, Prompts
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptDataset:
-    """Examples and their prompts' token ids, row by row.
+    """Examples with the token ids of their prompts.
 
     Attributes:
       examples: one or more.
-      tokens: int32 [length] each, length 1..max_prompt_length.
+      tokens: int32 [length] per example, length 1..max_prompt_length.
       max_prompt_length: tokens; no batch is wider.
-      name: the option that named the data, for messages.
+      name: the option that names the data, for messages.
     """
 
     examples: Sequence[Example]
@@ -35,13 +39,14 @@ class PromptDataset:
 
 @dataclasses.dataclass(frozen=True)
 class PromptBatch:
-    """A batch.
+    """A batch of prompts.
 
     Attributes:
-      examples: B of them.
-      prompts: NumPy arrays; tokens int32 [B, P] with P from `bucket`, lengths int32 [B].
-      indices: int64 [B], the rows of the data set.
-      count: rows that are real. Rows from there on repeat others to fill the batch, and are not to be counted.
+      examples: B examples.
+      prompts: NumPy arrays: tokens int32 [B, P] with P from `bucket_width`, lengths int32 [B].
+      indices: int64 [B], rows of the data set.
+      count: number of real rows. Later rows repeat others to fill the batch; ignore them in
+        averages.
     """
 
     examples: tuple[Example, ...]
@@ -52,7 +57,7 @@ class PromptBatch:
 
 def tokenize_prompts(
     examples: Sequence[Example],
-    tokenizer,
+    tokenizer: "PreTrainedTokenizerBase",
     *,
     max_prompt_length: int,
     filter_overlong_prompts: bool = True,
@@ -60,29 +65,32 @@ def tokenize_prompts(
     chat_template: bool = True,
     name: str = "config.data.train_files",
 ) -> PromptDataset:
-    """Encodes every prompt; those longer than max_prompt_length are dropped, cut or refused.
+    """Encode every prompt; drop, truncate or reject those longer than max_prompt_length.
 
     Args:
       examples: the rows.
-      tokenizer: of transformers.
+      tokenizer: a transformers tokenizer.
       max_prompt_length: tokens.
-      filter_overlong_prompts: drop the longer ones; how many is logged.
-      truncation: what else happens to them: "error"; "left" keeps the last tokens, "right" the first, "middle" the
-        first half and the last half.
-      chat_template: apply the tokenizer's chat template where it has one and the prompt is a chat.
-      name: the option that named the data, for messages.
+      filter_overlong_prompts: drop longer prompts and log their number.
+      truncation: otherwise, what to do with longer prompts: "error" raises; "left" keeps the last
+        tokens, "right" the first, "middle" the first half and the last half.
+      chat_template: apply the tokenizer's chat template if it has one and the prompt is a chat.
+      name: the option that names the data, for messages.
 
     Raises:
-      UserError: an empty prompt, one that can not be encoded, an overlong one with truncation "error", or nothing left.
+      UserError: a prompt is empty or cannot be encoded, a prompt is too long and truncation is
+        "error", or no prompt is left.
     """
-    kept, tokens, dropped = [], [], 0
+    kept: list[Example] = []
+    tokens: list[np.ndarray] = []
+    dropped = 0
     for row, example in enumerate(examples, 1):
-        ids = _encode(example, tokenizer, chat_template, f"{name}, example {row}")
+        ids = _encode_example(example, tokenizer, chat_template, f"{name}, example {row}")
         if len(ids) > max_prompt_length:
             if filter_overlong_prompts:
                 dropped += 1
                 continue
-            ids = _cut(ids, max_prompt_length, truncation, f"{name}, example {row}")
+            ids = _truncate(ids, max_prompt_length, truncation, f"{name}, example {row}")
         kept.append(example)
         tokens.append(np.asarray(ids, np.int32))
     if dropped:
@@ -96,38 +104,38 @@ def tokenize_prompts(
     if not kept:
         raise UserError(
             f"{name}: no prompt is left of {len(examples)}; {dropped} are longer than "
-            f"config.data.max_prompt_length={max_prompt_length} tokens. Set it higher, or give other data"
+            f"config.data.max_prompt_length={max_prompt_length} tokens. Set it higher, or use "
+            "other data"
         )
-    return PromptDataset(tuple(kept), tokens, max_prompt_length, name)
+    return PromptDataset(
+        examples=tuple(kept), tokens=tokens, max_prompt_length=max_prompt_length, name=name
+    )
 
 
 def bucket_width(length: int, cap: int) -> int:
-    """The width of a batch whose longest prompt has `length` tokens: the smallest of 16, 32, 64, 96, 128, 192, 256,
-    384, 512, ... that holds it, at most `cap`. Few widths, so that few shapes compile."""
+    """Return the width of a batch whose longest prompt has `length` tokens.
+
+    It is the smallest of 16, 32, 64, 96, 128, 192, 256, 384, 512, ... that is not below `length`,
+    and at most `cap`. The widths are few so that few shapes are compiled.
+    """
     power = 16
     while power < length:
         power *= 2
+    # Above 64 there is a width between two powers of two.
     between = power * 3 // 4
-    return min(between if power > 64 and length <= between else power, cap)
+    width = between if power > 64 and length <= between else power
+    return min(width, cap)
 
 
 class PromptBatches:
-    """Endless batches of whole prompts for training, that go on from a saved position.
+    """Endless iterator over training batches that can resume from a saved position.
 
-    The order of an epoch follows from (seed, epoch) alone. What is left over at an epoch's end, less than a batch, is
-    dropped.
+    The order of an epoch follows from (seed, epoch) alone. An incomplete batch at the end of an
+    epoch is dropped.
 
-    Args:
-      dataset: the prompts.
-      batch_size: prompts of a batch, B.
-      shuffle: a fresh order each epoch; False: the rows' own order each time.
-      seed: of the orders.
-      position: where to begin, as saved from `position`. It counts rows of the data set over all epochs, so that it
-        holds for another batch size too: the epoch goes on with the rows it has not given yet.
-      repeat: False ends after the first epoch.
-
-    Raises:
-      UserError: the data set is smaller than a batch, or the position is negative.
+    Attributes:
+      position: rows of the data set consumed so far, over all epochs. Save it to resume. It is
+        valid for another batch size too: the epoch continues with the rows not yet consumed.
     """
 
     def __init__(
@@ -138,93 +146,116 @@ class PromptBatches:
         seed: int = 0,
         position: int = 0,
         repeat: bool = True,
-    ):
+    ) -> None:
+        """Create the iterator.
+
+        Args:
+          dataset: the prompts.
+          batch_size: prompts per batch, B.
+          shuffle: use a new order in each epoch; False keeps the order of the rows.
+          seed: seed of the orders.
+          position: where to start, a saved `position`.
+          repeat: False stops after the first epoch.
+
+        Raises:
+          UserError: the data set is smaller than a batch, or the position is negative.
+        """
         if not 1 <= batch_size <= len(dataset):
             raise UserError(
-                f"{dataset.name} has {len(dataset)} prompts, and config.data.train_batch_size={batch_size} "
-                f"asks for that many in a step; set it to 1 to {len(dataset)}, or give more data"
+                f"{dataset.name} has {len(dataset)} prompts, and "
+                f"config.data.train_batch_size={batch_size} asks for that many per step; set it to "
+                f"1 to {len(dataset)}, or use more data"
             )
         if position < 0:
             raise UserError(f"position={position} in {dataset.name}: expected 0 or more")
-        self.dataset, self.batch_size, self.shuffle, self.seed, self.repeat = (
-            dataset,
-            batch_size,
-            shuffle,
-            seed,
-            repeat,
-        )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.repeat = repeat
         self.position = position
-        self._order = (-1, None)
+        # The epoch that `_order` belongs to, and the order of its rows.
+        self._ordered_epoch = -1
+        self._order = np.arange(0)
 
     @property
     def steps_per_epoch(self) -> int:
+        """Number of full batches in an epoch."""
         return len(self.dataset) // self.batch_size
 
     @property
     def epoch(self) -> int:
         """The epoch that the next batch belongs to, from 0."""
         epoch, offset = divmod(self.position, len(self.dataset))
-        return epoch + (offset + self.batch_size > len(self.dataset))
+        is_exhausted = offset + self.batch_size > len(self.dataset)
+        return epoch + is_exhausted
 
     def __iter__(self) -> Iterator[PromptBatch]:
         return self
 
     def __next__(self) -> PromptBatch:
-        epoch, rows = self.epoch, len(self.dataset)
+        epoch = self.epoch
         if epoch and not self.repeat:
             raise StopIteration
-        start = max(self.position, epoch * rows)
-        chosen = self._rows(epoch)[start - epoch * rows :][: self.batch_size]
+        epoch_start = epoch * len(self.dataset)
+        start = max(self.position, epoch_start)
+        offset = start - epoch_start
+        indices = self._epoch_order(epoch)[offset : offset + self.batch_size]
         self.position = start + self.batch_size
-        return _batch(self.dataset, chosen, self.batch_size)
+        return _make_batch(self.dataset, indices, self.batch_size)
 
-    def _rows(self, epoch):
-        if self._order[0] != epoch:
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        if self._ordered_epoch != epoch:
             rows = len(self.dataset)
-            order = (
-                np.random.default_rng([self.seed, epoch]).permutation(rows)
-                if self.shuffle
-                else np.arange(rows)
-            )
-            self._order = (epoch, order)
-        return self._order[1]
+            if self.shuffle:
+                self._order = np.random.default_rng([self.seed, epoch]).permutation(rows)
+            else:
+                self._order = np.arange(rows)
+            self._ordered_epoch = epoch
+        return self._order
 
 
 def evaluation_batches(dataset: PromptDataset, batch_size: int) -> Iterator[PromptBatch]:
-    """Yields all rows once, in order. The last batch is filled up by repeating its rows; `count` are real."""
+    """Yield all rows once, in order.
+
+    The last batch is filled up by repeating its rows; its `count` tells how many are real.
+    """
     if batch_size < 1:
         raise UserError(f"config.data.val_batch_size={batch_size}: expected 1 or more")
     for start in range(0, len(dataset), batch_size):
         real = np.arange(start, min(start + batch_size, len(dataset)))
-        yield _batch(dataset, np.resize(real, batch_size), len(real))
+        yield _make_batch(dataset, np.resize(real, batch_size), len(real))
 
 
-def _batch(dataset, indices, count):
-    rows = [dataset.tokens[i] for i in indices]
+def _make_batch(dataset: PromptDataset, indices: np.ndarray, count: int) -> PromptBatch:
+    rows = [dataset.tokens[index] for index in indices]
     lengths = np.array([len(row) for row in rows], np.int32)
-    tokens = np.zeros(
-        (len(rows), bucket_width(int(lengths.max()), dataset.max_prompt_length)), np.int32
-    )
-    for row, ids in zip(tokens, rows, strict=True):
-        row[: len(ids)] = ids
+    width = bucket_width(int(lengths.max()), dataset.max_prompt_length)
+    tokens = np.zeros((len(rows), width), np.int32)
+    for padded, row in zip(tokens, rows, strict=True):
+        padded[: len(row)] = row
     return PromptBatch(
-        tuple(dataset.examples[i] for i in indices), Prompts(tokens, lengths), indices, count
+        examples=tuple(dataset.examples[index] for index in indices),
+        prompts=Prompts(tokens=tokens, lengths=lengths),
+        indices=indices,
+        count=count,
     )
 
 
-def _encode(example, tokenizer, chat_template, where):
-    texts = (
-        [example.prompt]
-        if isinstance(example.prompt, str)
-        else [message["content"] for message in example.prompt]
-    )
+def _encode_example(
+    example: Example, tokenizer: "PreTrainedTokenizerBase", chat_template: bool, where: str
+) -> list[int]:
+    if isinstance(example.prompt, str):
+        texts = [example.prompt]
+    else:
+        texts = [message["content"] for message in example.prompt]
     if not any(text.strip() for text in texts):
         raise UserError(f"{where}: the prompt is empty")
     try:
         ids = encode_prompt(tokenizer, example.prompt, chat_template)
     except Exception as error:
         raise UserError(
-            f"{where}: the prompt can not be encoded (config.data.chat_template={chat_template}): "
+            f"{where}: the prompt cannot be encoded (config.data.chat_template={chat_template}): "
             f"{error}"
         ) from error
     if not ids:
@@ -232,7 +263,7 @@ def _encode(example, tokenizer, chat_template, where):
     return ids
 
 
-def _cut(ids, width, truncation, where):
+def _truncate(ids: list[int], width: int, truncation: str, where: str) -> list[int]:
     if truncation == "left":
         return ids[-width:]
     if truncation == "right":
@@ -241,7 +272,7 @@ def _cut(ids, width, truncation, where):
         first = width // 2
         return ids[:first] + ids[first - width :]
     raise UserError(
-        f"{where}: the prompt has {len(ids)} tokens, and config.data.max_prompt_length={width}. Set that "
-        "higher, config.data.filter_overlong_prompts=True to drop such prompts, or config.data.truncation "
-        "to left, right or middle to cut them"
+        f"{where}: the prompt has {len(ids)} tokens, and config.data.max_prompt_length={width}. "
+        "Set that higher, config.data.filter_overlong_prompts=True to drop such prompts, or "
+        "config.data.truncation to left, right or middle to truncate them"
     )

@@ -1,36 +1,47 @@
-"""Prompts with responses that are given, not sampled: what supervised training and reward models learn from."""
+"""Prompts with given responses: the data of supervised training and reward models."""
 
 import dataclasses
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jax_ppo.data import prompts as prompts_lib
+from jax_ppo.data.prompts import PromptDataset, tokenize_prompts
 from jax_ppo.data.tokenizer import encode_responses
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.types import Example, Sequences
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 log = logging.getLogger(__name__)
 
-DEMONSTRATION_FIELDS, PREFERENCE_FIELDS = (
-    ("response",),
-    ("response", "rejected"),
-)  # what an example must have: the fields of types.Example
+# The fields of types.Example that must be present, in the order of their use.
+DEMONSTRATION_FIELDS = ("response",)
+PREFERENCE_FIELDS = ("response", "rejected")
+
+_FIELD_SOURCES = {
+    DEMONSTRATION_FIELDS: (
+        "GSM8K's form gives it as `answer`, HH-RLHF's as `chosen`, verl's in the column, or the "
+        "entry of extra_info, that config.supervised.response_key={response_key!r} names."
+    ),
+    PREFERENCE_FIELDS: "HH-RLHF's form (chosen, rejected) and `stories:` give both.",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class ResponseDataset:
-    """Examples' prompts and responses as token ids, row by row.
+    """Examples with the token ids of their prompts and responses.
 
     Attributes:
-      prompts: the prompts; PromptBatches over them deal out the rows of all that is here.
-      responses: for each kind of response (DEMONSTRATION_FIELDS has one, PREFERENCE_FIELDS two) int32 [length] of each row, an EOS at its end,
-        length 1..max_response_length.
+      prompts: the prompts. `PromptBatches` over them selects rows of the whole data set.
+      responses: for each field (one for demonstrations, two for preferences), int32 [length] per
+        example; each ends in an EOS and has length 1..max_response_length.
       max_response_length: tokens.
     """
 
-    prompts: prompts_lib.PromptDataset
+    prompts: PromptDataset
     responses: tuple[Sequence[np.ndarray], ...]
     max_response_length: int
 
@@ -39,22 +50,24 @@ class ResponseDataset:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest example: of each of its responses, with the prompt."""
+        """Tokens of the longest example: all of its responses, each with the prompt."""
         return max(
             len(responses) * len(prompt) + sum(map(len, responses))
             for prompt, *responses in zip(self.prompts.tokens, *self.responses, strict=True)
         )
 
     def sequences(self, rows: Sequence[int]) -> Sequences:
-        """Prompt and response of these rows, of one kind of response after the other: a pair's two are len(rows) apart. Host
-        arrays, always max_prompt_length + max_response_length wide."""
+        """Return prompts and responses of these rows as host arrays.
+
+        The responses of the first field come first, then those of the second: the two of a pair are
+        len(rows) apart. The width is always max_prompt_length + max_response_length.
+        """
         prompts = [self.prompts.tokens[row] for row in rows] * len(self.responses)
-        responses = [of_kind[row] for of_kind in self.responses for row in rows]
-        tokens = np.zeros(
-            (len(prompts), self.prompts.max_prompt_length + self.max_response_length), np.int32
-        )
-        for into, prompt, response in zip(tokens, prompts, responses, strict=True):
-            into[: len(prompt) + len(response)] = np.concatenate([prompt, response])
+        responses = [field[row] for field in self.responses for row in rows]
+        width = self.prompts.max_prompt_length + self.max_response_length
+        tokens = np.zeros((len(prompts), width), np.int32)
+        for padded, prompt, response in zip(tokens, prompts, responses, strict=True):
+            padded[: len(prompt) + len(response)] = np.concatenate([prompt, response])
         lengths = np.array([len(ids) for ids in responses], np.int32)
         return Sequences(
             tokens=tokens,
@@ -67,8 +80,8 @@ class ResponseDataset:
 
 def tokenize_responses(
     examples: Sequence[Example],
-    tokenizer,
-    kinds: tuple[str, ...],
+    tokenizer: "PreTrainedTokenizerBase",
+    fields: tuple[str, ...],
     *,
     max_prompt_length: int,
     max_response_length: int,
@@ -77,35 +90,29 @@ def tokenize_responses(
     chat_template: bool = True,
     name: str = "config.data.train_files",
 ) -> ResponseDataset:
-    """Encodes every example; those with an empty response, or one longer than max_response_length, are dropped, and how many is
-    logged.
+    """Encode every example; drop those whose responses are empty or too long.
+
+    The numbers of dropped examples are logged.
 
     Args:
-      examples: that `check` has let pass.
-      kinds: DEMONSTRATION_FIELDS or PREFERENCE_FIELDS.
-      Others as for prompts.tokenize_prompts.
+      examples: rows that `validate_responses` has accepted.
+      tokenizer: a transformers tokenizer.
+      fields: DEMONSTRATION_FIELDS or PREFERENCE_FIELDS.
+      max_prompt_length: tokens.
+      max_response_length: tokens of a response with its EOS; examples with a longer one are
+        dropped.
+      filter_overlong_prompts: see `tokenize_prompts`.
+      truncation: see `tokenize_prompts`.
+      chat_template: see `tokenize_prompts`.
+      name: the option that names the data, for messages.
 
     Raises:
-      UserError: as prompts.tokenize_prompts, no response that can be learned from, or a tokenizer without an EOS.
+      UserError: as in `tokenize_prompts`; no usable response; or a tokenizer without an EOS.
     """
     if tokenizer.eos_token_id is None:
         raise UserError(f"{name}: the tokenizer has no EOS token, which is what ends a response")
-    there = [
-        example for example in examples if all(getattr(example, kind).strip() for kind in kinds)
-    ]
-    if dropped := len(examples) - len(there):
-        log.warning(
-            "%s: dropped %d of %d examples, which have an empty response",
-            name,
-            dropped,
-            len(examples),
-        )
-    if not there:
-        raise UserError(
-            f"{name}: all {len(examples)} examples have an empty response; give other data"
-        )
-    prompts = prompts_lib.tokenize_prompts(
-        there,
+    prompts = tokenize_prompts(
+        _drop_empty_responses(examples, fields, name),
         tokenizer,
         max_prompt_length=max_prompt_length,
         filter_overlong_prompts=filter_overlong_prompts,
@@ -113,62 +120,79 @@ def tokenize_responses(
         chat_template=chat_template,
         name=name,
     )
-    responses = [
-        [
-            np.array(ids, np.int32)
-            for ids in encode_responses(
-                tokenizer, example.prompt, [getattr(example, kind) for kind in kinds], chat_template
-            )
-        ]
-        for example in prompts.examples
-    ]
+    responses: list[list[np.ndarray]] = []
+    for example in prompts.examples:
+        texts = [getattr(example, field) for field in fields]
+        encoded = encode_responses(tokenizer, example.prompt, texts, chat_template)
+        responses.append([np.array(ids, np.int32) for ids in encoded])
     kept = [row for row, ids in enumerate(responses) if max(map(len, ids)) <= max_response_length]
     if not kept:
         raise UserError(
             f"{name}: no example is left of {len(prompts)}: all responses are longer than "
-            f"config.data.max_response_length={max_response_length} tokens. Set it higher, or give other data"
+            f"config.data.max_response_length={max_response_length} tokens. Set it higher, or use "
+            "other data"
         )
     if dropped := len(prompts) - len(kept):
         log.warning(
-            "%s: dropped %d of %d examples, whose responses are longer than config.data.max_response_length=%d tokens",
+            "%s: dropped %d of %d examples, whose responses are longer than "
+            "config.data.max_response_length=%d tokens",
             name,
             dropped,
             len(prompts),
             max_response_length,
         )
-    prompts = dataclasses.replace(
+    kept_prompts = dataclasses.replace(
         prompts,
         examples=tuple(prompts.examples[row] for row in kept),
         tokens=[prompts.tokens[row] for row in kept],
     )
+    # From one list per example to one per field.
+    by_field = tuple(zip(*(responses[row] for row in kept), strict=True))
     return ResponseDataset(
-        prompts, tuple(zip(*(responses[row] for row in kept), strict=True)), max_response_length
+        prompts=kept_prompts, responses=by_field, max_response_length=max_response_length
     )
 
 
 def validate_responses(
-    examples: Sequence[Example], kinds: tuple[str, ...], name: str, response_key: str
+    examples: Sequence[Example], fields: tuple[str, ...], name: str, response_key: str
 ) -> None:
-    """Raises UserError for the first example that has not the responses that `kinds` names.
+    """Raise UserError for the first example that lacks a required response.
 
-    `name`: the option that named the data; `response_key`: the option of that name.
+    Args:
+      examples: the rows.
+      fields: DEMONSTRATION_FIELDS or PREFERENCE_FIELDS.
+      name: the option that names the data, for the message.
+      response_key: config.supervised.response_key.
     """
     for row, example in enumerate(examples, 1):
-        missing = [kind for kind in kinds if getattr(example, kind) is None]
+        missing = [field for field in fields if getattr(example, field) is None]
         if not missing:
             continue
-        near = (
-            did_you_mean(response_key, example.extra_info) if kinds == DEMONSTRATION_FIELDS else ""
-        )
+        hint = ""
+        if fields == DEMONSTRATION_FIELDS:
+            hint = did_you_mean(response_key, example.extra_info)
+        source = _FIELD_SOURCES[fields].format(response_key=response_key)
         raise UserError(
-            f"{name}, example {row} (data_source {example.data_source!r}) has no {' and no '.join(missing)}. "
-            + _GIVERS[kinds].format(response_key=response_key)
-            + near
+            f"{name}, example {row} (data_source {example.data_source!r}) has no "
+            f"{' and no '.join(missing)}. {source}{hint}"
         )
 
 
-_GIVERS = {
-    DEMONSTRATION_FIELDS: "GSM8K's form gives it as `answer`, HH-RLHF's as `chosen`, verl's in the column, or the entry of "
-    "extra_info, that config.supervised.response_key={response_key!r} names.",
-    PREFERENCE_FIELDS: "HH-RLHF's form (chosen, rejected) and `stories:` give both.",
-}
+def _drop_empty_responses(
+    examples: Sequence[Example], fields: tuple[str, ...], name: str
+) -> list[Example]:
+    nonempty = [
+        example for example in examples if all(getattr(example, field).strip() for field in fields)
+    ]
+    if dropped := len(examples) - len(nonempty):
+        log.warning(
+            "%s: dropped %d of %d examples, which have an empty response",
+            name,
+            dropped,
+            len(examples),
+        )
+    if not nonempty:
+        raise UserError(
+            f"{name}: all {len(examples)} examples have an empty response; use other data"
+        )
+    return nonempty

@@ -1,19 +1,23 @@
-"""What `data.train_files` and `data.val_files` may say, and the examples behind it.
+"""The sources that `data.train_files` and `data.val_files` can name, and their examples.
 
     a.jsonl, a.jsonl.gz, a.parquet          files
-    hf:OWNER/NAME[@REVISION]/PATH/IN/REPO   one such file of a data set repository on the Hugging Face hub
+    hf:OWNER/NAME[@REVISION]/PATH/IN/REPO   such a file in a dataset repository of the hub
     tfds:NAME/SPLIT                         TensorFlow Datasets, without TensorFlow
     arithmetic:COUNT[:heldout]              generated word problems
-    stories:COUNT[:heldout]                 generated story openings, each with a joyful and a sad sentence to go on with
+    stories:COUNT[:heldout]                 generated story openings, each with a joyful and a sad
+                                            continuation
 
-Several are separated by commas and come one after the other. FILE[START:END], of any file, takes those of its rows alone,
-counted from 0 as in Python.
+Several sources are separated by commas and concatenated. FILE[START:END], of any file, selects a
+slice of its rows, counted from 0 as in Python.
 """
 
 import itertools
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from jax_ppo.data import arithmetic, files, row_formats, stories
 from jax_ppo.errors import UserError, did_you_mean
@@ -29,9 +33,12 @@ FORMS = (
     "`hf:OWNER/NAME[@REVISION]/FILE` or `tfds:NAME/SPLIT`"
 )
 
-# Of revisions these two kinds have slashes in their names.
+LocatedRows = Iterator[tuple[str, dict[str, Any]]]
+
+# Revisions of the kinds refs/convert/... and refs/pr/... have slashes in their names.
 _HUB_FILE = re.compile(r"([^/@]+/[^/@]+(?:@(?:refs/convert/[^/]+|refs/pr/[^/]+|[^/]+))?)/(.+)")
 _SLICE = re.compile(r"(.*)\[(\d*):(\d*)\]")
+_TFDS_DEFAULT_FOLDER = "~/tensorflow_datasets"
 
 
 def load_examples(
@@ -43,109 +50,124 @@ def load_examples(
     seed: int = 0,
     option: str = "config.data.train_files",
 ) -> list[Example]:
-    """Reads or generates every example that the specification names, in its order.
+    """Read or generate all examples that a specification names, in its order.
 
     Args:
-      spec: the sources, separated by commas; see the top of this file.
-      prompt_key: column of the prompt in rows of verl's form.
-      instruction: text added after the question in rows of GSM8K's form, with a blank before it.
-      response_key: column of the response in rows of verl's form, or its name in their extra_info.
-      seed: of the generated stories. The arithmetic problems depend on their index alone.
-      option: the option that holds the specification, for the messages.
+      spec: the sources, separated by commas; see the module docstring.
+      prompt_key: column of the prompt in rows of verl's format.
+      instruction: text added to the question in rows of GSM8K's format, separated by a space.
+      response_key: column of the response in rows of verl's format, or its name in extra_info.
+      seed: seed of the generated stories. The arithmetic problems depend on their index alone.
+      option: the option that holds the specification, for messages.
 
     Raises:
-      UserError: a source that does not exist, can not be reached or read, or has rows of no known form.
+      UserError: a source does not exist, cannot be reached or read, or has rows of no known format.
     """
     sources = [source.strip() for source in spec.split(",") if source.strip()]
     if not sources:
         raise UserError(f"{option}={spec!r}: expected {FORMS}")
-    examples = []
+    examples: list[Example] = []
     for source in sources:
-        examples += _load(source, (prompt_key, instruction, response_key), seed, option)
+        scheme, colon, arguments = source.partition(":")
+        if colon and scheme in GENERATED:
+            examples += _generate_examples(scheme, arguments, seed, option)
+            continue
+        # TFDS has a slice syntax of its own, in the name of the split.
+        if colon and scheme == "tfds":
+            located_rows = _read_tfds_rows(arguments, option)
+        else:
+            located_rows = _read_file_rows(source, option)
+        parsed = [
+            row_formats.parse_row(
+                row,
+                where,
+                prompt_key=prompt_key,
+                instruction=instruction,
+                response_key=response_key,
+            )
+            for where, row in located_rows
+        ]
+        if not parsed:
+            raise UserError(f"{option}: {source} holds no rows")
+        examples += parsed
     return examples
 
 
-def _load(source, columns, seed, option):
-    scheme, colon, rest = source.partition(":")
-    if colon and scheme in GENERATED:
-        count, split = _count_and_split(scheme, rest, option)
-        return (
-            arithmetic.generate_arithmetic_examples(count, split)
-            if scheme == "arithmetic"
-            else stories.generate_story_examples(count, split, seed)
-        )
-    if colon and scheme == "tfds":  # whose splits have slices of their own
-        located = _tfds_rows(rest, option)
-    else:
-        located = _file_rows(source, option)
-    examples = [row_formats.parse_row(row, where, *columns) for where, row in located]
-    if not examples:
-        raise UserError(f"{option}: {source} holds no rows")
-    return examples
+def _generate_examples(scheme: str, arguments: str, seed: int, option: str) -> list[Example]:
+    count, split = _parse_count_and_split(scheme, arguments, option)
+    if scheme == "arithmetic":
+        return arithmetic.generate_arithmetic_examples(count, split)
+    return stories.generate_story_examples(count, split, seed)
 
 
-def _file_rows(source, option):
-    """(where, row) of a file here or on the hub, or of the slice that is asked for."""
-    sliced = _SLICE.fullmatch(source)
-    name, *ends = sliced.groups() if sliced else (source, "", "")
-    scheme, colon, rest = name.partition(":")
-    if colon and scheme == "hf":
-        path = _hub_file(rest, option)
-    elif name.endswith(files.SUFFIXES):
-        path = Path(name).expanduser()
-    else:
-        raise UserError(f"{option}={source!r}: expected {FORMS}.{did_you_mean(scheme, SCHEMES)}")
-    start, end = (int(number) if number else None for number in ends)
-    return itertools.islice(files.read_rows(path, option), start, end)
-
-
-def _count_and_split(scheme, rest, option):
-    count, colon, split = rest.partition(":")
+def _parse_count_and_split(scheme: str, arguments: str, option: str) -> tuple[int, str]:
+    count, colon, split = arguments.partition(":")
     if not count.isdecimal() or not int(count):
         raise UserError(
-            f"{option}='{scheme}:{rest}': expected a count of at least 1 after `{scheme}:`, got {count!r}"
+            f"{option}='{scheme}:{arguments}': expected a count of at least 1 after `{scheme}:`, "
+            f"got {count!r}"
         )
     if colon and split != "heldout":
         raise UserError(
-            f"{option}='{scheme}:{rest}': expected `{scheme}:{count}` for training or "
+            f"{option}='{scheme}:{arguments}': expected `{scheme}:{count}` for training or "
             f"`{scheme}:{count}:heldout`, got {split!r}"
         )
     return int(count), split or "train"
 
 
-def _hub_file(rest, option):
-    found = _HUB_FILE.fullmatch(rest)
-    if not found or not rest.endswith(files.SUFFIXES):
+def _read_file_rows(source: str, option: str) -> LocatedRows:
+    """Return the (location, row) pairs of a local file or a file on the hub, or of its slice."""
+    sliced = _SLICE.fullmatch(source)
+    name, start, end = sliced.groups() if sliced else (source, "", "")
+    scheme, colon, arguments = name.partition(":")
+    if colon and scheme == "hf":
+        path = _fetch_hub_file(arguments, option)
+    elif name.endswith(files.SUFFIXES):
+        path = Path(name).expanduser()
+    else:
+        raise UserError(f"{option}={source!r}: expected {FORMS}.{did_you_mean(scheme, SCHEMES)}")
+    rows = files.read_rows(path, option)
+    return itertools.islice(rows, int(start) if start else None, int(end) if end else None)
+
+
+def _fetch_hub_file(location: str, option: str) -> Path:
+    """Return the local path of OWNER/NAME[@REVISION]/FILE, downloaded if necessary."""
+    match = _HUB_FILE.fullmatch(location)
+    if not match or not location.endswith(files.SUFFIXES):
         raise UserError(
-            f"{option}='hf:{rest}': expected hf:OWNER/NAME/FILE with a file that ends in "
+            f"{option}='hf:{location}': expected hf:OWNER/NAME/FILE with a file that ends in "
             f"{', '.join(files.SUFFIXES)}, as in hf:openai/gsm8k/main/train-00000-of-00001.parquet"
         )
-    name, path = found.groups()
-    folder, names = hub.download_snapshot(name, [path], option, repo_type="dataset")
+    repository, path = match.groups()
+    folder, names = hub.download_snapshot(repository, [path], option, repo_type="dataset")
     if path not in names:
         raise UserError(
-            f"{option}: the data set {name} on the hub has no file {path}.{did_you_mean(path, names)}"
+            f"{option}: the data set {repository} on the hub has no file {path}."
+            f"{did_you_mean(path, names)}"
         )
     return folder / path
 
 
-def _tfds_rows(rest, option):
-    """Yields (where, row) of a split, text decoded. The data set is prepared first if it is not there yet."""
-    name, slash, split = rest.rpartition("/")
+def _read_tfds_rows(name_and_split: str, option: str) -> LocatedRows:
+    """Yield (location, row) of a TFDS split, text decoded. Prepare the data set if necessary."""
+    name, slash, split = name_and_split.rpartition("/")
     if not slash or not name or not split:
-        raise UserError(f"{option}='tfds:{rest}': expected tfds:NAME/SPLIT, as in tfds:gsm8k/train")
-    source = _tfds_source(name, split, option)
+        raise UserError(
+            f"{option}='tfds:{name_and_split}': expected tfds:NAME/SPLIT, as in tfds:gsm8k/train"
+        )
+    source = _open_tfds_source(name, split, option)
     expected = source.dataset_info.splits[split].num_examples
     if len(source) != expected:
         raise UserError(
-            f"{option}='tfds:{rest}': {len(source)} rows can be read, but the data set's own record says "
-            f"{expected}. Prepare it again with file_format='array_record'"
+            f"{option}='tfds:{name_and_split}': {len(source)} rows can be read, but the data set's "
+            f"own record says {expected}. Prepare it again with file_format='array_record'"
         )
     for index in range(len(source)):
-        yield f"tfds:{rest}, row {index + 1}", row_formats.to_plain_python(source[index])
+        row = row_formats.to_plain_python(source[index])
+        yield f"tfds:{name_and_split}, row {index + 1}", row
 
 
-def _tfds_source(name, split, option):
+def _open_tfds_source(name: str, split: str, option: str) -> Any:
     try:
         import tensorflow_datasets as tfds
     except ImportError as error:
@@ -154,34 +176,35 @@ def _tfds_source(name, split, option):
             "`pip install tensorflow-datasets array_record`"
         ) from error
     folder = os.environ.get("TFDS_DATA_DIR")
-    _register(tfds, name)
+    _import_unlisted_builder(tfds, name)
     try:
         return tfds.data_source(name, split=split, data_dir=folder)
     except tfds.core.DatasetNotFoundError as error:
         raise UserError(
-            f"{option}='tfds:{name}/{split}': TFDS knows no data set {name!r}, and none is prepared under "
-            f"{folder or '~/tensorflow_datasets'} "
-            f"(TFDS_DATA_DIR).{did_you_mean(name, _known(tfds))}"
+            f"{option}='tfds:{name}/{split}': TFDS knows no data set {name!r}, and none is "
+            f"prepared under {folder or _TFDS_DEFAULT_FOLDER} "
+            f"(TFDS_DATA_DIR).{did_you_mean(name, _list_builders(tfds))}"
         ) from error
     except Exception as error:
         raise UserError(
-            f"{option}='tfds:{name}/{split}': {error}. Expected a split of a data set that is prepared "
-            f"with file_format='array_record' under {folder or '~/tensorflow_datasets'} (TFDS_DATA_DIR), "
-            "or that can be downloaded from here"
+            f"{option}='tfds:{name}/{split}': {error}. Expected a split of a data set that is "
+            f"prepared with file_format='array_record' under {folder or _TFDS_DEFAULT_FOLDER} "
+            "(TFDS_DATA_DIR), or that can be downloaded from here"
         ) from error
 
 
-def _register(tfds, name):
-    """TFDS ships builders that it lists only once their module was imported; GSM8K's is one."""
+def _import_unlisted_builder(tfds: ModuleType, name: str) -> None:
+    """Import a builder that TFDS ships but lists only after its import, such as GSM8K's."""
     import importlib
 
-    base = name.partition("/")[0].partition(":")[0]
-    if base.isidentifier() and base not in _known(tfds):
+    base_name = name.partition("/")[0].partition(":")[0]
+    if base_name.isidentifier() and base_name not in _list_builders(tfds):
         try:
-            importlib.import_module(f"tensorflow_datasets.text.{base}.{base}")
+            importlib.import_module(f"tensorflow_datasets.text.{base_name}.{base_name}")
         except ImportError:
-            pass  # not one of those: it may still be prepared on disk
+            pass  # not such a builder; the data set may still be prepared on disk
 
 
-def _known(tfds):
-    return tfds.list_builders(with_community_datasets=False)  # those are asked for on the network
+def _list_builders(tfds: ModuleType) -> list[str]:
+    # Listing community data sets would access the network.
+    return tfds.list_builders(with_community_datasets=False)

@@ -1,7 +1,10 @@
-"""Generated openings of stories, for a model of TinyStories. Training and held-out ones are disjoint by their names.
+"""Generated story openings for models of TinyStories, each with two continuations.
 
-Each has two sentences that go on with it: a joyful one, which is preferred, and a sad one.
+Of the two continuing sentences the joyful one is preferred over the sad one. Training and held-out
+openings are disjoint by their names.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -46,9 +49,9 @@ BOYS = (
     "Jim",
 )
 ANIMALS = ("dog", "cat", "bunny", "bird", "bear", "mouse", "frog", "duck", "fish", "pig")
-HELD_OUT = 4  # every fourth name
+HELD_OUT_EVERY = 4  # every fourth name is held out
 
-_STREAM = 303  # keeps these random numbers apart from those of other seeded things
+_STREAM = 303  # keeps these random numbers apart from those of other generators
 
 _OPENINGS = (
     "Once upon a time, there was a {adjective} {kind} named {name}.",
@@ -58,7 +61,7 @@ _OPENINGS = (
 )
 _ADJECTIVES = ("little", "small", "young", "big", "nice")
 _PLACES = ("park", "house", "forest", "garden", "farm", "town")
-_GOING_ON = (
+_CONTINUATIONS = (
     " {name} {what} all day.",
     " In the morning {name} {what}.",
     " {name} saw a {animal} and {what}.",
@@ -69,54 +72,59 @@ _SAD = ("cried", "was sad", "was angry", "was scared", "was lost", "was hurt")
 
 
 def story_names(split: str) -> tuple[str, ...]:
-    """The names that the openings of "train" or "heldout" use."""
+    """Return the names that the openings of "train" or "heldout" use."""
     if split not in SPLITS:
         raise ValueError(f"split={split!r}: expected one of {SPLITS}")
-    held_out = split == "heldout"
-    return tuple(
-        name
-        for group in (GIRLS, BOYS)
-        for i, name in enumerate(group)
-        if (i % HELD_OUT == HELD_OUT - 1) == held_out
-    )
+    wants_held_out = split == "heldout"
+    names = []
+    for group in (GIRLS, BOYS):
+        for index, name in enumerate(group):
+            is_held_out = index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+            if is_held_out == wants_held_out:
+                names.append(name)
+    return tuple(names)
 
 
 def generate_story_examples(count: int, split: str = "train", seed: int = 0) -> list[Example]:
-    """Openings 0 .. count - 1 of the seed, of data_source "stories" and without a ground truth."""
-    usable, made = story_names(split), []
+    """Return openings 0 .. count - 1 of a seed, of data_source "stories", without a ground truth.
+
+    Args:
+      count: number of openings.
+      split: "train" or "heldout".
+      seed: seed of the openings and continuations.
+    """
+    names = story_names(split)
+    examples = []
     for index in range(count):
-        rng = _rng(seed, split, index)
-        prompt, name = _opening(rng, usable)
-        made.append(
-            Example(
-                prompt=prompt,
-                data_source="stories",
-                extra_info={"index": index, "split": split},
-                response=_going_on(rng, name, _JOYFUL),
-                rejected=_going_on(rng, name, _SAD),
-            )
+        rng = np.random.default_rng([_STREAM, seed, SPLITS.index(split), index])
+        prompt, name = _draw_opening(rng, names)
+        example = Example(
+            prompt=prompt,
+            data_source="stories",
+            extra_info={"index": index, "split": split},
+            response=_draw_continuation(rng, name, _JOYFUL),
+            rejected=_draw_continuation(rng, name, _SAD),
         )
-    return made
+        examples.append(example)
+    return examples
 
 
-def _rng(seed, split, index):
-    return np.random.default_rng([_STREAM, seed, SPLITS.index(split), index])
+def _draw_item(rng: np.random.Generator, items: Sequence[str]) -> str:
+    return items[int(rng.integers(len(items)))]
 
 
-def _one(rng, of):
-    return of[rng.integers(len(of))]
-
-
-def _opening(rng, usable):
-    """The opening, and the name in it."""
-    name = _one(rng, usable)
+def _draw_opening(rng: np.random.Generator, names: Sequence[str]) -> tuple[str, str]:
+    """Return an opening and the name in it."""
+    name = _draw_item(rng, names)
     human = "girl" if name in GIRLS else "boy"
-    kind = human if rng.random() < 0.6 else _one(rng, ANIMALS)
-    opening = _one(rng, _OPENINGS)
-    return opening.format(
-        name=name, kind=kind, adjective=_one(rng, _ADJECTIVES), place=_one(rng, _PLACES)
-    ), name
+    kind = human if rng.random() < 0.6 else _draw_item(rng, ANIMALS)
+    template = _draw_item(rng, _OPENINGS)
+    adjective = _draw_item(rng, _ADJECTIVES)
+    place = _draw_item(rng, _PLACES)
+    return template.format(name=name, kind=kind, adjective=adjective, place=place), name
 
 
-def _going_on(rng, name, moods):
-    return _one(rng, _GOING_ON).format(name=name, what=_one(rng, moods), animal=_one(rng, ANIMALS))
+def _draw_continuation(rng: np.random.Generator, name: str, moods: Sequence[str]) -> str:
+    template = _draw_item(rng, _CONTINUATIONS)
+    mood = _draw_item(rng, moods)
+    return template.format(name=name, what=mood, animal=_draw_item(rng, ANIMALS))

@@ -1,14 +1,21 @@
-"""Tokenizers: loaded from a folder or the hub, or trained on the data; and prompts as token ids."""
+"""Tokenizers, loaded or trained, and the encoding of prompts and responses."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.storage import hub
 
-PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-FULL_ALPHABET = 512  # from this vocabulary size on every byte has a token
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
+PAD = "<pad>"
+EOS = "<eos>"
+UNKNOWN = "<unk>"
+FULL_ALPHABET = 512  # from this vocabulary size on, every byte has a token
+
+# A tokenizer can be loaded from a folder that has at least one of these files.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -17,7 +24,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
-_FILES = [
+_DOWNLOADED_FILES = (
     "tokenizer*",
     "*token*.json",
     "config.json",
@@ -27,18 +34,23 @@ _FILES = [
     "*.jinja",
     "*.model",
     "*.tiktoken",
-]
+)
+
+Prompt = str | tuple[dict[str, str], ...]  # text, or messages with role and content
 
 
-def load_tokenizer(path: str, option: str = "config.model.tokenizer_path"):
-    """The transformers tokenizer of a folder or, where there is no such folder, of a model on the Hugging Face hub.
+def load_tokenizer(
+    path: str, option: str = "config.model.tokenizer_path"
+) -> "PreTrainedTokenizerBase":
+    """Load the transformers tokenizer of a local folder or of a model on the Hugging Face hub.
 
     Args:
-      path: folder, or on the hub OWNER/NAME or OWNER/NAME@REVISION.
-      option: the option that holds the path, for the messages.
+      path: an existing folder, or OWNER/NAME or OWNER/NAME@REVISION on the hub.
+      option: the option that holds the path, for messages.
 
     Raises:
-      UserError: no such folder or model, no tokenizer in it, one that needs code from the repository, or no network.
+      UserError: there is no such folder or model, it has no tokenizer or one that needs code from
+        the repository, or the network is unavailable.
     """
     if not path:
         raise UserError(
@@ -46,48 +58,53 @@ def load_tokenizer(path: str, option: str = "config.model.tokenizer_path"):
         )
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        folder = _from_hub(path, option)
+        folder = _download_tokenizer(path, option)
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:
-        found = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
+        contents = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
         raise UserError(
-            f"{option}={path!r}: no tokenizer can be loaded from {folder}, which holds {found}. Expected "
-            f"tokenizer.json with tokenizer_config.json, and no code of its own: {error}"
+            f"{option}={path!r}: no tokenizer can be loaded from {folder}, which holds {contents}. "
+            f"Expected tokenizer.json with tokenizer_config.json, and no code of its own: {error}"
         ) from error
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether one of the files is there that a tokenizer is loaded from."""
+    """Return whether a folder has any of the files that a tokenizer is loaded from."""
     return any((folder / name).exists() for name in TOKENIZER_FILES)
 
 
-def _from_hub(path, option):
-    parent = Path(path).expanduser().parent
-    if path.startswith((".", "/", "~")) or hub.split_revision(path)[0].count("/") > 1:
-        siblings = (
-            [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
-        )
+def _download_tokenizer(path: str, option: str) -> Path:
+    looks_local = path.startswith((".", "/", "~"))
+    if looks_local or hub.split_revision(path)[0].count("/") > 1:
+        parent = Path(path).expanduser().parent
+        siblings = []
+        if parent.is_dir():
+            siblings = [entry.name for entry in parent.iterdir() if entry.is_dir()]
         raise UserError(
             f"{option}={path!r}: there is no such folder (looked from {Path.cwd()})."
             f"{did_you_mean(Path(path).name, siblings)}"
         )
-    return hub.download_snapshot(path, _FILES, option)[0]
+    return hub.download_snapshot(path, _DOWNLOADED_FILES, option)[0]
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path):
-    """Trains a byte-level BPE on the texts, in which each digit is a token of its own, and saves it.
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, folder: str | Path
+) -> "PreTrainedTokenizerBase":
+    """Train a byte-level BPE on the texts, in which each digit is a token, and save it.
 
-    Ids 0, 1, 2 are <pad>, <eos>, <unk>. Whatever is made of the bytes of the texts comes back unchanged from encoding
-    and decoding; other bytes become <unk>, unless vocab_size is 512 or more, where every byte has a token.
+    Ids 0, 1, 2 are <pad>, <eos>, <unk>. Text made of bytes that occur in the training texts is
+    unchanged by encoding and decoding. Other bytes become <unk>, unless vocab_size is at least
+    FULL_ALPHABET.
 
     Args:
-      texts: to learn from.
-      vocab_size: tokens at most; there are fewer where the texts hold no more.
-      folder: written with save_pretrained; AutoTokenizer.from_pretrained loads it to the same ids, also next to a
-        Llama's config.json (but not next to a Qwen2's, for which transformers puts in another pre-tokenizer).
+      texts: training texts.
+      vocab_size: maximum number of tokens; there are fewer if the texts do not contain more.
+      folder: output folder, written with save_pretrained. AutoTokenizer.from_pretrained loads it to
+        the same ids, also next to a Llama's config.json (but not next to a Qwen2's, for which
+        transformers replaces the pre-tokenizer).
 
     Returns:
       The transformers tokenizer.
@@ -106,18 +123,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path):
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = (
-        pre_tokenizers.ByteLevel.alphabet() if vocab_size >= FULL_ALPHABET else list("0123456789")
+    if vocab_size >= FULL_ALPHABET:
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    else:
+        alphabet = list("0123456789")
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, EOS, UNKNOWN],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
-    tokenizer.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=[PAD, EOS, UNKNOWN],
-            initial_alphabet=alphabet,
-            show_progress=False,
-        ),
-    )
+    tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() > vocab_size:
         raise UserError(
             f"config.model.create.vocab_size={vocab_size}: the characters of the data alone need "
@@ -134,81 +150,103 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path):
     return wrapped
 
 
-def decode_continuation(tokenizer, before: int, ids: Sequence[int]) -> str:
-    """The text of a response as it goes on behind the prompt's last token `before`, special tokens left out.
+def decode_continuation(
+    tokenizer: "PreTrainedTokenizerBase", before: int, ids: Sequence[int]
+) -> str:
+    """Return the text of a response as it continues its prompt, without special tokens.
 
-    Some tokenizers (Llama 2's) leave out the blank that a text begins with: decoded alone, the response would lose it.
+    Some tokenizers (Llama 2's) drop the space at the beginning of a text, so that a response
+    decoded on its own would lose it.
+
+    Args:
+      tokenizer: a transformers tokenizer.
+      before: the last token of the prompt.
+      ids: the tokens of the response.
     """
-    start = tokenizer.decode([before], skip_special_tokens=True)
-    whole = tokenizer.decode([before, *ids], skip_special_tokens=True)
-    return (
-        whole[len(start) :]
-        if whole.startswith(start)
-        else tokenizer.decode(list(ids), skip_special_tokens=True)
-    )
+    prefix = _decode(tokenizer, [before])
+    text = _decode(tokenizer, [before, *ids])
+    if text.startswith(prefix):
+        return text[len(prefix) :]
+    return _decode(tokenizer, list(ids))
+
+
+def _decode(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def encode_prompt(
-    tokenizer, prompt: str | tuple[dict[str, str], ...], chat_template: bool = True
+    tokenizer: "PreTrainedTokenizerBase", prompt: Prompt, chat_template: bool = True
 ) -> list[int]:
-    """Token ids of a prompt, ready for the first token of the response.
+    """Return the token ids of a prompt, up to the first token of the response.
 
-    A chat, with a tokenizer that has a chat template: the template's text up to where the assistant speaks. The
-    template writes every special token itself, so none is added.
+    A chat, with a tokenizer that has a chat template, becomes the template's text up to the
+    assistant's turn. The template writes all special tokens itself, so none is added.
 
-    Anything else: the text, or the contents of the messages joined by line breaks, with the special tokens that the
-    tokenizer itself puts around a text: Llama's has BOS in its post-processor, Qwen2's and GPT-2's put none there,
-    although GPT-2's names a BOS, and their models were trained so. An EOS that it puts at the end is left out: the
-    model is to go on, not to stop.
+    Anything else becomes the text, or the contents of the messages joined by line breaks, with the
+    special tokens that the tokenizer itself adds: Llama's adds BOS in its post-processor; Qwen2's
+    and GPT-2's add none (although GPT-2's defines a BOS), and their models were trained without. An
+    EOS that the tokenizer appends is removed, because the model must continue instead of stop.
 
     Args:
-      tokenizer: of transformers.
+      tokenizer: a transformers tokenizer.
       prompt: text, or messages with role and content.
-      chat_template: False leaves the template out.
+      chat_template: False ignores the template.
     """
     return _encode(tokenizer, *_prompt_text(tokenizer, prompt, chat_template))
 
 
 def encode_responses(
-    tokenizer,
-    prompt: str | tuple[dict[str, str], ...],
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt: Prompt,
     responses: Sequence[str],
     chat_template: bool = True,
 ) -> list[list[int]]:
-    """Token ids of each response as it goes on behind the prompt (see encode_prompt), and the EOS that ends it.
+    """Return the token ids of each response as it continues the prompt, with an EOS at the end.
 
-    They are those that the two texts have together, so that they are what a model that was asked would sample: some tokenizers
-    (Llama 2's) put a blank before a text that stands alone. Where the two run into one token the response is encoded alone.
+    They are the ids that follow the prompt's when both are encoded together, and so those that a
+    model would sample: some tokenizers (Llama 2's) put a space before a text encoded on its own.
+    If prompt and response merge into one token, the response is encoded on its own.
+
+    Args:
+      tokenizer: a transformers tokenizer.
+      prompt: see `encode_prompt`.
+      responses: texts.
+      chat_template: see `encode_prompt`.
     """
     text, special = _prompt_text(tokenizer, prompt, chat_template)
-    before, encoded = _encode(tokenizer, text, special), []
+    prompt_ids = _encode(tokenizer, text, special)
+    encoded = []
     for response in responses:
         ids = _encode(tokenizer, text + response, special)
-        ids = (
-            ids[len(before) :]
-            if ids[: len(before)] == before
-            else _encode(tokenizer, response, special=False)
-        )
+        if ids[: len(prompt_ids)] == prompt_ids:
+            ids = ids[len(prompt_ids) :]
+        else:
+            ids = _encode(tokenizer, response, special=False)
         encoded.append([*ids, tokenizer.eos_token_id])
     return encoded
 
 
-def _prompt_text(tokenizer, prompt, chat_template):
-    """The text, and whether the tokenizer puts special tokens around it."""
+def _prompt_text(
+    tokenizer: "PreTrainedTokenizerBase", prompt: Prompt, chat_template: bool
+) -> tuple[str, bool]:
+    """Return the text, and whether the tokenizer adds its special tokens to it."""
     if isinstance(prompt, str):
         return prompt, True
     if chat_template and tokenizer.chat_template:
-        return tokenizer.apply_chat_template(
-            list(prompt), add_generation_prompt=True, tokenize=False
-        ), False
+        text = str(
+            tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
+        )
+        return text, False
     return "\n".join(message["content"] for message in prompt), True
 
 
-def _encode(tokenizer, text, special):
-    ids, eos = (
-        list(tokenizer.encode(text, add_special_tokens=special, verbose=False)),
-        tokenizer.eos_token_id,
-    )
-    if special and ids and ids[-1] == eos and _encode(tokenizer, text, special=False)[-1:] != [eos]:
-        ids.pop()  # but one that stands in the text itself stays
+def _encode(tokenizer: "PreTrainedTokenizerBase", text: str, special: bool) -> list[int]:
+    """Return the token ids of a text, with the tokenizer's special tokens except an added EOS."""
+    ids = list(tokenizer.encode(text, add_special_tokens=special, verbose=False))
+    eos = tokenizer.eos_token_id
+    if special and ids and ids[-1] == eos:
+        # An EOS in the text itself stays; only one that the tokenizer appended is removed.
+        text_ends_in_eos = _encode(tokenizer, text, special=False)[-1:] == [eos]
+        if not text_ends_in_eos:
+            ids.pop()
     return ids

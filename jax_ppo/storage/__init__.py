@@ -1,1 +1,1 @@
-"""Files that are not on this machine: the Hugging Face hub."""
+"""Access to files that are not on this machine: the Hugging Face hub."""

@@ -1,22 +1,38 @@
-"""Files of the Hugging Face hub. Without a network the cache is used, or the error comes within seconds."""
+"""Downloads from the Hugging Face hub.
+
+Without a network the local cache is used, or the error is raised within seconds.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypedDict
 
 from jax_ppo.errors import UserError
 
-TIMEOUT_SECONDS = 10.0  # seconds that the hub may take to answer
+TIMEOUT_SECONDS = 10.0  # for the hub to answer
 
-_KINDS = {
-    "model": ("model", ""),
-    "dataset": ("data set", "datasets/"),
-}  # in messages, and before the name in a URL
+# Repository type: its name in messages, and the prefix of its repositories in URLs.
+_KINDS = {"model": ("model", ""), "dataset": ("data set", "datasets/")}
+
+
+class _Request(TypedDict):
+    """Arguments of huggingface_hub.snapshot_download."""
+
+    repo_type: str
+    revision: str
+    allow_patterns: list[str]
+    ignore_patterns: list[str]
 
 
 class HubError(UserError):
-    """The hub did not give a repository. `reason` says why and names no option, for a caller with its own message."""
+    """A repository could not be obtained from the hub.
 
-    def __init__(self, message: str, reason: str):
+    Attributes:
+      reason: why, without naming an option, for callers that write their own message.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        """Create the error from its message and the reason alone."""
         super().__init__(message)
         self.reason = reason
 
@@ -29,109 +45,115 @@ def download_snapshot(
     repo_type: str = "model",
     ignore: Sequence[str] = (),
 ) -> tuple[Path, list[str]]:
-    """Downloads the files of a repository that match, to the hub's cache.
+    """Download the matching files of a repository to the hub's cache.
 
-    The hub is asked once whether it is there, with a time limit and no retries, before anything that would retry begins.
-    Where it is silent, what the cache holds counts. The hub's own environment variables apply (HF_TOKEN, HF_ENDPOINT,
-    HF_HOME, HF_HUB_OFFLINE).
+    The hub is first queried once, with a time limit and without retries, before anything that
+    retries is started. If it does not answer, the contents of the cache are used. The hub's own
+    environment variables apply (HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE).
 
     Args:
-      name: OWNER/NAME, or OWNER/NAME@REVISION: a branch, tag or commit in the place of main.
-      patterns: file names, with * for any part, slashes too.
-      option: for the message.
+      name: OWNER/NAME, or OWNER/NAME@REVISION with a branch, tag or commit instead of main.
+      patterns: file names, in which * matches any characters, including slashes.
+      option: the option that names the repository, for messages.
       repo_type: "model" or "dataset".
-      ignore: patterns of what is left out of that.
+      ignore: patterns of matching files to leave out.
 
     Returns:
-      The folder in the cache, and the names of all files of the repository (with no network: of those in the cache,
-      of which at least one matches).
+      The folder in the cache, and the names of all files of the repository. Without a network these
+      are the names of the files in the cache, of which at least one matches.
 
     Raises:
-      HubError: gated, no such revision or repository, no name of one, a download that broke off, or no network and
-        nothing in the cache.
+      HubError: the repository is gated, it or the revision does not exist, the name is invalid, a
+        download failed, or there is neither a network nor a cached copy.
     """
     kind, prefix = _KINDS[repo_type]
     repo_id, revision = split_revision(name)
-    asked, endpoint = False, "the Hugging Face hub"
-    wanted = {
-        "repo_type": repo_type,
-        "revision": revision,
-        "allow_patterns": list(patterns),
-        "ignore_patterns": list(ignore),
-    }
+    request = _Request(
+        repo_type=repo_type,
+        revision=revision,
+        allow_patterns=list(patterns),
+        ignore_patterns=list(ignore),
+    )
+    has_answered = False
+    endpoint = "the Hugging Face hub"
     try:
-        import huggingface_hub  # late: local files need neither it nor the network
+        import huggingface_hub  # imported late: local files need neither it nor the network
 
         api = huggingface_hub.HfApi()
         endpoint = api.endpoint
-        # The download gets the revision's name, not the commit that this answers, or the cache would not know the name
-        # when there is no network.
         info = api.repo_info(
             repo_id, repo_type=repo_type, revision=revision, timeout=TIMEOUT_SECONDS
         )
-        asked = True
-        folder = Path(
-            huggingface_hub.snapshot_download(repo_id, etag_timeout=TIMEOUT_SECONDS, **wanted)
-        )
-        return folder, [file.rfilename for file in info.siblings or ()]
-    except (
-        Exception
-    ) as error:  # among them whatever the HTTP library of the day raises when there is no network
-        reason = _refusal(error, endpoint, f"{endpoint}/{prefix}{repo_id}", revision)
-        if not reason and asked:
-            reason = f"downloading it from {endpoint} failed ({_brief(error)})"
+        has_answered = True
+        # Download by the name of the revision, not by the commit in `info`: otherwise the cache
+        # would not know the name when there is no network.
+        folder = huggingface_hub.snapshot_download(repo_id, etag_timeout=TIMEOUT_SECONDS, **request)
+        return Path(folder), [file.rfilename for file in getattr(info, "siblings", None) or ()]
+    # Without a network the exception is whatever the hub's HTTP library raises.
+    except Exception as error:
+        reason = _explain_refusal(error, endpoint, f"{endpoint}/{prefix}{repo_id}", revision)
+        if not reason and has_answered:
+            reason = f"downloading it from {endpoint} failed ({_format_error(error)})"
         if not reason:
-            if cached := _cached(repo_id, wanted):
+            if cached := _find_in_cache(repo_id, request):
                 return cached
-            reason = f"{endpoint} cannot be reached ({_brief(error)}) and its cache has no copy"
+            reason = (
+                f"{endpoint} cannot be reached ({_format_error(error)}) and its cache has no copy"
+            )
         raise HubError(
-            f"{option}: the {kind} {repo_id} at revision {revision} cannot be had: {reason}. Give a local path in {option}, "
-            "or a name that the hub has; or run once with a network (`hf download` fills the cache; HF_HOME says where it "
-            "is)",
+            f"{option}: the {kind} {repo_id} at revision {revision} is unavailable: {reason}. Give "
+            f"a local path in {option}, or a name that the hub has; or run once with a network "
+            "(`hf download` fills the cache; HF_HOME says where it is)",
             reason,
         ) from error
 
 
 def split_revision(name: str) -> tuple[str, str]:
-    """OWNER/NAME and the revision that may stand behind it, after an @."""
+    """Return OWNER/NAME and the revision that may follow it after an @, by default "main"."""
     repo_id, _, revision = name.partition("@")
     return repo_id, revision or "main"
 
 
-def _refusal(error, endpoint, url, revision):
-    """Why the hub was not asked or said no; empty where it was silent."""
+def _explain_refusal(error: Exception, endpoint: str, url: str, revision: str) -> str:
+    """Return why the hub was not queried or refused, or "" if it did not answer."""
     if isinstance(error, ImportError):
         return f"the hub needs the package huggingface_hub ({error}); `pip install huggingface_hub`"
     from huggingface_hub import errors
 
-    if isinstance(error, errors.GatedRepoError):  # before what it is a kind of
+    # GatedRepoError is a RepositoryNotFoundError, so it comes first.
+    if isinstance(error, errors.GatedRepoError):
         return f"{url} is gated: accept its terms there and set HF_TOKEN (or `hf auth login`)"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{url} has no revision {revision!r}"
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            f"{endpoint} has no repository of this name (check the spelling; a private one needs HF_TOKEN, or "
-            "`hf auth login`)"
+            f"{endpoint} has no repository of this name (check the spelling; a private one needs "
+            "HF_TOKEN, or `hf auth login`)"
         )
     if isinstance(error, errors.HFValidationError):
-        return f"it is no hub name, OWNER/NAME ({_brief(error)})"
+        return f"it is no hub name, OWNER/NAME ({_format_error(error)})"
     return ""
 
 
-def _cached(repo_id, wanted):
-    """The same as `download_snapshot` returns, from the cache alone; None where no file that is wanted is there."""
+def _find_in_cache(repo_id: str, request: _Request) -> tuple[Path, list[str]] | None:
+    """Return the result of `download_snapshot` from the cache alone, or None if nothing matches."""
     import huggingface_hub
     from huggingface_hub.utils import filter_repo_objects
 
     try:
-        folder = Path(huggingface_hub.snapshot_download(repo_id, local_files_only=True, **wanted))
+        folder = Path(huggingface_hub.snapshot_download(repo_id, local_files_only=True, **request))
     except Exception:
         return None
     names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
-    patterns = {key: wanted[key] for key in ("allow_patterns", "ignore_patterns")}
-    return (folder, names) if any(filter_repo_objects(names, **patterns)) else None
+    matches = filter_repo_objects(
+        names,
+        allow_patterns=request["allow_patterns"],
+        ignore_patterns=request["ignore_patterns"],
+    )
+    return (folder, names) if any(matches) else None
 
 
-def _brief(error):
+def _format_error(error: Exception) -> str:
+    """Return the type of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return ": ".join([type(error).__name__, *lines[:1]])

@@ -33,15 +33,15 @@ def test_the_numbers_stay_small_and_never_negative():
         for index in range(2000):
             p = arithmetic.generate_problem(index, split)
             assert all(1 <= n <= 9 for n in p.numbers)
-            assert 0 <= p.between <= 9
+            assert 0 <= p.intermediate <= 9
             assert 0 <= p.answer <= 9
 
 
 def test_a_problem_by_hand():
     p = arithmetic.Problem((3, 4, 2), "+-", "Tom has 3 apples.")
-    assert p.careful == "3+4=7\n7-2=5\n#### 5"
+    assert p.worked_solution == "3+4=7\n7-2=5\n#### 5"
     assert p.prompt == "Question: Tom has 3 apples.\nAnswer:\n"
-    assert arithmetic.Problem((7, 5, 9), "-+", "").careful == "7-5=2\n2+9=11\n#### 11"
+    assert arithmetic.Problem((7, 5, 9), "-+", "").worked_solution == "7-5=2\n2+9=11\n#### 11"
 
 
 def test_every_careful_solution_is_right():

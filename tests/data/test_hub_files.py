@@ -39,12 +39,12 @@ def test_without_a_network_the_error_comes_at_once_and_says_what_to_do(tmp_path,
     assert time.monotonic() - start < 20
     data, tokenizer = done.stdout.strip().splitlines()
     assert data.startswith(
-        "config.data.train_files: the data set openai/gsm8k at revision main cannot be had: "
+        "config.data.train_files: the data set openai/gsm8k at revision main is unavailable: "
         "http://127.0.0.1:9 cannot be reached (ConnectError"
     )
     assert tokenizer.startswith(
-        "config.model.tokenizer_path: the model Qwen/Qwen2.5-0.5B at revision main cannot be "
-        "had: http://127.0.0.1:9 cannot be reached (ConnectError"
+        "config.model.tokenizer_path: the model Qwen/Qwen2.5-0.5B at revision main is "
+        "unavailable: http://127.0.0.1:9 cannot be reached (ConnectError"
     )
     for message, option in (
         (data, "config.data.train_files"),
@@ -139,7 +139,7 @@ def test_a_repository_that_the_hub_has_not(fake_hub):
     fake_hub.error = errors.RepositoryNotFoundError("404", response=response)
     with pytest.raises(
         UserError,
-        match="train_files: the data set owner/name at revision main cannot be had: .* has no "
+        match="train_files: the data set owner/name at revision main is unavailable: .* has no "
         "repository of this name .*check the spelling.* HF_TOKEN, or `hf auth login`",
     ):
         sources.load_examples("hf:owner/name/main/train.jsonl")

@@ -196,7 +196,7 @@ def test_a_wrong_row_of_parquet_is_named(tmp_path):
 )
 def test_a_broken_file_is_named(tmp_path, name, kind):
     (tmp_path / name).write_bytes(b"\xff\xfenot what it says")
-    with pytest.raises(UserError, match=f"{name}.*can not be read as .*{kind}"):
+    with pytest.raises(UserError, match=f"{name}.*cannot be read as .*{kind}"):
         load_examples(str(tmp_path / name))
 
 

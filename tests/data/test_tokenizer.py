@@ -29,7 +29,8 @@ def test_trained_tokenizer_splits_digits_and_keeps_responses_short(trained):
     made, _ = trained
     assert made.convert_ids_to_tokens(made.encode("109")) == ["1", "0", "9"]
     lengths = {
-        len(made.encode(arithmetic.generate_problem(i, "train").careful)) for i in range(300)
+        len(made.encode(arithmetic.generate_problem(i, "train").worked_solution))
+        for i in range(300)
     }
     assert lengths == {15}
     assert [made.convert_tokens_to_ids(t) for t in ("<pad>", "<eos>", "<unk>")] == [0, 1, 2]
