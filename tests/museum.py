@@ -619,7 +619,7 @@ REWARDS = [
         source="verl#7789: the option never reached the function",
         holds="strict and flexible are both reachable",
         test=f"{TEST_RULES}::test_flexible_takes_answers_however_they_are_written",
-        where="gsm8k",
+        where="score_gsm8k",
         old="extract_gsm8k(solution, method)",
         new="extract_gsm8k(solution, 'strict')",
     ),
@@ -640,15 +640,15 @@ REWARDS = [
         holds="-3 is not 3",
         test=f"{TEST_RULES}::test_what_is_extracted",
         where="extract_gsm8k",
-        old="found[-1][0] + found[-1][1].replace(',', '')",
-        new="found[-1][1].replace(',', '')",
+        old="numbers[-1][0] + numbers[-1][1].replace(',', '')",
+        new="numbers[-1][1].replace(',', '')",
     ),
     Exhibit(
         name="numbers_are_compared_as_text",
         source="lm-evaluation-harness#3254: 29.00 against 29",
         holds="answers are compared as decimal numbers",
         test=f"{TEST_RULES}::test_numbers_are_compared_as_numbers",
-        where="gsm8k",
+        where="score_gsm8k",
         old="number == parse_number(ground_truth)",
         new="answer == ground_truth",
     ),
@@ -658,15 +658,15 @@ REWARDS = [
         holds="the last answer counts",
         test=f"{TEST_RULES}::test_what_is_extracted",
         where="extract_gsm8k",
-        old="found[-1].replace",
-        new="found[0].replace",
+        old="answers[-1].replace",
+        new="answers[0].replace",
     ),
     Exhibit(
         name="the_models_output_is_evaluated",
         source="CVE-2026-6878 (verl): eval of a response in a grader",
         holds="nothing that a model wrote is evaluated",
         test=f"{TEST_RULES}::test_nothing_that_a_model_wrote_is_evaluated",
-        where="gsm8k",
+        where="score_gsm8k",
         old="parse_number(answer)",
         new="eval(solution.rpartition('#### ')[2])",
     ),
@@ -1282,11 +1282,11 @@ RULES_IN_A_RUN = [
         where="resolve_reward_function",
         old=(
             "if not function:\n"
-            "    return lambda example, response: _built_in(example, response, gsm8k_method)"
+            "    return lambda example, response: _apply_built_in_rule(example, response, gsm8k_method)"
         ),
         new=(
             "if True:\n"
-            "    return lambda example, response: _built_in(example, response, gsm8k_method)"
+            "    return lambda example, response: _apply_built_in_rule(example, response, gsm8k_method)"
         ),
     ),
     Exhibit(
@@ -1306,19 +1306,19 @@ RULES_IN_A_RUN = [
         where="score_batch",
         old=(
             "try:\n"
-            "    results.append(_checked(reward_function(example, response), response))\n"
+            "    results.append(_validate_result(reward_function(example, response), response))\n"
             "except Exception:\n"
             "    failures += 1\n"
-            "    results.append(RewardResult(fallback_score))\n"
-            "    first_failure = first_failure or _described(row, example, response)"
+            "    results.append(RewardResult(score=fallback_score))\n"
+            "    first_failure = first_failure or _describe_failure(row, example, response)"
         ),
         new=(
             "try:\n"
-            "    results.append(_checked(reward_function(example, response), response))\n"
+            "    results.append(_validate_result(reward_function(example, response), response))\n"
             "except ArithmeticError:\n"
             "    failures += 1\n"
-            "    results.append(RewardResult(fallback_score))\n"
-            "    first_failure = first_failure or _described(row, example, response)"
+            "    results.append(RewardResult(score=fallback_score))\n"
+            "    first_failure = first_failure or _describe_failure(row, example, response)"
         ),
     ),
     Exhibit(
@@ -1326,7 +1326,7 @@ RULES_IN_A_RUN = [
         source="trl#5773, trl#5775: a reward of NaN made mean, deviation and loss NaN",
         holds="a score that is not finite is a failure of its sample",
         test="tests/rewards/test_registry.py::test_a_failing_sample_costs_nobody_else_anything",
-        where="_checked",
+        where="_validate_result",
         old="not abs(result.score) <= _LARGEST",
         new="abs(result.score) > _LARGEST",
     ),

@@ -1,1 +1,1 @@
-"""Scores of responses: rules on the host, by data source or of one's own."""
+"""Scores of responses on the host: built-in rules and reward functions of the user's own."""

@@ -1,63 +1,70 @@
-"""What a reward function of the user's own is called with, and how its answer is read."""
+"""The interface of user-defined reward functions: their arguments and return values."""
 
 import math
 from typing import Any
 
 from jax_ppo.rewards.rules import RewardResult
 
-ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+# A reward function is called with these keyword arguments, as in verl.
+REWARD_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+_RESERVED_KEYS = ("score", "acc", "step_rewards")
 
 
 def parse_reward_output(value: Any) -> RewardResult:
-    """The result behind what a function returned.
+    """Convert the return value of a reward function to a RewardResult.
 
-    A number (Python's, NumPy's, an array of one) is the score. A dict holds "score", and may hold "acc", correct from
-    0.5 on, "step_rewards", pairs of characters up to a step's end and its reward, and other numbers to report. What else it
-    holds, such as the answer that was found, is left out.
+    Args:
+      value: a number (of Python or NumPy, or an array with one element) is the score. A dict must
+        hold "score". It may hold "acc", which means correct from 0.5 on; "step_rewards", pairs of
+        (characters up to the end of a step, reward); and other numbers to report. Other entries,
+        such as the extracted answer, are ignored.
 
     Raises:
-      TypeError: something else, a dict without "score", a score that is text, or steps that are no pairs of numbers.
+      TypeError: the value has another type, a dict has no "score", the score is text, or the steps
+        are not pairs of numbers.
     """
     if not isinstance(value, dict):
-        return RewardResult(_number(value))
+        return RewardResult(score=_to_float(value))
     if "score" not in value:
-        raise TypeError(
-            f"the reward function returned a dict with {', '.join(map(repr, value)) or 'nothing'}; "
-            "expected 'score'"
-        )
-    extra = {}
-    for name, item in value.items():
-        if name not in ("score", "acc", "step_rewards") and _is_number(item):
-            extra[str(name)] = _number(item)
-    acc = math.nan if value.get("acc") is None else _number(value["acc"])
-    steps = () if value.get("step_rewards") is None else tuple(map(_step, value["step_rewards"]))
+        keys = ", ".join(map(repr, value)) or "nothing"
+        raise TypeError(f"the reward function returned a dict with {keys}; expected 'score'")
+    accuracy = math.nan if value.get("acc") is None else _to_float(value["acc"])
+    step_rewards = value.get("step_rewards")
+    extra = {
+        str(name): _to_float(item)
+        for name, item in value.items()
+        if name not in _RESERVED_KEYS and _is_number(item)
+    }
     return RewardResult(
-        _number(value["score"]), None if math.isnan(acc) else acc >= 0.5, extra, steps
+        score=_to_float(value["score"]),
+        correct=None if math.isnan(accuracy) else accuracy >= 0.5,
+        extra=extra,
+        step_rewards=() if step_rewards is None else tuple(map(_parse_step_reward, step_rewards)),
     )
 
 
-def _step(pair):
-    end, reward = (
-        map(_number, pair) if getattr(pair, "__len__", lambda: 0)() == 2 else (math.nan, 0)
-    )
+def _parse_step_reward(pair: Any) -> tuple[int, float]:
+    is_pair = hasattr(pair, "__len__") and len(pair) == 2
+    end, reward = map(_to_float, pair) if is_pair else (math.nan, 0.0)
     if not end.is_integer():
         raise TypeError(
-            f"the reward function returned {pair!r} among its step_rewards; expected (characters, reward)"
+            f"the reward function returned {pair!r} among its step_rewards; expected (characters, "
+            "reward)"
         )
     return int(end), reward
 
 
-def _is_number(value):
-    return (
-        not isinstance(value, (str, bytes))
-        and hasattr(value, "__float__")
-        and getattr(value, "size", 1) == 1
-    )
+def _is_number(value: Any) -> bool:
+    if isinstance(value, (str, bytes)):
+        return False
+    return hasattr(value, "__float__") and getattr(value, "size", 1) == 1
 
 
-def _number(value):
+def _to_float(value: Any) -> float:
     if not _is_number(value):
         raise TypeError(
-            f"the reward function returned {value!r} of type {type(value).__name__}; expected a number"
+            f"the reward function returned {value!r} of type {type(value).__name__}; expected a "
+            "number"
         )
     return float(value.item() if hasattr(value, "item") else value)

@@ -1,129 +1,184 @@
-"""What a reward model with a tokenizer of its own reads: prompts and responses as text, in tokens of that tokenizer."""
+"""Inputs of a reward model that has its own tokenizer: prompts and responses as its tokens."""
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-FORMS = ("chat", "pair", "text")
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-Prompt = str | tuple[dict[str, str], ...]
+Prompt = str | tuple[dict[str, str], ...]  # text, or messages with role and content
 
 
-def tokenizers_match(tokenizer, actors) -> bool:
-    """Whether sampled tokens mean to one tokenizer what they mean to the other: the vocabularies are equal, and a chat looks no
-    other way."""
-    templates = tokenizer.chat_template, actors.chat_template
-    return templates[0] in (None, templates[1]) and tokenizer.get_vocab() == actors.get_vocab()
+def tokenizers_match(
+    tokenizer: "PreTrainedTokenizerBase", actor_tokenizer: "PreTrainedTokenizerBase"
+) -> bool:
+    """Return whether sampled tokens mean the same to both tokenizers.
+
+    They do if the vocabularies are equal and a chat is not rendered differently.
+    """
+    if tokenizer.chat_template not in (None, actor_tokenizer.chat_template):
+        return False
+    return tokenizer.get_vocab() == actor_tokenizer.get_vocab()
 
 
 class RewardInputEncoder:
-    """Turns prompts and responses into a reward model's tokens.
+    """Encoder of prompts and responses as a reward model's tokens.
+
+    The contents of a chat's messages are joined by line breaks unless the form is "chat". Special
+    tokens are those of the template, or else those that the tokenizer itself adds to a text.
 
     Attributes:
-      form: "chat": the tokenizer's chat template around prompt and response, the answer closed. "pair": the prompt's text and
-        the response as the tokenizer's pair of texts. "text": the response right behind the prompt's text. A chat's text is the
-        contents of its messages joined by line breaks. Special tokens are the template's, or else those that the tokenizer
-        itself puts around a text, and behind a "text" that a decoder reads the EOS, at which its score was learned.
-      longest: tokens of an input.
+      form: "chat" renders prompt and response with the tokenizer's chat template, including the end
+        of the answer. "pair" encodes prompt and response as the tokenizer's pair of texts. "text"
+        encodes the response directly after the prompt; for a decoder an EOS follows, the token at
+        which its score was trained.
+      max_length: maximum number of tokens of an input.
     """
 
-    def __init__(self, tokenizer, form: str, longest: int, with_eos: bool = False):
-        """`with_eos`: whether a "text" ends with one. Raises ValueError where the tokenizer can not do this."""
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        form: str,
+        longest: int,
+        with_eos: bool = False,
+    ) -> None:
+        """Create the encoder.
+
+        Args:
+          tokenizer: the reward model's.
+          form: "chat", "pair" or "text".
+          longest: maximum number of tokens of an input.
+          with_eos: whether a "text" ends in an EOS.
+
+        Raises:
+          ValueError: the tokenizer does not support the form, or `longest` leaves no room for a
+            prompt and a response.
+        """
         if form == "chat" and not tokenizer.chat_template:
             raise ValueError("its tokenizer has no chat template")
-        self.form, self.max_length, self._tokenizer = form, longest, tokenizer
-        self._end = (
-            [tokenizer.eos_token_id] if with_eos and tokenizer.eos_token_id is not None else []
-        )
-        least = len(self._encode([""], [""])[0])
-        if least >= longest:
+        self.form = form
+        self.max_length = longest
+        self._tokenizer = tokenizer
+        self._end: list[int] = []
+        if with_eos and tokenizer.eos_token_id is not None:
+            self._end = [tokenizer.eos_token_id]
+        overhead = len(self._encode_all([""], [""])[0])
+        if overhead >= longest:
             raise ValueError(
-                f"{least} tokens stand around an empty prompt and response, and it reads {longest} at most"
+                f"{overhead} tokens surround an empty prompt and response, and it reads at most "
+                f"{longest}"
             )
 
     def encode(
         self, prompts: Sequence[Prompt], responses: Sequence[str]
     ) -> tuple[list[list[int]], int]:
-        """Token ids of each input, 1..longest of them; and how many inputs were too long.
+        """Return the token ids of each input, and the number of inputs that were truncated.
 
-        Those lose the beginning of their prompt, and once there is no prompt left, the end of their response.
+        An input that is too long loses the beginning of its prompt and then, when no prompt is
+        left, the end of its response.
+
+        Args:
+          prompts: n prompts.
+          responses: n texts.
+
+        Returns:
+          n lists of 1..max_length ids, and how many inputs were too long.
         """
-        ids, cut = self._encode(prompts, responses), 0
+        inputs = self._encode_all(prompts, responses)
+        truncated = 0
         for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-            if len(ids[row]) > self.max_length:
-                ids[row], cut = self._fitted(prompt, response), cut + 1
-            elif not ids[row]:
+            if len(inputs[row]) > self.max_length:
+                inputs[row] = self._encode_truncated(prompt, response)
+                truncated += 1
+            elif not inputs[row]:
                 raise ValueError(
                     f"the prompt {prompt!r} and the response {response!r} have no tokens"
                 )
-        return ids, cut
+        return inputs, truncated
 
-    def _encode(self, prompts, responses) -> list[list[int]]:
+    def _encode_all(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[list[int]]:
         if self.form == "pair":
-            return self._tokenizer(
-                [_text(prompt) for prompt in prompts], list(responses), verbose=False
-            )["input_ids"]
+            texts = [_join_contents(prompt) for prompt in prompts]
+            return self._tokenizer(texts, list(responses), verbose=False)["input_ids"]
         if self.form == "text":
             joined = [
-                _text(prompt) + response
+                _join_contents(prompt) + response
                 for prompt, response in zip(prompts, responses, strict=True)
             ]
             encoded = self._tokenizer(joined, verbose=False)["input_ids"]
+            # The tokenizer may have added the EOS itself.
             return [ids if ids[-1:] == self._end else ids + self._end for ids in encoded]
-        chats = [
-            [*_messages(prompt), {"role": "assistant", "content": response}]
-            for prompt, response in zip(prompts, responses, strict=True)
-        ]
-        texts = [self._tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
-        return self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        rendered = []
+        for prompt, response in zip(prompts, responses, strict=True):
+            chat = [*_to_messages(prompt), {"role": "assistant", "content": response}]
+            rendered.append(self._tokenizer.apply_chat_template(chat, tokenize=False))
+        return self._tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def _fitted(self, prompt, response):
-        def with_prompt(drop):
-            return self._encode([_without(prompt, drop)], [response])[0]
+    def _encode_truncated(self, prompt: Prompt, response: str) -> list[int]:
+        prompt_length = _count_characters(prompt)
 
-        def with_response(drop):
-            return self._encode(
-                [_without(prompt, len(_contents(prompt)))], [response[: len(response) - drop]]
-            )[0]
+        def encode_shorter_prompt(drop: int) -> list[int]:
+            return self._encode_all([_drop_characters(prompt, drop)], [response])[0]
 
-        ids = self._shortest_drop(with_prompt, len(_contents(prompt)))
-        return (
-            ids
-            if len(ids) <= self.max_length
-            else self._shortest_drop(with_response, len(response))
-        )
+        def encode_shorter_response(drop: int) -> list[int]:
+            empty_prompt = _drop_characters(prompt, prompt_length)
+            return self._encode_all([empty_prompt], [response[: len(response) - drop]])[0]
 
-    def _shortest_drop(self, encode: Callable[[int], list[int]], most: int) -> list[int]:
-        """The ids with as few characters left out as make them fit, or, where none do, with all left out."""
-        low, high, fitting = 1, most, encode(most)
+        ids = self._encode_with_shortest_drop(encode_shorter_prompt, prompt_length)
+        if len(ids) <= self.max_length:
+            return ids
+        return self._encode_with_shortest_drop(encode_shorter_response, len(response))
+
+    def _encode_with_shortest_drop(
+        self, encode: Callable[[int], list[int]], most: int
+    ) -> list[int]:
+        """Return the ids with the fewest characters dropped that fit into max_length.
+
+        If none fit, all characters are dropped.
+
+        Args:
+          encode: returns the ids with a number of characters dropped.
+          most: the number of characters that can be dropped.
+        """
+        low = 1
+        high = most
+        best = encode(most)
         while low < high:
             middle = (low + high) // 2
             ids = encode(middle)
             if len(ids) <= self.max_length:
-                high, fitting = middle, ids
+                high = middle
+                best = ids
             else:
                 low = middle + 1
-        return fitting
+        return best
 
 
-def _messages(prompt):
+def _to_messages(prompt: Prompt) -> list[dict[str, str]]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
-def _text(prompt):
-    return (
-        prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
-    )
+def _join_contents(prompt: Prompt) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(message["content"] for message in prompt)
 
 
-def _contents(prompt):
-    return prompt if isinstance(prompt, str) else "".join(message["content"] for message in prompt)
+def _count_characters(prompt: Prompt) -> int:
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(message["content"]) for message in prompt)
 
 
-def _without(prompt, drop):
-    """The prompt without the first `drop` characters of its contents. Messages stay, be they empty: templates count on them."""
+def _drop_characters(prompt: Prompt, drop: int) -> Prompt:
+    """Return the prompt without the first `drop` characters of its contents.
+
+    Messages stay even if they become empty, because chat templates rely on their number.
+    """
     if isinstance(prompt, str):
         return prompt[drop:]
-    shorter = []
+    shortened = []
     for message in prompt:
-        shorter.append({**message, "content": message["content"][drop:]})
+        shortened.append({**message, "content": message["content"][drop:]})
         drop = max(0, drop - len(message["content"]))
-    return tuple(shorter)
+    return tuple(shortened)

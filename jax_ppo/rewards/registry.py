@@ -1,7 +1,8 @@
-"""From an option to a reward function, and from a batch of responses to scores.
+"""Reward functions from options, and scores of a batch of responses.
 
-A reward function takes an Example and the text of a response and returns a RewardResult. `resolve_reward_function` gives the built-in
-one, which goes by each row's data_source, or wraps one of the user's own with verl's signature.
+A reward function takes an Example and the text of a response and returns a RewardResult.
+`resolve_reward_function` returns the built-in one, which applies a rule by each row's data_source,
+or wraps a user-defined one with verl's signature.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ import numpy as np
 from jax_ppo.config import plugins
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.rewards import rules
-from jax_ppo.rewards.custom import ARGUMENTS, parse_reward_output
+from jax_ppo.rewards.custom import REWARD_ARGUMENTS, parse_reward_output
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.types import Example
 
@@ -34,9 +35,11 @@ class ScoredBatch:
 
     Attributes:
       scores: float32 [n], finite.
-      correct: float32 [n], 1 or 0, and NaN where the rule has no notion of it or failed.
-      failures: responses whose rule raised an error or gave no finite number; they have the fallback score.
-      extra: what else the rule reported, by name: float32 [n], NaN where a response has no such number.
+      correct: float32 [n], 1 or 0, and NaN if the rule does not define correctness or failed.
+      failures: number of responses whose rule raised an error or returned a score that is not
+        finite; they have the fallback score.
+      extra: other numbers that the rule reported, by name: float32 [n], NaN if a response has no
+        such number.
       step_rewards: rewards within each response, as in RewardResult.
     """
 
@@ -48,30 +51,30 @@ class ScoredBatch:
 
 
 def resolve_reward_function(function: str = "", gsm8k_method: str = "strict") -> RewardFunction:
-    """The reward function of the options reward.function and reward.gsm8k_method.
+    """Return the reward function that the options reward.function and reward.gsm8k_method select.
 
     Args:
-      function: "" for the built-in rule of each row's data_source, or `module:function`, where the module is an
-        importable one or a path to a .py file. It is called as f(data_source=, solution_str=, ground_truth=,
-        extra_info=) and returns a number, or a dict with "score", "acc" if it has a notion of correct, and other
-        numbers to report.
+      function: "" for the built-in rule of each row's data_source, or `module:function`, where the
+        module is importable or a path to a .py file. It is called as f(data_source=, solution_str=,
+        ground_truth=, extra_info=) and returns a number, or a dict with "score", optionally "acc",
+        and other numbers to report.
       gsm8k_method: "strict" or "flexible".
 
     Raises:
-      UserError: no such module or function, or one that does not take those arguments.
+      UserError: there is no such module or function, or it does not accept those arguments.
     """
-    if gsm8k_method not in rules.METHODS:
+    if gsm8k_method not in rules.GSM8K_METHODS:
         raise UserError(
-            f"config.reward.gsm8k_method={gsm8k_method!r}: expected one of {rules.METHODS}."
-            f"{did_you_mean(gsm8k_method, rules.METHODS)}"
+            f"config.reward.gsm8k_method={gsm8k_method!r}: expected one of {rules.GSM8K_METHODS}."
+            f"{did_you_mean(gsm8k_method, rules.GSM8K_METHODS)}"
         )
     if not function:
-        return lambda example, response: _built_in(example, response, gsm8k_method)
-    call = plugins.load_plugin(function, "reward.function", ARGUMENTS, by_name=True)
+        return lambda example, response: _apply_built_in_rule(example, response, gsm8k_method)
+    user_function = plugins.load_plugin(function, "reward.function", REWARD_ARGUMENTS, by_name=True)
 
-    def reward(example: Example, response: str) -> RewardResult:
+    def call_user_function(example: Example, response: str) -> RewardResult:
         return parse_reward_output(
-            call(
+            user_function(
                 data_source=example.data_source,
                 solution_str=response,
                 ground_truth=example.ground_truth,
@@ -79,14 +82,18 @@ def resolve_reward_function(function: str = "", gsm8k_method: str = "strict") ->
             )
         )
 
-    return reward
+    return call_user_function
 
 
 def validate_data_sources(examples: Sequence[Example], function: str = "") -> None:
-    """Raises UserError for an example that the reward function of `resolve_reward_function` can not score. To be called before a run.
+    """Raise UserError for the first example that the reward function cannot score.
 
-    With a function of one's own everything passes. Otherwise each data_source must have a built-in rule, and the ground
-    truth of a numeric one must be a number.
+    Call it before a run. A user-defined function accepts everything. Otherwise each data_source
+    must have a built-in rule, and the ground truth of a numeric one must be a number.
+
+    Args:
+      examples: the rows.
+      function: config.reward.function.
     """
     if function:
         return
@@ -94,13 +101,13 @@ def validate_data_sources(examples: Sequence[Example], function: str = "") -> No
         source = example.data_source
         if source not in SOURCES:
             raise UserError(
-                f"example {row}: data_source={source!r} has no built-in rule; expected one of {SOURCES}, "
-                f"or config.reward.function=module:function.{did_you_mean(source, SOURCES)}"
+                f"example {row}: data_source={source!r} has no built-in rule; expected one of "
+                f"{SOURCES}, or config.reward.function=module:function.{did_you_mean(source, SOURCES)}"
             )
         if source in NUMERIC_SOURCES and rules.parse_number(str(example.ground_truth)) is None:
             raise UserError(
                 f"example {row}: ground_truth={example.ground_truth!r} is not a number, as "
-                f"data_source={source!r} wants; mend the data, or set "
+                f"data_source={source!r} requires; correct the data, or set "
                 "config.reward.function=module:function"
             )
 
@@ -111,29 +118,32 @@ def score_batch(
     responses_text: Sequence[str],
     fallback_score: float = 0.0,
 ) -> ScoredBatch:
-    """Scores each response for its example. A sample that can not be scored costs nobody else anything.
+    """Score each response for its example. A sample that cannot be scored affects no other.
 
     Args:
-      reward_function: of `resolve_reward_function`.
-      examples: n.
-      responses_text: n, response i for example i.
-      fallback_score: of a sample whose reward raised an error or was not finite in float32. It is counted, and the
-        first one of the batch is logged with its traceback.
+      reward_function: see `resolve_reward_function`.
+      examples: n examples.
+      responses_text: n texts; response i answers example i.
+      fallback_score: score of a sample whose reward raised an error or is not finite in float32.
+        Such samples are counted, and the first one of the batch is logged with its traceback.
 
     Raises:
-      ValueError: not as many responses as examples.
+      ValueError: the numbers of responses and examples differ.
     """
-    results, first_failure, failures = [], None, 0
+    results: list[RewardResult] = []
+    first_failure = ""
+    failures = 0
     for row, (example, response) in enumerate(zip(examples, responses_text, strict=True)):
         try:
-            results.append(_checked(reward_function(example, response), response))
+            results.append(_validate_result(reward_function(example, response), response))
         except Exception:
             failures += 1
-            results.append(RewardResult(fallback_score))
-            first_failure = first_failure or _described(row, example, response)
+            results.append(RewardResult(score=fallback_score))
+            first_failure = first_failure or _describe_failure(row, example, response)
     if failures:
         log.warning(
-            "%d of %d responses could not be scored and got config.reward.fallback_score=%g. The first was %s",
+            "%d of %d responses could not be scored and got config.reward.fallback_score=%g. "
+            "The first was %s",
             failures,
             len(results),
             fallback_score,
@@ -155,38 +165,40 @@ def score_batch(
     )
 
 
-def _built_in(example, response, gsm8k_method):
+def _apply_built_in_rule(example: Example, response: str, gsm8k_method: str) -> RewardResult:
     if example.data_source == "openai/gsm8k":
-        return rules.gsm8k(response, example.ground_truth, gsm8k_method)
+        return rules.score_gsm8k(response, example.ground_truth, gsm8k_method)
     if example.data_source == "arithmetic":
-        return rules.arithmetic(response, example.ground_truth)
+        return rules.score_arithmetic(response, example.ground_truth)
     if example.data_source == "stories":
-        return rules.stories(response)
+        return rules.score_story(response)
     raise UserError(
         f"data_source={example.data_source!r} has no built-in rule; expected one of {SOURCES}"
     )
 
 
-def _checked(result, response):
-    if not abs(result.score) <= _LARGEST:  # NaN too
+def _validate_result(result: RewardResult, response: str) -> RewardResult:
+    # Written so that NaN fails too.
+    if not abs(result.score) <= _LARGEST:
         raise UserError(f"the score is {result.score}; expected a finite float32")
     for end, reward in result.step_rewards:
         if not (0 <= end <= len(response) and abs(reward) <= _LARGEST):
             raise UserError(
-                f"the step reward {(end, reward)}: expected an end within the {len(response)} characters of the "
-                "response and a finite float32"
+                f"the step reward {(end, reward)}: expected an end within the {len(response)} "
+                "characters of the response and a finite float32"
             )
     return result
 
 
-def _described(row, example, response):
-    """To be called where an error is handled: names the sample and gives the traceback."""
+def _describe_failure(row: int, example: Example, response: str) -> str:
+    """Return the sample and the traceback of the exception that is being handled."""
     return (
-        f"row {row} of the batch, data_source={example.data_source!r}, extra_info={_short(example.extra_info)}, "
+        f"row {row} of the batch, data_source={example.data_source!r}, "
+        f"extra_info={_shorten_repr(example.extra_info)}, "
         f"response ending in {response[-200:]!r}:\n{traceback.format_exc()}"
     )
 
 
-def _short(value, width=200):
+def _shorten_repr(value: object, width: int = 200) -> str:
     text = repr(value)
     return text if len(text) <= width else text[:width] + "..."

@@ -1,15 +1,15 @@
-"""The built-in rules: what a response is worth, from its text alone.
+"""Built-in rules: the score of a response from its text alone.
 
-Nothing that a model wrote is evaluated: answers are found by pattern in the last CLIP characters, in linear time, and
-compared as decimal numbers.
+Model output is never evaluated: answers are extracted by a pattern from the last CLIP characters,
+in linear time, and compared as decimal numbers.
 """
 
 import dataclasses
 import decimal
 import re
 
-METHODS = ("strict", "flexible")
-CLIP = 300  # characters at the end of a response in which an answer is looked for, as in verl
+GSM8K_METHODS = ("strict", "flexible")
+CLIP = 300  # characters at the end of a response that are searched for an answer, as in verl
 
 JOYFUL_WORDS = frozenset(
     (
@@ -51,13 +51,14 @@ _WORD = re.compile(r"[a-z]+")
 
 @dataclasses.dataclass(frozen=True)
 class RewardResult:
-    """What one response earned.
+    """The reward of one response.
 
     Attributes:
       score: the reward, finite.
-      correct: whether the answer is right; None where the rule has no notion of it.
+      correct: whether the answer is right; None if the rule does not define correctness.
       extra: other numbers to report, by name.
-      step_rewards: rewards within the response: (characters of its text up to a step's end, the step's reward).
+      step_rewards: rewards within the response: (characters of its text up to the end of a step,
+        reward of the step).
     """
 
     score: float
@@ -67,29 +68,34 @@ class RewardResult:
 
 
 def extract_gsm8k(text: str, method: str) -> str | None:
-    """The answer that a response gives, without commas and dollar signs, or None. Looks at the last CLIP characters.
+    """Return the answer in a response, without commas and dollar signs, or None.
+
+    Only the last CLIP characters are searched.
 
     Args:
       text: the response.
-      method: "strict" takes the last `#### N`, as verl does, so that the form is learnt too. "flexible" takes the last
-        number, however it is written: `####42`, `#### $1,234`, `#### **42**`, `-3`, `42.00`, `42.`; a minus right after
-        a word, a number or a bracket counts as a sign of subtraction.
+      method: "strict" takes the last `#### N`, as verl does, so that the format is learned too.
+        "flexible" takes the last number in any notation: `####42`, `#### $1,234`, `#### **42**`,
+        `-3`, `42.00`, `42.`. A minus directly after a word, a number or a bracket is read as a
+        subtraction sign.
 
     Raises:
-      ValueError: another method.
+      ValueError: unknown method.
     """
     tail = text[-CLIP:]
     if method == "strict":
-        found = _STRICT.findall(tail)
-        return found[-1].replace(",", "") or None if found else None
+        answers = _STRICT.findall(tail)
+        return answers[-1].replace(",", "") or None if answers else None
     if method == "flexible":
-        found = _NUMBER.findall(tail)
-        return found[-1][0] + found[-1][1].replace(",", "") if found else None
-    raise ValueError(f"config.reward.gsm8k_method={method!r}: expected one of {METHODS}")
+        numbers = _NUMBER.findall(tail)
+        if not numbers:
+            return None
+        return numbers[-1][0] + numbers[-1][1].replace(",", "")
+    raise ValueError(f"config.reward.gsm8k_method={method!r}: expected one of {GSM8K_METHODS}")
 
 
 def parse_number(text: str) -> decimal.Decimal | None:
-    """The finite number that a text is, commas left out, or None. `42`, `42.` and `42.00` are equal."""
+    """Return a text as a finite number, ignoring commas, or None. `42` and `42.00` are equal."""
     try:
         number = decimal.Decimal(text.replace(",", "").strip())
     except decimal.InvalidOperation:
@@ -97,24 +103,33 @@ def parse_number(text: str) -> decimal.Decimal | None:
     return number if number.is_finite() else None
 
 
-def gsm8k(solution: str, ground_truth: str, method: str = "strict") -> RewardResult:
-    """1 if the response's answer equals the ground truth as a number, otherwise 0. extra: answered (0 or 1)."""
+def score_gsm8k(solution: str, ground_truth: str, method: str = "strict") -> RewardResult:
+    """Return 1 if the response's answer equals the ground truth as a number, otherwise 0.
+
+    `extra` holds `answered`, 1 if there is an answer and 0 otherwise.
+    """
     answer = extract_gsm8k(solution, method)
     number = None if answer is None else parse_number(answer)
     correct = number is not None and number == parse_number(ground_truth)
-    return RewardResult(float(correct), correct, {"answered": float(answer is not None)})
+    return RewardResult(
+        score=float(correct), correct=correct, extra={"answered": float(answer is not None)}
+    )
 
 
-def arithmetic(solution: str, ground_truth: str) -> RewardResult:
-    """gsm8k, strict, with nothing behind the number: the response must end as the worked examples do."""
-    ended = re.search(r"#### -?\d+\s*\Z", solution) is not None
-    return gsm8k(solution if ended else "", ground_truth, "strict")
+def score_arithmetic(solution: str, ground_truth: str) -> RewardResult:
+    """Score as `score_gsm8k`, strict, and require that nothing follows the answer.
+
+    A response must end as the worked solutions do.
+    """
+    ends_in_answer = re.search(r"#### -?\d+\s*\Z", solution) is not None
+    return score_gsm8k(solution if ends_in_answer else "", ground_truth, "strict")
 
 
-def stories(solution: str) -> RewardResult:
-    """The number of different words of JOYFUL_WORDS in the response, over 5, at most 1.
+def score_story(solution: str) -> RewardResult:
+    """Return the number of distinct JOYFUL_WORDS in the response, over JOYFUL_ENOUGH, at most 1.
 
-    Different words, so that saying one of them again earns nothing. extra: joyful_words, that number.
+    Only distinct words count, so that repetition earns nothing. `extra` holds `joyful_words`, their
+    number.
     """
     words = len(JOYFUL_WORDS.intersection(_WORD.findall(solution.lower())))
-    return RewardResult(min(1.0, words / JOYFUL_ENOUGH), None, {"joyful_words": float(words)})
+    return RewardResult(score=min(1.0, words / JOYFUL_ENOUGH), extra={"joyful_words": float(words)})

@@ -1,9 +1,11 @@
-"""Rewards of steps within a response: from places in its text to its tokens."""
+"""Rewards of steps within a response: mapping from positions in its text to its tokens."""
 
 import bisect
 from collections.abc import Callable, Sequence
 
 import numpy as np
+
+_INCOMPLETE_CHARACTER = "\ufffd"
 
 
 def assign_step_rewards(
@@ -12,28 +14,29 @@ def assign_step_rewards(
     decode: Callable[[Sequence[int]], str],
     longest: int,
 ) -> np.ndarray:
-    """Each step's reward at the token with which the step's text is complete.
+    """Return a reward per token: each step's reward at the token that completes the step's text.
 
     Args:
-      steps: (end, reward) of each step: characters of the response's text up to the step's end, 0..len(text).
-      tokens: the response, at least one.
-      decode: the text of the first so many tokens; it must not get shorter with more of them, but for a last character of which
-        a part is missing yet (U+FFFD).
-      longest: T.
+      steps: (end, reward) per step; `end` counts the characters of the response's text up to the
+        end of the step, 0..len(text).
+      tokens: the response, at least one token.
+      decode: returns the text of a prefix of the tokens. The text of a longer prefix must not be
+        shorter, except for an incomplete last character (U+FFFD).
+      longest: T, the length of the result.
 
     Returns:
-      float32 [T]; rewards of steps that the same token ends add up.
+      float32 [T]. Rewards of steps that end in the same token are summed.
     """
     rewards = np.zeros(longest, np.float32)
+    token_counts = range(1, len(tokens))
     for end, reward in steps:
-        rewards[
-            bisect.bisect_left(
-                range(1, len(tokens)), end, key=lambda count: _whole(decode(tokens[:count]))
-            )
-        ] += reward
+        last_token = bisect.bisect_left(
+            token_counts, end, key=lambda count: _count_characters(decode(tokens[:count]))
+        )
+        rewards[last_token] += reward
     return rewards
 
 
-def _whole(text):
-    """Characters that are all there."""
-    return len(text.rstrip("\ufffd"))
+def _count_characters(text: str) -> int:
+    """Return the number of characters that are complete."""
+    return len(text.rstrip(_INCOMPLETE_CHARACTER))

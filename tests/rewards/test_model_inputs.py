@@ -89,7 +89,7 @@ def test_what_can_not_be_read_is_refused(encoder):
     with pytest.raises(ValueError, match="its tokenizer has no chat template"):
         RewardInputEncoder(encoder, "chat", 64)
     with pytest.raises(
-        ValueError, match="tokens stand around an empty prompt and response, and it reads 3 at most"
+        ValueError, match="tokens surround an empty prompt and response, and it reads at most 3"
     ):
         RewardInputEncoder(encoder, "pair", 3)
 

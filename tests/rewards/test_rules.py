@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jax_ppo.rewards import rules
-from jax_ppo.rewards.rules import extract_gsm8k, gsm8k
+from jax_ppo.rewards.rules import extract_gsm8k, score_gsm8k
 
 DATA = Path(os.environ.get("JAX_PPO_DATA", Path(__file__).parents[3] / "shared" / "data")) / "gsm8k"
 
@@ -44,15 +44,15 @@ def test_what_is_extracted(text, strict, flexible):
 )
 def test_flexible_takes_answers_however_they_are_written(text):
     """Regression: verl's pattern matches none of these, and its flexible method could not be reached (verl#7789)."""
-    assert gsm8k(text, "42", "flexible") == rules.RewardResult(1.0, True, {"answered": 1.0})
+    assert score_gsm8k(text, "42", "flexible") == rules.RewardResult(1.0, True, {"answered": 1.0})
 
 
 @pytest.mark.parametrize("text", ["#### $42", "####42", "#### **42**", "the answer is 42"])
 def test_strict_wants_the_form(text):
-    assert gsm8k(text, "42", "strict") == rules.RewardResult(0.0, False, {"answered": 0.0})
+    assert score_gsm8k(text, "42", "strict") == rules.RewardResult(0.0, False, {"answered": 0.0})
 
 
-@pytest.mark.parametrize("method", rules.METHODS)
+@pytest.mark.parametrize("method", rules.GSM8K_METHODS)
 @pytest.mark.parametrize(
     ("answer", "truth", "correct"),
     [
@@ -69,14 +69,14 @@ def test_strict_wants_the_form(text):
     ],
 )
 def test_numbers_are_compared_as_numbers(method, answer, truth, correct):
-    result = gsm8k(f"so\n#### {answer}", truth, method)
+    result = score_gsm8k(f"so\n#### {answer}", truth, method)
     assert (result.score, result.correct) == (float(correct), correct)
 
 
 def test_what_looks_like_a_number_and_is_none():
-    assert gsm8k("#### 1.2.3", "1.23").correct is False
-    assert gsm8k("#### ...", "0").correct is False
-    assert gsm8k("#### 5", "").correct is False, "nothing to compare with is not right"
+    assert score_gsm8k("#### 1.2.3", "1.23").correct is False
+    assert score_gsm8k("#### ...", "0").correct is False
+    assert score_gsm8k("#### 5", "").correct is False, "nothing to compare with is not right"
     assert rules.parse_number("NaN") is rules.parse_number("inf") is rules.parse_number("x") is None
     assert rules.parse_number("1,234.50") == Decimal("1234.5")
 
@@ -87,17 +87,17 @@ def test_an_unknown_method_is_named():
 
 
 def test_only_the_end_of_a_response_is_looked_at():
-    assert gsm8k("#### 42" + " " * 294, "42").correct is False
-    assert gsm8k("#### 42" + " " * 293, "42").correct is True
+    assert score_gsm8k("#### 42" + " " * 294, "42").correct is False
+    assert score_gsm8k("#### 42" + " " * 293, "42").correct is True
 
 
-@pytest.mark.parametrize("method", rules.METHODS)
+@pytest.mark.parametrize("method", rules.GSM8K_METHODS)
 @pytest.mark.parametrize(
     "text", ["1," * 200_000, "#" * 99_999, "1" * 99_999, "#### " + "1,111" * 100_000, "$-" * 9999]
 )
 def test_long_junk_takes_no_time(method, text):
     start = time.perf_counter()
-    gsm8k(text, "1", method)
+    score_gsm8k(text, "1", method)
     assert time.perf_counter() - start < 0.5
 
 
@@ -106,10 +106,10 @@ def test_long_junk_takes_no_time(method, text):
 )
 def test_nothing_that_a_model_wrote_is_evaluated(text):
     """Regression: CVE-2026-6878, eval of the model's output in a grader."""
-    assert gsm8k(text, "42").correct is False
+    assert score_gsm8k(text, "42").correct is False
 
 
-@pytest.mark.parametrize("method", rules.METHODS)
+@pytest.mark.parametrize("method", rules.GSM8K_METHODS)
 @pytest.mark.parametrize(("name", "count"), [("train", 7473), ("test", 1319)])
 def test_every_gold_answer_of_gsm8k_scores_one(method, name, count):
     if not DATA.is_dir():
@@ -118,20 +118,21 @@ def test_every_gold_answer_of_gsm8k_scores_one(method, name, count):
     answers = [json.loads(line)["answer"] for line in lines]
     truths = [answer.rpartition("#### ")[2] for answer in answers]
     scores = [
-        gsm8k(answer, truth, method).score for answer, truth in zip(answers, truths, strict=True)
+        score_gsm8k(answer, truth, method).score
+        for answer, truth in zip(answers, truths, strict=True)
     ]
     assert len(scores) == sum(scores) == count
     shifted = [
-        gsm8k(answer, str(int(truth.replace(",", "")) + 1), method).score
+        score_gsm8k(answer, str(int(truth.replace(",", "")) + 1), method).score
         for answer, truth in zip(answers, truths, strict=True)
     ]
     assert sum(shifted) == 0
 
 
 def test_arithmetic_is_strict():
-    assert rules.arithmetic("3 + 4 = 7\n7 - 2 = 5\n#### 5", "5").score == 1
-    assert rules.arithmetic("5", "5").score == 0
-    assert rules.arithmetic("#### 5+5", "5").score == 0
+    assert rules.score_arithmetic("3 + 4 = 7\n7 - 2 = 5\n#### 5", "5").score == 1
+    assert rules.score_arithmetic("5", "5").score == 0
+    assert rules.score_arithmetic("#### 5+5", "5").score == 0
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ def test_arithmetic_is_strict():
     ],
 )
 def test_stories_by_hand(text, score):
-    result = rules.stories(text)
+    result = rules.score_story(text)
     assert result.score == pytest.approx(score)
     assert result.correct is None
     assert result.extra["joyful_words"] >= round(score * 5)
