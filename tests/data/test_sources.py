@@ -258,7 +258,7 @@ def test_tfds_is_read_without_tensorflow(tfds_folder, monkeypatch):
 
 def test_tfds_rows_that_got_lost_are_noticed(tfds_folder, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", tfds_folder)
-    whole = sources._tfds_source("room_test_sums", "train", "option")
+    whole = sources._open_tfds_source("room_test_sums", "train", "option")
 
     class Short:
         dataset_info = whole.dataset_info
@@ -266,7 +266,7 @@ def test_tfds_rows_that_got_lost_are_noticed(tfds_folder, monkeypatch):
         def __len__(self):
             return 2
 
-    monkeypatch.setattr(sources, "_tfds_source", lambda *_: Short())
+    monkeypatch.setattr(sources, "_open_tfds_source", lambda *_: Short())
     with pytest.raises(UserError, match="2 rows can be read, but the data set's own record says 3"):
         load_examples("tfds:room_test_sums/train")
 

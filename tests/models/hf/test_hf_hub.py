@@ -77,7 +77,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 @pytest.fixture(autouse=True)
 def empty_cache(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(hub, "TIMEOUT", 0.3)
+    monkeypatch.setattr(hub, "TIMEOUT_SECONDS", 0.3)
     monkeypatch.chdir(tmp_path)
 
 
