@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def exact_matmuls():
-    """Accelerators round float32 factors; comparisons with transformers on the CPU need them whole."""
+    """Compute float32 products exactly; accelerators would round the factors."""
     with jax.default_matmul_precision("highest"):
         yield
 

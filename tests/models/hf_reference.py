@@ -39,7 +39,7 @@ MODELS = {
 
 
 def make(family="llama", task="CausalLM", **changes):
-    """A transformers model in float32 whose every parameter, norms and biases too, is far from its initial value."""
+    """Return a float32 model of transformers with all parameters far from their initial values."""
     config_class, model_class = MODELS[family]
     # Not "sdpa", which lets soft caps fall under the table.
     config = getattr(transformers, config_class)(attn_implementation="eager", **(SIZES | changes))

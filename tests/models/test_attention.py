@@ -1,4 +1,4 @@
-"""Every program computes the same attention; those of other platforms are run by interpretation or lowered."""
+"""Every program computes the same attention; those of other platforms are interpreted or lowered."""
 
 import functools
 
@@ -84,7 +84,10 @@ def test_xla_with_windows_caps_and_scales_is_the_definition(length, options):
 
 
 def test_xla_spares_the_keys_before_a_window():
-    """Four blocks of 256 queries: 256 + 3 (256 + 63) = 1,213 keys with a window of 64, 256 (1 + 2 + 3 + 4) = 2,560 without."""
+    """Keys that four blocks of 256 queries read, with a window of 64 and without.
+
+    256 + 3 (256 + 63) = 1,213 and 256 (1 + 2 + 3 + 4) = 2,560.
+    """
 
     def flops(window):
         run = lambda *x: attention.xla_attention(*x, sliding_window=window)  # noqa: E731

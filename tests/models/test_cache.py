@@ -1,4 +1,4 @@
-"""Whatever form a cache has, the attention of one token to it is that of the last token of a whole sequence."""
+"""In every layout of the cache, a new token's attention is that of a whole sequence's last token."""
 
 import dataclasses
 import functools
@@ -52,9 +52,9 @@ def draw(rng, *shape):
 )
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_it_is_that_of_the_last_token(rng, cudnn_anywhere, program, options, behind):
-    """What lies behind the columns, before a sliding window and in the rows behind is there to be wrongly counted."""
+    """Entries that must not be read are random: later columns, those before a window, idle rows."""
     if program == "cudnn" and ("softcap" in options or options.get("sliding_window", S) < S):
-        pytest.skip("attention.choose or cache.choose refuses it")
+        pytest.skip("cuDNN has neither soft caps nor windows for the cache")
     q, k, v = (
         draw(rng, B, S, 2 * K, D),
         draw(rng, B + behind, S, K, D),

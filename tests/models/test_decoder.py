@@ -1,4 +1,4 @@
-"""What must hold of the decoder whatever its weights: causality, segments, and one result in each of its forms."""
+"""Properties of the decoder for any weights: causality, segments, and equality of its forms."""
 
 import dataclasses
 import functools
@@ -196,7 +196,7 @@ def test_heads(params, ids):
 
 
 class RoutedMLP(transformer.MLP):
-    """An MLP of two experts, whose parameters have an axis of experts, and the loss of its router."""
+    """An MLP of two experts, whose parameters have an axis of experts, with a router's loss."""
 
     @nn.compact
     def __call__(self, x):

@@ -1,6 +1,8 @@
-"""Every family gives transformers' numbers: logits, log-probs, gradients, token by token from a cache, and exported.
+"""Every family computes the numbers of transformers.
 
-Sequences are longer than the sliding windows, soft caps bend what they cap, and the scale of queries is not head_dim's.
+Compared are logits, log-probs and gradients, decoding with a cache, and exports. Sequences are
+longer than the sliding windows, soft caps bend what they cap, and the scale of queries is not
+that of head_dim.
 """
 
 import functools
@@ -104,6 +106,8 @@ VARIANTS = {
 
 
 SLOW = (
+    "gemma3, last logits capped",
+    "mistral, no window",
     "gemma3, in a loop",
     "mistral, in a loop",
     "qwen3, local layers",
@@ -388,7 +392,7 @@ def test_the_samplers_logprobs_are_those_of_transformers(tmp_path):
     ],
 )
 def test_split_over_eight_devices_it_is_the_same_model(name, tmp_path):
-    """Each device reads its own part of a tensor that holds several, and local layers stay local."""
+    """Each device reads its part of a fused tensor, and local layers stay local."""
     family, changes = VARIANTS[name]
     reference.save(tmp_path, family, **changes, vocab_size=96)
     architecture, params = reference.load(tmp_path)

@@ -1,4 +1,4 @@
-"""Adapters: they change nothing at first, learn what the chain rule says, and go out merged or in PEFT's format."""
+"""Adapters change nothing at first, learn by the chain rule, and are exported in both formats."""
 
 import functools
 import json
@@ -50,14 +50,20 @@ def logits(architecture, params, ids, shape=None, dtype=jnp.float32, **options):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """(model of transformers, folder, architecture, parameters) of a Qwen2: biases, and an output embedding of its own."""
+    """Return a Qwen2 of transformers, its folder, architecture and parameters.
+
+    It has biases and an output embedding of its own.
+    """
     folder = tmp_path_factory.mktemp("base")
     model = reference.save(folder, "qwen2")
     return model, folder, *reference.load(folder)
 
 
 def test_a_projection_worked_by_hand():
-    """x = (1, 2), W = ((1, 0), (0, 1)), A = (1, 1)', B = (3, 4), alpha / r = 1/2: x W + 1/2 (x A) B = (1, 2) + 3/2 (3, 4)."""
+    """x W + alpha / r (x A) B = (1, 2) + 3/2 (3, 4).
+
+    x = (1, 2), W = ((1, 0), (0, 1)), A = (1, 1)', B = (3, 4), alpha / r = 1/2.
+    """
     params = {"kernel": jnp.eye(2), "lora_a": jnp.ones((2, 1)), "lora_b": jnp.array([[3.0, 4.0]])}
     out = Dense(2, False, jnp.float32, 0.5).apply({"params": params}, jnp.array([[[1.0, 2.0]]]))
     np.testing.assert_array_equal(out, [[[5.5, 8.0]]])
@@ -141,7 +147,10 @@ def test_the_gradient_is_that_of_the_merged_kernels(checkpoint):
 
 @pytest.mark.parametrize("shape", [ALL, TWO])
 def test_merged_and_in_pefts_format_it_is_the_same_model(checkpoint, shape, tmp_path):
-    """The merged folder in transformers, and W + alpha / r B A of PEFT's tensors there, have the unmerged logits."""
+    """Three ways to compute the same logits.
+
+    Adapters apart, the merged export in transformers, and W + alpha / r B A of PEFT's tensors.
+    """
     _, folder, architecture, params = checkpoint
     adapters, ids = adapters_of(architecture, shape), reference.tokens()
     ours = logits(architecture, join_adapters(params, adapters), ids, shape)
@@ -183,7 +192,7 @@ def places(tree, mesh=None):
 
 @pytest.mark.parametrize("head", ["lm", "scalar"])
 def test_there_and_back(head, tmp_path):
-    """Split over eight devices too; a head comes along, or is left at zero where it is not wanted."""
+    """Also split over eight devices; a head is loaded, or zero where it is not wanted."""
     shape, architecture = Lora(2, 3.0, ("v_proj", "down_proj")), tiny.ARCHITECTURE
     adapters, mesh = (
         adapters_of(architecture, shape, head),

@@ -1,4 +1,4 @@
-"""Every kind of rotary position embedding has transformers' frequencies, and gives transformers' logits."""
+"""Every kind of rotary position embedding has the frequencies and logits of transformers."""
 
 import hf_reference as reference
 import numpy as np
@@ -121,7 +121,7 @@ def test_transformers_4_spellings():
 
 
 def test_a_pair_is_turned_by_its_angle():
-    """By hand: at position 2 the first pair of a head turns by 2, the second by 2 / 10 (base 100, two pairs)."""
+    """At position 2 the first pair of a head turns by 2, the second by 2 / 10 (base 100)."""
     architecture = from_hf_config(
         reference.SIZES | {"model_type": "llama", "head_dim": 4, "rope_theta": 100.0}
     )

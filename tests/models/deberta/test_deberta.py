@@ -1,4 +1,4 @@
-"""DeBERTa gives the scores that transformers gives, from the same checkpoint; and says what it does not support."""
+"""DeBERTa computes the scores of transformers and refuses what it does not support."""
 
 import functools
 import json
@@ -58,7 +58,7 @@ VARIANTS = {
 
 
 def make(folder, **changes):
-    """A transformers model in float32 whose every parameter is far from its initial value, written to `folder`."""
+    """Write a float32 model of transformers with all parameters far from their initial values."""
     model = transformers.DebertaV2ForSequenceClassification(
         transformers.DebertaV2Config(**(V3 | changes))
     ).eval()

@@ -1,4 +1,4 @@
-"""A checkpoint that is not what it should be is refused before it is read; the message names what and where."""
+"""Checkpoints that do not fit are refused before they are read; the message names the problem."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Finding a checkpoint: local folders, a hub of our own on this machine, and every way in which there is none."""
+"""Location of checkpoints: local folders, a local hub server, and every way to find none."""
 
 import hashlib
 import http.server

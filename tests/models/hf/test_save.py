@@ -1,4 +1,4 @@
-"""What is exported, transformers loads as the same model; what is loaded again is bit for bit what was exported."""
+"""transformers loads exports as the same model; loading them again is exact to the bit."""
 
 import json
 
