@@ -77,6 +77,22 @@ def anchors(path: pathlib.Path) -> set[str]:
     return made
 
 
+def edits(path: pathlib.Path) -> list[tuple[str, str, str]]:
+    """Return (file, old text, new text) of each hunk in a page's diffs."""
+    found = []
+    for block in blocks(path, "diff"):
+        for line in block.text.splitlines():
+            if line.startswith("+++ b/"):
+                file = line.removeprefix("+++ b/")
+            elif line == "@@":
+                found.append((file, [], []))
+            elif not line.startswith("---"):
+                for side, sign in ((found[-1][1], "+"), (found[-1][2], "-")):
+                    if not line.startswith(sign):
+                        side.append(line[1:])
+    return [(file, "\n".join(old), "\n".join(new)) for file, old, new in found]
+
+
 def commands(path: pathlib.Path) -> list[tuple[str, str]]:
     """Return (place, command) of each line of a page's shell blocks."""
     return [

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -42,10 +43,10 @@ def save_files(page, folder) -> None:
             (folder / block.file_name).write_text(block.text)
 
 
-def run(arguments, folder) -> None:
-    """Run Python in a folder, with the repository's package and the folder's modules."""
+def run(arguments, folder, package=doc_pages.ROOT) -> None:
+    """Run Python in a folder, with its modules and the package that lies in another."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    environment["PYTHONPATH"] = f"{doc_pages.ROOT}{os.pathsep}{folder}"
+    environment["PYTHONPATH"] = f"{package}{os.pathsep}{folder}"
     finished = subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True
     )
@@ -66,6 +67,34 @@ def test_the_python_of_a_recipe_runs(page, tmp_path):
     run(["program.py"], tmp_path)
 
 
+def edited_package(page, folder):
+    """Copy the package, make the page's edits, and add its kernel; return where the copy lies."""
+    copy = folder / "copy"
+    for name in ("jax_ppo", "configs"):
+        shutil.copytree(doc_pages.ROOT / name, copy / name)
+    for name, old, new in doc_pages.edits(page):
+        text = (copy / name).read_text()
+        assert text.count(old) == 1, f"{name} has not exactly once:\n{old}"
+        (copy / name).write_text(text.replace(old, new))
+    kernels = copy / "jax_ppo" / "kernels" / "advantages.py"
+    kernels.write_text(f"{kernels.read_text()}\n\n{(folder / 'my_advantages.py').read_text()}")
+    return copy
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in doc_pages.RECIPES if doc_pages.edits(page)],
+    ids=lambda page: page.stem,
+)
+def test_the_edits_of_a_recipe_make_its_commands_valid(page, tmp_path):
+    save_files(page, tmp_path)
+    package = edited_package(page, tmp_path)
+    for words in training_commands(page):
+        program = "import sys\nfrom jax_ppo.config.command_line import read_command_line\n"
+        program += "read_command_line(sys.argv)"
+        run(["-c", program, *words[2:]], tmp_path, package)
+
+
 def training_commands(page) -> list[list[str]]:
     """Return the words behind `python` of each training command of a page."""
     split = [shlex.split(command) for _, command in doc_pages.commands(page)]
@@ -78,10 +107,10 @@ def training_commands(page) -> list[list[str]]:
 )
 def test_the_commands_of_a_recipe_run(page, tmp_path):
     save_files(page, tmp_path)
-    (tmp_path / "configs").symlink_to(doc_pages.ROOT / "configs")
+    package = edited_package(page, tmp_path) if doc_pages.edits(page) else doc_pages.ROOT
     for number, words in enumerate(training_commands(page)):
         workdir = tmp_path / str(number)
         changes = [f"--config.{change}" for change in TINY]
-        run([*words, *changes, f"--workdir={workdir}"], tmp_path)
+        run([*words, *changes, f"--workdir={workdir}"], tmp_path, package)
         assert (workdir / "summary.json").is_file()
         assert (workdir / "actor" / "model.safetensors").is_file()
