@@ -127,6 +127,7 @@ def test_commands_are_understood(place, command, monkeypatch):
                 "mkdocs",
                 "sbatch",
                 "jax-ppo",
+                "pre-commit",
             )
 
 
