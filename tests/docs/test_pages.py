@@ -21,6 +21,7 @@ FOREIGN = (
     "| `PPOConfig` |",
     "| `train_ppo_ray` |",
 )  # tables whose first column is theirs
+MADE_BY_THE_BUILD = {"jax_ppo/configs/"}  # in the wheel
 RUNNABLE = ("train", "sft", "reward_model")
 
 
@@ -47,7 +48,7 @@ def test_files_of_the_repository_that_are_named_exist(page):
         r"`((?:jax_ppo|tests|benchmarks|configs|launch|docs|examples)/[\w./-]*)(?:::\w+)?`",
         doc_pages.without_blocks(page),
     )
-    for name in named:
+    for name in set(named) - MADE_BY_THE_BUILD:
         assert (doc_pages.ROOT / name).exists(), f"{doc_pages.page_id(page)}: {name}"
 
 
