@@ -141,7 +141,7 @@ def run_attention(
         "cudnn": cudnn_attention,
         "splash": splash_attention,
     }
-    run = functools.partial(programs[program], **options)
+    run: Callable[..., jax.Array] = functools.partial(programs[program], **options)
     if program != "xla":
         run = split_heads(run)
     return run(q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT)

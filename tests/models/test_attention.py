@@ -1,4 +1,4 @@
-"""Every program computes the same attention; those of other platforms are interpreted or lowered."""
+"""Every program computes the same attention; other platforms' are interpreted or lowered."""
 
 import functools
 

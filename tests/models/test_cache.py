@@ -1,4 +1,4 @@
-"""In every layout of the cache, a new token's attention is that of a whole sequence's last token."""
+"""In every layout of the cache, a new token attends like the last token of a whole sequence."""
 
 import dataclasses
 import functools

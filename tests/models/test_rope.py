@@ -10,8 +10,8 @@ from jax_ppo.models.hf.config import from_hf_config, to_hf_config
 
 rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
 
-# Chosen so that every branch is taken: the four frequencies of a head (8 wide) have waves of 6, 63, 628 and 6,283
-# tokens, and the original length of 64 lies among them.
+# Chosen so that every branch is taken: the four frequencies of a head (8 wide) have waves of 6, 63,
+# 628 and 6,283 tokens, and the original length is 64.
 SHORT, LONG = [1.0, 1.1, 1.3, 1.7], [1.0, 2.0, 3.0, 4.0]
 ORIGINAL = {"original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0} | ORIGINAL

@@ -211,7 +211,8 @@ def change(folder, add=(), remove=()):
         (
             {},
             ["deberta.encoder.layer.1.attention.self.key_proj.bias"],
-            "tensor deberta.encoder.layer.1.attention.self.key_proj.bias is missing; the nearest there is",
+            "tensor deberta.encoder.layer.1.attention.self.key_proj.bias is missing; "
+            "the nearest there is",
         ),
         (
             {"deberta.encoder.conv.conv.bias": np.zeros(32, np.float32)},

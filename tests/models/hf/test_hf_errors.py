@@ -160,7 +160,8 @@ def test_files_that_are_cut_short_or_missing(tmp_path):
     [
         (
             {"model_type": "lama"},
-            f"model_type 'lama' is not supported, only {', '.join(FAMILIES)} are; the nearest is llama",
+            f"model_type 'lama' is not supported, only {', '.join(FAMILIES)} are; "
+            "the nearest is llama",
         ),
         ({"model_type": "gpt_neox"}, "model_type 'gpt_neox' is not supported"),
         ({"hidden_size": None}, "hidden_size must be a whole number, it is None"),

@@ -25,8 +25,11 @@ FILES = {
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the hub's interface as a download needs. One repository: ada/tiny; ada/locked is gated. Of ada/shut
-    only the files are, as the real hub has it: it answers what there is to anyone."""
+    """The part of the hub's interface that a download needs.
+
+    ada/tiny is public and ada/locked is gated. Only the files of ada/shut are gated, as on the real
+    hub, which lists them for anyone.
+    """
 
     def log_message(self, *arguments):
         pass
@@ -189,7 +192,8 @@ def test_wrong_paths_name_the_nearest_folder(tmp_path, offline):
     (tmp_path / "models/qwen-0.5b").mkdir(parents=True)
     models = f"{tmp_path}/models"
     assert refusal(f"{models}/qwen-05b") == (
-        f"config.model.path='{models}/qwen-05b': there is no such folder (and it is no hub name, OWNER/NAME); "
+        f"config.model.path='{models}/qwen-05b': there is no such folder "
+        "(and it is no hub name, OWNER/NAME); "
         "set config.model.path to a folder with config.json and model.safetensors "
         f"(the nearest one here is {models}/qwen-0.5b)"
     )

@@ -54,10 +54,10 @@ def test_bfloat16(tmp_path):
         reference.their_logits(reference.reload(tmp_path, dtype), ids)
         for dtype in ("bfloat16", "float32")
     )
-    # The weights are bfloat16 numbers: in float32 they are the same numbers, so the logits agree as ever.
+    # In float32 the bfloat16 weights are the same numbers, so the logits agree.
     np.testing.assert_allclose(reference.our_logits(architecture, params, ids), exact, atol=1e-4)
-    # Computed in bfloat16 (8 bits: each operation is off by up to 1 in 256) both are wrong, each in its own way. The
-    # measure is transformers' own error: ours must be about as small in the mean, and nowhere far beyond its worst.
+    # In bfloat16 (8 bits: each operation is off by up to 1 in 256) both have errors. Our mean error
+    # must be about as small as that of transformers, and no error far beyond its worst.
     ours = reference.our_logits(architecture, params, ids, jnp.bfloat16)
     our_error, their_error = np.abs(ours - exact), np.abs(low - exact)
     assert 0 < our_error.mean() < 1.25 * their_error.mean()
@@ -65,7 +65,7 @@ def test_bfloat16(tmp_path):
 
 
 def test_the_norm_rounds_where_transformers_does():
-    """To bfloat16 before the scale is applied: rounding after it gives another number in one place of four."""
+    """Rounding to bfloat16 after the scale instead of before it changes a quarter of the numbers."""
     rng = np.random.default_rng(5)
     x, scale = (
         jnp.asarray(rng.normal(size=(64, 96)), jnp.bfloat16),

@@ -1,4 +1,4 @@
-"""Loading onto several devices and processes: each reads its own blocks alone, and together they hold the one model.
+"""Loading onto several devices and processes: each reads only its own blocks of the model.
 
 The export is written from the sharded arrays, so that equal files mean equal parameters.
 """
@@ -32,13 +32,15 @@ from jax_ppo.models.hf.names import tensor_table
 from jax_ppo.models.hf.save import export_checkpoint
 
 devices = len(jax.devices())
-mesh = jax.make_mesh((devices // 4, 2, 2), ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3)
+axes = ("data", "fsdp", "model")
+mesh = jax.make_mesh((devices // 4, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
 
 def spec(path):
     if path[0] in ("embed", "lm_head"):
         return P("model", "fsdp")
     if path[-1] == "kernel":
-        return P(None, "model", "fsdp") if path[-2] in ("o_proj", "down_proj") else P(None, "fsdp", "model")
+        is_output = path[-2] in ("o_proj", "down_proj")
+        return P(None, "model", "fsdp") if is_output else P(None, "fsdp", "model")
     return P(None, "model") if path[-1] == "bias" else P("data") if "input_norm" in path else P()
 
 read, blocks = SafetensorsCheckpoint.read, collections.defaultdict(list)
@@ -104,7 +106,7 @@ def same_files(one, other):
 def test_eight_devices(source, tmp_path):
     [blocks] = finish([start([0, 1, "", source, tmp_path / "eight"], devices=8)])
     same_files(tmp_path / "one", tmp_path / "eight")
-    # Four different blocks a matrix (two devices hold each: it is read once), halves of [out, in] both ways.
+    # Four blocks per matrix, halves of [out, in] along both axes; two devices share each read.
     assert blocks["model.layers.1.self_attn.q_proj.weight"] == [[16, 16]] * 4
     assert blocks["model.layers.0.mlp.down_proj.weight"] == [[16, 24]] * 4
     assert blocks["model.layers.0.self_attn.k_proj.bias"] == [[8]] * 2
