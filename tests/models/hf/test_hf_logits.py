@@ -65,7 +65,7 @@ def test_bfloat16(tmp_path):
 
 
 def test_the_norm_rounds_where_transformers_does():
-    """Rounding to bfloat16 after the scale instead of before it changes a quarter of the numbers."""
+    """Rounding to bfloat16 after the scale changes a quarter of the numbers."""
     rng = np.random.default_rng(5)
     x, scale = (
         jnp.asarray(rng.normal(size=(64, 96)), jnp.bfloat16),
