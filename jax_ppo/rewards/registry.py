@@ -102,7 +102,8 @@ def validate_data_sources(examples: Sequence[Example], function: str = "") -> No
         if source not in SOURCES:
             raise UserError(
                 f"example {row}: data_source={source!r} has no built-in rule; expected one of "
-                f"{SOURCES}, or config.reward.function=module:function.{did_you_mean(source, SOURCES)}"
+                f"{SOURCES}, or config.reward.function=module:function."
+                f"{did_you_mean(source, SOURCES)}"
             )
         if source in NUMERIC_SOURCES and rules.parse_number(str(example.ground_truth)) is None:
             raise UserError(
