@@ -52,6 +52,14 @@ def test_files_of_the_repository_that_are_named_exist(page):
         assert (doc_pages.ROOT / name).exists(), f"{doc_pages.page_id(page)}: {name}"
 
 
+@each_page
+def test_functions_that_are_named_exist(page):
+    """Functions are written with parentheses: `estimate_experience()`."""
+    source = "".join(path.read_text() for path in (doc_pages.ROOT / "jax_ppo").rglob("*.py"))
+    for name in re.findall(r"`(\w+)\(\)`", doc_pages.without_blocks(page)):
+        assert re.search(rf"\bdef {name}\(", source), f"{doc_pages.page_id(page)}: {name}"
+
+
 def option_names(page: pathlib.Path) -> list[str]:
     """Return the options that a page names in code marks, without those of other frameworks."""
     names, foreign = [], False
