@@ -1,5 +1,7 @@
 """A random tiny actor, critic and rollout: what the tests of scoring and update start from."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +27,7 @@ ARCHITECTURE = Architecture(
     vocab_size=32,
     hidden_size=16,
     intermediate_size=32,
-    num_layers=2,
+    num_layers=1,
     num_heads=4,
     num_kv_heads=2,
     head_dim=4,
@@ -44,6 +46,7 @@ def config(**changes):
     values.data.train_batch_size = values.actor.ppo_mini_batch_size = values.data.val_batch_size = B
     values.data.max_prompt_length, values.data.max_response_length = P, T
     values.model.dtype = "float32"
+    values.model.gradient_checkpointing = False  # compiles faster
     values.rollout.reuse_logprobs = (
         "never"  # make_rollout's tokens come from nowhere, and their log-probs are 0
     )
@@ -69,52 +72,60 @@ def networks(config):
     return Networks(model, model if config.has_critic and not config.shares_trunk else None, None)
 
 
+@functools.cache
+def random_params(architecture, seed, stream, head):
+    """Return random parameters on the host, compiled once for all tests of a process.
+
+    They are scaled up so that distributions are far from uniform.
+    """
+    model = Transformer(architecture)
+    init = jax.jit(functools.partial(heads.init_params, model, head=head))
+    params = init(jax.random.fold_in(jax.random.key(seed), stream))
+    return jax.tree.map(lambda x: np.asarray(x) * (5 if x.ndim > 1 else 1), params)
+
+
 def make_state(config, mesh, seed=0):
-    """Parameters scaled up so that distributions are far from uniform; the critic's head is not zero. Adapters are new."""
+    """Return a state with random parameters, new adapters, and a critic's head that is not zero."""
     nets = networks(config)
+    r = np.random.default_rng(seed)
 
-    def build(key):
-        def scaled(params):
-            return jax.tree.map(lambda x: x * 5 if x.ndim > 1 else x, params)
+    def score_head():
+        return {"kernel": r.normal(size=(ARCHITECTURE.hidden_size, 1)).astype(np.float32)}
 
-        actor, head = (
-            scaled(heads.init_params(nets.actor, key, "lm")),
-            actor_head(config.shares_trunk),
-        )
-        reference = jax.tree.map(jnp.copy, actor)
+    def new_adapters(net, head):
+        return init_adapters(ARCHITECTURE, net.lora, jax.random.key(seed), head)
+
+    head = actor_head(config.shares_trunk)
+    actor = dict(random_params(ARCHITECTURE, seed, 0, "lm"))
+    reference = jax.tree.map(np.array, actor)
+    if config.has_adapters:
+        reference = jax.tree.map(lambda x: x.astype(config.model.dtype), reference)
+        actor = new_adapters(nets.actor, head)
+    if head == "both":
+        actor["score"] = score_head()
+    critic = critic_optimizer = None
+    if nets.critic:
+        critic = dict(random_params(ARCHITECTURE, seed, 1, "scalar"))
         if config.has_adapters:
-            reference = jax.tree.map(lambda x: x.astype(config.model.dtype), reference)
-            actor = init_adapters(ARCHITECTURE, nets.actor.lora, key, head)
-        if head == "both":
-            actor["score"] = {"kernel": jax.random.normal(key, (ARCHITECTURE.hidden_size, 1))}
-        critic = critic_optimizer = None
-        if nets.critic:
-            critic_key = jax.random.fold_in(key, 1)
-            critic = (
-                init_adapters(ARCHITECTURE, nets.critic.lora, critic_key, "scalar")
-                if config.has_adapters
-                else scaled(heads.init_params(nets.critic, critic_key, "scalar"))
-            )
-            critic["score"]["kernel"] = jax.random.normal(key, critic["score"]["kernel"].shape)
-            critic_optimizer = make_optimizer(config.critic.optim, config.critic.grad_clip).init(
-                critic
-            )
-        actor_optimizer = make_optimizer(config.actor.optim, config.actor.grad_clip).init(actor)
-        return TrainState(
-            jnp.int32(0),
-            actor,
-            critic,
-            reference,
-            None,
-            actor_optimizer,
-            critic_optimizer,
-            first_control(config.algorithm.kl_ctrl, config.reward, config.critic),
-        )
-
-    shapes = jax.eval_shape(build, jax.random.key(seed))
+            critic = new_adapters(nets.critic, "scalar")
+        critic["score"] = score_head()
+        optimizer = make_optimizer(config.critic.optim, config.critic.grad_clip)
+        critic_optimizer = optimizer.init(critic)
+    optimizer = make_optimizer(config.actor.optim, config.actor.grad_clip)
+    state = TrainState(
+        step=np.int32(0),
+        actor=actor,
+        critic=critic,
+        reference=reference,
+        reward=None,
+        actor_optimizer=optimizer.init(actor),
+        critic_optimizer=critic_optimizer,
+        control=first_control(config.algorithm.kl_ctrl, config.reward, config.critic),
+    )
     everywhere = ((r"step|control/.*", sharding.replicated(mesh).spec),)
-    where = sharding.tree_shardings(mesh, shapes, sharding.TRAIN_RULES + everywhere)
-    return jax.jit(build, out_shardings=where)(jax.random.key(seed))
+    where = sharding.tree_shardings(mesh, state, sharding.TRAIN_RULES + everywhere)
+    # Copies: an update donates the arrays, and on the CPU the device could share the host's.
+    return jax.device_put(jax.tree.map(np.array, state), where)
 
 
 def make_rollout(mesh, seed=0, samples=B):
