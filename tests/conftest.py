@@ -42,6 +42,30 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 MOST_MAPS = 20_000
 
 
+# The first tests to run after an edit: each layer of the package once, without a whole run.
+SMOKE = (
+    "config/test_loading.py",
+    "config/test_validation.py",
+    "data/test_prompts.py",
+    "kernels/test_action_mask.py",
+    "kernels/test_advantages.py",
+    "kernels/test_shaping.py",
+    "ppo/test_update.py::test_first_mini_batch_has_ratio_one_and_kl_zero[0.6]",
+    "rewards/test_rules.py",
+    "sampler/test_generate.py::test_the_contract",
+    "test_architecture.py",
+    "training/test_packing.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the smoke tests."""
+    prefixes = tuple(f"tests/{name}" for name in SMOKE)
+    for item in items:
+        if item.nodeid.startswith(prefixes) and not item.get_closest_marker("slow"):
+            item.add_marker("smoke")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def bounded_memory_maps() -> Iterator[None]:
     """Drop compiled programs between modules once the process has many memory maps.

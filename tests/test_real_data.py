@@ -72,6 +72,7 @@ def qwen(tmp_path_factory):
     return folder / "qwen2"
 
 
+@pytest.mark.slow
 @needs("gsm8k")
 def test_two_steps_of_gsm8k_with_evaluation(qwen, tmp_path):
     output = run(

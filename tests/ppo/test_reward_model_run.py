@@ -122,6 +122,7 @@ def run(files, workdir, *overrides, devices=1):
     )
 
 
+@pytest.mark.slow
 def test_the_rewards_are_those_of_transformers(files, tmp_path):
     output, sampled, rows = run(files, tmp_path)
     model, tokenizer = reward_models.load(files / "deberta")

@@ -307,6 +307,7 @@ def test_few_slots_sample_the_same(files, undisturbed, tmp_path):
 ONE_STEP_OFF = "--config.rollout.one_step_off=True", "--config.algorithm.rollout_is=token"
 
 
+@pytest.mark.slow
 def test_one_step_off_lags_weighs_and_is_resumed_bit_equal(files, tmp_path):
     options = (
         *ONE_STEP_OFF,
@@ -332,6 +333,7 @@ def test_one_step_off_lags_weighs_and_is_resumed_bit_equal(files, tmp_path):
         )  # the ratio is to the policy that the update starts from
 
 
+@pytest.mark.slow
 def test_without_a_critic_none_is_kept(files, tmp_path):
     """Another loss and estimator, rewards of steps, moments measured at first: what the command makes of them."""
     (tmp_path / "steps.py").write_text(
@@ -376,6 +378,7 @@ def run_two_processes(arguments, logs):
     )
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does(files, undisturbed, tmp_path):
     arguments = command(files, tmp_path)[3:]
     done = run_two_processes(arguments, tmp_path)
@@ -403,6 +406,7 @@ def test_a_reward_model_alone(files, reward_model, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_an_error_in_one_process_ends_both(files, tmp_path):
     (tmp_path / "bad.py").write_text(
         "import jax\n"
@@ -456,7 +460,7 @@ def test_nothing_is_compiled_after_the_second_step(files, tmp_path, monkeypatch)
     assert sum(seconds > 0.01 * sum(compiled) for seconds in compiled) <= 12, compiled
 
 
-@pytest.mark.parametrize("devices", [8, 1])
+@pytest.mark.parametrize("devices", [pytest.param(8, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize("with_model", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_step_is_compiled_in_the_precompilation_alone(
     files, reward_model, tmp_path, caplog, monkeypatch, with_model, devices

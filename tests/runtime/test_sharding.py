@@ -24,7 +24,7 @@ def test_parameters_are_split():
     mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
     state = tiny.make_state(tiny.config(), mesh)
     kernel = state.actor["layers"]["mlp"]["up_proj"]["kernel"]
-    assert kernel.addressable_shards[0].data.shape == (2, 8, 16)  # [2, 16, 32] over fsdp 2, model 2
+    assert kernel.addressable_shards[0].data.shape == (1, 8, 16)  # [1, 16, 32] over fsdp 2, model 2
     moment = state.actor_optimizer[1].mu["layers"]["mlp"]["up_proj"]["kernel"]
     assert moment.sharding == kernel.sharding
 

@@ -189,6 +189,7 @@ def test_a_reward_model_prefers_and_transformers_gives_its_scores(files, reward_
     assert evaluated[2]["margin"] == pytest.approx(np.mean(margins), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_ppo_against_the_trained_reward_model(files, sft, reward_model, tmp_path):
     output = run(
         "train",
