@@ -1,7 +1,8 @@
-"""The bug museum: bugs that others published about training language models by reinforcement, and what holds here instead.
+"""The bug museum: published bugs of reinforcement learning for language models, and their guards.
 
-An exhibit is a published bug, what must hold here, the test that guards it, and the edit of a source file that puts the bug
-in. test_museum.py applies each edit to a copy of the project and checks that the test fails.
+An exhibit consists of a published bug, what must hold in this project instead, the test that guards
+it, and the edit of a source file that introduces the bug. test_museum.py applies each edit to a
+copy of the project and checks that the test fails.
 """
 
 import dataclasses
@@ -12,12 +13,13 @@ class Exhibit:
     """One bug.
 
     Attributes:
-      name: of the bug, in words joined by underscores.
-      source: where it was published: an issue or pull request (owner's name left out where there is one such library), a paper,
-        or a version in which it was reproduced.
-      holds: what is true here.
-      test: pytest's name of the test that guards it.
-      where: the definition that the bug is put in: a function, class or variable, by the end of its dotted name.
+      name: the name of the bug, an identifier.
+      source: where it was published: an issue or pull request (without the owner if only one such
+        library exists), a paper, or a version in which it was reproduced.
+      holds: what is true in this project.
+      test: pytest id of the test that guards it.
+      where: the end of the dotted name of the definition that the bug is put in: a function, class
+        or variable.
       old: an expression or statements that occur exactly once in it, compared by syntax.
       new: what replaces them.
     """
@@ -47,18 +49,26 @@ TEST_EXPERIENCE = "tests/ppo/test_experience.py"
 END_OF_RESPONSE = [
     Exhibit(
         name="the_sampler_strips_the_eos",
-        source="tunix 0.1.7: the sampler strips the EOS, and no gradient ever reaches the decision to stop; verl: an empty "
-        "response has its last token at -1",
-        holds="an EOS is a token of the response, in its length and with its log-prob: none is empty",
+        source=(
+            "tunix 0.1.7: the sampler strips the EOS, so no gradient ever reaches the decision to "
+            "stop; verl: an empty response has its last token at index -1"
+        ),
+        holds=(
+            "the EOS is a token of the response, counted in its length and with its log-prob; no "
+            "response is empty"
+        ),
         test=f"{TEST_GENERATE}::test_eos_is_kept_and_nothing_comes_after_it",
         where="decode_step",
         old="state.lengths.at[slots.sample].set(drawn_B, mode='drop')",
         new="state.lengths.at[slots.sample].set(drawn_B - is_eos_B, mode='drop')",
     ),
     Exhibit(
-        name="the_mask_of_the_loss_leaves_the_eos_out",
-        source="tunix 0.1.7: mask = (ids != pad) with pad = EOS; trl#1623, verl#535: a model that never learns to stop",
-        holds="the last token of a response is learned like the others",
+        name="the_loss_mask_excludes_the_eos",
+        source=(
+            "tunix 0.1.7: mask = (ids != pad) with pad = EOS; trl#1623, verl#535: the model never "
+            "learns to stop"
+        ),
+        holds="the last token of a response is trained on like the others",
         test=f"{TEST_PACKING}::test_gather_by_hand",
         where="gather_rows",
         old="sequences.lengths[samples]",
@@ -66,8 +76,8 @@ END_OF_RESPONSE = [
     ),
     Exhibit(
         name="lengths_are_counted_from_pad_ids",
-        source="trl#5303, trl#1482: where pad is the EOS, `ids != pad` takes real tokens for padding",
-        holds="the same samples with pad == EOS and pad != EOS",
+        source="trl#5303, trl#1482: if pad is the EOS, `ids != pad` takes real tokens for padding",
+        holds="the samples are the same with pad == EOS and pad != EOS",
         test=f"{TEST_GENERATE}::test_pad_may_be_eos",
         where="plan_job",
         old="jnp.pad(prompts.lengths, (0, -count % group), constant_values=1)",
@@ -77,9 +87,9 @@ END_OF_RESPONSE = [
         ),
     ),
     Exhibit(
-        name="a_response_without_an_eos_is_not_told_apart",
-        source="verl#3805: without an EOS the mask went on over the padding",
-        holds="a response cut off at the longest length has that length and is flagged `truncated`",
+        name="a_response_without_an_eos_is_not_flagged",
+        source="verl#3805: without an EOS the mask continued over the padding",
+        holds="a response cut off at the maximum length has that length and is flagged `truncated`",
         test=f"{TEST_GENERATE}::test_eos_is_kept_and_nothing_comes_after_it",
         where="generate_responses",
         old="~state.finished",
@@ -87,8 +97,11 @@ END_OF_RESPONSE = [
     ),
     Exhibit(
         name="a_second_eos_counts_as_truncation",
-        source="trl#7039: responses that end on another EOS of generation_config.json were counted as cut off",
-        holds="every end of sequence finishes a response",
+        source=(
+            "trl#7039: responses that ended with another EOS of generation_config.json were "
+            "counted as truncated"
+        ),
+        holds="every end-of-sequence token finishes a response",
         test=f"{TEST_GENERATE}::test_eos_is_kept_and_nothing_comes_after_it",
         where="decode_step",
         old="state.finished.at[slots.sample].set(is_eos_B, mode='drop')",
@@ -99,7 +112,7 @@ END_OF_RESPONSE = [
     ),
     Exhibit(
         name="only_the_first_of_several_eos_ends_a_response",
-        source="vllm#4180, textgen#5885: Llama 3 goes on after <|eot_id|>",
+        source="vllm#4180, textgen#5885: Llama 3 continues after <|eot_id|>",
         holds="generation stops at any EOS",
         test=f"{TEST_GENERATE}::test_eos_is_kept_and_nothing_comes_after_it",
         where="decode_step",
@@ -107,18 +120,18 @@ END_OF_RESPONSE = [
         new="options.eos_ids[:1]",
     ),
     Exhibit(
-        name="ends_of_sequence_in_generation_config_are_not_read",
-        source="vllm#4182: Llama 3 names its second EOS in generation_config.json alone",
-        holds="both files' ends of sequence are known",
+        name="eos_ids_in_generation_config_are_not_read",
+        source="vllm#4182: Llama 3 lists its second EOS only in generation_config.json",
+        holds="the EOS ids of both files are used",
         test="tests/models/hf/test_hf_logits.py::test_every_end_of_sequence_is_known_the_configs_first",
         where="read_architecture",
         old="tuple(dict.fromkeys([*architecture.eos_ids, *more]))",
         new="architecture.eos_ids",
     ),
     Exhibit(
-        name="sampling_goes_on_after_the_eos",
-        source="trl#2387: PPOTrainer samples every response to the longest length",
-        holds="a response ends with its EOS, and the loop with the last response",
+        name="sampling_continues_after_the_eos",
+        source="trl#2387: PPOTrainer samples every response to the maximum length",
+        holds="a response ends with its EOS, and the loop ends with the last response",
         test=f"{TEST_GENERATE}::test_the_loop_ends_with_the_last_row",
         where="decode_step",
         old="is_eos_B | (drawn_B == options.max_response_length)",
@@ -126,8 +139,10 @@ END_OF_RESPONSE = [
     ),
     Exhibit(
         name="changed_eos_ids_do_not_retrace",
-        source="tunix 0.1.7: another set of EOS ids runs the program that was compiled for the one before",
-        holds="whatever a program is compiled for is part of its identity",
+        source=(
+            "tunix 0.1.7: a different set of EOS ids runs the program compiled for the previous one"
+        ),
+        holds="everything that a program is compiled for is part of its identity",
         test=f"{TEST_GENERATE}::test_options_are_the_identity_of_a_program",
         where="SamplingOptions",
         old="eos_ids: tuple[int, ...] = ()",
@@ -137,8 +152,11 @@ END_OF_RESPONSE = [
 
 SAMPLING_AND_CACHE = [
     Exhibit(
-        name="log_probs_of_the_sampler_at_another_temperature",
-        source="trl#4159, vime#64: vLLM returned log-probs of the logits before the temperature",
+        name="sampler_log_probs_at_another_temperature",
+        source=(
+            "trl#4159, vime#64: vLLM returned log-probs of the logits before division by the "
+            "temperature"
+        ),
         holds="the sampler's log-probs are of softmax(logits / temperature)",
         test=f"{TEST_GENERATE}::test_logprobs_are_those_of_a_full_forward_pass",
         where="sample_tokens",
@@ -148,16 +166,22 @@ SAMPLING_AND_CACHE = [
     Exhibit(
         name="log_probs_instead_of_logits_divided_by_the_temperature",
         source="prime-rl#697: `logprobs /= temperature`",
-        holds="the temperature divides logits, and the result is normalised",
+        holds="the temperature divides the logits, and the result is normalized",
         test=f"{TEST_GENERATE}::test_logprobs_are_those_of_a_full_forward_pass",
         where="sample_tokens",
         old="token_logprob(logits_BxV, tokens_B, known_sums_B)",
         new="token_logprob(logits_BxV * temperature, tokens_B) / temperature",
     ),
     Exhibit(
-        name="top_p_renormalises_the_samplers_log_probs_alone",
-        source="trl#6789, verl#6240, vime#69: processed log-probs are after top-k and top-p, the trainer's are not",
-        holds="both sides take the log-prob from before the filters, and the run says that they make it off-policy",
+        name="top_p_renormalizes_only_the_samplers_log_probs",
+        source=(
+            "trl#6789, verl#6240, vime#69: the sampler's log-probs are taken after top-k and "
+            "top-p, the trainer's are not"
+        ),
+        holds=(
+            "both sides take log-probs before the filters, and the run warns that the filters "
+            "make it off-policy"
+        ),
         test=f"{TEST_SAMPLING}::test_log_prob_is_from_before_the_filters",
         where="sample_tokens",
         old="token_logprob(logits_BxV, tokens_B, known_sums_B)",
@@ -166,7 +190,7 @@ SAMPLING_AND_CACHE = [
     Exhibit(
         name="top_p_drops_the_token_that_crosses_it",
         source="rasbt/reasoning-from-scratch#164, Biohub/esm#360: `cumsum <= p` keeps less than p",
-        holds="the likeliest tokens that together hold at least p are kept",
+        holds="the most likely tokens that together have probability of at least p are kept",
         test=f"{TEST_SAMPLING}::test_top_p_by_hand",
         where="_keep_likeliest",
         old="bits_BxV >= least_B[:, None]",
@@ -174,8 +198,11 @@ SAMPLING_AND_CACHE = [
     ),
     Exhibit(
         name="top_p_before_top_k",
-        source="mlx-lm#388: the filters' order changes the distribution, and top_p took the rest's sum for 1",
-        holds="temperature, then top-k, then top-p of what top-k left, as in transformers",
+        source=(
+            "mlx-lm#388: the order of the filters changes the distribution, and top_p treated the "
+            "remaining sum as 1"
+        ),
+        holds="temperature, then top-k, then top-p of what top-k kept, as in transformers",
         test=f"{TEST_SAMPLING}::test_draws_follow_the_filtered_distribution",
         where="sample_tokens",
         old="keep_top_p(keep_top_k(logits_BxV, top_k), top_p)",
@@ -183,8 +210,11 @@ SAMPLING_AND_CACHE = [
     ),
     Exhibit(
         name="a_token_of_probability_zero_is_drawn",
-        source="pytorch#4858, transformers#23088: multinomial picks filtered tokens where its running sum rounds",
-        holds="no draw is ever one of weight 0",
+        source=(
+            "pytorch#4858, transformers#23088: multinomial picks filtered tokens where its "
+            "cumulative sum rounds"
+        ),
+        holds="a token of weight 0 is never drawn",
         test=f"{TEST_SAMPLING}::test_running_sums_that_round_never_pick_weight_0",
         where="_invert_cdf",
         old="(sums_BxN > uniforms_B[:, None] * sums_BxN[:, -1:]) & (weights_BxN > 0)",
@@ -192,17 +222,20 @@ SAMPLING_AND_CACHE = [
     ),
     Exhibit(
         name="one_key_for_all_samples",
-        source="tunix 0.1.7: a constant sampling key, so that a prompt's responses are all the same",
-        holds="the same prompt twice in a step gives different responses",
+        source="tunix 0.1.7: a constant sampling key, so all responses to a prompt are the same",
+        holds="the same prompt twice in one step gets different responses",
         test=f"{TEST_GENERATE}::test_samples_depend_on_key_and_index",
         where="sample_keys",
         old="jax.vmap(jax.random.fold_in, in_axes=(None, 0))(step_key, samples_B)",
         new="jax.vmap(jax.random.fold_in, in_axes=(None, 0))(step_key, 0 * samples_B)",
     ),
     Exhibit(
-        name="every_replica_draws_alike",
-        source="verl#5179, vllm#11953, Megatron-LM#5983: all data-parallel replicas began with one seed",
-        holds="eight devices draw the samples that one device draws",
+        name="every_replica_draws_the_same_samples",
+        source=(
+            "verl#5179, vllm#11953, Megatron-LM#5983: all data-parallel replicas started from the "
+            "same seed"
+        ),
+        holds="eight devices draw the same samples as one device",
         test="tests/sampler/test_sharded.py::test_eight_devices_draw_the_samples_of_one",
         where="generate_responses",
         old="sampling.sample_keys(key, indices_N)",
@@ -210,8 +243,8 @@ SAMPLING_AND_CACHE = [
     ),
     Exhibit(
         name="positions_count_the_padding",
-        source="OpenRLHF#217, trlx#509: rotary positions began at the padded width",
-        holds="log-probs do not change with the width that prompts are padded to",
+        source="OpenRLHF#217, trlx#509: rotary positions started at the padded width",
+        holds="log-probs do not depend on the width that prompts are padded to",
         test=f"{TEST_GENERATE}::test_one_program_a_bucket_and_the_same_samples_from_each",
         where="decode_step",
         old="job.prompts.lengths[some_B // options.n]",
@@ -230,9 +263,12 @@ SAMPLING_AND_CACHE = [
         ),
     ),
     Exhibit(
-        name="a_slot_keeps_the_position_of_the_one_before",
-        source="tt-inference-server#4557: the position of a slot was not reset when a request took it over",
-        holds="a slot that takes the next sample begins anew",
+        name="a_slot_keeps_the_position_of_the_previous_sample",
+        source=(
+            "tt-inference-server#4557: the position of a slot was not reset when a new request "
+            "took it"
+        ),
+        holds="a slot that takes the next sample starts from the beginning",
         test="tests/sampler/test_slots.py::test_refilled_slots_draw_the_samples_of_a_static_batch",
         where="fill_slots",
         old="put(slots.drawn, 0)",
@@ -240,8 +276,10 @@ SAMPLING_AND_CACHE = [
         new="jnp.minimum(slots.drawn, job.options.max_response_length - 1)",
     ),
     Exhibit(
-        name="the_cache_is_looked_up_by_the_batchs_row",
-        source="sparkinfer#289: every sequence decoded with the cache that slot 0 happened to hold",
+        name="the_cache_is_indexed_by_batch_row",
+        source=(
+            "sparkinfer#289: every sequence was decoded with the cache that slot 0 happened to hold"
+        ),
         holds="a slot gets the keys and values of its own sample's prompt",
         test="tests/sampler/test_slots.py::test_refilled_slots_draw_the_samples_of_a_static_batch",
         where="fill_slots",
@@ -258,9 +296,12 @@ SAMPLING_AND_CACHE = [
         new="jnp.concatenate([x] * options.n)",
     ),
     Exhibit(
-        name="a_row_reads_the_cache_as_far_as_the_longest_row",
-        source="exllamav2#200, mlx-lm#1736: shorter prompts of a batch suffer from what stands behind them",
-        holds="a row reads the cache up to its own position",
+        name="a_row_reads_the_cache_up_to_the_longest_row",
+        source=(
+            "exllamav2#200, mlx-lm#1736: the cache content behind shorter prompts of a batch "
+            "changes their results"
+        ),
+        holds="a row reads the cache only up to its own position",
         test=f"{TEST_GENERATE}::test_logprobs_are_those_of_a_full_forward_pass",
         where="_readable",
         old="columns_B[:, None]",
@@ -271,16 +312,16 @@ SAMPLING_AND_CACHE = [
 MODELS = [
     Exhibit(
         name="packed_samples_see_each_other",
-        source="trl#784, trl#3526: packing without a mask between the samples of a row",
-        holds="a packed sample has the states that it has alone",
+        source="trl#784, trl#3526: packing without an attention mask between the samples of a row",
+        holds="a packed sample has the same hidden states as it has alone",
         test="tests/models/test_decoder.py::test_packed_sequences_do_not_see_each_other",
         where="_visible",
         old="visible &= segments_BxT[:, queries, None] == segments_BxT[:, None, keys]",
         new="visible = jnp.broadcast_to(visible, (len(segments_BxT), *visible.shape[1:]))",
     ),
     Exhibit(
-        name="positions_run_on_through_a_packed_row",
-        source="OpenRLHF#377: packed rows with positions 0 ... 8 in the place of 0 ... 4, 0 ... 3",
+        name="positions_continue_through_a_packed_row",
+        source="OpenRLHF#377: packed rows with positions 0 ... 8 instead of 0 ... 4, 0 ... 3",
         holds="each sample of a row counts its positions from 0",
         test=f"{TEST_PACKING}::test_plan_holds_each_member_once_and_whole",
         where="plan_packing",
@@ -289,8 +330,10 @@ MODELS = [
     ),
     Exhibit(
         name="key_heads_are_tiled_not_repeated",
-        source="onnx#7274, axlearn#842: query heads 0 1 2 3 read key heads 0 1 0 1 instead of 0 0 1 1",
-        holds="query head h reads key head h // (heads a key head)",
+        source=(
+            "onnx#7274, axlearn#842: query heads 0 1 2 3 read key heads 0 1 0 1 instead of 0 0 1 1"
+        ),
+        holds="query head h reads key head h // (query heads per key head)",
         test="tests/models/test_attention.py::test_xla_is_the_definition",
         where="xla_attention",
         old=(
@@ -304,8 +347,8 @@ MODELS = [
     ),
     Exhibit(
         name="key_heads_are_tiled_when_decoding",
-        source="axlearn#842: the cached path mapped heads in another way than the whole-sequence path",
-        holds="attention to the cache is attention",
+        source="axlearn#842: the cached path mapped heads differently from the whole-sequence path",
+        holds="attention with the cache equals attention over the whole sequence",
         test="tests/models/test_cache.py::test_it_is_that_of_the_last_token",
         where="_products",
         old="(q_Bx1xHxd * (d ** (-0.5) if scale is None else scale)).reshape(B, K, -1, d)",
@@ -316,16 +359,18 @@ MODELS = [
     ),
     Exhibit(
         name="llama3_frequencies_are_read_and_not_used",
-        source="mlxcel#1355, felafax#59: rope_scaling was parsed and plain frequencies were rotated",
-        holds="every kind of rotary embedding has transformers' frequencies",
+        source=(
+            "mlxcel#1355, felafax#59: rope_scaling was parsed, but the plain frequencies were used"
+        ),
+        holds="every kind of rotary embedding has the frequencies of transformers",
         test="tests/models/test_rope.py::test_frequencies_and_logits_are_those_of_transformers[llama3]",
         where="inverse_frequencies",
         old="_llama3(inverse, scaling, architecture)",
         new="inverse",
     ),
     Exhibit(
-        name="the_kind_of_rope_under_its_other_name_is_missed",
-        source="mlxcel#1355: the reader knew `type` and the file said `rope_type`",
+        name="the_other_spelling_of_rope_type_is_ignored",
+        source="mlxcel#1355: the reader expected `type`, but the file had `rope_type`",
         holds="both spellings are read",
         test="tests/models/test_rope.py::test_transformers_4_spellings",
         where="_one_rope",
@@ -335,7 +380,7 @@ MODELS = [
     Exhibit(
         name="rotary_angles_in_bfloat16",
         source="transformers#29285, modded-nanogpt#39: cos and sin rounded to 8 bits",
-        holds="positions are turned in float32",
+        holds="rotary embeddings are applied in float32",
         test="tests/models/test_rope.py::test_a_pair_is_turned_by_its_angle",
         where="rotation_tables",
         old="table.at[positions_BxT]",
@@ -343,17 +388,20 @@ MODELS = [
     ),
     Exhibit(
         name="the_norm_rounds_after_its_scale",
-        source="TransformerEngine#1132, transformers#33133: a mismatch with the weights' own model in bfloat16",
-        holds="a norm rounds to the computation's type before it is scaled, as transformers' does",
+        source=(
+            "TransformerEngine#1132, transformers#33133: a mismatch with the original model in "
+            "bfloat16"
+        ),
+        holds="a norm rounds to the computation dtype before it is scaled, as in transformers",
         test="tests/models/hf/test_hf_logits.py::test_the_norm_rounds_where_transformers_does",
         where="RMSNorm.__call__",
         old="scale * wide.astype(x.dtype)",
         new="(scale.astype(jnp.float32) * wide).astype(x.dtype)",
     ),
     Exhibit(
-        name="the_width_of_heads_is_computed_not_read",
-        source="lmdeploy#2761, candle#2358: Mistral Nemo's head_dim is not hidden_size / heads",
-        holds="config.json's head_dim counts where it stands",
+        name="head_dim_is_computed_and_not_read",
+        source="lmdeploy#2761, candle#2358: head_dim of Mistral Nemo is not hidden_size / heads",
+        holds="head_dim is taken from config.json if it is present",
         test="tests/models/hf/test_hf_logits.py::test_logits_are_those_of_transformers[llama, wide heads]",
         where="from_hf_config",
         old=(
@@ -364,8 +412,8 @@ MODELS = [
     ),
     Exhibit(
         name="logits_in_bfloat16",
-        source="Megatron-LM#7182: sampling and log_softmax in the logits' own type",
-        holds="logits are float32 whatever the states are",
+        source="Megatron-LM#7182: sampling and log_softmax in the dtype of the logits",
+        holds="logits are float32, whatever the dtype of the hidden states",
         test="tests/models/test_decoder.py::test_heads",
         where="compute_logits",
         old="jnp.einsum('...d,vd->...v', hidden, weight, preferred_element_type=jnp.float32)",
@@ -374,7 +422,7 @@ MODELS = [
     Exhibit(
         name="an_untied_head_is_tied",
         source="transformers#42612: lm_head.weight was overwritten by the input embedding",
-        holds="a checkpoint's own head is used where it has one",
+        holds="a checkpoint's own head is used if it has one",
         test="tests/models/test_decoder.py::test_heads",
         where="output_embedding",
         old="params.get('lm_head', params['embed'])",
@@ -382,17 +430,23 @@ MODELS = [
     ),
     Exhibit(
         name="the_value_head_does_not_start_at_zero",
-        source="verl's quickstart log: first values from -14 to 9.5, a value loss of 15, a gradient norm of 1023",
-        holds="a critic begins by predicting 0 everywhere",
+        source=(
+            "verl's quickstart log: first values from -14 to 9.5, a value loss of 15, a gradient "
+            "norm of 1023"
+        ),
+        holds="a new critic predicts 0 everywhere",
         test="tests/models/test_decoder.py::test_heads",
         where="init_params",
         old="jnp.zeros((architecture.hidden_size, 1), jnp.float32)",
         new="jax.random.normal(key_head, (architecture.hidden_size, 1), jnp.float32)",
     ),
     Exhibit(
-        name="weights_of_another_shape_are_left_out",
-        source="bumblebee#364: parameters of a non-matching shape were ignored, and the model spoke nonsense",
-        holds="a tensor that does not fit is named and refused",
+        name="weights_of_another_shape_are_ignored",
+        source=(
+            "bumblebee#364: parameters of a mismatched shape were ignored, and the model produced "
+            "nonsense"
+        ),
+        holds="a tensor of the wrong shape is named and rejected",
         test="tests/models/hf/test_hf_errors.py::test_another_shape",
         where="validate_tensors",
         old="checkpoint.shape(name) != row.hf_shape",
@@ -402,7 +456,7 @@ MODELS = [
 
 EXPORT = [
     Exhibit(
-        name="a_checkpoint_without_weights_that_others_can_load",
+        name="a_checkpoint_without_hugging_face_weights",
         source="verl#770: no Hugging Face weights in a checkpoint",
         holds="an export loads in transformers with the same logits",
         test="tests/models/hf/test_save.py::test_there_and_back",
@@ -412,26 +466,29 @@ EXPORT = [
     ),
     Exhibit(
         name="an_untied_model_is_exported_as_tied",
-        source="Automodel#2571, LLaVA-NeXT#315: config.json and weights disagree on whether the head is its own",
-        holds="config.json of an export says what its weights are",
+        source=(
+            "Automodel#2571, LLaVA-NeXT#315: config.json and the weights disagree on whether the "
+            "head is tied"
+        ),
+        holds="config.json of an export matches its weights",
         test="tests/models/hf/test_save.py::test_there_and_back",
         where="to_hf_config",
         old="a.tied",
         new="True",
     ),
     Exhibit(
-        name="a_transposed_tensor_is_written_as_it_lies_in_memory",
-        source="safetensors#825: Fortran-ordered arrays come back as garbage",
-        holds="files hold arrays as they look",
+        name="a_transposed_tensor_is_written_in_memory_order",
+        source="safetensors#825: Fortran-ordered arrays are read back as garbage",
+        holds="files hold arrays in their logical order",
         test="tests/models/hf/test_hf_errors.py::test_written_files_are_as_the_arrays_look",
         where="write_safetensors",
         old="np.ascontiguousarray(array).view(np.uint8).data",
         new="array.tobytes('A')",
     ),
     Exhibit(
-        name="ends_of_sequence_get_lost_on_export",
-        source="unsloth#384: the saved model had one of two EOS and generated without end",
-        holds="generation_config.json of an export names every end of sequence",
+        name="eos_ids_are_lost_on_export",
+        source="unsloth#384: the saved model had one of two EOS ids and generated endlessly",
+        holds="generation_config.json of an export lists every EOS id",
         test="tests/models/hf/test_save.py::test_generation_defaults_come_along_but_the_ends_are_the_architectures",
         where="_generation_config",
         old="list(architecture.eos_ids) or None",
@@ -442,8 +499,8 @@ EXPORT = [
 DATA = [
     Exhibit(
         name="truncation_is_read_and_never_applied",
-        source="verl: data.truncation does nothing",
-        holds="an overlong prompt is cut as asked",
+        source="verl: data.truncation has no effect",
+        holds="an overlong prompt is truncated as configured",
         test=f"{TEST_PROMPTS}::test_truncation_is_applied",
         where="tokenize_prompts",
         old=(
@@ -462,9 +519,9 @@ DATA = [
         ),
     ),
     Exhibit(
-        name="truncation_error_is_no_error",
-        source="verl: data.truncation does nothing, `error` neither",
-        holds="an overlong prompt is refused by default, with its row and length",
+        name="truncation_error_raises_no_error",
+        source="verl: data.truncation has no effect, not even `error`",
+        holds="an overlong prompt is rejected by default, with its row and length",
         test=f"{TEST_PROMPTS}::test_truncation_error_names_row_length_and_option",
         where="_truncate",
         old=(
@@ -480,27 +537,35 @@ DATA = [
         ),
     ),
     Exhibit(
-        name="the_place_in_the_data_is_lost_on_resume",
-        source="verl#7013, tunix#2288, tunix#2290: a resumed run began with the first batch again",
-        holds="a saved position goes on with the batch that would have come",
+        name="the_position_in_the_data_is_lost_on_resume",
+        source=(
+            "verl#7013, tunix#2288, tunix#2290: a resumed run started again from the first batch"
+        ),
+        holds="a saved position continues with the batch that would have come next",
         test=f"{TEST_PROMPTS}::test_a_saved_position_goes_on_identically",
         where="PromptBatches.__init__",
         old="self.position = position",
         new="self.position = 0",
     ),
     Exhibit(
-        name="a_resumed_epoch_is_shuffled_as_the_first",
-        source="accelerate#2823, accelerate#4071, ms-swift#10050: the epoch's number was lost, and with it its order",
-        holds="an epoch's order follows from seed and epoch, in a run that goes on too",
+        name="a_resumed_epoch_is_shuffled_like_the_first",
+        source=(
+            "accelerate#2823, accelerate#4071, ms-swift#10050: the epoch number was lost, and its "
+            "order with it"
+        ),
+        holds="the order of an epoch follows from the seed and the epoch, also in a resumed run",
         test=f"{TEST_PROMPTS}::test_a_saved_position_goes_on_identically",
         where="PromptBatches._epoch_order",
         old="self._ordered_epoch != epoch",
         new="self._ordered_epoch < 0",
     ),
     Exhibit(
-        name="every_epoch_has_one_order",
-        source="lm-human-preference-details (JAX): the shuffle's key is made from the seed at every update",
-        holds="each epoch has an order of its own",
+        name="every_epoch_has_the_same_order",
+        source=(
+            "lm-human-preference-details (JAX): the shuffle key is made from the seed at every "
+            "update"
+        ),
+        holds="each epoch has its own order",
         test=f"{TEST_PROMPTS}::test_an_epoch_gives_each_row_once_in_a_fresh_order",
         where="PromptBatches._epoch_order",
         old="[self.seed, epoch]",
@@ -508,8 +573,8 @@ DATA = [
     ),
     Exhibit(
         name="a_resumed_run_ends_with_its_epoch",
-        source="verl#5725: after a resume the run ended silently at the epoch's end",
-        holds="a resumed run does as many steps as one that was not stopped",
+        source="verl#5725: a resumed run ended silently at the end of the epoch",
+        holds="a resumed run performs as many steps as an uninterrupted one",
         test=f"{TEST_PROMPTS}::test_a_saved_position_goes_on_identically",
         where="PromptBatches.__next__",
         old="not self.repeat",
@@ -517,8 +582,11 @@ DATA = [
     ),
     Exhibit(
         name="a_batch_larger_than_the_data",
-        source="pytorch-a2c-ppo-acktr-gail#192, vamb#425: drop_last leaves no batch at all, and nobody says so",
-        holds="it is refused, with both numbers",
+        source=(
+            "pytorch-a2c-ppo-acktr-gail#192, vamb#425: drop_last leaves no batch at all, without "
+            "a warning"
+        ),
+        holds="it is rejected, with both numbers",
         test=f"{TEST_PROMPTS}::test_fewer_rows_than_a_batch_are_refused",
         where="PromptBatches.__init__",
         old="1 <= batch_size <= len(dataset)",
@@ -534,8 +602,11 @@ DATA = [
         new="range(0, max(len(dataset) - batch_size + 1, 1), batch_size)",
     ),
     Exhibit(
-        name="rows_that_fill_the_last_batch_are_counted",
-        source="composer#2218, pytorch/examples#1063: samplers repeat rows to fill a batch, metrics count them again",
+        name="rows_that_pad_the_last_batch_are_counted",
+        source=(
+            "composer#2218, pytorch/examples#1063: samplers repeat rows to fill a batch, and "
+            "metrics count them twice"
+        ),
         holds="averages are over the real rows",
         test="tests/ppo/test_evaluation.py::test_rows_that_fill_the_last_batch_are_not_counted",
         where="evaluate",
@@ -544,8 +615,11 @@ DATA = [
     ),
     Exhibit(
         name="two_bos",
-        source="open-r1#462, trl#1114, alignment-handbook#127: a rendered chat template is tokenised with special tokens",
-        holds="a chat template's text gets no special token besides its own",
+        source=(
+            "open-r1#462, trl#1114, alignment-handbook#127: a rendered chat template is tokenized "
+            "with special tokens"
+        ),
+        holds="the text of a chat template gets no special tokens besides its own",
         test=f"{TEST_TOKENIZER}::test_a_chat_template_writes_bos_once",
         where="_prompt_text",
         old="return (text, False)",
@@ -554,15 +628,18 @@ DATA = [
     Exhibit(
         name="no_bos",
         source="unsloth#10312: base models of Gemma without the BOS that they were trained with",
-        holds="a plain text gets the special tokens that its tokenizer puts around it",
+        holds="plain text gets the special tokens that its tokenizer adds",
         test=f"{TEST_TOKENIZER}::test_a_prompt_has_the_tokenizers_bos_but_no_eos",
         where="_encode",
         old="tokenizer.encode(text, add_special_tokens=special, verbose=False)",
         new="tokenizer.encode(text, add_special_tokens=False, verbose=False)",
     ),
     Exhibit(
-        name="an_eos_behind_the_prompt",
-        source="vllm#7491, trlx#287: with add_eos_token the prompt ends with the EOS, and the response is empty",
+        name="an_eos_after_the_prompt",
+        source=(
+            "vllm#7491, trlx#287: with add_eos_token the prompt ends with the EOS, and the "
+            "response is empty"
+        ),
         holds="a prompt does not end with an EOS that its tokenizer added",
         test=f"{TEST_TOKENIZER}::test_a_prompt_has_the_tokenizers_bos_but_no_eos",
         where="_encode",
@@ -570,9 +647,9 @@ DATA = [
         new="if not text_ends_in_eos:\n    pass",
     ),
     Exhibit(
-        name="a_chat_without_the_assistants_turn",
+        name="a_chat_prompt_without_the_assistants_turn",
         source="llama_index#15239: apply_chat_template without add_generation_prompt",
-        holds="a chat's prompt ends where the assistant speaks",
+        holds="a chat prompt ends where the assistant's turn begins",
         test=f"{TEST_TOKENIZER}::test_a_chat_template_writes_bos_once",
         where="_prompt_text",
         old=(
@@ -585,9 +662,12 @@ DATA = [
         ),
     ),
     Exhibit(
-        name="code_of_a_repository_is_run",
-        source="tinker-cookbook#333 (declined for that reason): trust_remote_code=True for all tokenizers",
-        holds="nothing that a model's folder holds is run",
+        name="repository_code_is_executed",
+        source=(
+            "tinker-cookbook#333 (declined for this reason): trust_remote_code=True for all "
+            "tokenizers"
+        ),
+        holds="no code from a model folder is executed",
         test=f"{TEST_TOKENIZER}::test_code_of_a_repository_is_not_run",
         where="load_tokenizer",
         old="AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)",
@@ -596,7 +676,7 @@ DATA = [
     Exhibit(
         name="the_sign_of_a_gold_answer_is_lost",
         source="proeval#19: `#### -3` was read as 3",
-        holds="ground truths keep their sign",
+        holds="ground truths keep their signs",
         test="tests/data/test_sources.py::test_rows_of_gsm8ks_form",
         where="_GOLD",
         old="'####\\\\s*(-?[0-9][0-9.,]*)'",
@@ -606,18 +686,21 @@ DATA = [
 
 REWARDS = [
     Exhibit(
-        name="answers_however_written_are_not_matched",
-        source="verl's pattern: `####42`, `#### $42`, `#### **42**`, `#### 42.` and `#### 42.00` score 0",
-        holds="flexible takes the last number, however it is written",
+        name="answers_in_other_formats_are_not_matched",
+        source=(
+            "verl's pattern: `####42`, `#### $42`, `#### **42**`, `#### 42.` and `#### 42.00` "
+            "score 0"
+        ),
+        holds="`flexible` takes the last number, in whatever format it is written",
         test=f"{TEST_RULES}::test_flexible_takes_answers_however_they_are_written",
         where="extract_gsm8k",
         old="_NUMBER.findall(tail)",
         new="_NUMBER.findall(tail.partition('#### ')[2])",
     ),
     Exhibit(
-        name="the_flexible_method_can_not_be_reached",
+        name="the_flexible_method_is_unreachable",
         source="verl#7789: the option never reached the function",
-        holds="strict and flexible are both reachable",
+        holds="`strict` and `flexible` are both reachable",
         test=f"{TEST_RULES}::test_flexible_takes_answers_however_they_are_written",
         where="score_gsm8k",
         old="extract_gsm8k(solution, method)",
@@ -625,8 +708,8 @@ REWARDS = [
     ),
     Exhibit(
         name="a_comma_is_taken_for_the_answer",
-        source="helm#4337, omlx#3484: `72, in total` gave an empty answer",
-        holds="a number begins and ends with a digit",
+        source="helm#4337, omlx#3484: `72, in total` resulted in an empty answer",
+        holds="a number starts and ends with a digit",
         test=f"{TEST_RULES}::test_what_is_extracted",
         where="_NUMBER",
         old=(
@@ -654,7 +737,10 @@ REWARDS = [
     ),
     Exhibit(
         name="the_first_answer_counts",
-        source="verifiers#1336, ai-agent-book#699: an intermediate `answer:` was taken for the final one",
+        source=(
+            "verifiers#1336, ai-agent-book#699: an intermediate `answer:` was taken for the final "
+            "one"
+        ),
         holds="the last answer counts",
         test=f"{TEST_RULES}::test_what_is_extracted",
         where="extract_gsm8k",
@@ -663,8 +749,8 @@ REWARDS = [
     ),
     Exhibit(
         name="the_models_output_is_evaluated",
-        source="CVE-2026-6878 (verl): eval of a response in a grader",
-        holds="nothing that a model wrote is evaluated",
+        source="CVE-2026-6878 (verl): a grader called eval on a response",
+        holds="text written by a model is never evaluated as code",
         test=f"{TEST_RULES}::test_nothing_that_a_model_wrote_is_evaluated",
         where="score_gsm8k",
         old="parse_number(answer)",
@@ -675,26 +761,34 @@ REWARDS = [
 PACKED_ROWS = [
     Exhibit(
         name="log_probs_of_the_token_itself",
-        source="trl#44, trlx#248, prime-rl#1525: logits and targets one place apart",
-        holds="a place predicts the token behind it",
+        source=(
+            "trl#44, trlx#248, prime-rl#1525: logits and targets were misaligned by one position"
+        ),
+        holds="each position predicts the next token",
         test=f"{TEST_PACKING}::test_gather_by_hand",
         where="gather_rows",
         old="jnp.minimum(packing.position + 1, last)",
         new="packing.position",
     ),
     Exhibit(
-        name="the_mask_is_one_place_off",
-        source="trl#1781, trlx#509: the mask of responses against log-probs that begin one place earlier",
-        holds="mask and log-probs are aligned: the last prompt token predicts the first of the response",
+        name="the_mask_is_off_by_one",
+        source=(
+            "trl#1781, trlx#509: the response mask was applied to log-probs that start one "
+            "position earlier"
+        ),
+        holds=(
+            "mask and log-probs are aligned: the last prompt token predicts the first response "
+            "token"
+        ),
         test=f"{TEST_PACKING}::test_gather_by_hand",
         where="gather_rows",
         old="packing.position + 1 - sequences.prompt_lengths[samples]",
         new="packing.position - sequences.prompt_lengths[samples]",
     ),
     Exhibit(
-        name="prompts_are_learned",
+        name="prompts_are_trained_on",
         source="trl#334: the loss ran over query and response",
-        holds="only tokens of responses are learned",
+        holds="only response tokens are trained on",
         test=f"{TEST_PACKING}::test_gather_by_hand",
         where="gather_rows",
         old="filled & (steps >= 0)",
@@ -703,7 +797,7 @@ PACKED_ROWS = [
     Exhibit(
         name="balancing_moves_samples_between_mini_batches",
         source="verl: balancing by length reorders samples across mini-batches",
-        holds="a mini-batch's rows hold its own samples, each once and whole",
+        holds="the rows of a mini-batch hold its own samples, each exactly once and complete",
         test=f"{TEST_PACKING}::test_plan_holds_each_member_once_and_whole",
         where="plan_packing",
         old="group[members]",
@@ -711,7 +805,10 @@ PACKED_ROWS = [
     ),
     Exhibit(
         name="rows_that_fill_no_micro_batch_are_dropped",
-        source="open-instruct#1271: packed rows beyond a multiple of the workers were cut off",
+        source=(
+            "open-instruct#1271: packed rows beyond a multiple of the number of workers were "
+            "dropped"
+        ),
         holds="the last micro-batch counts, however few rows it holds",
         test=f"{TEST_PACKING}::test_plan_holds_each_member_once_and_whole",
         where="plan_packing",
@@ -724,7 +821,7 @@ REDUCTIONS = [
     Exhibit(
         name="padding_counts_in_the_mean_of_advantages",
         source="SkyRL#1305: masked variance about an unmasked mean",
-        holds="whitening sees the tokens of responses alone",
+        holds="whitening uses response tokens only",
         test=f"{TEST_MASKED}::test_whiten_by_hand",
         where="whiten",
         old="masked_mean(x, mask)",
@@ -732,8 +829,11 @@ REDUCTIONS = [
     ),
     Exhibit(
         name="bessels_correction_divides_by_zero",
-        source="tunix; stable-baselines3#270, DeepAnalyze#116: std of one element is NaN",
-        holds="one token whitens to 0",
+        source=(
+            "tunix; stable-baselines3#270, DeepAnalyze#116: the standard deviation of one element "
+            "is NaN"
+        ),
+        holds="a single token is whitened to 0",
         test=f"{TEST_MASKED}::test_whitening_one_token_gives_zero",
         where="masked_variance",
         old="masked_mean(jnp.square(deviation), mask, axis)",
@@ -743,18 +843,20 @@ REDUCTIONS = [
         ),
     ),
     Exhibit(
-        name="masked_places_give_nan_gradients",
-        source="trl#6121, tunix#2310: a `where` after the arithmetic lets 0 * NaN into the gradient",
-        holds="masked places may hold NaN and inf: neither value nor gradient sees them",
+        name="masked_positions_cause_nan_gradients",
+        source=(
+            "trl#6121, tunix#2310: a `where` after the arithmetic lets 0 * NaN into the gradient"
+        ),
+        holds="masked positions may hold NaN and inf: they affect neither value nor gradient",
         test=f"{TEST_MASKED}::test_garbage_under_the_mask_reaches_neither_value_nor_gradient",
         where="zero_outside",
         old="jnp.where(mask.astype(bool), _at_least_float32(x), 0.0)",
         new="_at_least_float32(x) * mask",
     ),
     Exhibit(
-        name="a_batch_in_which_all_is_masked_gives_nan",
-        source="trl: all responses of a batch cut off and masked out; grpo: 0 / 0",
-        holds="loss 0 and gradient 0",
+        name="a_fully_masked_batch_results_in_nan",
+        source="trl: all responses of a batch were truncated and masked out; grpo: 0 / 0",
+        holds="the loss is 0 and the gradient is 0",
         test=f"{TEST_MASKED}::test_empty_mask_gives_zero_and_no_gradient",
         where="_mean",
         old="jnp.maximum(count, 1)",
@@ -762,8 +864,11 @@ REDUCTIONS = [
     ),
     Exhibit(
         name="a_mean_over_an_outer_product",
-        source="RLinf#1564: [B] * [B, 1] broadcast to [B, B], and the entropy bonus was B times too large",
-        holds="shapes that would broadcast are refused",
+        source=(
+            "RLinf#1564: [B] * [B, 1] broadcast to [B, B], and the entropy bonus was B times too "
+            "large"
+        ),
+        holds="shapes that would broadcast are rejected",
         test=f"{TEST_MASKED}::test_shapes_that_would_broadcast_are_refused",
         where="zero_outside",
         old=(
@@ -777,17 +882,17 @@ REDUCTIONS = [
 LOG_PROBS = [
     Exhibit(
         name="a_scoring_pass_without_the_temperature",
-        source="trl#3029, verl#6280, unsloth-zoo#832, tunix: one of the passes at T = 1",
-        holds="every log-prob is at the sampling temperature",
+        source="trl#3029, verl#6280, unsloth-zoo#832, tunix: one of the passes ran at T = 1",
+        holds="every log-prob is taken at the sampling temperature",
         test=f"{TEST_LOGPROBS}::test_by_hand",
         where="_forward",
         old="chunk_logits(chunks.gather(hidden, i), weight, cap) / temperature",
         new="chunk_logits(chunks.gather(hidden, i), weight, cap)",
     ),
     Exhibit(
-        name="the_gradient_forgets_the_temperature",
-        source="unsloth-zoo#832: at T other than 1 the policy gradient's size was not TRL's",
-        holds="the closed-form gradient is that of the definition, at any temperature",
+        name="the_gradient_omits_the_temperature",
+        source="unsloth-zoo#832: for T != 1 the size of the policy gradient differed from TRL's",
+        holds="the closed-form gradient equals that of the definition at any temperature",
         test=f"{TEST_LOGPROBS}::test_gradient_is_that_of_the_definition",
         where="_backward",
         old="slope / temperature",
@@ -796,7 +901,7 @@ LOG_PROBS = [
     Exhibit(
         name="negative_entropy",
         source="trl#6121: an entropy below 0",
-        holds="entropy is at least 0, for peaked distributions too",
+        holds="the entropy is at least 0, also for peaked distributions",
         test=f"{TEST_LOGPROBS}::test_entropy_is_never_negative_nor_logprob_positive",
         where="_forward",
         old="jnp.maximum(entropy, 0)",
@@ -804,16 +909,19 @@ LOG_PROBS = [
     ),
     Exhibit(
         name="the_chunks_gradient_is_summed_in_bfloat16",
-        source="Liger-Kernel#830, #512, #827: the head's gradient was accumulated chunk by chunk in bfloat16",
+        source=(
+            "Liger-Kernel#830, #512, #827: the gradient of the head was accumulated over chunks "
+            "in bfloat16"
+        ),
         holds="gradients are summed in float32",
         test=f"{TEST_LOGPROBS}::test_gradient_of_the_master_is_summed_in_float32",
         where="logprobs._backward",
-        old="sums[1] + of_weight",
-        new="(sums[1] + of_weight).astype(hidden.dtype).astype(jnp.float32)",
+        old="weight_sum + weight_grad",
+        new="(weight_sum + weight_grad).astype(hidden.dtype).astype(jnp.float32)",
     ),
     Exhibit(
-        name="the_mask_is_forgotten_where_log_probs_come_back",
-        source="SkyRL#1782, trl#7024: what stands under the padding reached advantages",
+        name="returned_log_probs_are_not_masked",
+        source="SkyRL#1782, trl#7024: values under the padding reached the advantages",
         holds="log-probs and entropies are 0 outside the response",
         test=f"{TEST_LOGPROBS}::test_what_the_mask_hides_does_not_matter",
         where="_forward",
@@ -824,9 +932,12 @@ LOG_PROBS = [
 
 REWARD_AND_KL = [
     Exhibit(
-        name="the_score_stands_one_past_the_last_token",
-        source="trl#1893, trl#3750, trl#5338, DeepSpeedExamples#672: the reward was added to the pad behind the EOS",
-        holds="the score sits on the last generated token",
+        name="the_score_is_one_past_the_last_token",
+        source=(
+            "trl#1893, trl#3750, trl#5338, DeepSpeedExamples#672: the reward was added to the pad "
+            "token after the EOS"
+        ),
+        holds="the score is placed on the last generated token",
         test=f"{TEST_UPDATE}::test_score_sits_on_the_last_token_and_returns_are_raw",
         where="shape_rewards",
         old="last_actions(masks.actions)",
@@ -834,8 +945,13 @@ REWARD_AND_KL = [
     ),
     Exhibit(
         name="a_reward_model_is_read_at_the_padding",
-        source="trl#2778, trl#6800, trl#937, reward-bench#154: a model padded on one side was read on the other",
-        holds="a reward model's score is that at the sequence's last token, as if it stood alone",
+        source=(
+            "trl#2778, trl#6800, trl#937, reward-bench#154: a model padded on one side was read "
+            "on the other"
+        ),
+        holds=(
+            "the reward-model score is read at the last token of the sequence, as without padding"
+        ),
         test=f"{TEST_UPDATE}::test_reward_model_scores_stand_on_the_last_token",
         where="write_last_values",
         old="sequences.prompt_lengths + sequences.lengths - 1",
@@ -843,7 +959,10 @@ REWARD_AND_KL = [
     ),
     Exhibit(
         name="a_gap_between_prompt_and_response",
-        source="OpenRLHF#217, trlx#509: what is scored is not what was sampled, where padding stands in between",
+        source=(
+            "OpenRLHF#217, trlx#509: with padding between prompt and response, the scored text is "
+            "not the sampled one"
+        ),
         holds="prompt and response are joined without a gap",
         test=f"{TEST_UPDATE}::test_joining_leaves_no_gap",
         where="join_sequences",
@@ -851,9 +970,9 @@ REWARD_AND_KL = [
         new="column - rollout.prompts.tokens.shape[1]",
     ),
     Exhibit(
-        name="the_penalty_for_a_missing_eos_replaces_the_score",
-        source="trl#2012: PPO and RLOO put the penalty in the place of the score, OnlineDPO subtracted it",
-        holds="penalties are taken from the score",
+        name="the_missing_eos_penalty_replaces_the_score",
+        source="trl#2012: PPO and RLOO replaced the score by the penalty, OnlineDPO subtracted it",
+        holds="penalties are subtracted from the score",
         test=f"{TEST_EXPERIENCE}::test_penalties_come_after_normalisation_and_clip",
         where="shape_scores",
         old=(
@@ -866,9 +985,9 @@ REWARD_AND_KL = [
         ),
     ),
     Exhibit(
-        name="the_penalty_for_a_missing_eos_never_falls_due",
-        source="trl#5338: looked for an EOS that the stop token's place had lost to padding",
-        holds="the sampler says which responses were cut off, and those are penalised",
+        name="the_missing_eos_penalty_is_never_applied",
+        source="trl#5338: it looked for an EOS where the stop token had been replaced by padding",
+        holds="the sampler reports which responses were truncated, and those are penalized",
         test=f"{TEST_EXPERIENCE}::test_penalties_come_after_normalisation_and_clip",
         where="shape_scores",
         old="options.missing_eos_penalty * truncated_B",
@@ -876,8 +995,8 @@ REWARD_AND_KL = [
     ),
     Exhibit(
         name="the_kl_is_averaged_over_padding",
-        source="rlhf-book#216: approx_kl.mean() over padding, and padding's KL in the returns",
-        holds="KL is of the tokens of responses",
+        source="rlhf-book#216: approx_kl.mean() over padding, and the KL of padding in the returns",
+        holds="the KL is averaged over response tokens only",
         test=f"{TEST_EXPERIENCE}::test_the_whole_kl_is_taken_where_it_is_given",
         where="add_kl_penalty",
         old="masked.masked_mean(kl_tokens, actions)",
@@ -885,8 +1004,10 @@ REWARD_AND_KL = [
     ),
     Exhibit(
         name="the_kl_reported_is_not_the_kl_in_use",
-        source="trl#1161, trl#1180: whatever the estimator, k1 was reported and warned of",
-        holds="the KL that is reported is the one that is asked for",
+        source=(
+            "trl#1161, trl#1180: k1 was reported and checked for warnings, whatever the estimator"
+        ),
+        holds="the reported KL is that of the configured estimator",
         test=f"{TEST_EXPERIENCE}::test_the_kl_is_estimated_as_asked",
         where="experience.reference_kl",
         old="algorithm.kl_penalty",
@@ -894,8 +1015,14 @@ REWARD_AND_KL = [
     ),
     Exhibit(
         name="the_reference_at_another_temperature",
-        source="tunix at T = 0.9: policy log-probs at T = 1, the reference's at T; KL not 0 where both are one policy",
-        holds="KL is exactly 0 while the actor is the reference, at any temperature and for every estimator",
+        source=(
+            "tunix at T = 0.9: policy log-probs at T = 1, the reference's at T, so the KL of a "
+            "policy to itself is not 0"
+        ),
+        holds=(
+            "the KL is exactly 0 while actor and reference are equal, at any temperature, for "
+            "every estimator"
+        ),
         test=f"{TEST_UPDATE}::test_kl_is_zero_at_first_for_every_estimator",
         where="_score_policy",
         old="logprobs_of(state.reference, ref_hidden)",
@@ -904,7 +1031,7 @@ REWARD_AND_KL = [
     Exhibit(
         name="the_controller_always_adapts",
         source="trl#18: adap_kl_ctrl was read and not used",
-        holds="a fixed coefficient stays what it is",
+        holds="a fixed coefficient does not change",
         test=f"{TEST_EXPERIENCE}::test_the_coefficient_of_the_next_step",
         where="_next_kl_coefficient",
         old="options.type != 'adaptive'",
@@ -912,7 +1039,7 @@ REWARD_AND_KL = [
     ),
     Exhibit(
         name="the_kl_target_in_other_units",
-        source="OpenAI's target of 6 is summed over a response, verl's of 0.1 is a mean a token",
+        source="OpenAI's target of 6 is a sum over a response, verl's of 0.1 is a mean per token",
         holds="the unit of the target is an option, and the controller measures in it",
         test=f"{TEST_EXPERIENCE}::test_the_coefficient_of_the_next_step",
         where="_next_kl_coefficient",
@@ -921,8 +1048,11 @@ REWARD_AND_KL = [
     ),
     Exhibit(
         name="the_one_sided_clamp_described_backwards",
-        source="the CS336 notes: clamp(log p - log ref, min=0) punishes tokens made MORE likely than the reference",
-        holds="the clamped estimator does what its docstring says",
+        source=(
+            "the CS336 notes: clamp(log p - log ref, min=0) penalizes tokens made MORE likely "
+            "than the reference"
+        ),
+        holds="the clamped estimator matches its docstring",
         test="tests/kernels/test_kl.py::test_clamped_holds_back_only_tokens_made_more_likely",
         where="kl_estimate",
         old="return jax.nn.relu(log_ratio)",
@@ -930,8 +1060,11 @@ REWARD_AND_KL = [
     ),
     Exhibit(
         name="k3_in_the_loss_has_another_kls_gradient",
-        source="arXiv 2510.01555, arXiv 2512.21852: an unbiased estimate is no unbiased loss",
-        holds="k3+ has k3's value and k2's gradient; docstrings state the bias of each, tests enumerate it",
+        source="arXiv 2510.01555, arXiv 2512.21852: an unbiased estimate is not an unbiased loss",
+        holds=(
+            "k3+ has the value of k3 and the gradient of k2; docstrings state the bias of each, "
+            "and tests enumerate it"
+        ),
         test="tests/kernels/test_kl.py::test_k3_plus_has_the_value_of_k3_and_the_gradient_of_k2",
         where="kl_estimate",
         old="jax.lax.stop_gradient(_k3(log_ratio)) + (k2 - jax.lax.stop_gradient(k2))",
@@ -939,7 +1072,7 @@ REWARD_AND_KL = [
     ),
     Exhibit(
         name="k3_overflows",
-        source="verl clamps low_var_kl at +-20 for it; trl#7120",
+        source="verl clamps low_var_kl at +-20 for this reason; trl#7120",
         holds="log-ratios are clamped before exp",
         test="tests/kernels/test_kl.py::test_k3_of_a_huge_log_ratio_is_clamped_and_flat",
         where="_k3",
@@ -953,9 +1086,15 @@ REWARD_AND_KL = [
 
 ADVANTAGES = [
     Exhibit(
-        name="advantages_leak_in_from_behind_the_end",
-        source="stable-baselines#385, RoboVerse#814, rlevo#342, cleanrl#16: the mask of the end one step late",
-        holds="after the last token there is 0, or the value to bootstrap from, wherever in the row it stands",
+        name="advantages_leak_in_from_after_the_end",
+        source=(
+            "stable-baselines#385, RoboVerse#814, rlevo#342, cleanrl#16: the mask of the end was "
+            "one step late"
+        ),
+        holds=(
+            "after the last token comes 0 or the value to bootstrap from, wherever in the row "
+            "that token is"
+        ),
         test="tests/kernels/test_advantages.py::test_against_loops",
         where="gae",
         old=(
@@ -965,7 +1104,9 @@ ADVANTAGES = [
     ),
     Exhibit(
         name="padding_leaks_into_returns",
-        source="ROLL#447, rlhf-book#216: the critic's value of masked tokens reached the real ones",
+        source=(
+            "ROLL#447, rlhf-book#216: the critic's values of masked tokens reached the real ones"
+        ),
         holds="padding may hold anything",
         test="tests/kernels/test_advantages.py::test_against_loops",
         where="gae",
@@ -974,7 +1115,7 @@ ADVANTAGES = [
     ),
     Exhibit(
         name="rewards_are_shifted_by_one",
-        source="spinningup#50: each reward stood with the step after it",
+        source="spinningup#50: each reward was stored with the following step",
         holds="r_t is the reward for emitting token t",
         test="tests/kernels/test_advantages.py::test_by_hand",
         where="gae",
@@ -983,7 +1124,7 @@ ADVANTAGES = [
     ),
     Exhibit(
         name="returns_without_advantages",
-        source="cleanrl#337: returns were made from a buffer of advantages that was still 0",
+        source="cleanrl#337: returns were computed from a buffer of advantages that was still 0",
         holds="returns are raw advantages plus values",
         test="tests/kernels/test_advantages.py::test_by_hand",
         where="gae",
@@ -992,16 +1133,19 @@ ADVANTAGES = [
     ),
     Exhibit(
         name="returns_from_whitened_advantages",
-        source="the CS336 notes: the critic learned whitened advantages plus values",
-        holds="returns are taken before anything is whitened",
+        source="the CS336 notes: the critic was trained on whitened advantages plus values",
+        holds="returns are computed before whitening",
         test=f"{TEST_UPDATE}::test_score_sits_on_the_last_token_and_returns_are_raw",
         where="generalized_advantages",
         old="advantages, returns = gae(token_rewards, values, actions, algorithm.gamma, lam, final_values)",
         new="advantages, _ = gae(token_rewards, values, actions, algorithm.gamma, lam, final_values)\nreturns = masked.whiten(advantages, actions) + values",
     ),
     Exhibit(
-        name="whitening_by_part_of_a_batch",
-        source="tunix: advantages were whitened within each service batch; miles#3229: within each slice of a sequence",
+        name="whitening_over_part_of_a_batch",
+        source=(
+            "tunix: advantages were whitened within each service batch; miles#3229: within each "
+            "slice of a sequence"
+        ),
         holds="whitening is over the whole rollout",
         test=f"{TEST_UPDATE}::test_score_sits_on_the_last_token_and_returns_are_raw",
         where="whiten_advantages",
@@ -1009,9 +1153,12 @@ ADVANTAGES = [
         new="jax.vmap(masked.whiten)(estimates.advantages, masks.loss)",
     ),
     Exhibit(
-        name="responses_that_ended_are_bootstrapped",
-        source="RoboVerse#814, rlevo#342: the value behind an end was counted, and ending paid",
-        holds="only a response that was cut off is bootstrapped",
+        name="finished_responses_are_bootstrapped",
+        source=(
+            "RoboVerse#814, rlevo#342: the value after an end was counted, so that ending was "
+            "rewarded"
+        ),
+        holds="only a truncated response is bootstrapped",
         test=f"{TEST_EXPERIENCE}::test_only_a_truncated_response_is_bootstrapped",
         where="critic_values",
         old="sequences.truncated & bootstraps",
@@ -1019,8 +1166,11 @@ ADVANTAGES = [
     ),
     Exhibit(
         name="groups_are_the_whole_batch",
-        source="grpo-flat#2: mean and deviation over the batch instead of over a prompt's responses",
-        holds="a prompt's responses are compared with each other alone",
+        source=(
+            "grpo-flat#2: mean and standard deviation over the batch instead of over the "
+            "responses to one prompt"
+        ),
+        holds="the responses to a prompt are compared only with each other",
         test="tests/kernels/test_advantages.py::test_groups_by_hand",
         where="_deviations_from_group_mean",
         old="scores_B.astype(jnp.promote_types(scores_B.dtype, jnp.float32)).reshape(-1, n)",
@@ -1028,8 +1178,11 @@ ADVANTAGES = [
     ),
     Exhibit(
         name="a_group_of_one",
-        source="DeepAnalyze#116: with num_generations=1 the deviation is NaN, and so is the loss",
-        holds="groups of one are refused",
+        source=(
+            "DeepAnalyze#116: with num_generations=1 the standard deviation is NaN, and so is the "
+            "loss"
+        ),
+        holds="groups of one are rejected",
         test="tests/kernels/test_advantages.py::test_what_is_no_group_is_refused",
         where="_deviations_from_group_mean",
         old="n > 1 and scores_B.shape[0] % n == 0",
@@ -1040,8 +1193,8 @@ ADVANTAGES = [
 LOSSES_AND_RATIO = [
     Exhibit(
         name="the_first_ratio_is_not_1",
-        source="verl#6280, trl#454, trl#3029: old log-probs came from another pass than new ones",
-        holds="in the first mini-batch log ratios are 0 but for rounding, at any temperature",
+        source="verl#6280, trl#454, trl#3029: old and new log-probs came from different passes",
+        holds="in the first mini-batch the log-ratios are 0 up to rounding, at any temperature",
         test=f"{TEST_UPDATE}::test_first_mini_batch_has_ratio_one_and_kl_zero",
         where="_score_policy",
         old="forward.token_logprobs(net, params, hidden, rows, temperature, with_entropy=False)",
@@ -1050,7 +1203,7 @@ LOSSES_AND_RATIO = [
     Exhibit(
         name="the_ratio_is_always_1",
         source="torchforge#571: logprobs - logprobs.detach()",
-        holds="from the second mini-batch on the ratio has moved",
+        holds="from the second mini-batch on, the ratio differs from 1",
         test=f"{TEST_UPDATE}::test_first_mini_batch_has_ratio_one_and_kl_zero",
         where="objectives._policy_loss",
         old="options.is_on_policy",
@@ -1059,7 +1212,7 @@ LOSSES_AND_RATIO = [
     Exhibit(
         name="old_policy_and_reference_are_mixed_up",
         source="the CS336 notes: the old policy's log-probs are named ref_logprobs",
-        holds="the ratio is to the old policy, the KL to the reference",
+        holds="the ratio is relative to the old policy, the KL to the reference",
         test="tests/ppo/test_objectives.py::test_the_ratio_is_to_the_old_policy_and_the_kl_to_the_reference",
         where="objectives._policy_loss",
         old="experience.old_logprobs",
@@ -1076,8 +1229,8 @@ LOSSES_AND_RATIO = [
     ),
     Exhibit(
         name="the_ratio_overflows",
-        source="trl#7120: exp of a log ratio of a hundred",
-        holds="the log ratio is clamped before exp, and what was clamped shows",
+        source="trl#7120: exp of a log-ratio in the hundreds",
+        holds="the log-ratio is clamped before exp, and clamping is visible in the result",
         test="tests/kernels/test_losses.py::test_log_ratio_overflow",
         where="policy_loss",
         old=(
@@ -1088,7 +1241,10 @@ LOSSES_AND_RATIO = [
     ),
     Exhibit(
         name="the_smaller_value_loss_is_taken",
-        source="implementation-matters#1, baselines#765: a paper's minimum where the code has the maximum",
+        source=(
+            "implementation-matters#1, baselines#765: the paper has a minimum where the code has "
+            "the maximum"
+        ),
         holds="the clipped value loss is the larger of the two",
         test="tests/kernels/test_losses.py::test_value_loss_by_hand",
         where="value_loss",
@@ -1097,7 +1253,10 @@ LOSSES_AND_RATIO = [
     ),
     Exhibit(
         name="values_are_clipped_around_themselves",
-        source="tensorflow/agents#352: old values were predicted anew by the critic in training, and nothing was ever clipped",
+        source=(
+            "tensorflow/agents#352: the critic recomputed the old values during training, and "
+            "nothing was ever clipped"
+        ),
         holds="values are clipped around those of the rollout",
         test="tests/ppo/test_objectives.py::test_the_value_loss_is_clipped_around_the_values_of_the_rollout",
         where="_critic_loss",
@@ -1106,8 +1265,10 @@ LOSSES_AND_RATIO = [
     ),
     Exhibit(
         name="a_negative_kl_stops_nothing",
-        source="stable-baselines3#417, spinningup#137: mean(old - new) is below 0 half of the time",
-        holds="the KL that the early stop looks at is never negative",
+        source=(
+            "stable-baselines3#417, spinningup#137: mean(old - new) is negative half of the time"
+        ),
+        holds="the KL used for early stopping is never negative",
         test="tests/ppo/test_objectives.py::test_the_approximate_kl_is_never_negative",
         where="_policy_metrics",
         old="jnp.expm1(policy.log_ratio) - policy.log_ratio",
@@ -1130,7 +1291,10 @@ LOSSES_AND_RATIO = [
 UPDATES = [
     Exhibit(
         name="a_mean_of_micro_batch_means",
-        source="verl#5625, Unsloth's and transformers' gradient accumulation of October 2024, nanochat#59, prime-rl#2358",
+        source=(
+            "verl#5625, gradient accumulation of Unsloth and transformers in October 2024, "
+            "nanochat#59, prime-rl#2358"
+        ),
         holds="gradients do not depend on micro-batches, packing or devices",
         test=f"{TEST_UPDATE}::test_micro_batches_and_packing_do_not_change_the_gradient",
         where="Role.gradients",
@@ -1139,8 +1303,11 @@ UPDATES = [
     ),
     Exhibit(
         name="a_mean_over_each_devices_tokens",
-        source="prime-rl#2358, Arctic-Platform#119: each rank divided by its own tokens before gradients were averaged",
-        holds="every token of a mini-batch weighs the same, whichever device it is on",
+        source=(
+            "prime-rl#2358, Arctic-Platform#119: each rank divided by its own token count before "
+            "gradients were averaged"
+        ),
+        holds="every token of a mini-batch has the same weight, whichever device it is on",
         test=f"{TEST_UPDATE}::test_devices_do_not_change_the_gradient",
         where="Role.gradients",
         old="weights = Weights(loss=jnp.where(rows.mask, loss_B[rows.samples], 0), mean=jnp.where(rows.mask, mean_B[rows.samples], 0))",
@@ -1148,16 +1315,19 @@ UPDATES = [
     ),
     Exhibit(
         name="the_entropy_bonus_grows_with_the_micro_batches",
-        source="RLinf#1564, verl#4711: bonus and metrics scaled by the number or size of micro-batches",
-        holds="the entropy bonus has the weights of the loss",
+        source=(
+            "RLinf#1564, verl#4711: bonus and metrics were scaled by the number or size of "
+            "micro-batches"
+        ),
+        holds="the entropy bonus uses the weights of the loss",
         test=f"{TEST_UPDATE}::test_micro_batches_and_packing_do_not_change_the_gradient",
         where="_actor_loss",
         old="jnp.sum(weights.loss * entropy)",
         new="jnp.mean(entropy)",
     ),
     Exhibit(
-        name="the_value_loss_is_averaged_by_micro_batch",
-        source="verl#5625, verl#7110: the actor's loss was mended, the critic's not",
+        name="the_value_loss_is_averaged_per_micro_batch",
+        source="verl#5625, verl#7110: the actor's loss was fixed, the critic's was not",
         holds="the critic's gradient does not depend on micro-batches either",
         test=f"{TEST_UPDATE}::test_micro_batches_and_packing_do_not_change_the_gradient",
         where="_critic_loss",
@@ -1166,8 +1336,11 @@ UPDATES = [
     ),
     Exhibit(
         name="gradients_are_clipped_before_they_are_summed",
-        source="transformers#1563, lingua#59: clip_grad_norm_ after every backward pass of an accumulation",
-        holds="the whole mini-batch's gradient is clipped",
+        source=(
+            "transformers#1563, lingua#59: clip_grad_norm_ after every backward pass of an "
+            "accumulation"
+        ),
+        holds="the gradient of the whole mini-batch is clipped",
         test=f"{TEST_UPDATE}::test_micro_batches_and_packing_do_not_change_the_gradient",
         where="Role.gradients",
         old="jax.tree.map(jnp.add, gradient_sum, gradients)",
@@ -1175,8 +1348,11 @@ UPDATES = [
     ),
     Exhibit(
         name="masked_responses_count_in_the_denominator",
-        source="trl#6369: mask_truncated_completions took tokens from the sum and not from the count",
-        holds="what is masked is absent: from the sum, and from what it is divided by",
+        source=(
+            "trl#6369: mask_truncated_completions removed tokens from the sum but not from the "
+            "count"
+        ),
+        holds="masked tokens are excluded from both the sum and its divisor",
         test=f"{TEST_UPDATE}::test_masked_responses_teach_nothing",
         where="count_learned_tokens",
         old="batch.members & experience.sample_mask",
@@ -1184,8 +1360,11 @@ UPDATES = [
     ),
     Exhibit(
         name="epochs_repeat_one_mini_batch",
-        source="tunix: each epoch repeats the same mini-batch back to back; lm-human-preference-details (JAX): one shuffle key",
-        holds="every epoch of every step cuts the whole rollout into mini-batches of its own",
+        source=(
+            "tunix: each epoch repeats the same mini-batch back to back; "
+            "lm-human-preference-details (JAX): one shuffle key"
+        ),
+        holds="every epoch of every step divides the whole rollout into new mini-batches",
         test="tests/ppo/test_setup.py::test_every_epoch_of_every_step_cuts_the_whole_rollout_anew",
         where="RolloutPlanner._mini_batches",
         old="[self.seed, step, epoch]",
@@ -1194,16 +1373,16 @@ UPDATES = [
     Exhibit(
         name="one_key_for_all_steps",
         source="tunix 0.1.7: the sampling key does not change from step to step",
-        holds="a step, a stream and a seed have keys of their own",
+        holds="each combination of seed, stream and step has its own key",
         test="tests/ppo/test_setup.py::test_keys_differ_by_seed_stream_and_step",
         where="sample_key",
         old="jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), step)",
         new="jax.random.fold_in(jax.random.key(seed), stream)",
     ),
     Exhibit(
-        name="a_critic_warm_up_of_one_step_less",
-        source="verl: critic_warmup of N gives N - 1 steps",
-        holds="in exactly N steps the actor does not move by a bit",
+        name="critic_warmup_is_one_step_short",
+        source="verl: critic_warmup of N results in N - 1 steps",
+        holds="for exactly N steps the actor does not change by a single bit",
         test=f"{TEST_UPDATE}::test_critic_warmup_is_exactly_n_steps",
         where="update_actor",
         old="step >= warmup",
@@ -1211,17 +1390,20 @@ UPDATES = [
     ),
     Exhibit(
         name="the_first_learning_rate_is_zero",
-        source="verl#3674, torchtune#2010, bert#1293: the warm-up begins with a step that moves nothing",
-        holds="the first step of a warm-up of N has the rate lr / N, the last one lr",
+        source=(
+            "verl#3674, torchtune#2010, bert#1293: the warm-up starts with a step that changes "
+            "nothing"
+        ),
+        holds="the first step of a warm-up of N steps has the rate lr / N, the last one lr",
         test=f"{TEST_UPDATE}::test_learning_rate_by_hand",
         where="learning_rate",
         old="options.lr * (step + 1)",
         new="options.lr * step",
     ),
     Exhibit(
-        name="norms_decay",
-        source="transformers#35927, Fast-LLM#542: RMSNorm's scales were decayed",
-        holds="weight decay is on matrices alone",
+        name="weight_decay_applies_to_norms",
+        source="transformers#35927, Fast-LLM#542: the scales of RMSNorm were decayed",
+        holds="weight decay applies to matrices only",
         test=f"{TEST_UPDATE}::test_weight_decay_leaves_norms_alone",
         where="_is_matrix",
         old="path[-1].key in DECAYED_LEAVES",
@@ -1229,8 +1411,8 @@ UPDATES = [
     ),
     Exhibit(
         name="weight_decay_goes_through_adam",
-        source="arXiv 1711.05101: L2 regularisation in Adam is no weight decay",
-        holds="decay is proportional to the weight, whatever the gradient's history",
+        source="arXiv 1711.05101: L2 regularization in Adam is not weight decay",
+        holds="decay is proportional to the weight, whatever the history of the gradient",
         test=f"{TEST_UPDATE}::test_weight_decay_leaves_norms_alone",
         where="make_optimizer",
         old=(
@@ -1246,17 +1428,17 @@ UPDATES = [
     ),
     Exhibit(
         name="a_nan_gradient_is_applied",
-        source='verl#747: NaN, and then "!!!!" for ever',
-        holds="an update that is not finite is skipped, counted and named",
+        source='verl#747: NaN, then "!!!!" forever',
+        holds="a non-finite update is skipped, counted and named",
         test=f"{TEST_UPDATE}::test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted",
         where="descend",
         old="is_finite & update_enabled",
         new="update_enabled",
     ),
     Exhibit(
-        name="a_skipped_update_still_moves_the_optimizer",
-        source="flaxchat#6: gradients were zeroed, counts and moments went on",
-        holds="a skipped update leaves the optimizer's state too",
+        name="a_skipped_update_changes_the_optimizer_state",
+        source="flaxchat#6: gradients were zeroed, but counts and moments advanced",
+        holds="a skipped update leaves the optimizer state unchanged too",
         test=f"{TEST_UPDATE}::test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted",
         where="descend",
         old="select(new_opt_state, opt_state)",
@@ -1264,8 +1446,8 @@ UPDATES = [
     ),
     Exhibit(
         name="the_controllers_coefficient_is_lost_on_resume",
-        source="verl#7013, OpenRLHF, trl#2657: a resumed run began with the first coefficient",
-        holds="all that moves from step to step is in the checkpoint and comes back",
+        source="verl#7013, OpenRLHF, trl#2657: a resumed run started with the initial coefficient",
+        holds="all state that changes from step to step is saved in the checkpoint and restored",
         test="tests/training/test_state.py::test_a_state_from_a_checkpoint_is_the_one_that_was_saved",
         where="create_state",
         old="trained['control']",
@@ -1275,9 +1457,9 @@ UPDATES = [
 
 RULES_IN_A_RUN = [
     Exhibit(
-        name="a_plain_function_can_not_be_the_reward",
-        source="trl#2518, trl#2363, trl#3093: PPOTrainer took nothing but an nn.Module for a reward",
-        holds="any function, of a module or of a file, is a reward",
+        name="a_plain_function_is_not_accepted_as_reward",
+        source="trl#2518, trl#2363, trl#3093: PPOTrainer accepted only an nn.Module as reward",
+        holds="any function, from a module or a file, can be the reward",
         test="tests/rewards/test_registry.py::test_a_function_of_a_file",
         where="resolve_reward_function",
         old=(
@@ -1290,7 +1472,7 @@ RULES_IN_A_RUN = [
         ),
     ),
     Exhibit(
-        name="rewards_are_cut_to_whole_numbers",
+        name="rewards_are_truncated_to_integers",
         source="tunix 0.1.7: 0.49 becomes 0",
         holds="rewards are float32 from end to end",
         test="tests/rewards/test_registry.py::test_scores_are_float32_end_to_end",
@@ -1300,8 +1482,14 @@ RULES_IN_A_RUN = [
     ),
     Exhibit(
         name="one_crashing_score_ends_the_run",
-        source="verl#6673, trl#5281, AReaL#1426: one sample's error took the batch or the driver with it",
-        holds="it is named, gets the configured fallback, and is counted",
+        source=(
+            "verl#6673, trl#5281, AReaL#1426: an error in one sample aborted the batch or the "
+            "driver"
+        ),
+        holds=(
+            "the error is reported, the sample gets the configured fallback score, and failures "
+            "are counted"
+        ),
         test="tests/rewards/test_registry.py::test_a_failing_sample_costs_nobody_else_anything",
         where="score_batch",
         old=(
@@ -1323,8 +1511,10 @@ RULES_IN_A_RUN = [
     ),
     Exhibit(
         name="a_nan_score_poisons_its_batch",
-        source="trl#5773, trl#5775: a reward of NaN made mean, deviation and loss NaN",
-        holds="a score that is not finite is a failure of its sample",
+        source=(
+            "trl#5773, trl#5775: a reward of NaN turned mean, standard deviation and loss into NaN"
+        ),
+        holds="a non-finite score is a failure of its own sample only",
         test="tests/rewards/test_registry.py::test_a_failing_sample_costs_nobody_else_anything",
         where="_validate_result",
         old="not abs(result.score) <= _LARGEST",
@@ -1333,7 +1523,7 @@ RULES_IN_A_RUN = [
     Exhibit(
         name="rules_see_special_tokens",
         source="verl#715: `...</answer><|im_end|>` matches no pattern that ends with </answer>",
-        holds="rules see text",
+        holds="rules receive text without special tokens",
         test="tests/ppo/test_setup.py::test_rules_see_each_response_beside_its_own_example_and_nothing_special",
         where="RuleScorer.score",
         old="self.tokenizer.batch_decode(responses, skip_special_tokens=True)",
@@ -1341,7 +1531,10 @@ RULES_IN_A_RUN = [
     ),
     Exhibit(
         name="rules_see_the_wrong_example",
-        source="VLM-R1#129, R1-V#146: with n responses a prompt, solutions shifted against responses",
+        source=(
+            "VLM-R1#129, R1-V#146: with n responses per prompt, solutions were shifted against "
+            "responses"
+        ),
         holds="response b is scored for example b // n",
         test="tests/ppo/test_setup.py::test_rules_see_each_response_beside_its_own_example_and_nothing_special",
         where="RuleScorer.score",
@@ -1349,9 +1542,9 @@ RULES_IN_A_RUN = [
         new="batch.examples[i % len(batch.examples)]",
     ),
     Exhibit(
-        name="nobody_says_that_filters_make_it_off_policy",
-        source="trl#6789, verl#6240: top-p below 1 biased the ratio, silently",
-        holds="a run with top_k or top_p says so before it begins",
+        name="no_warning_that_filters_make_the_run_off_policy",
+        source="trl#6789, verl#6240: top-p below 1 silently biased the ratio",
+        holds="a run with top_k or top_p warns about it before it starts",
         test="tests/ppo/test_setup.py::test_filters_are_said_to_make_what_is_learned_off_policy",
         where="note_truncated_distribution",
         old="config.rollout.top_k > 0 or config.rollout.top_p < 1",
@@ -1359,8 +1552,10 @@ RULES_IN_A_RUN = [
     ),
     Exhibit(
         name="held_out_batches_share_their_draws",
-        source="Megatron-LM#5983, vllm#11953: batches that began with one seed drew alike",
-        holds="every held-out sample has an address of its own",
+        source=(
+            "Megatron-LM#5983, vllm#11953: batches that started from one seed drew the same samples"
+        ),
+        holds="every held-out sample has its own random address",
         test="tests/ppo/test_evaluation.py::test_samples_of_all_batches_have_addresses_of_their_own",
         where="evaluate",
         old="first += len(batch_scores)",
@@ -1371,7 +1566,10 @@ RULES_IN_A_RUN = [
 CLIPS_AND_OTHER_LOSSES = [
     Exhibit(
         name="the_minimum_is_taken_before_the_advantage",
-        source="takuseno/ppo#3: min(ratio, clipped ratio) * A, so that bad tokens were hardly ever clipped",
+        source=(
+            "takuseno/ppo#3: min(ratio, clipped ratio) * A, so that bad tokens were almost never "
+            "clipped"
+        ),
         holds="min(ratio * A, clipped ratio * A), whatever the sign of A",
         test="tests/kernels/test_losses.py::test_policy_loss_by_hand",
         where="policy_loss",
@@ -1379,36 +1577,38 @@ CLIPS_AND_OTHER_LOSSES = [
         new=("-advantages * jnp.minimum(ratio, jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high))"),
     ),
     Exhibit(
-        name="the_dual_clip_is_for_good_tokens_too",
-        source="tianshou#433: where the advantage is positive, the loss became -c A",
-        holds="the dual clip is for negative advantages alone",
+        name="the_dual_clip_applies_to_good_tokens",
+        source="tianshou#433: with a positive advantage, the loss became -c A",
+        holds="the dual clip applies to negative advantages only",
         test="tests/kernels/test_losses.py::test_policy_loss_by_hand",
         where="policy_loss",
         old="jnp.where(advantages < 0, jnp.minimum(loss, ceiling), loss)",
         new="jnp.minimum(loss, ceiling)",
     ),
     Exhibit(
-        name="bad_tokens_have_a_loss_without_bound",
+        name="the_loss_of_bad_tokens_is_unbounded",
         source="verl#783, ray#37334: a ratio of thousands times a negative advantage",
-        holds="the dual clip bounds the loss of a bad token that became likelier",
+        holds="the dual clip bounds the loss of a bad token that became more likely",
         test="tests/kernels/test_losses.py::test_policy_loss_by_hand",
         where="policy_loss",
         old="dual_clip is not None",
         new="False",
     ),
     Exhibit(
-        name="what_lies_outside_the_range_is_called_clipped",
-        source="trl#3175: clip fractions did not look at the advantage's sign",
-        holds="a token counts as clipped where it has no gradient",
+        name="every_ratio_outside_the_range_counts_as_clipped",
+        source="trl#3175: clip fractions ignored the sign of the advantage",
+        holds="a token counts as clipped if it has no gradient",
         test="tests/kernels/test_losses.py::test_policy_loss_by_hand",
         where="policy_loss",
         old="clipped_loss > unclipped_loss",
         new="(ratio < 1.0 - clip_low) | (ratio > 1.0 + clip_high)",
     ),
     Exhibit(
-        name="no_value_is_ever_called_clipped",
-        source="RLinf#1529: the clipped value was compared with the range that it had been clipped to",
-        holds="a value counts as clipped where it has no gradient",
+        name="no_value_ever_counts_as_clipped",
+        source=(
+            "RLinf#1529: the clipped value was compared with the range that it had been clipped to"
+        ),
+        holds="a value counts as clipped if it has no gradient",
         test="tests/kernels/test_losses.py::test_value_loss_by_hand",
         where="value_loss",
         old="clipped_loss > unclipped_loss",
@@ -1418,9 +1618,12 @@ CLIPS_AND_OTHER_LOSSES = [
         ),
     ),
     Exhibit(
-        name="divided_by_the_longest_of_the_batch",
-        source="trl#3138, open-instruct#636: Dr. GRPO wants a constant; a divisor of the batch keeps the bias by length",
-        holds="the normaliser of seq-mean-token-sum-norm is the same at every step",
+        name="divided_by_the_longest_response_of_the_batch",
+        source=(
+            "trl#3138, open-instruct#636: Dr. GRPO requires a constant; a divisor that depends on "
+            "the batch keeps the length bias"
+        ),
+        holds="the normalizer of seq-mean-token-sum-norm is the same at every step",
         test="tests/kernels/test_losses.py::test_loss_weights_by_hand",
         where="loss_weights",
         old="samples * scale",
@@ -1428,8 +1631,8 @@ CLIPS_AND_OTHER_LOSSES = [
     ),
     Exhibit(
         name="masked_tokens_leak_into_the_sequences_ratio",
-        source="Soup#723: GSPO took means over padding as well",
-        holds="a response's ratio is that of its own tokens",
+        source="Soup#723: the means of GSPO included padding",
+        holds="the ratio of a response uses its own tokens only",
         test="tests/kernels/test_policy_losses.py::test_against_loops_with_garbage_under_the_mask",
         where="_log_ratios_and_advantages",
         old=(
@@ -1439,8 +1642,8 @@ CLIPS_AND_OTHER_LOSSES = [
         new="batch.logprobs - batch.old_logprobs",
     ),
     Exhibit(
-        name="gspo_by_token",
-        source="Soup#723: a loss named GSPO had a ratio for each token",
+        name="gspo_per_token",
+        source="Soup#723: a loss named GSPO had one ratio per token",
         holds="GSPO has one ratio, clipped or not, for all tokens of a response",
         test="tests/kernels/test_policy_losses.py::test_by_hand",
         where="gspo",
@@ -1449,7 +1652,7 @@ CLIPS_AND_OTHER_LOSSES = [
     ),
     Exhibit(
         name="the_ratio_of_sums_of_log_probs",
-        source="hands-on-modern-rl#75: exp of a difference of sums; GSPO's is that of means",
+        source="hands-on-modern-rl#75: exp of a difference of sums; GSPO uses means",
         holds="the ratio of a response does not grow with its length",
         test="tests/kernels/test_policy_losses.py::test_by_hand",
         where="_mean_over_response",
@@ -1462,18 +1665,21 @@ CLIPS_AND_OTHER_LOSSES = [
 
 STOPS = [
     Exhibit(
-        name="the_early_stop_ends_one_epoch_alone",
-        source="ManiSkill#830, cleanrl#520: a check in one of two loops, and the next epoch goes on",
-        holds="past the target, nothing more is learned of this rollout",
+        name="the_early_stop_ends_only_one_epoch",
+        source=(
+            "ManiSkill#830, cleanrl#520: the check was in one of two loops, so the next epoch "
+            "continued"
+        ),
+        holds="past the target, no further update uses this rollout",
         test=f"{TEST_UPDATE}::test_after_the_stop_nothing_is_learned",
         where="Role.train",
         old="within_target_kl &= metrics[self.early_stop.metric] <= self.early_stop.limit",
         new="within_target_kl = metrics[self.early_stop.metric] <= self.early_stop.limit",
     ),
     Exhibit(
-        name="the_step_that_is_too_far_is_taken",
-        source="firedup#3, stable-baselines3#419: the KL was looked at after the gradient step",
-        holds="the mini-batch that finds the policy too far does not move it further",
+        name="the_step_past_the_kl_target_is_taken",
+        source="firedup#3, stable-baselines3#419: the KL was checked after the gradient step",
+        holds="a mini-batch whose KL exceeds the target does not change the policy",
         test=f"{TEST_UPDATE}::test_target_kl_stops_the_actor_and_not_the_critic",
         where="Role.train",
         old="update_enabled & within_target_kl & has_tokens",
@@ -1481,26 +1687,29 @@ STOPS = [
     ),
     Exhibit(
         name="steps_that_were_not_taken_are_counted",
-        source="stable-baselines3#1229: n_updates went up by all epochs, stopped or not",
-        holds="actor/steps_taken counts the steps that moved the actor",
+        source="stable-baselines3#1229: n_updates increased by all epochs, stopped or not",
+        holds="actor/steps_taken counts the steps that changed the actor",
         test=f"{TEST_UPDATE}::test_target_kl_stops_the_actor_and_not_the_critic",
         where="Role.train",
         old="jnp.sum(taken_U)",
         new="taken_U.size",
     ),
     Exhibit(
-        name="the_entropy_collapses_unseen",
-        source="verl#5953: the entropy fell to nothing, and nobody said so",
-        holds="the entropy is logged, and a fall below a threshold is said once",
+        name="an_entropy_collapse_is_not_reported",
+        source="verl#5953: the entropy fell to nearly 0 without a warning",
+        holds="the entropy is logged, and a fall below the threshold is reported once",
         test="tests/ppo/test_report.py::test_a_collapse_is_said_once_and_again_when_it_comes_back",
         where="Reporter._warn_of_collapse",
         old="entropy < min_entropy",
         new="entropy < 0",
     ),
     Exhibit(
-        name="a_run_of_nan_goes_on",
+        name="a_run_of_nan_updates_continues",
         source="verl#747: a run whose every update is NaN trains for days",
-        holds="a run ends after so many skipped updates in a row, and says why",
+        holds=(
+            "a run stops after the configured number of consecutive skipped updates, with the "
+            "reason"
+        ),
         test="tests/ppo/test_report.py::test_too_many_skipped_updates_in_a_row_end_the_run",
         where="Journal.write_step",
         old="self._skipped_in_a_row + 1",
@@ -1512,43 +1721,52 @@ MOMENTS_AND_SHAPING = [
     Exhibit(
         name="a_batch_counts_as_one_number",
         source="cleanrl#18: RunningMeanStd was updated with a batch_count of 1",
-        holds="moments do not depend on how the numbers were cut into batches",
+        holds="moments do not depend on how the numbers were divided into batches",
         test="tests/kernels/test_moments.py::test_by_hand",
         where="update_moments",
         old="jnp.sum(mask.astype(bool))",
         new="jnp.any(mask)",
     ),
     Exhibit(
-        name="equal_rewards_are_divided_by_nothing",
-        source="baselines#266: rewards of the first batches peaked, divided by a deviation of next to nothing",
-        holds="where there is no spread, nothing is scaled",
+        name="equal_rewards_are_divided_by_almost_zero",
+        source=(
+            "baselines#266: the first batches of rewards spiked, divided by a standard deviation "
+            "near 0"
+        ),
+        holds="without spread, nothing is scaled",
         test="tests/kernels/test_shaping.py::test_without_spread_scores_stay_what_they_are",
         where="moments_std",
         old="jnp.where(spread, jnp.sqrt(variance + epsilon), 1.0)",
         new="jnp.sqrt(variance + epsilon)",
     ),
     Exhibit(
-        name="advantages_of_normalised_values",
-        source="marlbenchmark/on-policy#12: values were not denormalised before advantages were taken",
-        holds="advantages are in units of reward, whether the critic's are or not",
+        name="advantages_of_normalized_values",
+        source=(
+            "marlbenchmark/on-policy#12: values were not denormalized before advantages were "
+            "computed"
+        ),
+        holds="advantages are in units of reward, whether or not the critic's outputs are",
         test=f"{TEST_EXPERIENCE}::test_normalised_values_stand_for_the_same_advantages",
         where="critic_values",
         old="values = mean + std * values",
         new="pass",
     ),
     Exhibit(
-        name="normalised_values_are_clipped_around_others",
-        source="Mava#811: values in the critic's units were clipped around old values in units of reward",
-        holds="old values are kept in the units of the critic's output",
+        name="normalized_values_are_clipped_around_raw_ones",
+        source=(
+            "Mava#811: values in the critic's units were clipped around old values in units of "
+            "reward"
+        ),
+        holds="old values are stored in the units of the critic's output",
         test=f"{TEST_EXPERIENCE}::test_normalised_values_stand_for_the_same_advantages",
         where="estimate_experience",
         old="scores.values",
         new="scores.values * running_moments.moments_std(moments['returns']) if options.normalizes_values else scores.values",
     ),
     Exhibit(
-        name="targets_by_the_old_moments",
-        source="rlax#111: PopArt's example normalised by the moments from before the update",
-        holds="returns are normalised by moments that have seen them",
+        name="targets_use_the_old_moments",
+        source="rlax#111: the PopArt example normalized with the moments from before the update",
+        holds="returns are normalized with moments that include them",
         test=f"{TEST_EXPERIENCE}::test_normalised_values_stand_for_the_same_advantages",
         where="normalize_returns",
         old="normalized = (estimates.returns - updated.mean) / running_moments.moments_std(updated)",
@@ -1556,7 +1774,10 @@ MOMENTS_AND_SHAPING = [
     ),
     Exhibit(
         name="the_penalty_begins_where_responses_end",
-        source="verl#3855: from max_response_length to max_response_length + buffer, which no response reaches",
+        source=(
+            "verl#3855: from max_response_length to max_response_length + buffer, which no "
+            "response reaches"
+        ),
         holds="the soft penalty grows over the last `buffer` tokens that a response can have",
         test="tests/kernels/test_shaping.py::test_soft_overlong_penalty_by_hand",
         where="soft_overlong_penalty",
@@ -1565,8 +1786,8 @@ MOMENTS_AND_SHAPING = [
     ),
     Exhibit(
         name="a_buffer_longer_than_a_response",
-        source="verl#2107: an expected length below 0 penalised every response",
-        holds="such a buffer is refused before the run",
+        source="verl#2107: an expected length below 0 penalized every response",
+        holds="such a buffer is rejected before the run",
         test="tests/config/test_loading.py::test_impossible_values_are_named",
         where="require_overlong_buffer_within_response",
         old="reward.overlong_buffer_len > config.data.max_response_length",
@@ -1574,17 +1795,24 @@ MOMENTS_AND_SHAPING = [
     ),
     Exhibit(
         name="one_response_compared_to_itself",
-        source="verl#7581: RLOO with rollout.n = 1 learned from nothing, or from raw scores, and said neither",
-        holds="an estimator that compares responses wants two of each prompt, and says so before the run",
+        source=(
+            "verl#7581: RLOO with rollout.n = 1 learned nothing, or from raw scores, without a "
+            "warning"
+        ),
+        holds=(
+            "an estimator that compares responses requires two per prompt, checked before the run"
+        ),
         test="tests/config/test_loading.py::test_impossible_values_are_named",
         where="require_several_responses_to_compare",
         old="config.rollout.n < 2",
         new="config.rollout.n < 1",
     ),
     Exhibit(
-        name="a_steps_reward_is_one_token_off",
-        source="LightRFT#53: rewards of steps stood on the token after the step's last",
-        holds="a step is rewarded at the token with which its text is complete",
+        name="a_step_reward_is_one_token_off",
+        source=(
+            "LightRFT#53: rewards of steps were placed on the token after the last one of the step"
+        ),
+        holds="a step is rewarded at the token that completes its text",
         test="tests/rewards/test_registry.py::test_a_step_is_rewarded_at_the_token_that_ends_it",
         where="assign_step_rewards",
         old="bisect.bisect_left",
@@ -1596,7 +1824,7 @@ RUNS = [
     Exhibit(
         name="the_best_checkpoint_is_forgotten_by_a_restart",
         source="transformers#11748, transformers#15089: the best checkpoint was deleted",
-        holds="the best checkpoint stays, through restarts too",
+        holds="the best checkpoint is kept, also across restarts",
         test=f"{TEST_CHECKPOINT}::TestKeeping::test_the_last_and_the_best_stay_through_a_restart",
         where="Checkpointer.__init__",
         old=(
@@ -1608,26 +1836,29 @@ RUNS = [
         ),
     ),
     Exhibit(
-        name="nan_is_the_best",
+        name="a_nan_metric_is_the_best",
         source="pytorch-lightning#2636, ray#23820: comparisons with a NaN metric are all false",
-        holds="a checkpoint whose figure is not finite is never the best",
+        holds="a checkpoint with a non-finite metric is never the best",
         test=f"{TEST_CHECKPOINT}::TestKeeping::test_a_figure_that_is_not_finite_never_wins",
         where="Checkpointer.save",
         old="value is not None and math.isfinite(value)",
         new="value is not None",
     ),
     Exhibit(
-        name="the_optimizers_state_is_not_saved",
-        source="dreamerv3-torch#38, ART#72, tinker-feedback#127: Adam's moments begin at 0 after a resume",
-        holds="a checkpoint gives back every tree that was saved",
+        name="the_optimizer_state_is_not_saved",
+        source=(
+            "dreamerv3-torch#38, ART#72, tinker-feedback#127: the moments of Adam restart from 0 "
+            "after a resume"
+        ),
+        holds="a checkpoint restores every tree that was saved",
         test=f"{TEST_CHECKPOINT}::test_what_was_saved_comes_back",
         where="Checkpointer.save",
         old="tree is not None",
         new="tree is not None and name != 'optimizer'",
     ),
     Exhibit(
-        name="steps_after_the_checkpoint_stand_twice_in_the_record",
-        source="wandb#1040: rows of a killed run beside those of the resumed one",
+        name="steps_after_the_checkpoint_are_recorded_twice",
+        source="wandb#1040: rows of a killed run next to those of the resumed one",
         holds="the record is the same after an interruption as without one",
         test=f"{TEST_METRICS}::TestCurveFile::test_an_interruption_leaves_no_trace",
         where="CurveFile.__init__",
@@ -1646,7 +1877,7 @@ RUNS = [
     Exhibit(
         name="wandb_drops_the_steps_of_a_resumed_run",
         source="tango#152, wandb#4482: `Step must only increase in log calls`",
-        holds="the step is one of the figures, and may go back",
+        holds="the step is one of the metrics, and may decrease",
         test=f"{TEST_METRICS}::TestWandb::test_a_resumed_run_has_the_same_id",
         where="MetricsLog._open_wandb",
         old="run.log({'step': step} | metrics)",
@@ -1654,8 +1885,8 @@ RUNS = [
     ),
     Exhibit(
         name="a_resumed_run_is_a_new_one_to_wandb",
-        source="tango#152, wandb#859: a run that goes on gets an id of its own",
-        holds="a resumed run has the id that it had",
+        source="tango#152, wandb#859: a resumed run gets a new id",
+        holds="a resumed run keeps its id",
         test=f"{TEST_METRICS}::TestWandb::test_a_resumed_run_has_the_same_id",
         where="MetricsLog._open_wandb",
         old="not (first_step and id_file.exists())",

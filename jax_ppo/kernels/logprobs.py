@@ -1,78 +1,94 @@
-"""Log-probabilities of tokens from hidden states, without an array over [tokens, vocabulary], and their gradient.
+"""Token log-probabilities from hidden states, in chunks, with their closed-form gradient.
 
-Logits are computed for the places that the mask names and for no other, a chunk at a time, and forgotten. The gradient, in
-closed form, computes each chunk's logits once more from what the forward pass kept of it: one number a token.
+Logits are computed only for the positions that the mask selects, one chunk at a time, and are then
+discarded, so that no array over [tokens, vocabulary] is ever built. The backward pass recomputes
+the logits of each chunk from what the forward pass saved: one number per token.
 
-Shape letters: G groups (one a device: nothing here crosses from one into another), N places, C places of a chunk, V, D.
+Shape letters: G groups (one per device: no data moves between groups), N positions per group, C
+positions per chunk, V vocabulary, D model width.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32, Integer, Shaped
 
 from jax_ppo.kernels.masked import zero_outside
 from jax_ppo.kernels.softcap import softcap, softcap_slope
 
-# Float32 logits of a chunk. On CPU they should stay in the cache; elsewhere a chunk must be long enough that the sum of the
-# unembedding's gradient, read and written once a chunk, costs less than the products.
+# Bytes of float32 logits per chunk. On CPU they should stay in the cache. Elsewhere a chunk must be
+# long enough that reading and writing the sum of the unembedding gradient once per chunk costs less
+# than the matrix products.
 CHUNK_BYTES = {"cpu": 4 * 2**20}
 CHUNK_BYTES_ELSEWHERE = 512 * 2**20
-LEAST_CHUNK = 128
+MIN_CHUNK_SIZE = 128
 
 
 def target_platform() -> str:
-    """What is compiled for: the platform of the mesh in context, which need not be this machine's, or else the backend's."""
+    """Return the platform that is compiled for.
+
+    This is the platform of the mesh in context, which may differ from this machine's, or that of
+    the default backend if there is no mesh.
+    """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device else jax.default_backend()
 
 
 def default_chunk_size(vocabulary: int, platform: str) -> int:
-    """C where it is not given: as many places as have CHUNK_BYTES of logits on this platform, LEAST_CHUNK at least."""
-    return max(CHUNK_BYTES.get(platform, CHUNK_BYTES_ELSEWHERE) // (4 * vocabulary), LEAST_CHUNK)
+    """Return the positions per chunk whose logits fill the chunk budget of the platform.
+
+    At least MIN_CHUNK_SIZE, however large the vocabulary is.
+    """
+    return max(CHUNK_BYTES.get(platform, CHUNK_BYTES_ELSEWHERE) // (4 * vocabulary), MIN_CHUNK_SIZE)
 
 
 def token_logprobs(
-    hidden_GxNxD: jax.Array,
-    unembedding_VxD: jax.Array,
-    targets_GxN: jax.Array,
-    mask_GxN: jax.Array,
+    hidden_GxNxD: Float[Array, " G N D"],
+    unembedding_VxD: Float[Array, " V D"],
+    targets_GxN: Integer[Array, " G N"],
+    mask_GxN: Shaped[Array, " G N"],
     temperature: float,
     chunk_size: int | None = None,
     with_entropy: bool = True,
     logit_softcap: float | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """log p(target) and the entropy of p, where p = softmax(logits / temperature) and logits = hidden @ unembedding.T.
+) -> tuple[Float32[Array, " G N"], Float32[Array, " G N"] | None]:
+    """Return log p(target) and the entropy of p, where p = softmax(logits / temperature).
 
-    With a soft cap c, logits = c tanh(hidden @ unembedding.T / c).
+    logits = hidden @ unembedding.T, or c tanh(hidden @ unembedding.T / c) with a soft cap c.
 
-    Places where mask = 1 are brought together group by group, and as many chunks of them computed as the fullest group needs:
-    cost follows the mask, while the compiled program is one for all masks. The largest temporaries are a few of
-    [G, chunk_size, V]. Values depend on chunk_size and mask by rounding alone.
+    The positions where mask = 1 are moved to the front of each group, and only as many chunks are
+    computed as the fullest group needs: the cost follows the mask, while one compiled program
+    serves all masks. The largest temporaries are a few arrays of [G, chunk_size, V]. Values depend
+    on chunk_size and on the rest of the mask through rounding only.
 
-    With z = logits / temperature and H the entropy, the gradient that is propagated is
+    With z = logits / temperature and H the entropy, the gradient is
 
         d log p(target) / dz_v = [v = target] - p_v        dH / dz_v = -p_v (log p_v + H)
 
     and through a soft cap d logits_v / d (hidden @ unembedding.T)_v = 1 - (logits_v / c)^2.
 
-    Its products are in hidden's dtype with float32 sums, the one over chunks (of the unembedding's gradient) included. That
-    sum is kept group by group until the last chunk: groups on several devices exchange it once. There is no gradient to the
-    temperature; an entropy that no loss is differentiated through costs nothing in the backward pass.
+    Its matrix products are in the dtype of `hidden` with float32 sums, including the sum of the
+    unembedding gradient over chunks. That sum is kept per group until the last chunk, so that
+    groups on several devices exchange it once. The temperature receives no gradient. An entropy
+    that no loss is differentiated through costs nothing in the backward pass.
 
     Args:
-      hidden_GxNxD: last hidden states, in the dtype to multiply in (logits are float32 in any case). Place n predicts
-        targets[:, n]: any shift by one is the caller's.
-      unembedding_VxD: output embedding, the float32 master where there is one.
+      hidden_GxNxD: last hidden states, in the dtype of the matrix products (logits are always
+        float32). Position n predicts targets[:, n]: a shift by one is up to the caller.
+      unembedding_VxD: output embedding, the float32 master copy if there is one.
       targets_GxN: token ids in [0, V) where mask = 1.
-      mask_GxN: 1 where a log-prob is computed, in any pattern. Elsewhere hidden states and targets may be anything, NaN included.
-      temperature: > 0, the one the tokens were sampled at.
-      chunk_size: places of each group at a time; None chooses by `default_chunk_size`.
-      logit_softcap: c > 0; None: none.
+      mask_GxN: 1 where a log-prob is computed, in any pattern. Elsewhere hidden states and targets
+        may hold anything, NaN included.
+      temperature: > 0, the sampling temperature of the tokens.
+      chunk_size: positions of each group per chunk; `default_chunk_size` if None.
+      with_entropy: whether to compute the entropy.
+      logit_softcap: c > 0, or None for no soft cap.
 
     Returns:
-      (logprobs_GxN <= 0, entropy_GxN in [0, log V]), float32, in nats, 0 where mask = 0. The entropy is None if not
-      with_entropy.
+      (logprobs_GxN <= 0, entropy_GxN in [0, log V]), float32, in nats, 0 where mask = 0. The
+      entropy is None unless `with_entropy`.
     """
     assert hidden_GxNxD.ndim == 3 and unembedding_VxD.ndim == 2, (
         hidden_GxNxD.shape,
@@ -86,14 +102,13 @@ def token_logprobs(
     assert len(set(shapes)) == 1, f"hidden, targets, mask differ in [G, N]: {shapes}"
     assert chunk_size is None or chunk_size > 0, chunk_size
     chunk_size = chunk_size or default_chunk_size(unembedding_VxD.shape[0], target_platform())
-    chunk_size = min(chunk_size, hidden_GxNxD.shape[1])
     logprobs, entropy = _token_logprobs(
         hidden_GxNxD,
         unembedding_VxD,
         targets_GxN,
         mask_GxN.astype(bool),
         temperature,
-        chunk_size,
+        min(chunk_size, hidden_GxNxD.shape[1]),
         with_entropy,
         logit_softcap,
     )
@@ -101,41 +116,71 @@ def token_logprobs(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
-def _token_logprobs(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy, cap):
-    return _forward(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy, cap)[
-        :2
-    ]
+def _token_logprobs(
+    hidden: jax.Array,
+    unembedding: jax.Array,
+    targets: jax.Array,
+    mask: jax.Array,
+    temperature: float,
+    chunk_size: int,
+    with_entropy: bool,
+    cap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    logprobs, entropy, _ = _forward(
+        hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy, cap
+    )
+    return logprobs, entropy
 
 
-def _forward(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy, cap):
-    """log p(target), entropy (0 if not asked for) and logsumexp z, each [G, N]."""
+def _forward(
+    hidden: jax.Array,
+    unembedding: jax.Array,
+    targets: jax.Array,
+    mask: jax.Array,
+    temperature: float,
+    chunk_size: int,
+    with_entropy: bool,
+    cap: float | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return log p(target), entropy (0 unless `with_entropy`) and logsumexp z, each [G, N]."""
     chunks = MaskedChunks(mask, chunk_size)
     weight = unembedding.astype(hidden.dtype)
 
-    def chunk(i, kept):
+    def process_chunk(i: jax.Array, buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         z = chunk_logits(chunks.gather(hidden, i), weight, cap) / temperature
         target = jnp.take_along_axis(z, chunks.gather(targets, i)[..., None], axis=-1)[..., 0]
         top = jnp.max(z, axis=-1)
         shifted = z - top[..., None]
         total = jnp.sum(jnp.exp(shifted), axis=-1)
         # Both terms of the entropy are >= 0; logsumexp - E[z] would dip below 0 by rounding.
-        spread = (
-            jnp.sum(jnp.exp(shifted) * -shifted, axis=-1) / total
-            if with_entropy
-            else -jnp.log(total)
-        )
-        # Compiled, z - top need not be 0 at the top: the division by the temperature is contracted into the difference.
-        logprob, entropy = (target - top) - jnp.log(total), jnp.log(total) + spread
-        new = jnp.minimum(logprob, 0), jnp.maximum(entropy, 0), top + jnp.log(total)
-        return tuple(chunks.write(whole, x, i) for whole, x in zip(kept, new, strict=True))
+        if with_entropy:
+            mean_gap = jnp.sum(jnp.exp(shifted) * -shifted, axis=-1) / total
+        else:
+            mean_gap = -jnp.log(total)
+        logprob = (target - top) - jnp.log(total)
+        entropy = jnp.log(total) + mean_gap
+        # The compiler may fuse the division by the temperature into the difference, so that
+        # z - top is not exactly 0 at the largest logit.
+        results = (jnp.minimum(logprob, 0), jnp.maximum(entropy, 0), top + jnp.log(total))
+        return tuple(chunks.write(buffer, x, i) for buffer, x in zip(buffers, results, strict=True))
 
-    compact = jax.lax.fori_loop(0, chunks.count, chunk, (chunks.buffer(jnp.float32),) * 3)
-    return tuple(zero_outside(chunks.scatter(x), mask) for x in compact)
+    empty = (chunks.buffer(jnp.float32),) * 3
+    compact = jax.lax.fori_loop(0, chunks.count, process_chunk, empty)
+    logprobs, entropy, logsumexp = (zero_outside(chunks.scatter(x), mask) for x in compact)
+    return logprobs, entropy, logsumexp
 
 
+# With symbolic zeros, jax wraps each differentiable argument in an object with its `.value`.
 def _forward_and_residuals(
-    hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy, cap
-):
+    hidden: Any,
+    unembedding: Any,
+    targets: Any,
+    mask: Any,
+    temperature: float,
+    chunk_size: int,
+    with_entropy: bool,
+    cap: float | None,
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
     hidden, unembedding, targets, mask = (x.value for x in (hidden, unembedding, targets, mask))
     logprobs, entropy, logsumexp = _forward(
         hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy, cap
@@ -143,84 +188,105 @@ def _forward_and_residuals(
     return (logprobs, entropy), (hidden, unembedding, targets, mask, entropy, logsumexp)
 
 
-def _backward(temperature, chunk_size, with_entropy, cap, residuals, cotangents):
+def _backward(
+    temperature: float,
+    chunk_size: int,
+    with_entropy: bool,
+    cap: float | None,
+    residuals: tuple[jax.Array, ...],
+    cotangents: tuple[Any, Any],
+) -> tuple[jax.Array, jax.Array, None, None]:
     hidden, unembedding, targets, mask, entropy, logsumexp = residuals
-    of_logprobs, of_entropy = (_known(x, mask) for x in cotangents)
+    logprobs_grad, entropy_grad = (_masked_cotangent(x, mask) for x in cotangents)
     chunks = MaskedChunks(mask, chunk_size)
     weight = unembedding.astype(hidden.dtype)
     V, D = unembedding.shape
 
-    def chunk(i, sums):
+    def process_chunk(
+        i: jax.Array, sums: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         states = chunks.gather(hidden, i)
-        x = chunk_logits(states, weight, cap)
-        log_p = x / temperature - chunks.gather(logsumexp, i)[..., None]
-        slope = jnp.zeros_like(x)
-        if of_logprobs is not None:
+        logits = chunk_logits(states, weight, cap)
+        log_p = logits / temperature - chunks.gather(logsumexp, i)[..., None]
+        slope = jnp.zeros_like(logits)
+        if logprobs_grad is not None:
             is_target = jnp.arange(V) == chunks.gather(targets, i)[..., None]
-            slope = chunks.gather(of_logprobs, i)[..., None] * (is_target - jnp.exp(log_p))
-        if of_entropy is not None:
-            fall = log_p + chunks.gather(entropy, i)[..., None]
-            slope = slope - chunks.gather(of_entropy, i)[..., None] * jnp.exp(log_p) * fall
-        slope = (slope / temperature * softcap_slope(x, cap)).astype(hidden.dtype)
-        of_states = jnp.einsum("gcv,vd->gcd", slope, weight, preferred_element_type=jnp.float32)
-        of_weight = jnp.einsum("gcv,gcd->gvd", slope, states, preferred_element_type=jnp.float32)
-        return chunks.write(sums[0], of_states.astype(hidden.dtype), i), sums[1] + of_weight
+            slope = chunks.gather(logprobs_grad, i)[..., None] * (is_target - jnp.exp(log_p))
+        if entropy_grad is not None:
+            excess = log_p + chunks.gather(entropy, i)[..., None]
+            slope = slope - chunks.gather(entropy_grad, i)[..., None] * jnp.exp(log_p) * excess
+        slope = (slope / temperature * softcap_slope(logits, cap)).astype(hidden.dtype)
+        states_grad = jnp.einsum("gcv,vd->gcd", slope, weight, preferred_element_type=jnp.float32)
+        weight_grad = jnp.einsum("gcv,gcd->gvd", slope, states, preferred_element_type=jnp.float32)
+        hidden_buffer, weight_sum = sums
+        hidden_buffer = chunks.write(hidden_buffer, states_grad.astype(hidden.dtype), i)
+        return hidden_buffer, weight_sum + weight_grad
 
-    start = chunks.buffer(hidden.dtype, D), jnp.zeros((mask.shape[0], V, D), jnp.float32)
-    of_hidden, of_unembedding = jax.lax.fori_loop(0, chunks.count, chunk, start)
-    of_hidden = jnp.where(mask[..., None], chunks.scatter(of_hidden), 0)
-    return of_hidden, of_unembedding.sum(0).astype(unembedding.dtype), None, None
+    zeros = (chunks.buffer(hidden.dtype, D), jnp.zeros((mask.shape[0], V, D), jnp.float32))
+    hidden_grad, unembedding_grad = jax.lax.fori_loop(0, chunks.count, process_chunk, zeros)
+    hidden_grad = jnp.where(mask[..., None], chunks.scatter(hidden_grad), 0)
+    return hidden_grad, unembedding_grad.sum(0).astype(unembedding.dtype), None, None
 
 
 _token_logprobs.defvjp(_forward_and_residuals, _backward, symbolic_zeros=True)
 
 
-def _known(cotangent, mask):
-    """The cotangent where it counts, or None where nothing is differentiated through its output."""
-    unused = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
-    return None if unused else zero_outside(cotangent, mask)
+def _masked_cotangent(cotangent: Any, mask: jax.Array) -> jax.Array | None:
+    """Return the cotangent, 0 outside the mask; None if nothing is differentiated through it."""
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return None
+    return zero_outside(cotangent, mask)
 
 
-def chunk_logits(states_GxCxD, weight_VxD, cap):
-    """[G, C, V] float32 of a chunk."""
-    return softcap(
-        jnp.einsum("gcd,vd->gcv", states_GxCxD, weight_VxD, preferred_element_type=jnp.float32), cap
-    )
+def chunk_logits(
+    states_GxCxD: Float[Array, " G C D"], weight_VxD: Float[Array, " V D"], cap: float | None
+) -> Float32[Array, " G C V"]:
+    """Return the logits of one chunk, soft-capped unless `cap` is None."""
+    logits = jnp.einsum("gcd,vd->gcv", states_GxCxD, weight_VxD, preferred_element_type=jnp.float32)
+    return softcap(logits, cap)
 
 
 class MaskedChunks:
-    """The places that a mask [G, N] names, brought to the front of each group and cut into chunks of C.
+    """The positions that a mask [G, N] selects, moved to the front of each group, in chunks of C.
 
     Attributes:
-      count: int32 scalar, chunks that the fullest group needs.
+      count: number of chunks that the fullest group needs.
     """
 
-    def __init__(self, mask_GxN, size):
-        self._size, places = size, mask_GxN.shape[1]
-        named = jnp.sum(mask_GxN, axis=1, keepdims=True)
-        order = jnp.argsort(~mask_GxN, axis=1, stable=True)
-        self._order = jnp.pad(order, ((0, 0), (0, -places % size)))
-        self._named = jnp.arange(self._order.shape[1]) < named
-        self._rank = jnp.maximum(jnp.cumsum(mask_GxN, axis=1) - 1, 0)
-        self.count = (jnp.max(named) + size - 1) // size
+    count: Int32[Array, ""]
 
-    def _cut(self, x, i):
+    def __init__(self, mask_GxN: Bool[Array, " G N"], size: int):
+        self._size = size
+        positions = mask_GxN.shape[1]
+        selected_counts = jnp.sum(mask_GxN, axis=1, keepdims=True)
+        order = jnp.argsort(~mask_GxN, axis=1, stable=True)
+        self._order = jnp.pad(order, ((0, 0), (0, -positions % size)))
+        self._selected = jnp.arange(self._order.shape[1]) < selected_counts
+        self._rank = jnp.maximum(jnp.cumsum(mask_GxN, axis=1) - 1, 0)
+        self.count = (jnp.max(selected_counts) + size - 1) // size
+
+    def _slice(self, x: jax.Array, i: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(x, i * self._size, self._size, axis=1)
 
-    def gather(self, x_GxN, i):
-        """Chunk i of x, [G, C, ...]; 0 where the group has no more places, so that nothing there reaches a sum."""
-        at, named = self._cut(self._order, i), self._cut(self._named, i)
-        trailing = (slice(None),) * 2 + (None,) * (x_GxN.ndim - 2)
-        return jnp.where(named[trailing], jnp.take_along_axis(x_GxN, at[trailing], axis=1), 0)
+    def gather(self, x_GxN: Shaped[Array, " G N *rest"], i: jax.Array) -> jax.Array:
+        """Return chunk i of x, [G, C, ...].
 
-    def buffer(self, dtype, *trailing):
-        """Where chunks are put, [G, N filled up to whole chunks, ...]."""
+        It is 0 where the group has no more positions, so that the padding adds nothing to a sum.
+        """
+        order = self._slice(self._order, i)
+        selected = self._slice(self._selected, i)
+        expand = (slice(None),) * 2 + (None,) * (x_GxN.ndim - 2)
+        return jnp.where(selected[expand], jnp.take_along_axis(x_GxN, order[expand], axis=1), 0)
+
+    def buffer(self, dtype: Any, *trailing: int) -> jax.Array:
+        """Return zeros to write chunks into, [G, N rounded up to whole chunks, ...]."""
         return jnp.zeros((*self._order.shape, *trailing), dtype)
 
-    def write(self, buffer, chunk, i):
+    def write(self, buffer: jax.Array, chunk: jax.Array, i: jax.Array) -> jax.Array:
+        """Return the buffer with chunk i replaced."""
         return jax.lax.dynamic_update_slice_in_dim(buffer, chunk, i * self._size, axis=1)
 
-    def scatter(self, buffer):
-        """[G, N, ...] with everything back in its place; anything where the mask is 0."""
-        trailing = (slice(None),) * 2 + (None,) * (buffer.ndim - 2)
-        return jnp.take_along_axis(buffer, self._rank[trailing], axis=1)
+    def scatter(self, buffer: jax.Array) -> jax.Array:
+        """Return the buffer in the original order, [G, N, ...]; unspecified where the mask is 0."""
+        expand = (slice(None),) * 2 + (None,) * (buffer.ndim - 2)
+        return jnp.take_along_axis(buffer, self._rank[expand], axis=1)
