@@ -1,7 +1,8 @@
 """Run tests on edited copies of the project, many in one process.
 
-Starting Python, importing JAX and initialising its devices takes longer than most tests. A runner is a child process that
-does it once: for each copy it forgets the modules of the copy before and runs pytest on the new one.
+Starting Python, importing JAX and initializing its devices takes longer than most tests. A runner
+is a child process that does this once: for each copy it removes the modules of the previous copy
+and runs pytest on the new one.
 """
 
 import contextlib
@@ -51,7 +52,11 @@ class Runner:
         self._left = 0
 
     def run(self, folder: pathlib.Path, arguments: list[str], timeout: float) -> tuple[int, str]:
-        """Run pytest in a copy. Return its exit code (`TIMED_OUT` where it did not end) and what it printed."""
+        """Run pytest in a copy.
+
+        Returns:
+          Its exit code (`TIMED_OUT` if it did not end in time) and its output.
+        """
         if self._process is None or self._left == 0 or self._process.poll() is not None:
             self._start()
         self._left -= 1

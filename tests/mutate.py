@@ -1,4 +1,4 @@
-"""Mutation check: apply seeded mutations to the package and report the share that the default suite catches.
+"""Apply seeded mutations to the package and report the share that the default suite catches.
 
     python tests/mutate.py --count 200 --seed 0
 
@@ -72,7 +72,8 @@ class Mutation:
     Attributes:
       file: the source file, relative to the repository.
       line: its first line there.
-      function: first and last line of the outermost function around it; the line itself at module level.
+      function: first and last line of the outermost function around it; the line itself at module
+        level.
       before, after: the changed node as source.
       source: the whole mutated file.
     """
@@ -121,7 +122,7 @@ def mutants(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_text(node: ast.BinOp) -> bool:
-    """Whether an operator may join text or types, where another one is an error and shows nothing."""
+    """Return whether an operator may join text or types, where any other one is an error."""
     joined = (ast.JoinedStr, ast.List, ast.Tuple, ast.Dict, ast.Set)
     sides = (node.left, node.right)
     return any(
@@ -215,7 +216,7 @@ class Record:
             self.seconds[name] = float(case.get("time"))
 
     def tests_that_reach(self, mutation: Mutation, budget: float) -> list[str]:
-        """Return the tests to run, the fastest first, of `budget` seconds at most (one at least)."""
+        """Return the tests to run, fastest first, of at most `budget` seconds (at least one test)."""
         first, last = mutation.function
         contexts = self._data.contexts_by_lineno(str(ROOT / mutation.file))
         reached = {
@@ -238,7 +239,7 @@ class Record:
 def is_caught(
     runner: edited_copies.Runner, mutation: Mutation, tests: list[str], timeout: float
 ) -> bool:
-    """Run the tests on a mutated copy of the project; True if one fails or they do not end in time."""
+    """Return whether a test fails on a mutated copy of the project, or does not end in time."""
     arguments = ["-x", "-q", "-p", "no:cacheprovider", *tests]
     with edited_copies.edited_copy(mutation.file, mutation.source) as folder:
         code, _ = runner.run(folder, arguments, timeout)

@@ -1,4 +1,4 @@
-"""The packages and what they may import of each other, checked on the sources without running them."""
+"""The packages and their allowed imports, checked on the sources without running them."""
 
 import ast
 import pathlib
@@ -9,7 +9,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 
 FOUNDATIONS = {"errors", "types", "kernels"}
-# What each package may import of the others. Lower packages come first and never import higher ones.
+# Allowed imports of each package. Lower packages come first and never import higher ones.
 MAY_IMPORT = {
     "errors": set(),
     "types": set(),

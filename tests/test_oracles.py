@@ -1,4 +1,4 @@
-"""Our kernels give what other projects' own functions give, but for the differences that are listed with their reasons."""
+"""Kernels agree with the functions of other projects, up to differences listed with reasons."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 @pytest.mark.slow
 def test_peers_agree_or_differ_for_the_reason_listed():
-    """JAX_PPO_PEERS and JAX_PPO_VERL_PEERS name the Pythons of the environments that benchmarks/peers.sh makes."""
+    """JAX_PPO_PEERS and JAX_PPO_VERL_PEERS name Pythons of environments by benchmarks/peers.sh."""
     named = {
         "--peers": os.environ.get("JAX_PPO_PEERS"),
         "--verl-peers": os.environ.get("JAX_PPO_VERL_PEERS"),
@@ -20,7 +20,8 @@ def test_peers_agree_or_differ_for_the_reason_listed():
     options = [part for option, python in named.items() if python for part in (option, python)]
     if not options:
         pytest.skip(
-            "neither JAX_PPO_PEERS nor JAX_PPO_VERL_PEERS names the Python of an environment with the peers"
+            "neither JAX_PPO_PEERS nor JAX_PPO_VERL_PEERS names the Python of an environment "
+            "with the peers"
         )
     command = [
         sys.executable,

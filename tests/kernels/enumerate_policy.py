@@ -1,4 +1,4 @@
-"""A policy so small that every response to one prompt can be written down, and expectations are sums."""
+"""A policy so small that all responses to one prompt can be listed: expectations are sums."""
 
 import itertools
 
@@ -42,7 +42,7 @@ class Enumerated:
         return self.entries(jax.nn.log_softmax(theta))
 
     def entries(self, table):
-        """[N, T], what a table over prefixes [S] or over prefixes and tokens [S, V] has for each, NaN where mask is 0."""
+        """Return [N, T]: each token's entry of a table [S] or [S, V], NaN where mask is 0."""
         return jnp.where(
             self.mask == 1,
             table[self.states, self.tokens] if table.ndim == 2 else table[self.states],

@@ -1,7 +1,7 @@
 """The mask selects the tokens that the policy chose, which need not be contiguous.
 
-Tokens that a tool inserted make holes in a response. Each kernel must give the numbers that it gives
-without the holes, that is on a copy in which the selected tokens of each row are moved to its front.
+Tokens that a tool inserted leave holes in a response. Each kernel must return the same numbers as
+without the holes, on a copy in which the selected tokens of each row are moved to its front.
 """
 
 import jax
@@ -109,7 +109,7 @@ COMPACT_MASK = np.take_along_axis(MASK, ORDER, axis=1)
 
 @pytest.fixture(scope="module")
 def results():
-    """The kernels on rows with holes, on rows without them, and on as many tokens from the front."""
+    """Kernels on rows with holes, on rows without holes, and on as many leading tokens."""
     rng = np.random.default_rng(0)
     batch = {name: rng.normal(0, 1, (B, T)).astype(np.float32) for name in PER_TOKEN}
     batch["logprobs"], batch["old_logprobs"] = -rng.exponential(1, (2, B, T)).astype(np.float32)

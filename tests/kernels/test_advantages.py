@@ -21,13 +21,15 @@ def oracle(rewards, values, length, gamma, lam, bootstrap):
 
 
 def test_by_hand():
-    # gamma = lam = 1/2. delta_2 = 8 + 0 - 4 = 4; delta_1 = 2 + 4/2 - 2 = 2; delta_0 = 1 + 2/2 - 1 = 1.
+    # gamma = lam = 1/2.
+    # delta_2 = 8 + 0 - 4 = 4; delta_1 = 2 + 4/2 - 2 = 2; delta_0 = 1 + 2/2 - 1 = 1.
     # A_2 = 4; A_1 = 2 + 4/4 = 3; A_0 = 1 + 3/4 = 1.75. Returns A + V.
     rewards, values, mask = jnp.array([1.0, 2, 8]), jnp.array([1.0, 2, 4]), jnp.ones(3)
     advantages, returns = gae(rewards, values, mask, 0.5, 0.5)
     np.testing.assert_array_equal(advantages, [1.75, 3, 4])
     np.testing.assert_array_equal(returns, [2.75, 5, 8])
-    # With 2 as the value after the end: delta_2 = 5, A_2 = 5, A_1 = 2 + 5/4 = 3.25, A_0 = 1 + 3.25/4 = 1.8125.
+    # With 2 as the value after the end:
+    # delta_2 = 5, A_2 = 5, A_1 = 2 + 5/4 = 3.25, A_0 = 1 + 3.25/4 = 1.8125.
     advantages, returns = gae(rewards, values, mask, 0.5, 0.5, bootstrap_value=2.0)
     np.testing.assert_array_equal(advantages, [1.8125, 3.25, 5])
     np.testing.assert_array_equal(returns, [2.8125, 5.25, 9])
@@ -50,7 +52,7 @@ def test_against_loops(gamma, lam, bootstrap, rng, poison):
 
 
 def test_never_leaks_past_a_short_response(rng):
-    """The same response alone, and in a row with rewards and values after it, gives the same bits."""
+    """A response alone and in a row with rewards and values after it has the same bits."""
     rewards, values = rng.normal(0, 1, (2, 8)).astype(np.float32)
     mask = np.array([1, 1, 1, 0, 0, 0, 0, 0])
     for bootstrap in (0.0, 3.0):
@@ -99,7 +101,8 @@ def test_a_batch_is_refused():
 
 
 def test_length_adaptive_lam_by_hand():
-    # alpha = 0.05: 1 - 1 / (0.05 x 100) = 0.8, 1 - 1 / 20 = 0.95 for 400; 20 tokens give 0, and less stays there.
+    # alpha = 0.05: 1 - 1 / (0.05 x 100) = 0.8 for 100 tokens, 1 - 1 / 20 = 0.95 for 400;
+    # 20 tokens result in 0, and so do fewer.
     lam = kernel.length_adaptive_lam(jnp.array([[100, 400], [20, 10], [1, 0]]), 0.05)
     assert lam.dtype == jnp.float32
     np.testing.assert_allclose(lam, [[0.8, 0.95], [0, 0], [0, 0]], atol=1e-6)
@@ -140,7 +143,8 @@ def test_gae_at_gamma_and_lam_1_is_reward_to_go_less_the_value(rng):
 
 
 def test_groups_by_hand():
-    # Groups (1, 2, 6) and (0, 0, 3). Means 3 and 1; means of the others (4, 3.5, 1.5) and (1.5, 1.5, 0);
+    # Groups (1, 2, 6) and (0, 0, 3). Means 3 and 1;
+    # means of the others (4, 3.5, 1.5) and (1.5, 1.5, 0);
     # sums of squares 4 + 1 + 9 = 14 and 1 + 1 + 4 = 6, by n - 1 = 2: std sqrt(7) and sqrt(3).
     scores = jnp.array([1, 2, 6, 0, 0, 3])
     deviations = np.array([-2, -1, 3, -1, -1, 2], np.float32)
@@ -167,7 +171,7 @@ def test_groups_do_not_see_each_other_and_equal_scores_give_0(rng):
 
 
 def test_bias_of_group_baselines_by_enumeration():
-    """The expected gradient over every group of n samples of a bandit with three arms, against the true one."""
+    """The expected gradient over all groups of n samples of a bandit equals the true one."""
     p, score, n = np.array([0.2, 0.5, 0.3]), np.array([1.0, -2.0, 4.0]), 3
     slopes = np.eye(3) - p  # d log p_a / d logits
     groups = [list(group) for group in itertools.product(range(3), repeat=n)]

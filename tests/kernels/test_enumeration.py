@@ -1,6 +1,6 @@
-"""Expected gradients over every response of a small policy, against the gradient of what they are said to ascend or descend.
+"""Expected gradients over all responses of a small policy equal those of the stated objectives.
 
-Float64, to 1e-10: an estimator is unbiased here, or has the bias that its docstring states, or the test fails.
+In float64, to 1e-10: each estimator is unbiased here, or has the bias that its docstring states.
 """
 
 import jax
@@ -102,7 +102,7 @@ def test_the_enumeration_itself():
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_policy_loss_at_the_old_policy_is_the_policy_gradient(name):
-    """Of a sum over tokens, with any baseline that depends on the prefix alone, under a clip that is not wide."""
+    """As a sum over tokens, with any baseline of the prefix, under a clip that is not wide."""
     baseline = WORLD.entries(jnp.linspace(-1, 2, 15))
     gradient = WORLD.expected_gradient(
         OLD, loss_of(name, spread(SCORES) - baseline, clip=Clip(0.2, 0.3, 3.0))
@@ -111,7 +111,7 @@ def test_every_policy_loss_at_the_old_policy_is_the_policy_gradient(name):
 
 
 def test_importance_is_the_surrogate_with_the_states_of_the_old_policy():
-    """Sum over prefixes of visits of the old policy times E over actions of the new one of the old one's Q."""
+    """Sum over prefixes of old-policy visits times E over new-policy actions of the old Q."""
     gradient = WORLD.expected_gradient(THETA, loss_of("importance", spread(SCORES)), sampler=OLD)
     visits, action_values = WORLD.visits(OLD), q_values(WORLD.entries(jnp.zeros(15)), OLD, SCORES)
     surrogate = jax.grad(lambda theta: visits @ jnp.sum(jax.nn.softmax(theta) * action_values, -1))(
@@ -119,7 +119,8 @@ def test_importance_is_the_surrogate_with_the_states_of_the_old_policy():
     )
     same(-gradient, surrogate)
     differs(-gradient, return_gradient(THETA))  # the bias: the states are not the new policy's
-    # The first token's choice sees no other policy's states, but the old policy's way on; alone it is unbiased.
+    # The first token is chosen in a state that both policies share, but its advantage assumes the
+    # old policy's continuation; alone it is unbiased.
     scores = np.array([0.5, -1.0, 2.0])[WORLD.tokens[:, 0]]
     first = jnp.where(np.arange(4) == 0, spread(scores), 0)
     same(
@@ -260,7 +261,7 @@ def test_reinforce_off_policy_clones_the_sampler_where_all_scores_are_equal():
 
 @pytest.mark.parametrize("mode", losses.AGGREGATIONS)
 def test_what_each_aggregation_ascends(mode):
-    """Over every mini-batch of two responses: E[score x share], where share is 1 for the two sums."""
+    """Over all mini-batches of two responses: E[score x share]; share is 1 for the two sums."""
     probabilities, lengths = WORLD.probabilities(THETA), WORLD.lengths
     first, second = (x.reshape(-1) for x in np.mgrid[:31, :31])
     weights = jax.vmap(lambda both: losses.loss_weights(both, mode, 8.0))(
@@ -293,7 +294,10 @@ def test_k1_in_the_reward_is_the_gradient_of_the_kl_of_responses():
 
 
 def kl_in_reward(kind, gamma=1.0, theta=THETA):
-    """The score-function gradient that descends the estimator's sum: each token bears its own cost and all that follow."""
+    """The score-function gradient of the estimator's sum.
+
+    Each token bears its own cost and all that follow.
+    """
     cost = kl.kl_estimate(WORLD.logprobs(theta), WORLD.logprobs(REF), MASK, kind)
     to_go = jax.vmap(lambda c, m: advantages.reward_to_go(c, m, gamma))(cost, MASK)
     return -WORLD.expected_gradient(theta, loss_of("vanilla", to_go, old=theta))
@@ -337,7 +341,10 @@ def test_kl_in_the_loss(kind):
 
 @pytest.mark.parametrize("kind", kl.KL_KINDS)
 def test_kl_in_the_reward(kind):
-    """The gradient of the estimator's expectation less the part that runs through its value, which a reward does not have."""
+    """The gradient of the estimator's expectation without the part through its value.
+
+    No gradient flows through the value of a reward.
+    """
     log_ref = jax.nn.log_softmax(REF)
 
     def expectation(theta):
@@ -373,7 +380,10 @@ WRONG = rng.normal(0, 1, WORLD.shape[0])
 
 
 def q_values(token_rewards_NxT, theta, scores_N):
-    """Q [S, V]: the expected sum of rewards from a token on, the response's score coming with its last; 0 off the tree."""
+    """Return Q [S, V], the expected sum of rewards from a token on; 0 off the tree.
+
+    The score of a response comes with its last token.
+    """
     p = np.asarray(WORLD.probabilities(theta))
     rewards = np.where(MASK == 1, np.nan_to_num(token_rewards_NxT), 0)
     to_go = rewards[:, ::-1].cumsum(1)[:, ::-1] + scores_N[:, None]
@@ -385,7 +395,7 @@ def q_values(token_rewards_NxT, theta, scores_N):
 
 
 def token_rewards():
-    """Rewards of single tokens [N, T] that depend on prefix and token, and what each response gets in all [N]."""
+    """Return rewards [N, T] that depend on prefix and token, and the total of each response [N]."""
     rewards = WORLD.entries(jnp.asarray(np.random.default_rng(1).normal(size=WORLD.shape)))
     return rewards, jnp.nansum(rewards, 1)
 
@@ -411,7 +421,10 @@ def test_gae_with_an_exact_critic_is_unbiased_at_every_lambda(lam):
 
 
 def test_the_value_loss_leads_to_the_exact_critic():
-    """Its expected gradient is visits x (V - V_exact), with the returns of any lambda where those come from V_exact."""
+    """The expected gradient is visits x (V - V_exact).
+
+    It holds for the returns of any lambda if those are computed from V_exact.
+    """
     exact = exact_values(THETA)
 
     def expected_loss(values_S, returns):
@@ -431,7 +444,7 @@ SMALL_SCORES = rng.normal(0, 1, len(SMALL.tokens))
 
 
 def group_gradient(baseline, n):
-    """Over all 7^n groups of n responses: the mean over the group of A grad log pi of the response."""
+    """Over all 7^n groups of n responses: the group mean of A grad log pi of the response."""
     members = np.stack([x.reshape(-1) for x in np.mgrid[(slice(0, 7),) * n]], 1)
     p = jnp.prod(SMALL.probabilities(SMALL_THETA)[members], 1)
     weights = (
@@ -459,7 +472,7 @@ def test_group_baselines(n):
 
 
 def test_grpo_by_std_of_two_counts_who_wins_and_not_by_how_much():
-    """The deviation of two scores is their distance / sqrt(2), so that A = +-1 / sqrt(2), but for the 1e-6."""
+    """The deviation of two scores is their distance / sqrt(2): A = +-1 / sqrt(2) up to 1e-6."""
     distance = SMALL_SCORES[:, None] - SMALL_SCORES
     advantage = distance / 2 / (np.abs(distance) / np.sqrt(2) + 1e-6)
     np.testing.assert_allclose(advantage, np.sign(distance) * 0.5**0.5, rtol=1e-4)

@@ -1,4 +1,7 @@
-"""Importance weights by hand and as expectations over every response of a small policy; the mismatch by hand and by NumPy."""
+"""Importance weights by hand and as expectations over all responses of a small policy.
+
+The mismatch metrics are checked by hand and against NumPy.
+"""
 
 import itertools
 
@@ -49,14 +52,17 @@ def test_another_level_is_refused():
 
 
 def responses(policy):
-    """Every response of two tokens, its probability and its tokens' log-probs: the second token's table has the first."""
+    """Every response of two tokens, its probability and the log-probs of its tokens.
+
+    The second token's table is indexed by the first.
+    """
     first, second = policy
     for a, b in itertools.product(range(3), repeat=2):
         yield (a, b), first[a] * second[a, b], np.log([first[a], second[a, b]])
 
 
 def expected_gradient(level, threshold=1e9):
-    """Of E over mu of w x A: what the surrogate's gradient is made of, summed over all responses of mu."""
+    """The gradient of E over mu of w x A, the surrogate, summed over all responses of mu."""
     rng = np.random.default_rng(0)
     pi, mu = ((rng.dirichlet(np.ones(3)), rng.dirichlet(np.ones(3), 3)) for _ in range(2))
     advantage = rng.normal(size=(3, 3))
@@ -90,8 +96,10 @@ mismatch = jax.jit(importance.mismatch)
 
 
 def test_mismatch_by_hand():
-    # p = (1/2, 1/4, 1), q = (1/4, 1/2, 1): |p - q| = 1/4, 1/4, 0; exp |d| = 2, 2, 1; max |d| = ln 2.
-    # Means 7/12: p - mean = (-1, -4, 5) / 12, q - mean = (-4, -1, 5) / 12: correlation (4 + 4 + 25) / (1 + 16 + 25) = 33 / 42.
+    # p = (1/2, 1/4, 1), q = (1/4, 1/2, 1): |p - q| = 1/4, 1/4, 0; exp |d| = 2, 2, 1;
+    # max |d| = ln 2.
+    # Means 7/12: p - mean = (-1, -4, 5) / 12, q - mean = (-4, -1, 5) / 12:
+    # correlation (4 + 4 + 25) / (1 + 16 + 25) = 33 / 42.
     got = mismatch(
         jnp.log(jnp.array([0.5, 0.25, 1])), jnp.log(jnp.array([0.25, 0.5, 1])), jnp.ones(3)
     )

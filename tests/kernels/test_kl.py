@@ -25,7 +25,8 @@ def estimate_at(log_ratio, kind):
 
 
 def test_by_hand():
-    # d = ln 2: k1 = |d| = 0.6931, k2 = 0.6931^2 / 2 = 0.2402, k3 = 1/2 - 1 + 0.6931 = 0.1931, and the clamped one d itself.
+    # d = ln 2: k1 = |d| = 0.6931, k2 = 0.6931^2 / 2 = 0.2402, k3 = 1/2 - 1 + 0.6931 = 0.1931,
+    # and the clamped estimate is d itself.
     # d = -ln 2: k1 = -0.6931, k2 the same, k3 = 2 - 1 - 0.6931 = 0.3069, and the clamped one 0.
     cases = {
         math.log(2): (0.6931, 0.6931, 0.2402, 0.1931, 0.1931, 0.6931),
@@ -184,13 +185,16 @@ def test_unknown_kind_is_refused():
 
 
 def test_adaptive_coefficient_by_hand():
-    # KL 6.6 for a target of 6: error 0.1; 256 of 10,000 samples: 0.2 * (1 + 0.1 * 0.0256) = 0.200512.
+    # KL 6.6 for a target of 6: error 0.1; 256 of 10,000 samples:
+    # 0.2 * (1 + 0.1 * 0.0256) = 0.200512.
     np.testing.assert_allclose(adaptive_kl_coef(0.2, 6.6, 6.0, 10_000, 256), 0.200512, rtol=1e-6)
-    # 3 for 6 is an error of -0.5, clipped to -0.2: 0.2 * (1 - 0.00512) = 0.198976. Ten times the target: +0.2.
+    # 3 for 6 is an error of -0.5, clipped to -0.2: 0.2 * (1 - 0.00512) = 0.198976.
+    # Ten times the target: +0.2.
     np.testing.assert_allclose(adaptive_kl_coef(0.2, 3.0, 6.0, 10_000, 256), 0.198976, rtol=1e-6)
     np.testing.assert_allclose(adaptive_kl_coef(0.2, 60.0, 6.0, 10_000, 256), 0.201024, rtol=1e-6)
     assert adaptive_kl_coef(jnp.float32(0.25), 6.0, 6.0, 10_000, 256) == 0.25
-    # A clip of 0.5 lets the whole of 3 for 6 through, and 0.5 of ten times the target: 0.2 * (1 -+ 0.0128).
+    # A clip of 0.5 leaves the error of 3 for 6 unclipped, and limits that of ten times the target
+    # to 0.5: 0.2 * (1 -+ 0.0128).
     np.testing.assert_allclose(
         adaptive_kl_coef(0.2, 3.0, 6.0, 10_000, 256, clip=0.5), 0.19744, rtol=1e-6
     )

@@ -35,7 +35,8 @@ def inputs(rng, rows, length, width, vocabulary):
 
 
 def test_by_hand():
-    # Logits are the hidden state itself: (ln 3, 0) at T = 1 is p = (3/4, 1/4), entropy 3/4 ln 4/3 + 1/4 ln 4 = 0.5623.
+    # The logits are the hidden state itself: (ln 3, 0) at T = 1 is p = (3/4, 1/4),
+    # entropy 3/4 ln 4/3 + 1/4 ln 4 = 0.5623.
     # At T = 1/2 the odds are squared: p = (9/10, 1/10), entropy 0.3251.
     hidden = jnp.full((1, 2, 2), jnp.array([math.log(3), 0.0]))
     targets = jnp.array([[0, 1]])
@@ -92,8 +93,9 @@ def test_gradient_is_that_of_the_definition(chunk_size, of_entropy, rng):
 
 
 def test_gradient_by_hand():
-    # p = (3/4, 1/4): d log p_0 / dz = (1 - 3/4, -1/4); H = 0.5623 and dH/dz_v = -p_v (log p_v + H), which is
-    # -3/4 (-0.2877 + 0.5623) = -0.2060 and, p summing to 1, its opposite. The unembedding is the identity, so dz = dhidden.
+    # p = (3/4, 1/4): d log p_0 / dz = (1 - 3/4, -1/4); H = 0.5623 and
+    # dH/dz_v = -p_v (log p_v + H), which is -3/4 (-0.2877 + 0.5623) = -0.2060 for v = 0 and its
+    # opposite for v = 1, as p sums to 1. The unembedding is the identity, so dz = dhidden.
     hidden, targets = jnp.array([[[math.log(3), 0.0]]]), jnp.array([[0]])
     logprobs = jax.grad(lambda h: token_logprobs(h, jnp.eye(2), targets, 1.0)[0].sum())(hidden)
     np.testing.assert_allclose(logprobs[0, 0], [0.25, -0.25], rtol=1e-6)
@@ -102,7 +104,7 @@ def test_gradient_by_hand():
 
 
 def test_gradient_in_bfloat16(rng):
-    """Products of rounded factors, but summed in float32: within their rounding (2^-8) of the float32 gradient."""
+    """Products of rounded factors with float32 sums: within 2^-8 of the float32 gradient."""
     hidden, unembedding, targets = inputs(rng, 2, 40, 16, 50)
 
     def gradients(hidden):
@@ -166,7 +168,10 @@ def test_without_entropy(chunk_size, rng):
 
 
 def test_same_function_twice_gives_ratio_one(rng):
-    """Rollout scoring and the first mini-batch differ in rows and in what is differentiated, and must agree."""
+    """Rollout scoring and the first mini-batch must agree.
+
+    They differ in their rows and in what is differentiated.
+    """
     hidden, unembedding, targets = inputs(rng, 4, 10, 8, 50)
     for temperature in (0.6, 1.0):
         old, _ = token_logprobs(hidden, unembedding, targets, temperature, 4, with_entropy=False)

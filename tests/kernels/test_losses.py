@@ -24,7 +24,7 @@ policy_gradient = jax.jit(jax.grad(lambda *arguments: losses.policy_loss(*argume
 
 
 def one_token(log_ratio, advantage, dual_clip=3.0):
-    """(loss, ratio, log_ratio, clipped, dual_clipped) and d loss / d logprob of one token, clipped to [0.8, 1.3]."""
+    """Return the fields of PolicyLoss and d loss / d logprob of one token, clip [0.8, 1.3]."""
     arguments = (jnp.zeros(1), jnp.array([advantage]), jnp.ones(1), 0.2, 0.3, dual_clip)
     result = policy_loss(jnp.array([log_ratio]), *arguments)
     gradient = policy_gradient(jnp.array([log_ratio]), *arguments)
@@ -119,8 +119,10 @@ def test_nan_is_not_dropped(advantage):
 def test_value_loss_by_hand():
     # Return 1 and clip 0.5 about an old value of 0, except in the last, where it is about 3.
     #   V =  0.2: inside, (0.2 - 1)^2 / 2 = 0.32, slope -0.8.
-    #   V =  0.9: clipped to 0.5, max(0.1^2, 0.5^2) / 2 = 0.125, flagged, slope 0: it has gone far enough towards 1.
-    #   V = -2:   clipped to -0.5, max(9, 2.25) / 2 = 4.5, not flagged, slope -3: the wrong way is never clipped.
+    #   V =  0.9: clipped to 0.5, max(0.1^2, 0.5^2) / 2 = 0.125, flagged, slope 0: it has moved
+    #     far enough towards 1.
+    #   V = -2:   clipped to -0.5, max(9, 2.25) / 2 = 4.5, not flagged, slope -3: a move in the
+    #     wrong direction is never clipped.
     #   V =  2:   clipped to 2.5 about 3, max(1, 2.25) / 2 = 1.125, flagged.
     values, old, returns = jnp.array([0.2, 0.9, -2.0, 2.0]), jnp.array([0.0, 0, 0, 3]), jnp.ones(4)
     result = value_loss(values, old, returns, jnp.ones(4), 0.5)
@@ -174,7 +176,7 @@ def test_value_loss_against_loops(clip, huber_delta, rng, poison):
 
 
 def test_a_value_inside_the_range_is_not_flagged(rng):
-    """old + clip(V - old) is off from V by a rounding where they are not close, which would flag tokens inside."""
+    """old + clip(V - old) rounds if they are far apart, which would flag tokens inside."""
     values, returns = rng.normal(0, 0.1, (2, 500)).astype(np.float32)
     old = values + rng.uniform(-0.1, 0.1, 500).astype(np.float32)
     assert value_loss(values, old, returns, np.ones(500), 0.2).clipped.sum() == 0
@@ -251,7 +253,7 @@ def test_loss_weights_against_loops(mode, rng):
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_sum_over_any_split_equals_the_whole(mode, rng):
-    """A token-mean per micro-batch is the most published bug of all. Cutting changes neither loss nor gradient."""
+    """Micro-batches change neither the loss nor its gradient, unlike a mean of token means."""
     lengths = np.array([1, 8, 2, 8, 0, 3, 5, 1])
     mask = (np.arange(8) < lengths[:, None]).astype(np.int32)
     logprobs, old, advantages = rng.normal(0, 0.3, (3, 8, 8)).astype(np.float32)

@@ -17,7 +17,8 @@ MASK = jnp.array([[1, 1, 1], [1, 0, 0]])
 
 
 def test_by_hand():
-    # 1, 2, 3, 6 count: sum 12, mean 3, deviations -2 -1 0 3, squares 4 1 0 9, biased variance 14 / 4 = 3.5.
+    # 1, 2, 3, 6 count: sum 12, mean 3, deviations -2 -1 0 3, squares 4 1 0 9,
+    # biased variance 14 / 4 = 3.5.
     assert masked_sum(X, MASK) == 12
     assert masked_mean(X, MASK) == 3
     assert masked_min(X, MASK) == 1

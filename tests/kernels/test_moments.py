@@ -9,7 +9,8 @@ update_moments = jax.jit(kernel.update_moments)
 
 
 def test_by_hand():
-    # (1, 3): mean 2, m2 2. Then 8: delta 6, mean 2 + 6/3 = 4, m2 2 + 36 x 2/3 = 26 = 9 + 1 + 16. Variance 26/3.
+    # (1, 3): mean 2, m2 2. Then 8: delta 6, mean 2 + 6/3 = 4,
+    # m2 2 + 36 x 2/3 = 26 = 9 + 1 + 16. Variance 26/3.
     first = update_moments(kernel.empty_moments(), jnp.array([1.0, 3.0]), jnp.ones(2))
     np.testing.assert_allclose(first, (2, 2, 2), rtol=1e-6)
     second = update_moments(first, jnp.array([[8.0]]), jnp.ones((1, 1)))
@@ -23,7 +24,7 @@ def test_by_hand():
 
 @pytest.mark.parametrize("mean", [0.0, 1000.0])
 def test_batches_of_any_cut_give_the_moments_of_the_whole(mean, rng, poison):
-    """At a mean of 1000 and a spread of 1, E[x^2] - E[x]^2 in float32 is off by more than a tenth."""
+    """With mean 1000 and spread 1, E[x^2] - E[x]^2 in float32 is off by more than 0.1."""
     x, mask = rng.normal(mean, 1, 600).astype(np.float32), rng.integers(0, 2, 600)
     mask[100:200] = 0  # a whole batch of which nothing counts
     dirty, kept = poison(x, mask), x[mask == 1].astype(np.float64)

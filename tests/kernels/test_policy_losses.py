@@ -1,4 +1,4 @@
-"""Every policy loss worked by hand and against loops. What each is an estimate of: test_enumeration.py."""
+"""Every policy loss by hand and against loops; test_enumeration.py covers their expectations."""
 
 import math
 
@@ -13,7 +13,10 @@ LN2, ROOT2, CLIP = math.log(2), math.sqrt(2), Clip(0.2, 0.3, 3.0)
 
 
 def run(name, logprobs, old, advantages, mask, clip=CLIP, batch=padded_batch):
-    """The PolicyLoss, and the gradient of its sum, weighted by place, to logprobs, old_logprobs and advantages."""
+    """Return the PolicyLoss and the gradients of its weighted sum.
+
+    The gradients are those to logprobs, old_logprobs and advantages; weights differ by position.
+    """
     arrays = [jnp.asarray(x, jnp.float32) for x in (logprobs, old, advantages)]
     weights = 1 + jnp.arange(arrays[0].shape[-1], dtype=jnp.float32)
     mask = jnp.asarray(mask)
@@ -33,7 +36,8 @@ def run(name, logprobs, old, advantages, mask, clip=CLIP, batch=padded_batch):
 @pytest.mark.parametrize(
     "name, advantage, loss, gradient, ratio, clipped",
     [
-        # A response of two tokens, of which the first became twice as likely: rho = 2 and 1, their geometric mean sqrt(2).
+        # A response of two tokens, the first of which became twice as likely: rho = 2 and 1,
+        # their geometric mean sqrt(2).
         ("vanilla", 1.0, (-1.3, -1), (0, -1), (2, 1), (1, 0)),
         ("vanilla", -1.0, (2, 1), (2, 1), (2, 1), (0, 0)),
         ("importance", 1.0, (-2, -1), (-2, -1), (2, 1), (0, 0)),
@@ -70,7 +74,7 @@ def test_by_hand(name, advantage, loss, gradient, ratio, clipped):
 
 
 def test_dual_clip_of_a_whole_response():
-    """rho = 16 and 1, s = 4 > 3, and a bad response: capped at 3 for gspo, as one token of ratio 4 is for vanilla."""
+    """rho = 16 and 1, s = 4 > 3, A < 0: gspo caps at 3, like vanilla for one token of ratio 4."""
     result, (slope, *_) = run("gspo", [[4 * LN2 - 4, -4]], [[-4, -4]], [[-1, -1]], np.ones((1, 2)))
     np.testing.assert_allclose(result.loss, [[3, 3]])
     np.testing.assert_array_equal(result.dual_clipped, 1)

@@ -1,6 +1,7 @@
-"""What must hold for any mask, any place of the EOS, any temperature, any cut and any packing; and nothing is non-finite.
+"""Properties of the kernels for any mask, EOS position, temperature, division and packing.
 
-Shapes are few, because each is compiled; what varies freely is which of their places count. Under the mask is garbage.
+There are few shapes, because each is compiled; which of their positions count varies freely.
+Masked positions hold garbage, and no result may be non-finite.
 """
 
 import functools
@@ -60,7 +61,9 @@ def poisoned(mask, *xs):
 
 
 def gradient_and_result(kernel, *argnums):
-    """Compiled: the gradient of the sum of the loss, or of all, that the kernel returns; and what it returns."""
+    """Compile the kernel; return the gradient of the sum of its loss (or of all its results),
+    and its results.
+    """
 
     def total(*arguments):
         result = kernel(*arguments)
@@ -413,7 +416,10 @@ def there_and_back(sequences, plan, values):
     st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=5, max_size=5), st.booleans()
 )
 def test_what_is_gathered_into_rows_is_scattered_back(lengths, packed):
-    """Wherever responses end: each token is the target of one place, and a number goes to its row and back unchanged."""
+    """Each token is the target of one position, and a value is the same after a round trip.
+
+    This holds wherever responses end.
+    """
     prompts, responses = np.array(lengths, np.int32).T
     drawn = np.random.default_rng(0).integers(1, 99, (5, 7)).astype(np.int32)
     inside = np.arange(4) < responses[:, None]

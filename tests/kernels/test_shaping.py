@@ -7,7 +7,8 @@ from jax_ppo.kernels import moments, shaping
 
 
 def test_soft_overlong_penalty_by_hand():
-    # At most 20, buffer 8, factor 2: 0 to 12; then 1/4 a token: 13 gives -0.25, 16 half of 2, 20 all of it, and no more.
+    # At most 20, buffer 8, factor 2: 0 up to 12; then 1/4 per token: -0.25 for 13, half of 2 for
+    # 16, all of it for 20, and no more.
     penalty = jax.jit(shaping.soft_overlong_penalty, static_argnums=(1, 2, 3))(
         jnp.array([0, 12, 13, 16, 20, 25]), 20, 8, 2.0
     )

@@ -1,4 +1,4 @@
-"""The soft cap by hand, and through it the log-probs, entropies and KL whose gradients are written out."""
+"""The soft cap by hand, and the closed-form gradients of log-probs, entropy and KL through it."""
 
 import math
 
@@ -16,7 +16,8 @@ MASK = np.array([[1, 0, 1, 1, 1, 0, 1], [0, 0, 1, 0, 0, 0, 0]], bool)
 
 
 def test_by_hand():
-    # tanh(1/2) = 0.4621: 2 goes to 4 x 0.4621 = 1.8485 under a cap of 4, where it rises by 1 - 0.4621^2 = 0.7864.
+    # tanh(1/2) = 0.4621: 2 becomes 4 x 0.4621 = 1.8485 under a cap of 4, with slope
+    # 1 - 0.4621^2 = 0.7864.
     np.testing.assert_allclose(
         softcap(jnp.array([2.0, -2.0, 0.0]), 4.0), [1.8485, -1.8485, 0], atol=5e-5
     )
@@ -54,7 +55,10 @@ def log_p(hidden, unembedding):
 
 @pytest.mark.parametrize("chunk_size", [3, 128])
 def test_logprobs_and_kl_are_those_of_the_definition(chunk_size, rng):
-    """Values and gradients, in chunks and under a mask; the cap bends: the logits' deviation is that of the cap."""
+    """Values and gradients, in chunks and under a mask.
+
+    The cap has an effect: the standard deviation of the logits equals it.
+    """
     hidden, ref_hidden, unembedding, ref_unembedding = (
         rng.normal(size=size).astype(np.float32)
         for size in ((2, 7, 4), (2, 7, 4), (11, 4), (11, 4))

@@ -68,7 +68,8 @@ def test_by_hand():
 
 
 def test_gradient_by_hand():
-    # d = (ln 3/2, ln 1/2): dKL/dz_0 = 3/4 (0.4055 - 0.1308) = 0.2060, and its opposite. The unembedding is the identity.
+    # d = (ln 3/2, ln 1/2): dKL/dz_0 = 3/4 (0.4055 - 0.1308) = 0.2060, and its opposite.
+    # The unembedding is the identity.
     hidden, eye = jnp.array([[[math.log(3), 0.0]]]), jnp.eye(2)
     slope = jax.grad(lambda h: full_kl(h, eye, jnp.zeros((1, 1, 2)), eye).sum())(hidden)
     np.testing.assert_allclose(slope[0, 0], [0.2060, -0.2060], atol=5e-5)
@@ -138,7 +139,7 @@ def test_a_small_kl_is_never_negative_and_keeps_its_digits(rng):
 
 @pytest.mark.parametrize("scale", [10.0, 100.0, 1000.0])
 def test_finite_where_a_policy_gives_next_to_nothing(scale, rng):
-    """exp(log q - log p) overflows float32 once a token is e^89 times as likely to the reference."""
+    """exp(log q - log p) overflows float32 if the reference makes a token e^89 times as likely."""
     hidden, unembedding, ref_hidden, ref_unembedding = inputs(rng, 2, 20, 8, 8, 30)
     arguments = scale * hidden, unembedding, scale * ref_hidden, ref_unembedding
     value, pullback = jax.vjp(lambda h, u: full_kl(h, u, *arguments[2:]), *arguments[:2])
@@ -155,7 +156,7 @@ def test_an_empty_mask_gives_zeros(rng):
 
 
 def test_gradient_in_bfloat16(rng):
-    """Products of rounded factors, but summed in float32: within their rounding (2^-8) of the float32 gradient."""
+    """Products of rounded factors with float32 sums: within 2^-8 of the float32 gradient."""
     hidden, unembedding, *reference = inputs(rng, 2, 40, 16, 16, 50)
     slope = jax.grad(lambda h, u: full_kl(h, u, *reference, 1.0, 8).sum(), (0, 1))
     low, high = slope(jnp.asarray(hidden, jnp.bfloat16), unembedding), slope(hidden, unembedding)
@@ -168,13 +169,14 @@ def test_gradient_of_the_master_is_summed_in_float32():
     """Summed in bfloat16 over 1024 chunks, equal addends stop counting after 256 of them."""
     ones, log3 = jnp.ones((1, 1024, 1), jnp.bfloat16), jnp.array([[math.log(3)], [0.0]])
     slope = jax.grad(lambda u: full_kl(ones, u, ones, log3, 1.0, 1).sum())(jnp.zeros((2, 1)))
-    # p = (1/2, 1/2), q = (3/4, 1/4): d = (ln 2/3, ln 2), and 1/2 (d_0 - mean) = 1/4 (ln 2/3 - ln 2) = -ln 3 / 4.
+    # p = (1/2, 1/2), q = (3/4, 1/4): d = (ln 2/3, ln 2), and
+    # 1/2 (d_0 - mean) = 1/4 (ln 2/3 - ln 2) = -ln 3 / 4.
     assert slope.dtype == jnp.float32
     np.testing.assert_allclose(slope[:, 0], [-256 * math.log(3), 256 * math.log(3)], rtol=4e-3)
 
 
 def temporaries(places, width, vocabulary, chunk_size=None):
-    """Bytes the compiled value and gradient need beyond their arguments and results. Nothing is run."""
+    """Return the bytes of temporaries of the compiled value and gradient, without running them."""
     loss = lambda *x: jnp.sum(kernel.full_kl(*x, 1.0, chunk_size))  # noqa: E731
     hidden, unembedding = (
         jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, places, width), (vocabulary, width))
