@@ -123,7 +123,9 @@ END_OF_RESPONSE = [
         name="eos_ids_in_generation_config_are_not_read",
         source="vllm#4182: Llama 3 lists its second EOS only in generation_config.json",
         holds="the EOS ids of both files are used",
-        test="tests/models/hf/test_hf_logits.py::test_every_end_of_sequence_is_known_the_configs_first",
+        test=(
+            "tests/models/hf/test_hf_logits.py::test_every_end_of_sequence_is_known_the_configs_first"
+        ),
         where="read_architecture",
         old="tuple(dict.fromkeys([*architecture.eos_ids, *more]))",
         new="architecture.eos_ids",
@@ -363,7 +365,9 @@ MODELS = [
             "mlxcel#1355, felafax#59: rope_scaling was parsed, but the plain frequencies were used"
         ),
         holds="every kind of rotary embedding has the frequencies of transformers",
-        test="tests/models/test_rope.py::test_frequencies_and_logits_are_those_of_transformers[llama3]",
+        test=(
+            "tests/models/test_rope.py::test_frequencies_and_logits_are_those_of_transformers[llama3]"
+        ),
         where="inverse_frequencies",
         old="_llama3(inverse, scaling, architecture)",
         new="inverse",
@@ -402,7 +406,10 @@ MODELS = [
         name="head_dim_is_computed_and_not_read",
         source="lmdeploy#2761, candle#2358: head_dim of Mistral Nemo is not hidden_size / heads",
         holds="head_dim is taken from config.json if it is present",
-        test="tests/models/hf/test_hf_logits.py::test_logits_are_those_of_transformers[llama, wide heads]",
+        test=(
+            "tests/models/hf/test_hf_logits.py::test_logits_are_those_of_transformers[llama, "
+            "wide heads]"
+        ),
         where="from_hf_config",
         old=(
             "fields.get('head_dim') or family.defaults.get('head_dim') or "
@@ -489,7 +496,9 @@ EXPORT = [
         name="eos_ids_are_lost_on_export",
         source="unsloth#384: the saved model had one of two EOS ids and generated endlessly",
         holds="generation_config.json of an export lists every EOS id",
-        test="tests/models/hf/test_save.py::test_generation_defaults_come_along_but_the_ends_are_the_architectures",
+        test=(
+            "tests/models/hf/test_save.py::test_generation_defaults_come_along_but_the_ends_are_the_architectures"
+        ),
         where="_generation_config",
         old="list(architecture.eos_ids) or None",
         new="architecture.eos_ids[0]",
@@ -872,7 +881,8 @@ REDUCTIONS = [
         test=f"{TEST_MASKED}::test_shapes_that_would_broadcast_are_refused",
         where="zero_outside",
         old=(
-            "assert x.shape == mask.shape, f'x {x.shape} and mask {mask.shape} must have one shape'\n"
+            "assert x.shape == mask.shape, f'x {x.shape} and mask {mask.shape} must have one "
+            "shape'\n"
             "return jnp.where(mask.astype(bool), _at_least_float32(x), 0.0)"
         ),
         new="return jnp.where(mask.astype(bool), _at_least_float32(x), 0.0)",
@@ -1026,7 +1036,10 @@ REWARD_AND_KL = [
         test=f"{TEST_UPDATE}::test_kl_is_zero_at_first_for_every_estimator",
         where="_score_policy",
         old="logprobs_of(state.reference, ref_hidden)",
-        new="forward.token_logprobs(net, state.reference, ref_hidden, rows, 1.0, with_entropy=False)[0]",
+        new=(
+            "forward.token_logprobs(net, state.reference, ref_hidden, rows, 1.0, "
+            "with_entropy=False)[0]"
+        ),
     ),
     Exhibit(
         name="the_controller_always_adapts",
@@ -1137,8 +1150,15 @@ ADVANTAGES = [
         holds="returns are computed before whitening",
         test=f"{TEST_UPDATE}::test_score_sits_on_the_last_token_and_returns_are_raw",
         where="generalized_advantages",
-        old="advantages, returns = gae(token_rewards, values, actions, algorithm.gamma, lam, final_values)",
-        new="advantages, _ = gae(token_rewards, values, actions, algorithm.gamma, lam, final_values)\nreturns = masked.whiten(advantages, actions) + values",
+        old=(
+            "advantages, returns = gae(token_rewards, values, actions, algorithm.gamma, lam, "
+            "final_values)"
+        ),
+        new=(
+            "advantages, _ = gae(token_rewards, values, actions, algorithm.gamma, lam, "
+            "final_values)\n"
+            "returns = masked.whiten(advantages, actions) + values"
+        ),
     ),
     Exhibit(
         name="whitening_over_part_of_a_batch",
@@ -1213,7 +1233,9 @@ LOSSES_AND_RATIO = [
         name="old_policy_and_reference_are_mixed_up",
         source="the CS336 notes: the old policy's log-probs are named ref_logprobs",
         holds="the ratio is relative to the old policy, the KL to the reference",
-        test="tests/ppo/test_objectives.py::test_the_ratio_is_to_the_old_policy_and_the_kl_to_the_reference",
+        test=(
+            "tests/ppo/test_objectives.py::test_the_ratio_is_to_the_old_policy_and_the_kl_to_the_reference"
+        ),
         where="objectives._policy_loss",
         old="experience.old_logprobs",
         new="experience.ref_logprobs",
@@ -1258,7 +1280,9 @@ LOSSES_AND_RATIO = [
             "nothing was ever clipped"
         ),
         holds="values are clipped around those of the rollout",
-        test="tests/ppo/test_objectives.py::test_the_value_loss_is_clipped_around_the_values_of_the_rollout",
+        test=(
+            "tests/ppo/test_objectives.py::test_the_value_loss_is_clipped_around_the_values_of_the_rollout"
+        ),
         where="_critic_loss",
         old="packing.to_rows(experience.values, rows)",
         new="jax.lax.stop_gradient(values)",
@@ -1298,7 +1322,10 @@ UPDATES = [
         holds="gradients do not depend on micro-batches, packing or devices",
         test=f"{TEST_UPDATE}::test_micro_batches_and_packing_do_not_change_the_gradient",
         where="Role.gradients",
-        old="weights = Weights(loss=jnp.where(rows.mask, loss_B[rows.samples], 0), mean=jnp.where(rows.mask, mean_B[rows.samples], 0))",
+        old=(
+            "weights = Weights(loss=jnp.where(rows.mask, loss_B[rows.samples], 0), "
+            "mean=jnp.where(rows.mask, mean_B[rows.samples], 0))"
+        ),
         new="weights = Weights(*[rows.mask / rows.mask.sum() / batch.counts] * 2)",
     ),
     Exhibit(
@@ -1310,8 +1337,14 @@ UPDATES = [
         holds="every token of a mini-batch has the same weight, whichever device it is on",
         test=f"{TEST_UPDATE}::test_devices_do_not_change_the_gradient",
         where="Role.gradients",
-        old="weights = Weights(loss=jnp.where(rows.mask, loss_B[rows.samples], 0), mean=jnp.where(rows.mask, mean_B[rows.samples], 0))",
-        new="weights = Weights(*[rows.mask / jnp.maximum(rows.mask.sum(1, keepdims=True), 1) / len(rows.mask)] * 2)",
+        old=(
+            "weights = Weights(loss=jnp.where(rows.mask, loss_B[rows.samples], 0), "
+            "mean=jnp.where(rows.mask, mean_B[rows.samples], 0))"
+        ),
+        new=(
+            "weights = Weights(*[rows.mask / jnp.maximum(rows.mask.sum(1, keepdims=True), 1) / "
+            "len(rows.mask)] * 2)"
+        ),
     ),
     Exhibit(
         name="the_entropy_bonus_grows_with_the_micro_batches",
@@ -1448,7 +1481,9 @@ UPDATES = [
         name="the_controllers_coefficient_is_lost_on_resume",
         source="verl#7013, OpenRLHF, trl#2657: a resumed run started with the initial coefficient",
         holds="all state that changes from step to step is saved in the checkpoint and restored",
-        test="tests/training/test_state.py::test_a_state_from_a_checkpoint_is_the_one_that_was_saved",
+        test=(
+            "tests/training/test_state.py::test_a_state_from_a_checkpoint_is_the_one_that_was_saved"
+        ),
         where="create_state",
         old="trained['control']",
         new="first_control(config.algorithm.kl_ctrl, config.reward, config.critic)",
@@ -1463,12 +1498,14 @@ RULES_IN_A_RUN = [
         test="tests/rewards/test_registry.py::test_a_function_of_a_file",
         where="resolve_reward_function",
         old=(
-            "if not function:\n"
-            "    return lambda example, response: _apply_built_in_rule(example, response, gsm8k_method)"
+            "if not function:\n    "
+            "return lambda example, response: _apply_built_in_rule(example, response, "
+            "gsm8k_method)"
         ),
         new=(
-            "if True:\n"
-            "    return lambda example, response: _apply_built_in_rule(example, response, gsm8k_method)"
+            "if True:\n    "
+            "return lambda example, response: _apply_built_in_rule(example, response, "
+            "gsm8k_method)"
         ),
     ),
     Exhibit(
@@ -1524,7 +1561,9 @@ RULES_IN_A_RUN = [
         name="rules_see_special_tokens",
         source="verl#715: `...</answer><|im_end|>` matches no pattern that ends with </answer>",
         holds="rules receive text without special tokens",
-        test="tests/ppo/test_setup.py::test_rules_see_each_response_beside_its_own_example_and_nothing_special",
+        test=(
+            "tests/ppo/test_setup.py::test_rules_see_each_response_beside_its_own_example_and_nothing_special"
+        ),
         where="RuleScorer.score",
         old="self.tokenizer.batch_decode(responses, skip_special_tokens=True)",
         new="self.tokenizer.batch_decode(responses, skip_special_tokens=False)",
@@ -1536,7 +1575,9 @@ RULES_IN_A_RUN = [
             "responses"
         ),
         holds="response b is scored for example b // n",
-        test="tests/ppo/test_setup.py::test_rules_see_each_response_beside_its_own_example_and_nothing_special",
+        test=(
+            "tests/ppo/test_setup.py::test_rules_see_each_response_beside_its_own_example_and_nothing_special"
+        ),
         where="RuleScorer.score",
         old="batch.examples[i // n]",
         new="batch.examples[i % len(batch.examples)]",
@@ -1556,7 +1597,9 @@ RULES_IN_A_RUN = [
             "Megatron-LM#5983, vllm#11953: batches that started from one seed drew the same samples"
         ),
         holds="every held-out sample has its own random address",
-        test="tests/ppo/test_evaluation.py::test_samples_of_all_batches_have_addresses_of_their_own",
+        test=(
+            "tests/ppo/test_evaluation.py::test_samples_of_all_batches_have_addresses_of_their_own"
+        ),
         where="evaluate",
         old="first += len(batch_scores)",
         new="first += 0",
@@ -1657,7 +1700,8 @@ CLIPS_AND_OTHER_LOSSES = [
         test="tests/kernels/test_policy_losses.py::test_by_hand",
         where="_mean_over_response",
         old=(
-            "batch.sequence_sum(jax.lax.stop_gradient(log_ratio)) / jnp.maximum(batch.action_counts, 1)"
+            "batch.sequence_sum(jax.lax.stop_gradient(log_ratio)) / "
+            "jnp.maximum(batch.action_counts, 1)"
         ),
         new="batch.sequence_sum(jax.lax.stop_gradient(log_ratio))",
     ),
@@ -1761,7 +1805,10 @@ MOMENTS_AND_SHAPING = [
         test=f"{TEST_EXPERIENCE}::test_normalised_values_stand_for_the_same_advantages",
         where="estimate_experience",
         old="scores.values",
-        new="scores.values * running_moments.moments_std(moments['returns']) if options.normalizes_values else scores.values",
+        new=(
+            "scores.values * running_moments.moments_std(moments['returns']) if "
+            "options.normalizes_values else scores.values"
+        ),
     ),
     Exhibit(
         name="targets_use_the_old_moments",
@@ -1769,8 +1816,12 @@ MOMENTS_AND_SHAPING = [
         holds="returns are normalized with moments that include them",
         test=f"{TEST_EXPERIENCE}::test_normalised_values_stand_for_the_same_advantages",
         where="normalize_returns",
-        old="normalized = (estimates.returns - updated.mean) / running_moments.moments_std(updated)",
-        new="normalized = (estimates.returns - moments.mean) / running_moments.moments_std(moments)",
+        old=(
+            "normalized = (estimates.returns - updated.mean) / running_moments.moments_std(updated)"
+        ),
+        new=(
+            "normalized = (estimates.returns - moments.mean) / running_moments.moments_std(moments)"
+        ),
     ),
     Exhibit(
         name="the_penalty_begins_where_responses_end",

@@ -2,9 +2,10 @@
 
     python tests/mutate.py --count 200 --seed 0
 
-A mutation changes one operator, constant, condition or statement. It is caught if a test fails or does not end in time. Each is
-tried on a copy of the project, with the tests that reached the mutated function in one recorded run of the default suite:
-those that take least time first, until one fails. The copies leave this checkout alone.
+A mutation changes one operator, constant, condition or statement. It is caught if a test fails or
+does not end in time. Each is tried on a copy of the project, so that this checkout stays unchanged,
+with the tests that reached the mutated function in one recorded run of the default suite: the
+fastest first, until one fails.
 
 Requires pytest-cov. `--coverage FOLDER` keeps the recorded run for later invocations.
 """
@@ -216,7 +217,7 @@ class Record:
             self.seconds[name] = float(case.get("time"))
 
     def tests_that_reach(self, mutation: Mutation, budget: float) -> list[str]:
-        """Return the tests to run, fastest first, of at most `budget` seconds (at least one test)."""
+        """Return the tests to run, fastest first; of at most `budget` seconds, but at least one."""
         first, last = mutation.function
         contexts = self._data.contexts_by_lineno(str(ROOT / mutation.file))
         reached = {

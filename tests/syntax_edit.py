@@ -15,8 +15,8 @@ def find_definitions(
 ) -> Iterator[tuple[pathlib.Path, ast.Module, ast.stmt]]:
     """Yield (file, module, definition) of each definition whose dotted name ends in `name`.
 
-    The dotted name of a method is `package.module.Class.method`, so `Class.method` and `module.Class.method` both
-    find it.
+    The dotted name of a method is `package.module.Class.method`, so both `Class.method` and
+    `module.Class.method` find it.
     """
     for path in sorted(root.rglob("*.py")):
         source = path.read_text()

@@ -41,7 +41,7 @@ UNPICKLING = {"pickle", "cloudpickle", "dill", "joblib", "shelve"}
 
 
 def violations(path: str, source: str) -> list[str]:
-    """What a file does against the design; `path` is relative to the repository, with slashes."""
+    """Return the violations of the design in a file; `path` is relative to the repository."""
     tree = ast.parse(source)
     found = [f"{path}:{line}: {what}" for line, what in _unsafe(tree)]
     if path.startswith("jax_ppo/"):
@@ -75,7 +75,7 @@ def _imports(path, tree):
 
 
 def _imported(path, tree, inside=True):
-    """(line, dotted module) of each import; those inside functions too, unless told otherwise."""
+    """Yield (line, dotted module) of each import, also those in functions if `inside`."""
     for node in ast.walk(tree) if inside else _outside_functions(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -84,9 +84,8 @@ def _imported(path, tree, inside=True):
             if node.level:
                 parent = path.split("/")[: -node.level]
                 module = ".".join([*parent, module] if module else parent)
-            for (
-                alias
-            ) in node.names:  # in `from jax_ppo import metrics` it is they that name the room
+            # In `from jax_ppo import metrics` the package is among the imported names.
+            for alias in node.names:
                 yield node.lineno, f"{module}.{alias.name}" if module == "jax_ppo" else module
 
 
@@ -110,7 +109,7 @@ def _partition_specs(path, tree):
 
 
 def _unsafe(tree):
-    """Ways to run what was read or generated."""
+    """Yield (line, message) of each way to execute text or data that was read or generated."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             if isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec"):
@@ -252,7 +251,8 @@ def test_each_rule_catches_what_it_is_for(path, source, message):
         ("jax_ppo/runtime/sharding.py", "from jax.sharding import PartitionSpec as P"),
         (
             "jax_ppo/training/state.py",
-            '"""No PartitionSpec, pickle or eval()."""\nimport jax\njax.eval_shape(f)\nmodel.eval()',
+            '"""No PartitionSpec, pickle or eval()."""\n'
+            "import jax\njax.eval_shape(f)\nmodel.eval()",
         ),
         ("jax_ppo/ppo/loop.py", "from jax_ppo import data, reporting, rewards, supervised"),
         ("tests/test_x.py", "from jax.sharding import PartitionSpec\nf(trust_remote_code=False)"),

@@ -12,7 +12,11 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 @pytest.mark.slow
 def test_peers_agree_or_differ_for_the_reason_listed():
-    """JAX_PPO_PEERS and JAX_PPO_VERL_PEERS name Pythons of environments by benchmarks/peers.sh."""
+    """Compare with the peers that are installed.
+
+    JAX_PPO_PEERS and JAX_PPO_VERL_PEERS name the Pythons of the environments that
+    benchmarks/peers.sh creates.
+    """
     named = {
         "--peers": os.environ.get("JAX_PPO_PEERS"),
         "--verl-peers": os.environ.get("JAX_PPO_VERL_PEERS"),

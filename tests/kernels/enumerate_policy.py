@@ -12,12 +12,15 @@ EOS = 0
 class Enumerated:
     """All N responses over a vocabulary of V that end with EOS, or are cut off after T tokens.
 
-    A policy is a table theta [S, V] of logits, one row for each of the S prefixes in which a token is chosen; so any policy
-    over these responses is one, and a gradient has S V components that must be right.
+    A policy is a table theta [S, V] of logits, one row for each of the S prefixes after which a
+    token is chosen. Every policy over these responses has this form, and a gradient has S V
+    components to check.
 
-    Attributes (NumPy):
-      tokens, states: int [N, T], the token and the prefix it is chosen in; anything where mask is 0.
-      mask: [N, T]; lengths: [N].
+    Attributes (NumPy arrays):
+      tokens: int [N, T], the tokens; unspecified where mask is 0.
+      states: int [N, T], the prefix that each token follows; unspecified where mask is 0.
+      mask: [N, T].
+      lengths: [N].
     """
 
     def __init__(self, vocabulary, longest):
@@ -66,9 +69,10 @@ class Enumerated:
         return jnp.sum(self.probabilities(theta) * x_N)
 
     def expected_gradient(self, theta, loss, sampler=None):
-        """Of E over responses of `sampler` (theta itself where not given) of the sum over tokens of loss(theta) [N, T].
+        """Return the gradient of the expected sum over tokens of loss(theta) [N, T].
 
-        The probabilities are constants, as they are for who has samples in place of them.
+        The expectation is over responses of `sampler`, theta itself if None. The probabilities are
+        constants, as they are when responses are sampled.
         """
         weights = self.probabilities(theta if sampler is None else sampler)[:, None]
         return jax.grad(lambda theta: jnp.sum(weights * loss(theta)))(theta)

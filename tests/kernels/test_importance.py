@@ -61,8 +61,8 @@ def responses(policy):
         yield (a, b), first[a] * second[a, b], np.log([first[a], second[a, b]])
 
 
-def expected_gradient(level, threshold=1e9):
-    """The gradient of E over mu of w x A, the surrogate, summed over all responses of mu."""
+def weighted_and_on_policy_means(level, threshold=1e9):
+    """Return E over mu of w A, which the surrogate's gradient consists of, and E over pi of A."""
     rng = np.random.default_rng(0)
     pi, mu = ((rng.dirichlet(np.ones(3)), rng.dirichlet(np.ones(3), 3)) for _ in range(2))
     advantage = rng.normal(size=(3, 3))
@@ -85,10 +85,10 @@ def expected_gradient(level, threshold=1e9):
 
 
 def test_sequence_weights_are_unbiased_and_token_weights_and_truncation_are_not():
-    with_weights, on_policy = expected_gradient("sequence")
+    with_weights, on_policy = weighted_and_on_policy_means("sequence")
     np.testing.assert_allclose(with_weights, on_policy, rtol=1e-4)
     for level, threshold in (("token", 1e9), ("sequence", 1.0)):
-        with_weights, on_policy = expected_gradient(level, threshold)
+        with_weights, on_policy = weighted_and_on_policy_means(level, threshold)
         assert abs(with_weights - on_policy) > 0.02
 
 

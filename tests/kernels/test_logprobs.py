@@ -211,7 +211,7 @@ def test_gradient_of_the_master_is_summed_in_float32(rng):
     hidden, targets = jnp.ones((1, 1024, 2), jnp.bfloat16), jnp.zeros((1, 1024), jnp.int32)
     loss = lambda u: token_logprobs(hidden, u, targets, 1.0, 1, with_entropy=False)[0].sum()  # noqa: E731
     gradient = jax.grad(loss)(jnp.zeros((2, 2)))
-    # p = 1/2 throughout: every position adds 1 - 1/2 to the row of the target and -1/2 to the other.
+    # p = 1/2 throughout: every position adds 1 - 1/2 to the row of the target, -1/2 to the other.
     assert gradient.dtype == jnp.float32
     np.testing.assert_allclose(gradient, [[512, 512], [-512, -512]], rtol=1e-3)
 

@@ -35,8 +35,8 @@ def test_slope_is_the_derivative():
 
 
 def test_logprobs_by_hand():
-    # Capped at 2, 2 atanh(ln 3 / 2) is ln 3: p = (3/4, 1/4). The slope there is 1 - (ln 3 / 2)^2 = 0.6983, and at 0 it is
-    # 1: d log p_0 = (1/4 x 0.6983, -1/4).
+    # Capped at 2, 2 atanh(ln 3 / 2) is ln 3: p = (3/4, 1/4). The slope there is
+    # 1 - (ln 3 / 2)^2 = 0.6983, and at 0 it is 1: d log p_0 = (1/4 x 0.6983, -1/4).
     hidden, ones = jnp.array([[[2 * math.atanh(math.log(3) / 2), 0.0]]]), jnp.ones((1, 1), bool)
 
     def run(h):
