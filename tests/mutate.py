@@ -200,10 +200,10 @@ def record(folder: pathlib.Path) -> None:
 
 
 class Record:
-    """What one run of the suite reached.
+    """The lines that each test reached in one run of the suite.
 
     Attributes:
-      seconds: of each test, by its id.
+      seconds: duration of each test, by its id.
     """
 
     def __init__(self, folder: pathlib.Path):

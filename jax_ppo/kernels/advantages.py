@@ -84,8 +84,8 @@ def length_adaptive_lam(
     decays like lam^count, whatever the count of its tokens. With this lam the weights lam^k of
     the errors ahead sum to about alpha count, the same share of every response. The authors take
     alpha = 0.05, where responses of up to 20 tokens get 0: one-step errors, all of the critic's
-    bias. The returns that this lam gives are not the critic's targets: those use a lam of their
-    own, 1 in the paper (decoupled GAE).
+    bias. The returns of this lam are not the critic's targets: those use a separate lam, 1 in the
+    paper (decoupled GAE).
 
     Args:
       action_counts: how many tokens of each response the mask selects; 0 counts as 1.

@@ -9,7 +9,7 @@ def rng():
 
 @pytest.fixture
 def poison():
-    """Puts NaN, inf and -inf by turns wherever the mask is 0."""
+    """Return a function that puts NaN, inf and -inf in turn wherever the mask is 0."""
 
     def put(x, mask):
         garbage = np.resize(np.array([np.nan, np.inf, -np.inf], np.float32), x.shape)

@@ -41,7 +41,7 @@ class Enumerated:
         self.lengths = self.mask.sum(1)
 
     def logprobs(self, theta):
-        """[N, T], NaN where mask is 0."""
+        """Return the log-probs of all tokens [N, T], NaN where mask is 0."""
         return self.entries(jax.nn.log_softmax(theta))
 
     def entries(self, table):
@@ -53,13 +53,13 @@ class Enumerated:
         )
 
     def probabilities(self, theta):
-        """[N], summing to 1."""
+        """Return the probability of each response [N]; they sum to 1."""
         return jnp.exp(
             jnp.where(self.mask == 1, jax.nn.log_softmax(theta)[self.states, self.tokens], 0).sum(1)
         )
 
     def visits(self, theta):
-        """[S], the probability that a response comes through each prefix."""
+        """Return the probability that a response passes through each prefix [S]."""
         reached = np.zeros((len(self.prefixes), len(self.tokens)))
         for i, t in zip(*np.nonzero(self.mask), strict=True):
             reached[self.states[i, t], i] = 1

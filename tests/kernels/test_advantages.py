@@ -11,7 +11,7 @@ gae = jax.jit(kernel.gae)
 
 
 def oracle(rewards, values, length, gamma, lam, bootstrap):
-    """The definition, A_t = sum_k (gamma lam)^k delta_{t+k}, as a double loop."""
+    """Compute the definition, A_t = sum_k (gamma lam)^k delta_{t+k}, as a double loop."""
     advantages = np.zeros(len(rewards))
     after = [*values[1:length], bootstrap]
     delta = [rewards[t] + gamma * after[t] - values[t] for t in range(length)]
@@ -74,7 +74,7 @@ def test_bootstrap_differs_per_row_under_vmap():
 
 
 def test_returns_are_made_from_raw_advantages(rng):
-    """At lam = 1 a return is the discounted sum of rewards, whatever the critic says."""
+    """At lam = 1 a return is the discounted sum of rewards, whatever the critic predicts."""
     rewards, values, other_values = rng.normal(0, 1, (3, 6)).astype(np.float32)
     expected = [sum(0.9**k * rewards[t + k] for k in range(6 - t)) for t in range(6)]
     for critic in (values, other_values):

@@ -173,7 +173,7 @@ def test_the_clipped_surrogate_off_policy_is_the_unclipped_one_without_the_clipp
 
 
 def sequence_loss_gradient(objective):
-    """Of E over the old policy's responses of an objective of theta [N]."""
+    """Return the gradient of the objective [N] averaged over the old policy's responses."""
     weights = WORLD.probabilities(OLD)
     return jax.grad(lambda theta: weights @ objective(theta))(THETA)
 

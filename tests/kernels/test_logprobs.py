@@ -15,13 +15,13 @@ jitted = jax.jit(
 def token_logprobs(
     hidden, unembedding, targets, temperature, chunk_size=None, with_entropy=True, mask=None
 ):
-    """Of every place where no mask is given."""
+    """Compute log-probs at all positions if no mask is passed."""
     mask = jnp.ones(targets.shape, bool) if mask is None else mask
     return jitted(hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy)
 
 
 def naive(hidden, unembedding, targets, temperature):
-    """The definition, in float32, all logits at once."""
+    """Compute the definition in float32, with all logits at once."""
     log_p = jax.nn.log_softmax(hidden @ unembedding.T / temperature)
     return jnp.take_along_axis(log_p, targets[..., None], -1)[..., 0], -jnp.sum(
         jnp.exp(log_p) * log_p, -1
@@ -148,7 +148,7 @@ def test_an_empty_mask_gives_zeros(rng):
 
 
 def test_work_follows_the_mask(rng):
-    """As many chunks as the fullest group needs: 3 places in chunks of 2 are two."""
+    """The fullest group sets the number of chunks: 3 positions in chunks of 2 need two."""
     mask = jnp.array([[0, 1, 0, 0, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 1]], bool)
     assert int(kernel.MaskedChunks(mask, 2).count) == 2
     assert int(kernel.MaskedChunks(~mask, 2).count) == 4
@@ -217,7 +217,7 @@ def test_gradient_of_the_master_is_summed_in_float32(rng):
 
 
 def temporaries(score, groups, places, width, vocabulary):
-    """Bytes the compiled gradient needs beyond its arguments and results. Nothing is run."""
+    """Return the bytes of temporaries of the compiled gradient, without running it."""
 
     def loss(hidden, unembedding, targets, mask):
         logprobs, entropy = score(hidden, unembedding, targets, mask, 1.0)

@@ -203,7 +203,7 @@ WITH_GRADIENTS = [
 @pytest.mark.parametrize("value_and_grad", WITH_GRADIENTS, ids=("policy", "value"))
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_all_masked_batch_gives_loss_zero_and_gradient_zero(value_and_grad, mode):
-    """Every sample truncated and filtered out."""
+    """All samples are truncated and filtered out."""
     nan, mask = jnp.full((3, 4), jnp.nan), jnp.zeros((3, 4))
     weights_B = loss_weights(mask.sum(1).astype(jnp.int32), mode)
     np.testing.assert_array_equal(weights_B, np.zeros(3))

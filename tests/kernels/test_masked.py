@@ -158,7 +158,7 @@ def test_whitening_one_token_gives_zero():
 
 
 def test_variance_survives_a_large_mean():
-    """E[x^2] - E[x]^2 gives 0 or less here in float32."""
+    """E[x^2] - E[x]^2 is 0 or less here in float32."""
     np.testing.assert_allclose(
         masked_variance(jnp.array([9999.0, 10000, 10001]), jnp.ones(3)), 2 / 3, rtol=1e-5
     )

@@ -38,7 +38,7 @@ def test_batches_of_any_cut_give_the_moments_of_the_whole(mean, rng, poison):
 
 
 def test_no_spread_divides_by_1():
-    """Equal rewards divided by sqrt(epsilon) would be rewards of ten thousand."""
+    """Equal rewards divided by sqrt(epsilon) would become rewards of about 10,000."""
     assert kernel.moments_std(kernel.empty_moments()) == 1
     assert (
         kernel.moments_std(

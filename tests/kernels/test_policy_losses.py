@@ -85,7 +85,7 @@ def test_dual_clip_of_a_whole_response():
 
 
 def oracle(name, logprobs, log_ratios, advantages):
-    """(loss, slope) of each token of one response, from the equations, one number at a time."""
+    """Return (loss, slope) of each token of a response, from the equations, in plain loops."""
     cut = lambda x: min(max(x, 0.8), 1.3)  # noqa: E731
     mean = sum(log_ratios) / len(log_ratios)
     gmpo = [
@@ -110,7 +110,7 @@ def oracle(name, logprobs, log_ratios, advantages):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_against_loops_with_garbage_under_the_mask(name, rng, poison):
-    """A mask with holes (tokens that a tool wrote, say), and rows of which nothing counts."""
+    """A mask with holes, such as tokens that a tool wrote, and fully masked rows."""
     mask = rng.integers(0, 2, (6, 9)) * np.array([[1]] * 5 + [[0]])
     old = -rng.exponential(2.0, (6, 9))
     logprobs = np.minimum(old + rng.normal(0, 0.8, (6, 9)), 0)

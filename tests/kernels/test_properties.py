@@ -61,8 +61,9 @@ def poisoned(mask, *xs):
 
 
 def gradient_and_result(kernel, *argnums):
-    """Compile the kernel; return the gradient of the sum of its loss (or of all its results),
-    and its results.
+    """Compile a kernel together with its gradient.
+
+    The gradient is that of the sum of its loss, or of all its results; both are returned.
     """
 
     def total(*arguments):

@@ -49,7 +49,7 @@ def test_logprobs_by_hand():
 
 
 def log_p(hidden, unembedding):
-    """The definition."""
+    """Compute log-probs by their definition."""
     return jax.nn.log_softmax(CAP * jnp.tanh(hidden @ unembedding.T / CAP) / TEMPERATURE)
 
 

@@ -14,20 +14,20 @@ jitted = jax.jit(kernel.full_kl, static_argnames=("temperature", "chunk_size"))
 def full_kl(
     hidden, unembedding, ref_hidden, ref_unembedding, temperature=1.0, chunk_size=None, mask=None
 ):
-    """Of every place where no mask is given."""
+    """Compute the KL at all positions if no mask is passed."""
     mask = jnp.ones(hidden.shape[:2], bool) if mask is None else mask
     return jitted(hidden, unembedding, ref_hidden, ref_unembedding, mask, temperature, chunk_size)
 
 
 def naive(hidden, unembedding, ref_hidden, ref_unembedding, temperature):
-    """The definition, all logits at once, in the dtype of its arguments."""
+    """Compute the definition with all logits at once, in the dtype of the arguments."""
     log_p = jax.nn.log_softmax(hidden @ unembedding.T / temperature)
     log_q = jax.nn.log_softmax(ref_hidden @ ref_unembedding.T / temperature)
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)
 
 
 def exact(*arguments):
-    """The definition in float64, by NumPy."""
+    """Compute the definition in float64 with NumPy."""
     *arrays, temperature = arguments
     hidden, unembedding, ref_hidden, ref_unembedding = (np.asarray(x, np.float64) for x in arrays)
 
@@ -77,7 +77,7 @@ def test_gradient_by_hand():
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 4, 128])
 def test_value_and_gradient_are_those_of_the_definition(chunk_size, rng, poison):
-    """The reference is of another width, and NaN lies under the mask."""
+    """The reference has another width, and masked positions hold NaN."""
     arrays, weights = inputs(rng, 2, 7, 4, 6, 11), rng.normal(0, 1, (2, 7)).astype(np.float32)
     dirty = [
         poison(x, np.broadcast_to(MASK[..., None], x.shape)) if x.ndim == 3 else x for x in arrays
@@ -192,7 +192,7 @@ def temporaries(places, width, vocabulary, chunk_size=None):
 
 @pytest.mark.parametrize(("vocabulary", "width"), [(4096, 16), (151_936, 8)])
 def test_never_holds_places_by_vocabulary(vocabulary, width):
-    """Neither logits nor a gradient of the unembedding for each chunk."""
+    """Neither the logits nor one unembedding gradient per chunk are held in memory."""
     places = 64 * logprobs.default_chunk_size(2 * vocabulary, "cpu")
     whole = 4 * places * vocabulary  # bytes of the logits of one of the two in float32
     short, long = (temporaries(n, width, vocabulary) for n in (places // 4, places))
