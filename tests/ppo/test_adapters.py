@@ -1,4 +1,8 @@
-"""Actor and critic as adapters on the reference: one base, a ratio of 1 at first, and nothing else learned or saved."""
+"""Actor and critic as adapters on the reference.
+
+There is one base, the first ratio is 1, and only adapters and the critic's head are learned and
+saved.
+"""
 
 import dataclasses
 import functools
@@ -22,7 +26,7 @@ ALL = [list(range(tiny.B))]
 
 
 def moved(state):
-    """With adapters of which no part is zero any more."""
+    """Return the parameters with adapters that contain no zero matrix."""
 
     def move(tree):
         return jax.tree.map(
@@ -37,7 +41,10 @@ def names(tree):
 
 
 def test_four_roles_share_one_base():
-    """All that is trained and stored are adapters and the critic's head; the base is there once, in the computation's type."""
+    """Only adapters and the critic's head are trained and stored.
+
+    The base exists once, in the data type of the computation.
+    """
     config, mesh = (
         tiny.config(model__dtype="bfloat16", **LORA),
         tiny.make_mesh(8, data=2, fsdp=2, model=2),
@@ -115,7 +122,10 @@ def test_the_first_policy_is_the_reference_to_the_bit(dtype):
 
 
 def gradients(config, mesh, rows):
-    """Of both roles' one mini-batch of all samples, at adapters that have moved since the rollout."""
+    """Return the gradients of both roles for one mini-batch of all samples.
+
+    The adapters have moved since the rollout.
+    """
     with jax.set_mesh(mesh):
         state = moved(tiny.make_state(config, mesh))
         rollout = tiny.make_rollout(mesh)
@@ -201,7 +211,7 @@ def test_a_reward_model_may_stand_on_the_base_too():
 
 
 def _merged(params, scale, path, kernel):
-    """A parameter of the base, with what stands beside it in `params` merged in."""
+    """Return a parameter of the base after merging the adapter of the same layer into it."""
     beside = functools.reduce(lambda tree, key: tree[key.key], path[:-1], params)
     if path[-1].key != "kernel" or "lora_a" not in beside:
         return kernel
@@ -209,7 +219,7 @@ def _merged(params, scale, path, kernel):
 
 
 def test_a_state_from_a_checkpoint_is_the_one_that_was_saved(tmp_path):
-    """The base comes from the model's folder, the adapters and their optimizers from the checkpoint."""
+    """The base is read from the model's folder, the adapters and optimizers from the checkpoint."""
     from jax_ppo.models.hf.save import export_checkpoint
 
     config, mesh = tiny.config(**LORA), tiny.make_mesh(8, data=2, fsdp=2, model=2)

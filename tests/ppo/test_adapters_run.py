@@ -1,4 +1,4 @@
-"""Whole runs of the command with adapters: four roles on one base, resumed, and what they leave."""
+"""Whole runs of the command with adapters: four roles on one base, resumed and exported."""
 
 import csv
 import json
@@ -33,7 +33,8 @@ from jax_ppo.config import default_config
 def get_config(arg=None):
     config = default_config()
     config.model.path, config.model.dtype = "{folder}/llama", "float32"
-    config.model.lora.rank, config.model.lora.alpha, config.model.lora.targets = 4, 8.0, "q_proj,v_proj,down_proj"
+    config.model.lora.rank, config.model.lora.alpha = 4, 8.0
+    config.model.lora.targets = "q_proj,v_proj,down_proj"
     config.data.train_files, config.data.val_files = "arithmetic:64", "arithmetic:8:heldout"
     config.data.train_batch_size, config.data.val_batch_size = 8, 8
     config.data.max_prompt_length, config.data.max_response_length = 64, 12
@@ -42,14 +43,18 @@ def get_config(arg=None):
     config.algorithm.use_kl_in_reward = True
     config.reward.model_path = config.critic.path = "{folder}/reward"
     config.critic.keep_head = True
-    config.trainer.total_training_steps, config.trainer.save_freq, config.trainer.test_freq = 2, 1, 0
+    config.trainer.total_training_steps = 2
+    config.trainer.save_freq, config.trainer.test_freq = 1, 0
     return config
 """
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A random tiny Llama with a tokenizer, a reward model as adapters on it, and a configuration file."""
+    """Write a random tiny Llama with a tokenizer, a reward model as adapters, and a configuration.
+
+    The reward model's adapters belong to the same Llama.
+    """
     folder = tmp_path_factory.mktemp("lora")
     texts = [
         prompt + response for prompt, response in arithmetic.generate_worked_solutions(200, 0.5, 0)
@@ -164,7 +169,7 @@ def test_stopped_and_resumed_is_bit_equal(files, undisturbed, tmp_path):
 
 @pytest.mark.slow
 def test_eight_devices_begin_where_the_first_run_ended(files, undisturbed, tmp_path):
-    """The adapters that it left are an actor to start from, with the rank and the targets that they have."""
+    """A run can start from exported adapters and takes over their rank and targets."""
     run(
         files,
         tmp_path,
@@ -181,7 +186,7 @@ def test_eight_devices_begin_where_the_first_run_ended(files, undisturbed, tmp_p
         for folder in (undisturbed[0], tmp_path)
     )
     assert after[0]["reward_mean"] == pytest.approx(before[-1]["reward_mean"], abs=1e-4)
-    assert abs(float(steps(tmp_path)[0]["kl/reference"])) > 1e-4  # to the bare base
+    assert abs(float(steps(tmp_path)[0]["kl/reference"])) > 1e-4  # relative to the bare base
 
 
 @pytest.mark.parametrize(
@@ -249,7 +254,7 @@ def test_a_critic_of_another_vocabulary_is_refused(files, tmp_path, monkeypatch)
 def test_adapters_of_another_folder_are_refused(
     files, tmp_path, base, refused, told, monkeypatch, caplog
 ):
-    """Of another name it is told: a model may have several."""
+    """A base folder with only a different name causes a warning: a model may have several."""
 
     def stop(*_):
         raise KeyboardInterrupt("weights would be loaded now")
@@ -272,7 +277,7 @@ def test_adapters_of_another_folder_are_refused(
 
 @pytest.mark.slow
 def test_with_a_shared_trunk_too(files, tmp_path):
-    """The critic's head is learned beside the actor's adapters, is stored with them, and is not exported."""
+    """The critic's head is trained and stored with the actor's adapters, but not exported."""
     shared = (
         "--config.critic.shared_trunk=True",
         "--config.critic.path=",

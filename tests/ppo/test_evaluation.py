@@ -1,4 +1,4 @@
-"""Held-out averages: every prompt counts once, and every response is a draw of its own."""
+"""Held-out averages: every prompt counts once, and every response is sampled independently."""
 
 import jax
 import numpy as np
@@ -9,11 +9,14 @@ from jax_ppo.data.prompts import PromptDataset, evaluation_batches
 from jax_ppo.ppo.evaluation import evaluate
 from jax_ppo.types import Example, Rollout
 
-N = 2  # responses a prompt
+N = 2  # responses per prompt
 
 
 def run(scores, batch_size, correct=None):
-    """Evaluates prompts whose token is their row: their responses have the row's score, and its number + 1 tokens."""
+    """Evaluate prompts that consist of one token, the number of their row.
+
+    The responses to the prompt of row i have the score `scores[i]` and i + 1 tokens.
+    """
     examples = tuple(Example(str(row), "mine") for row in range(len(scores)))
     dataset = PromptDataset(examples, [np.array([row]) for row in range(len(scores))], 16)
     firsts = []
@@ -52,7 +55,7 @@ def run(scores, batch_size, correct=None):
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5])
 def test_rows_that_fill_the_last_batch_are_not_counted(batch_size):
-    """Scores 1, 2, 6: mean 3. Lengths 1, 2, 3. One of three is right."""
+    """Scores 1, 2, 6 have mean 3. Lengths are 1, 2, 3. One of three answers is right."""
     result, _ = run([1, 2, 6], batch_size, correct=[0, 0, 1])
     assert (result.reward_mean, result.length_mean) == (3, 2)
     assert result.accuracy == pytest.approx(1 / 3)

@@ -1,4 +1,4 @@
-"""From rewards and scores to advantages, returns and the next step's control: numbers worked by hand."""
+"""Advantages, returns and the next control from rewards and scores, computed by hand."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +27,10 @@ def estimated(
     step=0,
     control=None,
 ):
-    """`estimate` of samples with these lengths; rows are filled up to T columns with what must not count."""
+    """Call `estimate_experience` for samples with these lengths.
+
+    Rows are filled up to T columns with values that must not count.
+    """
 
     def wide(rows, dtype=jnp.float32):
         rows = [[0.0] * n for n in lengths] if rows is None else rows
@@ -66,7 +69,7 @@ def estimated(
 
 
 def rows(array, lengths):
-    """What counts of [B, T]; the rest must be 0."""
+    """Return the entries of [B, T] within the responses; all others must be 0."""
     array = np.asarray(array)
     assert not array[np.arange(T) >= np.asarray(lengths)[:, None]].any()
     return [array[b, :n].tolist() for b, n in enumerate(lengths)]
@@ -85,7 +88,8 @@ def test_penalties_come_after_normalisation_and_clip():
         reward__overlong_penalty_factor=0.8,
         **RAW,
     )
-    # Mean 2, deviation sqrt(3): -1.155, 0.577 and again, clipped to -1. Of 10 tokens the last 4 are the buffer.
+    # Mean 2, deviation sqrt(3): -1.155 and 0.577 twice, the first clipped to -1. The last 4 of the
+    # 10 tokens are the buffer.
     experience, metrics = estimated(
         config, [0, 3, 3, 2], [1, 8, 10, 6], [False, False, True, False]
     )
@@ -126,7 +130,7 @@ def test_only_a_truncated_response_is_bootstrapped():
     experience, _ = estimated(
         config, [1.0, 1.0], [2, 2], [True, False], [[3.0, 5.0]] * 2, last_values=[8.0, 8.0]
     )
-    # One-step errors: 0 + 0.5 x 5 - 3, then 1 + 0.5 x 8 - 5 where cut off and 1 - 5 where ended.
+    # One-step errors: 0 + 0.5 x 5 - 3, then 1 + 0.5 x 8 - 5 if truncated and 1 - 5 if ended.
     np.testing.assert_allclose(rows(experience.advantages, [2, 2]), [[-0.5, 0.0], [-0.5, -4.0]])
 
 
@@ -138,11 +142,13 @@ def test_the_critic_can_have_a_lambda_and_a_gamma_of_its_own():
     np.testing.assert_allclose(rows(experience.advantages, [3]), [[1.0, 1.0, 1.0]])
     np.testing.assert_allclose(
         rows(experience.returns, [3]), [[1.0, 2.0, 4.0]]
-    )  # the discounted score, whatever the values
+    )  # the discounted score, independent of the values
 
 
 def test_lambda_by_length():
-    config = tiny.config(algorithm__lam_length_alpha=0.5, **RAW)  # the critic's lambda stays lam, 1
+    config = tiny.config(
+        algorithm__lam_length_alpha=0.5, **RAW
+    )  # the critic's lambda remains lam = 1
     experience, _ = estimated(config, [1.0, 1.0], [2, 4], values=[[0.0, 0.0], [0.0] * 4])
     # lambda is 1 - 1/(0.5 x 2) = 0 and 1 - 1/(0.5 x 4) = 0.5.
     np.testing.assert_allclose(rows(experience.advantages, [2, 4])[0], [0.0, 1.0])
@@ -163,7 +169,8 @@ def test_masked_responses_are_not_kept_and_do_not_whiten():
 @pytest.mark.parametrize(
     ("estimator", "expected"),
     [
-        # Scores 1 and 3 of one prompt, 0 and 0 of another, less a KL of 0.5 x log 2 on the first token of the second sample.
+        # Scores 1 and 3 for one prompt and 0 and 0 for another, minus a KL penalty of 0.5 x log 2
+        # on the first token of the second sample.
         ("grpo", "by deviation"),
         ("rloo", "others"),
         ("reinforce_plus_plus_baseline", "mean"),
@@ -246,7 +253,8 @@ def test_normalised_values_stand_for_the_same_advantages():
     np.testing.assert_allclose(
         other.values[0, :2], [0.0, 1.0]
     )  # the critic's own output, which the loss clips around
-    # Returns 6 and 7 join mean 2 and m2 36 of four: mean 21.5/6 = 3.5, m2 36.5 + 4.5^2 x 4 x 2 / 6 = 63.5.
+    # Returns 6 and 7 are merged with mean 2 and m2 36 of four: mean 21.5/6 = 3.5, m2 36.5 + 4.5^2 x
+    # 4 x 2 / 6 = 63.5.
     after = other.control.moments["returns"]
     assert (float(after.mean), float(after.m2)) == pytest.approx((3.5, 63.5), rel=1e-5)
     deviation = np.sqrt(63.5 / 6)
@@ -294,7 +302,8 @@ def test_the_whole_kl_is_taken_where_it_is_given():
         ({"type": "linear", "schedule": "0:1,4:3"}, [1.0, 1.5, 3.0]),
         ({"type": "step", "schedule": "0:1,1:2"}, [1.0, 2.0, 2.0]),
         ({"type": "fixed", "kl_coef": 0.3}, [0.3, 0.3, 0.3]),
-        # KL 0.5 + 0.7 of the one response, against a target of 1 a response; then of 0.5 a token. Clipped to 0.1.
+        # KL 0.5 + 0.7 for the one response, against a target of 1 per response, then of 0.5 per
+        # token. The error is clipped to 0.1.
         (
             {
                 "type": "adaptive",

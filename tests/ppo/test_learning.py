@@ -1,4 +1,4 @@
-"""What the configurations promise, run in full: minutes each, so in the slow suite."""
+"""The results that the shipped configurations promise, in full runs of minutes (slow suite)."""
 
 import csv
 import json
@@ -14,8 +14,9 @@ pytestmark = pytest.mark.slow
 
 
 def train(workdir, *arguments):
-    """(evaluations, rows of training_metrics.csv that belong to steps)"""
-    # Minutes of training are worth optimised programs, unlike the other tests (conftest.py).
+    """Return the evaluations of a run and the rows of training_metrics.csv that belong to steps."""
+    # Unlike in the other tests (conftest.py), training takes minutes, so optimised programs pay
+    # off.
     machine = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": ""}
     environment = os.environ | machine
     subprocess.run(
@@ -43,4 +44,4 @@ def test_tinystories_become_joyful_and_stay_near_the_reference(tmp_path):
         tmp_path, "--config=configs/tinystories.py", f"--config.model.path={DATA}/tinystories-260k"
     )
     assert evaluations[-1]["reward_mean"] >= evaluations[0]["reward_mean"] + 0.5
-    assert max(float(row["kl/reference"]) for row in steps) < 0.3  # nats a token
+    assert max(float(row["kl/reference"]) for row in steps) < 0.3  # nats per token

@@ -1,7 +1,8 @@
-"""Responses of which the policy chose only some tokens: losses, gradients and metrics, held against a token-by-token reference.
+"""Losses, gradients and metrics of masked responses against a token-by-token reference.
 
-The reference runs each sequence unpacked, lists the action tokens of a response one after the other and computes everything
-with NumPy on these lists; only the losses are in `jax.numpy`, to be differentiated.
+In these responses the policy chose only some of the tokens. The reference runs each sequence
+unpacked, collects the action tokens of a response in a list and computes everything with NumPy on
+these lists. Only the losses use `jax.numpy`, because they are differentiated.
 """
 
 import dataclasses
@@ -42,10 +43,11 @@ REWARDS = np.linspace(-1, 1, tiny.B).astype(np.float32)
 
 
 def make_rollout(mesh):
-    """Return a random rollout with holes.
+    """Return a random rollout whose responses contain tokens of the environment.
 
-    Sample 0 has one token, an action. Sample 1 fills T (it is truncated) and ends with tokens of the environment, sample 2
-    starts with one, sample 3 has no action token, and the others lose tokens at random.
+    Sample 0 has one token, an action. Sample 1 fills T (it is truncated) and ends with tokens of
+    the environment, sample 2 starts with one, sample 3 has no action token, and the others lose
+    tokens at random.
     """
     rollout = jax.device_get(tiny.make_rollout(mesh))
     random = np.random.default_rng(5)
@@ -61,7 +63,10 @@ def make_rollout(mesh):
 
 @dataclasses.dataclass
 class Reference:
-    """The rollout, one sequence in a row, and what NumPy makes of it; a list of arrays has one per sample, its action tokens."""
+    """A rollout with one sequence per row, and the quantities that NumPy computes from it.
+
+    Each list holds one array per sample with the values at its action tokens.
+    """
 
     tokens: np.ndarray
     starts: np.ndarray
@@ -75,16 +80,19 @@ class Reference:
 
 
 def actions(x, rollout):
-    """Return the entries of [B, T] at the action tokens, a list of B arrays."""
+    """Return the entries of an array [B, T] at the action tokens, as a list of B arrays."""
     return [np.asarray(row)[mask] for row, mask in zip(x, rollout.action_mask, strict=True)]
 
 
 def forward(params, head, tokens, starts, temperature):
-    """Return log-probs and entropies, or values, [B, T]: of each response token at the place before it."""
+    """Return log-probs and entropies, or values, [B, T].
+
+    The entry of a response token is read at the position before it.
+    """
     model = tiny.networks(tiny.config()).actor
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     hidden = model.apply({"params": params}, tokens, positions).hidden
-    # The place that predicts response token t, and the token itself.
+    # The position that predicts response token t, and the token itself.
     places = jnp.minimum(starts[:, None] + jnp.arange(tiny.T + 1) - 1, tokens.shape[1] - 1)
     if head == "value":
         return jnp.take_along_axis(heads.compute_scalars(params, hidden), places, 1)
@@ -120,7 +128,7 @@ def reference(state, rollout) -> Reference:
                 REWARDS[b] - 0.01 * rollout.lengths[b]
             )  # the length of the whole response
         shaped.append(rewards.sum())
-        # After the last action the state holds all tokens, those of the environment too.
+        # After the last action the state contains all tokens, also those of the environment.
         value_after = values_after[b, rollout.lengths[b]] if rollout.truncated[b] else 0.0
         advantage = 0.0
         backwards = []
@@ -169,7 +177,8 @@ def actor_reference(params, found: Reference, ref_params, policy_loss):
         log_ratio = logprobs - found.old[b]
         ratio = jnp.exp(log_ratio)
         if policy_loss == "gspo":
-            # GSPO-token: the value of the response's mean, the gradient of each token's own log-ratio.
+            # GSPO-token: the value is that of the response's mean, the gradient that of each
+            # token's own log-ratio.
             own_gradient = log_ratio - jax.lax.stop_gradient(log_ratio)
             ratio = jnp.exp(jax.lax.stop_gradient(log_ratio.mean()) + own_gradient)
         gain = found.advantages[b]
@@ -246,7 +255,7 @@ def test_packed_losses_equal_those_computed_token_by_token(policy_loss, packed, 
     with jax.set_mesh(mesh):
         state, rollout = tiny.make_state(config, mesh), make_rollout(mesh)
         moved = jax.tree.map(lambda x: x * 1.1, {"actor": state.actor, "critic": state.critic})
-        # The reference is another policy than the actor, so that its KL is not 0.
+        # The reference policy differs from the actor, so that its KL is not 0.
         other = jax.tree.map(lambda x: x * 0.9, state.reference)
         state = dataclasses.replace(state, reference=other)
         experience, metrics = tiny.make_experience(config, mesh, state, rollout, REWARDS, rows)
@@ -287,7 +296,7 @@ def test_packed_losses_equal_those_computed_token_by_token(policy_loss, packed, 
 
 
 def test_a_response_without_actions_counts_in_no_mean():
-    """With it alone in a mini-batch nothing moves: it has no token to learn from."""
+    """If it is alone in a mini-batch, nothing moves: it has no token to learn from."""
     config, mesh = tiny.config(), tiny.make_mesh()
     nets = tiny.networks(config)
     with jax.set_mesh(mesh):

@@ -1,4 +1,4 @@
-"""What each role's loss is held against: the policy and the critic of the rollout, and the reference."""
+"""Each role's loss compares with the policy and critic of the rollout and with the reference."""
 
 import dataclasses
 
@@ -10,7 +10,11 @@ import tiny
 
 
 def metrics_of(role, change, **options):
-    """What a role reports of one mini-batch, at the policy and critic of the rollout; `change`: of the experience."""
+    """Return a role's metrics for one mini-batch, at the policy and critic of the rollout.
+
+    Args:
+        change: function that returns the experience to use in place of the real one.
+    """
     config, mesh = tiny.config(**options), tiny.make_mesh()
     nets = tiny.networks(config)
     with jax.set_mesh(mesh):
@@ -43,7 +47,7 @@ def test_the_ratio_is_to_the_old_policy_and_the_kl_to_the_reference():
 
 @pytest.mark.parametrize("moved", [-1.0, 1.0])
 def test_the_approximate_kl_is_never_negative(moved):
-    """Every token one nat likelier, or less likely, than in the rollout: e - 1 - 1, and 1/e - 1 + 1."""
+    """Every token is one nat more or less likely than in the rollout: e - 1 - 1 and 1/e - 1 + 1."""
     metrics = metrics_of(
         "actor", lambda x: dataclasses.replace(x, old_logprobs=x.old_logprobs - moved)
     )
@@ -51,7 +55,10 @@ def test_the_approximate_kl_is_never_negative(moved):
 
 
 def test_the_value_loss_is_clipped_around_the_values_of_the_rollout():
-    """Returns that the critic says already, but from old values 10 lower, of which it may leave by 0.5: an error of 9.5."""
+    """The error is 9.5 although the critic already predicts the returns.
+
+    The old values are 10 lower, and the clipped value may differ from them by 0.5.
+    """
     metrics = metrics_of(
         "critic",
         lambda x: dataclasses.replace(x, values=x.values - 10, returns=x.values),

@@ -1,4 +1,4 @@
-"""What a run says of its steps, and when it gives up. Whole runs are in test_train.py."""
+"""What a run reports about its steps, and when it stops. Whole runs are in test_train.py."""
 
 import types
 
@@ -21,7 +21,7 @@ HEALTHY = {
 
 
 def write(workdir, steps, **changes):
-    """Has a Reporter write steps of these figures, where they are not HEALTHY."""
+    """Write steps with a Reporter; each has the metrics HEALTHY with these replacements."""
     rewarded = types.SimpleNamespace(failures=0, extra={})
     run = types.SimpleNamespace(config=tiny.config(**changes), total_steps=len(steps))
     with report.Reporter(run, workdir, checkpoint.Progress(), None) as reporter:

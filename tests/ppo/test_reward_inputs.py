@@ -1,4 +1,4 @@
-"""Reward models of another family and with another tokenizer than the actor's: from sampled tokens to scores on the mesh."""
+"""Reward models of another family or tokenizer than the actor's, from tokens to scores."""
 
 import jax
 import numpy as np
@@ -48,12 +48,14 @@ def decoder(tmp_path_factory):
 
 
 def network(options, folder, decoder):
-    nets = read_networks(options, Folders(decoder, None, folder))  # the actor's plays no part here
+    nets = read_networks(
+        options, Folders(decoder, None, folder)
+    )  # the actor's network is not used here
     return nets, nets.reward
 
 
 def make_reward_inputs(options, net, folder, actors, mesh=None, **others):
-    """`reward_inputs.make_reward_inputs` with the sections of `options` that it reads."""
+    """Call `~reward_inputs.make_reward_inputs` with the sections of `~options` that it reads."""
     others.setdefault("report", lambda line: None)
     return reward_inputs.make_reward_inputs(
         options=options.reward,
@@ -67,7 +69,11 @@ def make_reward_inputs(options, net, folder, actors, mesh=None, **others):
 
 
 def scored(folder, decoder, actors, mesh=None, **changes):
-    """ANSWERS to PROMPTS: (their scores, the packed inputs, how many were cut, what was reported)."""
+    """Score ANSWERS to PROMPTS.
+
+    Returns:
+        The scores, the packed inputs, the number of truncated inputs, and the reported messages.
+    """
     options = tiny.config(
         algorithm__adv_estimator="reinforce_plus_plus", reward__model_path=str(folder), **changes
     )
@@ -137,7 +143,7 @@ def test_an_encoder_scores_pairs_on_any_mesh(encoder, decoder, actors, mesh):
         "the reward model reads prompt and response as pair, in tokens of its own, at most 128"
     ]
     assert cut == 0 and sequences.tokens.shape == (8, 128)
-    if not mesh:  # several inputs stand in a row
+    if not mesh:  # several inputs in one row
         assert packed.sample.shape == (4, 2, 128) and int(count) < 4
 
 
@@ -178,7 +184,7 @@ def test_a_decoder_reads_text_or_its_own_chat(decoder, actors, tmp_path, form):
     ]
     reward_models.assert_close(ours, theirs)
     assert f"as {'text' if form == 'auto' else form}, in" in said[0]
-    if form == "chat":  # which it would have read of its own accord too
+    if form == "chat":  # the default for this tokenizer as well
         again, _, _, said = scored(folder, decoder, actors)
         np.testing.assert_array_equal(again, ours)
 
@@ -202,7 +208,7 @@ def test_micro_batches_and_packing_change_nothing(encoder, decoder, actors):
         assert packed.sample.shape[1] == (
             4 if "reward__micro_batch_size_per_device" in changes else 2
         )
-    assert int(count) == 4  # a row each
+    assert int(count) == 4  # one row each
 
 
 def reward_inputs_of(folder, decoder, actors, mesh=None, **changes):
@@ -217,7 +223,7 @@ def test_with_the_actors_tokens_nothing_goes_through_the_host(decoder, tmp_path)
     own = reward_models.load(decoder)[1]
     assert reward_inputs_of(decoder, decoder, own) is None
     assert reward_inputs_of(decoder, decoder, own, reward__model_input="text").reader.form == "text"
-    without = tmp_path / "without"  # a tokenizer: it is the actor's then
+    without = tmp_path / "without"  # a tokenizer, which is then the actor's
     without.mkdir()
     for name in ("config.json", "model.safetensors"):
         (without / name).write_bytes((decoder / name).read_bytes())
@@ -241,7 +247,7 @@ def test_what_does_not_fit_is_refused_before_weights_load(encoder, decoder, acto
         reward_inputs_of(decoder, decoder, actors, reward__max_length=300)
     assert (
         reward_inputs_of(encoder, decoder, actors, reward__max_length=300).reader.max_length == 300
-    )  # distances have no end
+    )  # relative distances are unlimited
     with pytest.raises(
         UserError, match=r"config.mesh.model=8: must divide attention heads of the model, 4"
     ):

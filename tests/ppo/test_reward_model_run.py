@@ -1,4 +1,7 @@
-"""The command trains an actor by a DeBERTa with a tokenizer of its own, and prints the rewards that transformers gives."""
+"""The command trains an actor with a DeBERTa reward model that has its own tokenizer.
+
+The printed rewards are those that transformers computes.
+"""
 
 import csv
 import json
@@ -51,7 +54,7 @@ def note(data_source, solution_str, ground_truth, extra_info):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A random tiny Llama, a DeBERTa, rows of both kinds of prompt, and a configuration file."""
+    """Write a random tiny Llama, a DeBERTa, rows of both kinds of prompt, and a configuration."""
     folder = tmp_path_factory.mktemp("run")
     tokenizer = tokenizer_lib.train_tokenizer(reward_models.TEXTS, 120, folder / "tokenizer")
     architecture = Architecture(
@@ -95,7 +98,7 @@ def files(tmp_path_factory):
 
 
 def run(files, workdir, *overrides, devices=1):
-    """(what it printed, the texts that it sampled, the rows of its CSV file)."""
+    """Return the output of the command, the sampled texts and the rows of the CSV file."""
     (files / "sampled.jsonl").unlink(missing_ok=True)
     command = [
         sys.executable,
@@ -127,7 +130,8 @@ def test_the_rewards_are_those_of_transformers(files, tmp_path):
     output, sampled, rows = run(files, tmp_path)
     model, tokenizer = reward_models.load(files / "deberta")
     scores = [reward_models.pair_score(model, tokenizer, *texts) for texts in sampled]
-    # An evaluation (two batches of four prompts, of which six are real), two steps of 4 x 2, an evaluation.
+    # An evaluation (two batches of four prompts, six of them real), two steps of 4 x 2, an
+    # evaluation.
     first, one, two, last = np.split(np.array(scores), [8, 16, 24])
     assert len(last) == 8 and np.std(scores) > 0.02
     steps = [row for row in rows if row["reward/mean"]]
@@ -143,7 +147,7 @@ def test_the_rewards_are_those_of_transformers(files, tmp_path):
         in output
     )
     assert f"evaluation after step 0: reward {first[:6].mean():.3f}" in output
-    for expected in first[:3]:  # the table of samples shows them too
+    for expected in first[:3]:  # the table of samples shows them as well
         assert f"{expected:8.3f}" in output
 
 

@@ -23,7 +23,7 @@ def make_planner(config, mesh=None):
 
 
 def members(config, step):
-    """The samples of each mini-batch of a step, [epochs, mini-batches, samples of one]."""
+    """Return the samples of a step's mini-batches, [epochs, mini-batches, samples per batch]."""
     lengths = np.full(tiny.B, 4)
     mask = np.asarray(make_planner(config).plan(step, lengths).actor.members)
     groups = np.array([np.flatnonzero(row) for row in mask])
@@ -42,7 +42,7 @@ def test_every_epoch_of_every_step_cuts_the_whole_rollout_anew():
 def test_roles_cut_a_rollout_as_their_options_say():
     mesh, lengths = tiny.make_mesh(2), np.full(tiny.B, 4)
     same = make_planner(tiny.config(critic__ppo_epochs=1), mesh).plan(0, lengths)
-    assert same.critic is same.actor  # one plan is made and sent
+    assert same.critic is same.actor  # one plan is made and transferred
     other_options = dict(
         critic__ppo_epochs=3,
         critic__ppo_mini_batch_size=4,
@@ -67,7 +67,7 @@ def test_keys_differ_by_seed_stream_and_step():
 
 
 class Letters:
-    """Token i is letter i; 0 is padding and 1 the end of sequence, both special."""
+    """A tokenizer whose token i is letter i; 0 (padding) and 1 (end of sequence) are special."""
 
     def batch_decode(self, rows, skip_special_tokens=False):
         specials = ("", "") if skip_special_tokens else ("<pad>", "<eos>")

@@ -1,4 +1,4 @@
-"""A critic that is a head on the actor's trunk: the sum of both losses from one pass, in one optimizer."""
+"""A critic head on the actor's trunk: one pass and one optimizer for the sum of both losses."""
 
 import dataclasses
 import functools
@@ -20,7 +20,10 @@ LORA = {"model__lora__rank": 4}
 
 
 def gradients(config, mesh, role, nets, rows=4):
-    """Of one mini-batch of all samples, at parameters that have moved since the rollout."""
+    """Return the gradients for one mini-batch of all samples.
+
+    The parameters have moved since the rollout.
+    """
     with jax.set_mesh(mesh):
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
         experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=rows)
@@ -78,7 +81,7 @@ def test_the_gradient_is_the_sum_of_both(options):
 
 @pytest.mark.parametrize("options", [{}, pytest.param(LORA, marks=pytest.mark.slow)])
 def test_one_pass_serves_both(options, monkeypatch):
-    """The trunk is traced once where the policy is scored, once for the reference, and once where both losses are learned."""
+    """The trunk is traced three times: for scoring the policy, the reference, and both losses."""
     config, mesh = (
         tiny.config(actor__ppo_epochs=2, algorithm__lam=0.95, **SHARED, **options),
         tiny.make_mesh(),

@@ -1,4 +1,4 @@
-"""Whole runs of the command: killed and resumed, in two processes, on eight devices, without a recompilation."""
+"""Whole runs: killed and resumed, in two processes, on eight devices, without recompilation."""
 
 import collections
 import csv
@@ -70,7 +70,7 @@ def reward(data_source, solution_str, ground_truth, extra_info):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A random tiny Llama with a tokenizer, a reward function and a configuration file."""
+    """Write a random tiny Llama with a tokenizer, a reward function and a configuration file."""
     folder = tmp_path_factory.mktemp("model")
     texts = [
         prompt + response for prompt, response in arithmetic.generate_worked_solutions(200, 0.5, 0)
@@ -139,7 +139,7 @@ def run(files, workdir, *overrides, devices=1):
 
 
 def figures(workdir):
-    """training_metrics.csv without what a clock says."""
+    """Return the rows of training_metrics.csv without the columns that depend on time."""
     with open(workdir / "training_metrics.csv") as file:
         return [
             {name: value for name, value in row.items() if "second" not in name}
@@ -148,7 +148,7 @@ def figures(workdir):
 
 
 def of_steps(workdir):
-    """Those figures that a step gives, an evaluation not."""
+    """Return the rows of training_metrics.csv that belong to steps, not to evaluations."""
     return [row for row in figures(workdir) if row["reward/mean"]]
 
 
@@ -244,7 +244,7 @@ def kill_and_resume(files, workdir, *overrides, devices=1):
 
 
 def assert_equal_runs(workdir, other):
-    """Every figure but those of a clock, every evaluation and every exported weight, bit for bit."""
+    """Assert that all metrics except timings, evaluations and exported weights are identical."""
     assert figures(workdir) == figures(other)
     ours, theirs = (
         json.loads((folder / "summary.json").read_text())["evaluations"]
@@ -321,7 +321,8 @@ def test_one_step_off_lags_weighs_and_is_resumed_bit_equal(files, tmp_path):
     assert [int(row["step"]) for row in rows] == list(range(1, 13))
     for row in rows:
         step, weight = int(row["step"]), float(row["rollout/importance_mean"])
-        # The first step, and those after a checkpoint, sample with the weights that learn; the second's did not learn yet.
+        # The first step and those after a checkpoint sample with the weights that are trained. The
+        # second step does too, since the first one did not change them.
         if step in (1, 2, 5, 9):
             assert float(row["rollout/logprob_difference"]) < 1e-5 and weight == pytest.approx(
                 1, abs=1e-5
@@ -335,7 +336,7 @@ def test_one_step_off_lags_weighs_and_is_resumed_bit_equal(files, tmp_path):
 
 @pytest.mark.slow
 def test_without_a_critic_none_is_kept(files, tmp_path):
-    """Another loss and estimator, rewards of steps, moments measured at first: what the command makes of them."""
+    """A run with another loss and estimator, step rewards and initially measured moments."""
     (tmp_path / "steps.py").write_text(
         "def reward(data_source, solution_str, ground_truth, extra_info):\n"
         "    digits = [i + 1 for i, c in enumerate(solution_str) if c.isdigit()]\n"
@@ -358,7 +359,7 @@ def test_without_a_critic_none_is_kept(files, tmp_path):
         "--config.trainer.warn_entropy_below=100",
     )
     assert "the first policy's rewards: mean 0, deviation 1" in output
-    assert output.count("the policy's entropy is") == 1  # though it is low in all three steps
+    assert output.count("the policy's entropy is") == 1  # although it is low in all three steps
     assert not list((tmp_path / "run").glob("checkpoints/*/critic"))
     steps = of_steps(tmp_path / "run")
     assert [float(row["kl/coefficient"]) for row in steps] == pytest.approx([0.1, 0.05, 0.0])
@@ -389,7 +390,7 @@ def test_two_processes_train_as_one_does(files, undisturbed, tmp_path):
 
 @pytest.mark.slow
 def test_a_reward_model_alone(files, reward_model, tmp_path):
-    """Its score at the last token of prompt and response is the reward, in training and in evaluations."""
+    """The reward is its score at the last token of the sequence, in training and evaluations."""
     run(
         files,
         tmp_path,
@@ -456,7 +457,8 @@ def test_nothing_is_compiled_after_the_second_step(files, tmp_path, monkeypatch)
     assert summary["programs"] == len(compiled) and summary["seconds"] == pytest.approx(
         sum(compiled)
     )
-    # Sampling, scoring, advantages and update are nearly all of it; what reads and writes weights is many small programs.
+    # Nearly all programs belong to sampling, scoring, advantages and update; the many small ones
+    # read and write weights.
     assert sum(seconds > 0.01 * sum(compiled) for seconds in compiled) <= 12, compiled
 
 
@@ -465,7 +467,7 @@ def test_nothing_is_compiled_after_the_second_step(files, tmp_path, monkeypatch)
 def test_a_step_is_compiled_in_the_precompilation_alone(
     files, reward_model, tmp_path, caplog, monkeypatch, with_model, devices
 ):
-    """The precompiled shapes and shardings are those of the run; else a program would compile twice."""
+    """Precompiled shapes and shardings equal those of the run; otherwise programs compile twice."""
     threads = collections.defaultdict(list)
     options = (*ONE_STEP_OFF, f"--config.reward.model_path={reward_model}") if with_model else ()
     options += ("--config.mesh.fsdp=2", "--config.mesh.model=2") if devices > 1 else ()
@@ -500,7 +502,7 @@ def test_a_step_is_compiled_in_the_precompilation_alone(
         *["reward_model_scores"] * with_model,
     ):
         assert threads[name] == ["precompilation"], (name, threads)
-    # These do not hang on the options: they may be there from another test.
+    # These programs do not depend on the options, so another test may have compiled them.
     for name in (
         "unroll_params",
         "generate_from",
@@ -512,7 +514,7 @@ def test_a_step_is_compiled_in_the_precompilation_alone(
 
 
 def test_an_error_stops_the_precompilation(monkeypatch):
-    """After the program that is being compiled; what the compiler raises is raised, if nothing else was."""
+    """It stops after the program in progress; a compiler error is raised only without another."""
     begun, first, go_on = [], threading.Event(), threading.Event()
 
     def programs(*_):
@@ -529,7 +531,7 @@ def test_an_error_stops_the_precompilation(monkeypatch):
     run.batches.return_value = iter([mock.MagicMock()] * 2)
     with pytest.raises(KeyError), precompilation.precompile_in_background(run, 0):
         first.wait(60)
-        threading.Timer(2, go_on.set).start()  # by then the error has been seen
+        threading.Timer(2, go_on.set).start()  # by then the error has been noticed
         raise KeyError
     assert begun == ["one"]
     with (
@@ -540,7 +542,7 @@ def test_an_error_stops_the_precompilation(monkeypatch):
 
 
 def test_a_warm_step_transfers_only_what_it_says(files, tmp_path, monkeypatch):
-    """Nothing travels to the mesh unawares, and what does on purpose, either way, is a handful of arrays."""
+    """There are no implicit transfers to the mesh, and explicit ones move a handful of arrays."""
     calls, at_step = collections.Counter(), {}
 
     def counted(owner, name):
@@ -576,8 +578,9 @@ def test_a_warm_step_transfers_only_what_it_says(files, tmp_path, monkeypatch):
         ppo.train(config, tmp_path)
     finally:
         jax.config.update("jax_transfer_guard", "allow")
-    # Up: prompts, the key's two numbers, the packings of scoring and update with three counts and members, two columns of
-    # rewards. Down: lengths to pack by, responses and their lengths to reward, metrics of the step before.
+    # To the device: prompts, the two numbers of the key, the packings of scoring and update with
+    # three counts and members, two columns of rewards. To the host: lengths for packing, responses
+    # and their lengths for the rewards, and metrics of the previous step.
     assert at_step[5] - at_step[4] == {"place": 10, "to_host": 1, "local_rows": 2, "device_get": 1}
 
 

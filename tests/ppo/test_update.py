@@ -1,4 +1,4 @@
-"""The invariants of scoring and update: nothing depends on how a batch was cut up, and the first ratio is 1."""
+"""Invariants of scoring and update: results do not depend on batch cuts; the first ratio is 1."""
 
 import dataclasses
 
@@ -28,7 +28,11 @@ HALVES = [[0, 2, 4, 6], [1, 3, 5, 7]]
 def run_update(
     config, mesh, groups, rows, seed=0, rewards=None, prepare=lambda state: state, total_steps=100
 ):
-    """One whole step on a random rollout: (state before, on the host; state after; metrics)."""
+    """Run one whole step on a random rollout.
+
+    Returns:
+        The state before the step (on the host), the state after it, and the metrics.
+    """
     with jax.set_mesh(mesh):
         state = prepare(tiny.make_state(config, mesh, seed))
         rollout = tiny.make_rollout(mesh, seed)
@@ -56,7 +60,12 @@ def run_update(
 def run_gradients(
     config, mesh, rows, change=lambda experience: experience, move=1.02, roles=("actor", "critic")
 ):
-    """The roles' gradients of one mini-batch of all samples, at a policy that has moved since the rollout."""
+    """Return gradients and metrics of the roles for one mini-batch of all samples.
+
+    Args:
+        change: function applied to the experience.
+        move: factor by which parameters have changed since the rollout.
+    """
     with jax.set_mesh(mesh):
         state = tiny.make_state(config, mesh)
         rollout = tiny.make_rollout(mesh)
@@ -101,7 +110,7 @@ def assert_close(one, other, tolerance=2e-5):
 
 @pytest.fixture(scope="module")
 def whole():
-    """The gradient of the mini-batch in one piece, padded, on one device."""
+    """Return gradients and metrics of the undivided, padded mini-batch on one device."""
     config = tiny.config(
         packing__enabled=False,
         actor__use_kl_loss=True,
@@ -156,7 +165,7 @@ def test_devices_do_not_change_the_gradient(whole, shape):
 
 @pytest.mark.slow
 def test_windows_and_soft_caps_do_not_depend_on_cuts_either(monkeypatch):
-    """Of a model whose first layer has a window of 4 tokens, and whose scores and logits have soft caps."""
+    """The first layer has a window of 4 tokens; attention scores and logits have soft caps."""
     monkeypatch.setattr(
         tiny,
         "ARCHITECTURE",
@@ -204,7 +213,7 @@ def test_importance_weights_scale_the_policy_loss_alone():
 
 @pytest.mark.slow
 def test_importance_weights_do_not_depend_on_micro_batches():
-    """The rollout says that each of its tokens was certain: the weights are the tokens' probabilities, each another."""
+    """The rollout reports probability 1 for each token, so the weights are all different."""
     config = tiny.config(algorithm__rollout_is="token")
     weighted, plain = (
         run_gradients(config, tiny.make_mesh(), 4),
@@ -228,7 +237,7 @@ def test_first_mini_batch_has_ratio_one_and_kl_zero(temperature):
 
 
 def sampled(config, mesh, state):
-    """A rollout of the actor's own, with the sampler's log-probs."""
+    """Return a rollout sampled from the actor, with the sampler's log-probs."""
     prompts = tiny.make_rollout(mesh).prompts
     sampler = Sampler(
         Transformer(tiny.ARCHITECTURE, jnp.float32, unrolled=True),
@@ -263,7 +272,10 @@ def test_the_samplers_logprobs_are_the_old_ones_in_float32(temperature):
 
 
 def test_a_single_optimizer_step_has_ratio_one_by_definition():
-    """Whatever the sampler says: here that each token was certain. The gradient is that of old log-probs computed again."""
+    """The ratio is 1 even if the sampler reports probability 1 for each token, as here.
+
+    The gradient equals that with recomputed old log-probs.
+    """
     states = {}
     for choice in ("never", "auto"):
         config = tiny.config(rollout__reuse_logprobs=choice, model__dtype="bfloat16")
@@ -357,7 +369,8 @@ def test_score_sits_on_the_last_token_and_returns_are_raw():
         )
     lengths = np.asarray(rollout.lengths)
     mask = np.arange(tiny.T) < lengths[:, None]
-    # gamma = lambda = 1: every token's return is the score of its response, whatever the values are.
+    # gamma = lambda = 1: every token's return is the score of its response, independent of the
+    # values.
     np.testing.assert_allclose(experience.returns, np.where(mask, rewards[:, None], 0), atol=1e-4)
     advantages = np.asarray(experience.advantages)[mask]
     assert abs(advantages.mean()) < 1e-5 and abs(advantages.std() - 1) < 1e-4
@@ -397,7 +410,8 @@ def test_kl_in_reward_lowers_each_tokens_reward():
         jnp.array([1.0]),
         None,
     )
-    # k1 = log 0.5/0.25 = log 2, then -log 2; with gamma = 0 the advantage is the token's own reward.
+    # k1 = log 0.5/0.25 = log 2, then -log 2; with gamma = 0 the advantage is the token's own
+    # reward.
     np.testing.assert_allclose(
         experience.advantages, [[-0.5 * np.log(2), 1 + 0.5 * np.log(2)]], rtol=1e-6
     )
@@ -413,7 +427,7 @@ def test_adaptive_coefficient_moves_towards_its_target():
         algorithm__kl_ctrl__kl_coef=0.2,
     )
     _, after, _ = run_update(config, tiny.make_mesh(), ALL, 4)
-    # KL is 0: error clipped to -0.2, so coef * (1 - 0.2 * 8 / 80).
+    # KL is 0, so the error is clipped to -0.2 and the factor is 1 - 0.2 * 8 / 80.
     assert float(after.control.kl_coef) == pytest.approx(0.2 * (1 - 0.02))
 
 
@@ -430,7 +444,10 @@ def test_a_broken_rollout_leaves_the_adaptive_coefficient_alone():
 
 
 def test_a_rollout_that_teaches_nothing_has_no_figures():
-    """Regression: minima and maxima of no optimizer step were infinite, its entropy 0, which was taken for a collapse."""
+    """Regression: without optimizer steps, minima and maxima were infinite and the entropy was 0.
+
+    The entropy was mistaken for a collapse.
+    """
     config, mesh = tiny.config(algorithm__mask_truncated=True), tiny.make_mesh()
     with jax.set_mesh(mesh):
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
@@ -449,7 +466,7 @@ def test_a_rollout_that_teaches_nothing_has_no_figures():
 
 
 def test_the_state_keeps_its_places():
-    """Regression: the compiler split norms that the table repeats, so that the next update was compiled anew."""
+    """Regression: the compiler split norms that the table replicates; this forced a recompilation."""
     mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
     config = tiny.config()
     with jax.set_mesh(mesh):
@@ -479,7 +496,7 @@ def test_scoring_is_one_program_for_all_prompt_buckets():
 
 
 def test_what_was_compiled_ahead_is_found_by_the_threads_that_begin_it():
-    """On one CPU device; of several devices tests/ppo/test_train.py tells."""
+    """This covers one CPU device; tests/ppo/test_train.py covers several devices."""
     config, mesh = tiny.config(), tiny.make_mesh()
     with jax.set_mesh(mesh):
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
@@ -534,7 +551,7 @@ def test_joining_leaves_no_gap():
 
 
 def test_reward_model_scores_stand_on_the_last_token():
-    """Packed rows give what a forward pass over each sequence alone gives at its end."""
+    """Packed rows give the score at the end of a forward pass over each sequence alone."""
     config, mesh = tiny.config(), tiny.make_mesh()
     with jax.set_mesh(mesh):
         params, model = tiny.make_state(config, mesh).critic, tiny.networks(config).critic
@@ -600,7 +617,7 @@ def test_a_loss_of_ones_own(tmp_path):
 
 
 def test_masked_responses_teach_nothing():
-    """Whatever the response that was cut off says, and whatever it earns, the gradients are the same."""
+    """The gradients do not depend on the tokens or rewards of the truncated response."""
     config = tiny.config(algorithm__mask_truncated=True, algorithm__whiten_advantages=False)
 
     def shout(experience):
@@ -641,7 +658,7 @@ def test_without_a_critic_there_is_none():
 
 
 def test_target_kl_stops_the_actor_and_not_the_critic():
-    """The second mini-batch sees how far the first one's step went; the third is not taken."""
+    """The second mini-batch measures the KL of the first step; the third is not taken."""
     thrice = ALL * 3
     plain, stopped = tiny.config(), tiny.config(actor__target_kl=1e-9)
     _, once, _ = run_update(plain, tiny.make_mesh(), ALL, 4)
@@ -661,7 +678,7 @@ def test_target_kl_stops_the_actor_and_not_the_critic():
 
 @pytest.mark.slow
 def test_after_the_stop_nothing_is_learned():
-    """Not even of mini-batches in which the policy looks near again."""
+    """Later mini-batches are not learned even if the policy looks close to the old one again."""
     mesh, stopped = tiny.make_mesh(), tiny.config(actor__target_kl=1e-9)
     after_one = {
         tuple(half): 2 * run_update(stopped, mesh, [HALVES[0], half], 2)[2]["actor/approx_kl"]
@@ -732,7 +749,10 @@ def test_a_loss_that_is_no_loss_of_tokens_is_refused(tmp_path):
 
 
 def test_a_mini_batch_in_which_all_was_cut_off_moves_nothing():
-    """Not by weight decay or momentum either: the second mini-batch holds the one response that fills T."""
+    """Weight decay and momentum do not move the state either.
+
+    The second mini-batch consists of the one response that fills T.
+    """
     config = tiny.config(algorithm__mask_truncated=True, actor__optim__weight_decay=0.5)
     mesh = tiny.make_mesh()
     after = []
@@ -763,7 +783,7 @@ def test_a_mini_batch_in_which_all_was_cut_off_moves_nothing():
 
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_the_value_after_the_last_token(devices):
-    """Packed rows give what the critic says at the end of each sequence alone."""
+    """Packed rows give the critic's value at the end of each sequence alone."""
     config, mesh = tiny.config(algorithm__bootstrap_truncated=True), tiny.make_mesh(devices)
     with jax.set_mesh(mesh):
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
@@ -797,7 +817,7 @@ MOVED = dict(
 
 @pytest.fixture(scope="module")
 def moved():
-    """Gradients far from the old policy, where clips bite."""
+    """Return gradients far from the old policy, where clipping is active."""
     return run_gradients(tiny.config(**MOVED), tiny.make_mesh(), 4, move=1.3)[0]
 
 
