@@ -466,7 +466,7 @@ def test_a_rollout_that_teaches_nothing_has_no_figures():
 
 
 def test_the_state_keeps_its_places():
-    """Regression: the compiler split norms that the table replicates; this forced a recompilation."""
+    """Regression: the compiler split replicated norms, which forced a recompilation."""
     mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
     config = tiny.config()
     with jax.set_mesh(mesh):
