@@ -1,8 +1,8 @@
 """Run tests on edited copies of the project, many in one process.
 
-Starting Python, importing JAX and initializing its devices takes longer than most tests. A runner
-is a child process that does this once: for each copy it removes the modules of the previous copy
-and runs pytest on the new one.
+Starting Python, importing JAX and initialising its devices takes longer than most tests. A runner
+is a child process that does it once: for each copy it removes the modules of the previous copy and
+runs pytest on the new one.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class Runner:
     """A child process that runs pytest on one copy after the other.
 
     Args:
-      runs: after so many copies the process is replaced, which bounds its memory.
+        runs: number of copies after which the process is replaced, which limits its memory.
     """
 
     def __init__(self, runs: int = 40):
@@ -55,7 +55,7 @@ class Runner:
         """Run pytest in a copy.
 
         Returns:
-          Its exit code (`TIMED_OUT` if it did not end in time) and its output.
+            Its exit code (`TIMED_OUT` if it did not end in time) and its output.
         """
         if self._process is None or self._left == 0 or self._process.poll() is not None:
             self._start()

@@ -1,4 +1,4 @@
-"""Small random reward models with tokenizers of their own, made by transformers, and what transformers makes of them."""
+"""Small random reward models with their own tokenizers, and their scores by transformers."""
 
 import json
 import pathlib
@@ -25,7 +25,10 @@ CHAT = (
 
 
 def deberta(folder: pathlib.Path, **changes) -> pathlib.Path:
-    """A DeBERTa-v3 with its own kind of tokenizer (SentencePiece's unigrams, [CLS] A [SEP] B [SEP])."""
+    """Write a DeBERTa-v3 with its kind of tokenizer.
+
+    The tokenizer has SentencePiece's unigrams and encodes [CLS] A [SEP] B [SEP].
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     pieces = Tokenizer(models.Unigram())
@@ -71,7 +74,7 @@ def deberta(folder: pathlib.Path, **changes) -> pathlib.Path:
 
 
 def decoder(folder: pathlib.Path, tokenizer=None, **changes) -> pathlib.Path:
-    """A Llama with a scalar head; a tokenizer of its own beside it, or the one given."""
+    """Write a Llama with a scalar head, and its own tokenizer or the passed one."""
     from jax_ppo.data.tokenizer import train_tokenizer
 
     own = tokenizer or train_tokenizer(TEXTS, 120, folder)
@@ -99,7 +102,7 @@ def decoder(folder: pathlib.Path, tokenizer=None, **changes) -> pathlib.Path:
 
 
 def save(model, folder):
-    """With every parameter far from its initial value."""
+    """Write a model after moving every parameter far from its initial value."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -110,7 +113,7 @@ def save(model, folder):
 
 
 def load(folder):
-    """(model, tokenizer) of transformers."""
+    """Return the model and tokenizer of transformers."""
     return (
         transformers.AutoModelForSequenceClassification.from_pretrained(
             folder, dtype="float32"
@@ -120,7 +123,7 @@ def load(folder):
 
 
 def score(model, **inputs) -> float:
-    """Of one input, alone and without padding."""
+    """Return the score of one input, alone and without padding."""
     with torch.no_grad():
         return float(
             model(**{name: torch.tensor([ids]) for name, ids in inputs.items()}).logits[0, 0]
@@ -128,7 +131,10 @@ def score(model, **inputs) -> float:
 
 
 def pair_score(model, tokenizer, question, answer) -> float:
-    """As the model cards of OpenAssistant's reward models say, but as lists: else an empty answer is taken for none."""
+    """Score a pair as the model cards of OpenAssistant's reward models do, but with lists.
+
+    Without lists an empty answer would be taken for a missing one.
+    """
     with torch.no_grad():
         return float(model(**tokenizer([question], [answer], return_tensors="pt")).logits[0, 0])
 

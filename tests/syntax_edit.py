@@ -1,8 +1,8 @@
-"""Edits of Python source by syntax: replace a fragment of a named definition in any formatting.
+"""Edits of Python source by syntax, which do not depend on formatting.
 
-An edit names a definition (a function, class or module-level variable) and a fragment of its body,
-as Python source, with the fragment that replaces it. It therefore survives reformatting, comments
-and moves between files.
+An edit names a definition (a function, class or module-level variable) and gives a fragment of its
+body, as Python source, with the fragment that replaces it. It therefore survives reformatting,
+comments and moves between files.
 """
 
 import ast
@@ -13,10 +13,10 @@ from collections.abc import Iterator
 def find_definitions(
     root: pathlib.Path, name: str
 ) -> Iterator[tuple[pathlib.Path, ast.Module, ast.stmt]]:
-    """Yield (file, module, definition) of each definition whose dotted name ends in `name`.
+    """Yield (file, module, definition) for each definition whose dotted name ends in `name`.
 
-    The dotted name of a method is `package.module.Class.method`, so both `Class.method` and
-    `module.Class.method` find it.
+    The search includes all files below `root`. The dotted name of a method is
+    `package.module.Class.method`, so both `Class.method` and `module.Class.method` match it.
     """
     for path in sorted(root.rglob("*.py")):
         source = path.read_text()
@@ -80,7 +80,7 @@ def _parse(source: str) -> list[ast.AST]:
 
 
 def _occurrences(root: ast.AST, source: str) -> Iterator[tuple[ast.AST, str, int, int]]:
-    """Yield (parent, field, start, length) of each occurrence of the fragment below `root`."""
+    """Yield (parent, field, start, length) of each occurrence of the fragment below `~root`."""
     wanted = [ast.dump(node) for node in _parse(source)]
     for parent in ast.walk(root):
         for field, value in ast.iter_fields(parent):

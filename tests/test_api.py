@@ -1,4 +1,4 @@
-"""The Python API: what `from jax_ppo import ...` offers, on a small pretrained model."""
+"""The Python API of `~from jax_ppo import ...` with a small pretrained model."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The benchmark for accelerators runs where there is none, and without what a GPU machine may lack."""
+"""The benchmark for accelerators runs without one and without optional GPU machine tools."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def test_the_accelerators_benchmark_runs_at_toy_sizes(tmp_path):
         list(found["decode"]["programs"]) == ["cpu", "gpu"]
         and found["step"]["phases"]["update"] > 0
     )
-    # Six tokens at a toy's size are lost in the noise: a rate may come out below 0.
+    # Six tokens at this small size are dominated by noise: a rate may be below 0.
     assert all(
         min(program["whole_seconds"].values()) > 0
         for program in found["decode"]["programs"].values()
@@ -51,7 +51,7 @@ def test_the_accelerators_benchmark_runs_at_toy_sizes(tmp_path):
 
 @pytest.mark.parametrize("program", ["sample", "score", "score critic", "update", "update critic"])
 def test_a_tpus_programs_are_lowered_where_there_is_none(monkeypatch, program):
-    """With the attention that a TPU chooses; compile_ahead.py goes on from there."""
+    """They use a TPU's choice of attention; compile_ahead.py continues from there."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import programs
 

@@ -1,4 +1,4 @@
-"""The launchers, with stand-ins for gcloud and for the training command: a shell script each."""
+"""The launchers, with shell scripts in place of gcloud and of the training command."""
 
 import os
 import pathlib
@@ -20,7 +20,7 @@ def script(path, body):
 
 
 def processes(tmp_path, body, *arguments, count=3, **popen):
-    """Starts local_processes.sh with `body` in place of the training command."""
+    """Return a function that starts local_processes.sh with `~body` as the training command."""
     choose = 'if [[ $1 == -c ]]; then exec python3 "$@"; fi\n'
     choose += '[[ "$1 $2" == "-m jax_ppo.${EXPECTED:-train}" ]] || exit 99\nshift 2\n'
     environment = os.environ | {
@@ -134,9 +134,8 @@ class TestTpuPod:
         )
         assert pod("create", "--type", "v4-32", "--version", "special").returncode == 0
         assert (tmp_path / "gcloud.log").read_text().splitlines() == [
-            "compute tpus tpu-vm create pod --accelerator-type=v5litepod-16 --version=v2-alpha-tpuv5-lite "
-            "--spot "
-            "--zone=here --project=mine",
+            "compute tpus tpu-vm create pod --accelerator-type=v5litepod-16 "
+            "--version=v2-alpha-tpuv5-lite --spot --zone=here --project=mine",
             "compute tpus tpu-vm create pod --accelerator-type=v4-32 --version=special --zone=here",
         ]
 

@@ -1,4 +1,4 @@
-"""Kernels agree with the functions of other projects, up to differences listed with reasons."""
+"""Our kernels agree with other projects' own functions except for listed differences."""
 
 import os
 import pathlib
@@ -12,10 +12,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 @pytest.mark.slow
 def test_peers_agree_or_differ_for_the_reason_listed():
-    """Compare with the peers that are installed.
+    """The environments are those that benchmarks/peers.sh makes.
 
-    JAX_PPO_PEERS and JAX_PPO_VERL_PEERS name the Pythons of the environments that
-    benchmarks/peers.sh creates.
+    JAX_PPO_PEERS and JAX_PPO_VERL_PEERS name their Pythons.
     """
     named = {
         "--peers": os.environ.get("JAX_PPO_PEERS"),

@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and a run from it outside the checkout."""
+"""The contents of the wheel, and a run from it outside the checkout."""
 
 import importlib.metadata
 import json
@@ -72,10 +72,10 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def environment(wheel, tmp_path_factory):
-    """An environment with the wheel and, by a path file, this environment's dependencies.
+    """Return an environment with the wheel and this environment's dependencies.
 
-    Path files of the folder that is added are not read, so an editable installation of the checkout
-    in this environment is not visible in the new one.
+    The dependencies are added by a path file. Path files inside that folder are not read, so an
+    editable installation of the checkout in this environment is not visible in the new one.
     """
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False, symlinks=True)

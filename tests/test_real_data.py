@@ -1,4 +1,7 @@
-"""GSM8K's own file through the command, with a small Qwen2; and the real TinyStories model there and back."""
+"""GSM8K's own file through the command with a small Qwen2, and TinyStories there and back.
+
+TinyStories is the real pretrained model.
+"""
 
 import json
 import os
@@ -43,7 +46,10 @@ def run(*arguments, check=True):
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
-    """A small Qwen2 with random weights and a tokenizer made from GSM8K's text, as a Hugging Face folder."""
+    """Write a small Qwen2 with random weights and a tokenizer trained on GSM8K's text.
+
+    It is a Hugging Face folder.
+    """
     folder = tmp_path_factory.mktemp("qwen")
     rows = [
         json.loads(line)

@@ -10,7 +10,10 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session")
 def real_data():
-    """A function from a name to its path in the folder of real data; skips where it is missing."""
+    """Return a function from a name to its path in the folder of real data.
+
+    It skips the test if the data is missing.
+    """
     folder = Path(os.environ.get("JAX_PPO_DATA", REPOSITORY.parent / "shared" / "data"))
 
     def find(name):
@@ -23,7 +26,7 @@ def real_data():
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """(tokenizer trained on worked examples, its folder)."""
+    """Return a tokenizer trained on worked examples, and its folder."""
     folder = tmp_path_factory.mktemp("tokenizer")
     texts = [
         prompt + response
@@ -33,7 +36,7 @@ def trained(tmp_path_factory):
 
 
 class Letters:
-    """A tokenizer of one token a letter."""
+    """A tokenizer with one token per letter."""
 
     chat_template = None
     eos_token_id = 0

@@ -73,7 +73,10 @@ def test_worked_examples_have_the_shares_they_promise():
 
 
 def test_how_a_problem_is_solved_does_not_follow_from_the_problem():
-    """Regression: with seed 0 both drew the same numbers: those with a small first number were solved with care."""
+    """Regression: with seed 0 the problem and its solution drew the same numbers.
+
+    Problems with a small first number were the ones solved carefully.
+    """
     pairs = arithmetic.generate_worked_solutions(4000, 0.25, seed=0)
     for kind in ((1, 2, 3), (4, 5, 6), (7, 8, 9)):
         careful = ["=" in response for prompt, response in pairs if numbers_of(prompt)[0] in kind]

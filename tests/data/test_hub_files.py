@@ -60,7 +60,10 @@ def test_without_a_network_the_error_comes_at_once_and_says_what_to_do(tmp_path,
 
 @pytest.fixture
 def fake_hub(monkeypatch, tmp_path):
-    """A hub with one data set, whose cache is tmp_path. `down` set takes the network away."""
+    """Return a hub with one data set, whose cache is tmp_path.
+
+    Setting `down` disconnects the network.
+    """
     state = types.SimpleNamespace(down=False, broken=False, error=None, revision="main")
     names = ["README.md", "main/train.jsonl", "main/test.jsonl"]
 

@@ -159,7 +159,10 @@ def test_repeat_false_ends_after_one_epoch():
 @pytest.mark.parametrize("rows", [11, 12])
 @pytest.mark.parametrize("done", range(8))
 def test_a_saved_position_goes_on_identically(rows, done):
-    """Regression: the place in the data was lost on resume (OpenRLHF, tunix#2288), or the run ended (verl#5725)."""
+    """Regression: the data position was lost on resume (OpenRLHF, tunix#2288).
+
+    In verl#5725 the run ended instead.
+    """
     undisturbed = PromptBatches(dataset(rows), 4, seed=7)
     take(undisturbed, done)
     resumed = PromptBatches(dataset(rows), 4, seed=7, position=int(undisturbed.position))
@@ -183,7 +186,7 @@ def test_a_saved_position_holds_for_another_batch_size():
 
 
 def test_fewer_rows_than_a_batch_are_refused():
-    """Not an endless loop that yields nothing."""
+    """The alternative would be an endless loop that yields nothing."""
     with pytest.raises(
         UserError, match="data.train_files has 3 prompts, and config.data.train_batch_size=4 asks"
     ):

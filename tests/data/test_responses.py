@@ -1,4 +1,4 @@
-"""Given responses: read, encoded, laid out."""
+"""Reading, encoding and layout of responses from data files."""
 
 import gzip
 import json
@@ -22,7 +22,7 @@ def write(path, rows):
 
 
 def test_rows_of_hh_rlhfs_form(tmp_path):
-    # In the second one the dialogues part before their last turns.
+    # In the second example the dialogues differ before their last turns.
     other = {
         "chosen": "\n\nHuman: A\n\nAssistant: B",
         "rejected": "\n\nHuman: A\n\nAssistant: C\n\nHuman: D\n\nAssistant: E",
@@ -73,7 +73,7 @@ def test_other_forms_have_responses_too(tmp_path):
     assert sources.load_examples(path, response_key="solution")[0].response == "II"
     path = write(
         tmp_path / "c.jsonl", [verl | {"answer": None, "extra_info": {"answer": "2!"}}]
-    )  # as Parquet has it
+    )  # the form that Parquet returns
     assert sources.load_examples(path)[0].response == "2!"
     path = write(tmp_path / "d.jsonl", [verl | {"solution": ["II"]}])
     with pytest.raises(
@@ -112,7 +112,7 @@ def test_a_response_is_encoded_as_it_goes_on(trained):
         *tokenizer.encode(prompt + response),
         tokenizer.eos_token_id,
     ]
-    # Where the two run into one token, each stands alone.
+    # Where prompt and response would merge into one token, each is encoded separately.
     prompt, response = "How many appl", "es"
     assert tokenizer.encode(prompt + response) != tokenizer.encode(prompt) + tokenizer.encode(
         response
@@ -124,7 +124,7 @@ def test_a_response_is_encoded_as_it_goes_on(trained):
 
 
 def test_no_blank_is_put_before_a_response(real_data):
-    """SentencePiece's tokenizers put one before a text that stands alone."""
+    """SentencePiece tokenizers put a blank before a text that is encoded separately."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(real_data("tinystories-260k"))

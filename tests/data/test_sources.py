@@ -208,7 +208,10 @@ def test_an_empty_file_is_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def tfds_folder(tmp_path_factory):
-    """A folder with the rows above as TFDS array records, question and answer, and messages."""
+    """Return a folder with the rows above as TFDS array records.
+
+    The records have question and answer, and messages.
+    """
     tfds = pytest.importorskip("tensorflow_datasets")
     text = tfds.features.Text()
 

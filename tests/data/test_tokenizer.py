@@ -77,7 +77,10 @@ def test_tinystories_prompt_begins_with_bos(real_data):
 
 @pytest.fixture
 def with_specials(tmp_path):
-    """A tokenizer that puts <s> before and <eos> after a text, and has a chat template that writes <s> itself."""
+    """Return a tokenizer that puts <s> before and <eos> after a text.
+
+    Its chat template writes <s> as well.
+    """
     from tokenizers import processors
 
     made = train_tokenizer(
@@ -115,7 +118,7 @@ def test_a_chat_template_writes_bos_once(with_specials):
 
 
 def test_a_named_bos_is_not_added_where_the_tokenizer_adds_none(trained):
-    """GPT-2 and Qwen2 name tokens that their models never saw at the start of a text."""
+    """GPT-2 and Qwen2 name tokens that their models never saw at the beginning of a text."""
     made, folder = trained
     loaded = AutoTokenizer.from_pretrained(folder, bos_token="<eos>")
     assert loaded.bos_token_id == 1

@@ -14,7 +14,7 @@ def exact_matmuls():
 
 @pytest.fixture
 def tinystories() -> Path:
-    """A real pretrained model's folder."""
+    """Return the folder of a real pretrained model."""
     root = os.environ.get("JAX_PPO_DATA", str(Path(__file__).parents[3] / "shared/data"))
     folder = Path(root) / "tinystories-260k"
     if not folder.is_dir():

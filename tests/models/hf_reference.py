@@ -1,4 +1,4 @@
-"""Small random checkpoints made by transformers, and this project's logits of them."""
+"""Small random checkpoints made by transformers, and this project's logits for them."""
 
 import functools
 
@@ -41,7 +41,7 @@ MODELS = {
 def make(family="llama", task="CausalLM", **changes):
     """Return a float32 model of transformers with all parameters far from their initial values."""
     config_class, model_class = MODELS[family]
-    # Not "sdpa", which lets soft caps fall under the table.
+    # Not "sdpa", which silently ignores soft caps.
     config = getattr(transformers, config_class)(attn_implementation="eager", **(SIZES | changes))
     model = getattr(transformers, model_class + task)(config).eval()
     generator = torch.Generator().manual_seed(7)
@@ -54,14 +54,14 @@ def make(family="llama", task="CausalLM", **changes):
 
 
 def save(folder, *args, **changes):
-    """`make`, written to `folder`. Returns the model."""
+    """Write the model of `~make` to `~folder` and return it."""
     model = make(*args, **changes)
     model.save_pretrained(folder)
     return model
 
 
 def reload(folder, dtype="float32", task="CausalLM"):
-    """What transformers makes of a folder."""
+    """Return the model that transformers loads from a folder."""
     return (
         getattr(transformers, "AutoModelFor" + task)
         .from_pretrained(folder, dtype=dtype, attn_implementation="eager")
@@ -79,7 +79,7 @@ def their_logits(model, ids):
 
 
 def one_device(architecture, head):
-    """Shardings that put every parameter of a role on the first device."""
+    """Return shardings that put every parameter of a role on the first device."""
     shapes = jax.eval_shape(
         lambda: heads.init_params(Transformer(architecture), jax.random.key(0), head)
     )
@@ -87,7 +87,7 @@ def one_device(architecture, head):
 
 
 def load(folder, head="lm", dtype=jnp.float32, **options):
-    """(architecture, parameters) of a folder."""
+    """Return architecture and parameters of a folder."""
     architecture = read_architecture(folder)
     shardings = one_device(architecture, "lm" if head == "lm" else "scalar")
     return architecture, load_checkpoint(folder, architecture, shardings, dtype, head, **options)

@@ -15,7 +15,7 @@ from jax_ppo.training.networks import Folders, read_networks
 
 
 def make_inputs(rows=2, length=128, heads=4, kv_heads=2, head_dim=16, dtype=jnp.float32):
-    """Three segments a row; the last, -1, is emptiness."""
+    """Return inputs with three segments per row; the last one, -1, is empty."""
     rng = np.random.default_rng(0)
     q, k, v = (
         jnp.asarray(rng.normal(size=(rows, length, n, head_dim)), dtype)
@@ -38,7 +38,7 @@ def packed_and_single(q, k, v, segments, **options):
 
 
 def by_definition(q, k, v, segments, scale=None, softcap=None, sliding_window=None):
-    """softmax(q k^T / sqrt(d)) v, head by head and row by row, in float64."""
+    """Compute softmax(q k^T / sqrt(d)) v, head by head and row by row, in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     B, T, H, d = q.shape
     out = np.zeros(q.shape)
@@ -74,7 +74,7 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("length", [12, 100, 300])
 def test_xla_with_windows_caps_and_scales_is_the_definition(length, options):
-    """In one block, in two, and in four that begin behind the first key."""
+    """In one block, in two, and in four that begin after the first key."""
     *qkv, segments = make_inputs(length=length)
     packed, single = packed_and_single(*qkv, segments, **options)
     expected = by_definition(*qkv, np.asarray(segments), **options)
@@ -84,7 +84,7 @@ def test_xla_with_windows_caps_and_scales_is_the_definition(length, options):
 
 
 def test_xla_spares_the_keys_before_a_window():
-    """Keys that four blocks of 256 queries read, with a window of 64 and without.
+    """Count the keys that four blocks of 256 queries read, with a window of 64 and without.
 
     256 + 3 (256 + 63) = 1,213 and 256 (1 + 2 + 3 + 4) = 2,560.
     """
@@ -121,7 +121,7 @@ def test_xla_in_bfloat16_sums_in_float32():
 
 
 def gradient(program, inputs, **options):
-    """Of the tokens that are read."""
+    """Return the gradient of the tokens that are read."""
     *qkv, segments = inputs
 
     def loss(*x):
@@ -168,7 +168,7 @@ def test_splash_lowers_for_tpu(length, head_dim, options):
 
 
 def test_each_device_runs_its_rows_and_heads():
-    """As the programs that no compiler can split are run: here with xla's in their place."""
+    """This is how programs that no compiler can split are run, here with xla's in their place."""
     mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
     inputs = make_inputs(rows=4, length=8)
     seen = []

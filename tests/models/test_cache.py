@@ -71,7 +71,7 @@ def test_it_is_that_of_the_last_token(rng, cudnn_anywhere, program, options, beh
 
 @pytest.mark.parametrize("longest", range(S))
 def test_a_cpu_reads_as_few_columns_as_hold_every_row(rng, monkeypatch, longest):
-    """The rest is no number, and would show."""
+    """All other columns are NaN, which would show in the result."""
     monkeypatch.setattr(cache, "MIN_READ_WIDTH", 2)
     assert cache.read_widths(S) == (3, 5, 9)
     read = next(width for width in (3, 5, 9) if width > longest)
@@ -103,7 +103,7 @@ def test_each_row_writes_its_own_column(rng, program):
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_rows_that_enter(rng, program):
-    """The second has no place."""
+    """There is no slot for the second row."""
     k, v, new_k, new_v = (draw(rng, B, T, K, D) for T in (S, S, 4, 4))
     expected = [
         x.at[2, :4].set(new[0]).at[0, :4].set(new[2]) for x, new in ((k, new_k), (v, new_v))

@@ -31,13 +31,13 @@ ARCHITECTURE = Architecture(
     output_bias=True,
     mlp_bias=True,
 )
-QUICK = {"xla_backend_optimization_level": 0}  # to compile sooner
+QUICK = {"xla_backend_optimization_level": 0}  # shorter compilation
 STACKED, UNROLLED = Transformer(ARCHITECTURE), Transformer(ARCHITECTURE, unrolled=True)
 
 
 @pytest.fixture(scope="module")
 def params():
-    """Biases and norms away from their start, or half of the decoder would not show."""
+    """Change biases and norms from their initial values, which would hide half of the decoder."""
     rng = np.random.default_rng(0)
     shapes = jax.eval_shape(lambda: heads.init_params(STACKED, jax.random.key(0), "lm"))
 
@@ -53,7 +53,7 @@ def ids():
 
 
 def run(params, ids, segments=None, positions=None, model=STACKED):
-    """Hidden states [B, T, D] of whole sequences."""
+    """Return hidden states [B, T, D] of whole sequences."""
     positions = (
         np.broadcast_to(np.arange(ids.shape[1]), ids.shape) if positions is None else positions
     )
@@ -76,7 +76,7 @@ def test_a_token_changes_nothing_before_it(params, ids):
 
 
 def test_packed_sequences_do_not_see_each_other(params, ids):
-    lengths = (5, 4, 3)  # three sequences in a row, the last one padding that nobody reads
+    lengths = (5, 4, 3)  # three sequences in a row, the last one unused padding
     segments = np.repeat([1, 2, 0], lengths)[None].repeat(B, 0)
     positions = np.concatenate([np.arange(n) for n in lengths])[None].repeat(B, 0)
     packed = run(params, ids, segments, positions)[0]
@@ -148,7 +148,7 @@ def test_recomputing_activations_leaves_the_gradient(params, ids):
         return jax.jit(jax.grad(loss), compiler_options=QUICK)(params)
 
     plain, recomputed = gradient(False), gradient(True)
-    del plain["lm_head"], recomputed["lm_head"]  # not in this loss
+    del plain["lm_head"], recomputed["lm_head"]  # not part of this loss
     for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(recomputed), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
         assert np.abs(one).max() > 0
@@ -157,7 +157,7 @@ def test_recomputing_activations_leaves_the_gradient(params, ids):
 def test_computation_in_bfloat16(params, ids):
     low = run(params, ids, model=Transformer(ARCHITECTURE, jnp.bfloat16))[0]
     assert low.dtype == jnp.bfloat16
-    # Some thirty roundings of 8 bits lie between a token and its state, which is of size 1.
+    # There are some thirty roundings to 8 bits between a token and its state, which is of size 1.
     np.testing.assert_allclose(low.astype(jnp.float32), run(params, ids)[0], atol=0.15)
 
 
@@ -196,7 +196,7 @@ def test_heads(params, ids):
 
 
 class RoutedMLP(transformer.MLP):
-    """An MLP of two experts, whose parameters have an axis of experts, with a router's loss."""
+    """An MLP of two experts with an expert axis in its parameters and a router loss."""
 
     @nn.compact
     def __call__(self, x):

@@ -1,7 +1,7 @@
 """Every family computes the numbers of transformers.
 
-Compared are logits, log-probs and gradients, decoding with a cache, and exports. Sequences are
-longer than the sliding windows, soft caps bend what they cap, and the scale of queries is not
+The tests compare logits, log-probs and gradients, decoding with a cache, and exports. Sequences are
+longer than the sliding windows, soft caps have a visible effect, and the scale of queries is not
 that of head_dim.
 """
 
@@ -27,7 +27,7 @@ from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.types import Prompts
 
 WINDOW, LENGTHS, TEMPERATURE = 5, (14, 10), 0.7  # two sequences, packed into a row
-QUICK = {"xla_backend_optimization_level": 0}  # to compile sooner
+QUICK = {"xla_backend_optimization_level": 0}  # shorter compilation
 GEMMA = {
     "head_dim": 16,
     "query_pre_attn_scalar": 9,
@@ -123,7 +123,7 @@ SLOW = (
     ],
 )
 def checkpoint(request, tmp_path_factory):
-    """(transformers' model, folder, architecture, parameters)."""
+    """Return transformers' model, its folder, architecture and parameters."""
     family, changes = VARIANTS[request.param]
     folder = tmp_path_factory.mktemp("family")
     model = reference.save(folder, family, **changes)
@@ -137,7 +137,7 @@ def test_every_family_is_tested():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_configuration_leaves_out_is_what_transformers_takes(family):
-    """config.json on the hub holds what differs from the defaults of its day."""
+    """config.json on the hub contains what differed from the defaults when it was written."""
     few = {
         name: reference.SIZES[name]
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
@@ -148,15 +148,15 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes(family):
         "bos_token_id",
         "eos_token_id",
         "pad_token_id",
-    )  # those are the tokenizer's, not to be guessed
+    )  # those belong to the tokenizer and must not be guessed
     assert from_hf_config(few) == from_hf_config(full | dict.fromkeys(special))
 
 
 def test_configurations_of_the_hub():
-    """As they stand there; what is written for transformers 4 included."""
+    """They are unchanged copies, including those written for transformers 4."""
     gemma = {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None}
     assert from_hf_config(reference.SIZES | gemma).activation == "gelu_pytorch_tanh"
-    for kind in ("gemma2", "gemma3_text"):  # hidden_act is not their field
+    for kind in ("gemma2", "gemma3_text"):  # they have no field hidden_act
         assert (
             from_hf_config(reference.SIZES | {"model_type": kind, "hidden_act": "silu"}).activation
             == "gelu_pytorch_tanh"
@@ -210,7 +210,7 @@ def test_configurations_of_the_hub():
 
 
 def close(ours, theirs, what=""):
-    """1e-4 of the size of what is compared."""
+    """Compare with a tolerance of 1e-4 of the size of the arrays."""
     theirs = np.asarray(theirs)
     assert np.abs(theirs).max() > 0, what
     np.testing.assert_allclose(
@@ -219,7 +219,7 @@ def close(ours, theirs, what=""):
 
 
 def test_logits_logprobs_and_gradients(checkpoint, tmp_path):
-    """Of two sequences in one row, against each of them alone."""
+    """Two sequences in one row are compared with each of them alone."""
     model, _, architecture, params = checkpoint
     ids = reference.tokens(rows=1, length=sum(LENGTHS))
     segments = np.repeat([7, 3], LENGTHS)[None]
@@ -257,7 +257,7 @@ def test_logits_logprobs_and_gradients(checkpoint, tmp_path):
         loss = loss + logprobs.sin().sum() + (entropy**2).sum()
         theirs.append((logits, logprobs, entropy))
     loss.backward()
-    assert theirs[0][0].std() > 0.3  # or the comparison would say nothing
+    assert theirs[0][0].std() > 0.3  # otherwise the comparison would be meaningless
     for one, other, what in zip(
         ours, zip(*theirs, strict=True), ("logits", "log-probs", "entropy"), strict=True
     ):
@@ -265,7 +265,7 @@ def test_logits_logprobs_and_gradients(checkpoint, tmp_path):
         close(one, reference.torch.cat(other, 1).detach().numpy(), what)
     export_checkpoint(
         gradients, architecture, tmp_path / "gradients"
-    )  # in transformers' names and shapes
+    )  # with transformers' names and shapes
     written = load_file(tmp_path / "gradients/model.safetensors")
     for name, parameter in model.named_parameters():
         close(written[name], parameter.grad.numpy(), name)
@@ -323,14 +323,14 @@ def test_exported_it_is_the_same_model(checkpoint, tmp_path):
 
 
 def test_transformers_4_reads_the_configuration(checkpoint):
-    """It knows no rope_parameters."""
+    """transformers 4 does not know rope_parameters."""
     config = to_hf_config(checkpoint[2])
     del config["rope_parameters"]
     assert from_hf_config(config) == checkpoint[2]
 
 
 def test_bfloat16(checkpoint):
-    """As in test_hf_logits: our error is of the size of transformers' own."""
+    """As in test_hf_logits, our error is of the size of transformers' own."""
     _, folder, architecture, params = checkpoint
     ids = reference.tokens(rows=4)
     rounded = reference.reload(folder, "bfloat16")
@@ -365,7 +365,7 @@ def test_a_critic_is_a_sequence_classifier(checkpoint, tmp_path):
 
 
 def test_the_samplers_logprobs_are_those_of_transformers(tmp_path):
-    """Prompts as long as the window and longer, two samples each, in fewer slots than samples."""
+    """Prompts reach and exceed the window; two samples each use fewer slots than samples."""
     model = reference.save(tmp_path, "gemma2", **GEMMA)
     architecture, params = reference.load(tmp_path)
     prompts = Prompts(reference.tokens(rows=3, length=9), np.array([9, 5, 7], np.int32))

@@ -30,7 +30,7 @@ TWO = Lora(3, 6.0, ("q_proj", "v_proj"))
 
 
 def adapters_of(architecture, shape, head="lm", seed=5):
-    """Return adapters of which no part is zero."""
+    """Return adapters that contain no zero matrix."""
     shapes = jax.eval_shape(lambda: init_adapters(architecture, shape, jax.random.key(0), head))
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: (0.1 * rng.normal(size=x.shape)).astype(np.float32), shapes)
@@ -52,7 +52,7 @@ def logits(architecture, params, ids, shape=None, dtype=jnp.float32, **options):
 def checkpoint(tmp_path_factory):
     """Return a Qwen2 of transformers, its folder, architecture and parameters.
 
-    It has biases and an output embedding of its own.
+    It has biases and a separate output embedding.
     """
     folder = tmp_path_factory.mktemp("base")
     model = reference.save(folder, "qwen2")
@@ -104,7 +104,7 @@ def test_a_is_drawn_as_peft_draws_it():
         )
         assert not np.any(pair["lora_b"])
     flat = [np.asarray(x).ravel()[:8] for x in jax.tree.leaves(params) if np.any(x)]
-    assert len({x.tobytes() for x in flat}) == len(flat) == 7  # each from numbers of its own
+    assert len({x.tobytes() for x in flat}) == len(flat) == 7  # each from different random numbers
     assert params["score"]["kernel"].shape == (16, 1) and not np.any(params["score"]["kernel"])
 
 
@@ -147,9 +147,10 @@ def test_the_gradient_is_that_of_the_merged_kernels(checkpoint):
 
 @pytest.mark.parametrize("shape", [ALL, TWO])
 def test_merged_and_in_pefts_format_it_is_the_same_model(checkpoint, shape, tmp_path):
-    """Three ways to compute the same logits.
+    """Three ways give the same logits.
 
-    Adapters apart, the merged export in transformers, and W + alpha / r B A of PEFT's tensors.
+    They are separate adapters, the merged export in transformers, and W + alpha / r B A of PEFT's
+    tensors.
     """
     _, folder, architecture, params = checkpoint
     adapters, ids = adapters_of(architecture, shape), reference.tokens()
@@ -192,7 +193,7 @@ def places(tree, mesh=None):
 
 @pytest.mark.parametrize("head", ["lm", "scalar"])
 def test_there_and_back(head, tmp_path):
-    """Also split over eight devices; a head is loaded, or zero where it is not wanted."""
+    """Split over eight devices as well; a head is loaded, or zero if it is not requested."""
     shape, architecture = Lora(2, 3.0, ("v_proj", "down_proj")), tiny.ARCHITECTURE
     adapters, mesh = (
         adapters_of(architecture, shape, head),
@@ -238,7 +239,7 @@ def test_there_and_back(head, tmp_path):
         )
 
 
-@pytest.mark.filterwarnings("ignore")  # what PEFT uses of transformers is its own business
+@pytest.mark.filterwarnings("ignore")  # PEFT's use of transformers is not tested here
 def test_peft_loads_ours_and_we_load_what_it_saves(checkpoint, tmp_path):
     library = pytest.importorskip("peft")
     _, folder, architecture, params = checkpoint
@@ -257,7 +258,7 @@ def test_peft_loads_ours_and_we_load_what_it_saves(checkpoint, tmp_path):
         rtol=1e-4,
         atol=1e-4,
     )
-    # Of a classifier PEFT adds names of its own to what is saved whole.
+    # PEFT adds its own names for a classifier to the parameters that are saved completely.
     save_adapters(adapters, architecture, TWO, tmp_path / "reward", str(folder))
     base = classifier.from_pretrained(folder, num_labels=1, dtype=reference.torch.float32)
     library.PeftModel.from_pretrained(base, str(tmp_path / "reward")).save_pretrained(

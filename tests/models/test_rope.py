@@ -10,8 +10,8 @@ from jax_ppo.models.hf.config import from_hf_config, to_hf_config
 
 rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
 
-# Chosen so that every branch is taken: the four frequencies of a head (8 wide) have waves of 6, 63,
-# 628 and 6,283 tokens, and the original length is 64.
+# Chosen so that every branch is taken: the four frequencies of a head (8 wide) have wavelengths of
+# 6, 63, 628 and 6,283 tokens, and the original length is 64.
 SHORT, LONG = [1.0, 1.1, 1.3, 1.7], [1.0, 2.0, 3.0, 4.0]
 ORIGINAL = {"original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0} | ORIGINAL
@@ -121,7 +121,7 @@ def test_transformers_4_spellings():
 
 
 def test_a_pair_is_turned_by_its_angle():
-    """At position 2 the first pair of a head turns by 2, the second by 2 / 10 (base 100)."""
+    """At position 2 the first pair of a head is rotated by 2, the second by 2 / 10 (base 100)."""
     architecture = from_hf_config(
         reference.SIZES | {"model_type": "llama", "head_dim": 4, "rope_theta": 100.0}
     )

@@ -1,4 +1,4 @@
-"""What a run shows: lines in columns, tables that fit, a bar where there is a terminal."""
+"""Console output: lines in columns, tables that fit, a progress bar on a terminal."""
 
 import io
 import math

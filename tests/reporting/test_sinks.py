@@ -1,4 +1,4 @@
-"""What a run writes: the same file after an interruption, all curves, a summary that others read."""
+"""Output files: unchanged by interruptions, with all curves and a summary for other tools."""
 
 import csv
 import json
@@ -35,7 +35,11 @@ def rows(folder):
 
 
 def train(folder, first_step, last_step):
-    """As a run does: an evaluation before the first step and after every fourth, a figure that comes late."""
+    """Write metrics as a run does.
+
+    There is an evaluation before the first step and after every fourth, and a metric that first
+    appears after step 5.
+    """
     with log(folder, first_step) as writer:
         if first_step == 0:
             writer.write(0, EVALUATION)
@@ -76,7 +80,7 @@ class TestCurveFile:
         train(tmp_path / "broken", 0, stopped)
         train(
             tmp_path / "broken", checkpoint, checkpoint
-        )  # went on, and was stopped before it did anything
+        )  # resumed, and stopped before it did anything
         expected = [
             row["step"] for row in rows(tmp_path / "whole") if int(row["step"]) <= checkpoint
         ]
@@ -123,7 +127,7 @@ class TestTensorBoard:
         assert self.read(tmp_path) == {"reward/mean": [(step, 1.0) for step in (1, 2, 3, 4, 5)]}
         self.write(
             tmp_path, 3, 6, 2.0
-        )  # within the same second: it must not take the first one's file
+        )  # within the same second: it must not reuse the first one's file
         assert self.read(tmp_path)["reward/mean"] == [
             (1, 1),
             (2, 1),
@@ -237,7 +241,7 @@ def test_summary_is_json_as_others_read_it(tmp_path):
         write_summary_file(tmp_path, {"a": object()})
     assert (
         json.loads((tmp_path / "summary.json").read_text()) == read
-    )  # the one before is still whole
+    )  # the previous one is still complete
 
 
 def test_versions():

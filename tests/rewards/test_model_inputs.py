@@ -1,4 +1,4 @@
-"""What a reward model with a tokenizer of its own reads."""
+"""The inputs of a reward model that has its own tokenizer."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def encoder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
-    """A decoder's, with a chat template."""
+    """A decoder's tokenizer with a chat template."""
     tokenizer = tokenizer_lib.train_tokenizer(
         reward_models.TEXTS, 600, tmp_path_factory.mktemp("own")
     )
@@ -74,7 +74,7 @@ def test_what_is_too_long_loses_the_start_of_its_prompt(own, encoder, form):
         and text.endswith(end if form != "chat" else end + "</s>")
         and "Be brief" not in text
     )
-    if form == "chat":  # the message that was first is empty, not gone
+    if form == "chat":  # the message that was first is empty, not missing
         assert text.startswith("<system></s><user>")
 
 
@@ -108,7 +108,7 @@ def test_same_tokens_means_same_words_and_no_other_template(own, encoder, tmp_pa
 
 
 def test_a_response_keeps_the_blank_before_its_first_word():
-    """With a tokenizer that leaves out the blank a text begins with, as Llama 2's does."""
+    """The tokenizer drops a blank at the beginning of a text, as Llama 2's does."""
     from tokenizers import Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast
 
@@ -123,4 +123,4 @@ def test_a_response_keeps_the_blank_before_its_first_word():
     assert tokenizer_lib.decode_continuation(tokenizer, 2, [3, 4]) == " a time"
     assert (
         tokenizer_lib.decode_continuation(tokenizer, 0, [3, 4]) == "a time"
-    )  # behind a special token a text begins
+    )  # after a special token a text begins

@@ -22,13 +22,14 @@ def by_length(data_source, solution_str, ground_truth, extra_info=None):
     return len(solution_str)
 
 def echo(**given):
-    return {"score": 0.5, "acc": True, "arguments": len(given), "pred": given["solution_str"] + given["ground_truth"]}
+    text = given["solution_str"] + given["ground_truth"]
+    return {"score": 0.5, "acc": True, "arguments": len(given), "pred": text}
 
 def stumbles(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "bad":
         raise KeyError("stumbled here")
-    return {"nan": float("nan"), "inf": np.inf, "huge": 1e39, "text": "0.5", "none": None}.get(solution_str,
-    np.float64(0.49))
+    special = {"nan": float("nan"), "inf": np.inf, "huge": 1e39, "text": "0.5", "none": None}
+    return special.get(solution_str, np.float64(0.49))
 
 def three(data_source, solution_str, ground_truth):
     return 0.0
@@ -39,7 +40,7 @@ _hidden = NUMBER = 3
 
 @pytest.fixture
 def module(tmp_path):
-    """The path of a file with the reward functions above."""
+    """Return the path of a file with the reward functions above."""
     path = tmp_path / "mine.py"
     path.write_text(MODULE)
     return str(path)
@@ -84,14 +85,17 @@ def test_a_function_of_an_importable_module(module, tmp_path, monkeypatch):
 
 
 def test_scores_are_float32_end_to_end(module):
-    """Regression: rewards cut to whole numbers, 0.49 to 0 (tunix 0.1.7)."""
+    """Regression: rewards were truncated to integers, 0.49 to 0 (tunix 0.1.7)."""
     batch = score_batch(resolve_reward_function(f"{module}:stumbles"), [GSM8K], ["fine"])
     assert batch.scores.dtype == batch.correct.dtype == np.float32
     assert batch.scores[0] == np.float32(0.49)
 
 
 def test_a_failing_sample_costs_nobody_else_anything(module, caplog):
-    """Regression: one crashing score stopped the run, or scored the whole batch 0 (verl#6673, trl#5281, AReaL#1426)."""
+    """Regression: one crashing score stopped the run or set the scores of the whole batch to 0.
+
+    See verl#6673, trl#5281 and AReaL#1426.
+    """
     responses = ["fine", "bad", "nan", "inf", "huge", "text", "none", "fine"]
     examples = [Example("q", "mine", "4", {"index": i}) for i in range(8)]
     with caplog.at_level(logging.WARNING):
@@ -244,7 +248,7 @@ def test_a_step_is_rewarded_at_the_token_that_ends_it():
         6,
     )
     assert rewards.tolist() == [3.0, 4.0, 0.0, 24.0, 0.0, 0.0]
-    # A character in two pieces is there with its second one.
+    # A character made of two pieces exists from its second piece on.
     pieces = step_rewards.assign_step_rewards(
         [(2, 1.0)], [0, 1, 2], lambda tokens: ["a", "a\ufffd", "aé"][len(tokens) - 1], 3
     )

@@ -11,7 +11,7 @@ from jax_ppo.rewards.rules import extract_gsm8k, score_gsm8k
 
 DATA = Path(os.environ.get("JAX_PPO_DATA", Path(__file__).parents[3] / "shared" / "data")) / "gsm8k"
 
-# text, what strict finds, what flexible finds
+# text, result of strict, result of flexible
 ANSWERS = [
     ("2 + 2 = 4\n#### 4", "4", "4"),
     ("#### 1,234", "1234", "1234"),
@@ -43,7 +43,10 @@ def test_what_is_extracted(text, strict, flexible):
     "text", ["#### 42.", "#### 42.00", "#### $42", "####42", "#### **42**", "42 pens.", "=> 42"]
 )
 def test_flexible_takes_answers_however_they_are_written(text):
-    """Regression: verl's pattern matches none of these, and its flexible method could not be reached (verl#7789)."""
+    """Regression: verl's pattern matches none of these (verl#7789).
+
+    Its flexible method could not be selected.
+    """
     assert score_gsm8k(text, "42", "flexible") == rules.RewardResult(1.0, True, {"answered": 1.0})
 
 
@@ -105,7 +108,7 @@ def test_long_junk_takes_no_time(method, text):
     "text", ["#### __import__('os')", "#### 40+2", "#### 6*7", "#### 4_2", "#### ４２"]
 )
 def test_nothing_that_a_model_wrote_is_evaluated(text):
-    """Regression: CVE-2026-6878, eval of the model's output in a grader."""
+    """Regression: CVE-2026-6878, a grader called eval on the model's output."""
     assert score_gsm8k(text, "42").correct is False
 
 

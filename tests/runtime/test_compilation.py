@@ -1,4 +1,4 @@
-"""Programs are kept in the right folder, read from there in the next process, and counted."""
+"""Compiled programs are stored in the right folder, reused by the next process, and counted."""
 
 import json
 import os
@@ -20,7 +20,7 @@ print(json.dumps(dataclasses.asdict(count)))
 
 
 def compile_once(option="", **environment):
-    """Return what a process that compiles one program prints, and what it counts."""
+    """Return the output and the count of a process that compiles one program."""
     base = {
         name: value
         for name, value in os.environ.items()

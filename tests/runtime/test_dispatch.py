@@ -1,4 +1,4 @@
-"""Programs run side by side where that is safe, and one after the other elsewhere."""
+"""Programs run concurrently where that is safe, and one after the other elsewhere."""
 
 import functools
 import threading
@@ -35,13 +35,13 @@ def test_on_one_cpu_device_they_run_side_by_side(aside):
             else [function(*arguments) for function, arguments in programs]
         )
         short.block_until_ready()
-        # What one thread dispatches runs one after the other, hence the threads.
+        # Programs dispatched by one thread run one after the other, hence the threads.
         assert long.is_ready() != aside
         long.block_until_ready()
 
 
 def test_they_are_begun_in_their_order_under_the_mesh():
-    """A program compiled for the first is found by the next."""
+    """The next program reuses what was compiled for the first."""
     mesh, begun = tiny.make_mesh(), []
 
     def begin(number):

@@ -1,4 +1,4 @@
-"""Processes find each other by options or environment, and none hangs when another fails."""
+"""Processes connect by options or environment, and none hangs when another fails."""
 
 import http.server
 import os
@@ -76,7 +76,7 @@ class TestArguments:
         with pytest.raises(UserError, match="but not") as error:
             arguments({name: EXPLICIT[name]})
         assert name not in str(error.value).split("but not")[1].split(";")[0]
-        assert arguments({name: EXPLICIT[name]} | SLURM) == {}  # Slurm knows the rest
+        assert arguments({name: EXPLICIT[name]} | SLURM) == {}  # Slurm supplies the other options
 
     @pytest.mark.parametrize("process", ["4", "-1", "x"])
     def test_a_process_beyond_the_number_is_refused(self, process):
@@ -187,7 +187,10 @@ def main():
         multihost_utils.process_allgather(np.float32(0))
 
 options = schema.Distributed(
-    coordinator_address=f"localhost:{port}", num_processes=2, process_id=number, heartbeat_seconds=10
+    coordinator_address=f"localhost:{port}",
+    num_processes=2,
+    process_id=number,
+    heartbeat_seconds=10,
 )
 distributed.initialize(options)
 distributed.initialize(options)  # a second time does nothing

@@ -1,4 +1,4 @@
-"""The PPO loop runs with any rollout engine, and the built-in one shares weights and programs."""
+"""The PPO loop runs with any rollout engine; the built-in one shares weights and programs."""
 
 import csv
 import dataclasses
@@ -23,7 +23,7 @@ from jax_ppo.sampler import engine as engine_lib
 from jax_ppo.sampler.built_in import BuiltInEngine, resolve_engine
 from jax_ppo.sampler.engine import SamplingOptions
 
-LENGTH = 3  # tokens of every response of the engine below
+LENGTH = 3  # length of every response of the engine below
 ENGINE = f'''
 import json, os
 import jax, numpy as np
@@ -105,7 +105,10 @@ def get_config(arg=None):
 
 @pytest.fixture
 def config(tmp_path):
-    """One PPO step of a random tiny model with the engine above; rewards are 1 per response."""
+    """Return the options of one PPO step of a random tiny model with the engine above.
+
+    Each response has reward 1.
+    """
     texts = ["".join(example) for example in arithmetic.generate_worked_solutions(200, 0.5, 0)]
     tokenizer_lib.train_tokenizer(texts, 192, tmp_path / "tokenizer")
     architecture = dataclasses.replace(tiny.ARCHITECTURE, vocab_size=192)
@@ -127,7 +130,7 @@ def config(tmp_path):
 
 
 def test_a_ppo_step_with_an_engine_named_by_an_option(config, tmp_path):
-    """The loop hands weights over once per step, and evaluation uses its own options."""
+    """The loop transfers weights once per step, and evaluation uses its own options."""
     summary = loop.train(config, tmp_path / "run")
     assert json.loads((tmp_path / "calls.json").read_text()) == [
         "init",

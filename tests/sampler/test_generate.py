@@ -13,7 +13,7 @@ from jax_ppo.types import Prompts
 
 
 def rows(rollout, which):
-    """Responses, lengths, log-probs and flags of some rows."""
+    """Return responses, lengths, log-probs and flags of some rows."""
     return [
         x[which] for x in (rollout.responses, rollout.lengths, rollout.truncated, rollout.logprobs)
     ]
@@ -26,7 +26,7 @@ def assert_same(ours, theirs):
 
 
 def expected_with_eos(rollout, eos_ids, T):
-    """Return what sampling with EOS must give, from a rollout without.
+    """Return the result of sampling with EOS, computed from a rollout without.
 
     Tokens are drawn by address, so that a response is the same up to its first EOS.
     """
@@ -44,7 +44,7 @@ def expected_with_eos(rollout, eos_ids, T):
 
 @pytest.mark.parametrize("temperature, filters", [(1.0, {}), (0.6, {"top_k": 20, "top_p": 0.9})])
 def test_logprobs_are_those_of_a_full_forward_pass(actor, prompts, temperature, filters):
-    """Before the filters, too."""
+    """They are those before the filters."""
     rollout = actor.sample(prompts, temperature=temperature, n=2, **filters)
     logprobs = jax.nn.log_softmax(
         actor.full_logits(rollout.prompts, rollout.responses) / temperature
@@ -141,7 +141,7 @@ def test_what_stands_behind_a_prompt_is_never_read(actor, prompts):
 
 @pytest.fixture
 def eos_ids(actor, prompts):
-    """The first token of row 0 and the third of row 3, as drawn when nothing ends a response."""
+    """The first token of row 0 and the third of row 3 in a rollout without EOS."""
     responses = actor.sample(prompts).responses
     return int(responses[0, 0]), int(responses[3, 2])
 
@@ -190,7 +190,7 @@ def test_the_loop_ends_with_the_last_row(actor, prompts):
     assert rollout.slot_steps.tolist() == [4 * rollout.lengths.max()] and rollout.lengths.max() <= 4
 
 
-# What is compiled
+# Compiled programs
 
 
 def test_one_program_a_bucket_and_the_same_samples_from_each(actor):

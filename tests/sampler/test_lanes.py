@@ -1,4 +1,4 @@
-"""Where programs overlap, a small model is sampled by several, which draw the same samples."""
+"""Where programs can overlap, several sample a small model and draw the same samples."""
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ EOS = (3, 7, 11, 30)
 
 
 def sample(actor, lengths, first=None, devices=None, **options):
-    """Return (rollout, its new sampler), under a mesh of `devices` devices or none."""
+    """Return a rollout and its new sampler, under a mesh of `~devices` devices or none."""
     sampler = generate.Sampler(
         actor.decoded,
         generate.SamplingOptions(12, 1.0, eos_ids=EOS, **options),
@@ -41,11 +41,11 @@ def test_they_draw_the_samples_of_one_program(actor, options):
 
 
 def test_slots_are_shared_out(actor):
-    """With one slot to each program no step has a slot to spare."""
+    """With one slot per program, every step uses all slots."""
     rollout, _ = sample(actor, (5, 16, 1, 9), slots=2, devices=1)
     lengths = np.asarray(rollout.lengths).reshape(2, 2)
     np.testing.assert_array_equal(rollout.slot_steps, lengths.sum(1))
-    assert (lengths[:, 0] != lengths[:, 1]).all()  # otherwise one queue would do as well
+    assert (lengths[:, 0] != lengths[:, 1]).all()  # otherwise one queue would be enough
 
 
 @pytest.mark.parametrize(

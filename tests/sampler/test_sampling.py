@@ -20,7 +20,7 @@ keep_top_k, keep_top_p = (
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def many(logits, draws, options=(1.0,)):
-    """`draws` tokens from one distribution, one sample each."""
+    """Draw `~draws` tokens from one distribution, one sample each."""
     uniforms = sampling.token_uniforms(
         sampling.sample_keys(jax.random.key(3), jnp.arange(draws)), 5
     )
@@ -42,7 +42,7 @@ def test_draws_follow_softmax(V):
     logits, draws = random_logits(1, V, scale=1.5)[0], 50_000
     expected = draws * np.asarray(jax.nn.softmax(logits.astype(np.float64)), np.float64)
     counts = np.bincount(many(logits, draws), minlength=V)
-    rare = expected < 5  # the chi-square law wants five expected draws a bin
+    rare = expected < 5  # the chi-square law needs five expected draws per bin
     bins = [np.append(x[~rare], x[rare].sum()) if rare.any() else x for x in (counts, expected)]
     assert scipy.stats.chisquare(bins[0], bins[1] * draws / bins[1].sum()).pvalue > 1e-3
 
@@ -58,7 +58,7 @@ def test_draws_follow_the_filtered_distribution(temperature, k, p):
     counts = np.bincount(many(logits, draws, (temperature, k, p)), minlength=50)
     assert (counts[probability == 0] == 0).all()
     distance = np.abs(counts / draws - probability / probability.sum()).sum() / 2
-    assert distance < 0.01  # about 0.005 from chance
+    assert distance < 0.01  # chance accounts for about 0.005
 
 
 @pytest.mark.parametrize("V", [1, 3, 64, 65, 4097])
@@ -70,7 +70,7 @@ def test_never_draws_what_has_probability_0(V):
     )
     logits = np.where(rng.random(logits.shape) < rng.random((len(logits), 1)), -np.inf, logits)
     logits[np.arange(len(logits)), rng.integers(0, V, len(logits))] = (
-        0.0  # some token is always left
+        0.0  # some token always remains
     )
     only = np.full((3, V), -np.inf)
     only[[0, 1, 2], [0, V // 2, V - 1]] = 5.0
@@ -84,7 +84,7 @@ def test_never_draws_what_has_probability_0(V):
 
 
 def test_running_sums_that_round_never_pick_weight_0():
-    """Over 512 weights, sums rise by rounding at weights of 0; the uniforms aim at those places."""
+    """Over 512 weights, rounding makes sums grow at weights of 0, which uniforms hit."""
     rng = np.random.default_rng(0)
     weights = (rng.random((200, 512)) * (rng.random((200, 512)) < 0.5)).astype(np.float32)
     sums = np.asarray(jax.jit(lambda x: jnp.cumsum(x, -1))(weights))
@@ -112,7 +112,7 @@ def test_the_address_alone_makes_the_uniforms():
     )
     together = sampling.token_uniforms(
         keys, jnp.array([3, 1, 4, 1, 5, 9])
-    )  # each row at a position of its own
+    )  # a different position in each row
     for b, t in enumerate([3, 1, 4, 1, 5, 9]):
         alone = jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, b), t), (2,))
         np.testing.assert_array_equal(together[b], alone)
@@ -120,7 +120,7 @@ def test_the_address_alone_makes_the_uniforms():
 
 def test_top_k_by_hand():
     logits = jnp.array([[1.0, 4.0, 2.0, 3.0, -jnp.inf], [0.0, 0.0, 1.0, 0.0, -1.0]])
-    expected = [[0, 1, 0, 1, 0], [1, 1, 1, 1, 0]]  # ties with the second largest all stay
+    expected = [[0, 1, 0, 1, 0], [1, 1, 1, 1, 0]]  # all ties with the second largest remain
     np.testing.assert_array_equal(kept(keep_top_k(logits, 2)), np.array(expected, bool))
     for everything in (-1, 0, 5, 99):
         np.testing.assert_array_equal(keep_top_k(logits, everything), logits)
@@ -139,7 +139,9 @@ def test_top_p_by_hand():
         (0.96, [0, 1, 2, 3, 4]),
     ]:
         assert set(np.flatnonzero(kept(keep_top_p(logits, p))[0])) == set(expected), p
-    assert kept(keep_top_p(jnp.zeros((1, 4)), 0.5)).all()  # all as likely: none goes before another
+    assert kept(
+        keep_top_p(jnp.zeros((1, 4)), 0.5)
+    ).all()  # all are equally likely: none comes before another
     np.testing.assert_array_equal(keep_top_p(logits, 1.0), logits)
 
 

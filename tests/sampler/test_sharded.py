@@ -1,4 +1,4 @@
-"""Rows split over eight devices: the same samples as on one, and no row leaves its device."""
+"""Rows split over eight devices give the same samples as one; no row leaves its device."""
 
 import dataclasses
 import re
@@ -24,7 +24,7 @@ def actor():
 
 @pytest.fixture(scope="module", params=[(8, 1, 1), (2, 2, 2)], ids=str)
 def split(actor, request):
-    """The samples on a mesh of eight devices, and the compiled text."""
+    """Return the samples on a mesh of eight devices, and the compiled text."""
     shape = dict(zip(sharding.AXES, request.param, strict=True))
     mesh = sharding.make_mesh(MeshShape(**shape))
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -52,7 +52,10 @@ def test_eight_devices_draw_the_samples_of_one(actor, split):
 
 
 def test_shards_of_rows_say_nothing_to_each_other(split):
-    """Each ends with its own samples. Where matrices are split, all continue together."""
+    """Each shard of rows ends with its own samples.
+
+    Where matrices are split, all shards continue together.
+    """
     rollout, text = split
     shards = len(rollout.slot_steps)
     assert {shard.data.shape for shard in rollout.responses.addressable_shards} == {

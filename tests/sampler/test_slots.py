@@ -23,7 +23,7 @@ EOS = (3, 7, 11, 30)
 
 
 def sample_narrowing(actor, monkeypatch, least, slots, decoding):
-    """Return a rollout whose slots narrow down to `least`."""
+    """Return a rollout whose slots narrow down to `~least`."""
     monkeypatch.setattr(slots_lib, "MIN_SLOTS", least)
     sampler = generate.Sampler(
         actor.decoded.clone(decoding=decoding),
@@ -34,7 +34,7 @@ def sample_narrowing(actor, monkeypatch, least, slots, decoding):
 
 @pytest.fixture(scope="module")
 def wide(actor):
-    """Samples of slots that do not narrow."""
+    """Return samples of slots that do not narrow."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         return sample_narrowing(actor, monkeypatch, 99, None, "cpu")
 
@@ -46,7 +46,7 @@ def wide(actor):
 def test_slots_that_narrow_draw_the_samples_of_those_that_do_not(
     actor, wide, monkeypatch, cudnn_anywhere, decoding, slots
 ):
-    """In each layout of the cache, whether or not the cache narrows with the slots."""
+    """This holds in each layout of the cache, whether or not the cache narrows with the slots."""
     narrowed = sample_narrowing(actor, monkeypatch, 1, slots, decoding)
     for name in ("responses", "lengths", "truncated"):
         np.testing.assert_array_equal(getattr(narrowed, name), getattr(wide, name))
@@ -109,15 +109,15 @@ def test_the_widths():
     assert slots_lib.slot_widths(10) == (10,)
 
 
-# Counted: verl's lengths
+# Counted steps: verl's lengths
 
-# With an EOS probability of 1 / 453, lengths cut off at 512 have a mean of 307.
+# With an EOS probability of 1 / 453, lengths truncated at 512 have a mean of 307.
 VERL_CHANCE = 453
 
 
 @pytest.fixture(scope="module")
 def uniform():
-    """A model for which all 453 tokens are equally likely."""
+    """Return a model for which all 453 tokens are equally likely."""
     architecture = Architecture(
         family="llama",
         vocab_size=VERL_CHANCE,
@@ -158,23 +158,23 @@ def test_slot_steps_on_verls_lengths_are_near_an_oracles(uniform):
     oracle = 256 * oracle_steps(lengths, 256)
     assert lengths.sum() < oracle
     assert slot_steps <= 1.05 * oracle
-    assert 1024 * 512 > 1.6 * oracle  # what a static batch spends
+    assert 1024 * 512 > 1.6 * oracle  # the cost of a static batch
 
 
 def test_slot_steps_of_samples_that_start_at_once(uniform):
     lengths, slot_steps = verl_rollout(uniform, 256)
-    # Nothing waits to fill the idle slots: the loop narrows.
+    # No response is waiting for the idle slots, so the loop narrows.
     assert slot_steps <= 1.25 * lengths.sum()
     assert 256 * 512 > 1.5 * lengths.sum()
 
 
-# What is compiled
+# Compiled programs
 
 
 @pytest.fixture
 def step(monkeypatch):
-    """Compile a decode step of a model whose weights and cache outweigh everything else."""
-    # One read width only: the compiler counts all branches of a choice.
+    """Compile a decode step of a model dominated by its weights and cache."""
+    # Only one read width: the compiler counts all branches of a conditional.
     monkeypatch.setattr(cache, "MIN_READ_WIDTH", 10**6)
     architecture = Architecture(
         family="llama",
@@ -205,7 +205,7 @@ def step(monkeypatch):
 
 
 def test_a_step_reads_weights_and_cache_once(step):
-    """Bytes by the compiler's own count against 4 x (weights + keys and values of all layers).
+    """The compiler counts 4 bytes for each weight and each key and value of all layers.
 
     It counts a scatter as if it read the whole cache, although in place it touches only what it
     writes. The difference, measured on a program that only scatters, is subtracted.
@@ -227,7 +227,7 @@ def test_a_step_reads_weights_and_cache_once(step):
 
 
 def test_no_cache_is_copied(actor):
-    """Neither between loops nor by a step is a cache copied: only the initial zeros are."""
+    """Neither loops nor steps copy a cache: only the initial zeros are copied."""
     options = generate.SamplingOptions(12, 1.0, eos_ids=EOS, slots=5)
     sampler = generate.Sampler(actor.decoded, options)
     text = (
@@ -243,7 +243,7 @@ def test_no_cache_is_copied(actor):
 
 @pytest.mark.parametrize("decoding", ["gpu", "tpu", "cudnn"])
 def test_an_accelerators_cache_is_there_once_and_whole(actor, cudnn_anywhere, decoding):
-    """Narrowing does not copy the cache to a narrower one: both would take memory during the copy.
+    """Narrowing does not copy the cache to a narrower one: both would take memory at that time.
 
     No part is sliced off to be read, and no branch selects one: compilers for accelerators would
     copy it, and a GPU would wait for the host.

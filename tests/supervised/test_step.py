@@ -1,4 +1,4 @@
-"""The objectives of supervised training against plain ones on unpacked sequences; a loss does not depend on how it is cut."""
+"""Supervised objectives against plain ones on unpacked sequences, for every batch cut."""
 
 import functools
 import math
@@ -21,7 +21,7 @@ from jax_ppo.types import Packing, Sequences
 
 OPTIONS = schema.Supervised(
     schema.CriticOptim(lr=1e-2, eps=1e-3), center_coef=0.1
-)  # Adam alone would forgive any scale
+)  # Adam alone would hide any scale
 MODEL = Transformer(tiny.ARCHITECTURE, jnp.float32)
 N = 6  # examples
 OBJECTIVES = pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def kinds(objective):
 
 
 def make(objective, seed=0):
-    """Random sequences and parameters; a scalar head is not zero."""
+    """Return random sequences and parameters; the scalar head is not zero."""
     r = np.random.default_rng(seed)
     count = N * kinds(objective)
     prompts = np.resize(r.integers(2, 9, N), count).astype(np.int32)
@@ -75,7 +75,10 @@ def gradients(objective, sequences, params, rows=2, packed=True):
 
 
 def alone(sequences, params):
-    """Hidden states of each sequence in a row of its own, [B, S, D]; what stands behind its end is not seen from before."""
+    """Return hidden states [B, S, D] of each sequence computed in a row of its own.
+
+    Positions after the end of a sequence do not influence those before it.
+    """
     positions = np.broadcast_to(np.arange(sequences.tokens.shape[1]), sequences.tokens.shape)
     return MODEL.apply(
         {"params": params}, sequences.tokens, positions, np.zeros_like(positions)
@@ -144,7 +147,7 @@ def test_the_preference_loss_and_its_gradient():
 
 
 def test_losses_by_hand_where_nothing_is_known():
-    """A model of zeros thinks that all 32 tokens are as likely, and both responses as good."""
+    """A model of zeros gives all 32 tokens, and both responses, the same probability."""
     for objective, expected in (
         (LANGUAGE, math.log(32)),
         (PREFERENCE, math.log(2)),
@@ -156,7 +159,8 @@ def test_losses_by_hand_where_nothing_is_known():
 
 
 def test_prompt_tokens_carry_no_gradient(monkeypatch):
-    """What the model says before a prompt's token is not in the loss: only the places before response tokens are."""
+    """Only positions before response tokens are part of the loss, not those before prompt tokens.
+    """
     sequences, params = make(LANGUAGE)
     packed, _ = plan(LANGUAGE, sequences, rows=1)
     rows = packing.gather_rows(sequences, Packing(packed.sample[0], packed.position[0]))
@@ -207,7 +211,7 @@ def test_eight_devices_take_the_step_of_one(objective):
             )
             return jax.device_get(
                 (after, figures["loss"], figures["grad_norm"])
-            )  # the norm is that before clipping
+            )  # the norm is measured before clipping
 
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3),
@@ -230,7 +234,7 @@ def test_measured_sums_are_those_that_are_learned_from(objective):
 
 
 def test_split_pairs_by_hand():
-    # A pair of 2 + 1 tokens and a pair of 1 + 2 in a row of 7.
+    # A pair of 2 + 1 tokens and a pair of 1 + 2 tokens in a row of 7.
     row = Packing(
         np.array([[0, 0, 0, 1, 1, 1, -1]], np.int32), np.array([[0, 1, 2, 0, 1, 2, 0]], np.int32)
     )

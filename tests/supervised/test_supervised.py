@@ -1,4 +1,7 @@
-"""Whole runs of sft, reward_model, and PPO against the reward model that was trained; transformers gives the same numbers."""
+"""Whole runs of sft, reward_model and PPO against the trained reward model.
+
+transformers computes the same numbers.
+"""
 
 import csv
 import json
@@ -28,11 +31,13 @@ from jax_ppo.config import default_config
 def get_config(arg=None):
     config = default_config()
     config.model.path, config.model.dtype = "{folder}/llama", "float32"
-    config.data.train_files, config.data.val_files = "{folder}/pairs.jsonl.gz[:32]", "{folder}/pairs.jsonl.gz[32:]"
+    config.data.train_files = "{folder}/pairs.jsonl.gz[:32]"
+    config.data.val_files = "{folder}/pairs.jsonl.gz[32:]"
     config.data.train_batch_size = config.data.val_batch_size = 8
     config.data.max_prompt_length, config.data.max_response_length = 32, 16
     config.supervised.optim.lr = 1e-2
-    config.trainer.total_training_steps, config.trainer.test_freq, config.trainer.save_freq = 12, 6, 3
+    config.trainer.total_training_steps = 12
+    config.trainer.test_freq, config.trainer.save_freq = 6, 3
     return config
 """
 PPO = (
@@ -46,7 +51,10 @@ PPO = (
 
 
 def pairs():
-    """The chosen one counts apples, the rejected one pears; 5 held-out pairs, which fill no batch."""
+    """Yield pairs whose chosen response counts apples and whose rejected one counts pears.
+
+    The 5 held-out pairs do not fill a batch.
+    """
     for i in range(37):
         prompt = f"\n\nHuman: What has {'Tom Ann Ben'.split()[i % 3]}?\n\nAssistant:"
         yield {
@@ -57,7 +65,7 @@ def pairs():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A random tiny Llama with a tokenizer, pairs and a configuration file."""
+    """Write a random tiny Llama with a tokenizer, pairs and a configuration file."""
     import gzip
 
     folder = tmp_path_factory.mktemp("files")
@@ -90,7 +98,7 @@ def files(tmp_path_factory):
 
 
 def run(command, files, workdir, *overrides):
-    """What it printed."""
+    """Run a command and return its output."""
     done = subprocess.run(
         [
             sys.executable,
@@ -110,7 +118,7 @@ def run(command, files, workdir, *overrides):
 
 
 def figures(workdir):
-    """training_metrics.csv without what a clock says."""
+    """Return the rows of training_metrics.csv without the columns that depend on time."""
     with open(workdir / "training_metrics.csv") as file:
         return [
             {name: value for name, value in row.items() if "second" not in name}
@@ -135,7 +143,10 @@ def reward_model(files, sft, tmp_path_factory):
 
 
 def held_out(files, folder):
-    """Token ids of the held-out pairs, by the tokenizer of transformers: (prompt, chosen, rejected) each."""
+    """Return (prompt, chosen, rejected) token ids of the held-out pairs.
+
+    They are encoded by the tokenizer of transformers.
+    """
     tokenizer = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
     for example in sources.load_examples(f"{files}/pairs.jsonl.gz[32:]"):
         prompt, eos = tokenizer.encode(example.prompt), [tokenizer.eos_token_id]

@@ -1,4 +1,8 @@
-"""Saving and restoring: bit for bit, onto other meshes, from several processes, through SIGTERM and SIGKILL."""
+"""Saving and restoring checkpoints.
+
+They are restored bit for bit, onto other meshes, from several processes, and through SIGTERM and
+SIGKILL.
+"""
 
 import os
 import pathlib
@@ -28,7 +32,7 @@ def make_mesh(*shape):
 
 
 def params(mesh, seed=0):
-    """Parameters sharded over the mesh."""
+    """Return parameters sharded over the mesh."""
 
     def init(key):
         return {"layers": {"kernel": jax.random.normal(key, (2, 8, 16))}, "norm": jnp.ones(8)}
@@ -41,7 +45,7 @@ def params(mesh, seed=0):
 
 
 def state(mesh, seed=0):
-    """Actor, critic and optimizer states of several kinds of containers."""
+    """Return actor, critic and optimizer states in several kinds of containers."""
     actor, critic = params(mesh, seed), params(mesh, seed + 1)
     matrices = jax.tree.map(lambda x: x.ndim > 1, actor)
     transform = optax.chain(
@@ -78,7 +82,7 @@ def test_what_was_saved_comes_back(tmp_path):
     with Checkpointer(tmp_path / "new/folder") as checkpoints:
         assert checkpoints.latest_step() is None and checkpoints.best_step() is None
         checkpoints.save(3, saved | {"reward": None}, meta)
-        checkpoints.save(3, saved, {"position": 99})  # twice is once
+        checkpoints.save(3, saved, {"position": 99})  # saving twice has the effect of saving once
     with Checkpointer(tmp_path / "new/folder") as checkpoints:
         assert checkpoints.latest_step() == 3
         arrays, read = checkpoints.restore(3, abstract(saved) | {"reward": None})
@@ -140,11 +144,11 @@ class TestKeeping:
             assert kept(tmp_path) == [2, 4, 5]
             assert (checkpoints.best_step(), checkpoints.latest_step()) == (2, 5)
             checkpoints.save(6, small(6), {}, {"accuracy": 0.9})
-            assert checkpoints.best_step() == 6  # of equals, the newest
+            assert checkpoints.best_step() == 6  # the newest of equal ones
             checkpoints.save(7, small(7), {})
         assert kept(tmp_path) == [6, 7]
         with Checkpointer(tmp_path, 2, "reward_mean") as checkpoints:
-            assert checkpoints.best_step() is None  # neither of them had it
+            assert checkpoints.best_step() is None  # neither checkpoint has this metric
 
     def test_without_a_figure_there_is_no_best(self, tmp_path):
         useless = {"accuracy": float("nan")}, {"accuracy": None}, {"reward_mean": 1.0}, None
@@ -214,7 +218,7 @@ class TestSigterm:
         with Checkpointer(tmp_path) as checkpoints:
             assert not checkpoints.should_stop(1)
             os.kill(os.getpid(), signal.SIGTERM)
-            assert not checkpoints.should_stop(1)  # the answer for a step stays
+            assert not checkpoints.should_stop(1)  # the answer for a step does not change
             assert checkpoints.should_stop(2) and checkpoints.should_stop(2)
             assert signal.getsignal(signal.SIGTERM) == before
         with Checkpointer(tmp_path) as checkpoints:
@@ -253,7 +257,7 @@ def test_killed_while_saving_the_last_whole_one_is_there(tmp_path, pause):
         assert meta == {"step": step}
         assert_same(arrays["actor"], wanted)
         checkpoints.save(step + 1, {"actor": wanted}, {})
-    assert kept(tmp_path) == [step, step + 1]  # what was half written is gone
+    assert kept(tmp_path) == [step, step + 1]  # the incomplete checkpoint is gone
 
 
 PROCESSES = """

@@ -1,4 +1,4 @@
-"""Plans hold every sample once and whole; gather and scatter undo each other."""
+"""Plans contain every sample once and undivided; gather and scatter are inverse."""
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,9 @@ from jax_ppo.types import Packing, Sequences
 
 
 def test_best_fit_decreasing_by_hand():
-    # Lengths 5, 4, 3, 3, 1 in rows of 8, longest first: 5 opens row 0 (3 left); 4 opens row 1 (4 left); 3 goes where it leaves
-    # least, row 0 (0 left); the next 3 into row 1 (1 left); 1 into row 1 (0 left).
+    # Lengths 5, 4, 3, 3, 1 in rows of 8, longest first: 5 opens row 0 (3 left); 4 opens row 1 (4
+    # left); 3 goes into the fullest row, row 0 (0 left); the next 3 into row 1 (1 left); 1 into row
+    # 1 (0 left).
     assert packing.assign_to_rows([5, 4, 3, 3, 1], 8, packed=True) == [[0, 2], [1, 3, 4]]
 
 
@@ -35,7 +36,9 @@ def test_plan_holds_each_member_once_and_whole(seed, packed):
         for b in range(24):
             where = sample == b
             assert where.sum() == (lengths[b] if b in group else 0)
-            assert position[where].tolist() == list(range(where.sum()))  # one run, in order
+            assert position[where].tolist() == list(
+                range(where.sum())
+            )  # one contiguous run, in order
             assert (
                 len(set(np.nonzero(where)[1].tolist())) <= 1
                 or len(set(zip(*np.nonzero(where)[:2], strict=True))) == 1
@@ -58,7 +61,8 @@ def test_rows_at_once():
 
 
 def make_rows():
-    # Two samples in one row of 8: sample 1 has prompt (10, 11), response (12,); sample 0 prompt (20,), response (21, 22).
+    # Two samples in one row of 8: sample 1 has prompt (10, 11) and response (12,); sample 0 has
+    # prompt (20,) and response (21, 22).
     sequences = Sequences(
         jnp.array([[20, 21, 22, 0], [10, 11, 12, 0]]),
         jnp.array([1, 2]),
@@ -73,7 +77,7 @@ def make_rows():
 def test_gather_by_hand():
     rows = make_rows()
     assert rows.tokens.tolist() == [[10, 11, 12, 20, 21, 22, 0, 0]]
-    # The place before a response token predicts it: 11 -> 12, 20 -> 21, 21 -> 22.
+    # The position before a response token predicts it: 11 -> 12, 20 -> 21, 21 -> 22.
     assert rows.mask.tolist() == [[False, True, False, True, True, False, False, False]]
     assert rows.targets.tolist() == [[0, 12, 0, 21, 22, 0, 0, 0]]
     assert rows.steps.tolist() == [[0, 0, 0, 0, 1, 0, 0, 0]]

@@ -1,4 +1,4 @@
-"""What is said of a run that is started again."""
+"""The messages of a run that is started again."""
 
 import dataclasses
 import types
@@ -11,7 +11,7 @@ from jax_ppo.training import resume as resuming
 
 
 def begin_again(config, total_steps, saved, command="train"):
-    """After a checkpoint of step 3 with the options `saved`."""
+    """Resume after a checkpoint of step 3 that was saved with the options `~saved`."""
     meta = {"position": 24, "evaluations": [], "config": saved}
     checkpoints = types.SimpleNamespace(
         latest_step=lambda: 3, restore=lambda step, abstract: (None, meta)

@@ -1,4 +1,4 @@
-"""What a state is made of, at first and when a run goes on."""
+"""The contents of a training state, at first and when a run resumes."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ from jax_ppo.training.state import create_state, trained_trees
 
 
 def test_a_state_from_a_checkpoint_is_the_one_that_was_saved():
-    """Parameters, optimizers, the coefficient where its controller left it, and the step."""
+    """Parameters, optimizers, the coefficient of the controller and the step are restored."""
     config, mesh = tiny.config(algorithm__use_reference=False), tiny.make_mesh()
     with jax.set_mesh(mesh):
         before = tiny.make_state(config, mesh)
@@ -38,7 +38,7 @@ def test_a_state_from_a_checkpoint_is_the_one_that_was_saved():
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """An actor, and a reward model with a head of its own."""
+    """Write an actor, and a reward model with its own head."""
     folder, net = tmp_path_factory.mktemp("roles"), Transformer(tiny.ARCHITECTURE)
     export_checkpoint(
         heads.init_params(net, jax.random.key(0), "lm"), tiny.ARCHITECTURE, folder / "actor"
