@@ -159,8 +159,7 @@ def test_losses_by_hand_where_nothing_is_known():
 
 
 def test_prompt_tokens_carry_no_gradient(monkeypatch):
-    """Only positions before response tokens are part of the loss, not those before prompt tokens.
-    """
+    """The loss uses only positions before response tokens, not those before prompt tokens."""
     sequences, params = make(LANGUAGE)
     packed, _ = plan(LANGUAGE, sequences, rows=1)
     rows = packing.gather_rows(sequences, Packing(packed.sample[0], packed.position[0]))
