@@ -131,18 +131,21 @@ def gradients(config, mesh, rows):
         rollout = tiny.make_rollout(mesh)
         experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=max(rows, 1))
         learned = jax.tree.map(lambda x: x * 1.05, (state.actor, state.critic))
-        one = jax.tree.map(lambda x: x[0], tiny.plan(config, mesh, rollout, ALL, rows))
-        nets, context, found = tiny.networks(config), tiny.actor_context(config, state), []
-        for role, params, of_role in (
+        batch = jax.tree.map(lambda x: x[0], tiny.plan(config, mesh, rollout, ALL, rows))
+        nets, context, role_gradients = tiny.networks(config), tiny.actor_context(config, state), []
+        for role, params, role_context in (
             (tiny.actor_role, learned[0], context),
             (tiny.critic_role, learned[1], None),
         ):
 
-            def run(params, base, of_role, experience, one, role=role):
-                return role(config, nets, base).gradients(params, of_role, experience, one)[0]
+            def run(params, base, role_context, experience, batch, role=role):
+                learner = role(config, nets, base)
+                return learner.gradients(params, role_context, experience, batch)[0]
 
-            found.append(jax.jit(run)(params, state.reference, of_role, experience, one))
-    return jax.tree.map(np.asarray, found)
+            role_gradients.append(
+                jax.jit(run)(params, state.reference, role_context, experience, batch)
+            )
+    return jax.tree.map(np.asarray, role_gradients)
 
 
 @pytest.mark.parametrize(
@@ -226,15 +229,15 @@ def test_a_state_from_a_checkpoint_is_the_one_that_was_saved(tmp_path):
     with jax.set_mesh(mesh):
         before = moved(tiny.make_state(config, mesh))
         export_checkpoint(before.reference, tiny.ARCHITECTURE, tmp_path / "base")
-        folders, said = Folders(tmp_path / "base", tmp_path / "base", None), []
+        folders, loaded = Folders(tmp_path / "base", tmp_path / "base", None), []
         nets = tiny.networks(config)
 
         def progress(name):
-            said.append(name)
+            loaded.append(name)
 
         after = create_state(config, nets, folders, mesh, progress, trained_trees(before), 7)
         first = create_state(config, nets, folders, mesh, progress)
-    assert int(after.step) == 7 and said == ["base", "base"]
+    assert int(after.step) == 7 and loaded == ["base", "base"]
     for name in ("actor", "critic", "reference", "actor_optimizer", "critic_optimizer"):
         jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(before, name))
     assert not any(

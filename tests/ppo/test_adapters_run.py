@@ -95,15 +95,15 @@ def run(files, workdir, *overrides, devices=1):
         f"--workdir={workdir}",
         *overrides,
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)},
         cwd=ROOT,
         text=True,
         capture_output=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 def steps(workdir):
@@ -244,7 +244,7 @@ def test_a_critic_of_another_vocabulary_is_refused(files, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("base", "refused", "told"),
+    ("base", "refused", "warned"),
     [
         ("{files}", True, False),
         ("some/other-name", False, True),
@@ -252,7 +252,7 @@ def test_a_critic_of_another_vocabulary_is_refused(files, tmp_path, monkeypatch)
     ],
 )
 def test_adapters_of_another_folder_are_refused(
-    files, tmp_path, base, refused, told, monkeypatch, caplog
+    files, tmp_path, base, refused, warned, monkeypatch, caplog
 ):
     """A base folder with only a different name causes a warning: a model may have several."""
 
@@ -272,7 +272,7 @@ def test_adapters_of_another_folder_are_refused(
             ppo.train(config, tmp_path)
     finally:
         path.write_text(text)
-    assert (f"stand on '{base}'" in caplog.text) == told
+    assert (f"stand on '{base}'" in caplog.text) == warned
 
 
 @pytest.mark.slow

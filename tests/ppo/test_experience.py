@@ -13,7 +13,7 @@ from jax_ppo.types import Control, Sequences
 T = tiny.T
 
 
-def estimated(
+def estimate(
     config,
     rewards,
     lengths,
@@ -32,9 +32,9 @@ def estimated(
     Rows are filled up to T columns with values that must not count.
     """
 
-    def wide(rows, dtype=jnp.float32):
-        rows = [[0.0] * n for n in lengths] if rows is None else rows
-        return jnp.array([[*row, *[99.0] * (T - len(row))] for row in rows], dtype)
+    def pad_rows(entries, dtype=jnp.float32):
+        entries = [[0.0] * n for n in lengths] if entries is None else entries
+        return jnp.array([[*row, *[99.0] * (T - len(row))] for row in entries], dtype)
 
     count = len(lengths)
     truncated = jnp.array(truncated if truncated is not None else [False] * count)
@@ -47,9 +47,9 @@ def estimated(
     )
     scores = Scores(
         None,
-        wide(ref_logprobs) if config.algorithm.use_reference else None,
-        None if full_kl is None else wide(full_kl),
-        wide(values) if config.has_critic else None,
+        pad_rows(ref_logprobs) if config.algorithm.use_reference else None,
+        None if full_kl is None else pad_rows(full_kl),
+        pad_rows(values) if config.has_critic else None,
         None if last_values is None else jnp.array(last_values, jnp.float32),
     )
     if step_rewards is not None:
@@ -61,14 +61,14 @@ def estimated(
         jnp.int32(step),
         control or first_control(config.algorithm.kl_ctrl, config.reward, config.critic),
         sequences,
-        wide(logprobs),
+        pad_rows(logprobs),
         scores,
         jnp.array(rewards, jnp.float32),
         step_rewards,
     )
 
 
-def rows(array, lengths):
+def valid_entries(array, lengths):
     """Return the entries of [B, T] within the responses; all others must be 0."""
     array = np.asarray(array)
     assert not array[np.arange(T) >= np.asarray(lengths)[:, None]].any()
@@ -90,9 +90,7 @@ def test_penalties_come_after_normalisation_and_clip():
     )
     # Mean 2, deviation sqrt(3): -1.155 and 0.577 twice, the first clipped to -1. The last 4 of the
     # 10 tokens are the buffer.
-    experience, metrics = estimated(
-        config, [0, 3, 3, 2], [1, 8, 10, 6], [False, False, True, False]
-    )
+    experience, metrics = estimate(config, [0, 3, 3, 2], [1, 8, 10, 6], [False, False, True, False])
     scores = [
         -1 - 0.01,
         1 / np.sqrt(1.5) - 0.08 - 0.4,
@@ -100,7 +98,7 @@ def test_penalties_come_after_normalisation_and_clip():
         0 - 0.06,
     ]
     np.testing.assert_allclose(
-        [row[-1] for row in rows(experience.returns, [1, 8, 10, 6])], scores, atol=1e-6
+        [row[-1] for row in valid_entries(experience.returns, [1, 8, 10, 6])], scores, atol=1e-6
     )
     assert float(metrics["reward/mean"]) == 2 and float(
         metrics["reward/shaped_mean"]
@@ -112,14 +110,14 @@ def test_running_moments_go_on_and_reference_moments_do_not():
     for kind, mean, count in (("running", 4.0, 4), ("reference", 2.0, 2)):
         config = tiny.config(reward__normalize=kind, reward__normalize_shift=False, **RAW)
         before = moments.update_moments(moments.empty_moments(), jnp.array([1.0, 3.0]), jnp.ones(2))
-        experience, _ = estimated(
+        experience, _ = estimate(
             config, [5.0, 7.0], [1, 1], control=Control(jnp.float32(0), {"rewards": before})
         )
         after = experience.control.moments["rewards"]
         assert (float(after.mean), float(after.count)) == (mean, count)
         deviation = np.sqrt(5.0) if kind == "running" else 1.0
         np.testing.assert_allclose(
-            rows(experience.returns, [1, 1]), [[5 / deviation], [7 / deviation]], rtol=1e-6
+            valid_entries(experience.returns, [1, 1]), [[5 / deviation], [7 / deviation]], rtol=1e-6
         )
 
 
@@ -127,21 +125,23 @@ def test_only_a_truncated_response_is_bootstrapped():
     config = tiny.config(
         algorithm__bootstrap_truncated=True, algorithm__gamma=0.5, algorithm__lam=0.0, **RAW
     )
-    experience, _ = estimated(
+    experience, _ = estimate(
         config, [1.0, 1.0], [2, 2], [True, False], [[3.0, 5.0]] * 2, last_values=[8.0, 8.0]
     )
     # One-step errors: 0 + 0.5 x 5 - 3, then 1 + 0.5 x 8 - 5 if truncated and 1 - 5 if ended.
-    np.testing.assert_allclose(rows(experience.advantages, [2, 2]), [[-0.5, 0.0], [-0.5, -4.0]])
+    np.testing.assert_allclose(
+        valid_entries(experience.advantages, [2, 2]), [[-0.5, 0.0], [-0.5, -4.0]]
+    )
 
 
 def test_the_critic_can_have_a_lambda_and_a_gamma_of_its_own():
     config = tiny.config(
         algorithm__lam=0.0, algorithm__critic_lam=1.0, algorithm__critic_gamma=0.5, **RAW
     )
-    experience, _ = estimated(config, [4.0], [3], values=[[1.0, 2.0, 3.0]])
-    np.testing.assert_allclose(rows(experience.advantages, [3]), [[1.0, 1.0, 1.0]])
+    experience, _ = estimate(config, [4.0], [3], values=[[1.0, 2.0, 3.0]])
+    np.testing.assert_allclose(valid_entries(experience.advantages, [3]), [[1.0, 1.0, 1.0]])
     np.testing.assert_allclose(
-        rows(experience.returns, [3]), [[1.0, 2.0, 4.0]]
+        valid_entries(experience.returns, [3]), [[1.0, 2.0, 4.0]]
     )  # the discounted score, independent of the values
 
 
@@ -149,18 +149,20 @@ def test_lambda_by_length():
     config = tiny.config(
         algorithm__lam_length_alpha=0.5, **RAW
     )  # the critic's lambda remains lam = 1
-    experience, _ = estimated(config, [1.0, 1.0], [2, 4], values=[[0.0, 0.0], [0.0] * 4])
+    experience, _ = estimate(config, [1.0, 1.0], [2, 4], values=[[0.0, 0.0], [0.0] * 4])
     # lambda is 1 - 1/(0.5 x 2) = 0 and 1 - 1/(0.5 x 4) = 0.5.
-    np.testing.assert_allclose(rows(experience.advantages, [2, 4])[0], [0.0, 1.0])
-    np.testing.assert_allclose(rows(experience.advantages, [2, 4])[1], [0.125, 0.25, 0.5, 1.0])
-    np.testing.assert_allclose(rows(experience.returns, [2, 4])[1], [1.0] * 4)
+    np.testing.assert_allclose(valid_entries(experience.advantages, [2, 4])[0], [0.0, 1.0])
+    np.testing.assert_allclose(
+        valid_entries(experience.advantages, [2, 4])[1], [0.125, 0.25, 0.5, 1.0]
+    )
+    np.testing.assert_allclose(valid_entries(experience.returns, [2, 4])[1], [1.0] * 4)
 
 
 def test_masked_responses_are_not_kept_and_do_not_whiten():
     config = tiny.config(algorithm__mask_truncated=True)
-    experience, metrics = estimated(config, [1.0, 3.0, 1000.0], [1, 1, T], [False, False, True])
+    experience, metrics = estimate(config, [1.0, 3.0, 1000.0], [1, 1, T], [False, False, True])
     assert experience.sample_mask.tolist() == [True, True, False]
-    assert np.ravel(rows(experience.advantages, [1, 1, 0])[:2]).tolist() == pytest.approx(
+    assert np.ravel(valid_entries(experience.advantages, [1, 1, 0])[:2]).tolist() == pytest.approx(
         [-1.0, 1.0]
     )
     assert float(metrics["response_length/masked_share"]) == pytest.approx(1 / 3)
@@ -187,7 +189,7 @@ def test_without_a_critic(estimator, expected):
         **RAW,
     )
     lengths = [2, 2, 1, 1]
-    experience, metrics = estimated(
+    experience, metrics = estimate(
         config,
         [1, 3, 0, 0],
         lengths,
@@ -197,22 +199,26 @@ def test_without_a_critic(estimator, expected):
     assert experience.values is None and experience.returns is None
     assert not any(name.startswith("critic/") for name in metrics)
     half = (2 - 0.5 * np.log(2)) / 2
-    of_response = {"by deviation": 1 / np.sqrt(2), "others": 2 * half, "mean": half}.get(expected)
-    wanted = (
+    advantage = {"by deviation": 1 / np.sqrt(2), "others": 2 * half, "mean": half}.get(expected)
+    expected_rows = (
         [[0.5, 1.0], [1.5 - 0.5 * np.log(2), 3.0], [0.0], [0.0]]
-        if of_response is None
-        else [[-of_response] * 2, [of_response] * 2, [0.0], [0.0]]
+        if advantage is None
+        else [[-advantage] * 2, [advantage] * 2, [0.0], [0.0]]
     )
-    for ours, theirs in zip(rows(experience.advantages, lengths), wanted, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    for ours, expected_row in zip(
+        valid_entries(experience.advantages, lengths), expected_rows, strict=True
+    ):
+        np.testing.assert_allclose(ours, expected_row, rtol=1e-5)
 
 
 def test_what_is_whitened_unless_said():
     whitened = {}
     for estimator in ("gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         config = tiny.config(algorithm__adv_estimator=estimator, rollout__n=2)
-        experience, _ = estimated(config, [1.0, 4.0], [1, 1])
-        whitened[estimator] = np.allclose(rows(experience.advantages, [1, 1]), [[-1.0], [1.0]])
+        experience, _ = estimate(config, [1.0, 4.0], [1, 1])
+        whitened[estimator] = np.allclose(
+            valid_entries(experience.advantages, [1, 1]), [[-1.0], [1.0]]
+        )
     assert whitened == {
         "gae": True,
         "grpo": False,
@@ -220,63 +226,70 @@ def test_what_is_whitened_unless_said():
         "reinforce_plus_plus": True,
         "reinforce_plus_plus_baseline": True,
     }
-    kept = tiny.config(algorithm__whiten_shift_mean=False)
-    experience, _ = estimated(kept, [1.0, 4.0], [1, 1])
-    np.testing.assert_allclose(rows(experience.advantages, [1, 1]), [[1.5], [3.5]], rtol=1e-6)
+    config_without_shift = tiny.config(algorithm__whiten_shift_mean=False)
+    experience, _ = estimate(config_without_shift, [1.0, 4.0], [1, 1])
+    np.testing.assert_allclose(
+        valid_entries(experience.advantages, [1, 1]), [[1.5], [3.5]], rtol=1e-6
+    )
 
 
 def test_whitened_rewards_keep_their_mean():
     config = tiny.config(
         algorithm__whiten_rewards=True, algorithm__gamma=0.0, algorithm__lam=0.0, **RAW
     )
-    experience, _ = estimated(config, [2.0, 6.0], [1, 1])
+    experience, _ = estimate(config, [2.0, 6.0], [1, 1])
+    # Mean 4, deviation 2.
     np.testing.assert_allclose(
-        rows(experience.advantages, [1, 1]), [[3.0], [5.0]], rtol=1e-6
-    )  # mean 4, deviation 2
+        valid_entries(experience.advantages, [1, 1]), [[3.0], [5.0]], rtol=1e-6
+    )
 
 
 def test_normalised_values_stand_for_the_same_advantages():
-    seen = moments.Moments(jnp.float32(4), jnp.float32(2), jnp.float32(36))  # mean 2, deviation 3
+    # Mean 2, deviation 3.
+    returns_so_far = moments.Moments(jnp.float32(4), jnp.float32(2), jnp.float32(36))
     plain, normalised = (
         tiny.config(critic__normalize_values=choice, algorithm__lam=0.5, **RAW)
         for choice in (False, True)
     )
-    one, _ = estimated(plain, [7.0], [2], values=[[2.0, 5.0]])
-    other, _ = estimated(
+    plain_experience, _ = estimate(plain, [7.0], [2], values=[[2.0, 5.0]])
+    normalised_experience, _ = estimate(
         normalised,
         [7.0],
         [2],
         values=[[0.0, 1.0]],
-        control=Control(jnp.float32(0), {"returns": seen}),
+        control=Control(jnp.float32(0), {"returns": returns_so_far}),
     )
-    np.testing.assert_allclose(other.advantages, one.advantages, rtol=1e-5)
     np.testing.assert_allclose(
-        other.values[0, :2], [0.0, 1.0]
-    )  # the critic's own output, which the loss clips around
+        normalised_experience.advantages, plain_experience.advantages, rtol=1e-5
+    )
+    # The critic's own output, which the loss clips around.
+    np.testing.assert_allclose(normalised_experience.values[0, :2], [0.0, 1.0])
     # Returns 6 and 7 are merged with mean 2 and m2 36 of four: mean 21.5/6 = 3.5, m2 36.5 + 4.5^2 x
     # 4 x 2 / 6 = 63.5.
-    after = other.control.moments["returns"]
+    after = normalised_experience.control.moments["returns"]
     assert (float(after.mean), float(after.m2)) == pytest.approx((3.5, 63.5), rel=1e-5)
     deviation = np.sqrt(63.5 / 6)
     np.testing.assert_allclose(
-        rows(other.returns, [2])[0], [2.5 / deviation, 3.5 / deviation], rtol=1e-5
+        valid_entries(normalised_experience.returns, [2])[0],
+        [2.5 / deviation, 3.5 / deviation],
+        rtol=1e-5,
     )
 
 
 def test_rewards_of_steps_are_earned_where_they_end():
     config = tiny.config(algorithm__lam=1.0, **RAW)
-    experience, metrics = estimated(
+    experience, metrics = estimate(
         config, [1.0], [3], values=[[0.0] * 3], step_rewards=[[0.5, 0.0, -2.0]]
     )
-    np.testing.assert_allclose(rows(experience.returns, [3]), [[-0.5, -1.0, -1.0]])
+    np.testing.assert_allclose(valid_entries(experience.returns, [3]), [[-0.5, -1.0, -1.0]])
     assert float(metrics["reward/mean"]) == -0.5
 
 
 def test_a_broken_reward_does_not_break_the_moments():
     config = tiny.config(reward__normalize="running", critic__normalize_values=True)
-    broken, _ = estimated(config, [1.0, np.inf], [1, 1])
+    broken, _ = estimate(config, [1.0, np.inf], [1, 1])
     assert all(float(moment.count) == 0 for moment in broken.control.moments.values())
-    after, _ = estimated(config, [1.0, 3.0], [1, 1], control=broken.control)
+    after, _ = estimate(config, [1.0, 3.0], [1, 1], control=broken.control)
     assert float(after.control.moments["rewards"].mean) == 2
 
 
@@ -289,10 +302,10 @@ def test_the_whole_kl_is_taken_where_it_is_given():
         algorithm__lam=0.0,
         **RAW,
     )
-    experience, metrics = estimated(
+    experience, metrics = estimate(
         config, [0.0], [2], full_kl=[[0.25, 0.5]], logprobs=[[-1.0, -1.0]]
     )
-    np.testing.assert_allclose(rows(experience.advantages, [2]), [[-0.5, -1.0]])
+    np.testing.assert_allclose(valid_entries(experience.advantages, [2]), [[-0.5, -1.0]])
     assert float(metrics["kl/reference"]) == 0.375
 
 
@@ -327,12 +340,12 @@ def test_the_coefficient_of_the_next_step(options, coefficients):
     )
     first = first_control(config.algorithm.kl_ctrl, config.reward, config.critic)
     assert float(first.kl_coef) == pytest.approx(coefficients[0])
-    given = dict(logprobs=[[0.5, 0.7]], ref_logprobs=[[0.0, 0.0]])
-    experience, metrics = estimated(config, [0.0], [2], **given)
+    logprobs = dict(logprobs=[[0.5, 0.7]], ref_logprobs=[[0.0, 0.0]])
+    experience, metrics = estimate(config, [0.0], [2], **logprobs)
     assert float(metrics["kl/coefficient"]) == pytest.approx(coefficients[0])
     assert float(experience.control.kl_coef) == pytest.approx(coefficients[1])
     if coefficients[2] is not None:
-        experience, _ = estimated(config, [0.0], [2], step=3, **given)
+        experience, _ = estimate(config, [0.0], [2], step=3, **logprobs)
         assert float(experience.control.kl_coef) == pytest.approx(coefficients[2])
 
 
@@ -342,5 +355,5 @@ def test_the_coefficient_of_the_next_step(options, coefficients):
 )
 def test_the_kl_is_estimated_as_asked(kind, figure):
     config = tiny.config(algorithm__kl_penalty=kind, algorithm__use_kl_in_reward=True, **RAW)
-    _, metrics = estimated(config, [0.0], [2], logprobs=[[-2.0, -1.0]], ref_logprobs=[[-1.0, -3.0]])
+    _, metrics = estimate(config, [0.0], [2], logprobs=[[-2.0, -1.0]], ref_logprobs=[[-1.0, -3.0]])
     assert float(metrics["kl/reference"]) == pytest.approx(figure)

@@ -79,12 +79,12 @@ class Reference:
     metrics: dict
 
 
-def actions(x, rollout):
+def action_entries(x, rollout):
     """Return the entries of an array [B, T] at the action tokens, as a list of B arrays."""
     return [np.asarray(row)[mask] for row, mask in zip(x, rollout.action_mask, strict=True)]
 
 
-def forward(params, head, tokens, starts, temperature):
+def forward_unpacked(params, head, tokens, starts, temperature):
     """Return log-probs and entropies, or values, [B, T].
 
     The entry of a response token is read at the position before it.
@@ -104,7 +104,7 @@ def forward(params, head, tokens, starts, temperature):
     return jnp.take_along_axis(logprobs, targets[..., None], 2)[..., 0], entropies
 
 
-def reference(state, rollout) -> Reference:
+def compute_reference(state, rollout) -> Reference:
     """Estimate advantages response by response and token by token."""
     rollout = jax.device_get(rollout)
     starts = rollout.prompts.lengths
@@ -112,11 +112,11 @@ def reference(state, rollout) -> Reference:
     for b, (start, length) in enumerate(zip(starts, rollout.lengths, strict=True)):
         tokens[b, :start] = rollout.prompts.tokens[b, :start]
         tokens[b, start : start + length] = rollout.responses[b, :length]
-    logprobs, _ = forward(state.actor, "lm", tokens, starts, 0.7)
-    ref_logprobs, _ = forward(state.reference, "lm", tokens, starts, 0.7)
-    values_after = np.asarray(forward(state.critic, "value", tokens, starts, None))
+    logprobs, _ = forward_unpacked(state.actor, "lm", tokens, starts, 0.7)
+    ref_logprobs, _ = forward_unpacked(state.reference, "lm", tokens, starts, 0.7)
+    values_after = np.asarray(forward_unpacked(state.critic, "value", tokens, starts, None))
     old, ref, sampled, values = (
-        actions(x, rollout)
+        action_entries(x, rollout)
         for x in (logprobs, ref_logprobs, rollout.logprobs, values_after[:, :-1])
     )
     kl = [a - b for a, b in zip(old, ref, strict=True)]
@@ -160,38 +160,43 @@ def reference(state, rollout) -> Reference:
     return Reference(tokens, starts, rollout, old, values, whitened, returns, importance, metrics)
 
 
-def actor_reference(params, found: Reference, ref_params, policy_loss):
+def actor_reference(params, expected_rollout: Reference, ref_params, policy_loss):
     """Return the actor's loss and metrics, a sum over lists of action tokens."""
-    logprobs_BxT, entropies_BxT = forward(params, "lm", found.tokens, found.starts, 0.7)
-    ref_BxT, _ = forward(ref_params, "lm", found.tokens, found.starts, 0.7)
-    samples = sum(len(x) > 0 for x in found.old)
-    tokens = sum(map(len, found.old))
+    logprobs_BxT, entropies_BxT = forward_unpacked(
+        params, "lm", expected_rollout.tokens, expected_rollout.starts, 0.7
+    )
+    ref_BxT, _ = forward_unpacked(
+        ref_params, "lm", expected_rollout.tokens, expected_rollout.starts, 0.7
+    )
+    samples = sum(len(x) > 0 for x in expected_rollout.old)
+    tokens = sum(map(len, expected_rollout.old))
     totals = dict.fromkeys(("pg_loss", "kl_loss", "bonus"), 0.0)
     entropy, k3, ratios, clipped = [], [], [], []
     for b in range(tiny.B):
-        places = np.flatnonzero(found.rollout.action_mask[b])
-        if not len(places):
+        positions = np.flatnonzero(expected_rollout.rollout.action_mask[b])
+        if not len(positions):
             continue
-        weight = 1 / (len(places) * samples)
-        logprobs, entropies = logprobs_BxT[b, places], entropies_BxT[b, places]
-        log_ratio = logprobs - found.old[b]
+        weight = 1 / (len(positions) * samples)
+        logprobs, entropies = logprobs_BxT[b, positions], entropies_BxT[b, positions]
+        log_ratio = logprobs - expected_rollout.old[b]
         ratio = jnp.exp(log_ratio)
         if policy_loss == "gspo":
             # GSPO-token: the value is that of the response's mean, the gradient that of each
             # token's own log-ratio.
             own_gradient = log_ratio - jax.lax.stop_gradient(log_ratio)
             ratio = jnp.exp(jax.lax.stop_gradient(log_ratio.mean()) + own_gradient)
-        gain = found.advantages[b]
-        plain, cut = -ratio * gain, -jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * gain
-        loss = jnp.maximum(plain, cut)
-        loss = jnp.where(gain < 0, jnp.minimum(loss, -DUAL_CLIP * gain), loss)
-        totals["pg_loss"] += weight * (found.importance[b] * loss).sum()
-        totals["kl_loss"] += weight * (0.5 * (logprobs - ref_BxT[b, places]) ** 2).sum()
+        advantages = expected_rollout.advantages[b]
+        unclipped_loss = -ratio * advantages
+        clipped_loss = -jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * advantages
+        loss = jnp.maximum(unclipped_loss, clipped_loss)
+        loss = jnp.where(advantages < 0, jnp.minimum(loss, -DUAL_CLIP * advantages), loss)
+        totals["pg_loss"] += weight * (expected_rollout.importance[b] * loss).sum()
+        totals["kl_loss"] += weight * (0.5 * (logprobs - ref_BxT[b, positions]) ** 2).sum()
         totals["bonus"] += weight * entropies.sum()
         entropy.append(entropies)
         k3.append(jnp.exp(log_ratio) - 1 - log_ratio)
         ratios.append(ratio)
-        clipped.append(cut > plain)
+        clipped.append(clipped_loss > unclipped_loss)
     loss = totals["pg_loss"] + KL_LOSS_COEF * totals["kl_loss"] - ENTROPY_COEF * totals["bonus"]
     ratios = jnp.concatenate(ratios)
     return loss, {
@@ -207,18 +212,20 @@ def actor_reference(params, found: Reference, ref_params, policy_loss):
     }
 
 
-def critic_reference(params, found: Reference):
+def critic_reference(params, expected_rollout: Reference):
     """Return the critic's loss and metrics, a mean over the list of all action tokens."""
-    values_BxT = forward(params, "value", found.tokens, found.starts, None)
+    values_BxT = forward_unpacked(
+        params, "value", expected_rollout.tokens, expected_rollout.starts, None
+    )
     losses, clipped = [], []
     for b in range(tiny.B):
-        places = np.flatnonzero(found.rollout.action_mask[b])
-        values, old = values_BxT[b, places], found.values[b]
-        plain = 0.5 * (values - found.returns[b]) ** 2
-        near = jnp.clip(values, old - VALUE_CLIP, old + VALUE_CLIP)
-        cut = 0.5 * (near - found.returns[b]) ** 2
-        losses.append(jnp.maximum(plain, cut))
-        clipped.append(cut > plain)
+        positions = np.flatnonzero(expected_rollout.rollout.action_mask[b])
+        values, old = values_BxT[b, positions], expected_rollout.values[b]
+        unclipped_loss = 0.5 * (values - expected_rollout.returns[b]) ** 2
+        clipped_values = jnp.clip(values, old - VALUE_CLIP, old + VALUE_CLIP)
+        clipped_loss = 0.5 * (clipped_values - expected_rollout.returns[b]) ** 2
+        losses.append(jnp.maximum(unclipped_loss, clipped_loss))
+        clipped.append(clipped_loss > unclipped_loss)
     loss = jnp.concatenate(losses).mean()
     return loss, {
         "critic/loss": loss,
@@ -268,25 +275,27 @@ def test_packed_losses_equal_those_computed_token_by_token(policy_loss, packed, 
         critic_gradient, critic_metrics = jax.jit(tiny.critic_role(config, nets).gradients)(
             moved["critic"], None, experience, batch
         )
-        found = reference(state, rollout)
+        expected_rollout = compute_reference(state, rollout)
         expected_actor, expected_actor_metrics = jax.grad(
-            lambda params: actor_reference(params, found, state.reference, policy_loss),
+            lambda params: actor_reference(params, expected_rollout, state.reference, policy_loss),
             has_aux=True,
         )(moved["actor"])
         expected_critic, expected_critic_metrics = jax.grad(
-            lambda params: critic_reference(params, found), has_aux=True
+            lambda params: critic_reference(params, expected_rollout), has_aux=True
         )(moved["critic"])
     for ours, expected in (
-        (experience.old_logprobs, found.old),
-        (experience.values, found.values),
-        (experience.advantages, found.advantages),
-        (experience.returns, found.returns),
-        (experience.importance, found.importance),
+        (experience.old_logprobs, expected_rollout.old),
+        (experience.values, expected_rollout.values),
+        (experience.advantages, expected_rollout.advantages),
+        (experience.returns, expected_rollout.returns),
+        (experience.importance, expected_rollout.importance),
     ):
-        assert not np.asarray(ours)[~found.rollout.action_mask].any()
-        for row, expected_row in zip(actions(ours, found.rollout), expected, strict=True):
+        assert not np.asarray(ours)[~expected_rollout.rollout.action_mask].any()
+        for row, expected_row in zip(
+            action_entries(ours, expected_rollout.rollout), expected, strict=True
+        ):
             np.testing.assert_allclose(row, expected_row, rtol=1e-4, atol=1e-4)
-    assert_equal_metrics(metrics, found.metrics)
+    assert_equal_metrics(metrics, expected_rollout.metrics)
     assert 0 < float(actor_metrics["actor/clip_fraction"]) < 1
     assert 0 < float(critic_metrics["critic/clip_fraction"]) < 1
     assert_equal_metrics(actor_metrics, expected_actor_metrics)

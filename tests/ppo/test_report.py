@@ -20,7 +20,7 @@ HEALTHY = {
 }
 
 
-def write(workdir, steps, **changes):
+def report_steps(workdir, steps, **changes):
     """Write steps with a Reporter; each has the metrics HEALTHY with these replacements."""
     rewarded = types.SimpleNamespace(failures=0, extra={})
     run = types.SimpleNamespace(config=tiny.config(**changes), total_steps=len(steps))
@@ -44,23 +44,23 @@ def write(workdir, steps, **changes):
 def test_a_collapse_is_said_once_and_again_when_it_comes_back(
     option, figure, bad, words, tmp_path, capsys
 ):
-    write(
+    report_steps(
         tmp_path,
         [{figure: value} for value in (0.5, bad, bad, 0.5, bad)],
         **{option: 0.1 if bad < 0.1 else 1.0},
     )
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     assert (
-        len(said) == 2
-        and "step 2" in said[0]
-        and "step 5" in said[1]
-        and all(words in line for line in said)
+        len(warnings) == 2
+        and "step 2" in warnings[0]
+        and "step 5" in warnings[1]
+        and all(words in line for line in warnings)
     )
 
 
 def test_too_many_skipped_updates_in_a_row_end_the_run(tmp_path):
     skipped = {"critic/skipped": 1.0}
-    write(
+    report_steps(
         tmp_path / "interrupted",
         [skipped, skipped, {}, skipped, skipped],
         trainer__max_skipped_updates=3,
@@ -68,7 +68,7 @@ def test_too_many_skipped_updates_in_a_row_end_the_run(tmp_path):
     with pytest.raises(
         FloatingPointError, match="step 4: the gradient was not finite for 3 steps in a row"
     ):
-        write(
+        report_steps(
             tmp_path / "on end", [{}, skipped, skipped, skipped, {}], trainer__max_skipped_updates=3
         )
     assert (
@@ -77,7 +77,7 @@ def test_too_many_skipped_updates_in_a_row_end_the_run(tmp_path):
 
 
 def test_an_update_is_its_roles(tmp_path):
-    write(
+    report_steps(
         tmp_path,
         [
             {"actor/loss": 0.5, "actor/skipped": 1.0},
@@ -92,5 +92,5 @@ def test_an_update_is_its_roles(tmp_path):
 
 
 def test_an_accuracy_that_no_rule_knows_of_is_left_out(tmp_path):
-    write(tmp_path, [{"reward/accuracy": np.nan}])
+    report_steps(tmp_path, [{"reward/accuracy": np.nan}])
     assert "reward/accuracy" not in read_metrics_csv(tmp_path / "training_metrics.csv")[0]

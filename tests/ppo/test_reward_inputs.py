@@ -68,7 +68,7 @@ def make_reward_inputs(options, net, folder, actors, mesh=None, **others):
     )
 
 
-def scored(folder, decoder, actors, mesh=None, **changes):
+def score_answers(folder, decoder, actors, mesh=None, **changes):
     """Score ANSWERS to PROMPTS.
 
     Returns:
@@ -77,12 +77,12 @@ def scored(folder, decoder, actors, mesh=None, **changes):
     options = tiny.config(
         algorithm__adv_estimator="reinforce_plus_plus", reward__model_path=str(folder), **changes
     )
-    mesh, said = mesh or tiny.make_mesh(), []
+    mesh, messages = mesh or tiny.make_mesh(), []
     nets, net = network(options, folder, decoder)
     with jax.set_mesh(mesh):
         where = jax.tree.map(lambda x: x.sharding, state_shapes(options, nets, mesh).reward)
         params = load_checkpoint(folder, net.architecture, where, np.float32, "reward")
-        encode = make_reward_inputs(options, net, folder, actors, mesh=mesh, report=said.append)
+        encode = make_reward_inputs(options, net, folder, actors, mesh=mesh, report=messages.append)
         ids = [np.array(actors.encode(answer), np.int32) for answer in ANSWERS]
         texts = actors.batch_decode(ids, skip_special_tokens=True)
         inputs, cut = encode(
@@ -93,7 +93,7 @@ def scored(folder, decoder, actors, mesh=None, **changes):
             indices=np.arange(len(ids)),
             total=len(ids),
         )
-        return np.asarray(scoring.reward_model_scores(net, params, *inputs)), inputs, cut, said
+        return np.asarray(scoring.reward_model_scores(net, params, *inputs)), inputs, cut, messages
 
 
 def test_an_encoders_matrices_are_split(encoder, decoder):
@@ -130,7 +130,7 @@ def text(prompt):
     ],
 )
 def test_an_encoder_scores_pairs_on_any_mesh(encoder, decoder, actors, mesh):
-    ours, (sequences, packed, count), cut, said = scored(
+    ours, (sequences, packed, count), cut, said = score_answers(
         encoder, decoder, actors, tiny.make_mesh(**mesh)
     )
     model, tokenizer = reward_models.load(encoder)
@@ -164,7 +164,7 @@ def test_a_decoder_reads_text_or_its_own_chat(decoder, actors, tmp_path, form):
     tokenizer = reward_models.load(decoder)[1]
     tokenizer.chat_template = reward_models.CHAT if template else None
     folder = reward_models.decoder(tmp_path, tokenizer)
-    ours, _, _, said = scored(folder, decoder, actors, reward__model_input=form)
+    ours, _, _, said = score_answers(folder, decoder, actors, reward__model_input=form)
     model, tokenizer = reward_models.load(folder)
 
     def ids(prompt, answer):
@@ -185,25 +185,25 @@ def test_a_decoder_reads_text_or_its_own_chat(decoder, actors, tmp_path, form):
     reward_models.assert_close(ours, theirs)
     assert f"as {'text' if form == 'auto' else form}, in" in said[0]
     if form == "chat":  # the default for this tokenizer as well
-        again, _, _, said = scored(folder, decoder, actors)
+        again, _, _, said = score_answers(folder, decoder, actors)
         np.testing.assert_array_equal(again, ours)
 
 
 def test_what_is_cut_is_counted_and_said_once(encoder, decoder, actors, caplog):
-    ours, _, cut, said = scored(encoder, decoder, actors, reward__max_length=40)
+    ours, _, cut, said = score_answers(encoder, decoder, actors, reward__max_length=40)
     assert "at most 40" in said[0]
     ids = reward_models.load(encoder)[1](list(map(text, PROMPTS)), ANSWERS)["input_ids"]
     too_long = [len(row) > 40 for row in ids]
     assert cut == sum(too_long) and 0 < sum(too_long) < 8
     assert "longer than the 40 tokens that it reads (config.reward.max_length)" in caplog.text
-    whole, *_ = scored(encoder, decoder, actors)
+    whole, *_ = score_answers(encoder, decoder, actors)
     np.testing.assert_array_equal(np.abs(ours - whole) > 1e-4, too_long)
 
 
 def test_micro_batches_and_packing_change_nothing(encoder, decoder, actors):
-    whole, *_ = scored(encoder, decoder, actors)
+    whole, *_ = score_answers(encoder, decoder, actors)
     for changes in ({"reward__micro_batch_size_per_device": 4}, {"packing__enabled": False}):
-        ours, (_, packed, count), *_ = scored(encoder, decoder, actors, **changes)
+        ours, (_, packed, count), *_ = score_answers(encoder, decoder, actors, **changes)
         np.testing.assert_allclose(ours, whole, rtol=1e-4, atol=1e-5)
         assert packed.sample.shape[1] == (
             4 if "reward__micro_batch_size_per_device" in changes else 2

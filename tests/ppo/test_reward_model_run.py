@@ -108,18 +108,18 @@ def run(files, workdir, *overrides, devices=1):
         f"--workdir={workdir}",
         *overrides,
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)},
         cwd=ROOT,
         text=True,
         capture_output=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
     with open(workdir / "training_metrics.csv") as file:
         rows = list(csv.DictReader(file))
     return (
-        done.stdout,
+        process.stdout,
         [json.loads(line) for line in (files / "sampled.jsonl").read_text().splitlines()],
         rows,
     )

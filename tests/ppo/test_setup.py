@@ -104,10 +104,10 @@ def test_rules_see_each_response_beside_its_own_example_and_nothing_special():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "reported"),
     [({"rollout__top_p": 0.9}, True), ({"rollout__top_k": 5}, True), ({}, False)],
 )
-def test_filters_are_said_to_make_what_is_learned_off_policy(options, said, monkeypatch):
+def test_filters_are_said_to_make_what_is_learned_off_policy(options, reported, monkeypatch):
     def stop(*_):
         raise KeyError("folders")
 
@@ -115,4 +115,4 @@ def test_filters_are_said_to_make_what_is_learned_off_policy(options, said, monk
     lines = []
     with pytest.raises(KeyError, match="folders"):
         setup.set_up_run(tiny.config(**options), None, tiny.make_mesh(), lines.append)
-    assert any("off-policy" in line for line in lines) == said
+    assert any("off-policy" in line for line in lines) == reported

@@ -55,11 +55,11 @@ def gradients(config, mesh, role, nets, rows=4):
         )
 
 
-def assert_close(one, other):
+def assert_close(ours, expected):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5 * np.abs(a).max()),
-        one,
-        other,
+        ours,
+        expected,
     )
 
 
@@ -67,16 +67,20 @@ def assert_close(one, other):
 def test_the_gradient_is_the_sum_of_both(options):
     config, mesh = tiny.config(**SHARED, **options), tiny.make_mesh()
     nets = tiny.networks(config)
-    of_both, metrics = gradients(config, mesh, None, nets)
-    of_actor, actor_metrics = gradients(config, mesh, objectives.actor_loss, nets)
-    alone = Networks(nets.actor, nets.actor, None)
-    of_critic, critic_metrics = gradients(config, mesh, objectives.critic_loss, alone)
-    assert_close(of_both, jax.tree.map(np.add, of_actor, of_critic))
+    joint_gradient, metrics = gradients(config, mesh, None, nets)
+    actor_gradient, actor_metrics = gradients(config, mesh, objectives.actor_loss, nets)
+    critic_networks = Networks(nets.actor, nets.actor, None)
+    critic_gradient, critic_metrics = gradients(
+        config, mesh, objectives.critic_loss, critic_networks
+    )
+    assert_close(joint_gradient, jax.tree.map(np.add, actor_gradient, critic_gradient))
     for name, value in (actor_metrics | critic_metrics).items():
         assert float(metrics[name]) == pytest.approx(float(value), rel=1e-5, abs=1e-6), name
-    assert not np.any(of_actor["score"]["kernel"]) and np.any(of_critic["score"]["kernel"])
+    assert not np.any(actor_gradient["score"]["kernel"]) and np.any(
+        critic_gradient["score"]["kernel"]
+    )
     split, _ = gradients(config, tiny.make_mesh(8, data=2, fsdp=2, model=2), None, nets, rows=8)
-    assert_close(of_both, split)
+    assert_close(joint_gradient, split)
 
 
 @pytest.mark.parametrize("options", [{}, pytest.param(LORA, marks=pytest.mark.slow)])

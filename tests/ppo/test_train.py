@@ -127,18 +127,18 @@ def environment(devices=1):
 
 
 def run(files, workdir, *overrides, devices=1):
-    done = subprocess.run(
+    process = subprocess.run(
         command(files, workdir, *overrides),
         env=environment(devices),
         cwd=ROOT,
         text=True,
         capture_output=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
-def figures(workdir):
+def read_metrics(workdir):
     """Return the rows of training_metrics.csv without the columns that depend on time."""
     with open(workdir / "training_metrics.csv") as file:
         return [
@@ -147,9 +147,9 @@ def figures(workdir):
         ]
 
 
-def of_steps(workdir):
+def read_step_rows(workdir):
     """Return the rows of training_metrics.csv that belong to steps, not to evaluations."""
-    return [row for row in figures(workdir) if row["reward/mean"]]
+    return [row for row in read_metrics(workdir) if row["reward/mean"]]
 
 
 @pytest.fixture(scope="module")
@@ -170,8 +170,8 @@ def test_a_run_writes_what_it_should(undisturbed):
         "reward_mean",
         "response_length",
     }
-    rows = figures(workdir)
-    wanted = {
+    rows = read_metrics(workdir)
+    expected = {
         "reward/mean",
         "reward/std",
         "actor/loss",
@@ -197,8 +197,8 @@ def test_a_run_writes_what_it_should(undisturbed):
         "critic/lr",
         "rollout/slot_use",
     }
-    assert wanted <= rows[0].keys()
-    steps = of_steps(workdir)
+    assert expected <= rows[0].keys()
+    steps = read_step_rows(workdir)
     assert all(0 < float(row["rollout/slot_use"]) <= 1 for row in steps)
     assert [int(row["step"]) for row in steps] == list(range(1, 9))
     assert abs(float(steps[0]["kl/reference"])) < 1e-6 < abs(float(steps[3]["kl/reference"]))
@@ -232,9 +232,8 @@ def kill_and_resume(files, workdir, *overrides, devices=1):
         stderr=subprocess.DEVNULL,
     )
     for line in process.stdout:
-        if line.startswith("step") and list(
-            workdir.glob("checkpoints/[0-9]")
-        ):  # named so once all of it is on disk
+        # A checkpoint's folder gets its final name once it is complete.
+        if line.startswith("step") and list(workdir.glob("checkpoints/[0-9]")):
             process.send_signal(signal.SIGKILL)
             break
     process.wait()
@@ -245,7 +244,7 @@ def kill_and_resume(files, workdir, *overrides, devices=1):
 
 def assert_equal_runs(workdir, other):
     """Assert equal metrics (except timings), evaluations and exported weights, bit for bit."""
-    assert figures(workdir) == figures(other)
+    assert read_metrics(workdir) == read_metrics(other)
     ours, theirs = (
         json.loads((folder / "summary.json").read_text())["evaluations"]
         for folder in (workdir, other)
@@ -259,7 +258,7 @@ def assert_equal_runs(workdir, other):
 
 
 def assert_same_run(workdir, other, tolerance):
-    for ours, theirs in zip(figures(workdir), figures(other), strict=True):
+    for ours, theirs in zip(read_metrics(workdir), read_metrics(other), strict=True):
         for name in (
             "reward/mean",
             "kl/reference",
@@ -290,9 +289,9 @@ def test_few_slots_sample_the_same(files, undisturbed, tmp_path):
         "--config.trainer.test_freq=0",
         "--config.trainer.val_before_train=False",
     )
-    rows = of_steps(tmp_path)
+    rows = read_step_rows(tmp_path)
     assert len(rows) == 2
-    for ours, theirs in zip(rows, of_steps(undisturbed[0]), strict=False):
+    for ours, theirs in zip(rows, read_step_rows(undisturbed[0]), strict=False):
         assert float(ours["rollout/slot_use"]) != float(theirs["rollout/slot_use"])
         for name in (
             "reward/mean",
@@ -317,7 +316,7 @@ def test_one_step_off_lags_weighs_and_is_resumed_bit_equal(files, tmp_path):
     run(files, tmp_path / "undisturbed", *options)
     kill_and_resume(files, tmp_path / "killed", *options)
     assert_equal_runs(tmp_path / "killed", tmp_path / "undisturbed")
-    rows = of_steps(tmp_path / "undisturbed")
+    rows = read_step_rows(tmp_path / "undisturbed")
     assert [int(row["step"]) for row in rows] == list(range(1, 13))
     for row in rows:
         step, weight = int(row["step"]), float(row["rollout/importance_mean"])
@@ -329,9 +328,8 @@ def test_one_step_off_lags_weighs_and_is_resumed_bit_equal(files, tmp_path):
             )
         else:
             assert float(row["rollout/logprob_difference"]) > 1e-4 and abs(weight - 1) > 1e-5
-        assert (
-            float(row["actor/first_log_ratio"]) < 1e-5
-        )  # the ratio is to the policy that the update starts from
+        # The ratio is relative to the policy that the update starts from.
+        assert float(row["actor/first_log_ratio"]) < 1e-5
 
 
 @pytest.mark.slow
@@ -361,7 +359,7 @@ def test_without_a_critic_none_is_kept(files, tmp_path):
     assert "the first policy's rewards: mean 0, deviation 1" in output
     assert output.count("the policy's entropy is") == 1  # although it is low in all three steps
     assert not list((tmp_path / "run").glob("checkpoints/*/critic"))
-    steps = of_steps(tmp_path / "run")
+    steps = read_step_rows(tmp_path / "run")
     assert [float(row["kl/coefficient"]) for row in steps] == pytest.approx([0.1, 0.05, 0.0])
     assert all(float(row["reward/shaped_mean"]) > 0.1 for row in steps) and not any(
         "critic/loss" in row for row in steps
@@ -382,8 +380,8 @@ def run_two_processes(arguments, logs):
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(files, undisturbed, tmp_path):
     arguments = command(files, tmp_path)[3:]
-    done = run_two_processes(arguments, tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = run_two_processes(arguments, tmp_path)
+    assert process.returncode == 0, process.stdout + process.stderr
     assert json.loads((tmp_path / "summary.json").read_text())["versions"]["process_count"] == 2
     assert_same_run(tmp_path, undisturbed[0], 1e-3)
 
@@ -399,7 +397,7 @@ def test_a_reward_model_alone(files, reward_model, tmp_path):
         "--config.trainer.total_training_steps=2",
         "--config.trainer.test_freq=0",
     )
-    steps = of_steps(tmp_path)
+    steps = read_step_rows(tmp_path)
     evaluations = json.loads((tmp_path / "summary.json").read_text())["evaluations"]
     assert all(abs(float(row["reward/std"])) > 0.01 for row in steps)
     assert all(
@@ -419,11 +417,13 @@ def test_an_error_in_one_process_ends_both(files, tmp_path):
         files, tmp_path / "work", f"--config.reward.function={tmp_path}/bad.py:reward"
     )[3:]
     started = time.monotonic()
-    done = run_two_processes(arguments, tmp_path)
-    assert done.returncode != 0
+    process = run_two_processes(arguments, tmp_path)
+    assert process.returncode != 0
     assert time.monotonic() - started < 200
-    everything = done.stdout + done.stderr + "".join(p.read_text() for p in tmp_path.rglob("*.log"))
-    assert "reward service is gone" in everything
+    output = (
+        process.stdout + process.stderr + "".join(p.read_text() for p in tmp_path.rglob("*.log"))
+    )
+    assert "reward service is gone" in output
 
 
 def test_nothing_is_compiled_after_the_second_step(files, tmp_path, monkeypatch):
@@ -435,12 +435,12 @@ def test_nothing_is_compiled_after_the_second_step(files, tmp_path, monkeypatch)
     )
     finish = ppo.finish_step
 
-    def noted(run, state, done, *rest):
-        at_step[done] = len(compiled)
-        finish(run, state, done, *rest)
+    def finish_and_count(run, state, step, *rest):
+        at_step[step] = len(compiled)
+        finish(run, state, step, *rest)
 
-    monkeypatch.setattr(ppo, "finish_step", noted)
-    config = load(
+    monkeypatch.setattr(ppo, "finish_step", finish_and_count)
+    config = load_config(
         files,
         "--config.trainer.total_training_steps=6",
         "--config.trainer.val_before_train=False",
@@ -479,7 +479,7 @@ def test_a_step_is_compiled_in_the_precompilation_alone(
     jax.config.update("jax_log_compiles", True)
     try:
         ppo.train(
-            load(
+            load_config(
                 files,
                 "--config.trainer.total_training_steps=2",
                 "--config.trainer.val_before_train=False",
@@ -515,13 +515,13 @@ def test_a_step_is_compiled_in_the_precompilation_alone(
 
 def test_an_error_stops_the_precompilation(monkeypatch):
     """It stops after the program in progress; a compiler error is raised only without another."""
-    begun, first, go_on = [], threading.Event(), threading.Event()
+    started, first, release = [], threading.Event(), threading.Event()
 
     def programs(*_):
         for name in ("one", "two"):
-            begun.append(name)
+            started.append(name)
             first.set()
-            go_on.wait(60)
+            release.wait(60)
             yield name
         raise ValueError("out of memory")
 
@@ -531,9 +531,9 @@ def test_an_error_stops_the_precompilation(monkeypatch):
     run.batches.return_value = iter([mock.MagicMock()] * 2)
     with pytest.raises(KeyError), precompilation.precompile_in_background(run, 0):
         first.wait(60)
-        threading.Timer(2, go_on.set).start()  # by then the error has been noticed
+        threading.Timer(2, release.set).start()  # by then the error has been noticed
         raise KeyError
-    assert begun == ["one"]
+    assert started == ["one"]
     with (
         pytest.raises(ValueError, match="out of memory"),
         precompilation.precompile_in_background(run, 0),
@@ -543,9 +543,9 @@ def test_an_error_stops_the_precompilation(monkeypatch):
 
 def test_a_warm_step_transfers_only_what_it_says(files, tmp_path, monkeypatch):
     """There are no implicit transfers to the mesh, and explicit ones move a handful of arrays."""
-    calls, at_step = collections.Counter(), {}
+    calls, calls_at_step = collections.Counter(), {}
 
-    def counted(owner, name):
+    def count_calls(owner, name):
         function = getattr(owner, name)
 
         def call(*args):
@@ -554,19 +554,19 @@ def test_a_warm_step_transfers_only_what_it_says(files, tmp_path, monkeypatch):
 
         monkeypatch.setattr(owner, name, call)
 
-    counted(sharding, "place")
-    counted(sharding, "to_host")
-    counted(sharding, "local_rows")
-    counted(jax, "device_get")
+    count_calls(sharding, "place")
+    count_calls(sharding, "to_host")
+    count_calls(sharding, "local_rows")
+    count_calls(jax, "device_get")
     finish = ppo.finish_step
 
-    def noted(run, state, done, *rest):
-        at_step[done] = calls.copy()
-        finish(run, state, done, *rest)
-        jax.config.update("jax_transfer_guard", "disallow" if done in (3, 4) else "allow")
+    def finish_and_count(run, state, step, *rest):
+        calls_at_step[step] = calls.copy()
+        finish(run, state, step, *rest)
+        jax.config.update("jax_transfer_guard", "disallow" if step in (3, 4) else "allow")
 
-    monkeypatch.setattr(ppo, "finish_step", noted)
-    config = load(
+    monkeypatch.setattr(ppo, "finish_step", finish_and_count)
+    config = load_config(
         files,
         "--config.trainer.total_training_steps=6",
         "--config.data.val_files=",
@@ -581,10 +581,15 @@ def test_a_warm_step_transfers_only_what_it_says(files, tmp_path, monkeypatch):
     # To the device: prompts, the two numbers of the key, the packings of scoring and update with
     # three counts and members, two columns of rewards. To the host: lengths for packing, responses
     # and their lengths for the rewards, and metrics of the previous step.
-    assert at_step[5] - at_step[4] == {"place": 10, "to_host": 1, "local_rows": 2, "device_get": 1}
+    assert calls_at_step[5] - calls_at_step[4] == {
+        "place": 10,
+        "to_host": 1,
+        "local_rows": 2,
+        "device_get": 1,
+    }
 
 
-def load(files, *overrides):
+def load_config(files, *overrides):
     from jax_ppo.config import command_line
 
     return command_line.read_command_line(["train", f"--config={files}/config.py", *overrides])[0]
@@ -609,8 +614,10 @@ def test_mistakes_are_told_before_weights_load(files, tmp_path, override, messag
         "jax_ppo.ppo.loop.create_state", lambda *_: pytest.fail("weights were loaded")
     )
     with pytest.raises(UserError, match=message):
-        ppo.train(load(files, override, "--config.data.train_batch_size=8"), tmp_path)
+        ppo.train(load_config(files, override, "--config.data.train_batch_size=8"), tmp_path)
 
 
 def test_resolved_options_are_hashable(files):
-    assert isinstance(hash(load(files)), int) and isinstance(load(files), schema.Config)
+    assert isinstance(hash(load_config(files)), int) and isinstance(
+        load_config(files), schema.Config
+    )

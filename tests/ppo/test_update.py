@@ -72,32 +72,32 @@ def run_gradients(
         experience = change(
             tiny.make_experience(config, mesh, state, rollout, rows=max(rows, 1))[0]
         )
-        moved = jax.tree.map(
+        moved_state = jax.tree.map(
             lambda x: x * move, dataclasses.replace(state, step=None, control=None)
         )
-        one = jax.tree.map(lambda x: x[0], tiny.plan(config, mesh, rollout, ALL, rows))
+        batch = jax.tree.map(lambda x: x[0], tiny.plan(config, mesh, rollout, ALL, rows))
         context = tiny.actor_context(
-            config, dataclasses.replace(moved, control=state.control, step=state.step)
+            config, dataclasses.replace(moved_state, control=state.control, step=state.step)
         )
-        given = {
-            "actor": (tiny.actor_role, moved.actor, context),
-            "critic": (tiny.critic_role, moved.critic, None),
+        learners = {
+            "actor": (tiny.actor_role, moved_state.actor, context),
+            "critic": (tiny.critic_role, moved_state.critic, None),
         }
         grads, metrics = [], {}
         for name in roles:
-            role, params, of_role = given[name]
-            gradients, found = jax.jit(role(config, tiny.networks(config)).gradients)(
-                params, of_role, experience, one
+            role, params, role_context = learners[name]
+            gradients, role_metrics = jax.jit(role(config, tiny.networks(config)).gradients)(
+                params, role_context, experience, batch
             )
             grads.append(gradients)
-            metrics |= found
+            metrics |= role_metrics
         return jax.tree.map(np.asarray, grads), {
             name: float(value) for name, value in metrics.items()
         }
 
 
-def assert_close(one, other, tolerance=2e-5):
-    def check(path, a, b):
+def assert_close(ours, expected, tolerance=2e-5):
+    def compare(path, a, b):
         scale = max(np.abs(a).max(), 1e-3)
         assert np.abs(a - b).max() <= tolerance * scale, (
             jax.tree_util.keystr(path),
@@ -105,11 +105,11 @@ def assert_close(one, other, tolerance=2e-5):
             scale,
         )
 
-    jax.tree_util.tree_map_with_path(check, one, other)
+    jax.tree_util.tree_map_with_path(compare, ours, expected)
 
 
 @pytest.fixture(scope="module")
-def whole():
+def undivided():
     """Return gradients and metrics of the undivided, padded mini-batch on one device."""
     config = tiny.config(
         packing__enabled=False,
@@ -131,7 +131,7 @@ def whole():
         ),
     ],
 )
-def test_micro_batches_and_packing_do_not_change_the_gradient(whole, packed, rows):
+def test_micro_batches_and_packing_do_not_change_the_gradient(undivided, packed, rows):
     config = tiny.config(
         packing__enabled=packed,
         actor__use_kl_loss=True,
@@ -139,8 +139,8 @@ def test_micro_batches_and_packing_do_not_change_the_gradient(whole, packed, row
         actor__entropy_coeff=0.01,
     )
     gradients, metrics = run_gradients(config, tiny.make_mesh(), rows)
-    assert_close(whole[0], gradients)
-    assert metrics == pytest.approx(whole[1], rel=1e-4, abs=1e-5)
+    assert_close(undivided[0], gradients)
+    assert metrics == pytest.approx(undivided[1], rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -153,14 +153,14 @@ def test_micro_batches_and_packing_do_not_change_the_gradient(whole, packed, row
         ),
     ],
 )
-def test_devices_do_not_change_the_gradient(whole, shape):
+def test_devices_do_not_change_the_gradient(undivided, shape):
     config = tiny.config(
         actor__use_kl_loss=True, actor__kl_loss_coef=0.1, actor__entropy_coeff=0.01
     )
     mesh = tiny.make_mesh(int(np.prod(list(shape.values()))), **shape)
     gradients, metrics = run_gradients(config, mesh, rows=8)
-    assert_close(whole[0], gradients)
-    assert metrics == pytest.approx(whole[1], rel=1e-4, abs=1e-5)
+    assert_close(undivided[0], gradients)
+    assert metrics == pytest.approx(undivided[1], rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.slow
@@ -204,11 +204,11 @@ def test_importance_weights_scale_the_policy_loss_alone():
     config, mesh = tiny.config(), tiny.make_mesh()
     half = jnp.full((tiny.B, tiny.T), 0.5)
     (actor, critic), _ = run_gradients(config, mesh, 4)
-    (weighted, same), _ = run_gradients(
+    (weighted, critic_weighted), _ = run_gradients(
         config, mesh, 4, lambda x: dataclasses.replace(x, importance=half)
     )
     assert_close(jax.tree.map(lambda x: x / 2, actor), weighted)
-    assert_close(critic, same)
+    assert_close(critic, critic_weighted)
 
 
 @pytest.mark.slow
@@ -231,12 +231,11 @@ def test_first_mini_batch_has_ratio_one_and_kl_zero(temperature):
     _, _, metrics = run_update(config, tiny.make_mesh(), HALVES + HALVES, 2)
     assert metrics["actor/first_log_ratio"] < 1e-5
     assert abs(metrics["kl/reference"]) < 1e-6
-    assert (
-        metrics["actor/log_ratio_max"] > 1e-3
-    )  # later mini-batches have moved: the ratio is not 1 by construction
+    # In later mini-batches the policy has moved: the ratio is not 1 by construction.
+    assert metrics["actor/log_ratio_max"] > 1e-3
 
 
-def sampled(config, mesh, state):
+def sample_rollout(config, mesh, state):
     """Return a rollout sampled from the actor, with the sampler's log-probs."""
     prompts = tiny.make_rollout(mesh).prompts
     sampler = Sampler(
@@ -249,24 +248,24 @@ def sampled(config, mesh, state):
 @pytest.mark.parametrize("temperature", [0.6, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_the_samplers_logprobs_are_the_old_ones_in_float32(temperature):
     options = dict(rollout__temperature=temperature, actor__ppo_mini_batch_size=tiny.B // 2)
-    again, reused = (
+    recomputing, reusing = (
         tiny.config(rollout__reuse_logprobs=choice, **options) for choice in ("never", "auto")
     )
-    assert scoring.reuses_logprobs(reused) and not scoring.reuses_logprobs(again)
+    assert scoring.reuses_logprobs(reusing) and not scoring.reuses_logprobs(recomputing)
     mesh = tiny.make_mesh()
     with jax.set_mesh(mesh):
-        state = tiny.make_state(reused, mesh)
-        rollout = sampled(reused, mesh, state)
-        computed, metrics = tiny.make_experience(again, mesh, state, rollout)
-        experience, fewer = tiny.make_experience(reused, mesh, state, rollout)
-        assert np.abs(computed.old_logprobs - experience.old_logprobs).max() <= 1e-5
+        state = tiny.make_state(reusing, mesh)
+        rollout = sample_rollout(reusing, mesh, state)
+        recomputed, metrics = tiny.make_experience(recomputing, mesh, state, rollout)
+        experience, reused_metrics = tiny.make_experience(reusing, mesh, state, rollout)
+        assert np.abs(recomputed.old_logprobs - experience.old_logprobs).max() <= 1e-5
         assert (
             metrics["rollout/logprob_difference"] <= 1e-5
-            and "rollout/logprob_difference" not in fewer
+            and "rollout/logprob_difference" not in reused_metrics
         )
-        batches = tiny.plan(reused, mesh, rollout, HALVES, 2)
+        batches = tiny.plan(reusing, mesh, rollout, HALVES, 2)
         _, metrics = tiny.update_state(
-            reused, tiny.networks(reused), 100, state, experience, batches, batches
+            reusing, tiny.networks(reusing), 100, state, experience, batches, batches
         )
     assert 0 < metrics["actor/first_log_ratio"] <= 1e-4
 
@@ -323,7 +322,7 @@ def test_kl_is_zero_at_first_for_every_estimator(kind):
 
 def test_critic_warmup_is_exactly_n_steps():
     config = tiny.config(trainer__critic_warmup=3)
-    for step, moves in ((0, False), (2, False), (3, True)):
+    for step, actor_moves in ((0, False), (2, False), (3, True)):
         before, after, metrics = run_update(
             config,
             tiny.make_mesh(),
@@ -336,8 +335,8 @@ def test_critic_warmup_is_exactly_n_steps():
             (before.actor, before.actor_optimizer),
             jax.tree.map(np.asarray, (after.actor, after.actor_optimizer)),
         )
-        assert all(jax.tree.leaves(same)) != moves
-        assert (metrics["actor/lr"] > 0) == moves
+        assert all(jax.tree.leaves(same)) != actor_moves
+        assert (metrics["actor/lr"] > 0) == actor_moves
         assert not (
             before.critic["norm"]["scale"] == np.asarray(after.critic["norm"]["scale"])
         ).all()
@@ -460,8 +459,8 @@ def test_a_rollout_that_teaches_nothing_has_no_figures():
         after, metrics = tiny.update_state(
             config, tiny.networks(config), 100, state, experience, batches, batches
         )
-    known = {name for name, x in metrics.items() if not np.isnan(x)}
-    assert known == {"actor/lr", "actor/skipped", "critic/lr", "critic/skipped"}
+    finite = {name for name, x in metrics.items() if not np.isnan(x)}
+    assert finite == {"actor/lr", "actor/skipped", "critic/lr", "critic/skipped"}
     np.testing.assert_array_equal(jax.tree.leaves(after.actor)[0], before)
 
 
@@ -470,7 +469,7 @@ def test_the_state_keeps_its_places():
     mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
     config = tiny.config()
     with jax.set_mesh(mesh):
-        wanted = jax.tree.map(lambda x: x.sharding, tiny.make_state(config, mesh))
+        expected = jax.tree.map(lambda x: x.sharding, tiny.make_state(config, mesh))
     _, after, _ = run_update(config, mesh, ALL, 8)
     for name in ("actor", "critic", "actor_optimizer", "critic_optimizer"):
         jax.tree.map(
@@ -478,7 +477,7 @@ def test_the_state_keeps_its_places():
                 s.is_equivalent_to(x.sharding, x.ndim) or pytest.fail(f"{x.sharding} is not {s}")
             ),
             getattr(after, name),
-            getattr(wanted, name),
+            getattr(expected, name),
         )
 
 
@@ -502,19 +501,21 @@ def test_what_was_compiled_ahead_is_found_by_the_threads_that_begin_it():
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
         experience, _ = tiny.make_experience(config, mesh, state, rollout)
         batches = tiny.plan(config, mesh, rollout, ALL, 4)
-        given = (
+        # No other test compiles a program for 77 steps.
+        total_steps = 77
+        step_arguments = (
             config,
             tiny.networks(config),
-            77,
+            total_steps,
             state,
             experience,
             batches,
             batches,
-        )  # 77 steps: no other test's program
-        for function, arguments in tiny.update_programs(*given):
+        )
+        for function, arguments in tiny.update_programs(*step_arguments):
             function.lower(*arguments).compile()
         with compilation.count_compilations() as count:
-            tiny.update_state(*given)
+            tiny.update_state(*step_arguments)
     assert count.programs == 0
 
 
@@ -533,11 +534,11 @@ def test_weight_decay_leaves_norms_alone():
     options = tiny.config(actor__optim__weight_decay=0.1)
     params = {"norm": {"scale": jnp.ones(3)}, "embed": {"embedding": jnp.ones((2, 3))}}
     transform = make_optimizer(options.actor.optim, 1.0)
-    moved, _, _, _ = descend(
+    moved_params, _, _, _ = descend(
         transform, params, transform.init(params), jax.tree.map(jnp.zeros_like, params), 1.0
     )
-    np.testing.assert_array_equal(moved["norm"]["scale"], 1.0)
-    np.testing.assert_allclose(moved["embed"]["embedding"], 0.9, rtol=1e-6)
+    np.testing.assert_array_equal(moved_params["norm"]["scale"], 1.0)
+    np.testing.assert_allclose(moved_params["embed"]["embedding"], 0.9, rtol=1e-6)
 
 
 def test_joining_leaves_no_gap():
@@ -602,13 +603,13 @@ def test_a_loss_of_ones_own(tmp_path):
         "    return policy._replace(loss=policy.loss / 2)\n"
     )
     vanilla, _ = run_gradients(tiny.config(), tiny.make_mesh(), 4, roles=("actor",))
-    mine, _ = run_gradients(
+    custom, _ = run_gradients(
         tiny.config(actor__policy_loss=f"{tmp_path}/mine.py:halved"),
         tiny.make_mesh(),
         4,
         roles=("actor",),
     )
-    assert_close(jax.tree.map(lambda x: x / 2, vanilla[0]), mine[0])
+    assert_close(jax.tree.map(lambda x: x / 2, vanilla[0]), custom[0])
     with pytest.raises(
         UserError,
         match=r"config.actor.policy_loss=.*has no function 'halve'; it has halved.*Did you mean",
@@ -620,20 +621,20 @@ def test_masked_responses_teach_nothing():
     """The gradients do not depend on the tokens or rewards of the truncated response."""
     config = tiny.config(algorithm__mask_truncated=True, algorithm__whiten_advantages=False)
 
-    def shout(experience):
-        kept = experience.sample_mask[:, None]
+    def change_masked(experience):
+        unmasked = experience.sample_mask[:, None]
         assert 0 < int(experience.sample_mask.sum()) < tiny.B
         return dataclasses.replace(
             experience,
-            advantages=jnp.where(kept, experience.advantages, 1e3),
-            returns=jnp.where(kept, experience.returns, 1e3),
+            advantages=jnp.where(unmasked, experience.advantages, 1e3),
+            returns=jnp.where(unmasked, experience.returns, 1e3),
         )
 
-    quiet, loud = (
+    plain, changed = (
         run_gradients(config, tiny.make_mesh(), 4),
-        run_gradients(config, tiny.make_mesh(), 4, shout),
+        run_gradients(config, tiny.make_mesh(), 4, change_masked),
     )
-    assert_close(quiet[0], loud[0])
+    assert_close(plain[0], changed[0])
 
 
 def test_without_a_critic_there_is_none():
@@ -661,18 +662,20 @@ def test_target_kl_stops_the_actor_and_not_the_critic():
     """The second mini-batch measures the KL of the first step; the third is not taken."""
     thrice = ALL * 3
     plain, stopped = tiny.config(), tiny.config(actor__target_kl=1e-9)
-    _, once, _ = run_update(plain, tiny.make_mesh(), ALL, 4)
-    _, all_three, unbounded = run_update(plain, tiny.make_mesh(), thrice, 4)
-    _, after, metrics = run_update(stopped, tiny.make_mesh(), thrice, 4)
+    _, after_one, _ = run_update(plain, tiny.make_mesh(), ALL, 4)
+    _, after_three, unbounded = run_update(plain, tiny.make_mesh(), thrice, 4)
+    _, after_stop, metrics = run_update(stopped, tiny.make_mesh(), thrice, 4)
     assert metrics["actor/steps_taken"] == 1 and "actor/steps_taken" not in unbounded
     assert metrics["actor/approx_kl"] > 1e-9 and metrics["actor/ratio_min"] > 0
     jax.tree.map(
-        np.testing.assert_array_equal, jax.device_get(after.actor), jax.device_get(once.actor)
+        np.testing.assert_array_equal,
+        jax.device_get(after_stop.actor),
+        jax.device_get(after_one.actor),
     )
     jax.tree.map(
         np.testing.assert_array_equal,
-        jax.device_get(after.critic),
-        jax.device_get(all_three.critic),
+        jax.device_get(after_stop.critic),
+        jax.device_get(after_three.critic),
     )
 
 
@@ -684,9 +687,9 @@ def test_after_the_stop_nothing_is_learned():
         tuple(half): 2 * run_update(stopped, mesh, [HALVES[0], half], 2)[2]["actor/approx_kl"]
         for half in HALVES
     }
-    (near, least), (far, most) = sorted(after_one.items(), key=lambda item: item[1])
+    (near_half, least), (far_half, most) = sorted(after_one.items(), key=lambda item: item[1])
     between = tiny.config(actor__target_kl=float(np.sqrt(least * most)) / 1.5)
-    _, _, metrics = run_update(between, mesh, [HALVES[0], far, near, near], 2)
+    _, _, metrics = run_update(between, mesh, [HALVES[0], far_half, near_half, near_half], 2)
     assert most > 1.1 * least and metrics["actor/steps_taken"] == 1
 
 
@@ -704,11 +707,11 @@ def test_roles_can_take_different_mini_batches():
             tiny.plan(config, mesh, rollout, ALL, 4),
             tiny.plan(config, mesh, rollout, HALVES + HALVES, 2),
         )
-    taken = [
+    step_counts = [
         int(optax.tree.get(optimizer, "count"))
         for optimizer in (after.actor_optimizer, after.critic_optimizer)
     ]
-    assert taken == [1, 4]
+    assert step_counts == [1, 4]
 
 
 def test_entropy_and_kl_weights_follow_their_schedules():
@@ -768,9 +771,8 @@ def test_a_mini_batch_in_which_all_was_cut_off_moves_nothing():
                 )
             )
     (once, metrics), (twice, same) = jax.device_get(after)
-    assert_close(
-        (once.actor, once.critic), (twice.actor, twice.critic)
-    )  # a step would move them by 1e-2
+    # A step would move them by 1e-2.
+    assert_close((once.actor, once.critic), (twice.actor, twice.critic))
     assert [int(optax.tree.get(state.critic_optimizer, "count")) for state in (once, twice)] == [
         1,
         1,
@@ -816,7 +818,7 @@ MOVED = dict(
 
 
 @pytest.fixture(scope="module")
-def moved():
+def moved_gradients():
     """Return gradients far from the old policy, where clipping is active."""
     return run_gradients(tiny.config(**MOVED), tiny.make_mesh(), 4, move=1.3)[0]
 
@@ -835,13 +837,13 @@ def moved():
         ("actor__entropy_coeff", 0.1),
     ],
 )
-def test_options_reach_the_gradients(moved, option, value):
+def test_options_reach_the_gradients(moved_gradients, option, value):
     role = option.partition("__")[0]
     other, _ = run_gradients(
         tiny.config(**MOVED | {option: value}), tiny.make_mesh(), 4, move=1.3, roles=(role,)
     )
     pairs = zip(
-        jax.tree.leaves(moved[("actor", "critic").index(role)]),
+        jax.tree.leaves(moved_gradients[("actor", "critic").index(role)]),
         jax.tree.leaves(other[0]),
         strict=True,
     )
