@@ -77,8 +77,8 @@ def decoder(folder: pathlib.Path, tokenizer=None, **changes) -> pathlib.Path:
     """Write a Llama with a scalar head, and its own tokenizer or the passed one."""
     from jax_ppo.data.tokenizer import train_tokenizer
 
-    own = tokenizer or train_tokenizer(TEXTS, 120, folder)
-    own.save_pretrained(folder)
+    own_tokenizer = tokenizer or train_tokenizer(TEXTS, 120, folder)
+    own_tokenizer.save_pretrained(folder)
     save(
         transformers.LlamaForSequenceClassification(
             transformers.LlamaConfig(

@@ -32,21 +32,21 @@ def test_the_accelerators_benchmark_runs_at_toy_sizes(tmp_path):
     subprocess.run(
         command, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(tmp_path)}
     )
-    found = json.loads((tmp_path / "out.json").read_text())
+    results = json.loads((tmp_path / "out.json").read_text())
     for section in ("decode", "decode_command_buffers", "training", "step", "attention"):
-        assert "error" not in found[section], found[section]
+        assert "error" not in results[section], results[section]
     assert (
-        list(found["decode"]["programs"]) == ["cpu", "gpu"]
-        and found["step"]["phases"]["update"] > 0
+        list(results["decode"]["programs"]) == ["cpu", "gpu"]
+        and results["step"]["phases"]["update"] > 0
     )
     # Six tokens at this small size are dominated by noise: a rate may be below 0.
     assert all(
         min(program["whole_seconds"].values()) > 0
-        for program in found["decode"]["programs"].values()
+        for program in results["decode"]["programs"].values()
     )
-    assert found["attention"]["tpu, one token"]["difference"] < 0.02
-    assert all(line["mfu"] > 0 for line in found["training"]["micro_batches"].values())
-    assert found["attention"]["xla, packed"]["milliseconds"] > 0 and "skipped" in found["torch"]
+    assert results["attention"]["tpu, one token"]["difference"] < 0.02
+    assert all(line["mfu"] > 0 for line in results["training"]["micro_batches"].values())
+    assert results["attention"]["xla, packed"]["milliseconds"] > 0 and "skipped" in results["torch"]
 
 
 @pytest.mark.parametrize("program", ["sample", "score", "score critic", "update", "update critic"])

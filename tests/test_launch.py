@@ -211,15 +211,15 @@ class TestTpuPod:
         )
 
 
-@pytest.mark.parametrize(("given", "command"), [("", "train"), ("reward_model", "reward_model")])
-def test_slurm_runs_the_command_with_the_arguments(tmp_path, given, command):
+@pytest.mark.parametrize(("option", "command"), [("", "train"), ("reward_model", "reward_model")])
+def test_slurm_runs_the_command_with_the_arguments(tmp_path, option, command):
     script(tmp_path / "srun", 'printf "[%s]" "$@"')
     run = subprocess.run(
         ["bash", LAUNCH / "slurm.sbatch", *TRICKY],
         capture_output=True,
         text=True,
         check=True,
-        env=os.environ | {"COMMAND": given, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        env=os.environ | {"COMMAND": option, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
         cwd=LAUNCH.parent,
     )
     assert run.stdout.endswith(

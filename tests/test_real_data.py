@@ -32,7 +32,7 @@ def needs(folder):
 
 def run(*arguments, check=True):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "jax_ppo.train", *arguments],
         cwd=ROOT,
         text=True,
@@ -40,8 +40,8 @@ def run(*arguments, check=True):
         env=environment,
         timeout=560,
     )
-    assert not check or done.returncode == 0, done.stdout + done.stderr
-    return done
+    assert not check or process.returncode == 0, process.stdout + process.stderr
+    return process
 
 
 @pytest.fixture(scope="module")
@@ -104,16 +104,16 @@ def test_two_steps_of_gsm8k_with_evaluation(qwen, tmp_path):
 
 
 def test_the_default_hub_names_without_a_network_say_what_to_do(tmp_path):
-    done = run("--config=configs/gsm8k.py", f"--workdir={tmp_path}", check=False)
-    if done.returncode == 0:
+    process = run("--config=configs/gsm8k.py", f"--workdir={tmp_path}", check=False)
+    if process.returncode == 0:
         pytest.skip("the hub can be reached from here")
-    last = done.stderr.strip().splitlines()[-1]
+    last = process.stderr.strip().splitlines()[-1]
     assert last.startswith("error: config.data.train_files") and "local path" in last
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in process.stderr
 
 
 def test_a_hub_model_without_a_network_says_what_to_do(tmp_path):
-    done = run(
+    process = run(
         "--config=configs/gsm8k.py",
         "--config.data.train_files=arithmetic:512",
         "--config.data.val_files=",
@@ -121,11 +121,11 @@ def test_a_hub_model_without_a_network_says_what_to_do(tmp_path):
         "--config.trainer.total_training_steps=1",
         check=False,
     )
-    if done.returncode == 0:
+    if process.returncode == 0:
         pytest.skip("the hub can be reached from here")
-    last = done.stderr.strip().splitlines()[-1]
+    last = process.stderr.strip().splitlines()[-1]
     assert last.startswith("error: config.model.path='Qwen/Qwen2.5-0.5B-Instruct'")
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in process.stderr
 
 
 @needs("tinystories-260k")

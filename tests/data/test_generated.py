@@ -5,7 +5,7 @@ import pytest
 from jax_ppo.data import arithmetic, stories
 
 
-def numbers_of(prompt):
+def find_numbers(prompt):
     return tuple(int(n) for n in re.findall(r"\d", prompt))
 
 
@@ -19,9 +19,9 @@ def test_a_problem_depends_on_its_index_alone():
 
 
 def test_training_and_held_out_problems_share_no_numbers():
-    train = {numbers_of(e.prompt) for e in arithmetic.generate_arithmetic_examples(5000)}
+    train = {find_numbers(e.prompt) for e in arithmetic.generate_arithmetic_examples(5000)}
     held_out = {
-        numbers_of(e.prompt) for e in arithmetic.generate_arithmetic_examples(2000, "heldout")
+        find_numbers(e.prompt) for e in arithmetic.generate_arithmetic_examples(2000, "heldout")
     }
     assert len(held_out) > 50
     assert len(train) > 300
@@ -79,7 +79,7 @@ def test_how_a_problem_is_solved_does_not_follow_from_the_problem():
     """
     pairs = arithmetic.generate_worked_solutions(4000, 0.25, seed=0)
     for kind in ((1, 2, 3), (4, 5, 6), (7, 8, 9)):
-        careful = ["=" in response for prompt, response in pairs if numbers_of(prompt)[0] in kind]
+        careful = ["=" in response for prompt, response in pairs if find_numbers(prompt)[0] in kind]
         assert sum(careful) / len(careful) == pytest.approx(0.25, abs=0.05)
 
 

@@ -33,11 +33,11 @@ def test_without_a_network_the_error_comes_at_once_and_says_what_to_do(tmp_path,
     }
     environment.pop("HF_HUB_OFFLINE", None)
     start = time.monotonic()
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", OFFLINE], env=environment, capture_output=True, text=True, timeout=60
     )
     assert time.monotonic() - start < 20
-    data, tokenizer = done.stdout.strip().splitlines()
+    data, tokenizer = process.stdout.strip().splitlines()
     assert data.startswith(
         "config.data.train_files: the data set openai/gsm8k at revision main is unavailable: "
         "http://127.0.0.1:9 cannot be reached (ConnectError"

@@ -157,14 +157,14 @@ def test_repeat_false_ends_after_one_epoch():
 
 
 @pytest.mark.parametrize("rows", [11, 12])
-@pytest.mark.parametrize("done", range(8))
-def test_a_saved_position_goes_on_identically(rows, done):
+@pytest.mark.parametrize("batch_count", range(8))
+def test_a_saved_position_goes_on_identically(rows, batch_count):
     """Regression: the data position was lost on resume (OpenRLHF, tunix#2288).
 
     In verl#5725 the run ended instead.
     """
     undisturbed = PromptBatches(dataset(rows), 4, seed=7)
-    take(undisturbed, done)
+    take(undisturbed, batch_count)
     resumed = PromptBatches(dataset(rows), 4, seed=7, position=int(undisturbed.position))
     assert resumed.epoch == undisturbed.epoch
     assert take(resumed, 9) == take(undisturbed, 9)
@@ -173,11 +173,13 @@ def test_a_saved_position_goes_on_identically(rows, done):
 
 def test_a_saved_position_holds_for_another_batch_size():
     first = PromptBatches(dataset(12), 4, seed=7)
-    given = sum(take(first, 1), [])
-    rest = sum(take(PromptBatches(dataset(12), 2, seed=7, position=first.position), 4), [])
-    assert sorted(given + rest) == list(range(12))
+    first_indices = sum(take(first, 1), [])
+    remaining_indices = sum(
+        take(PromptBatches(dataset(12), 2, seed=7, position=first.position), 4), []
+    )
+    assert sorted(first_indices + remaining_indices) == list(range(12))
     order = np.random.default_rng([7, 0]).permutation(12).tolist()
-    assert given + rest == order
+    assert first_indices + remaining_indices == order
     larger = PromptBatches(dataset(12), 10, seed=7, position=first.position)
     assert larger.epoch == 1
     assert (
@@ -207,8 +209,8 @@ def test_evaluation_counts_each_row_once():
 def test_real_gsm8k_prompts(real_data, trained):
     from jax_ppo.data.sources import load_examples
 
-    found = load_examples(str(real_data("gsm8k/test.jsonl")))[:200]
-    data = tokenize_prompts(found, trained[0], max_prompt_length=256)
+    gsm8k_examples = load_examples(str(real_data("gsm8k/test.jsonl")))[:200]
+    data = tokenize_prompts(gsm8k_examples, trained[0], max_prompt_length=256)
     batch = next(PromptBatches(data, 16))
     assert batch.prompts.tokens.shape[1] == bucket_width(int(batch.prompts.lengths.max()), 256)
     for row, example in enumerate(batch.examples):

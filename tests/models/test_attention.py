@@ -37,19 +37,19 @@ def packed_and_single(q, k, v, segments, **options):
     return packed, attention.run_attention("xla", q, k, v, None, **options)
 
 
-def by_definition(q, k, v, segments, scale=None, softcap=None, sliding_window=None):
+def attention_by_definition(q, k, v, segments, scale=None, softcap=None, sliding_window=None):
     """Compute softmax(q k^T / sqrt(d)) v, head by head and row by row, in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     B, T, H, d = q.shape
     out = np.zeros(q.shape)
     for b, h in np.ndindex(B, H):
-        own = h // (H // k.shape[2])
+        kv_head = h // (H // k.shape[2])
         seen = np.tril(np.ones((T, T), bool)) & (segments[b][:, None] == segments[b])
         seen &= ~np.tril(np.ones((T, T), bool), -(sliding_window or T))
-        scores = q[b, :, h] @ k[b, :, own].T * (scale or d**-0.5)
+        scores = q[b, :, h] @ k[b, :, kv_head].T * (scale or d**-0.5)
         scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
         weights = np.where(seen, np.exp(scores), 0)
-        out[b, :, h] = weights / weights.sum(1, keepdims=True) @ v[b, :, own]
+        out[b, :, h] = weights / weights.sum(1, keepdims=True) @ v[b, :, kv_head]
     return out
 
 
@@ -59,8 +59,12 @@ def by_definition(q, k, v, segments, scale=None, softcap=None, sliding_window=No
 def test_xla_is_the_definition(heads, kv_heads, length):
     *qkv, segments = make_inputs(length=length, heads=heads, kv_heads=kv_heads)
     packed, single = packed_and_single(*qkv, segments)
-    np.testing.assert_allclose(packed, by_definition(*qkv, np.asarray(segments)), atol=1e-5)
-    np.testing.assert_allclose(single, by_definition(*qkv, np.zeros((2, length))), atol=1e-5)
+    np.testing.assert_allclose(
+        packed, attention_by_definition(*qkv, np.asarray(segments)), atol=1e-5
+    )
+    np.testing.assert_allclose(
+        single, attention_by_definition(*qkv, np.zeros((2, length))), atol=1e-5
+    )
 
 
 OPTIONS = [
@@ -77,9 +81,9 @@ def test_xla_with_windows_caps_and_scales_is_the_definition(length, options):
     """In one block, in two, and in four that begin after the first key."""
     *qkv, segments = make_inputs(length=length)
     packed, single = packed_and_single(*qkv, segments, **options)
-    expected = by_definition(*qkv, np.asarray(segments), **options)
+    expected = attention_by_definition(*qkv, np.asarray(segments), **options)
     np.testing.assert_allclose(packed, expected, atol=1e-5)
-    expected = by_definition(*qkv, np.zeros((2, length)), **options)
+    expected = attention_by_definition(*qkv, np.zeros((2, length)), **options)
     np.testing.assert_allclose(single, expected, atol=1e-5)
 
 
@@ -116,7 +120,7 @@ def test_xla_in_bfloat16_sums_in_float32():
     out = xla(*qkv, segments)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(
-        out.astype(jnp.float32), by_definition(*qkv, np.asarray(segments)), atol=0.03
+        out.astype(jnp.float32), attention_by_definition(*qkv, np.asarray(segments)), atol=0.03
     )
 
 
@@ -216,7 +220,7 @@ def test_soft_caps_choose_too():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "platform", "dtype", "length", "why"),
+    ("requested", "platform", "dtype", "length", "why"),
     [
         ("cudnn", "cpu", "bfloat16", 128, "needs an NVIDIA GPU, this is cpu"),
         ("cudnn", "cuda", "float32", 128, "not float32"),
@@ -224,9 +228,9 @@ def test_soft_caps_choose_too():
         ("splash", "tpu", "bfloat16", 200, "a multiple of 128 tokens"),
     ],
 )
-def test_what_cannot_run_says_why(wanted, platform, dtype, length, why):
+def test_what_cannot_run_says_why(requested, platform, dtype, length, why):
     with pytest.raises(ValueError, match=why):
-        attention.select_attention_program(wanted, platform, dtype, 64, length)
+        attention.select_attention_program(requested, platform, dtype, 64, length)
 
 
 def test_an_impossible_choice_names_the_option(monkeypatch):

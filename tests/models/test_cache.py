@@ -118,7 +118,7 @@ def test_rows_that_enter(rng, program):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "platform", "whole", "window", "chosen"),
+    ("requested", "platform", "whole", "window", "chosen"),
     [
         ("auto", "cpu", "xla", None, "cpu"),
         ("auto", "cuda", "xla", None, "gpu"),
@@ -131,8 +131,8 @@ def test_rows_that_enter(rng, program):
         ("cudnn", "cuda", "cudnn", S, "cudnn"),
     ],
 )
-def test_the_choice(wanted, platform, whole, window, chosen):
-    assert cache.select_cache_program(wanted, platform, whole, architecture(window), S) == chosen
+def test_the_choice(requested, platform, whole, window, chosen):
+    assert cache.select_cache_program(requested, platform, whole, architecture(window), S) == chosen
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,8 @@ def test_unroll_casts_and_keeps_the_head(params):
     np.testing.assert_array_equal(
         flat["lm_head"]["embedding"], params["lm_head"]["embedding"].astype(jnp.bfloat16)
     )
-    own = jax.eval_shape(lambda: heads.init_params(UNROLLED, jax.random.key(0), "lm"))
-    assert jax.tree.map(jnp.shape, flat) == jax.tree.map(jnp.shape, own)
+    expected_shapes = jax.eval_shape(lambda: heads.init_params(UNROLLED, jax.random.key(0), "lm"))
+    assert jax.tree.map(jnp.shape, flat) == jax.tree.map(jnp.shape, expected_shapes)
 
 
 @pytest.mark.parametrize("decoding", ["cpu", "tpu"])

@@ -209,7 +209,7 @@ def test_configurations_of_the_hub():
     )
 
 
-def close(ours, theirs, what=""):
+def assert_close(ours, theirs, what=""):
     """Compare with a tolerance of 1e-4 of the size of the arrays."""
     theirs = np.asarray(theirs)
     assert np.abs(theirs).max() > 0, what
@@ -262,13 +262,13 @@ def test_logits_logprobs_and_gradients(checkpoint, tmp_path):
         ours, zip(*theirs, strict=True), ("logits", "log-probs", "entropy"), strict=True
     ):
         one = one if what == "logits" else one[mask][None]
-        close(one, reference.torch.cat(other, 1).detach().numpy(), what)
+        assert_close(one, reference.torch.cat(other, 1).detach().numpy(), what)
     export_checkpoint(
         gradients, architecture, tmp_path / "gradients"
     )  # with transformers' names and shapes
     written = load_file(tmp_path / "gradients/model.safetensors")
     for name, parameter in model.named_parameters():
-        close(written[name], parameter.grad.numpy(), name)
+        assert_close(written[name], parameter.grad.numpy(), name)
 
 
 def test_cached_decode(checkpoint):
@@ -300,11 +300,11 @@ def test_cached_decode(checkpoint):
 
     is_prompt = np.arange(longest) < prompts[:, None]
     logits, cache = prefill(np.where(is_prompt, ids[:, :longest], 0), is_prompt.astype(np.int32))
-    close(logits[is_prompt], expected[:, :longest][is_prompt])
+    assert_close(logits[is_prompt], expected[:, :longest][is_prompt])
     for i in range(ids.shape[1] - prompts.min()):
         columns = np.minimum(prompts + i, ids.shape[1] - 1)[:, None]
         logits, cache = step(np.take_along_axis(ids, columns, 1), columns, cache)
-        close(logits, np.take_along_axis(expected, columns[..., None], 1)[:, 0], f"step {i}")
+        assert_close(logits, np.take_along_axis(expected, columns[..., None], 1)[:, 0], f"step {i}")
 
 
 def test_exported_it_is_the_same_model(checkpoint, tmp_path):
@@ -358,7 +358,7 @@ def test_a_critic_is_a_sequence_classifier(checkpoint, tmp_path):
         reference.tokens(),
     )
     values = heads.compute_scalars(params, reference.hidden(architecture, params, ids))[:, -1]
-    close(values, reference.their_logits(theirs, ids)[:, 0])
+    assert_close(values, reference.their_logits(theirs, ids)[:, 0])
     jax.tree.map(
         np.testing.assert_array_equal, reference.load(tmp_path / "out", "reward")[1], params
     )
@@ -380,7 +380,7 @@ def test_the_samplers_logprobs_are_those_of_transformers(tmp_path):
             0, len(prompt) - 1 : -1
         ]
         log_p = jax.nn.log_softmax(logits / TEMPERATURE)
-        close(rollout.logprobs[i], np.take_along_axis(log_p, response[:, None], 1)[:, 0])
+        assert_close(rollout.logprobs[i], np.take_along_axis(log_p, response[:, None], 1)[:, 0])
 
 
 @pytest.mark.parametrize(
@@ -403,7 +403,7 @@ def test_split_over_eight_devices_it_is_the_same_model(name, tmp_path):
     ids = reference.tokens(rows=4, vocab_size=96)
     with jax.set_mesh(mesh):
         hidden = reference.hidden(architecture, split, sharding.place(ids, sharding.rows(mesh)))
-    close(hidden, reference.hidden(architecture, params, ids))
+    assert_close(hidden, reference.hidden(architecture, params, ids))
 
 
 def test_every_parameter_has_its_place(checkpoint):

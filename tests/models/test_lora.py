@@ -29,7 +29,7 @@ ALL = Lora(4, 6.0, schema.LORA_TARGETS)
 TWO = Lora(3, 6.0, ("q_proj", "v_proj"))
 
 
-def adapters_of(architecture, shape, head="lm", seed=5):
+def random_adapters(architecture, shape, head="lm", seed=5):
     """Return adapters that contain no zero matrix."""
     shapes = jax.eval_shape(lambda: init_adapters(architecture, shape, jax.random.key(0), head))
     rng = np.random.default_rng(seed)
@@ -83,7 +83,7 @@ def test_new_adapters_change_not_a_bit(checkpoint, dtype, unrolled):
     np.testing.assert_array_equal(
         logits(architecture, form(join_adapters(base, adapters)), ids, ALL, **options), bare
     )
-    moved = adapters_of(architecture, ALL)
+    moved = random_adapters(architecture, ALL)
     assert (
         np.abs(
             logits(architecture, form(join_adapters(base, moved)), ids, ALL, **options) - bare
@@ -111,29 +111,29 @@ def test_a_is_drawn_as_peft_draws_it():
 def test_the_gradient_is_that_of_the_merged_kernels(checkpoint):
     """dA = s dW B' and dB = s A' dW, where dW is the gradient of the merged kernel."""
     architecture, params = checkpoint[2:]
-    adapters, ids = adapters_of(architecture, ALL), reference.tokens()
+    adapters, ids = random_adapters(architecture, ALL), reference.tokens()
 
     def loss(tree, shape):
         out = apply(Transformer(architecture, lora=shape), tree, ids)
         return jnp.sum(jnp.sin(heads.compute_logits(architecture, tree, out)))
 
-    def adapter_loss(own):
-        return loss(join_adapters(params, own), ALL)
+    def adapter_loss(adapters):
+        return loss(join_adapters(params, adapters), ALL)
 
-    of_adapters = jax.jit(jax.grad(adapter_loss))(adapters)
-    whole = jax.tree.map(jnp.asarray, params)
+    adapters_gradient = jax.jit(jax.grad(adapter_loss))(adapters)
+    merged = jax.tree.map(jnp.asarray, params)
     for module, projections in adapters["layers"].items():
         for name, pair in projections.items():
-            entry = whole["layers"][module][name]
+            entry = merged["layers"][module][name]
             entry["kernel"] = merge_kernel(
                 entry["kernel"], pair["lora_a"], pair["lora_b"], ALL.scale
             )
-    of_whole = jax.jit(jax.grad(lambda tree: loss(tree, None)))(whole)
+    merged_gradient = jax.jit(jax.grad(lambda tree: loss(tree, None)))(merged)
     for module, projections in adapters["layers"].items():
         for name, pair in projections.items():
-            dw, found = (
-                of_whole["layers"][module][name]["kernel"],
-                of_adapters["layers"][module][name],
+            dw, pair_gradient = (
+                merged_gradient["layers"][module][name]["kernel"],
+                adapters_gradient["layers"][module][name],
             )
             expected = {
                 "lora_a": ALL.scale * dw @ pair["lora_b"].swapaxes(1, 2),
@@ -141,7 +141,11 @@ def test_the_gradient_is_that_of_the_merged_kernels(checkpoint):
             }
             for part, value in expected.items():
                 np.testing.assert_allclose(
-                    found[part], value, rtol=1e-3, atol=1e-4 * np.abs(value).max(), err_msg=name
+                    pair_gradient[part],
+                    value,
+                    rtol=1e-3,
+                    atol=1e-4 * np.abs(value).max(),
+                    err_msg=name,
                 )
 
 
@@ -153,7 +157,7 @@ def test_merged_and_in_pefts_format_it_is_the_same_model(checkpoint, shape, tmp_
     tensors.
     """
     _, folder, architecture, params = checkpoint
-    adapters, ids = adapters_of(architecture, shape), reference.tokens()
+    adapters, ids = random_adapters(architecture, shape), reference.tokens()
     ours = logits(architecture, join_adapters(params, adapters), ids, shape)
     assert np.abs(ours - logits(architecture, params, ids)).max() > 0.1
     export_checkpoint(params, architecture, tmp_path / "merged", adapters=adapters, lora=shape)
@@ -196,7 +200,7 @@ def test_there_and_back(head, tmp_path):
     """Split over eight devices as well; a head is loaded, or zero if it is not requested."""
     shape, architecture = Lora(2, 3.0, ("v_proj", "down_proj")), tiny.ARCHITECTURE
     adapters, mesh = (
-        adapters_of(architecture, shape, head),
+        random_adapters(architecture, shape, head),
         tiny.make_mesh(8, data=2, fsdp=2, model=2),
     )
     split = jax.jit(lambda tree: tree, out_shardings=places(adapters, mesh))(adapters)
@@ -243,7 +247,7 @@ def test_there_and_back(head, tmp_path):
 def test_peft_loads_ours_and_we_load_what_it_saves(checkpoint, tmp_path):
     library = pytest.importorskip("peft")
     _, folder, architecture, params = checkpoint
-    adapters, ids = adapters_of(architecture, TWO, "scalar"), reference.tokens()
+    adapters, ids = random_adapters(architecture, TWO, "scalar"), reference.tokens()
     policy, classifier = (
         heads.without_scalar_head(adapters),
         reference.transformers.AutoModelForSequenceClassification,
@@ -271,7 +275,7 @@ def test_peft_loads_ours_and_we_load_what_it_saves(checkpoint, tmp_path):
 
 def test_where_decoding_has_them():
     mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
-    adapters = adapters_of(tiny.ARCHITECTURE, ALL)
+    adapters = random_adapters(tiny.ARCHITECTURE, ALL)
 
     def build():
         base = heads.init_params(Transformer(tiny.ARCHITECTURE), jax.random.key(0), "lm")
@@ -293,7 +297,7 @@ def test_where_decoding_has_them():
 def saved(tmp_path):
     shape = Lora(2, 3.0, ("q_proj",))
     save_adapters(
-        adapters_of(tiny.ARCHITECTURE, shape),
+        random_adapters(tiny.ARCHITECTURE, shape),
         tiny.ARCHITECTURE,
         shape,
         tmp_path / "adapter",
@@ -368,7 +372,7 @@ def test_pickles_and_other_folders_are_refused(saved, tmp_path):
     shape = Lora(2, 3.0, ("q_proj",))
     with pytest.raises(FileExistsError):
         save_adapters(
-            adapters_of(tiny.ARCHITECTURE, shape),
+            random_adapters(tiny.ARCHITECTURE, shape),
             tiny.ARCHITECTURE,
             shape,
             tmp_path / "mine",

@@ -50,14 +50,14 @@ KINDS = {
 }
 
 
-def config_of(parameters):
+def make_config(parameters):
     longer = 256 if "original_max_position_embeddings" in parameters else 64
     return {"rope_parameters": dict(parameters), "max_position_embeddings": longer}
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_frequencies_and_logits_are_those_of_transformers(name, tmp_path):
-    model = reference.save(tmp_path, **config_of(KINDS[name]))
+    model = reference.save(tmp_path, **make_config(KINDS[name]))
     architecture, params = reference.load(tmp_path)
     inverse, factor = rope.inverse_frequencies(architecture)
     if name == "default":
@@ -79,7 +79,7 @@ def test_every_kind_is_tested():
 
 def test_longest_is_where_the_frequencies_would_change():
     def longest(name):
-        config = reference.SIZES | config_of(KINDS[name]) | {"model_type": "llama"}
+        config = reference.SIZES | make_config(KINDS[name]) | {"model_type": "llama"}
         return rope.max_sequence_length(from_hf_config(config))
 
     assert longest("longrope") == 64  # beyond it transformers takes long_factor
@@ -89,7 +89,7 @@ def test_longest_is_where_the_frequencies_would_change():
 
 @pytest.mark.parametrize("name", KINDS)
 def test_configurations_go_there_and_back(name):
-    config = reference.SIZES | config_of(KINDS[name]) | {"model_type": "llama"}
+    config = reference.SIZES | make_config(KINDS[name]) | {"model_type": "llama"}
     architecture = from_hf_config(config)
     written = to_hf_config(architecture)
     assert from_hf_config(written) == architecture

@@ -24,7 +24,7 @@ from jax_ppo.models.hf.peft import save_adapters
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.lora import Lora, init_adapters
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.ppo import loop as ppo
+from jax_ppo.ppo import loop
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = """
@@ -216,7 +216,7 @@ def test_mistakes_are_told_before_weights_load(files, tmp_path, override, messag
             ["train", f"--config={files}/config.py", override.format(files=files)]
         )
         assert isinstance(config, schema.Config)
-        ppo.train(config, tmp_path)
+        loop.train(config, tmp_path)
 
 
 def test_a_critic_of_another_vocabulary_is_refused(files, tmp_path, monkeypatch):
@@ -240,7 +240,7 @@ def test_a_critic_of_another_vocabulary_is_refused(files, tmp_path, monkeypatch)
                 f"--config.critic.path={critic}",
             ]
         )
-        ppo.train(config, tmp_path / "run")
+        loop.train(config, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_adapters_of_another_folder_are_refused(
             UserError if refused else KeyboardInterrupt,
             match=f"stand on '{base}'" if refused else "weights",
         ):
-            ppo.train(config, tmp_path)
+            loop.train(config, tmp_path)
     finally:
         path.write_text(text)
     assert (f"stand on '{base}'" in caplog.text) == warned

@@ -22,7 +22,7 @@ from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.ppo import loop as ppo
+from jax_ppo.ppo import loop
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = """
@@ -217,4 +217,4 @@ def test_mistakes_are_told_before_weights_load(files, tmp_path, option, message,
         ]
     )
     with pytest.raises(UserError, match=message):
-        ppo.train(config, tmp_path)
+        loop.train(config, tmp_path)

@@ -29,8 +29,7 @@ from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.load import read_architecture
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.ppo import loop as ppo
-from jax_ppo.ppo import precompilation
+from jax_ppo.ppo import loop, precompilation
 from jax_ppo.runtime import compilation, sharding
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -433,13 +432,13 @@ def test_nothing_is_compiled_after_the_second_step(files, tmp_path, monkeypatch)
             compiled.append(seconds) if event == compilation.COMPILED else None
         )
     )
-    finish = ppo.finish_step
+    finish = loop.finish_step
 
     def finish_and_count(run, state, step, *rest):
         at_step[step] = len(compiled)
         finish(run, state, step, *rest)
 
-    monkeypatch.setattr(ppo, "finish_step", finish_and_count)
+    monkeypatch.setattr(loop, "finish_step", finish_and_count)
     config = load_config(
         files,
         "--config.trainer.total_training_steps=6",
@@ -449,7 +448,7 @@ def test_nothing_is_compiled_after_the_second_step(files, tmp_path, monkeypatch)
         "--config.mesh.data=1",
         "--config.mesh.fsdp=8",
     )
-    ppo.train(config, tmp_path)
+    loop.train(config, tmp_path)
     jax.monitoring.clear_event_listeners()
     assert at_step[1] > 5
     assert at_step[6] == at_step[2], at_step
@@ -478,7 +477,7 @@ def test_a_step_is_compiled_in_the_precompilation_alone(
     )
     jax.config.update("jax_log_compiles", True)
     try:
-        ppo.train(
+        loop.train(
             load_config(
                 files,
                 "--config.trainer.total_training_steps=2",
@@ -558,14 +557,14 @@ def test_a_warm_step_transfers_only_what_it_says(files, tmp_path, monkeypatch):
     count_calls(sharding, "to_host")
     count_calls(sharding, "local_rows")
     count_calls(jax, "device_get")
-    finish = ppo.finish_step
+    finish = loop.finish_step
 
     def finish_and_count(run, state, step, *rest):
         calls_at_step[step] = calls.copy()
         finish(run, state, step, *rest)
         jax.config.update("jax_transfer_guard", "disallow" if step in (3, 4) else "allow")
 
-    monkeypatch.setattr(ppo, "finish_step", finish_and_count)
+    monkeypatch.setattr(loop, "finish_step", finish_and_count)
     config = load_config(
         files,
         "--config.trainer.total_training_steps=6",
@@ -575,7 +574,7 @@ def test_a_warm_step_transfers_only_what_it_says(files, tmp_path, monkeypatch):
         "--config.mesh.fsdp=4",
     )
     try:
-        ppo.train(config, tmp_path)
+        loop.train(config, tmp_path)
     finally:
         jax.config.update("jax_transfer_guard", "allow")
     # To the device: prompts, the two numbers of the key, the packings of scoring and update with
@@ -614,7 +613,7 @@ def test_mistakes_are_told_before_weights_load(files, tmp_path, override, messag
         "jax_ppo.ppo.loop.create_state", lambda *_: pytest.fail("weights were loaded")
     )
     with pytest.raises(UserError, match=message):
-        ppo.train(load_config(files, override, "--config.data.train_batch_size=8"), tmp_path)
+        loop.train(load_config(files, override, "--config.data.train_batch_size=8"), tmp_path)
 
 
 def test_resolved_options_are_hashable(files):

@@ -15,7 +15,7 @@ def encoder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory):
+def decoder_tokenizer(tmp_path_factory):
     """A decoder's tokenizer with a chat template."""
     tokenizer = tokenizer_lib.train_tokenizer(
         reward_models.TEXTS, 600, tmp_path_factory.mktemp("own")
@@ -36,28 +36,30 @@ def test_a_pair_is_what_the_tokenizer_makes_of_question_and_answer(encoder):
     assert ids[0][0] == encoder.cls_token_id and ids[0].count(encoder.sep_token_id) == 2
 
 
-def test_a_chat_is_closed_by_the_models_own_template(own):
-    ids, _ = RewardInputEncoder(own, "chat", 200).encode(["Hi", CHAT], ["#### 4", "5"])
+def test_a_chat_is_closed_by_the_models_own_template(decoder_tokenizer):
+    ids, _ = RewardInputEncoder(decoder_tokenizer, "chat", 200).encode(
+        ["Hi", CHAT], ["#### 4", "5"]
+    )
     texts = [
         "<user>Hi</s><assistant>#### 4</s>",
         "<system>Be brief.</s><user>How many apples?</s><assistant>5</s>",
     ]
-    assert ids == [own.encode(text, add_special_tokens=False) for text in texts]
+    assert ids == [decoder_tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
-def test_a_text_goes_on_where_the_prompt_ends(own):
-    ids, _ = RewardInputEncoder(own, "text", 200).encode(
+def test_a_text_goes_on_where_the_prompt_ends(decoder_tokenizer):
+    ids, _ = RewardInputEncoder(decoder_tokenizer, "text", 200).encode(
         ["How many apples?", CHAT], [" #### 4", "5"]
     )
     assert ids == [
-        own.encode("How many apples? #### 4"),
-        own.encode("Be brief.\nHow many apples?5"),
+        decoder_tokenizer.encode("How many apples? #### 4"),
+        decoder_tokenizer.encode("Be brief.\nHow many apples?5"),
     ]
 
 
 @pytest.mark.parametrize("form", ["chat", "pair", "text"])
-def test_what_is_too_long_loses_the_start_of_its_prompt(own, encoder, form):
-    tokenizer, end = (encoder, "3+2=5") if form == "pair" else (own, "3+2=5")
+def test_what_is_too_long_loses_the_start_of_its_prompt(decoder_tokenizer, encoder, form):
+    tokenizer, end = (encoder, "3+2=5") if form == "pair" else (decoder_tokenizer, "3+2=5")
     prompt = (
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "apples " * 40 + "How many?"},
@@ -94,17 +96,21 @@ def test_what_can_not_be_read_is_refused(encoder):
         RewardInputEncoder(encoder, "pair", 3)
 
 
-def test_same_tokens_means_same_words_and_no_other_template(own, encoder, tmp_path):
-    own.save_pretrained(tmp_path)
+def test_same_tokens_means_same_words_and_no_other_template(decoder_tokenizer, encoder, tmp_path):
+    decoder_tokenizer.save_pretrained(tmp_path)
     other = tokenizer_lib.load_tokenizer(str(tmp_path))
-    assert tokenizers_match(other, own)
+    assert tokenizers_match(other, decoder_tokenizer)
     other.chat_template = None
-    assert tokenizers_match(other, own) and not tokenizers_match(own, other)
+    assert tokenizers_match(other, decoder_tokenizer) and not tokenizers_match(
+        decoder_tokenizer, other
+    )
     other.chat_template = reward_models.CHAT.replace("</s>", "|")
-    assert not tokenizers_match(other, own)
+    assert not tokenizers_match(other, decoder_tokenizer)
     other.chat_template = None
     other.add_tokens(["apples"])
-    assert not tokenizers_match(other, own) and not tokenizers_match(encoder, own)
+    assert not tokenizers_match(other, decoder_tokenizer) and not tokenizers_match(
+        encoder, decoder_tokenizer
+    )
 
 
 def test_a_response_keeps_the_blank_before_its_first_word():

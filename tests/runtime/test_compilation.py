@@ -26,21 +26,21 @@ def compile_once(option="", **environment):
         for name, value in os.environ.items()
         if name not in ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME")
     }
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-W", "error", "-c", PROGRAM, str(option)],
         check=True,
         text=True,
         stdout=subprocess.PIPE,
         env=base | {name: str(value) for name, value in environment.items()},
     )
-    *said, count = done.stdout.splitlines()
-    return said, json.loads(count)
+    *messages, count = process.stdout.splitlines()
+    return messages, json.loads(count)
 
 
 def test_a_second_process_reads_what_the_first_compiled(tmp_path):
-    said, first = compile_once(XDG_CACHE_HOME=tmp_path)
+    messages, first = compile_once(XDG_CACHE_HOME=tmp_path)
     _, second = compile_once(XDG_CACHE_HOME=tmp_path)
-    assert said == [] and list((tmp_path / "jax_ppo" / "compiled").iterdir())
+    assert messages == [] and list((tmp_path / "jax_ppo" / "compiled").iterdir())
     assert (first["programs"], first["cache_hits"]) == (1, 0)
     assert (second["programs"], second["cache_hits"]) == (1, 1)
     assert first["seconds"] > 0 < second["seconds"]
@@ -64,6 +64,10 @@ def test_off_keeps_nothing(tmp_path, environment):
 
 def test_a_folder_that_cannot_be_written_is_told_once_and_done_without(tmp_path):
     (tmp_path / "file").touch()
-    said, count = compile_once(tmp_path / "file" / "folder")
-    assert len(said) == 1 and "config.trainer.compilation_cache" in said[0] and "file" in said[0]
+    messages, count = compile_once(tmp_path / "file" / "folder")
+    assert (
+        len(messages) == 1
+        and "config.trainer.compilation_cache" in messages[0]
+        and "file" in messages[0]
+    )
     assert count["programs"] == 1

@@ -42,14 +42,14 @@ def test_on_one_cpu_device_they_run_side_by_side(aside):
 
 def test_they_are_begun_in_their_order_under_the_mesh():
     """The next program reuses what was compiled for the first."""
-    mesh, begun = tiny.make_mesh(), []
+    mesh, started = tiny.make_mesh(), []
 
     def begin(number):
-        begun.append(number)
+        started.append(number)
         return jax.sharding.get_mesh()
 
     assert run(mesh, begin, begin, begin) == [mesh] * 3
-    assert begun == [0, 1, 2]
+    assert started == [0, 1, 2]
 
 
 def test_nothing_to_begin():
@@ -62,14 +62,14 @@ def test_no_thread_begins_two():
 
 
 def test_on_several_devices_they_are_begun_in_one_order_by_the_thread_that_asks():
-    mesh, begun = tiny.make_mesh(2), []
+    mesh, started = tiny.make_mesh(2), []
 
     def begin(number):
-        begun.append((number, threading.current_thread()))
+        started.append((number, threading.current_thread()))
         return number
 
     assert run(mesh, begin, begin, begin) == [0, 1, 2]
-    assert begun == [(number, threading.current_thread()) for number in range(3)]
+    assert started == [(number, threading.current_thread()) for number in range(3)]
 
 
 def test_an_accelerator_is_given_them_in_turn(monkeypatch):

@@ -86,12 +86,12 @@ class TestArguments:
 
 class Metadata(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        found = self.headers["Metadata-Flavor"] == "Google" and self.server.attributes.get(
+        value = self.headers["Metadata-Flavor"] == "Google" and self.server.attributes.get(
             self.path.rpartition("/")[2]
         )
-        self.send_response(200 if found else 404)
+        self.send_response(200 if value else 404)
         self.end_headers()
-        self.wfile.write((found or "").encode())
+        self.wfile.write((value or "").encode())
 
     def log_message(self, *arguments):
         pass
@@ -228,11 +228,13 @@ def test_two_processes_end_together(way):
     assert (
         "process 0 of 2 ends the run:" in errors and "Traceback" in errors
     )  # its next collective failed
-    said = {
+    expected_errors = {
         "raise": "ZeroDivisionError: on purpose",
         "interrupt": "KeyboardInterrupt",
         "message": "error: fix this",
     }
-    if way in said:
-        assert "process 1 of 2 ends the run:" in other_errors and said[way] in other_errors
+    if way in expected_errors:
+        assert (
+            "process 1 of 2 ends the run:" in other_errors and expected_errors[way] in other_errors
+        )
         assert ("Traceback" in other_errors) == (way != "message")

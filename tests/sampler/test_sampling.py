@@ -19,7 +19,7 @@ keep_top_k, keep_top_p = (
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def many(logits, draws, options=(1.0,)):
+def draw_many(logits, draws, options=(1.0,)):
     """Draw `~draws` tokens from one distribution, one sample each."""
     uniforms = sampling.token_uniforms(
         sampling.sample_keys(jax.random.key(3), jnp.arange(draws)), 5
@@ -33,7 +33,7 @@ def random_logits(B, V, scale=3.0, seed=0):
     return np.random.default_rng(seed).normal(0, scale, (B, V)).astype(np.float32)
 
 
-def kept(logits):
+def is_finite(logits):
     return np.isfinite(np.asarray(logits))
 
 
@@ -41,7 +41,7 @@ def kept(logits):
 def test_draws_follow_softmax(V):
     logits, draws = random_logits(1, V, scale=1.5)[0], 50_000
     expected = draws * np.asarray(jax.nn.softmax(logits.astype(np.float64)), np.float64)
-    counts = np.bincount(many(logits, draws), minlength=V)
+    counts = np.bincount(draw_many(logits, draws), minlength=V)
     rare = expected < 5  # the chi-square law needs five expected draws per bin
     bins = [np.append(x[~rare], x[rare].sum()) if rare.any() else x for x in (counts, expected)]
     assert scipy.stats.chisquare(bins[0], bins[1] * draws / bins[1].sum()).pvalue > 1e-3
@@ -55,7 +55,7 @@ def test_draws_follow_the_filtered_distribution(temperature, k, p):
     probability[order[k:]] = 0
     sums = np.cumsum(probability[order]) / probability.sum()
     probability[order[np.searchsorted(sums, p) + 1 :]] = 0
-    counts = np.bincount(many(logits, draws, (temperature, k, p)), minlength=50)
+    counts = np.bincount(draw_many(logits, draws, (temperature, k, p)), minlength=50)
     assert (counts[probability == 0] == 0).all()
     distance = np.abs(counts / draws - probability / probability.sum()).sum() / 2
     assert distance < 0.01  # chance accounts for about 0.005
@@ -121,7 +121,7 @@ def test_the_address_alone_makes_the_uniforms():
 def test_top_k_by_hand():
     logits = jnp.array([[1.0, 4.0, 2.0, 3.0, -jnp.inf], [0.0, 0.0, 1.0, 0.0, -1.0]])
     expected = [[0, 1, 0, 1, 0], [1, 1, 1, 1, 0]]  # all ties with the second largest remain
-    np.testing.assert_array_equal(kept(keep_top_k(logits, 2)), np.array(expected, bool))
+    np.testing.assert_array_equal(is_finite(keep_top_k(logits, 2)), np.array(expected, bool))
     for everything in (-1, 0, 5, 99):
         np.testing.assert_array_equal(keep_top_k(logits, everything), logits)
 
@@ -138,8 +138,8 @@ def test_top_p_by_hand():
         (0.90, [1, 3, 0, 4]),
         (0.96, [0, 1, 2, 3, 4]),
     ]:
-        assert set(np.flatnonzero(kept(keep_top_p(logits, p))[0])) == set(expected), p
-    assert kept(
+        assert set(np.flatnonzero(is_finite(keep_top_p(logits, p))[0])) == set(expected), p
+    assert is_finite(
         keep_top_p(jnp.zeros((1, 4)), 0.5)
     ).all()  # all are equally likely: none comes before another
     np.testing.assert_array_equal(keep_top_p(logits, 1.0), logits)
@@ -150,11 +150,11 @@ def test_filters_keep_the_exact_sets():
     order = np.argsort(-logits, axis=-1)
     ranks = np.argsort(order, axis=-1)
     for k in (1, 50, 998):
-        np.testing.assert_array_equal(kept(keep_top_k(logits, k)), ranks < k)
+        np.testing.assert_array_equal(is_finite(keep_top_k(logits, k)), ranks < k)
     probability = np.asarray(jax.nn.softmax(logits, -1), np.float64)
     sums = np.take_along_axis(np.cumsum(np.take_along_axis(probability, order, 1), 1), ranks, 1)
     for p in (0.5, 0.9, 0.999):
-        np.testing.assert_array_equal(kept(keep_top_p(logits, p)), sums - probability < p)
+        np.testing.assert_array_equal(is_finite(keep_top_p(logits, p)), sums - probability < p)
 
 
 @pytest.mark.parametrize("temperature, k, p", [(1.0, 7, 1.0), (0.6, 50, 0.95), (1.7, 999, 0.3)])
@@ -166,7 +166,7 @@ def test_filters_agree_with_transformers(temperature, k, p):
     scores = process.TemperatureLogitsWarper(temperature)(None, scores)
     scores = process.TopPLogitsWarper(p)(None, process.TopKLogitsWarper(k)(None, scores))
     ours = keep_top_p(keep_top_k(jnp.array(logits / temperature), k), p)
-    np.testing.assert_array_equal(kept(ours), kept(scores))
+    np.testing.assert_array_equal(is_finite(ours), is_finite(scores))
 
 
 def test_log_prob_is_from_before_the_filters():

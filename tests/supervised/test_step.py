@@ -35,7 +35,7 @@ def kinds(objective):
     return 2 if objective is PREFERENCE else 1
 
 
-def make(objective, seed=0):
+def make_sequences(objective, seed=0):
     """Return random sequences and parameters; the scalar head is not zero."""
     r = np.random.default_rng(seed)
     count = N * kinds(objective)
@@ -74,7 +74,7 @@ def gradients(objective, sequences, params, rows=2, packed=True):
     )
 
 
-def alone(sequences, params):
+def hidden_states_unpacked(sequences, params):
     """Return hidden states [B, S, D] of each sequence computed in a row of its own.
 
     Positions after the end of a sequence do not influence those before it.
@@ -88,7 +88,9 @@ def alone(sequences, params):
 @jax.jit
 def plain_language_loss(params, sequences):
     logprobs = jax.nn.log_softmax(
-        heads.compute_logits(tiny.ARCHITECTURE, params, alone(sequences, params)[:, :-1])
+        heads.compute_logits(
+            tiny.ARCHITECTURE, params, hidden_states_unpacked(sequences, params)[:, :-1]
+        )
     )
     losses = -jnp.take_along_axis(logprobs, sequences.tokens[:, 1:, None], axis=-1)[..., 0]
     place = np.arange(1, 18)
@@ -101,7 +103,8 @@ def plain_language_loss(params, sequences):
 @jax.jit
 def plain_preference_loss(params, sequences):
     last = sequences.prompt_lengths + sequences.lengths - 1
-    scores = heads.compute_scalars(params, alone(sequences, params))[np.arange(2 * N), last]
+    hidden = hidden_states_unpacked(sequences, params)
+    scores = heads.compute_scalars(params, hidden)[np.arange(2 * N), last]
     chosen, rejected = scores[:N], scores[N:]
     return (jnp.log(1 + jnp.exp(rejected - chosen)) + 0.1 * (chosen + rejected) ** 2).mean(), (
         chosen,
@@ -120,7 +123,7 @@ def assert_close(ours, theirs, tolerance=1e-4):
 
 
 def test_the_language_loss_and_its_gradient():
-    sequences, params = make(LANGUAGE)
+    sequences, params = make_sequences(LANGUAGE)
     ours, means = gradients(LANGUAGE, sequences, params)
     expected, theirs = jax.value_and_grad(plain_language_loss)(params, sequences)
     assert float(means["loss"]) == pytest.approx(float(expected), rel=1e-5) and set(means) == {
@@ -130,7 +133,7 @@ def test_the_language_loss_and_its_gradient():
 
 
 def test_the_preference_loss_and_its_gradient():
-    sequences, params = make(PREFERENCE)
+    sequences, params = make_sequences(PREFERENCE)
     ours, means = gradients(PREFERENCE, sequences, params)
     (expected, scores), theirs = jax.value_and_grad(plain_preference_loss, has_aux=True)(
         params, sequences
@@ -152,7 +155,7 @@ def test_losses_by_hand_where_nothing_is_known():
         (LANGUAGE, math.log(32)),
         (PREFERENCE, math.log(2)),
     ):
-        sequences, params = make(objective)
+        sequences, params = make_sequences(objective)
         _, means = gradients(objective, sequences, jax.tree.map(jnp.zeros_like, params))
         assert float(means["loss"]) == pytest.approx(expected, rel=1e-6)
     assert float(means["accuracy"]) == 0.5
@@ -160,7 +163,7 @@ def test_losses_by_hand_where_nothing_is_known():
 
 def test_prompt_tokens_carry_no_gradient(monkeypatch):
     """The loss uses only positions before response tokens, not those before prompt tokens."""
-    sequences, params = make(LANGUAGE)
+    sequences, params = make_sequences(LANGUAGE)
     packed, _ = plan(LANGUAGE, sequences, rows=1)
     rows = packing.gather_rows(sequences, Packing(packed.sample[0], packed.position[0]))
     hidden = forward.hidden_states(MODEL, params, rows)
@@ -183,7 +186,7 @@ def test_prompt_tokens_carry_no_gradient(monkeypatch):
 
 @OBJECTIVES
 def test_packing_and_micro_batches_change_nothing(objective):
-    sequences, params = make(objective)
+    sequences, params = make_sequences(objective)
     expected = gradients(objective, sequences, params, rows=N, packed=False)
     for rows, packed in ((1, True), (2, True), (4, True), (1, False), (4, False)):
         assert_close(gradients(objective, sequences, params, rows, packed), expected)
@@ -191,9 +194,9 @@ def test_packing_and_micro_batches_change_nothing(objective):
 
 @OBJECTIVES
 def test_eight_devices_take_the_step_of_one(objective):
-    sequences, params = make(objective)
+    sequences, params = make_sequences(objective)
 
-    def stepped(**shape):
+    def take_step(**shape):
         mesh = tiny.make_mesh(math.prod(shape.values()), **shape)
         with jax.set_mesh(mesh):
             packed, count = plan(objective, sequences, 4)
@@ -214,14 +217,14 @@ def test_eight_devices_take_the_step_of_one(objective):
 
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3),
-        stepped(data=2, fsdp=2, model=2),
-        stepped(data=1),
+        take_step(data=2, fsdp=2, model=2),
+        take_step(data=1),
     )
 
 
 @OBJECTIVES
 def test_measured_sums_are_those_that_are_learned_from(objective):
-    sequences, params = make(objective)
+    sequences, params = make_sequences(objective)
     _, means = gradients(objective, sequences, params)
     sums = measure_batch(
         objective, OPTIONS, MODEL, params, sequences, *plan(objective, sequences, 2)

@@ -50,7 +50,7 @@ PPO = (
 )
 
 
-def pairs():
+def generate_pairs():
     """Yield pairs whose chosen response counts apples and whose rejected one counts pears.
 
     The 5 held-out pairs do not fill a batch.
@@ -70,8 +70,8 @@ def files(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("files")
     with gzip.open(folder / "pairs.jsonl.gz", "wt") as file:
-        file.writelines(json.dumps(row) + "\n" for row in pairs())
-    texts = [text for row in pairs() for text in row.values()]
+        file.writelines(json.dumps(row) + "\n" for row in generate_pairs())
+    texts = [text for row in generate_pairs() for text in row.values()]
     tokenizer = tokenizer_lib.train_tokenizer(texts, 100, folder / "tokenizer")
     architecture = Architecture(
         family="llama",
@@ -99,7 +99,7 @@ def files(tmp_path_factory):
 
 def run(command, files, workdir, *overrides):
     """Run a command and return its output."""
-    done = subprocess.run(
+    process = subprocess.run(
         [
             sys.executable,
             "-m",
@@ -113,11 +113,11 @@ def run(command, files, workdir, *overrides):
         capture_output=True,
         env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"},
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
-def figures(workdir):
+def read_metrics(workdir):
     """Return the rows of training_metrics.csv without the columns that depend on time."""
     with open(workdir / "training_metrics.csv") as file:
         return [
@@ -161,7 +161,7 @@ def held_out(files, folder):
 
 def test_sft_learns_what_transformers_then_measures(files, sft):
     workdir, output = sft
-    rows, evaluated = figures(workdir), evaluations(workdir)
+    rows, evaluated = read_metrics(workdir), evaluations(workdir)
     assert [entry["step"] for entry in evaluated] == [0, 6, 12] and "step 12/12" in output
     assert evaluated[0]["loss"] > 4 and evaluated[2]["loss"] < evaluated[0]["loss"] - 1.5
     assert [int(row["step"]) for row in rows if row["train/loss"]] == list(range(1, 13))
@@ -211,7 +211,7 @@ def test_ppo_against_the_trained_reward_model(files, sft, reward_model, tmp_path
         f"--config.critic.path={reward_model[0]}/reward_model",
         *PPO,
     )
-    steps = [row for row in figures(tmp_path) if row["reward/mean"]]
+    steps = [row for row in read_metrics(tmp_path) if row["reward/mean"]]
     assert len(steps) == 2 and all(float(row["reward/std"]) > 0.1 for row in steps)
     assert "step 2/2" in output and (tmp_path / "actor" / "model.safetensors").exists()
 
@@ -247,7 +247,7 @@ def test_resumed_is_bit_equal(files, tmp_path, command, task, monkeypatch, capsy
     monkeypatch.undo()
     loop.train(options, tmp_path / "halves", task)
     assert "resuming after step 4 of 12" in capsys.readouterr().out
-    assert figures(tmp_path / "halves") == figures(tmp_path / "whole")
+    assert read_metrics(tmp_path / "halves") == read_metrics(tmp_path / "whole")
     assert evaluations(tmp_path / "halves") == evaluations(tmp_path / "whole")
     ours, theirs = (
         tmp_path / name / task.output / "model.safetensors" for name in ("halves", "whole")
@@ -317,14 +317,12 @@ def test_what_ppo_alone_reads_is_noted():
         "config.trainer.log_samples=0 is not read: it belongs to jax_ppo.train",
     ]
     values = loading.default_config()
-    values.data.train_files, values.model.path, values.supervised.response_key = (
-        "x.jsonl",
-        "llama",
-        "solution",
-    )
+    values.data.train_files = "x.jsonl"
+    values.model.path = "llama"
+    values.supervised.response_key = "solution"
     assert notes.supervised_notes(loading.from_config_dict(values, "sft"), "sft") == []
-    said = "config.supervised.response_key='solution' is not read: it belongs to jax_ppo.sft"
+    note = "config.supervised.response_key='solution' is not read: it belongs to jax_ppo.sft"
     assert notes.supervised_notes(
         loading.from_config_dict(values, "reward_model"), "reward_model"
-    ) == [said]
-    assert notes.train_notes(loading.from_config_dict(values)) == [said]
+    ) == [note]
+    assert notes.train_notes(loading.from_config_dict(values)) == [note]

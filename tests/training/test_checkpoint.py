@@ -68,7 +68,7 @@ def assert_same(left, right):
         assert a.dtype == b.dtype and a.sharding == b.sharding
 
 
-def small(value):
+def small_tree(value):
     return {"actor": {"w": jnp.full(4, float(value))}}
 
 
@@ -110,9 +110,9 @@ def test_another_mesh_reads_the_same_bits(tmp_path, shape):
     saved = params(make_mesh(2, 2))
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, {"actor": saved}, {})
-        wanted = abstract(params(make_mesh(*shape)))
-        read = checkpoints.restore_item(1, "actor", wanted)
-    assert jax.tree.map(lambda x: x.sharding, read) == jax.tree.map(lambda x: x.sharding, wanted)
+        expected = abstract(params(make_mesh(*shape)))
+        read = checkpoints.restore_item(1, "actor", expected)
+    assert jax.tree.map(lambda x: x.sharding, read) == jax.tree.map(lambda x: x.sharding, expected)
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), read, saved
     )
@@ -122,9 +122,9 @@ def test_another_dtype_is_cast_and_typed_keys_are_kept(tmp_path):
     saved = {"w": jnp.arange(4.0), "key": jax.random.key(7)}
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, {"actor": saved}, {})
-        wanted = abstract(saved)
-        wanted["w"] = jax.ShapeDtypeStruct((4,), jnp.bfloat16, sharding=saved["w"].sharding)
-        read = checkpoints.restore_item(1, "actor", wanted)
+        expected = abstract(saved)
+        expected["w"] = jax.ShapeDtypeStruct((4,), jnp.bfloat16, sharding=saved["w"].sharding)
+        read = checkpoints.restore_item(1, "actor", expected)
     assert read["w"].dtype == jnp.bfloat16
     assert read["key"] == saved["key"] and read["key"].dtype == saved["key"].dtype
 
@@ -134,19 +134,19 @@ class TestKeeping:
         with Checkpointer(tmp_path, 2, "accuracy") as checkpoints:
             for step, accuracy in ((1, 0.2), (2, 0.9), (3, 0.3)):
                 checkpoints.save(
-                    step, small(step), {}, {"accuracy": accuracy, "reward_mean": -accuracy}
+                    step, small_tree(step), {}, {"accuracy": accuracy, "reward_mean": -accuracy}
                 )
             assert checkpoints.best_step() == 2
         with Checkpointer(tmp_path, 2, "accuracy") as checkpoints:
-            checkpoints.save(4, small(4), {}, {"accuracy": 0.4})
-            checkpoints.save(5, small(5), {}, None)
+            checkpoints.save(4, small_tree(4), {}, {"accuracy": 0.4})
+            checkpoints.save(5, small_tree(5), {}, None)
             checkpoints.wait()
-            assert kept(tmp_path) == [2, 4, 5]
+            assert saved_steps(tmp_path) == [2, 4, 5]
             assert (checkpoints.best_step(), checkpoints.latest_step()) == (2, 5)
-            checkpoints.save(6, small(6), {}, {"accuracy": 0.9})
+            checkpoints.save(6, small_tree(6), {}, {"accuracy": 0.9})
             assert checkpoints.best_step() == 6  # the newest of equal ones
-            checkpoints.save(7, small(7), {})
-        assert kept(tmp_path) == [6, 7]
+            checkpoints.save(7, small_tree(7), {})
+        assert saved_steps(tmp_path) == [6, 7]
         with Checkpointer(tmp_path, 2, "reward_mean") as checkpoints:
             assert checkpoints.best_step() is None  # neither checkpoint has this metric
 
@@ -154,33 +154,33 @@ class TestKeeping:
         useless = {"accuracy": float("nan")}, {"accuracy": None}, {"reward_mean": 1.0}, None
         with Checkpointer(tmp_path, 1, "accuracy") as checkpoints:
             for step, figures in enumerate(useless):
-                checkpoints.save(step, small(step), {}, figures)
+                checkpoints.save(step, small_tree(step), {}, figures)
             assert checkpoints.best_step() is None
-        assert kept(tmp_path) == [3]
+        assert saved_steps(tmp_path) == [3]
 
     def test_a_figure_that_is_not_finite_never_wins(self, tmp_path):
         with Checkpointer(tmp_path, 1, "accuracy") as checkpoints:
             for step, accuracy in enumerate((0.2, 0.9, float("nan"), 0.3)):
-                checkpoints.save(step, small(step), {}, {"accuracy": accuracy})
+                checkpoints.save(step, small_tree(step), {}, {"accuracy": accuracy})
             assert checkpoints.best_step() == 1
-        assert kept(tmp_path) == [1, 3]
+        assert saved_steps(tmp_path) == [1, 3]
 
 
-def kept(directory):
+def saved_steps(directory):
     return sorted(int(path.name) for path in directory.iterdir())
 
 
 class TestErrors:
     def test_a_changed_model_is_named_with_both_shapes(self, tmp_path):
         saved = {"layers": {"kernel": jnp.zeros((2, 3)), "old": jnp.zeros(1)}, "same": jnp.zeros(1)}
-        wanted = {
+        expected = {
             "layers": {"kernel": jnp.zeros((2, 5)), "new": jnp.zeros(4)},
             "same": jnp.zeros(1),
         }
         with Checkpointer(tmp_path) as checkpoints:
             checkpoints.save(1, {"actor": saved}, {})
             with pytest.raises(UserError) as error:
-                checkpoints.restore(1, {"actor": abstract(wanted)})
+                checkpoints.restore(1, {"actor": abstract(expected)})
             message = str(error.value)
             assert "actor/layers/kernel: (2, 3) in the checkpoint, (2, 5) in the model" in message
             assert "actor/layers/new: absent in the checkpoint, (4,) in the model" in message
@@ -194,22 +194,22 @@ class TestErrors:
 
     def test_a_step_that_is_not_there(self, tmp_path):
         with Checkpointer(tmp_path) as checkpoints:
-            checkpoints.save(1, small(1), {})
+            checkpoints.save(1, small_tree(1), {})
             with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 2, only of \[1\]"):
-                checkpoints.restore(2, abstract(small(1)))
+                checkpoints.restore(2, abstract(small_tree(1)))
 
     def test_another_run_s_step_is_not_taken_for_this_one_s(self, tmp_path):
         with Checkpointer(tmp_path) as checkpoints:
-            checkpoints.save(1, small(1), {})
+            checkpoints.save(1, small_tree(1), {})
         with (
             Checkpointer(tmp_path) as checkpoints,
             pytest.raises(ValueError, match="already exists"),
         ):
-            checkpoints.save(1, small(2), {})
+            checkpoints.save(1, small_tree(2), {})
 
     def test_meta_that_is_not_json_fails_at_once(self, tmp_path):
         with Checkpointer(tmp_path) as checkpoints, pytest.raises(TypeError, match="float32"):
-            checkpoints.save(1, small(1), {"kl": np.float32(1)})
+            checkpoints.save(1, small_tree(1), {"kl": np.float32(1)})
 
 
 class TestSigterm:
@@ -250,14 +250,14 @@ def test_killed_while_saving_the_last_whole_one_is_there(tmp_path, pause):
     with Checkpointer(tmp_path) as checkpoints:
         step = checkpoints.latest_step()
         assert step >= 2
-        wanted = {
+        expected = {
             f"w{i}": jax.random.normal(jax.random.key(step * 10 + i), (512, 512)) for i in range(8)
         }
-        arrays, meta = checkpoints.restore(step, {"actor": abstract(wanted)})
+        arrays, meta = checkpoints.restore(step, {"actor": abstract(expected)})
         assert meta == {"step": step}
-        assert_same(arrays["actor"], wanted)
-        checkpoints.save(step + 1, {"actor": wanted}, {})
-    assert kept(tmp_path) == [step, step + 1]  # the incomplete checkpoint is gone
+        assert_same(arrays["actor"], expected)
+        checkpoints.save(step + 1, {"actor": expected}, {})
+    assert saved_steps(tmp_path) == [step, step + 1]  # the incomplete checkpoint is gone
 
 
 PROCESSES = """
@@ -315,9 +315,9 @@ def test_sigterm_to_one_of_two_processes_saves_the_same_step_in_both(tmp_path):
     with Checkpointer(tmp_path) as checkpoints:
         step = checkpoints.latest_step()
         assert [int(output.split()[-1]) for output in outputs] == [step, step]
-        wanted = jax.ShapeDtypeStruct(
+        expected = jax.ShapeDtypeStruct(
             (8, 4), jnp.float32, sharding=NamedSharding(make_mesh(8), P("fsdp"))
         )
-        arrays, meta = checkpoints.restore(step, {"actor": {"w": wanted}})
+        arrays, meta = checkpoints.restore(step, {"actor": {"w": expected}})
     assert meta == {"step": step}
     np.testing.assert_array_equal(np.asarray(arrays["actor"]["w"]), step + 1)

@@ -7,23 +7,23 @@ import pytest
 
 import tiny
 from jax_ppo.errors import UserError
-from jax_ppo.training import resume as resuming
+from jax_ppo.training import resume
 
 
-def begin_again(config, total_steps, saved, command="train"):
+def find_progress_of_saved_run(config, total_steps, saved, command="train"):
     """Resume after a checkpoint of step 3 that was saved with the options `~saved`."""
     meta = {"position": 24, "evaluations": [], "config": saved}
     checkpoints = types.SimpleNamespace(
         latest_step=lambda: 3, restore=lambda step, abstract: (None, meta)
     )
-    return resuming.find_progress(config, total_steps, checkpoints, print, command)
+    return resume.find_progress(config, total_steps, checkpoints, print, command)
 
 
 def test_it_goes_on_or_has_nothing_left_to_do(capsys):
     config = tiny.config()
-    assert begin_again(config, 5, dataclasses.asdict(config)).position == 24
+    assert find_progress_of_saved_run(config, 5, dataclasses.asdict(config)).position == 24
     assert capsys.readouterr().out == "resuming after step 3 of 5\n"
-    begin_again(config, 3, dataclasses.asdict(config))
+    find_progress_of_saved_run(config, 3, dataclasses.asdict(config))
     assert "all 3 steps are done" in capsys.readouterr().out
 
 
@@ -31,7 +31,7 @@ def test_an_option_that_is_younger_than_the_checkpoint_had_its_default(capsys):
     config = tiny.config(trainer__warn_kl_above=2.0)
     saved = dataclasses.asdict(config)
     del saved["trainer"]["warn_kl_above"]
-    begin_again(config, 5, saved)
+    find_progress_of_saved_run(config, 5, saved)
     assert (
         "config.trainer.warn_kl_above was 1.0 until the checkpoint, and is 2.0"
         in capsys.readouterr().out
@@ -42,13 +42,13 @@ def test_an_option_is_fixed_for_the_commands_that_read_it():
     config = tiny.config(critic__normalize_values=True)
     saved = dataclasses.asdict(tiny.config())
     with pytest.raises(UserError, match=r"normalize_values=True: .*another experiment, with False"):
-        begin_again(config, 5, saved)
-    assert begin_again(config, 5, saved, command="sft").step == 3
+        find_progress_of_saved_run(config, 5, saved)
+    assert find_progress_of_saved_run(config, 5, saved, command="sft").step == 3
 
 
 def test_an_option_that_only_the_first_step_reads_is_kept(capsys):
     config = tiny.config(algorithm__kl_ctrl__kl_coef=0.5)
-    begin_again(config, 5, dataclasses.asdict(tiny.config()))
+    find_progress_of_saved_run(config, 5, dataclasses.asdict(tiny.config()))
     assert "kl_coef=0.5: not read; what the checkpoint made of 0.001 is kept" in (
         capsys.readouterr().out
     )

@@ -89,7 +89,7 @@ def scores(model, params, tokens, positions, segments):
 
 
 def one_a_row(model, params, ids, lengths):
-    """Scores of padded rows."""
+    """Return the scores of padded rows with one sequence each."""
     column = np.arange(ids.shape[1])[None]
     filled = column < np.asarray(lengths)[:, None]
     return np.asarray(
@@ -124,12 +124,12 @@ IDS, LENGTHS = reference.tokens(6, 40), [40, 3, 17, 29, 1, 8]
     ],
 )
 def test_scores_are_those_of_transformers(name, tmp_path):
-    """Alone in a row, padded, and several texts in one row."""
+    """Texts are alone in a row, padded, and packed into one row."""
     model, ours = make(tmp_path, **VARIANTS[name]), load(tmp_path)
     whole, padded = theirs(model, IDS), theirs(model, IDS, LENGTHS)
     assert (
         whole.std() > 0.2 and np.abs(whole - padded).max() > 0.1
-    )  # or the comparison would say nothing
+    )  # otherwise the comparison would be meaningless
     np.testing.assert_allclose(one_a_row(*ours, IDS, [40] * 6), whole, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(one_a_row(*ours, IDS, LENGTHS), padded, rtol=1e-4, atol=1e-5)
 

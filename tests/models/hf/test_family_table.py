@@ -59,8 +59,8 @@ def test_a_family_outside_the_table_is_noticed(code):
     assert len(family_literals(f'"""Of gemma2."""\n{code}')) == 1
 
 
-# Norms with 1 + scale, a norm of queries and keys, one tensor for gate and up, modules and an
-# activation under names of its own: together they are in no real family.
+# Norms with 1 + scale, a norm of queries and keys, one tensor for gate and up, and different names
+# for modules and an activation: no real family combines all of them.
 TINYLM = Family(
     class_prefix="TinyLM",
     fixed={"norm_plus_one": True, "qk_norm": True},

@@ -24,7 +24,7 @@ def folder(tmp_path):
 
 
 def change(folder, add=(), remove=()):
-    """Rewrites the tensors of a folder."""
+    """Rewrite the tensors of a folder."""
     tensors = load_file(folder / "model.safetensors")
     tensors = {name: value for name, value in tensors.items() if name not in remove} | dict(add)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -258,7 +258,7 @@ def test_an_older_configuration_may_leave_things_out():
 
 
 def test_written_files_are_as_the_arrays_look(tmp_path):
-    """A transposed view has the memory of the array it was taken from."""
+    """A transposed view has the memory layout of its original array."""
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     tensors = {"plain": ("F32", (2, 3)), "turned": ("F32", (3, 2))}
     write_safetensors(tmp_path / "model.safetensors", tensors, iter([array, array.T]))

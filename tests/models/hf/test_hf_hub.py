@@ -147,7 +147,7 @@ def test_a_revision_is_asked_for_and_kept_by_its_name(online, monkeypatch):
     assert (folder / "model.safetensors").read_bytes() == b"weights"
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     assert resolve_model_folder("ada/tiny@refs/pr/1") == folder
-    assert "cannot be reached" in refusal("ada/tiny")  # another revision, which nobody has fetched
+    assert "cannot be reached" in refusal("ada/tiny")  # another revision, which is not in the cache
 
 
 def test_what_the_hub_refuses(online):

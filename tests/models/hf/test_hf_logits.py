@@ -1,4 +1,4 @@
-"""The decoder gives the numbers that transformers gives, from the same checkpoint."""
+"""The decoder computes the numbers of transformers from the same checkpoint."""
 
 import json
 
@@ -30,7 +30,7 @@ def test_logits_are_those_of_transformers(name, tmp_path):
     ids = reference.tokens()
     ours = reference.our_logits(*reference.load(tmp_path), ids)
     theirs = reference.their_logits(model, ids)
-    assert theirs.std() > 0.3  # or the comparison would say nothing
+    assert theirs.std() > 0.3  # otherwise the comparison would be meaningless
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
@@ -111,7 +111,7 @@ def test_reward_model(tmp_path):
     states = reference.hidden(architecture, params, ids)
     scores = reference.heads.compute_scalars(params, states)[
         :, -1
-    ]  # transformers scores the last token that is no padding
+    ]  # transformers scores the last token that is not padding
     np.testing.assert_allclose(scores, reference.their_logits(model, ids)[:, 0], atol=1e-4)
 
 
@@ -164,7 +164,7 @@ def test_the_real_model(tinystories):
         start = [architecture.bos_id, *start]
     row, end = np.zeros((1, 64), np.int32), len(start)
     row[0, :end] = start
-    for column in range(end, 64):  # what stands behind a token does not reach it
+    for column in range(end, 64):  # later tokens do not influence a token
         row[0, column] = reference.our_logits(architecture, params, row)[0, column - 1].argmax()
     story = tokenizer.decode(row[0], skip_special_tokens=True)
     assert story.startswith(

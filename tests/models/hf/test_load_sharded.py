@@ -76,7 +76,7 @@ def start(arguments, devices):
 
 
 def finish(processes):
-    """What each printed last."""
+    """Wait for the processes and return the last line that each printed."""
     try:
         printed = [process.communicate(timeout=120) for process in processes]
     finally:
@@ -89,7 +89,7 @@ def finish(processes):
 
 @pytest.fixture
 def source(tmp_path):
-    """A checkpoint, and beside it in `one` what one device makes of it."""
+    """Write a checkpoint, and in `~one` the export of one device next to it."""
     reference.save(tmp_path / "source", "qwen2", vocab_size=96)
     architecture, params = reference.load(tmp_path / "source")
     export_checkpoint(params, architecture, tmp_path / "one", max_shard_bytes=30_000)
@@ -118,6 +118,6 @@ def test_two_processes(source, tmp_path):
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     processes = [start([i, 2, address, source, tmp_path / "two"], devices=2) for i in range(2)]
-    for blocks in finish(processes):  # each reads the half that its devices hold
+    for blocks in finish(processes):  # each process reads the half that its devices hold
         assert blocks["model.layers.1.self_attn.q_proj.weight"] == [[16, 16]] * 2
     same_files(tmp_path / "one", tmp_path / "two")

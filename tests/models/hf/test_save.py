@@ -165,13 +165,13 @@ def test_the_tokenizer_may_come_from_another_folder(tmp_path):
     for folder in ("source", "other"):
         (tmp_path / folder / "tokenizer.json").write_text(folder)
     architecture, params = reference.load(tmp_path / "source")
-    for given, expected in ((None, "source"), (tmp_path / "other", "other")):
+    for tokenizer_folder, expected in ((None, "source"), (tmp_path / "other", "other")):
         export_checkpoint(
             params,
             architecture,
             tmp_path / "out",
             source_folder=tmp_path / "source",
-            tokenizer_folder=given,
+            tokenizer_folder=tokenizer_folder,
         )
         assert (tmp_path / "out/tokenizer.json").read_text() == expected
 
@@ -181,7 +181,7 @@ def test_an_export_is_replaced_whole_and_nothing_else_ever(tmp_path):
     architecture, params = reference.load(tmp_path / "source")
     out = tmp_path / "out"
     export_checkpoint(params, architecture, out, max_shard_bytes=20_000)
-    (tmp_path / ".out.writing").mkdir()  # as a killed run leaves it
+    (tmp_path / ".out.writing").mkdir()  # the state that a killed run leaves
     export_checkpoint(params, architecture, out)
     assert {path.name for path in out.iterdir()} == {
         "config.json",
