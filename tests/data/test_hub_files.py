@@ -109,9 +109,8 @@ def test_a_file_of_the_hub_is_read_and_cached(fake_hub):
         UserError,
         match=r"^option: .* owner/name .* cannot be reached \(ConnectionError: no route to host\)",
     ):
-        sources.load_examples(
-            "hf:owner/name/main/test.jsonl", option="option"
-        )  # only the other one is in the cache
+        # Only the other one is in the cache.
+        sources.load_examples("hf:owner/name/main/test.jsonl", option="option")
 
 
 def test_a_revision_of_a_data_set(fake_hub):

@@ -71,9 +71,8 @@ def test_other_forms_have_responses_too(tmp_path):
     ]
     path = write(tmp_path / "b.jsonl", [verl | {"extra_info": {"solution": "II"}}])
     assert sources.load_examples(path, response_key="solution")[0].response == "II"
-    path = write(
-        tmp_path / "c.jsonl", [verl | {"answer": None, "extra_info": {"answer": "2!"}}]
-    )  # the form that Parquet returns
+    # The form that Parquet returns.
+    path = write(tmp_path / "c.jsonl", [verl | {"answer": None, "extra_info": {"answer": "2!"}}])
     assert sources.load_examples(path)[0].response == "2!"
     path = write(tmp_path / "d.jsonl", [verl | {"solution": ["II"]}])
     with pytest.raises(

@@ -99,9 +99,10 @@ def hidden(architecture, params, ids, dtype=jnp.float32):
     return _apply(model, params, ids, positions)
 
 
+# The lowest optimization level makes the compilation shorter.
 @functools.partial(
     jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0}
-)  # compiles sooner
+)
 def _apply(model, params, ids, positions):
     return model.apply({"params": params}, ids, positions).hidden
 

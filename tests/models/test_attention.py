@@ -166,9 +166,8 @@ def test_splash_lowers_for_tpu(length, head_dim, options):
     shapes = jax.eval_shape(lambda: make_inputs(1, length, head_dim=head_dim, dtype=jnp.bfloat16))
     traced = jax.jit(lambda *x: gradient(attention.splash_attention, x, **options)).trace(*shapes)
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
-    assert (
-        text.count("tpu_custom_call") >= 3
-    )  # forward, and the gradients of queries and of keys and values
+    # Forward, and the gradients of queries and of keys and values.
+    assert text.count("tpu_custom_call") >= 3
 
 
 def test_each_device_runs_its_rows_and_heads():

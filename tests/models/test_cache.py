@@ -55,11 +55,9 @@ def test_it_is_that_of_the_last_token(rng, cudnn_anywhere, program, options, beh
     """Entries that must not be read are random: later columns, those before a window, idle rows."""
     if program == "cudnn" and ("softcap" in options or options.get("sliding_window", S) < S):
         pytest.skip("cuDNN has neither soft caps nor windows for the cache")
-    q, k, v = (
-        draw(rng, B, S, 2 * K, D),
-        draw(rng, B + behind, S, K, D),
-        draw(rng, B + behind, S, K, D),
-    )
+    q = draw(rng, B, S, 2 * K, D)
+    k = draw(rng, B + behind, S, K, D)
+    v = draw(rng, B + behind, S, K, D)
     last = np.take_along_axis(np.asarray(q), np.asarray(COLUMNS)[:, None, None, None], 1)
     whole = xla(q, k[:B], v[:B], None, **options)
     expected = np.take_along_axis(np.asarray(whole), np.asarray(COLUMNS)[:, None, None, None], 1)

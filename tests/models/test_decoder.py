@@ -122,9 +122,8 @@ def test_one_token_at_a_time_is_the_whole_sequence(params, ids, decoding, monkey
     flat = unroll_params(params)
     expected = run(params, ids)[0]
     lag = np.array([0, 3])
-    empty = jnp.full(
-        (B, T, ARCHITECTURE.num_kv_heads, ARCHITECTURE.head_dim), 7.0
-    )  # garbage that must not be read
+    # Garbage that must not be read.
+    empty = jnp.full((B, T, ARCHITECTURE.num_kv_heads, ARCHITECTURE.head_dim), 7.0)
     cache = (cache_module.cache_layout(decoding, empty, empty),) * ARCHITECTURE.num_layers
 
     @functools.partial(jax.jit, compiler_options=QUICK)

@@ -144,11 +144,12 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes(family):
     }
     few |= {"num_hidden_layers": 30, "model_type": family}
     full = getattr(reference.transformers, reference.MODELS[family][0])(**few).to_dict()
+    # Those belong to the tokenizer and must not be guessed.
     special = (
         "bos_token_id",
         "eos_token_id",
         "pad_token_id",
-    )  # those belong to the tokenizer and must not be guessed
+    )
     assert from_hf_config(few) == from_hf_config(full | dict.fromkeys(special))
 
 
@@ -263,9 +264,8 @@ def test_logits_logprobs_and_gradients(checkpoint, tmp_path):
     ):
         one = one if what == "logits" else one[mask][None]
         assert_close(one, reference.torch.cat(other, 1).detach().numpy(), what)
-    export_checkpoint(
-        gradients, architecture, tmp_path / "gradients"
-    )  # with transformers' names and shapes
+    # With transformers' names and shapes.
+    export_checkpoint(gradients, architecture, tmp_path / "gradients")
     written = load_file(tmp_path / "gradients/model.safetensors")
     for name, parameter in model.named_parameters():
         assert_close(written[name], parameter.grad.numpy(), name)
@@ -276,11 +276,9 @@ def test_cached_decode(checkpoint):
     model, _, architecture, params = checkpoint
     ids, prompts = reference.tokens(), np.array([9, 6])
     expected = reference.their_logits(model, ids)
-    flat, decoder, longest = (
-        unroll_params(params),
-        Transformer(architecture, unrolled=True),
-        prompts.max(),
-    )
+    flat = unroll_params(params)
+    decoder = Transformer(architecture, unrolled=True)
+    longest = prompts.max()
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def prefill(tokens, segments):
@@ -353,10 +351,8 @@ def test_a_critic_is_a_sequence_classifier(checkpoint, tmp_path):
         :, None
     ]
     export_checkpoint(params, architecture, tmp_path / "out")
-    theirs, ids = (
-        reference.reload(tmp_path / "out", task="SequenceClassification"),
-        reference.tokens(),
-    )
+    theirs = reference.reload(tmp_path / "out", task="SequenceClassification")
+    ids = reference.tokens()
     values = heads.compute_scalars(params, reference.hidden(architecture, params, ids))[:, -1]
     assert_close(values, reference.their_logits(theirs, ids)[:, 0])
     jax.tree.map(

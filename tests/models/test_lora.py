@@ -131,10 +131,8 @@ def test_the_gradient_is_that_of_the_merged_kernels(checkpoint):
     merged_gradient = jax.jit(jax.grad(lambda tree: loss(tree, None)))(merged)
     for module, projections in adapters["layers"].items():
         for name, pair in projections.items():
-            dw, pair_gradient = (
-                merged_gradient["layers"][module][name]["kernel"],
-                adapters_gradient["layers"][module][name],
-            )
+            dw = merged_gradient["layers"][module][name]["kernel"]
+            pair_gradient = adapters_gradient["layers"][module][name]
             expected = {
                 "lora_a": ALL.scale * dw @ pair["lora_b"].swapaxes(1, 2),
                 "lora_b": ALL.scale * pair["lora_a"].swapaxes(1, 2) @ dw,
@@ -168,10 +166,8 @@ def test_merged_and_in_pefts_format_it_is_the_same_model(checkpoint, shape, tmp_
 
     save_adapters(adapters, architecture, shape, tmp_path / "adapter", str(folder))
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
-    tensors, base = (
-        load_file(tmp_path / "adapter/adapter_model.safetensors"),
-        reference.reload(folder),
-    )
+    tensors = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    base = reference.reload(folder)
     assert (config["peft_type"], config["task_type"], config["modules_to_save"]) == (
         "LORA",
         "CAUSAL_LM",
@@ -199,10 +195,8 @@ def places(tree, mesh=None):
 def test_there_and_back(head, tmp_path):
     """Split over eight devices as well; a head is loaded, or zero if it is not requested."""
     shape, architecture = Lora(2, 3.0, ("v_proj", "down_proj")), tiny.ARCHITECTURE
-    adapters, mesh = (
-        random_adapters(architecture, shape, head),
-        tiny.make_mesh(8, data=2, fsdp=2, model=2),
-    )
+    adapters = random_adapters(architecture, shape, head)
+    mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
     split = jax.jit(lambda tree: tree, out_shardings=places(adapters, mesh))(adapters)
     save_adapters(split, architecture, shape, tmp_path / "out", "some/model")
     assert read_adapter_config(tmp_path / "out") == (shape, "some/model")
@@ -221,11 +215,12 @@ def test_there_and_back(head, tmp_path):
         head == "scalar"
     )
     kernel = loaded["layers"]["mlp"]["down_proj"]
+    # [2, 32, 2] over model 2.
     assert kernel["lora_a"].addressable_shards[0].data.shape == (
         2,
         16,
         2,
-    )  # [2, 32, 2] over model 2
+    )
     assert kernel["lora_b"].addressable_shards[0].data.shape == (2, 2, 8)  # [2, 2, 16] over fsdp 2
     if head == "scalar":
         names = load_file(tmp_path / "out/adapter_model.safetensors")
@@ -248,10 +243,8 @@ def test_peft_loads_ours_and_we_load_what_it_saves(checkpoint, tmp_path):
     library = pytest.importorskip("peft")
     _, folder, architecture, params = checkpoint
     adapters, ids = random_adapters(architecture, TWO, "scalar"), reference.tokens()
-    policy, classifier = (
-        heads.without_scalar_head(adapters),
-        reference.transformers.AutoModelForSequenceClassification,
-    )
+    policy = heads.without_scalar_head(adapters)
+    classifier = reference.transformers.AutoModelForSequenceClassification
     save_adapters(policy, architecture, TWO, tmp_path / "policy", str(folder))
     theirs = library.PeftModel.from_pretrained(
         reference.reload(folder), str(tmp_path / "policy")

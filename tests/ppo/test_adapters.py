@@ -45,10 +45,8 @@ def test_four_roles_share_one_base():
 
     The base exists once, in the data type of the computation.
     """
-    config, mesh = (
-        tiny.config(model__dtype="bfloat16", **LORA),
-        tiny.make_mesh(8, data=2, fsdp=2, model=2),
-    )
+    config = tiny.config(model__dtype="bfloat16", **LORA)
+    mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
     nets = tiny.networks(config)
     shapes = state_shapes(config, nets, mesh)
     assert names(shapes.actor) == {"lora_a", "lora_b"} and names(shapes.critic) == {
@@ -67,9 +65,8 @@ def test_four_roles_share_one_base():
     assert jax.tree.map(jnp.shape, trained) == jax.tree.map(
         jnp.shape, trained_shapes(config, nets, mesh)
     )
-    per_layer = 4 * (
-        2 * (16 + 16) + 2 * (16 + 8) + 2 * (16 + 32) + (32 + 16)
-    )  # r (in + out): q, o; k, v; gate, up; down
+    # r (in + out): q, o; k, v; gate, up; down.
+    per_layer = 4 * (2 * (16 + 16) + 2 * (16 + 8) + 2 * (16 + 32) + (32 + 16))
     sizes = {
         role: sum(x.size for x in jax.tree.leaves(trained[role])) for role in ("actor", "critic")
     }

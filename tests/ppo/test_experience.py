@@ -140,15 +140,13 @@ def test_the_critic_can_have_a_lambda_and_a_gamma_of_its_own():
     )
     experience, _ = estimate(config, [4.0], [3], values=[[1.0, 2.0, 3.0]])
     np.testing.assert_allclose(valid_entries(experience.advantages, [3]), [[1.0, 1.0, 1.0]])
-    np.testing.assert_allclose(
-        valid_entries(experience.returns, [3]), [[1.0, 2.0, 4.0]]
-    )  # the discounted score, independent of the values
+    # The discounted score, independent of the values.
+    np.testing.assert_allclose(valid_entries(experience.returns, [3]), [[1.0, 2.0, 4.0]])
 
 
 def test_lambda_by_length():
-    config = tiny.config(
-        algorithm__lam_length_alpha=0.5, **RAW
-    )  # the critic's lambda remains lam = 1
+    # The critic's lambda remains lam = 1.
+    config = tiny.config(algorithm__lam_length_alpha=0.5, **RAW)
     experience, _ = estimate(config, [1.0, 1.0], [2, 4], values=[[0.0, 0.0], [0.0] * 4])
     # lambda is 1 - 1/(0.5 x 2) = 0 and 1 - 1/(0.5 x 4) = 0.5.
     np.testing.assert_allclose(valid_entries(experience.advantages, [2, 4])[0], [0.0, 1.0])

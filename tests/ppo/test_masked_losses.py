@@ -124,9 +124,8 @@ def compute_reference(state, rollout) -> Reference:
     for b in range(tiny.B):
         rewards = -KL_COEF * kl[b]
         if len(rewards):
-            rewards[-1] += (
-                REWARDS[b] - 0.01 * rollout.lengths[b]
-            )  # the length of the whole response
+            # The length penalty counts the whole response.
+            rewards[-1] += REWARDS[b] - 0.01 * rollout.lengths[b]
         shaped.append(rewards.sum())
         # After the last action the state contains all tokens, also those of the environment.
         value_after = values_after[b, rollout.lengths[b]] if rollout.truncated[b] else 0.0

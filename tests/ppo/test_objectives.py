@@ -25,11 +25,9 @@ def metrics_of(role, change, **options):
         )
         learner, params, context = tiny.critic_role(config, nets), state.critic, None
         if role == "actor":
-            learner, params, context = (
-                tiny.actor_role(config, nets),
-                state.actor,
-                tiny.actor_context(config, state),
-            )
+            learner = tiny.actor_role(config, nets)
+            params = state.actor
+            context = tiny.actor_context(config, state)
         _, metrics = jax.jit(learner.gradients)(params, context, change(experience), batch)
     return {name: float(value) for name, value in metrics.items()}
 

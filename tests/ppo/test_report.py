@@ -71,9 +71,8 @@ def test_too_many_skipped_updates_in_a_row_end_the_run(tmp_path):
         report_steps(
             tmp_path / "on end", [{}, skipped, skipped, skipped, {}], trainer__max_skipped_updates=3
         )
-    assert (
-        len(read_metrics_csv(tmp_path / "on end" / "training_metrics.csv")) == 4
-    )  # the last one too
+    # The row of the last step is written as well.
+    assert len(read_metrics_csv(tmp_path / "on end" / "training_metrics.csv")) == 4
 
 
 def test_an_update_is_its_roles(tmp_path):

@@ -48,9 +48,8 @@ def decoder(tmp_path_factory):
 
 
 def network(options, folder, decoder):
-    nets = read_networks(
-        options, Folders(decoder, None, folder)
-    )  # the actor's network is not used here
+    # The actor's network is not used here.
+    nets = read_networks(options, Folders(decoder, None, folder))
     return nets, nets.reward
 
 
@@ -245,9 +244,10 @@ def test_what_does_not_fit_is_refused_before_weights_load(encoder, decoder, acto
         UserError, match=r"max_length=300: the reward model takes 256 tokens at most"
     ):
         reward_inputs_of(decoder, decoder, actors, reward__max_length=300)
+    # Relative distances are unlimited.
     assert (
         reward_inputs_of(encoder, decoder, actors, reward__max_length=300).reader.max_length == 300
-    )  # relative distances are unlimited
+    )
     with pytest.raises(
         UserError, match=r"config.mesh.model=8: must divide attention heads of the model, 4"
     ):

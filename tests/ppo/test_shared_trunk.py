@@ -86,10 +86,8 @@ def test_the_gradient_is_the_sum_of_both(options):
 @pytest.mark.parametrize("options", [{}, pytest.param(LORA, marks=pytest.mark.slow)])
 def test_one_pass_serves_both(options, monkeypatch):
     """The trunk is traced three times: for scoring the policy, the reference, and both losses."""
-    config, mesh = (
-        tiny.config(actor__ppo_epochs=2, algorithm__lam=0.95, **SHARED, **options),
-        tiny.make_mesh(),
-    )
+    config = tiny.config(actor__ppo_epochs=2, algorithm__lam=0.95, **SHARED, **options)
+    mesh = tiny.make_mesh()
     traced, run = [], forward.hidden_states
 
     def counted(model, params, rows):
@@ -102,10 +100,8 @@ def test_one_pass_serves_both(options, monkeypatch):
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
         experience, _ = tiny.make_experience(config, mesh, state, rollout)
         assert sorted(traced) == [False, True]
-        batches, before = (
-            tiny.plan(config, mesh, rollout, HALVES + HALVES, 2),
-            jax.tree.map(np.array, state.actor),
-        )
+        batches = tiny.plan(config, mesh, rollout, HALVES + HALVES, 2)
+        before = jax.tree.map(np.array, state.actor)
         traced.clear()
         state, metrics = tiny.update_state(
             config, tiny.networks(config), 100, state, experience, batches, None

@@ -215,10 +215,8 @@ def test_importance_weights_scale_the_policy_loss_alone():
 def test_importance_weights_do_not_depend_on_micro_batches():
     """The rollout reports probability 1 for each token, so the weights are all different."""
     config = tiny.config(algorithm__rollout_is="token")
-    weighted, plain = (
-        run_gradients(config, tiny.make_mesh(), 4),
-        run_gradients(tiny.config(), tiny.make_mesh(), 4),
-    )
+    weighted = run_gradients(config, tiny.make_mesh(), 4)
+    plain = run_gradients(tiny.config(), tiny.make_mesh(), 4)
     assert_close(run_gradients(config, tiny.make_mesh(), 1)[0], weighted[0])
     assert abs(weighted[1]["actor/pg_loss"] - plain[1]["actor/pg_loss"]) > 1e-3
 
@@ -452,10 +450,8 @@ def test_a_rollout_that_teaches_nothing_has_no_figures():
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
         rollout = dataclasses.replace(rollout, truncated=jnp.ones_like(rollout.truncated))
         experience, _ = tiny.make_experience(config, mesh, state, rollout)
-        batches, before = (
-            tiny.plan(config, mesh, rollout, ALL, 4),
-            np.array(jax.tree.leaves(state.actor)[0]),
-        )
+        batches = tiny.plan(config, mesh, rollout, ALL, 4)
+        before = np.array(jax.tree.leaves(state.actor)[0])
         after, metrics = tiny.update_state(
             config, tiny.networks(config), 100, state, experience, batches, batches
         )
@@ -630,10 +626,8 @@ def test_masked_responses_teach_nothing():
             returns=jnp.where(unmasked, experience.returns, 1e3),
         )
 
-    plain, changed = (
-        run_gradients(config, tiny.make_mesh(), 4),
-        run_gradients(config, tiny.make_mesh(), 4, change_masked),
-    )
+    plain = run_gradients(config, tiny.make_mesh(), 4)
+    changed = run_gradients(config, tiny.make_mesh(), 4, change_masked)
     assert_close(plain[0], changed[0])
 
 

@@ -78,9 +78,8 @@ class TestCurveFile:
     def test_an_interruption_leaves_no_trace(self, tmp_path, checkpoint, stopped):
         train(tmp_path / "whole", 0, 10)
         train(tmp_path / "broken", 0, stopped)
-        train(
-            tmp_path / "broken", checkpoint, checkpoint
-        )  # resumed, and stopped before it did anything
+        # Resumed, and stopped before it did anything.
+        train(tmp_path / "broken", checkpoint, checkpoint)
         expected = [
             row["step"] for row in rows(tmp_path / "whole") if int(row["step"]) <= checkpoint
         ]
@@ -125,9 +124,8 @@ class TestTensorBoard:
     def test_tensorboard_shows_each_step_once(self, tmp_path):
         self.write(tmp_path, 0, 5, 1.0)
         assert self.read(tmp_path) == {"reward/mean": [(step, 1.0) for step in (1, 2, 3, 4, 5)]}
-        self.write(
-            tmp_path, 3, 6, 2.0
-        )  # within the same second: it must not reuse the first one's file
+        # Within the same second: it must not reuse the first one's file.
+        self.write(tmp_path, 3, 6, 2.0)
         assert self.read(tmp_path)["reward/mean"] == [
             (1, 1),
             (2, 1),
@@ -239,9 +237,8 @@ def test_summary_is_json_as_others_read_it(tmp_path):
     assert read == {"a": None, "b": [1, None, [0.5, 3]], "c": {"d": None, "1": [1.0, None]}}
     with pytest.raises(TypeError):
         write_summary_file(tmp_path, {"a": object()})
-    assert (
-        json.loads((tmp_path / "summary.json").read_text()) == read
-    )  # the previous one is still complete
+    # The previous one is still complete.
+    assert json.loads((tmp_path / "summary.json").read_text()) == read
 
 
 def test_versions():

@@ -127,6 +127,5 @@ def test_a_response_keeps_the_blank_before_its_first_word():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", unk_token="<unk>")
     assert tokenizer.decode([3, 4]) == "a time"
     assert tokenizer_lib.decode_continuation(tokenizer, 2, [3, 4]) == " a time"
-    assert (
-        tokenizer_lib.decode_continuation(tokenizer, 0, [3, 4]) == "a time"
-    )  # after a special token a text begins
+    # After a special token a text begins.
+    assert tokenizer_lib.decode_continuation(tokenizer, 0, [3, 4]) == "a time"

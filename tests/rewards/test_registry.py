@@ -234,9 +234,8 @@ def test_rewards_of_steps_are_read_and_checked():
         fallback_score=-3.0,
     )
     assert scored.step_rewards == [((2, 0.5), (4, -1.0)), ()]
-    assert (
-        scored.scores.tolist() == [1.0, -3.0] and scored.failures == 1
-    )  # the empty text has no first character
+    # The empty text has no first character.
+    assert scored.scores.tolist() == [1.0, -3.0] and scored.failures == 1
 
 
 def test_a_step_is_rewarded_at_the_token_that_ends_it():

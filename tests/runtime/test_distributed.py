@@ -225,9 +225,8 @@ def test_two_processes_end_together(way):
         assert codes == [0, 0]
         return
     assert codes == [1, -signal.SIGKILL if way == "kill" else 1], errors + other_errors
-    assert (
-        "process 0 of 2 ends the run:" in errors and "Traceback" in errors
-    )  # its next collective failed
+    # Its next collective failed.
+    assert "process 0 of 2 ends the run:" in errors and "Traceback" in errors
     expected_errors = {
         "raise": "ZeroDivisionError: on purpose",
         "interrupt": "KeyboardInterrupt",

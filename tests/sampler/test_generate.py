@@ -51,9 +51,8 @@ def test_logprobs_are_those_of_a_full_forward_pass(actor, prompts, temperature, 
     )
     expected = np.take_along_axis(np.asarray(logprobs), rollout.responses[..., None], 2)[..., 0]
     np.testing.assert_allclose(rollout.logprobs, expected, atol=1e-5)
-    assert rollout.logprobs.max() < -1e-3 and rollout.logprobs.mean() > -np.log(
-        61
-    )  # neither certain nor uniform
+    # Neither certain nor uniform.
+    assert rollout.logprobs.max() < -1e-3 and rollout.logprobs.mean() > -np.log(61)
 
 
 def test_greedy_is_the_argmax_of_a_full_forward_pass(actor, prompts):

@@ -61,10 +61,8 @@ def test_one_program_where_they_would_not_be_equal_or_not_run_side_by_side(
 
 
 def test_one_program_where_each_would_read_large_weights_again(actor, monkeypatch):
-    weights, arguments = (
-        sum(x.nbytes for x in jax.tree.leaves(actor.params)),
-        (make_prompts((5, 16)), jax.random.key(0)),
-    )
+    weights = sum(x.nbytes for x in jax.tree.leaves(actor.params))
+    arguments = (make_prompts((5, 16)), jax.random.key(0))
     sampler = generate.Sampler(actor.decoded, generate.SamplingOptions(12, 1.0))
     with jax.set_mesh(sharding.make_mesh(schema.MeshShape(), jax.devices()[:1])):
         for most, programs in ((weights, 2), (weights - 1, 1)):

@@ -8,9 +8,8 @@ import scipy.stats
 
 from jax_ppo.sampler import sampling
 
-LAST = np.nextafter(
-    np.float32(1), np.float32(0)
-)  # jax.random.uniform stays below it, draw need not rely on that
+# jax.random.uniform stays below it, draw need not rely on that.
+LAST = np.nextafter(np.float32(1), np.float32(0))
 draw_tokens = jax.jit(sampling.draw_tokens)
 sample_tokens = jax.jit(sampling.sample_tokens, static_argnums=(2, 3, 4))
 keep_top_k, keep_top_p = (
@@ -110,9 +109,8 @@ def test_the_address_alone_makes_the_uniforms():
         len(np.unique(np.concatenate([sampling.token_uniforms(keys, t).ravel() for t in range(4)])))
         == 6 * 4 * 2
     )
-    together = sampling.token_uniforms(
-        keys, jnp.array([3, 1, 4, 1, 5, 9])
-    )  # a different position in each row
+    # A different position in each row.
+    together = sampling.token_uniforms(keys, jnp.array([3, 1, 4, 1, 5, 9]))
     for b, t in enumerate([3, 1, 4, 1, 5, 9]):
         alone = jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, b), t), (2,))
         np.testing.assert_array_equal(together[b], alone)
@@ -139,9 +137,8 @@ def test_top_p_by_hand():
         (0.96, [0, 1, 2, 3, 4]),
     ]:
         assert set(np.flatnonzero(is_finite(keep_top_p(logits, p))[0])) == set(expected), p
-    assert is_finite(
-        keep_top_p(jnp.zeros((1, 4)), 0.5)
-    ).all()  # all are equally likely: none comes before another
+    # All are equally likely: none comes before another.
+    assert is_finite(keep_top_p(jnp.zeros((1, 4)), 0.5)).all()
     np.testing.assert_array_equal(keep_top_p(logits, 1.0), logits)
 
 
@@ -170,10 +167,8 @@ def test_filters_agree_with_transformers(temperature, k, p):
 
 
 def test_log_prob_is_from_before_the_filters():
-    logits, uniforms = (
-        random_logits(64, 50),
-        np.random.default_rng(0).random((64, 2)).astype(np.float32),
-    )
+    logits = random_logits(64, 50)
+    uniforms = np.random.default_rng(0).random((64, 2)).astype(np.float32)
     tokens, logprobs = sample_tokens(logits, uniforms, 0.7, 3, 0.9)
     expected = np.take_along_axis(
         np.asarray(jax.nn.log_softmax(logits / 0.7)), np.asarray(tokens)[:, None], 1

@@ -32,9 +32,8 @@ class Actor:
         self.scored = Transformer(architecture)
         self.decoded = Transformer(architecture, unrolled=True)
         self.stacked, self.params = self.init(jax.random.key(0))
-        self.sampler = functools.cache(
-            lambda options: Sampler(self.decoded, options)
-        )  # tests share programs
+        # Tests share programs.
+        self.sampler = functools.cache(lambda options: Sampler(self.decoded, options))
 
     @functools.partial(jax.jit, static_argnums=0)
     def init(self, key):

@@ -19,9 +19,8 @@ from jax_ppo.training import forward, packing
 from jax_ppo.training.optimizer import make_optimizer
 from jax_ppo.types import Packing, Sequences
 
-OPTIONS = schema.Supervised(
-    schema.CriticOptim(lr=1e-2, eps=1e-3), center_coef=0.1
-)  # Adam alone would hide any scale
+# Adam alone would hide any scale.
+OPTIONS = schema.Supervised(schema.CriticOptim(lr=1e-2, eps=1e-3), center_coef=0.1)
 MODEL = Transformer(tiny.ARCHITECTURE, jnp.float32)
 N = 6  # examples
 OBJECTIVES = pytest.mark.parametrize(
@@ -211,9 +210,8 @@ def test_eight_devices_take_the_step_of_one(objective):
             after, _, figures = train_step(
                 objective, OPTIONS, MODEL, 10, here, optimizer, np.int32(0), *placed, count
             )
-            return jax.device_get(
-                (after, figures["loss"], figures["grad_norm"])
-            )  # the norm is measured before clipping
+            # The norm is measured before clipping.
+            return jax.device_get((after, figures["loss"], figures["grad_norm"]))
 
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3),

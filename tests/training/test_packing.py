@@ -36,9 +36,8 @@ def test_plan_holds_each_member_once_and_whole(seed, packed):
         for b in range(24):
             where = sample == b
             assert where.sum() == (lengths[b] if b in group else 0)
-            assert position[where].tolist() == list(
-                range(where.sum())
-            )  # one contiguous run, in order
+            # One contiguous run, in order.
+            assert position[where].tolist() == list(range(where.sum()))
             assert (
                 len(set(np.nonzero(where)[1].tolist())) <= 1
                 or len(set(zip(*np.nonzero(where)[:2], strict=True))) == 1
@@ -47,14 +46,12 @@ def test_plan_holds_each_member_once_and_whole(seed, packed):
 
 def test_rows_at_once():
     assert packing.rows_per_micro_batch(None, 1024, samples=256, shards=1) == 8  # 8,192 tokens
-    assert (
-        packing.rows_per_micro_batch(None, 1024, samples=32, shards=1) == 2
-    )  # a sixteenth of the samples
+    # A sixteenth of the samples.
+    assert packing.rows_per_micro_batch(None, 1024, samples=32, shards=1) == 2
     assert packing.rows_per_micro_batch(None, 1024, samples=4, shards=1) == 1
     assert packing.rows_per_micro_batch(None, 128, samples=32, shards=1) == 8  # 1,024 tokens
-    assert (
-        packing.rows_per_micro_batch(None, 16, samples=48, shards=1) == 12
-    )  # a quarter of the samples
+    # A quarter of the samples.
+    assert packing.rows_per_micro_batch(None, 16, samples=48, shards=1) == 12
     assert packing.rows_per_micro_batch(8, 1024, samples=4, shards=1) == 4
     assert packing.rows_per_micro_batch(3, 1024, samples=64, shards=4) == 12
     assert packing.rows_per_micro_batch(None, 100_000, samples=64, shards=2) == 2

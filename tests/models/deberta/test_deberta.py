@@ -127,9 +127,8 @@ def test_scores_are_those_of_transformers(name, tmp_path):
     """Texts are alone in a row, padded, and packed into one row."""
     model, ours = make(tmp_path, **VARIANTS[name]), load(tmp_path)
     whole, padded = theirs(model, IDS), theirs(model, IDS, LENGTHS)
-    assert (
-        whole.std() > 0.2 and np.abs(whole - padded).max() > 0.1
-    )  # otherwise the comparison would be meaningless
+    # Otherwise the comparison would be meaningless.
+    assert whole.std() > 0.2 and np.abs(whole - padded).max() > 0.1
     np.testing.assert_allclose(one_a_row(*ours, IDS, [40] * 6), whole, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(one_a_row(*ours, IDS, LENGTHS), padded, rtol=1e-4, atol=1e-5)
 

@@ -67,10 +67,8 @@ def test_bfloat16(tmp_path):
 def test_the_norm_rounds_where_transformers_does():
     """Rounding to bfloat16 after the scale changes a quarter of the numbers."""
     rng = np.random.default_rng(5)
-    x, scale = (
-        jnp.asarray(rng.normal(size=(64, 96)), jnp.bfloat16),
-        rng.normal(1, 0.3, 96).astype(np.float32),
-    )
+    x = jnp.asarray(rng.normal(size=(64, 96)), jnp.bfloat16)
+    scale = rng.normal(1, 0.3, 96).astype(np.float32)
     llama = Architecture("llama", 8, 96, 8, 1, 1, 1, 96, norm_epsilon=1e-6)
     ours = RMSNorm(llama).apply({"params": {"scale": jnp.asarray(scale)}}, x)
     theirs = reference.transformers.models.llama.modeling_llama.LlamaRMSNorm(96).bfloat16()
@@ -79,9 +77,8 @@ def test_the_norm_rounds_where_transformers_does():
         expected = (
             theirs(reference.torch.from_numpy(np.asarray(x, np.float32)).bfloat16()).float().numpy()
         )
-    assert (
-        np.asarray(ours, np.float32) != expected
-    ).mean() < 1e-3  # an rsqrt may differ in its last bit
+    # An rsqrt may differ in its last bit.
+    assert (np.asarray(ours, np.float32) != expected).mean() < 1e-3
 
 
 def test_loading_in_bfloat16_rounds_the_weights(tmp_path):
@@ -109,9 +106,8 @@ def test_reward_model(tmp_path):
     architecture, params = reference.load(tmp_path, "reward")
     ids = reference.tokens()
     states = reference.hidden(architecture, params, ids)
-    scores = reference.heads.compute_scalars(params, states)[
-        :, -1
-    ]  # transformers scores the last token that is not padding
+    # transformers scores the last token that is not padding.
+    scores = reference.heads.compute_scalars(params, states)[:, -1]
     np.testing.assert_allclose(scores, reference.their_logits(model, ids)[:, 0], atol=1e-4)
 
 
@@ -152,10 +148,8 @@ def test_the_real_model(tinystories):
     tokenizer = reference.transformers.AutoTokenizer.from_pretrained(tinystories)
     architecture, params = reference.load(tinystories)
     ids = reference.tokens(length=200, vocab_size=512)
-    ours, theirs = (
-        reference.our_logits(architecture, params, ids),
-        reference.their_logits(model, ids),
-    )
+    ours = reference.our_logits(architecture, params, ids)
+    theirs = reference.their_logits(model, ids)
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
     prompt = "Once upon a time, there was a little girl named Lily."
