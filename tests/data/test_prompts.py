@@ -23,7 +23,7 @@ def dataset(rows, max_prompt_length=64):
     return PromptDataset(tuple(examples(*map(str, range(rows)))), tokens, max_prompt_length)
 
 
-def take(batches, count):
+def take_batches(batches, count):
     return [next(batches).indices.tolist() for _ in range(count)]
 
 
@@ -131,24 +131,29 @@ def test_an_empty_prompt_is_refused(letters, prompt):
 def test_an_epoch_gives_each_row_once_in_a_fresh_order():
     batches = PromptBatches(dataset(12), 4, seed=1)
     assert batches.steps_per_epoch == 3
-    first, second = (sum(take(batches, 3), []) for _ in range(2))
+    first, second = (sum(take_batches(batches, 3), []) for _ in range(2))
     assert sorted(first) == sorted(second) == list(range(12))
     assert first != second != list(range(12))
-    assert sum(take(PromptBatches(dataset(12), 4, seed=1), 3), []) == first
-    assert sum(take(PromptBatches(dataset(12), 4, seed=2), 3), []) != first
+    assert sum(take_batches(PromptBatches(dataset(12), 4, seed=1), 3), []) == first
+    assert sum(take_batches(PromptBatches(dataset(12), 4, seed=2), 3), []) != first
 
 
 def test_without_shuffle_the_order_is_the_rows_own():
-    assert take(PromptBatches(dataset(5), 2, shuffle=False), 4) == [[0, 1], [2, 3], [0, 1], [2, 3]]
+    assert take_batches(PromptBatches(dataset(5), 2, shuffle=False), 4) == [
+        [0, 1],
+        [2, 3],
+        [0, 1],
+        [2, 3],
+    ]
 
 
 def test_the_rest_of_an_epoch_is_dropped():
     batches = PromptBatches(dataset(11), 4, seed=1)
     assert batches.steps_per_epoch == 2
-    take(batches, 2)
+    take_batches(batches, 2)
     assert batches.epoch == 1
     order = np.random.default_rng([1, 1]).permutation(11).tolist()
-    assert take(batches, 2) == [order[:4], order[4:8]]
+    assert take_batches(batches, 2) == [order[:4], order[4:8]]
 
 
 def test_repeat_false_ends_after_one_epoch():
@@ -164,18 +169,18 @@ def test_a_saved_position_goes_on_identically(rows, batch_count):
     In verl#5725 the run ended instead.
     """
     undisturbed = PromptBatches(dataset(rows), 4, seed=7)
-    take(undisturbed, batch_count)
+    take_batches(undisturbed, batch_count)
     resumed = PromptBatches(dataset(rows), 4, seed=7, position=int(undisturbed.position))
     assert resumed.epoch == undisturbed.epoch
-    assert take(resumed, 9) == take(undisturbed, 9)
+    assert take_batches(resumed, 9) == take_batches(undisturbed, 9)
     assert resumed.position == undisturbed.position
 
 
 def test_a_saved_position_holds_for_another_batch_size():
     first = PromptBatches(dataset(12), 4, seed=7)
-    first_indices = sum(take(first, 1), [])
+    first_indices = sum(take_batches(first, 1), [])
     remaining_indices = sum(
-        take(PromptBatches(dataset(12), 2, seed=7, position=first.position), 4), []
+        take_batches(PromptBatches(dataset(12), 2, seed=7, position=first.position), 4), []
     )
     assert sorted(first_indices + remaining_indices) == list(range(12))
     order = np.random.default_rng([7, 0]).permutation(12).tolist()

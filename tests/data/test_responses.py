@@ -15,7 +15,7 @@ START = "\n\nHuman: How many apples?\n\nAssistant: Whose?\n\nHuman: Tom's.\n\nAs
 ROW = {"chosen": START + " Two apples.", "rejected": START + " Tom has many."}
 
 
-def write(path, rows):
+def write_rows(path, rows):
     with (gzip.open if path.name.endswith(".gz") else open)(path, "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
     return str(path)
@@ -27,7 +27,7 @@ def test_rows_of_hh_rlhfs_form(tmp_path):
         "chosen": "\n\nHuman: A\n\nAssistant: B",
         "rejected": "\n\nHuman: A\n\nAssistant: C\n\nHuman: D\n\nAssistant: E",
     }
-    one, two = sources.load_examples(write(tmp_path / "hh.jsonl.gz", [ROW, other]))
+    one, two = sources.load_examples(write_rows(tmp_path / "hh.jsonl.gz", [ROW, other]))
     assert (one.prompt, one.response, one.rejected) == (START, " Two apples.", " Tom has many.")
     assert (two.prompt, two.response, two.rejected) == (
         "\n\nHuman: A\n\nAssistant:",
@@ -49,7 +49,7 @@ def test_rows_of_hh_rlhfs_form(tmp_path):
 )
 def test_what_is_no_pair_is_told(tmp_path, row, message):
     with pytest.raises(UserError, match=message):
-        sources.load_examples(write(tmp_path / "hh.jsonl", [row]))
+        sources.load_examples(write_rows(tmp_path / "hh.jsonl", [row]))
 
 
 def test_other_forms_have_responses_too(tmp_path):
@@ -59,7 +59,7 @@ def test_other_forms_have_responses_too(tmp_path):
         "prompt": "1 + 1?",
         "reward_model": {"style": "rule", "ground_truth": "2"},
     }
-    path = write(
+    path = write_rows(
         tmp_path / "a.jsonl",
         [gsm8k, verl, verl | {"extra_info": {"answer": "2!"}}, verl | {"answer": "two"}],
     )
@@ -69,12 +69,14 @@ def test_other_forms_have_responses_too(tmp_path):
         "2!",
         "two",
     ]
-    path = write(tmp_path / "b.jsonl", [verl | {"extra_info": {"solution": "II"}}])
+    path = write_rows(tmp_path / "b.jsonl", [verl | {"extra_info": {"solution": "II"}}])
     assert sources.load_examples(path, response_key="solution")[0].response == "II"
     # The form that Parquet returns.
-    path = write(tmp_path / "c.jsonl", [verl | {"answer": None, "extra_info": {"answer": "2!"}}])
+    path = write_rows(
+        tmp_path / "c.jsonl", [verl | {"answer": None, "extra_info": {"answer": "2!"}}]
+    )
     assert sources.load_examples(path)[0].response == "2!"
-    path = write(tmp_path / "d.jsonl", [verl | {"solution": ["II"]}])
+    path = write_rows(tmp_path / "d.jsonl", [verl | {"solution": ["II"]}])
     with pytest.raises(
         UserError,
         match="d.jsonl:1: config.supervised.response_key='solution' must name text, got list",
@@ -94,7 +96,7 @@ def test_stories_have_a_joyful_and_a_sad_sentence():
 
 
 def test_slices_of_files(tmp_path):
-    path = write(
+    path = write_rows(
         tmp_path / "a.jsonl", [{"question": str(i), "answer": f"#### {i}"} for i in range(5)]
     )
     for spec, expected in (("[:2]", "01"), ("[3:]", "34"), ("[1:3]", "12"), ("", "01234")):

@@ -52,7 +52,7 @@ def ids():
     return np.random.default_rng(1).integers(0, ARCHITECTURE.vocab_size, (B, T))
 
 
-def run(params, ids, segments=None, positions=None, model=STACKED):
+def hidden_states(params, ids, segments=None, positions=None, model=STACKED):
     """Return hidden states [B, T, D] of whole sequences."""
     positions = (
         np.broadcast_to(np.arange(ids.shape[1]), ids.shape) if positions is None else positions
@@ -66,11 +66,11 @@ def apply(model, params, ids, positions, segments):
 
 
 def test_a_token_changes_nothing_before_it(params, ids):
-    before = run(params, ids)[0]
+    before = hidden_states(params, ids)[0]
     for column in (1, 5, T - 1):
         changed = ids.copy()
         changed[:, column] = (changed[:, column] + 1) % ARCHITECTURE.vocab_size
-        after = run(params, changed)[0]
+        after = hidden_states(params, changed)[0]
         np.testing.assert_array_equal(after[:, :column], before[:, :column])
         assert (np.abs(after - before)[:, column:].max(-1) > 1e-4).all()
 
@@ -79,22 +79,24 @@ def test_packed_sequences_do_not_see_each_other(params, ids):
     lengths = (5, 4, 3)  # three sequences in a row, the last one unused padding
     segments = np.repeat([1, 2, 0], lengths)[None].repeat(B, 0)
     positions = np.concatenate([np.arange(n) for n in lengths])[None].repeat(B, 0)
-    packed = run(params, ids, segments, positions)[0]
+    packed = hidden_states(params, ids, segments, positions)[0]
     start = 0
     for n in lengths[:2]:
-        alone = run(params, ids[:, start : start + n])[0]
+        alone = hidden_states(params, ids[:, start : start + n])[0]
         np.testing.assert_allclose(packed[:, start : start + n], alone, atol=1e-5)
         start += n
     assert np.isfinite(packed).all()
 
 
 def test_no_segments_means_one(params, ids):
-    np.testing.assert_array_equal(run(params, ids)[0], run(params, ids, np.ones_like(ids))[0])
+    np.testing.assert_array_equal(
+        hidden_states(params, ids)[0], hidden_states(params, ids, np.ones_like(ids))[0]
+    )
 
 
 def test_unrolled_is_stacked(params, ids):
-    stacked, nothing, _ = run(params, ids)
-    unrolled, cache, _ = run(unroll_params(params), ids, model=UNROLLED)
+    stacked, nothing, _ = hidden_states(params, ids)
+    unrolled, cache, _ = hidden_states(unroll_params(params), ids, model=UNROLLED)
     assert nothing is None and len(cache) == ARCHITECTURE.num_layers
     heads_and_width = B, ARCHITECTURE.num_kv_heads, ARCHITECTURE.head_dim
     assert cache[0][0].shape == (*heads_and_width, T) and cache[0][1].swapaxes(2, 3).shape == (
@@ -120,7 +122,7 @@ def test_one_token_at_a_time_is_the_whole_sequence(params, ids, decoding, monkey
     monkeypatch.setattr(cache_module, "MIN_READ_WIDTH", 3)
     model = UNROLLED.clone(decoding=decoding)
     flat = unroll_params(params)
-    expected = run(params, ids)[0]
+    expected = hidden_states(params, ids)[0]
     lag = np.array([0, 3])
     # Garbage that must not be read.
     empty = jnp.full((B, T, ARCHITECTURE.num_kv_heads, ARCHITECTURE.head_dim), 7.0)
@@ -154,14 +156,14 @@ def test_recomputing_activations_leaves_the_gradient(params, ids):
 
 
 def test_computation_in_bfloat16(params, ids):
-    low = run(params, ids, model=Transformer(ARCHITECTURE, jnp.bfloat16))[0]
+    low = hidden_states(params, ids, model=Transformer(ARCHITECTURE, jnp.bfloat16))[0]
     assert low.dtype == jnp.bfloat16
     # There are some thirty roundings to 8 bits between a token and its state, which is of size 1.
-    np.testing.assert_allclose(low.astype(jnp.float32), run(params, ids)[0], atol=0.15)
+    np.testing.assert_allclose(low.astype(jnp.float32), hidden_states(params, ids)[0], atol=0.15)
 
 
 def test_heads(params, ids):
-    hidden = run(params, ids)[0]
+    hidden = hidden_states(params, ids)[0]
     assert heads.compute_logits(ARCHITECTURE, params, hidden).shape == (
         B,
         T,
@@ -251,5 +253,5 @@ def test_experts_have_a_partition_rule_before_that_of_other_kernels(monkeypatch)
 
 
 def test_auxiliary_outputs_cost_nothing_where_there_are_none(params, ids):
-    assert run(params, ids).auxiliary == {}
-    assert run(unroll_params(params), ids, model=UNROLLED).auxiliary == {}
+    assert hidden_states(params, ids).auxiliary == {}
+    assert hidden_states(unroll_params(params), ids, model=UNROLLED).auxiliary == {}

@@ -187,7 +187,7 @@ def test_merged_and_in_pefts_format_it_is_the_same_model(checkpoint, shape, tmp_
     np.testing.assert_allclose(reference.their_logits(base, ids), ours, rtol=1e-4, atol=1e-4)
 
 
-def places(tree, mesh=None):
+def shardings(tree, mesh=None):
     return sharding.tree_shardings(mesh or tiny.make_mesh(), tree, sharding.TRAIN_RULES)
 
 
@@ -197,7 +197,7 @@ def test_there_and_back(head, tmp_path):
     shape, architecture = Lora(2, 3.0, ("v_proj", "down_proj")), tiny.ARCHITECTURE
     adapters = random_adapters(architecture, shape, head)
     mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
-    split = jax.jit(lambda tree: tree, out_shardings=places(adapters, mesh))(adapters)
+    split = jax.jit(lambda tree: tree, out_shardings=shardings(adapters, mesh))(adapters)
     save_adapters(split, architecture, shape, tmp_path / "out", "some/model")
     assert read_adapter_config(tmp_path / "out") == (shape, "some/model")
     validate_adapters(tmp_path / "out", architecture, shape, "reward" if head == "scalar" else "lm")
@@ -206,7 +206,7 @@ def test_there_and_back(head, tmp_path):
         tmp_path / "out",
         architecture,
         shape,
-        places(adapters, mesh),
+        shardings(adapters, mesh),
         progress=lambda *at: reported.append(at),
         head="reward" if head == "scalar" else "lm",
     )
@@ -229,7 +229,7 @@ def test_there_and_back(head, tmp_path):
             "modules_to_save"
         ] == ["score"]
         fresh = load_adapters(
-            tmp_path / "out", architecture, shape, places(adapters), head="scalar"
+            tmp_path / "out", architecture, shape, shardings(adapters), head="scalar"
         )
         assert not np.any(fresh["score"]["kernel"])
         np.testing.assert_array_equal(
@@ -262,7 +262,7 @@ def test_peft_loads_ours_and_we_load_what_it_saves(checkpoint, tmp_path):
         tmp_path / "again"
     )
     assert read_adapter_config(tmp_path / "again") == (TWO, str(folder))
-    again = load_adapters(tmp_path / "again", architecture, TWO, places(adapters), head="reward")
+    again = load_adapters(tmp_path / "again", architecture, TWO, shardings(adapters), head="reward")
     jax.tree.map(np.testing.assert_array_equal, again, adapters)
 
 
@@ -299,7 +299,7 @@ def saved(tmp_path):
     return tmp_path / "adapter"
 
 
-def edit(folder, tensors=lambda tensors: tensors, **changes):
+def edit_folder(folder, tensors=lambda tensors: tensors, **changes):
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     save_file(
@@ -311,7 +311,7 @@ def edit(folder, tensors=lambda tensors: tensors, **changes):
 def read_all(folder):
     shape, _ = read_adapter_config(folder)
     tree = jax.eval_shape(lambda: init_adapters(tiny.ARCHITECTURE, shape, jax.random.key(0), "lm"))
-    return shape, load_adapters(folder, tiny.ARCHITECTURE, shape, places(tree))
+    return shape, load_adapters(folder, tiny.ARCHITECTURE, shape, shardings(tree))
 
 
 @pytest.mark.parametrize(
@@ -331,18 +331,20 @@ def read_all(folder):
     ],
 )
 def test_what_would_change_the_numbers_is_refused(saved, changes, message):
-    edit(saved, **changes)
+    edit_folder(saved, **changes)
     with pytest.raises(UserError, match=message):
         read_all(saved)
 
 
 def test_tensors_that_are_missing_or_too_many_are_named(saved):
     name = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
-    edit(saved, lambda tensors: {key: value for key, value in tensors.items() if key != name})
+    edit_folder(
+        saved, lambda tensors: {key: value for key, value in tensors.items() if key != name}
+    )
     with pytest.raises(UserError, match=f"{name} is missing"):
         read_all(saved)
     other = "base_model.model.model.embed_tokens.lora_embedding_A"
-    edit(
+    edit_folder(
         saved,
         lambda tensors: (
             tensors | {name: np.zeros((16, 2), np.float32), other: np.zeros((2, 32), np.float32)}
@@ -374,5 +376,5 @@ def test_pickles_and_other_folders_are_refused(saved, tmp_path):
 
 
 def test_rank_stabilised_adapters_count_by_the_root_of_the_rank(saved):
-    edit(saved, use_rslora=True)
+    edit_folder(saved, use_rslora=True)
     assert read_all(saved)[0].scale == pytest.approx(3 / 2**0.5)

@@ -25,8 +25,8 @@ HALVES = [[0, 2, 4, 6], [1, 3, 5, 7]]
 ALL = [list(range(tiny.B))]
 
 
-def moved(state):
-    """Return the parameters with adapters that contain no zero matrix."""
+def move_adapters(state):
+    """Return the state with adapters that contain no zero matrix."""
 
     def move(tree):
         return jax.tree.map(
@@ -86,16 +86,16 @@ def step(config, mesh, groups, rows, prepare=lambda state: state):
     with jax.set_mesh(mesh):
         state = prepare(tiny.make_state(config, mesh))
         rollout = tiny.make_rollout(mesh)
-        experience, of_rollout = tiny.make_experience(config, mesh, state, rollout, rows=rows)
+        experience, rollout_metrics = tiny.make_experience(config, mesh, state, rollout, rows=rows)
         batches = tiny.plan(config, mesh, rollout, groups, rows)
         before = jax.tree.map(np.array, state)
-        state, of_update = tiny.update_state(
+        state, update_metrics = tiny.update_state(
             config, tiny.networks(config), 100, state, experience, batches, batches
         )
     return (
         before,
         state,
-        {name: float(value) for name, value in (of_rollout | of_update).items()},
+        {name: float(value) for name, value in (rollout_metrics | update_metrics).items()},
         experience,
     )
 
@@ -124,7 +124,7 @@ def gradients(config, mesh, rows):
     The adapters have moved since the rollout.
     """
     with jax.set_mesh(mesh):
-        state = moved(tiny.make_state(config, mesh))
+        state = move_adapters(tiny.make_state(config, mesh))
         rollout = tiny.make_rollout(mesh)
         experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=max(rows, 1))
         learned = jax.tree.map(lambda x: x * 1.05, (state.actor, state.critic))
@@ -176,7 +176,7 @@ def test_the_sampler_draws_from_the_policy_that_is_scored():
     config, mesh = tiny.config(**LORA), tiny.make_mesh()
     nets = tiny.networks(config)
     with jax.set_mesh(mesh):
-        state = moved(tiny.make_state(config, mesh))
+        state = move_adapters(tiny.make_state(config, mesh))
         sampler = Sampler(
             Transformer(tiny.ARCHITECTURE, jnp.float32, unrolled=True, lora=nets.actor.lora),
             SamplingOptions(tiny.T, 1.0, eos_ids=(1,)),
@@ -194,7 +194,7 @@ def test_a_reward_model_may_stand_on_the_base_too():
     config, mesh = tiny.config(**LORA), tiny.make_mesh()
     nets = tiny.networks(config)
     with jax.set_mesh(mesh):
-        state, rollout = moved(tiny.make_state(config, mesh)), tiny.make_rollout(mesh)
+        state, rollout = move_adapters(tiny.make_state(config, mesh)), tiny.make_rollout(mesh)
         sequences = scoring.join_sequences(rollout, config.sequence_length)
         batches = tiny.plan(config, mesh, rollout, ALL, 4)
         plan = jax.tree.map(lambda x: x[0], batches.packing), batches.counts[0]
@@ -212,10 +212,10 @@ def test_a_reward_model_may_stand_on_the_base_too():
 
 def _merged(params, scale, path, kernel):
     """Return a parameter of the base after merging the adapter of the same layer into it."""
-    beside = functools.reduce(lambda tree, key: tree[key.key], path[:-1], params)
-    if path[-1].key != "kernel" or "lora_a" not in beside:
+    layer_params = functools.reduce(lambda tree, key: tree[key.key], path[:-1], params)
+    if path[-1].key != "kernel" or "lora_a" not in layer_params:
         return kernel
-    return merge_kernel(kernel, beside["lora_a"], beside["lora_b"], scale)
+    return merge_kernel(kernel, layer_params["lora_a"], layer_params["lora_b"], scale)
 
 
 def test_a_state_from_a_checkpoint_is_the_one_that_was_saved(tmp_path):
@@ -224,7 +224,7 @@ def test_a_state_from_a_checkpoint_is_the_one_that_was_saved(tmp_path):
 
     config, mesh = tiny.config(**LORA), tiny.make_mesh(8, data=2, fsdp=2, model=2)
     with jax.set_mesh(mesh):
-        before = moved(tiny.make_state(config, mesh))
+        before = move_adapters(tiny.make_state(config, mesh))
         export_checkpoint(before.reference, tiny.ARCHITECTURE, tmp_path / "base")
         folders, loaded = Folders(tmp_path / "base", tmp_path / "base", None), []
         nets = tiny.networks(config)

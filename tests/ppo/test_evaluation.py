@@ -12,17 +12,17 @@ from jax_ppo.types import Example, Rollout
 N = 2  # responses per prompt
 
 
-def run(scores, batch_size, correct=None):
+def evaluate_prompts(scores, batch_size, correct=None):
     """Evaluate prompts that consist of one token, the number of their row.
 
     The responses to the prompt of row i have the score `scores[i]` and i + 1 tokens.
     """
     examples = tuple(Example(str(row), "mine") for row in range(len(scores)))
     dataset = PromptDataset(examples, [np.array([row]) for row in range(len(scores))], 16)
-    firsts = []
+    first_indices = []
 
     def sample(prompts, key, first):
-        firsts.append(first)
+        first_indices.append(first)
         rows = np.repeat(np.asarray(prompts.tokens)[:, 0], N)
         return Rollout(
             prompts=prompts,
@@ -35,10 +35,12 @@ def run(scores, batch_size, correct=None):
 
     def reward(batch, rollout, keep):
         rows = rollout.responses
-        known = np.full(len(rows), np.nan) if correct is None else np.asarray(correct, float)[rows]
+        correctness = (
+            np.full(len(rows), np.nan) if correct is None else np.asarray(correct, float)[rows]
+        )
         return (
             np.asarray(scores, float)[rows],
-            known,
+            correctness,
             [{"response": str(row)} for row in rows][: max(keep, 0)],
         )
 
@@ -50,27 +52,27 @@ def run(scores, batch_size, correct=None):
         key=jax.random.key(0),
         num_samples=5,
     )
-    return result, firsts
+    return result, first_indices
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5])
 def test_rows_that_fill_the_last_batch_are_not_counted(batch_size):
     """Scores 1, 2, 6 have mean 3. Lengths are 1, 2, 3. One of three answers is right."""
-    result, _ = run([1, 2, 6], batch_size, correct=[0, 0, 1])
+    result, _ = evaluate_prompts([1, 2, 6], batch_size, correct=[0, 0, 1])
     assert (result.reward_mean, result.length_mean) == (3, 2)
     assert result.accuracy == pytest.approx(1 / 3)
 
 
 def test_samples_of_all_batches_have_addresses_of_their_own():
-    _, firsts = run([1, 2, 6, 7, 8], 2)
+    _, firsts = evaluate_prompts([1, 2, 6, 7, 8], 2)
     assert firsts == [0, 4, 8]
 
 
 def test_what_has_no_notion_of_right_has_no_accuracy():
-    result, _ = run([1, 2, 6], 2)
+    result, _ = evaluate_prompts([1, 2, 6], 2)
     assert result.accuracy is None and result.reward_mean == 3
 
 
 def test_as_many_responses_are_kept_as_asked():
-    result, _ = run([1, 2, 6, 7], 2)
+    result, _ = evaluate_prompts([1, 2, 6, 7], 2)
     assert [row["response"] for row in result.samples] == ["0", "0", "1", "1", "2"]

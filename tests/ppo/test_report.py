@@ -25,24 +25,24 @@ def report_steps(workdir, steps, **changes):
     rewarded = types.SimpleNamespace(failures=0, extra={})
     run = types.SimpleNamespace(config=tiny.config(**changes), total_steps=len(steps))
     with report.Reporter(run, workdir, checkpoint.Progress(), None) as reporter:
-        for step, figures in enumerate(steps):
+        for step, metrics in enumerate(steps):
             reporter.report_later(
                 step,
-                {name: np.float32(value) for name, value in (HEALTHY | figures).items()},
+                {name: np.float32(value) for name, value in (HEALTHY | metrics).items()},
                 rewarded,
             )
             reporter.flush()
 
 
 @pytest.mark.parametrize(
-    ("option", "figure", "bad", "words"),
+    ("option", "figure", "bad", "quantity"),
     [
         ("trainer__warn_entropy_below", "actor/entropy", 0.01, "entropy"),
         ("trainer__warn_kl_above", "kl/reference", 9.0, "KL"),
     ],
 )
 def test_a_collapse_is_said_once_and_again_when_it_comes_back(
-    option, figure, bad, words, tmp_path, capsys
+    option, figure, bad, quantity, tmp_path, capsys
 ):
     report_steps(
         tmp_path,
@@ -54,7 +54,7 @@ def test_a_collapse_is_said_once_and_again_when_it_comes_back(
         len(warnings) == 2
         and "step 2" in warnings[0]
         and "step 5" in warnings[1]
-        and all(words in line for line in warnings)
+        and all(quantity in line for line in warnings)
     )
 
 

@@ -153,8 +153,8 @@ def test_text_is_read_as_text_whatever_the_template(decoder, actors, tmp_path):
     options = tiny.config(reward__model_path=str(folder))
     net = network(options, folder, decoder)[0].reward
     for chats, form in ((False, "text"), (True, "chat")):
-        made = make_reward_inputs(options, net, folder, actors, prompts_are_chats=chats)
-        assert made.reader.form == form
+        inputs_of_form = make_reward_inputs(options, net, folder, actors, prompts_are_chats=chats)
+        assert inputs_of_form.reader.form == form
 
 
 @pytest.mark.parametrize("form", ["auto", "chat", "pair"])

@@ -22,7 +22,7 @@ def make_planner(config, mesh=None):
     return plans.make_planner(config, mesh or tiny.make_mesh(), has_critic)
 
 
-def members(config, step):
+def mini_batch_members(config, step):
     """Return the samples of a step's mini-batches, [epochs, mini-batches, samples per batch]."""
     lengths = np.full(tiny.B, 4)
     mask = np.asarray(make_planner(config).plan(step, lengths).actor.members)
@@ -32,11 +32,11 @@ def members(config, step):
 
 def test_every_epoch_of_every_step_cuts_the_whole_rollout_anew():
     config = tiny.config(actor__ppo_epochs=2, actor__ppo_mini_batch_size=2)
-    cuts = [cut for step in (0, 1) for cut in members(config, step)]
+    cuts = [cut for step in (0, 1) for cut in mini_batch_members(config, step)]
     for cut in cuts:
         assert cut.shape == (4, 2) and sorted(cut.ravel().tolist()) == list(range(tiny.B))
     assert len({cut.tobytes() for cut in cuts}) == 4
-    np.testing.assert_array_equal(members(config, 1), cuts[2:])
+    np.testing.assert_array_equal(mini_batch_members(config, 1), cuts[2:])
 
 
 def test_roles_cut_a_rollout_as_their_options_say():

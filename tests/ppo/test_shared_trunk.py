@@ -27,12 +27,12 @@ def gradients(config, mesh, role, nets, rows=4):
     with jax.set_mesh(mesh):
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
         experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=rows)
-        one = jax.tree.map(
+        batch = jax.tree.map(
             lambda x: x[0], tiny.plan(config, mesh, rollout, [np.arange(tiny.B)], rows)
         )
         context = None if role is objectives.critic_loss else tiny.actor_context(config, state)
 
-        def run(params, base, context, experience, one):
+        def run(params, base, context, experience, batch):
             learner = tiny.actor_role(config, nets, base)
             if role is objectives.actor_loss:
                 options = objectives.ActorLossOptions.from_config(config)
@@ -47,11 +47,11 @@ def gradients(config, mesh, role, nets, rows=4):
                     objective=functools.partial(role, config.critic, nets.critic),
                     metrics=objectives.CRITIC_METRICS,
                 )
-            return learner.gradients(params, context, experience, one)
+            return learner.gradients(params, context, experience, batch)
 
         params = jax.tree.map(lambda x: x * 1.02 + 0.01, state.actor)
         return jax.tree.map(
-            np.asarray, jax.jit(run)(params, state.reference, context, experience, one)
+            np.asarray, jax.jit(run)(params, state.reference, context, experience, batch)
         )
 
 
@@ -88,25 +88,25 @@ def test_one_pass_serves_both(options, monkeypatch):
     """The trunk is traced three times: for scoring the policy, the reference, and both losses."""
     config = tiny.config(actor__ppo_epochs=2, algorithm__lam=0.95, **SHARED, **options)
     mesh = tiny.make_mesh()
-    traced, run = [], forward.hidden_states
+    traces, run = [], forward.hidden_states
 
-    def counted(model, params, rows):
-        traced.append("score" in params)
+    def count_traces(model, params, rows):
+        traces.append("score" in params)
         return run(model, params, rows)
 
-    monkeypatch.setattr(forward, "hidden_states", counted)
+    monkeypatch.setattr(forward, "hidden_states", count_traces)
     jax.clear_caches()
     with jax.set_mesh(mesh):
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
         experience, _ = tiny.make_experience(config, mesh, state, rollout)
-        assert sorted(traced) == [False, True]
+        assert sorted(traces) == [False, True]
         batches = tiny.plan(config, mesh, rollout, HALVES + HALVES, 2)
         before = jax.tree.map(np.array, state.actor)
-        traced.clear()
+        traces.clear()
         state, metrics = tiny.update_state(
             config, tiny.networks(config), 100, state, experience, batches, None
         )
-    assert traced == [True]
+    assert traces == [True]
     assert state.critic is None and state.critic_optimizer is None
     assert set(trained_trees(state)) == {"actor", "optimizer", "control"}
     assert not np.array_equal(state.actor["score"]["kernel"], before["score"]["kernel"])

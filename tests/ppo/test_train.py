@@ -491,8 +491,8 @@ def test_a_step_is_compiled_in_the_precompilation_alone(
     finally:
         jax.config.update("jax_log_compiles", False)
     for record in caplog.records:
-        if found := re.match(r"Finished XLA compilation of jit\((\w+)\)", record.getMessage()):
-            threads[found[1]].append(record.threadName)
+        if match := re.match(r"Finished XLA compilation of jit\((\w+)\)", record.getMessage()):
+            threads[match[1]].append(record.threadName)
     assert threads["score_part"] == ["precompilation"] * 2, threads  # the policy's and the critic's
     for name in (
         "estimate_experience",

@@ -541,10 +541,15 @@ def test_joining_leaves_no_gap():
     mesh = tiny.make_mesh()
     rollout = tiny.make_rollout(mesh)
     sequences = scoring.join_sequences(rollout, tiny.P + tiny.T)
-    for b in range(tiny.B):
-        p, n = int(rollout.prompts.lengths[b]), int(rollout.lengths[b])
-        expected = rollout.prompts.tokens[b, :p].tolist() + rollout.responses[b, :n].tolist()
-        assert sequences.tokens[b].tolist() == expected + [0] * (tiny.P + tiny.T - p - n)
+    for i in range(tiny.B):
+        prompt_length, response_length = int(rollout.prompts.lengths[i]), int(rollout.lengths[i])
+        expected = (
+            rollout.prompts.tokens[i, :prompt_length].tolist()
+            + rollout.responses[i, :response_length].tolist()
+        )
+        assert sequences.tokens[i].tolist() == expected + [0] * (
+            tiny.P + tiny.T - prompt_length - response_length
+        )
 
 
 def test_reward_model_scores_stand_on_the_last_token():
@@ -764,15 +769,17 @@ def test_a_mini_batch_in_which_all_was_cut_off_moves_nothing():
                     config, tiny.networks(config), 100, state, experience, batches, batches
                 )
             )
-    (once, metrics), (twice, same) = jax.device_get(after)
+    (after_one, metrics), (after_two, metrics_after_two) = jax.device_get(after)
     # A step would move them by 1e-2.
-    assert_close((once.actor, once.critic), (twice.actor, twice.critic))
-    assert [int(optax.tree.get(state.critic_optimizer, "count")) for state in (once, twice)] == [
+    assert_close((after_one.actor, after_one.critic), (after_two.actor, after_two.critic))
+    assert [
+        int(optax.tree.get(state.critic_optimizer, "count")) for state in (after_one, after_two)
+    ] == [
         1,
         1,
     ]
     assert (
-        metrics["actor/entropy"] == pytest.approx(same["actor/entropy"])
+        metrics["actor/entropy"] == pytest.approx(metrics_after_two["actor/entropy"])
         and metrics["actor/entropy"] > 0
     )
 

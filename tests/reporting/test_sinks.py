@@ -25,7 +25,7 @@ TRAINING = {
 EVALUATION = {"eval/accuracy": 0.5, "eval/reward_mean": 0.25}
 
 
-def log(folder, first_step=0, loggers=(), is_main=True):
+def open_log(folder, first_step=0, loggers=(), is_main=True):
     return MetricsLog(folder, loggers, "name", {"seed": 0}, first_step, is_main)
 
 
@@ -34,13 +34,13 @@ def rows(folder):
         return list(csv.DictReader(file))
 
 
-def train(folder, first_step, last_step):
+def write_run(folder, first_step, last_step):
     """Write metrics as a run does.
 
     There is an evaluation before the first step and after every fourth, and a metric that first
     appears after step 5.
     """
-    with log(folder, first_step) as writer:
+    with open_log(folder, first_step) as writer:
         if first_step == 0:
             writer.write(0, EVALUATION)
         for step in range(first_step + 1, last_step + 1):
@@ -53,7 +53,7 @@ def train(folder, first_step, last_step):
 
 class TestCurveFile:
     def test_figures_come_back_to_the_last_bit(self, tmp_path):
-        with log(tmp_path / "new/folder") as writer:
+        with open_log(tmp_path / "new/folder") as writer:
             writer.write(1, TRAINING)
             writer.write(2, TRAINING | {"reward/mean": jnp.float32(0.1)})
         text = (tmp_path / "new/folder/training_metrics.csv").read_text()
@@ -63,7 +63,7 @@ class TestCurveFile:
         assert first["actor/entropy"] == "nan" and float(second["reward/mean"]) == np.float32(0.1)
 
     def test_later_figures_widen_the_file_and_join_their_step(self, tmp_path):
-        with log(tmp_path) as writer:
+        with open_log(tmp_path) as writer:
             writer.write(0, EVALUATION)
             writer.write(1, {"reward/mean": 1.0})
             writer.write(2, {"reward/mean": 2.0})
@@ -76,33 +76,35 @@ class TestCurveFile:
     @pytest.mark.parametrize("checkpoint", [1, 4, 5, 7])
     @pytest.mark.parametrize("stopped", [7, 9])
     def test_an_interruption_leaves_no_trace(self, tmp_path, checkpoint, stopped):
-        train(tmp_path / "whole", 0, 10)
-        train(tmp_path / "broken", 0, stopped)
+        write_run(tmp_path / "whole", 0, 10)
+        write_run(tmp_path / "broken", 0, stopped)
         # Resumed, and stopped before it did anything.
-        train(tmp_path / "broken", checkpoint, checkpoint)
+        write_run(tmp_path / "broken", checkpoint, checkpoint)
         expected = [
             row["step"] for row in rows(tmp_path / "whole") if int(row["step"]) <= checkpoint
         ]
         assert [row["step"] for row in rows(tmp_path / "broken")] == expected
-        train(tmp_path / "broken", checkpoint, 10)
+        write_run(tmp_path / "broken", checkpoint, 10)
         whole, broken = (tmp_path / name / "training_metrics.csv" for name in ("whole", "broken"))
         assert broken.read_text() == whole.read_text()
 
     def test_a_line_cut_short_is_dropped(self, tmp_path):
-        train(tmp_path, 0, 3)
+        write_run(tmp_path, 0, 3)
         path = tmp_path / "training_metrics.csv"
         path.write_text(path.read_text() + "4,0.12")
         assert [row["step"] for row in read_metrics_csv(path)] == ["0", "1", "2", "3"]
-        train(tmp_path, 4, 5)
+        write_run(tmp_path, 4, 5)
         assert [row["step"] for row in rows(tmp_path)] == ["0", "1", "2", "3", "5"]
 
     def test_a_run_that_begins_anew_forgets_the_one_before(self, tmp_path):
-        train(tmp_path, 0, 3)
-        train(tmp_path, 0, 1)
+        write_run(tmp_path, 0, 3)
+        write_run(tmp_path, 0, 1)
         assert [row["step"] for row in rows(tmp_path)] == ["0", "1"]
 
     def test_other_processes_write_nothing(self, tmp_path):
-        with log(tmp_path / "other", loggers=("tensorboard", "wandb"), is_main=False) as writer:
+        with open_log(
+            tmp_path / "other", loggers=("tensorboard", "wandb"), is_main=False
+        ) as writer:
             writer.write(1, TRAINING)
         assert not (tmp_path / "other").exists()
 
@@ -117,7 +119,7 @@ class TestTensorBoard:
         }
 
     def write(self, folder, first_step, last_step, value):
-        with log(folder, first_step, ("tensorboard",)) as writer:
+        with open_log(folder, first_step, ("tensorboard",)) as writer:
             for step in range(first_step + 1, last_step + 1):
                 writer.write(step, {"reward/mean": value})
 
@@ -149,11 +151,11 @@ class TestWandb:
         starts = []
         fake = types.SimpleNamespace(init=lambda **arguments: starts.append(arguments) or run)
         monkeypatch.setitem(sys.modules, "wandb", fake)
-        with log(tmp_path, 0, ("wandb",)) as writer:
+        with open_log(tmp_path, 0, ("wandb",)) as writer:
             writer.write(1, EVALUATION)
         assert calls == [("*", "step"), {"step": 1} | EVALUATION, "finish"]
-        log(tmp_path, 1, ("wandb",)).close()
-        log(tmp_path, 0, ("wandb",)).close()
+        open_log(tmp_path, 1, ("wandb",)).close()
+        open_log(tmp_path, 0, ("wandb",)).close()
         assert starts[0] | {"id": 0} == {
             "project": "jax_ppo",
             "name": "name",
@@ -167,7 +169,7 @@ class TestWandb:
     def test_a_missing_package_is_named(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "wandb", None)
         with pytest.raises(UserError, match=r"jax_ppo\[wandb\]"):
-            log(tmp_path, 0, ("wandb",))
+            open_log(tmp_path, 0, ("wandb",))
 
 
 class TestCurves:
@@ -180,7 +182,7 @@ class TestCurves:
             for name in panel.curves.values()
             if not name.startswith("eval/")
         ]
-        with log(tmp_path) as writer:
+        with open_log(tmp_path) as writer:
             for step in range(1, 6):
                 writer.write(step, {name: float(step) for name in names})
             writer.write(6, {"reward/mean": math.nan, "kl/reference": math.inf})

@@ -11,7 +11,7 @@ import tiny
 from jax_ppo.runtime import dispatch
 
 
-def run(mesh, *functions):
+def run_programs(mesh, *functions):
     with jax.set_mesh(mesh):
         return dispatch.run_together(
             [(function, (number,)) for number, function in enumerate(functions)]
@@ -48,16 +48,16 @@ def test_they_are_begun_in_their_order_under_the_mesh():
         started.append(number)
         return jax.sharding.get_mesh()
 
-    assert run(mesh, begin, begin, begin) == [mesh] * 3
+    assert run_programs(mesh, begin, begin, begin) == [mesh] * 3
     assert started == [0, 1, 2]
 
 
 def test_nothing_to_begin():
-    assert run(tiny.make_mesh()) == []
+    assert run_programs(tiny.make_mesh()) == []
 
 
 def test_no_thread_begins_two():
-    threads = run(tiny.make_mesh(), *[lambda number: threading.current_thread()] * 3)
+    threads = run_programs(tiny.make_mesh(), *[lambda number: threading.current_thread()] * 3)
     assert len(set(threads)) == 3
 
 
@@ -68,14 +68,14 @@ def test_on_several_devices_they_are_begun_in_one_order_by_the_thread_that_asks(
         started.append((number, threading.current_thread()))
         return number
 
-    assert run(mesh, begin, begin, begin) == [0, 1, 2]
+    assert run_programs(mesh, begin, begin, begin) == [0, 1, 2]
     assert started == [(number, threading.current_thread()) for number in range(3)]
 
 
 def test_an_accelerator_is_given_them_in_turn(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert (
-        run(tiny.make_mesh(), *[lambda number: threading.current_thread()] * 2)
+        run_programs(tiny.make_mesh(), *[lambda number: threading.current_thread()] * 2)
         == [threading.current_thread()] * 2
     )
 
@@ -85,4 +85,4 @@ def test_an_error_comes_out():
         raise FloatingPointError(f"program {number}")
 
     with pytest.raises(FloatingPointError, match="program 1"):
-        run(tiny.make_mesh(), lambda number: number, fail)
+        run_programs(tiny.make_mesh(), lambda number: number, fail)

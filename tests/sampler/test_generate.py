@@ -12,7 +12,7 @@ from jax_ppo.sampler import decode_loop, generate
 from jax_ppo.types import Prompts
 
 
-def rows(rollout, which):
+def select_rows(rollout, which):
     """Return responses, lengths, log-probs and flags of some rows."""
     return [
         x[which] for x in (rollout.responses, rollout.lengths, rollout.truncated, rollout.logprobs)
@@ -99,7 +99,7 @@ def test_samples_depend_on_key_and_index(actor):
     prompts = make_prompts((7,) * 4)
     same = Prompts(np.repeat(prompts.tokens[:1], 4, 0), prompts.lengths)
     first, again, later = actor.sample(same), actor.sample(same), actor.sample(same, seed=1)
-    assert_same(rows(first, slice(None)), rows(again, slice(None)))
+    assert_same(select_rows(first, slice(None)), select_rows(again, slice(None)))
     responses = {r.tobytes() for r in (*first.responses, *later.responses)}
     assert len(responses) == 8  # the same prompt, four times in a step and in two steps
 
@@ -110,7 +110,9 @@ def test_samples_do_not_depend_on_the_batch_or_the_row(actor, prompts):
         for row in range(b + 1):
             others = make_prompts((11, 2, 3, 16), seed=5 + row)
             others.tokens[row], others.lengths[row] = prompts.tokens[b], prompts.lengths[b]
-            assert_same(rows(actor.sample(others, first=b - row), row), rows(rollout, b))
+            assert_same(
+                select_rows(actor.sample(others, first=b - row), row), select_rows(rollout, b)
+            )
 
 
 def test_a_batch_can_be_cut_up_and_n_laid_out(actor, prompts):
@@ -119,8 +121,12 @@ def test_a_batch_can_be_cut_up_and_n_laid_out(actor, prompts):
     for start in (0, 2):
         half = Prompts(prompts.tokens[start : start + 2], prompts.lengths[start : start + 2])
         half = actor.sample(half, n=2, first=2 * start)
-        assert_same(rows(half, slice(None)), rows(whole, slice(2 * start, 2 * start + 4)))
-    assert_same(rows(actor.sample(whole.prompts), slice(None)), rows(whole, slice(None)))
+        assert_same(
+            select_rows(half, slice(None)), select_rows(whole, slice(2 * start, 2 * start + 4))
+        )
+    assert_same(
+        select_rows(actor.sample(whole.prompts), slice(None)), select_rows(whole, slice(None))
+    )
 
 
 def test_what_stands_behind_a_prompt_is_never_read(actor, prompts):
@@ -130,8 +136,8 @@ def test_what_stands_behind_a_prompt_is_never_read(actor, prompts):
             np.int32
         )
         assert_same(
-            rows(actor.sample(Prompts(tokens, prompts.lengths)), slice(None)),
-            rows(rollout, slice(None)),
+            select_rows(actor.sample(Prompts(tokens, prompts.lengths)), slice(None)),
+            select_rows(rollout, slice(None)),
         )
 
 
@@ -149,7 +155,7 @@ def eos_ids(actor, prompts):
 def test_eos_is_kept_and_nothing_comes_after_it(actor, prompts, eos_ids, length):
     rollout = actor.sample(prompts, max_response_length=length, eos_ids=eos_ids)
     assert_same(
-        rows(rollout, slice(None)), expected_with_eos(actor.sample(prompts), eos_ids, length)
+        select_rows(rollout, slice(None)), expected_with_eos(actor.sample(prompts), eos_ids, length)
     )
     assert (
         rollout.lengths[0] == 1
@@ -163,7 +169,7 @@ def test_eos_is_kept_and_nothing_comes_after_it(actor, prompts, eos_ids, length)
 
 def test_one_token_is_a_response(actor, prompts):
     rollout = actor.sample(prompts, max_response_length=1)
-    assert_same(rows(rollout, slice(None)), expected_with_eos(actor.sample(prompts), (), 1))
+    assert_same(select_rows(rollout, slice(None)), expected_with_eos(actor.sample(prompts), (), 1))
 
 
 def test_pad_may_be_eos(actor, prompts, eos_ids):
@@ -171,7 +177,9 @@ def test_pad_may_be_eos(actor, prompts, eos_ids):
         make_prompts(prompts.lengths, pad=pad)
         for pad in (*eos_ids, min(set(range(61)) - set(eos_ids)))
     ]
-    first, second, third = (rows(actor.sample(p, eos_ids=eos_ids), slice(None)) for p in padded)
+    first, second, third = (
+        select_rows(actor.sample(p, eos_ids=eos_ids), slice(None)) for p in padded
+    )
     assert_same(first, third)
     assert_same(second, third)
 
@@ -180,7 +188,7 @@ def test_eos_in_a_prompt_is_a_token_like_others(actor, prompts, eos_ids):
     ends = np.arange(16) == prompts.lengths[:, None] - 1
     prompts = Prompts(np.where(ends, eos_ids[1], prompts.tokens).astype(np.int32), prompts.lengths)
     expected = expected_with_eos(actor.sample(prompts), eos_ids, T)
-    assert_same(rows(actor.sample(prompts, eos_ids=eos_ids), slice(None)), expected)
+    assert_same(select_rows(actor.sample(prompts, eos_ids=eos_ids), slice(None)), expected)
 
 
 def test_the_loop_ends_with_the_last_row(actor, prompts):
@@ -208,7 +216,7 @@ def test_one_program_a_bucket_and_the_same_samples_from_each(actor):
         sampler(actor.params, make_prompts((5, 16), P, pad), jax.random.key(7), 0)
         for P, pad in ((16, 0), (32, 60))
     )
-    assert_same(rows(narrow, slice(None)), rows(wide, slice(None)))
+    assert_same(select_rows(narrow, slice(None)), select_rows(wide, slice(None)))
 
 
 def test_nothing_has_the_size_of_batch_by_time_by_vocabulary(actor):

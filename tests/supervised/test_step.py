@@ -30,14 +30,14 @@ OBJECTIVES = pytest.mark.parametrize(
 )
 
 
-def kinds(objective):
+def sequences_per_example(objective):
     return 2 if objective is PREFERENCE else 1
 
 
 def make_sequences(objective, seed=0):
     """Return random sequences and parameters; the scalar head is not zero."""
     r = np.random.default_rng(seed)
-    count = N * kinds(objective)
+    count = N * sequences_per_example(objective)
     prompts = np.resize(r.integers(2, 9, N), count).astype(np.int32)
     lengths = r.integers(1, 11, count).astype(np.int32)
     tokens = r.integers(2, 32, (count, 18)).astype(np.int32) * (
@@ -59,8 +59,10 @@ def make_sequences(objective, seed=0):
     return sequences, params
 
 
-def plan(objective, sequences, rows, packed=True):
-    lengths = (sequences.prompt_lengths + sequences.lengths).reshape(kinds(objective), -1)
+def plan_rows(objective, sequences, rows, packed=True):
+    lengths = (sequences.prompt_lengths + sequences.lengths).reshape(
+        sequences_per_example(objective), -1
+    )
     packed, counts = packing.plan_packing(lengths.sum(0), np.arange(N)[None], rows, 40, packed)
     packed = jax.tree.map(lambda x: x[0], packed)
     return (packing.split_pairs(packed, lengths[0]) if len(lengths) > 1 else packed), counts[0]
@@ -69,7 +71,7 @@ def plan(objective, sequences, rows, packed=True):
 def gradients(objective, sequences, params, rows=2, packed=True):
     compiled = jax.jit(step.gradients, static_argnums=(0, 1, 2))
     return compiled(
-        objective, OPTIONS, MODEL, params, sequences, *plan(objective, sequences, rows, packed)
+        objective, OPTIONS, MODEL, params, sequences, *plan_rows(objective, sequences, rows, packed)
     )
 
 
@@ -163,7 +165,7 @@ def test_losses_by_hand_where_nothing_is_known():
 def test_prompt_tokens_carry_no_gradient(monkeypatch):
     """The loss uses only positions before response tokens, not those before prompt tokens."""
     sequences, params = make_sequences(LANGUAGE)
-    packed, _ = plan(LANGUAGE, sequences, rows=1)
+    packed, _ = plan_rows(LANGUAGE, sequences, rows=1)
     rows = packing.gather_rows(sequences, Packing(packed.sample[0], packed.position[0]))
     hidden = forward.hidden_states(MODEL, params, rows)
     monkeypatch.setattr(forward, "hidden_states", lambda model, params, rows: params["hidden"])
@@ -198,7 +200,7 @@ def test_eight_devices_take_the_step_of_one(objective):
     def take_step(**shape):
         mesh = tiny.make_mesh(math.prod(shape.values()), **shape)
         with jax.set_mesh(mesh):
-            packed, count = plan(objective, sequences, 4)
+            packed, count = plan_rows(objective, sequences, 4)
             placed = (
                 sharding.place(sequences, sharding.replicated(mesh)),
                 sharding.place(packed, sharding.rows(mesh, axis=1)),
@@ -225,7 +227,7 @@ def test_measured_sums_are_those_that_are_learned_from(objective):
     sequences, params = make_sequences(objective)
     _, means = gradients(objective, sequences, params)
     sums = measure_batch(
-        objective, OPTIONS, MODEL, params, sequences, *plan(objective, sequences, 2)
+        objective, OPTIONS, MODEL, params, sequences, *plan_rows(objective, sequences, 2)
     )
     units = float(sums.pop("units"))
     assert units == (N if objective is PREFERENCE else sequences.lengths.sum())

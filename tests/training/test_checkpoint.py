@@ -57,7 +57,7 @@ def state(mesh, seed=0):
     return {"actor": actor, "critic": critic, "optimizer": optimizers}
 
 
-def abstract(tree):
+def shapes_of_tree(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
@@ -85,11 +85,11 @@ def test_what_was_saved_comes_back(tmp_path):
         checkpoints.save(3, saved, {"position": 99})  # saving twice has the effect of saving once
     with Checkpointer(tmp_path / "new/folder") as checkpoints:
         assert checkpoints.latest_step() == 3
-        arrays, read = checkpoints.restore(3, abstract(saved) | {"reward": None})
+        arrays, read = checkpoints.restore(3, shapes_of_tree(saved) | {"reward": None})
         assert read == meta
         assert_same(arrays, saved)
         assert_same(
-            checkpoints.restore_item(3, "critic", abstract(saved["critic"])), saved["critic"]
+            checkpoints.restore_item(3, "critic", shapes_of_tree(saved["critic"])), saved["critic"]
         )
         assert checkpoints.restore(3, {}) == ({}, meta)
 
@@ -101,7 +101,7 @@ def test_the_arrays_may_change_as_soon_as_save_returns(tmp_path):
         checkpoints.save(1, {"actor": tree}, {})
         for _ in range(5):
             tree = {"w": change(tree["w"])}
-        read = checkpoints.restore_item(1, "actor", abstract(tree))
+        read = checkpoints.restore_item(1, "actor", shapes_of_tree(tree))
     assert float(jnp.abs(read["w"]).sum()) == 0
 
 
@@ -110,7 +110,7 @@ def test_another_mesh_reads_the_same_bits(tmp_path, shape):
     saved = params(make_mesh(2, 2))
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, {"actor": saved}, {})
-        expected = abstract(params(make_mesh(*shape)))
+        expected = shapes_of_tree(params(make_mesh(*shape)))
         read = checkpoints.restore_item(1, "actor", expected)
     assert jax.tree.map(lambda x: x.sharding, read) == jax.tree.map(lambda x: x.sharding, expected)
     jax.tree.map(
@@ -122,7 +122,7 @@ def test_another_dtype_is_cast_and_typed_keys_are_kept(tmp_path):
     saved = {"w": jnp.arange(4.0), "key": jax.random.key(7)}
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, {"actor": saved}, {})
-        expected = abstract(saved)
+        expected = shapes_of_tree(saved)
         expected["w"] = jax.ShapeDtypeStruct((4,), jnp.bfloat16, sharding=saved["w"].sharding)
         read = checkpoints.restore_item(1, "actor", expected)
     assert read["w"].dtype == jnp.bfloat16
@@ -180,7 +180,7 @@ class TestErrors:
         with Checkpointer(tmp_path) as checkpoints:
             checkpoints.save(1, {"actor": saved}, {})
             with pytest.raises(UserError) as error:
-                checkpoints.restore(1, {"actor": abstract(expected)})
+                checkpoints.restore(1, {"actor": shapes_of_tree(expected)})
             message = str(error.value)
             assert "actor/layers/kernel: (2, 3) in the checkpoint, (2, 5) in the model" in message
             assert "actor/layers/new: absent in the checkpoint, (4,) in the model" in message
@@ -188,15 +188,15 @@ class TestErrors:
             assert "same" not in message
             many = {f"layer_{i}": jnp.zeros(1) for i in range(20)}
             with pytest.raises(UserError, match="and 18 more"):
-                checkpoints.restore(1, {"actor": abstract(many)})
+                checkpoints.restore(1, {"actor": shapes_of_tree(many)})
             with pytest.raises(UserError, match="holds no 'critic'"):
-                checkpoints.restore_item(1, "critic", abstract(saved))
+                checkpoints.restore_item(1, "critic", shapes_of_tree(saved))
 
     def test_a_step_that_is_not_there(self, tmp_path):
         with Checkpointer(tmp_path) as checkpoints:
             checkpoints.save(1, small_tree(1), {})
             with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 2, only of \[1\]"):
-                checkpoints.restore(2, abstract(small_tree(1)))
+                checkpoints.restore(2, shapes_of_tree(small_tree(1)))
 
     def test_another_run_s_step_is_not_taken_for_this_one_s(self, tmp_path):
         with Checkpointer(tmp_path) as checkpoints:
@@ -253,7 +253,7 @@ def test_killed_while_saving_the_last_whole_one_is_there(tmp_path, pause):
         expected = {
             f"w{i}": jax.random.normal(jax.random.key(step * 10 + i), (512, 512)) for i in range(8)
         }
-        arrays, meta = checkpoints.restore(step, {"actor": abstract(expected)})
+        arrays, meta = checkpoints.restore(step, {"actor": shapes_of_tree(expected)})
         assert meta == {"step": step}
         assert_same(arrays["actor"], expected)
         checkpoints.save(step + 1, {"actor": expected}, {})

@@ -88,7 +88,7 @@ def scores(model, params, tokens, positions, segments):
     return model.apply({"params": params}, tokens, positions, segments)
 
 
-def one_a_row(model, params, ids, lengths):
+def score_padded_rows(model, params, ids, lengths):
     """Return the scores of padded rows with one sequence each."""
     column = np.arange(ids.shape[1])[None]
     filled = column < np.asarray(lengths)[:, None]
@@ -129,8 +129,8 @@ def test_scores_are_those_of_transformers(name, tmp_path):
     whole, padded = theirs(model, IDS), theirs(model, IDS, LENGTHS)
     # Otherwise the comparison would be meaningless.
     assert whole.std() > 0.2 and np.abs(whole - padded).max() > 0.1
-    np.testing.assert_allclose(one_a_row(*ours, IDS, [40] * 6), whole, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(one_a_row(*ours, IDS, LENGTHS), padded, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(score_padded_rows(*ours, IDS, [40] * 6), whole, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(score_padded_rows(*ours, IDS, LENGTHS), padded, rtol=1e-4, atol=1e-5)
 
     members = [2, 1, 3, 4, 5]
     row = np.concatenate([IDS[i, : LENGTHS[i]] for i in members] + [np.zeros(6, np.int32)])[None]
@@ -170,9 +170,9 @@ def test_bfloat16_is_as_far_off_as_transformers_is(tmp_path):
         for dtype in ("float32", "bfloat16")
     )
     np.testing.assert_allclose(
-        one_a_row(*load(tmp_path), IDS, LENGTHS), exact, rtol=1e-4, atol=1e-5
+        score_padded_rows(*load(tmp_path), IDS, LENGTHS), exact, rtol=1e-4, atol=1e-5
     )
-    error = np.abs(one_a_row(*load(tmp_path, jnp.bfloat16), IDS, LENGTHS) - exact)
+    error = np.abs(score_padded_rows(*load(tmp_path, jnp.bfloat16), IDS, LENGTHS) - exact)
     assert 0 < error.mean() < 1.5 * np.abs(low - exact).mean() and error.max() < 0.1
 
 
@@ -181,7 +181,7 @@ def test_a_checkpoint_in_shards(tmp_path):
     model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
     np.testing.assert_allclose(
-        one_a_row(*load(tmp_path / "many"), IDS, LENGTHS),
+        score_padded_rows(*load(tmp_path / "many"), IDS, LENGTHS),
         theirs(model, IDS, LENGTHS),
         rtol=1e-4,
         atol=1e-5,

@@ -23,7 +23,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def change(folder, add=(), remove=()):
+def rewrite_tensors(folder, add=(), remove=()):
     """Rewrite the tensors of a folder."""
     tensors = load_file(folder / "model.safetensors")
     tensors = {name: value for name, value in tensors.items() if name not in remove} | dict(add)
@@ -37,43 +37,45 @@ def refusal(folder, head="lm"):
 
 
 def test_a_missing_tensor(folder):
-    change(folder, remove=["model.layers.1.mlp.up_proj.weight"])
+    rewrite_tensors(folder, remove=["model.layers.1.mlp.up_proj.weight"])
     message = refusal(folder)
     assert (
         f"{folder}: tensor model.layers.1.mlp.up_proj.weight is missing; the nearest there is"
         in message
     )
-    change(folder, remove=["lm_head.weight"])
+    rewrite_tensors(folder, remove=["lm_head.weight"])
     assert "lm_head.weight is missing" in refusal(folder) or "up_proj" in refusal(folder)
 
 
 def test_another_shape(folder):
     name = "model.layers.0.self_attn.k_proj.weight"
-    change(folder, {name: np.zeros((8, 32), np.float32)})
+    rewrite_tensors(folder, {name: np.zeros((8, 32), np.float32)})
     assert refusal(folder) == (
         f"{folder}/model.safetensors: {name} has shape [8, 32], config.json makes it [16, 32]"
     )
 
 
 def test_another_type(folder):
-    change(folder, {"model.norm.weight": np.ones(32, np.int8)})
+    rewrite_tensors(folder, {"model.norm.weight": np.ones(32, np.int8)})
     assert "model.norm.weight is of type I8; only float32, bfloat16 and float16" in refusal(folder)
 
 
 def test_tensors_that_would_not_be_used(folder):
-    change(folder, {"model.layers.0.self_attn.q_norm.weight": np.ones(8, np.float32)})
+    rewrite_tensors(folder, {"model.layers.0.self_attn.q_norm.weight": np.ones(8, np.float32)})
     message = refusal(folder)
     assert (
         "has 1 tensors that this model would not use: model.layers.0.self_attn.q_norm.weight"
         in message
     )
-    change(folder, {f"model.layers.{i}.mlp.gate.weight": np.ones(8, np.float32) for i in range(10)})
+    rewrite_tensors(
+        folder, {f"model.layers.{i}.mlp.gate.weight": np.ones(8, np.float32) for i in range(10)}
+    )
     assert "has 11 tensors" in refusal(folder) and refusal(folder).count("mlp.gate.weight") == 5
 
 
 def test_tensors_that_change_nothing_are_ignored(tmp_path):
     model = reference.save(tmp_path, tie_word_embeddings=True)
-    change(
+    rewrite_tensors(
         tmp_path,
         {
             "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
@@ -103,9 +105,9 @@ def test_reward_models_of_another_kind(tmp_path):
         tmp_path / "two", "reward"
     )
     reference.save(tmp_path / "bias", "llama", "SequenceClassification", num_labels=1)
-    change(tmp_path / "bias", {"score.bias": np.zeros(1, np.float32)})
+    rewrite_tensors(tmp_path / "bias", {"score.bias": np.zeros(1, np.float32)})
     reference.load(tmp_path / "bias", "reward")
-    change(tmp_path / "bias", {"score.bias": np.ones(1, np.float32)})
+    rewrite_tensors(tmp_path / "bias", {"score.bias": np.ones(1, np.float32)})
     assert "would not use: score.bias" in refusal(tmp_path / "bias", "reward")
 
 
