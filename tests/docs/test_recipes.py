@@ -44,7 +44,7 @@ def save_files(page, folder) -> None:
 
 
 def run(arguments, folder, package=doc_pages.ROOT) -> None:
-    """Run Python in a folder, with its modules and the package that lies in another."""
+    """Run Python in a folder, with its modules and the package of another folder."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     environment["PYTHONPATH"] = f"{package}{os.pathsep}{folder}"
     finished = subprocess.run(
@@ -68,7 +68,7 @@ def test_the_python_of_a_recipe_runs(page, tmp_path):
 
 
 def edited_package(page, folder):
-    """Copy the package, make the page's edits, and add its kernel; return where the copy lies."""
+    """Copy the package, apply the page's edits and add its kernel; return the path of the copy."""
     copy = folder / "copy"
     for name in ("jax_ppo", "configs"):
         shutil.copytree(doc_pages.ROOT / name, copy / name)

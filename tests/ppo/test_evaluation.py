@@ -64,8 +64,8 @@ def test_rows_that_fill_the_last_batch_are_not_counted(batch_size):
 
 
 def test_samples_of_all_batches_have_addresses_of_their_own():
-    _, firsts = evaluate_prompts([1, 2, 6, 7, 8], 2)
-    assert firsts == [0, 4, 8]
+    _, first_rows = evaluate_prompts([1, 2, 6, 7, 8], 2)
+    assert first_rows == [0, 4, 8]
 
 
 def test_what_has_no_notion_of_right_has_no_accuracy():

@@ -129,7 +129,7 @@ def text(prompt):
     ],
 )
 def test_an_encoder_scores_pairs_on_any_mesh(encoder, decoder, actors, mesh):
-    ours, (sequences, packed, count), cut, said = score_answers(
+    ours, (sequences, packed, count), cut, messages = score_answers(
         encoder, decoder, actors, tiny.make_mesh(**mesh)
     )
     model, tokenizer = reward_models.load(encoder)
@@ -138,7 +138,7 @@ def test_an_encoder_scores_pairs_on_any_mesh(encoder, decoder, actors, mesh):
         for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)
     ]
     reward_models.assert_close(ours, theirs)
-    assert said == [
+    assert messages == [
         "the reward model reads prompt and response as pair, in tokens of its own, at most 128"
     ]
     assert cut == 0 and sequences.tokens.shape == (8, 128)
@@ -163,7 +163,7 @@ def test_a_decoder_reads_text_or_its_own_chat(decoder, actors, tmp_path, form):
     tokenizer = reward_models.load(decoder)[1]
     tokenizer.chat_template = reward_models.CHAT if template else None
     folder = reward_models.decoder(tmp_path, tokenizer)
-    ours, _, _, said = score_answers(folder, decoder, actors, reward__model_input=form)
+    ours, _, _, messages = score_answers(folder, decoder, actors, reward__model_input=form)
     model, tokenizer = reward_models.load(folder)
 
     def ids(prompt, answer):
@@ -182,15 +182,15 @@ def test_a_decoder_reads_text_or_its_own_chat(decoder, actors, tmp_path, form):
         for texts in zip(PROMPTS, ANSWERS, strict=True)
     ]
     reward_models.assert_close(ours, theirs)
-    assert f"as {'text' if form == 'auto' else form}, in" in said[0]
+    assert f"as {'text' if form == 'auto' else form}, in" in messages[0]
     if form == "chat":  # the default for this tokenizer as well
-        again, _, _, said = score_answers(folder, decoder, actors)
+        again, _, _, messages = score_answers(folder, decoder, actors)
         np.testing.assert_array_equal(again, ours)
 
 
 def test_what_is_cut_is_counted_and_said_once(encoder, decoder, actors, caplog):
-    ours, _, cut, said = score_answers(encoder, decoder, actors, reward__max_length=40)
-    assert "at most 40" in said[0]
+    ours, _, cut, messages = score_answers(encoder, decoder, actors, reward__max_length=40)
+    assert "at most 40" in messages[0]
     ids = reward_models.load(encoder)[1](list(map(text, PROMPTS)), ANSWERS)["input_ids"]
     too_long = [len(row) > 40 for row in ids]
     assert cut == sum(too_long) and 0 < sum(too_long) < 8

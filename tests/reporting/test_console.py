@@ -12,7 +12,7 @@ from jax_ppo.reporting import console
 
 class TestConsole:
     def test_lines_stand_in_columns(self):
-        figures = {
+        metrics = {
             "reward/mean": 0.5,
             "reward/accuracy": 0.25,
             "kl/reference": 0.0012,
@@ -24,7 +24,7 @@ class TestConsole:
             "seconds/step": 1.32,
             "tokens_per_second": 12345.6,
         }
-        line = console.format_step_line(7, 200, figures, report.COLUMNS)
+        line = console.format_step_line(7, 200, metrics, report.COLUMNS)
         assert line == (
             "step   7/200  reward  0.500  acc 0.250  kl 0.0012  ent 0.800  len   31  clip 0.013  "
             "grads 0.523   1.25   1.32 s   12,346 tok/s"

@@ -144,7 +144,7 @@ class TestWandb:
     def test_a_resumed_run_has_the_same_id(self, tmp_path, monkeypatch):
         calls = []
         run = types.SimpleNamespace(
-            log=lambda figures: calls.append(figures),
+            log=lambda metrics: calls.append(metrics),
             finish=lambda: calls.append("finish"),
             define_metric=lambda name, step_metric: calls.append((name, step_metric)),
         )

@@ -205,15 +205,17 @@ def test_eight_devices_take_the_step_of_one(objective):
                 sharding.place(sequences, sharding.replicated(mesh)),
                 sharding.place(packed, sharding.rows(mesh, axis=1)),
             )
-            where = functools.partial(sharding.tree_shardings, mesh, rules=sharding.TRAIN_RULES)
-            here = jax.device_put(jax.device_get(params), where(params))
-            optimizer = make_optimizer(OPTIONS.optim, OPTIONS.grad_clip).init(here)
-            optimizer = jax.device_put(optimizer, where(optimizer))
-            after, _, figures = train_step(
-                objective, OPTIONS, MODEL, 10, here, optimizer, np.int32(0), *placed, count
+            shardings_for = functools.partial(
+                sharding.tree_shardings, mesh, rules=sharding.TRAIN_RULES
+            )
+            placed_params = jax.device_put(jax.device_get(params), shardings_for(params))
+            optimizer = make_optimizer(OPTIONS.optim, OPTIONS.grad_clip).init(placed_params)
+            optimizer = jax.device_put(optimizer, shardings_for(optimizer))
+            params_after, _, metrics = train_step(
+                objective, OPTIONS, MODEL, 10, placed_params, optimizer, np.int32(0), *placed, count
             )
             # The norm is measured before clipping.
-            return jax.device_get((after, figures["loss"], figures["grad_norm"]))
+            return jax.device_get((params_after, metrics["loss"], metrics["grad_norm"]))
 
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3),

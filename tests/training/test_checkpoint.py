@@ -153,8 +153,8 @@ class TestKeeping:
     def test_without_a_figure_there_is_no_best(self, tmp_path):
         useless = {"accuracy": float("nan")}, {"accuracy": None}, {"reward_mean": 1.0}, None
         with Checkpointer(tmp_path, 1, "accuracy") as checkpoints:
-            for step, figures in enumerate(useless):
-                checkpoints.save(step, small_tree(step), {}, figures)
+            for step, metrics in enumerate(useless):
+                checkpoints.save(step, small_tree(step), {}, metrics)
             assert checkpoints.best_step() is None
         assert saved_steps(tmp_path) == [3]
 
