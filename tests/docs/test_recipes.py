@@ -9,11 +9,12 @@ import sys
 import doc_pages
 import pytest
 
+# These pages train or sample a model, which takes longer.
+RUNS_MODELS = ("python-api", "model-family", "rollout-engine")
 each_recipe = pytest.mark.parametrize(
     "page",
     [
-        # The page of the Python API trains a model.
-        pytest.param(page, marks=pytest.mark.slow) if page.stem == "python-api" else page
+        pytest.param(page, marks=pytest.mark.slow) if page.stem in RUNS_MODELS else page
         for page in doc_pages.RECIPES
     ],
     ids=lambda page: page.stem,

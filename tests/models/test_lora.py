@@ -1,5 +1,6 @@
 """Adapters change nothing at first, learn by the chain rule, and are exported in both formats."""
 
+import dataclasses
 import functools
 import json
 
@@ -25,6 +26,7 @@ from jax_ppo.models.lora import Lora, init_adapters, join_adapters, merge_kernel
 from jax_ppo.models.transformer import Dense, Transformer, unroll_params
 from jax_ppo.runtime import sharding
 
+ARCHITECTURE = dataclasses.replace(tiny.ARCHITECTURE, num_layers=2)
 ALL = Lora(4, 6.0, schema.LORA_TARGETS)
 TWO = Lora(3, 6.0, ("q_proj", "v_proj"))
 
@@ -94,7 +96,7 @@ def test_new_adapters_change_not_a_bit(checkpoint, dtype, unrolled):
 
 def test_a_is_drawn_as_peft_draws_it():
     params = init_adapters(
-        tiny.ARCHITECTURE, Lora(64, 16.0, schema.LORA_TARGETS), jax.random.key(0), "scalar"
+        ARCHITECTURE, Lora(64, 16.0, schema.LORA_TARGETS), jax.random.key(0), "scalar"
     )
     for inputs, path in ((16, ("attention", "q_proj")), (32, ("mlp", "down_proj"))):
         pair = params["layers"][path[0]][path[1]]
@@ -194,7 +196,7 @@ def shardings(tree, mesh=None):
 @pytest.mark.parametrize("head", ["lm", "scalar"])
 def test_there_and_back(head, tmp_path):
     """Split over eight devices as well; a head is loaded, or zero if it is not requested."""
-    shape, architecture = Lora(2, 3.0, ("v_proj", "down_proj")), tiny.ARCHITECTURE
+    shape, architecture = Lora(2, 3.0, ("v_proj", "down_proj")), ARCHITECTURE
     adapters = random_adapters(architecture, shape, head)
     mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
     split = jax.jit(lambda tree: tree, out_shardings=shardings(adapters, mesh))(adapters)
@@ -268,10 +270,10 @@ def test_peft_loads_ours_and_we_load_what_it_saves(checkpoint, tmp_path):
 
 def test_where_decoding_has_them():
     mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
-    adapters = random_adapters(tiny.ARCHITECTURE, ALL)
+    adapters = random_adapters(ARCHITECTURE, ALL)
 
     def build():
-        base = heads.init_params(Transformer(tiny.ARCHITECTURE), jax.random.key(0), "lm")
+        base = heads.init_params(Transformer(ARCHITECTURE), jax.random.key(0), "lm")
         return unroll_params(join_adapters(base, adapters))
 
     flat = jax.eval_shape(build)
@@ -290,8 +292,8 @@ def test_where_decoding_has_them():
 def saved(tmp_path):
     shape = Lora(2, 3.0, ("q_proj",))
     save_adapters(
-        random_adapters(tiny.ARCHITECTURE, shape),
-        tiny.ARCHITECTURE,
+        random_adapters(ARCHITECTURE, shape),
+        ARCHITECTURE,
         shape,
         tmp_path / "adapter",
         "some/model",
@@ -310,8 +312,8 @@ def edit_folder(folder, tensors=lambda tensors: tensors, **changes):
 
 def read_all(folder):
     shape, _ = read_adapter_config(folder)
-    tree = jax.eval_shape(lambda: init_adapters(tiny.ARCHITECTURE, shape, jax.random.key(0), "lm"))
-    return shape, load_adapters(folder, tiny.ARCHITECTURE, shape, shardings(tree))
+    tree = jax.eval_shape(lambda: init_adapters(ARCHITECTURE, shape, jax.random.key(0), "lm"))
+    return shape, load_adapters(folder, ARCHITECTURE, shape, shardings(tree))
 
 
 @pytest.mark.parametrize(
@@ -367,8 +369,8 @@ def test_pickles_and_other_folders_are_refused(saved, tmp_path):
     shape = Lora(2, 3.0, ("q_proj",))
     with pytest.raises(FileExistsError):
         save_adapters(
-            random_adapters(tiny.ARCHITECTURE, shape),
-            tiny.ARCHITECTURE,
+            random_adapters(ARCHITECTURE, shape),
+            ARCHITECTURE,
             shape,
             tmp_path / "mine",
             "some/model",

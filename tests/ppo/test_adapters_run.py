@@ -256,7 +256,7 @@ def test_adapters_of_another_folder_are_refused(
 ):
     """A base folder with only a different name causes a warning: a model may have several."""
 
-    def stop(*_):
+    def stop(*_, **__):
         raise KeyboardInterrupt("weights would be loaded now")
 
     monkeypatch.setattr("jax_ppo.ppo.loop.create_state", stop)

@@ -461,8 +461,9 @@ def test_nothing_is_compiled_after_the_second_step(files, tmp_path, monkeypatch)
     assert sum(seconds > 0.01 * sum(compiled) for seconds in compiled) <= 12, compiled
 
 
-@pytest.mark.parametrize("devices", [pytest.param(8, marks=pytest.mark.slow), 1])
-@pytest.mark.parametrize("with_model", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [8, 1])
+@pytest.mark.parametrize("with_model", [False, True])
 def test_a_step_is_compiled_in_the_precompilation_alone(
     files, reward_model, tmp_path, caplog, monkeypatch, with_model, devices
 ):

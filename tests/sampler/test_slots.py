@@ -32,6 +32,9 @@ def sample_narrowing(actor, monkeypatch, least, slots, decoding):
     return jax.device_get(sampler(actor.params, make_prompts(LENGTHS * 3), jax.random.key(0)))
 
 
+OTHER_NARROWING_CASES = [("cpu", None), ("gpu", None), ("tpu", 12)]
+
+
 @pytest.fixture(scope="module")
 def wide(actor):
     """Return samples of slots that do not narrow."""
@@ -41,7 +44,11 @@ def wide(actor):
 
 @pytest.mark.parametrize(
     ("decoding", "slots"),
-    [("cpu", None), ("cpu", 12), ("gpu", None), ("tpu", 12), ("cudnn", None)],
+    [
+        ("cpu", 12),
+        ("cudnn", None),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_NARROWING_CASES),
+    ],
 )
 def test_slots_that_narrow_draw_the_samples_of_those_that_do_not(
     actor, wide, monkeypatch, cudnn_anywhere, decoding, slots
