@@ -1,14 +1,18 @@
-"""Qwen2.5-0.5B's true shapes on one NVIDIA GPU, random weights: decoding, training, a whole PPO step, and rivals.
+"""Measure decoding, training and a PPO step at Qwen2.5-0.5B's shapes on one NVIDIA GPU.
 
-    python benchmarks/accelerator.py                # cut off after --budget seconds; sections by name to run some
-    python benchmarks/accelerator.py --tiny         # the same code at toy sizes, on any machine, in seconds
+    python benchmarks/accelerator.py                # all sections, within --budget seconds
+    python benchmarks/accelerator.py decode step    # only the named sections
+    python benchmarks/accelerator.py --tiny         # the same code at toy sizes, on any machine
 
-Each section runs in a process of its own and writes what it finds at once to results/accelerator.json: one that fails, or that
-is cut off by --budget seconds, loses nothing of the others. Needs jax, flax, optax and NumPy; torch and transformers where
-they are to be compared with. Shares are of what the hardware allows: for decoding the bytes of weights and of the caches' used
-columns, once a token, at the memory's published rate; for training the FLOPs of the products that a trained token needs over
-the matrix product measured in the same process. VERL_SECONDS is verl's published PPO step (Qwen2.5-0.5B on GSM8K, one GPU, 256
-prompts, actor and critic; the sum of its phases), FLOOR_SECONDS that work's bytes and FLOPs at an H200's rates.
+Weights are random. Each section runs in its own process and writes its results immediately to
+results/accelerator.json, so a section that fails or is cut off by --budget does not affect the
+others. Requires jax, flax, optax and NumPy; also torch and transformers for the comparison with
+them. Shares are relative to the hardware limit. For decoding, the limit is reading the weights and
+the used columns of the caches once per token at the memory's published rate. For training, it is
+the FLOPs of the matrix products that a trained token needs, at the rate of a matrix product
+measured in the same process. VERL_SECONDS is verl's published PPO step (Qwen2.5-0.5B on GSM8K, one
+GPU, 256 prompts, actor and critic; the sum of its phases). FLOOR_SECONDS is the time for that
+work's bytes and FLOPs at an H200's rates.
 """
 
 import argparse
@@ -20,7 +24,12 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import programs
 
 HERE = Path(__file__).parent
 SECTIONS = ("decode", "training", "step", "torch", "attention", "decode_command_buffers")
@@ -28,13 +37,13 @@ FLAGS = {"decode_command_buffers": "--xla_gpu_enable_command_buffer=+WHILE"}
 BANDWIDTH = {
     "NVIDIA H200": 4.8e12,
     "NVIDIA H100 80GB HBM3": 3.35e12,
-}  # bytes a second, by the device's name
+}  # bytes per second, by device name
 VERL_SECONDS, FLOOR_SECONDS = 66.9, 0.97
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What a section is run at. `prompt` + `response` is the context that a cache holds."""
+    """Sizes that a section runs at. A cache holds `prompt` + `response` tokens."""
 
     layers: int = 24
     hidden: int = 896
@@ -68,7 +77,7 @@ TINY = Sizes(
 )
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -76,7 +85,7 @@ def main():
         "sections",
         nargs="*",
         metavar="SECTION",
-        help=f"of {', '.join(SECTIONS)}; all if none is given",
+        help=f"one of {', '.join(SECTIONS)}; default: all",
     )
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--budget", type=float, default=570, help="seconds for all sections")
@@ -86,7 +95,7 @@ def main():
     )  # runs one section in this process
     args = parser.parse_args()
     if unknown := set(args.sections) - set(SECTIONS):
-        parser.error(f"{unknown.pop()}: no such section; there are {', '.join(SECTIONS)}")
+        parser.error(f"{unknown.pop()}: unknown section; expected one of {', '.join(SECTIONS)}")
     sizes = TINY if args.tiny else Sizes()
     if args.here:
         print(json.dumps(globals()[args.sections[0].removesuffix("_command_buffers")](sizes)))
@@ -100,12 +109,12 @@ def main():
 
 
 def run_section(name: str, tiny: bool, seconds: float) -> dict:
-    """What a section found, or {"error": why not}."""
+    """Run a section in its own process; return its results, or {"error": reason}."""
     if seconds < 5:
-        return {"error": "no time was left"}
+        return {"error": "no time left"}
     flags = " ".join(filter(None, (os.environ.get("XLA_FLAGS"), FLAGS.get(name))))
     if "gpu" in flags and tiny:
-        flags = ""  # a CPU's compiler may not know them
+        flags = ""  # the CPU compiler may reject GPU flags
     paths = filter(None, (str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH")))
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, __file__, name, "--here"] + ["--tiny"] * tiny
@@ -126,7 +135,8 @@ def run_section(name: str, tiny: bool, seconds: float) -> dict:
     }
 
 
-def make_step(sizes: Sizes, **changes):
+def make_step(sizes: Sizes, **changes: Any) -> "programs.Step":
+    """Build a PPO step at these sizes, with `changes` to its fields."""
     import programs
 
     architecture = programs.qwen2(
@@ -152,8 +162,8 @@ def make_step(sizes: Sizes, **changes):
     )
 
 
-def seconds(function, repeats: int) -> float:
-    """Median of a call, waited for; the first, which compiles, is left out."""
+def seconds(function: Callable[[], Any], repeats: int) -> float:
+    """Return the median seconds of a blocking call, excluding the first, which compiles."""
     import jax
 
     taken = []
@@ -164,16 +174,20 @@ def seconds(function, repeats: int) -> float:
     return statistics.median(taken[1:])
 
 
-def parameters(step) -> int:
+def parameters(step: "programs.Step") -> int:
+    """Count the actor's parameters."""
     import jax
 
     return sum(x.size for x in jax.tree.leaves(step.state().actor))
 
 
 def decode(sizes: Sizes) -> dict:
-    """Tokens a second while every slot is busy, by the program that reads the cache, the one of choice first: what responses of
-    full length take longer than those of two tokens, which are mostly the prefill. Their share of the limit, where the memory's
-    rate is known."""
+    """Measure decoded tokens per second with every slot busy, for each cache program.
+
+    The rate comes from the additional time of full-length responses over two-token responses, which
+    are mostly prefill. The default program comes first. The share of the limit is reported if the
+    device's memory rate is known.
+    """
     import jax
 
     a, rate = make_step(sizes).architecture, BANDWIDTH.get(jax.devices()[0].device_kind)
@@ -200,13 +214,14 @@ def decode(sizes: Sizes) -> dict:
                 "share_of_limit": limit and per_second / limit,
                 "whole_seconds": {str(length): value for length, value in taken.items()},
             }
-        except Exception as error:  # cuDNN refuses something, say
+        except Exception as error:  # for example, cuDNN rejects the shapes
             found[program] = {"error": str(error)[:300]}
         print(program, found[program], file=sys.stderr, flush=True)
     return {"programs": found, "limit_tokens_per_second": limit} | device()
 
 
 def decode_seconds(sizes: Sizes, program: str, response: int) -> float:
+    """Return the median seconds of a rollout of `response` tokens per prompt."""
     import jax
 
     step = make_step(sizes, response=response, decoding=program)
@@ -216,7 +231,10 @@ def decode_seconds(sizes: Sizes, program: str, response: int) -> float:
 
 
 def training(sizes: Sizes) -> dict:
-    """Tokens a second and model FLOPs' share of the matrix product's, of the actor's and critic's update, by micro-batch."""
+    """Measure tokens per second and MFU of the actor and critic update, by micro-batch size.
+
+    MFU is the share of model FLOPs in the rate of a plain matrix product.
+    """
     peak, found = product_flops(sizes), {}
     samples = sizes.micro_batches[-1]
     for rows, remat in [(rows, False) for rows in sizes.micro_batches] + [(samples, True)]:
@@ -225,24 +243,24 @@ def training(sizes: Sizes) -> dict:
             found[name] = train(
                 make_step(sizes, samples=samples, rows=rows, remat=remat), sizes, peak
             )
-        except Exception as error:  # too large for the memory, say: that is a finding too
+        except Exception as error:  # for example out of memory, which is a result as well
             found[name] = {"error": str(error)[:300]}
         print(name, found[name], file=sys.stderr, flush=True)
     return {"product_tflops": peak / 1e12, "micro_batches": found} | device()
 
 
-def train(step, sizes: Sizes, peak: float) -> dict:
+def train(step: "programs.Step", sizes: Sizes, peak: float) -> dict:
+    """Measure one update; `peak` is the FLOPs per second of a plain matrix product."""
     taken = step.seconds_of_update(sizes.repeats)
     tokens = step.samples * (sizes.prompt + sizes.response)
-    head = (
-        step.architecture.vocab_size * step.architecture.hidden_size
-    )  # the actor's alone, and where a response token is
+    # Only the actor has an output head, and only response tokens use it.
+    head = step.architecture.vocab_size * step.architecture.hidden_size
     needed = 6 * (2 * (parameters(step) - head) * tokens + head * step.samples * sizes.response)
     return {"seconds": taken, "tokens_per_second": tokens / taken, "mfu": needed / taken / peak}
 
 
 def product_flops(sizes: Sizes) -> float:
-    """FLOPs a second of a square product of matrices in bfloat16."""
+    """Measure the FLOPs per second of a square bfloat16 matrix product."""
     import jax
     import jax.numpy as jnp
 
@@ -253,7 +271,10 @@ def product_flops(sizes: Sizes) -> float:
 
 
 def step(sizes: Sizes) -> dict:
-    """The phases of verl's published step: 256 prompts, its lengths, actor, critic and reference."""
+    """Measure the phases of verl's published step.
+
+    256 prompts with its response lengths; actor, critic and reference.
+    """
     import numpy as np
     import workload
 
@@ -278,8 +299,12 @@ def step(sizes: Sizes) -> dict:
 
 
 def attention(sizes: Sizes) -> dict:
-    """Milliseconds of causal attention, forward and backward, by program: of whole rows, and of two samples packed in each. And
-    of one new token a slot to a cache that is half used, with the largest difference from the first that ran."""
+    """Measure milliseconds of attention, by program.
+
+    Causal attention is measured forward and backward, with one sample per row and with two packed
+    samples per row. Decoding attention is measured for one new token per slot and a half-used
+    cache, with the largest difference from the first program that ran.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -302,7 +327,7 @@ def attention(sizes: Sizes) -> dict:
             try:
                 taken = seconds(lambda gradient=gradient: gradient(q, k, k), sizes.repeats)
                 found[f"{program}, {name}"] = {"milliseconds": 1000 * taken}
-            except Exception as error:  # cuDNN where there is none
+            except Exception as error:  # for example, cuDNN is unavailable
                 found[f"{program}, {name}"] = {"error": str(error)[:300]}
     q, k, v = (
         jax.random.normal(jax.random.key(i), (sizes.slots, columns, n, 64), jnp.bfloat16)
@@ -327,7 +352,10 @@ def attention(sizes: Sizes) -> dict:
 
 
 def torch(sizes: Sizes) -> dict:
-    """Decoding and training by transformers' own model in torch; its decoding has the prefill in it, ours has not."""
+    """Measure decoding and training of the transformers model in torch.
+
+    Its decoding figures include the prefill; ours do not.
+    """
     try:
         import torch
         import transformers
@@ -367,7 +395,8 @@ def torch(sizes: Sizes) -> dict:
     return found
 
 
-def torch_seconds(torch, function, repeats: int) -> float:
+def torch_seconds(torch: Any, function: Callable[[], Any], repeats: int) -> float:
+    """Return the median seconds of a call, synchronised, excluding the first."""
     taken = []
     for _ in range(repeats + 1):
         torch.cuda.synchronize()
@@ -378,9 +407,10 @@ def torch_seconds(torch, function, repeats: int) -> float:
     return statistics.median(taken[1:])
 
 
-def torch_generate(torch, model, sizes: Sizes) -> dict:
+def torch_generate(torch: Any, model: Any, sizes: Sizes) -> dict:
+    """Measure `generate` on one batch."""
     prompts = torch.randint(2, sizes.vocabulary, (sizes.slots, sizes.prompt), device="cuda")
-    new = min(64, sizes.response)  # it decodes slowly; a few tokens tell
+    new = min(64, sizes.response)  # it decodes slowly; a few tokens suffice
     options = dict(
         attention_mask=torch.ones_like(prompts),
         do_sample=True,
@@ -393,7 +423,8 @@ def torch_generate(torch, model, sizes: Sizes) -> dict:
     return {"tokens_per_second": sizes.slots * new / taken}
 
 
-def torch_generate_batch(torch, model, sizes: Sizes) -> dict:
+def torch_generate_batch(torch: Any, model: Any, sizes: Sizes) -> dict:
+    """Measure `generate_batch`, continuous batching."""
     from transformers import GenerationConfig
 
     prompts = torch.randint(2, sizes.vocabulary, (sizes.slots, sizes.prompt)).tolist()
@@ -408,13 +439,13 @@ def torch_generate_batch(torch, model, sizes: Sizes) -> dict:
     return {"tokens_per_second": sizes.slots * new / taken}
 
 
-def torch_train(torch, model, sizes: Sizes) -> dict:
-    """Forward, backward and AdamW of one model; ours times two."""
+def torch_train(torch: Any, model: Any, sizes: Sizes) -> dict:
+    """Measure forward, backward and AdamW of one model; our figures cover two models."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     rows, length = min(sizes.micro_batches[1], 8), sizes.prompt + sizes.response
     tokens = torch.randint(2, sizes.vocabulary, (rows, length), device="cuda")
 
-    def one():
+    def one() -> None:
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -423,6 +454,7 @@ def torch_train(torch, model, sizes: Sizes) -> dict:
 
 
 def device() -> dict:
+    """Describe the device and its software."""
     import jax
 
     return {

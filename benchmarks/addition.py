@@ -1,48 +1,57 @@
-"""The task of time_to_reward.py: two-digit addition, answers written least significant digit first ("12+34=" -> "640").
+"""The task of time_to_reward.py: two-digit addition, answered least significant digit first.
 
-What both sides are given: the splits of the data folder's `tinyadd`, the rule, and the clock.
+Example: "12+34=" -> "640". The splits of the data folder's `tinyadd`, the rule and the clock are
+shared by both sides.
 """
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import harness
 
 FOLDER = harness.DATA / "tinyadd"
 PAD, EOS = 0, 1
 PROMPT, RESPONSE = 6, 4  # tokens: two numbers and two signs; three digits and EOS
-TARGET = 0.9  # share of held-out sums answered right, greedily, at which the clock stops
+TARGET = 0.9  # greedy held-out accuracy at which the clock stops
 EVAL_EVERY, MAX_STEPS = 5, 400
 
 
 def splits() -> dict[str, list]:
-    """vocab: the symbol of each token id; train, held: pairs of numbers."""
+    """Load the splits.
+
+    Returns:
+      `vocab`, the symbol of each token id; `train` and `held`, pairs of numbers.
+    """
     return json.loads((FOLDER / "splits.json").read_text())
 
 
-def prompt(pair) -> str:
+def prompt(pair: Sequence[int]) -> str:
+    """Return the prompt of a sum."""
     return f"{pair[0]}+{pair[1]}="
 
 
-def answer(pair) -> str:
-    """Three digits, the least significant first. A right response is these and EOS."""
+def answer(pair: Sequence[int]) -> str:
+    """Return the three digits of the sum, least significant first.
+
+    A correct response is these digits followed by EOS.
+    """
     return f"{sum(pair):03d}"[::-1]
 
 
 def until_target(
     step: Callable[[], None], wait: Callable[[], None], accuracy: Callable[[], float]
 ) -> dict:
-    """Takes steps until the target, or MAX_STEPS of them. The clock stands still in evaluations.
+    """Train until the target accuracy, or for MAX_STEPS steps, timing everything but evaluations.
 
     Args:
-      step: begins the next step.
-      wait: returns when all steps begun are done.
-      accuracy: on the held-out sums.
+      step: Starts the next step.
+      wait: Returns when all started steps are complete.
+      accuracy: Evaluates the held-out sums.
 
     Returns:
-      seconds on the clock, steps, accuracy at the first and the last evaluation, and curve: [steps, seconds, accuracy] of
-      each.
+      `seconds` of training, `steps`, `accuracy_before` and `accuracy` (first and last evaluation),
+      and `curve`, [steps, seconds, accuracy] of each evaluation.
     """
     seconds, curve = 0.0, [[0, 0.0, accuracy()]]
     while curve[-1][2] < TARGET and curve[-1][0] < MAX_STEPS:

@@ -1,24 +1,31 @@
-"""Compiles sampler, scoring and updates for NVIDIA GPUs or TPUs on a machine that has none, at Qwen2.5-0.5B's shapes.
+"""Compile sampler, scoring and updates for GPUs or TPUs on a machine without them.
 
-    pip install --no-deps jax-cuda12-plugin==VERSION jax-cuda12-pjrt==VERSION nvidia-cudnn-cu12      # jax's own version
+    # the version of jax itself
+    pip install --no-deps jax-cuda12-plugin==VERSION jax-cuda12-pjrt==VERSION nvidia-cudnn-cu12
     python benchmarks/compile_ahead.py cuda
-    pip install libtpu==VERSION                                                    # the one that jax[tpu] asks for
+    # the version that jax[tpu] requires
+    pip install libtpu==VERSION
     python benchmarks/compile_ahead.py tpu
 
-Tells whether each program compiles, in what time, and what it needs of the device's memory; nothing of speed or numbers. For
-CUDA nothing is autotuned, and h100.txtpb says what the compiler must know of the device. Writes results/compile_ahead_*.json.
+Uses Qwen2.5-0.5B's shapes. Reports whether each program compiles, how long that takes and how much
+device memory it needs; it reports nothing about speed or numerical results. For CUDA nothing is
+autotuned, and h100.txtpb describes the device to the compiler. Writes results/compile_ahead_*.json.
 """
 
 import argparse
 import os
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import programs
 
 GIB = 2**30
 PROGRAMS = ("sample", "score", "score critic", "update", "update critic")
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -71,8 +78,8 @@ def main():
         harness.save(f"compile_ahead_{args.platform}", result)
 
 
-def topology(platform: str, name: str | None):
-    """The devices of a machine that is not here."""
+def topology(platform: str, name: str | None) -> list[Any]:
+    """Return the devices of a described machine, without access to it."""
     os.environ |= {
         "JAX_PLATFORMS": "cpu",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
@@ -83,7 +90,7 @@ def topology(platform: str, name: str | None):
     import jax
     from jax.experimental import topologies
 
-    jax.devices()  # plugins register themselves as the first backend starts
+    jax.devices()  # plugins register when the first backend starts
     if platform == "tpu":
         return topologies.get_topology_desc(platform="tpu", topology_name=name or "v5e:2x2").devices
     target = (Path(__file__).parent / "h100.txtpb").read_text()
@@ -92,8 +99,11 @@ def topology(platform: str, name: str | None):
     ).devices
 
 
-def compiled(step, name: str) -> dict:
-    """Seconds, GiB a device, and how often a GPU would wait for the host to choose a branch."""
+def compiled(step: "programs.Step", name: str) -> dict:
+    """Compile a program and report seconds, GiB per device and conditionals.
+
+    At each conditional a GPU would wait for the host to select a branch.
+    """
     start = time.perf_counter()
     lowered = step.lower(name)
     traced = time.perf_counter()

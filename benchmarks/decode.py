@@ -1,13 +1,14 @@
-"""Tokens a second of sampling alone: jax_ppo, torch written by hand, transformers and tunix, turn by turn.
+"""Compare tokens per second of sampling alone: jax_ppo, hand-written torch, transformers and tunix.
 
     sh benchmarks/peers.sh peers
     python benchmarks/decode.py --peers peers/bin/python
-    python benchmarks/decode.py --peers peers/bin/python --cases verl --sides ours,transformers-continuous
+    python benchmarks/decode.py --peers peers/bin/python --cases verl --sides ours,torch
 
-The model has 4 layers, hidden size 256 and a vocabulary of 4,096, in float32; prompts have 64 tokens; temperature 1. A response
-and the EOS that ends it are what counts as tokens. Who can not put a new prompt into a row that has ended is given the prompts
-in batches. The cases `tight` and `roomy` have the same responses and ask for at most 128 and 1,024 tokens: what they differ by
-is what room costs that nobody uses.
+The model has 4 layers, hidden size 256 and a vocabulary of 4,096, in float32; prompts have 64
+tokens; the temperature is 1. Response tokens are counted including the EOS that ends a response.
+Sides that cannot refill the row of a finished response get the prompts in batches. The cases
+`tight` and `roomy` have the same responses but limits of 128 and 1,024 tokens; their difference is
+the cost of unused room.
 """
 
 import argparse
@@ -31,7 +32,14 @@ PROMPT = 64
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """prompts: of a turn. rows: at a time. response: the most tokens of one. chance: of EOS at each token."""
+    """One workload.
+
+    Attributes:
+      prompts: Prompts per turn.
+      rows: Prompts decoded at a time.
+      response: Maximum tokens of a response.
+      chance: Probability of EOS at each token.
+    """
 
     prompts: int
     rows: int
@@ -48,7 +56,7 @@ CASES = {
 }
 
 
-def main():
+def main() -> None:
     args = parse()
     before, results = harness.machine(), {}
     for name in args.cases:
@@ -67,32 +75,33 @@ def main():
     print("written:", harness.save(f"decode{part}", result))
 
 
-def parse():
+def parse() -> argparse.Namespace:
+    """Parse and validate the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--peers",
-        help="Python of the environment that peers.sh made; needed for all sides but ours",
+        help="Python of the environment that peers.sh made; required for every side except ours",
     )
     parser.add_argument(
         "--cases",
         type=lambda text: text.split(","),
         default=list(CASES),
-        help=f"of {', '.join(CASES)}",
+        help=f"comma-separated, from {', '.join(CASES)}",
     )
     parser.add_argument(
         "--sides",
         type=lambda text: text.split(","),
         default=list(SIDES),
-        help=f"of {', '.join(SIDES)}",
+        help=f"comma-separated, from {', '.join(SIDES)}",
     )
-    parser.add_argument("--turns", type=int, default=7, help="turns that count")
+    parser.add_argument("--turns", type=int, default=7, help="measured turns")
     parser.add_argument(
         "--warm-up",
         type=int,
         default=2,
-        help="turns before them, in which nearly everything is compiled",
+        help="unmeasured turns before them, which compile nearly everything",
     )
     args = parser.parse_args()
     if wrong := [name for name in args.cases if name not in CASES]:
@@ -101,7 +110,8 @@ def parse():
     return args
 
 
-def measure(name: str, case: Case, args) -> dict:
+def measure(name: str, case: Case, args: argparse.Namespace) -> dict:
+    """Measure all sides on one case and print their speeds."""
     with tempfile.TemporaryDirectory() as folder:
         model = workload.make_model(Path(folder) / "model", case.chance)
         settings = dataclasses.asdict(case) | {"model": str(model), "prompt": PROMPT}
@@ -115,8 +125,8 @@ def measure(name: str, case: Case, args) -> dict:
         for worker in workers:
             worker.close()
     print(
-        f"{name}: {case.prompts} prompts in {case.rows} rows, at most {case.response} tokens, EOS by a chance of "
-        f"{case.chance:.4f}"
+        f"{name}: {case.prompts} prompts in {case.rows} rows, at most {case.response} tokens, "
+        f"EOS probability {case.chance:.4f}"
     )
     result = {}
     for worker in workers:
@@ -129,7 +139,8 @@ def measure(name: str, case: Case, args) -> dict:
             "answers": turns,
         }
         print(
-            f"  {worker.name:24s}{speeds['median']:7.0f} tokens/s ({speeds['min']:.0f}-{speeds['max']:.0f})"
+            f"  {worker.name:24s}{speeds['median']:7.0f} tokens/s "
+            f"({speeds['min']:.0f}-{speeds['max']:.0f})"
         )
     return dataclasses.asdict(case) | {"sides": result}
 

@@ -1,13 +1,15 @@
-"""How the phases of a PPO step grow: seconds and temporary bytes against response length, batch, vocabulary and layers.
+"""Measure how seconds and temporary bytes of a PPO step's phases grow with its sizes.
 
     python benchmarks/growth.py
 
-Around a small model (4 layers, hidden size 256, vocabulary 4,096) and 32 prompts of 64 tokens with 64 sampled to each,
-float32, one axis at a time; every response is the longest. All sizes take a step in turn, so that a machine whose speed
-changes bends no curve. Seconds are of all roles, bytes of the policy's scoring and the actor's update, the largest programs of
-each. For each axis the slope of the logarithms is printed, over the axis and over its last stretch: 1 is growth in proportion,
-0 none; where the two differ the curve bends. Takes some ten minutes on two cores; writes results/growth.json and
-results/growth.png.
+The axes are response length, batch, vocabulary and layers, varied one at a time around a small
+model (4 layers, hidden size 256, vocabulary 4,096) with 32 prompts of 64 tokens and 64 sampled
+tokens each, in float32; every response has full length. All sizes take a step in turn, so that
+changes in the machine's speed do not bend a curve. Seconds cover all roles; bytes cover the
+policy's scoring and the actor's update, the largest programs of each phase. For each axis the
+log-log slope is printed, over the whole axis and over its last segment: 1 is proportional growth, 0
+none; if the two differ, the curve bends. Takes about ten minutes on two cores; writes
+results/growth.json and results/growth.png.
 """
 
 import argparse
@@ -38,13 +40,13 @@ CURVES = {
 }
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
     parser.add_argument(
-        "--repeats", type=int, default=5, help="steps that count, after one that compiles"
+        "--repeats", type=int, default=5, help="measured steps, after one that compiles"
     )
     args = parser.parse_args()
     sizes = {
@@ -54,9 +56,8 @@ def main():
     }
     before = harness.machine()
     with tempfile.TemporaryDirectory() as folder:
-        compilation.enable_cache(
-            folder, print
-        )  # what is compiled for its memory's sake need not be compiled again to run
+        # Programs compiled to read their memory are not compiled again to run them.
+        compilation.enable_cache(folder, print)
         points = measured(sizes, args.repeats)
     for point in points.values():
         print("  ".join(f"{name} {value:g}" for name, value in point.items()))
@@ -70,7 +71,7 @@ def main():
     for axis, found in slopes.items():
         for name, (whole, last) in found.items():
             bend = "" if abs(whole - last) < 0.2 else f"  bends: {last:.2f} at the end"
-            print(f"{axis:10s} {name:24s} grows as its power {whole:.2f}{bend}")
+            print(f"{axis:10s} {name:24s} grows with power {whole:.2f}{bend}")
     print(
         "written:",
         harness.save(
@@ -81,11 +82,12 @@ def main():
 
 
 def names() -> list[str]:
+    """Return the names of the curves with their units."""
     return [f"{curve}, {unit}" for curve, unit in CURVES.items()]
 
 
 def measured(sizes: dict[str, dict], repeats: int) -> dict[str, dict]:
-    """Each of the sizes, with what it took."""
+    """Measure each size; return the sizes with their seconds and temporary MiB."""
     mib, steps = {}, {}
     for name, size in sizes.items():
         step = programs.Step(
@@ -103,7 +105,7 @@ def measured(sizes: dict[str, dict], repeats: int) -> dict[str, dict]:
         print(f"compiled {len(steps)}/{len(sizes)}", file=sys.stderr, flush=True)
     rounds = [{name: next(more)[0] for name, more in steps.items()} for _ in range(repeats)]
 
-    def median(name, *phases):
+    def median(name: str, *phases: str) -> float:
         return statistics.median(sum(taken[name][phase] for phase in phases) for taken in rounds)
 
     return {
@@ -120,7 +122,7 @@ def measured(sizes: dict[str, dict], repeats: int) -> dict[str, dict]:
 
 
 def slope(axis: str, name: str, rows: list[dict]) -> float:
-    """The power that fits best, by least squares on logarithms."""
+    """Fit the power of growth by least squares on logarithms."""
     x, y = ([math.log(row[key]) for row in rows] for key in (axis, name))
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
     return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum(
@@ -129,6 +131,7 @@ def slope(axis: str, name: str, rows: list[dict]) -> float:
 
 
 def draw(curves: dict, slopes: dict) -> None:
+    """Plot the curves to results/growth.png."""
     figure = Figure(figsize=(4.2 * len(curves), 7), layout="constrained")
     grid = figure.subplots(2, len(curves), squeeze=False)
     for column, (axis, rows) in zip(grid.T, curves.items(), strict=True):

@@ -1,8 +1,9 @@
-"""Two or more programs, each in a process of its own, timed turn by turn: what a noisy machine does to one it does to all.
+"""Time two or more worker processes in alternating turns, so that machine noise hits them equally.
 
-A worker is a program that calls `serve(turn)`. It builds and compiles, says that it is ready, and then waits: while one
-worker takes its turn the others hold no core. Workers may live in different Python environments, which is how rivals keep
-theirs; they need this file alone, which imports the standard library only.
+A worker is a program that calls `serve(turn)`. It builds and compiles, reports that it is ready,
+and then waits: while one worker takes its turn, the others leave the cores idle. Workers may run in
+different Python environments, which allows each peer library its own; they need only this file,
+which imports nothing but the standard library.
 """
 
 import argparse
@@ -23,17 +24,18 @@ THREADS = 2
 
 
 def serve(turn: Callable[[], dict], packages: tuple[str, ...] = ()) -> None:
-    """The worker's side: runs `turn` each time that it is asked to, until its input ends.
+    """Run `turn` on every request until standard input ends (the worker's side).
 
     Args:
-      turn: does the work once; returns figures (numbers, or dicts of them), to which `seconds`, its time, is added if absent.
-      packages: whose versions to report.
+      turn: Does the work once and returns figures (numbers, or dicts of numbers). `seconds`, its
+        wall-clock time, is added if absent.
+      packages: Packages whose versions are reported.
     """
     channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints goes to the error stream, not between the answers
+    os.dup2(2, 1)  # library output goes to stderr, not in between the answers
     versions = {name: importlib.metadata.version(name) for name in packages}
 
-    def say(answer):
+    def say(answer: dict) -> None:
         print(json.dumps(answer), file=channel, flush=True)
 
     say({"versions": {"python": platform.python_version()} | versions})
@@ -44,10 +46,17 @@ def serve(turn: Callable[[], dict], packages: tuple[str, ...] = ()) -> None:
 
 
 class Worker:
-    """A process that answers turn by turn."""
+    """A worker process that runs one turn per request."""
 
-    def __init__(self, name: str, program: str, settings: dict, python: str | None = None):
-        """Starts workers/PROGRAM with the settings as JSON. `python`: of its environment; None: this one."""
+    def __init__(self, name: str, program: str, settings: dict, python: str | None = None) -> None:
+        """Start workers/PROGRAM with the settings as JSON.
+
+        Args:
+          name: Name of the worker in results and messages.
+          program: File name in the workers/ folder.
+          settings: JSON-serialisable settings passed on the command line.
+          python: Interpreter of the worker's environment; `None` for the current one.
+        """
         self.name, here = name, Path(__file__).parent
         environment = {
             "OMP_NUM_THREADS": str(THREADS),
@@ -66,11 +75,13 @@ class Worker:
         self.versions = self._answer()["versions"]
 
     def turn(self) -> dict:
+        """Run one turn and return its figures."""
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
         return self._answer()
 
     def close(self) -> None:
+        """End the worker and wait for it."""
         self._process.stdin.close()
         self._process.wait(timeout=60)
 
@@ -78,13 +89,16 @@ class Worker:
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(
-                f"{self.name} ended with exit status {self._process.wait()}; its errors are above"
+                f"{self.name} exited with status {self._process.wait()}; its errors are above"
             )
         return json.loads(line)
 
 
 def interleave(workers: list[Worker], turns: int, warm_up: int) -> dict[str, list[dict]]:
-    """Each worker's answers to `turns` turns, taken in rounds, the first `warm_up` rounds dropped; the order turns about."""
+    """Run `turns` turns of every worker in rounds and return the answers by worker name.
+
+    The first `warm_up` rounds are dropped. The order of the workers reverses every round.
+    """
     answers = {worker.name: [] for worker in workers}
     for round_number in range(warm_up + turns):
         for worker in workers[:: 1 if round_number % 2 else -1]:
@@ -94,21 +108,23 @@ def interleave(workers: list[Worker], turns: int, warm_up: int) -> dict[str, lis
     return {name: given[warm_up:] for name, given in answers.items()}
 
 
-def check_sides(parser: argparse.ArgumentParser, args: argparse.Namespace, known) -> None:
-    """Ends with a message where --sides names what is not there, or needs --peers."""
+def check_sides(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, known: list[str]
+) -> None:
+    """Exit with an error if --sides contains an unknown name or requires --peers."""
     if wrong := [side for side in args.sides if side not in known]:
         parser.error(f"--sides {','.join(wrong)}: expected some of {', '.join(known)}")
     if not args.peers and set(args.sides) - {"ours"}:
-        parser.error("--peers: needed for all sides but ours")
+        parser.error("--peers: required for every side except ours")
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median, minimum and maximum."""
+    """Return the median, minimum and maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def machine() -> dict:
-    """What the figures were taken on."""
+    """Describe the machine that the figures were measured on."""
     model = next(
         (
             line.split(":")[1].strip()
@@ -126,7 +142,7 @@ def machine() -> dict:
 
 
 def save(name: str, result: dict) -> Path:
-    """Writes results/NAME.json."""
+    """Write results/NAME.json and return its path."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,12 +1,13 @@
-"""Memory and time of reading a checkpoint of 7 billion parameters, in shards, onto several devices.
+"""Measure memory and time of reading a 7-billion-parameter checkpoint onto several devices.
 
     python benchmarks/import_at_size.py
 
-A folder of the shapes of Qwen2.5-7B is written once (15 GB of bfloat16 in four files, random bits that are small numbers), in
---folder or a temporary one. A process of its own then reads it as a run does, split over --devices devices of the CPU, while a
-thread looks at what memory it holds. On a CPU the devices' memory is the host's: what the arrays hold at last is subtracted.
-Pages of the mapped files are the operating system's to drop, and are told apart. Then tensors of every file are compared with
-what the files hold, bit by bit. Takes some minutes; writes results/import_at_size.json.
+A folder with Qwen2.5-7B's shapes is written once (15 GB of bfloat16 in four files, random bits that
+are small numbers), in --folder or a temporary one. A separate process then reads it as a run does,
+sharded over --devices CPU devices, while a thread samples its memory use. On a CPU the devices'
+memory is host memory, so the final size of the arrays is subtracted. Pages of memory-mapped files
+can be dropped by the operating system and are reported separately. Afterwards tensors of every file
+are compared bit by bit with the files. Takes a few minutes; writes results/import_at_size.json.
 """
 
 import argparse
@@ -18,16 +19,22 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import harness
 import ml_dtypes
 import numpy as np
 
+if TYPE_CHECKING:
+    from jax_ppo.models.architecture import Architecture
+
 GB = 1e9
 
 
-def qwen_7b(layers: int):
+def qwen_7b(layers: int) -> "Architecture":
+    """Return Qwen2.5-7B's architecture with this number of layers."""
     import programs
 
     sizes = programs.qwen2(
@@ -37,7 +44,7 @@ def qwen_7b(layers: int):
 
 
 def write_checkpoint(folder: Path, layers: int) -> None:
-    """In the files that an export of 4 GiB each would have."""
+    """Write a random checkpoint in files of at most 4 GiB, as an export does."""
     from jax_ppo.models.hf import config as hf_config
     from jax_ppo.models.hf.files import INDEX_FILE, write_safetensors
     from jax_ppo.models.hf.names import tensor_table
@@ -73,25 +80,32 @@ def write_checkpoint(folder: Path, layers: int) -> None:
 
 
 class Watch(threading.Thread):
-    """The most memory that this process holds, without and with pages of mapped files; looked at every few milliseconds."""
+    """Thread that samples this process's peak memory every few milliseconds.
 
-    def __init__(self):
+    Attributes:
+      own: Peak bytes of anonymous and shared memory.
+      mapped: Peak bytes of memory-mapped file pages.
+    """
+
+    def __init__(self) -> None:
         super().__init__(daemon=True)
         self.own = self.mapped = 0
         self._over = threading.Event()
 
-    def run(self):
+    def run(self) -> None:
+        """Sample until stopped."""
         while not self._over.wait(0.003):
             own, mapped = held()
             self.own, self.mapped = max(self.own, own), max(self.mapped, mapped)
 
-    def stop(self):
+    def stop(self) -> None:
+        """Stop sampling and wait for the thread."""
         self._over.set()
         self.join()
 
 
 def held() -> tuple[int, int]:
-    """Bytes: anonymous and shared memory, and pages of files."""
+    """Return the bytes of anonymous and shared memory, and of file pages."""
     status = dict(
         line.split(":", 1)
         for line in Path("/proc/self/status").read_text().splitlines()
@@ -102,7 +116,7 @@ def held() -> tuple[int, int]:
 
 
 def read(folder: Path, devices: int) -> dict:
-    """Loads it as a run does; figures of that."""
+    """Load the checkpoint as a run does and return the measurements."""
     import functools
 
     import jax
@@ -152,8 +166,14 @@ def read(folder: Path, devices: int) -> dict:
     }
 
 
-def compare(checkpoint, table, flat) -> tuple[int, int]:
-    """How many tensors are bit for bit what the files hold, of how many: of every stacked one two layers, all others."""
+def compare(checkpoint: Any, table: Mapping[Any, Any], flat: Mapping[Any, Any]) -> tuple[int, int]:
+    """Compare tensors bit by bit with the files.
+
+    Two layers of every stacked tensor and all other tensors are compared.
+
+    Returns:
+      Number of equal tensors and number of compared tensors.
+    """
     equal = compared = 0
     for path, row in table.items():
         names = row.names()
@@ -167,19 +187,19 @@ def compare(checkpoint, table, flat) -> tuple[int, int]:
     return equal, compared
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--folder", type=Path, help="checkpoint folder; default: a temporary one")
     parser.add_argument(
-        "--folder", type=Path, help="where the checkpoint is kept; a temporary one if not given"
+        "--layers", type=int, default=28, help="28 layers have 7.6 billion parameters"
     )
-    parser.add_argument("--layers", type=int, default=28, help="28 are 7.6 billion parameters")
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument(
         "--read",
         action="store_true",
-        help="only read what --folder holds, and print the figures as JSON",
+        help="only read --folder and print the measurements as JSON",
     )
     args = parser.parse_args()
     if args.read:
@@ -206,15 +226,18 @@ def main():
         )
     figures = json.loads(done.stdout)
     print(
-        f"{figures['parameters'] / GB:.2f} billion parameters, {figures['gigabytes']:.1f} GB on {args.devices} devices, read "
-        f"in {figures['seconds']:.0f} s"
+        f"{figures['parameters'] / GB:.2f} billion parameters, {figures['gigabytes']:.1f} GB "
+        f"on {args.devices} devices, read in {figures['seconds']:.0f} s"
     )
     print(
-        f"beside the devices' arrays the host held {figures['beside_the_arrays_gigabytes']:.2f} GB at most, "
-        f"{figures['of_the_largest_tensor']:.2f} of the largest tensor ({figures['largest_tensor_gigabytes']:.2f} GB)"
+        "peak host memory in addition to the devices' arrays: "
+        f"{figures['beside_the_arrays_gigabytes']:.2f} GB, "
+        f"{figures['of_the_largest_tensor']:.2f} times the largest tensor "
+        f"({figures['largest_tensor_gigabytes']:.2f} GB)"
     )
     print(
-        f"equal to the files, bit by bit: {figures['tensors_equal']} of {figures['tensors_compared']} tensors"
+        f"bitwise equal to the files: {figures['tensors_equal']} of "
+        f"{figures['tensors_compared']} tensors"
     )
     settings = {"layers": args.layers, "devices": args.devices}
     print(

@@ -1,12 +1,13 @@
-"""Does it learn? The embedded default with every policy loss, advantage estimator and place of the KL, one run each.
+"""Train the embedded default with every policy loss, advantage estimator and KL placement.
 
     python benchmarks/learning.py [--only gspo "KL in both"] [--steps 30]
 
-All start from one made model and take 128 samples a step: of 128 prompts, or 4 of each of 32 where responses are compared. What
-is given beside a method is what its authors ask for where that matters (GSPO's clip is of another size, REINFORCE is for one
-optimizer step a rollout); nothing else is tuned. Printed for each: held-out accuracy, sampled at temperature 1, before and
-after; mean training accuracy of the last five steps; entropy and KL at the end. Takes a minute a method on two cores; writes
-results/learning.json and results/learning.png.
+All runs start from the same model and take 128 samples per step: of 128 prompts, or 4 of each of 32
+where responses are compared. Options beyond the method itself follow its authors where that matters
+(GSPO's clip has a different scale, REINFORCE is meant for one optimizer step per rollout); nothing
+else is tuned. Printed for each method: held-out accuracy, sampled at temperature 1, before and
+after; mean training accuracy of the last five steps; final entropy and KL. Takes a minute per
+method on two cores; writes results/learning.json and results/learning.png.
 """
 
 import argparse
@@ -106,7 +107,7 @@ FAMILIES = {
 }
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -115,8 +116,8 @@ def main():
         nargs="+",
         choices=METHODS,
         metavar="METHOD",
-        help="the others' rows are those of the last "
-        f"run with these steps and this seed. Of {'; '.join(METHODS)}",
+        help="methods to run; the other rows are taken from the last run with the same steps "
+        f"and seed. One of {'; '.join(METHODS)}",
     )
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
@@ -143,14 +144,14 @@ def main():
 
 
 def kept(steps: int, seed: int) -> dict:
-    """The rows of the last run, if it was of the same length and seed."""
+    """Return the rows of the last run if it had the same length and seed."""
     path = harness.RESULTS / "learning.json"
     last = json.loads(path.read_text()) if path.exists() else {}
     return last["runs"] if (last.get("steps"), last.get("seed")) == (steps, seed) else {}
 
 
 def learn(folder: Path, options: dict, steps: int, seed: int) -> tuple[dict, dict]:
-    """One run of the command: what its files say, and the versions it ran on."""
+    """Run the command once; return the results from its files and the package versions."""
     made, workdir = folder / "made", folder / f"run{len(list(folder.iterdir()))}"
     if not made.exists():
         train(made, {"trainer.total_training_steps": 1, "data.val_files": "", "seed": seed})
@@ -182,6 +183,7 @@ def learn(folder: Path, options: dict, steps: int, seed: int) -> tuple[dict, dic
 
 
 def train(workdir: Path, options: dict) -> None:
+    """Run `jax_ppo.train` with these options; exit with its output if it fails."""
     command = [
         sys.executable,
         "-m",
@@ -198,14 +200,17 @@ def train(workdir: Path, options: dict) -> None:
 
 
 def line(name: str, run: dict) -> str:
+    """Format the results of one run."""
     last = statistics.mean(run["accuracy"][-5:])
     return (
-        f"{name:24s} held-out {run['before']:.3f} -> {run['after']:.3f}  training, last five {last:.3f}  "
-        f"entropy {run['entropy']:.3f}  KL {run['kl']:.3f}  {run['seconds']:.0f} s"
+        f"{name:24s} held-out {run['before']:.3f} -> {run['after']:.3f}  "
+        f"training, last five {last:.3f}  entropy {run['entropy']:.3f}  "
+        f"KL {run['kl']:.3f}  {run['seconds']:.0f} s"
     )
 
 
 def draw(runs: dict) -> None:
+    """Plot training accuracy by family to results/learning.png."""
     figure = Figure(figsize=(16, 4), layout="constrained")
     for axes, (family, names) in zip(
         figure.subplots(1, len(FAMILIES), sharey=True), FAMILIES.items(), strict=True
@@ -218,7 +223,7 @@ def draw(runs: dict) -> None:
                 label=name,
                 color="black" if name == names[0] else None,
             )
-        axes.set(title=family, xlabel="step", ylabel="share of right answers, training")
+        axes.set(title=family, xlabel="step", ylabel="training accuracy")
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend(frameon=False, fontsize=8)

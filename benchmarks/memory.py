@@ -1,12 +1,14 @@
-"""Temporary memory of scoring and update at real vocabularies: our log-probs against a log_softmax of whole logits.
+"""Compare temporary memory of scoring and update with a log_softmax over whole logits.
 
     python benchmarks/memory.py
 
-Hidden size 896 as in Qwen2.5-0.5B, few layers; vocabularies up to its 151,936, rows of 512 tokens. The programs are the ones
-that a run compiles, of reference and actor; they are compiled for this machine and not run. What the compiler reserves beside
-arguments and results is reported. Ours should grow with the tokens T and with the vocabulary V (the embedding's gradient and
-optimizer), never with their product: the bytes that one token more takes should not depend on V. Takes four minutes on two
-cores; writes results/memory.json.
+Hidden size 896 as in Qwen2.5-0.5B, few layers, vocabularies up to its 151,936, rows of 512 tokens.
+The programs are those that a run compiles for the reference and the actor; they are compiled for
+this machine and not executed. The reported figure is the memory that the compiler reserves in
+addition to arguments and results. Ours should grow with the number of tokens T and with the
+vocabulary V (the embedding's gradient and optimizer), never with their product: the bytes per
+additional token should not depend on V. Takes four minutes on two cores; writes
+results/memory.json.
 """
 
 import argparse
@@ -23,16 +25,16 @@ ROW = 512  # tokens
 
 
 def whole_logits(
-    hidden_GxNxD,
-    unembedding_VxD,
-    targets_GxN,
-    mask_GxN,
-    temperature,
-    with_entropy=True,
-    logit_softcap=None,
-):
-    """What `kernels.logprobs.token_logprobs` gives, the plain way."""
-    assert logit_softcap is None, "of a model without one"
+    hidden_GxNxD: jax.Array,
+    unembedding_VxD: jax.Array,
+    targets_GxN: jax.Array,
+    mask_GxN: jax.Array,
+    temperature: float,
+    with_entropy: bool = True,
+    logit_softcap: float | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Compute the result of `kernels.logprobs.token_logprobs` from materialised logits."""
+    assert logit_softcap is None, "whole_logits does not support a logit softcap"
     unembedding = unembedding_VxD.astype(hidden_GxNxD.dtype)
     logits_GxNxV = jnp.einsum(
         "gnd,vd->gnv", hidden_GxNxD, unembedding, preferred_element_type=jnp.float32
@@ -40,13 +42,12 @@ def whole_logits(
     all_GxNxV = jax.nn.log_softmax(logits_GxNxV / temperature)
     logprobs_GxN = jnp.take_along_axis(all_GxNxV, targets_GxN[..., None], axis=-1)[..., 0]
     entropy_GxN = -jnp.sum(jnp.exp(all_GxNxV) * all_GxNxV, axis=-1)
-    return jnp.where(mask_GxN, logprobs_GxN, 0.0), jnp.where(
-        mask_GxN, entropy_GxN, 0.0
-    ) if with_entropy else None
+    masked_entropy_GxN = jnp.where(mask_GxN, entropy_GxN, 0.0) if with_entropy else None
+    return jnp.where(mask_GxN, logprobs_GxN, 0.0), masked_entropy_GxN
 
 
-def temporary_bytes(program: str, args, vocabulary: int, rows: int) -> int:
-    """Where a micro-batch is `rows` rows."""
+def temporary_bytes(program: str, args: argparse.Namespace, vocabulary: int, rows: int) -> int:
+    """Return the temporary bytes of a program whose micro-batches have `rows` rows."""
     step = programs.Step(
         programs.qwen2(args.layers, 896, vocabulary, tied=True, kv_heads=2),
         samples=16,
@@ -59,18 +60,21 @@ def temporary_bytes(program: str, args, vocabulary: int, rows: int) -> int:
     return step.lower(program).compile().memory_analysis().temp_size_in_bytes
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[4096, 32000, 151936])
-    parser.add_argument("--rows", type=int, nargs="+", default=[2, 4, 8], help="of a micro-batch")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[2, 4, 8], help="rows per micro-batch"
+    )
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
     ours, found = logprobs.token_logprobs, []
     print(
-        f"{'program':8s} {'V':>7s} {'T':>5s} {'ours MiB':>9s} {'whole logits MiB':>17s} {'of them':>8s}"
+        f"{'program':8s} {'V':>7s} {'T':>5s} {'ours MiB':>9s} "
+        f"{'whole logits MiB':>17s} {'ratio':>8s}"
     )
     for program in ("score", "update"):
         for vocabulary in args.vocabularies:
@@ -90,8 +94,8 @@ def main():
     per_token = slopes(found, min(args.rows) * ROW, max(args.rows) * ROW)
     for line in per_token:
         print(
-            f"{line['program']:8s} V {line['vocabulary']:7,d}: a token more takes {line['ours']:9,.0f} bytes, with whole "
-            f"logits {line['whole_logits']:9,.0f}"
+            f"{line['program']:8s} V {line['vocabulary']:7,d}: {line['ours']:9,.0f} bytes per "
+            f"additional token, {line['whole_logits']:9,.0f} with whole logits"
         )
     print(
         "written:",
@@ -108,7 +112,7 @@ def main():
 
 
 def slopes(found: list[dict], fewest: int, most: int) -> list[dict]:
-    """Bytes that a token more takes, for each program and vocabulary."""
+    """Return the bytes per additional token for each program and vocabulary."""
     at = {(row["program"], row["vocabulary"], row["tokens"]): row for row in found}
     return [
         {"program": program, "vocabulary": vocabulary}

@@ -1,12 +1,13 @@
-"""Our kernels against verl's, TRL's, tunix's and OpenRLHF's own functions, on random masked inputs: values and gradients.
+"""Compare our kernels with the functions of verl, TRL, tunix and OpenRLHF: values and gradients.
 
     sh benchmarks/peers.sh peers peers_verl
     python benchmarks/oracles.py --peers peers/bin/python --verl-peers peers_verl/bin/python
 
-Everything is in float64, so that a difference is one of formula and not of rounding, but for what one of the sides computes
-in float32 whatever it is given. Each row should come out as workers/expected_oracle.py has it: equal, or different for a
-reason. Such a reason is tried as well: ours with that difference put in must be the peer's. Where a row comes out otherwise
-the exit status is 1.
+The inputs are random and masked. Everything runs in float64, so that a difference is one of formula
+and not of rounding, except for values that a side computes in float32 regardless of its input. Each
+row must match workers/expected_oracle.py: equal, or different for a listed reason. The reason is
+tested too: our kernel with that difference applied must equal the peer's. If any row does not
+match, the exit status is 1.
 """
 
 import argparse
@@ -46,14 +47,15 @@ OPTIONS = {
 
 
 def make_case(seed: int) -> dict[str, np.ndarray]:
-    """Random inputs of one rollout. Under the mask are numbers like the others, that must not matter.
+    """Return random inputs of one rollout, with arbitrary numbers in masked positions.
 
-    Log-ratios lie on both sides of the clips; those to `wide_logprobs` go far past them, response by response, and among
-    those to `far_logprobs` are some that the clamps at 20 and at 10 catch. In `absent_mask` two responses have no token.
+    Log-ratios are on both sides of the clips. Those to `wide_logprobs` exceed the clips by far,
+    response by response, and some of those to `far_logprobs` reach the clamps at 20 and at 10. In
+    `absent_mask` two responses have no token.
     """
     random = np.random.default_rng(seed)
 
-    def normal(*shape, scale=1.0):
+    def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
         return scale * random.standard_normal(shape)
 
     shape = (SAMPLES, TOKENS)
@@ -96,7 +98,7 @@ def make_case(seed: int) -> dict[str, np.ndarray]:
         "targets": random.integers(0, VOCABULARY, shape),
         "kls": random.uniform(0, 0.3, 10),
     }
-    # Numbers that float32 holds, for what is float32 whatever it is given.
+    # Representable in float32, for functions that compute in float32 regardless of the input.
     return {
         name: x if x.dtype == np.int64 else x.astype(np.float32).astype(np.float64)
         for name, x in case.items()
@@ -106,7 +108,7 @@ def make_case(seed: int) -> dict[str, np.ndarray]:
 def ask(
     side: str, python: str, cases: list[dict], folder: Path
 ) -> tuple[dict[str, np.ndarray], dict]:
-    """What a peer answers, by name with the cases in a row, and its versions."""
+    """Return a peer's answers by name, stacked over the cases, and its package versions."""
     settings = {
         "cases": str(folder / "cases.npz"),
         "answers": str(folder / f"{side}.npz"),
@@ -123,7 +125,7 @@ def ask(
 
 
 def compare(side: str, answers: dict, cases: list[dict]) -> list[dict]:
-    """Every row of a peer, with its verdict."""
+    """Compare every row of a peer and return the rows with their verdicts."""
     table = {}
 
     @jax.jit
@@ -133,7 +135,7 @@ def compare(side: str, answers: dict, cases: list[dict]) -> list[dict]:
 
     ours = [found(case) for case in cases]
     asked = {name.removesuffix(GRADIENT) for name in answers}
-    assert asked == set(table), f"{side}: asked and expected are not the same: {asked ^ set(table)}"
+    assert asked == set(table), f"{side}: answered and expected rows differ: {asked ^ set(table)}"
     return [
         {"peer": side, "function": name} | judge(name, row, [each[name] for each in ours], answers)
         for name, row in table.items()
@@ -141,7 +143,14 @@ def compare(side: str, answers: dict, cases: list[dict]) -> list[dict]:
 
 
 def judge(name: str, row: expected_oracle.Row, found: list[tuple], answers: dict) -> dict:
-    """The differences of a row, and whether they are as expected. `found`: its `ours` and `theirs` of each case."""
+    """Return the differences of a row and whether they are as expected.
+
+    Args:
+      name: Name of the row.
+      row: Its tolerance and listed reason.
+      found: `ours` and `theirs` of the row in each case.
+      answers: The peer's answers by name.
+    """
     plain = difference([ours for ours, _ in found], name, answers)
     equal = within(plain, row.tolerance)
     result = {"difference": plain, "tolerance": row.tolerance}
@@ -162,13 +171,14 @@ def judge(name: str, row: expected_oracle.Row, found: list[tuple], answers: dict
 def difference(
     ours: list[expected_oracle.Found], name: str, answers: dict
 ) -> dict[str, dict[str, float]]:
-    """The largest over all cases, absolute and relative to the peer's largest number; of values, and of gradients if any."""
+    """Return the largest difference over all cases, of values and of gradients if any.
+
+    Differences are absolute and relative to the peer's largest number.
+    """
     found = {}
     for part, key in (("values", name), ("gradient", name + GRADIENT)):
         mine = [getattr(each, part) for each in ours]
-        assert (mine[0] is not None) == (key in answers), (
-            f"{key}: a gradient that one side has and the other has not"
-        )
+        assert (mine[0] is not None) == (key in answers), f"{key}: only one side has a gradient"
         if mine[0] is not None:
             mine, peers = np.stack(mine), answers[key]
             assert mine.shape == peers.shape, (key, mine.shape, peers.shape)
@@ -181,10 +191,12 @@ def difference(
 
 
 def within(found: dict, tolerance: float) -> bool:
+    """Return whether all relative differences are within the tolerance."""
     return all(part["relative"] <= tolerance for part in found.values())
 
 
 def show(rows: list[dict]) -> None:
+    """Print the rows as a table."""
     width = max(len(row["function"]) for row in rows)
     for row in rows:
         parts = [
@@ -194,11 +206,13 @@ def show(rows: list[dict]) -> None:
             f"{row['peer']:8s} {row['function']:{width}s} {'  '.join(parts):33s} {row['verdict']}"
         )
     print(
-        "columns: largest absolute and relative difference of the values, and of the gradient if training takes one"
+        "columns: largest absolute and relative difference of the values, "
+        "and of the gradient if training uses one"
     )
 
 
 def parse() -> argparse.Namespace:
+    """Parse and validate the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -207,28 +221,28 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--sides",
         type=lambda text: text.split(","),
-        help="of verl, trl, tunix, openrlhf; with commas",
+        help="comma-separated, from verl, trl, tunix, openrlhf",
     )
     parser.add_argument("--cases", type=int, default=5, help="random rollouts")
-    parser.add_argument("--out", default="oracles", help="results/OUT.json; empty to keep nothing")
+    parser.add_argument("--out", default="oracles", help="results/OUT.json; empty writes nothing")
     args = parser.parse_args()
     args.pythons = {side: args.verl_peers if side in IN_VERLS else args.peers for side in SIDES}
     args.sides = args.sides or [side for side in SIDES if args.pythons[side]]
     if not args.sides or any(not args.pythons.get(side) for side in args.sides):
         parser.error(
-            f"--sides: expected some of {', '.join(SIDES)}; trl and tunix need --peers, the others --verl-peers"
+            f"--sides: expected some of {', '.join(SIDES)}; trl and tunix require --peers, "
+            "the others --verl-peers"
         )
     return args
 
 
 def main() -> int:
+    """Run the comparison and return the exit status."""
     args = parse()
     jax.config.update("jax_enable_x64", True)
-    before, versions, rows = (
-        harness.machine(),
-        {"ours": {"jax": jax.__version__, "numpy": np.__version__}},
-        [],
-    )
+    before = harness.machine()
+    versions = {"ours": {"jax": jax.__version__, "numpy": np.__version__}}
+    rows = []
     cases = [make_case(seed) for seed in range(args.cases)]
     with tempfile.TemporaryDirectory() as folder:
         for side in args.sides:

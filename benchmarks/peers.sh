@@ -1,10 +1,13 @@
 #!/bin/sh
-# Makes a Python environment with the programs that the benchmarks compare with: sh benchmarks/peers.sh FOLDER [FOLDER_OF_VERL]
-# With a second folder also one for verl and OpenRLHF, for oracles.py: what their functions need, not what training needs.
+# Create a Python environment with the libraries that the benchmarks compare against:
+#   sh benchmarks/peers.sh FOLDER [VERL_FOLDER]
+# VERL_FOLDER gets a second environment with verl and OpenRLHF for oracles.py. It has the dependencies
+# of their functions only, not those of their training.
 set -eu
 python3.11 -m venv "$1"
 "$1/bin/pip" install torch==2.13.0 trl==1.12.0 google-tunix==0.1.7 --extra-index-url https://download.pytorch.org/whl/cpu
-# tunix asks for an older safetensors, which would hold transformers back; it runs with the newer one.
+# tunix requires an older safetensors, which would force an older transformers, but also works with
+# the newer one.
 "$1/bin/pip" install transformers==5.23.0
 if [ $# -gt 1 ]; then
     python3.11 -m venv "$2"

@@ -1,15 +1,16 @@
-"""Seconds of a whole PPO step: jax_ppo, torch written by hand and compiled, TRL and tunix, turn by turn.
+"""Compare seconds of a whole PPO step: jax_ppo, hand-written compiled torch, TRL and tunix.
 
     sh benchmarks/peers.sh peers
     python benchmarks/ppo_step.py --peers peers/bin/python
     python benchmarks/ppo_step.py --peers peers/bin/python --lengths verl
     python benchmarks/ppo_step.py --peers peers/bin/python --reward model
 
-32 prompts of 64 tokens and a response to each; actor, critic and reference of 4 layers and hidden size 256; one epoch, one
-mini-batch, temperature 1, GAE with lambda 0.95, KL in the reward, AdamW at 1e-5 for actor and critic. What each side compiles
-is compiled before its turns are counted. TRL rewards by a model alone, tunix is given the rule. The floor is the step's matrix
-products and nothing else. With random lengths there is torch twice: in micro-batches of responses about as long, and as most
-write it, all in one batch padded to the longest.
+One response to each of 32 prompts of 64 tokens; actor, critic and reference of 4 layers and hidden
+size 256; one epoch, one mini-batch, temperature 1, GAE with lambda 0.95, KL in the reward, AdamW at
+1e-5 for actor and critic. Each side compiles before its measured turns. TRL supports only a reward
+model; tunix uses the rule. The floor runs the step's matrix products and nothing else. With random
+lengths torch runs twice: in micro-batches of similar length, and, as is common, in one batch padded
+to the longest.
 """
 
 import argparse
@@ -28,12 +29,12 @@ SIDES = {
     "tunix": "tunix_ppo.py",
     "floor": "floor.py",
 }
-OF_REWARD = {"rule": "tunix", "model": "trl"}  # the side for this reward alone
-OF_LENGTHS = {"forced": [], "verl": ["torch-padded"]}  # and those for these lengths
+OF_REWARD = {"rule": "tunix", "model": "trl"}  # side that runs with this reward only
+OF_LENGTHS = {"forced": [], "verl": ["torch-padded"]}  # additional sides for these lengths
 LONGEST = {"forced": 64, "verl": workload.VERL["longest"]}
 
 
-def main():
+def main() -> None:
     args = parse()
     with tempfile.TemporaryDirectory() as folder:
         settings = make_settings(args, Path(folder))
@@ -75,19 +76,21 @@ def main():
     print("written:", harness.save(f"ppo_step_{args.lengths}_{args.reward}{part}", result))
 
 
-def parse():
+def parse() -> argparse.Namespace:
+    """Parse and validate the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--peers",
-        help="Python of the environment that peers.sh made; needed for all sides but ours",
+        help="Python of the environment that peers.sh made; required for every side except ours",
     )
     parser.add_argument(
         "--lengths",
         choices=LONGEST,
         default="forced",
-        help="64 tokens each; or random ones as in verl's published run on GSM8K, 307 of 512 on average",
+        help="64 tokens each, or random lengths as in verl's published run on GSM8K: "
+        "mean 307, at most 512",
     )
     parser.add_argument(
         "--reward",
@@ -96,22 +99,24 @@ def parse():
         help="a host rule, or a model of the actor's size",
     )
     parser.add_argument(
-        "--sides", type=lambda text: text.split(","), help=f"of {', '.join(SIDES)}; with commas"
+        "--sides",
+        type=lambda text: text.split(","),
+        help=f"comma-separated, from {', '.join(SIDES)}",
     )
-    parser.add_argument("--turns", type=int, default=9, help="steps that count")
-    parser.add_argument("--warm-up", type=int, default=3, help="steps before them")
+    parser.add_argument("--turns", type=int, default=9, help="measured steps")
+    parser.add_argument("--warm-up", type=int, default=3, help="unmeasured steps before them")
     parser.add_argument(
         "--split",
         type=int,
         default=3,
-        help="steps after them, in which every phase is waited for and timed",
+        help="steps after them, with every phase timed separately",
     )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="OPTION=JSON",
-        help="changes an option of our config",
+        help="override an option of our config",
     )
     args = parser.parse_args()
     known = ["ours", "torch", OF_REWARD[args.reward], *OF_LENGTHS[args.lengths], "floor"]
@@ -120,8 +125,8 @@ def parse():
     return args
 
 
-def make_settings(args, folder: Path) -> dict:
-    """What every worker is given, with the models made."""
+def make_settings(args: argparse.Namespace, folder: Path) -> dict:
+    """Create the models and return the settings shared by all workers."""
     chance = workload.eos_chance(**workload.VERL) if args.lengths == "verl" else 0.0
     return {
         "model": str(workload.make_model(folder / "model", chance)),
@@ -143,7 +148,7 @@ def make_settings(args, folder: Path) -> dict:
 
 
 def summary(answers: list[dict], split: list[dict]) -> dict:
-    """Seconds and tokens of a step; the median seconds of each phase where all are waited for."""
+    """Summarise seconds and tokens per step, and median seconds of each phase when timed apart."""
     phases = {
         name: [turn["phases"].get(name, 0.0) for turn in split]
         for name in (split[0]["phases"] if split else ())
@@ -159,17 +164,20 @@ def summary(answers: list[dict], split: list[dict]) -> dict:
 
 
 def show(sides: dict) -> None:
+    """Print the results of every side."""
     ours = sides.get("ours")
     for name, side in sides.items():
         seconds, per_token = side["seconds"], side["milliseconds_per_token"]["median"]
         line = (
-            f"{name:12s} {seconds['median']:.3f} s a step ({seconds['min']:.3f}-{seconds['max']:.3f}), "
-            f"{side['tokens']['median']:.0f} tokens, {per_token:.3f} ms a token, first {side['first_turn_seconds']:.1f} s"
+            f"{name:12s} {seconds['median']:.3f} s per step "
+            f"({seconds['min']:.3f}-{seconds['max']:.3f}), "
+            f"{side['tokens']['median']:.0f} tokens, {per_token:.3f} ms per token, "
+            f"first {side['first_turn_seconds']:.1f} s"
         )
         if ours and name != "ours":
             line += (
                 f"; {seconds['median'] / ours['seconds']['median']:.2f}x our step, "
-                f"{per_token / ours['milliseconds_per_token']['median']:.2f}x a token"
+                f"{per_token / ours['milliseconds_per_token']['median']:.2f}x per token"
             )
         print(line)
         print(

@@ -1,6 +1,7 @@
-"""The programs of a PPO step and what they are called with, at any size, without data, tokenizer or checkpoint.
+"""Programs of a PPO step and their arguments at any size, without data, tokenizer or checkpoint.
 
-Shapes, to compile ahead of time for this machine or another; and random weights, to run and to time what is compiled.
+Abstract shapes allow ahead-of-time compilation for this machine or another; random weights allow
+running and timing the compiled programs.
 """
 
 import dataclasses
@@ -9,6 +10,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +32,8 @@ from jax_ppo.training.state import TrainState, state_shapes
 from jax_ppo.types import Experience, MiniBatches, Packing, Prompts, Sequences
 
 
-def places(shapes):
+def places(shapes: Any) -> Any:
+    """Return the tree of shardings of a tree of shapes."""
     return jax.tree.map(lambda x: x.sharding, shapes)
 
 
@@ -43,7 +46,7 @@ def qwen2(
     kv_heads: int | None = None,
     mlp: int | None = None,
 ) -> Architecture:
-    """A Qwen2 with heads of 64; the benchmarks' small model if nothing is given."""
+    """Return a Qwen2 architecture with heads of 64; by default the benchmarks' small model."""
     return Architecture(
         family="qwen2",
         vocab_size=vocabulary,
@@ -66,17 +69,21 @@ QWEN_05B = qwen2(
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One PPO step: a response to each of `samples` prompts, one epoch, one mini-batch, actor, critic and reference.
+    """One PPO step with actor, critic and reference, one epoch and one mini-batch.
 
     Attributes:
-      architecture: of all three.
-      samples, prompt, response: how many, and tokens of each at most.
-      rows: of a micro-batch, one of `prompt + response` tokens each; None: jax_ppo's own choice.
-      dtype, remat: as in config.model.
-      slots: samples decoded at once.
-      endings: how many tokens end a response. With random weights all tokens are about as likely, so that lengths are those of
-        a constant chance; 0: every response is the longest.
-      decoding: the program that reads the cache; None: jax_ppo's own choice.
+      architecture: Architecture of all three models.
+      samples: Number of prompts; each gets one response.
+      prompt: Maximum tokens per prompt.
+      response: Maximum tokens per response.
+      rows: Rows of `prompt + response` tokens per micro-batch; `None` for jax_ppo's default.
+      dtype: As in config.model.
+      remat: As in config.model.gradient_checkpointing.
+      slots: Samples decoded at once.
+      endings: Number of token ids that end a response. With random weights all tokens are about
+        equally likely, so a response ends with constant probability; 0 gives full-length responses.
+      decoding: Program that reads the cache; `None` for jax_ppo's default.
+      mesh: Devices; by default the first one.
     """
 
     architecture: Architecture
@@ -211,7 +218,11 @@ class Step:
         )
 
     def pack(self, lengths) -> tuple[Packing, np.ndarray]:
-        """The packing of one mini-batch of samples of these lengths [1, A, R, L], and how many of the A hold something [1]."""
+        """Pack one mini-batch of samples of these lengths.
+
+        Returns:
+          The packing [1, A, R, L] and the number of non-empty micro-batches among the A, [1].
+        """
         at_once = packing.rows_per_micro_batch(
             self.rows, self.config.row_length, self.samples, sharding.row_shards(self.mesh)
         )
@@ -220,7 +231,7 @@ class Step:
         )
 
     def packing(self) -> MiniBatches:
-        """The one mini-batch of an update."""
+        """Return the abstract mini-batch of an update."""
         packed, counts = self.pack(np.ones(self.samples, int))
         packed = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.rows(self.mesh, 2)),
@@ -231,8 +242,13 @@ class Step:
         )
 
     def lower(self, program: str, platforms: tuple[str, ...] | None = None):
-        """`sample`, `score`, `score critic`, `update` or `update critic`, traced and lowered for the mesh's devices, or for
-        others. Without a role it is the program of reference or actor."""
+        """Trace and lower a program for the mesh's devices or for other platforms.
+
+        Args:
+          program: `sample`, `score`, `score critic`, `update` or `update critic`. Without a role,
+            `score` is the reference's program and `update` the actor's.
+          platforms: Target platforms; `None` for the mesh's.
+        """
         batches, (kind, *critic) = self.packing(), program.split()
         if kind == "sample":
             parts = [(self.sampler.program, (self.decode_params(), self.prompts(), self.key()))]
@@ -265,10 +281,8 @@ class Step:
 
     def random_state(self) -> TrainState:
         def build(key):
-            actor, critic = (
-                heads.init_params(self.nets.actor, key, "lm"),
-                heads.init_params(self.nets.critic, key, "scalar"),
-            )
+            actor = heads.init_params(self.nets.actor, key, "lm")
+            critic = heads.init_params(self.nets.critic, key, "scalar")
             optimizers = [
                 make_optimizer(options.optim, options.grad_clip).init(params)
                 for options, params in ((self.config.actor, actor), (self.config.critic, critic))
@@ -306,7 +320,7 @@ class Step:
         return sharding.place(Prompts(tokens.astype(np.int32), lengths), sharding.rows(self.mesh))
 
     def packed(self, lengths) -> MiniBatches:
-        """One mini-batch on the mesh, of samples of these lengths."""
+        """Place one mini-batch of samples of these lengths on the mesh."""
         plan, counts = self.pack(lengths)
         return MiniBatches(
             sharding.place(plan, sharding.rows(self.mesh, 2)),
@@ -316,7 +330,7 @@ class Step:
         )
 
     def seconds_of_update(self, repeats: int) -> float:
-        """Median seconds of the update where every sequence is the longest."""
+        """Return the median seconds of the update with full-length sequences."""
         experience = jax.tree.map(
             lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), self.experience()
         )
@@ -328,11 +342,9 @@ class Step:
             action_mask=~experience.sequences.action_mask,  # the placeholder is all False
         )
         experience = dataclasses.replace(experience, sequences=full)
-        batches, state, taken = (
-            self.packed(np.full(self.samples, self.prompt + self.response)),
-            self.random_state(),
-            [],
-        )
+        batches = self.packed(np.full(self.samples, self.prompt + self.response))
+        state = self.random_state()
+        taken = []
         with jax.set_mesh(self.mesh):
             for _ in range(repeats + 1):
                 start = time.perf_counter()
@@ -343,7 +355,10 @@ class Step:
         return statistics.median(taken[1:])
 
     def seconds_of_phases(self, prompt_lengths, repeats: int) -> tuple[dict[str, float], int]:
-        """Median seconds of a phase (see `steps`) after a step that compiles; and the last step's tokens."""
+        """Return median seconds of each phase (see `steps`) and the last step's token count.
+
+        A first step, which compiles, is excluded.
+        """
         taken, tokens = zip(
             *itertools.islice(self.steps(prompt_lengths), 1, 1 + repeats), strict=True
         )
@@ -352,13 +367,13 @@ class Step:
         }, tokens[-1]
 
     def steps(self, prompt_lengths) -> Iterator[tuple[dict[str, float], int]]:
-        """Takes a step each time that it is asked: seconds of sampling, scoring (advantages with it) and update, each waited
-        for; and the step's tokens."""
-        prompts, state, params = (
-            self.random_prompts(prompt_lengths),
-            self.random_state(),
-            self.random_decode_params(),
-        )
+        """Run steps; yield each one's seconds per phase and its number of tokens.
+
+        The phases are sampling, scoring (including advantages) and update, each blocking.
+        """
+        prompts = self.random_prompts(prompt_lengths)
+        state = self.random_state()
+        params = self.random_decode_params()
         while True:
             with jax.set_mesh(self.mesh):
                 start = time.perf_counter()

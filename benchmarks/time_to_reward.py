@@ -1,13 +1,15 @@
-"""Seconds of PPO until a small model adds two-digit numbers: ours against PPO written by hand in torch.
+"""Compare seconds of PPO until a small model adds two-digit numbers: ours and hand-written torch.
 
     python benchmarks/time_to_reward.py --peers PATH/bin/python [--seeds 5]
 
-Both sides start from the data folder's `tinyadd`, which answers 34 % of the held-out sums greedily, and stop at 90 %, looked at
-every 5 steps. Evaluations are off the clock on both sides. So is compilation, told apart: each run first takes two steps and
-an evaluation on a state that it throws away ("warm-up", nearly all of it compilation). Runs take turns seed by seed, on the
-same two cores. Three rows: torch; ours with torch's settings to the option, which compares the speed of a step; ours with
-the settings that are best for it, actor and critic on one trunk. "Slowest" is a run's slowest five steps over its median ones:
-far above 1, something else had the cores, and the figures are void. Takes about 15 minutes; writes results/time_to_reward.json.
+Both sides start from the data folder's `tinyadd`, which answers 34 % of the held-out sums greedily,
+and stop at 90 %, evaluated every 5 steps. Evaluations are not timed on either side. Compilation is
+reported separately: each run first takes two steps and an evaluation on a state that it discards
+("warm-up", nearly all of it compilation). Runs alternate seed by seed on the same two cores. There
+are three rows: torch; ours with exactly torch's settings, which compares the speed of a step; and
+ours with its best settings, actor and critic on one trunk. "Slowest" is a run's slowest five steps
+relative to its median five; a value far above 1 means that something else used the cores and the
+figures are void. Takes about 15 minutes; writes results/time_to_reward.json.
 """
 
 import argparse
@@ -17,7 +19,7 @@ import statistics
 import addition
 import harness
 
-TORCH = {  # the best that was found for it: 34 % to 90 % in 120 to 135 steps
+TORCH = {  # its best known settings: 34 % to 90 % in 120 to 135 steps
     "data.train_batch_size": 256,
     "actor.ppo_mini_batch_size": 128,
     "actor.ppo_epochs": 1,
@@ -40,16 +42,13 @@ TORCH = {  # the best that was found for it: 34 % to 90 % in 120 to 135 steps
 }
 SAME = TORCH | {
     "actor.clip_ratio_c": 0.0,  # torch's loss has no dual clip
-    "algorithm.use_reference": False,  # nor does it measure the KL
-    "packing.enabled": False,  # a sample a row: all are ten tokens
+    "algorithm.use_reference": False,  # it does not measure the KL either
+    "packing.enabled": False,  # one sample per row: all have ten tokens
     "actor.ppo_micro_batch_size_per_device": 128,
     "rollout.logprob_micro_batch_size_per_device": 256,
 }
-OF_A_CRITIC = (
-    "critic.optim.",
-    "critic.grad_clip",
-    "trainer.critic_warmup",
-)  # that is a model of its own
+# Options that apply only to a separate critic model.
+OF_A_CRITIC = ("critic.optim.", "critic.grad_clip", "trainer.critic_warmup")
 BEST = {name: value for name, value in SAME.items() if not name.startswith(OF_A_CRITIC)} | {
     "critic.shared_trunk": True,
     "critic.value_loss_coef": 0.1,
@@ -57,6 +56,7 @@ BEST = {name: value for name, value in SAME.items() if not name.startswith(OF_A_
 
 
 def start_workers(peers: str) -> list[harness.Worker]:
+    """Start the three workers; `peers` is the Python with torch."""
     return [
         harness.Worker("torch", "torch_addition.py", TORCH, peers),
         harness.Worker("ours, torch's settings", "ours_addition.py", SAME),
@@ -65,7 +65,10 @@ def start_workers(peers: str) -> list[harness.Worker]:
 
 
 def summarise(runs: list[dict]) -> dict:
-    """Spreads over the seeds, of those that reached the target where it is about reaching it."""
+    """Summarise the runs of one side over the seeds.
+
+    Seconds, steps and accuracy cover only the runs that reached the target.
+    """
     reached = [run for run in runs if run["accuracy"] >= addition.TARGET]
     summary = {
         "runs": len(runs),
@@ -83,13 +86,14 @@ def summarise(runs: list[dict]) -> dict:
     return summary
 
 
-def _slowest(curve):
+def _slowest(curve: list[list[float]]) -> float:
+    """Return the slowest interval between evaluations relative to the median one."""
     seconds = [after[1] - before[1] for before, after in zip(curve, curve[1:], strict=False)]
     return max(seconds) / statistics.median(seconds)
 
 
 def table(rows: dict[str, dict]) -> str:
-    """A line for each side: medians, and in brackets the least and the greatest."""
+    """Format one line per side: medians, with minimum and maximum in parentheses."""
     columns = {
         "seconds": ".1f",
         "steps": ".0f",
@@ -98,12 +102,10 @@ def table(rows: dict[str, dict]) -> str:
         "warm_up_seconds": ".1f",
     }
 
-    def cell(figures, form):
-        return (
-            f"{figures['median']:{form}} ({figures['min']:{form}}-{figures['max']:{form}})"
-            if figures
-            else "-"
-        )
+    def cell(figures: dict | None, form: str) -> str:
+        if not figures:
+            return "-"
+        return f"{figures['median']:{form}} ({figures['min']:{form}}-{figures['max']:{form}})"
 
     lines = [["", f"runs at {addition.TARGET:.0%}", *(name.replace("_", " ") for name in columns)]]
     lines += [
@@ -118,7 +120,7 @@ def table(rows: dict[str, dict]) -> str:
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -128,11 +130,11 @@ def main():
     if not addition.FOLDER.is_dir():
         parser.exit(
             0,
-            f"skipped: there is no folder {addition.FOLDER}; JAX_PPO_DATA names the folder that holds tinyadd\n",
+            f"skipped: no folder {addition.FOLDER}; set JAX_PPO_DATA to the folder that contains "
+            "tinyadd\n",
         )
-    os.sched_setaffinity(
-        0, sorted(os.sched_getaffinity(0))[: harness.THREADS]
-    )  # XLA takes as many threads as cores it sees
+    # XLA starts as many threads as it sees cores.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: harness.THREADS])
     machine = harness.machine()
     workers = start_workers(arguments.peers)
     runs = harness.interleave(workers, arguments.seeds, warm_up=0)

@@ -1,23 +1,26 @@
-"""The model and the prompts that every side of a benchmark is given: a Hugging Face folder that any of them loads.
+"""The model and prompts shared by every side of a benchmark, as a loadable Hugging Face folder.
 
-The model decides its own lengths, so that no side needs a hook to force them. Channel 0 of the embedding is large and the same
-for all tokens, so it survives every layer, and the output embedding of a token may put a constant on its logit through it.
-EOS gets the chance that makes lengths geometric, cut off at the longest; or none, and then every response is the longest.
+The model determines its own response lengths, so no side needs a hook to force them. Channel 0 of
+the embedding is large and identical for all tokens, so it survives every layer, and the output
+embedding of a token can add a constant to its logit through that channel. EOS gets either the
+probability that makes lengths geometric, truncated at the longest, or none, in which case every
+response has full length.
 """
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
 PAD, EOS = 0, 1
 VOCABULARY = 4096
-VERL = {"mean": 307, "longest": 512}  # tokens a response: verl's published run on GSM8K
+VERL = {"mean": 307, "longest": 512}  # tokens per response: verl's published run on GSM8K
 
 
 def eos_chance(mean: float, longest: int) -> float:
-    """The chance p of EOS at each token with which lengths min(Geometric(p), longest) have this mean."""
+    """Return the EOS probability p per token for which min(Geometric(p), longest) has this mean."""
     low, high = 1e-9, 1.0
     for _ in range(100):
         p = math.sqrt(low * high)
@@ -26,7 +29,7 @@ def eos_chance(mean: float, longest: int) -> float:
 
 
 def typical_lengths(count: int, mean: int, longest: int) -> list[int]:
-    """So many lengths spread evenly over that distribution: its quantiles, the shortest first."""
+    """Return `count` evenly spaced quantiles of that length distribution, in increasing order."""
     p = eos_chance(mean, longest)
     return [
         min(math.ceil(math.log1p(-(i + 0.5) / count) / math.log1p(-p)), longest)
@@ -35,7 +38,10 @@ def typical_lengths(count: int, mean: int, longest: int) -> list[int]:
 
 
 def config(layers: int = 4, hidden: int = 256, vocabulary: int = VOCABULARY) -> dict:
-    """config.json of a Qwen2 with heads of 64, two to a key, and an output embedding of its own."""
+    """Return config.json of a Qwen2 model with untied embeddings.
+
+    Heads have 64 channels, and two query heads share each key head.
+    """
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -67,11 +73,17 @@ def make_model(
     score: bool = False,
     seed: int = 0,
 ) -> Path:
-    """Writes config.json, model.safetensors and, in tokenizer/, a tokenizer.
+    """Write config.json, model.safetensors and, in tokenizer/, a tokenizer; return the folder.
 
     Args:
-      chance: of EOS at each token; 0: never.
-      score: with a scalar head (a Qwen2ForSequenceClassification of one label) in the output embedding's place.
+      folder: Folder to write to.
+      chance: Probability of EOS at each token; 0 means that EOS is never drawn.
+      layers: Number of layers.
+      hidden: Hidden size.
+      vocabulary: Vocabulary size.
+      score: Replace the output embedding by a scalar head (a one-label
+        Qwen2ForSequenceClassification).
+      seed: Seed of the random weights.
     """
     import safetensors.numpy
 
@@ -79,7 +91,7 @@ def make_model(
     shape, rng = config(layers, hidden, vocabulary), np.random.default_rng(seed)
     kv = shape["num_key_value_heads"] * 64
 
-    def normal(*size, std=0.02):
+    def normal(*size: int, std: float = 0.02) -> np.ndarray:
         return (std * rng.standard_normal(size)).astype(np.float32)
 
     embedding = normal(vocabulary, hidden)
@@ -95,7 +107,7 @@ def make_model(
                 f"{at}self_attn.{name}_proj.weight": normal(rows, hidden),
                 f"{at}self_attn.{name}_proj.bias": np.zeros(rows, np.float32),
             }
-        # What layers add is small, so that channel 0 keeps its share of what the last norm sees.
+        # Layers add little, so that channel 0 keeps its share of the last norm's input.
         tensors |= {
             f"{at}self_attn.o_proj.weight": normal(hidden, hidden, std=0.002),
             f"{at}mlp.gate_proj.weight": normal(shape["intermediate_size"], hidden),
@@ -113,10 +125,11 @@ def make_model(
         }
         tensors["score.weight"] = normal(1, hidden, std=(hidden + 1) ** -0.5)
     else:
-        # After the last norm channel 0 is sqrt(hidden) times its share of the residual stream's energy.
+        # After the last norm, channel 0 equals sqrt(hidden) times its share of the residual
+        # stream's energy.
         output, at_eos = normal(vocabulary, hidden), -60.0
         if chance:
-            # The other logits are normal with variance s2; the mean of their exponentials is exp(s2 / 2).
+            # The other logits are normal with variance s2: their exponentials average exp(s2 / 2).
             at_eos = math.log(chance / (1 - chance) * (vocabulary - 2)) + hidden * 0.02**2 / 2
         share = math.sqrt(hidden) / math.sqrt(1 + hidden * 0.02**2)
         output[:, 0] = 0.0
@@ -130,10 +143,14 @@ def make_model(
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """One word a token, `w2 w3 ...` for the ids 2, 3, ...: a text of N words is N tokens, whoever tokenises it."""
+    """Write a tokenizer with one word per token: `w2 w3 ...` for the ids 2, 3, ...
+
+    A text of N words has N tokens in every library.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    # In a folder of its own: beside a config.json, AutoTokenizer takes the architecture's own tokenizer instead.
+    # A separate folder, because next to a config.json AutoTokenizer picks the architecture's own
+    # tokenizer instead.
     folder.mkdir(exist_ok=True)
     words = {"<pad>": PAD, "<eos>": EOS} | {f"w{i}": i for i in range(2, vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
@@ -152,10 +169,10 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
 
 
 def prompts(count: int, length: int, vocabulary: int = VOCABULARY, seed: int = 0) -> np.ndarray:
-    """Random prompts; int32 [count, length], no PAD and no EOS."""
+    """Return random prompts without PAD or EOS, int32 [count, length]."""
     return np.random.default_rng(seed).integers(2, vocabulary, (count, length)).astype(np.int32)
 
 
-def text(tokens) -> str:
-    """What the tokenizer reads as these tokens."""
+def text(tokens: Iterable[int]) -> str:
+    """Return the text that the tokenizer maps to these tokens."""
     return " ".join(f"w{token}" for token in tokens)
