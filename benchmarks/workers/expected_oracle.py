@@ -1,4 +1,4 @@
-"""What each peer of oracles.py should give, row by row: the same as we do, or something else and why."""
+"""Expected result of each row of oracles.py: equal to ours, or different for a listed reason."""
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,14 @@ from jax_ppo.kernels.losses import AGGREGATIONS
 from jax_ppo.kernels.policy_losses import Clip
 
 TOKENS, SUM, MEAN, NORM = AGGREGATIONS
-NO_CLAMP = "the log-ratio is not clamped before the exponential; ours at 20, where float32 would soon overflow"
-MICRO = "a mean of the micro-batches' means, which weighs tokens of a sparse micro-batch more; ours is of the mini-batch"
+NO_CLAMP = (
+    "the log-ratio is not clamped before the exponential; ours at 20, where float32 would soon "
+    "overflow"
+)
+MICRO = (
+    "a mean of the micro-batches' means, which weighs tokens of a sparse micro-batch more; "
+    "ours is of the mini-batch"
+)
 ABSENT = "the mean counts responses without a token; ours does not, as they are left out on purpose"
 
 
@@ -96,7 +102,8 @@ def verl_policy_losses(case, options):
         "gspo, dual clip asked",
         Row(
             policy(case, "gspo", MEAN, ppo, old="wide_logprobs"),
-            "gspo has no dual clip there; ours has it where actor.clip_ratio_c is set, as its ratio is as little bounded",
+            "gspo has no dual clip there; ours has it where actor.clip_ratio_c is set, "
+            "as its ratio is as little bounded",
             policy(case, "gspo", MEAN, plain, old="wide_logprobs"),
         ),
     )
@@ -104,7 +111,8 @@ def verl_policy_losses(case, options):
         "gspo, log-ratios beyond 20",
         Row(
             policy(case, "gspo", MEAN, plain, old="far_logprobs"),
-            "clamps the response's mean log-ratio at 10 from above; ours each token's at 20 before the mean, as in every loss",
+            "clamps the response's mean log-ratio at 10 from above; ours each token's at 20 "
+            "before the mean, as in every loss",
             graded(lambda x: unclamped_gspo(case, x, plain), case["logprobs"]),
         ),
     )
@@ -177,7 +185,7 @@ def trl(case, options):
 
 
 def trl_ppo(case, options):
-    """Its score is one place past the end, where the value after the end counts too."""
+    """Yield the rows of TRL's PPO, which places score and last value one past the end."""
     mask, even = case["mask"], Clip(options["clip_low"], options["clip_low"])
     past = jnp.minimum(mask.sum(1), mask.shape[1] - 1)[:, None] == jnp.arange(mask.shape[1])
     longer = jnp.maximum(mask, past)
@@ -188,8 +196,8 @@ def trl_ppo(case, options):
     ours = gae(case, last_token(mask) * scores - penalty, mask, options)
     theirs = gae(case, past * scores - penalty, longer, options)
     reason = (
-        "the score is given one place after the last token, and the value there counts; ours ends with the last token, "
-        "whose reward the score is"
+        "the score is given one place after the last token, and the value there counts; "
+        "ours ends with the last token, whose reward the score is"
     )
     for i, name in enumerate(("advantages before whitening", "returns")):
         yield (
@@ -487,7 +495,7 @@ def far_surrogate(case, clip):
 
 
 def halves(case, clip):
-    """The policy loss as the mean of two micro-batches' own."""
+    """Return the policy loss as the mean of the losses of two micro-batches."""
     parts = [
         policy(
             {name: x[half] for name, x in case.items() if x.ndim and len(x) == len(case["mask"])},

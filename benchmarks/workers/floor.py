@@ -1,15 +1,18 @@
-"""Worker of ppo_step.py: the matrix products of a step and nothing else, the floor under every side. Arguments: its settings.
+"""Worker of ppo_step.py: the matrix products of a step and nothing else, a floor under every side.
 
-What no program can leave out: each token through the weights once a pass, the vocabulary where a response token is predicted,
-attention from blocks of 32 queries to the keys up to them, twice as much again for gradients. No softmax, no norms, no
-optimizer, no padding; a decoding step has as many rows as there are responses so long, and reads as many columns as there are.
-By torch, whose library for products is the fastest here. Attention is told apart.
+Arguments: the settings of ppo_step.py as JSON. The products are those that no program can avoid:
+each token through the weights once per pass, the vocabulary where a response token is predicted,
+attention from blocks of 32 queries to the keys up to them, and twice as much again for gradients.
+There is no softmax, norm, optimizer or padding; a decoding step has as many rows as responses of at
+least that length, and reads only the used columns. Torch runs the products, as its library is the
+fastest here. Attention is reported separately.
 """
 
 import collections
 import json
 import sys
 import time
+from typing import Any
 
 import harness
 import torch
@@ -22,7 +25,7 @@ BLOCK = 32  # queries
 
 
 def products(settings: dict) -> dict[str, collections.Counter]:
-    """{phase: {(batch, rows, in, out): how often}}."""
+    """Return {phase: {(batch, rows, in, out): number of products}}."""
     shape, samples = workload.config(), settings["samples"]
     hidden, wide, layers = (
         shape["hidden_size"],
@@ -70,7 +73,10 @@ def products(settings: dict) -> dict[str, collections.Counter]:
 def attention(
     shape: dict, prompt: int, lengths: list[int], forward: int, backward: int
 ) -> collections.Counter:
-    """Of a rollout, and of so many passes over the whole sequences: in all layers, query heads that share a key together."""
+    """Count attention's products in a rollout and in passes over the full sequences.
+
+    All layers are counted; the query heads that share a key head form one product.
+    """
     layers, kv_heads = shape["num_hidden_layers"], shape["num_key_value_heads"]
     group, found = shape["num_attention_heads"] // kv_heads, collections.Counter()
     for end in range(BLOCK, prompt + max(lengths) + BLOCK, BLOCK):
@@ -94,23 +100,23 @@ def attention(
 
 
 def response_lengths(settings: dict) -> list[int]:
-    return (
-        [settings["response"]] * settings["samples"]
-        if settings["equal_lengths"]
-        else workload.typical_lengths(settings["samples"], **workload.VERL)
-    )
+    """Return the length of each response."""
+    if settings["equal_lengths"]:
+        return [settings["response"]] * settings["samples"]
+    return workload.typical_lengths(settings["samples"], **workload.VERL)
 
 
-def operands(size):
-    """The shapes of left, right and out."""
+def operands(size: tuple[int, int, int, int]) -> Any:
+    """Return the shapes of the left and right operands and of the output."""
     batch, m, k, n = size
     return (batch, m, k), (batch, k, n), (batch, m, n)
 
 
-def main(settings: dict):
+def main(settings: dict) -> None:
     phases = products(settings)
     sizes = {size for counted in phases.values() for size in counted}
-    # One room for all: thousands of sizes together would not fit, and what stays in a cache only lowers the floor.
+    # All sizes share their buffers: thousands of separate ones would not fit, and buffers that stay
+    # in a cache only lower the floor.
     rooms = [
         torch.randn(max(b * m * n for b, m, n in shapes))
         for shapes in zip(*map(operands, sizes), strict=True)
@@ -123,7 +129,7 @@ def main(settings: dict):
         for size in sizes
     }
 
-    def turn():
+    def turn() -> dict:
         seconds = {}
         for phase, counted in phases.items():
             start = time.perf_counter()

@@ -1,6 +1,7 @@
 """Worker of oracles.py: OpenRLHF's own functions. Arguments: the settings of oracles.py as JSON.
 
-Its packages import all that training on GPUs needs, of which its losses use nothing: these imports are given empty modules.
+Its packages import everything that training on GPUs needs, but its losses use none of it, so these
+imports are replaced by empty modules.
 """
 
 import importlib
@@ -12,7 +13,7 @@ import types
 import unittest.mock
 from pathlib import Path
 
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # its entropy would be compiled
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # otherwise its entropy would be compiled
 
 import torch
 from serve_oracle import serve
@@ -20,15 +21,17 @@ from torch_oracle import Answers, tensors
 
 
 def stand_in() -> None:
-    """For what is imported and not used; and its packages without their __init__.py, which import the rest."""
+    """Replace unused imports, and OpenRLHF's packages by ones without their __init__.py.
+
+    The __init__.py files import the rest.
+    """
     root = Path(importlib.util.find_spec("openrlhf").origin).parent
     for name in ("models", "utils", "trainer"):
         package = sys.modules[f"openrlhf.{name}"] = types.ModuleType(f"openrlhf.{name}")
         package.__path__ = [str(root / name)]
     sys.modules["deepspeed"] = types.ModuleType("deepspeed")
-    sys.modules["deepspeed"].__spec__ = importlib.machinery.ModuleSpec(
-        "deepspeed", None
-    )  # transformers looks for one
+    # transformers looks for a spec.
+    sys.modules["deepspeed"].__spec__ = importlib.machinery.ModuleSpec("deepspeed", None)
     for name in ("openrlhf.trainer.ray", "openrlhf.trainer.ray.launcher"):
         sys.modules[name] = unittest.mock.MagicMock()
 

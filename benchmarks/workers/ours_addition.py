@@ -1,7 +1,8 @@
-"""Worker of time_to_reward.py: jax_ppo on addition. Arguments: options of the configuration as JSON, by dotted name.
+"""Worker of time_to_reward.py: jax_ppo on addition.
 
-Each turn is a run with the next seed, from the configuration to the target, of the parts that ppo.train is made of. What
-compiles is compiled before the clock, by steps and an evaluation on a state that is thrown away.
+Arguments: configuration options as JSON, by dotted name. Each turn is a run with the next seed,
+from the configuration to the target, using the components of ppo.train. Everything is compiled
+before the clock starts, by steps and an evaluation on a state that is discarded.
 """
 
 import itertools
@@ -27,17 +28,20 @@ from jax_ppo.reporting import console
 from jax_ppo.runtime import sharding
 from jax_ppo.training.state import create_state
 
-WARM_UP_STEPS = 2  # the second one takes what the first one's update gave
+WARM_UP_STEPS = 2  # the second takes the state that the first one's update returned
 
 
 def exact(data_source, solution_str, ground_truth, extra_info):
-    """The reward. A response of three symbols that was cut off instead of ended would need a fourth, which is no symbol."""
+    """Return the reward of a response.
+
+    A truncated response has four symbols, so it never equals the three-digit answer.
+    """
     right = solution_str == ground_truth
     return {"score": float(right), "acc": right}
 
 
 def write_data(folder: Path) -> None:
-    """train.jsonl and held.jsonl in verl's form, and the tokenizer of single characters."""
+    """Write train.jsonl and held.jsonl in verl's format, and a character tokenizer."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     splits = addition.splits()
@@ -57,7 +61,7 @@ def write_data(folder: Path) -> None:
     tokenizer.decoder = decoders.Fuse()
     (folder / "tokenizer").mkdir()
     tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
-    # EOS alone is special: PAD, if sampled, shows in the text and makes it wrong.
+    # Only EOS is special: a sampled PAD appears in the text and makes the response wrong.
     (folder / "tokenizer" / "tokenizer_config.json").write_text(
         json.dumps(
             {
@@ -92,7 +96,7 @@ def make_config(folder: Path, options: dict, seed: int) -> schema.Config:
 
 
 class Training:
-    """The body of ppo.train without its curves, checkpoints and progress bar."""
+    """The training loop of ppo.train without metrics, checkpoints and progress bar."""
 
     def __init__(self, run: PPORun):
         self.run, self.batches, self.done = run, run.batches(0), 0
@@ -143,7 +147,7 @@ class Training:
 
 
 def reach_target(config: schema.Config) -> dict:
-    """One run. warm_up_seconds: of the first calls of everything, which compile."""
+    """Run once; `warm_up_seconds` covers the first calls, which compile."""
     mesh = sharding.make_mesh(config.mesh)
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as workdir:
         run = set_up_run(config, Path(workdir), mesh, console.print_on_main)
@@ -159,7 +163,7 @@ def reach_target(config: schema.Config) -> dict:
         }
 
 
-def main(options: dict):
+def main(options: dict) -> None:
     seeds = itertools.count()
     with tempfile.TemporaryDirectory() as folder:
         write_data(Path(folder))

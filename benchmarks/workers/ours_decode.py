@@ -20,7 +20,7 @@ from jax_ppo.types import Prompts
 
 
 def load(folder: str):
-    """The decoder and the actor's parameters as the sampler wants them."""
+    """Load the decoder and the actor's parameters in the sampler's layout."""
     architecture = read_architecture(folder)
     shapes = jax.eval_shape(
         lambda key: heads.init_params(Transformer(architecture, jnp.float32), key, "lm"),
@@ -32,14 +32,14 @@ def load(folder: str):
     )
 
 
-def main(settings: dict):
+def main(settings: dict) -> None:
     model, params = load(settings["model"])
     options = SamplingOptions(
         settings["response"], temperature=1.0, eos_ids=(workload.EOS,), slots=settings["rows"]
     )
     sample, seeds = Sampler(model, options), itertools.count()
 
-    def turn():
+    def turn() -> dict:
         seed = next(seeds)
         tokens = workload.prompts(settings["prompts"], settings["prompt"], seed=seed)
         prompts = Prompts(tokens, np.full(len(tokens), tokens.shape[1], np.int32))

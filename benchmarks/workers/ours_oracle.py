@@ -1,6 +1,6 @@
-"""What oracles.py compares with: our kernels on the same cases, and, where a peer differs, ours with its difference put in.
+"""Our side of oracles.py: our kernels on the same cases, also with a peer's differences applied.
 
-In the process of oracles.py itself, in float64.
+Runs in the process of oracles.py itself, in float64.
 """
 
 from collections.abc import Callable
@@ -11,27 +11,27 @@ import jax.numpy as jnp
 
 from jax_ppo.kernels import advantages, importance, kl, logprobs, losses, masked, policy_losses
 
-FORMULA = 1e-7  # float64; holds the 1e-8 that peers add to counts
-FLOAT32 = 1e-5  # for what one of the sides computes in float32 whatever it is given
+FORMULA = 1e-7  # float64; allows for the 1e-8 that peers add to counts
+FLOAT32 = 1e-5  # for values that a side computes in float32 regardless of its input
 
 BESSEL = "the variance divides by n - 1; ours by n, which is defined for one token too"
 
 
 class Found(NamedTuple):
-    """Values, and their gradient where training takes one."""
+    """Values, and their gradient if training uses one."""
 
     values: jax.Array
     gradient: jax.Array | None = None
 
 
 class Row(NamedTuple):
-    """One thing that a peer was asked.
+    """One comparison with a peer.
 
     Attributes:
-      ours: what our kernels give.
-      reason: how the peer differs and why we do not do so; empty where it should give the same.
-      theirs: ours with that difference put in, which should be the peer's.
-      tolerance: of the difference, relative to the largest number of the peer's.
+      ours: Result of our kernels.
+      reason: How the peer differs and why we do not; empty if the results should be equal.
+      theirs: Our result with that difference applied, which should equal the peer's.
+      tolerance: Allowed difference relative to the peer's largest number.
     """
 
     ours: Found
@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
 
 def graded(function: Callable, at: jax.Array, cotangents: jax.Array | None = None) -> Found:
-    """function(at), and the gradient of it, or of sum cotangents * function(at)."""
+    """Return function(at) and the gradient of its sum, weighted by `cotangents` if present."""
     values, pull = jax.vjp(function, at)
     return Found(
         values,
@@ -50,7 +50,7 @@ def graded(function: Callable, at: jax.Array, cotangents: jax.Array | None = Non
 
 
 def weigh(per_token, mask, mode, scale=None):
-    """The loss of a mini-batch."""
+    """Aggregate per-token losses into the loss of a mini-batch."""
     return jnp.sum(
         losses.loss_weights(mask.sum(1), mode, scale)[:, None]
         * masked.zero_outside(per_token, mask)
@@ -68,7 +68,7 @@ def policy(
     weights=1.0,
     scale=None,
 ):
-    """Value and gradient of one of our policy losses."""
+    """Return value and gradient of one of our policy losses."""
     mask = case[mask]
     A = case[advantages]
     A = A if A.ndim == 2 else jnp.broadcast_to(A[:, None], mask.shape)
@@ -86,7 +86,7 @@ def policy(
 
 
 def flags(case, clip, old):
-    """Shares of tokens that the clip and the dual clip hold."""
+    """Return the shares of tokens affected by the clip and the dual clip."""
     found = losses.policy_loss(case["logprobs"], case[old], case["advantages"], case["mask"], *clip)
     return [
         Found(masked.masked_mean(flag, case["mask"]))
@@ -95,7 +95,7 @@ def flags(case, clip, old):
 
 
 def surrogate(log_ratio, A, clip):
-    """The clipped surrogate of ratios that are not clamped, for peers that do not clamp them."""
+    """Compute the clipped surrogate without clamping the ratios, for peers that do not."""
     ratio = jnp.exp(log_ratio)
     loss = jnp.maximum(-A * ratio, -A * jnp.clip(ratio, 1 - clip.low, 1 + clip.high))
     return loss if clip.dual is None else jnp.where(A < 0, jnp.minimum(loss, -A * clip.dual), loss)
@@ -114,7 +114,7 @@ def value(case, clip, mask="mask", mode="token-mean"):
 
 
 def divergence(case, kind, reference, clip=None):
-    """A KL estimator; `clip` cuts its value off as some peers do."""
+    """Evaluate a KL estimator; `clip` bounds its value as some peers do."""
 
     def estimate(logprobs):
         found = kl.kl_estimate(logprobs, case[reference], case["mask"], kind)
@@ -124,7 +124,7 @@ def divergence(case, kind, reference, clip=None):
 
 
 def plain_k3(case, reference):
-    """k3 without clamps."""
+    """Evaluate k3 without clamps."""
 
     def estimate(logprobs):
         d = masked.zero_outside(logprobs - case[reference], case["mask"])
@@ -141,7 +141,7 @@ def gae(case, rewards, mask, options, values="old_values"):
 
 
 def whitened(x, mask, **kwargs):
-    """Ours, and with Bessel's correction."""
+    """Whiten as we do, and with Bessel's correction."""
     ours, count, mean = masked.whiten(x, mask, **kwargs), mask.sum(), masked.masked_mean(x, mask)
     kept = 0 if kwargs.get("shift_mean", True) else mean
     theirs = masked.zero_outside((ours - kept) * jnp.sqrt((count - 1) / count) + kept, mask)
@@ -153,12 +153,12 @@ def of_responses(per_response, mask):
 
 
 def last_token(mask):
-    """1 on the last token of each response."""
+    """Return 1 on the last token of each response and 0 elsewhere."""
     return (jnp.arange(mask.shape[1]) == mask.sum(1, keepdims=True) - 1).astype(float)
 
 
 def distributions(case, options):
-    """Log-probs and entropy, with the gradient to the hidden states; float32, as our kernel gives them."""
+    """Yield log-probs and entropy with gradients to the hidden states; float32 as in our kernel."""
 
     def ask(i):
         return lambda hidden: logprobs.token_logprobs(
@@ -177,7 +177,7 @@ def distributions(case, options):
 
 
 def in_halves(case, mode="token-mean"):
-    """The mean of what two micro-batches give, each with its own count of tokens."""
+    """Average two micro-batches, each with its own token count."""
 
     def loss(x):
         return (

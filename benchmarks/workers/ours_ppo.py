@@ -1,7 +1,7 @@
 """Worker of ppo_step.py: jax_ppo. Arguments: the settings of ppo_step.py as JSON.
 
-Runs ppo.train itself, which is stopped where it asks for the next batch; there it waits for the update, that otherwise would
-still be going on beside the next step.
+Runs ppo.train itself and pauses it where it requests the next batch. There it waits for the update,
+which would otherwise overlap with the next step.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ PROMPTS = 1024
 
 
 def even_share(data_source, solution_str, ground_truth, extra_info):
-    """The rule: share of even token ids."""
+    """Return the rule's reward, the share of even token ids."""
     words = solution_str.split()
     return sum(int(word[1:]) % 2 == 0 for word in words) / max(len(words), 1)
 
@@ -69,8 +69,8 @@ def make_config(folder: Path, settings: dict) -> schema.Config:
 
 
 def stop_between_steps(turnstile: Turnstile, prompt_tokens: int) -> None:
-    """Puts the turnstile where ppo.train takes its next batch, and the clocks of the phases around what it calls."""
-    begun = {}  # of the step: the update's metrics and the response tokens
+    """Insert the turnstile where ppo.train takes its next batch, and time the phases."""
+    begun = {}  # metrics and response tokens of the current step
 
     class Batches(prompts_lib.PromptBatches):
         def __next__(self):
@@ -88,7 +88,7 @@ def stop_between_steps(turnstile: Turnstile, prompt_tokens: int) -> None:
         state, begun["metrics"] = updated(*args, **kwargs)
         return state, begun["metrics"]
 
-    # Precompilation would pass the turnstile.
+    # Precompilation would interfere with the turnstile.
     ppo.precompile_in_background = lambda *_: contextlib.nullcontext()
     setup.PromptBatches = Batches
     sample_lengths, ppo.sample_lengths = ppo.sample_lengths, lengths
@@ -103,7 +103,7 @@ def stop_between_steps(turnstile: Turnstile, prompt_tokens: int) -> None:
         setattr(owner, name, turnstile.phase(phase, getattr(owner, name)))
 
 
-def main(settings: dict):
+def main(settings: dict) -> None:
     turnstile = Turnstile(
         settings["plain_turns"],
         ("jax", "jaxlib", "flax", "optax", "numpy", "tokenizers"),

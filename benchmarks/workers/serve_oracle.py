@@ -1,4 +1,4 @@
-"""What the workers of oracles.py share: cases in, answers out, each in a file of plain arrays."""
+"""Input and output of the oracles.py workers: cases and answers as plain arrays in files."""
 
 import json
 import sys
@@ -9,11 +9,11 @@ import numpy as np
 
 
 def serve(answer: Callable[[dict, dict], dict], packages: tuple[str, ...]) -> None:
-    """Answers the cases that the settings (the first argument, JSON) name, once each time that it is asked to.
+    """Answer the cases named in the settings (first argument, JSON) on every request.
 
     Args:
-      answer: from the arrays of one case and the options of all, the arrays to compare by name.
-      packages: whose versions to report.
+      answer: Maps the arrays of one case and the shared options to the arrays to compare, by name.
+      packages: Packages whose versions are reported.
     """
     settings = json.loads(sys.argv[1])
 

@@ -1,7 +1,8 @@
-"""Worker of time_to_reward.py: PPO written by hand in torch for addition. Arguments: options as JSON, by jax_ppo's names.
+"""Worker of time_to_reward.py: hand-written PPO in torch for addition.
 
-What a good torch programmer writes for this task and this CPU: no framework, no padding, the log-probs of the sampler as the
-old ones, fused AdamW. Each turn is a run with the next seed.
+Arguments: options as JSON, by jax_ppo's names. The code is what a skilled torch programmer would
+write for this task and this CPU: no framework, no padding, the sampler's log-probs as the old ones,
+fused AdamW. Each turn is a run with the next seed.
 """
 
 import itertools
@@ -23,7 +24,7 @@ logging.set_verbosity_error()
 
 
 def load_splits() -> dict[str, tuple]:
-    """(prompts [N, PROMPT], answers [N, RESPONSE]) of each split."""
+    """Return (prompts [N, PROMPT], answers [N, RESPONSE]) of each split."""
     splits = addition.splits()
     ids = {symbol: token for token, symbol in enumerate(splits["vocab"])}
 
@@ -39,7 +40,7 @@ def load_splits() -> dict[str, tuple]:
 
 
 def mask_of(responses):
-    """1 up to the first EOS and there."""
+    """Return 1 up to and including the first EOS, 0 after it."""
     ends = (responses == addition.EOS).long()
     return (ends.cumsum(1) - ends == 0).float()
 
@@ -62,7 +63,7 @@ def generalized_advantages(rewards, values, gamma, lam):
 
 
 class Training:
-    """A run. `options` are of jax_ppo's configuration; of the names below no other is read."""
+    """One run. `options` are jax_ppo's; only the options named below are read."""
 
     def __init__(self, options: dict, data: dict, seed: int):
         torch.manual_seed(seed)
@@ -107,7 +108,7 @@ class Training:
         returns = advantages + values
         if o["algorithm.whiten_advantages"]:
             advantages = whiten(advantages, mask)
-        # Reaches the full rate in the step in which jax_ppo does, but rises from the run's first step on.
+        # Reaches the full rate in the same step as jax_ppo, but rises from the first step.
         rising = (self.done + 1) / (o["trainer.critic_warmup"] + o["actor.optim.lr_warmup_steps"])
         self.optimizers["actor"].param_groups[0]["lr"] = o["actor.optim.lr"] * min(1.0, rising)
         for _ in range(o["actor.ppo_epochs"]):
@@ -154,7 +155,7 @@ class Training:
         self.optimizers[role].zero_grad()
 
     def _hidden(self, model, sequences):
-        """Of the places that predict the response."""
+        """Return the hidden states of the positions that predict the response."""
         return model.model(input_ids=sequences, use_cache=False).last_hidden_state[
             :, addition.PROMPT - 1 : -1
         ]
@@ -171,7 +172,10 @@ class Training:
 
 
 def reach_target(options: dict, data: dict, seed: int) -> dict:
-    """One run. warm_up_seconds: of the first step, on a state that is thrown away; nothing compiles."""
+    """Run once.
+
+    `warm_up_seconds` covers a first step on a state that is discarded; nothing compiles.
+    """
     start = time.perf_counter()
     Training(options, data, seed).step()
     warm_up = time.perf_counter() - start
@@ -181,7 +185,7 @@ def reach_target(options: dict, data: dict, seed: int) -> dict:
     }
 
 
-def main(options: dict):
+def main(options: dict) -> None:
     seeds, data = itertools.count(), load_splits()
     harness.serve(
         lambda: reach_target(options, data, next(seeds)), packages=("torch", "transformers")

@@ -1,15 +1,19 @@
-"""The decoder written by hand with its step compiled. It ends with the longest response."""
+"""The hand-written decoder with a compiled step. It ends with the longest response."""
 
 import torch
 import torch.nn.functional as F
 from torch_decoder import Decoder
 
-BLOCK = 64  # columns of the cache: a step reads whole blocks, and is compiled once for each number of them
-CHECK_EVERY = 8  # steps between looks at whether all rows have ended
+# Columns of the cache: a step reads whole blocks and is compiled once per number of blocks.
+BLOCK = 64
+CHECK_EVERY = 8  # steps between checks whether all rows have ended
 
 
 class CompiledDecoder(Decoder):
-    """Samples at temperature 1 until every row drew EOS or has `response` tokens. Arguments as for Decoder, and `eos`."""
+    """Decoder at temperature 1 that stops when every row drew EOS or has `response` tokens.
+
+    Arguments are those of Decoder, and `eos`.
+    """
 
     def __init__(self, model, rows: int, prompt: int, response: int, eos: int):
         super().__init__(model, rows, prompt, response)
@@ -19,7 +23,12 @@ class CompiledDecoder(Decoder):
 
     @torch.no_grad()
     def generate(self, prompts):
-        """Tokens, int64 [rows, T], T the longest response; log-probs, float32 [rows, T]; lengths, [rows]."""
+        """Sample one response per prompt.
+
+        Returns:
+          Tokens, int64 [rows, T], where T is the longest response; log-probs, float32 [rows, T];
+          lengths, [rows].
+        """
         self._fuse()
         rows = len(prompts)
         tokens = torch.zeros(rows, self.response, dtype=torch.long)
@@ -65,7 +74,7 @@ class CompiledDecoder(Decoder):
 
 
 def draw(logits, uniforms):
-    """One token a row by inverting the distribution function, and its log-prob."""
+    """Draw one token per row by inverse transform sampling; return it with its log-prob."""
     probabilities = F.softmax(logits, -1)
     sums = probabilities.cumsum(-1)
     tokens = torch.searchsorted(sums, uniforms * sums[:, -1:]).clamp_(max=logits.shape[-1] - 1)

@@ -1,4 +1,7 @@
-"""Worker of decode.py: the decoder written by hand in torch and compiled. Arguments: the settings of decode.py as JSON."""
+"""Worker of decode.py: the compiled hand-written torch decoder.
+
+Arguments: the settings of decode.py as JSON.
+"""
 
 import itertools
 import json
@@ -12,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 
-def main(settings: dict):
+def main(settings: dict) -> None:
     torch.set_num_threads(harness.THREADS)
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
@@ -21,7 +24,7 @@ def main(settings: dict):
     )
     seeds = itertools.count()
 
-    def turn():
+    def turn() -> dict:
         prompts = torch.tensor(
             workload.prompts(settings["prompts"], settings["prompt"], seed=next(seeds))
         ).long()

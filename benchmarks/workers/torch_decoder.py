@@ -1,16 +1,19 @@
-"""A decoder for a Hugging Face Qwen2 as fast as plain torch gives it on a CPU: weights fused, keys and values in place."""
+"""A fast plain-torch CPU decoder for a Hugging Face Qwen2: fused weights, in-place cache."""
 
 import torch
 import torch.nn.functional as F
 
 
 class Decoder:
-    """Samples `response` tokens after each prompt, EOS or not; what follows an EOS is the caller's to leave out.
+    """Decoder that samples `response` tokens per prompt and ignores EOS.
+
+    The caller discards the tokens after an EOS.
 
     Args:
       model: Qwen2ForCausalLM, float32.
-      rows: prompts at a time.
-      prompt, response: tokens.
+      rows: Prompts per batch.
+      prompt: Tokens per prompt.
+      response: Tokens per response.
     """
 
     def __init__(self, model, rows: int, prompt: int, response: int):
@@ -33,7 +36,10 @@ class Decoder:
 
     @torch.no_grad()
     def generate(self, prompts, choose):
-        """Tokens and their log-probs, [rows, response] each; `choose` takes logits [rows, vocabulary] and gives one of both."""
+        """Return tokens and their log-probs, [rows, response] each.
+
+        `choose` maps logits [rows, vocabulary] to one token and its log-prob per row.
+        """
         self._fuse()
         last = self._hidden(prompts, 0)[:, -1]
         chosen = [choose(self._logits(last))]
@@ -43,7 +49,7 @@ class Decoder:
         return tuple(torch.stack(x, 1) for x in zip(*chosen, strict=True))
 
     def _fuse(self):
-        """Joins each layer's projections of one input, as the last update left them."""
+        """Fuse each layer's projections of the same input, with their current weights."""
         self.layers = []
         for layer in self.model.model.layers:
             a, mlp = layer.self_attn, layer.mlp
@@ -67,7 +73,7 @@ class Decoder:
         return F.linear(self._norm(x, self.model.model.norm.weight), self.model.lm_head.weight)
 
     def _hidden(self, tokens, column):
-        """Runs tokens [rows, T], that stand in columns from `column` on, through the layers, without the last norm."""
+        """Run tokens [rows, T], in columns from `column`, through all layers but the last norm."""
         x = self.model.model.embed_tokens.weight[tokens]
         for i, (norm, qkv, bias, out, mlp_norm, gate_up, down) in enumerate(self.layers):
             x = x + F.linear(self._attend(i, F.linear(self._norm(x, norm), qkv, bias), column), out)
@@ -91,7 +97,7 @@ class Decoder:
             attended = F.scaled_dot_product_attention(
                 q, keys, values, is_causal=True, enable_gqa=True
             ).transpose(1, 2)
-        else:  # the query heads that share a key as the rows of one product
+        else:  # query heads that share a key head form the rows of one product
             q = q.reshape(rows, shared, heads // shared, self.head_dim) * self.head_dim**-0.5
             attended = (q @ keys.transpose(-1, -2)).softmax(-1) @ values
         return attended.reshape(rows, tokens, heads * self.head_dim)
@@ -102,7 +108,10 @@ class Decoder:
 
 
 def sample(logits, temperature: float):
-    """One token a row by inverting the distribution function, which is cheaper than torch.multinomial; and its log-prob."""
+    """Draw one token per row; return it with its log-prob.
+
+    Inverse transform sampling is cheaper than torch.multinomial.
+    """
     probabilities = (logits / temperature).softmax(-1)
     sums = probabilities.cumsum(-1)
     tokens = torch.searchsorted(sums, torch.rand(len(logits), 1) * sums[:, -1:]).clamp_(

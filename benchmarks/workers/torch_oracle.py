@@ -1,4 +1,4 @@
-"""What the workers of oracles.py in torch share: a case as tensors, and a peer's answers with their gradients."""
+"""Helpers of the torch workers of oracles.py: cases as tensors, and answers with gradients."""
 
 from collections.abc import Callable
 
@@ -6,13 +6,13 @@ import torch
 
 
 def tensors(case: dict) -> dict[str, torch.Tensor]:
-    """In float64, so that what is left between two sides is a difference of formula and not of rounding."""
+    """Convert a case to float64 tensors, so that differences are of formula, not of rounding."""
     torch.set_default_dtype(torch.float64)
     return {name: torch.from_numpy(array) for name, array in case.items()}
 
 
 class Answers(dict):
-    """Arrays to compare, by the name of what was asked."""
+    """Arrays to compare, by row name."""
 
     def add(self, name: str, values) -> None:
         self[name] = torch.as_tensor(values).detach().numpy()
@@ -24,9 +24,9 @@ class Answers(dict):
         at: torch.Tensor,
         cotangents: torch.Tensor | None = None,
     ):
-        """function(at), and the gradient of it, or of sum cotangents * function(at), with respect to `at`.
+        """Record function(at) and the gradient of its sum, weighted by `cotangents` if present.
 
-        The function may give a tuple, of which the first is meant; returns the rest.
+        If the function returns a tuple, its first item is recorded and the others are returned.
         """
         at = at.clone().requires_grad_()
         found = function(at)

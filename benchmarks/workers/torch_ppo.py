@@ -1,8 +1,9 @@
-"""Worker of ppo_step.py: a PPO step written by hand in torch and compiled. Arguments: the settings of ppo_step.py as JSON.
+"""Worker of ppo_step.py: a PPO step hand-written in torch and compiled.
 
-What a good torch programmer writes for this CPU: a decoder of one's own, the log-probs of the sampler as the old ones, no
-logits of prompt tokens, fused AdamW; responses of unequal lengths in micro-batches of rows that are about as long, or
-(`by_length` off) in one batch padded to the longest.
+Arguments: the settings of ppo_step.py as JSON. The code is what a skilled torch programmer would
+write for this CPU: a custom decoder, the sampler's log-probs as the old ones, no logits of prompt
+tokens, fused AdamW. Responses of unequal lengths are processed in micro-batches of similar length
+or, without `by_length`, in one batch padded to the longest.
 """
 
 import itertools
@@ -18,12 +19,13 @@ from torch_compiled_decoder import CompiledDecoder
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import logging
 
-MICRO_BATCH = 8  # rows, where lengths differ
-WIDTH = 64  # the responses of a micro-batch are padded to a multiple of it; each multiple is compiled for
+MICRO_BATCH = 8  # rows, if lengths differ
+# Responses of a micro-batch are padded to a multiple of this; each multiple is compiled.
+WIDTH = 64
 
 
 def generalized_advantages(rewards, values, lam):
-    """Of rewards and values that are 0 past the end; gamma is 1."""
+    """Compute GAE with gamma 1 from rewards and values that are 0 past the end."""
     advantages, following, next_value = torch.zeros_like(rewards), 0.0, 0.0
     for t in reversed(range(rewards.shape[1])):
         following = rewards[:, t] + next_value - values[:, t] + lam * following
@@ -36,7 +38,7 @@ def masked_mean(x, mask):
 
 
 class Step:
-    """The models and one step after the other."""
+    """The models and their training steps."""
 
     def __init__(self, settings: dict):
         self.settings, self.prompt = settings, settings["prompt"]
@@ -79,7 +81,7 @@ class Step:
             self._compile_all()
 
     def turn(self) -> dict:
-        """One step on new prompts."""
+        """Run one step on new prompts."""
         clock, settings = Clock(), self.settings
         prompts = torch.tensor(
             workload.prompts(settings["samples"], self.prompt, seed=next(self.seeds))
@@ -111,12 +113,11 @@ class Step:
         return {"tokens": int(lengths.sum()), "phases": clock.laps}
 
     def _compile_all(self):
-        """Runs everything once on micro-batches of every width, so that none is compiled in a turn."""
+        """Run everything once per micro-batch width, so that nothing compiles during a turn."""
         for width in range(WIDTH, self.settings["response"] + 1, WIDTH):
             sequences = torch.ones(MICRO_BATCH, self.prompt + width, dtype=torch.long)
-            each = [
-                torch.ones(MICRO_BATCH, width) for _ in range(3)
-            ]  # one given thrice would be another program
+            # The same tensor three times would compile a different program.
+            each = [torch.ones(MICRO_BATCH, width) for _ in range(3)]
             with torch.no_grad():
                 self.logprobs(self.reference, sequences)
                 self.values(self.critic, sequences)
@@ -130,7 +131,11 @@ class Step:
         self.critic.zero_grad()
 
     def _padded(self, prompts, responses, old, lengths):
-        """Sequences, log-probs and mask, with responses padded to a whole number of widths; old is 0 past the end."""
+        """Pad responses to a multiple of WIDTH.
+
+        Returns:
+          Sequences, old log-probs (0 past the end) and response mask.
+        """
         width = min(-(-responses.shape[1] // WIDTH) * WIDTH, self.settings["response"])
         room = 0, width - responses.shape[1]
         mask = (torch.arange(width) < lengths[:, None]).float()
@@ -138,7 +143,7 @@ class Step:
         return torch.cat([prompts, responses], 1), F.pad(old, room) * mask, mask
 
     def _micro_batches(self, lengths):
-        """(rows, width) of each; one of all rows where they are not grouped by length."""
+        """Return (rows, width) of each micro-batch; a single one if not grouped by length."""
         size = MICRO_BATCH if self.by_length else len(lengths)
         return [
             (rows, min(-(-int(lengths[rows].max()) // WIDTH) * WIDTH, self.settings["response"]))
@@ -146,7 +151,7 @@ class Step:
         ]
 
     def _gathered(self, work, model, sequences, micro_batches, mask):
-        """What `work` gives for each response token, 0 past the end."""
+        """Return the results of `work` per response token, 0 past the end."""
         result = torch.zeros_like(mask)
         for rows, width in micro_batches:
             result[rows, :width] = work(model, sequences[rows, : self.prompt + width])
@@ -209,7 +214,7 @@ class Step:
 
 
 class Clock:
-    """Seconds of each phase, in the order in which they end; torch on a CPU waits for nothing."""
+    """Seconds of each phase in order of completion; torch on a CPU runs synchronously."""
 
     def __init__(self):
         self.laps, self._last = {}, time.perf_counter()
@@ -219,7 +224,7 @@ class Clock:
         self.laps[name], self._last = now - self._last, now
 
 
-def main(settings: dict):
+def main(settings: dict) -> None:
     torch.set_num_threads(harness.THREADS)
     logging.disable_progress_bar()
     logging.set_verbosity_error()

@@ -1,7 +1,7 @@
 """Worker of decode.py: transformers' generate. Arguments: the settings of decode.py as JSON.
 
-Sides: transformers has generate's defaults, transformers-static a static cache and a compiled forward pass,
-transformers-continuous is generate_batch, which puts a new prompt where a response has ended.
+`transformers` uses generate's defaults, `transformers-static` a static cache and a compiled forward
+pass; `transformers-continuous` is generate_batch, which refills rows whose response has ended.
 """
 
 import itertools
@@ -34,7 +34,7 @@ def sampling(settings: dict, **options) -> GenerationConfig:
 
 
 def batches(model, settings: dict, options: GenerationConfig):
-    """generate on batches of `rows` prompts; gives the number of tokens."""
+    """Build a function that runs generate on batches of `rows` prompts and counts the tokens."""
 
     def run(prompts):
         tokens = 0
@@ -49,7 +49,7 @@ def batches(model, settings: dict, options: GenerationConfig):
 
 
 def continuous(model, settings: dict, options: GenerationConfig):
-    """generate_batch on all prompts."""
+    """Build a function that runs generate_batch on all prompts."""
     pages = settings["rows"] * -(-(settings["prompt"] + settings["response"]) // 256)
     batching = ContinuousBatchingConfig(
         max_requests_per_batch=settings["rows"],
@@ -68,7 +68,7 @@ def continuous(model, settings: dict, options: GenerationConfig):
     return run
 
 
-def main(settings: dict):
+def main(settings: dict) -> None:
     torch.set_num_threads(harness.THREADS)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -80,7 +80,7 @@ def main(settings: dict):
         run = continuous(model, settings, sampling(settings))
     elif side == "transformers-static":
         everywhere = CompileConfig(fullgraph=False)
-        everywhere._compile_all_devices = True  # else it compiles on accelerators alone
+        everywhere._compile_all_devices = True  # otherwise it compiles only on accelerators
         run = batches(
             model,
             settings,

@@ -1,7 +1,7 @@
 """Worker of oracles.py: TRL's own functions. Arguments: the settings of oracles.py as JSON.
 
-Most of what it computes lies in the middle of its trainers' methods. These are run as they are, on a stand-in for the trainer
-whose models answer from a table.
+Most of its computations are inside its trainers' methods. These methods run unchanged on a stand-in
+for the trainer whose models read their outputs from a table.
 """
 
 import contextlib
@@ -50,12 +50,13 @@ def functions(answers, case, options):
 
 
 class PPO:
-    """One step of PPOTrainer.train on tables. A token's id is the number of its row, from 1 on.
+    """One step of PPOTrainer.train on tables. A token's id is its row number, starting at 1.
 
     Attributes:
-      raw, returns: advantages before they are whitened, and what values are trained towards.
-      losses: of each micro-batch.
-      logprobs, values: tables that the losses were differentiated to.
+      raw: Advantages before whitening.
+      returns: Targets of the value function.
+      losses: Loss of each micro-batch.
+      logprobs, values: Tables that the losses are differentiated with respect to.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class PPO:
         return self.prompts_and_responses, torch.zeros(*self.case["mask"].shape, 2)
 
     def forward(self, model, tokens, pad):
-        """Logits that nobody reads; in the update, which is differentiated, the values too."""
+        """Return unused logits; in the update, which is differentiated, also the values."""
         output = types.SimpleNamespace(logits=torch.zeros(*tokens.shape, 2))
         return (
             (output, as_scores(self.values[tokens[:, 0] - 1]))
@@ -148,14 +149,14 @@ class PPO:
         return as_scores(self.case["old_values"]), self.case["scores"], None
 
     def log_softmax(self, logits, responses):
-        """Of the sampler first, then of the reference, then of the policy in each micro-batch."""
+        """Return log-probs: sampler first, then reference, then policy per micro-batch."""
         self.asked += 1
         if self.asked <= 2:
             return (self.old if self.asked == 1 else self.case["ref_logprobs"]).clone()
         return self.logprobs[responses[:, 0] - 1]
 
     def whiten(self, values, mask):
-        """Keeps what it is given, and hands out the advantages that all sides have."""
+        """Record the input and return the advantages shared by all sides."""
         self.raw = values
         return self.case["advantages"].clone()
 
@@ -165,7 +166,7 @@ class PPO:
 
 
 def as_scores(values):
-    """[B, T] as a value head gives it for a prompt of one token: one place more, and an axis of its own."""
+    """Reshape [B, T] to the [B, T + 1, 1] output of a value head with a one-token prompt."""
     return torch.nn.functional.pad(values, (0, 1))[..., None]
 
 
@@ -181,7 +182,7 @@ def ppo(answers, case, options):
     found = PPO(case, options, kl_coef=options["kl_coef"], mask=torch.ones_like(mask))
     answers.add("PPOTrainer: advantages before whitening, responses that fill the row", found.raw)
     nothing = {name: torch.zeros_like(case[name]) for name in ("scores", "old_values")}
-    still = nothing | {"gamma": 0.0, "kl_coef": -1.0}  # an advantage is then the token's KL
+    still = nothing | {"gamma": 0.0, "kl_coef": -1.0}  # then an advantage equals the token's KL
     for kind in ("k1", "k3"):
         answers.add(
             f"PPOTrainer: KL {kind} in the reward",
@@ -196,7 +197,7 @@ def ppo(answers, case, options):
         found = PPO(case, options, **changes)
         answers.add(f"PPOTrainer: policy loss{name}", found.losses[0])
         answers.add(f"PPOTrainer: policy loss{name}, gradient", kept(found.logprobs.grad))
-    # Micro-batches are cut from a permutation: here the even rows and the odd.
+    # Micro-batches are slices of a permutation: here the even rows, then the odd ones.
     evens_first = torch.cat([torch.arange(0, len(mask), 2), torch.arange(1, len(mask), 2)]).numpy()
     with unittest.mock.patch.object(ppo_trainer.np.random, "permutation", lambda n: evens_first):
         found = PPO(case, options, micro_batches=2)
@@ -216,7 +217,7 @@ def ppo(answers, case, options):
 
 
 def stand_in(**attributes):
-    """For a trainer whose model is in training and whose figures nobody reads."""
+    """Return a stand-in for a trainer whose model is in training mode and metrics are unused."""
     trainer = unittest.mock.MagicMock(**attributes)
     trainer.accelerator.gather = trainer.accelerator.gather_for_metrics = lambda x: x
     trainer.accelerator.reduce = lambda x, reduction: x
@@ -321,7 +322,7 @@ def grpo_losses(answers, case, options):
 
 
 def rollouts(answers, case, options):
-    """Advantages and importance weights, as the trainers make them of what was sampled."""
+    """Record advantages and importance weights as the trainers compute them from samples."""
     mask, B = case["mask"], len(case["mask"])
     lengths = mask.sum(1).tolist()
 

@@ -1,6 +1,6 @@
 """Worker of ppo_step.py: TRL's PPOTrainer. Arguments: the settings of ppo_step.py as JSON.
 
-Without gradient checkpointing, whole batches at once. It rewards by a model alone.
+Runs without gradient checkpointing, on whole batches. TRL supports only a reward model.
 """
 
 import json
@@ -28,7 +28,7 @@ PROMPTS = 1024
 
 
 class Door(TrainerCallback):
-    """Stops the trainer between steps and counts the tokens of their responses."""
+    """Callback that pauses the trainer between steps and counts response tokens."""
 
     def __init__(self, turnstile: Turnstile):
         self.turnstile, self.tokens = turnstile, 0
@@ -115,7 +115,7 @@ def make_trainer(settings: dict, folder: str, door: Door) -> PPOTrainer:
     return trainer
 
 
-def main(settings: dict):
+def main(settings: dict) -> None:
     torch.set_num_threads(harness.THREADS)
     turnstile = Turnstile(settings["plain_turns"], ("trl", "torch", "transformers", "accelerate"))
     door, forward = Door(turnstile), ppo_trainer.forward

@@ -10,7 +10,7 @@ import workload
 from tunix.generate import sampler as sampler_lib
 
 
-def main(settings: dict):
+def main(settings: dict) -> None:
     model, config = tunix_model.load(settings["model"], tunix_model.one_device_mesh())
     longest = settings["prompt"] + settings["response"]
     sampler = sampler_lib.Sampler(
@@ -25,7 +25,7 @@ def main(settings: dict):
     )
     seeds, rows = itertools.count(), settings["rows"]
 
-    def turn():
+    def turn() -> dict:
         seed, tokens = next(seeds), 0
         texts = [
             workload.text(p)

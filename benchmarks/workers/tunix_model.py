@@ -1,4 +1,4 @@
-"""What both tunix workers load."""
+"""Model and tokenizer loading shared by the tunix workers."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ def one_device_mesh():
 
 
 def load(folder: str, mesh):
-    """The model of a Hugging Face folder, with its configuration."""
+    """Load the model of a Hugging Face folder and its configuration."""
     c = json.loads((Path(folder) / "config.json").read_text())
     config = model_lib.ModelConfig(
         num_layers=c["num_hidden_layers"],
@@ -32,12 +32,12 @@ def load(folder: str, mesh):
 
 
 def count(responses, longest: int) -> int:
-    """Tokens of the responses with the EOS of each, which tunix strips."""
+    """Count the response tokens, including each EOS, which tunix strips."""
     return sum(min(len(response) + 1, longest) for response in responses)
 
 
 class Tokenizer:
-    """The tokenizer in the form that tunix asks for; ours has no BOS."""
+    """The tokenizer with tunix's interface; ours has no BOS."""
 
     def __init__(self, folder: str):
         self._tokenizer = AutoTokenizer.from_pretrained(folder + "/tokenizer")
@@ -49,7 +49,7 @@ class Tokenizer:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def bos_id(self):
-        return 0  # a false one, so that none is put before the prompt
+        return 0  # falsy, so that no BOS is prepended to the prompt
 
     def eos_id(self):
         return self._tokenizer.eos_token_id

@@ -1,6 +1,6 @@
 """Worker of oracles.py: tunix's own functions. Arguments: the settings of oracles.py as JSON.
 
-Its losses call a model for log-probs, logits and values; here a table answers in the model's place.
+Its losses call a model for log-probs, logits and values; a table replaces the model here.
 """
 
 import functools
@@ -22,7 +22,7 @@ MODES = (
 
 
 class Answers(dict):
-    """Arrays to compare, by the name of what was asked."""
+    """Arrays to compare, by row name."""
 
     def graded(self, name, function, at, cotangents=None):
         values, pull = jax.vjp(function, at)
@@ -136,9 +136,8 @@ def the_rest(answers, case, options):
     for mode in (*MODES, "sequence-mean-token-sum-norm"):
         norm = {"norm": options["scale"]} if mode == MODES[2] else {}
         if mode == "sequence-mean-token-sum-norm":
-            norm = {
-                "norm": options["scale"] * (case["absent_mask"].sum(1) > 0).sum()
-            }  # the norm of a sum, not of a mean
+            # tunix divides a sum, not a mean.
+            norm = {"norm": options["scale"] * (case["absent_mask"].sum(1) > 0).sum()}
         answers.graded(
             f"aggregation: {mode}",
             lambda x, mode=mode, norm=norm: common.aggregate_loss(
@@ -180,7 +179,7 @@ def the_rest(answers, case, options):
 
 @functools.cache
 def compiled(options):
-    """For all cases."""
+    """Compile one function for all cases."""
 
     def of_case(case):
         answers = Answers()

@@ -1,6 +1,6 @@
 """Worker of ppo_step.py: tunix's PPOLearner. Arguments: the settings of ppo_step.py as JSON.
 
-One micro-batch, which is its fastest here. It rewards by the rule.
+Uses one micro-batch, which is its fastest setting here, and the rule as reward.
 """
 
 import json
@@ -20,7 +20,7 @@ from turnstile import Turnstile
 
 
 def even_share(prompts, completions, **columns):
-    """The rule: share of even token ids."""
+    """Return the rule's reward, the share of even token ids."""
     return [
         np.mean([int(word[1:]) % 2 == 0 for word in completion.split()] or [0])
         for completion in completions
@@ -72,7 +72,7 @@ def make_cluster(settings: dict) -> cluster_lib.RLCluster:
     )
 
 
-def main(settings: dict):
+def main(settings: dict) -> None:
     turnstile = Turnstile(
         settings["plain_turns"], ("google-tunix", "jax", "jaxlib", "flax", "optax"), block
     )

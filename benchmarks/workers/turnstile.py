@@ -1,4 +1,4 @@
-"""For programs whose training loop runs by itself: stops it between two steps until the next turn."""
+"""Pause a training loop that runs by itself between two steps until the next turn."""
 
 import os
 import queue
@@ -10,12 +10,14 @@ import harness
 
 
 class Turnstile:
-    """One step of a training loop a turn. The loop runs in the main thread and calls `step_done` between its steps.
+    """Runs one step of a training loop per turn.
+
+    The loop runs in the main thread and calls `step_done` between its steps.
 
     Args:
-      plain_turns: turns in which nothing is added to the loop. From there on `phase` measures.
-      packages: whose versions to report.
-      wait: returns when the work given as an argument is done, for programs that run ahead of their results.
+      plain_turns: Turns without added work in the loop. After these, `phase` measures.
+      packages: Packages whose versions are reported.
+      wait: Blocks until its argument is computed, for programs with asynchronous dispatch.
     """
 
     def __init__(
@@ -25,10 +27,14 @@ class Turnstile:
         self._go, self._figures = queue.Queue(), queue.Queue()
         self._turns, self._phases = 0, {}
         self._channel = os.dup(1)
-        os.dup2(2, 1)  # what is printed before the first turn is no answer
+        os.dup2(2, 1)  # output before the first turn is not an answer
 
     def step_done(self, figures: dict | None = None) -> None:
-        """Ends a turn with these figures (None before the first step) and returns when the next one begins."""
+        """End a turn and return when the next one begins.
+
+        Args:
+          figures: Results of the turn; `None` before the first step.
+        """
         if figures is None:
             threading.Thread(target=self._serve, daemon=True).start()
         else:
@@ -38,7 +44,7 @@ class Turnstile:
         self._turns += 1
 
     def phase(self, name: str, work: Callable) -> Callable:
-        """`work`, its seconds added to the phase's once the plain turns are over."""
+        """Wrap `work` to add its seconds to the phase once the plain turns are over."""
 
         def timed(*args, **kwargs):
             if self._turns <= self._plain_turns:
@@ -52,11 +58,11 @@ class Turnstile:
 
         return timed
 
-    def _serve(self):
+    def _serve(self) -> None:
         os.dup2(self._channel, 1)
         harness.serve(self._turn, self._packages)
-        os._exit(0)  # the loop itself knows no end
+        os._exit(0)  # the loop itself does not end
 
-    def _turn(self):
+    def _turn(self) -> dict:
         self._go.put(None)
         return self._figures.get()
