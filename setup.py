@@ -1,4 +1,4 @@
-"""Add the files of configs/ to the wheel as jax_ppo/configs/; everything else is in pyproject.toml."""
+"""Add configs/ to the wheel as jax_ppo/configs/; everything else is in pyproject.toml."""
 
 from setuptools import find_packages, setup
 

@@ -1,4 +1,4 @@
-"""A random tiny actor, critic and rollout: what the tests of scoring and update start from."""
+"""A tiny random actor, critic and rollout for the tests of scoring and update."""
 
 import functools
 
@@ -129,7 +129,7 @@ def make_state(config, mesh, seed=0):
 
 
 def make_rollout(mesh, seed=0, samples=B):
-    """Random tokens of random lengths, one response of one token and one that fills T among them."""
+    """Return random tokens of random lengths; one response has one token and one fills T."""
     r = np.random.default_rng(seed)
     prompt_lengths = r.integers(2, P + 1, samples).astype(np.int32)
     lengths = r.integers(1, T + 1, samples).astype(np.int32)
