@@ -515,6 +515,32 @@ def test_what_was_compiled_ahead_is_found_by_the_threads_that_begin_it():
     assert count.programs == 0
 
 
+@pytest.mark.parametrize(
+    ("change", "compiles"),
+    [
+        ({"experiment_name": "another", "trainer__logger": "", "trainer__save_freq": 7}, False),
+        ({"rollout__temperature": 0.9}, True),
+    ],
+)
+def test_only_options_that_a_program_reads_compile_it_again(change, compiles):
+    mesh, first = tiny.make_mesh(), tiny.config()
+
+    def run_step(config, state, rollout, batches):
+        experience, _ = tiny.make_experience(config, mesh, state, rollout)
+        nets = tiny.networks(config)
+        tiny.update_state(config, nets, 100, state, experience, batches, batches)
+
+    with jax.set_mesh(mesh):
+        # An update donates its state: there is one for each run.
+        states = [tiny.make_state(first, mesh) for _ in range(2)]
+        rollout = tiny.make_rollout(mesh)
+        batches = tiny.plan(first, mesh, rollout, ALL, 4)
+        run_step(first, states[0], rollout, batches)
+        with compilation.count_compilations() as count:
+            run_step(tiny.config(**change), states[1], rollout, batches)
+    assert (count.programs > 0) == compiles
+
+
 def test_learning_rate_by_hand():
     options = tiny.config(
         actor__optim__lr=1.0,
