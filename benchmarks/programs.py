@@ -279,6 +279,13 @@ class Step:
         with jax.set_mesh(self.mesh):
             return function.trace(*arguments).lower(lowering_platforms=platforms)
 
+    def run_update(
+        self, state: TrainState, experience: Experience, batches: MiniBatches
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Return the state and the metrics after the update of both roles."""
+        options = update.UpdateOptions.from_config(self.config)
+        return update.update_state(options, self.nets, 100, state, experience, batches, batches)
+
     def random_state(self) -> TrainState:
         def build(key):
             actor = heads.init_params(self.nets.actor, key, "lm")
@@ -348,9 +355,7 @@ class Step:
         with jax.set_mesh(self.mesh):
             for _ in range(repeats + 1):
                 start = time.perf_counter()
-                state, _ = jax.block_until_ready(
-                    update.update(self.config, self.nets, 100, state, experience, batches, batches)
-                )
+                state, _ = jax.block_until_ready(self.run_update(state, experience, batches))
                 taken.append(time.perf_counter() - start)
         return statistics.median(taken[1:])
 
@@ -404,9 +409,7 @@ class Step:
                     )
                 )
                 scored = time.perf_counter()
-                state, _ = jax.block_until_ready(
-                    update.update(self.config, self.nets, 100, state, experience, batches, batches)
-                )
+                state, _ = jax.block_until_ready(self.run_update(state, experience, batches))
                 updated = time.perf_counter()
             yield (
                 {"sample": sampled - start, "score": scored - sampled, "update": updated - scored},

@@ -171,6 +171,7 @@ def test_windows_and_soft_caps_do_not_depend_on_cuts_either(monkeypatch):
         "ARCHITECTURE",
         dataclasses.replace(
             tiny.ARCHITECTURE,
+            num_layers=2,
             sliding_window=4,
             local_layers=(True, False),
             local_rope_theta=50.0,
