@@ -1,14 +1,21 @@
 #!/usr/bin/env bash
-# Run jax_ppo.train as several processes on this machine's CPU, connected like the hosts of a cluster.
+# Run jax_ppo.train as several processes on this machine's CPU, connected like cluster hosts.
 #   launch/local_processes.sh N -- --config=configs/... [more arguments of jax_ppo.train]
-# Process 0 prints here, the others to files in LOG_DIR (output/local_processes). When one process fails,
-# the others are stopped and its exit code is returned. SIGTERM is passed on: the run saves a checkpoint and ends.
-# COMMAND=sft or COMMAND=reward_model in the environment runs that command instead of train.
-# PYTHON chooses the interpreter; XLA_FLAGS=--xla_force_host_platform_device_count=K gives each process K devices.
+#
+# Process 0 prints to the terminal; the others write to files in LOG_DIR. If a process fails, the
+# other processes are stopped and its exit code is returned. SIGTERM is forwarded to all processes:
+# the run saves a checkpoint and exits.
+#
+# Environment variables:
+#   COMMAND       command to run: train (default), sft or reward_model
+#   PYTHON        Python interpreter (default: python)
+#   LOG_DIR       folder for the other processes' logs (default: output/local_processes)
+#   STOP_SECONDS  seconds between SIGTERM and SIGKILL when processes are stopped (default: 10)
+#   XLA_FLAGS     --xla_force_host_platform_device_count=K gives each process K devices
 set -euo pipefail
 
 usage() {
-  sed -n '2,8s/^# //p' "$0"
+  sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "$0"
 }
 
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
@@ -25,13 +32,20 @@ shift 2
 python=${PYTHON:-python}
 log_dir=${LOG_DIR:-output/local_processes}
 mkdir -p "$log_dir"
-port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("localhost", 0)); print(s.getsockname()[1])')
+# Let the system pick a free port for the coordinator.
+port=$("$python" -c '
+import socket
 
-declare -A running=() # process id -> number, 0 to count - 1
+with socket.socket() as server:
+    server.bind(("localhost", 0))
+    print(server.getsockname()[1])
+')
+
+declare -A running=() # operating system's process id -> number from 0 to count - 1
 
 stop_all() {
   ((${#running[@]} > 0)) || return 0
-  # SIGTERM asks a training process to save a checkpoint, so it may need the SIGKILL STOP_SECONDS later.
+  # A process that receives SIGTERM saves a checkpoint first. Kill it if that takes too long.
   kill -TERM "${!running[@]}" 2>/dev/null || true
   for ((tenth = 0; tenth < ${STOP_SECONDS:-10} * 10; tenth++)); do
     kill -0 "${!running[@]}" 2>/dev/null || return 0
@@ -50,7 +64,8 @@ for ((id = 0; id < count; id++)); do
   if ((id == 0)); then
     JAX_PROCESS_ID=0 "$python" -m "jax_ppo.${COMMAND:-train}" "$@" &
   else
-    JAX_PROCESS_ID=$id "$python" -m "jax_ppo.${COMMAND:-train}" "$@" >"$log_dir/process_$id.log" 2>&1 &
+    JAX_PROCESS_ID=$id "$python" -m "jax_ppo.${COMMAND:-train}" "$@" \
+      >"$log_dir/process_$id.log" 2>&1 &
   fi
   running[$!]=$id
 done
@@ -58,7 +73,7 @@ done
 while ((${#running[@]} > 0)); do
   code=0
   wait -n -p finished "${!running[@]}" || code=$?
-  # A signal to this script interrupts `wait` without any process having finished.
+  # A signal to this script interrupts `wait` before any process has finished.
   [[ -n ${finished:-} ]] || continue
   id=${running[$finished]}
   unset "running[$finished]"

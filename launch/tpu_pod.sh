@@ -1,22 +1,30 @@
 #!/usr/bin/env bash
-# Train on a Cloud TPU slice of one or many hosts, from a machine with gcloud set up.
-#   launch/tpu_pod.sh create --name NAME --zone ZONE --type v5litepod-16 [--version V] [--project P] [--spot]
+# Train on a Cloud TPU slice of one or more hosts. Run it on a machine where gcloud is configured.
+#   launch/tpu_pod.sh create --name NAME --zone ZONE --type v5litepod-16 [--version V] [--spot]
 #   launch/tpu_pod.sh setup  --name NAME --zone ZONE [--repo URL]
-#   launch/tpu_pod.sh run    --name NAME --zone ZONE -- --config=configs/... [more arguments of jax_ppo.train]
+#   launch/tpu_pod.sh run    --name NAME --zone ZONE -- --config=... [arguments of jax_ppo.train]
 #   launch/tpu_pod.sh logs   --name NAME --zone ZONE [--worker N]
 #   launch/tpu_pod.sh stop   --name NAME --zone ZONE
 #   launch/tpu_pod.sh delete --name NAME --zone ZONE
 #
-# setup   copies this checkout's last commit (or clones --repo) to every host and installs it there with .[tpu].
-# run     starts jax_ppo.train on every host, in the background; the hosts find each other. COMMAND=sft or COMMAND=reward_model
-#         in the environment starts that command instead.
-# logs    follows the output of one host, host 0 by default.
-# stop    asks the run to save a checkpoint and end.
-# delete  removes the slice and its disks; gcloud asks first.
+# Commands:
+#   create  Create the slice.
+#   setup   Copy the last commit of this checkout (or of --repo) to every host and install it
+#           with .[tpu].
+#   run     Start jax_ppo.train in the background on every host. Set COMMAND=sft or
+#           COMMAND=reward_model in the environment to start that command instead.
+#   logs    Follow the output of one host, host 0 by default.
+#   stop    Send SIGTERM to the run, which saves a checkpoint and exits.
+#   delete  Delete the slice and its disks. gcloud asks for confirmation.
 #
-# --version  runtime of the hosts; unset: the one that Google recommends for the type
-# --dry-run  prints each command instead of running it
-# Checkpoints of several hosts belong on a disk that all of them see (a mounted Filestore share, say).
+# Options:
+#   --version V  Software version of the hosts (default: Google's recommendation for the type).
+#   --project P  Google Cloud project (default: gcloud's). Any command accepts it.
+#   --spot       Create the slice from spot capacity.
+#   --dry-run    Print the gcloud commands instead of running them. Any command accepts it.
+#
+# With several hosts, write checkpoints to a disk shared by all of them, for example a mounted
+# Filestore share.
 set -euo pipefail
 
 die() {
@@ -28,7 +36,7 @@ usage() {
   sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "$0"
 }
 
-# Run the arguments as a command, or print them quoted with --dry-run.
+# Run the arguments as a command. With --dry-run, print them quoted instead.
 execute() {
   if [[ $dry_run == yes ]]; then
     printf '%q ' "$@"
@@ -44,7 +52,7 @@ tpu_vm() {
   execute gcloud compute tpus tpu-vm "$command" "$@" --zone="$zone" ${project:+"--project=$project"}
 }
 
-# Run one shell command on hosts: on_hosts all|NUMBER COMMAND
+# Run a shell command on one host or all of them: on_hosts all|NUMBER COMMAND
 on_hosts() {
   tpu_vm ssh "$name" --worker="$1" --command="$2"
 }
@@ -60,7 +68,8 @@ runtime_version() {
 
 create() {
   [[ -n $type ]] || die "create needs --type, for example v5litepod-16"
-  tpu_vm create "$name" --accelerator-type="$type" --version="${version:-$(runtime_version)}" ${spot:+--spot}
+  tpu_vm create "$name" --accelerator-type="$type" \
+    --version="${version:-$(runtime_version)}" ${spot:+--spot}
 }
 
 setup() {
@@ -76,7 +85,8 @@ setup() {
     rm -rf "$(dirname "$archive")"
     fetch='tar -xzf ../jax_ppo.tar.gz'
   fi
-  # Outputs of earlier runs are kept. The hosts' own Python is 3.10; uv brings one that JAX still supports.
+  # Keep the outputs of earlier runs. The hosts have Python 3.10, which JAX no longer supports, so
+  # uv installs a newer one.
   on_hosts all "set -e
     mkdir -p jax_ppo && cd jax_ppo
     find . -mindepth 1 -maxdepth 1 ! -name output -exec rm -rf {} +
@@ -88,7 +98,8 @@ setup() {
 
 run() {
   local arguments=''
-  (($# == 0)) || arguments=$(printf ' %q' "$@") # %q, because the hosts' shell splits them again
+  # Quote the arguments, because the shell of the hosts splits them again.
+  (($# == 0)) || arguments=$(printf ' %q' "$@")
   on_hosts all "cd jax_ppo || exit 1
     if kill -0 \"\$(cat train.pid 2>/dev/null)\" 2>/dev/null; then
       echo 'a run is in progress: stop it first' >&2
