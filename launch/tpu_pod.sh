@@ -111,7 +111,8 @@ run() {
 
 [[ ${1:-} != -h && ${1:-} != --help ]] || { usage; exit 0; }
 command=${1:-}
-[[ $command =~ ^(create|setup|run|logs|stop|delete)$ ]] || die "expected one of the commands in --help"
+[[ $command =~ ^(create|setup|run|logs|stop|delete)$ ]] ||
+  die "expected one of the commands in --help"
 shift
 
 name='' zone='' type='' version='' project='' repo='' spot='' worker=0 dry_run=no
