@@ -120,7 +120,7 @@ def run_section(name: str, tiny: bool, seconds: float) -> dict:
     command = [sys.executable, __file__, name, "--here"] + ["--tiny"] * tiny
     started = time.monotonic()
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, env=environment, timeout=seconds, capture_output=True, text=True
         )
     except subprocess.TimeoutExpired as error:
@@ -128,9 +128,9 @@ def run_section(name: str, tiny: bool, seconds: float) -> dict:
             "error": f"cut off after {seconds:.0f} seconds",
             "so_far": (error.stderr or b"").decode()[-3000:],
         }
-    if done.returncode:
-        return {"error": done.stderr.strip()[-2000:]}
-    return json.loads(done.stdout.splitlines()[-1]) | {
+    if process.returncode:
+        return {"error": process.stderr.strip()[-2000:]}
+    return json.loads(process.stdout.splitlines()[-1]) | {
         "section_seconds": time.monotonic() - started
     }
 
@@ -201,7 +201,7 @@ def decode(sizes: Sizes) -> dict:
         * (sizes.prompt + sizes.response / 2)
     )
     limit = rate and sizes.slots * rate / (2 * parameters(make_step(sizes)) + cache)
-    found = {}
+    results = {}
     for program in dict.fromkeys((make_step(sizes).decoder.decoding, "gpu")):
         try:
             taken = {
@@ -209,15 +209,15 @@ def decode(sizes: Sizes) -> dict:
                 for response in (2, sizes.response)
             }
             per_second = sizes.slots * (sizes.response - 2) / (taken[sizes.response] - taken[2])
-            found[program] = {
+            results[program] = {
                 "tokens_per_second": per_second,
                 "share_of_limit": limit and per_second / limit,
                 "whole_seconds": {str(length): value for length, value in taken.items()},
             }
         except Exception as error:  # for example, cuDNN rejects the shapes
-            found[program] = {"error": str(error)[:300]}
-        print(program, found[program], file=sys.stderr, flush=True)
-    return {"programs": found, "limit_tokens_per_second": limit} | device()
+            results[program] = {"error": str(error)[:300]}
+        print(program, results[program], file=sys.stderr, flush=True)
+    return {"programs": results, "limit_tokens_per_second": limit} | device()
 
 
 def decode_seconds(sizes: Sizes, program: str, response: int) -> float:
@@ -225,9 +225,13 @@ def decode_seconds(sizes: Sizes, program: str, response: int) -> float:
     import jax
 
     step = make_step(sizes, response=response, decoding=program)
-    given = step.random_decode_params(), step.random_prompts(step.full_lengths()), jax.random.key(0)
+    sampler_args = (
+        step.random_decode_params(),
+        step.random_prompts(step.full_lengths()),
+        jax.random.key(0),
+    )
     with jax.set_mesh(step.mesh):
-        return seconds(lambda: step.sampler(*given), sizes.repeats)
+        return seconds(lambda: step.sampler(*sampler_args), sizes.repeats)
 
 
 def training(sizes: Sizes) -> dict:
@@ -235,18 +239,18 @@ def training(sizes: Sizes) -> dict:
 
     MFU is the share of model FLOPs in the rate of a plain matrix product.
     """
-    peak, found = product_flops(sizes), {}
+    peak, results = product_flops(sizes), {}
     samples = sizes.micro_batches[-1]
     for rows, remat in [(rows, False) for rows in sizes.micro_batches] + [(samples, True)]:
         name = f"{rows} rows{', layers recomputed' if remat else ''}"
         try:
-            found[name] = train(
+            results[name] = train(
                 make_step(sizes, samples=samples, rows=rows, remat=remat), sizes, peak
             )
         except Exception as error:  # for example out of memory, which is a result as well
-            found[name] = {"error": str(error)[:300]}
-        print(name, found[name], file=sys.stderr, flush=True)
-    return {"product_tflops": peak / 1e12, "micro_batches": found} | device()
+            results[name] = {"error": str(error)[:300]}
+        print(name, results[name], file=sys.stderr, flush=True)
+    return {"product_tflops": peak / 1e12, "micro_batches": results} | device()
 
 
 def train(step: "programs.Step", sizes: Sizes, peak: float) -> dict:
@@ -311,7 +315,7 @@ def attention(sizes: Sizes) -> dict:
     from jax_ppo.models import cache
     from jax_ppo.models.attention import run_attention
 
-    length, rows, found = sizes.prompt + sizes.response, min(8, sizes.slots), {}
+    length, rows, results = sizes.prompt + sizes.response, min(8, sizes.slots), {}
     q, k = (
         jax.random.normal(jax.random.key(i), (rows, length, n, 64), jnp.bfloat16)
         for i, n in enumerate((sizes.heads, min(2, sizes.heads)))
@@ -326,9 +330,9 @@ def attention(sizes: Sizes) -> dict:
             gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
             try:
                 taken = seconds(lambda gradient=gradient: gradient(q, k, k), sizes.repeats)
-                found[f"{program}, {name}"] = {"milliseconds": 1000 * taken}
+                results[f"{program}, {name}"] = {"milliseconds": 1000 * taken}
             except Exception as error:  # for example, cuDNN is unavailable
-                found[f"{program}, {name}"] = {"error": str(error)[:300]}
+                results[f"{program}, {name}"] = {"error": str(error)[:300]}
     q, k, v = (
         jax.random.normal(jax.random.key(i), (sizes.slots, columns, n, 64), jnp.bfloat16)
         for i, (columns, n) in enumerate(
@@ -342,13 +346,13 @@ def attention(sizes: Sizes) -> dict:
             layer = cache.cache_layout(program, k, v)
             outputs.append(read(q, layer, columns).astype(jnp.float32))
             taken = seconds(lambda read=read, layer=layer: read(q, layer, columns), sizes.repeats)
-            found[f"{program}, one token"] = {
+            results[f"{program}, one token"] = {
                 "milliseconds": 1000 * taken,
                 "difference": float(jnp.abs(outputs[-1] - outputs[0]).max()),
             }
         except Exception as error:
-            found[f"{program}, one token"] = {"error": str(error)[:300]}
-    return found | device()
+            results[f"{program}, one token"] = {"error": str(error)[:300]}
+    return results | device()
 
 
 def torch(sizes: Sizes) -> dict:
@@ -377,7 +381,7 @@ def torch(sizes: Sizes) -> dict:
         max_position_embeddings=32768,
     )
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda()
-    found = {
+    results = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "device": torch.cuda.get_device_name(),
@@ -388,11 +392,11 @@ def torch(sizes: Sizes) -> dict:
         ("training", torch_train),
     ):
         try:
-            found[name] = function(torch, model, sizes)
+            results[name] = function(torch, model, sizes)
         except Exception as error:
-            found[name] = {"error": str(error)[:500]}
-        print(name, found[name], file=sys.stderr, flush=True)
-    return found
+            results[name] = {"error": str(error)[:500]}
+        print(name, results[name], file=sys.stderr, flush=True)
+    return results
 
 
 def torch_seconds(torch: Any, function: Callable[[], Any], repeats: int) -> float:

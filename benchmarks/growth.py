@@ -58,18 +58,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         # Programs compiled to read their memory are not compiled again to run them.
         compilation.enable_cache(folder, print)
-        points = measured(sizes, args.repeats)
+        points = measure_sizes(sizes, args.repeats)
     for point in points.values():
         print("  ".join(f"{name} {value:g}" for name, value in point.items()))
     curves = {
         axis: [points[str(BASE | {axis: value})] for value in AXES[axis]] for axis in args.axes
     }
     slopes = {
-        axis: {name: (slope(axis, name, rows), slope(axis, name, rows[-2:])) for name in names()}
+        axis: {
+            name: (slope(axis, name, rows), slope(axis, name, rows[-2:])) for name in curve_names()
+        }
         for axis, rows in curves.items()
     }
-    for axis, found in slopes.items():
-        for name, (whole, last) in found.items():
+    for axis, powers in slopes.items():
+        for name, (whole, last) in powers.items():
             bend = "" if abs(whole - last) < 0.2 else f"  bends: {last:.2f} at the end"
             print(f"{axis:10s} {name:24s} grows with power {whole:.2f}{bend}")
     print(
@@ -81,12 +83,12 @@ def main() -> None:
     draw(curves, slopes)
 
 
-def names() -> list[str]:
+def curve_names() -> list[str]:
     """Return the names of the curves with their units."""
     return [f"{curve}, {unit}" for curve, unit in CURVES.items()]
 
 
-def measured(sizes: dict[str, dict], repeats: int) -> dict[str, dict]:
+def measure_sizes(sizes: dict[str, dict], repeats: int) -> dict[str, dict]:
     """Measure each size; return the sizes with their seconds and temporary MiB."""
     mib, steps = {}, {}
     for name, size in sizes.items():
@@ -112,7 +114,7 @@ def measured(sizes: dict[str, dict], repeats: int) -> dict[str, dict]:
         name: size
         | dict(
             zip(
-                names(),
+                curve_names(),
                 (median(name, "sample"), median(name, "score", "update"), *mib[name]),
                 strict=True,
             )
@@ -136,7 +138,7 @@ def draw(curves: dict, slopes: dict) -> None:
     grid = figure.subplots(2, len(curves), squeeze=False)
     for column, (axis, rows) in zip(grid.T, curves.items(), strict=True):
         for axes, unit in zip(column, ("seconds", "temporary MiB"), strict=True):
-            for name in (name for name in names() if name.endswith(unit)):
+            for name in (name for name in curve_names() if name.endswith(unit)):
                 axes.loglog(
                     [row[axis] for row in rows],
                     [row[name] for row in rows],

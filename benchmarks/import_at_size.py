@@ -79,7 +79,7 @@ def write_checkpoint(folder: Path, layers: int) -> None:
     )
 
 
-class Watch(threading.Thread):
+class MemorySampler(threading.Thread):
     """Thread that samples this process's peak memory every few milliseconds.
 
     Attributes:
@@ -90,21 +90,21 @@ class Watch(threading.Thread):
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.own = self.mapped = 0
-        self._over = threading.Event()
+        self._stop_requested = threading.Event()
 
     def run(self) -> None:
         """Sample until stopped."""
-        while not self._over.wait(0.003):
-            own, mapped = held()
+        while not self._stop_requested.wait(0.003):
+            own, mapped = memory_in_use()
             self.own, self.mapped = max(self.own, own), max(self.mapped, mapped)
 
     def stop(self) -> None:
         """Stop sampling and wait for the thread."""
-        self._over.set()
+        self._stop_requested.set()
         self.join()
 
 
-def held() -> tuple[int, int]:
+def memory_in_use() -> tuple[int, int]:
     """Return the bytes of anonymous and shared memory, and of file pages."""
     status = dict(
         line.split(":", 1)
@@ -115,7 +115,7 @@ def held() -> tuple[int, int]:
     return size["RssAnon"] + size["RssShmem"], size["RssFile"]
 
 
-def read(folder: Path, devices: int) -> dict:
+def measure_import(folder: Path, devices: int) -> dict:
     """Load the checkpoint as a run does and return the measurements."""
     import functools
 
@@ -141,11 +141,11 @@ def read(folder: Path, devices: int) -> dict:
     with SafetensorsCheckpoint(folder) as checkpoint:
         largest = max(2 * int(np.prod(checkpoint.shape(name))) for name in checkpoint.names())
     jax.block_until_ready(jnp.ones(8) + 1)
-    before, watch, start = held()[0], Watch(), time.monotonic()
-    watch.start()
+    before, sampler, start = memory_in_use()[0], MemorySampler(), time.monotonic()
+    sampler.start()
     params = load_checkpoint(folder, architecture, where, jnp.bfloat16)
     seconds = time.monotonic() - start
-    watch.stop()
+    sampler.stop()
     arrays = sum(
         shard.data.nbytes for x in jax.tree.leaves(params) for shard in x.addressable_shards
     )
@@ -157,9 +157,9 @@ def read(folder: Path, devices: int) -> dict:
         "seconds": seconds,
         "gigabytes": arrays / GB,
         "largest_tensor_gigabytes": largest / GB,
-        "beside_the_arrays_gigabytes": (watch.own - before - arrays) / GB,
-        "of_the_largest_tensor": (watch.own - before - arrays) / largest,
-        "mapped_gigabytes_at_most": watch.mapped / GB,
+        "beside_the_arrays_gigabytes": (sampler.own - before - arrays) / GB,
+        "of_the_largest_tensor": (sampler.own - before - arrays) / largest,
+        "mapped_gigabytes_at_most": sampler.mapped / GB,
         "tensors_compared": compared,
         "tensors_equal": equal,
         "jax": jax.__version__,
@@ -203,7 +203,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.read:
-        print(json.dumps(read(args.folder, args.devices)))
+        print(json.dumps(measure_import(args.folder, args.devices)))
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary) / "qwen2_7b"
@@ -221,10 +221,10 @@ def main() -> None:
             f"--folder={folder}",
             f"--devices={args.devices}",
         ]
-        done = subprocess.run(
+        process = subprocess.run(
             command, env=os.environ | environment, stdout=subprocess.PIPE, text=True, check=True
         )
-    figures = json.loads(done.stdout)
+    figures = json.loads(process.stdout)
     print(
         f"{figures['parameters'] / GB:.2f} billion parameters, {figures['gigabytes']:.1f} GB "
         f"on {args.devices} devices, read in {figures['seconds']:.0f} s"

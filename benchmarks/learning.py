@@ -123,11 +123,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     chosen = args.only or list(METHODS)
-    before, runs = harness.machine(), kept(args.steps, args.seed) if args.only else {}
+    before, runs = harness.machine(), read_last_runs(args.steps, args.seed) if args.only else {}
     with tempfile.TemporaryDirectory() as folder:
         for name in chosen:
-            runs[name], versions = learn(Path(folder), METHODS[name], args.steps, args.seed)
-            print(line(name, runs[name]), flush=True)
+            runs[name], versions = run_method(Path(folder), METHODS[name], args.steps, args.seed)
+            print(format_run(name, runs[name]), flush=True)
     path = harness.save(
         "learning",
         {
@@ -143,14 +143,14 @@ def main() -> None:
     print("written:", path)
 
 
-def kept(steps: int, seed: int) -> dict:
+def read_last_runs(steps: int, seed: int) -> dict:
     """Return the rows of the last run if it had the same length and seed."""
     path = harness.RESULTS / "learning.json"
     last = json.loads(path.read_text()) if path.exists() else {}
     return last["runs"] if (last.get("steps"), last.get("seed")) == (steps, seed) else {}
 
 
-def learn(folder: Path, options: dict, steps: int, seed: int) -> tuple[dict, dict]:
+def run_method(folder: Path, options: dict, steps: int, seed: int) -> tuple[dict, dict]:
     """Run the command once; return the results from its files and the package versions."""
     made, workdir = folder / "made", folder / f"run{len(list(folder.iterdir()))}"
     if not made.exists():
@@ -194,12 +194,12 @@ def train(workdir: Path, options: dict) -> None:
         "--config.trainer.export=False",
         *(f"--config.{name}={value}" for name, value in options.items()),
     ]
-    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    process = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
+    if process.returncode:
+        sys.exit(f"{' '.join(command)}\n{process.stdout[-2000:]}{process.stderr[-2000:]}")
 
 
-def line(name: str, run: dict) -> str:
+def format_run(name: str, run: dict) -> str:
     """Format the results of one run."""
     last = statistics.mean(run["accuracy"][-5:])
     return (

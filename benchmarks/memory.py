@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
-    ours, found = logprobs.token_logprobs, []
+    ours, measurements = logprobs.token_logprobs, []
     print(
         f"{'program':8s} {'V':>7s} {'T':>5s} {'ours MiB':>9s} "
         f"{'whole logits MiB':>17s} {'ratio':>8s}"
@@ -84,14 +84,14 @@ def main() -> None:
                     logprobs.token_logprobs = function
                     jax.clear_caches()
                     row[name] = temporary_bytes(program, args, vocabulary, rows)
-                found.append(row)
+                measurements.append(row)
                 print(
                     f"{program:8s} {vocabulary:7,d} {row['tokens']:5,d} {row['ours'] / MIB:9,.0f} "
                     f"{row['whole_logits'] / MIB:17,.0f} {row['ours'] / row['whole_logits']:8.0%}",
                     flush=True,
                 )
     logprobs.token_logprobs = ours
-    per_token = slopes(found, min(args.rows) * ROW, max(args.rows) * ROW)
+    per_token = slopes(measurements, min(args.rows) * ROW, max(args.rows) * ROW)
     for line in per_token:
         print(
             f"{line['program']:8s} V {line['vocabulary']:7,d}: {line['ours']:9,.0f} bytes per "
@@ -104,16 +104,16 @@ def main() -> None:
             {
                 "machine": harness.machine(),
                 "settings": vars(args),
-                "temporary_bytes": found,
+                "temporary_bytes": measurements,
                 "bytes_per_token": per_token,
             },
         ),
     )
 
 
-def slopes(found: list[dict], fewest: int, most: int) -> list[dict]:
+def slopes(measurements: list[dict], fewest: int, most: int) -> list[dict]:
     """Return the bytes per additional token for each program and vocabulary."""
-    at = {(row["program"], row["vocabulary"], row["tokens"]): row for row in found}
+    at = {(row["program"], row["vocabulary"], row["tokens"]): row for row in measurements}
     return [
         {"program": program, "vocabulary": vocabulary}
         | {

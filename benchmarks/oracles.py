@@ -26,7 +26,7 @@ SIDES = {
     "tunix": "tunix_oracle.py",
     "openrlhf": "openrlhf_oracle.py",
 }
-IN_VERLS = ("verl", "openrlhf")
+IN_VERL_ENVIRONMENT = ("verl", "openrlhf")
 GRADIENT = ", gradient"
 SAMPLES, TOKENS, WIDTH, VOCABULARY = 12, 16, 8, 24
 OPTIONS = {
@@ -105,7 +105,7 @@ def make_case(seed: int) -> dict[str, np.ndarray]:
     }
 
 
-def ask(
+def run_peer(
     side: str, python: str, cases: list[dict], folder: Path
 ) -> tuple[dict[str, np.ndarray], dict]:
     """Return a peer's answers by name, stacked over the cases, and its package versions."""
@@ -129,35 +129,37 @@ def compare(side: str, answers: dict, cases: list[dict]) -> list[dict]:
     table = {}
 
     @jax.jit
-    def found(case):
+    def evaluate_rows(case):
         table.update(expected_oracle.ROWS[side](case, OPTIONS))
         return {name: (row.ours, row.theirs) for name, row in table.items()}
 
-    ours = [found(case) for case in cases]
-    asked = {name.removesuffix(GRADIENT) for name in answers}
-    assert asked == set(table), f"{side}: answered and expected rows differ: {asked ^ set(table)}"
+    ours = [evaluate_rows(case) for case in cases]
+    answered = {name.removesuffix(GRADIENT) for name in answers}
+    assert answered == set(table), (
+        f"{side}: answered and expected rows differ: {answered ^ set(table)}"
+    )
     return [
         {"peer": side, "function": name} | judge(name, row, [each[name] for each in ours], answers)
         for name, row in table.items()
     ]
 
 
-def judge(name: str, row: expected_oracle.Row, found: list[tuple], answers: dict) -> dict:
+def judge(name: str, row: expected_oracle.Row, results: list[tuple], answers: dict) -> dict:
     """Return the differences of a row and whether they are as expected.
 
     Args:
       name: Name of the row.
       row: Its tolerance and listed reason.
-      found: `ours` and `theirs` of the row in each case.
+      results: `ours` and `theirs` of the row in each case.
       answers: The peer's answers by name.
     """
-    plain = difference([ours for ours, _ in found], name, answers)
-    equal = within(plain, row.tolerance)
+    plain = difference([ours for ours, _ in results], name, answers)
+    equal = within_tolerance(plain, row.tolerance)
     result = {"difference": plain, "tolerance": row.tolerance}
     if not row.reason:
         return result | {"verdict": "equal" if equal else "DIFFERS", "as_expected": equal}
-    explained = difference([theirs for _, theirs in found], name, answers)
-    right = within(explained, row.tolerance) and not equal
+    explained = difference([theirs for _, theirs in results], name, answers)
+    right = within_tolerance(explained, row.tolerance) and not equal
     wrong = (
         "EQUAL, though listed as different" if equal else "DIFFERS, and not for the reason listed"
     )
@@ -169,13 +171,13 @@ def judge(name: str, row: expected_oracle.Row, found: list[tuple], answers: dict
 
 
 def difference(
-    ours: list[expected_oracle.Found], name: str, answers: dict
+    ours: list[expected_oracle.Result], name: str, answers: dict
 ) -> dict[str, dict[str, float]]:
     """Return the largest difference over all cases, of values and of gradients if any.
 
     Differences are absolute and relative to the peer's largest number.
     """
-    found = {}
+    differences = {}
     for part, key in (("values", name), ("gradient", name + GRADIENT)):
         mine = [getattr(each, part) for each in ours]
         assert (mine[0] is not None) == (key in answers), f"{key}: only one side has a gradient"
@@ -183,16 +185,16 @@ def difference(
             mine, peers = np.stack(mine), answers[key]
             assert mine.shape == peers.shape, (key, mine.shape, peers.shape)
             absolute = float(np.max(np.abs(mine - peers)))
-            found[part] = {
+            differences[part] = {
                 "absolute": absolute,
                 "relative": absolute / float(np.max(np.abs(peers))),
             }
-    return found
+    return differences
 
 
-def within(found: dict, tolerance: float) -> bool:
+def within_tolerance(differences: dict, tolerance: float) -> bool:
     """Return whether all relative differences are within the tolerance."""
-    return all(part["relative"] <= tolerance for part in found.values())
+    return all(part["relative"] <= tolerance for part in differences.values())
 
 
 def show(rows: list[dict]) -> None:
@@ -226,7 +228,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=5, help="random rollouts")
     parser.add_argument("--out", default="oracles", help="results/OUT.json; empty writes nothing")
     args = parser.parse_args()
-    args.pythons = {side: args.verl_peers if side in IN_VERLS else args.peers for side in SIDES}
+    args.pythons = {
+        side: args.verl_peers if side in IN_VERL_ENVIRONMENT else args.peers for side in SIDES
+    }
     args.sides = args.sides or [side for side in SIDES if args.pythons[side]]
     if not args.sides or any(not args.pythons.get(side) for side in args.sides):
         parser.error(
@@ -246,7 +250,7 @@ def main() -> int:
     cases = [make_case(seed) for seed in range(args.cases)]
     with tempfile.TemporaryDirectory() as folder:
         for side in args.sides:
-            answers, versions[side] = ask(side, args.pythons[side], cases, Path(folder))
+            answers, versions[side] = run_peer(side, args.pythons[side], cases, Path(folder))
             rows += compare(side, answers, cases)
     show(rows)
     wrong = [row for row in rows if not row["as_expected"]]

@@ -4,24 +4,24 @@ import jax
 import jax.numpy as jnp
 from workers.ours_oracle import (
     FLOAT32,
-    Found,
+    Result,
     Row,
-    adaptive,
-    distributions,
-    divergence,
-    flags,
+    adaptive_kl_row,
+    aggregate,
+    broadcast_to_tokens,
+    clip_fractions,
+    differentiate,
+    distribution_rows,
     gae,
-    graded,
-    in_halves,
-    last_token,
-    of_responses,
-    plain_k3,
-    policy,
-    surrogate,
-    value,
-    weigh,
-    weights_of,
-    whitened,
+    importance_weights_row,
+    kl_divergence,
+    last_token_mask,
+    mean_of_two_micro_batches,
+    policy_loss,
+    unclamped_k3,
+    unclamped_surrogate,
+    value_loss,
+    whitening_row,
 )
 
 from jax_ppo.kernels import advantages, importance, losses, masked
@@ -44,7 +44,7 @@ def verl(case, options):
     yield from verl_advantages(case, options)
     yield from verl_policy_losses(case, options)
     yield from verl_averages_and_divergences(case, options)
-    yield from distributions(case, options).items()
+    yield from distribution_rows(case, options).items()
 
 
 def verl_advantages(case, options):
@@ -54,21 +54,23 @@ def verl_advantages(case, options):
         case["rewards"], mask, options["gamma"]
     )
     grpo, plain_grpo = (
-        Row(Found(of_responses(advantages.grpo(case["scores"], n, by_std), mask)))
+        Row(Result(broadcast_to_tokens(advantages.grpo(case["scores"], n, by_std), mask)))
         for by_std in (True, False)
     )
-    rloo = Row(Found(of_responses(advantages.rloo(case["scores"], n), mask)))
-    yield "GAE: returns", Row(Found(returns))
-    yield "GAE: advantages before whitening", Row(Found(raw))
-    yield "GAE: advantages", whitened(raw, mask)
-    yield "masked mean", Row(Found(masked.masked_mean(case["losses"], mask)))
-    yield "whitening", whitened(case["losses"], mask)
-    yield "whitening without shift", whitened(case["losses"], mask, shift_mean=False)
-    yield "REINFORCE++: returns", Row(Found(to_go))
-    yield "REINFORCE++: advantages", whitened(to_go, mask)
+    rloo = Row(Result(broadcast_to_tokens(advantages.rloo(case["scores"], n), mask)))
+    yield "GAE: returns", Row(Result(returns))
+    yield "GAE: advantages before whitening", Row(Result(raw))
+    yield "GAE: advantages", whitening_row(raw, mask)
+    yield "masked mean", Row(Result(masked.masked_mean(case["losses"], mask)))
+    yield "whitening", whitening_row(case["losses"], mask)
+    yield "whitening without shift", whitening_row(case["losses"], mask, shift_mean=False)
+    yield "REINFORCE++: returns", Row(Result(to_go))
+    yield "REINFORCE++: advantages", whitening_row(to_go, mask)
     yield (
         "REINFORCE++-baseline: advantages",
-        whitened(of_responses(advantages.group_mean_baseline(case["scores"], n), mask), mask),
+        whitening_row(
+            broadcast_to_tokens(advantages.group_mean_baseline(case["scores"], n), mask), mask
+        ),
     )
     yield "GRPO", grpo
     yield "GRPO, vectorised", grpo._replace(tolerance=FLOAT32)
@@ -82,70 +84,76 @@ def verl_policy_losses(case, options):
         Clip(options["clip_low"], options["clip_high"], dual)
         for dual in (options["dual_clip"], None)
     )
-    shares = flags(case, ppo, "wide_logprobs")
+    shares = clip_fractions(case, ppo, "wide_logprobs")
     for mode in AGGREGATIONS:
-        yield f"vanilla, {mode}", Row(policy(case, "vanilla", mode, ppo))
-    yield "vanilla, ratios far off", Row(policy(case, "vanilla", TOKENS, ppo, old="wide_logprobs"))
+        yield f"vanilla, {mode}", Row(policy_loss(case, "vanilla", mode, ppo))
+    yield (
+        "vanilla, ratios far off",
+        Row(policy_loss(case, "vanilla", TOKENS, ppo, old="wide_logprobs")),
+    )
     yield "vanilla, ratios far off: share clipped", Row(shares[0])
     yield "vanilla, ratios far off: share of the dual clip", Row(shares[1])
     yield (
         "vanilla, log-ratios beyond 20",
-        Row(policy(case, "vanilla", TOKENS, plain, old="far_logprobs")),
+        Row(policy_loss(case, "vanilla", TOKENS, plain, old="far_logprobs")),
     )
     yield (
         "vanilla, importance weights",
-        Row(policy(case, "vanilla", TOKENS, ppo, weights=case["importance"])),
+        Row(policy_loss(case, "vanilla", TOKENS, ppo, weights=case["importance"])),
     )
-    yield "gspo, seq-mean-token-mean", Row(policy(case, "gspo", MEAN, Clip(0.1, 0.15)))
-    yield "gspo, token-mean, advantages of tokens", Row(policy(case, "gspo", TOKENS, plain))
+    yield "gspo, seq-mean-token-mean", Row(policy_loss(case, "gspo", MEAN, Clip(0.1, 0.15)))
+    yield "gspo, token-mean, advantages of tokens", Row(policy_loss(case, "gspo", TOKENS, plain))
     yield (
         "gspo, dual clip asked",
         Row(
-            policy(case, "gspo", MEAN, ppo, old="wide_logprobs"),
+            policy_loss(case, "gspo", MEAN, ppo, old="wide_logprobs"),
             "gspo has no dual clip there; ours has it where actor.clip_ratio_c is set, "
             "as its ratio is as little bounded",
-            policy(case, "gspo", MEAN, plain, old="wide_logprobs"),
+            policy_loss(case, "gspo", MEAN, plain, old="wide_logprobs"),
         ),
     )
     yield (
         "gspo, log-ratios beyond 20",
         Row(
-            policy(case, "gspo", MEAN, plain, old="far_logprobs"),
+            policy_loss(case, "gspo", MEAN, plain, old="far_logprobs"),
             "clamps the response's mean log-ratio at 10 from above; ours each token's at 20 "
             "before the mean, as in every loss",
-            graded(lambda x: unclamped_gspo(case, x, plain), case["logprobs"]),
+            differentiate(lambda x: unclamped_gspo(case, x, plain), case["logprobs"]),
         ),
     )
-    gmpo = policy(case, "gmpo", MEAN, plain, "response_advantages", mask="absent_mask")
+    gmpo = policy_loss(case, "gmpo", MEAN, plain, "response_advantages", mask="absent_mask")
     present = (case["absent_mask"].sum(1) > 0).mean()
-    yield "geo_mean", Row(policy(case, "gmpo", MEAN, plain, "response_advantages"))
+    yield "geo_mean", Row(policy_loss(case, "gmpo", MEAN, plain, "response_advantages"))
     yield (
         "geo_mean, absent responses",
-        Row(gmpo, ABSENT, Found(gmpo.values * present, gmpo.gradient * present)),
+        Row(gmpo, ABSENT, Result(gmpo.values * present, gmpo.gradient * present)),
     )
-    yield "cispo", Row(policy(case, "cispo", TOKENS, plain))
+    yield "cispo", Row(policy_loss(case, "cispo", TOKENS, plain))
     yield (
         "cispo, log-ratios beyond 20",
-        Row(policy(case, "cispo", TOKENS, plain, old="far_logprobs")),
+        Row(policy_loss(case, "cispo", TOKENS, plain, old="far_logprobs")),
     )
-    yield "gpg", Row(policy(case, "reinforce", TOKENS, plain))
+    yield "gpg", Row(policy_loss(case, "reinforce", TOKENS, plain))
     yield (
         "reinforce, importance weights",
-        Row(policy(case, "reinforce", SUM, plain, weights=case["importance"])),
+        Row(policy_loss(case, "reinforce", SUM, plain, weights=case["importance"])),
     )
 
 
 def verl_averages_and_divergences(case, options):
     mask = case["mask"]
     yield from aggregations(case, options, {mode: mode for mode in AGGREGATIONS})
-    whole = graded(lambda x: weigh(x, mask, TOKENS), case["losses"])
+    whole = differentiate(lambda x: aggregate(x, mask, TOKENS), case["losses"])
     yield "token-mean in two micro-batches, global count", Row(whole)
-    yield "token-mean in two micro-batches, count of each", Row(whole, MICRO, in_halves(case))
-    yield "value loss", Row(value(case, options["value_clip"]))
+    yield (
+        "token-mean in two micro-batches, count of each",
+        Row(whole, MICRO, mean_of_two_micro_batches(case)),
+    )
+    yield "value loss", Row(value_loss(case, options["value_clip"]))
     yield (
         "value loss: share clipped",
         Row(
-            Found(
+            Result(
                 masked.masked_mean(
                     losses.value_loss(
                         case["values"],
@@ -160,25 +168,28 @@ def verl_averages_and_divergences(case, options):
         ),
     )
     for kind in ("k1", "abs", "k2", "k3", "k3+"):
-        yield f"KL {kind}", Row(divergence(case, kind, "ref_logprobs"))
-        yield f"KL {kind}, log-ratios beyond 20", Row(divergence(case, kind, "far_logprobs"))
-    yield "adaptive KL coefficient", adaptive(case, options)
+        yield f"KL {kind}", Row(kl_divergence(case, kind, "ref_logprobs"))
+        yield f"KL {kind}, log-ratios beyond 20", Row(kl_divergence(case, kind, "far_logprobs"))
+    yield "adaptive KL coefficient", adaptive_kl_row(case, options)
     for level in importance.LEVELS:
-        yield f"importance weights, {level}", weights_of(case, level, "wide_logprobs", options)
+        yield (
+            f"importance weights, {level}",
+            importance_weights_row(case, level, "wide_logprobs", options),
+        )
         yield (
             f"importance weights, {level}, log-ratios beyond 20",
-            weights_of(case, level, "far_logprobs", options),
+            importance_weights_row(case, level, "far_logprobs", options),
         )
     mismatch = importance.mismatch(case["logprobs"], case["wide_logprobs"], mask)
-    yield "sampler and trainer: mean |p - q|", Row(Found(mismatch["prob_difference_mean"]))
-    yield "sampler and trainer: max |p - q|", Row(Found(mismatch["prob_difference_max"]))
-    yield "sampler and trainer: correlation", Row(Found(mismatch["prob_correlation"]))
+    yield "sampler and trainer: mean |p - q|", Row(Result(mismatch["prob_difference_mean"]))
+    yield "sampler and trainer: max |p - q|", Row(Result(mismatch["prob_difference_max"]))
+    yield "sampler and trainer: correlation", Row(Result(mismatch["prob_correlation"]))
 
 
 def trl(case, options):
-    yield "whitening", whitened(case["losses"], case["mask"])
-    yield "whitening without shift", whitened(case["losses"], case["mask"], shift_mean=False)
-    yield from distributions(case, options).items()
+    yield "whitening", whitening_row(case["losses"], case["mask"])
+    yield "whitening without shift", whitening_row(case["losses"], case["mask"], shift_mean=False)
+    yield from distribution_rows(case, options).items()
     yield from trl_ppo(case, options)
     yield from trl_grpo_losses(case, options)
     yield from trl_rollouts(case, options)
@@ -193,7 +204,7 @@ def trl_ppo(case, options):
         case["old_logprobs"] - case["ref_logprobs"], mask
     )
     scores = case["scores"][:, None]
-    ours = gae(case, last_token(mask) * scores - penalty, mask, options)
+    ours = gae(case, last_token_mask(mask) * scores - penalty, mask, options)
     theirs = gae(case, past * scores - penalty, longer, options)
     reason = (
         "the score is given one place after the last token, and the value there counts; "
@@ -202,41 +213,41 @@ def trl_ppo(case, options):
     for i, name in enumerate(("advantages before whitening", "returns")):
         yield (
             f"PPOTrainer: {name}",
-            Row(Found(ours[i]), reason, Found(masked.zero_outside(theirs[i], mask))),
+            Row(Result(ours[i]), reason, Result(masked.zero_outside(theirs[i], mask))),
         )
     every = jnp.ones_like(mask)
     full = gae(
         case,
-        last_token(every) * scores
+        last_token_mask(every) * scores
         - options["kl_coef"] * (case["old_logprobs"] - case["ref_logprobs"]),
         every,
         options,
     )
     yield (
         "PPOTrainer: advantages before whitening, responses that fill the row",
-        Row(Found(full[0])),
+        Row(Result(full[0])),
     )
     for kind in ("k1", "k3"):
         at = case | {"logprobs": case["old_logprobs"]}
         yield (
             f"PPOTrainer: KL {kind} in the reward",
-            Row(Found(divergence(at, kind, "ref_logprobs").values)),
+            Row(Result(kl_divergence(at, kind, "ref_logprobs").values)),
         )
     yield (
         "PPOTrainer: KL k3 in the reward, log-ratios beyond 20",
         Row(
-            Found(divergence(case, "k3", "far_logprobs").values),
+            Result(kl_divergence(case, "k3", "far_logprobs").values),
             "k3 is not clamped; ours as verl's, d at 20 and the result at 10",
-            Found(plain_k3(case, "far_logprobs").values),
+            Result(unclamped_k3(case, "far_logprobs").values),
         ),
     )
-    vanilla = policy(case, "vanilla", TOKENS, even)
+    vanilla = policy_loss(case, "vanilla", TOKENS, even)
     yield "PPOTrainer: policy loss", Row(vanilla)
     yield "PPOTrainer: policy loss, two micro-batches", Row(vanilla, MICRO, halves(case, even))
     yield (
         "PPOTrainer: policy loss, log-ratios beyond 20",
         Row(
-            policy(case, "vanilla", TOKENS, even, old="far_logprobs"),
+            policy_loss(case, "vanilla", TOKENS, even, old="far_logprobs"),
             NO_CLAMP,
             far_surrogate(case, even),
         ),
@@ -245,9 +256,9 @@ def trl_ppo(case, options):
     yield (
         "PPOTrainer: value loss",
         Row(
-            value(at, options["value_clip"]),
+            value_loss(at, options["value_clip"]),
             "the value one place after the last token is trained too; ours has none there",
-            value(at, options["value_clip"], "longer"),
+            value_loss(at, options["value_clip"], "longer"),
         ),
     )
 
@@ -264,52 +275,55 @@ def trl_grpo_losses(case, options):
         ("dr_grpo", NORM),
         ("luspo", SUM),
     ):
-        yield f"GRPOTrainer: {kind}", Row(policy(case, "vanilla", mode, clip))
-    far = policy(case, "vanilla", TOKENS, clip, old="far_logprobs")
+        yield f"GRPOTrainer: {kind}", Row(policy_loss(case, "vanilla", mode, clip))
+    far = policy_loss(case, "vanilla", TOKENS, clip, old="far_logprobs")
     absent, present = (
-        policy(case, "vanilla", MEAN, clip, mask="absent_mask"),
+        policy_loss(case, "vanilla", MEAN, clip, mask="absent_mask"),
         (case["absent_mask"].sum(1) > 0).mean(),
     )
     yield (
         "GRPOTrainer: dapo, delta",
-        Row(policy(case, "vanilla", TOKENS, dual, old="wide_logprobs")),
+        Row(policy_loss(case, "vanilla", TOKENS, dual, old="wide_logprobs")),
     )
     yield "GRPOTrainer: dapo, log-ratios beyond 20", Row(far, NO_CLAMP, far_surrogate(case, clip))
     yield (
         "GRPOTrainer: grpo, absent responses",
-        Row(absent, ABSENT, Found(absent.values * present, absent.gradient * present)),
+        Row(absent, ABSENT, Result(absent.values * present, absent.gradient * present)),
     )
     yield (
         "GRPOTrainer: dapo, importance weights",
-        Row(policy(case, "vanilla", TOKENS, clip, weights=case["importance"])),
+        Row(policy_loss(case, "vanilla", TOKENS, clip, weights=case["importance"])),
     )
     yield (
         "GRPOTrainer: sequence weights (GSPO)",
-        Row(policy(case, "gspo", MEAN, Clip(0.1, 0.15), "response_advantages")),
+        Row(policy_loss(case, "gspo", MEAN, Clip(0.1, 0.15), "response_advantages")),
     )
     yield (
         "GRPOTrainer: sequence_token weights (GSPO-token)",
-        Row(policy(case, "gspo", TOKENS, clip)),
+        Row(policy_loss(case, "gspo", TOKENS, clip)),
     )
-    yield "GRPOTrainer: cispo", Row(policy(case, "cispo", TOKENS, Clip(1.0, options["clip_high"])))
+    yield (
+        "GRPOTrainer: cispo",
+        Row(policy_loss(case, "cispo", TOKENS, Clip(1.0, options["clip_high"]))),
+    )
     yield (
         "GRPOTrainer: KL in the loss",
-        Row(graded(lambda x: kl_loss(case, x, "ref_logprobs"), case["logprobs"])),
+        Row(differentiate(lambda x: kl_loss(case, x, "ref_logprobs"), case["logprobs"])),
     )
     yield (
         "GRPOTrainer: KL in the loss, log-ratios beyond 20",
         Row(
-            graded(lambda x: kl_loss(case, x, "far_logprobs"), case["logprobs"]),
+            differentiate(lambda x: kl_loss(case, x, "far_logprobs"), case["logprobs"]),
             "k3 is not clamped; ours as verl's, d at 20 and the result at 10",
-            graded(
-                lambda x: weigh(
-                    plain_k3(case | {"logprobs": x}, "far_logprobs").values, mask, TOKENS
+            differentiate(
+                lambda x: aggregate(
+                    unclamped_k3(case | {"logprobs": x}, "far_logprobs").values, mask, TOKENS
                 ),
                 case["logprobs"],
             ),
         ),
     )
-    yield "GMPOTrainer", Row(policy(case, "gmpo", MEAN, clip, "response_advantages"))
+    yield "GMPOTrainer", Row(policy_loss(case, "gmpo", MEAN, clip, "response_advantages"))
 
 
 def trl_rollouts(case, options):
@@ -319,18 +333,18 @@ def trl_rollouts(case, options):
     yield (
         "GRPOTrainer: advantages",
         Row(
-            Found(advantages.grpo(case["scores"], n, by_std=True)),
+            Result(advantages.grpo(case["scores"], n, by_std=True)),
             "the group's deviation has 1e-4 added; ours 1e-6, as verl's",
-            Found(deviations / (spread + 1e-4)),
+            Result(deviations / (spread + 1e-4)),
         ),
     )
-    yield "GRPOTrainer: advantages, scale_rewards none", Row(Found(deviations))
+    yield "GRPOTrainer: advantages, scale_rewards none", Row(Result(deviations))
     for level in importance.LEVELS:
         yield (
             f"GRPOTrainer: importance weights, {level}",
-            weights_of(case, level, "wide_logprobs", options),
+            importance_weights_row(case, level, "wide_logprobs", options),
         )
-    yield "RLOOTrainer: advantages", Row(Found(advantages.rloo(case["scores"], n)))
+    yield "RLOOTrainer: advantages", Row(Result(advantages.rloo(case["scores"], n)))
 
 
 def tunix(case, options):
@@ -340,20 +354,20 @@ def tunix(case, options):
         for dual in (options["dual_clip"], None)
     )
     raw, returns = gae(case, case["rewards"], mask, options)
-    yield "GAE: returns", Row(Found(returns))
-    yield "GAE: advantages", whitened(raw, mask)
-    yield "whitening", whitened(case["losses"], mask)
-    yield from distributions(case, options).items()
-    yield "PPO: policy loss", Row(policy(case, "vanilla", TOKENS, ppo, old="wide_logprobs"))
+    yield "GAE: returns", Row(Result(returns))
+    yield "GAE: advantages", whitening_row(raw, mask)
+    yield "whitening", whitening_row(case["losses"], mask)
+    yield from distribution_rows(case, options).items()
+    yield "PPO: policy loss", Row(policy_loss(case, "vanilla", TOKENS, ppo, old="wide_logprobs"))
     yield (
         "PPO: policy loss, log-ratios beyond 20",
         Row(
-            policy(case, "vanilla", TOKENS, plain, old="far_logprobs"),
+            policy_loss(case, "vanilla", TOKENS, plain, old="far_logprobs"),
             NO_CLAMP,
             far_surrogate(case, plain),
         ),
     )
-    yield "PPO: value loss", Row(value(case, options["value_clip"]))
+    yield "PPO: value loss", Row(value_loss(case, options["value_clip"]))
     modes = {
         "token-mean": TOKENS,
         "sequence-mean-token-mean": MEAN,
@@ -363,35 +377,35 @@ def tunix(case, options):
     for name, mode in modes.items():
         yield (
             f"GRPO: policy loss, {name}",
-            Row(policy(case, "vanilla", mode, ppo, "response_advantages"), tolerance=FLOAT32),
+            Row(policy_loss(case, "vanilla", mode, ppo, "response_advantages"), tolerance=FLOAT32),
         )
     yield (
         "GRPO: policy loss, log-ratios beyond 20",
-        Row(policy(case, "vanilla", TOKENS, plain, old="far_logprobs"), tolerance=FLOAT32),
+        Row(policy_loss(case, "vanilla", TOKENS, plain, old="far_logprobs"), tolerance=FLOAT32),
     )
     yield (
         "GRPO: gspo-token",
         Row(
-            policy(case, "gspo", MEAN, ppo, "response_advantages", old="wide_logprobs"),
+            policy_loss(case, "gspo", MEAN, ppo, "response_advantages", old="wide_logprobs"),
             tolerance=FLOAT32,
         ),
     )
     for name, row in aggregations(case, options, modes | {"sequence-mean-token-sum-norm": NORM}):
         yield name, row._replace(tolerance=FLOAT32)
     for kind in ("k1", "k2", "k3"):
-        yield f"KL {kind}", Row(divergence(case, kind, "ref_logprobs"), tolerance=FLOAT32)
+        yield f"KL {kind}", Row(kl_divergence(case, kind, "ref_logprobs"), tolerance=FLOAT32)
     yield (
         "KL k3, log-ratios beyond 20",
         Row(
-            divergence(case, "k3", "far_logprobs"),
+            kl_divergence(case, "k3", "far_logprobs"),
             "k3 is not clamped; ours as verl's, d at 20 and the result at 10",
-            plain_k3(case, "far_logprobs"),
+            unclamped_k3(case, "far_logprobs"),
             FLOAT32,
         ),
     )
-    yield "GRPO: advantages", Row(Found(advantages.grpo(case["scores"], n, by_std=True)))
-    yield "Dr. GRPO: advantages", Row(Found(advantages.grpo(case["scores"], n, by_std=False)))
-    yield "RLOO: advantages", Row(Found(advantages.rloo(case["scores"], n)))
+    yield "GRPO: advantages", Row(Result(advantages.grpo(case["scores"], n, by_std=True)))
+    yield "Dr. GRPO: advantages", Row(Result(advantages.grpo(case["scores"], n, by_std=False)))
+    yield "RLOO: advantages", Row(Result(advantages.rloo(case["scores"], n)))
 
 
 def openrlhf(case, options):
@@ -402,63 +416,66 @@ def openrlhf(case, options):
     cut = "the value is cut off at 10 for every estimator; ours for k3 alone, as verl's"
     yield (
         "PPO: policy loss, token level",
-        Row(policy(case, "vanilla", TOKENS, ppo, old="wide_logprobs")),
+        Row(policy_loss(case, "vanilla", TOKENS, ppo, old="wide_logprobs")),
     )
-    yield "PPO: policy loss, sample level", Row(policy(case, "vanilla", MEAN, clip))
+    yield "PPO: policy loss, sample level", Row(policy_loss(case, "vanilla", MEAN, clip))
     yield (
         "PPO: policy loss, log-ratios beyond 20",
-        Row(policy(case, "vanilla", TOKENS, clip, old="far_logprobs")),
+        Row(policy_loss(case, "vanilla", TOKENS, clip, old="far_logprobs")),
     )
     corrected = importance.truncated_weights(
         case["old_logprobs"], case["wide_logprobs"], mask, "token", options["threshold"]
     )
     yield (
         "PPO: policy loss, importance weights clipped",
-        Row(policy(case, "vanilla", TOKENS, clip, weights=corrected)),
+        Row(policy_loss(case, "vanilla", TOKENS, clip, weights=corrected)),
     )
-    yield "gspo", Row(policy(case, "gspo", MEAN, Clip(0.1, 0.15), "response_advantages"))
-    yield "value loss", Row(value(case, options["value_clip"]))
-    yield "value loss, not clipped, sample level", Row(value(case, None, mode=MEAN))
+    yield "gspo", Row(policy_loss(case, "gspo", MEAN, Clip(0.1, 0.15), "response_advantages"))
+    yield "value loss", Row(value_loss(case, options["value_clip"]))
+    yield "value loss, not clipped, sample level", Row(value_loss(case, None, mode=MEAN))
     yield from aggregations(case, options, {"token level": TOKENS, "sample level": MEAN})
     for kind in ("k1", "k2", "k3", "k3+"):
-        yield f"KL {kind}", Row(divergence(case, kind, "ref_logprobs"), tolerance=FLOAT32)
+        yield f"KL {kind}", Row(kl_divergence(case, kind, "ref_logprobs"), tolerance=FLOAT32)
     for kind in ("k1", "k2"):
         yield (
             f"KL {kind}, log-ratios beyond 20",
             Row(
-                divergence(case, kind, "far_logprobs"),
+                kl_divergence(case, kind, "far_logprobs"),
                 cut,
-                divergence(case, kind, "far_logprobs", clip=10),
+                kl_divergence(case, kind, "far_logprobs", clip=10),
                 FLOAT32,
             ),
         )
     for kind in ("k3", "k3+"):
         yield (
             f"KL {kind}, log-ratios beyond 20",
-            Row(divergence(case, kind, "far_logprobs"), tolerance=FLOAT32),
+            Row(kl_divergence(case, kind, "far_logprobs"), tolerance=FLOAT32),
         )
-    yield "adaptive KL coefficient", adaptive(case, options)
-    yield from distributions(case, options).items()
-    rewards = last_token(mask) * case["scores"][:, None]
+    yield "adaptive KL coefficient", adaptive_kl_row(case, options)
+    yield from distribution_rows(case, options).items()
+    rewards = last_token_mask(mask) * case["scores"][:, None]
     raw, returns = gae(case, rewards, mask, options)
-    yield "GAE: returns", Row(Found(returns))
-    yield "GAE: advantages", Row(Found(masked.whiten(raw, mask)), tolerance=FLOAT32)
+    yield "GAE: returns", Row(Result(returns))
+    yield "GAE: advantages", Row(Result(masked.whiten(raw, mask)), tolerance=FLOAT32)
     to_go = jax.vmap(advantages.reward_to_go, in_axes=(0, 0, None))(rewards, mask, options["gamma"])
-    yield "reinforce: advantages", Row(Found(masked.whiten(to_go, mask)), tolerance=FLOAT32)
-    baseline = of_responses(advantages.group_mean_baseline(case["scores"], n), mask)
+    yield "reinforce: advantages", Row(Result(masked.whiten(to_go, mask)), tolerance=FLOAT32)
+    baseline = broadcast_to_tokens(advantages.group_mean_baseline(case["scores"], n), mask)
     yield (
         "reinforce_baseline: advantages",
-        Row(Found(masked.whiten(baseline, mask)), tolerance=FLOAT32),
+        Row(Result(masked.whiten(baseline, mask)), tolerance=FLOAT32),
     )
-    yield "rloo: advantages", Row(Found(of_responses(advantages.rloo(case["scores"], n), mask)))
+    yield (
+        "rloo: advantages",
+        Row(Result(broadcast_to_tokens(advantages.rloo(case["scores"], n), mask))),
+    )
     deviations = advantages.grpo(case["scores"], n, by_std=False)
     spread = jnp.repeat(case["scores"].reshape(-1, n).std(1, ddof=1), n)
     yield (
         "group_norm: advantages",
         Row(
-            Found(of_responses(advantages.grpo(case["scores"], n, by_std=True), mask)),
+            Result(broadcast_to_tokens(advantages.grpo(case["scores"], n, by_std=True), mask)),
             "the group's deviation has 1e-9 added; ours 1e-6, as verl's",
-            Found(of_responses(deviations / (spread + 1e-9), mask)),
+            Result(broadcast_to_tokens(deviations / (spread + 1e-9), mask)),
         ),
     )
 
@@ -468,8 +485,8 @@ def aggregations(case, options, modes):
         yield (
             f"aggregation: {theirs}",
             Row(
-                graded(
-                    lambda x, mode=mode: weigh(x, case["absent_mask"], mode, options["scale"]),
+                differentiate(
+                    lambda x, mode=mode: aggregate(x, case["absent_mask"], mode, options["scale"]),
                     case["losses"],
                 )
             ),
@@ -483,21 +500,23 @@ def unclamped_gspo(case, logprobs, clip):
     log_s = jnp.minimum(
         jax.lax.stop_gradient(mean) + logprobs - jax.lax.stop_gradient(logprobs), 10.0
     )
-    return weigh(surrogate(log_s, case["advantages"], clip), mask, MEAN)
+    return aggregate(unclamped_surrogate(log_s, case["advantages"], clip), mask, MEAN)
 
 
 def far_surrogate(case, clip):
     def loss(logprobs):
         log_ratio = masked.zero_outside(logprobs - case["far_logprobs"], case["mask"])
-        return weigh(surrogate(log_ratio, case["advantages"], clip), case["mask"], TOKENS)
+        return aggregate(
+            unclamped_surrogate(log_ratio, case["advantages"], clip), case["mask"], TOKENS
+        )
 
-    return graded(loss, case["logprobs"])
+    return differentiate(loss, case["logprobs"])
 
 
 def halves(case, clip):
     """Return the policy loss as the mean of the losses of two micro-batches."""
     parts = [
-        policy(
+        policy_loss(
             {name: x[half] for name, x in case.items() if x.ndim and len(x) == len(case["mask"])},
             "vanilla",
             TOKENS,
@@ -506,12 +525,12 @@ def halves(case, clip):
         for half in (slice(0, None, 2), slice(1, None, 2))
     ]
     gradient = jnp.stack([part.gradient for part in parts], axis=1).reshape(case["logprobs"].shape)
-    return Found((parts[0].values + parts[1].values) / 2, gradient / 2)
+    return Result((parts[0].values + parts[1].values) / 2, gradient / 2)
 
 
 def kl_loss(case, logprobs, reference):
-    return weigh(
-        divergence(case | {"logprobs": logprobs}, "k3", reference).values, case["mask"], TOKENS
+    return aggregate(
+        kl_divergence(case | {"logprobs": logprobs}, "k3", reference).values, case["mask"], TOKENS
     )
 
 

@@ -24,53 +24,54 @@ torch.set_num_threads(harness.THREADS)
 BLOCK = 32  # queries
 
 
-def products(settings: dict) -> dict[str, collections.Counter]:
+def count_products(settings: dict) -> dict[str, collections.Counter]:
     """Return {phase: {(batch, rows, in, out): number of products}}."""
     shape, samples = workload.config(), settings["samples"]
-    hidden, wide, layers = (
+    hidden, mlp, layers = (
         shape["hidden_size"],
         shape["intermediate_size"],
         shape["num_hidden_layers"],
     )
     keys, lengths = shape["num_key_value_heads"] * 64, response_lengths(settings)
-    weights = (
-        [(hidden, hidden)] * 2 + [(hidden, keys)] * 2 + [(hidden, wide)] * 2 + [(wide, hidden)]
-    )
+    weights = [(hidden, hidden)] * 2 + [(hidden, keys)] * 2 + [(hidden, mlp)] * 2 + [(mlp, hidden)]
     vocabulary = (hidden, shape["vocab_size"])
 
-    def through(rows, predicted=0, gradient=False, times=1):
-        found = collections.Counter()
+    def weight_products(rows, predicted=0, gradient=False, times=1):
+        counts = collections.Counter()
         for m, (k, n), count in [
             *((rows, weight, layers) for weight in weights),
             (predicted, vocabulary, 1),
         ]:
             if m:
-                found[1, m, k, n] += count * times
+                counts[1, m, k, n] += count * times
             if m and gradient:
-                found[1, m, n, k] += count * times
-                found[1, k, m, n] += count * times
-        return found
+                counts[1, m, n, k] += count * times
+                counts[1, k, m, n] += count * times
+        return counts
 
     predicted = sum(lengths)
     tokens = samples * settings["prompt"] + predicted
-    going_on = collections.Counter(
+    rows_per_step = collections.Counter(
         sum(length > step for length in lengths) for step in range(max(lengths))
     )
     rollout = sum(
-        (through(rows, rows, times=steps) for rows, steps in going_on.items()),
-        through(samples * settings["prompt"]),
+        (weight_products(rows, rows, times=steps) for rows, steps in rows_per_step.items()),
+        weight_products(samples * settings["prompt"]),
     )
     scored = 3 if settings["reward_model"] else 2
     return {
         "rollout": rollout,
         # The reference, and roles without a vocabulary: critic and reward model.
-        "scoring": through(tokens, predicted) + through(tokens, times=scored - 1),
-        "update": through(tokens, predicted, gradient=True) + through(tokens, gradient=True),
-        "attention": attention(shape, settings["prompt"], lengths, forward=scored + 2, backward=2),
+        "scoring": weight_products(tokens, predicted) + weight_products(tokens, times=scored - 1),
+        "update": weight_products(tokens, predicted, gradient=True)
+        + weight_products(tokens, gradient=True),
+        "attention": count_attention_products(
+            shape, settings["prompt"], lengths, forward=scored + 2, backward=2
+        ),
     }
 
 
-def attention(
+def count_attention_products(
     shape: dict, prompt: int, lengths: list[int], forward: int, backward: int
 ) -> collections.Counter:
     """Count attention's products in a rollout and in passes over the full sequences.
@@ -78,25 +79,25 @@ def attention(
     All layers are counted; the query heads that share a key head form one product.
     """
     layers, kv_heads = shape["num_hidden_layers"], shape["num_key_value_heads"]
-    group, found = shape["num_attention_heads"] // kv_heads, collections.Counter()
+    group, counts = shape["num_attention_heads"] // kv_heads, collections.Counter()
     for end in range(BLOCK, prompt + max(lengths) + BLOCK, BLOCK):
         queries = group * BLOCK
         sequences = kv_heads * sum(prompt + length > end - BLOCK for length in lengths)
         prefilled = kv_heads * len(lengths) if end <= prompt else 0
         for batch, passes, back in ((sequences, forward, backward), (prefilled, 1, 0)):
             if batch:
-                found[batch, queries, 64, end] += layers * (
+                counts[batch, queries, 64, end] += layers * (
                     passes + back
                 )  # scores; the gradient of the weights
-                found[batch, queries, end, 64] += layers * (
+                counts[batch, queries, end, 64] += layers * (
                     passes + back
                 )  # values; the gradient of queries
-                found[batch, end, queries, 64] += layers * 2 * back  # gradients of keys and values
+                counts[batch, end, queries, 64] += layers * 2 * back  # gradients of keys and values
     for step in range(max(lengths)):
         batch = kv_heads * sum(length > step for length in lengths)
-        found[batch, group, 64, prompt + step] += layers
-        found[batch, group, prompt + step, 64] += layers
-    return found
+        counts[batch, group, 64, prompt + step] += layers
+        counts[batch, group, prompt + step, 64] += layers
+    return counts
 
 
 def response_lengths(settings: dict) -> list[int]:
@@ -113,18 +114,18 @@ def operands(size: tuple[int, int, int, int]) -> Any:
 
 
 def main(settings: dict) -> None:
-    phases = products(settings)
+    phases = count_products(settings)
     sizes = {size for counted in phases.values() for size in counted}
     # All sizes share their buffers: thousands of separate ones would not fit, and buffers that stay
     # in a cache only lower the floor.
-    rooms = [
+    buffers = [
         torch.randn(max(b * m * n for b, m, n in shapes))
         for shapes in zip(*map(operands, sizes), strict=True)
     ]
-    given = {
+    views = {
         size: [
-            room[: b * m * n].view(b, m, n) if b > 1 else room[: m * n].view(m, n)
-            for room, (b, m, n) in zip(rooms, operands(size), strict=True)
+            buffer[: b * m * n].view(b, m, n) if b > 1 else buffer[: m * n].view(m, n)
+            for buffer, (b, m, n) in zip(buffers, operands(size), strict=True)
         ]
         for size in sizes
     }
@@ -134,7 +135,7 @@ def main(settings: dict) -> None:
         for phase, counted in phases.items():
             start = time.perf_counter()
             for size, times in counted.items():
-                left, right, out = given[size]
+                left, right, out = views[size]
                 multiply = torch.bmm if size[0] > 1 else torch.mm
                 for _ in range(times):
                     multiply(left, right, out=out)

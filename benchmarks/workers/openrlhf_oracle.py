@@ -20,7 +20,7 @@ from serve_oracle import serve
 from torch_oracle import Answers, tensors
 
 
-def stand_in() -> None:
+def replace_unused_imports() -> None:
     """Replace unused imports, and OpenRLHF's packages by ones without their __init__.py.
 
     The __init__.py files import the rest.
@@ -36,7 +36,7 @@ def stand_in() -> None:
         sys.modules[name] = unittest.mock.MagicMock()
 
 
-stand_in()
+replace_unused_imports()
 losses, utils = (importlib.import_module(f"openrlhf.models.{name}") for name in ("loss", "utils"))
 experience_maker, kl_controller = (
     importlib.import_module(f"openrlhf.trainer.ppo_utils.{name}")
@@ -47,7 +47,7 @@ experience_maker, kl_controller = (
 def policy_losses(answers, case, options):
     mask = case["mask"]
 
-    def ask(
+    def add_policy_loss(
         name,
         advantages="advantages",
         old="old_logprobs",
@@ -60,7 +60,7 @@ def policy_losses(answers, case, options):
             if advantages == "advantages"
             else case[advantages][:, None].expand(mask.shape)
         )
-        answers.graded(
+        answers.add_with_gradient(
             name,
             lambda logprobs: losses.PolicyLoss(low, high, **settings)(
                 logprobs, case[old], A, mask, case["wide_logprobs"]
@@ -68,21 +68,23 @@ def policy_losses(answers, case, options):
             case["logprobs"],
         )
 
-    ask("PPO: policy loss, token level", old="wide_logprobs", dual_clip=options["dual_clip"])
-    ask("PPO: policy loss, sample level", token_level_loss=False)
-    ask("PPO: policy loss, log-ratios beyond 20", old="far_logprobs")
-    ask(
+    add_policy_loss(
+        "PPO: policy loss, token level", old="wide_logprobs", dual_clip=options["dual_clip"]
+    )
+    add_policy_loss("PPO: policy loss, sample level", token_level_loss=False)
+    add_policy_loss("PPO: policy loss, log-ratios beyond 20", old="far_logprobs")
+    add_policy_loss(
         "PPO: policy loss, importance weights clipped",
         is_correction_level="token",
         is_correction_mode="clip",
         is_correction_threshold=(0, options["threshold"]),
     )
-    ask("gspo", "response_advantages", low=0.1, high=0.15, policy_loss_type="gspo")
+    add_policy_loss("gspo", "response_advantages", low=0.1, high=0.15, policy_loss_type="gspo")
     for name, clip, token_level in (
         ("value loss", options["value_clip"], True),
         ("value loss, not clipped, sample level", None, False),
     ):
-        answers.graded(
+        answers.add_with_gradient(
             name,
             lambda values, clip=clip, token_level=token_level: losses.ValueLoss(clip, token_level)(
                 values, case["old_values"], case["returns"], mask
@@ -90,7 +92,7 @@ def policy_losses(answers, case, options):
             case["values"],
         )
     for name, token_level in (("token level", True), ("sample level", False)):
-        answers.graded(
+        answers.add_with_gradient(
             f"aggregation: {name}",
             lambda x, token_level=token_level: losses.aggregate_loss(
                 x, case["absent_mask"], token_level
@@ -102,7 +104,7 @@ def policy_losses(answers, case, options):
 def divergences(answers, case, options):
     for kind in ("k1", "k2", "k3", "k3+"):
         for suffix, reference in (("", "ref_logprobs"), (", log-ratios beyond 20", "far_logprobs")):
-            answers.graded(
+            answers.add_with_gradient(
                 f"KL {kind}{suffix}",
                 lambda x, kind=kind, reference=reference: (
                     case["mask"]
@@ -129,18 +131,18 @@ def divergences(answers, case, options):
         path.append(controller.value)
     answers.add("adaptive KL coefficient", path)
 
-    def of(hidden):
+    def compute_logits(hidden):
         return hidden @ case["unembedding"].T / options["temperature"]
 
-    answers.graded(
+    answers.add_with_gradient(
         "log-prob",
-        lambda x: case["mask"] * utils.log_probs_from_logits(of(x), case["targets"]),
+        lambda x: case["mask"] * utils.log_probs_from_logits(compute_logits(x), case["targets"]),
         case["hidden"],
         case["cotangents"],
     )
-    answers.graded(
+    answers.add_with_gradient(
         "entropy",
-        lambda x: case["mask"] * utils.compute_entropy(of(x)),
+        lambda x: case["mask"] * utils.compute_entropy(compute_logits(x)),
         case["hidden"],
         case["cotangents"],
     )
@@ -149,7 +151,7 @@ def divergences(answers, case, options):
 def advantages(answers, case, options):
     mask, space = case["mask"], types.SimpleNamespace
 
-    def ask(estimator):
+    def compute_advantages(estimator):
         experience = space(
             rewards=case["scores"].clone(),
             index=list(range(len(mask))),
@@ -168,20 +170,23 @@ def advantages(answers, case, options):
         maker = experience_maker.RemoteExperienceMaker(
             *[None] * 4, space(value=0.0), space(args=args), None
         )
-        (found,) = maker.compute_advantages_and_returns([experience])
-        return found.advantages * mask, found.returns * mask
+        (experience_with_advantages,) = maker.compute_advantages_and_returns([experience])
+        return (
+            experience_with_advantages.advantages * mask,
+            experience_with_advantages.returns * mask,
+        )
 
     for estimator in ("reinforce", "reinforce_baseline", "rloo", "group_norm"):
-        answers.add(f"{estimator}: advantages", ask(estimator)[0])
-    whitened, returns = ask("gae")
+        answers.add(f"{estimator}: advantages", compute_advantages(estimator)[0])
+    whitened, returns = compute_advantages("gae")
     answers.add("GAE: advantages", whitened)
     answers.add("GAE: returns", returns)
 
 
 def answer(case, options):
     answers, case = Answers(), tensors(case)
-    for ask in (policy_losses, divergences, advantages):
-        ask(answers, case, options)
+    for add_answers in (policy_losses, divergences, advantages):
+        add_answers(answers, case, options)
     return answers
 
 

@@ -31,7 +31,7 @@ from jax_ppo.training.state import create_state
 WARM_UP_STEPS = 2  # the second takes the state that the first one's update returned
 
 
-def exact(data_source, solution_str, ground_truth, extra_info):
+def exact_match(data_source, solution_str, ground_truth, extra_info):
     """Return the reward of a response.
 
     A truncated response has four symbols, so it never equals the three-digit answer.
@@ -86,7 +86,7 @@ def make_config(folder: Path, options: dict, seed: int) -> schema.Config:
             "model.tokenizer_path": str(folder / "tokenizer"),
             "model.dtype": "float32",
             "model.gradient_checkpointing": False,
-            "reward.function": f"{__file__}:exact",
+            "reward.function": f"{__file__}:exact_match",
             "trainer.total_training_steps": addition.MAX_STEPS,
             "trainer.log_samples": 0,
         }
@@ -99,7 +99,7 @@ class Training:
     """The training loop of ppo.train without metrics, checkpoints and progress bar."""
 
     def __init__(self, run: PPORun):
-        self.run, self.batches, self.done = run, run.batches(0), 0
+        self.run, self.batches, self.steps_done = run, run.batches(0), 0
         self.state = create_state(
             run.config, run.nets, run.folders, run.mesh, console.make_loading_reporter
         )
@@ -109,10 +109,12 @@ class Training:
         batch = next(self.batches)
         run.engine.update_weights(run.policy_params(state))
         rollout = run.engine.generate(
-            run.place_prompts(batch.prompts), run.sample_keys(TRAINING, self.done), run.sampling
+            run.place_prompts(batch.prompts),
+            run.sample_keys(TRAINING, self.steps_done),
+            run.sampling,
         )
         run.engine.release_weights()
-        plans = run.planner.plan(self.done, sample_lengths(batch, rollout))
+        plans = run.planner.plan(self.steps_done, sample_lengths(batch, rollout))
         sequences = scoring.join_sequences(rollout, config.sequence_length)
         scores = scoring.score_rollout(
             scoring.ScoringOptions.from_config(config), run.nets, state, sequences, *plans.scoring
@@ -137,7 +139,7 @@ class Training:
             plans.actor,
             plans.critic,
         )
-        self.done += 1
+        self.steps_done += 1
 
     def wait(self) -> None:
         jax.block_until_ready(self.state)
@@ -152,10 +154,10 @@ def reach_target(config: schema.Config) -> dict:
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as workdir:
         run = set_up_run(config, Path(workdir), mesh, console.print_on_main)
         start = time.perf_counter()
-        thrown_away = Training(run)
+        discarded = Training(run)
         for _ in range(WARM_UP_STEPS):
-            thrown_away.step()
-        thrown_away.accuracy()
+            discarded.step()
+        discarded.accuracy()
         warm_up = time.perf_counter() - start
         training = Training(run)
         return addition.until_target(training.step, training.wait, training.accuracy) | {

@@ -19,21 +19,23 @@ from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.types import Prompts
 
 
-def load(folder: str):
+def load_decoder(folder: str):
     """Load the decoder and the actor's parameters in the sampler's layout."""
     architecture = read_architecture(folder)
     shapes = jax.eval_shape(
         lambda key: heads.init_params(Transformer(architecture, jnp.float32), key, "lm"),
         jax.random.key(0),
     )
-    here = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), shapes)
+    device_placement = jax.tree.map(
+        lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), shapes
+    )
     return Transformer(architecture, jnp.float32, unrolled=True), jax.jit(unroll_params)(
-        load_checkpoint(folder, architecture, here)
+        load_checkpoint(folder, architecture, device_placement)
     )
 
 
 def main(settings: dict) -> None:
-    model, params = load(settings["model"])
+    model, params = load_decoder(settings["model"])
     options = SamplingOptions(
         settings["response"], temperature=1.0, eos_ids=(workload.EOS,), slots=settings["rows"]
     )

@@ -17,7 +17,7 @@ FLOAT32 = 1e-5  # for values that a side computes in float32 regardless of its i
 BESSEL = "the variance divides by n - 1; ours by n, which is defined for one token too"
 
 
-class Found(NamedTuple):
+class Result(NamedTuple):
     """Values, and their gradient if training uses one."""
 
     values: jax.Array
@@ -34,22 +34,22 @@ class Row(NamedTuple):
       tolerance: Allowed difference relative to the peer's largest number.
     """
 
-    ours: Found
+    ours: Result
     reason: str = ""
-    theirs: Found | None = None
+    theirs: Result | None = None
     tolerance: float = FORMULA
 
 
-def graded(function: Callable, at: jax.Array, cotangents: jax.Array | None = None) -> Found:
+def differentiate(function: Callable, at: jax.Array, cotangents: jax.Array | None = None) -> Result:
     """Return function(at) and the gradient of its sum, weighted by `cotangents` if present."""
     values, pull = jax.vjp(function, at)
-    return Found(
+    return Result(
         values,
         pull(jnp.ones_like(values) if cotangents is None else cotangents.astype(values.dtype))[0],
     )
 
 
-def weigh(per_token, mask, mode, scale=None):
+def aggregate(per_token, mask, mode, scale=None):
     """Aggregate per-token losses into the loss of a mini-batch."""
     return jnp.sum(
         losses.loss_weights(mask.sum(1), mode, scale)[:, None]
@@ -57,7 +57,7 @@ def weigh(per_token, mask, mode, scale=None):
     )
 
 
-def policy(
+def policy_loss(
     case,
     name,
     mode,
@@ -75,36 +75,38 @@ def policy(
 
     def loss(logprobs):
         batch = policy_losses.padded_batch(logprobs, case[old], A, mask)
-        return weigh(
+        return aggregate(
             weights * policy_losses.LOSSES[name](batch, clip).loss,
             mask,
             mode,
             scale or mask.shape[1],
         )
 
-    return graded(loss, case["logprobs"])
+    return differentiate(loss, case["logprobs"])
 
 
-def flags(case, clip, old):
+def clip_fractions(case, clip, old):
     """Return the shares of tokens affected by the clip and the dual clip."""
-    found = losses.policy_loss(case["logprobs"], case[old], case["advantages"], case["mask"], *clip)
+    result = losses.policy_loss(
+        case["logprobs"], case[old], case["advantages"], case["mask"], *clip
+    )
     return [
-        Found(masked.masked_mean(flag, case["mask"]))
-        for flag in (found.clipped, found.dual_clipped)
+        Result(masked.masked_mean(flag, case["mask"]))
+        for flag in (result.clipped, result.dual_clipped)
     ]
 
 
-def surrogate(log_ratio, A, clip):
+def unclamped_surrogate(log_ratio, A, clip):
     """Compute the clipped surrogate without clamping the ratios, for peers that do not."""
     ratio = jnp.exp(log_ratio)
     loss = jnp.maximum(-A * ratio, -A * jnp.clip(ratio, 1 - clip.low, 1 + clip.high))
     return loss if clip.dual is None else jnp.where(A < 0, jnp.minimum(loss, -A * clip.dual), loss)
 
 
-def value(case, clip, mask="mask", mode="token-mean"):
+def value_loss(case, clip, mask="mask", mode="token-mean"):
     mask = case[mask]
-    return graded(
-        lambda values: weigh(
+    return differentiate(
+        lambda values: aggregate(
             losses.value_loss(values, case["old_values"], case["returns"], mask, clip).loss,
             mask,
             mode,
@@ -113,24 +115,24 @@ def value(case, clip, mask="mask", mode="token-mean"):
     )
 
 
-def divergence(case, kind, reference, clip=None):
+def kl_divergence(case, kind, reference, clip=None):
     """Evaluate a KL estimator; `clip` bounds its value as some peers do."""
 
     def estimate(logprobs):
-        found = kl.kl_estimate(logprobs, case[reference], case["mask"], kind)
-        return found if clip is None else jnp.clip(found, -clip, clip)
+        result = kl.kl_estimate(logprobs, case[reference], case["mask"], kind)
+        return result if clip is None else jnp.clip(result, -clip, clip)
 
-    return graded(estimate, case["logprobs"], case["cotangents"])
+    return differentiate(estimate, case["logprobs"], case["cotangents"])
 
 
-def plain_k3(case, reference):
+def unclamped_k3(case, reference):
     """Evaluate k3 without clamps."""
 
     def estimate(logprobs):
         d = masked.zero_outside(logprobs - case[reference], case["mask"])
         return jnp.expm1(-d) + d
 
-    return graded(estimate, case["logprobs"], case["cotangents"])
+    return differentiate(estimate, case["logprobs"], case["cotangents"])
 
 
 def gae(case, rewards, mask, options, values="old_values"):
@@ -140,27 +142,27 @@ def gae(case, rewards, mask, options, values="old_values"):
     return batched(rewards, case[values], mask)
 
 
-def whitened(x, mask, **kwargs):
+def whitening_row(x, mask, **kwargs):
     """Whiten as we do, and with Bessel's correction."""
     ours, count, mean = masked.whiten(x, mask, **kwargs), mask.sum(), masked.masked_mean(x, mask)
-    kept = 0 if kwargs.get("shift_mean", True) else mean
-    theirs = masked.zero_outside((ours - kept) * jnp.sqrt((count - 1) / count) + kept, mask)
-    return Row(Found(ours), BESSEL, Found(theirs))
+    shift = 0 if kwargs.get("shift_mean", True) else mean
+    theirs = masked.zero_outside((ours - shift) * jnp.sqrt((count - 1) / count) + shift, mask)
+    return Row(Result(ours), BESSEL, Result(theirs))
 
 
-def of_responses(per_response, mask):
+def broadcast_to_tokens(per_response, mask):
     return jnp.where(mask.astype(bool), per_response[:, None], 0.0)
 
 
-def last_token(mask):
+def last_token_mask(mask):
     """Return 1 on the last token of each response and 0 elsewhere."""
     return (jnp.arange(mask.shape[1]) == mask.sum(1, keepdims=True) - 1).astype(float)
 
 
-def distributions(case, options):
+def distribution_rows(case, options):
     """Yield log-probs and entropy with gradients to the hidden states; float32 as in our kernel."""
 
-    def ask(i):
+    def compute_output(i):
         return lambda hidden: logprobs.token_logprobs(
             hidden,
             case["unembedding"],
@@ -171,39 +173,41 @@ def distributions(case, options):
         )[i]
 
     return {
-        name: Row(graded(ask(i), case["hidden"], case["cotangents"]), tolerance=FLOAT32)
+        name: Row(
+            differentiate(compute_output(i), case["hidden"], case["cotangents"]), tolerance=FLOAT32
+        )
         for i, name in enumerate(("log-prob", "entropy"))
     }
 
 
-def in_halves(case, mode="token-mean"):
+def mean_of_two_micro_batches(case, mode="token-mean"):
     """Average two micro-batches, each with its own token count."""
 
     def loss(x):
         return (
             sum(
-                weigh(x[half], case["mask"][half], mode)
+                aggregate(x[half], case["mask"][half], mode)
                 for half in (slice(0, None, 2), slice(1, None, 2))
             )
             / 2
         )
 
-    return graded(loss, case["losses"])
+    return differentiate(loss, case["losses"])
 
 
-def adaptive(case, options):
+def adaptive_kl_row(case, options):
     coefficient, path = options["kl_coef"], []
     for current in case["kls"]:
         coefficient = kl.adaptive_kl_coef(
             coefficient, current, options["kl_target"], options["kl_horizon"], len(case["mask"])
         )
         path.append(coefficient)
-    return Row(Found(jnp.stack(path)), tolerance=FLOAT32)
+    return Row(Result(jnp.stack(path)), tolerance=FLOAT32)
 
 
-def weights_of(case, level, old, options):
+def importance_weights_row(case, level, old, options):
     return Row(
-        Found(
+        Result(
             importance.truncated_weights(
                 case["logprobs"], case[old], case["mask"], level, options["threshold"]
             )

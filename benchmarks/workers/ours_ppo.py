@@ -70,29 +70,31 @@ def make_config(folder: Path, settings: dict) -> schema.Config:
 
 def stop_between_steps(turnstile: Turnstile, prompt_tokens: int) -> None:
     """Insert the turnstile where ppo.train takes its next batch, and time the phases."""
-    begun = {}  # metrics and response tokens of the current step
+    current_step = {}  # metrics and response tokens of the current step
 
     class Batches(prompts_lib.PromptBatches):
         def __next__(self):
-            if "metrics" in begun:
-                jax.block_until_ready(begun["metrics"])
-            turnstile.step_done({"tokens": begun["tokens"]} if "metrics" in begun else None)
+            if "metrics" in current_step:
+                jax.block_until_ready(current_step["metrics"])
+            turnstile.step_done(
+                {"tokens": current_step["tokens"]} if "metrics" in current_step else None
+            )
             return super().__next__()
 
     def lengths(batch, rollout):
-        found = sample_lengths(batch, rollout)
-        begun["tokens"] = int(found.sum()) - prompt_tokens
-        return found
+        response_lengths = sample_lengths(batch, rollout)
+        current_step["tokens"] = int(response_lengths.sum()) - prompt_tokens
+        return response_lengths
 
     def update(*args, **kwargs):
-        state, begun["metrics"] = updated(*args, **kwargs)
-        return state, begun["metrics"]
+        state, current_step["metrics"] = original_update(*args, **kwargs)
+        return state, current_step["metrics"]
 
     # Precompilation would interfere with the turnstile.
     ppo.precompile_in_background = lambda *_: contextlib.nullcontext()
     setup.PromptBatches = Batches
     sample_lengths, ppo.sample_lengths = ppo.sample_lengths, lengths
-    updated, ppo.update_state = turnstile.phase("update", ppo.update_state), update
+    original_update, ppo.update_state = turnstile.phase("update", ppo.update_state), update
     for owner, name, phase in (
         (generate.Sampler, "__call__", "rollout"),
         (scoring, "score_rollout", "scoring"),

@@ -39,7 +39,7 @@ def load_splits() -> dict[str, tuple]:
     return {name: encoded(name) for name in ("train", "held")}
 
 
-def mask_of(responses):
+def response_mask(responses):
     """Return 1 up to and including the first EOS, 0 after it."""
     ends = (responses == addition.EOS).long()
     return (ends.cumsum(1) - ends == 0).float()
@@ -67,7 +67,7 @@ class Training:
 
     def __init__(self, options: dict, data: dict, seed: int):
         torch.manual_seed(seed)
-        self.options, self.data, self.done = options, data, 0
+        self.options, self.data, self.steps_done = options, data, 0
         folder = str(addition.FOLDER)
         self.actor = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.critic = AutoModelForSequenceClassification.from_pretrained(
@@ -89,13 +89,13 @@ class Training:
         }
 
     def step(self) -> None:
-        o = self.options
+        options = self.options
         prompts, answers = self.data["train"]
-        drawn = torch.randint(0, len(prompts), (o["data.train_batch_size"],))
+        drawn = torch.randint(0, len(prompts), (options["data.train_batch_size"],))
         responses, old = self.decoder.generate(
-            prompts[drawn], lambda logits: sample(logits, o["rollout.temperature"])
+            prompts[drawn], lambda logits: sample(logits, options["rollout.temperature"])
         )
-        sequences, mask = torch.cat([prompts[drawn], responses], 1), mask_of(responses)
+        sequences, mask = torch.cat([prompts[drawn], responses], 1), response_mask(responses)
         with torch.no_grad():
             values = self._values(sequences) * mask
         rewards = torch.zeros_like(old)
@@ -103,16 +103,23 @@ class Training:
             (responses == answers[drawn]).all(1).float()
         )
         advantages = (
-            generalized_advantages(rewards, values, o["algorithm.gamma"], o["algorithm.lam"]) * mask
+            generalized_advantages(
+                rewards, values, options["algorithm.gamma"], options["algorithm.lam"]
+            )
+            * mask
         )
         returns = advantages + values
-        if o["algorithm.whiten_advantages"]:
+        if options["algorithm.whiten_advantages"]:
             advantages = whiten(advantages, mask)
         # Reaches the full rate in the same step as jax_ppo, but rises from the first step.
-        rising = (self.done + 1) / (o["trainer.critic_warmup"] + o["actor.optim.lr_warmup_steps"])
-        self.optimizers["actor"].param_groups[0]["lr"] = o["actor.optim.lr"] * min(1.0, rising)
-        for _ in range(o["actor.ppo_epochs"]):
-            for i in torch.randperm(len(sequences)).split(o["actor.ppo_mini_batch_size"]):
+        rising = (self.steps_done + 1) / (
+            options["trainer.critic_warmup"] + options["actor.optim.lr_warmup_steps"]
+        )
+        self.optimizers["actor"].param_groups[0]["lr"] = options["actor.optim.lr"] * min(
+            1.0, rising
+        )
+        for _ in range(options["actor.ppo_epochs"]):
+            for i in torch.randperm(len(sequences)).split(options["actor.ppo_mini_batch_size"]):
                 self._mini_batch(
                     sequences[i],
                     responses[i],
@@ -122,7 +129,7 @@ class Training:
                     values[i],
                     returns[i],
                 )
-        self.done += 1
+        self.steps_done += 1
 
     def accuracy(self) -> float:
         prompts, answers = self.data["held"]
@@ -135,16 +142,16 @@ class Training:
         )
 
     def _mini_batch(self, sequences, responses, mask, old, advantages, values, returns):
-        o = self.options
+        options = self.options
         moved = self._values(sequences)
         clipped = moved.clamp(
-            values - o["critic.cliprange_value"], values + o["critic.cliprange_value"]
+            values - options["critic.cliprange_value"], values + options["critic.cliprange_value"]
         )
         worse = torch.maximum((moved - returns) ** 2, (clipped - returns) ** 2)
         self._descend("critic", self.critic, 0.5 * masked_mean(worse, mask))
-        if self.done >= o["trainer.critic_warmup"]:
+        if self.steps_done >= options["trainer.critic_warmup"]:
             ratio = ((self._logprobs(sequences, responses) - old) * mask).exp()
-            clipped = ratio.clamp(1 - o["actor.clip_ratio"], 1 + o["actor.clip_ratio"])
+            clipped = ratio.clamp(1 - options["actor.clip_ratio"], 1 + options["actor.clip_ratio"])
             worse = torch.maximum(-advantages * ratio, -advantages * clipped)
             self._descend("actor", self.actor, masked_mean(worse, mask))
 

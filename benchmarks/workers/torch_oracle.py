@@ -17,7 +17,7 @@ class Answers(dict):
     def add(self, name: str, values) -> None:
         self[name] = torch.as_tensor(values).detach().numpy()
 
-    def graded(
+    def add_with_gradient(
         self,
         name: str,
         function: Callable,
@@ -29,9 +29,11 @@ class Answers(dict):
         If the function returns a tuple, its first item is recorded and the others are returned.
         """
         at = at.clone().requires_grad_()
-        found = function(at)
-        values, rest = (found[0], found[1:]) if isinstance(found, tuple) else (found, ())
+        result = function(at)
+        values, other_results = (
+            (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
+        )
         values.backward(cotangents)
         self.add(name, values)
         self.add(f"{name}, gradient", at.grad)
-        return rest
+        return other_results

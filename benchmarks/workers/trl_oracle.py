@@ -32,18 +32,18 @@ def functions(answers, case, options):
         WHITEN(case["losses"], case["mask"], shift_mean=False) * case["mask"],
     )
 
-    def of(hidden):
+    def compute_logits(hidden):
         return hidden @ case["unembedding"].T / options["temperature"]
 
-    answers.graded(
+    answers.add_with_gradient(
         "log-prob",
-        lambda x: case["mask"] * selective_log_softmax(of(x), case["targets"]),
+        lambda x: case["mask"] * selective_log_softmax(compute_logits(x), case["targets"]),
         case["hidden"],
         case["cotangents"],
     )
-    answers.graded(
+    answers.add_with_gradient(
         "entropy",
-        lambda x: case["mask"] * entropy_from_logits(of(x)),
+        lambda x: case["mask"] * entropy_from_logits(compute_logits(x)),
         case["hidden"],
         case["cotangents"],
     )
@@ -72,7 +72,7 @@ class PPO:
         **changes,
     ):
         case = case | changes
-        self.case, self.losses, self.asked = case, [], 0
+        self.case, self.losses, self.log_softmax_calls = case, [], 0
         self.logprobs, self.values = (
             case[name].clone().requires_grad_() for name in ("logprobs", "values")
         )
@@ -150,9 +150,9 @@ class PPO:
 
     def log_softmax(self, logits, responses):
         """Return log-probs: sampler first, then reference, then policy per micro-batch."""
-        self.asked += 1
-        if self.asked <= 2:
-            return (self.old if self.asked == 1 else self.case["ref_logprobs"]).clone()
+        self.log_softmax_calls += 1
+        if self.log_softmax_calls <= 2:
+            return (self.old if self.log_softmax_calls == 1 else self.case["ref_logprobs"]).clone()
         return self.logprobs[responses[:, 0] - 1]
 
     def whiten(self, values, mask):
@@ -173,50 +173,50 @@ def as_scores(values):
 def ppo(answers, case, options):
     mask = case["mask"]
 
-    def kept(x):
+    def zero_padding(x):
         return torch.where(mask > 0, x, 0.0)
 
-    found = PPO(case, options, kl_coef=options["kl_coef"])
-    answers.add("PPOTrainer: advantages before whitening", kept(found.raw))
-    answers.add("PPOTrainer: returns", kept(found.raw + case["old_values"]))
-    found = PPO(case, options, kl_coef=options["kl_coef"], mask=torch.ones_like(mask))
-    answers.add("PPOTrainer: advantages before whitening, responses that fill the row", found.raw)
-    nothing = {name: torch.zeros_like(case[name]) for name in ("scores", "old_values")}
-    still = nothing | {"gamma": 0.0, "kl_coef": -1.0}  # then an advantage equals the token's KL
+    step = PPO(case, options, kl_coef=options["kl_coef"])
+    answers.add("PPOTrainer: advantages before whitening", zero_padding(step.raw))
+    answers.add("PPOTrainer: returns", zero_padding(step.raw + case["old_values"]))
+    step = PPO(case, options, kl_coef=options["kl_coef"], mask=torch.ones_like(mask))
+    answers.add("PPOTrainer: advantages before whitening, responses that fill the row", step.raw)
+    zeros = {name: torch.zeros_like(case[name]) for name in ("scores", "old_values")}
+    kl_only = zeros | {"gamma": 0.0, "kl_coef": -1.0}  # then an advantage equals the token's KL
     for kind in ("k1", "k3"):
         answers.add(
             f"PPOTrainer: KL {kind} in the reward",
-            kept(PPO(case, options, estimator=kind, **still).raw),
+            zero_padding(PPO(case, options, estimator=kind, **kl_only).raw),
         )
-    far = still | {"ref_logprobs": case["far_logprobs"], "old": "logprobs"}
+    kl_only_far = kl_only | {"ref_logprobs": case["far_logprobs"], "old": "logprobs"}
     answers.add(
         "PPOTrainer: KL k3 in the reward, log-ratios beyond 20",
-        kept(PPO(case, options, estimator="k3", **far).raw),
+        zero_padding(PPO(case, options, estimator="k3", **kl_only_far).raw),
     )
     for name, changes in (("", {}), (", log-ratios beyond 20", {"old": "far_logprobs"})):
-        found = PPO(case, options, **changes)
-        answers.add(f"PPOTrainer: policy loss{name}", found.losses[0])
-        answers.add(f"PPOTrainer: policy loss{name}, gradient", kept(found.logprobs.grad))
+        step = PPO(case, options, **changes)
+        answers.add(f"PPOTrainer: policy loss{name}", step.losses[0])
+        answers.add(f"PPOTrainer: policy loss{name}, gradient", zero_padding(step.logprobs.grad))
     # Micro-batches are slices of a permutation: here the even rows, then the odd ones.
     evens_first = torch.cat([torch.arange(0, len(mask), 2), torch.arange(1, len(mask), 2)]).numpy()
     with unittest.mock.patch.object(ppo_trainer.np.random, "permutation", lambda n: evens_first):
-        found = PPO(case, options, micro_batches=2)
-    answers.add("PPOTrainer: policy loss, two micro-batches", sum(found.losses) / 2)
+        step = PPO(case, options, micro_batches=2)
+    answers.add("PPOTrainer: policy loss, two micro-batches", sum(step.losses) / 2)
     answers.add(
-        "PPOTrainer: policy loss, two micro-batches, gradient", kept(found.logprobs.grad) / 2
+        "PPOTrainer: policy loss, two micro-batches, gradient", zero_padding(step.logprobs.grad) / 2
     )
-    found = PPO(
+    step = PPO(
         case,
         options,
         kl_coef=options["kl_coef"],
         vf_coef=1.0,
         advantages=torch.zeros_like(case["advantages"]),
     )
-    answers.add("PPOTrainer: value loss", found.losses[0])
-    answers.add("PPOTrainer: value loss, gradient", found.values.grad)
+    answers.add("PPOTrainer: value loss", step.losses[0])
+    answers.add("PPOTrainer: value loss, gradient", step.values.grad)
 
 
-def stand_in(**attributes):
+def make_stand_in(**attributes):
     """Return a stand-in for a trainer whose model is in training mode and metrics are unused."""
     trainer = unittest.mock.MagicMock(**attributes)
     trainer.accelerator.gather = trainer.accelerator.gather_for_metrics = lambda x: x
@@ -232,7 +232,7 @@ def stand_in(**attributes):
 def grpo_losses(answers, case, options):
     case = case | {"no_advantages": torch.zeros_like(case["advantages"])}
 
-    def ask(
+    def add_policy_loss(
         name,
         kind,
         advantages="advantages",
@@ -264,7 +264,7 @@ def grpo_losses(answers, case, options):
         }
 
         def loss(logprobs):
-            trainer = stand_in(
+            trainer = make_stand_in(
                 args=args,
                 loss_type=kind,
                 importance_sampling_level=level,
@@ -287,15 +287,17 @@ def grpo_losses(answers, case, options):
             )
             return method(trainer, None, inputs)
 
-        answers.graded(name, loss, case["logprobs"])
+        answers.add_with_gradient(name, loss, case["logprobs"])
 
     for kind in ("grpo", "bnpo", "dapo", "dr_grpo", "luspo"):
-        ask(f"GRPOTrainer: {kind}", kind)
-    ask("GRPOTrainer: dapo, delta", "dapo", old="wide_logprobs", delta=options["dual_clip"])
-    ask("GRPOTrainer: dapo, log-ratios beyond 20", "dapo", old="far_logprobs")
-    ask("GRPOTrainer: grpo, absent responses", "grpo", mask="absent_mask")
-    ask("GRPOTrainer: dapo, importance weights", "dapo", importance=True)
-    ask(
+        add_policy_loss(f"GRPOTrainer: {kind}", kind)
+    add_policy_loss(
+        "GRPOTrainer: dapo, delta", "dapo", old="wide_logprobs", delta=options["dual_clip"]
+    )
+    add_policy_loss("GRPOTrainer: dapo, log-ratios beyond 20", "dapo", old="far_logprobs")
+    add_policy_loss("GRPOTrainer: grpo, absent responses", "grpo", mask="absent_mask")
+    add_policy_loss("GRPOTrainer: dapo, importance weights", "dapo", importance=True)
+    add_policy_loss(
         "GRPOTrainer: sequence weights (GSPO)",
         "grpo",
         "response_advantages",
@@ -303,22 +305,22 @@ def grpo_losses(answers, case, options):
         low=0.1,
         high=0.15,
     )
-    ask(
+    add_policy_loss(
         "GRPOTrainer: sequence_token weights (GSPO-token)",
         "dapo",
         level="sequence_token",
         method=GSPOTokenTrainer._compute_loss,
     )
-    ask("GRPOTrainer: cispo", "cispo", high=1 + options["clip_high"])
-    ask("GRPOTrainer: KL in the loss", "dapo", "no_advantages", beta=1.0)
-    ask(
+    add_policy_loss("GRPOTrainer: cispo", "cispo", high=1 + options["clip_high"])
+    add_policy_loss("GRPOTrainer: KL in the loss", "dapo", "no_advantages", beta=1.0)
+    add_policy_loss(
         "GRPOTrainer: KL in the loss, log-ratios beyond 20",
         "dapo",
         "no_advantages",
         beta=1.0,
         ref="far_logprobs",
     )
-    ask("GMPOTrainer", "grpo", "response_advantages", method=GMPOTrainer._compute_loss)
+    add_policy_loss("GMPOTrainer", "grpo", "response_advantages", method=GMPOTrainer._compute_loss)
 
 
 def rollouts(answers, case, options):
@@ -326,14 +328,14 @@ def rollouts(answers, case, options):
     mask, B = case["mask"], len(case["mask"])
     lengths = mask.sum(1).tolist()
 
-    def ask(trainer_class, generated, **attributes):
+    def generate_and_score(trainer_class, generated, **attributes):
         args = types.SimpleNamespace(
             steps_per_generation=1,
             gradient_accumulation_steps=1,
             per_device_train_batch_size=B,
             gradient_checkpointing_kwargs=None,
         )
-        trainer = stand_in(
+        trainer = make_stand_in(
             args=args,
             environment_factories=None,
             environments=None,
@@ -364,15 +366,15 @@ def rollouts(answers, case, options):
     ]
     ids = [[1]] * B, tokens
     for name, scale in (("", "group"), (", scale_rewards none", "none")):
-        found = ask(
+        batch = generate_and_score(
             GRPOTrainer,
             (*ids, None, ["c"] * B, None, {}, None, None),
             scale_rewards=scale,
             use_vllm=False,
         )
-        answers.add(f"GRPOTrainer: advantages{name}", found["advantages"])
+        answers.add(f"GRPOTrainer: advantages{name}", batch["advantages"])
     for level in ("token", "sequence"):
-        found = ask(
+        batch = generate_and_score(
             GRPOTrainer,
             (*ids, None, ["c"] * B, sampled, {}, None, None),
             scale_rewards="group",
@@ -383,15 +385,17 @@ def rollouts(answers, case, options):
             vllm_importance_sampling_clip_max=options["threshold"],
         )
         answers.add(
-            f"GRPOTrainer: importance weights, {level}", found["importance_sampling_ratio"] * mask
+            f"GRPOTrainer: importance weights, {level}", batch["importance_sampling_ratio"] * mask
         )
-    answers.add("RLOOTrainer: advantages", ask(RLOOTrainer, (*ids, ["c"] * B))["advantages"])
+    answers.add(
+        "RLOOTrainer: advantages", generate_and_score(RLOOTrainer, (*ids, ["c"] * B))["advantages"]
+    )
 
 
 def answer(case, options):
     answers, case = Answers(), tensors(case)
-    for ask in (functions, ppo, grpo_losses, rollouts):
-        ask(answers, case, options)
+    for add_answers in (functions, ppo, grpo_losses, rollouts):
+        add_answers(answers, case, options)
     return answers
 
 

@@ -11,7 +11,7 @@ from tunix.generate import sampler as sampler_lib
 
 
 def main(settings: dict) -> None:
-    model, config = tunix_model.load(settings["model"], tunix_model.one_device_mesh())
+    model, config = tunix_model.load_model(settings["model"], tunix_model.one_device_mesh())
     longest = settings["prompt"] + settings["response"]
     sampler = sampler_lib.Sampler(
         model,
@@ -42,7 +42,7 @@ def main(settings: dict) -> None:
                 seed=len(texts) * seed + first,
                 eos_tokens=[workload.EOS],
             )
-            tokens += tunix_model.count(output.tokens, settings["response"])
+            tokens += tunix_model.count_tokens(output.tokens, settings["response"])
         return {"tokens": tokens}
 
     harness.serve(turn, packages=("google-tunix", "jax", "jaxlib", "flax"))

@@ -13,7 +13,7 @@ def one_device_mesh():
     return jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
-def load(folder: str, mesh):
+def load_model(folder: str, mesh):
     """Load the model of a Hugging Face folder and its configuration."""
     c = json.loads((Path(folder) / "config.json").read_text())
     config = model_lib.ModelConfig(
@@ -31,7 +31,7 @@ def load(folder: str, mesh):
     return params.create_model_from_safe_tensors(folder, config, mesh), config
 
 
-def count(responses, longest: int) -> int:
+def count_tokens(responses, longest: int) -> int:
     """Count the response tokens, including each EOS, which tunix strips."""
     return sum(min(len(response) + 1, longest) for response in responses)
 

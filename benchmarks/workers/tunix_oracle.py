@@ -24,7 +24,7 @@ MODES = (
 class Answers(dict):
     """Arrays to compare, by row name."""
 
-    def graded(self, name, function, at, cotangents=None):
+    def add_with_gradient(self, name, function, at, cotangents=None):
         values, pull = jax.vjp(function, at)
         self[name] = values
         cotangents = (
@@ -47,7 +47,7 @@ def advantages(answers, case, options):
 def policy_losses(answers, case, options):
     mask = case["mask"]
 
-    def ask(
+    def add_policy_loss(
         name,
         function,
         advantages="advantages",
@@ -81,24 +81,24 @@ def policy_losses(answers, case, options):
             )
             return function(nnx.Module(), example, config, 0, 0)[0]
 
-        answers.graded(name, loss, case["logprobs"])
+        answers.add_with_gradient(name, loss, case["logprobs"])
 
-    ask("PPO: policy loss", algo_core.ppo_policy_loss_fn, old="wide_logprobs")
-    ask(
+    add_policy_loss("PPO: policy loss", algo_core.ppo_policy_loss_fn, old="wide_logprobs")
+    add_policy_loss(
         "PPO: policy loss, log-ratios beyond 20",
         algo_core.ppo_policy_loss_fn,
         old="far_logprobs",
         dual=None,
     )
     for mode in MODES:
-        ask(
+        add_policy_loss(
             f"GRPO: policy loss, {mode}",
             algo_core.grpo_loss_fn,
             "response_advantages",
             loss_algo="grpo",
             loss_agg_mode=mode,
         )
-    ask(
+    add_policy_loss(
         "GRPO: policy loss, log-ratios beyond 20",
         algo_core.grpo_loss_fn,
         old="far_logprobs",
@@ -106,7 +106,7 @@ def policy_losses(answers, case, options):
         loss_algo="grpo",
         loss_agg_mode=MODES[0],
     )
-    ask(
+    add_policy_loss(
         "GRPO: gspo-token",
         algo_core.grpo_loss_fn,
         "response_advantages",
@@ -129,16 +129,16 @@ def value_loss(answers, case, options):
         common.compute_score = lambda *args, **kwargs: jnp.pad(values, ((0, 0), (0, 1)))
         return algo_core.ppo_value_loss_fn(nnx.Module(), example, options["value_clip"], 0, 0)[0]
 
-    answers.graded("PPO: value loss", loss, case["values"])
+    answers.add_with_gradient("PPO: value loss", loss, case["values"])
 
 
-def the_rest(answers, case, options):
+def aggregations_divergences_and_logits(answers, case, options):
     for mode in (*MODES, "sequence-mean-token-sum-norm"):
         norm = {"norm": options["scale"]} if mode == MODES[2] else {}
         if mode == "sequence-mean-token-sum-norm":
             # tunix divides a sum, not a mean.
             norm = {"norm": options["scale"] * (case["absent_mask"].sum(1) > 0).sum()}
-        answers.graded(
+        answers.add_with_gradient(
             f"aggregation: {mode}",
             lambda x, mode=mode, norm=norm: common.aggregate_loss(
                 x, case["absent_mask"], mode, **norm
@@ -151,7 +151,7 @@ def the_rest(answers, case, options):
         ("k3", "low_var_kl", "ref_logprobs"),
         ("k3, log-ratios beyond 20", "low_var_kl", "far_logprobs"),
     ):
-        answers.graded(
+        answers.add_with_gradient(
             f"KL {name}",
             lambda x, method=method, reference=reference: (
                 case["mask"] * common.compute_kl_divergence(x, case[reference], method)
@@ -160,38 +160,43 @@ def the_rest(answers, case, options):
             case["cotangents"],
         )
 
-    def of(hidden):
+    def compute_logits(hidden):
         return hidden @ case["unembedding"].T / options["temperature"]
 
-    answers.graded(
+    answers.add_with_gradient(
         "log-prob",
-        lambda x: case["mask"] * common.selective_log_softmax(of(x), case["targets"]),
+        lambda x: case["mask"] * common.selective_log_softmax(compute_logits(x), case["targets"]),
         case["hidden"],
         case["cotangents"],
     )
-    answers.graded(
+    answers.add_with_gradient(
         "entropy",
-        lambda x: case["mask"] * algo_core.compute_entropy_from_logits(of(x)),
+        lambda x: case["mask"] * algo_core.compute_entropy_from_logits(compute_logits(x)),
         case["hidden"],
         case["cotangents"],
     )
 
 
 @functools.cache
-def compiled(options):
+def compile_answers(options):
     """Compile one function for all cases."""
 
-    def of_case(case):
+    def answer_case(case):
         answers = Answers()
-        for ask in (advantages, policy_losses, value_loss, the_rest):
-            ask(answers, case, dict(options))
+        for add_answers in (
+            advantages,
+            policy_losses,
+            value_loss,
+            aggregations_divergences_and_logits,
+        ):
+            add_answers(answers, case, dict(options))
         return dict(answers)
 
-    return jax.jit(of_case)
+    return jax.jit(answer_case)
 
 
 def answer(case, options):
-    answers = compiled(tuple(options.items()))(case)
+    answers = compile_answers(tuple(options.items()))(case)
     answers["GRPO: advantages"] = algo_core.compute_advantages(
         case["scores"], options["n"]
     )  # numpy's

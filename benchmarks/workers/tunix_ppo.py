@@ -29,7 +29,7 @@ def even_share(prompts, completions, **columns):
 
 def make_cluster(settings: dict) -> cluster_lib.RLCluster:
     mesh, samples = tunix_model.one_device_mesh(), settings["samples"]
-    (actor, _), (reference, _) = (tunix_model.load(settings["model"], mesh) for _ in range(2))
+    (actor, _), (reference, _) = (tunix_model.load_model(settings["model"], mesh) for _ in range(2))
     training = cluster_lib.RLTrainingConfig(
         actor_optimizer=optax.adamw(settings["lr"]),
         critic_optimizer=optax.adamw(settings["lr"]),
@@ -80,7 +80,7 @@ def main(settings: dict) -> None:
 
     def counted(*args, **kwargs):
         output = generate(*args, **kwargs)
-        tokens.append(tunix_model.count(output.tokens, settings["response"]))
+        tokens.append(tunix_model.count_tokens(output.tokens, settings["response"]))
         return output
 
     generate = turnstile.phase("rollout", cluster.generate)

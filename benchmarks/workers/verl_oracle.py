@@ -61,7 +61,7 @@ def advantages(answers, case, options):
 def policy_losses(answers, case, options):
     low, high, mask = options["clip_low"], options["clip_high"], case["mask"]
 
-    def ask(
+    def add_policy_loss(
         name,
         kind,
         mode,
@@ -88,7 +88,7 @@ def policy_losses(answers, case, options):
             if advantages == "advantages"
             else case[advantages][:, None].expand(mask.shape)
         )
-        return answers.graded(
+        return answers.add_with_gradient(
             name,
             lambda logprobs: core.get_policy_loss_fn(kind)(
                 case[old], logprobs, A, mask, mode, config, importance
@@ -97,31 +97,35 @@ def policy_losses(answers, case, options):
         )
 
     for mode in MODES:
-        ask(f"vanilla, {mode}", "vanilla", mode)
-    (shares,) = ask("vanilla, ratios far off", "vanilla", MODES[0], old="wide_logprobs")
+        add_policy_loss(f"vanilla, {mode}", "vanilla", mode)
+    (shares,) = add_policy_loss("vanilla, ratios far off", "vanilla", MODES[0], old="wide_logprobs")
     answers.add("vanilla, ratios far off: share clipped", shares["actor/pg_clipfrac"])
     answers.add(
         "vanilla, ratios far off: share of the dual clip", shares["actor/pg_clipfrac_lower"]
     )
-    ask("vanilla, log-ratios beyond 20", "vanilla", MODES[0], old="far_logprobs", dual=1e30)
-    ask("vanilla, importance weights", "vanilla", MODES[0], importance=case["importance"])
-    ask("gspo, seq-mean-token-mean", "gspo", MODES[2], low=0.1, high=0.15)
-    ask("gspo, token-mean, advantages of tokens", "gspo", MODES[0])
-    ask("gspo, dual clip asked", "gspo", MODES[2], old="wide_logprobs")
-    ask("gspo, log-ratios beyond 20", "gspo", MODES[2], old="far_logprobs")
-    ask("geo_mean", "geo_mean", MODES[2], "response_advantages")
-    ask(
+    add_policy_loss(
+        "vanilla, log-ratios beyond 20", "vanilla", MODES[0], old="far_logprobs", dual=1e30
+    )
+    add_policy_loss(
+        "vanilla, importance weights", "vanilla", MODES[0], importance=case["importance"]
+    )
+    add_policy_loss("gspo, seq-mean-token-mean", "gspo", MODES[2], low=0.1, high=0.15)
+    add_policy_loss("gspo, token-mean, advantages of tokens", "gspo", MODES[0])
+    add_policy_loss("gspo, dual clip asked", "gspo", MODES[2], old="wide_logprobs")
+    add_policy_loss("gspo, log-ratios beyond 20", "gspo", MODES[2], old="far_logprobs")
+    add_policy_loss("geo_mean", "geo_mean", MODES[2], "response_advantages")
+    add_policy_loss(
         "geo_mean, absent responses",
         "geo_mean",
         MODES[2],
         "response_advantages",
         mask=case["absent_mask"],
     )
-    ask("cispo", "cispo", MODES[0])
-    ask("cispo, log-ratios beyond 20", "cispo", MODES[0], old="far_logprobs")
-    ask("gpg", "gpg", MODES[0])
+    add_policy_loss("cispo", "cispo", MODES[0])
+    add_policy_loss("cispo, log-ratios beyond 20", "cispo", MODES[0], old="far_logprobs")
+    add_policy_loss("gpg", "gpg", MODES[0])
     config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
-    answers.graded(
+    answers.add_with_gradient(
         "reinforce, importance weights",
         lambda logprobs: core.compute_policy_loss_reinforce(
             case["old_logprobs"],
@@ -138,7 +142,7 @@ def policy_losses(answers, case, options):
 
 def averages(answers, case, options):
     for mode in MODES:
-        answers.graded(
+        answers.add_with_gradient(
             f"aggregation: {mode}",
             lambda x, mode=mode: core.agg_loss(
                 x, case["absent_mask"], mode, loss_scale_factor=options["scale"]
@@ -146,7 +150,7 @@ def averages(answers, case, options):
             case["losses"],
         )
     halves, tokens = (slice(0, None, 2), slice(1, None, 2)), case["mask"].sum()
-    answers.graded(
+    answers.add_with_gradient(
         "token-mean in two micro-batches, global count",
         lambda x: sum(
             core.agg_loss(x[half], case["mask"][half], MODES[0], batch_num_tokens=tokens)
@@ -154,12 +158,12 @@ def averages(answers, case, options):
         ),
         case["losses"],
     )
-    answers.graded(
+    answers.add_with_gradient(
         "token-mean in two micro-batches, count of each",
         lambda x: sum(core.agg_loss(x[half], case["mask"][half], MODES[0]) for half in halves) / 2,
         case["losses"],
     )
-    (share,) = answers.graded(
+    (share,) = answers.add_with_gradient(
         "value loss",
         lambda values: core.compute_value_loss(
             values, case["returns"], case["old_values"], case["mask"], options["value_clip"]
@@ -179,7 +183,7 @@ def divergences(answers, case, options):
         ("k3+", "low_var_kl+"),
     ):
         for suffix, reference in (("", "ref_logprobs"), (", log-ratios beyond 20", "far_logprobs")):
-            answers.graded(
+            answers.add_with_gradient(
                 f"KL {ours}{suffix}",
                 lambda x, theirs=theirs, reference=reference: (
                     mask * core.kl_penalty(x, case[reference], theirs)
@@ -209,27 +213,29 @@ def divergences(answers, case, options):
         "response_mask": mask,
         "responses": case["targets"],
     }
-    found = calculate_debug_metrics(DataProto(batch=TensorDict(batch, batch_size=len(mask))))
-    answers.add("sampler and trainer: mean |p - q|", found["training/rollout_probs_diff_mean"])
-    answers.add("sampler and trainer: max |p - q|", found["training/rollout_probs_diff_max"])
+    metrics = calculate_debug_metrics(DataProto(batch=TensorDict(batch, batch_size=len(mask))))
+    answers.add("sampler and trainer: mean |p - q|", metrics["training/rollout_probs_diff_mean"])
+    answers.add("sampler and trainer: max |p - q|", metrics["training/rollout_probs_diff_max"])
     answers.add(
-        "sampler and trainer: correlation", found["training/rollout_actor_probs_pearson_corr"]
+        "sampler and trainer: correlation", metrics["training/rollout_actor_probs_pearson_corr"]
     )
 
 
 def logits(answers, case, options):
-    def of(hidden):
+    def compute_logits(hidden):
         return hidden @ case["unembedding"].T / options["temperature"]
 
-    answers.graded(
+    answers.add_with_gradient(
         "log-prob",
-        lambda x: case["mask"] * functional.logprobs_from_logits(of(x), case["targets"]),
+        lambda x: (
+            case["mask"] * functional.logprobs_from_logits(compute_logits(x), case["targets"])
+        ),
         case["hidden"],
         case["cotangents"],
     )
-    answers.graded(
+    answers.add_with_gradient(
         "entropy",
-        lambda x: case["mask"] * functional.entropy_from_logits(of(x)),
+        lambda x: case["mask"] * functional.entropy_from_logits(compute_logits(x)),
         case["hidden"],
         case["cotangents"],
     )
@@ -237,8 +243,8 @@ def logits(answers, case, options):
 
 def answer(case, options):
     answers, case = Answers(), tensors(case)
-    for ask in (advantages, policy_losses, averages, divergences, logits):
-        ask(answers, case, options)
+    for add_answers in (advantages, policy_losses, averages, divergences, logits):
+        add_answers(answers, case, options)
     return answers
 
 
