@@ -8,6 +8,7 @@ validated in validation.py.
 
 import dataclasses
 import difflib
+import math
 import operator
 import typing
 from collections.abc import Callable, Mapping
@@ -21,7 +22,13 @@ from jax_ppo.errors import UserError, did_you_mean
 if typing.TYPE_CHECKING:
     import ml_collections  # imported lazily: a Config can be built and used without it
 
-# How each bound of `Facts` is worded and tested. Written so that NaN fails every range.
+# The range of the numbers that a run computes with, which have 32 bits. A positive number below
+# FLOAT32_TINY would become 0 on most devices.
+FLOAT32_MAX = 3.4028234663852886e38
+FLOAT32_TINY = 1.1754943508222875e-38
+INT32_MAX = 2**31 - 1
+
+# How each bound of `Facts` is worded and tested.
 BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "at_least": ("at least", operator.ge),
     "above": ("more than", operator.gt),
@@ -156,7 +163,8 @@ def _validate_value(name: str, value: Any, annotation: Any, facts: Facts) -> Any
             raise UserError(f"{name}: must be set ({facts.doc})")
         return None
     if expected is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        # An integer beyond the range of floats is refused as infinity.
+        value = float(value) if abs(value) <= FLOAT32_MAX else math.inf
     if isinstance(value, str):
         value = facts.aliases.get(value, value)
     # bool is a subclass of int, but True is no number of prompts.
@@ -169,8 +177,24 @@ def _validate_value(name: str, value: Any, annotation: Any, facts: Facts) -> Any
         raise UserError(
             f"{name}={value!r}: expected one of {known}.{did_you_mean(str(value), facts.choices)}"
         )
+    _validate_range(name, value, facts)
+    return value
+
+
+def _validate_range(name: str, value: Any, facts: Facts) -> None:
+    """Raise `UserError` for a number outside its range, or that 32 bits cannot hold."""
+    if isinstance(value, float) and not _is_float32(value):
+        raise UserError(f"{name}={value!r}: expected a finite number of 32 bits ({facts.doc})")
+    largest = facts.at_most or INT32_MAX
+    if isinstance(value, int) and abs(value) > largest:
+        shown = value if abs(value) < 10**30 else "(more than 30 digits)"
+        raise UserError(f"{name}={shown}: expected an integer within +-{largest} ({facts.doc})")
     for bound, (words, holds) in BOUNDS.items():
         limit = getattr(facts, bound)
         if limit is not None and not holds(value, limit):
             raise UserError(f"{name}={value!r}: expected {words} {limit} ({facts.doc})")
-    return value
+
+
+def _is_float32(value: float) -> bool:
+    """Return whether a number neither overflows nor vanishes in 32 bits; `False` for NaN."""
+    return value == 0 or FLOAT32_TINY <= abs(value) <= FLOAT32_MAX

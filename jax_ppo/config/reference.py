@@ -15,7 +15,8 @@ HEADER = """\
 
 Set an option in a file under `configs/`, on the command line as `--config.NAME=VALUE`, or in Python
 with `load_config("arithmetic", {"NAME": VALUE})`. A mistake is reported within a second, with the
-nearest valid name. "unset" means that the program chooses; the meaning says what.
+nearest valid name. "unset" means that the program chooses; the meaning says what. Numbers are
+finite and fit into 32 bits: infinity and NaN are refused.
 
 - **Needs**: changing the option is an error unless the condition holds.
 - **Effective only if**: otherwise changing the option has no effect, and a note says so.
@@ -76,7 +77,7 @@ def _values(option: Option) -> str:
     if facts.choices is not None:
         return ", ".join(f"`{choice}`" for choice in facts.choices)
     limits = [
-        f"{words} {getattr(facts, bound):g}"
+        f"{words} {getattr(facts, bound)}"
         for bound, (words, _) in BOUNDS.items()
         if getattr(facts, bound) is not None
     ]

@@ -921,7 +921,9 @@ class Config:
     """All options of a run."""
 
     experiment_name: str = option("ppo", "names the work directory output/NAME")
-    seed: int = option(0, "seed of all randomness", at_least=0, fixed_on_resume=True)
+    seed: int = option(
+        0, "seed of all randomness", at_least=0, at_most=2**32 - 1, fixed_on_resume=True
+    )
     data: Data = section(Data)
     # The shapes in a checkpoint and the weights that training started from depend on these.
     model: Model = section(Model, fixed_on_resume=True)

@@ -1,6 +1,7 @@
 """A wrong option fails before heavy imports, with its name, value and what was expected."""
 
 import inspect
+import math
 import pathlib
 import re
 import subprocess
@@ -147,6 +148,42 @@ def test_every_option_has_a_meaning():
 def test_impossible_values_are_named(changes, message):
     with pytest.raises(UserError, match=message):
         validated(**changes)
+
+
+FLOATS = [option for option in schema.all_options() if option.value_type is float]
+INTEGERS = [option for option in schema.all_options() if option.value_type is int]
+
+
+def nested(name, value):
+    """Return {"actor": {"optim": {"lr": value}}} for "actor.optim.lr"."""
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    return value
+
+
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, 1e39, 1e-40, 10**400], ids="abcdef"
+)
+def test_no_option_accepts_a_number_that_is_not_finite_in_32_bits(value):
+    """Regression: critic.optim.lr=inf, rollout.temperature=inf and reward.fallback_score=nan."""
+    assert len(FLOATS) > 40
+    for option in FLOATS:
+        with pytest.raises(UserError, match=rf"^config\.{option.name}=.*finite number"):
+            loading.from_config_dict(nested(option.name, value))
+
+
+@pytest.mark.parametrize("value", [2**32, -(2**40), 10**5000], ids=("large", "negative", "huge"))
+def test_no_option_accepts_an_integer_beyond_32_bits(value):
+    """Regression: seed=2**32 was the same as seed=0."""
+    for option in INTEGERS:
+        with pytest.raises(UserError, match=rf"^config\.{option.name}=.*: expected an integer"):
+            loading.from_config_dict(nested(option.name, value))
+
+
+def test_zero_and_the_largest_numbers_are_accepted():
+    config = validated(reward__fallback_score=-3e38, actor__optim__weight_decay=0.0, seed=2**32 - 1)
+    assert config.reward.fallback_score == -3e38 and config.actor.optim.weight_decay == 0.0
+    assert config.seed == 2**32 - 1
 
 
 def test_wrong_type_is_named():
