@@ -1,17 +1,20 @@
 """Table of the tensors in a Hugging Face checkpoint of a DeBERTa-v2 or v3 reward model."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 from flax import traverse_util
 
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.hf.tensors import TensorMapping, TensorTable
 
-# Tensors that some checkpoints keep although the model does not use them.
-UNUSED_TENSORS = (
-    "deberta.embeddings.position_ids",
-    "deberta.embeddings.position_embeddings.weight",
-)
+# Tensors that some checkpoints keep although the model does not read them, and the values that it
+# uses in their place: the positions in order, and nothing added to the embedding of a word.
+UNUSED_TENSORS: Mapping[str, Callable[[DebertaArchitecture], np.ndarray]] = {
+    "deberta.embeddings.position_ids": lambda a: np.arange(a.max_position_embeddings),
+    "deberta.embeddings.position_embeddings.weight": lambda _: np.array(0),
+}
 
 
 def deberta_tensor_table(architecture: DebertaArchitecture) -> TensorTable:

@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from jax_ppo.models.deberta.architecture import DebertaArchitecture, deberta_from_hf_config
 from jax_ppo.models.deberta.names import UNUSED_TENSORS, deberta_tensor_table
 from jax_ppo.models.hf.tensors import TensorTable
@@ -75,12 +77,15 @@ class EncoderFamily:
     Attributes:
       from_hf_config: Reads the contents of config.json.
       tensor_table: Returns the checkpoint tensor of each parameter.
-      unused_tensors: Tensors that a checkpoint may hold although the model does not use them.
+      unused_tensors: Tensors that a checkpoint may hold although the model does not read them, and
+        the values that the model uses in their place.
     """
 
     from_hf_config: Callable[[dict[str, Any]], DebertaArchitecture]
     tensor_table: Callable[[DebertaArchitecture], TensorTable]
-    unused_tensors: tuple[str, ...] = ()
+    unused_tensors: Mapping[str, Callable[[DebertaArchitecture], np.ndarray]] = dataclasses.field(
+        default_factory=dict
+    )
 
 
 _ATTENTION_BIAS = {"attention_bias": ("qkv_bias", "output_bias")}

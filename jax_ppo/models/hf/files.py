@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jax_ppo.errors import UserError
+from jax_ppo.models.hf.json_files import quote_value, read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -20,6 +22,16 @@ SAFETENSORS_DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
 }
+# Bits of each type without the sign, and of infinity. Larger patterns are NaN.
+MAGNITUDE_BITS = {
+    "F32": (np.dtype(np.uint32), 0x7FFFFFFF, 0x7F800000),
+    "BF16": (np.dtype(np.uint16), 0x7FFF, 0x7F80),
+    "F16": (np.dtype(np.uint16), 0x7FFF, 0x7C00),
+}
+# Values that are examined at a time, so that they stay in the processor's cache.
+BLOCK_SIZE = 1 << 18
+# Bytes of a tensor that are compared at a time.
+COMPARED_BYTES = 1 << 26
 
 
 class SafetensorsCheckpoint:
@@ -37,7 +49,8 @@ class SafetensorsCheckpoint:
           files: The files to open; `None`: those that `weight_files` returns.
 
         Raises:
-          UserError: The folder has no complete safetensors files.
+          UserError: The folder has no complete safetensors files, or two of them hold different
+            tensors of the same name.
         """
         self.folder = Path(folder)
         self._stack = contextlib.ExitStack()
@@ -46,12 +59,14 @@ class SafetensorsCheckpoint:
             for path in weight_files(self.folder) if files is None else files:
                 try:
                     file = opening.enter_context(safe_open(path, framework="numpy"))
-                except SafetensorError as error:
+                except (SafetensorError, OSError) as error:
                     raise UserError(
                         f"{path} is not a whole safetensors file ({error}). If it was downloaded "
                         "or cloned, that stopped early or left a Git LFS pointer: fetch it again"
                     ) from error
                 for name in file.keys():
+                    if name in self._files:
+                        self._refuse_different_copy(name, file, path.name)
                     self._files[name] = (file, path.name)
             self._stack = opening.pop_all()
 
@@ -83,16 +98,72 @@ class SafetensorsCheckpoint:
         """Read a block of a tensor: one slice per dimension, or () for the whole tensor."""
         return self._slice(name)[index or (slice(None),)]
 
+    def read_finite(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """Read a block of a tensor as `read` does; raise `UserError` if it has NaN or infinity."""
+        values = self.read(name, index)
+        if not is_finite(values, self.dtype(name)):
+            raise UserError(
+                f"{self.folder / self.file(name)}: {name} has values that are not finite (NaN or "
+                "infinity)"
+            )
+        return values
+
+    def are_equal(self, name: str, other: str) -> bool:
+        """Return whether two tensors have the same type, shape and bytes."""
+        return _slices_are_equal(self._slice(name), self._slice(other))
+
+    def _refuse_different_copy(self, name: str, file: Any, file_name: str) -> None:
+        """Raise `UserError` if a tensor differs from the one of that name in an earlier file."""
+        if not _slices_are_equal(self._slice(name), file.get_slice(name)):
+            raise UserError(
+                f"{self.folder}: {self.file(name)} and {file_name} hold different tensors named "
+                f"{name}, so it is unclear which one belongs to the model"
+            )
+
     def _slice(self, name: str) -> Any:
         file, _ = self._files[name]
         return file.get_slice(name)
+
+
+def is_finite(values: np.ndarray, code: str) -> bool:
+    """Return whether an array has neither NaN nor infinity.
+
+    The bits are compared as integers, which costs about as much as reading them from memory.
+
+    Args:
+      values: Contiguous array.
+      code: Its type, a key of `SAFETENSORS_DTYPES`.
+    """
+    integer, magnitude, infinity = MAGNITUDE_BITS[code]
+    bits = values.reshape(-1).view(integer)
+    starts = range(0, bits.size, BLOCK_SIZE)
+    return all((bits[i : i + BLOCK_SIZE] & magnitude).max() < infinity for i in starts)
+
+
+def _slices_are_equal(one: Any, other: Any) -> bool:
+    """Return whether two open tensors of safetensors have the same type, shape and bytes."""
+    shape = one.get_shape()
+    if shape != other.get_shape() or one.get_dtype() != other.get_dtype():
+        return False
+    if 0 in shape:
+        return True
+    if not shape:
+        return one[...].tobytes() == other[...].tobytes()
+    # A few rows at a time, because an embedding may be larger than the free memory.
+    rows = max(1, COMPARED_BYTES // one[:1].nbytes)
+    for start in range(0, shape[0], rows):
+        stop = min(start + rows, shape[0])  # safetensors refuses a slice beyond the end
+        if one[start:stop].tobytes() != other[start:stop].tobytes():
+            return False
+    return True
 
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the files that hold the weights of a checkpoint.
 
     Raises:
-      UserError: There are none, only pickles, or some are missing.
+      UserError: There are none, only pickles, or some are missing; or the index names something
+        other than files of this folder.
     """
     if (folder / SINGLE_FILE).exists():
         return [folder / SINGLE_FILE]
@@ -103,8 +174,7 @@ def weight_files(folder: Path) -> list[Path]:
             "that has them only in pytorch_model.bin, a pickle, must be converted to safetensors "
             "first)"
         )
-    weight_map = json.loads((folder / INDEX_FILE).read_text()).get("weight_map", {})
-    files = [folder / name for name in sorted(set(weight_map.values()))]
+    files = [folder / name for name in _read_index(folder / INDEX_FILE)]
     missing = [path.name for path in files if not path.exists()]
     if missing or not files:
         raise UserError(
@@ -112,6 +182,21 @@ def weight_files(folder: Path) -> list[Path]:
             f"there: {', '.join(missing[:4])}. Fetch them again"
         )
     return files
+
+
+def _read_index(path: Path) -> list[str]:
+    """Return the sorted names of the files in an index; raise `UserError` if it is invalid."""
+    weight_map = read_json_object(path).get("weight_map", {})
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{path}: weight_map must be an object, it is {quote_value(weight_map)}")
+    for tensor, name in weight_map.items():
+        # A name is nothing but a name: a path could lead out of the folder.
+        if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\]", name):
+            raise UserError(
+                f"{path}: weight_map must name files of this folder, it names "
+                f"{quote_value(name)} for {quote_value(tensor)}"
+            )
+    return sorted(set(weight_map.values()))
 
 
 def _refuse_pickles(folder: Path) -> None:

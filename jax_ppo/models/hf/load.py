@@ -3,7 +3,6 @@
 import dataclasses
 import difflib
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,28 +21,31 @@ from jax_ppo.models.hf import tensors
 from jax_ppo.models.hf.config import from_hf_config, read_eos_ids
 from jax_ppo.models.hf.families import ENCODERS, FAMILIES
 from jax_ppo.models.hf.files import SAFETENSORS_DTYPES, SafetensorsCheckpoint, weight_files
+from jax_ppo.models.hf.ignored import SCORE_WEIGHTS, is_ignorable
+from jax_ppo.models.hf.json_files import read_json_object
 from jax_ppo.models.hf.names import tensor_table
 from jax_ppo.models.hf.tensors import TensorMapping, TensorTable
 
-# Score heads of a decoder and of an encoder.
-SCORE_WEIGHTS = ("score.weight", "classifier.weight")
-SCORE_BIASES = ("score.bias", "classifier.bias")
 Progress = Callable[[int, int], None]
 
 
 def read_architecture(folder: str | Path) -> Architecture:
     """Return the architecture of a checkpoint.
 
-    The EOS ids of config.json are followed by the further ones of generation_config.json.
+    The EOS ids of config.json are followed by the further ones of generation_config.json. As in
+    transformers 5, a checkpoint that stores an output embedding of its own has it, even if
+    config.json calls the model tied.
 
     Raises:
       UserError: The folder has no config.json or no safetensors weights, or the model is not
         supported.
     """
     architecture = from_hf_config(_read_config(folder))
+    if architecture.tied and _has_own_head(folder, architecture):
+        architecture = dataclasses.replace(architecture, tied=False)
     weight_files(Path(folder))
     generation_file = Path(folder) / "generation_config.json"
-    more = read_eos_ids(read_json(generation_file)) if generation_file.exists() else ()
+    more = read_eos_ids(read_json_object(generation_file)) if generation_file.exists() else ()
     eos_ids = tuple(dict.fromkeys([*architecture.eos_ids, *more]))
     return dataclasses.replace(architecture, eos_ids=eos_ids)
 
@@ -76,6 +78,17 @@ def read_reward_architecture(folder: str | Path) -> Architecture | DebertaArchit
     return architecture
 
 
+def _has_own_head(folder: str | Path, architecture: Architecture) -> bool:
+    """Return whether a checkpoint holds an output embedding that differs from the input's."""
+    untied = tensor_table(dataclasses.replace(architecture, tied=False), "lm")
+    embedding = untied["embed", "embedding"].name
+    head = untied["lm_head", "embedding"].name
+    with SafetensorsCheckpoint(folder) as checkpoint:
+        if not {embedding, head} <= checkpoint.names():
+            return False
+        return not checkpoint.are_equal(embedding, head)
+
+
 def has_score_head(folder: str | Path) -> bool:
     """Return whether a checkpoint has the head of a reward model."""
     with SafetensorsCheckpoint(folder) as checkpoint:
@@ -92,15 +105,7 @@ def _read_config(folder: str | Path) -> dict[str, Any]:
                 "them into it first (PEFT's merge_and_unload)"
             )
         raise UserError(f"{folder} has no config.json: it is not a Hugging Face checkpoint")
-    return read_json(folder / "config.json")
-
-
-def read_json(path: Path) -> Any:
-    """Return the contents of a JSON file; raise `UserError` if it is not JSON."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
+    return read_json_object(folder / "config.json")
 
 
 def load_checkpoint(
@@ -238,7 +243,7 @@ def _read_tensor(
         assert index is not None  # no parameter is a scalar
         key = tuple((part.start, part.stop) for part in index)
         if key not in blocks:
-            values = checkpoint.read(name, row.hf_index(index))
+            values = checkpoint.read_finite(name, row.hf_index(index))
             blocks[key] = np.ascontiguousarray(values.T if row.transposed else values, dtype)
         return blocks[key]
 
@@ -271,7 +276,7 @@ def _validate_checkpoint(
     unused = sorted(
         name
         for name in checkpoint.names() - used
-        if not _is_ignorable(checkpoint, name, head, architecture)
+        if not is_ignorable(checkpoint, name, head, architecture)
     )
     if unused:
         raise UserError(
@@ -337,23 +342,3 @@ def _missing_tensor(name: str, names: set[str]) -> str:
         )
     nearest = difflib.get_close_matches(name, names, n=1)
     return f"tensor {name} is missing" + (f"; the nearest there is {nearest[0]}" if nearest else "")
-
-
-def _is_ignorable(
-    checkpoint: SafetensorsCheckpoint,
-    name: str,
-    head: str,
-    architecture: Architecture | DebertaArchitecture,
-) -> bool:
-    """Return whether the model computes the same without this tensor."""
-    if isinstance(architecture, DebertaArchitecture):
-        return name in ENCODERS[architecture.family].unused_tensors
-    if name.endswith("rotary_emb.inv_freq"):  # computed from config.json
-        return True
-    if name == "lm_head.weight":
-        return head not in ("lm", "both") or architecture.tied
-    if name == "score.weight":
-        return True
-    if name in SCORE_BIASES:
-        return head != "reward" or not np.any(checkpoint.read(name))
-    return False

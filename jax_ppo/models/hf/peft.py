@@ -18,8 +18,8 @@ from jax_ppo.errors import UserError
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.families import FAMILIES
 from jax_ppo.models.hf.files import SafetensorsCheckpoint
+from jax_ppo.models.hf.json_files import read_json_object
 from jax_ppo.models.hf.load import (
-    read_json,
     read_parameters,
     tensors_to_read,
     validate_tensors,
@@ -78,7 +78,7 @@ def read_adapter_config(folder: str | Path) -> tuple[Lora, str]:
     folder = Path(folder)
     if not holds_adapters(folder):
         raise UserError(f"{folder} has no {ADAPTER_CONFIG}: it holds no adapters in PEFT's format")
-    config = read_json(folder / ADAPTER_CONFIG)
+    config = read_json_object(folder / ADAPTER_CONFIG)
     _refuse_unsupported(folder / ADAPTER_CONFIG, config)
     rank = config["r"]
     alpha = config["lora_alpha"]

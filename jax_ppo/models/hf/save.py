@@ -23,6 +23,7 @@ from jax_ppo.models.hf.files import (
     SINGLE_FILE,
     write_safetensors,
 )
+from jax_ppo.models.hf.json_files import read_json_object
 from jax_ppo.models.hf.names import adapter_tensor_table, tensor_table
 from jax_ppo.models.hf.tensors import TensorMapping, TensorTable, flatten_like
 from jax_ppo.models.lora import Lora, merge_kernel
@@ -197,7 +198,7 @@ def _generation_config(
     if source_folder is not None:
         source = Path(source_folder) / "generation_config.json"
         if source.exists():
-            config = json.loads(source.read_text(encoding="utf-8"))
+            config = read_json_object(source)
     ids = {
         "bos_token_id": architecture.bos_id,
         "eos_token_id": list(architecture.eos_ids) or None,

@@ -235,14 +235,17 @@ def test_tensors_that_are_not_what_they_should_be(tmp_path, add, remove, message
 
 def test_tensors_that_change_nothing_are_ignored(tmp_path):
     make(tmp_path)
-    change(
-        tmp_path,
-        {
-            "deberta.embeddings.position_ids": np.zeros((1, 64), np.float32),
-            "deberta.embeddings.position_embeddings.weight": np.zeros((64, 32), np.float32),
-        },
-    )
+    positions = "deberta.embeddings.position_ids"
+    table = "deberta.embeddings.position_embeddings.weight"
+    ordered = np.arange(64)[None]
+    change(tmp_path, {positions: ordered, table: np.zeros((64, 32), np.float32)})
     read_reward_architecture(tmp_path)
+    # With other values they would change something, had the model been made to read them.
+    for name, harmless in ((positions, ordered), (table, np.zeros((64, 32), np.float32))):
+        change(tmp_path, {name: harmless + 1})
+        with pytest.raises(UserError, match=f"has 1 tensors that this model would not use: {name}"):
+            read_reward_architecture(tmp_path)
+        change(tmp_path, {name: harmless})
 
 
 @pytest.mark.parametrize(

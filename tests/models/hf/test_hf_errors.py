@@ -3,6 +3,7 @@
 import json
 
 import hf_reference as reference
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -10,9 +11,16 @@ from safetensors.numpy import load_file, save_file
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.config import from_hf_config
 from jax_ppo.models.hf.families import FAMILIES
-from jax_ppo.models.hf.files import SafetensorsCheckpoint, write_safetensors
+from jax_ppo.models.hf.files import (
+    BLOCK_SIZE,
+    INDEX_FILE,
+    SafetensorsCheckpoint,
+    is_finite,
+    write_safetensors,
+)
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture
 from jax_ppo.models.hf.names import tensor_table
+from jax_ppo.models.hf.save import export_checkpoint
 
 CONFIG = reference.SIZES | {"model_type": "llama"}
 
@@ -73,19 +81,97 @@ def test_tensors_that_would_not_be_used(folder):
     assert "has 11 tensors" in refusal(folder) and refusal(folder).count("mlp.gate.weight") == 5
 
 
+INV_FREQ = "model.layers.0.self_attn.rotary_emb.inv_freq"
+
+
 def test_tensors_that_change_nothing_are_ignored(tmp_path):
     model = reference.save(tmp_path, tie_word_embeddings=True)
+    frequencies = model.model.rotary_emb.inv_freq.numpy()
     rewrite_tensors(
         tmp_path,
         {
-            "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
+            INV_FREQ: frequencies.astype(np.float16),
             "lm_head.weight": model.lm_head.weight.detach().numpy(),
             "score.weight": np.ones((1, 32), np.float32),
         },
     )
     ids = reference.tokens()
-    ours = reference.our_logits(*reference.load(tmp_path), ids)
+    architecture, params = reference.load(tmp_path)
+    assert architecture.tied
+    ours = reference.our_logits(architecture, params, ids)
     np.testing.assert_allclose(ours, reference.their_logits(model, ids), atol=1e-4)
+
+
+def test_an_ignored_tensor_must_equal_what_stands_in_for_it(folder):
+    frequencies = reference.reload(folder).model.rotary_emb.inv_freq.numpy()
+    for wrong in (2 * frequencies, frequencies[:-1], np.ones(4, np.int8)):
+        rewrite_tensors(folder, {INV_FREQ: wrong})
+        assert f"has 1 tensors that this model would not use: {INV_FREQ}" in refusal(folder)
+
+
+def test_a_tied_model_with_its_own_head_uses_it_and_exports_it(tmp_path):
+    """transformers 5 unties such a model, with a warning."""
+    reference.save(tmp_path / "source", tie_word_embeddings=True)
+    head = np.random.default_rng(0).normal(size=(97, 32)).astype(np.float32)
+    rewrite_tensors(tmp_path / "source", {"lm_head.weight": head})
+    ids = reference.tokens()
+    theirs = reference.their_logits(reference.reload(tmp_path / "source"), ids)
+    architecture, params = reference.load(tmp_path / "source")
+    assert not architecture.tied
+    np.testing.assert_allclose(reference.our_logits(architecture, params, ids), theirs, atol=1e-4)
+    export_checkpoint(params, architecture, tmp_path / "out", source_folder=tmp_path / "source")
+    exported = reference.their_logits(reference.reload(tmp_path / "out"), ids)
+    np.testing.assert_allclose(exported, theirs, atol=1e-6)
+
+
+def test_an_own_head_is_refused_with_an_architecture_that_ties_it(tmp_path):
+    reference.save(tmp_path, tie_word_embeddings=True)
+    tied = read_architecture(tmp_path)
+    rewrite_tensors(tmp_path, {"lm_head.weight": np.zeros((97, 32), np.float32)})
+    with pytest.raises(UserError, match="tensors that this model would not use: lm_head.weight"):
+        load_checkpoint(tmp_path, tied, reference.one_device(tied, "lm"))
+
+
+def test_two_files_with_different_copies_of_a_tensor(tmp_path):
+    """Equal copies, which some tools write, do no harm."""
+    reference.make().save_pretrained(tmp_path, max_shard_size="40KB")
+    first, *_, last = sorted(tmp_path.glob("*.safetensors"))
+    name, values = next(iter(load_file(first).items()))
+    save_file(load_file(last) | {name: values}, last, {"format": "pt"})
+    reference.load(tmp_path)
+    changed = values.copy()
+    changed.flat[-1] += 1
+    for copy in (changed, values[:-1], values.astype(np.float16)):
+        save_file(load_file(last) | {name: copy}, last, {"format": "pt"})
+        assert refusal(tmp_path) == (
+            f"{tmp_path}: {first.name} and {last.name} hold different tensors named {name}, so it "
+            "is unclear which one belongs to the model"
+        )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_tensor_that_is_not_finite_is_named(folder, dtype, value):
+    name = "model.layers.1.mlp.down_proj.weight"
+    weights = load_file(folder / "model.safetensors")[name].astype(dtype)
+    weights[0, 0] = np.finfo(np.float16).max  # large, but finite
+    rewrite_tensors(folder, {name: weights})
+    reference.load(folder)
+    weights[-1, 17] = value
+    rewrite_tensors(folder, {name: weights})
+    assert refusal(folder) == (
+        f"{folder}/model.safetensors: {name} has values that are not finite (NaN or infinity)"
+    )
+
+
+def test_values_that_are_not_finite_are_noticed_in_every_block():
+    values = np.zeros(2 * BLOCK_SIZE + 5, np.float32)
+    assert is_finite(values, "F32")
+    for place in (0, BLOCK_SIZE, 2 * BLOCK_SIZE + 4):
+        values[place] = -np.inf
+        assert not is_finite(values, "F32")
+        values[place] = -np.finfo(np.float32).max
+    assert is_finite(values, "F32")
 
 
 def test_heads_that_are_not_there(folder, tmp_path):
@@ -144,6 +230,45 @@ def test_folders_that_are_not_checkpoints(tmp_path):
         match="has no weights: neither model.safetensors nor model.safetensors.index.json",
     ):
         read_architecture(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "message"),
+    [
+        ("config.json", "[1, 2]", "must hold a JSON object, it holds [1, 2]"),
+        ("config.json", '"' + "x" * 500 + '"', "must hold a JSON object, it holds 'xxx"),
+        ("config.json", "[" * 100_000, "nested too deeply"),
+        ("generation_config.json", "7", "must hold a JSON object, it holds 7"),
+        (INDEX_FILE, "[]", "must hold a JSON object, it holds []"),
+        (INDEX_FILE, '{"weight_map": 3}', "weight_map must be an object, it is 3"),
+        (
+            INDEX_FILE,
+            '{"weight_map": {"w": "../other.safetensors"}}',
+            "weight_map must name files of this folder, it names '../other.safetensors' for 'w'",
+        ),
+        (INDEX_FILE, '{"weight_map": {"w": "/etc/passwd"}}', "it names '/etc/passwd' for 'w'"),
+        (INDEX_FILE, '{"weight_map": {"w": ".."}}', "it names '..' for 'w'"),
+        (INDEX_FILE, '{"weight_map": {"w": ""}}', "it names '' for 'w'"),
+        (INDEX_FILE, '{"weight_map": {"w": "..\\\\x"}}', "it names '..\\\\x' for 'w'"),
+        (INDEX_FILE, '{"weight_map": {"w": 3}}', "it names 3 for 'w'"),
+    ],
+)
+def test_json_files_that_hold_something_else(folder, name, contents, message):
+    if name == INDEX_FILE:
+        (folder / "model.safetensors").unlink()
+    (folder / name).write_text(contents)
+    with pytest.raises(UserError) as caught:
+        read_architecture(folder)
+    text = str(caught.value)
+    assert text.startswith(f"{folder / name}") and message in text
+    assert "\n" not in text and len(text) < len(str(folder)) + 250
+
+
+def test_a_configuration_that_cannot_be_read(folder):
+    (folder / "config.json").unlink()
+    (folder / "config.json").mkdir()
+    with pytest.raises(UserError, match="config.json cannot be read: Is a directory"):
+        read_architecture(folder)
 
 
 def test_files_that_are_cut_short_or_missing(tmp_path):

@@ -1,0 +1,85 @@
+"""Tensors of a checkpoint that are left out because the model computes the same without them."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ppo.models import rope
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.deberta.architecture import DebertaArchitecture
+from jax_ppo.models.hf.families import ENCODERS
+from jax_ppo.models.hf.files import SAFETENSORS_DTYPES, SafetensorsCheckpoint
+from jax_ppo.models.hf.names import tensor_table
+
+# Score heads of a decoder and of an encoder.
+SCORE_WEIGHTS = ("score.weight", "classifier.weight")
+SCORE_BIASES = ("score.bias", "classifier.bias")
+ROTARY_FREQUENCIES = "rotary_emb.inv_freq"
+
+
+def is_ignorable(
+    checkpoint: SafetensorsCheckpoint,
+    name: str,
+    head: str,
+    architecture: Architecture | DebertaArchitecture,
+) -> bool:
+    """Return whether the model computes the same without this tensor.
+
+    A tensor that belongs to a head of another role does not take part. Any other tensor must hold
+    the values that the model uses in its place.
+
+    Args:
+      checkpoint: The open checkpoint.
+      name: Name of a tensor that the model does not read.
+      head: As in `load_checkpoint`.
+      architecture: The model.
+    """
+    if isinstance(architecture, DebertaArchitecture):
+        expected = ENCODERS[architecture.family].unused_tensors.get(name)
+        return expected is not None and _has_values(checkpoint, name, expected(architecture))
+    if name.endswith(ROTARY_FREQUENCIES):
+        return _has_computed_frequencies(checkpoint, name, architecture)
+    if name == "lm_head.weight":
+        if head not in ("lm", "both"):
+            return True
+        # `read_architecture` unties a model whose output embedding differs.
+        embedding = tensor_table(architecture, head)["embed", "embedding"].name
+        return architecture.tied and checkpoint.are_equal(name, embedding)
+    if name == "score.weight":
+        return True
+    if name in SCORE_BIASES:
+        return head != "reward" or not np.any(checkpoint.read(name))
+    return False
+
+
+def _has_values(checkpoint: SafetensorsCheckpoint, name: str, expected: np.ndarray) -> bool:
+    """Return whether a tensor holds exactly these values, in whatever type and leading axes."""
+    if expected.ndim == 0:
+        return not np.any(checkpoint.read(name) != expected)
+    return checkpoint.shape(name)[-1:] == expected.shape and not np.any(
+        checkpoint.read(name) != expected
+    )
+
+
+def _has_computed_frequencies(
+    checkpoint: SafetensorsCheckpoint, name: str, architecture: Architecture
+) -> bool:
+    """Return whether stored rotary frequencies are those that follow from config.json.
+
+    Old versions of transformers stored them, rounded to the type of the weights, and before any
+    scaling, which some of them applied to the positions instead.
+    """
+    dtype = SAFETENSORS_DTYPES.get(checkpoint.dtype(name))
+    if dtype is None:
+        return False
+    stored = checkpoint.read(name).astype(np.float64)
+    scaled, _ = rope.inverse_frequencies(architecture)
+    local, _ = rope.inverse_frequencies(architecture, local=True)
+    dim = architecture.head_dim
+    unscaled = architecture.rope_theta ** -(np.arange(0, dim, 2) / dim)
+    precision = jnp.finfo(dtype)
+    relative = max(4 * float(precision.eps), 1e-5)
+    return any(
+        stored.shape == expected.shape
+        and np.allclose(stored, expected, relative, 4 * float(precision.smallest_subnormal))
+        for expected in (scaled, local, unscaled)
+    )

@@ -1,0 +1,35 @@
+"""JSON files of a checkpoint: objects, or an error of one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jax_ppo.errors import UserError
+
+# Longest value that an error message repeats, in characters.
+MAX_QUOTED = 80
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the contents of a JSON file that holds an object.
+
+    Raises:
+      UserError: The file cannot be read, is not JSON, or holds something other than an object.
+    """
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise UserError(f"{path} is not JSON that can be read: it is nested too deeply") from error
+    if not isinstance(contents, dict):
+        raise UserError(f"{path} must hold a JSON object, it holds {quote_value(contents)}")
+    return contents
+
+
+def quote_value(value: Any) -> str:
+    """Return a value for an error message: in one line and not too long."""
+    text = repr(value)
+    return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 3] + "..."
