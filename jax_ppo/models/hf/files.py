@@ -23,10 +23,10 @@ SAFETENSORS_DTYPES = {
     "F16": np.dtype(np.float16),
 }
 # Bits of each type without the sign, and of infinity. Larger patterns are NaN.
-MAGNITUDE_BITS = {
-    "F32": (np.dtype(np.uint32), 0x7FFFFFFF, 0x7F800000),
-    "BF16": (np.dtype(np.uint16), 0x7FFF, 0x7F80),
-    "F16": (np.dtype(np.uint16), 0x7FFF, 0x7C00),
+MAGNITUDE_BITS: dict[str, tuple[type[np.unsignedinteger], int, int]] = {
+    "F32": (np.uint32, 0x7FFFFFFF, 0x7F800000),
+    "BF16": (np.uint16, 0x7FFF, 0x7F80),
+    "F16": (np.uint16, 0x7FFF, 0x7C00),
 }
 # Values that are examined at a time, so that they stay in the processor's cache.
 BLOCK_SIZE = 1 << 18
