@@ -257,6 +257,21 @@ def constrain_tree(tree: Any, rules: Rules) -> Any:
     return jax.lax.with_sharding_constraint(tree, tree_shardings(mesh, tree, rules))
 
 
+def gather_embedding(params: Any) -> Any:
+    """Gather the columns of the input embedding, inside a compiled function.
+
+    Call it before rows are looked up. From a table whose columns are split over `fsdp` the compiler
+    looks up split columns for all rows, and cannot go from there to split rows without a copy of
+    the whole batch on each device.
+
+    Without a mesh in the context, return `params`.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return params
+    table = jax.lax.with_sharding_constraint(params["embed"]["embedding"], P("model", None))
+    return params | {"embed": {"embedding": table}}
+
+
 def place(tree: Any, sharding: NamedSharding) -> Any:
     """Put host arrays, the same in every process, on the mesh.
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jax_ppo.kernels import logprobs, vocabulary_kl
 from jax_ppo.models.heads import compute_scalars, output_embedding
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime.sharding import split_by_device
+from jax_ppo.runtime.sharding import gather_embedding, split_by_device
 from jax_ppo.training.packing import Rows
 from jax_ppo.types import Params, Sequences
 
@@ -25,6 +25,7 @@ def hidden_states(model: Transformer, params: Params, rows: Rows) -> Float[Array
     the load-balancing loss of a router, are fields of the decoder's result beside `hidden`; a loss
     that uses them would take them from here.
     """
+    params = gather_embedding(params)
     output: Any = model.apply({"params": params}, rows.tokens, rows.positions, rows.segments)
     return output.hidden
 

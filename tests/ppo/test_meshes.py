@@ -1,0 +1,50 @@
+"""The mesh changes no gradient and no optimizer step beyond rounding, and copies no batch."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import tiny
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.slow
+def test_the_mesh_changes_nothing_beyond_the_rounding_of_float64() -> None:
+    environment = os.environ | {"PYTHONPATH": f"{HERE.parents[1]}:{HERE.parent}:{HERE}"}
+    command = [sys.executable, HERE / "float64_meshes.py"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    print(result.stdout)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("gradients") == result.stdout.count("four steps") == 2
+
+
+def test_rows_are_looked_up_without_a_copy_of_the_batch_on_each_device(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The compiler writes a warning to standard error where it has no other way."""
+    config = tiny.config()
+    mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
+    with jax.set_mesh(mesh):
+        state = tiny.make_state(config, mesh)
+        rollout = tiny.make_rollout(mesh)
+        experience = tiny.make_experience(config, mesh, state, rollout, rows=8)[0]
+        batches = tiny.plan(config, mesh, rollout, [list(range(tiny.B))], 8)
+        batch = jax.tree.map(lambda x: x[0], batches)
+        gradients = jax.jit(tiny.actor_role(config, tiny.networks(config)).gradients)
+        context = tiny.actor_context(config, state)
+        lowered = gradients.lower(state.actor, context, experience, batch)
+    # A program from the cache on disk would come without the warning. An option that changes
+    # nothing makes this one another program, which is then not kept.
+    shortest = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
+    try:
+        capfd.readouterr()
+        lowered.compile({"xla_embed_ir_in_executable": True})
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", shortest)
+    assert "rematerialization" not in capfd.readouterr().err
