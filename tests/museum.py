@@ -1499,12 +1499,12 @@ RULES_IN_A_RUN = [
         where="resolve_reward_function",
         old=(
             "if not function:\n    "
-            "return lambda example, response: _apply_built_in_rule(example, response, "
+            "return lambda row, response: _apply_built_in_rule(row, response, "
             "gsm8k_method)"
         ),
         new=(
             "if True:\n    "
-            "return lambda example, response: _apply_built_in_rule(example, response, "
+            "return lambda row, response: _apply_built_in_rule(row, response, "
             "gsm8k_method)"
         ),
     ),
@@ -1528,23 +1528,9 @@ RULES_IN_A_RUN = [
             "are counted"
         ),
         test="tests/rewards/test_registry.py::test_a_failing_sample_costs_nobody_else_anything",
-        where="score_batch",
-        old=(
-            "try:\n"
-            "    results.append(_validate_result(reward_function(example, response), response))\n"
-            "except Exception:\n"
-            "    failures += 1\n"
-            "    results.append(RewardResult(score=fallback_score))\n"
-            "    first_failure = first_failure or _describe_failure(row, example, response)"
-        ),
-        new=(
-            "try:\n"
-            "    results.append(_validate_result(reward_function(example, response), response))\n"
-            "except ArithmeticError:\n"
-            "    failures += 1\n"
-            "    results.append(RewardResult(score=fallback_score))\n"
-            "    first_failure = first_failure or _describe_failure(row, example, response)"
-        ),
+        where="score_sample",
+        old="except BaseException",
+        new="except ArithmeticError",
     ),
     Exhibit(
         name="a_nan_score_poisons_its_batch",
@@ -1553,9 +1539,9 @@ RULES_IN_A_RUN = [
         ),
         holds="a non-finite score is a failure of its own sample only",
         test="tests/rewards/test_registry.py::test_a_failing_sample_costs_nobody_else_anything",
-        where="_validate_result",
-        old="not abs(result.score) <= _LARGEST",
-        new="abs(result.score) > _LARGEST",
+        where="validate_result",
+        old="not abs(result.score) <= LARGEST_SCORE",
+        new="abs(result.score) > LARGEST_SCORE",
     ),
     Exhibit(
         name="rules_see_special_tokens",

@@ -108,6 +108,12 @@ LEARNS_TRUNCATED = Condition(
 NORMALIZES_REWARDS = Condition(
     lambda config: config.reward.normalize != "none", "`reward.normalize` is running or reference"
 )
+SCORES_IN_WORKERS = Condition(
+    lambda config: (
+        bool(config.reward.function and config.reward.workers != 0) or bool(config.reward.workers)
+    ),
+    "the reward function runs in worker processes (`reward.workers` is not 0)",
+)
 MEASURES_REFERENCE = Condition(
     lambda config: config.reward.normalize == "reference", "`reward.normalize` is reference"
 )
@@ -673,7 +679,30 @@ class Reward:
         "strict expects `#### N`; flexible takes the last number",
         choices=("strict", "flexible"),
     )
-    fallback_score: float = option(0.0, "score of a sample whose rule raised an error")
+    fallback_score: float = option(
+        0.0, "score of a sample whose rule raised an error, ran out of time or ended its process"
+    )
+    workers: int | None = option(
+        None,
+        "worker processes that the reward function runs in, per process of the run; a worker that "
+        "hangs or dies is replaced and costs its sample only; 0: the function runs in the run's "
+        "own process; unset: 1 for reward.function, 0 for the built-in rules",
+        unit="processes",
+        at_least=0,
+    )
+    timeout: float = option(
+        60.0,
+        "longest time that the reward function may take for one response in a worker",
+        unit="seconds",
+        above=0,
+        effective_when=(SCORES_IN_WORKERS,),
+    )
+    max_failed_steps: int = option(
+        3,
+        "the run stops when the rule has failed on every response of this many consecutive steps",
+        unit="steps",
+        at_least=1,
+    )
     model_path: str = option(
         "",
         "folder or hub name of a reward model (sequence classification with one label: a "

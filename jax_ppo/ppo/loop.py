@@ -22,7 +22,7 @@ from jax_ppo.ppo.precompilation import precompile_in_background
 from jax_ppo.ppo.random_keys import TRAINING
 from jax_ppo.ppo.report import Reporter
 from jax_ppo.ppo.reward_moments import measure_first_rewards
-from jax_ppo.ppo.rewarding import add_reward_model_scores
+from jax_ppo.ppo.rewarding import FailedSteps, add_reward_model_scores
 from jax_ppo.ppo.setup import PPORun, set_up_run
 from jax_ppo.ppo.update import UpdateOptions, update_state
 from jax_ppo.reporting import console
@@ -50,7 +50,12 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
         progress = find_progress(
             config, run.total_steps, checkpoints, console.print_on_main, "train"
         )
-        with engine.running(run.engine), Reporter(run, workdir, progress, compiled) as reporter:
+        with (
+            engine.running(run.engine),
+            run.rules.running(),
+            Reporter(run, workdir, progress, compiled) as reporter,
+        ):
+            failed_steps = FailedSteps(config.reward)
             scoring_options = scoring.ScoringOptions.from_config(config)
             experience_options = ExperienceOptions.from_config(config)
             update_options = UpdateOptions.from_config(config)
@@ -77,6 +82,7 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
                 # The rules run on the host while the mesh scores.
                 with reporter.phase("reward"):
                     rule_rewards, _ = run.rules.score(batch, rollout)
+                failed_steps.count(step, rule_rewards)
                 model_inputs = rule_rewards.model_inputs or (sequences, *plans.scoring)
                 rewards = add_reward_model_scores(
                     run.nets, state, rule_rewards.scores, model_inputs

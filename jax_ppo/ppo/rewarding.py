@@ -1,5 +1,6 @@
 """Rewards of a rollout: rules run on the host, a reward model on the mesh."""
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -10,12 +11,14 @@ from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Reward
 from jax_ppo.data.prompts import PromptBatch
+from jax_ppo.errors import UserError
 from jax_ppo.ppo import scoring
 from jax_ppo.ppo.reward_inputs import ModelInputs, RewardInputs
-from jax_ppo.rewards import registry
-from jax_ppo.rewards.registry import ScoredBatch
+from jax_ppo.rewards.batch import ScoredBatch, score_batch
 from jax_ppo.rewards.rules import RewardResult
+from jax_ppo.rewards.samples import RewardFunction
 from jax_ppo.rewards.step_rewards import assign_step_rewards
+from jax_ppo.rewards.worker_pool import RewardWorkers
 from jax_ppo.runtime import sharding
 from jax_ppo.training.networks import Networks, full_parameters
 from jax_ppo.training.state import TrainState
@@ -33,6 +36,7 @@ class RuleRewards:
       failures: number of this process's samples whose rule failed.
       extra: other figures that the rules report, means over this process's samples that have them;
         and `model_inputs_cut`, how many of its inputs were too long for the reward model.
+      first_failure: the first sample of this process whose rule failed and why; "" if none did.
       model_inputs: the input of a reward model with its own tokenizer, as
         `scoring.reward_model_scores` takes it; `None` if the model reads the samples themselves.
     """
@@ -42,6 +46,7 @@ class RuleRewards:
     correct: jax.Array
     failures: int
     extra: dict[str, float]
+    first_failure: str = ""
     model_inputs: ModelInputs | None = None
 
 
@@ -53,15 +58,22 @@ class RuleScorer:
       mesh: the run's mesh.
       tokenizer: the actor's.
       options: `config.reward`.
-      rule: the reward function; `None` if a reward model is the only reward.
+      rule: the reward function, or the worker processes that apply it; `None` if a reward model
+        is the only reward.
       reward_inputs: makes the input of a reward model with its own tokenizer; `None` otherwise.
     """
 
     mesh: Mesh
     tokenizer: Any
     options: Reward
-    rule: registry.RewardFunction | None
+    rule: RewardFunction | RewardWorkers | None
     reward_inputs: RewardInputs | None
+
+    def running(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context in which the worker processes run, if there are any."""
+        if isinstance(self.rule, RewardWorkers):
+            return self.rule
+        return contextlib.nullcontext()
 
     def score(
         self, batch: PromptBatch, rollout: Rollout, num_samples: int = 0
@@ -84,8 +96,8 @@ class RuleScorer:
         total, max_length = rollout.responses.shape
         n = total // len(batch.examples)
         examples = [batch.examples[i // n] for i in indices]
-        rule = self.rule or (lambda example, text: RewardResult(0.0))
-        scored = registry.score_batch(rule, examples, texts, self.options.fallback_score)
+        rule = self.rule or (lambda row, text: RewardResult(0.0))
+        scored = score_batch(rule, examples, texts, self.options.fallback_score)
 
         steps = None
         if self.options.process_rewards:
@@ -111,6 +123,7 @@ class RuleScorer:
             correct=sharding.from_local_rows(self.mesh, indices, scored.correct, total),
             failures=scored.failures,
             extra=extra,
+            first_failure=scored.first_failure,
             model_inputs=model_inputs,
         )
         count = max(num_samples, 0)
@@ -129,6 +142,34 @@ class RuleScorer:
                 for steps, response in zip(scored.step_rewards, responses, strict=True)
             ]
         )
+
+
+class FailedSteps:
+    """Counts consecutive steps in which the rule failed on every response."""
+
+    def __init__(self, options: Reward) -> None:
+        """Start to count; `options` is `config.reward`."""
+        self._options = options
+        self._count = 0
+
+    def count(self, step: int, rewards: RuleRewards) -> None:
+        """Count a step; `step` is its number from 0.
+
+        Raises:
+          UserError: there were `reward.max_failed_steps` such steps.
+        """
+        if rewards.failures < len(rewards.scores):
+            self._count = 0
+            return
+        self._count += 1
+        if self._count >= self._options.max_failed_steps:
+            function = self._options.function
+            rule = f"config.reward.function={function!r}" if function else "the built-in rule"
+            raise UserError(
+                f"{rule} failed on every response of {self._count} consecutive steps "
+                f"(config.reward.max_failed_steps={self._options.max_failed_steps}). The first "
+                f"failure of step {step + 1} was {rewards.first_failure}"
+            )
 
 
 def add_reward_model_scores(

@@ -23,6 +23,8 @@ from jax_ppo.ppo.reward_inputs import make_reward_inputs
 from jax_ppo.ppo.rewarding import RuleScorer
 from jax_ppo.ppo.role_folders import resolve_role_folders
 from jax_ppo.rewards import registry
+from jax_ppo.rewards.samples import RewardFunction
+from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
 from jax_ppo.runtime import sharding
 from jax_ppo.sampler.built_in import resolve_engine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
@@ -170,14 +172,18 @@ def set_up_run(config: Config, workdir: Path, mesh: Mesh, report: Report) -> PPO
     return run
 
 
-def _resolve_rule(config: Config, examples: list[Example]) -> registry.RewardFunction | None:
-    """Return the reward function; `None` if a reward model is the only reward."""
+def _resolve_rule(config: Config, examples: list[Example]) -> RewardFunction | RewardWorkers | None:
+    """Return the reward function or the worker processes that apply it.
+
+    Returns `None` if a reward model is the only reward.
+    """
     options = config.reward
     if options.model_path and not options.function:
         return None
     rule = registry.resolve_reward_function(options.function, options.gsm8k_method)
     registry.validate_data_sources(examples, options.function)
-    return rule
+    workers = count_workers(options)
+    return RewardWorkers(options, workers) if workers else rule
 
 
 def _validate_models(

@@ -54,6 +54,7 @@ def get_config(arg=None):
     config.critic.normalize_values = True
     config.reward.normalize = "running"
     config.reward.function = {reward!r}
+    config.reward.workers = 0  # starts sooner; tests/rewards/test_worker_pool.py tests the workers
     config.trainer.total_training_steps = 8
     config.trainer.save_freq = 2
     config.trainer.test_freq = 4
@@ -402,6 +403,39 @@ def test_a_reward_model_alone(files, reward_model, tmp_path):
     assert all(
         entry["accuracy"] is None and abs(entry["reward_mean"]) > 1e-3 for entry in evaluations
     )
+
+
+@pytest.mark.slow
+def test_a_reward_that_always_fails_stops_the_run(files, tmp_path):
+    """Regression: `sys.exit()` in it ended the run as a success, and errors trained on."""
+    (tmp_path / "bad.py").write_text(
+        "import sys\n"
+        "def reward(data_source, solution_str, ground_truth, extra_info):\n"
+        "    sys.exit()\n"
+    )
+    arguments = (
+        f"--config.reward.function={tmp_path}/bad.py:reward",
+        "--config.reward.workers=1",
+        "--config.reward.max_failed_steps=2",
+        "--config.trainer.val_before_train=False",
+    )
+    process = subprocess.run(
+        command(files, tmp_path / "work", *arguments),
+        cwd=ROOT,
+        text=True,
+        env=environment(),
+        capture_output=True,
+    )
+    assert process.returncode == 1
+    last = process.stderr[process.stderr.rindex("error: config.reward.function=") :]
+    for words in (
+        "failed on every response of 2 consecutive steps (config.reward.max_failed_steps=2)",
+        "The first failure of step 2 was row 0 of the batch, data_source='arithmetic'",
+        "SystemExit",
+    ):
+        assert words in last
+    # The second step's update was not made.
+    assert len(read_step_rows(tmp_path / "work")) == 1
 
 
 @pytest.mark.slow

@@ -6,8 +6,9 @@ import pytest
 
 from jax_ppo.errors import UserError
 from jax_ppo.rewards import step_rewards
+from jax_ppo.rewards.batch import score_batch
 from jax_ppo.rewards.custom import parse_reward_output
-from jax_ppo.rewards.registry import resolve_reward_function, score_batch, validate_data_sources
+from jax_ppo.rewards.registry import resolve_reward_function, validate_data_sources
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.types import Example
 
@@ -16,6 +17,8 @@ SUM = Example("q", "arithmetic", "5")
 STORY = Example("Once", "stories")
 
 MODULE = """
+import sys
+
 import numpy as np
 
 def by_length(data_source, solution_str, ground_truth, extra_info=None):
@@ -28,11 +31,20 @@ def echo(**given):
 def stumbles(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "bad":
         raise KeyError("stumbled here")
+    if solution_str == "exit":
+        sys.exit(0)
+    if solution_str == "escape":
+        raise ValueError("\\x1b[2Jcleared")
     special = {"nan": float("nan"), "inf": np.inf, "huge": 1e39, "text": "0.5", "none": None}
     return special.get(solution_str, np.float64(0.49))
 
 def three(data_source, solution_str, ground_truth):
     return 0.0
+
+def counts_calls(data_source, solution_str, ground_truth, extra_info):
+    extra_info["calls"].append(solution_str)
+    extra_info["seen"] = extra_info.get("seen", 0) + 1
+    return len(extra_info["calls"]) + extra_info["seen"]
 
 _hidden = NUMBER = 3
 """
@@ -119,6 +131,40 @@ def test_a_failing_sample_costs_nobody_else_anything(module, caplog):
         assert words in message
 
 
+def test_exiting_in_a_function_fails_its_sample_only(module, caplog):
+    """Regression: `sys.exit()` ended the run with exit code 0."""
+    function = resolve_reward_function(f"{module}:stumbles")
+    batch = score_batch(function, [GSM8K] * 3, ["fine", "exit", "fine"], fallback_score=-1.0)
+    np.testing.assert_array_equal(batch.scores, np.float32([0.49, -1, 0.49]))
+    assert batch.failed.tolist() == [False, True, False]
+    assert "SystemExit: 0" in batch.first_failure and "SystemExit: 0" in caplog.text
+
+
+def test_ctrl_c_in_a_function_ends_the_run():
+    def interrupted(row, response):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score_batch(interrupted, [GSM8K], ["x"])
+
+
+def test_an_error_cannot_send_escape_sequences_to_the_terminal(module, caplog):
+    function = resolve_reward_function(f"{module}:stumbles")
+    batch = score_batch(function, [GSM8K], ["escape"])
+    assert "ValueError: ·[2Jcleared" in batch.first_failure
+    assert "\x1b" not in caplog.text and "\n" in batch.first_failure
+
+
+def test_a_function_that_changes_extra_info_changes_it_for_its_call_only(module):
+    """The same row is scored once per response, and again in each epoch."""
+    example = Example("q", "mine", "4", {"calls": []})
+    function = resolve_reward_function(f"{module}:counts_calls")
+    for _ in range(2):
+        batch = score_batch(function, [example] * 3, ["a", "b", "c"])
+        assert batch.scores.tolist() == [2, 2, 2]
+    assert example.extra_info == {"calls": []}
+
+
 def test_a_built_in_rule_that_can_not_be_had_is_a_failure_of_that_sample():
     batch = score_batch(
         resolve_reward_function(),
@@ -175,8 +221,8 @@ def test_what_a_function_may_not_return(value):
         ("by_length", "expected module:function or path/to/file.py:function"),
         (
             "FILE:by_lenght",
-            "has no function 'by_lenght'; it has by_length, echo, stumbles, three. Did you mean "
-            "'by_length'?",
+            "has no function 'by_lenght'; it has by_length, echo, stumbles, three, counts_calls. "
+            "Did you mean 'by_length'?",
         ),
         ("FILE:NUMBER", "has no function 'NUMBER'"),
         (

@@ -95,6 +95,7 @@ def get_config(arg=None):
     config.rollout.temperature = 0.5
     config.rollout.val_kwargs.temperature = 0.0
     config.reward.function = {reward!r}
+    config.reward.workers = 0
     config.trainer.total_training_steps = 1
     config.trainer.save_freq = 0
     config.trainer.val_before_train = False

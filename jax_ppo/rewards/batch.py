@@ -1,0 +1,136 @@
+"""Scores of a batch of responses: arrays of scores, and what the user is told of failures."""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from jax_ppo.rewards.rules import RewardResult
+from jax_ppo.rewards.samples import (
+    Outcome,
+    RewardFunction,
+    RewardRow,
+    ScoringFailure,
+    printable_lines,
+    score_sample,
+)
+from jax_ppo.rewards.worker_pool import RewardWorkers
+from jax_ppo.types import Example
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoredBatch:
+    """Scores of n responses.
+
+    Attributes:
+      scores: float32 [n], finite.
+      correct: float32 [n], 1 or 0, and NaN if the rule does not define correctness or failed.
+      failed: bool [n], True if a response could not be scored: its rule raised an error, returned
+        a score that is not finite, or its worker hung or died. It has the fallback score.
+      extra: other numbers that the rule reported, by name: float32 [n], NaN if a response has no
+        such number.
+      step_rewards: rewards within each response, as in RewardResult.
+      first_failure: the first response that could not be scored and why; "" if there is none.
+    """
+
+    scores: np.ndarray
+    correct: np.ndarray
+    failed: np.ndarray
+    extra: dict[str, np.ndarray]
+    step_rewards: list[tuple[tuple[int, float], ...]]
+    first_failure: str = ""
+
+    @property
+    def failures(self) -> int:
+        """Number of responses that could not be scored."""
+        return int(self.failed.sum())
+
+
+def score_batch(
+    reward_function: RewardFunction | RewardWorkers,
+    examples: Sequence[Example],
+    responses_text: Sequence[str],
+    fallback_score: float = 0.0,
+) -> ScoredBatch:
+    """Score each response for its example. A sample that cannot be scored affects no other.
+
+    Args:
+      reward_function: see `resolve_reward_function`; or the worker processes that apply it.
+      examples: n examples.
+      responses_text: n texts; response i answers example i.
+      fallback_score: score of a sample that could not be scored. Such samples are counted, and the
+        first one of the batch is logged with its traceback.
+
+    Raises:
+      ValueError: the numbers of responses and examples differ.
+    """
+    outcomes = _score_samples(reward_function, examples, responses_text)
+    results: list[RewardResult] = []
+    failed = np.zeros(len(outcomes), bool)
+    first_failure = ""
+    for row, outcome in enumerate(outcomes):
+        if isinstance(outcome, ScoringFailure):
+            failed[row] = True
+            results.append(RewardResult(score=fallback_score))
+            first_failure = first_failure or _describe_failure(
+                row, examples[row], responses_text[row], outcome
+            )
+        else:
+            results.append(outcome)
+    if first_failure:
+        log.warning(
+            "%d of %d responses could not be scored and got config.reward.fallback_score=%g. "
+            "The first was %s",
+            failed.sum(),
+            len(results),
+            fallback_score,
+            first_failure,
+        )
+    names = sorted({name for result in results for name in result.extra})
+    return ScoredBatch(
+        scores=np.array([result.score for result in results], np.float32),
+        correct=np.array(
+            [math.nan if result.correct is None else result.correct for result in results],
+            np.float32,
+        ),
+        failed=failed,
+        extra={
+            name: np.array([result.extra.get(name, math.nan) for result in results], np.float32)
+            for name in names
+        },
+        step_rewards=[result.step_rewards for result in results],
+        first_failure=first_failure,
+    )
+
+
+def _score_samples(
+    reward_function: RewardFunction | RewardWorkers,
+    examples: Sequence[Example],
+    responses: Sequence[str],
+) -> list[Outcome]:
+    """Return the outcome of each sample, in order."""
+    if isinstance(reward_function, RewardWorkers):
+        rows = [RewardRow.from_example(example) for example in examples]
+        return reward_function.score(rows, responses)
+    return [
+        score_sample(reward_function, RewardRow.from_example(example), response)
+        for example, response in zip(examples, responses, strict=True)
+    ]
+
+
+def _describe_failure(row: int, example: Example, response: str, failure: ScoringFailure) -> str:
+    """Return the sample and the cause, in printable characters."""
+    return printable_lines(
+        f"row {row} of the batch, data_source={example.data_source!r}, "
+        f"extra_info={_shorten_repr(example.extra_info)}, "
+        f"response ending in {response[-200:]!r}:\n{failure.cause}"
+    )
+
+
+def _shorten_repr(value: object, width: int = 200) -> str:
+    text = repr(value)
+    return text if len(text) <= width else text[:width] + "..."

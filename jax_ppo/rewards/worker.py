@@ -1,0 +1,74 @@
+"""The part of a reward worker process: it resolves the reward function and scores samples with it.
+
+A worker imports the reward function by its name in the options. It does not load JAX.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from types import FrameType
+
+from jax_ppo.errors import UserError
+from jax_ppo.rewards import registry, samples
+
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+_function: samples.RewardFunction | None = None
+_obstacle: UserError | None = None
+
+
+def initialize_worker(parent: int, function: str, gsm8k_method: str) -> None:
+    """Prepare this process to score samples.
+
+    Args:
+      parent: the process id of the run; the worker ends with it.
+      function: `config.reward.function`.
+      gsm8k_method: `config.reward.gsm8k_method`.
+    """
+    global _function, _obstacle
+    # In a session of its own, signals to the run's process group (Ctrl-C) do not reach the worker,
+    # and it can be killed together with the processes that the reward function started.
+    os.setsid()
+    _ignore_sigterm()
+    _end_with_parent(parent)
+    # A reward function that uses JAX must not take the accelerator of the run.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    try:
+        _function = registry.resolve_reward_function(function, gsm8k_method)
+    except UserError as error:  # the run could import it, but this process cannot
+        _obstacle = error
+
+
+def score_in_worker(row: samples.RewardRow, response: str) -> samples.Outcome:
+    """Score one response in an initialized worker."""
+    if _function is None:
+        return samples.ScoringFailure(samples.printable_lines(str(_obstacle)))
+    try:
+        return samples.score_sample(_function, row, response)
+    except KeyboardInterrupt:  # the function's own: Ctrl-C does not reach this process
+        return samples.ScoringFailure("KeyboardInterrupt")
+
+
+def _ignore_sigterm() -> None:
+    """Leave SIGTERM to the run, which finishes its step and saves when a cluster stops it."""
+    worker = os.getpid()
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        # Processes that the reward function forks inherit the handler but not the exemption.
+        if os.getpid() != worker:
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+
+    signal.signal(signal.SIGTERM, handle)
+
+
+def _end_with_parent(parent: int) -> None:
+    """Let the kernel kill this process as soon as its parent has ended, by whatever signal.
+
+    A thread that waits for the parent would not run while a reward function holds the interpreter.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

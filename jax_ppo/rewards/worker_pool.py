@@ -1,0 +1,164 @@
+"""Reward functions in worker processes: a hung or dead worker costs one sample, not the run."""
+
+import multiprocessing.context
+import os
+import signal
+import sys
+import threading
+import types
+from collections.abc import Sequence
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import pebble
+
+from jax_ppo.config.schema import Reward
+from jax_ppo.rewards import worker
+from jax_ppo.rewards.samples import Outcome, RewardRow, ScoringFailure, printable_lines
+
+# Attempts to score a sample whose pool broke before a worker took it.
+_MAX_ATTEMPTS = 3
+# Exit code of a worker that ended with 0: Pebble takes code 0 for a worker that was asked to end.
+_ENDED_WITH_ZERO = 256
+_main_module_lock = threading.Lock()
+
+
+class _WorkerProcess(multiprocessing.context.SpawnProcess):
+    """A spawned process that does not import the run's main module."""
+
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> Any:
+        # Spawned processes import the parent's main module again. A worker does not need it, and a
+        # script that trains at its top level would train in each worker.
+        with _main_module_lock:
+            main = sys.modules["__main__"]
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            try:
+                return multiprocessing.context.SpawnProcess._Popen(process_obj)  # type: ignore[attr-defined]
+            finally:
+                sys.modules["__main__"] = main
+
+    @property
+    def exitcode(self) -> int | None:
+        """The exit code, never 0: workers do not end by themselves."""
+        code = super().exitcode
+        return _ENDED_WITH_ZERO if code == 0 else code
+
+    def terminate(self) -> None:
+        """Kill the worker and the processes that it started; it ignores SIGTERM."""
+        assert self.pid is not None, "the worker has not been started"
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:  # it is not the leader of its group yet, or has ended
+            self.kill()
+
+
+class _WorkerContext(multiprocessing.context.SpawnContext):
+    """Starts worker processes from a new interpreter: nothing of the run is inherited."""
+
+    Process = _WorkerProcess  # type: ignore[assignment]
+
+
+def count_workers(options: Reward) -> int:
+    """Return the number of worker processes that the options ask for.
+
+    One worker is enough to survive a function that hangs or ends its process, and it keeps the
+    order of the calls; more are faster but multiply the function's memory. The built-in rules can
+    do neither, so they need no worker.
+    """
+    if options.workers is not None:
+        return options.workers
+    return 1 if options.function else 0
+
+
+class RewardWorkers:
+    """Worker processes that apply the reward function of the options.
+
+    Results do not depend on the number of workers, unless the function keeps a state between
+    calls. The workers start with the first batch, or when the context is entered.
+    """
+
+    def __init__(self, options: Reward, workers: int) -> None:
+        """Prepare the pool.
+
+        Args:
+          options: `config.reward`.
+          workers: number of processes, 1 or more.
+        """
+        self._options = options
+        self._workers = workers
+        self._pool: pebble.ProcessPool | None = None
+
+    def __enter__(self) -> "RewardWorkers":
+        self._running_pool()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the worker processes."""
+        if self._pool is not None:
+            self._pool.stop()
+            self._pool.join()
+            self._pool = None
+
+    def score(self, rows: Sequence[RewardRow], responses: Sequence[str]) -> list[Outcome]:
+        """Score each response for its row; return results and failures in the order of the rows."""
+        samples = list(zip(rows, responses, strict=True))
+        outcomes: list[Outcome | None] = [None] * len(samples)
+        for _ in range(_MAX_ATTEMPTS):
+            missing = [index for index, outcome in enumerate(outcomes) if outcome is None]
+            if not missing:
+                break
+            pool = self._running_pool()
+            futures = {
+                index: pool.schedule(
+                    worker.score_in_worker, args=samples[index], timeout=self._options.timeout
+                )
+                for index in missing
+            }
+            for index, future in futures.items():
+                outcomes[index] = self._wait(future)
+        died_early = ScoringFailure("the worker processes ended before they took this sample")
+        return [died_early if outcome is None else outcome for outcome in outcomes]
+
+    def _running_pool(self) -> pebble.ProcessPool:
+        """Return the pool; start it if there is none, or if all workers died while idle."""
+        if self._pool is not None and not self._pool.active:
+            self.stop()
+        if self._pool is None:
+            self._pool = pebble.ProcessPool(
+                max_workers=self._workers,
+                initializer=worker.initialize_worker,
+                initargs=(os.getpid(), self._options.function, self._options.gsm8k_method),
+                context=_WorkerContext(),
+            )
+            assert self._pool.active, "this property starts the workers"
+        return self._pool
+
+    def _wait(self, future: pebble.ProcessFuture) -> Outcome | None:
+        """Return the outcome of a sample; `None` if no worker took it."""
+        try:
+            return future.result()
+        except TimeoutError:
+            return ScoringFailure(
+                f"no result within config.reward.timeout={self._options.timeout:g} seconds; its "
+                "worker process was replaced"
+            )
+        except pebble.ProcessExpired as error:
+            return ScoringFailure(
+                f"its worker process ended with {_describe_exit_code(error.exitcode)} and was "
+                "replaced"
+            )
+        except BrokenProcessPool:
+            return None
+        except Exception as error:  # such as columns that cannot be sent to another process
+            return ScoringFailure(printable_lines(f"{type(error).__name__}: {error}"))
+
+
+def _describe_exit_code(code: int) -> str:
+    if code < 0:
+        return f"signal {signal.Signals(-code).name}"
+    return f"exit code {code % _ENDED_WITH_ZERO}"

@@ -1,0 +1,184 @@
+"""Reward functions in worker processes: what one of them does costs its own sample only."""
+
+import dataclasses
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from jax_ppo.config.schema import Reward
+from jax_ppo.rewards.batch import score_batch
+from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
+from jax_ppo.types import Example
+
+ROOT = pathlib.Path(__file__).parents[2]
+MODULE = """
+import os
+import re
+import subprocess
+import sys
+import time
+
+def misbehaves(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "sleep":
+        time.sleep(1000)
+    if solution_str == "regex":  # holds the interpreter: no handler of a signal runs
+        re.match(r"(a+)+$", "a" * 60 + "b")
+    if solution_str == "children":
+        subprocess.Popen(["sleep", f"1000.{os.getppid()}"])
+        time.sleep(1000)
+    if solution_str.startswith("exit"):
+        os._exit(int(solution_str[4:]))
+    if solution_str == "leave":
+        sys.exit()
+    if solution_str == "interrupt":
+        raise KeyboardInterrupt
+    extra_info["changed"] = True
+    return {"score": len(solution_str) + len(extra_info), "index": extra_info["index"]}
+
+def process(data_source, solution_str, ground_truth, extra_info):
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    return {"score": os.getpid(), "jax": "jax" in sys.modules, "main": main is not None}
+"""
+RESPONSES = [
+    *("abc", "sleep", "x", "exit0", "fine", "exit7", "leave", "interrupt", "regex", "children"),
+    "last one",
+]
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "mine.py"
+    path.write_text(MODULE)
+    return str(path)
+
+
+def options(function, **changes):
+    return dataclasses.replace(Reward(), function=function, **{"timeout": 0.4} | changes)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_hung_or_dead_worker_costs_its_sample_only(module, workers, caplog):
+    """Results are in the order of the responses and do not depend on the number of workers."""
+    examples = [Example("q", "mine", "4", {"index": i}) for i in range(len(RESPONSES))]
+    with RewardWorkers(options(f"{module}:misbehaves"), workers) as pool:
+        batch = score_batch(pool, examples, RESPONSES, fallback_score=-1.0)
+    expected = [5, -1, 3, -1, 6, -1, -1, -1, -1, -1, 10]
+    assert batch.scores.tolist() == expected
+    assert batch.failed.tolist() == [score == -1 for score in expected]
+    np.testing.assert_array_equal(
+        batch.extra["index"], [np.nan if score == -1 else i for i, score in enumerate(expected)]
+    )
+    (record,) = caplog.records
+    for words in (
+        "7 of 11 responses could not be scored",
+        "row 1 of the batch, data_source='mine'",
+        "response ending in 'sleep'",
+        "no result within config.reward.timeout=0.4 seconds; its worker process was replaced",
+    ):
+        assert words in record.getMessage()
+    assert f"sleep\x001000.{os.getpid()}\x00" not in _commands_of_processes()
+
+
+def _commands_of_processes():
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            yield (folder / "cmdline").read_text()
+        except OSError:  # it has ended in the meantime
+            pass
+
+
+def test_workers_survive_signals_load_no_jax_and_are_replaced_while_idle(module):
+    with RewardWorkers(options(f"{module}:process"), 1) as pool:
+        batch = score_batch(pool, [Example("q", "mine")], ["a"])
+        # The run's main module, here pytest, is not imported again.
+        assert batch.extra == {"jax": [0], "main": [0]}
+        (worker,) = (int(score) for score in batch.scores)
+        assert os.getpgid(worker) == worker  # Ctrl-C goes to the group of the run
+        os.kill(worker, signal.SIGTERM)  # a cluster may send it to every process
+        assert score_batch(pool, [Example("q", "mine")], ["a"]).scores.tolist() == [worker]
+        os.kill(worker, signal.SIGKILL)
+        batch = score_batch(pool, [Example("q", "mine")] * 2, ["a", "b"])
+        assert batch.failures == 0 and worker not in batch.scores
+    assert not _is_running(int(batch.scores[0]))
+
+
+def _is_running(process):
+    try:
+        return "State:\tZ" not in pathlib.Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return False
+
+
+PROGRAM = """
+import dataclasses, sys
+from jax_ppo.config.schema import Reward
+from jax_ppo.rewards.samples import RewardRow
+from jax_ppo.rewards.worker_pool import RewardWorkers
+
+folder = sys.argv[1]
+# Without a guard against being imported as the main module of a worker.
+for function in ("process", "misbehaves"):
+    pool = RewardWorkers(dataclasses.replace(Reward(), function=f"{folder}:{function}"), 1)
+    if function == "process":
+        print(int(pool.score([RewardRow("x")], ["a"])[0].score), flush=True)
+    else:
+        pool.score([RewardRow("x", "", {"index": 0})], ["abc"])
+        print("hanging", flush=True)
+        pool.score([RewardRow("x")], ["regex"])
+"""
+
+
+def test_no_worker_outlives_a_killed_run(module):
+    """Not even one whose reward function never lets the interpreter look at a signal."""
+    run = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, module], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    idle = int(run.stdout.readline())
+    assert run.stdout.readline() == "hanging\n" and _is_running(idle)
+    children = _children(run.pid)
+    assert idle in children and len(children) >= 2
+    time.sleep(0.2)  # the worker takes the sample that hangs
+    run.kill()
+    run.wait()
+    run.stdout.close()
+    deadline = time.monotonic() + 10
+    while any(map(_is_running, children)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(map(_is_running, children))
+
+
+def _children(parent):
+    """Return the process ids of the children of `parent`."""
+    children = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            _, _, fields = path.read_text().rpartition(")")
+        except OSError:
+            continue
+        if int(fields.split()[1]) == parent:
+            children.append(int(path.parent.name))
+    return children
+
+
+def test_user_functions_run_in_one_worker_unless_configured_otherwise():
+    assert count_workers(Reward()) == 0
+    assert count_workers(options("mine.py:f")) == 1
+    assert count_workers(options("mine.py:f", workers=0)) == 0
+    assert count_workers(options("", workers=2)) == 2
+
+
+def test_built_in_rules_can_run_in_workers():
+    with RewardWorkers(options("", gsm8k_method="flexible", timeout=60.0), 1) as pool:
+        batch = score_batch(pool, [Example("q", "openai/gsm8k", "42")], ["so it is 42"])
+    assert batch.scores.tolist() == [1] and batch.extra["answered"].tolist() == [1]
+
+
+def test_as_many_responses_as_examples():
+    with pytest.raises(ValueError, match="zip"):
+        score_batch(RewardWorkers(options(""), 1), [Example("q", "stories")], ["a", "b"])
