@@ -1529,8 +1529,28 @@ RULES_IN_A_RUN = [
         ),
         test="tests/rewards/test_registry.py::test_a_failing_sample_costs_nobody_else_anything",
         where="score_sample",
-        old="except BaseException",
-        new="except ArithmeticError",
+        old=(
+            "try:\n"
+            "    return validate_result(function(row, response), response)\n"
+            "except KeyboardInterrupt:\n"
+            "    raise\n"
+            "except BaseException:\n"
+            "    text = printable_lines(traceback.format_exc())\n"
+            "    if len(text) > _MAX_TRACEBACK:\n"
+            "        text = f'...{text[-_MAX_TRACEBACK:]}'\n"
+            "    return ScoringFailure(text)"
+        ),
+        new=(
+            "try:\n"
+            "    return validate_result(function(row, response), response)\n"
+            "except KeyboardInterrupt:\n"
+            "    raise\n"
+            "except ArithmeticError:\n"
+            "    text = printable_lines(traceback.format_exc())\n"
+            "    if len(text) > _MAX_TRACEBACK:\n"
+            "        text = f'...{text[-_MAX_TRACEBACK:]}'\n"
+            "    return ScoringFailure(text)"
+        ),
     ),
     Exhibit(
         name="a_nan_score_poisons_its_batch",
