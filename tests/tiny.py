@@ -219,6 +219,28 @@ def critic_role(config, nets, base=None):
     return update.critic_role(update.UpdateOptions.from_config(config).critic, nets.critic, base)
 
 
+@functools.partial(jax.jit, static_argnames=("make_role", "options", "net"))
+def _role_gradients(make_role, options, net, base, params, context, experience, batch):
+    return make_role(options, net, base).gradients(params, context, experience, batch)
+
+
+def actor_gradients(config, *arguments, base=None):
+    """Return gradients and metrics of the actor, or of both roles on a shared trunk.
+
+    Calls with equal options and shapes share a compiled program.
+    """
+    options = update.UpdateOptions.from_config(config).actor
+    net = networks(config).actor
+    return _role_gradients(update.actor_role, options, net, base, *arguments)
+
+
+def critic_gradients(config, *arguments, base=None):
+    """Return gradients and metrics of the critic."""
+    options = update.UpdateOptions.from_config(config).critic
+    net = networks(config).critic
+    return _role_gradients(update.critic_role, options, net, base, *arguments)
+
+
 def actor_context(config, state):
     """Return the constants of the actor's loss in this state's step."""
     return objectives.actor_context(config.actor, state.step, state.control, state.reference)

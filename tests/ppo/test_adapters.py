@@ -129,20 +129,18 @@ def gradients(config, mesh, rows):
         experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=max(rows, 1))
         learned = jax.tree.map(lambda x: x * 1.05, (state.actor, state.critic))
         batch = jax.tree.map(lambda x: x[0], tiny.plan(config, mesh, rollout, ALL, rows))
-        nets, context, role_gradients = tiny.networks(config), tiny.actor_context(config, state), []
-        for role, params, role_context in (
-            (tiny.actor_role, learned[0], context),
-            (tiny.critic_role, learned[1], None),
-        ):
-
-            def run(params, base, role_context, experience, batch, role=role):
-                learner = role(config, nets, base)
-                return learner.gradients(params, role_context, experience, batch)[0]
-
-            role_gradients.append(
-                jax.jit(run)(params, state.reference, role_context, experience, batch)
-            )
-    return jax.tree.map(np.asarray, role_gradients)
+        arguments = (experience, batch)
+        actor_gradient, _ = tiny.actor_gradients(
+            config,
+            learned[0],
+            tiny.actor_context(config, state),
+            *arguments,
+            base=state.reference,
+        )
+        critic_gradient, _ = tiny.critic_gradients(
+            config, learned[1], None, *arguments, base=state.reference
+        )
+    return jax.tree.map(np.asarray, [actor_gradient, critic_gradient])
 
 
 @pytest.mark.parametrize(

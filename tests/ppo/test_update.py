@@ -15,7 +15,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.kernels import importance, kl, losses, policy_losses
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer, unroll_params
-from jax_ppo.ppo import objectives, scoring, update
+from jax_ppo.ppo import objectives, scoring
 from jax_ppo.runtime import compilation
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.training.kl_schedule import first_control
@@ -59,13 +59,6 @@ def run_update(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("name", "options", "net"))
-def role_gradients(name: str, options, net: Transformer, params: Params, *arguments):
-    """Return gradients and metrics of a role; calls with equal options share a program."""
-    role = {"actor": update.actor_role, "critic": update.critic_role}[name]
-    return role(options, net).gradients(params, *arguments)
-
-
 def run_gradients(
     config, mesh, rows, change=lambda experience: experience, move=1.02, roles=("actor", "critic")
 ):
@@ -88,14 +81,16 @@ def run_gradients(
         context = tiny.actor_context(
             config, dataclasses.replace(moved_state, control=state.control, step=state.step)
         )
-        options, nets = update.UpdateOptions.from_config(config), tiny.networks(config)
         learners = {
-            "actor": (options.actor, nets.actor, moved_state.actor, context),
-            "critic": (options.critic, nets.critic, moved_state.critic, None),
+            "actor": (tiny.actor_gradients, moved_state.actor, context),
+            "critic": (tiny.critic_gradients, moved_state.critic, None),
         }
         grads, metrics = [], {}
         for name in roles:
-            gradients, role_metrics = role_gradients(name, *learners[name], experience, batch)
+            compute_gradients, params, role_context = learners[name]
+            gradients, role_metrics = compute_gradients(
+                config, params, role_context, experience, batch
+            )
             grads.append(gradients)
             metrics |= role_metrics
         return jax.tree.map(np.asarray, grads), {
