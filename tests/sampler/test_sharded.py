@@ -86,4 +86,5 @@ def test_attention_that_no_compiler_can_split_is_run_by_each_device(actor, cudnn
         )
     alone = Sampler(actor.decoded, OPTIONS)(actor.params, prompts, jax.random.key(0))
     np.testing.assert_array_equal(rollout.responses, alone.responses)
-    np.testing.assert_allclose(rollout.logprobs, alone.logprobs, atol=1e-5)
+    # Another layout rounds otherwise: by 2.4e-6 of a log-prob, measured.
+    np.testing.assert_allclose(rollout.logprobs, alone.logprobs, rtol=5e-6, atol=1e-5)
