@@ -114,3 +114,35 @@ def test_a_run_from_the_wheel_outside_the_checkout(command, environment, tmp_pat
     where = "import jax_ppo; print(jax_ppo.__file__)"
     path = run_outside_the_checkout([environment / "bin" / "python", "-c", where], tmp_path)
     assert path.startswith(str(environment))
+
+
+READ_SHIPPED_BUILDER = """
+import functools, http.server, json, os, pathlib, threading
+from tensorflow_datasets.text.gsm8k import gsm8k
+from jax_ppo.data.sources import load_examples
+
+folder = pathlib.Path("served")
+folder.mkdir()
+for name in gsm8k._URLS:
+    row = {"question": name, "answer": "2+2=4 #### 4"}
+    (folder / f"{name}.jsonl").write_text(json.dumps(row))
+handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+for name in gsm8k._URLS:
+    gsm8k._URLS[name] = f"http://127.0.0.1:{server.server_port}/{name}.jsonl"
+os.environ["TFDS_DATA_DIR"] = "tfds"
+(example,) = load_examples("tfds:gsm8k/train")
+print(example.prompt[0]["content"], example.ground_truth)
+"""
+
+
+@pytest.mark.slow
+def test_tfds_needs_nothing_that_the_wheel_does_not_declare(wheel, tmp_path):
+    """Install the wheel with its dependencies alone, and prepare a data set that TFDS ships."""
+    venv.create(tmp_path / "fresh", with_pip=False, symlinks=True)
+    python = tmp_path / "fresh" / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", str(wheel)]
+    run_outside_the_checkout(install, tmp_path)
+    output = run_outside_the_checkout([python, "-c", READ_SHIPPED_BUILDER], tmp_path)
+    assert output.splitlines()[-1] == "train 4"

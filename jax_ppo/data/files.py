@@ -2,13 +2,22 @@
 
 import gzip
 import json
+import re
+import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jax_ppo.errors import UserError, did_you_mean
+from jax_ppo.errors import UserError, did_you_mean, shorten
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+# Rows are copied, printed and sent to other processes by functions that call themselves for each
+# level, so that a deeper row would fail far from here. Parquet has the same limit.
+MAX_NESTING = 100
+
+# The first half of a pair of escapes, or half of one alone, which is not text.
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_rows(path: Path, option: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -49,16 +58,19 @@ def _missing_file_error(path: Path, option: str) -> UserError:
 
 def _read_json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     is_gzipped = path.name.endswith(".gz")
-    open_file = gzip.open if is_gzipped else open
     number = 0
     try:
-        with open_file(path, "rt", encoding="utf-8-sig") as lines:
+        with gzip.open(path) if is_gzipped else path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
-                if line.strip():
+                # The first line may begin with a byte order mark.
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if text.strip():
                     location = f"{path}:{number}"
-                    yield location, _parse_json_object(line, location)
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        kind = "gzipped UTF-8 text" if is_gzipped else "UTF-8 text"
+                    yield location, _parse_json_object(text, location)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}:{number}: cannot be read as UTF-8 text: {error}") from error
+    except (OSError, EOFError, zlib.error) as error:
+        kind = "gzipped text" if is_gzipped else "text"
         raise UserError(
             f"{path}, after line {number}: cannot be read as {kind}: {error}"
         ) from error
@@ -69,32 +81,77 @@ def _parse_json_object(line: str, location: str) -> dict[str, Any]:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise UserError(
-            f"{location}: not JSON: {error.msg} at column {error.colno} of {_shorten(line)!r}"
+            f"{location}: not JSON: {error.msg} at column {error.colno} of {shorten(line)!r}"
+        ) from error
+    except RecursionError as error:
+        raise _nesting_error(location) from error
+    except ValueError as error:
+        # The only other error of json.loads is Python's limit on the length of integers.
+        raise UserError(
+            f"{location}: an integer has more than {sys.get_int_max_str_digits()} digits; write "
+            "it as text"
         ) from error
     if not isinstance(row, dict):
         raise UserError(
-            f"{location}: expected a JSON object, got {type(row).__name__}: {_shorten(line)!r}"
+            f"{location}: expected a JSON object, got {type(row).__name__}: {shorten(line)!r}"
         )
+    if line.count("[") + line.count("{") > MAX_NESTING and _nesting(row) > MAX_NESTING:
+        raise _nesting_error(location)
+    if _SURROGATE_ESCAPE.search(line):
+        _require_text(row, location)
     return row
 
 
+def _nesting(row: dict[str, Any]) -> int:
+    """Return the number of levels of objects and lists, counted without recursion."""
+    depth = 0
+    level: list[Any] = [row]
+    while level:
+        depth += 1
+        members = [
+            member
+            for value in level
+            for member in (value.values() if isinstance(value, dict) else value)
+        ]
+        level = [member for member in members if isinstance(member, (dict, list))]
+    return depth
+
+
+def _nesting_error(location: str) -> UserError:
+    return UserError(
+        f"{location}: objects and lists are nested more than {MAX_NESTING} levels deep"
+    )
+
+
+def _require_text(row: dict[str, Any], location: str) -> None:
+    """Raise `UserError` if a text holds half of a surrogate pair, which no encoding can write."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise UserError(
+            f"{location}: {half!r} is half of a surrogate pair, and not a character"
+        ) from error
+
+
 def _read_parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    import pyarrow
     import pyarrow.parquet
 
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if len(set(names)) < len(names):
+                raise UserError(f"{path}: several columns have the same name: {', '.join(names)}")
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}, row {number}", row
-    except (pyarrow.ArrowException, OSError) as error:
+    except UserError:
+        raise
+    # Besides Arrow's own exceptions: those of the conversion to Python, such as OverflowError for a
+    # date after the year 9999, and UnicodeDecodeError.
+    except Exception as error:
         raise UserError(
-            f"{path}, after row {number}: cannot be read as Parquet: {error}"
+            f"{path}, after row {number}: cannot be read as Parquet: {' '.join(str(error).split())}"
         ) from error
-
-
-def _shorten(line: str, width: int = 80) -> str:
-    line = line.strip()
-    return line if len(line) <= width else line[:width] + "..."

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_ppo.errors import UserError, did_you_mean
+from jax_ppo.errors import UserError, did_you_mean, shorten
 from jax_ppo.types import Example
 
 FORMS = (
@@ -132,12 +132,12 @@ def _parse_verl_row(row: Row, where: str, prompt_key: str, response_key: str) ->
     extra_info = row.get("extra_info")
     if not isinstance(reward_model, dict):
         raise UserError(
-            f"{where}: reward_model must hold style and ground_truth, got {reward_model!r}"
+            f"{where}: reward_model must hold style and ground_truth, got {_shown(reward_model)}"
         )
     if not isinstance(data_source, str):
-        raise UserError(f"{where}: data_source must be text, got {data_source!r}")
+        raise UserError(f"{where}: data_source must be text, got {_shown(data_source)}")
     if extra_info is not None and not isinstance(extra_info, dict):
-        raise UserError(f"{where}: extra_info must hold named values, got {extra_info!r}")
+        raise UserError(f"{where}: extra_info must hold named values, got {_shown(extra_info)}")
     return Example(
         prompt=_parse_prompt(row[prompt_key], where, prompt_key),
         data_source=data_source,
@@ -177,26 +177,45 @@ def _parse_prompt(value: Any, where: str, prompt_key: str) -> str | Messages:
     """Return text, or messages without entries that are None."""
     if isinstance(value, str):
         return value
-    # TFDS stores a list of messages by column.
-    if isinstance(value, dict) and {"role", "content"} <= value.keys():
-        value = [
-            {"role": role, "content": content}
-            for role, content in zip(value["role"], value["content"], strict=True)
-        ]
+    if isinstance(value, dict):
+        value = _as_messages(value, where, prompt_key)
     if not isinstance(value, (list, tuple)) or not value:
-        raise UserError(f"{where}: {prompt_key} must be text or a list of messages, got {value!r}")
+        raise UserError(
+            f"{where}: {prompt_key} must be text or a list of messages, got {_shown(value)}"
+        )
     for message in value:
         if not _is_message(message):
             raise UserError(
                 f"{where}: each message of {prompt_key} must hold role and content as text, got "
-                f"{message!r}"
+                f"{_shown(message)}"
             )
     return tuple(
         {key: item for key, item in message.items() if item is not None} for message in value
     )
 
 
+def _as_messages(value: dict[str, Any], where: str, prompt_key: str) -> list[dict[str, Any]]:
+    """Return a single message as a list of one, and TFDS's lists by column as a list of rows."""
+    if _is_message(value):
+        return [value]
+    value = {key: column for key, column in value.items() if column is not None}
+    lengths = {key: len(column) for key, column in value.items() if isinstance(column, list)}
+    is_by_column = {"role", "content"} <= value.keys() == lengths.keys()
+    if not is_by_column or len(set(lengths.values())) > 1:
+        raise UserError(
+            f"{where}: {prompt_key} must be a message whose role and content are text, or hold "
+            f"lists of one length by column, got {_shown(value)}"
+        )
+    rows = zip(*value.values(), strict=True)
+    return [dict(zip(value, row, strict=True)) for row in rows]
+
+
 def _is_message(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
     return isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+
+
+def _shown(value: Any) -> str:
+    """Return a value for a message, cut to one short line."""
+    return shorten(repr(value))

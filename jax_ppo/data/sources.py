@@ -14,14 +14,15 @@ slice of its rows, counted from 0 as in Python.
 import itertools
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from jax_ppo.data import arithmetic, files, row_formats, stories
-from jax_ppo.errors import UserError, did_you_mean
-from jax_ppo.storage import hub
+from jax_ppo.errors import UserError, did_you_mean, shorten
+from jax_ppo.storage import hub, paths
 from jax_ppo.types import Example
 
 GENERATED = ("arithmetic", "stories")
@@ -32,6 +33,8 @@ FORMS = (
     + "), `arithmetic:COUNT[:heldout]`, `stories:COUNT[:heldout]`, "
     "`hf:OWNER/NAME[@REVISION]/FILE` or `tfds:NAME/SPLIT`"
 )
+# More examples would fill the memory of the host.
+MAX_GENERATED_DIGITS = 7
 
 LocatedRows = Iterator[tuple[str, dict[str, Any]]]
 
@@ -102,10 +105,11 @@ def _generate_examples(scheme: str, arguments: str, seed: int, option: str) -> l
 
 def _parse_count_and_split(scheme: str, arguments: str, option: str) -> tuple[int, str]:
     count, colon, split = arguments.partition(":")
-    if not count.isdecimal() or not int(count):
+    is_count = count.isdecimal() and len(count) <= MAX_GENERATED_DIGITS and int(count) > 0
+    if not is_count:
         raise UserError(
-            f"{option}='{scheme}:{arguments}': expected a count of at least 1 after `{scheme}:`, "
-            f"got {count!r}"
+            f"{option}='{scheme}:{shorten(arguments)}': expected a count of at least 1 and at most "
+            f"{MAX_GENERATED_DIGITS} digits after `{scheme}:`, got {shorten(count)!r}"
         )
     if colon and split != "heldout":
         raise UserError(
@@ -123,11 +127,20 @@ def _read_file_rows(source: str, option: str) -> LocatedRows:
     if colon and scheme == "hf":
         path = _fetch_hub_file(arguments, option)
     elif name.endswith(files.SUFFIXES):
-        path = Path(name).expanduser()
+        path = paths.expand_local_path(name, option)
     else:
-        raise UserError(f"{option}={source!r}: expected {FORMS}.{did_you_mean(scheme, SCHEMES)}")
+        raise UserError(
+            f"{option}={shorten(source)!r}: expected {FORMS}.{did_you_mean(scheme, SCHEMES)}"
+        )
     rows = files.read_rows(path, option)
-    return itertools.islice(rows, int(start) if start else None, int(end) if end else None)
+    return itertools.islice(rows, _slice_bound(start), _slice_bound(end))
+
+
+def _slice_bound(digits: str) -> int | None:
+    """Return one bound of a slice, which no file reaches if it has more digits than an index."""
+    if len(digits) > len(str(sys.maxsize)) - 1:
+        return sys.maxsize
+    return int(digits) if digits else None
 
 
 def _fetch_hub_file(location: str, option: str) -> Path:
@@ -173,12 +186,17 @@ def _open_tfds_source(name: str, split: str, option: str) -> Any:
     except ImportError as error:
         raise UserError(
             f"{option}='tfds:{name}/{split}': needs the package tensorflow-datasets ({error}); "
-            "`pip install tensorflow-datasets array_record`"
+            "`pip install tensorflow-datasets array_record importlib_resources`"
         ) from error
     folder = os.environ.get("TFDS_DATA_DIR")
     _import_unlisted_builder(tfds, name)
     try:
-        return tfds.data_source(name, split=split, data_dir=folder)
+        builder = tfds.builder(name, data_dir=folder)
+        if not builder.is_prepared():
+            # TFDS's default format, TFRecord, can be neither written nor read without TensorFlow.
+            builder = tfds.builder(name, data_dir=folder, file_format="array_record")
+            builder.download_and_prepare()
+        return builder.as_data_source(split)
     except tfds.core.DatasetNotFoundError as error:
         raise UserError(
             f"{option}='tfds:{name}/{split}': TFDS knows no data set {name!r}, and none is "

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jax_ppo.errors import UserError, did_you_mean
-from jax_ppo.storage import hub
+from jax_ppo.storage import hub, paths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +56,7 @@ def load_tokenizer(
         raise UserError(
             f"{option}='': must be set to a folder, or to a model's name on the Hugging Face hub"
         )
-    folder = Path(path).expanduser()
+    folder = paths.expand_local_path(path, option)
     if not folder.is_dir():
         folder = _download_tokenizer(path, option)
     from transformers import AutoTokenizer
@@ -67,7 +67,8 @@ def load_tokenizer(
         contents = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
         raise UserError(
             f"{option}={path!r}: no tokenizer can be loaded from {folder}, which holds {contents}. "
-            f"Expected tokenizer.json with tokenizer_config.json, and no code of its own: {error}"
+            "Expected tokenizer.json with tokenizer_config.json, and no code of its own: "
+            f"{' '.join(str(error).split())}"
         ) from error
 
 

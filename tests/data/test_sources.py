@@ -1,6 +1,7 @@
 import gzip
 import json
 import sys
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -115,6 +116,9 @@ def test_real_gsm8k_is_read_whole(real_data):
         ("data.csv", [".jsonl, .jsonl.gz, .parquet"]),
         ("arithmetic:some", ["at least 1", "'some'"]),
         ("arithmetic:0", ["at least 1", "'0'"]),
+        (f"arithmetic:{'9' * 5000}", ["at most 7 digits", "'9999"]),
+        (f"{'x' * 300}.jsonl", ["config.data.train_files='xxx", "not a usable path", "too long"]),
+        ("~nouser/a.jsonl", ["config.data.train_files='~nouser/a.jsonl'", "home directory"]),
         ("stories:8:held_out", ["stories:8:heldout", "'held_out'"]),
         ("hf:gsm8k/train.parquet", ["hf:OWNER/NAME/FILE"]),
         ("hf:openai/gsm8k/README.md", ["hf:OWNER/NAME/FILE"]),
@@ -182,6 +186,106 @@ def test_a_wrong_row_is_named(tmp_path, row, words):
     with pytest.raises(UserError) as error:
         load_examples(path)
     assert all(word in str(error.value) for word in words), error.value
+
+
+ROW_WITH = '{"question": "q", "answer": "#### 1", "x": %s}'
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (ROW_WITH % ("1" * 5000), "an integer has more than 4300 digits"),
+        (ROW_WITH % ("[" * 100 + "]" * 100), "nested more than 100 levels"),
+        (ROW_WITH % ("[" * 100_000 + "]" * 100_000), "nested more than 100 levels"),
+        (ROW_WITH % '"\\ud83d"', "half of a surrogate pair"),
+        (b"\xff", "cannot be read as UTF-8 text"),
+    ],
+    ids=("digits", "deep", "deeper", "surrogate", "bytes"),
+)
+def test_a_line_that_python_cannot_represent_is_named(tmp_path, line, words):
+    path = tmp_path / "a.jsonl"
+    encoded = line if isinstance(line, bytes) else line.encode()
+    path.write_bytes(b"\n".join([(ROW_WITH % "1").encode(), encoded]))
+    with pytest.raises(UserError, match=rf"a\.jsonl:2: .*{words}"):
+        load_examples(str(path))
+
+
+def test_a_line_near_the_limits_is_read(tmp_path):
+    path = tmp_path / "a.jsonl"
+    deep = "[" * 99 + '"\\ud83d\\ude00"' + "]" * 99
+    path.write_text("\ufeff" + ROW_WITH % deep, encoding="utf-8")
+    value = load_examples(str(path))[0].extra_info["x"]
+    for _ in range(99):
+        (value,) = value
+    assert value == "\N{GRINNING FACE}"
+
+
+def test_slices_may_end_after_every_file(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", GSM8K)
+    for end in ("3", "9" * 19, "9" * 5000):
+        assert len(load_examples(f"{path}[1:{end}]")) == 2
+    with pytest.raises(UserError, match="holds no rows"):
+        load_examples(f"{path}[{'9' * 30}:]")
+
+
+def test_every_damaged_byte_of_a_gzipped_file_is_noticed(tmp_path):
+    """Regression: most raised zlib.error, which was not caught."""
+    path = tmp_path / "a.jsonl.gz"
+    text = Path(write_lines(tmp_path / "a.jsonl", GSM8K)).read_bytes()
+    whole = gzip.compress(text)
+    for position in range(10, len(whole)):  # after the header, which has a time and no checksum
+        damaged = bytearray(whole)
+        damaged[position] ^= 0x55
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match="a.jsonl.gz"):
+            load_examples(str(path))
+
+
+def test_values_of_parquet_that_python_cannot_hold_are_named(tmp_path):
+    columns = {"question": ["q", "q"], "answer": ["#### 1", "#### 2"]}
+    dates = pa.array([0, 2**62], pa.timestamp("us"))
+    pq.write_table(pa.table({**columns, "date": dates}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="a.parquet.*: date value out of range"):
+        load_examples(str(tmp_path / "a.parquet"))
+    arrays = [*columns.values(), columns["question"]]
+    table = pa.table(list(map(pa.array, arrays)), names=["question", "answer", "question"])
+    pq.write_table(table, tmp_path / "b.parquet")
+    with pytest.raises(UserError, match="b.parquet: several columns have the same name"):
+        load_examples(str(tmp_path / "b.parquet"))
+
+
+@pytest.mark.parametrize("content", ["math", "What is 2+2?"])
+@pytest.mark.parametrize(("name", "write"), WRITERS)
+def test_a_single_message_is_a_chat_of_one(tmp_path, name, write, content):
+    """Regression: "user" and "math" became four messages of one letter."""
+    message = {"role": "user", "content": content}
+    row = {"data_source": "x", "prompt": message, "reward_model": {"ground_truth": "4"}}
+    (example,) = load_examples(write(tmp_path / name, [row]))
+    assert example.prompt == (message,)
+
+
+def test_messages_by_column_keep_every_column(tmp_path):
+    columns = {"role": ["user", "user"], "content": ["a", "b"], "name": ["x", "y"], "id": None}
+    row = {"data_source": "x", "prompt": columns, "reward_model": {}}
+    (example,) = load_examples(write_lines(tmp_path / "a.jsonl", [row]))
+    assert [message["name"] for message in example.prompt] == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"role": ["user"], "content": ["a", "b"]},
+        {"role": "user", "content": ["a"]},
+        {"role": ["user", "user"], "content": "ab"},
+        {"role": ["user"], "content": [7]},
+        {"role": "user"},
+    ],
+)
+def test_an_uneven_prompt_is_refused(tmp_path, prompt):
+    row = {"data_source": "x", "prompt": prompt, "reward_model": {}}
+    path = write_lines(tmp_path / "a.jsonl", [GSM8K[0], row])
+    with pytest.raises(UserError, match=r"^\S*a\.jsonl:2: .*prompt.* got \{.*\}$"):
+        load_examples(path)
 
 
 def test_a_wrong_row_of_parquet_is_named(tmp_path):
@@ -256,6 +360,23 @@ def test_tfds_is_read_without_tensorflow(tfds_folder, monkeypatch):
     assert sorted(len(e.prompt) for e in chats) == [1, 2]
     assert {e.ground_truth for e in chats} == {"4", "6"}
     assert len(load_examples("tfds:room_test_sums/train[:2]")) == 2
+    assert "tensorflow" not in sys.modules
+
+
+def test_a_builder_that_tfds_ships_prepares_its_files_without_tensorflow(tmp_path, monkeypatch):
+    """Regression: with TFDS_DATA_DIR it wrote TFRecord files, for which it needs TensorFlow."""
+    tfds = pytest.importorskip("tensorflow_datasets")
+    path = write_lines(tmp_path / "train.jsonl", GSM8K)
+    monkeypatch.setattr(
+        tfds.download.DownloadManager,
+        "download_and_extract",
+        lambda self, urls: {split: path for split in urls},
+    )
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "tfds"))
+    for _ in ("prepared", "read again"):
+        examples = load_examples("tfds:gsm8k/train")
+        assert sorted(e.ground_truth for e in examples) == ["-7", "1234", "4"]
+    assert list(tmp_path.glob("tfds/gsm8k/1.0.0/gsm8k-train.array_record*"))
     assert "tensorflow" not in sys.modules
 
 

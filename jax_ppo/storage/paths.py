@@ -1,0 +1,25 @@
+"""Local paths that options name."""
+
+from pathlib import Path
+
+from jax_ppo.errors import UserError, shorten
+
+
+def expand_local_path(path: str, option: str) -> Path:
+    """Return a path with `~` and `~USER` replaced by home folders.
+
+    Args:
+      path: The path as the user wrote it; it need not exist.
+      option: The option that holds the path, for messages.
+
+    Raises:
+      UserError: There is no such user, or the operating system refuses to look the path up, for
+        example because it is too long. `Path.is_file` and `is_dir` do not raise for the result.
+    """
+    try:
+        expanded = Path(path).expanduser()
+        expanded.exists()
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{option}={shorten(path)!r}: not a usable path: {reason}") from error
+    return expanded
