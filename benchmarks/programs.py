@@ -21,7 +21,8 @@ from jax_ppo.models import attention, cache, heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import scoring, update
-from jax_ppo.ppo.experience import ExperienceOptions, estimate_experience
+from jax_ppo.ppo.experience import estimate_experience
+from jax_ppo.ppo.experience_types import ExperienceOptions
 from jax_ppo.runtime import sharding
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.training import packing

@@ -1019,7 +1019,7 @@ REWARD_AND_KL = [
         ),
         holds="the reported KL is that of the configured estimator",
         test=f"{TEST_EXPERIENCE}::test_the_kl_is_estimated_as_asked",
-        where="experience.reference_kl",
+        where="reward_shaping.reference_kl",
         old="algorithm.kl_penalty",
         new="'k1'",
     ),

@@ -12,8 +12,8 @@ from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.lora import Lora, init_adapters
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import objectives, scoring, update
-from jax_ppo.ppo.experience import ExperienceOptions
 from jax_ppo.ppo.experience import estimate_experience as estimate
+from jax_ppo.ppo.experience_types import ExperienceOptions
 from jax_ppo.runtime import sharding
 from jax_ppo.training import packing
 from jax_ppo.training.kl_schedule import first_control

@@ -19,7 +19,8 @@ import jax
 from jax_ppo.config import loading, schema
 from jax_ppo.ppo import scoring
 from jax_ppo.ppo.evaluation import evaluate_policy
-from jax_ppo.ppo.experience import ExperienceOptions, estimate_experience
+from jax_ppo.ppo.experience import estimate_experience
+from jax_ppo.ppo.experience_types import ExperienceOptions
 from jax_ppo.ppo.plans import sample_lengths
 from jax_ppo.ppo.random_keys import TRAINING
 from jax_ppo.ppo.setup import PPORun, set_up_run

@@ -600,7 +600,7 @@ class Algorithm:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn."""
+    """Options of drawing tokens."""
 
     temperature: float = option(0.0, "divides the logits; 0 is greedy", at_least=0)
     top_k: int = option(-1, "draw from the k most likely tokens; -1: from all", at_least=-1)
@@ -850,7 +850,7 @@ class MeshShape:
 
 @dataclasses.dataclass(frozen=True)
 class Distributed:
-    """How the processes of a multi-host run find each other."""
+    """Addresses by which the processes of a multi-host run connect."""
 
     coordinator_address: str = option(
         "",

@@ -57,7 +57,7 @@ class PolicyBatch(NamedTuple):
 
 
 class Clip(NamedTuple):
-    """How far the ratio may move from 1.
+    """Range in which the ratio is not clipped.
 
     Attributes:
       low: > 0, and < 1 except for gmpo.

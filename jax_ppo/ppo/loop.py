@@ -16,7 +16,8 @@ from jax_ppo.config.schema import Config, Trainer
 from jax_ppo.data.prompts import PromptBatch, PromptBatches
 from jax_ppo.ppo import scoring
 from jax_ppo.ppo.evaluation import Evaluation, evaluate_policy
-from jax_ppo.ppo.experience import ExperienceOptions, estimate_experience
+from jax_ppo.ppo.experience import estimate_experience
+from jax_ppo.ppo.experience_types import ExperienceOptions
 from jax_ppo.ppo.plans import sample_lengths
 from jax_ppo.ppo.precompilation import precompile_in_background
 from jax_ppo.ppo.random_keys import TRAINING

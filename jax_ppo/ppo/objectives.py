@@ -30,7 +30,7 @@ LossAndMetrics = tuple[Float32[Array, ""], Metrics]
 
 
 class Metric(enum.Enum):
-    """How a metric's shares combine: over the rows of a mini-batch, then over optimizer steps.
+    """Reduction of a metric: over the rows of a mini-batch, then over optimizer steps.
 
     MEAN: shares add up to a mini-batch's value; the mean over steps.
     SUM: shares add up; the sum over steps, 0 if there were none.
@@ -99,7 +99,7 @@ CRITIC_METRICS: Mapping[str, Metric] = {
 
 @dataclasses.dataclass(frozen=True)
 class ActorLossOptions:
-    """What the actor's loss reads; part of a static argument of compiled functions.
+    """Options of the actor's loss; part of a static argument of compiled functions.
 
     Attributes:
       actor: the section of the config.

@@ -32,7 +32,7 @@ class Plans:
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """How a role cuts a rollout into optimizer steps.
+    """Division of a rollout into a role's optimizer steps.
 
     Attributes:
       epochs: passes over the rollout.

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo.ppo import scoring, update
-from jax_ppo.ppo.experience import ExperienceOptions, estimate_experience
+from jax_ppo.ppo.experience import estimate_experience
+from jax_ppo.ppo.experience_types import ExperienceOptions
 from jax_ppo.ppo.plans import Plans
 from jax_ppo.ppo.random_keys import TRAINING
 from jax_ppo.ppo.setup import PPORun

@@ -27,7 +27,7 @@ from jax_ppo.types import Example, Rollout
 
 @dataclasses.dataclass(frozen=True)
 class RuleRewards:
-    """What the rules return for a rollout; arrays on the mesh.
+    """Rewards of a rollout by rules; arrays on the mesh.
 
     Attributes:
       scores: float32 [B].

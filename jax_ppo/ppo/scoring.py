@@ -25,7 +25,7 @@ Part = Literal["policy", "critic"]
 
 @dataclasses.dataclass(frozen=True)
 class ScoringOptions:
-    """What the scoring passes compute; a static argument of compiled functions.
+    """Options of the scoring passes; a static argument of compiled functions.
 
     Attributes:
       temperature: divides the logits, as in sampling.

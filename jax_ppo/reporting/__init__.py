@@ -1,1 +1,1 @@
-"""What a run reports: console lines, metric logs, training curves and the summary."""
+"""Reports of a run: console lines, metric logs, training curves and the summary."""

@@ -25,7 +25,7 @@ SPEED_COLUMNS = (
 
 @dataclasses.dataclass(frozen=True)
 class ReportLayout:
-    """How the metrics of a command are shown.
+    """Presentation of a command's metrics.
 
     Attributes:
       columns: the line printed after each step.

@@ -59,7 +59,7 @@ def default_folder() -> Path:
 
 @dataclasses.dataclass
 class Compilations:
-    """What has been compiled so far.
+    """Counts of the programs compiled so far.
 
     Attributes:
       programs: number of programs, compiled or read from the cache.

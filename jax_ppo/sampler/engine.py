@@ -15,7 +15,7 @@ Params = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class SamplingOptions:
-    """How to sample. Hashable, because an engine may compile one program per value.
+    """Options of sampling. Hashable, because an engine may compile one program per value.
 
     Attributes:
       max_response_length: T, tokens, at least 1.

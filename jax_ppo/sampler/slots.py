@@ -45,7 +45,7 @@ class Slots(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-    """What the decode loop carries.
+    """State that the decode loop carries.
 
     Attributes:
       slots: the samples being decoded.
@@ -72,7 +72,7 @@ class DecodeState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DecodeJob:
-    """What stays the same throughout the decode loop.
+    """Inputs that stay the same throughout the decode loop.
 
     Attributes:
       model: the actor's model, with `unrolled=True`.
@@ -103,7 +103,7 @@ class DecodeJob:
 
     @property
     def refill(self) -> int:
-        """How many slots are filled at once, and must be idle before decoding stops to do so."""
+        """Return the number of slots that are filled at once; as many must be idle before that."""
         return max(1, self.width // 64)
 
 

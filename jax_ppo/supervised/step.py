@@ -28,7 +28,7 @@ SumsFunction = Callable[[Supervised, Transformer, Params, Sequences, Rows], Metr
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """What a model is trained on.
+    """Objective of a supervised step.
 
     Attributes:
       head: the head on the decoder, "lm" or "scalar".

@@ -10,7 +10,7 @@ from jax_ppo.supervised.step import LANGUAGE, PREFERENCE, Objective
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What one of the commands trains, and how it reports.
+    """Task of one of the supervised commands: its objective and its reports.
 
     Attributes:
       command: the command's name.

@@ -67,7 +67,7 @@ class Folders:
 
     @property
     def critic_starts_as_actor(self) -> bool:
-        """Whether the critic starts from the actor's checkpoint."""
+        """Return whether the critic starts from the actor's checkpoint."""
         return self.critic is not None and self.critic.resolve() == self.actor.resolve()
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import tiny
 from jax_ppo.models import heads
-from jax_ppo.ppo.experience import last_actions, move_to_actions
+from jax_ppo.ppo.reward_shaping import last_actions, move_to_actions
 from jax_ppo.runtime import sharding
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Params, Rollout

@@ -1,0 +1,151 @@
+"""Advantages and returns of a rollout's tokens."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+from jax_ppo.config.schema import Algorithm
+from jax_ppo.kernels import advantages as estimators
+from jax_ppo.kernels import masked
+from jax_ppo.kernels import moments as running_moments
+from jax_ppo.kernels.moments import Moments
+from jax_ppo.ppo.experience_types import Estimates, ExperienceOptions, Mask, Masks, Metrics, Tokens
+from jax_ppo.ppo.scoring import Scores
+from jax_ppo.types import Sequences
+
+
+def estimate_advantages(
+    options: ExperienceOptions,
+    token_rewards: Tokens,
+    sequences: Sequences,
+    masks: Masks,
+    scores: Scores,
+    return_moments: Moments | None,
+) -> tuple[Estimates, Metrics]:
+    """Return raw advantages, and returns in units of reward if there is a critic."""
+    metrics: Metrics = {}
+    if options.has_critic:
+        values, final_values = critic_values(options, sequences, scores, return_moments)
+        advantages, returns = generalized_advantages(
+            options.algorithm, token_rewards, values, final_values, masks.actions
+        )
+        estimates = Estimates(advantages=advantages, returns=returns)
+        metrics = critic_metrics(values, returns, masks.loss)
+    else:
+        advantages = critic_free_advantages(options, token_rewards, masks.actions)
+        estimates = Estimates(advantages=advantages, returns=None)
+    metrics |= {
+        "advantages/mean": masked.masked_mean(estimates.advantages, masks.loss),
+        "advantages/std": jnp.sqrt(masked.masked_variance(estimates.advantages, masks.loss)),
+    }
+    return estimates, metrics
+
+
+def critic_values(
+    options: ExperienceOptions,
+    sequences: Sequences,
+    scores: Scores,
+    moments: Moments | None,
+) -> tuple[Tokens, Float32[Array, " B"]]:
+    """Return values in units of reward, and the value that each response bootstraps from.
+
+    The latter is the value of the state after the response's last token, whoever chose that token,
+    if the response was truncated and bootstrapping is configured; otherwise it is 0.
+    """
+    bootstraps = options.algorithm.bootstrap_truncated
+    assert scores.values is not None, "GAE needs a critic's values"
+    values = scores.values
+    final_values = jnp.zeros(len(sequences.truncated), jnp.float32)
+    if bootstraps:
+        assert scores.last_values is not None, "bootstrapping needs the final states' values"
+        final_values = scores.last_values
+    if options.normalizes_values:
+        assert moments is not None, "normalized values need the moments of returns"
+        mean, std = moments.mean, running_moments.moments_std(moments)
+        values = mean + std * values
+        final_values = mean + std * final_values
+    return values, jnp.where(sequences.truncated & bootstraps, final_values, 0.0)
+
+
+def generalized_advantages(
+    algorithm: Algorithm,
+    token_rewards: Tokens,
+    values: Tokens,
+    final_values: Float32[Array, " B"],
+    actions: Mask,
+) -> tuple[Tokens, Tokens]:
+    """Return advantages and returns by GAE; the returns may have a gamma and lambda of their own.
+
+    Steps are actions: tokens that the policy did not choose neither discount nor end an episode.
+    """
+    samples = len(actions)
+    # Lambda and the final value differ from sample to sample.
+    gae: Callable[..., tuple[jax.Array, jax.Array]]
+    gae = jax.vmap(estimators.gae, in_axes=(0, 0, 0, None, 0, 0))
+    lam = jnp.full(samples, algorithm.lam)
+    if algorithm.lam_length_alpha is not None:
+        lam = estimators.length_adaptive_lam(actions.sum(1), algorithm.lam_length_alpha)
+    advantages, returns = gae(token_rewards, values, actions, algorithm.gamma, lam, final_values)
+
+    own_return_options = (algorithm.critic_gamma, algorithm.critic_lam, algorithm.lam_length_alpha)
+    if own_return_options != (None, None, None):
+        gamma = algorithm.gamma if algorithm.critic_gamma is None else algorithm.critic_gamma
+        critic_lam = algorithm.lam if algorithm.critic_lam is None else algorithm.critic_lam
+        lam = jnp.full(samples, critic_lam)
+        _, returns = gae(token_rewards, values, actions, gamma, lam, final_values)
+    return advantages, returns
+
+
+def critic_metrics(values: Tokens, returns: Tokens, loss_mask: Mask) -> Metrics:
+    """Describe returns and values in units of reward."""
+    return {
+        "critic/returns_mean": masked.masked_mean(returns, loss_mask),
+        "critic/returns_std": jnp.sqrt(masked.masked_variance(returns, loss_mask)),
+        "critic/values_mean": masked.masked_mean(values, loss_mask),
+        "critic/values_std": jnp.sqrt(masked.masked_variance(values, loss_mask)),
+        "critic/explained_variance": masked.explained_variance(values, returns, loss_mask),
+    }
+
+
+def critic_free_advantages(
+    options: ExperienceOptions, token_rewards: Tokens, actions: Mask
+) -> Tokens:
+    """Return each token's reward to go, or one advantage per response within its prompt's group."""
+    algorithm = options.algorithm
+    if algorithm.adv_estimator == "reinforce_plus_plus":
+        reward_to_go = jax.vmap(estimators.reward_to_go, in_axes=(0, 0, None))
+        return reward_to_go(token_rewards, actions, algorithm.gamma)
+    group_estimators: dict[str, Callable[..., jax.Array]] = {
+        "grpo": functools.partial(estimators.grpo, by_std=algorithm.norm_adv_by_std_in_grpo),
+        "rloo": estimators.rloo,
+        "reinforce_plus_plus_baseline": estimators.group_mean_baseline,
+    }
+    response_rewards = masked.masked_sum(token_rewards, actions, axis=1)
+    by_group = group_estimators[algorithm.adv_estimator]
+    advantages_B = by_group(response_rewards, options.responses_per_prompt)
+    return jnp.where(actions, advantages_B[:, None], 0.0)
+
+
+def whiten_advantages(options: ExperienceOptions, estimates: Estimates, masks: Masks) -> Estimates:
+    """Whiten advantages over the tokens of the whole rollout that count, if configured."""
+    if not options.whitens_advantages:
+        return estimates
+    shift = options.algorithm.whiten_shift_mean
+    whitened = masked.whiten(estimates.advantages, masks.loss, shift_mean=shift)
+    return estimates._replace(advantages=whitened)
+
+
+def normalize_returns(
+    options: ExperienceOptions, estimates: Estimates, masks: Masks, moments: Moments | None
+) -> tuple[Estimates, Moments | None]:
+    """Normalize the critic's targets by moments that include them, if configured."""
+    if not options.normalizes_values:
+        return estimates, moments
+    assert moments is not None, "the moments of returns start with the first step's control"
+    assert estimates.returns is not None, "only a critic has returns to normalize"
+    updated = running_moments.update_moments(moments, estimates.returns, masks.loss)
+    normalized = (estimates.returns - updated.mean) / running_moments.moments_std(updated)
+    return estimates._replace(returns=masked.zero_outside(normalized, masks.actions)), updated
