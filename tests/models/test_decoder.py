@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec
 
 import tiny
 from jax_ppo.models import cache as cache_module
-from jax_ppo.models import heads, transformer
+from jax_ppo.models import heads
+from jax_ppo.models import layers as decoder_layers
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import MAX_UNROLLED_LAYERS, Transformer, unroll_params
 from jax_ppo.runtime import sharding
@@ -196,7 +197,7 @@ def test_heads(params, ids):
     )
 
 
-class RoutedMLP(transformer.MLP):
+class RoutedMLP(decoder_layers.MLP):
     """An MLP of two experts with an expert axis in its parameters and a router loss."""
 
     @nn.compact
@@ -215,7 +216,7 @@ class RoutedMLP(transformer.MLP):
 
 @pytest.mark.parametrize("layers", [2, MAX_UNROLLED_LAYERS + 1])
 def test_layers_may_return_auxiliary_outputs_and_have_experts(monkeypatch, ids, layers):
-    monkeypatch.setattr(transformer, "MLP", RoutedMLP)
+    monkeypatch.setattr(decoder_layers, "MLP", RoutedMLP)
     model = Transformer(dataclasses.replace(ARCHITECTURE, num_layers=layers), remat=True)
     positions = np.broadcast_to(np.arange(T), ids.shape)
     params = heads.init_params(model, jax.random.key(0), "lm")
@@ -237,7 +238,7 @@ def test_layers_may_return_auxiliary_outputs_and_have_experts(monkeypatch, ids, 
 
 
 def test_experts_have_a_partition_rule_before_that_of_other_kernels(monkeypatch):
-    monkeypatch.setattr(transformer, "MLP", RoutedMLP)
+    monkeypatch.setattr(decoder_layers, "MLP", RoutedMLP)
     model = Transformer(ARCHITECTURE)
     params = jax.eval_shape(lambda: heads.init_params(model, jax.random.key(0), "lm"))
     mesh = tiny.make_mesh(8, data=1, fsdp=2, model=4)

@@ -22,8 +22,9 @@ from jax_ppo.models.hf.peft import (
     validate_adapters,
 )
 from jax_ppo.models.hf.save import export_checkpoint
+from jax_ppo.models.layers import Dense
 from jax_ppo.models.lora import Lora, init_adapters, join_adapters, merge_kernel
-from jax_ppo.models.transformer import Dense, Transformer, unroll_params
+from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.runtime import sharding
 
 ARCHITECTURE = dataclasses.replace(tiny.ARCHITECTURE, num_layers=2)

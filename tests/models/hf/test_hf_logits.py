@@ -9,7 +9,7 @@ import pytest
 
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.load import read_architecture
-from jax_ppo.models.transformer import RMSNorm
+from jax_ppo.models.layers import RMSNorm
 
 VARIANTS = {
     "llama": ("llama", {}),

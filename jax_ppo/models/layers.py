@@ -1,0 +1,279 @@
+"""Layers of the decoder: norms, dense layers with adapters, attention and the MLP."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jax_ppo.models import rope
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.attention import run_attention
+from jax_ppo.models.cache import LayerCache, attend_to_cache, cache_layout, write_tokens
+
+ACTIVATION_FUNCTIONS = {"silu": nn.silu, "gelu_pytorch_tanh": nn.gelu}
+
+# Whether a layer is local: known when the program is traced, or an input of the loop over layers.
+IsLocal = bool | jax.Array
+Auxiliary = dict[str, jax.Array]
+
+
+class LayerOutput(NamedTuple):
+    """Result of one layer besides its hidden states.
+
+    Attributes:
+      cache: Keys and values, or `None` if they are not kept.
+      auxiliary: Further outputs by name.
+    """
+
+    cache: LayerCache | None
+    auxiliary: Auxiliary
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalization over the last axis."""
+
+    architecture: Architecture
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalize `x`, rounding to its type at the same points as transformers."""
+        a = self.architecture
+        init = nn.initializers.zeros if a.norm_plus_one else nn.initializers.ones
+        scale = self.param("scale", init, (x.shape[-1],), jnp.float32).astype(x.dtype)
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + a.norm_epsilon)
+        # Families with 1 + scale round after the multiplication, the others before it.
+        if a.norm_plus_one:
+            return (wide * (1 + scale.astype(jnp.float32))).astype(x.dtype)
+        return scale * wide.astype(x.dtype)
+
+
+class Dense(nn.Module):
+    """A projection [..., in] -> [..., features], with adapters if the parameters have them.
+
+    The leading axes are merged in the product, so that its gradient needs no transposed copies.
+    """
+
+    features: int
+    use_bias: bool
+    dtype: DTypeLike
+    lora_scale: float | None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the projection of `x`."""
+        kernel = self.param(
+            "kernel", nn.initializers.normal(0.02), (x.shape[-1], self.features), jnp.float32
+        )
+        flat = x.reshape(-1, x.shape[-1]).astype(self.dtype)
+        out = jax.lax.dot(flat, kernel.astype(self.dtype))
+        if self.use_bias:
+            bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
+            out += bias.astype(self.dtype)
+        if self.has_variable("params", "lora_a"):
+            assert self.lora_scale is not None, "adapters without their shape"
+            out += self._adapter(flat, self.lora_scale)
+        return out.reshape(*x.shape[:-1], self.features)
+
+    def _adapter(self, flat: jax.Array, scale: float) -> jax.Array:
+        """Return scale (x A) B; the scale itself is not rounded."""
+        lora_a: jax.Array = self.get_variable("params", "lora_a")
+        lora_b: jax.Array = self.get_variable("params", "lora_b")
+        low_rank = jax.lax.dot(flat, lora_a.astype(self.dtype), preferred_element_type=jnp.float32)
+        return jax.lax.dot((scale * low_rank).astype(self.dtype), lora_b.astype(self.dtype))
+
+
+class Attention(nn.Module):
+    """Attention with its projections and rotary embeddings.
+
+    Attributes:
+      architecture: The architecture.
+      dtype: Type of the computation.
+      program: Program for whole sequences, one of attention.py's.
+      decoding: Program for new tokens, one of cache.py's.
+      lora_scale: Scale of the adapters, if there are any.
+    """
+
+    architecture: Architecture
+    dtype: DTypeLike
+    program: str
+    decoding: str
+    lora_scale: float | None
+
+    @nn.compact
+    def __call__(
+        self,
+        x_BxTxD: jax.Array,
+        is_local: IsLocal,
+        rotations: tuple[rope.Rotation, ...],
+        segments_BxT: jax.Array | None,
+        cache: LayerCache | None,
+        columns_B: jax.Array | None,
+    ) -> tuple[jax.Array, LayerCache]:
+        """Return the output [B, T, D], and the cache of these tokens or with these tokens."""
+        a = self.architecture
+        q, k, v = self._project(x_BxTxD)
+        cos, sin = rotations[0]
+        if len(rotations) > 1:
+            local_cos, local_sin = rotations[1]
+            cos = jnp.where(is_local, local_cos, cos)
+            sin = jnp.where(is_local, local_sin, sin)
+        q = rope.rotate(q, cos, sin)
+        k = rope.rotate(k, cos, sin)
+        if cache is None or columns_B is None:
+            out = self._attend_to_sequences(q, k, v, is_local, segments_BxT)
+            cache = cache_layout(self.decoding, k, v)
+        else:
+            cache = write_tokens(self.decoding, cache, k, v, columns_B)
+            out = attend_to_cache(
+                self.decoding,
+                q,
+                cache,
+                columns_B,
+                sliding_window=a.sliding_window if is_local else None,
+                scale=a.attention_scale,
+                softcap=a.attention_softcap,
+            )
+        out = out.reshape(*x_BxTxD.shape[:2], a.num_heads * a.head_dim)
+        project = Dense(a.hidden_size, a.output_bias, self.dtype, self.lora_scale, name="o_proj")
+        return project(out), cache
+
+    def _project(self, x_BxTxD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return queries [B, T, H, d], keys and values [B, T, K, d]."""
+        a = self.architecture
+
+        def project(name: str, heads: int) -> jax.Array:
+            dense = Dense(heads * a.head_dim, a.qkv_bias, self.dtype, self.lora_scale, name=name)
+            return dense(x_BxTxD).reshape(*x_BxTxD.shape[:2], heads, a.head_dim)
+
+        q = project("q_proj", a.num_heads)
+        k = project("k_proj", a.num_kv_heads)
+        v = project("v_proj", a.num_kv_heads)
+        if a.qk_norm:
+            q = RMSNorm(a, name="q_norm")(q)
+            k = RMSNorm(a, name="k_norm")(k)
+        return q, k, v
+
+    def _attend_to_sequences(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        is_local: IsLocal,
+        segments_BxT: jax.Array | None,
+    ) -> jax.Array:
+        """Return the attention of whole sequences, [B, T, H, d]."""
+        a = self.architecture
+
+        def attend(sliding_window: int | None) -> jax.Array:
+            return run_attention(
+                self.program,
+                q,
+                k,
+                v,
+                segments_BxT,
+                scale=a.attention_scale,
+                softcap=a.attention_softcap,
+                sliding_window=sliding_window,
+            )
+
+        # A window that holds the whole row changes nothing.
+        if a.sliding_window is None or q.shape[1] <= a.sliding_window:
+            return attend(None)
+        return _if_local(is_local, lambda: attend(a.sliding_window), lambda: attend(None))
+
+
+def _if_local(
+    is_local: IsLocal, local: Callable[[], jax.Array], other: Callable[[], jax.Array]
+) -> jax.Array:
+    """Return local() or other(); if `is_local` is traced, both are compiled."""
+    if isinstance(is_local, bool):
+        return local() if is_local else other()
+    return jax.lax.cond(is_local, local, other)
+
+
+class MLP(nn.Module):
+    """The gated MLP."""
+
+    architecture: Architecture
+    dtype: DTypeLike
+    lora_scale: float | None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, Auxiliary]:
+        """Return the output [..., D] and auxiliary outputs, of which this block has none."""
+        a = self.architecture
+
+        def project(name: str, features: int, x: jax.Array) -> jax.Array:
+            return Dense(features, a.mlp_bias, self.dtype, self.lora_scale, name=name)(x)
+
+        gate = project("gate_proj", a.intermediate_size, x)
+        up = project("up_proj", a.intermediate_size, x)
+        activated = ACTIVATION_FUNCTIONS[a.activation](gate)
+        return project("down_proj", a.hidden_size, activated * up), {}
+
+
+class Layer(nn.Module):
+    """One layer: attention and MLP, each with its norms and a residual connection.
+
+    Attributes:
+      architecture: The architecture.
+      dtype: Type of the computation.
+      attention: Program for whole sequences, one of attention.py's.
+      decoding: Program for new tokens, one of cache.py's.
+      keep_cache: Whether keys and values are returned; a scan would stack them for nothing.
+      is_local: Whether the layer is local; `None` if layers of a scan differ and each is passed
+        its own value.
+      lora_scale: Scale of the adapters, if there are any.
+    """
+
+    architecture: Architecture
+    dtype: DTypeLike
+    attention: str
+    decoding: str
+    keep_cache: bool
+    is_local: bool | None
+    lora_scale: float | None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        is_local: jax.Array | None,
+        rotations: tuple[rope.Rotation, ...],
+        segments_BxT: jax.Array | None,
+        cache: LayerCache | None = None,
+        columns_B: jax.Array | None = None,
+    ) -> tuple[jax.Array, LayerOutput]:
+        """Return the hidden states after this layer and its other outputs."""
+        a = self.architecture
+
+        def norm(name: str, x: jax.Array) -> jax.Array:
+            return RMSNorm(a, name=name)(x)
+
+        attend = Attention(
+            architecture=a,
+            dtype=self.dtype,
+            program=self.attention,
+            decoding=self.decoding,
+            lora_scale=self.lora_scale,
+            name="attention",
+        )
+        mlp = MLP(a, self.dtype, self.lora_scale, name="mlp")
+        own_is_local: Any = is_local if self.is_local is None else self.is_local
+        attended, cache = attend(
+            norm("input_norm", x), own_is_local, rotations, segments_BxT, cache, columns_B
+        )
+        # The names are Hugging Face's; post_attention_norm is another place with post_norms.
+        if a.post_norms:
+            x = x + norm("post_attention_norm", attended)
+            out, auxiliary = mlp(norm("pre_feedforward_norm", x))
+            x = x + norm("post_feedforward_norm", out)
+        else:
+            x = x + attended
+            out, auxiliary = mlp(norm("post_attention_norm", x))
+            x = x + out
+        return x, LayerOutput(cache if self.keep_cache else None, auxiliary)
