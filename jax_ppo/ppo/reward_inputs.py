@@ -194,7 +194,7 @@ class RewardInputs:
         texts: SequenceOf[str],
         indices: np.ndarray,
         total: int,
-    ) -> tuple[ModelInputs, int]:
+    ) -> tuple[ModelInputs, list[bool]]:
         """Tokenize and pack the responses.
 
         Args:
@@ -206,7 +206,7 @@ class RewardInputs:
           total: B, the number of samples of all processes.
 
         Returns:
-          The model's input, on the mesh, and how many inputs of this process were too long.
+          The model's input, on the mesh, and for each response whether its input was too long.
         """
         if self.reader.form == "text":
             texts = [
@@ -215,18 +215,18 @@ class RewardInputs:
                 )
                 for last, response in zip(last_tokens, responses, strict=True)
             ]
-        ids, num_cut = self.reader.encode([example.prompt for example in examples], texts)
-        if num_cut and not self._warned:
+        ids, was_cut = self.reader.encode([example.prompt for example in examples], texts)
+        if any(was_cut) and not self._warned:
             self._warned = True
             log.warning(
                 "%d of %d inputs of the reward model are longer than the %d tokens that it reads "
                 "(config.reward.max_length) and lose the start of their prompt. This is logged "
                 "once; reward/model_inputs_cut counts on",
-                num_cut,
+                sum(was_cut),
                 len(ids),
                 self.reader.max_length,
             )
-        return self._pack(ids, indices, total), num_cut
+        return self._pack(ids, indices, total), was_cut
 
     def _pack(self, ids: list[list[int]], indices: np.ndarray, total: int) -> ModelInputs:
         mesh = self._mesh

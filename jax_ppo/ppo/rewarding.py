@@ -3,11 +3,14 @@
 import contextlib
 import dataclasses
 import functools
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from numpy.typing import ArrayLike
 
 from jax_ppo.config.schema import Reward
 from jax_ppo.data.prompts import PromptBatch
@@ -19,7 +22,7 @@ from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction
 from jax_ppo.rewards.step_rewards import assign_step_rewards
 from jax_ppo.rewards.worker_pool import RewardWorkers
-from jax_ppo.runtime import sharding
+from jax_ppo.runtime import distributed, sharding
 from jax_ppo.training.networks import Networks, full_parameters
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Example, Rollout
@@ -33,9 +36,9 @@ class RuleRewards:
       scores: float32 [B].
       steps: float32 [B, T], rewards within the responses; `None` without `reward.process_rewards`.
       correct: float32 [B], 1 or 0; NaN if the rules do not define correctness.
-      failures: number of this process's samples whose rule failed.
-      extra: other figures that the rules report, means over this process's samples that have them;
-        and `model_inputs_cut`, how many of its inputs were too long for the reward model.
+      failures: number of samples whose rule failed.
+      extra: other figures that the rules report, means over the samples that have them; and
+        `model_inputs_cut`, how many inputs were too long for the reward model.
       first_failure: the first sample of this process whose rule failed and why; "" if none did.
       model_inputs: the input of a reward model with its own tokenizer, as
         `scoring.reward_model_scores` takes it; `None` if the model reads the samples themselves.
@@ -103,12 +106,15 @@ class RuleScorer:
         if self.options.process_rewards:
             token_rewards = self._token_rewards(scored, responses, max_length)
             steps = sharding.from_local_rows(self.mesh, indices, token_rewards, total)
-        extra = {name: float(np.nanmean(values)) for name, values in scored.extra.items()}
+        per_sample: dict[str, ArrayLike] = {
+            f"extra/{name}": values for name, values in scored.extra.items()
+        }
+        per_sample["failed"] = scored.failed
         model_inputs = None
         if self.reward_inputs:
             prompts = batch.prompts
             last_tokens = prompts.tokens[np.arange(len(prompts.lengths)), prompts.lengths - 1]
-            model_inputs, num_cut = self.reward_inputs(
+            model_inputs, per_sample["model_inputs_cut"] = self.reward_inputs(
                 examples=examples,
                 last_tokens=last_tokens[indices // n],
                 responses=responses,
@@ -116,12 +122,12 @@ class RuleScorer:
                 indices=indices,
                 total=total,
             )
-            extra["model_inputs_cut"] = num_cut
+        failures, extra = _describe_rollout(self.mesh, indices, per_sample, total)
         rewards = RuleRewards(
             scores=sharding.from_local_rows(self.mesh, indices, scored.scores, total),
             steps=steps,
             correct=sharding.from_local_rows(self.mesh, indices, scored.correct, total),
-            failures=scored.failures,
+            failures=failures,
             extra=extra,
             first_failure=scored.first_failure,
             model_inputs=model_inputs,
@@ -187,6 +193,46 @@ def add_reward_model_scores(
         return scores
     params = full_parameters(nets.reward, state.reward, state.reference)
     return scores + scoring.reward_model_scores(nets.reward, params, *inputs)
+
+
+def _describe_rollout(
+    mesh: Mesh, indices: np.ndarray, per_sample: Mapping[str, ArrayLike], total: int
+) -> tuple[int, dict[str, float]]:
+    """Return the number of failed samples and the figures in `RuleRewards.extra`."""
+    everywhere = gather_samples(mesh, indices, per_sample, total)
+    extra = {}
+    for name, values in everywhere.items():
+        if name.startswith("extra/"):
+            has_values = not np.isnan(values).all()
+            mean = float(np.nanmean(values)) if has_values else math.nan
+            extra[name.removeprefix("extra/")] = mean
+    if "model_inputs_cut" in everywhere:
+        extra["model_inputs_cut"] = int(everywhere["model_inputs_cut"].sum())
+    return int(everywhere["failed"].sum()), extra
+
+
+def gather_samples(
+    mesh: Mesh, indices: np.ndarray, per_sample: Mapping[str, ArrayLike], total: int
+) -> dict[str, np.ndarray]:
+    """Return figures of the samples of all processes, in every process.
+
+    Processes may have different names, since samples need not report the same figures.
+
+    Args:
+      mesh: the run's mesh.
+      indices: int [b], the rows of this process's samples among all samples.
+      per_sample: figures of these samples by name, [b] each.
+      total: B, the number of samples of all processes.
+
+    Returns:
+      float32 [B] by name, NaN where a sample has no such figure.
+    """
+    names = sorted(set().union(*distributed.allgather_json(sorted(per_sample))))
+    missing = np.full(len(indices), np.nan)
+    columns = [per_sample.get(name, missing) for name in names]
+    local = np.stack(columns, axis=1, dtype=np.float32)
+    everywhere = sharding.all_rows(mesh, indices, local, total)
+    return dict(zip(names, everywhere.T, strict=True))
 
 
 def _describe_samples(

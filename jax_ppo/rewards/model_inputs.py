@@ -71,8 +71,8 @@ class RewardInputEncoder:
 
     def encode(
         self, prompts: Sequence[Prompt], responses: Sequence[str]
-    ) -> tuple[list[list[int]], int]:
-        """Return the token ids of each input, and the number of inputs that were truncated.
+    ) -> tuple[list[list[int]], list[bool]]:
+        """Return the token ids of each input, and whether it was truncated.
 
         An input that is too long loses the beginning of its prompt and then, when no prompt is
         left, the end of its response.
@@ -82,14 +82,13 @@ class RewardInputEncoder:
           responses: n texts.
 
         Returns:
-          n lists of 1..max_length ids, and how many inputs were too long.
+          n lists of 1..max_length ids, and for each whether the input was too long.
         """
         inputs = self._encode_all(prompts, responses)
-        truncated = 0
+        truncated = [len(ids) > self.max_length for ids in inputs]
         for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-            if len(inputs[row]) > self.max_length:
+            if truncated[row]:
                 inputs[row] = self._encode_truncated(prompt, response)
-                truncated += 1
             elif not inputs[row]:
                 raise ValueError(
                     f"the prompt {prompt!r} and the response {response!r} have no tokens"

@@ -6,6 +6,7 @@ machines back, is handled by checkpoints: see `Checkpointer.should_stop`.
 """
 
 import importlib.util
+import json
 import os
 import re
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from jax_ppo.config import schema
@@ -51,6 +53,24 @@ def barrier(name: str) -> None:
     """Wait until every process has reached the barrier of this name."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
+
+
+def allgather_json(value: Any) -> list[Any]:
+    """Return the values of all processes, in their order.
+
+    Every process must call it, at the same point of its program.
+
+    Args:
+      value: what JSON can represent; it may differ in size from process to process.
+    """
+    if jax.process_count() == 1:
+        return [value]
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    lengths = multihost_utils.process_allgather(np.int32(len(text)))
+    # A power of two, so that another length rarely compiles another program.
+    width = max(1024, 1 << int(lengths.max() - 1).bit_length())
+    texts = multihost_utils.process_allgather(np.pad(text, (0, width - len(text))))
+    return [json.loads(bytes(row[:length])) for row, length in zip(texts, lengths, strict=True)]
 
 
 def run_or_abort(function: Callable[[], object]) -> object:

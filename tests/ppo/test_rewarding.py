@@ -1,12 +1,15 @@
-"""Rewards of a rollout: failures of the rule over steps."""
+"""Rewards of a rollout: figures over all processes, and failures of the rule over steps."""
 
 import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError
+from jax_ppo.ppo import rewarding
 from jax_ppo.ppo.rewarding import FailedSteps, RuleRewards
 
 
@@ -33,3 +36,59 @@ def test_a_rule_that_fails_on_everything_for_some_steps_stops_the_run():
         "config.reward.function='mine.py:f' failed on every response of 3 consecutive steps "
         "(config.reward.max_failed_steps=3). The first failure of step 6 was row 2 of the batch"
     )
+
+
+class TwoProcesses:
+    """The collectives of two processes, which are threads here."""
+
+    def __init__(self):
+        self.barrier = threading.Barrier(2, timeout=10)
+        self.process = threading.local()
+        self.values = [None, None]
+
+    def exchange(self, value):
+        self.barrier.wait()
+        self.values[self.process.index] = value
+        self.barrier.wait()
+        return list(self.values)
+
+    def all_rows(self, mesh, indices, values, total):
+        rows = np.zeros((total, values.shape[1]), values.dtype)
+        for other_indices, other_values in self.exchange((indices, values)):
+            rows[other_indices] = other_values
+        return rows
+
+
+def test_figures_of_the_rules_cover_the_samples_of_all_processes(monkeypatch):
+    """Regression: they covered the samples of process 0 only.
+
+    Row 3 is on devices of both processes, and each process knows a name that the other does not.
+    """
+    processes = TwoProcesses()
+    monkeypatch.setattr(rewarding.distributed, "allgather_json", processes.exchange)
+    monkeypatch.setattr(rewarding.sharding, "all_rows", processes.all_rows)
+
+    def describe(index, indices, **per_sample):
+        processes.process.index = index
+        per_sample = {name.replace("__", "/"): values for name, values in per_sample.items()}
+        return rewarding._describe_rollout(None, np.array(indices), per_sample, 5)
+
+    nan = float("nan")
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(
+            describe, 0, [0, 1, 3], extra__a=[1, 2, 6], extra__b=[nan, 1, nan], failed=[1, 0, 1]
+        )
+        second = threads.submit(
+            describe, 1, [2, 3, 4], extra__a=[3, 6, nan], extra__c=[7, nan, nan], failed=[1, 1, 1]
+        )
+    assert first.result() == second.result() == (4, {"a": 3.0, "b": 1.0, "c": 7.0})
+
+
+def test_figures_that_no_sample_has_are_nan():
+    failures, extra = rewarding._describe_rollout(
+        None,
+        np.arange(2),
+        {"extra/a": [np.nan] * 2, "failed": [True, False], "model_inputs_cut": [True, True]},
+        2,
+    )
+    assert failures == 1 and np.isnan(extra["a"]) and extra["model_inputs_cut"] == 2

@@ -387,6 +387,32 @@ def test_two_processes_train_as_one_does(files, undisturbed, tmp_path):
 
 
 @pytest.mark.slow
+def test_two_processes_report_what_the_rule_reports_for_all_responses(files, tmp_path):
+    """Regression: its figures covered the responses of process 0 only."""
+    (tmp_path / "figures.py").write_text(
+        "def reward(data_source, solution_str, ground_truth, extra_info):\n"
+        "    if len(solution_str) % 3 == 0: raise ValueError\n"
+        "    digits = sum(c.isdigit() for c in solution_str)\n"
+        "    name = 'digits' if digits else 'none'\n"
+        "    return {'score': digits, 'characters': len(solution_str), name: digits}\n"
+    )
+    arguments = [
+        f"--config.reward.function={tmp_path}/figures.py:reward",
+        "--config.reward.workers=1",
+        "--config.trainer.total_training_steps=1",
+        "--config.trainer.val_before_train=False",
+        "--config.data.val_files=",
+    ]
+    run(files, tmp_path / "one", *arguments)
+    process = run_two_processes(command(files, tmp_path / "two", *arguments)[3:], tmp_path)
+    assert process.returncode == 0, process.stdout + process.stderr
+    (alone,), (together,) = (read_step_rows(tmp_path / name) for name in ("one", "two"))
+    for name in ("rule_failures", "characters", "digits", "none"):
+        assert float(together[f"reward/{name}"]) == float(alone[f"reward/{name}"])
+    assert 0 < float(alone["reward/rule_failures"]) < 16
+
+
+@pytest.mark.slow
 def test_a_reward_model_alone(files, reward_model, tmp_path):
     """The reward is its score at the last token of the sequence, in training and evaluations."""
     run(
@@ -447,7 +473,10 @@ def test_an_error_in_one_process_ends_both(files, tmp_path):
         "    return 0.0\n"
     )
     arguments = command(
-        files, tmp_path / "work", f"--config.reward.function={tmp_path}/bad.py:reward"
+        files,
+        tmp_path / "work",
+        f"--config.reward.function={tmp_path}/bad.py:reward",
+        "--config.reward.workers=0",
     )[3:]
     started = time.monotonic()
     process = run_two_processes(arguments, tmp_path)
