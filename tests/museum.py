@@ -1886,10 +1886,12 @@ RUNS = [
         where="Checkpointer.__init__",
         old=(
             "ocp.CheckpointManagerOptions(preservation_policy=policy, "
-            "best_fn=self._quality, cleanup_tmp_directories=True)"
+            "best_fn=self._quality, cleanup_tmp_directories=True, "
+            "temporary_path_class=checksums.ChecksummedPath)"
         ),
         new=(
-            "ocp.CheckpointManagerOptions(preservation_policy=policy, cleanup_tmp_directories=True)"
+            "ocp.CheckpointManagerOptions(preservation_policy=policy, "
+            "cleanup_tmp_directories=True, temporary_path_class=checksums.ChecksummedPath)"
         ),
     ),
     Exhibit(

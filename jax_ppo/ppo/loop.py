@@ -128,6 +128,7 @@ def open_checkpoints(options: Trainer, workdir: Path) -> Checkpointer:
         workdir / "checkpoints",
         max_to_keep=options.max_checkpoints,
         best_metric=options.best_metric,
+        report=console.print_on_main,
     )
 
 

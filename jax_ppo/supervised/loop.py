@@ -39,7 +39,12 @@ def train(config: Config, workdir: Path, task: Task) -> dict[str, Any]:
     with (
         jax.set_mesh(mesh),
         compilation.count_compilations() as compiled,
-        Checkpointer(workdir / "checkpoints", trainer.max_checkpoints, "quality") as checkpoints,
+        Checkpointer(
+            workdir / "checkpoints",
+            max_to_keep=trainer.max_checkpoints,
+            best_metric="quality",
+            report=console.print_on_main,
+        ) as checkpoints,
     ):
         run = set_up_run(config, task, mesh)
         progress = find_progress(

@@ -2,8 +2,10 @@
 
 A checkpoint is a folder DIRECTORY/STEP with one item per tree of arrays (`state.trained_trees`),
 `meta` (JSON) and `metrics` (JSON, by which the best checkpoint is chosen). A folder gets its name
-once all of it is on disk. A process that is killed while saving leaves a temporary folder, which is
-ignored, and removed by the next run.
+once all of it is on disk, with a checksum of each file. A process that is killed while saving
+leaves a temporary folder, which is ignored, and removed by the next run. A checkpoint whose files
+are not as they were written is set aside when the directory is opened, and the next older one is
+used.
 """
 
 import dataclasses
@@ -13,6 +15,8 @@ import os
 import signal
 import threading
 import types
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +24,8 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from jax_ppo.errors import UserError
+from jax_ppo.runtime import distributed
+from jax_ppo.training import checksums
 
 META = "meta"
 MAX_SHOWN = 5  # mismatched parameters named in an error
@@ -51,7 +57,11 @@ class Checkpointer:
     """
 
     def __init__(
-        self, directory: str | os.PathLike, max_to_keep: int = 2, best_metric: str = "accuracy"
+        self,
+        directory: str | os.PathLike,
+        max_to_keep: int = 2,
+        best_metric: str = "accuracy",
+        report: Callable[[str], None] = print,
     ):
         """Open a directory, creating it if necessary.
 
@@ -60,9 +70,9 @@ class Checkpointer:
           max_to_keep: how many of the newest checkpoints are kept, at least 1.
           best_metric: the checkpoint with the largest value of this metric is kept too, also across
             restarts.
+          report: called on the main process with a line for each damaged checkpoint.
         """
-        # Orbax takes absolute paths only; gs://... is one already.
-        self._directory = str(directory) if "://" in str(directory) else os.path.abspath(directory)
+        self._directory = os.path.abspath(directory)  # Orbax takes absolute paths only
         self._best_metric = best_metric
         policy = checkpoint_managers.AnyPreservationPolicy(
             [
@@ -72,11 +82,21 @@ class Checkpointer:
                 ),
             ]
         )
+        # Before Orbax looks at them: it would count damaged checkpoints and delete older ones.
+        self._intact_steps: set[int] = set()
+        if distributed.is_main():
+            newest = checksums.set_damaged_aside(Path(self._directory), report)
+            if newest is not None:
+                self._intact_steps.add(newest)
+        distributed.barrier("damaged checkpoints")
         # Without best_fn no metrics are written, and a restart forgets the best checkpoint.
         self._manager = ocp.CheckpointManager(
             self._directory,
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=policy, best_fn=self._quality, cleanup_tmp_directories=True
+                preservation_policy=policy,
+                best_fn=self._quality,
+                cleanup_tmp_directories=True,
+                temporary_path_class=checksums.ChecksummedPath,
             ),
         )
         self._saved_step: int | None = None
@@ -167,7 +187,7 @@ class Checkpointer:
 
         Raises:
           FileNotFoundError: there is no such checkpoint.
-          UserError: names or shapes differ.
+          UserError: names or shapes differ, or files are damaged.
         """
         self.wait()
         wanted = {name: tree for name, tree in abstract.items() if tree is not None}
@@ -176,6 +196,7 @@ class Checkpointer:
             raise FileNotFoundError(
                 f"{self._directory} has no checkpoint of step {step}, only of {saved_steps}"
             )
+        self._validate_files(step)
         for name, tree in wanted.items():
             self._validate_shapes(step, name, tree)
         items = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
@@ -214,6 +235,15 @@ class Checkpointer:
 
     def _quality(self, metrics: dict[str, float] | None) -> float:
         return (metrics or {}).get(self._best_metric, -math.inf)
+
+    def _validate_files(self, step: int) -> None:
+        """Compare the checksums, once for each step and on the main process only."""
+        if not distributed.is_main() or step in self._intact_steps:
+            return
+        folder = Path(self._directory) / str(step)
+        if damage := checksums.find_damage(folder):
+            raise UserError(f"checkpoint {folder} is damaged: {damage}")
+        self._intact_steps.add(step)
 
     def _validate_shapes(self, step: int, name: str, abstract: Any) -> None:
         """Compare names and shapes before Orbax does, whose errors name no parameter."""
