@@ -2,6 +2,7 @@
 
 import collections
 import csv
+import dataclasses
 import functools
 import json
 import os
@@ -488,37 +489,86 @@ def test_an_error_in_one_process_ends_both(files, tmp_path):
     assert "reward service is gone" in output
 
 
-def test_nothing_is_compiled_after_the_second_step(files, tmp_path, monkeypatch):
-    compiled, at_step = [], {}
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, seconds, **_: (
-            compiled.append(seconds) if event == compilation.COMPILED else None
-        )
-    )
+@dataclasses.dataclass
+class WatchedRun:
+    """What was compiled and transferred in a run of six steps on eight devices.
+
+    Attributes:
+      summary: the compilations in its summary.json.
+      compiled: seconds of each compilation.
+      compiled_at_step: number of compilations by the end of each step.
+      calls_at_step: calls of each function that transfers arrays by the end of each step.
+    """
+
+    summary: dict[str, float]
+    compiled: list[float]
+    compiled_at_step: dict[int, int]
+    calls_at_step: dict[int, collections.Counter[str]]
+
+
+@pytest.fixture(scope="module")
+def watched(files: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> WatchedRun:
+    """Train while implicit transfers are refused in steps 4 and 5."""
+    compiled: list[float] = []
+    calls: collections.Counter[str] = collections.Counter()
+    compiled_at_step, calls_at_step = {}, {}
+
+    def listen(event: str, seconds: float, **_: object) -> None:
+        if event == compilation.COMPILED:
+            compiled.append(seconds)
+
+    def count_calls(patch: pytest.MonkeyPatch, owner: object, name: str) -> None:
+        function = getattr(owner, name)
+
+        def call(*args):
+            calls[name] += 1
+            return function(*args)
+
+        patch.setattr(owner, name, call)
+
     finish = loop.finish_step
 
-    def finish_and_count(run, state, step, *rest):
-        at_step[step] = len(compiled)
+    def finish_and_count(run, state, step: int, *rest) -> None:
+        compiled_at_step[step] = len(compiled)
+        calls_at_step[step] = calls.copy()
         finish(run, state, step, *rest)
+        jax.config.update("jax_transfer_guard", "disallow" if step in (3, 4) else "allow")
 
-    monkeypatch.setattr(loop, "finish_step", finish_and_count)
+    workdir = tmp_path_factory.mktemp("watched")
     config = load_config(
         files,
         "--config.trainer.total_training_steps=6",
         "--config.trainer.val_before_train=False",
         "--config.data.val_files=",
         "--config.trainer.save_freq=0",
-        "--config.mesh.data=1",
-        "--config.mesh.fsdp=8",
+        "--config.mesh.data=2",
+        "--config.mesh.fsdp=4",
     )
-    loop.train(config, tmp_path)
-    jax.monitoring.clear_event_listeners()
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "finish_step", finish_and_count)
+            for owner, name in (
+                (sharding, "place"),
+                (sharding, "to_host"),
+                (sharding, "local_rows"),
+                (jax, "device_get"),
+            ):
+                count_calls(patch, owner, name)
+            loop.train(config, workdir)
+    finally:
+        jax.config.update("jax_transfer_guard", "allow")
+        jax.monitoring.clear_event_listeners()
+    summary = json.loads((workdir / "summary.json").read_text())["compilations"]
+    return WatchedRun(summary, compiled, compiled_at_step, calls_at_step)
+
+
+def test_nothing_is_compiled_after_the_second_step(watched: WatchedRun):
+    compiled, at_step = watched.compiled, watched.compiled_at_step
     assert at_step[1] > 5
     assert at_step[6] == at_step[2], at_step
-    summary = json.loads((tmp_path / "summary.json").read_text())["compilations"]
-    assert summary["programs"] == len(compiled) and summary["seconds"] == pytest.approx(
-        sum(compiled)
-    )
+    assert watched.summary["programs"] == len(compiled)
+    assert watched.summary["seconds"] == pytest.approx(sum(compiled))
     # Nearly all programs belong to sampling, scoring, advantages and update; the many small ones
     # read and write weights.
     assert sum(seconds > 0.01 * sum(compiled) for seconds in compiled) <= 12, compiled
@@ -604,47 +654,12 @@ def test_an_error_stops_the_precompilation(monkeypatch):
         pass
 
 
-def test_a_warm_step_transfers_only_what_it_says(files, tmp_path, monkeypatch):
+def test_a_warm_step_transfers_only_what_it_says(watched: WatchedRun):
     """There are no implicit transfers to the mesh, and explicit ones move a handful of arrays."""
-    calls, calls_at_step = collections.Counter(), {}
-
-    def count_calls(owner, name):
-        function = getattr(owner, name)
-
-        def call(*args):
-            calls[name] += 1
-            return function(*args)
-
-        monkeypatch.setattr(owner, name, call)
-
-    count_calls(sharding, "place")
-    count_calls(sharding, "to_host")
-    count_calls(sharding, "local_rows")
-    count_calls(jax, "device_get")
-    finish = loop.finish_step
-
-    def finish_and_count(run, state, step, *rest):
-        calls_at_step[step] = calls.copy()
-        finish(run, state, step, *rest)
-        jax.config.update("jax_transfer_guard", "disallow" if step in (3, 4) else "allow")
-
-    monkeypatch.setattr(loop, "finish_step", finish_and_count)
-    config = load_config(
-        files,
-        "--config.trainer.total_training_steps=6",
-        "--config.data.val_files=",
-        "--config.trainer.save_freq=0",
-        "--config.mesh.data=2",
-        "--config.mesh.fsdp=4",
-    )
-    try:
-        loop.train(config, tmp_path)
-    finally:
-        jax.config.update("jax_transfer_guard", "allow")
     # To the device: prompts, the two numbers of the key, the packings of scoring and update with
     # three counts and members, two columns of rewards. To the host: lengths for packing, responses
     # and their lengths for the rewards, and metrics of the previous step.
-    assert calls_at_step[5] - calls_at_step[4] == {
+    assert watched.calls_at_step[5] - watched.calls_at_step[4] == {
         "place": 10,
         "to_host": 1,
         "local_rows": 2,
