@@ -925,7 +925,7 @@ LOG_PROBS = [
         ),
         holds="gradients are summed in float32",
         test=f"{TEST_LOGPROBS}::test_gradient_of_the_master_is_summed_in_float32",
-        where="logprobs._backward",
+        where="hidden_and_weight_grad",
         old="weight_sum + weight_grad",
         new="(weight_sum + weight_grad).astype(hidden.dtype).astype(jnp.float32)",
     ),

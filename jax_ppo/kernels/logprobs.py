@@ -9,6 +9,7 @@ positions per chunk, V vocabulary, D model width.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -199,14 +200,9 @@ def _backward(
     hidden, unembedding, targets, mask, entropy, logsumexp = residuals
     logprobs_grad, entropy_grad = (_masked_cotangent(x, mask) for x in cotangents)
     chunks = MaskedChunks(mask, chunk_size)
-    weight = unembedding.astype(hidden.dtype)
-    V, D = unembedding.shape
+    V = len(unembedding)
 
-    def process_chunk(
-        i: jax.Array, sums: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        states = chunks.gather(hidden, i)
-        logits = chunk_logits(states, weight, cap)
+    def logits_grad(i: jax.Array, logits: jax.Array) -> jax.Array:
         log_p = logits / temperature - chunks.gather(logsumexp, i)[..., None]
         slope = jnp.zeros_like(logits)
         if logprobs_grad is not None:
@@ -215,20 +211,54 @@ def _backward(
         if entropy_grad is not None:
             excess = log_p + chunks.gather(entropy, i)[..., None]
             slope = slope - chunks.gather(entropy_grad, i)[..., None] * jnp.exp(log_p) * excess
-        slope = (slope / temperature * softcap_slope(logits, cap)).astype(hidden.dtype)
+        return slope / temperature
+
+    return *hidden_and_weight_grad(mask, chunks, hidden, unembedding, cap, logits_grad), None, None
+
+
+_token_logprobs.defvjp(_forward_and_residuals, _backward, symbolic_zeros=True)
+
+
+def hidden_and_weight_grad(
+    mask: Bool[Array, " G N"],
+    chunks: "MaskedChunks",
+    hidden: Float[Array, " G N D"],
+    unembedding: Float[Array, " V D"],
+    cap: float | None,
+    logits_grad: Callable[[jax.Array, jax.Array], jax.Array],
+) -> tuple[Float[Array, " G N D"], Float[Array, " V D"]]:
+    """Return the gradients by hidden states and output embedding, chunk by chunk.
+
+    Args:
+      mask: positions that have logits.
+      chunks: of this mask.
+      hidden: hidden states; the gradient is 0 outside the mask.
+      unembedding: the output embedding.
+      cap: soft cap of the logits, if any.
+      logits_grad: from the index of a chunk and its soft-capped logits [G, C, V] to the gradient
+        by these logits.
+    """
+    weight = unembedding.astype(hidden.dtype)
+    groups, width = len(hidden), hidden.shape[-1]
+
+    def process_chunk(
+        i: jax.Array, sums: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        states = chunks.gather(hidden, i)
+        logits = chunk_logits(states, weight, cap)
+        slope = (logits_grad(i, logits) * softcap_slope(logits, cap)).astype(hidden.dtype)
         states_grad = jnp.einsum("gcv,vd->gcd", slope, weight, preferred_element_type=jnp.float32)
         weight_grad = jnp.einsum("gcv,gcd->gvd", slope, states, preferred_element_type=jnp.float32)
         hidden_buffer, weight_sum = sums
         hidden_buffer = chunks.write(hidden_buffer, states_grad.astype(hidden.dtype), i)
         return hidden_buffer, weight_sum + weight_grad
 
-    zeros = (chunks.buffer(hidden.dtype, D), jnp.zeros((mask.shape[0], V, D), jnp.float32))
-    hidden_grad, unembedding_grad = jax.lax.fori_loop(0, chunks.count, process_chunk, zeros)
+    # The sum over chunks is kept in float32: in bfloat16 small shares would be lost.
+    weight_sum = jnp.zeros((groups, *unembedding.shape), jnp.float32)
+    start = (chunks.buffer(hidden.dtype, width), weight_sum)
+    hidden_grad, weight_sum = jax.lax.fori_loop(0, chunks.count, process_chunk, start)
     hidden_grad = jnp.where(mask[..., None], chunks.scatter(hidden_grad), 0)
-    return hidden_grad, unembedding_grad.sum(0).astype(unembedding.dtype), None, None
-
-
-_token_logprobs.defvjp(_forward_and_residuals, _backward, symbolic_zeros=True)
+    return hidden_grad, weight_sum.sum(0).astype(unembedding.dtype)
 
 
 def _masked_cotangent(cotangent: Any, mask: jax.Array) -> jax.Array | None:

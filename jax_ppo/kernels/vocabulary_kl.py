@@ -11,9 +11,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Shaped
 
-from jax_ppo.kernels.logprobs import MaskedChunks, chunk_logits, default_chunk_size, target_platform
+from jax_ppo.kernels.logprobs import (
+    MaskedChunks,
+    chunk_logits,
+    default_chunk_size,
+    hidden_and_weight_grad,
+    target_platform,
+)
 from jax_ppo.kernels.masked import zero_outside
-from jax_ppo.kernels.softcap import softcap_slope
 
 
 def full_kl(
@@ -150,35 +155,18 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, None, None, None]:
     hidden, unembedding, ref_hidden, ref_unembedding, mask = residuals
     chunks = MaskedChunks(mask, chunk_size)
-    weight = unembedding.astype(hidden.dtype)
     ref_weight = ref_unembedding.astype(ref_hidden.dtype)
-    V, D = unembedding.shape
 
-    def process_chunk(
-        i: jax.Array, sums: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        states = chunks.gather(hidden, i)
-        logits = chunk_logits(states, weight, cap)
+    def logits_grad(i: jax.Array, logits: jax.Array) -> jax.Array:
         ref_logits = chunk_logits(chunks.gather(ref_hidden, i), ref_weight, cap)
         log_p = jax.nn.log_softmax(logits / temperature)
         d = log_p - jax.nn.log_softmax(ref_logits / temperature)
         p = jnp.exp(log_p)
-        slope = (
-            p
-            * (d - jnp.sum(p * d, axis=-1, keepdims=True))
-            * (chunks.gather(kl_grad, i) / temperature)[..., None]
-        )
-        slope = (slope * softcap_slope(logits, cap)).astype(hidden.dtype)
-        states_grad = jnp.einsum("gcv,vd->gcd", slope, weight, preferred_element_type=jnp.float32)
-        weight_grad = jnp.einsum("gcv,gcd->gvd", slope, states, preferred_element_type=jnp.float32)
-        hidden_buffer, weight_sum = sums
-        hidden_buffer = chunks.write(hidden_buffer, states_grad.astype(hidden.dtype), i)
-        return hidden_buffer, weight_sum + weight_grad
+        excess = d - jnp.sum(p * d, axis=-1, keepdims=True)
+        return p * excess * (chunks.gather(kl_grad, i) / temperature)[..., None]
 
-    zeros = (chunks.buffer(hidden.dtype, D), jnp.zeros((mask.shape[0], V, D), jnp.float32))
-    hidden_grad, unembedding_grad = jax.lax.fori_loop(0, chunks.count, process_chunk, zeros)
-    hidden_grad = jnp.where(mask[..., None], chunks.scatter(hidden_grad), 0)
-    return hidden_grad, unembedding_grad.sum(0).astype(unembedding.dtype), None, None, None
+    gradients = hidden_and_weight_grad(mask, chunks, hidden, unembedding, cap, logits_grad)
+    return *gradients, None, None, None
 
 
 _full_kl.defvjp(_forward, _backward)
