@@ -1,34 +1,56 @@
 """Every policy loss by hand and against loops; test_enumeration.py covers their expectations."""
 
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.typing import ArrayLike
 
-from jax_ppo.kernels.policy_losses import LOSSES, Clip, PolicyBatch, padded_batch
+from jax_ppo.kernels.policy_losses import LOSSES, Clip, PolicyBatch, PolicyLoss, padded_batch
 
 LN2, ROOT2, CLIP = math.log(2), math.sqrt(2), Clip(0.2, 0.3, 3.0)
 
 
-def run(name, logprobs, old, advantages, mask, clip=CLIP, batch=padded_batch):
+@functools.partial(jax.jit, static_argnames=("name", "clip", "build_batch"))
+def loss_and_gradients(
+    arrays: tuple[jax.Array, jax.Array, jax.Array],
+    mask: jax.Array,
+    weights: jax.Array,
+    name: str,
+    clip: Clip,
+    build_batch: Callable[..., PolicyBatch],
+) -> tuple[PolicyLoss, tuple[jax.Array, ...]]:
+    """Compute the loss and the gradients of its weighted sum to the three arrays."""
+
+    def compute(arrays: tuple[jax.Array, ...]) -> PolicyLoss:
+        return LOSSES[name](build_batch(*arrays, mask), clip)
+
+    return compute(arrays), jax.grad(lambda x: (compute(x).loss * weights).sum())(arrays)
+
+
+def run(
+    name: str,
+    logprobs: ArrayLike,
+    old: ArrayLike,
+    advantages: ArrayLike,
+    mask: ArrayLike,
+    build_batch: Callable[..., PolicyBatch] = padded_batch,
+) -> tuple[PolicyLoss, list[np.ndarray]]:
     """Return the PolicyLoss and the gradients of its weighted sum.
 
     The gradients are those to logprobs, old_logprobs and advantages; weights differ by position.
+    Calls with the same loss and shapes share a program.
     """
-    arrays = [jnp.asarray(x, jnp.float32) for x in (logprobs, old, advantages)]
-    weights = 1 + jnp.arange(arrays[0].shape[-1], dtype=jnp.float32)
-    mask = jnp.asarray(mask)
-
-    @jax.jit
-    def both(*arrays):
-        compute = lambda *arrays: LOSSES[name](batch(*arrays, mask), clip)  # noqa: E731
-        return compute(*arrays), jax.grad(
-            lambda *arrays: (compute(*arrays).loss * weights).sum(), (0, 1, 2)
-        )(*arrays)
-
-    result, gradients = both(*arrays)
+    arrays = tuple(jnp.asarray(np.asarray(x, np.float32)) for x in (logprobs, old, advantages))
+    weights = 1 + np.arange(arrays[0].shape[-1], dtype=np.float32)
+    mask = np.asarray(mask)
+    result, gradients = loss_and_gradients(
+        arrays, mask, weights, name=name, clip=CLIP, build_batch=build_batch
+    )
     assert all(x.dtype == jnp.float32 for x in result)
     return result, [np.asarray(g) / weights for g in gradients]
 
@@ -152,7 +174,9 @@ def test_two_responses_packed_into_a_row_are_as_two_rows(name, rng):
 
     result, (slope, *_) = run(name, logprobs, old, advantages, mask)
     packed, (packed_slope, *_) = run(
-        name, *(x.reshape(1, 8) for x in (logprobs, old, advantages, mask)), batch=packed_batch
+        name,
+        *(x.reshape(1, 8) for x in (logprobs, old, advantages, mask)),
+        build_batch=packed_batch,
     )
     for x, y in zip((*result, slope), (*packed, packed_slope), strict=True):
         np.testing.assert_allclose(
