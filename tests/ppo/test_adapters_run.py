@@ -18,13 +18,10 @@ from jax_ppo.config import command_line, schema
 from jax_ppo.data import arithmetic
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.errors import UserError
-from jax_ppo.models import heads
-from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.peft import save_adapters
-from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.lora import Lora, init_adapters
-from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import loop
+from llama_folder import write_llama
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = """
@@ -50,7 +47,7 @@ def get_config(arg=None):
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory):
+def files(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Write a random tiny Llama with a tokenizer, a reward model as adapters, and a configuration.
 
     The reward model's adapters belong to the same Llama.
@@ -59,23 +56,7 @@ def files(tmp_path_factory):
     texts = [
         prompt + response for prompt, response in arithmetic.generate_worked_solutions(200, 0.5, 0)
     ]
-    tokenizer = tokenizer_lib.train_tokenizer(texts, 192, folder / "tokenizer")
-    architecture = Architecture(
-        family="llama",
-        vocab_size=192,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        tied=True,
-        max_position_embeddings=128,
-        eos_ids=(tokenizer.eos_token_id,),
-        pad_id=tokenizer.pad_token_id,
-    )
-    params = heads.init_params(Transformer(architecture), jax.random.key(0), "lm")
-    export_checkpoint(params, architecture, folder / "llama", source_folder=folder / "tokenizer")
+    architecture = write_llama(folder, texts, tokens=192)
     shape = Lora(2, 2.0, ("k_proj", "up_proj"))
     adapters = jax.tree.map(
         lambda x: 0.3 * jax.random.normal(jax.random.key(x.size), x.shape, jnp.float32),

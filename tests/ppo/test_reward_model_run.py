@@ -10,19 +10,14 @@ import pathlib
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
 
 import reward_models
 from jax_ppo.config import command_line
-from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.errors import UserError
-from jax_ppo.models import heads
-from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.hf.save import export_checkpoint
-from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import loop
+from llama_folder import write_llama
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = """
@@ -53,30 +48,10 @@ def note(data_source, solution_str, ground_truth, extra_info):
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory):
+def files(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Write a random tiny Llama, a DeBERTa, rows of both kinds of prompt, and a configuration."""
     folder = tmp_path_factory.mktemp("run")
-    tokenizer = tokenizer_lib.train_tokenizer(reward_models.TEXTS, 120, folder / "tokenizer")
-    architecture = Architecture(
-        family="llama",
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        tied=True,
-        max_position_embeddings=128,
-        eos_ids=(tokenizer.eos_token_id,),
-        pad_id=tokenizer.pad_token_id,
-    )
-    export_checkpoint(
-        heads.init_params(Transformer(architecture), jax.random.key(0), "lm"),
-        architecture,
-        folder / "llama",
-        source_folder=folder / "tokenizer",
-    )
+    write_llama(folder, reward_models.TEXTS, tokens=120, vocab_size=128)
     for name, start, count in (("train", 0, 8), ("val", 8, 6)):
         with open(folder / f"{name}.jsonl", "w") as file:
             for i in range(start, start + count):

@@ -23,15 +23,14 @@ from safetensors.numpy import load_file
 
 from jax_ppo.config import schema
 from jax_ppo.data import arithmetic
-from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.errors import UserError
 from jax_ppo.models import heads
-from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.load import read_architecture
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import loop, precompilation
 from jax_ppo.runtime import compilation, sharding
+from llama_folder import write_llama
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = """
@@ -70,29 +69,13 @@ def reward(data_source, solution_str, ground_truth, extra_info):
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory):
+def files(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Write a random tiny Llama with a tokenizer, a reward function and a configuration file."""
     folder = tmp_path_factory.mktemp("model")
     texts = [
         prompt + response for prompt, response in arithmetic.generate_worked_solutions(200, 0.5, 0)
     ]
-    tokenizer = tokenizer_lib.train_tokenizer(texts, 192, folder / "tokenizer")
-    architecture = Architecture(
-        family="llama",
-        vocab_size=192,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        tied=True,
-        max_position_embeddings=128,
-        eos_ids=(tokenizer.eos_token_id,),
-        pad_id=tokenizer.pad_token_id,
-    )
-    params = heads.init_params(Transformer(architecture), jax.random.key(0), "lm")
-    export_checkpoint(params, architecture, folder / "llama", source_folder=folder / "tokenizer")
+    write_llama(folder, texts, tokens=192)
     (folder / "reward.py").write_text(REWARD)
     (folder / "config.py").write_text(
         CONFIG.format(model=str(folder / "llama"), reward=f"{folder}/reward.py:reward")

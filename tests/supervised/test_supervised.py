@@ -10,19 +10,14 @@ import pathlib
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
 
 from jax_ppo.config import command_line, loading, notes
 from jax_ppo.data import sources
-from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.errors import UserError
-from jax_ppo.models import heads
-from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.hf.save import export_checkpoint
-from jax_ppo.models.transformer import Transformer
 from jax_ppo.supervised import loop, tasks
+from llama_folder import write_llama
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = """
@@ -64,7 +59,7 @@ def generate_pairs():
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory):
+def files(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Write a random tiny Llama with a tokenizer, pairs and a configuration file."""
     import gzip
 
@@ -72,27 +67,7 @@ def files(tmp_path_factory):
     with gzip.open(folder / "pairs.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in generate_pairs())
     texts = [text for row in generate_pairs() for text in row.values()]
-    tokenizer = tokenizer_lib.train_tokenizer(texts, 100, folder / "tokenizer")
-    architecture = Architecture(
-        family="llama",
-        vocab_size=112,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        tied=True,
-        max_position_embeddings=128,
-        eos_ids=(tokenizer.eos_token_id,),
-        pad_id=tokenizer.pad_token_id,
-    )
-    export_checkpoint(
-        heads.init_params(Transformer(architecture), jax.random.key(0), "lm"),
-        architecture,
-        folder / "llama",
-        source_folder=folder / "tokenizer",
-    )
+    write_llama(folder, texts, tokens=100, vocab_size=112)
     (folder / "config.py").write_text(CONFIG.format(folder=folder))
     return folder
 

@@ -1,0 +1,46 @@
+"""A random tiny Llama with a trained tokenizer, as a folder that the commands read."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax
+
+from jax_ppo.data.tokenizer import train_tokenizer
+from jax_ppo.models import heads
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.hf.save import export_checkpoint
+from jax_ppo.models.transformer import Transformer
+
+
+def write_llama(
+    folder: Path, texts: Iterable[str], tokens: int, vocab_size: int = 192
+) -> Architecture:
+    """Write the tokenizer to `folder/tokenizer` and the model with it to `folder/llama`.
+
+    Args:
+        folder: an existing folder.
+        texts: what the tokenizer is trained on.
+        tokens: size of the tokenizer.
+        vocab_size: rows of the model's embedding.
+
+    Returns:
+        The model's architecture.
+    """
+    tokenizer = train_tokenizer(list(texts), tokens, folder / "tokenizer")
+    architecture = Architecture(
+        family="llama",
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        tied=True,
+        max_position_embeddings=128,
+        eos_ids=(tokenizer.eos_token_id,),
+        pad_id=tokenizer.pad_token_id,
+    )
+    params = heads.init_params(Transformer(architecture), jax.random.key(0), "lm")
+    export_checkpoint(params, architecture, folder / "llama", source_folder=folder / "tokenizer")
+    return architecture
