@@ -14,7 +14,7 @@ ROPE_KINDS = {
     "dynamic": ("factor",),
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "longrope": ("short_factor",),
+    "longrope": ("short_factor", "long_factor"),
 }
 
 

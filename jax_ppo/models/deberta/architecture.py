@@ -3,10 +3,20 @@
 import dataclasses
 from typing import Any
 
-from jax_ppo.errors import UserError
-from jax_ppo.models.hf.validation import refuse_quantization, require_sizes
+from jax_ppo.models.hf.fields import (
+    HARMLESS_FIELDS,
+    MAX_LAYERS,
+    ConfigReader,
+    refuse_quantization,
+    require_divisor,
+)
+from jax_ppo.models.hf.json_files import quote_value
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "tanh")
+# Fields of config.json, besides those of all families, that do not change the scores.
+UNUSED_FIELDS = frozenset(
+    {"legacy", "summary_activation", "summary_type", "summary_use_proj", "tie_word_embeddings"}
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,95 +88,130 @@ def deberta_from_hf_config(config: dict[str, Any]) -> DebertaArchitecture:
       config: Contents of config.json.
 
     Raises:
-      UserError: A field is missing or has an unsupported value; the message names it.
+      UserError: A field is missing, has an unsupported value, or is unknown; the message names it.
     """
-    _refuse_unsupported(config)
-    hidden_size = config["hidden_size"]
-    max_length = config.get("max_position_embeddings", 512)
-    max_distance = config.get("max_relative_positions", -1)
-    if max_distance < 1:
-        max_distance = max_length
-    buckets = config.get("position_buckets", -1)
-    attention_terms = _split_list(config.get("pos_att_type"))
-    return DebertaArchitecture(
-        family=config["model_type"],
-        vocab_size=config["vocab_size"],
-        embedding_size=config.get("embedding_size", hidden_size),
+    refuse_quantization(config)
+    reader = ConfigReader(config)
+    hidden_size = reader.integer("hidden_size")
+    num_heads = reader.integer("num_attention_heads")
+    require_divisor("num_attention_heads", num_heads, "hidden_size", hidden_size)
+    kernel_size = _read_kernel_size(reader)
+    _refuse_unsupported(reader, hidden_size, num_heads)
+    attention_terms = _read_attention_terms(reader)
+    norms = _split_words(reader, "norm_rel_ebd", ("layer_norm",))
+    architecture = DebertaArchitecture(
+        family=reader.string("model_type"),
+        vocab_size=reader.integer("vocab_size"),
+        embedding_size=_read_optional_size(reader, "embedding_size", hidden_size),
         hidden_size=hidden_size,
-        intermediate_size=config["intermediate_size"],
-        num_layers=config["num_hidden_layers"],
-        num_heads=config["num_attention_heads"],
-        activation=config.get("hidden_act", "gelu"),
-        pooler_activation=config.get("pooler_hidden_act", "gelu"),
-        conv_activation=config.get("conv_act", "tanh"),
-        norm_epsilon=config.get("layer_norm_eps", 1e-7),
-        max_position_embeddings=max_length,
-        absolute_positions=bool(config.get("position_biased_input", True)),
-        relative_span=buckets if buckets > 0 else max_distance,
-        log_buckets=buckets > 0,
-        max_relative_distance=max_distance,
+        intermediate_size=reader.integer("intermediate_size"),
+        num_layers=reader.integer("num_hidden_layers", maximum=MAX_LAYERS),
+        num_heads=num_heads,
+        activation=_read_activation(reader, "hidden_act", "gelu"),
+        pooler_activation=_read_activation(reader, "pooler_hidden_act", "gelu"),
+        conv_activation=_read_activation(reader, "conv_act", "tanh"),
+        norm_epsilon=reader.fraction("layer_norm_eps", 1e-7),
+        absolute_positions=reader.boolean("position_biased_input", default=True),
         content_to_position="c2p" in attention_terms,
         position_to_content="p2c" in attention_terms,
-        share_keys=bool(config.get("share_att_key", False)),
-        norm_relative="layer_norm" in _split_list(config.get("norm_rel_ebd")),
-        conv_kernel_size=config.get("conv_kernel_size", 0),
+        share_keys=reader.boolean("share_att_key"),
+        norm_relative="layer_norm" in norms,
+        conv_kernel_size=kernel_size,
+        **_read_distances(reader),
     )
+    reader.token_id("bos_token_id")
+    reader.token_id("pad_token_id", maximum=architecture.vocab_size - 1)
+    reader.token_ids("eos_token_id")
+    reader.refuse_unread(HARMLESS_FIELDS | UNUSED_FIELDS)
+    return architecture
 
 
-def _split_list(value: str | list[str] | None) -> list[str]:
+def _read_optional_size(reader: ConfigReader, name: str, default: int) -> int:
+    return reader.optional_integer(name, nullable=False) or default
+
+
+def _read_distances(reader: ConfigReader) -> dict[str, Any]:
+    """Return the fields of the architecture that describe positions and their distances."""
+    max_length = _read_optional_size(reader, "max_position_embeddings", 512)
+    max_distance = -1
+    if "max_relative_positions" in reader:
+        max_distance = reader.integer("max_relative_positions", minimum=-1)
+    if max_distance < 1:
+        max_distance = max_length
+    buckets = reader.integer("position_buckets", minimum=-1) if "position_buckets" in reader else -1
+    has_buckets = buckets > 0
+    # Buckets beyond the middle grow up to the longest distance, which must lie beyond it.
+    if has_buckets and not 0 < buckets // 2 < max_distance - 1:
+        raise reader.error(
+            f"position_buckets={buckets} is not supported with distances up to {max_distance}, "
+            f"only 2 to {2 * max_distance - 3} are"
+        )
+    return {
+        "max_position_embeddings": max_length,
+        "max_relative_distance": max_distance,
+        "relative_span": buckets if has_buckets else max_distance,
+        "log_buckets": has_buckets,
+    }
+
+
+def _read_attention_terms(reader: ConfigReader) -> list[str]:
     """Return ["p2c", "c2p"] for that list or for "p2c|c2p", and [] for `None` or "none"."""
-    parts = value.lower().split("|") if isinstance(value, str) else value or []
-    return [part.strip() for part in parts if part.strip() not in ("", "none")]
+    name = "pos_att_type"
+    if reader.is_string(name):
+        return _split_words(reader, name, ("c2p", "p2c"))
+    words = reader.strings(name) or []
+    _refuse_unknown_words(reader, name, words, ("c2p", "p2c"))
+    return words
 
 
-def _refuse_unsupported(config: dict[str, Any]) -> None:
+def _split_words(reader: ConfigReader, name: str, supported: tuple[str, ...]) -> list[str]:
+    """Return the words of a field that are separated by |, without "none"."""
+    words = [word.strip() for word in reader.string(name, "none").lower().split("|")]
+    words = [word for word in words if word not in ("", "none")]
+    _refuse_unknown_words(reader, name, words, supported)
+    return words
+
+
+def _refuse_unknown_words(
+    reader: ConfigReader, name: str, words: list[str], supported: tuple[str, ...]
+) -> None:
+    unknown = [word for word in words if word not in supported]
+    if unknown:
+        raise reader.error(
+            f"{name} {quote_value('|'.join(unknown))} is not supported, only "
+            f"{', '.join(supported)} and none are"
+        )
+
+
+def _read_kernel_size(reader: ConfigReader) -> int:
+    if "conv_kernel_size" not in reader:
+        return 0
+    size = reader.integer("conv_kernel_size", minimum=-1)
+    if size < 0 or (size and size % 2 == 0):
+        raise reader.error(f"conv_kernel_size {size} is not supported, only 0 and odd numbers are")
+    return size
+
+
+def _read_activation(reader: ConfigReader, name: str, default: str) -> str:
+    activation = reader.string(name, default)
+    if activation not in ACTIVATIONS:
+        raise reader.error(
+            f"{name} {quote_value(activation)} is not supported, only {', '.join(ACTIVATIONS)} are"
+        )
+    return activation
+
+
+def _refuse_unsupported(reader: ConfigReader, hidden_size: int, num_heads: int) -> None:
     """Raise `UserError` for a model that the encoder would compute differently."""
-    require_sizes(config)
-    hidden_size = config["hidden_size"]
-    num_heads = config["num_attention_heads"]
-    if hidden_size % num_heads:
-        raise UserError(
-            f"config.json: num_attention_heads={num_heads} must divide hidden_size={hidden_size}"
-        )
-    kernel_size = config.get("conv_kernel_size", 0)
-    if kernel_size < 0 or (kernel_size and kernel_size % 2 == 0):
-        raise UserError(
-            f"config.json: conv_kernel_size {kernel_size} is not supported, only 0 and odd "
-            "numbers are"
-        )
-    supported_values = {
-        "relative_attention": True,
+    if not reader.boolean("relative_attention"):
+        raise reader.error("relative_attention False is not supported, only True is")
+    supported_sizes = {
         "type_vocab_size": 0,
         "conv_groups": 1,
         "pooler_hidden_size": hidden_size,
         "attention_head_size": hidden_size // num_heads,
     }
-    # A missing relative_attention means False; the other fields default to the supported value.
-    fields = {**supported_values, "relative_attention": False, **config}
-    for name, value in supported_values.items():
-        if fields[name] != value:
-            raise UserError(
-                f"config.json: {name} {fields[name]!r} is not supported, only {value!r} is"
-            )
-    _refuse_unknown_names(config, has_convolution=kernel_size > 0)
-    refuse_quantization(config)
-
-
-def _refuse_unknown_names(config: dict[str, Any], has_convolution: bool) -> None:
-    """Raise `UserError` for an unknown activation, attention term or normalization."""
-    activations = ["hidden_act", "pooler_hidden_act"]
-    if has_convolution:
-        activations.append("conv_act")
-    for name in activations:
-        if config.get(name, "gelu") not in ACTIVATIONS:
-            raise UserError(
-                f"config.json: {name} {config[name]!r} is not supported, only "
-                f"{', '.join(ACTIVATIONS)} are"
-            )
-    for name, known in (("pos_att_type", ("c2p", "p2c")), ("norm_rel_ebd", ("layer_norm",))):
-        unknown = [part for part in _split_list(config.get(name)) if part not in known]
-        if unknown:
-            raise UserError(
-                f"config.json: {name} {'|'.join(unknown)!r} is not supported, only "
-                f"{', '.join(known)} and none are"
-            )
+    for name, supported in supported_sizes.items():
+        size = reader.optional_integer(name, minimum=0, nullable=False)
+        if size is not None and size != supported:
+            raise reader.error(f"{name} {size} is not supported, only {supported} is")

@@ -31,6 +31,7 @@ class Family:
       bias_fields: Boolean fields of config.json, `False` by default, and the biases of
         `Architecture` that each one turns on.
       defaults: Values that transformers uses for fields missing from config.json.
+      nullable: Sizes and numbers of config.json that transformers accepts as null.
       sliding_windows: Which layers have a sliding window. "none": no layer; "all": every layer, if
         config.json has a `sliding_window`; "last": the layers from `max_window_layers` on, if
         `use_sliding_window` is set; "pattern": all layers except every n-th.
@@ -56,6 +57,7 @@ class Family:
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
     bias_fields: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    nullable: frozenset[str] = frozenset()
     sliding_windows: str = "none"
     window_period: int = 1
     window_period_field: str = ""
@@ -68,6 +70,10 @@ class Family:
     fused_projections: Mapping[tuple[str, ...], str] = dataclasses.field(default_factory=dict)
     module_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Add the defaults that all families share."""
+        object.__setattr__(self, "defaults", {"rms_norm_eps": 1e-6, **self.defaults})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +118,7 @@ _GEMMA_2_FIELDS = {
     "attn_logit_softcapping": "attention_softcap",
     "final_logit_softcapping": "logit_softcap",
 }
+_SOFTCAPS = frozenset({"attn_logit_softcapping", "final_logit_softcapping"})
 
 # Family of the models that are created from scratch.
 CREATED_FAMILY = "llama"
@@ -121,11 +128,13 @@ FAMILIES = {
         class_prefix="Llama",
         bias_fields=_ATTENTION_BIAS | {"mlp_bias": ("mlp_bias",)},
         defaults={"max_position_embeddings": 2048},
+        nullable=frozenset({"num_key_value_heads", "head_dim"}),
     ),
     "qwen2": Family(
         class_prefix="Qwen2",
         fixed={"qkv_bias": True},
         defaults=_QWEN_DEFAULTS,
+        nullable=frozenset({"num_key_value_heads"}),
         sliding_windows="last",
     ),
     "qwen3": Family(
@@ -133,6 +142,7 @@ FAMILIES = {
         fixed={"qk_norm": True},
         bias_fields=_ATTENTION_BIAS,
         defaults=_QWEN_DEFAULTS | {"head_dim": 128},
+        nullable=frozenset({"num_key_value_heads"}),
         sliding_windows="last",
     ),
     "mistral": Family(
@@ -142,6 +152,7 @@ FAMILIES = {
             "sliding_window": 4096,
             "max_position_embeddings": 131_072,
         },
+        nullable=frozenset({"head_dim"}),
         sliding_windows="all",
     ),
     "phi3": Family(
@@ -151,6 +162,7 @@ FAMILIES = {
             "max_position_embeddings": 4096,
             "original_max_position_embeddings": 4096,
         },
+        nullable=frozenset({"num_key_value_heads"}),
         sliding_windows="all",
         rope_aliases={"su": "longrope", "yarn": "longrope"},
         rope_length_outside=True,
@@ -176,6 +188,7 @@ FAMILIES = {
         bias_fields=_ATTENTION_BIAS,
         defaults=_GEMMA_2_DEFAULTS
         | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        nullable=_SOFTCAPS,
         sliding_windows="pattern",
         window_period=2,
         activation_fields=("hidden_activation", "hidden_act"),
@@ -188,6 +201,7 @@ FAMILIES = {
         fields=_GEMMA_2_FIELDS,
         bias_fields=_ATTENTION_BIAS,
         defaults=_GEMMA_2_DEFAULTS | {"max_position_embeddings": 131_072},
+        nullable=_SOFTCAPS,
         sliding_windows="pattern",
         window_period=6,
         window_period_field="sliding_window_pattern",

@@ -19,6 +19,12 @@ HUB_FILES = [
     "merges*",
     "*.jinja",
 ]
+TEMPLATE_SUFFIX = ".jinja"
+# Files in folders of a repository, such as other formats of the weights, are left out unless they
+# are chat templates: one pattern for each character in which the end of a name can differ.
+IGNORED_HUB_FILES = [
+    f"*/*[!{character}]{TEMPLATE_SUFFIX[i + 1 :]}" for i, character in enumerate(TEMPLATE_SUFFIX)
+]
 
 
 def resolve_model_folder(
@@ -55,7 +61,7 @@ def resolve_model_folder(
     name, revision = hub.split_revision(path)
     command = f"hf download {name} --revision {revision} --local-dir {name.rpartition('/')[2]}"
     try:
-        return hub.download_snapshot(path, HUB_FILES, what, ignore=["*/*"])[0]
+        return hub.download_snapshot(path, HUB_FILES, what, ignore=IGNORED_HUB_FILES)[0]
     except hub.HubError as error:
         raise UserError(
             f"{problem}there is no such folder, and {error.reason}. Either {remedy}; or get one, "

@@ -45,7 +45,9 @@ def read_architecture(folder: str | Path) -> Architecture:
         architecture = dataclasses.replace(architecture, tied=False)
     weight_files(Path(folder))
     generation_file = Path(folder) / "generation_config.json"
-    more = read_eos_ids(read_json_object(generation_file)) if generation_file.exists() else ()
+    more: tuple[int, ...] = ()
+    if generation_file.exists():
+        more = read_eos_ids(read_json_object(generation_file), str(generation_file))
     eos_ids = tuple(dict.fromkeys([*architecture.eos_ids, *more]))
     return dataclasses.replace(architecture, eos_ids=eos_ids)
 
@@ -60,7 +62,7 @@ def read_reward_architecture(folder: str | Path) -> Architecture | DebertaArchit
         with one label.
     """
     config = _read_config(folder)
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     architecture: Architecture | DebertaArchitecture
     if kind in ENCODERS:
         architecture = ENCODERS[kind].from_hf_config(config)

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf import tensors
-from jax_ppo.models.hf.config import to_hf_config
+from jax_ppo.models.hf.config import to_hf_config, update_hf_config
 from jax_ppo.models.hf.files import (
     INDEX_FILE,
     SAFETENSORS_DTYPES,
@@ -38,6 +38,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "*.model",
     "chat_template*",
+    "additional_chat_templates/*.jinja",
 )
 GIB = 1024**3
 
@@ -100,7 +101,8 @@ def export_checkpoint(
       architecture: Their architecture.
       folder: The folder; an earlier export in it is replaced.
       dtype: Type of the weights in the files, "float32" or "bfloat16".
-      source_folder: Folder whose tokenizer files and generation defaults are copied.
+      source_folder: Folder of the checkpoint that the model started from. Its tokenizer files and
+        generation defaults are copied, and the fields of config.json that need not change.
       tokenizer_folder: Folder whose tokenizer files are copied instead, if it differs.
       max_shard_bytes: Maximum size of a weight file, unless a single tensor is larger.
       adapters: Adapters to merge into `params` during the export, one tensor at a time.
@@ -120,7 +122,9 @@ def export_checkpoint(
         arrays |= _merged_kernels(arrays, adapters, architecture, lora)
     with atomic_folder(Path(folder), "config.json", "model*.safetensors") as temporary:
         if temporary:
-            write_json(temporary / "config.json", to_hf_config(architecture, dtype, head))
+            write_json(
+                temporary / "config.json", _model_config(architecture, dtype, head, source_folder)
+            )
             write_json(
                 temporary / "generation_config.json",
                 _generation_config(architecture, source_folder),
@@ -190,6 +194,16 @@ def _merged_kernels(
     return merged
 
 
+def _model_config(
+    architecture: Architecture, dtype: str, head: str, source_folder: str | Path | None
+) -> dict[str, Any]:
+    """Return the contents of config.json, with the source's fields that need not change."""
+    source = None if source_folder is None else Path(source_folder) / "config.json"
+    if source is None or not source.exists():
+        return to_hf_config(architecture, dtype, head)
+    return update_hf_config(read_json_object(source), architecture, dtype, head)
+
+
 def _generation_config(
     architecture: Architecture, source_folder: str | Path | None
 ) -> dict[str, Any]:
@@ -211,7 +225,9 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
     for pattern in TOKENIZER_FILES:
         for file in source.glob(pattern):
             if file.is_file():
-                shutil.copyfile(file, target / file.name)  # follows the links of the hub's cache
+                copy = target / file.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)  # follows the links of the hub's cache
 
 
 def write_weights(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jax_ppo.errors import UserError
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.config import to_hf_config
@@ -141,4 +142,7 @@ def test_a_new_familys_own_words_are_read(monkeypatch):
     assert architecture.activation == "silu" and architecture.logit_softcap == 3.0
     assert architecture.qkv_bias and not architecture.output_bias
     assert (architecture.head_dim, architecture.max_position_embeddings) == (8, 64)
-    assert from_hf_config(CONFIG | {"gate_function": None}).activation == "gelu_pytorch_tanh"
+    without = {name: value for name, value in CONFIG.items() if name != "gate_function"}
+    assert from_hf_config(without).activation == "gelu_pytorch_tanh"
+    with pytest.raises(UserError, match="gate_function must be a string, it is None"):
+        from_hf_config(CONFIG | {"gate_function": None})

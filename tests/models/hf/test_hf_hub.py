@@ -21,6 +21,8 @@ FILES = {
     "tokenizer.json": b"{}",
     "pytorch_model.bin": b"pickle",
     "onnx/model.safetensors": b"another",
+    "other/config.json": b"{}",
+    "additional_chat_templates/rag.jinja": b"template",
 }
 
 
@@ -124,7 +126,9 @@ def test_a_folder_is_taken_as_it_is(tmp_path, offline, monkeypatch):
 
 def test_a_hub_name_is_fetched_once_without_pickles_and_subfolders(online, monkeypatch):
     folder = resolve_model_folder("ada/tiny")
-    assert {path.name for path in folder.iterdir()} == {
+    files = (path for path in folder.rglob("*") if not path.is_dir())
+    assert {path.relative_to(folder).as_posix() for path in files} == {
+        "additional_chat_templates/rag.jinja",
         "config.json",
         "model.safetensors",
         "tokenizer.json",

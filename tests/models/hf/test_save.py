@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from jax_ppo.models.hf.config import to_hf_config
 from jax_ppo.models.hf.save import export_checkpoint
 
 
@@ -214,3 +215,107 @@ def test_wrong_parameters_are_refused(tmp_path):
     with pytest.raises(ValueError, match="dtype='float16': expected one of 'float32', 'bfloat16'"):
         export_checkpoint(params, architecture, tmp_path / "out", dtype="float16")
     assert not (tmp_path / "out").exists()
+
+
+# Fields of a source's config.json that the model does not depend on.
+KEPT = {
+    "initializer_range": 0.123,
+    "attention_dropout": 0.25,
+    "transformers_version": "4.44.0",
+    "use_cache": False,
+    "torch_dtype": "float16",
+    "_name_or_path": "somewhere",
+    "task_specific_params": {"x": [1]},
+}
+
+
+def edit_config(folder, add=(), remove=()):
+    """Change the fields of a folder's config.json and return its contents."""
+    config = json.loads((folder / "config.json").read_text())
+    config = {name: value for name, value in config.items() if name not in remove} | dict(add)
+    (folder / "config.json").write_text(json.dumps(config))
+    return config
+
+
+def test_an_export_keeps_the_fields_that_it_need_not_change(tmp_path):
+    reference.save(tmp_path / "source", rope_parameters={"rope_type": "linear", "factor": 2.0})
+    code = {"auto_map": {"AutoConfig": "own.Config"}}  # the export has no file of code
+    source = edit_config(tmp_path / "source", KEPT | code, remove=["dtype", "rope_parameters"])
+    source = edit_config(
+        tmp_path / "source", {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2}}
+    )
+    architecture, params = reference.load(tmp_path / "source")
+    export_checkpoint(params, architecture, tmp_path / "out", source_folder=tmp_path / "source")
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    del source["auto_map"]
+    assert written == source | {"torch_dtype": "float32"}
+    ids = reference.tokens()
+    np.testing.assert_array_equal(
+        reference.their_logits(reference.reload(tmp_path / "out"), ids),
+        reference.their_logits(reference.reload(tmp_path / "source"), ids),
+    )
+
+
+def test_a_critic_keeps_them_too_and_becomes_a_classifier(tmp_path):
+    reference.save(tmp_path / "source")
+    labels = {"num_labels": 2, "problem_type": "single_label_classification"}
+    source = edit_config(tmp_path / "source", KEPT | labels)
+    architecture, params = reference.load(tmp_path / "source", "scalar")
+    export_checkpoint(params, architecture, tmp_path / "out", source_folder=tmp_path / "source")
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    for name in labels:
+        del source[name]
+    assert written == source | {
+        "architectures": ["LlamaForSequenceClassification"],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+        "dtype": "float32",
+        "torch_dtype": "float32",
+    }
+    theirs = reference.reload(tmp_path / "out", task="SequenceClassification")
+    assert theirs.config.num_labels == 1
+
+
+def test_the_configuration_of_another_model_is_not_kept(tmp_path):
+    """A model that is made from scratch has only its tokenizer from the source folder."""
+    reference.save(tmp_path / "source")
+    architecture, params = reference.load(tmp_path / "source")
+    expected = to_hf_config(architecture)
+    for change in ({"rms_norm_eps": 0.5}, {"model_type": "qwen2"}, {"unknown": 1}):
+        source = edit_config(tmp_path / "source")
+        edit_config(tmp_path / "source", change)
+        export_checkpoint(params, architecture, tmp_path / "out", source_folder=tmp_path / "source")
+        assert json.loads((tmp_path / "out/config.json").read_text()) == expected
+        edit_config(tmp_path / "source", source, remove=change)
+
+
+@pytest.mark.parametrize("has_source", [True, False])
+def test_a_gemma_3_without_local_layers_can_be_exported(tmp_path, has_source):
+    """transformers needs a number for the window, although no layer uses it."""
+    source = tmp_path / "source"
+    model = reference.save(
+        source, "gemma3_text", layer_types=["full_attention"] * 2, head_dim=16, sliding_window=7
+    )
+    architecture, params = reference.load(source)
+    assert architecture.sliding_window is None
+    export_checkpoint(
+        params, architecture, tmp_path / "out", source_folder=source if has_source else None
+    )
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["sliding_window"] == (7 if has_source else 4096)
+    ids = reference.tokens()
+    np.testing.assert_array_equal(
+        reference.their_logits(reference.reload(tmp_path / "out"), ids),
+        reference.their_logits(model, ids),
+    )
+
+
+def test_additional_chat_templates_come_along(tmp_path):
+    reference.save(tmp_path / "source")
+    templates = tmp_path / "source/additional_chat_templates"
+    templates.mkdir()
+    (templates / "rag.jinja").write_text("{{ messages }}")
+    architecture, params = reference.load(tmp_path / "source")
+    export_checkpoint(params, architecture, tmp_path / "out", source_folder=tmp_path / "source")
+    copy = tmp_path / "out/additional_chat_templates/rag.jinja"
+    assert copy.read_text() == "{{ messages }}"

@@ -1,0 +1,270 @@
+"""Typed access to the fields of config.json.
+
+Every field is either read here, with a type and a range, or listed as having no influence on what
+the model computes. Any other field is refused, because it might change the numbers.
+"""
+
+import difflib
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jax_ppo.errors import UserError
+from jax_ppo.models.hf.json_files import quote_value
+
+Config = dict[str, Any]
+
+MAX_SIZE = 2**31 - 1
+# Far more than any model has. Names of tensors are listed per layer, so a limit is needed.
+MAX_LAYERS = 10_000
+
+# Fields of all families that do not change the scores, of transformers 4 and 5 and other programs.
+HARMLESS_FIELDS = frozenset(
+    """
+    _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path
+    _sliding_window_pattern architectures attn_implementation auto_map begin_suppress_tokens
+    cache_implementation chunk_size_feed_forward dtype finetuning_task gradient_checkpointing
+    hidden_act hidden_activation id2label initializer_range is_decoder is_llama_config label2id
+    max_sequence_length max_window_layers model_max_length name_or_path num_labels
+    output_attentions output_hidden_states output_past prefix pretraining_tp problem_type
+    return_dict sliding_window_pattern sliding_window_size task_specific_params tf_legacy_loss
+    tokenizer_class torch_dtype torchscript transformers.js_config transformers_version
+    unsloth_fixed unsloth_version use_bfloat16 use_cache use_flash_attention_2
+
+    attention_dropout attention_probs_dropout_prob classifier_dropout cls_dropout embd_pdrop
+    hidden_dropout hidden_dropout_prob mlp_dropout pooler_dropout resid_pdrop
+    summary_last_dropout
+
+    cls_token_id decoder_start_token_id mask_token_id sep_token_id unk_token_id
+
+    bad_words_ids diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
+    encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty
+    forced_bos_token_id forced_eos_token_id length_penalty max_length max_new_tokens min_length
+    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores
+    remove_invalid_values repetition_penalty return_dict_in_generate suppress_tokens temperature
+    top_k top_p typical_p
+    """.split()
+)
+
+# Fields that no family reads, with the values that do not change the scores.
+NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "attention_bias": (False,),
+    "attention_chunk_size": (None,),
+    "cross_attention_hidden_size": (None,),
+    "is_causal": (True,),
+    "is_encoder_decoder": (False,),
+    "lm_head_bias": (False,),
+    "mlp_bias": (False,),
+    "per_layer_config": (None,),
+    "pruned_heads": ({}, None),
+    "quantization_config": (None, {}),
+    "rope_interleaved": (False,),
+    "sliding_window": (None,),
+    "tie_encoder_decoder": (False,),
+    "use_mrope": (False, None),
+}
+
+
+class ConfigReader:
+    """Reads fields of config.json and remembers which ones.
+
+    A field that is missing has its default. null is accepted only where a method says so, because
+    it does not mean "the default" in transformers.
+    """
+
+    def __init__(
+        self,
+        values: Config,
+        defaults: Mapping[str, Any] | None = None,
+        where: str = "config.json: ",
+    ) -> None:
+        """Start to read.
+
+        Args:
+          values: The fields.
+          defaults: Values of fields that are missing.
+          where: Precedes the name of a field in error messages.
+        """
+        self._values = values
+        self._defaults = defaults or {}
+        self._where = where
+        self._read: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def is_string(self, name: str) -> bool:
+        """Return whether a field holds a string."""
+        return isinstance(self._values.get(name), str)
+
+    def error(self, message: str) -> UserError:
+        """Return an error about these fields."""
+        return UserError(self._where + message)
+
+    def integer(self, name: str, minimum: int = 1, maximum: int = MAX_SIZE) -> int:
+        """Return a required whole number."""
+        value = self._get(name)
+        self._validate_integer(name, value, minimum, maximum)
+        return value
+
+    def optional_integer(
+        self, name: str, minimum: int = 1, maximum: int = MAX_SIZE, nullable: bool = True
+    ) -> int | None:
+        """Return a whole number, or `None` if it is missing or, if `nullable`, null."""
+        value = self._get(name)
+        if value is None and (nullable or name not in self._values):
+            return None
+        self._validate_integer(name, value, minimum, maximum)
+        return value
+
+    def token_id(self, name: str, maximum: int = MAX_SIZE) -> int | None:
+        """Return a token id; `None` for null and for -1, which some files use instead."""
+        value = self.optional_integer(name, minimum=-1, maximum=maximum)
+        return None if value == -1 else value
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """Return token ids, which may be one number, a list or null."""
+        value = self._get(name)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        for token in ids:
+            if type(token) is not int or not -1 <= token <= MAX_SIZE:
+                raise self._mismatch(name, "a token id or a list of them", value)
+        return tuple(token for token in ids if token >= 0)
+
+    def number(self, name: str, above: float = 0.0) -> float:
+        """Return a required finite number greater than `above`."""
+        value = self._get(name)
+        self._validate_number(name, value, above)
+        return value
+
+    def fraction(self, name: str, default: float | None = None) -> float:
+        """Return a number between 0 and 1, exclusive."""
+        value = self._get(name, default)
+        self._validate_number(name, value, 0)
+        if value >= 1:
+            raise self._mismatch(name, "a number less than 1", value)
+        return value
+
+    def optional_number(self, name: str, above: float = 0.0, nullable: bool = True) -> float | None:
+        """Return a finite number, or `None` if it is missing or, if `nullable`, null."""
+        value = self._get(name)
+        if value is None and (nullable or name not in self._values):
+            return None
+        self._validate_number(name, value, above)
+        return value
+
+    def boolean(self, name: str, default: bool = False, nullable: bool = False) -> bool:
+        """Return true or false; if `nullable`, null is false."""
+        value = self._get(name, default)
+        if value is None and nullable:
+            return False
+        if not isinstance(value, bool):
+            raise self._mismatch(name, "true or false", value)
+        return value
+
+    def string(self, name: str, default: str | None = None) -> str:
+        """Return a string."""
+        value = self._get(name, default)
+        if not isinstance(value, str):
+            raise self._mismatch(name, "a string", value)
+        return value
+
+    def strings(self, name: str) -> list[str] | None:
+        """Return a list of strings, or `None` if it is missing or null."""
+        value = self._get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._mismatch(name, "a list of strings", value)
+        return value
+
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """Return a list of `count` positive numbers."""
+        value = self._get(name)
+        if not isinstance(value, list) or len(value) != count or not all(map(_is_number, value)):
+            raise self._mismatch(name, f"a list of {count} numbers", value)
+        if min(value) <= 0:
+            raise self._mismatch(name, f"a list of {count} numbers greater than 0", value)
+        return tuple(value)
+
+    def table(self, name: str) -> Config:
+        """Return an object; a missing one and null are empty."""
+        value = self._get(name)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise self._mismatch(name, "an object", value)
+        return value
+
+    def refuse_unread(self, harmless: Collection[str] = HARMLESS_FIELDS) -> None:
+        """Raise `UserError` for a field that was not read and might change the numbers.
+
+        Args:
+          harmless: Fields that do not.
+        """
+        unknown = []
+        for name in self._values.keys() - self._read - set(harmless):
+            if name not in NEUTRAL_VALUES:
+                unknown.append(name)
+                continue
+            value = self._values[name]
+            neutral = NEUTRAL_VALUES[name]
+            if not any(type(value) is type(other) and value == other for other in neutral):
+                raise self.error(
+                    f"{name} {quote_value(value)} is not supported, only {neutral[0]!r} is"
+                )
+        if unknown:
+            first = min(unknown)
+            nearest = difflib.get_close_matches(first, self._read, n=1)
+            hint = f"; the nearest known field is {nearest[0]}" if nearest else ""
+            raise self.error(
+                f"{quote_value(first)[1:-1]} is an unknown field, which might change what the "
+                f"model computes: remove it if it does not{hint}"
+            )
+
+    def _get(self, name: str, default: Any = None) -> Any:
+        self._read.add(name)
+        if name in self._values:
+            return self._values[name]
+        return self._defaults.get(name, default)
+
+    def _validate_integer(self, name: str, value: Any, minimum: int, maximum: int) -> None:
+        # bool is a subclass of int.
+        if type(value) is not int:
+            raise self._mismatch(name, "a whole number", value)
+        if not minimum <= value <= maximum:
+            raise self._mismatch(name, f"a whole number from {minimum} to {maximum}", value)
+
+    def _validate_number(self, name: str, value: Any, above: float) -> None:
+        if not _is_number(value):
+            raise self._mismatch(name, "a finite number", value)
+        if value <= above:
+            raise self._mismatch(name, f"a number greater than {above:g}", value)
+
+    def _mismatch(self, name: str, expected: str, value: Any) -> UserError:
+        if name not in self._values:
+            return self.error(f"{name} must be {expected}, it is missing")
+        return self.error(f"{name} must be {expected}, it is {quote_value(value)}")
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is an integer or a float that is neither infinite nor NaN."""
+    if type(value) is int:
+        return abs(value) <= MAX_SIZE
+    return type(value) is float and math.isfinite(value)
+
+
+def require_divisor(name: str, divisor: int, total_name: str, total: int) -> None:
+    """Raise `UserError` unless one size of config.json divides another."""
+    if total % divisor:
+        raise UserError(f"config.json: {name}={divisor} must divide {total_name}={total}")
+
+
+def refuse_quantization(config: Config) -> None:
+    """Raise `UserError` for a quantized checkpoint."""
+    if config.get("quantization_config"):
+        raise UserError(
+            "config.json: quantization_config is not supported; use a checkpoint in float32 or "
+            "bfloat16"
+        )

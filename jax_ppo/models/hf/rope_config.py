@@ -1,0 +1,201 @@
+"""Rotary parameters of config.json, in the spellings of transformers 4 and 5."""
+
+from typing import Any
+
+from jax_ppo.models.architecture import ROPE_KINDS, Architecture
+from jax_ppo.models.hf.families import Family
+from jax_ppo.models.hf.fields import Config, ConfigReader
+from jax_ppo.models.hf.json_files import quote_value
+
+FULL, LOCAL = "full_attention", "sliding_attention"
+# Kinds of rotary embeddings that depend on the sequence length of pretraining.
+ROPE_KINDS_WITH_LENGTH = ("yarn", "llama3", "longrope")
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+# Optional numbers of each kind, besides the required ones of `ROPE_KINDS`.
+OPTIONAL_NUMBERS: dict[str, tuple[str, ...]] = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    "longrope": ("attention_factor", "factor"),
+}
+LISTS = ("short_factor", "long_factor")
+# Entries that transformers ignores.
+HARMLESS_ENTRIES = ("finetuned",)
+DEFAULT_THETA, DEFAULT_THETA_OF_TWO, DEFAULT_LOCAL_THETA = 10_000.0, 1_000_000.0, 10_000.0
+
+RopeScaling = tuple[tuple[str, Any], ...]
+
+
+def read_rope(
+    reader: ConfigReader, family: Family, head_dim: int
+) -> tuple[float, RopeScaling, float | None]:
+    """Return `rope_theta`, `rope_scaling` and `local_rope_theta` of `Architecture`.
+
+    transformers 5 writes `rope_parameters`. `rope_scaling` is transformers 4's name; where a file
+    has both, transformers 5 uses `rope_scaling`, so they must agree.
+    """
+    parameters = reader.table("rope_parameters")
+    scaling = reader.table("rope_scaling")
+    if family.rope_by_layer_type:
+        return _read_two_ropes(reader, family, parameters, scaling, head_dim)
+    for table in (parameters, scaling):
+        nested = [name for name, value in table.items() if isinstance(value, dict)]
+        if nested:
+            raise reader.error(
+                f"rope_parameters for each layer type ({', '.join(nested)}) are not supported"
+            )
+    rope = _OneRope(reader, family, head_dim, "rope_theta", DEFAULT_THETA)
+    theta, values = rope.read(parameters, "rope_parameters")
+    if scaling:
+        other = rope.read(scaling, "rope_scaling")
+        if parameters and other != (theta, values):
+            raise _disagreement(reader)
+        theta, values = other
+    return theta, values, None
+
+
+def _disagreement(reader: ConfigReader) -> Exception:
+    return reader.error(
+        "rope_scaling and rope_parameters differ: keep the one that is meant (transformers 5 "
+        "writes rope_parameters, but prefers rope_scaling) and remove the other"
+    )
+
+
+def _read_two_ropes(
+    reader: ConfigReader, family: Family, parameters: Config, scaling: Config, head_dim: int
+) -> tuple[float, RopeScaling, float]:
+    """Read the rotary parameters of a family whose local layers have their own.
+
+    transformers 5 stores both by layer type. Before, `rope_scaling` described the other layers
+    and `rope_local_base_freq` the local ones.
+    """
+    if parameters.keys() - {FULL, LOCAL}:
+        raise reader.error(
+            f"rope_parameters of model_type {reader.string('model_type')!r} must name layer types, "
+            f"{FULL} and {LOCAL}, they are {quote_value(parameters)}"
+        )
+    tables = ConfigReader(parameters, where="config.json: rope_parameters.")
+    full = tables.table(FULL)
+    local = tables.table(LOCAL)
+    other_rope = _OneRope(reader, family, head_dim, "rope_theta", DEFAULT_THETA_OF_TWO)
+    theta, values = other_rope.read(full, f"rope_parameters.{FULL}")
+    if scaling:
+        if "type" in scaling:
+            raise reader.error(
+                "rope_scaling: type is not supported, only its new name rope_type is"
+            )
+        # transformers 5 adds the entries of one to the other.
+        merged = other_rope.read(full | scaling, "rope_scaling")
+        if full and merged != (theta, values):
+            raise _disagreement(reader)
+        theta, values = merged
+    local_rope = _OneRope(reader, family, head_dim, "rope_local_base_freq", DEFAULT_LOCAL_THETA)
+    local_theta, local_values = local_rope.read(local, f"rope_parameters.{LOCAL}")
+    local_kind = dict(local_values)["rope_type"]
+    if local_kind != "default":
+        raise reader.error(
+            f"rope_parameters of {LOCAL} with rope_type {local_kind!r} are not supported, only "
+            "'default' is"
+        )
+    return theta, values, local_theta
+
+
+class _OneRope:
+    """Reads the parameters of one kind of rotary embedding."""
+
+    def __init__(
+        self,
+        reader: ConfigReader,
+        family: Family,
+        head_dim: int,
+        theta_field: str,
+        default_theta: float,
+    ) -> None:
+        self._reader = reader
+        self._family = family
+        self._head_dim = head_dim
+        self._theta_field = theta_field
+        self._theta = reader.optional_number(theta_field, above=1, nullable=False)
+        self._default_theta = default_theta
+        self._max_length = reader.integer("max_position_embeddings")
+        self._original_length: int | None = None
+        # Where layer types have parameters of their own, transformers ignores this field.
+        if not family.rope_by_layer_type:
+            self._original_length = reader.optional_integer(ORIGINAL_LENGTH, nullable=False)
+
+    def read(self, table: Config, name: str) -> tuple[float, RopeScaling]:
+        """Return the base and the other parameters, sorted by name.
+
+        Args:
+          table: The parameters; empty: the default ones.
+          name: Name of the table in config.json.
+        """
+        entries = ConfigReader(table, where=f"config.json: {name}.")
+        kind = self._read_kind(entries)
+        values: dict[str, Any] = {"rope_type": kind}
+        for entry in ROPE_KINDS[kind]:
+            if table.get(entry) is None:
+                raise self._reader.error(f"rope_type {kind!r} needs {entry}")
+            if entry in LISTS:
+                values[entry] = entries.numbers(entry, self._head_dim // 2)
+            else:
+                values[entry] = entries.number(entry)
+        for entry in OPTIONAL_NUMBERS.get(kind, ()):
+            if (number := entries.optional_number(entry)) is not None:
+                values[entry] = number
+        if kind == "yarn" and "truncate" in entries:
+            values["truncate"] = entries.boolean("truncate")
+        if kind == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
+            raise self._reader.error(
+                f"{name}: high_freq_factor must be greater than low_freq_factor"
+            )
+        original_length = entries.optional_integer(ORIGINAL_LENGTH, nullable=False)
+        if kind in ROPE_KINDS_WITH_LENGTH:
+            # The order of transformers: outside the parameters, among them, or the whole length.
+            values[ORIGINAL_LENGTH] = self._original_length or original_length or self._max_length
+        theta = self._read_theta(entries, name)
+        entries.refuse_unread(HARMLESS_ENTRIES)
+        return theta, tuple(sorted(values.items()))
+
+    def _read_kind(self, entries: ConfigReader) -> str:
+        older = entries.string("type", "default")
+        kind = entries.string("rope_type", older)
+        kind = self._family.rope_aliases.get(kind, kind)
+        if kind not in ROPE_KINDS:
+            raise self._reader.error(
+                f"rope_type {quote_value(kind)} is not supported, only {', '.join(ROPE_KINDS)} are"
+            )
+        for fields in (self._reader, entries):
+            if fields.optional_number("partial_rotary_factor", nullable=False) not in (None, 1):
+                raise self._reader.error("partial_rotary_factor is not supported, only 1 is")
+        return kind
+
+    def _read_theta(self, entries: ConfigReader, name: str) -> float:
+        """Return the base, which may be stored among the parameters or outside."""
+        inner = entries.optional_number("rope_theta", above=1, nullable=False)
+        if inner is not None and self._theta is not None and inner != self._theta:
+            raise self._reader.error(
+                f"{self._theta_field}={self._theta} and {name}.rope_theta={inner} differ: keep the "
+                "one that is meant and remove the other"
+            )
+        return float(inner or self._theta or self._default_theta)
+
+
+def write_rope(a: Architecture, family: Family) -> Config:
+    """Return the rotary parameters in the spellings of transformers 4 and 5."""
+    rope = {name: list(v) if isinstance(v, tuple) else v for name, v in a.rope_scaling}
+    config: Config = {
+        "rope_parameters": {**rope, "rope_theta": a.rope_theta},
+        # transformers 4 reads the next two fields.
+        "rope_theta": a.rope_theta,
+        "rope_scaling": None if rope["rope_type"] == "default" else rope,
+    }
+    if family.rope_length_outside and ORIGINAL_LENGTH in rope:
+        config[ORIGINAL_LENGTH] = rope.pop(ORIGINAL_LENGTH)
+        # transformers 4 accepts no further field in rope_scaling.
+        config["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
+    if a.local_rope_theta is not None:
+        config["rope_local_base_freq"] = a.local_rope_theta
+        config["rope_parameters"] = {
+            FULL: config["rope_parameters"],
+            LOCAL: {"rope_type": "default", "rope_theta": a.local_rope_theta},
+        }
+    return config

@@ -1,0 +1,128 @@
+"""Each field of config.json: transformers' logits, or a refusal in one line, and nothing else."""
+
+import warnings
+
+import config_sweep
+import hf_reference as reference
+import pytest
+
+from jax_ppo.models.hf.config import from_hf_config
+from jax_ppo.models.hf.families import FAMILIES
+from jax_ppo.models.hf.fields import HARMLESS_FIELDS
+
+GEMMA = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 9,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "truncate": True,
+}
+MODELS = {
+    "llama": {"head_dim": 8},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3": {"head_dim": 16, "rope_parameters": YARN},
+    "mistral": {"sliding_window": 5},
+    "phi3": {
+        "max_position_embeddings": 256,
+        "original_max_position_embeddings": 64,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1, 1.1, 1.3, 1.7],
+            "long_factor": [1, 2, 3, 4],
+        },
+    },
+    "gemma": {"head_dim": 16},
+    "gemma2": GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5},
+    "gemma3_text": GEMMA
+    | {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+        }
+    },
+}
+# Fields that a configuration may get by hand or from another program.
+ADDED = {
+    "attention_bias": [False, True],
+    "attention_chunk_size": [None, 4],
+    "head_dim": [8, 16, 7, None],
+    "is_causal": [True, False, None, "false"],
+    "layer_types": [["full_attention"] * 2, ["sliding_attention"] * 2, ["full_attention"], []],
+    "max_window_layers": [0, 1, 5],
+    "mlp_bias": [False, True],
+    "num_key_value_head": [2],
+    "original_max_position_embeddings": [8, 64],
+    "partial_rotary_factor": [1, 1.0, 0.5, None],
+    "per_layer_config": [None, {"0": {"num_attention_heads": 2}}],
+    "rope_local_base_freq": [10_000.0, 50.0],
+    "rope_parameters": [{"rope_type": "default", "rope_theta": 300.0}, {"rope_theta": 300.0}],
+    "rope_scaling": [
+        None,
+        {},
+        {"type": "linear", "factor": 2.0},
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {k: v for k, v in YARN.items() if k != "rope_theta"},
+        {"rope_type": "yarn", "factor": 2.0, "finetuned": True},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"full_attention": {"rope_type": "linear", "factor": 2.0}},
+    ],
+    "rope_theta": [10_000.0, 10_000, 300.0, None],
+    "sliding_window": [None, 5],
+    "sliding_window_pattern": [2, 6],
+    "use_bidirectional_attention": [None, False, True],
+    "use_sliding_window": [False, True],
+}
+UNUSED_VALUES = [None, True, False, 0, 3, 0.5, "x", [], {}]
+
+
+@pytest.fixture
+def make_sweep(tmp_path):
+    """Return a function that makes the sweep of a family."""
+    ids = reference.tokens(rows=1, length=12)
+
+    def theirs():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = reference.reload(tmp_path)
+            with reference.torch.no_grad():
+                inputs = reference.torch.from_numpy(ids).long()
+                return model(inputs, return_dict=True).logits.numpy()
+
+    def make(family):
+        reference.save(tmp_path, family, **MODELS[family])
+        return config_sweep.Sweep(
+            folder=tmp_path,
+            read=from_hf_config,
+            ours=lambda: reference.our_logits(*reference.load(tmp_path), ids),
+            theirs=theirs,
+            harmless=HARMLESS_FIELDS,
+        )
+
+    return make
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_change_of_a_field_gives_equal_logits_or_a_refusal(family, make_sweep):
+    sweep = make_sweep(family)
+    accepted, refused = sweep.run(config_sweep.change_each_field(sweep.config))
+    assert accepted > 50 and refused > 100
+    accepted, refused = sweep.run(config_sweep.add_fields(sweep.config, ADDED))
+    assert accepted > 10 and refused > 10
+
+
+@pytest.mark.slow
+def test_fields_that_are_not_read_change_nothing_in_transformers_either(make_sweep):
+    sweep = make_sweep("llama")
+    unread = {name: UNUSED_VALUES for name in HARMLESS_FIELDS if name not in sweep.config}
+    accepted, refused = sweep.run(config_sweep.add_fields(sweep.config, unread))
+    assert accepted == len(unread) * len(UNUSED_VALUES) and refused == 0
