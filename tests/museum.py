@@ -377,9 +377,9 @@ MODELS = [
         source="mlxcel#1355: the reader expected `type`, but the file had `rope_type`",
         holds="both spellings are read",
         test="tests/models/test_rope.py::test_transformers_4_spellings",
-        where="_one_rope",
-        old="rope.get('rope_type') or older or 'default'",
-        new="rope.get('rope_type') or 'default'",
+        where="_OneRope._read_kind",
+        old="entries.string('rope_type', older)",
+        new="entries.string('rope_type', 'default')",
     ),
     Exhibit(
         name="rotary_angles_in_bfloat16",
@@ -410,12 +410,9 @@ MODELS = [
             "tests/models/hf/test_hf_logits.py::test_logits_are_those_of_transformers[llama, "
             "wide heads]"
         ),
-        where="from_hf_config",
-        old=(
-            "fields.get('head_dim') or family.defaults.get('head_dim') or "
-            "fields['hidden_size'] // fields['num_attention_heads']"
-        ),
-        new="fields['hidden_size'] // fields['num_attention_heads']",
+        where="_read_head_dim",
+        old="head_dim is None",
+        new="True",
     ),
     Exhibit(
         name="logits_in_bfloat16",
