@@ -15,7 +15,8 @@ class Exhibit:
     Attributes:
       name: the name of the bug, an identifier.
       source: where it was published: an issue or pull request (without the owner if only one such
-        library exists), a paper, or a version in which it was reproduced.
+        library exists), a paper, or a version in which it was reproduced. MUTATION for a change of
+        this project that its tests once did not catch.
       holds: what is true in this project.
       test: pytest id of the test that guards it.
       where: the end of the dotted name of the definition that the bug is put in: a function, class
@@ -1950,6 +1951,109 @@ RUNS = [
     ),
 ]
 
+MUTATION = "a seeded mutation of this project"
+SURVIVORS = [
+    Exhibit(
+        name="a_resumed_run_accepts_another_model",
+        source=MUTATION,
+        holds="a checkpoint's weights are refused if an option of the model has changed",
+        test="tests/training/test_resume.py::test_no_option_of_the_model_may_change",
+        where="Config",
+        old="section(Model, fixed_on_resume=True)",
+        new="section(Model)",
+    ),
+    Exhibit(
+        name="evaluated_accuracy_counts_rows_without_a_right_answer",
+        source=MUTATION,
+        holds="the accuracy of an evaluation is of the rows whose rule defines correctness",
+        test="tests/ppo/test_evaluation.py::test_accuracy_is_of_the_rows_whose_rule_defines_correctness",
+        where="evaluation.evaluate",
+        old="known.mean()",
+        new="np.nan_to_num(all_correct).mean()",
+    ),
+    Exhibit(
+        name="training_accuracy_counts_rows_without_a_right_answer",
+        source=MUTATION,
+        holds="the accuracy of a step is of the rows whose rule defines correctness",
+        test="tests/ppo/test_evaluation.py::test_accuracy_is_of_the_rows_whose_rule_defines_correctness",
+        where="measure_sampling",
+        old="jnp.nanmean(correct_B)",
+        new="jnp.nan_to_num(correct_B).mean()",
+    ),
+    Exhibit(
+        name="the_cosine_schedule_ends_at_zero",
+        source=MUTATION,
+        holds="linear and cosine end at lr x min_lr_ratio",
+        test="tests/training/test_optimizer.py::test_a_schedule_ends_at_its_floor_and_stays_there",
+        where="learning_rate",
+        old="optax.cosine_decay_schedule(options.lr, decay_steps, alpha=options.min_lr_ratio)",
+        new="optax.cosine_decay_schedule(options.lr, decay_steps)",
+    ),
+    Exhibit(
+        name="a_normalized_value_is_bootstrapped_from",
+        source=MUTATION,
+        holds="a value is in units of reward before a return is computed from it",
+        test=f"{TEST_EXPERIENCE}::test_the_value_bootstrapped_from_is_in_units_of_reward",
+        where="critic_values",
+        old="mean + std * final_values",
+        new="final_values",
+    ),
+    Exhibit(
+        name="masked_responses_enter_the_moments_of_returns",
+        source=MUTATION,
+        holds="the moments of returns are of the tokens that are trained on",
+        test=f"{TEST_EXPERIENCE}::test_moments_of_returns_leave_out_masked_responses",
+        where="normalize_returns",
+        old="running_moments.update_moments(moments, estimates.returns, masks.loss)",
+        new="running_moments.update_moments(moments, estimates.returns, masks.actions)",
+    ),
+    Exhibit(
+        name="the_critics_lambda_defaults_to_one",
+        source=MUTATION,
+        holds="without critic_lam the critic's returns have the actor's lambda",
+        test=f"{TEST_EXPERIENCE}::test_the_critics_lambda_is_the_actors_unless_set",
+        where="generalized_advantages",
+        old="algorithm.lam if algorithm.critic_lam is None else algorithm.critic_lam",
+        new="1.0 if algorithm.critic_lam is None else algorithm.critic_lam",
+    ),
+    Exhibit(
+        name="a_pair_is_kept_if_one_side_fits",
+        source=MUTATION,
+        holds="a pair is dropped if either of its responses is too long",
+        test="tests/data/test_responses.py::test_a_pair_is_dropped_if_one_side_is_too_long",
+        where="tokenize_responses",
+        old="max(map(len, ids)) <= max_response_length",
+        new="min(map(len, ids)) <= max_response_length",
+    ),
+    Exhibit(
+        name="the_sum_of_a_response_is_its_largest_token",
+        source=MUTATION,
+        holds="sequence-level ratios and losses use the sum over all tokens of a response",
+        test=f"{TEST_PACKING}::test_sums_over_a_response_stand_at_each_of_its_tokens",
+        where="sample_sums",
+        old="jnp.zeros(samples, values_RxL.dtype).at[rows.samples].add(masked_RxL)",
+        new="jnp.zeros(samples, values_RxL.dtype).at[rows.samples].max(masked_RxL)",
+    ),
+    Exhibit(
+        name="nothing_is_due_after_the_last_step",
+        source=MUTATION,
+        holds="evaluation and checkpoint are due after the last step, whatever their frequency",
+        test="tests/training/test_resume.py::test_everything_is_due_after_the_last_step",
+        where="is_due",
+        old="is_multiple or completed_steps == total_steps",
+        new="is_multiple",
+    ),
+    Exhibit(
+        name="moments_overflow",
+        source=MUTATION,
+        holds="a batch of numbers whose squares overflow does not enter running moments",
+        test="tests/kernels/test_moments.py::test_a_batch_whose_moments_overflow_is_ignored",
+        where="update_moments",
+        old="jnp.isfinite(updated.mean) & jnp.isfinite(updated.m2)",
+        new="jnp.isfinite(updated.mean)",
+    ),
+]
+
 EXHIBITS = [
     *END_OF_RESPONSE,
     *SAMPLING_AND_CACHE,
@@ -1969,4 +2073,5 @@ EXHIBITS = [
     *STOPS,
     *MOMENTS_AND_SHAPING,
     *RUNS,
+    *SURVIVORS,
 ]

@@ -1,5 +1,6 @@
 """Reading, encoding and layout of responses from data files."""
 
+import dataclasses
 import gzip
 import json
 
@@ -201,6 +202,21 @@ def test_long_responses_are_dropped(trained, caplog):
             max_prompt_length=20,
             max_response_length=2,
         )
+
+
+@pytest.mark.parametrize("long_field", responses.PREFERENCE_FIELDS)
+def test_a_pair_is_dropped_if_one_side_is_too_long(trained, caplog, long_field):
+    short = Example("Tom", "x", response=" has 1.", rejected=" has 2.")
+    long = dataclasses.replace(short, **{long_field: " 1" * 50})
+    data = responses.tokenize_responses(
+        [long, short],
+        trained[0],
+        responses.PREFERENCE_FIELDS,
+        max_prompt_length=20,
+        max_response_length=12,
+    )
+    assert data.prompts.examples == (short,) and [len(field) for field in data.responses] == [1, 1]
+    assert "dropped 1 of 2 examples" in caplog.text
 
 
 def test_a_missing_response_is_told():

@@ -55,3 +55,11 @@ def test_no_spread_divides_by_1():
         np.std([0.1] * 21 + [0.2]),
         rtol=1e-4,
     )
+
+
+@pytest.mark.parametrize("broken", [[1.0, np.inf], [1.0, np.nan], [1e30, -1e30], [3e38, 3e38]])
+def test_a_batch_whose_moments_overflow_is_ignored(broken):
+    """The mean of 1e30 and -1e30 is 0, but their squares overflow."""
+    before = update_moments(kernel.empty_moments(), jnp.array([1.0, 3.0]), jnp.ones(2))
+    after = update_moments(before, jnp.array(broken), jnp.ones(2))
+    np.testing.assert_array_equal(after, before)

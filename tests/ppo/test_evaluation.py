@@ -1,12 +1,14 @@
 """Held-out averages: every prompt counts once, and every response is sampled independently."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import tiny
 from jax_ppo.data.prompts import PromptDataset, evaluation_batches
 from jax_ppo.ppo.evaluation import evaluate
+from jax_ppo.ppo.loop import measure_sampling
 from jax_ppo.types import Example, Rollout
 
 N = 2  # responses per prompt
@@ -76,3 +78,19 @@ def test_what_has_no_notion_of_right_has_no_accuracy():
 def test_as_many_responses_are_kept_as_asked():
     result, _ = evaluate_prompts([1, 2, 6, 7], 2)
     assert [row["response"] for row in result.samples] == ["0", "0", "1", "1", "2"]
+
+
+def test_accuracy_is_of_the_rows_whose_rule_defines_correctness():
+    result, _ = evaluate_prompts([1, 2, 6], 2, correct=[0, np.nan, 1])
+    assert result.accuracy == 0.5
+    rollout = Rollout(
+        prompts=None,
+        responses=None,
+        lengths=None,
+        logprobs=None,
+        truncated=jnp.array([True, False, False, False]),
+        action_mask=None,
+    )
+    metrics = measure_sampling(rollout, jnp.array([1.0, jnp.nan, 1.0, 0.0]))
+    assert float(metrics["reward/accuracy"]) == pytest.approx(2 / 3)
+    assert float(metrics["response_length/truncated_share"]) == 0.25

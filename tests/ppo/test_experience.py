@@ -134,6 +134,36 @@ def test_only_a_truncated_response_is_bootstrapped():
     )
 
 
+def test_the_value_bootstrapped_from_is_in_units_of_reward():
+    # Mean 2, deviation 3: the critic's 2 for the final state is a value of 8, its 0 and 1 are 2, 5.
+    returns_so_far = moments.Moments(jnp.float32(4), jnp.float32(2), jnp.float32(36))
+    config = tiny.config(
+        algorithm__bootstrap_truncated=True,
+        algorithm__gamma=0.5,
+        algorithm__lam=0.0,
+        critic__normalize_values=True,
+        **RAW,
+    )
+    experience, _ = estimate(
+        config,
+        [1.0],
+        [2],
+        [True],
+        [[0.0, 1.0]],
+        last_values=[2.0],
+        control=Control(jnp.float32(0), {"returns": returns_so_far}),
+    )
+    # One-step errors: 0 + 0.5 x 5 - 2 and 1 + 0.5 x 8 - 5.
+    np.testing.assert_allclose(valid_entries(experience.advantages, [2]), [[0.5, 0.0]], atol=1e-5)
+
+
+def test_the_critics_lambda_is_the_actors_unless_set():
+    config = tiny.config(algorithm__lam=0.0, algorithm__critic_gamma=0.5, **RAW)
+    experience, _ = estimate(config, [4.0], [3], values=[[1.0, 2.0, 3.0]])
+    # One step each: 0.5 x 2, 0.5 x 3 and the score.
+    np.testing.assert_allclose(valid_entries(experience.returns, [3]), [[1.0, 1.5, 4.0]])
+
+
 def test_the_critic_can_have_a_lambda_and_a_gamma_of_its_own():
     config = tiny.config(
         algorithm__lam=0.0, algorithm__critic_lam=1.0, algorithm__critic_gamma=0.5, **RAW
@@ -164,6 +194,15 @@ def test_masked_responses_are_not_kept_and_do_not_whiten():
         [-1.0, 1.0]
     )
     assert float(metrics["response_length/masked_share"]) == pytest.approx(1 / 3)
+
+
+def test_moments_of_returns_leave_out_masked_responses():
+    config = tiny.config(
+        algorithm__mask_truncated=True, critic__normalize_values=True, algorithm__lam=1.0, **RAW
+    )
+    experience, _ = estimate(config, [1.0, 3.0, 1000.0], [1, 1, T], [False, False, True])
+    after = experience.control.moments["returns"]
+    assert (float(after.count), float(after.mean), float(after.m2)) == (2, 2, 2)
 
 
 @pytest.mark.parametrize(

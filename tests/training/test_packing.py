@@ -88,6 +88,11 @@ def test_scatter_undoes_gather_and_leaves_the_rest():
     assert back.tolist() == [[1, 2, -9], [4, -9, -9]]
 
 
+def test_sums_over_a_response_stand_at_each_of_its_tokens():
+    values = jnp.array([[9.0, 5.0, 9.0, -1.0, -2.0, 9.0, 9.0, 9.0]])
+    assert packing.sample_sums(values, make_rows(), 2).tolist() == [[0, 5, 0, -3, -3, 0, 0, 0]]
+
+
 def test_a_sample_that_fills_the_row_and_the_sequence():
     sequences = Sequences(
         jnp.array([[5, 6, 7]]),

@@ -6,6 +6,7 @@ import types
 import pytest
 
 import tiny
+from jax_ppo.config import schema
 from jax_ppo.errors import UserError
 from jax_ppo.training import resume
 
@@ -52,3 +53,24 @@ def test_an_option_that_only_the_first_step_reads_is_kept(capsys):
     assert "kl_coef=0.5: not read; what the checkpoint made of 0.001 is kept" in (
         capsys.readouterr().out
     )
+
+
+def test_no_option_of_the_model_may_change():
+    """Weights and shapes of a checkpoint depend on the model that the run started with."""
+    config = tiny.config()
+    names = [o.name for o in schema.all_options() if o.name.startswith("model.")]
+    assert len(names) > 15
+    for name in names:
+        saved = dataclasses.asdict(config)
+        section = saved
+        *parents, last = name.split(".")
+        for parent in parents:
+            section = section[parent]
+        section[last] = "another"
+        with pytest.raises(UserError, match=rf"config\.{name}=.* with 'another'"):
+            find_progress_of_saved_run(config, 5, saved)
+
+
+def test_everything_is_due_after_the_last_step():
+    assert [resume.is_due(step, 5, 2) for step in range(1, 6)] == [False, True, False, True, True]
+    assert [resume.is_due(step, 5, 0) for step in range(1, 6)] == [False] * 4 + [True]
