@@ -961,9 +961,9 @@ REWARD_AND_KL = [
             "the reward-model score is read at the last token of the sequence, as without padding"
         ),
         test=f"{TEST_UPDATE}::test_reward_model_scores_stand_on_the_last_token",
-        where="write_last_values",
-        old="sequences.prompt_lengths + sequences.lengths - 1",
-        new="sequences.prompt_lengths + sequences.lengths",
+        where="score_positions",
+        old="column < lengths[:, None]",
+        new="column <= lengths[:, None]",
     ),
     Exhibit(
         name="a_gap_between_prompt_and_response",

@@ -736,6 +736,15 @@ class Reward:
         at_least=1,
         requires=(HAS_REWARD_MODEL,),
     )
+    score_position: str = option(
+        "auto",
+        "the token at which a decoder's score is read: auto, as in transformers, the last one that "
+        "is not the pad token of its config.json; last_token, the last one, also if that is the "
+        "pad token",
+        choices=("auto", "last_token"),
+        requires=(HAS_REWARD_MODEL,),
+        fixed_on_resume=True,
+    )
     process_rewards: bool = option(
         False,
         "the dict from reward.function may hold `step_rewards`, a list of (characters of the "

@@ -86,7 +86,11 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
                 failed_steps.count(step, rule_rewards)
                 model_inputs = rule_rewards.model_inputs or (sequences, *plans.scoring)
                 rewards = add_reward_model_scores(
-                    run.nets, state, rule_rewards.scores, model_inputs
+                    run.nets,
+                    state,
+                    rule_rewards.scores,
+                    model_inputs,
+                    config.reward.score_position,
                 )
 
                 experience, rollout_metrics = estimate_experience(

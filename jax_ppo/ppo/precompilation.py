@@ -95,7 +95,12 @@ def _compile_programs(run: PPORun, prompts: Prompts, key: jax.Array, plans: Plan
     if nets.reward is not None and run.rules.reward_inputs is None:
         reward_params = full_parameters(nets.reward, state.reward, state.reference)
         compile_ahead(
-            scoring.reward_model_scores, nets.reward, reward_params, sequences, *plans.scoring
+            scoring.reward_model_scores,
+            nets.reward,
+            reward_params,
+            sequences,
+            *plans.scoring,
+            config.reward.score_position,
         )
         yield "reward_model_scores"
     rows = sharding.rows(run.mesh)

@@ -60,6 +60,7 @@ def make_reward_inputs(
       UserError: the model cannot read its input in the form that the options ask for.
     """
     tokenizer = _load_reward_tokenizer(options, net, folder, actor_tokenizer)
+    _explain_score_position(options, net, tokenizer, report)
     if _reads_sampled_tokens(options, net, tokenizer, actor_tokenizer):
         _refuse_unread_options(options)
         return None
@@ -117,6 +118,31 @@ def _reads_sampled_tokens(
     if options.model_input != "auto" or isinstance(net, Deberta):
         return False
     return model_inputs.tokenizers_match(tokenizer, actor_tokenizer)
+
+
+def _explain_score_position(
+    options: Reward, net: Transformer | Deberta, tokenizer: Any, report: Callable[[str], None]
+) -> None:
+    """Report where the score is read if the pad token that is skipped is an EOS.
+
+    Raises:
+      UserError: a position is set for an encoder, which has only one.
+    """
+    if isinstance(net, Deberta):
+        if options.score_position != "auto":
+            raise UserError(
+                f"config.reward.score_position={options.score_position!r}: is not read: this "
+                "reward model is an encoder, whose score is that of its first token; leave it unset"
+            )
+        return
+    pad_id = net.architecture.pad_id
+    is_end = pad_id in (*net.architecture.eos_ids, tokenizer.eos_token_id)
+    if pad_id is not None and is_end and options.score_position == "auto":
+        report(
+            f"note: config.reward.score_position='auto': the reward model's pad token, {pad_id}, "
+            "is also its EOS, so its score is read before the final EOS, as transformers does; "
+            "set last_token if it was trained to be read at the EOS"
+        )
 
 
 def _refuse_unread_options(options: Reward) -> None:

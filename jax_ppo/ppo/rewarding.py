@@ -179,7 +179,7 @@ class FailedSteps:
 
 
 def add_reward_model_scores(
-    nets: Networks, state: TrainState, scores: jax.Array, inputs: ModelInputs
+    nets: Networks, state: TrainState, scores: jax.Array, inputs: ModelInputs, position: str
 ) -> jax.Array:
     """Return `scores` [B] plus the reward model's, if there is a reward model.
 
@@ -188,11 +188,12 @@ def add_reward_model_scores(
       state: holds the reward model's parameters.
       scores: float32 [B], the rules' scores.
       inputs: what the reward model reads: sequences, their packing, and its micro-batch count.
+      position: `config.reward.score_position`.
     """
     if nets.reward is None:
         return scores
     params = full_parameters(nets.reward, state.reward, state.reference)
-    return scores + scoring.reward_model_scores(nets.reward, params, *inputs)
+    return scores + scoring.reward_model_scores(nets.reward, params, *inputs, position)
 
 
 def _describe_rollout(

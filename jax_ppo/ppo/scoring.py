@@ -281,17 +281,19 @@ def _write_values(
     return scores
 
 
-@functools.partial(jax.jit, static_argnames=("model",))
+@functools.partial(jax.jit, static_argnames=("model", "position"))
 def reward_model_scores(
     model: Transformer | Deberta,
     params: Params,
     sequences: Sequences,
     plan: Packing,
     micro_batches: Int32[Array, ""],
+    position: str,
 ) -> Float32[Array, " B"]:
     """Return the reward model's score of each sample.
 
-    A decoder's score is its output at the sample's last token, an encoder's that at its first.
+    A decoder's score is its output at one of the sample's last tokens, an encoder's that at its
+    first.
 
     Args:
       model: the reward model.
@@ -299,7 +301,13 @@ def reward_model_scores(
       sequences: the rollout, or its texts in the reward model's own tokens.
       plan: arrays of [A, R, L].
       micro_batches: number of the A micro-batches that are not empty.
+      position: `config.reward.score_position`.
     """
+    if isinstance(model, Deberta):
+        positions_B = jnp.zeros_like(sequences.lengths)
+    else:
+        pad_id = model.architecture.pad_id if position == "auto" else None
+        positions_B = forward.score_positions(sequences, pad_id)
 
     def micro_batch(i: jax.Array, scores_B: jax.Array) -> jax.Array:
         rows = _gather_micro_batch(sequences, plan, i)
@@ -308,10 +316,9 @@ def reward_model_scores(
                 jax.Array,
                 model.apply({"params": params}, rows.tokens, rows.positions, rows.segments),
             )
-            first_B = jnp.zeros_like(sequences.lengths)
-            return forward.write_values_at(values, rows, first_B, scores_B)
-        values = forward.scalar_outputs(model, params, rows)
-        return forward.write_last_values(values, rows, sequences, scores_B)
+        else:
+            values = forward.scalar_outputs(model, params, rows)
+        return forward.write_values_at(values, rows, positions_B, scores_B)
 
     zeros_B = jnp.zeros(len(sequences.lengths), jnp.float32)
     return jax.lax.fori_loop(0, micro_batches, micro_batch, zeros_B)

@@ -74,9 +74,12 @@ def _sum_preferences(
     """
     scores_RxL = forward.scalar_outputs(model, params, rows)
     zeros = jnp.zeros(len(sequences.lengths), jnp.float32)
-    chosen, rejected = jnp.split(forward.write_last_values(scores_RxL, rows, sequences, zeros), 2)
-    # Only the pairs in these rows count: their last tokens are here.
-    has_end = forward.write_last_values(jnp.ones_like(scores_RxL), rows, sequences, zeros) > 0
+    # The exported model is read at these positions, by transformers and by PPO.
+    positions_B = forward.score_positions(sequences, model.architecture.pad_id)
+    scores_B = forward.write_values_at(scores_RxL, rows, positions_B, zeros)
+    chosen, rejected = jnp.split(scores_B, 2)
+    # Only the pairs in these rows count: the tokens at which they are scored are here.
+    has_end = forward.write_values_at(jnp.ones_like(scores_RxL), rows, positions_B, zeros) > 0
     is_in_rows, _ = jnp.split(has_end, 2)
     centering = preferences.centering_penalty(chosen, rejected)
     losses = preferences.bradley_terry(chosen, rejected) + options.center_coef * centering

@@ -122,6 +122,21 @@ def write_last_values(
     return write_values_at(values_RxL, rows, last_B, into_B)
 
 
+def score_positions(sequences: Sequences, pad_id: int | None) -> Int[Array, " B"]:
+    """Return the position at which a decoder's score of each sequence is read.
+
+    It is that of the last token that is not `pad_id`, as in transformers' sequence classifiers:
+    with `pad_id` the EOS, the token before the final EOS. A sequence of `pad_id` only is read at
+    its first token. With `pad_id=None` it is the last token.
+    """
+    column = jnp.arange(sequences.tokens.shape[1])
+    lengths = sequences.prompt_lengths + sequences.lengths
+    is_readable = column < lengths[:, None]
+    if pad_id is not None:
+        is_readable &= sequences.tokens != pad_id
+    return jnp.max(jnp.where(is_readable, column, 0), axis=1)
+
+
 def write_values_at(
     values_RxL: Float[Array, "R L"],
     rows: Rows,

@@ -197,12 +197,12 @@ def test_a_reward_model_may_stand_on_the_base_too():
         batches = tiny.plan(config, mesh, rollout, ALL, 4)
         plan = jax.tree.map(lambda x: x[0], batches.packing), batches.counts[0]
         params = full_parameters(nets.critic, state.critic, state.reference)
-        scores = scoring.reward_model_scores(nets.critic, params, sequences, *plan)
+        scores = scoring.reward_model_scores(nets.critic, params, sequences, *plan, "auto")
         merge = functools.partial(_merged, params, nets.critic.lora.scale)
         whole = jax.tree_util.tree_map_with_path(merge, state.reference)
         bare = tiny.networks(tiny.config()).critic
         expected = scoring.reward_model_scores(
-            bare, whole | {"score": state.critic["score"]}, sequences, *plan
+            bare, whole | {"score": state.critic["score"]}, sequences, *plan, "auto"
         )
     assert np.std(scores) > 0.02
     np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5)

@@ -92,7 +92,14 @@ def score_answers(folder, decoder, actors, mesh=None, **changes):
             indices=np.arange(len(ids)),
             total=len(ids),
         )
-        return np.asarray(scoring.reward_model_scores(net, params, *inputs)), inputs, cut, messages
+        return (
+            np.asarray(
+                scoring.reward_model_scores(net, params, *inputs, options.reward.score_position)
+            ),
+            inputs,
+            cut,
+            messages,
+        )
 
 
 def test_an_encoders_matrices_are_split(encoder, decoder):
@@ -155,6 +162,32 @@ def test_text_is_read_as_text_whatever_the_template(decoder, actors, tmp_path):
     for chats, form in ((False, "text"), (True, "chat")):
         inputs_of_form = make_reward_inputs(options, net, folder, actors, prompts_are_chats=chats)
         assert inputs_of_form.reader.form == form
+
+
+@pytest.mark.parametrize("position", ["auto", "last_token"])
+def test_a_pad_token_that_is_the_eos_is_skipped_as_in_transformers(
+    decoder, actors, tmp_path, position
+):
+    """Regression: the score was read at the EOS, where transformers does not read it."""
+    tokenizer = reward_models.load(decoder)[1]
+    eos = tokenizer.eos_token_id
+    folder = reward_models.decoder(tmp_path, tokenizer, pad_token_id=eos, eos_token_id=eos)
+    ours, _, _, messages = score_answers(folder, decoder, actors, reward__score_position=position)
+    model, _ = reward_models.load(folder)
+    if position == "last_token":
+        model.config.pad_token_id = None  # it reads the last token of a single input then
+    ids = [
+        [*tokenizer.encode(text(prompt) + answer), eos]
+        for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)
+    ]
+    reward_models.assert_close(ours, [reward_models.score(model, input_ids=row) for row in ids])
+    notes = [line for line in messages if line.startswith("note: config.reward.score_position=")]
+    assert len(notes) == (position == "auto") and all(str(eos) in line for line in notes)
+
+
+def test_an_encoder_has_one_score_position(encoder, decoder, actors):
+    with pytest.raises(UserError, match="config.reward.score_position='last_token': is not read"):
+        score_answers(encoder, decoder, actors, reward__score_position="last_token")
 
 
 @pytest.mark.parametrize("form", ["auto", "chat", "pair"])

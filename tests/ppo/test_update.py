@@ -605,7 +605,9 @@ def test_reward_model_scores_stand_on_the_last_token():
         sequences = scoring.join_sequences(rollout, config.sequence_length)
         batches = tiny.plan(config, mesh, rollout, ALL, 2)
         plan = jax.tree.map(lambda x: x[0], batches.packing)
-        scores = scoring.reward_model_scores(model, params, sequences, plan, batches.counts[0])
+        scores = scoring.reward_model_scores(
+            model, params, sequences, plan, batches.counts[0], "last_token"
+        )
         expected = last_scalars(model, params, sequences)
     assert np.std(expected) > 0.1
     np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-4)

@@ -1,5 +1,6 @@
 """Supervised objectives against plain ones on unpacked sequences, for every batch cut."""
 
+import dataclasses
 import functools
 import math
 
@@ -148,6 +149,21 @@ def test_the_preference_loss_and_its_gradient():
     assert float(means["margin"]) == pytest.approx((chosen - rejected).mean(), rel=1e-4)
     assert float(means["score"]) == pytest.approx((chosen + rejected).mean() / 2, rel=1e-4)
     assert_close(ours, theirs)
+
+
+def test_preferences_are_learned_at_the_token_where_the_exported_model_is_read():
+    """Where the pad token is the EOS, that is the token before it."""
+    sequences, params = make_sequences(PREFERENCE)
+    lengths = np.maximum(sequences.lengths, 2)
+    tokens = np.where(sequences.tokens == 0, 3, sequences.tokens)
+    ends = (sequences.prompt_lengths + lengths - 1)[:, None]
+    tokens[np.arange(18) == ends] = tiny.ARCHITECTURE.pad_id
+    ended = dataclasses.replace(sequences, tokens=tokens, lengths=lengths)
+    without_end = dataclasses.replace(ended, lengths=lengths - 1)
+    losses = [
+        float(gradients(PREFERENCE, rows, params)[1]["loss"]) for rows in (ended, without_end)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_losses_by_hand_where_nothing_is_known():
