@@ -106,7 +106,7 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if wrong := [name for name in args.cases if name not in CASES]:
         parser.error(f"--cases {','.join(wrong)}: expected some of {', '.join(CASES)}")
-    harness.check_sides(parser, args, SIDES)
+    harness.validate_sides(parser, args, SIDES)
     return args
 
 

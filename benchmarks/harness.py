@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -21,28 +22,53 @@ from pathlib import Path
 RESULTS = Path(__file__).parent / "results"
 DATA = Path(os.environ.get("JAX_PPO_DATA", Path(__file__).parents[2] / "shared" / "data"))
 THREADS = 2
+SPLIT_TOLERANCE = 0.1  # by which a step's phases may miss the step's time
 
 
-def serve(turn: Callable[[], dict], packages: tuple[str, ...] = ()) -> None:
-    """Run `turn` on every request until standard input ends (the worker's side).
+def serve(
+    turn: Callable[[], dict],
+    packages: tuple[str, ...] = (),
+    split_turn: Callable[[], dict] | None = None,
+) -> None:
+    """Run a turn on every request until standard input ends (the worker's side).
 
     Args:
       turn: Does the work once and returns figures (numbers, or dicts of numbers). `seconds`, its
-        wall-clock time, is added if absent.
+        wall-clock time, and `cpu_seconds`, the processor time of all threads, are added if absent.
       packages: Packages whose versions are reported.
+      split_turn: Like `turn`, but waits after each phase and returns the `phases`; `turn` by
+        default, for workers that compute synchronously.
     """
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # library output goes to stderr, not in between the answers
     versions = {name: importlib.metadata.version(name) for name in packages}
 
-    def say(answer: dict) -> None:
+    def send(answer: dict) -> None:
         print(json.dumps(answer), file=channel, flush=True)
 
-    say({"versions": {"python": platform.python_version()} | versions})
-    for _ in sys.stdin:
+    send({"versions": {"python": platform.python_version()} | versions})
+    for request in sys.stdin:
+        work = split_turn if split_turn and request.strip() == "split" else turn
         start = time.perf_counter()
-        figures = turn()
-        say({"seconds": time.perf_counter() - start} | figures)
+        cpu_start = cpu_seconds()
+        figures = work()
+        times = {
+            "seconds": time.perf_counter() - start,
+            "cpu_seconds": cpu_seconds() - cpu_start,
+        }
+        send(times | figures)
+
+
+def cpu_seconds() -> float:
+    """Return the processor time of this process's threads and of the children it waited for."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def end_with_this_process(command: list[str]) -> list[str]:
+    """Return the command that runs `command` and is killed when this process ends."""
+    launcher = str(Path(__file__).with_name("end_with_parent.py"))
+    return [sys.executable, launcher, str(os.getpid()), *command]
 
 
 class Worker:
@@ -66,7 +92,7 @@ class Worker:
         }
         command = [python or sys.executable, str(here / "workers" / program), json.dumps(settings)]
         self._process = subprocess.Popen(
-            command,
+            end_with_this_process(command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -74,9 +100,9 @@ class Worker:
         )
         self.versions = self._answer()["versions"]
 
-    def turn(self) -> dict:
-        """Run one turn and return its figures."""
-        self._process.stdin.write("go\n")
+    def turn(self, split: bool = False) -> dict:
+        """Run one turn and return its figures, with its `phases` if `split`."""
+        self._process.stdin.write("split\n" if split else "go\n")
         self._process.stdin.flush()
         return self._answer()
 
@@ -94,21 +120,41 @@ class Worker:
         return json.loads(line)
 
 
-def interleave(workers: list[Worker], turns: int, warm_up: int) -> dict[str, list[dict]]:
-    """Run `turns` turns of every worker in rounds and return the answers by worker name.
+def interleave(
+    workers: list[Worker], turns: int, warm_up: int, split: bool = False
+) -> tuple[dict[str, list[dict]], dict[str, list[dict]]]:
+    """Run `turns` turns of every worker in rounds.
 
     The first `warm_up` rounds are dropped. The order of the workers reverses every round.
+
+    Args:
+      workers: Workers that take turns.
+      turns: Measured rounds.
+      warm_up: Rounds before them.
+      split: Follow each turn by one that waits after each phase. Both happen in the same minutes,
+        so that a change in the machine's speed affects them alike.
+
+    Returns:
+      The answers by worker name, and those of the split turns (empty without `split`).
     """
     answers = {worker.name: [] for worker in workers}
+    split_answers = {worker.name: [] for worker in workers}
     for round_number in range(warm_up + turns):
         for worker in workers[:: 1 if round_number % 2 else -1]:
             answers[worker.name].append(worker.turn())
-        last = ", ".join(f"{name} {given[-1]['seconds']:.3f} s" for name, given in answers.items())
-        print(f"round {round_number + 1}/{warm_up + turns}: {last}", file=sys.stderr, flush=True)
-    return {name: given[warm_up:] for name, given in answers.items()}
+            if split:
+                split_answers[worker.name].append(worker.turn(split=True))
+        latest = ", ".join(
+            f"{name} {turns_so_far[-1]['seconds']:.3f} s" for name, turns_so_far in answers.items()
+        )
+        print(f"round {round_number + 1}/{warm_up + turns}: {latest}", file=sys.stderr, flush=True)
+    return (
+        {name: all_turns[warm_up:] for name, all_turns in answers.items()},
+        {name: all_turns[warm_up:] for name, all_turns in split_answers.items()},
+    )
 
 
-def check_sides(
+def validate_sides(
     parser: argparse.ArgumentParser, args: argparse.Namespace, known: list[str]
 ) -> None:
     """Exit with an error if --sides contains an unknown name or requires --peers."""
@@ -119,8 +165,28 @@ def check_sides(
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Return the median, minimum and maximum."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    """Return the median, the quartiles, the minimum and the maximum."""
+    quartiles = [values[0]] * 3
+    if len(values) > 1:
+        quartiles = statistics.quantiles(values, n=4, method="inclusive")
+    return {
+        "median": statistics.median(values),
+        "quartile_1": quartiles[0],
+        "quartile_3": quartiles[2],
+        "min": min(values),
+        "max": max(values),
+    }
+
+
+def format_spread(figures: dict[str, float], form: str) -> str:
+    """Format the median, and the interquartile range in parentheses."""
+    median, low, high = (figures[name] for name in ("median", "quartile_1", "quartile_3"))
+    return f"{median:{form}} ({low:{form}}-{high:{form}})"
+
+
+def split_error(phases: dict[str, float], seconds: float) -> float:
+    """Return the relative difference between the sum of the phases and the whole time."""
+    return sum(phases.values()) / seconds - 1
 
 
 def machine() -> dict:

@@ -2,19 +2,28 @@
 
     sh benchmarks/peers.sh peers
     python benchmarks/ppo_step.py --peers peers/bin/python
+    python benchmarks/ppo_step.py --peers peers/bin/python --response 128
     python benchmarks/ppo_step.py --peers peers/bin/python --lengths verl
     python benchmarks/ppo_step.py --peers peers/bin/python --reward model
 
 One response to each of 32 prompts of 64 tokens; actor, critic and reference of 4 layers and hidden
 size 256; one epoch, one mini-batch, temperature 1, GAE with lambda 0.95, KL in the reward, AdamW at
-1e-5 for actor and critic. Each side compiles before its measured turns. TRL supports only a reward
-model; tunix uses the rule. The floor runs the step's matrix products and nothing else. With random
-lengths torch runs twice: in micro-batches of similar length, and, as is common, in one batch padded
-to the longest.
+1e-5 for actor and critic. All sides are compiled where their library offers it, and compile before
+their measured turns. TRL supports only a reward model; tunix uses the rule. The floor runs the
+step's matrix products and nothing else. With random lengths torch runs twice: sorted by length in
+micro-batches with their own width, and, as is common, padded to the longest.
+
+Before the measurement, a short search tunes the micro-batches of each peer at this shape and prints
+its results: every size is run for a few steps, and each setting takes the size with the fewest
+seconds per token in the phases that it affects. jax_ppo runs with its defaults.
+
+Each measured step is followed by one that waits after each phase. The medians of the phases must
+add up to the median step within 10 %, or the exit status is 1.
 """
 
 import argparse
 import json
+import sys
 import tempfile
 from pathlib import Path
 
@@ -29,33 +38,59 @@ SIDES = {
     "tunix": "tunix_ppo.py",
     "floor": "floor.py",
 }
-OF_REWARD = {"rule": "tunix", "model": "trl"}  # side that runs with this reward only
-OF_LENGTHS = {"forced": [], "verl": ["torch-padded"]}  # additional sides for these lengths
-LONGEST = {"forced": 64, "verl": workload.VERL["longest"]}
+REWARD_SIDES = {"rule": "tunix", "model": "trl"}  # library that runs with this reward
+LENGTH_SIDES = {"forced": [], "verl": ["torch-padded"]}  # additional sides for these lengths
+RESPONSE = {"forced": 64, "verl": workload.VERL["longest"]}
+
+SCORING = ("reference", "values", "reward")
+TORCH_SETTINGS = {"train_rows": ("update",), "forward_rows": SCORING}
+# Micro-batch settings of each peer, with the phases whose time they affect.
+MICRO_BATCH_SETTINGS = {
+    "torch": TORCH_SETTINGS,
+    "torch-padded": TORCH_SETTINGS,
+    "trl": {"train_rows": ("update",), "forward_rows": ("rollout", *SCORING)},
+    "tunix": {
+        "train_rows": ("update",),
+        "forward_rows": ("reference", "old_logprobs", "values"),
+        "rollout_rows": ("rollout",),
+    },
+}
+# Sizes that the search tries. Generating two responses at a time is never fast, and TRL and tunix
+# would need minutes per step for it.
+SEARCHED_ROWS = {
+    "torch": (2, 4, 8, 16, 32),
+    "torch-padded": (4, 8, 16, 32),
+    "trl": (4, 8, 16, 32),
+    "tunix": (4, 8, 16, 32),
+}
 
 
-def main() -> None:
+def main() -> int:
+    """Run the comparison and return the exit status."""
     args = parse()
     with tempfile.TemporaryDirectory() as folder:
         settings = make_settings(args, Path(folder))
         before = harness.machine()
+        search = {
+            side: search_micro_batches(side, settings, args)
+            for side in args.sides
+            if side in MICRO_BATCH_SETTINGS
+        }
         workers = [
-            harness.Worker(
-                side,
-                SIDES[side],
-                settings | {"by_length": side != "torch-padded"},
-                None if side == "ours" else args.peers,
-            )
+            start_worker(side, settings, args, search[side]["chosen"] if side in search else {})
             for side in args.sides
         ]
-        first = {worker.name: worker.turn()["seconds"] for worker in workers}
-        answers = harness.interleave(workers, args.turns, args.warm_up)
-        split = harness.interleave(workers, args.split, 0)
+        first = {worker.name: worker.turn() for worker in workers}
+        answers, split = harness.interleave(workers, args.turns, args.warm_up, split=True)
         for worker in workers:
             worker.close()
     sides = {
-        worker.name: {"first_turn_seconds": first[worker.name], "versions": worker.versions}
-        | summary(answers[worker.name], split[worker.name])
+        worker.name: {
+            "first_turn_seconds": first[worker.name]["seconds"],
+            "micro_batches": search.get(worker.name, {}).get("chosen"),
+            "versions": worker.versions,
+        }
+        | summarize(answers[worker.name], split[worker.name])
         for worker in workers
     }
     show(sides)
@@ -64,16 +99,13 @@ def main() -> None:
         "machine": before,
         "turns": args.turns,
         "warm_up": args.warm_up,
+        "search": search,
         "sides": sides,
         "answers": answers,
         "split": split,
     }
-    part = (
-        ""
-        if {"ours", "torch", OF_REWARD[args.reward]} <= set(args.sides)
-        else "_" + "_".join(args.sides)
-    )
-    print("written:", harness.save(f"ppo_step_{args.lengths}_{args.reward}{part}", result))
+    print("written:", harness.save(result_name(args), result))
+    return report_splits(sides)
 
 
 def parse() -> argparse.Namespace:
@@ -87,14 +119,21 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--lengths",
-        choices=LONGEST,
+        choices=RESPONSE,
         default="forced",
-        help="64 tokens each, or random lengths as in verl's published run on GSM8K: "
+        help="equal lengths, or random ones as in verl's published run on GSM8K: "
         "mean 307, at most 512",
     )
     parser.add_argument(
+        "--response",
+        type=int,
+        help="tokens of a response, or with --lengths verl the limit, with the mean in proportion; "
+        "default: 64, or 512",
+    )
+    parser.add_argument("--samples", type=int, default=32, help="prompts per step")
+    parser.add_argument(
         "--reward",
-        choices=OF_REWARD,
+        choices=REWARD_SIDES,
         default="rule",
         help="a host rule, or a model of the actor's size",
     )
@@ -106,10 +145,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=9, help="measured steps")
     parser.add_argument("--warm-up", type=int, default=3, help="unmeasured steps before them")
     parser.add_argument(
-        "--split",
+        "--search-turns", type=int, default=2, help="steps per micro-batch size, after a warm-up"
+    )
+    parser.add_argument(
+        "--micro-batch",
         type=int,
-        default=3,
-        help="steps after them, with every phase timed separately",
+        metavar="ROWS",
+        help="skip the search and use this micro-batch size for all settings of all peers",
     )
     parser.add_argument(
         "--set",
@@ -119,70 +161,194 @@ def parse() -> argparse.Namespace:
         help="override an option of our config",
     )
     args = parser.parse_args()
-    known = ["ours", "torch", OF_REWARD[args.reward], *OF_LENGTHS[args.lengths], "floor"]
+    known = ["ours", "torch", REWARD_SIDES[args.reward], *LENGTH_SIDES[args.lengths], "floor"]
     args.sides = args.sides or known
-    harness.check_sides(parser, args, known)
+    args.response = args.response or RESPONSE[args.lengths]
+    harness.validate_sides(parser, args, known)
     return args
+
+
+def result_name(args: argparse.Namespace) -> str:
+    """Return the name of the result file; runs at other than the default sizes get their own."""
+    name = f"ppo_step_{args.lengths}_{args.reward}"
+    if args.response != RESPONSE[args.lengths]:
+        name += f"_{args.response}"
+    if args.samples != 32:
+        name += f"_{args.samples}_samples"
+    if not {"ours", "torch", REWARD_SIDES[args.reward]} <= set(args.sides):
+        name += "_" + "_".join(args.sides)
+    return name
 
 
 def make_settings(args: argparse.Namespace, folder: Path) -> dict:
     """Create the models and return the settings shared by all workers."""
-    chance = workload.eos_chance(**workload.VERL) if args.lengths == "verl" else 0.0
+    verl = workload.VERL
+    mean = round(verl["mean"] * args.response / verl["longest"])
+    chance = workload.eos_chance(mean, args.response) if args.lengths == "verl" else 0.0
+    reward_model = ""
+    if args.reward == "model":
+        reward_model = str(workload.make_model(folder / "reward", score=True, seed=1))
     return {
         "model": str(workload.make_model(folder / "model", chance)),
-        "reward_model": str(workload.make_model(folder / "reward", score=True, seed=1))
-        if args.reward == "model"
-        else "",
-        "samples": 32,
+        "reward_model": reward_model,
+        "samples": args.samples,
         "prompt": 64,
-        "response": LONGEST[args.lengths],
+        "response": args.response,
+        "mean_response": mean,
         "equal_lengths": args.lengths == "forced",
         "lr": 1e-5,
         "lam": 0.95,
         "kl_coef": 0.04,
-        "plain_turns": 1 + args.warm_up + args.turns,
         "ours": {
             name: json.loads(value) for name, value in (change.split("=", 1) for change in args.set)
         },
     }
 
 
-def summary(answers: list[dict], split: list[dict]) -> dict:
-    """Summarise seconds and tokens per step, and median seconds of each phase when timed apart."""
-    phases = {
-        name: [turn["phases"].get(name, 0.0) for turn in split]
-        for name in (split[0]["phases"] if split else ())
+def start_worker(
+    side: str, settings: dict, args: argparse.Namespace, micro_batches: dict
+) -> harness.Worker:
+    """Start the worker of a side with its micro-batch sizes."""
+    static_widths = micro_batches.get("static_widths", False)
+    rows = {name: size for name, size in micro_batches.items() if name != "static_widths"}
+    own_settings = {
+        "micro_batches": rows,
+        "static_widths": static_widths,
+        "by_length": side != "torch-padded" and not settings["equal_lengths"],
     }
+    python = None if side == "ours" else args.peers
+    return harness.Worker(side, SIDES[side], settings | own_settings, python)
+
+
+def search_micro_batches(side: str, settings: dict, args: argparse.Namespace) -> dict:
+    """Find a peer's fastest micro-batch sizes at this shape.
+
+    Each size is used for all settings of the peer at once. A setting then takes the size with the
+    fewest seconds per token in the phases that it affects, as phases run one after another.
+
+    Returns:
+      `chosen`, the size of each setting, and `tried`, milliseconds per token by phase of each size.
+    """
+    names = MICRO_BATCH_SETTINGS[side]
+    if args.micro_batch:
+        return {"chosen": dict.fromkeys(names, args.micro_batch), "tried": []}
+    sizes = [rows for rows in SEARCHED_ROWS[side] if rows <= settings["samples"]]
+    candidates = [dict.fromkeys(names, rows) for rows in sizes]
+    if side == "torch" and not settings["equal_lengths"]:
+        # Programs compiled for each multiple of 64 tokens instead of any width.
+        candidates.append(
+            dict.fromkeys(names, min(8, settings["samples"])) | {"static_widths": True}
+        )
+    tried = []
+    for candidate in candidates:
+        tried.append({"candidate": candidate} | measure_candidate(side, settings, args, candidate))
+        print(format_candidate(side, tried[-1]), flush=True)
+    chosen = {}
+    for width in (False, True):
+        pool = [row for row in tried if row["candidate"].get("static_widths", False) == width]
+        if not pool:
+            continue
+        best = {
+            name: min(pool, key=lambda row, phases=phases: phase_sum(row, phases))
+            for name, phases in names.items()
+        }
+        combined = {name: row["candidate"][name] for name, row in best.items()}
+        cost = sum(phase_sum(row, names[name]) for name, row in best.items())
+        if not chosen or cost < chosen["cost"]:
+            chosen = {"cost": cost, "rows": combined | ({"static_widths": True} if width else {})}
+    print(f"search {side}: chosen {chosen['rows']}", flush=True)
+    return {"chosen": chosen["rows"], "tried": tried}
+
+
+def measure_candidate(side: str, settings: dict, args: argparse.Namespace, candidate: dict) -> dict:
+    """Run a few steps; return the fewest milliseconds per token of each phase."""
+    worker = start_worker(side, settings, args, candidate)
+    worker.turn(split=True)
+    turns = [worker.turn(split=True) for _ in range(args.search_turns)]
+    worker.close()
     return {
-        "seconds": harness.spread([turn["seconds"] for turn in answers]),
-        "tokens": harness.spread([turn["tokens"] for turn in answers]),
-        "milliseconds_per_token": harness.spread(
-            [1000 * turn["seconds"] / turn["tokens"] for turn in answers]
-        ),
-        "phases": {name: harness.spread(seconds)["median"] for name, seconds in phases.items()},
+        "milliseconds_per_token": min(1000 * turn["seconds"] / turn["tokens"] for turn in turns),
+        "phases": {
+            name: min(1000 * turn["phases"][name] / turn["tokens"] for turn in turns)
+            for name in turns[0]["phases"]
+        },
+    }
+
+
+def phase_sum(row: dict, phases: tuple[str, ...]) -> float:
+    """Return the milliseconds per token of these phases."""
+    return sum(row["phases"].get(name, 0.0) for name in phases)
+
+
+def format_candidate(side: str, row: dict) -> str:
+    """Format the result of one micro-batch size."""
+    sizes = ", ".join(f"{name} {size}" for name, size in row["candidate"].items())
+    phases = ", ".join(f"{name} {value:.3f}" for name, value in row["phases"].items())
+    return f"search {side}: {sizes}: {row['milliseconds_per_token']:.3f} ms per token ({phases})"
+
+
+def summarize(answers: list[dict], split: list[dict]) -> dict:
+    """Summarize seconds and tokens per step, and seconds and milliseconds per token of each phase.
+
+    The step's figures are those of the turns that do not wait after each phase.
+    """
+    figures = {
+        name: harness.spread([turn[name] for turn in answers])
+        for name in ("seconds", "cpu_seconds", "tokens")
+    }
+    for name in ("padded_tokens_per_token", "row_steps_per_token"):
+        if name in answers[0]:
+            figures[name] = harness.spread([turn[name] for turn in answers])
+    per_token = harness.spread([1000 * turn["seconds"] / turn["tokens"] for turn in answers])
+    phases = {
+        name: harness.spread([turn["phases"].get(name, 0.0) for turn in split])
+        for name in split[0]["phases"]
+    }
+    # Lengths are drawn anew in every turn, so the split must add up per token.
+    phases_per_token = {
+        name: harness.spread(
+            [1000 * turn["phases"].get(name, 0.0) / turn["tokens"] for turn in split]
+        )
+        for name in split[0]["phases"]
+    }
+    medians = {name: spread["median"] for name, spread in phases_per_token.items()}
+    return figures | {
+        "milliseconds_per_token": per_token,
+        "phases": phases,
+        "phases_milliseconds_per_token": phases_per_token,
+        "split_error": harness.split_error(medians, per_token["median"]),
     }
 
 
 def show(sides: dict) -> None:
-    """Print the results of every side."""
+    """Print the results of every side: medians, with interquartile ranges in parentheses."""
     ours = sides.get("ours")
     for name, side in sides.items():
-        seconds, per_token = side["seconds"], side["milliseconds_per_token"]["median"]
+        seconds, per_token = side["seconds"]["median"], side["milliseconds_per_token"]
         line = (
-            f"{name:12s} {seconds['median']:.3f} s per step "
-            f"({seconds['min']:.3f}-{seconds['max']:.3f}), "
-            f"{side['tokens']['median']:.0f} tokens, {per_token:.3f} ms per token, "
+            f"{name:12s} {harness.format_spread(side['seconds'], '.3f')} s per step, "
+            f"CPU {harness.format_spread(side['cpu_seconds'], '.3f')} s, "
+            f"{side['tokens']['median']:.0f} tokens, "
+            f"{harness.format_spread(per_token, '.3f')} ms per token, "
             f"first {side['first_turn_seconds']:.1f} s"
         )
         if ours and name != "ours":
             line += (
-                f"; {seconds['median'] / ours['seconds']['median']:.2f}x our step, "
-                f"{per_token / ours['milliseconds_per_token']['median']:.2f}x per token"
+                f"; {seconds / ours['seconds']['median']:.2f}x our step, "
+                f"{per_token['median'] / ours['milliseconds_per_token']['median']:.2f}x per token"
             )
         print(line)
-        print(
-            " " * 12, ", ".join(f"{phase} {value:.3f}" for phase, value in side["phases"].items())
+        phases = ", ".join(
+            f"{phase} {seconds['median']:.3f} s "
+            f"({side['phases_milliseconds_per_token'][phase]['median']:.3f} ms per token)"
+            for phase, seconds in side["phases"].items()
         )
+        print(f"{'':12s} {phases}; together {side['split_error']:+.1%} of the step per token")
+        if "padded_tokens_per_token" in side:
+            print(
+                f"{'':12s} {side['padded_tokens_per_token']['median']:.2f} padded tokens per token "
+                f"in training, {side['row_steps_per_token']['median']:.2f} row-steps per token"
+            )
     for name, side in sides.items():
         print(
             f"{name:12s}",
@@ -190,5 +356,21 @@ def show(sides: dict) -> None:
         )
 
 
+def report_splits(sides: dict) -> int:
+    """Return 1, with a message, if a side's phases do not add up to its step, and 0 otherwise."""
+    wrong = [
+        f"{name} {side['split_error']:+.1%}"
+        for name, side in sides.items()
+        if abs(side["split_error"]) > harness.SPLIT_TOLERANCE
+    ]
+    if wrong:
+        print(
+            f"the phases differ from the step by more than {harness.SPLIT_TOLERANCE:.0%}: "
+            f"{', '.join(wrong)}; the machine was not idle, or a phase is missing",
+            file=sys.stderr,
+        )
+    return 1 if wrong else 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

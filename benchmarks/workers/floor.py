@@ -104,7 +104,9 @@ def response_lengths(settings: dict) -> list[int]:
     """Return the length of each response."""
     if settings["equal_lengths"]:
         return [settings["response"]] * settings["samples"]
-    return workload.typical_lengths(settings["samples"], **workload.VERL)
+    return workload.typical_lengths(
+        settings["samples"], settings["mean_response"], settings["response"]
+    )
 
 
 def operands(size: tuple[int, int, int, int]) -> Any:

@@ -107,7 +107,6 @@ def stop_between_steps(turnstile: Turnstile, prompt_tokens: int) -> None:
 
 def main(settings: dict) -> None:
     turnstile = Turnstile(
-        settings["plain_turns"],
         ("jax", "jaxlib", "flax", "optax", "numpy", "tokenizers"),
         jax.block_until_ready,
     )

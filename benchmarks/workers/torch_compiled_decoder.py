@@ -1,4 +1,4 @@
-"""The hand-written decoder with a compiled step. It ends with the longest response."""
+"""The hand-written decoder with compiled steps. Finished responses leave the batch."""
 
 import torch
 import torch.nn.functional as F
@@ -6,20 +6,36 @@ from torch_decoder import Decoder
 
 # Columns of the cache: a step reads whole blocks and is compiled once per number of blocks.
 BLOCK = 64
-CHECK_EVERY = 8  # steps between checks whether all rows have ended
+CHECK_EVERY = 8  # steps between checks for finished responses
+# Finished rows are dropped when they are at least this fraction of the batch. Dropping copies the
+# cache, which takes about as long as one step.
+DROP_FRACTION = 1 / 8
+MIN_ROWS = 2  # torch compiles a batch of one row separately
 
 
 class CompiledDecoder(Decoder):
-    """Decoder at temperature 1 that stops when every row drew EOS or has `response` tokens.
+    """Decoder at temperature 1 that stops computing responses that have ended.
 
-    Arguments are those of Decoder, and `eos`.
+    Args:
+      model: Qwen2ForCausalLM, float32.
+      rows: Prompts per batch.
+      prompt: Tokens per prompt.
+      response: Maximum tokens per response.
+      eos: Token that ends a response, or `None` if it is never drawn.
     """
 
-    def __init__(self, model, rows: int, prompt: int, response: int, eos: int):
+    def __init__(self, model, rows: int, prompt: int, response: int, eos: int | None):
         super().__init__(model, rows, prompt, response)
-        self.eos = eos
+        self.rows, self.eos = rows, eos
+        # Row-steps of the last call, including those of finished rows.
+        self.computed_row_steps = 0
         torch._dynamo.config.recompile_limit = 64
-        self._compiled = torch.compile(self._step, dynamic=False, fullgraph=True)
+        self._prefill = torch.compile(self._draw_first, dynamic=False)
+        self._full_step = torch.compile(self._step, dynamic=False, fullgraph=True)
+        # Compiled for any number of rows.
+        self._partial_step = torch.compile(self._partial, dynamic=False, fullgraph=True)
+        if eos is not None:
+            self._compile_all()
 
     @torch.no_grad()
     def generate(self, prompts):
@@ -30,28 +46,85 @@ class CompiledDecoder(Decoder):
           lengths, [rows].
         """
         self._fuse()
-        rows = len(prompts)
-        tokens = torch.zeros(rows, self.response, dtype=torch.long)
-        logprobs = torch.zeros(rows, self.response)
-        tokens[:, 0], logprobs[:, 0] = draw(
-            self._logits(self._hidden(prompts, 0)[:, -1]), torch.rand(rows, 1)
-        )
+        count = len(prompts)
+        active = torch.arange(count)  # index into `prompts` of each row that is still computed
+        tokens = torch.zeros(count, self.response, dtype=torch.long)
+        logprobs = torch.zeros(count, self.response)
+        current, current_logprobs = self._prefill(prompts, torch.rand(count, 1))
+        tokens[:, 0], logprobs[:, 0] = current, current_logprobs
+        self.computed_row_steps = count
         for t in range(1, self.response):
-            if t % CHECK_EVERY == 0 and (tokens == self.eos).any(1).all():
-                break
             column = self.prompt + t - 1
-            end = min(-(-(column + 1) // BLOCK) * BLOCK, self.prompt + self.response)
-            tokens[:, t], logprobs[:, t] = self._compiled(
-                tokens[:, t - 1], torch.tensor([column]), torch.rand(rows, 1), end
-            )
-        ended = tokens == self.eos
-        lengths = torch.where(ended.any(1), ended.int().argmax(1) + 1, self.response)
+            if self.eos is not None and t % CHECK_EVERY == 0:
+                left = self._rows_to_keep(tokens[active, :t])
+                if not len(left):
+                    break
+                if len(left) < len(active):
+                    active, current = active[left], current[left]
+                    self._compact_cache(left, column)
+            current, current_logprobs = self._advance(current, column)
+            tokens[active, t], logprobs[active, t] = current, current_logprobs
+            self.computed_row_steps += len(active)
+        lengths = self._lengths(tokens)
         longest = lengths.max()
         return tokens[:, :longest], logprobs[:, :longest], lengths
+
+    def _lengths(self, tokens):
+        if self.eos is None:
+            return torch.full((len(tokens),), self.response)
+        ended = tokens == self.eos
+        return torch.where(ended.any(1), ended.int().argmax(1) + 1, self.response)
+
+    def _rows_to_keep(self, tokens):
+        """Return the rows of the current batch to continue with; none if all have finished."""
+        finished = (tokens == self.eos).any(1)
+        finished_count = int(finished.sum())
+        rows = torch.arange(len(tokens))
+        if finished_count == len(tokens):
+            return rows[:0]
+        if finished_count < DROP_FRACTION * len(tokens):
+            return rows
+        # Add finished rows if fewer than MIN_ROWS are left.
+        order = finished.int().argsort(stable=True)
+        return order[: max(len(tokens) - finished_count, min(MIN_ROWS, len(tokens)))]
+
+    def _compact_cache(self, left, columns: int):
+        """Move the cache of the remaining rows to the first rows."""
+        for cache in (*self.keys, *self.values):
+            cache[: len(left), :, :columns] = cache[left, :, :columns]
+
+    def _advance(self, current, column: int):
+        """Draw the next token of each row; `current` was drawn last and is in `column`."""
+        end = min(-(-(column + 1) // BLOCK) * BLOCK, self.prompt + self.response)
+        uniforms = torch.rand(len(current), 1)
+        if len(current) == self.rows:
+            return self._full_step(current, torch.tensor([column]), uniforms, end)
+        torch._dynamo.mark_dynamic(current, 0)
+        torch._dynamo.mark_dynamic(uniforms, 0)
+        return self._partial_step(current, torch.tensor([column]), uniforms, end)
+
+    @torch.no_grad()
+    def _compile_all(self):
+        """Run every program once, so that nothing compiles during a turn."""
+        self._fuse()
+        self._prefill(
+            torch.ones(self.rows, self.prompt, dtype=torch.long), torch.rand(self.rows, 1)
+        )
+        last = self.prompt + self.response - 1
+        for column in sorted({min(c, last) for c in range(self.prompt, last + BLOCK, BLOCK)}):
+            for rows in {self.rows, max(MIN_ROWS, self.rows - 1)}:
+                self._advance(torch.ones(rows, dtype=torch.long), column)
+
+    def _draw_first(self, prompts, uniforms):
+        return draw(self._logits(self._hidden(prompts, 0)[:, -1]), uniforms)
 
     def _step(self, tokens, column, uniforms, end: int):
         self._end = end  # for _attend
         return draw(self._logits(self._hidden(tokens[:, None], column)[:, 0]), uniforms)
+
+    def _partial(self, tokens, column, uniforms, end: int):
+        """Do the same as _step. A function of its own has its own cache of compiled programs."""
+        return self._step(tokens, column, uniforms, end)
 
     def _attend(self, i, qkv, column):
         if isinstance(column, int):
@@ -60,9 +133,10 @@ class CompiledDecoder(Decoder):
         heads, shared = self.config.num_attention_heads, self.config.num_key_value_heads
         qkv = qkv.view(rows, heads + 2 * shared, 1, self.head_dim)
         rotated = self._rotate(qkv[:, : heads + shared], self.cos[column], self.sin[column])
-        self.keys[i].index_copy_(2, column, rotated[:, heads:])
-        self.values[i].index_copy_(2, column, qkv[:, heads + shared :])
-        keys, values = self.keys[i][:, :, : self._end], self.values[i][:, :, : self._end]
+        self.keys[i][:rows].index_copy_(2, column, rotated[:, heads:])
+        self.values[i][:rows].index_copy_(2, column, qkv[:, heads + shared :])
+        keys = self.keys[i][:rows, :, : self._end]
+        values = self.values[i][:rows, :, : self._end]
         unwritten = torch.where(torch.arange(self._end) <= column, 0.0, -torch.inf)
         q = (
             rotated[:, :heads].reshape(rows, shared, heads // shared, self.head_dim)

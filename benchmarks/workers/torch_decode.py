@@ -20,7 +20,11 @@ def main(settings: dict) -> None:
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
     decoder = CompiledDecoder(
-        model, settings["rows"], settings["prompt"], settings["response"], workload.EOS
+        model,
+        settings["rows"],
+        settings["prompt"],
+        settings["response"],
+        workload.EOS if settings["chance"] else None,
     )
     seeds = itertools.count()
 

@@ -2,8 +2,9 @@
 
 Arguments: the settings of ppo_step.py as JSON. The code is what a skilled torch programmer would
 write for this CPU: a custom decoder, the sampler's log-probs as the old ones, no logits of prompt
-tokens, fused AdamW. Responses of unequal lengths are processed in micro-batches of similar length
-or, without `by_length`, in one batch padded to the longest.
+tokens, fused AdamW. Responses are sorted by length, and each micro-batch is padded to its own
+longest response; without `by_length`, all are padded to the longest of the batch. Programs are
+compiled for any width, or with `static_widths` for each multiple of 64.
 """
 
 import itertools
@@ -19,9 +20,7 @@ from torch_compiled_decoder import CompiledDecoder
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import logging
 
-MICRO_BATCH = 8  # rows, if lengths differ
-# Responses of a micro-batch are padded to a multiple of this; each multiple is compiled.
-WIDTH = 64
+STATIC_WIDTH = 64
 
 
 def generalized_advantages(rewards, values, lam):
@@ -42,7 +41,11 @@ class Step:
 
     def __init__(self, settings: dict):
         self.settings, self.prompt = settings, settings["prompt"]
-        self.by_length = settings["by_length"] and not settings["equal_lengths"]
+        self.train_rows = settings["micro_batches"]["train_rows"]
+        self.forward_rows = settings["micro_batches"]["forward_rows"]
+        # Responses of equal length need no other width than their own.
+        static_widths = settings["equal_lengths"] or settings["static_widths"]
+        self.width_unit = min(STATIC_WIDTH, settings["response"]) if static_widths else 1
 
         def load(kind, folder, **options):
             return kind.from_pretrained(
@@ -58,7 +61,11 @@ class Step:
         if settings["reward_model"]:
             self.reward_model = load(AutoModelForSequenceClassification, settings["reward_model"])
         self.decoder = CompiledDecoder(
-            self.actor, settings["samples"], self.prompt, settings["response"], workload.EOS
+            self.actor,
+            settings["samples"],
+            self.prompt,
+            settings["response"],
+            None if settings["equal_lengths"] else workload.EOS,
         )
         self.optimizers = [
             torch.optim.AdamW(model.parameters(), lr=settings["lr"], fused=True)
@@ -77,8 +84,7 @@ class Step:
         )
         self.logprobs, self.values, self.last_score, self.actor_loss, self.critic_loss = compiled
         self.seeds = itertools.count()
-        if self.by_length:
-            self._compile_all()
+        self._compile_all()
 
     def turn(self) -> dict:
         """Run one step on new prompts."""
@@ -90,7 +96,7 @@ class Step:
             responses, old, lengths = self.decoder.generate(prompts)
             clock.lap("rollout")
             sequences, old, mask = self._padded(prompts, responses, old, lengths)
-            micro_batches = self._micro_batches(lengths)
+            micro_batches = self._micro_batches(lengths, self.forward_rows)
             reference = self._gathered(
                 self.logprobs, self.reference, sequences, micro_batches, mask
             )
@@ -108,53 +114,85 @@ class Step:
                 masked_mean((advantages - mean) ** 2, mask) + 1e-8
             )
             clock.lap("advantages")
-        self._descend(sequences, micro_batches, mask, old, advantages, values, returns)
+        train_micro_batches = self._micro_batches(lengths, self.train_rows)
+        self._descend(sequences, train_micro_batches, mask, old, advantages, values, returns)
         clock.lap("update")
-        return {"tokens": int(lengths.sum()), "phases": clock.laps}
+        tokens = int(lengths.sum())
+        padded_tokens = sum(len(rows) * width for rows, width in train_micro_batches)
+        return {
+            "tokens": tokens,
+            "phases": clock.laps,
+            "padded_tokens_per_token": padded_tokens / tokens,
+            "row_steps_per_token": self.decoder.computed_row_steps / tokens,
+        }
 
     def _compile_all(self):
-        """Run everything once per micro-batch width, so that nothing compiles during a turn."""
-        for width in range(WIDTH, self.settings["response"] + 1, WIDTH):
-            sequences = torch.ones(MICRO_BATCH, self.prompt + width, dtype=torch.long)
-            # The same tensor three times would compile a different program.
-            each = [torch.ones(MICRO_BATCH, width) for _ in range(3)]
+        """Run every program once, so that nothing compiles during a turn."""
+        response = self.settings["response"]
+        if self.width_unit == 1:
+            widths = [response - 1, response]  # one program serves all widths
+        else:
+            widths = range(self.width_unit, response + 1, self.width_unit)
+        if self.settings["equal_lengths"]:
+            widths = [response]
+        for width in widths:
             with torch.no_grad():
+                sequences = self._any_width(
+                    torch.ones(self.forward_rows, self.prompt + width, dtype=torch.long)
+                )
                 self.logprobs(self.reference, sequences)
                 self.values(self.critic, sequences)
                 if self.reward_model is not None:
-                    self.last_score(
-                        self.reward_model, sequences, torch.ones(MICRO_BATCH, dtype=torch.long)
-                    )
-            self.actor_loss(self.actor, sequences, *each).backward()
-            self.critic_loss(self.critic, sequences, *each).backward()
+                    ends = torch.ones(self.forward_rows, dtype=torch.long)
+                    self.last_score(self.reward_model, sequences, ends)
+            sequences = self._any_width(
+                torch.ones(self.train_rows, self.prompt + width, dtype=torch.long)
+            )
+            # The same tensor three times would compile a different program.
+            per_token = [self._any_width(torch.ones(self.train_rows, width)) for _ in range(3)]
+            self.actor_loss(self.actor, sequences, *per_token).backward()
+            self.critic_loss(self.critic, sequences, *per_token).backward()
         self.actor.zero_grad()
         self.critic.zero_grad()
 
+    def _any_width(self, x):
+        """Return x, contiguous, marked so that one program is compiled for all widths."""
+        x = x.contiguous()
+        if self.width_unit == 1:
+            torch._dynamo.mark_dynamic(x, 1)
+        return x
+
+    def _round_up(self, length: int) -> int:
+        return min(-(-length // self.width_unit) * self.width_unit, self.settings["response"])
+
     def _padded(self, prompts, responses, old, lengths):
-        """Pad responses to a multiple of WIDTH.
+        """Pad responses to a compiled width.
 
         Returns:
           Sequences, old log-probs (0 past the end) and response mask.
         """
-        width = min(-(-responses.shape[1] // WIDTH) * WIDTH, self.settings["response"])
-        room = 0, width - responses.shape[1]
+        width = self._round_up(responses.shape[1])
+        padding = 0, width - responses.shape[1]
         mask = (torch.arange(width) < lengths[:, None]).float()
-        responses = torch.where(mask.bool(), F.pad(responses, room), workload.PAD)
-        return torch.cat([prompts, responses], 1), F.pad(old, room) * mask, mask
+        responses = torch.where(mask.bool(), F.pad(responses, padding), workload.PAD)
+        return torch.cat([prompts, responses], 1), F.pad(old, padding) * mask, mask
 
-    def _micro_batches(self, lengths):
-        """Return (rows, width) of each micro-batch; a single one if not grouped by length."""
-        size = MICRO_BATCH if self.by_length else len(lengths)
-        return [
-            (rows, min(-(-int(lengths[rows].max()) // WIDTH) * WIDTH, self.settings["response"]))
-            for rows in lengths.argsort().split(size)
-        ]
+    def _micro_batches(self, lengths, size: int):
+        """Return (rows, width) of each micro-batch of `size` rows."""
+        if self.settings["by_length"]:
+            return [
+                (rows, self._round_up(int(lengths[rows].max())))
+                for rows in lengths.argsort().split(size)
+            ]
+        width = self._round_up(int(lengths.max()))
+        return [(rows, width) for rows in torch.arange(len(lengths)).split(size)]
 
     def _gathered(self, work, model, sequences, micro_batches, mask):
         """Return the results of `work` per response token, 0 past the end."""
         result = torch.zeros_like(mask)
         for rows, width in micro_batches:
-            result[rows, :width] = work(model, sequences[rows, : self.prompt + width])
+            tokens = self._any_width(sequences[rows, : self.prompt + width])
+            result[rows, :width] = work(model, tokens)
         return result * mask
 
     def _rewards(self, sequences, lengths, mask, micro_batches):
@@ -162,21 +200,24 @@ class Step:
             return ((sequences[:, self.prompt :] % 2 == 0) * mask).sum(1) / lengths
         rewards = torch.zeros(len(lengths))
         for rows, width in micro_batches:
-            rewards[rows] = self.last_score(
-                self.reward_model, sequences[rows, : self.prompt + width], lengths[rows]
-            )
+            tokens = self._any_width(sequences[rows, : self.prompt + width])
+            rewards[rows] = self.last_score(self.reward_model, tokens, lengths[rows])
         return rewards
 
     def _descend(self, sequences, micro_batches, mask, old, advantages, values, returns):
         count = mask.sum()
         for rows, width in micro_batches:
-            tokens, cut = sequences[rows, : self.prompt + width], (rows, slice(width))
-            self.actor_loss(
-                self.actor, tokens, old[cut], advantages[cut], mask[cut] / count
-            ).backward()
-            self.critic_loss(
-                self.critic, tokens, values[cut], returns[cut], mask[cut] / count
-            ).backward()
+            tokens = self._any_width(sequences[rows, : self.prompt + width])
+            weights = self._any_width(mask[rows, :width] / count)
+            old_logprobs, token_advantages, old_values, value_targets = (
+                self._any_width(x[rows, :width]) for x in (old, advantages, values, returns)
+            )
+            actor_loss = self.actor_loss(
+                self.actor, tokens, old_logprobs, token_advantages, weights
+            )
+            actor_loss.backward()
+            critic_loss = self.critic_loss(self.critic, tokens, old_values, value_targets, weights)
+            critic_loss.backward()
         for model, optimizer in zip((self.actor, self.critic), self.optimizers, strict=True):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

@@ -1,6 +1,7 @@
 """Worker of ppo_step.py: TRL's PPOTrainer. Arguments: the settings of ppo_step.py as JSON.
 
-Runs without gradient checkpointing, on whole batches. TRL supports only a reward model.
+Runs without gradient checkpointing. TRL supports only a reward model. `train_rows` is the rows of a
+training micro-batch; `forward_rows` those that are generated and scored at a time.
 """
 
 import json
@@ -75,16 +76,17 @@ def make_trainer(settings: dict, folder: str, door: Door) -> PPOTrainer:
         AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
         for path in (settings["model"], settings["reward_model"])
     )
+    train_rows = settings["micro_batches"]["train_rows"]
     options = PPOConfig(
         output_dir=folder,
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        per_device_train_batch_size=settings["samples"],
-        gradient_accumulation_steps=1,
+        per_device_train_batch_size=train_rows,
+        gradient_accumulation_steps=settings["samples"] // train_rows,
         num_mini_batches=1,
         num_ppo_epochs=1,
-        local_rollout_forward_batch_size=settings["samples"],
+        local_rollout_forward_batch_size=settings["micro_batches"]["forward_rows"],
         total_episodes=settings["samples"] * 10**6,
         response_length=settings["response"],
         stop_token="eos",
@@ -117,7 +119,7 @@ def make_trainer(settings: dict, folder: str, door: Door) -> PPOTrainer:
 
 def main(settings: dict) -> None:
     torch.set_num_threads(harness.THREADS)
-    turnstile = Turnstile(settings["plain_turns"], ("trl", "torch", "transformers", "accelerate"))
+    turnstile = Turnstile(("trl", "torch", "transformers", "accelerate"))
     door, forward = Door(turnstile), ppo_trainer.forward
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(settings, folder, door)

@@ -1,6 +1,7 @@
 """Worker of ppo_step.py: tunix's PPOLearner. Arguments: the settings of ppo_step.py as JSON.
 
-Uses one micro-batch, which is its fastest setting here, and the rule as reward.
+Uses the rule as reward. The rows of its micro-batches in training, scoring and generation are those
+of the settings.
 """
 
 import json
@@ -28,7 +29,8 @@ def even_share(prompts, completions, **columns):
 
 
 def make_cluster(settings: dict) -> cluster_lib.RLCluster:
-    mesh, samples = tunix_model.one_device_mesh(), settings["samples"]
+    mesh = tunix_model.one_device_mesh()
+    samples, rows = settings["samples"], settings["micro_batches"]
     (actor, _), (reference, _) = (tunix_model.load_model(settings["model"], mesh) for _ in range(2))
     training = cluster_lib.RLTrainingConfig(
         actor_optimizer=optax.adamw(settings["lr"]),
@@ -36,9 +38,9 @@ def make_cluster(settings: dict) -> cluster_lib.RLCluster:
         eval_every_n_steps=10**9,
         max_steps=10**6,
         mini_batch_size=samples,
-        train_micro_batch_size=samples,
-        rollout_micro_batch_size=samples,
-        compute_logps_micro_batch_size=samples,
+        train_micro_batch_size=rows["train_rows"],
+        rollout_micro_batch_size=rows["rollout_rows"],
+        compute_logps_micro_batch_size=rows["forward_rows"],
         metrics_logging_options=None,
         checkpoint_root_directory=None,
     )
@@ -73,14 +75,13 @@ def make_cluster(settings: dict) -> cluster_lib.RLCluster:
 
 
 def main(settings: dict) -> None:
-    turnstile = Turnstile(
-        settings["plain_turns"], ("google-tunix", "jax", "jaxlib", "flax", "optax"), block
-    )
-    cluster, tokens = make_cluster(settings), []
+    turnstile = Turnstile(("google-tunix", "jax", "jaxlib", "flax", "optax"), block)
+    cluster, step_tokens = make_cluster(settings), []
 
     def counted(*args, **kwargs):
         output = generate(*args, **kwargs)
-        tokens.append(tunix_model.count_tokens(output.tokens, settings["response"]))
+        # One step may generate in several micro-batches.
+        step_tokens.append(tunix_model.count_tokens(output.tokens, settings["response"]))
         return output
 
     generate = turnstile.phase("rollout", cluster.generate)
@@ -108,7 +109,8 @@ def main(settings: dict) -> None:
                 )
             }
             block(nnx.state(cluster.critic_trainer.model))
-            turnstile.step_done({"tokens": tokens[-1]})
+            turnstile.step_done({"tokens": sum(step_tokens)})
+            step_tokens.clear()
 
     options = ppo_learner.PPOConfig(
         num_iterations=1,

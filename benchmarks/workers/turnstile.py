@@ -15,17 +15,15 @@ class Turnstile:
     The loop runs in the main thread and calls `step_done` between its steps.
 
     Args:
-      plain_turns: Turns without added work in the loop. After these, `phase` measures.
       packages: Packages whose versions are reported.
       wait: Blocks until its argument is computed, for programs with asynchronous dispatch.
     """
 
-    def __init__(
-        self, plain_turns: int, packages: tuple[str, ...], wait: Callable = lambda work: None
-    ):
-        self._plain_turns, self._packages, self._wait = plain_turns, packages, wait
-        self._go, self._figures = queue.Queue(), queue.Queue()
-        self._turns, self._phases = 0, {}
+    def __init__(self, packages: tuple[str, ...], wait: Callable = lambda work: None):
+        self._packages, self._wait = packages, wait
+        self._requests, self._figures = queue.Queue(), queue.Queue()
+        self._split = False  # whether the current turn measures its phases
+        self._phases = {}
         self._channel = os.dup(1)
         os.dup2(2, 1)  # output before the first turn is not an answer
 
@@ -38,16 +36,15 @@ class Turnstile:
         if figures is None:
             threading.Thread(target=self._serve, daemon=True).start()
         else:
-            self._figures.put(figures | ({"phases": dict(self._phases)} if self._phases else {}))
-        self._go.get()
+            self._figures.put(figures | ({"phases": dict(self._phases)} if self._split else {}))
+        self._split = self._requests.get()
         self._phases.clear()
-        self._turns += 1
 
     def phase(self, name: str, work: Callable) -> Callable:
-        """Wrap `work` to add its seconds to the phase once the plain turns are over."""
+        """Wrap `work` to wait for it and add its seconds to the phase in split turns."""
 
         def timed(*args, **kwargs):
-            if self._turns <= self._plain_turns:
+            if not self._split:
                 return work(*args, **kwargs)
             self._wait((args, kwargs))
             start = time.perf_counter()
@@ -60,9 +57,13 @@ class Turnstile:
 
     def _serve(self) -> None:
         os.dup2(self._channel, 1)
-        harness.serve(self._turn, self._packages)
+        harness.serve(
+            turn=lambda: self._run_turn(split=False),
+            packages=self._packages,
+            split_turn=lambda: self._run_turn(split=True),
+        )
         os._exit(0)  # the loop itself does not end
 
-    def _turn(self) -> dict:
-        self._go.put(None)
+    def _run_turn(self, split: bool) -> dict:
+        self._requests.put(split)
         return self._figures.get()
