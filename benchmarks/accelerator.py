@@ -28,6 +28,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import harness
+
 if TYPE_CHECKING:
     import programs
 
@@ -121,7 +123,11 @@ def run_section(name: str, tiny: bool, seconds: float) -> dict:
     started = time.monotonic()
     try:
         process = subprocess.run(
-            command, env=environment, timeout=seconds, capture_output=True, text=True
+            harness.end_with_this_process(command),
+            env=environment,
+            timeout=seconds,
+            capture_output=True,
+            text=True,
         )
     except subprocess.TimeoutExpired as error:
         return {

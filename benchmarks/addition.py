@@ -5,6 +5,7 @@ shared by both sides.
 """
 
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -14,7 +15,8 @@ FOLDER = harness.DATA / "tinyadd"
 PAD, EOS = 0, 1
 PROMPT, RESPONSE = 6, 4  # tokens: two numbers and two signs; three digits and EOS
 TARGET = 0.9  # greedy held-out accuracy at which the clock stops
-EVAL_EVERY, MAX_STEPS = 5, 400
+EVAL_EVERY = 5  # steps
+MAX_STEPS = int(os.environ.get("ADDITION_MAX_STEPS", "400"))
 
 
 def splits() -> dict[str, list]:
@@ -50,19 +52,23 @@ def until_target(
       accuracy: Evaluates the held-out sums.
 
     Returns:
-      `seconds` of training, `steps`, `accuracy_before` and `accuracy` (first and last evaluation),
+      `seconds` and `cpu_seconds` of training, `steps`,
+      `accuracy_before` and `accuracy` (first and last evaluation),
       and `curve`, [steps, seconds, accuracy] of each evaluation.
     """
-    seconds, curve = 0.0, [[0, 0.0, accuracy()]]
+    seconds, cpu_seconds = 0.0, 0.0
+    curve = [[0, 0.0, accuracy()]]
     while curve[-1][2] < TARGET and curve[-1][0] < MAX_STEPS:
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), harness.cpu_seconds()
         for _ in range(EVAL_EVERY):
             step()
         wait()
         seconds += time.perf_counter() - start
+        cpu_seconds += harness.cpu_seconds() - cpu_start
         curve.append([curve[-1][0] + EVAL_EVERY, seconds, accuracy()])
     return {
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "steps": curve[-1][0],
         "accuracy_before": curve[0][2],
         "accuracy": curve[-1][2],

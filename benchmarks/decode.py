@@ -6,7 +6,10 @@
 
 The model has 4 layers, hidden size 256 and a vocabulary of 4,096, in float32; prompts have 64
 tokens; the temperature is 1. Response tokens are counted including the EOS that ends a response.
-Sides that cannot refill the row of a finished response get the prompts in batches. The cases
+jax_ppo, the hand-written torch decoder, tunix and `transformers-static` are compiled; `generate`
+with its defaults is eager, as is `generate_batch` on a CPU. The torch decoder drops finished rows
+from its batch. Sides that cannot refill the row of a finished response get the prompts in batches.
+Printed are medians with interquartile ranges, in wall-clock and in processor time. The cases
 `tight` and `roomy` have the same responses but limits of 128 and 1,024 tokens; their difference is
 the cost of unused room.
 """
@@ -121,7 +124,7 @@ def measure(name: str, case: Case, args: argparse.Namespace) -> dict:
             )
             for side in args.sides
         ]
-        answers = harness.interleave(workers, args.turns, args.warm_up)
+        answers, _ = harness.interleave(workers, args.turns, args.warm_up)
         for worker in workers:
             worker.close()
     print(
@@ -135,12 +138,14 @@ def measure(name: str, case: Case, args: argparse.Namespace) -> dict:
         result[worker.name] = {
             "tokens_per_second": speeds,
             "seconds": harness.spread([turn["seconds"] for turn in turns]),
+            "cpu_seconds": harness.spread([turn["cpu_seconds"] for turn in turns]),
             "versions": worker.versions,
             "answers": turns,
         }
         print(
-            f"  {worker.name:24s}{speeds['median']:7.0f} tokens/s "
-            f"({speeds['min']:.0f}-{speeds['max']:.0f})"
+            f"  {worker.name:24s}{harness.format_spread(speeds, '.0f')} tokens/s, "
+            f"{harness.format_spread(result[worker.name]['seconds'], '.2f')} s, CPU "
+            f"{harness.format_spread(result[worker.name]['cpu_seconds'], '.2f')} s"
         )
     return dataclasses.asdict(case) | {"sides": result}
 

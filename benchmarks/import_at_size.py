@@ -222,7 +222,11 @@ def main() -> None:
             f"--devices={args.devices}",
         ]
         process = subprocess.run(
-            command, env=os.environ | environment, stdout=subprocess.PIPE, text=True, check=True
+            harness.end_with_this_process(command),
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
         )
     figures = json.loads(process.stdout)
     print(

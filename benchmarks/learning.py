@@ -194,7 +194,9 @@ def train(workdir: Path, options: dict) -> None:
         "--config.trainer.export=False",
         *(f"--config.{name}={value}" for name, value in options.items()),
     ]
-    process = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
+    process = subprocess.run(
+        harness.end_with_this_process(command), cwd=ROOT, text=True, capture_output=True
+    )
     if process.returncode:
         sys.exit(f"{' '.join(command)}\n{process.stdout[-2000:]}{process.stderr[-2000:]}")
 

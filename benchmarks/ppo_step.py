@@ -17,8 +17,9 @@ Before the measurement, a short search tunes the micro-batches of each peer at t
 its results: every size is run for a few steps, and each setting takes the size with the fewest
 seconds per token in the phases that it affects. jax_ppo runs with its defaults.
 
-Each measured step is followed by one that waits after each phase. The medians of the phases must
-add up to the median step within 10 %, or the exit status is 1.
+Each measured step is followed by one that waits after each phase, so that both happen at the same
+speed of the machine. The medians of the phases, including `other`, must add up to the median step
+within 10 %, or the exit status is 1.
 """
 
 import argparse
@@ -300,16 +301,20 @@ def summarize(answers: list[dict], split: list[dict]) -> dict:
         if name in answers[0]:
             figures[name] = harness.spread([turn[name] for turn in answers])
     per_token = harness.spread([1000 * turn["seconds"] / turn["tokens"] for turn in answers])
+    split_phases = [complete_phases(turn) for turn in split]
     phases = {
-        name: harness.spread([turn["phases"].get(name, 0.0) for turn in split])
-        for name in split[0]["phases"]
+        name: harness.spread([seconds[name] for seconds in split_phases])
+        for name in split_phases[0]
     }
     # Lengths are drawn anew in every turn, so the split must add up per token.
     phases_per_token = {
         name: harness.spread(
-            [1000 * turn["phases"].get(name, 0.0) / turn["tokens"] for turn in split]
+            [
+                1000 * seconds[name] / turn["tokens"]
+                for seconds, turn in zip(split_phases, split, strict=True)
+            ]
         )
-        for name in split[0]["phases"]
+        for name in split_phases[0]
     }
     medians = {name: spread["median"] for name, spread in phases_per_token.items()}
     return figures | {
@@ -318,6 +323,12 @@ def summarize(answers: list[dict], split: list[dict]) -> dict:
         "phases_milliseconds_per_token": phases_per_token,
         "split_error": harness.split_error(medians, per_token["median"]),
     }
+
+
+def complete_phases(turn: dict) -> dict[str, float]:
+    """Return the seconds of each phase of a turn and of `other`, the time outside all phases."""
+    other = turn["seconds"] - sum(turn["phases"].values())
+    return turn["phases"] | {"other": other}
 
 
 def show(sides: dict) -> None:
@@ -366,7 +377,7 @@ def report_splits(sides: dict) -> int:
     if wrong:
         print(
             f"the phases differ from the step by more than {harness.SPLIT_TOLERANCE:.0%}: "
-            f"{', '.join(wrong)}; the machine was not idle, or a phase is missing",
+            f"{', '.join(wrong)}; was the machine idle?",
             file=sys.stderr,
         )
     return 1 if wrong else 0

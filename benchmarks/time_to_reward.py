@@ -2,14 +2,18 @@
 
     python benchmarks/time_to_reward.py --peers PATH/bin/python [--seeds 5]
 
-Both sides start from the data folder's `tinyadd`, which answers 34 % of the held-out sums greedily,
-and stop at 90 %, evaluated every 5 steps. Evaluations are not timed on either side. Compilation is
-reported separately: each run first takes two steps and an evaluation on a state that it discards
-("warm-up", nearly all of it compilation). Runs alternate seed by seed on the same two cores. There
-are three rows: torch; ours with exactly torch's settings, which compares the speed of a step; and
-ours with its best settings, actor and critic on one trunk. "Slowest" is a run's slowest five steps
-relative to its median five; a value far above 1 means that something else used the cores and the
-figures are void. Takes about 15 minutes; writes results/time_to_reward.json.
+All sides start from the data folder's `tinyadd`, which answers 34 % of the held-out sums greedily,
+and stop at 90 %, evaluated every 5 steps. Evaluations are not timed. There are five rows: torch
+without compilation; torch with torch.compile; ours with exactly torch's settings; and, as
+`shared trunk`, torch.compile and ours with actor and critic on one trunk. jax_ppo is always
+compiled, so its rows should be compared with the compiled torch of the same settings.
+
+Each run first takes two steps on a state that it discards, without caches of compiled programs:
+"warm-up", nearly all of it compilation. "With compilation" is the sum of warm-up and training: the
+time that a single run takes to the target. Runs alternate seed by seed on the same two cores.
+Printed are medians with interquartile ranges, in wall-clock and in processor time. "Slowest" is a
+run's slowest five steps relative to its median five; a value far above 1 means that something else
+used the cores and the figures are void. Takes about 20 minutes; writes results/time_to_reward.json.
 """
 
 import argparse
@@ -55,13 +59,27 @@ BEST = {name: value for name, value in SAME.items() if not name.startswith(OF_A_
 }
 
 
-def start_workers(peers: str) -> list[harness.Worker]:
-    """Start the three workers; `peers` is the Python with torch."""
-    return [
-        harness.Worker("torch", "torch_addition.py", TORCH, peers),
-        harness.Worker("ours, torch's settings", "ours_addition.py", SAME),
-        harness.Worker("ours", "ours_addition.py", BEST),
-    ]
+# The same for torch: the options that its worker reads, without those of a separate critic.
+TORCH_SHARED_TRUNK = {
+    name: value for name, value in TORCH.items() if not name.startswith(OF_A_CRITIC)
+} | {"critic.shared_trunk": True, "critic.value_loss_coef": 0.1}
+SIDES = {
+    "torch, eager": ("torch_addition.py", TORCH | {"compiled": False}),
+    "torch.compile": ("torch_addition.py", TORCH | {"compiled": True}),
+    "ours": ("ours_addition.py", SAME),
+    "torch.compile, shared trunk": ("torch_addition.py", TORCH_SHARED_TRUNK | {"compiled": True}),
+    "ours, shared trunk": ("ours_addition.py", BEST),
+}
+
+
+def start_workers(sides: list[str], peers: str) -> list[harness.Worker]:
+    """Start the workers of these sides; `peers` is the Python with torch."""
+    workers = []
+    for side in sides:
+        program, settings = SIDES[side]
+        python = peers if program == "torch_addition.py" else None
+        workers.append(harness.Worker(side, program, settings, python))
+    return workers
 
 
 def summarise(runs: list[dict]) -> dict:
@@ -81,8 +99,11 @@ def summarise(runs: list[dict]) -> dict:
     if reached:
         summary |= {
             name: harness.spread([run[name] for run in reached])
-            for name in ("seconds", "steps", "accuracy")
+            for name in ("seconds", "cpu_seconds", "steps", "accuracy")
         }
+        summary["with_compilation"] = harness.spread(
+            [run["seconds"] + run["warm_up_seconds"] for run in reached]
+        )
     return summary
 
 
@@ -93,19 +114,19 @@ def _slowest(curve: list[list[float]]) -> float:
 
 
 def table(rows: dict[str, dict]) -> str:
-    """Format one line per side: medians, with minimum and maximum in parentheses."""
+    """Format one line per side: medians, with interquartile ranges in parentheses."""
     columns = {
         "seconds": ".1f",
+        "cpu_seconds": ".1f",
         "steps": ".0f",
         "seconds_per_step": ".3f",
-        "slowest": ".2f",
         "warm_up_seconds": ".1f",
+        "with_compilation": ".1f",
+        "slowest": ".2f",
     }
 
     def cell(figures: dict | None, form: str) -> str:
-        if not figures:
-            return "-"
-        return f"{figures['median']:{form}} ({figures['min']:{form}}-{figures['max']:{form}})"
+        return harness.format_spread(figures, form) if figures else "-"
 
     lines = [["", f"runs at {addition.TARGET:.0%}", *(name.replace("_", " ") for name in columns)]]
     lines += [
@@ -126,6 +147,17 @@ def main() -> None:
     )
     parser.add_argument("--peers", required=True, help="python with torch and transformers")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each side")
+    parser.add_argument(
+        "--sides",
+        nargs="+",
+        choices=SIDES,
+        default=list(SIDES),
+        metavar="SIDE",
+        help=f"one or more of: {'; '.join(SIDES)}",
+    )
+    parser.add_argument(
+        "--max-steps", type=int, default=addition.MAX_STEPS, help="end a run after these steps"
+    )
     arguments = parser.parse_args()
     if not addition.FOLDER.is_dir():
         parser.exit(
@@ -136,19 +168,21 @@ def main() -> None:
     # XLA starts as many threads as it sees cores.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: harness.THREADS])
     machine = harness.machine()
-    workers = start_workers(arguments.peers)
-    runs = harness.interleave(workers, arguments.seeds, warm_up=0)
+    os.environ["ADDITION_MAX_STEPS"] = str(arguments.max_steps)
+    workers = start_workers(arguments.sides, arguments.peers)
+    runs, _ = harness.interleave(workers, arguments.seeds, warm_up=0)
     for worker in workers:
         worker.close()
-    rows = {name: summarise(given) for name, given in runs.items()}
+    rows = {name: summarise(side_runs) for name, side_runs in runs.items()}
     result = {
         "machine": machine,
         "versions": {worker.name: worker.versions for worker in workers},
-        "settings": {"torch": TORCH, "ours, torch's settings": SAME, "ours": BEST},
+        "settings": {side: SIDES[side][1] for side in arguments.sides},
         "summary": rows,
         "runs": runs,
     }
-    path = harness.save("time_to_reward", result)
+    whole = arguments.sides == list(SIDES) and arguments.max_steps == addition.MAX_STEPS
+    path = harness.save("time_to_reward" if whole else "time_to_reward_part", result)
     print(table(rows))
     for name, settings in result["settings"].items():
         print(f"\n{name}: " + ", ".join(f"{option}={value}" for option, value in settings.items()))

@@ -1,10 +1,11 @@
-"""The benchmark for accelerators runs without one and without optional GPU machine tools."""
+"""The benchmarks' shared code, and the benchmark for accelerators on a machine without one."""
 
 import json
 import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -17,6 +18,103 @@ class Blocked:
             raise ImportError(name)
 sys.meta_path.insert(0, Blocked())
 """
+
+# A benchmark with one worker that never ends its turn.
+HANGING_BENCHMARK = """
+import sys, time
+import harness
+harness.__file__ = sys.argv[1]  # workers are in the same folder
+worker = harness.Worker("hangs", "hangs.py", {})
+print(worker.versions["process_id"], flush=True)
+worker.turn()
+"""
+HANGING_WORKER = """
+import json, os, time
+print(json.dumps({"versions": {"process_id": os.getpid()}}), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def harness(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import harness
+
+    return harness
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="uses a feature of Linux")
+def test_a_killed_benchmark_leaves_no_workers(tmp_path):
+    """SIGKILL cannot be handled, so the system itself must end the workers."""
+    (tmp_path / "workers").mkdir()
+    (tmp_path / "workers" / "hangs.py").write_text(HANGING_WORKER)
+    launcher = ROOT / "benchmarks" / "end_with_parent.py"
+    (tmp_path / launcher.name).write_text(launcher.read_text())
+    with subprocess.Popen(
+        [sys.executable, "-c", HANGING_BENCHMARK, str(tmp_path / "harness.py")],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "benchmarks")},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as benchmark:
+        worker = int(benchmark.stdout.readline())
+        assert is_running(worker)
+        benchmark.kill()
+    deadline = time.monotonic() + 10
+    while is_running(worker):
+        assert time.monotonic() < deadline, "the worker survived its benchmark"
+        time.sleep(0.01)
+
+
+def is_running(process_id: int) -> bool:
+    """Return whether the process exists and is not a zombie."""
+    try:
+        status = pathlib.Path(f"/proc/{process_id}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_spread_contains_the_interquartile_range(harness):
+    figures = harness.spread([5.0, 1.0, 2.0, 4.0, 3.0])
+    assert (figures["quartile_1"], figures["median"], figures["quartile_3"]) == (2, 3, 4)
+    assert harness.format_spread(figures, ".1f") == "3.0 (2.0-4.0)"
+
+
+def test_a_split_that_does_not_add_up_is_reported(harness, capsys):
+    import ppo_step
+
+    def turn(seconds, **phases):
+        return {"seconds": seconds, "cpu_seconds": seconds, "tokens": 10, "phases": phases}
+
+    plain = [turn(2.4), turn(2.4), turn(2.4)]
+    # Half a second is outside the phases, and these turns took 2.0 s instead of 2.4 s.
+    faster = [turn(2.0, rollout=0.5, update=1.0)] * 3
+    side = ppo_step.summarize(plain, faster)
+    assert side["phases"]["other"]["median"] == 0.5
+    assert side["split_error"] == pytest.approx(2.0 / 2.4 - 1)
+    assert ppo_step.report_splits({"torch": side}) == 1
+    assert "torch -16.7%" in capsys.readouterr().err
+    same_speed = ppo_step.summarize(plain, [turn(2.3, rollout=0.5, update=1.4)] * 3)
+    assert ppo_step.report_splits({"torch": same_speed}) == 0
+
+
+def test_the_search_combines_the_best_size_of_each_setting(harness, monkeypatch):
+    import ppo_step
+
+    # Milliseconds per token by rows: training is fastest with 8, the rest of TRL's step with 16.
+    update, forward = {4: 3, 8: 1, 16: 2, 32: 4}, {4: 9, 8: 6, 16: 5, 32: 7}
+
+    def measure_candidate(side, settings, args, candidate):
+        rows = candidate["train_rows"]
+        phases = {"update": update[rows], "rollout": forward[rows], "values": 1}
+        return {"milliseconds_per_token": sum(phases.values()), "phases": phases}
+
+    monkeypatch.setattr(ppo_step, "measure_candidate", measure_candidate)
+    args = type("Args", (), {"micro_batch": None, "search_turns": 1})
+    settings = {"samples": 32, "equal_lengths": True}
+    search = ppo_step.search_micro_batches("trl", settings, args)
+    assert search["chosen"] == {"train_rows": 8, "forward_rows": 16}
+    assert len(search["tried"]) == 4
 
 
 @pytest.mark.slow
