@@ -102,7 +102,8 @@ def _read_family_fields(reader: ConfigReader, family: Family) -> dict[str, Any]:
     """Return the fields of `Architecture` that only some families set."""
     values = dict(family.fixed)
     for name, field in family.fields.items():
-        values[field] = reader.optional_number(name, nullable=name in family.nullable)
+        read = reader.optional_integer if name in family.integers else reader.optional_number
+        values[field] = read(name, nullable=name in family.nullable)
     for name, biases in family.bias_fields.items():
         has_bias = reader.boolean(name)
         values |= dict.fromkeys(biases, has_bias)

@@ -31,6 +31,7 @@ class Family:
       bias_fields: Boolean fields of config.json, `False` by default, and the biases of
         `Architecture` that each one turns on.
       defaults: Values that transformers uses for fields missing from config.json.
+      integers: Those of `fields` that are whole numbers.
       nullable: Sizes and numbers of config.json that transformers accepts as null.
       sliding_windows: Which layers have a sliding window. "none": no layer; "all": every layer, if
         config.json has a `sliding_window`; "last": the layers from `max_window_layers` on, if
@@ -57,6 +58,7 @@ class Family:
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
     bias_fields: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    integers: frozenset[str] = frozenset()
     nullable: frozenset[str] = frozenset()
     sliding_windows: str = "none"
     window_period: int = 1
@@ -188,6 +190,7 @@ FAMILIES = {
         bias_fields=_ATTENTION_BIAS,
         defaults=_GEMMA_2_DEFAULTS
         | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        integers=frozenset({"query_pre_attn_scalar"}),
         nullable=_SOFTCAPS,
         sliding_windows="pattern",
         window_period=2,
@@ -201,6 +204,7 @@ FAMILIES = {
         fields=_GEMMA_2_FIELDS,
         bias_fields=_ATTENTION_BIAS,
         defaults=_GEMMA_2_DEFAULTS | {"max_position_embeddings": 131_072},
+        integers=frozenset({"query_pre_attn_scalar"}),
         nullable=_SOFTCAPS,
         sliding_windows="pattern",
         window_period=6,

@@ -119,7 +119,7 @@ class _OneRope:
         self._original_length: int | None = None
         # Where layer types have parameters of their own, transformers ignores this field.
         if not family.rope_by_layer_type:
-            self._original_length = reader.optional_integer(ORIGINAL_LENGTH, nullable=False)
+            self._original_length = _read_original_length(reader)
 
     def read(self, table: Config, name: str) -> tuple[float, RopeScaling]:
         """Return the base and the other parameters, sorted by name.
@@ -147,7 +147,7 @@ class _OneRope:
             raise self._reader.error(
                 f"{name}: high_freq_factor must be greater than low_freq_factor"
             )
-        original_length = entries.optional_integer(ORIGINAL_LENGTH, nullable=False)
+        original_length = _read_original_length(entries)
         if kind in ROPE_KINDS_WITH_LENGTH:
             # The order of transformers: outside the parameters, among them, or the whole length.
             values[ORIGINAL_LENGTH] = self._original_length or original_length or self._max_length
@@ -177,6 +177,11 @@ class _OneRope:
                 "one that is meant and remove the other"
             )
         return float(inner or self._theta or self._default_theta)
+
+
+def _read_original_length(reader: ConfigReader) -> int | None:
+    # Its logarithm is a divisor.
+    return reader.optional_integer(ORIGINAL_LENGTH, minimum=2, nullable=False)
 
 
 def write_rope(a: Architecture, family: Family) -> Config:

@@ -1,11 +1,14 @@
 """Each field of config.json: transformers' logits, or a refusal in one line, and nothing else."""
 
+import json
 import warnings
 
 import config_sweep
 import hf_reference as reference
 import pytest
 
+from jax_ppo.errors import UserError
+from jax_ppo.models import rope
 from jax_ppo.models.hf.config import from_hf_config
 from jax_ppo.models.hf.families import FAMILIES
 from jax_ppo.models.hf.fields import HARMLESS_FIELDS
@@ -97,17 +100,42 @@ def make_sweep(tmp_path):
                 inputs = reference.torch.from_numpy(ids).long()
                 return model(inputs, return_dict=True).logits.numpy()
 
+    def ours():
+        architecture, params = reference.load(tmp_path)
+        # Commands refuse longer sequences, for which transformers would take other frequencies.
+        if rope.max_sequence_length(architecture) < ids.shape[1]:
+            raise UserError("the sequence is too long")
+        return reference.our_logits(architecture, params, ids)
+
     def make(family):
         reference.save(tmp_path, family, **MODELS[family])
         return config_sweep.Sweep(
             folder=tmp_path,
             read=from_hf_config,
-            ours=lambda: reference.our_logits(*reference.load(tmp_path), ids),
+            ours=ours,
             theirs=theirs,
-            harmless=HARMLESS_FIELDS,
+            # The default of a missing pad_token_id may lie outside of this small vocabulary.
+            harmless=HARMLESS_FIELDS | {"pad_token_id"},
         )
 
     return make
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_change_of_a_field_is_read_or_refused_in_one_line(family):
+    """The slow test below also compares what is read with transformers."""
+    config = json.loads(reference.make(family, **MODELS[family]).config.to_json_string())
+    refused = []
+    for cases in (config_sweep.change_each_field(config), config_sweep.add_fields(config, ADDED)):
+        for description, changed in cases:
+            try:
+                hash(from_hf_config(changed))
+            except UserError as error:
+                refused.append(description)
+                assert "\n" not in str(error) and len(str(error)) < 400
+    assert len(refused) > 200
+    assert {"num_hidden_layers=100000000", "tie_word_embeddings='x'"} <= set(refused)
+    assert {"is_causal=False", "rope_theta=None", "hidden_size='missing'"} <= set(refused)
 
 
 @pytest.mark.slow
