@@ -510,20 +510,8 @@ DATA = [
         holds="an overlong prompt is truncated as configured",
         test=f"{TEST_PROMPTS}::test_truncation_is_applied",
         where="tokenize_prompts",
-        old=(
-            "if len(ids) > max_prompt_length:\n"
-            "    if filter_overlong_prompts:\n"
-            "        dropped += 1\n"
-            "        continue\n"
-            "    ids = _truncate(ids, max_prompt_length, truncation, f'{name}, example {row}')"
-        ),
-        new=(
-            "if len(ids) > max_prompt_length:\n"
-            "    if filter_overlong_prompts:\n"
-            "        dropped += 1\n"
-            "        continue\n"
-            "    _truncate(ids, max_prompt_length, truncation, f'{name}, example {row}')"
-        ),
+        old="ids = _truncate(ids, max_prompt_length, truncation, where)",
+        new="ids = (_truncate(ids, max_prompt_length, truncation, where), ids)[1]",
     ),
     Exhibit(
         name="truncation_error_raises_no_error",
@@ -628,7 +616,7 @@ DATA = [
         ),
         holds="the text of a chat template gets no special tokens besides its own",
         test=f"{TEST_TOKENIZER}::test_a_chat_template_writes_bos_once",
-        where="_prompt_text",
+        where="render_prompt",
         old="return (text, False)",
         new="return (text, True)",
     ),
@@ -637,7 +625,7 @@ DATA = [
         source="unsloth#10312: base models of Gemma without the BOS that they were trained with",
         holds="plain text gets the special tokens that its tokenizer adds",
         test=f"{TEST_TOKENIZER}::test_a_prompt_has_the_tokenizers_bos_but_no_eos",
-        where="_encode",
+        where="encode_text",
         old="tokenizer.encode(text, add_special_tokens=special, verbose=False)",
         new="tokenizer.encode(text, add_special_tokens=False, verbose=False)",
     ),
@@ -649,7 +637,7 @@ DATA = [
         ),
         holds="a prompt does not end with an EOS that its tokenizer added",
         test=f"{TEST_TOKENIZER}::test_a_prompt_has_the_tokenizers_bos_but_no_eos",
-        where="_encode",
+        where="encode_text",
         old="if not text_ends_in_eos:\n    ids.pop()",
         new="if not text_ends_in_eos:\n    pass",
     ),
@@ -658,7 +646,7 @@ DATA = [
         source="llama_index#15239: apply_chat_template without add_generation_prompt",
         holds="a chat prompt ends where the assistant's turn begins",
         test=f"{TEST_TOKENIZER}::test_a_chat_template_writes_bos_once",
-        where="_prompt_text",
+        where="render_prompt",
         old=(
             "tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, "
             "tokenize=False)"
@@ -2022,8 +2010,8 @@ SURVIVORS = [
         holds="a pair is dropped if either of its responses is too long",
         test="tests/data/test_responses.py::test_a_pair_is_dropped_if_one_side_is_too_long",
         where="tokenize_responses",
-        old="max(map(len, ids)) <= max_response_length",
-        new="min(map(len, ids)) <= max_response_length",
+        old="max(map(len, encoded)) <= max_response_length",
+        new="min(map(len, encoded)) <= max_response_length",
     ),
     Exhibit(
         name="the_sum_of_a_response_is_its_largest_token",

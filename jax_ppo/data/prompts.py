@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jax_ppo.data.tokenizer import encode_prompt
+from jax_ppo.data.length_bound import LengthBound
+from jax_ppo.data.tokenizer import encode_text, render_prompt
 from jax_ppo.errors import UserError
 from jax_ppo.types import Example, Prompts
 
@@ -81,16 +82,24 @@ def tokenize_prompts(
       UserError: a prompt is empty or cannot be encoded, a prompt is too long and truncation is
         "error", or no prompt is left.
     """
+    # A prompt that will not be used needs no exact length.
+    refuses = filter_overlong_prompts or truncation == "error"
+    bound = LengthBound(tokenizer) if refuses else None
     kept: list[Example] = []
     tokens: list[np.ndarray] = []
     dropped = 0
     for row, example in enumerate(examples, 1):
-        ids = _encode_example(example, tokenizer, chat_template, f"{name}, example {row}")
-        if len(ids) > max_prompt_length:
+        where = f"{name}, example {row}"
+        text, special = _render_example(example, tokenizer, chat_template, where)
+        exceeds = bound is not None and bound.certainly_exceeds(text, max_prompt_length)
+        ids = [] if exceeds else _encode_rendered(tokenizer, text, special, where)
+        if exceeds or len(ids) > max_prompt_length:
             if filter_overlong_prompts:
                 dropped += 1
                 continue
-            ids = _truncate(ids, max_prompt_length, truncation, f"{name}, example {row}")
+            if exceeds:
+                raise _overlong_error(f"more than {max_prompt_length}", max_prompt_length, where)
+            ids = _truncate(ids, max_prompt_length, truncation, where)
         kept.append(example)
         tokens.append(np.asarray(ids, np.int32))
     if dropped:
@@ -242,9 +251,10 @@ def _make_batch(dataset: PromptDataset, indices: np.ndarray, count: int) -> Prom
     )
 
 
-def _encode_example(
+def _render_example(
     example: Example, tokenizer: "PreTrainedTokenizerBase", chat_template: bool, where: str
-) -> list[int]:
+) -> tuple[str, bool]:
+    """Return the text of a prompt, and whether the tokenizer adds its special tokens to it."""
     if isinstance(example.prompt, str):
         texts = [example.prompt]
     else:
@@ -252,14 +262,23 @@ def _encode_example(
     if not any(text.strip() for text in texts):
         raise UserError(f"{where}: the prompt is empty")
     try:
-        ids = encode_prompt(tokenizer, example.prompt, chat_template)
+        return render_prompt(tokenizer, example.prompt, chat_template)
     except Exception as error:
         raise UserError(
             f"{where}: the prompt cannot be encoded (config.data.chat_template={chat_template}): "
             f"{error}"
         ) from error
+
+
+def _encode_rendered(
+    tokenizer: "PreTrainedTokenizerBase", text: str, special: bool, where: str
+) -> list[int]:
+    try:
+        ids = encode_text(tokenizer, text, special)
+    except Exception as error:
+        raise UserError(f"{where}: the prompt cannot be encoded: {error}") from error
     if not ids:
-        raise UserError(f"{where}: the prompt has no tokens: {texts[-1][:80]!r}")
+        raise UserError(f"{where}: the prompt has no tokens: {text[:80]!r}")
     return ids
 
 
@@ -271,8 +290,12 @@ def _truncate(ids: list[int], width: int, truncation: str, where: str) -> list[i
     if truncation == "middle":
         first = width // 2
         return ids[:first] + ids[first - width :]
-    raise UserError(
-        f"{where}: the prompt has {len(ids)} tokens, and config.data.max_prompt_length={width}. "
+    raise _overlong_error(str(len(ids)), width, where)
+
+
+def _overlong_error(count: str, width: int, where: str) -> UserError:
+    return UserError(
+        f"{where}: the prompt has {count} tokens, and config.data.max_prompt_length={width}. "
         "Set that higher, config.data.filter_overlong_prompts=True to drop such prompts, or "
         "config.data.truncation to left, right or middle to truncate them"
     )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jax_ppo.data.length_bound import LengthBound
 from jax_ppo.data.prompts import PromptDataset, tokenize_prompts
 from jax_ppo.data.tokenizer import encode_responses
 from jax_ppo.errors import UserError, did_you_mean
@@ -120,12 +121,20 @@ def tokenize_responses(
         chat_template=chat_template,
         name=name,
     )
+    # The tokens of a truncated prompt are not all those that are encoded before a response.
+    keeps_prompts = filter_overlong_prompts or truncation == "error"
+    bound = LengthBound(tokenizer) if keeps_prompts else None
     responses: list[list[np.ndarray]] = []
-    for example in prompts.examples:
+    kept: list[int] = []
+    for row, example in enumerate(prompts.examples):
         texts = [getattr(example, field) for field in fields]
-        encoded = encode_responses(tokenizer, example.prompt, texts, chat_template)
+        longest_fit = len(prompts.tokens[row]) + max_response_length
+        encoded: list[list[int]] = []
+        if not any(bound and bound.certainly_exceeds(text, longest_fit) for text in texts):
+            encoded = encode_responses(tokenizer, example.prompt, texts, chat_template)
         responses.append([np.array(ids, np.int32) for ids in encoded])
-    kept = [row for row, ids in enumerate(responses) if max(map(len, ids)) <= max_response_length]
+        if encoded and max(map(len, encoded)) <= max_response_length:
+            kept.append(row)
     if not kept:
         raise UserError(
             f"{name}: no example is left of {len(prompts)}: all responses are longer than "

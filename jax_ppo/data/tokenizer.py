@@ -193,7 +193,7 @@ def encode_prompt(
       prompt: text, or messages with role and content.
       chat_template: False ignores the template.
     """
-    return _encode(tokenizer, *_prompt_text(tokenizer, prompt, chat_template))
+    return encode_text(tokenizer, *render_prompt(tokenizer, prompt, chat_template))
 
 
 def encode_responses(
@@ -214,20 +214,20 @@ def encode_responses(
       responses: texts.
       chat_template: see `encode_prompt`.
     """
-    text, special = _prompt_text(tokenizer, prompt, chat_template)
-    prompt_ids = _encode(tokenizer, text, special)
+    text, special = render_prompt(tokenizer, prompt, chat_template)
+    prompt_ids = encode_text(tokenizer, text, special)
     encoded = []
     for response in responses:
-        ids = _encode(tokenizer, text + response, special)
+        ids = encode_text(tokenizer, text + response, special)
         if ids[: len(prompt_ids)] == prompt_ids:
             ids = ids[len(prompt_ids) :]
         else:
-            ids = _encode(tokenizer, response, special=False)
+            ids = encode_text(tokenizer, response, special=False)
         encoded.append([*ids, tokenizer.eos_token_id])
     return encoded
 
 
-def _prompt_text(
+def render_prompt(
     tokenizer: "PreTrainedTokenizerBase", prompt: Prompt, chat_template: bool
 ) -> tuple[str, bool]:
     """Return the text, and whether the tokenizer adds its special tokens to it."""
@@ -241,13 +241,13 @@ def _prompt_text(
     return "\n".join(message["content"] for message in prompt), True
 
 
-def _encode(tokenizer: "PreTrainedTokenizerBase", text: str, special: bool) -> list[int]:
+def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str, special: bool) -> list[int]:
     """Return the token ids of a text, with the tokenizer's special tokens except an added EOS."""
     ids = list(tokenizer.encode(text, add_special_tokens=special, verbose=False))
     eos = tokenizer.eos_token_id
     if special and ids and ids[-1] == eos:
         # An EOS in the text itself stays; only one that the tokenizer appended is removed.
-        text_ends_in_eos = _encode(tokenizer, text, special=False)[-1:] == [eos]
+        text_ends_in_eos = encode_text(tokenizer, text, special=False)[-1:] == [eos]
         if not text_ends_in_eos:
             ids.pop()
     return ids
