@@ -32,7 +32,8 @@ HARMLESS_FIELDS = frozenset(
     unsloth_fixed unsloth_version use_bfloat16 use_cache use_flash_attention_2
 
     attention_dropout attention_probs_dropout_prob classifier_dropout cls_dropout embd_pdrop
-    hidden_dropout hidden_dropout_prob mlp_dropout pooler_dropout resid_pdrop
+    activation_dropout attn_pdrop embedding_dropout hidden_dropout hidden_dropout_prob mlp_dropout
+    pooler_dropout resid_pdrop residual_dropout
     summary_last_dropout
 
     cls_token_id decoder_start_token_id mask_token_id sep_token_id unk_token_id
