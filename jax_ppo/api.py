@@ -63,8 +63,8 @@ def train(config: schema.Config, workdir: str | Path | None = None) -> dict[str,
     """
     validation.validate_train_config(config)
     workdir = Path(workdir or Path("output") / config.experiment_name)
-    command.prepare_run(config, workdir)
-    return loop.train(config, workdir)
+    with command.prepared_run(config, workdir):
+        return loop.train(config, workdir)
 
 
 def load_policy(path: str | Path, *, dtype: str = "float32") -> Policy:

@@ -4,9 +4,10 @@ Nothing heavy is imported before the options have been validated, so a mistake i
 second.
 """
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jax_ppo.config import command_line
@@ -32,20 +33,28 @@ def run_command(arguments: list[str], command: str, run: Callable[[Config, Path]
     distributed.run_or_abort(lambda: _run(options, workdir, run))
 
 
-def prepare_run(options: Config, workdir: Path) -> None:
-    """Set up the compilation cache and write the resolved options to the work directory."""
+@contextlib.contextmanager
+def prepared_run(options: Config, workdir: Path) -> Iterator[None]:
+    """Prepare a run that takes place in the block, which has the work directory for itself.
+
+    Set up the compilation cache and write the resolved options to the work directory.
+
+    Raises:
+      UserError: the work directory cannot be used.
+    """
     from jax_ppo.reporting import console
-    from jax_ppo.runtime import compilation, distributed
+    from jax_ppo.runtime import compilation, distributed, work_directory
 
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # torch is not needed
     compilation.enable_cache(options.trainer.compilation_cache, console.print_on_main)
-    if distributed.is_main():
-        command_line.write_resolved_config(options, workdir)
+    with work_directory.open_work_directory(workdir, console.print_on_main):
+        distributed.run_on_main(lambda: command_line.write_resolved_config(options, workdir))
+        yield
 
 
 def _run(options: Config, workdir: Path, run: Callable[[Config, Path], object]) -> None:
-    prepare_run(options, workdir)
     try:
-        run(options, workdir)
+        with prepared_run(options, workdir):
+            run(options, workdir)
     except UserError as error:
         sys.exit(f"error: {error}")

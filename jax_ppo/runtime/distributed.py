@@ -25,6 +25,7 @@ from jax_ppo.errors import UserError
 
 # jax.distributed.initialize() detects Slurm by these; srun sets all of them, sbatch alone does not.
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
+_MESSAGE_BYTES = 4096  # of an error that one process sends to the others
 EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -71,6 +72,28 @@ def allgather_json(value: Any) -> list[Any]:
     width = max(1024, 1 << int(lengths.max() - 1).bit_length())
     texts = multihost_utils.process_allgather(np.pad(text, (0, width - len(text))))
     return [json.loads(bytes(row[:length])) for row, length in zip(texts, lengths, strict=True)]
+
+
+def run_on_main(function: Callable[[], object]) -> None:
+    """Call a function on the main process; the others wait for it.
+
+    Raises:
+      UserError: on every process: the function raised it, or an `OSError`, on the main process.
+    """
+    message = ""
+    if is_main():
+        try:
+            function()
+        except (UserError, OSError) as error:
+            message = str(error)
+    if jax.process_count() > 1:
+        encoded = message.encode()[:_MESSAGE_BYTES]
+        buffer = np.frombuffer(encoded.ljust(_MESSAGE_BYTES), np.uint8)
+        message = (
+            bytes(multihost_utils.broadcast_one_to_all(buffer)).decode(errors="ignore").strip()
+        )
+    if message:
+        raise UserError(message)
 
 
 def run_or_abort(function: Callable[[], object]) -> object:

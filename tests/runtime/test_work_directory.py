@@ -1,0 +1,165 @@
+"""One run per work directory, on a disk that all processes of the run see."""
+
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from jax_ppo import command
+from jax_ppo.errors import UserError
+from jax_ppo.runtime import work_directory
+
+ROOT = pathlib.Path(__file__).parents[2]
+HOLDER = """
+import pathlib, sys, time
+from jax_ppo.runtime import work_directory
+with work_directory.open_work_directory(pathlib.Path(sys.argv[1]), print):
+    print("locked", flush=True)
+    time.sleep(60)
+"""
+
+FORKING_HOLDER = """
+import os, pathlib, sys, time
+from jax_ppo.runtime import work_directory
+with work_directory.open_work_directory(pathlib.Path(sys.argv[1]), print):
+    if os.fork() == 0:
+        os.write(1, b"%d\\n" % os.getpid())
+    time.sleep(60)
+"""
+
+
+def open_once(workdir, report=print):
+    with work_directory.open_work_directory(workdir, report):
+        pass
+
+
+def test_a_second_run_names_the_holder_and_a_killed_holder_leaves_no_lock(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout.readline() == "locked\n"
+        with pytest.raises(UserError, match="another run uses it") as error:
+            open_once(tmp_path)
+        assert f"process {holder.pid} on {socket.gethostname()}, started 2" in str(error.value)
+        assert "\n" not in str(error.value)
+        holder.kill()
+    open_once(tmp_path)
+    open_once(tmp_path)  # and a run that ended leaves none either
+
+
+def test_a_forked_child_does_not_keep_the_lock_of_a_killed_run(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKING_HOLDER, tmp_path], cwd=ROOT, stdout=subprocess.PIPE
+    ) as holder:
+        child = int(holder.stdout.readline())
+        try:
+            holder.kill()
+            holder.wait()
+            open_once(tmp_path)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_disk_without_locks_is_reported(tmp_path, monkeypatch):
+    def flock(file, operation):
+        raise OSError(work_directory.errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(work_directory.fcntl, "flock", flock)
+    lines = []
+    open_once(tmp_path, lines.append)
+    assert "without file locks" in lines[0]
+
+
+def test_a_work_directory_that_is_a_file_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    for workdir in (tmp_path / "file", tmp_path / "file" / "inside"):
+        with pytest.raises(UserError, match=f"--workdir={workdir}: cannot be written to: "):
+            open_once(workdir)
+
+
+def test_a_read_only_work_directory_is_named(tmp_path, monkeypatch):
+    def refuse(self, *arguments, **options):
+        raise OSError(work_directory.errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(pathlib.Path, "open", refuse)  # root may write to any folder
+    with pytest.raises(UserError, match="cannot be written to: Read-only file system"):
+        open_once(tmp_path)
+
+
+def test_commands_and_the_api_hold_the_lock_while_they_run(tmp_path):
+    import tiny
+
+    with command.prepared_run(tiny.config(), tmp_path):
+        assert (tmp_path / "config.json").exists()
+        with pytest.raises(UserError, match=f"another run uses it: process {os.getpid()} on "):
+            command.prepared_run(tiny.config(), tmp_path).__enter__()
+
+
+PROCESSES = """
+import pathlib, sys
+from jax_ppo.config import schema
+from jax_ppo.errors import UserError
+from jax_ppo.runtime import distributed, work_directory
+
+def main():
+    work_directory.VISIBLE_SECONDS = 1.0
+    work_directory.require_shared.__defaults__ = (1.0,)
+    try:
+        with work_directory.open_work_directory(pathlib.Path(sys.argv[1]), print):
+            print("shared", flush=True)
+            distributed.barrier("end")
+    except UserError as error:
+        print(error, flush=True)
+        distributed.barrier("end")
+
+distributed.initialize(schema.Distributed())
+distributed.run_or_abort(main)
+"""
+
+
+def run_two(folders):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    common = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+        "JAX_NUM_PROCESSES": "2",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESSES, folder],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | common | {"JAX_PROCESS_ID": str(number)},
+        )
+        for number, folder in enumerate(folders)
+    ]
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    lines = [output.splitlines() for output in outputs]
+    return [[line for line in own if not line.startswith("[Gloo]")] for own in lines]
+
+
+@pytest.mark.slow
+def test_two_processes_share_one_directory(tmp_path):
+    assert run_two([tmp_path, tmp_path]) == [["shared"], ["shared"]]
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+@pytest.mark.slow
+def test_separate_local_disks_are_named_in_every_process(tmp_path):
+    for (line,) in run_two([tmp_path / "a", tmp_path / "b"]):
+        assert "process 1 of 2 cannot see what process 0 writes there" in line
+        assert "a disk that all hosts share" in line
+
+
+@pytest.mark.slow
+def test_an_error_of_process_0_ends_all(tmp_path):
+    (tmp_path / "file").write_text("")
+    for (line,) in run_two([tmp_path / "file", tmp_path / "file"]):
+        assert "cannot be written to: " in line
