@@ -163,7 +163,9 @@ class Step:
         return x
 
     def _round_up(self, length: int) -> int:
-        return min(-(-length // self.width_unit) * self.width_unit, self.settings["response"])
+        # torch compiles a width of 1 separately.
+        rounded = max(2, -(-length // self.width_unit) * self.width_unit)
+        return min(rounded, self.settings["response"])
 
     def _padded(self, prompts, responses, old, lengths):
         """Pad responses to a compiled width.
