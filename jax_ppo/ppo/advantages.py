@@ -62,6 +62,7 @@ def critic_values(
     if bootstraps:
         assert scores.last_values is not None, "bootstrapping needs the final states' values"
         final_values = scores.last_values
+    # The critic predicts normalized returns; rewards are in their own unit.
     if options.normalizes_values:
         assert moments is not None, "normalized values need the moments of returns"
         mean, std = moments.mean, running_moments.moments_std(moments)
@@ -90,6 +91,7 @@ def generalized_advantages(
         lam = estimators.length_adaptive_lam(actions.sum(1), algorithm.lam_length_alpha)
     advantages, returns = gae(token_rewards, values, actions, algorithm.gamma, lam, final_values)
 
+    # Decoupled GAE: the critic's targets with a gamma and lambda of their own.
     own_return_options = (algorithm.critic_gamma, algorithm.critic_lam, algorithm.lam_length_alpha)
     if own_return_options != (None, None, None):
         gamma = algorithm.gamma if algorithm.critic_gamma is None else algorithm.critic_gamma
@@ -123,6 +125,7 @@ def critic_free_advantages(
         "rloo": estimators.rloo,
         "reinforce_plus_plus_baseline": estimators.group_mean_baseline,
     }
+    # Group estimators compare whole responses, so each response's rewards become one number.
     response_rewards = masked.masked_sum(token_rewards, actions, axis=1)
     by_group = group_estimators[algorithm.adv_estimator]
     advantages_B = by_group(response_rewards, options.responses_per_prompt)
@@ -146,6 +149,7 @@ def normalize_returns(
         return estimates, moments
     assert moments is not None, "the moments of returns start with the first step's control"
     assert estimates.returns is not None, "only a critic has returns to normalize"
+    # Moments that already include these returns: the first step has no others.
     updated = running_moments.update_moments(moments, estimates.returns, masks.loss)
     normalized = (estimates.returns - updated.mean) / running_moments.moments_std(updated)
     return estimates._replace(returns=masked.zero_outside(normalized, masks.actions)), updated

@@ -55,6 +55,7 @@ def evaluate_policy(run: PPORun, state: TrainState) -> Evaluation:
     ) -> tuple[np.ndarray, np.ndarray, list[dict]]:
         rule_rewards, samples = run.rules.score(batch, rollout, num_samples)
         scores = sharding.to_host(total_rewards(run, state, batch, rollout, rule_rewards))
+        # The console shows the total, which includes the reward model's score.
         samples = [sample | {"score": float(scores[sample["row"]])} for sample in samples]
         return scores, sharding.to_host(rule_rewards.correct), samples
 
@@ -98,13 +99,16 @@ def evaluate(
         batch_scores, batch_correct, batch_samples = reward(
             batch, rollout, num_samples - len(samples)
         )
+        # The last batch is filled up with repeated prompts; samples of a prompt are adjacent.
         real = len(batch_scores) // len(batch.examples) * batch.count
         scores.append(batch_scores[:real])
         correct.append(batch_correct[:real])
         lengths.append(sharding.to_host(rollout.lengths)[:real])
         samples += batch_samples[:real]
+        # A sample's random numbers follow from its index over all batches.
         first += len(batch_scores)
     all_correct = np.concatenate(correct)
+    # Rules that do not define correctness report NaN.
     known = all_correct[~np.isnan(all_correct)]
     return Evaluation(
         accuracy=float(known.mean()) if len(known) else None,

@@ -58,9 +58,11 @@ def estimate_experience(
     old_logprobs = sampled_logprobs if scores.old_logprobs is None else scores.old_logprobs
     masks = select_tokens(algorithm, sequences)
 
+    # Running moments include this rollout before they normalize it.
     reward_moments = reward_shaping.update_reward_moments(
         options.reward, moments.get("rewards"), rewards
     )
+    # Rewards per token: the score on the last action, step rewards, and the KL penalty.
     token_rewards, metrics = reward_shaping.shape_rewards(
         options, reward_moments, sequences, masks, rewards, step_rewards
     )
@@ -71,6 +73,7 @@ def estimate_experience(
     if algorithm.whiten_rewards:
         token_rewards = masked.whiten(token_rewards, masks.actions, shift_mean=False)
 
+    # Raw advantages give the critic's targets; only then are they whitened.
     raw, advantage_metrics = advantages.estimate_advantages(
         options, token_rewards, sequences, masks, scores, moments.get("returns")
     )
@@ -78,6 +81,7 @@ def estimate_experience(
     estimates, return_moments = advantages.normalize_returns(
         options, whitened, masks, moments.get("returns")
     )
+    # Correct for a sampler with older weights or other rounding, if configured.
     weights, weight_metrics = weight_by_importance(
         algorithm, scores, old_logprobs, sampled_logprobs, masks.actions
     )
@@ -105,6 +109,7 @@ def estimate_experience(
 def select_tokens(algorithm: Algorithm, sequences: Sequences) -> Masks:
     """Return which tokens count; `mask_truncated` excludes responses that were cut off."""
     actions = sequences.action_mask
+    # `truncated` is boolean, so this is True for every sample.
     samples = jnp.ones_like(sequences.truncated)
     if algorithm.mask_truncated:
         samples = ~sequences.truncated
@@ -124,6 +129,7 @@ def weight_by_importance(
     """
     metrics: Metrics = {}
     if scores.old_logprobs is not None:
+        # Reported without a correction, too: how far sampler and trainer differ.
         mismatch = importance.mismatch(old_logprobs, sampled_logprobs, actions)
         metrics = {f"rollout/{name}": value for name, value in mismatch.items()}
     if algorithm.rollout_is == "none":
@@ -162,9 +168,11 @@ def _next_kl_coefficient(
     actions: Mask,
 ) -> Float32[Array, ""]:
     """Return the schedule's coefficient, or the adaptive controller's after this rollout."""
+    # `step` counts completed steps before this one; the coefficient is that of the next.
     if options.type != "adaptive":
         return kl_coefficient(options, step + 1)
     samples = len(actions)
+    # The target is per token or per response, so the measured KL is averaged alike.
     if options.target_unit == "token":
         current = masked.masked_mean(kl_tokens, actions)
     else:

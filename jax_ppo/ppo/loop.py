@@ -47,6 +47,7 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
         compilation.count_compilations() as compiled,
         open_checkpoints(config.trainer, workdir) as checkpoints,
     ):
+        # Most user errors surface in these two lines, before any weights are loaded.
         run = set_up_run(config, workdir, mesh, console.print_on_main)
         progress = find_progress(
             config, run.total_steps, checkpoints, console.print_on_main, "train"
@@ -56,6 +57,7 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
             run.rules.running(),
             Reporter(run, workdir, progress, compiled) as reporter,
         ):
+            # Sections of the options that compiled functions take as static arguments.
             failed_steps = FailedSteps(config.reward)
             scoring_options = scoring.ScoringOptions.from_config(config)
             experience_options = ExperienceOptions.from_config(config)
@@ -64,26 +66,30 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
             batches = run.batches(progress.position)
             next_sampled: SampledBatch | None = None  # sampled one step ahead
             for step in range(progress.step, run.total_steps):
+                # 1. Sample responses, unless that was done during the last step.
                 sampled = next_sampled or sample_batch(run, state, batches, step, reporter)
                 batch, rollout = sampled.batch, sampled.rollout
                 # This waits for the lengths of the responses: the one wait of a step.
                 with reporter.phase("rollout"):
                     plans = run.planner.plan(step, sample_lengths(batch, rollout))
 
+                # 2. Dispatch the scoring passes; their results are not waited for.
                 sequences = scoring.join_sequences(rollout, config.sequence_length)
                 scores = scoring.score_rollout(
                     scoring_options, run.nets, state, sequences, *plans.scoring
                 )
 
+                # One step off: sample with the weights from before this step's update.
                 next_sampled = None
                 if samples_ahead(config, run.total_steps, step):
                     next_sampled = sample_batch(run, state, batches, step + 1, reporter)
                 reporter.flush()  # unless sampling ahead has done it
 
-                # The rules run on the host while the mesh scores.
+                # 3. Apply the rules on the host while the mesh scores; add a reward model's scores.
                 with reporter.phase("reward"):
                     rule_rewards, _ = run.rules.score(batch, rollout)
                 failed_steps.count(step, rule_rewards)
+                # A reward model with its own tokenizer has inputs of its own.
                 model_inputs = rule_rewards.model_inputs or (sequences, *plans.scoring)
                 rewards = add_reward_model_scores(
                     run.nets,
@@ -93,6 +99,7 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
                     config.reward.score_position,
                 )
 
+                # 4. Dispatch advantages and update, which takes over the buffers of `state`.
                 experience, rollout_metrics = estimate_experience(
                     experience_options,
                     state.step,
@@ -112,6 +119,7 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
                     plans.actor,
                     plans.critic,
                 )
+                # The mesh has the update to do next: timing the scores leaves no gap.
                 with reporter.phase("score"):
                     jax.block_until_ready(scores)
                 sampling_metrics = measure_sampling(rollout, rule_rewards.correct)
@@ -119,7 +127,9 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
                     step, rollout_metrics | update_metrics | sampling_metrics, rule_rewards
                 )
 
+                # 5. Evaluate and save.
                 finish_step(run, state, step + 1, sampled.position, reporter, checkpoints)
+                # A preempted run ends here without an export: the next start resumes it.
                 if checkpoints.should_stop(step + 1):
                     checkpoints.wait()
                     return reporter.finish(state, export=False)
@@ -144,6 +154,7 @@ def start_state(
     Meanwhile the programs of a step are compiled.
     """
     config, step = run.config, progress.step
+    # A finished run only exports: no program of a step is needed.
     is_finished = step >= run.total_steps
     precompilation = (
         contextlib.nullcontext()
@@ -151,6 +162,7 @@ def start_state(
         else precompile_in_background(run, progress.position)
     )
     with precompilation:
+        # A checkpoint holds what training changes; frozen models are read from their folders.
         trained = None
         if step:
             shapes = trained_shapes(config, run.nets, run.mesh)
@@ -251,6 +263,7 @@ def finish_step(
             checkpoints.save(
                 completed_steps, trained_trees(state), meta, _checkpoint_metrics(evaluation)
             )
+        # The next step's time does not include the checkpoint.
         reporter.restart_clock()
 
 

@@ -247,12 +247,14 @@ def _actor_loss(
     weights: Weights,
 ) -> LossAndMetrics:
     actor = options.actor
+    # One pass over the vocabulary gives log-probs and entropy.
     logprobs, entropy = forward.token_logprobs(net, params, hidden, rows, options.temperature)
     assert entropy is not None, "the loss needs the entropy"
     policy = _policy_loss(options, logprobs, rows, experience)
     if not (actor.entropy_coeff or actor.entropy_schedule):
         # A coefficient of 0 alone would not save the backward pass of the entropy.
         entropy = jax.lax.stop_gradient(entropy)
+    # Weights for tokens that an older policy or another program sampled.
     importance: int | jax.Array = 1
     if experience.importance is not None:
         importance = packing.to_rows(experience.importance, rows)
@@ -274,6 +276,7 @@ def _policy_loss(
         old_logprobs = jax.lax.stop_gradient(logprobs)
     else:
         old_logprobs = packing.to_rows(experience.old_logprobs, rows)
+    # Counts and sums cover whole responses, wherever their tokens are packed.
     action_counts_B = experience.action_mask.sum(1)
     batch = PolicyBatch(
         logprobs=logprobs,
@@ -305,6 +308,7 @@ def _kl_loss(
     weights: Weights,
 ) -> Float32[Array, ""]:
     """Return the weighted KL to the reference, exact or estimated; 0 if the loss has none."""
+    # The exact KL needs the reference's hidden states: a forward pass per micro-batch.
     if context.reference is not None:
         ref_hidden = forward.hidden_states(net, context.reference, rows)
         exact = forward.reference_kl(
@@ -371,6 +375,7 @@ def _critic_loss(
 ) -> LossAndMetrics:
     assert experience.values is not None, "a value loss needs values"
     assert experience.returns is not None, "a value loss needs returns"
+    # Normalized or not, values, old values and returns are in one unit: the critic's.
     old_values = packing.to_rows(experience.values, rows)
     returns = packing.to_rows(experience.returns, rows)
     value = losses.value_loss(

@@ -36,7 +36,8 @@ class Partition:
 
     Attributes:
       epochs: passes over the rollout.
-      prompts_per_mini_batch: prompts per optimizer step, each with all its responses.
+      prompts_per_mini_batch: size of an optimizer step in prompts; it takes as many samples as
+        these have, drawn one by one from the whole rollout.
       rows_per_device: packed rows of a micro-batch on each device; `None` chooses automatically.
     """
 
@@ -73,7 +74,7 @@ class RolloutPlanner:
         """Pack a rollout for scoring, and for the update in freshly shuffled mini-batches.
 
         Args:
-          step: the step, from 0; it seeds the shuffling.
+          step: the step, from 0; together with `seed` it seeds the shuffling.
           lengths: int [B], tokens of each sample's prompt and response.
         """
         actor = self._mini_batches(step, lengths, self.actor)
@@ -91,6 +92,7 @@ class RolloutPlanner:
         Args:
           lengths: int [B], tokens of each sample's prompt and response.
         """
+        # Scoring has no mini-batches: one group of all samples, whose axis is dropped again.
         one_group = np.arange(len(lengths))[None]
         packed, counts = self._pack(lengths, one_group, self.scoring_rows_per_device)
         rows = jax.tree.map(lambda x: x[0], packed)
@@ -103,6 +105,7 @@ class RolloutPlanner:
         """Cut the whole rollout anew in each epoch, and pack each mini-batch on its own."""
         samples = len(lengths)
         mini_batches_per_epoch = self.prompts_per_step // partition.prompts_per_mini_batch
+        # Seeded by run, step and epoch: a resumed run shuffles as an uninterrupted one.
         groups = np.concatenate(
             [
                 np.random.default_rng([self.seed, step, epoch])
@@ -114,6 +117,7 @@ class RolloutPlanner:
         members = np.zeros((len(groups), samples), bool)
         np.put_along_axis(members, groups, True, axis=1)
         packed, counts = self._pack(lengths, groups, partition.rows_per_device)
+        # Micro-batches run one after the other, so devices split the rows (axis 2) of each.
         return MiniBatches(
             packing=sharding.place(packed, sharding.rows(self.mesh, axis=2)),
             counts=self._replicate(counts),
@@ -123,6 +127,7 @@ class RolloutPlanner:
     def _pack(
         self, lengths: np.ndarray, groups: np.ndarray, rows_per_device: int | None
     ) -> tuple[Packing, np.ndarray]:
+        # The devices split a micro-batch's rows evenly: their number is a multiple of the shards.
         rows_at_once = packing.rows_per_micro_batch(
             rows_per_device, self.row_length, groups.shape[1], sharding.row_shards(self.mesh)
         )

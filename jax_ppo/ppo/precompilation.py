@@ -45,6 +45,7 @@ def precompile_in_background(run: PPORun, position: int) -> Iterator[None]:
     # another thread would disturb.
     prompts = run.place_prompts(next(run.batches(position)).prompts)
     key = run.sample_keys(TRAINING, 0)
+    # Plans have one shape for all lengths, so lengths of 1 stand for any.
     plans = run.planner.plan(0, np.ones(_samples_per_step(run), np.int32))
     programs = _compile_programs(run, prompts, key, plans)
     errors: list[Exception] = []
@@ -58,6 +59,7 @@ def precompile_in_background(run: PPORun, position: int) -> Iterator[None]:
         except Exception as error:
             errors.append(error)
 
+    # XLA compiles outside the interpreter lock, so the main thread keeps loading weights.
     thread = threading.Thread(target=compile_all, name=THREAD_NAME)
     thread.start()
     try:
@@ -105,6 +107,7 @@ def _compile_programs(run: PPORun, prompts: Prompts, key: jax.Array, plans: Plan
         yield "reward_model_scores"
     rows = sharding.rows(run.mesh)
     rewards = jax.ShapeDtypeStruct((_samples_per_step(run),), jnp.float32, sharding=rows)
+    # Rewards arrive from the host, so no program's result has their shape.
     step_rewards = None
     if config.reward.process_rewards:
         step_rewards = jax.ShapeDtypeStruct(rollout.logprobs.shape, jnp.float32, sharding=rows)

@@ -123,14 +123,17 @@ class Reporter(journal.Journal):
             return
         step, on_mesh, of_rules = self._pending
         self._pending = None
+        # Fetching waits for the update, so this is the time that the host lost to it.
         with self.phase("update"):
             metrics = {name: float(value) for name, value in jax.device_get(on_mesh).items()}
+        # Totals over the roles; a shared trunk has one optimizer and so no `critic/skipped`.
         for name in ("loss", "skipped"):
             critic_share = metrics.get(f"critic/{name}", 0.0)
             metrics[f"update/{name}"] = metrics[f"actor/{name}"] + critic_share
         if np.isnan(metrics["reward/accuracy"]):  # the rules do not define correctness
             del metrics["reward/accuracy"]
         self._warn_of_collapse(step + 1, metrics)
+        # A metric of the loop wins over a rule's figure of the same name.
         for name, value in of_rules.items():
             metrics.setdefault(f"reward/{name}", value)
         config = self._run.config
@@ -160,6 +163,7 @@ class Reporter(journal.Journal):
                 f"(config.trainer.warn_kl_above={max_kl:g}): the policy runs away; a KL penalty "
                 "or a smaller config.actor.optim.lr may help"
             )
+        # A warning is printed when its condition becomes true, not at every step.
         for name in warnings.keys() - self._warned:
             self._bar.print_line(f"warning: step {step}: {warnings[name]}")
         self._warned = set(warnings)
@@ -196,6 +200,7 @@ class Reporter(journal.Journal):
         """
         run = self._run
         architecture, lora = run.nets.actor.architecture, run.nets.actor.lora
+        # A critic's head on a shared trunk is no part of the policy.
         actor = heads.without_scalar_head(state.actor)
         export = functools.partial(
             export_checkpoint,

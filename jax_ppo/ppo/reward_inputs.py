@@ -61,6 +61,7 @@ def make_reward_inputs(
     """
     tokenizer = _load_reward_tokenizer(options, net, folder, actor_tokenizer)
     _explain_score_position(options, net, tokenizer, report)
+    # A model with the actor's tokenizer scores the rollout itself: no input is made.
     if _reads_sampled_tokens(options, net, tokenizer, actor_tokenizer):
         _refuse_unread_options(options)
         return None
@@ -69,6 +70,7 @@ def make_reward_inputs(
     if form == "auto":
         form = _automatic_form(is_encoder, tokenizer, prompts_are_chats)
     max_length = _max_length(options, net.architecture)
+    # JAX raises no error for token ids past the embedding.
     if len(tokenizer) > net.architecture.vocab_size:
         raise UserError(
             f"config.reward.model_path={options.model_path!r}: the tokenizer there has "
@@ -171,6 +173,7 @@ def _max_length(options: Reward, architecture: Architecture | DebertaArchitectur
     else:
         longest = rope.max_sequence_length(architecture)
         is_bounded = True
+    # Without absolute positions there is no table that a longer input would run out of.
     if is_bounded and (options.max_length or 0) > longest:
         raise UserError(
             f"config.reward.max_length={options.max_length}: the reward model takes {longest} "
@@ -234,6 +237,7 @@ class RewardInputs:
         Returns:
           The model's input, on the mesh, and for each response whether its input was too long.
         """
+        # Text follows the prompt directly, so white space at the seam must survive decoding.
         if self.reader.form == "text":
             texts = [
                 tokenizer_lib.decode_continuation(
@@ -257,7 +261,9 @@ class RewardInputs:
     def _pack(self, ids: list[list[int]], indices: np.ndarray, total: int) -> ModelInputs:
         mesh = self._mesh
         local_lengths = np.array([len(row) for row in ids], np.int32)
+        # All processes plan the packing of all samples, and so need every length.
         lengths = sharding.all_rows(mesh, indices, local_lengths, total)
+        # Few widths, since each compiles the reward model once more.
         width = packing.row_width(int(lengths.max()))
         local_tokens = np.zeros((len(ids), width), np.int32)
         for tokens, row in zip(local_tokens, ids, strict=True):

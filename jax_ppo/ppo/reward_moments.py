@@ -22,6 +22,7 @@ def measure_first_rewards(run: PPORun, state: TrainState) -> TrainState:
     config = run.config
     samples_per_batch = config.data.train_batch_size * config.rollout.n
     num_batches = -(-config.reward.normalize_samples // samples_per_batch)
+    # The first training prompts, with a random stream that training never draws from.
     batches = run.batches(0)
     moments = state.control.moments["rewards"]
     run.engine.update_weights(run.policy_params(state))

@@ -34,6 +34,7 @@ def shape_rewards(
     """Return the reward of each token before the KL penalty, [B, T]."""
     earned = rewards if step_rewards is None else rewards + step_rewards.sum(1)
     lengths = sequences.lengths
+    # Metrics describe what was earned, before any shaping.
     metrics = {
         "reward/mean": earned.mean(),
         "reward/std": earned.std(),
@@ -48,6 +49,7 @@ def shape_rewards(
     scores = shape_scores(
         options.reward, options.max_response_length, moments, rewards, lengths, sequences.truncated
     )
+    # The score is earned by the last chosen token, not by a tool's output after it.
     token_rewards = jnp.where(last_actions(masks.actions), scores[:, None], 0.0)
     if step_rewards is not None:
         token_rewards += move_to_actions(step_rewards, masks.actions)
@@ -68,10 +70,12 @@ def shape_scores(
     penalty for length is about the cost of the whole response.
     """
     if moments is not None:
+        # Normalize before clipping: the clip then counts standard deviations.
         rewards_B = shaping.normalize_scores(rewards_B, moments, options.normalize_shift)
     if options.clip is not None:
         rewards_B = jnp.clip(rewards_B, -options.clip, options.clip)
     if options.overlong_buffer_len:
+        # Penalties come after normalization, which would change their size relative to a score.
         rewards_B += shaping.soft_overlong_penalty(
             lengths_B,
             max_response_length,
@@ -112,6 +116,7 @@ def reference_kl(
     """Return the KL to the reference at each token; 0 without a reference."""
     if scores.ref_logprobs is None:
         return jnp.zeros(actions.shape, jnp.float32)
+    # The exact KL, if scoring computed it, replaces the estimate from the sampled token.
     if scores.kl is not None:
         return scores.kl
     return kl.kl_estimate(old_logprobs, scores.ref_logprobs, actions, algorithm.kl_penalty)

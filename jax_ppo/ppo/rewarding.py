@@ -92,6 +92,7 @@ class RuleScorer:
           The rewards, and the first `num_samples` responses as dicts of row (among all samples),
           prompt, response, score and correct.
         """
+        # Each process decodes and scores the rows that its own devices hold.
         indices, rows = sharding.local_rows(rollout.responses)
         _, lengths = sharding.local_rows(rollout.lengths)
         responses = [row[:length] for row, length in zip(rows, lengths, strict=True)]
@@ -99,6 +100,7 @@ class RuleScorer:
         total, max_length = rollout.responses.shape
         n = total // len(batch.examples)
         examples = [batch.examples[i // n] for i in indices]
+        # Without a rule the reward model's score is the whole reward.
         rule = self.rule or (lambda row, text: RewardResult(0.0))
         scored = score_batch(rule, examples, texts, self.options.fallback_score)
 
@@ -106,6 +108,7 @@ class RuleScorer:
         if self.options.process_rewards:
             token_rewards = self._token_rewards(scored, responses, max_length)
             steps = sharding.from_local_rows(self.mesh, indices, token_rewards, total)
+        # Figures of all processes are exchanged at once, below.
         per_sample: dict[str, ArrayLike] = {
             f"extra/{name}": values for name, values in scored.extra.items()
         }
@@ -122,6 +125,7 @@ class RuleScorer:
                 indices=indices,
                 total=total,
             )
+        # An exchange between processes: every process must reach this line.
         failures, extra = _describe_rollout(self.mesh, indices, per_sample, total)
         rewards = RuleRewards(
             scores=sharding.from_local_rows(self.mesh, indices, scored.scores, total),
@@ -204,6 +208,7 @@ def _describe_rollout(
     extra = {}
     for name, values in everywhere.items():
         if name.startswith("extra/"):
+            # np.nanmean warns where there is nothing to average.
             has_values = not np.isnan(values).all()
             mean = float(np.nanmean(values)) if has_values else math.nan
             extra[name.removeprefix("extra/")] = mean
@@ -228,6 +233,7 @@ def gather_samples(
     Returns:
       float32 [B] by name, NaN where a sample has no such figure.
     """
+    # Arrays can only be exchanged once all processes agree on their columns.
     names = sorted(set().union(*distributed.allgather_json(sorted(per_sample))))
     missing = np.full(len(indices), np.nan)
     columns = [per_sample.get(name, missing) for name in names]

@@ -97,6 +97,7 @@ class Role:
             any_tokens = jnp.any(count_learned_tokens(experience, batch) > 0)
             has_tokens = within_target_kl & any_tokens
             batch = dataclasses.replace(batch, counts=jnp.where(has_tokens, batch.counts, 0))
+            # Measure first: the step that exceeds the target is not taken either.
             gradients, metrics = self.gradients(params, context, experience, batch)
             if self.early_stop is not None:
                 within_target_kl &= metrics[self.early_stop.metric] <= self.early_stop.limit
@@ -115,6 +116,7 @@ class Role:
             carry = (params, optimizer_state, within_target_kl)
             return carry, (metrics, has_tokens, within_target_kl & has_tokens)
 
+        # One compiled loop over epochs and mini-batches: no return to the host in between.
         start = (params, optimizer_state, jnp.bool_(True))
         (params, optimizer_state, _), (metrics_U, has_tokens_U, taken_U) = jax.lax.scan(
             mini_batch, start, batches
@@ -145,6 +147,7 @@ class Role:
         mean_B = losses.loss_weights(counts_B, "token-mean")
 
         def micro_batch(i: jax.Array, carry: tuple[Params, Metrics]) -> tuple[Params, Metrics]:
+            # The devices split the plan, so that each gathers its own rows only.
             plan = jax.tree.map(lambda x: constrain_rows(x[i]), batch.packing)
             rows = packing.gather_rows(experience.sequences, plan)
             weights = Weights(
@@ -153,6 +156,7 @@ class Role:
             )
 
             def objective(learned: Params) -> objectives.LossAndMetrics:
+                # Inside the gradient, so that adapters receive theirs through the join.
                 everything = full_parameters(self.net, learned, self.base)
                 return self.objective(everything, context, rows, experience, weights)
 
@@ -170,6 +174,7 @@ class Role:
 
     def _reduce_over_steps(self, metrics_U: Metrics, has_tokens_U: Bool[Array, " U"]) -> Metrics:
         """Return one value per metric from the optimizer steps that had tokens."""
+        # Besides the objective's own metrics: what `train` adds per optimizer step.
         reductions = {
             **self.metrics,
             f"{self.name}/grad_norm": Metric.MEAN,

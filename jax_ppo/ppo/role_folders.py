@@ -24,6 +24,7 @@ def resolve_role_folders(
       report: called with lines for the user.
     """
     model = config.model
+    # Without a model a small one is made, so that a first run needs no download.
     if model.path:
         actor = resolve_model_folder(model.path)
     else:

@@ -105,6 +105,7 @@ def join_sequences(rollout: Rollout, length: int) -> Sequences:
     lengths = rollout.lengths[:, None]
 
     def pick(tokens: jax.Array, index: jax.Array) -> jax.Array:
+        # Indices outside the array are clipped; the caller masks their columns.
         return jnp.take_along_axis(tokens, jnp.clip(index, 0, tokens.shape[1] - 1), axis=1)
 
     from_prompt = pick(rollout.prompts.tokens, jnp.broadcast_to(column, (prompts.shape[0], length)))
@@ -220,6 +221,7 @@ def score_part(
 
 def _empty_scores(options: ScoringOptions, part: Part, samples: int) -> Scores:
     """Return zeros for the fields that a part computes, and `None` for the others."""
+    # Scoring computes the fields that are not `None` here.
     zeros_BxT = jnp.zeros((samples, options.max_response_length), jnp.float32)
     zeros_B = jnp.zeros(samples, jnp.float32)
     is_policy = part == "policy"
@@ -248,6 +250,7 @@ def _score_policy(
     def logprobs_of(params: Params, hidden: Float[Array, "R L D"]) -> Float[Array, "R L"]:
         return forward.token_logprobs(net, params, hidden, rows, temperature, with_entropy=False)[0]
 
+    # The actor's hidden states serve its log-probs, the full KL and a shared critic.
     if scores.old_logprobs is not None or scores.kl is not None or options.shared_trunk:
         hidden = forward.hidden_states(net, actor, rows)
     if scores.old_logprobs is not None:
@@ -304,6 +307,7 @@ def reward_model_scores(
       position: `config.reward.score_position`.
     """
     if isinstance(model, Deberta):
+        # An encoder's head reads the first token, wherever the text ends.
         positions_B = jnp.zeros_like(sequences.lengths)
     else:
         pad_id = model.architecture.pad_id if position == "auto" else None

@@ -107,6 +107,7 @@ def set_up_run(config: Config, workdir: Path, mesh: Mesh, report: Report) -> PPO
     Raises:
       UserError: an option does not fit the data, the models or the machine.
     """
+    # 1. Data, rules and plugins: nothing of a model is read yet.
     validation.validate_batch_sharding(config, sharding.row_shards(mesh))
     training, held_out = load_examples(config.data, config.seed)
     for note in notes.train_notes(config):
@@ -116,6 +117,7 @@ def set_up_run(config: Config, workdir: Path, mesh: Mesh, report: Report) -> PPO
     objectives.get_policy_loss(config.actor.policy_loss)
     engine_class = resolve_engine(config.rollout.engine)
 
+    # 2. Folders, architectures and tokenizers of the roles.
     folders = resolve_role_folders(config, workdir, mesh, report)
     nets = read_networks(config, folders)
     tokenizer = load_model_tokenizer(config.model, folders.actor)
@@ -134,11 +136,13 @@ def set_up_run(config: Config, workdir: Path, mesh: Mesh, report: Report) -> PPO
     _validate_models(config, mesh, nets, tokenizer, has_reward_tokenizer=reward_inputs is not None)
     _validate_critic_tokenizer(config, folders, tokenizer)
 
+    # 3. Prompts as tokens, which fix the number of steps.
     training_prompts = _tokenize(config, training, tokenizer, "config.data.train_files")
     held_out_prompts = None
     if held_out:
         held_out_prompts = _tokenize(config, held_out, tokenizer, "config.data.val_files")
     steps_per_epoch = _training_batches(config, training_prompts, position=0).steps_per_epoch
+    # The engine gets shapes only; `update_weights` brings the weights at each step.
     actor_shapes = _policy_params(nets, state_shapes(config, nets, mesh))
     architecture = nets.actor.architecture
     run = PPORun(
@@ -190,6 +194,7 @@ def _validate_models(
     config: Config, mesh: Mesh, nets: Networks, tokenizer: Any, has_reward_tokenizer: bool
 ) -> None:
     """Check every model that reads the actor's tokens."""
+    # A reward model with its own tokenizer is checked where its input is set up.
     reward = None if has_reward_tokenizer else nets.reward
     for net in (nets.actor, nets.critic, reward):
         if net is not None:
@@ -199,6 +204,7 @@ def _validate_models(
 
 def _validate_critic_tokenizer(config: Config, folders: Folders, tokenizer: Any) -> None:
     path = config.critic.path
+    # A folder without a tokenizer gives nothing to compare.
     if not path or folders.critic is None or not tokenizer_lib.has_tokenizer(folders.critic):
         return
     critic_tokenizer = tokenizer_lib.load_tokenizer(

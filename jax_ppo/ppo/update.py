@@ -114,6 +114,7 @@ def update_state(
       `objectives.Metric` states; NaN if no step had tokens to learn from. During the critic's
       warm-up the actor's metrics describe the step that it did not take.
     """
+    # The critic's program does not need the actor's result: both are dispatched together.
     programs = update_programs(
         options, nets, total_steps, state, experience, actor_batches, critic_batches
     )
@@ -135,6 +136,7 @@ def update_programs(
     critic_batches: MiniBatches | None,
 ) -> list[dispatch.Program]:
     """Return the programs of `update_state`: the actor's, and that of a critic of its own."""
+    # A donated buffer may appear in no other argument: trained trees are passed separately.
     fixed_state = dataclasses.replace(
         state, actor=None, critic=None, actor_optimizer=None, critic_optimizer=None
     )
@@ -149,6 +151,7 @@ def update_programs(
     return programs
 
 
+# Donated trees are updated in place: no second copy of parameters and optimizer state.
 _compiled = functools.partial(
     jax.jit,
     static_argnames=("options", "net", "total_steps"),
@@ -182,6 +185,7 @@ def update_actor(
     Returns:
       The next step's number, the new parameters and optimizer state, and metrics.
     """
+    # The schedule starts when the actor does, after the critic's warm-up.
     step, warmup = fixed_state.step, options.warmup_steps
     actor = options.loss.actor
     rate = learning_rate(actor.optim, jnp.maximum(step - warmup, 0), total_steps - warmup)
@@ -191,6 +195,7 @@ def update_actor(
     params, optimizer_state, metrics = actor_role(options, net, base=reference).train(
         params, optimizer_state, rate, update_enabled, context, experience, batches
     )
+    # A rate of 0 shows in the log that the actor did not learn in this step.
     metrics["actor/lr"] = jnp.where(update_enabled, rate, 0.0)
     params, optimizer_state = _constrain_to_train_layout(params, optimizer_state)
     return step + 1, params, optimizer_state, metrics
