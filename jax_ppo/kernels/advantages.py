@@ -49,6 +49,7 @@ def gae(
         values_T.shape,
         mask_T.shape,
     )
+    # Zeros under the mask also make the returns 0 there.
     rewards_T = zero_outside(rewards_T, mask_T)
     values_T = zero_outside(values_T, mask_T)
 
@@ -68,6 +69,7 @@ def gae(
         return carry, jnp.where(chosen, advantage, 0.0)
 
     dtype = jnp.promote_types(rewards_T.dtype, values_T.dtype)
+    # After the last token there is no advantage, only the value of the final state.
     end = (jnp.zeros((), dtype), jnp.asarray(bootstrap_value, dtype))
     _, advantages_T = jax.lax.scan(
         step_back, end, (rewards_T, values_T, mask_T.astype(bool)), reverse=True
@@ -146,6 +148,7 @@ def grpo(scores_B: Shaped[Array, " B"], n: int, by_std: bool) -> Float[Array, " 
     """
     deviations = _deviations_from_group_mean(scores_B, n)
     if by_std:
+        # The mean of the deviations is 0, so their squares are those of the variance.
         std = jnp.sqrt(jnp.sum(jnp.square(deviations), axis=1, keepdims=True) / (n - 1))
         deviations = deviations / (std + 1e-6)
     return deviations.reshape(-1)

@@ -56,9 +56,11 @@ def truncated_weights(
     )
     log_weights = zero_outside(logprobs, mask) - zero_outside(sampled_logprobs, mask)
     if level == "sequence":
+        # A product of ratios is a sum of logs; every token of the response gets it.
         log_weights = jnp.broadcast_to(log_weights.sum(-1, keepdims=True), mask.shape)
     elif level != "token":
         raise ValueError(f"importance weights of {level!r} are none of {LEVELS}")
+    # exp may overflow to infinity, which the threshold cuts off.
     return jax.lax.stop_gradient(zero_outside(jnp.minimum(jnp.exp(log_weights), threshold), mask))
 
 
@@ -97,6 +99,7 @@ def mismatch(
         sampled_logprobs.shape,
         mask.shape,
     )
+    # Metrics only: no gradient may reach the loss through them.
     log_p = jax.lax.stop_gradient(zero_outside(logprobs, mask))
     log_q = jax.lax.stop_gradient(zero_outside(sampled_logprobs, mask))
     p = jnp.exp(log_p)
@@ -116,6 +119,7 @@ def mismatch(
 
 def _correlation(x: jax.Array, y: jax.Array, mask: jax.Array, if_undefined: jax.Array) -> jax.Array:
     """Return Cov[x, y] / (std[x] std[y]), and `if_undefined` where that is 0 / 0."""
+    # Roots before the product: a product of two small variances would underflow.
     spreads = jnp.sqrt(masked_variance(x, mask)) * jnp.sqrt(masked_variance(y, mask))
     covariance = masked_mean((x - masked_mean(x, mask)) * (y - masked_mean(y, mask)), mask)
     # Rounding can leave equal numbers a variance of 1e-17, so compare the extremes as well.

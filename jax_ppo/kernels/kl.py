@@ -88,6 +88,7 @@ def kl_estimate(
         return _k3(log_ratio)
     if kind == "k3+":
         k2 = 0.5 * jnp.square(log_ratio)
+        # The value of k3 with the gradient of k2: the difference in parentheses is 0.
         return jax.lax.stop_gradient(_k3(log_ratio)) + (k2 - jax.lax.stop_gradient(k2))
     if kind == "clamped":
         return jax.nn.relu(log_ratio)  # its gradient at 0 is 0, that of jnp.maximum 1/2

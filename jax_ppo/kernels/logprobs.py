@@ -148,6 +148,7 @@ def _forward(
     weight = unembedding.astype(hidden.dtype)
 
     def process_chunk(i: jax.Array, buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        # Shifting by the largest logit keeps exp from overflowing.
         z = chunk_logits(chunks.gather(hidden, i), weight, cap) / temperature
         target = jnp.take_along_axis(z, chunks.gather(targets, i)[..., None], axis=-1)[..., 0]
         top = jnp.max(z, axis=-1)
@@ -157,6 +158,7 @@ def _forward(
         if with_entropy:
             mean_gap = jnp.sum(jnp.exp(shifted) * -shifted, axis=-1) / total
         else:
+            # This makes the entropy exactly 0.
             mean_gap = -jnp.log(total)
         logprob = (target - top) - jnp.log(total)
         entropy = jnp.log(total) + mean_gap
@@ -165,6 +167,7 @@ def _forward(
         results = (jnp.minimum(logprob, 0), jnp.maximum(entropy, 0), top + jnp.log(total))
         return tuple(chunks.write(buffer, x, i) for buffer, x in zip(buffers, results, strict=True))
 
+    # Only as many chunks as the fullest group needs are computed.
     empty = (chunks.buffer(jnp.float32),) * 3
     compact = jax.lax.fori_loop(0, chunks.count, process_chunk, empty)
     logprobs, entropy, logsumexp = (zero_outside(chunks.scatter(x), mask) for x in compact)
@@ -198,11 +201,13 @@ def _backward(
     cotangents: tuple[Any, Any],
 ) -> tuple[jax.Array, jax.Array, None, None]:
     hidden, unembedding, targets, mask, entropy, logsumexp = residuals
+    # A loss without an entropy bonus has no cotangent for it: that term is then left out.
     logprobs_grad, entropy_grad = (_masked_cotangent(x, mask) for x in cotangents)
     chunks = MaskedChunks(mask, chunk_size)
     V = len(unembedding)
 
     def logits_grad(i: jax.Array, logits: jax.Array) -> jax.Array:
+        # The saved logsumexp spares the backward pass a reduction over the vocabulary.
         log_p = logits / temperature - chunks.gather(logsumexp, i)[..., None]
         slope = jnp.zeros_like(logits)
         if logprobs_grad is not None:
@@ -246,6 +251,7 @@ def hidden_and_weight_grad(
     ) -> tuple[jax.Array, jax.Array]:
         states = chunks.gather(hidden, i)
         logits = chunk_logits(states, weight, cap)
+        # From the gradient by soft-capped logits to that by plain products.
         slope = (logits_grad(i, logits) * softcap_slope(logits, cap)).astype(hidden.dtype)
         states_grad = jnp.einsum("gcv,vd->gcd", slope, weight, preferred_element_type=jnp.float32)
         weight_grad = jnp.einsum("gcv,gcd->gvd", slope, states, preferred_element_type=jnp.float32)
@@ -258,6 +264,7 @@ def hidden_and_weight_grad(
     start = (chunks.buffer(hidden.dtype, width), weight_sum)
     hidden_grad, weight_sum = jax.lax.fori_loop(0, chunks.count, process_chunk, start)
     hidden_grad = jnp.where(mask[..., None], chunks.scatter(hidden_grad), 0)
+    # Groups are on different devices: this sum is their one exchange.
     return hidden_grad, weight_sum.sum(0).astype(unembedding.dtype)
 
 
@@ -289,9 +296,12 @@ class MaskedChunks:
         self._size = size
         positions = mask_GxN.shape[1]
         selected_counts = jnp.sum(mask_GxN, axis=1, keepdims=True)
+        # Selected positions first, in their order: False sorts before True.
         order = jnp.argsort(~mask_GxN, axis=1, stable=True)
+        # Padded to whole chunks, since a slice past the end would be moved back inside.
         self._order = jnp.pad(order, ((0, 0), (0, -positions % size)))
         self._selected = jnp.arange(self._order.shape[1]) < selected_counts
+        # The inverse of the order: where each selected position was moved to.
         self._rank = jnp.maximum(jnp.cumsum(mask_GxN, axis=1) - 1, 0)
         self.count = (jnp.max(selected_counts) + size - 1) // size
 

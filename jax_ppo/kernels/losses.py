@@ -102,6 +102,7 @@ def loss_weights(
     assert action_counts_B.ndim == 1, f"counts of shape {action_counts_B.shape}, expected [B]"
     dtype = jnp.result_type(float)
     present_B = action_counts_B > 0
+    # At least 1, so that nothing is divided by 0 if all samples are absent.
     samples = jnp.maximum(jnp.sum(present_B), 1).astype(dtype)
     if mode == "token-mean":
         tokens_B = jnp.maximum(jnp.sum(action_counts_B), 1).astype(dtype)
@@ -158,6 +159,7 @@ def policy_loss(
     log_ratio = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = jnp.exp(log_ratio)
 
+    # The larger loss is the smaller surrogate: the paper's pessimistic bound.
     unclipped_loss = -advantages * ratio
     clipped_loss = -advantages * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     loss = jnp.maximum(unclipped_loss, clipped_loss)
@@ -165,6 +167,7 @@ def policy_loss(
 
     dual_clipped = jnp.zeros_like(clipped)
     if dual_clip is not None:
+        # Beyond this ratio a bad token has no gradient, however likely it became.
         ceiling = -advantages * dual_clip
         dual_clipped = (advantages < 0) & (loss > ceiling)
         loss = jnp.where(advantages < 0, jnp.minimum(loss, ceiling), loss)
@@ -226,5 +229,6 @@ def _half_squared_error(error: jax.Array, huber_delta: float | None) -> jax.Arra
     """Return error^2 / 2, continued as a straight line where |error| > huber_delta."""
     if huber_delta is None:
         return 0.5 * jnp.square(error)
+    # Inside +-delta this is error^2 / 2, outside delta (|error| - delta / 2).
     clipped_error = jnp.clip(error, -huber_delta, huber_delta)
     return clipped_error * (error - 0.5 * clipped_error)

@@ -61,6 +61,7 @@ def masked_variance(
     because E[x^2] - E[x]^2 loses every digit in float32 once the mean is large relative to the
     spread.
     """
+    # Deviations under the mask are not 0, but the second mean does not read them.
     deviation = zero_outside(x, mask) - _mean(x, mask, axis, keepdims=True)
     return masked_mean(jnp.square(deviation), mask, axis)
 
@@ -117,6 +118,7 @@ def _extremum(
 ) -> jax.Array:
     assert x.shape == mask.shape, f"x {x.shape} and mask {mask.shape} must have one shape"
     selected = mask.astype(bool)
+    # `initial` also serves arrays without any element.
     extremum = reduce(jnp.where(selected, _at_least_float32(x), identity), initial=identity)
     return jnp.where(jnp.any(selected), extremum, 0.0)
 

@@ -52,6 +52,7 @@ def update_moments(
     total = moments.count + count
     share = count / jnp.maximum(total, 1.0)
     delta = masked_mean(x, mask) - moments.mean
+    # What the distance between the two means adds to the squared deviations.
     between = jnp.square(delta) * moments.count * share
     updated = Moments(
         count=total,
@@ -71,5 +72,6 @@ def moments_std(moments: Moments, epsilon: float = 1e-8) -> Float[Array, ""]:
     of `masked.masked_variance`: low by the factor (count - 1) / count.
     """
     variance = moments.m2 / jnp.maximum(moments.count, 1.0)
+    # float32 rounds at 1e-7 of the mean: a deviation below 1e-6 of it is no spread.
     spread = variance > 1e-12 * jnp.square(moments.mean)
     return jnp.where(spread, jnp.sqrt(variance + epsilon), 1.0)

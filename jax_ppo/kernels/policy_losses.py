@@ -136,6 +136,7 @@ def gspo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     """
     log_ratio, advantages = _log_ratios_and_advantages(batch)
     log_s = _mean_over_response(log_ratio, batch)
+    # Against old log-probs of 0, the ratio that is clipped is s.
     loss = losses.policy_loss(
         log_s, jnp.zeros_like(log_s), advantages, batch.mask, clip.low, clip.high, clip.dual
     )
@@ -159,6 +160,7 @@ def gmpo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
       A PolicyLoss whose ratio is g; its log_ratio is that of the token.
     """
     log_ratio, advantages = _log_ratios_and_advantages(batch)
+    # Each log-ratio is bounded on the side where the token would gain from moving.
     cut = jnp.where(
         advantages > 0, jnp.minimum(log_ratio, clip.high), jnp.maximum(log_ratio, -clip.low)
     )
@@ -185,6 +187,7 @@ def cispo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     """
     log_ratio, advantages = _log_ratios_and_advantages(batch)
     ratio = jnp.exp(log_ratio)
+    # The truncated ratio only weighs: the gradient is that of log pi.
     weight = jax.lax.stop_gradient(jnp.clip(ratio, 1.0 - clip.low, 1.0 + clip.high))
     loss = -weight * advantages * zero_outside(batch.logprobs, batch.mask)
     return _unclipped_result(loss, ratio, log_ratio)._replace(clipped=_as_flags(weight != ratio))
@@ -234,6 +237,7 @@ def _mean_over_response(log_ratio: jax.Array, batch: PolicyBatch) -> jax.Array:
     mean = batch.sequence_sum(jax.lax.stop_gradient(log_ratio)) / jnp.maximum(
         batch.action_counts, 1
     )
+    # x - stop_gradient(x) is 0 in value, with the gradient of x.
     return zero_outside(mean, batch.mask) + (log_ratio - jax.lax.stop_gradient(log_ratio))
 
 

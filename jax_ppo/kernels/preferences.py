@@ -21,6 +21,7 @@ def bradley_terry(
     Returns:
       Losses > 0; log 2 where the two scores are equal.
     """
+    # log_sigmoid, since the sigmoid of a large negative difference underflows to 0.
     return -jax.nn.log_sigmoid(chosen - rejected)
 
 

@@ -27,4 +27,5 @@ def piecewise(
     step = jnp.asarray(step, jnp.float32)
     if linear:
         return jnp.interp(step, steps, values)
+    # "right": a point applies from its own step on, the first one also before it.
     return values[jnp.maximum(jnp.searchsorted(steps, step, side="right") - 1, 0)]

@@ -161,6 +161,7 @@ def _backward(
         ref_logits = chunk_logits(chunks.gather(ref_hidden, i), ref_weight, cap)
         log_p = jax.nn.log_softmax(logits / temperature)
         d = log_p - jax.nn.log_softmax(ref_logits / temperature)
+        # The softmax's gradient: the part of d that all tokens share has no effect.
         p = jnp.exp(log_p)
         excess = d - jnp.sum(p * d, axis=-1, keepdims=True)
         return p * excess * (chunks.gather(kl_grad, i) / temperature)[..., None]

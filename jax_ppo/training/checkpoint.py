@@ -77,6 +77,7 @@ class Checkpointer:
         policy = checkpoint_managers.AnyPreservationPolicy(
             [
                 checkpoint_managers.LatestN(max_to_keep),
+                # Only an evaluated checkpoint can be the best one.
                 checkpoint_managers.BestN(
                     get_metric_fn=self._quality, n=1, keep_checkpoints_without_metrics=False
                 ),
@@ -99,6 +100,7 @@ class Checkpointer:
                 temporary_path_class=checksums.ChecksummedPath,
             ),
         )
+        # What `save` and `should_stop` last did, since the loop may ask twice about one step.
         self._saved_step: int | None = None
         self._asked_step: int | None = None
         self._stop = False
@@ -153,6 +155,7 @@ class Checkpointer:
             for name, value in (metrics or {}).items()
             if value is not None and math.isfinite(value)
         }
+        # `force`: the caller decides when to save, not an interval of Orbax.
         self._manager.save(step, args=ocp.args.Composite(**items), metrics=finite, force=True)
         self._saved_step = step
 
@@ -190,6 +193,7 @@ class Checkpointer:
           UserError: names or shapes differ, or files are damaged.
         """
         self.wait()
+        # Validate files, names and shapes first: Orbax's own errors do not name what is wrong.
         wanted = {name: tree for name, tree in abstract.items() if tree is not None}
         saved_steps = self._manager.all_steps()
         if step not in saved_steps:
@@ -218,6 +222,7 @@ class Checkpointer:
         """
         if step != self._asked_step:
             self._asked_step = step
+            # A signal may come at any time: the answer is fixed at the first question about a step.
             self._stop = (
                 self._sigterm.received if self._sigterm else self._manager.reached_preemption(step)
             )
@@ -252,6 +257,7 @@ class Checkpointer:
             raise UserError(f"checkpoint {step} in {self._directory} holds no {name!r}")
         saved = _shapes(ocp.StandardCheckpointHandler().metadata(path).tree)
         wanted = _shapes(abstract)
+        # Names of both sides: a parameter that only one of them has is a mismatch, too.
         wrong = [
             f"{name}/{key}: {saved.get(key, 'absent')} in the checkpoint, "
             f"{wanted.get(key, 'absent')} in the model"

@@ -52,6 +52,7 @@ def write_checksums(folder: Path) -> None:
     """Write the size and CRC-32 of every file below the folder to checksums.json in it."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        # zlib releases the interpreter lock: several files are read side by side.
         checksums = pool.map(_file_checksum, paths)
         files = {
             path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "crc32": checksum}
@@ -59,6 +60,7 @@ def write_checksums(folder: Path) -> None:
         }
     with (folder / CHECKSUMS).open("w") as file:
         json.dump(files, file, indent=1)
+        # On disk before the folder gets its final name, which claims that it is complete.
         file.flush()
         os.fsync(file.fileno())
 
@@ -81,6 +83,7 @@ def find_damage(folder: Path, *, small_files_only: bool = False) -> str | None:
         return f"{CHECKSUMS} is unreadable"
     if not expected:
         return f"{CHECKSUMS} names no file"
+    # Existence and size of all files come first: they cost no reading.
     for path, (size, _) in expected.items():
         name = path.relative_to(folder)
         if not path.is_file():
@@ -114,6 +117,7 @@ def set_damaged_aside(directory: Path, report: Callable[[str], None]) -> int | N
     if not directory.is_dir():
         return None
     newest = None
+    # Folders are named by their step; anything else belongs to Orbax or to the user.
     names = (path.name for path in directory.iterdir() if path.name.isdecimal())
     steps = sorted((int(name) for name in names if str(int(name)) == name), reverse=True)
     for position, step in enumerate(steps):
@@ -128,6 +132,7 @@ def set_damaged_aside(directory: Path, report: Callable[[str], None]) -> int | N
         else:
             aside = directory / f"{step}.damaged"
             shutil.rmtree(aside, ignore_errors=True)
+            # Renamed and not deleted: the user may still recover something from it.
             folder.rename(aside)
             report(_describe_damage(folder, damage, aside, newest, steps[position + 1 :]))
     return newest
@@ -153,6 +158,7 @@ def _checksum_or_none(path: Path) -> int | None:
 
 def _file_checksum(path: Path) -> int:
     checksum = 0
+    # One buffer for all chunks: a file of many gigabytes needs no more memory.
     buffer = bytearray(_CHUNK_BYTES)
     view = memoryview(buffer)
     with path.open("rb", buffering=0) as file:

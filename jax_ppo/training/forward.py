@@ -51,6 +51,7 @@ def token_logprobs(
     Returns:
       Two arrays in float32 nats, 0 where `rows.mask` is False.
     """
+    # Positions are grouped by device, so that no hidden states move between devices.
     hidden, targets, mask = (split_by_device(x) for x in (hidden, rows.targets, rows.mask))
     values, entropy = logprobs.token_logprobs(
         hidden,
@@ -129,6 +130,7 @@ def score_positions(sequences: Sequences, pad_id: int | None) -> Int[Array, " B"
     with `pad_id` the EOS, the token before the final EOS. A sequence of `pad_id` only is read at
     its first token. With `pad_id=None` it is the last token.
     """
+    # The largest readable column; 0 if there is none.
     column = jnp.arange(sequences.tokens.shape[1])
     lengths = sequences.prompt_lengths + sequences.lengths
     is_readable = column < lengths[:, None]
@@ -144,6 +146,7 @@ def write_values_at(
     into_B: Float[Array, " B"],
 ) -> Float[Array, " B"]:
     """Return `into_B` with the values at one position of each sample in these rows."""
+    # A sample's position is in one of these rows, or in none: at most one place is selected.
     selected: jax.Array = (rows.segments >= 0) & (rows.positions == positions_B[rows.samples])
     dropped = len(into_B)  # an index out of bounds, which the scatter ignores
     return into_B.at[jnp.where(selected, rows.samples, dropped)].set(values_RxL, mode="drop")

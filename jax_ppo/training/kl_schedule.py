@@ -33,6 +33,7 @@ def first_control(kl_options: KLControl, reward: Reward, critic: Critic) -> Cont
       reward: running moments of the scores are kept if `reward.normalize` asks for them.
       critic: running moments of the returns are kept if `critic.normalize_values` is set.
     """
+    # Only configured moments exist, so that other runs carry and save none.
     tracked_moments = {}
     if reward.normalize != "none":
         tracked_moments["rewards"] = moments.empty_moments()

@@ -80,6 +80,7 @@ def read_networks(config: Config, folders: Folders) -> Networks:
     """
     architecture = read_architecture(folders.actor)
     decoder = build_decoder(architecture, config.model, config.row_length)
+    # Only the actor decodes, so only its model has a program that reads a cache.
     actor = decoder.clone(
         decoding=_cache_program(config, decoder),
         lora=_read_actor_lora(config.model, folders, architecture) if config.has_adapters else None,
@@ -151,6 +152,7 @@ def _cache_program(config: Config, decoder: Transformer) -> str:
 
 def _platform() -> str:
     """Return cpu, cuda, rocm or tpu."""
+    # JAX calls both kinds of GPU "gpu"; the version names CUDA or ROCm.
     backend = jax.extend.backend.get_backend()
     return backend.platform_version.split()[0] if backend.platform == "gpu" else backend.platform
 
@@ -160,6 +162,7 @@ def _read_critic(config: Config, folders: Folders, actor: Transformer) -> Transf
         return None
     options = config.critic
     if config.has_adapters:
+        # The same adapters with another head: the actor's model fits them.
         if folders.critic_starts_as_actor and not options.keep_head:
             return actor
         lora = _read_adapters(
@@ -197,6 +200,7 @@ def _read_reward_model(
 ) -> Transformer | Deberta | None:
     if folders.reward is None:
         return None
+    # Adapters share the actor's base; a full reward model has weights of its own.
     if config.has_adapters and holds_adapters(folders.reward):
         lora = _read_adapters(
             folders.reward,
@@ -274,5 +278,6 @@ def _read_adapters(
             described,
             base_path,
         )
+    # Names and shapes of the weights, before any are loaded.
     validate_adapters(folder, architecture, lora, head)
     return lora

@@ -20,8 +20,10 @@ def make_optimizer(options: Optim, grad_clip: float) -> optax.GradientTransforma
       grad_clip: the largest global gradient norm.
     """
     return optax.chain(
+        # Clipping comes first, so that Adam's moments never see a longer gradient.
         optax.clip_by_global_norm(grad_clip),
         optax.scale_by_adam(b1=options.beta1, b2=options.beta2, eps=options.eps),
+        # Decay follows Adam: it is decoupled from the moments, as in AdamW.
         optax.add_decayed_weights(options.weight_decay, mask=_is_matrix),
     )
 
@@ -53,6 +55,7 @@ def learning_rate(options: Optim, step: int | jax.Array, total_steps: int) -> ja
         "linear": optax.linear_schedule(options.lr, final_rate, decay_steps),
         "cosine": optax.cosine_decay_schedule(options.lr, decay_steps, alpha=options.min_lr_ratio),
     }
+    # The first step already has a rate above 0.
     warmup_rate = options.lr * (step + 1) / max(warmup_steps, 1)
     scheduled_rate = schedules[options.lr_schedule](jnp.maximum(step - warmup_steps, 0))
     return jnp.where(step < warmup_steps, warmup_rate, scheduled_rate)
@@ -84,6 +87,7 @@ def descend(
     """
     norm = optax.tree.norm(gradients)
     is_finite = jnp.isfinite(norm)
+    # The step is computed in any case; selecting afterwards avoids a branch on the mesh.
     updates, new_opt_state = transform.update(gradients, opt_state, params)
     new_params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
 

@@ -76,6 +76,7 @@ def assign_to_rows(
     rows: list[list[int]] = []
     free_space: list[tuple[int, int]] = []  # (free tokens, row), sorted
     for i in order:
+        # -1 sorts before every row: this is the first entry with enough free tokens.
         candidate = bisect.bisect_left(free_space, (lengths[i], -1))
         if candidate < len(free_space):
             free, row = free_space.pop(candidate)
@@ -112,6 +113,7 @@ def plan_packing(
     R = rows_per_micro_batch
     U, samples = groups.shape
     A = -(-samples // R)
+    # Room for one row per sample; what packing saves remains empty at the end.
     sample = np.full((U, A * R, row_length), -1, np.int32)
     position = np.zeros((U, A * R, row_length), np.int32)
     counts = np.zeros(U, np.int32)
@@ -120,6 +122,7 @@ def plan_packing(
         counts[u] = -(-len(rows) // R)
         for r, members in enumerate(rows):
             start = 0
+            # Samples follow each other without a gap, from the left.
             for b in group[members]:
                 end = start + lengths_B[b]
                 sample[u, r, start:end] = b
@@ -142,7 +145,9 @@ def split_pairs(plan: Packing, first_lengths: Sequence[int] | np.ndarray) -> Pac
     Returns:
       Packing of 2 x pairs sequences: those of pair b are b and pairs + b.
     """
+    # Empty places (-1) look up pair 0, and are left alone below.
     lengths = np.asarray(first_lengths, np.int32)[np.maximum(plan.sample, 0)]
+    # The second sequence of a pair starts again at position 0, as a sample of its own.
     is_second = (plan.sample >= 0) & (plan.position >= lengths)
     return Packing(
         sample=plan.sample + is_second * np.int32(len(first_lengths)),
@@ -177,8 +182,10 @@ class Rows:
 def gather_rows(sequences: Sequences, packing: Packing) -> Rows:
     """Return the rows of one micro-batch; the arrays of `packing` are [R, L]."""
     filled = packing.sample >= 0
+    # Empty places read sample 0; the masks below exclude them.
     samples = jnp.maximum(packing.sample, 0)
     last = sequences.tokens.shape[1] - 1
+    # Place p predicts token p + 1: this is its index in the response.
     steps = packing.position + 1 - sequences.prompt_lengths[samples]
     # Tokens, positions and segments cover the whole sequence; only the mask knows about actions.
     in_response = filled & (steps >= 0) & (steps < sequences.lengths[samples])
@@ -210,6 +217,7 @@ def sample_sums(values_RxL: Float[Array, "R L"], rows: Rows, samples: int) -> Fl
       samples: B.
     """
     masked_RxL = jnp.where(rows.mask, values_RxL, 0)
+    # A sum by sample, not by row: a row holds several responses.
     sums_B = jnp.zeros(samples, values_RxL.dtype).at[rows.samples].add(masked_RxL)
     return jnp.where(rows.mask, sums_B[rows.samples], 0)
 

@@ -47,6 +47,7 @@ def find_progress(
             "config.trainer.resume=False: the work directory holds a checkpoint after step "
             f"{latest}; give another --workdir, or remove it"
         )
+    # No arrays yet: they are read once the options are known to fit.
     _, meta = checkpoints.restore(latest, {})
     _compare_options(config, meta["config"], report, command)
     if latest < total_steps:

@@ -33,6 +33,7 @@ def load_examples(
     """
     columns = {"prompt_key": data.prompt_key, "instruction": data.instruction}
     if response_key is not None:
+        # PPO samples its responses: it reads no column of them.
         columns["response_key"] = response_key
     training = sources.load_examples(data.train_files, seed=seed, **columns)
     held_out: list[Example] = []

@@ -68,6 +68,7 @@ def trained_shapes(config: Config, nets: Networks, mesh: Mesh) -> dict[str, Any]
     Returns:
       Trees of `jax.ShapeDtypeStruct`, in the structure of `trained_trees`.
     """
+    # Shapes come from tracing the initialization: nothing is allocated.
     params = {"actor": _init_shapes(nets.actor, actor_head(config.shares_trunk))}
     if nets.critic:
         params["critic"] = _init_shapes(nets.critic, "scalar")
@@ -76,6 +77,7 @@ def trained_shapes(config: Config, nets: Networks, mesh: Mesh) -> dict[str, Any]
         for role, options in _role_options(config).items()
         if role in params
     }
+    # The control is a few scalars, which every device has.
     control = jax.eval_shape(
         lambda: first_control(config.algorithm.kl_ctrl, config.reward, config.critic)
     )
@@ -91,6 +93,7 @@ def trained_shapes(config: Config, nets: Networks, mesh: Mesh) -> dict[str, Any]
 def state_shapes(config: Config, nets: Networks, mesh: Mesh) -> TrainState:
     """Return shapes and shardings (`jax.ShapeDtypeStruct`) of what `create_state` returns."""
     trained = trained_shapes(config, nets, mesh)
+    # Frozen models need no float32 master copy.
     frozen_dtype = jnp.dtype(config.model.dtype)
 
     def frozen(shapes: Params) -> Params:
@@ -147,6 +150,7 @@ def create_state(
         roles' folders.
       step: the number of completed steps, from the same checkpoint.
     """
+    # Each loader reads only the parts of a tensor that its devices hold.
     shardings = jax.tree.map(lambda x: x.sharding, state_shapes(config, nets, mesh))
     if trained is None:
         trained = _create_trained(config, nets, folders, shardings, progress)
@@ -217,6 +221,7 @@ def _create_trained(
         "actor": shardings.actor_optimizer,
         "critic": shardings.critic_optimizer,
     }
+    # Optimizer states are created in their shards: they may fit no single device.
     optimizers = {
         role: jax.jit(_role_optimizer(options).init, out_shardings=optimizer_shardings[role])(
             params[role]
@@ -283,6 +288,7 @@ def _init_shapes(net: Transformer | Deberta, head: str) -> Params:
         return jax.eval_shape(functools.partial(init_deberta_params, net), key)
     if net.lora is None:
         return _base_shapes(net, head)
+    # Only the adapters and a head: their base is the reference.
     init = functools.partial(init_adapters, net.architecture, net.lora, head=head)
     return jax.eval_shape(init, key)
 
