@@ -142,6 +142,7 @@ def run_attention(
         "splash": splash_attention,
     }
     run: Callable[..., jax.Array] = functools.partial(programs[program], **options)
+    # Compilers cannot split these kernels over devices themselves.
     if program != "xla":
         run = split_heads(run)
     return run(q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT)
@@ -170,7 +171,9 @@ def xla_attention(
 
     def attend_block(start: int, stop: int) -> jax.Array:
         """Return the attention of the queries from `start` to `stop`."""
+        # From the window of the block's first query to the block's last query.
         keys = slice(max(0, start + 1 - (sliding_window or stop)), stop)
+        # All queries of a group, one after the other: one matrix product per key head.
         q_BxKxGQxd = (
             (q_BxTxHxd[:, start:stop] * _scale(scale, d))
             .reshape(B, stop - start, K, -1, d)
@@ -193,6 +196,7 @@ def xla_attention(
             .reshape(B, -1, H, d)
         )
 
+    # In long rows, four blocks skip three quarters of the products above the diagonal.
     size = max(MIN_QUERY_BLOCK, -(-T // MAX_QUERY_BLOCKS))
     blocks = [attend_block(start, min(start + size, T)) for start in range(0, T, size)]
     return jnp.concatenate(blocks, axis=1)
@@ -210,6 +214,7 @@ def cudnn_attention(
 ) -> Queries:
     """Compute attention with cuDNN."""
     assert softcap is None, "select_attention_program refuses it"
+    # The causal mask is built in; segments or a window need one as an array.
     mask = None
     if segments_BxT is not None or sliding_window is not None:
         row = slice(0, q_BxTxHxd.shape[1])
@@ -267,6 +272,7 @@ def splash_attention(
         ),
         interpret=interpret,
     )
+    # The kernel has no option for the scale, so the queries are scaled.
     q = (q_BxTxHxd * _scale(scale, d)).swapaxes(1, 2)
     k = k_BxTxKxd.swapaxes(1, 2)
     v = v_BxTxKxd.swapaxes(1, 2)
@@ -284,6 +290,7 @@ def _visible(
     queries: slice, keys: slice, segments_BxT: Segments, sliding_window: int | None
 ) -> Bool[Array, "B_or_1 queries keys"]:
     """Return which keys each query reads; both are slices of a row."""
+    # Positions in the row serve as well as positions in the segment: only differences count.
     distance = jnp.arange(queries.start, queries.stop)[:, None] - jnp.arange(keys.start, keys.stop)
     visible = (distance >= 0)[None]
     if sliding_window is not None:

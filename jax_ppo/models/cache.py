@@ -49,6 +49,7 @@ def select_cache_program(
       ValueError: `wanted` cannot run; the message says why.
     """
     obstacle = None
+    # cuDNN reads from column 0 to a row's end: a window that is shorter would be ignored.
     window = architecture.sliding_window
     if attention != "cudnn":
         obstacle = (
@@ -109,6 +110,7 @@ def write_rows(
     """
 
     def write(cache: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+        # Rows by index, the first columns by slice.
         place = (rows_g, *[slice(None)] * (axis - 1), slice(new.shape[axis]))
         return cache.at[place].set(new, mode="drop")
 
@@ -127,6 +129,7 @@ def write_tokens(
     """Write one token per row into that row's column; rows from the b-th on are left alone."""
 
     def write(cache: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+        # One column per row, all within the cache by construction: no bounds are checked.
         place = (jnp.arange(len(new)), *[slice(None)] * (axis - 1), columns_b)
         return cache.at[place].set(new.squeeze(axis).astype(cache.dtype), mode="promise_in_bounds")
 
@@ -158,6 +161,7 @@ def attend_to_cache(
       softcap: See attention.py.
     """
     keys, values = layer
+    # A window as wide as the cache hides nothing, and the programs are simpler without.
     if sliding_window is not None and sliding_window >= num_columns(program, layer):
         sliding_window = None
     if program == "cpu":
@@ -223,6 +227,7 @@ def _attend_up_to_longest(
             softcap=softcap,
         )
 
+    # The widths are fixed when compiled; the longest row chooses among them at each step.
     *shorter, whole = read_widths(values_BxKxSxd.shape[2])
     # A switch on the sum of an empty array makes the compiler of jax 0.11.2 crash on several
     # devices.
@@ -258,6 +263,7 @@ def _products(
     B, _, H, d = q_Bx1xHxd.shape
     keys_axes, values_axes = ("bkds", "bksd") if program in TRANSPOSED else ("bskd", "bskd")
     K = keys.shape[keys_axes.index("k")]
+    # Query heads are grouped by the key head that they read, which is not repeated.
     q_BxKxGxd = (q_Bx1xHxd * (d**-0.5 if scale is None else scale)).reshape(B, K, -1, d)
     scores_BxKxGxS = jnp.einsum(
         f"bkgd,{keys_axes}->bkgs", q_BxKxGxd, keys, preferred_element_type=jnp.float32
@@ -284,6 +290,7 @@ def _cudnn(
         q_Bx1xHxd,
         keys_BxSxKxd,
         values_BxSxKxd,
+        # A row's sequence ends with the new token, in its column.
         key_value_seq_lengths=columns_B + 1,
         scale=scale,
         implementation="cudnn",

@@ -68,6 +68,7 @@ class Dense(nn.Module):
         kernel = self.param(
             "kernel", nn.initializers.normal(0.02), (x.shape[-1], self.features), jnp.float32
         )
+        # Parameters are float32 while they are trained; products are in the computation dtype.
         flat = x.reshape(-1, x.shape[-1]).astype(self.dtype)
         out = jax.lax.dot(flat, kernel.astype(self.dtype))
         if self.use_bias:
@@ -116,6 +117,7 @@ class Attention(nn.Module):
         """Return the output [B, T, D], and the cache of these tokens or with these tokens."""
         a = self.architecture
         q, k, v = self._project(x_BxTxD)
+        # The first rotation is that of global layers; local ones may have a base of their own.
         cos, sin = rotations[0]
         if len(rotations) > 1:
             local_cos, local_sin = rotations[1]
@@ -125,6 +127,7 @@ class Attention(nn.Module):
         k = rope.rotate(k, cos, sin)
         if cache is None or columns_B is None:
             out = self._attend_to_sequences(q, k, v, is_local, segments_BxT)
+            # Keys are cached after rotation: it depends on their own position only.
             cache = cache_layout(self.decoding, k, v)
         else:
             cache = write_tokens(self.decoding, cache, k, v, columns_B)
@@ -133,6 +136,7 @@ class Attention(nn.Module):
                 q,
                 cache,
                 columns_B,
+                # Decoding is unrolled, so `is_local` is a Python bool here.
                 sliding_window=a.sliding_window if is_local else None,
                 scale=a.attention_scale,
                 softcap=a.attention_softcap,
@@ -263,6 +267,7 @@ class Layer(nn.Module):
             name="attention",
         )
         mlp = MLP(a, self.dtype, self.lora_scale, name="mlp")
+        # Layers that differ get the flag from the scan, others have it in their code.
         own_is_local: Any = is_local if self.is_local is None else self.is_local
         attended, cache = attend(
             norm("input_norm", x), own_is_local, rotations, segments_BxT, cache, columns_B

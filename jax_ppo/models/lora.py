@@ -67,6 +67,7 @@ def init_adapters(architecture: Architecture, lora: Lora, key: jax.Array, head: 
             continue
         inputs, _ = row.shape
         bound = inputs**-0.5
+        # Each tensor has a key of its own, by its place in the sorted table.
         params[path] = jax.random.uniform(
             jax.random.fold_in(key, number), row.full_shape, minval=-bound, maxval=bound
         )
@@ -77,6 +78,7 @@ def join_adapters(base: Params, adapters: Params) -> Params:
     """Return one tree of base and adapters, which decoder and heads accept. Nothing is copied."""
     joined = dict(base)
     for name, value in adapters.items():
+        # Subtrees are merged; adapters and heads become leaves beside the base's.
         if isinstance(base.get(name), dict):
             value = join_adapters(base[name], value)
         joined[name] = value

@@ -39,11 +39,13 @@ def inverse_frequencies(
     scaling = dict(architecture.rope_scaling)
     kind = scaling["rope_type"]
     base = architecture.rope_theta
+    # Only global layers are stretched for long contexts (Gemma 3).
     if local and architecture.local_rope_theta is not None:
         kind = "default"
         base = architecture.local_rope_theta
     dim = architecture.head_dim
     inverse = 1.0 / base ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
+    # `dynamic` changes the base only for sequences longer than the model was made for.
     if kind in ("default", "dynamic"):
         return inverse.astype(np.float32), 1.0
     if kind == "linear":
@@ -154,6 +156,7 @@ def rotation_tables(
       local: Whether to return those of local layers.
     """
     inverse, factor = inverse_frequencies(architecture, local)
+    # In float32, as transformers computes the angles.
     angles = np.arange(length, dtype=np.float32)[:, None] * inverse
 
     def look_up(table: jax.Array) -> jax.Array:

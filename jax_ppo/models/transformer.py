@@ -110,14 +110,17 @@ class Transformer(nn.Module):
         embedding = self.param("embed", _init_embedding, a.vocab_size, a.hidden_size)["embedding"]
         x = embedding[tokens_BxT].astype(self.dtype)
         if a.scaled_embedding:
+            # The factor is rounded to the computation dtype, as in transformers.
             x = x * jnp.float32(a.hidden_size**0.5).astype(self.dtype)
         length = tokens_BxT.shape[1]
         if cache is not None:
+            # While decoding, positions reach up to the cache's last column, not to T.
             length = num_columns(self.decoding, cache[0])
         rotations: tuple[rope.Rotation, ...] = (rope.rotation_tables(a, positions_BxT, length),)
         if a.local_rope_theta is not None:
             rotations = (*rotations, rope.rotation_tables(a, positions_BxT, length, local=True))
         if self.unrolled:
+            # The token at position i belongs in column i of its row.
             columns_B = positions_BxT[:, 0]
             x, new_cache, auxiliary = self._unrolled_layers(
                 x, rotations, segments_BxT, cache, columns_B
@@ -149,12 +152,14 @@ class Transformer(nn.Module):
         all_alike = len(set(is_local)) == 1
         layer = Layer
         if self.remat:
+            # Inside a loop XLA cannot merge the second computation with the first.
             layer = nn.remat(Layer, prevent_cse=not in_loop)
         stack = nn.scan(
             layer,
             variable_axes={"params": 0},
             split_rngs={"params": True},
             length=num_layers,
+            # One flag per layer, or none; rotations and segments are the same for all layers.
             in_axes=(nn.broadcast if all_alike else 0, nn.broadcast, nn.broadcast),
             unroll=1 if in_loop else num_layers,
         )
@@ -211,5 +216,6 @@ def unroll_params(params: Params, dtype: DTypeLike | None = None) -> Params:
     num_layers = jax.tree.leaves(layers)[0].shape[0]
     unrolled = {name: value for name, value in params.items() if name != "layers"}
     for i in range(num_layers):
+        # `i=i` binds the present layer: a closure would see the last one.
         unrolled[f"layer_{i}"] = jax.tree.map(lambda x, i=i: x[i], layers)
     return unrolled

@@ -119,6 +119,7 @@ def deberta_from_hf_config(config: dict[str, Any]) -> DebertaArchitecture:
         conv_kernel_size=kernel_size,
         **_read_distances(reader),
     )
+    # Read for validation only: the encoder uses no special ids.
     reader.token_id("bos_token_id")
     reader.token_id("pad_token_id", maximum=architecture.vocab_size - 1)
     reader.token_ids("eos_token_id")
@@ -136,6 +137,7 @@ def _read_distances(reader: ConfigReader) -> dict[str, Any]:
     max_distance = -1
     if "max_relative_positions" in reader:
         max_distance = reader.integer("max_relative_positions", minimum=-1)
+    # -1, the default of transformers, means the longest sequence.
     if max_distance < 1:
         max_distance = max_length
     buckets = reader.integer("position_buckets", minimum=-1) if "position_buckets" in reader else -1

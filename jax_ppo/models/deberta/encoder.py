@@ -93,6 +93,7 @@ def align_distances(by_distance: Float[Array, "... T twoT"]) -> Float[Array, "..
     than the row before.
     """
     *lead, T, _ = by_distance.shape
+    # Dropping T - 1 entries in front and one at the end leaves T rows of 2T - 1.
     flat = by_distance.reshape(*lead, 2 * T * T)[..., T - 1 : -1]
     return flat.reshape(*lead, T, 2 * T - 1)[..., :T]
 
@@ -112,6 +113,7 @@ class Attention(nn.Module):
         T = x_BxTxD.shape[1]
         position_queries = "q_proj" if a.share_keys else "pos_q_proj"
         position_keys = "k_proj" if a.share_keys else "pos_k_proj"
+        # Shared projections appear twice and are created once.
         names = ("q_proj", "k_proj", "v_proj", "o_proj", position_queries, position_keys)
         dense = {
             name: nn.Dense(a.hidden_size, dtype=self.dtype, name=name)
@@ -124,6 +126,7 @@ class Attention(nn.Module):
         def product(axes: str, left: jax.Array, right: jax.Array) -> jax.Array:
             return jnp.einsum(axes, left, right, preferred_element_type=jnp.float32)
 
+        # Each product that is added increases the variance of the score.
         num_terms = 1 + a.content_to_position + a.position_to_content
         scale = 1 / math.sqrt(a.head_dim * num_terms)
         q = project("q_proj", x_BxTxD)
@@ -138,6 +141,7 @@ class Attention(nn.Module):
         if a.position_to_content:  # f = i - j + T - 1
             buckets = relative_buckets(column - (T - 1), a)
             queries = project(position_queries, relative_2SxD)[buckets]
+            # Here rows are keys: the result is transposed to rows of queries.
             by_distance = product("bjhd,fhd->bhjf", k * scale, queries)
             scores_BxHxTxT += align_distances(by_distance).swapaxes(-1, -2)
         scores_BxHxTxT = jnp.where(visible_BxTxT[:, None], scores_BxHxTxT, MASKED_SCORE)
@@ -186,6 +190,7 @@ class Layer(nn.Module):
         mlp_norm = _norm_params(self, "mlp_norm", a.hidden_size)
         x = layer_norm(x + out, **mlp_norm, epsilon=a.norm_epsilon)
         if conv is not None and conv_norm is not None:
+            # All layers of the scan run the same code; only the first keeps this result.
             with_conv = layer_norm(x + conv, **conv_norm, epsilon=a.norm_epsilon)
             x = jnp.where(is_first, with_conv, x)
         return x, None
@@ -256,6 +261,7 @@ class Deberta(nn.Module):
             relative = layer_norm(relative, **relative_norm, epsilon=a.norm_epsilon)
         conv = conv_norm = None
         if a.conv_kernel_size:
+            # The convolution reads the embeddings, so it runs once, before the layers.
             conv = Convolution(a, self.dtype, name="conv")(x, segments_BxT)
             conv_norm = _norm_params(self, "conv_norm", a.hidden_size)
         visible = segments_BxT[:, :, None] == segments_BxT[:, None]
