@@ -26,6 +26,7 @@ def enable_cache(option: str, report: Callable[[str], None]) -> None:
       option: config.trainer.compilation_cache.
       report: called with a line if the folder cannot be written; the run continues without it.
     """
+    # The option comes first, then JAX's own variable, then the user's cache folder.
     folder = option or os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(default_folder())
     if folder == "off":
         jax.config.update("jax_enable_compilation_cache", False)
@@ -34,6 +35,7 @@ def enable_cache(option: str, report: Callable[[str], None]) -> None:
     if is_local:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
+            # Existing is not enough: the folder may be read-only.
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             report(
@@ -48,6 +50,7 @@ def enable_cache(option: str, report: Callable[[str], None]) -> None:
         ("jax_persistent_cache_min_compile_time_secs", 0.0),
         ("jax_persistent_cache_min_entry_size_bytes", -1),
     ):
+        # A threshold that the user has set in the environment is kept.
         if name.upper() not in os.environ:
             jax.config.update(name, value)
 
@@ -108,6 +111,7 @@ def compile_ahead(function: Any, *arguments: Any) -> Any:
       to the next call.
     """
     lowered = function.lower(*arguments)
+    # Compiling, not lowering, decides the layout of outputs.
     shardings = lowered.compile().output_shardings
     return jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),

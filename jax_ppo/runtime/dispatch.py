@@ -43,5 +43,6 @@ def _dispatch_in_thread(program: Program) -> Any:
         with jax.set_mesh(mesh):  # the mesh context belongs to a thread
             return _dispatch(program)
 
+    # Dispatch returns before the program ends, so this waits for the thread only.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(run).result()

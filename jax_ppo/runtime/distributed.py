@@ -86,6 +86,7 @@ def run_on_main(function: Callable[[], object]) -> None:
             function()
         except (UserError, OSError) as error:
             message = str(error)
+    # An error of the main process must end every process, so all of them learn of it.
     if jax.process_count() > 1:
         encoded = message.encode()[:_MESSAGE_BYTES]
         buffer = np.frombuffer(encoded.ljust(_MESSAGE_BYTES), np.uint8)
@@ -127,6 +128,7 @@ def _arguments(options: schema.Distributed, environ: Mapping[str, str]) -> dict[
 
     They are {} where it detects the cluster by itself, and `None` for one process.
     """
+    # The options win over the environment, and JAX's variables over a cluster's.
     if options.coordinator_address:
         return _unless_alone(options.coordinator_address, options.num_processes, options.process_id)
     missing = [name for name in EXPLICIT if not environ.get(name)]
@@ -188,6 +190,7 @@ def _metadata(name: str, environ: Mapping[str, str]) -> str:
         f"http://{server}/computeMetadata/v1/instance/attributes/{name}",
         headers={"Metadata-Flavor": "Google"},
     )
+    # The metadata server is local: a proxy could not reach it.
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with direct.open(request, timeout=5) as reply:

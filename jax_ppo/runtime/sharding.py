@@ -86,6 +86,7 @@ def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh
     sizes = {axis: getattr(shape, axis) for axis in AXES}
     known = math.prod(size for size in sizes.values() if size != -1)
     free = [axis for axis, size in sizes.items() if size == -1]
+    # The axis of -1 takes the devices that the others leave.
     if free and len(devices) % known == 0:
         sizes[free[0]] = len(devices) // known
     if math.prod(sizes.values()) != len(devices):
@@ -223,6 +224,7 @@ def split_heads(attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:
             return attention(q, k, v, per_row)
+        # Inside `split_rows` the rows are this device's own already.
         first = None if set(ROWS) <= set(mesh.manual_axes) else ROWS
         heads = P(first, None, "model", None)
         return jax.shard_map(
@@ -312,6 +314,7 @@ def all_rows(mesh: Mesh, indices: np.ndarray, values: Any, total: int) -> np.nda
 
     The arguments are those of `from_local_rows`.
     """
+    # Through the mesh, since each process has only rows of its own.
     if jax.process_count() > 1:
         return to_host(from_local_rows(mesh, indices, values, total))
     return _scatter_rows(indices, values, total)
@@ -335,6 +338,7 @@ def local_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
         start = 0
         if shard.index:
             start = shard.index[0].start or 0
+        # Devices that replicate each other hold the same rows: one copy is enough.
         shards.setdefault(start, shard)
     values = [np.asarray(shards[start].data) for start in sorted(shards)]
     indices = [

@@ -122,13 +122,16 @@ def require_shared(workdir: Path, seconds: float = VISIBLE_SECONDS) -> None:
     if jax.process_count() == 1:
         return
     nonce = int.from_bytes(os.urandom(3), "big")
+    # A name of this start only: a file left by an earlier one proves nothing.
     nonce = int(multihost_utils.broadcast_one_to_all(np.int32(nonce)))
     path = workdir / f".shared-{nonce:08d}"
     distributed.run_on_main(path.touch)
     visible = _wait_for(path, seconds)
+    # Everyone must agree before the file is removed and before anyone raises.
     all_visible = np.atleast_1d(multihost_utils.process_allgather(np.int32(visible)))
     if distributed.is_main():
         path.unlink(missing_ok=True)
+    # Every process raises the same error, with all of those that cannot see the file.
     blind = [str(process) for process in np.flatnonzero(all_visible == 0)]
     if blind:
         raise UserError(

@@ -40,6 +40,7 @@ class BuiltInEngine:
           actor: the policy's model, as it is trained.
           params: shapes of the tree that `update_weights` will get.
         """
+        # The actor's model in the form that decodes: layers unrolled, with a cache.
         self._model = Transformer(
             actor.architecture,
             actor.dtype,
@@ -48,6 +49,7 @@ class BuiltInEngine:
             lora=actor.lora,
         )
         form = functools.partial(unroll_params, dtype=actor.dtype)
+        # Decoding reads every weight per token, so it has a layout of its own.
         layout = sharding.tree_shardings(mesh, jax.eval_shape(form, params), sharding.DECODE_RULES)
         self._prepare_weights = jax.jit(form, out_shardings=layout)
         self._samplers: dict[SamplingOptions, Sampler] = {}
@@ -55,7 +57,7 @@ class BuiltInEngine:
         self._weights: Params | None = None
 
     def start(self) -> None:
-        """Do nothing: the mesh is there."""
+        """Do nothing: the engine runs on the mesh of the training."""
 
     def update_weights(self, params: Params) -> None:
         """Reshard the weights for decoding. See `RolloutEngine.update_weights`."""
@@ -87,6 +89,7 @@ class BuiltInEngine:
         """Compile the resharding and the decode loop. See `RolloutEngine.precompile`."""
         weights = compilation.compile_ahead(self._prepare_weights, params)
         yield "prepare_weights"
+        # Several programs if prompts are split: their rollouts are concatenated as in a call.
         parts = []
         for function, arguments in self._sampler(options).programs(weights, prompts, key):
             parts.append(compilation.compile_ahead(function, *arguments))

@@ -62,6 +62,7 @@ def generate_responses(
     job = plan_job(model, options, params, prompts, keys_N, any_shard)
     state = initial_state(job)
     widths = slot_widths(job.width)
+    # The first loop refills its slots; the narrower ones only finish what is left.
     for width, narrower in zip(widths, (*widths[1:], 0), strict=True):
         if width == job.width:
             step = functools.partial(refill_and_decode, job, narrower)
@@ -69,6 +70,7 @@ def generate_responses(
             state = compact_slots(job, state, width)
             step = functools.partial(decode_step, job)
         state = jax.lax.while_loop(functools.partial(_uses_width, job, narrower), step, state)
+    # Every token up to the length was chosen by the policy: this engine inserts none.
     return Rollout(
         prompts=jax.tree.map(lambda x: jnp.repeat(x, options.n, axis=0), prompts),
         responses=state.responses,
@@ -146,6 +148,7 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
         {"params": job.params}, slots.token[:, None], positions_B[:, None], cache=slots.cache
     )
     assert decoded.cache is not None
+    # Only one token per slot is run, so these are logits [B, V], never [B, T, V].
     hidden_BxD = decoded.hidden[:, 0]
     logits_BxV = heads.compute_logits(job.model.architecture, job.params, hidden_BxD)
     tokens_B, logprobs_B = sampling.sample_tokens(
@@ -155,9 +158,11 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
         top_k=options.top_k,
         top_p=options.top_p,
     )
+    # A response ends with an EOS or at its maximum length; only the former is `finished`.
     is_eos_B = (tokens_B[:, None] == jnp.array(options.eos_ids, jnp.int32)).any(-1)
     drawn_B = slots.drawn + 1
     ended_B = is_eos_B | (drawn_B == options.max_response_length)
+    # An ended sample leaves its slot at once: N marks the slot as idle.
     next_slots = Slots(
         sample=jnp.where(ended_B, job.samples, slots.sample),
         drawn=drawn_B,

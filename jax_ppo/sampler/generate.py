@@ -49,6 +49,7 @@ class Sampler:
             first_sample_index: jax.Array | int = 0,
             slots: int | None = options.slots,
         ) -> Rollout:
+            # The index addresses a sample's random numbers, wherever the sample is decoded.
             indices_N = first_sample_index + jnp.arange(len(prompts.lengths) * options.n)
             own_options = dataclasses.replace(options, slots=slots)
             run = split_rows(functools.partial(generate_responses, model, own_options))
@@ -83,6 +84,7 @@ class Sampler:
         """
         lanes = dispatch.num_lanes()
         slots = self.options.slots
+        # Slots beyond the number of samples would stay idle, and hinder an even split.
         if slots is not None:
             slots = min(slots, len(prompts.lengths) * self.options.n)
         if lanes == 1 or not self._can_split(params, prompts, slots, lanes):
@@ -110,6 +112,7 @@ def split_prompts(
 ) -> list[tuple[Prompts, jax.Array]]:
     """Return the prompts in `lanes` equal parts, each with the index of its first sample."""
     count = len(prompts.lengths) // lanes
+    # Parts keep the indices of the whole batch, so that a split changes no draw.
     first = jnp.int32(0 if first_sample_index is None else first_sample_index)
     parts = []
     for lane in range(lanes):

@@ -55,6 +55,7 @@ def sample_tokens(
     """
     assert logits_BxV.ndim == 2, logits_BxV.shape
     assert uniforms_Bx2.shape == (logits_BxV.shape[0], 2), (logits_BxV.shape, uniforms_Bx2.shape)
+    # Greedy: no division by 0, and no random numbers.
     if temperature == 0:
         tokens_B = jnp.argmax(logits_BxV, axis=-1).astype(jnp.int32)
         return tokens_B, token_logprob(logits_BxV, tokens_B)
@@ -88,6 +89,7 @@ def keep_top_k(logits_BxV: jax.Array, k: int) -> jax.Array:
     if not 0 < k < logits_BxV.shape[-1]:
         return logits_BxV
     weights_BxV = _unnormalized_probs(logits_BxV)
+    # Each token measures 1, so that k of them are kept.
     return _keep_likeliest(logits_BxV, weights_BxV, jnp.ones_like(weights_BxV), k)
 
 
@@ -98,6 +100,7 @@ def keep_top_p(logits_BxV: jax.Array, p: float) -> jax.Array:
     """
     if p >= 1:
         return logits_BxV
+    # Tokens measure their own weight; p is relative to the sum of all.
     weights_BxV = _unnormalized_probs(logits_BxV)
     return _keep_likeliest(logits_BxV, weights_BxV, weights_BxV, p * weights_BxV.sum(-1))
 
@@ -141,8 +144,10 @@ def draw_tokens(logits_BxV: jax.Array, uniforms_Bx2: jax.Array) -> tuple[jax.Arr
       (tokens, int32 [B]; the sum of exp(logits - the largest) of each row, float32 [B]).
     """
     B, V = logits_BxV.shape
+    # A power of two near the square root of V, so that both steps are short.
     size = 1 << ((V - 1).bit_length() + 1) // 2
     weights_BxV = jnp.pad(_unnormalized_probs(logits_BxV), ((0, 0), (0, -V % size)))
+    # First a block by its total weight, then a token within the block.
     weights_BxNxW = weights_BxV.reshape(B, -1, size)
     block_B, sums_B = _invert_cdf(weights_BxNxW.sum(-1), uniforms_Bx2[:, 0])
     block_BxW = jnp.take_along_axis(weights_BxNxW, block_B[:, None, None], axis=1)[:, 0]

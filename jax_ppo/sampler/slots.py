@@ -126,7 +126,9 @@ def plan_job(
       any_shard: see `DecodeJob`.
     """
     count, P = prompts.tokens.shape
+    # More slots than samples would never be used.
     width = min(options.slots or len(keys_N), len(keys_N))
+    # As many prompts as the slots take at once, within the budget of a prefill.
     group = max(1, min(PREFILL_TOKENS // P, count, -(-width // options.n)))
     # Padding may be anything, an id outside the vocabulary too: it is replaced by zeros.
     tokens = jnp.where(jnp.arange(P) < prompts.lengths[:, None], prompts.tokens, 0)
@@ -212,11 +214,13 @@ def fill_slots(job: DecodeJob, state: DecodeState) -> DecodeState:
     """Give up to `job.refill` idle slots the next samples whose prompts are on the stage."""
     n, slots = job.options.n, state.slots
     B = len(slots.sample)
+    # Idle slots meet the next samples of the queue, in order; B stands for no slot.
     slot_g = jnp.nonzero(~busy_slots(job, state), size=job.refill, fill_value=B)[0]
     sample_g = state.entered + jnp.arange(job.refill)
     enters_g = (slot_g < B) & (sample_g < jnp.minimum(state.staged * n, job.samples))
     # Writes to slot B, which does not exist, are dropped.
     slot_g = jnp.where(enters_g, slot_g, B)
+    # The n samples of a prompt enter one after the other and copy the same stage row.
     prompt_g = jnp.minimum(sample_g // n, state.staged - 1)
     staged_g = prompt_g - (state.staged - job.group)
 
@@ -228,6 +232,7 @@ def fill_slots(job: DecodeJob, state: DecodeState) -> DecodeState:
         write_rows(job.model.decoding, layer, slot_g, new)
         for layer, new in zip(slots.cache, entering, strict=True)
     )
+    # The decode step runs the last prompt token again, to draw the first response token.
     last_g = job.prompts.tokens[prompt_g, job.prompts.lengths[prompt_g] - 1]
     filled = Slots(
         sample=put(slots.sample, sample_g),
@@ -247,6 +252,7 @@ def compact_slots(job: DecodeJob, state: DecodeState, width: int) -> DecodeState
     """
     busy_B = busy_slots(job, state)
     B = len(busy_B)
+    # Busy slots beyond the new width move into idle slots below it.
     source_m = width + jnp.nonzero(busy_B[width:], size=B - width, fill_value=B)[0]
     target_m = jnp.nonzero(~busy_B[:width], size=B - width)[0]
     # Writes to slot job.width, which does not exist, are dropped.

@@ -57,6 +57,7 @@ def train(config: Config, workdir: Path, task: Task) -> dict[str, Any]:
                 reporter.report_evaluation(0, evaluate(run, params))
             batches = run.batches(progress.position)
             for step in range(progress.step, run.total_steps):
+                # The host packs this batch while the mesh still computes the step before.
                 batch = run.place_batch(run.training, next(batches).indices)
                 params, optimizer_state, metrics = train_step(
                     task.objective,
@@ -77,6 +78,7 @@ def train(config: Config, workdir: Path, task: Task) -> dict[str, Any]:
                     reporter.flush()  # the evaluation is not part of the step's time
                     means = evaluate(run, params)
                     quality = reporter.report_evaluation(completed_steps, means)
+                # A preempted run saves even if no checkpoint is due, and does not export.
                 stops = checkpoints.should_stop(completed_steps)
                 if stops or is_due(completed_steps, run.total_steps, trainer.save_freq):
                     reporter.flush()
@@ -150,6 +152,7 @@ def evaluate(run: SupervisedRun, params: Params) -> dict[str, float]:
             *run.place_batch(run.held_out, batch.indices, batch.count),
         )
         sums.update({name: float(value) for name, value in jax.device_get(batch_sums).items()})
+    # Sums of all batches over all units: batches of any size count by their content.
     units = sums.pop("units")
     return {name: sums[name] / units for name in objective.names}
 

@@ -54,6 +54,7 @@ class Reporter(journal.Journal):
             return
         step, on_mesh = self._pending
         self._pending = None
+        # This waits for the step. In the loop the next one has been dispatched before.
         metrics = {f"train/{name}": float(value) for name, value in jax.device_get(on_mesh).items()}
         tokens, skipped = metrics["train/tokens"], bool(metrics["train/skipped"])
         self.write_step(step, metrics, tokens=tokens, skipped=skipped)
@@ -62,6 +63,7 @@ class Reporter(journal.Journal):
         """Write an evaluation; return the quality that the best checkpoint is chosen by."""
         shown = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
         self.write_evaluation(completed_steps, dict(means), shown)
+        # Larger is better for the best checkpoint, hence the negative loss.
         return means.get("accuracy", -means["loss"])
 
     def finish(self, steps: int) -> dict[str, Any]:

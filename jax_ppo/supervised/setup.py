@@ -66,6 +66,7 @@ class SupervisedRun:
     def exported_architecture(self) -> Architecture:
         """The model's architecture, with the EOS that responses were trained with."""
         architecture = self.model.architecture
+        # Else a sampler would not end where the trained responses end.
         eos_ids = (*architecture.eos_ids, self.tokenizer.eos_token_id)
         return dataclasses.replace(architecture, eos_ids=tuple(dict.fromkeys(eos_ids)))
 
@@ -93,6 +94,7 @@ class SupervisedRun:
         num_rows = len(rows)
         num_responses = len(self.task.response_fields)
         sequences = dataset.sequences(rows.tolist())
+        # The sequences of a pair are packed as one, so that both are in one row.
         lengths = (sequences.prompt_lengths + sequences.lengths).reshape(num_responses, -1)
         rows_at_once = packing.rows_per_micro_batch(
             self.config.supervised.micro_batch_size_per_device,
@@ -100,6 +102,7 @@ class SupervisedRun:
             num_rows,
             sharding.row_shards(self.mesh),
         )
+        # A length of 0 takes no place in a row.
         is_real = np.arange(num_rows) < (num_rows if count is None else count)
         plans, counts = packing.plan_packing(
             lengths.sum(0) * is_real,
@@ -124,6 +127,7 @@ def set_up_run(config: Config, task: Task, mesh: Mesh) -> SupervisedRun:
     Raises:
       UserError: an option does not fit the data, the model or the machine.
     """
+    # 1. Notes and data, before anything of the model is read.
     for note in notes.supervised_notes(config, task.command):
         console.print_on_main(f"note: {note}")
     response_key = config.supervised.response_key
@@ -134,6 +138,7 @@ def set_up_run(config: Config, task: Task, mesh: Mesh) -> SupervisedRun:
     ):
         responses.validate_responses(examples, task.response_fields, option, response_key)
 
+    # 2. The model's folder, tokenizer and architecture.
     folder = resolve_model_folder(config.model.path)
     tokenizer = load_model_tokenizer(config.model, folder)
     architecture = read_architecture(folder)
@@ -143,6 +148,7 @@ def set_up_run(config: Config, task: Task, mesh: Mesh) -> SupervisedRun:
             f"note: config.model.path={config.model.path!r} has a scalar head; it is left out, a "
             "new one is made"
         )
+    # 3. Examples as tokens, which fix the row length and the number of steps.
     console.print_on_main(f"tokenizing {len(training) + len(held_out)} {task.unit}")
     training_set = _tokenize(config.data, task, training, tokenizer, "config.data.train_files")
     held_out_set = None

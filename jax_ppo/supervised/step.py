@@ -52,6 +52,7 @@ def _sum_negative_log_likelihood(
     options: Supervised, model: Transformer, params: Params, sequences: Sequences, rows: Rows
 ) -> Metrics:
     hidden = forward.hidden_states(model, params, rows)
+    # At temperature 1, and without the entropy, which this loss does not read.
     logprobs, _ = forward.token_logprobs(model, params, hidden, rows, 1.0, with_entropy=False)
     return {"loss": -logprobs.sum()}
 
@@ -62,6 +63,7 @@ def _count_pairs(sequences: Sequences, plan: Packing) -> jax.Array:
     is_packed = is_packed.at[jnp.where(plan.sample >= 0, plan.sample, samples)].set(
         True, mode="drop"
     )
+    # Both sequences of a pair are packed or neither is: the first half counts pairs.
     return is_packed[: samples // 2].sum()
 
 
@@ -170,6 +172,7 @@ def gradients(
 
     Arguments are those of `train_step`.
     """
+    # Counted over the whole batch, before anything is cut into micro-batches.
     units = objective.units(sequences, plan)
 
     def micro_batch(i: jax.Array, carry: tuple[Params, Metrics]) -> tuple[Params, Metrics]:

@@ -50,6 +50,7 @@ def make_model(config: Config, folder: Path, mesh: Mesh, report: Callable[[str],
     create, seed = config.model.create, config.seed
     careful = arithmetic.generate_worked_solutions(NUM_EXAMPLES, 1.0, seed)
     mostly_hasty = arithmetic.generate_worked_solutions(NUM_EXAMPLES, create.careful_share, seed)
+    # Each process writes a folder of its own: they may share a disk.
     tokenizer_folder = folder.with_name(f"{folder.name}_tokenizer_{jax.process_index()}")
     texts = [prompt + response for prompt, response in careful[:TOKENIZER_EXAMPLES]]
     tokenizer = tokenizer_lib.train_tokenizer(texts, create.vocab_size, tokenizer_folder)
@@ -58,6 +59,7 @@ def make_model(config: Config, folder: Path, mesh: Mesh, report: Callable[[str],
     init = functools.partial(heads.init_params, model, head="lm")
     shapes = jax.eval_shape(init, jax.random.key(0))
     shardings = sharding.tree_shardings(mesh, shapes, sharding.TRAIN_RULES)
+    # Created in its shards, as weights from a checkpoint are.
     params = jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
     # First the skill, then the habit: careful solutions are learned well before most examples no
     # longer show them.
@@ -157,6 +159,7 @@ def train_on_responses(
     init = make_optimizer(options.optim, options.grad_clip).init
     shardings = sharding.tree_shardings(mesh, jax.eval_shape(init, params), sharding.TRAIN_RULES)
     opt_state = jax.jit(init, out_shardings=shardings)(params)
+    # All examples are packed once; a step takes some of the rows.
     plan, rows_at_once = _pack_rows(sequences, batch_size, sharding.row_shards(mesh))
     sequences = sharding.place(sequences, sharding.replicated(mesh))
     rng, order = np.random.default_rng(seed), np.empty(0, np.int64)
@@ -192,6 +195,7 @@ def _pack_rows(sequences: Sequences, batch_size: int, row_shards: int) -> tuple[
     Returns:
       Packing [rows, L] without empty rows, host arrays, and the number of rows per batch.
     """
+    # One row per "micro-batch" in the plan, so that rows can be drawn one by one.
     lengths = sequences.prompt_lengths + sequences.lengths
     examples_per_row = max(1, ROW_LENGTH // int(lengths.mean()))
     rows_at_once = -(-batch_size // (examples_per_row * row_shards)) * row_shards
