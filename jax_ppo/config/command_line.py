@@ -37,6 +37,7 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
       UserError: The first problem, in one message.
       SystemExit: After `--help`.
     """
+    # Before any validation: help is for those whose command line is wrong.
     if {"--help", "-h", "-help"} & set(arguments[1:]):
         print(USAGE.format(command=command, names=", ".join(config_files.shipped_names())))
         reference.print_options()
@@ -45,6 +46,7 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
     if values.config is None:
         raise UserError(f"--config: must be given, for example --config={EXAMPLES[command]}")
     config = loading.from_config_dict(values.config, command)
+    # A work directory is locked and its files are renamed, which object stores cannot do.
     if "://" in (values.workdir or ""):
         raise UserError(
             f"--workdir={values.workdir}: must be a folder of this machine or of a disk that it "
@@ -57,6 +59,7 @@ def write_resolved_config(config: Config, workdir: Path) -> None:
     """Print all options, one paragraph per section, and write them to WORKDIR/config.json."""
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    # On the console options are grouped by section, to be read at a glance.
     settings: dict[str, list[str]] = {}
     for option in all_options():
         section, _, name = option.name.rpartition(".")
@@ -75,6 +78,7 @@ def write_resolved_config(config: Config, workdir: Path) -> None:
 
 
 def _parse_flags(arguments: list[str]) -> flags.FlagValues:
+    # Flags of this call only: absl's global flags would remember an earlier call.
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", None, flag_values=values, sys_argv=arguments)
     flags.DEFINE_string("workdir", None, "folder for everything the run writes", flag_values=values)
@@ -95,6 +99,7 @@ def _validate_argument(argument: str) -> str:
     """
     name, equals, value = argument.lstrip("-").partition("=")
     if argument.startswith("-") and name == "config":
+        # The flag parser reads files only, so a shipped name becomes its path here.
         path, config_argument = config_files.find_config_file(value)
         return f"--config={path}:{config_argument}" if config_argument else f"--config={path}"
     if argument.startswith("--config."):
@@ -111,6 +116,7 @@ def _validate_override(name: str, value: str, *, has_value: bool) -> None:
         if value_type is not bool:
             raise UserError(f"config.{name}: write --config.{name}=VALUE, with the =")
         return
+    # The flag parser's own errors name neither the option nor the expected type.
     if value_type in (int, float):
         try:
             value_type(value)

@@ -43,6 +43,7 @@ def find_config_file(value: str) -> tuple[Path, str]:
     path = Path(text)
     if path.is_file():
         return path, argument
+    # A bare word can only be a shipped name; anything else is meant as a path.
     is_name = path.parent == Path() and path.suffix == ""
     if is_name and text in shipped_names():
         return shipped_folder() / f"{text}.py", argument
@@ -70,6 +71,7 @@ def call_get_config(value: str) -> "ml_collections.ConfigDict":
 
 def _nearest_config(path: Path) -> str:
     """Return the most similar file beside the path, else the nearest shipped name."""
+    # Someone who wrote a suffix meant a file, others a name.
     siblings = [str(p) for p in path.parent.glob("*.py")] if path.suffix else []
     return (
         _nearest(str(path), siblings)

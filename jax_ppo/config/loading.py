@@ -70,6 +70,7 @@ def load_config(
             f"{did_you_mean(command, COMMANDS)}"
         )
     values = default_config() if file is None else config_files.call_get_config(file)
+    # Keyword arguments cannot contain dots.
     by_keyword = {name.replace("__", "."): value for name, value in options.items()}
     for name, value in {**(overrides or {}), **by_keyword}.items():
         _override(values, name, value)
@@ -98,6 +99,7 @@ def unknown_option_error(name: str) -> UserError:
     """Return the error for an option that does not exist, with the nearest name that does."""
     known = [option.name for option in all_options()]
     last_part = name.rpartition(".")[2]
+    # A right name in the wrong section is the likeliest mistake.
     same_last_part = [k for k in known if k.rpartition(".")[2] == last_part]
     nearest = same_last_part or difflib.get_close_matches(name, known, n=1, cutoff=0.0)
     return UserError(f"config.{name}: there is no such option. Did you mean config.{nearest[0]}?")
@@ -121,6 +123,7 @@ def _to_config_dict(section: Any) -> "ml_collections.ConfigDict":
         if dataclasses.is_dataclass(value):
             value = _to_config_dict(value)
         elif value is None:
+            # A ConfigDict needs a typed placeholder to accept a later value for None.
             value = config_dict.placeholder(strip_none(field.type))
         result[field.name] = value
     return result.lock()
@@ -165,6 +168,7 @@ def _validate_value(name: str, value: Any, annotation: Any, facts: Facts) -> Any
     if expected is float and isinstance(value, int) and not isinstance(value, bool):
         # An integer beyond the range of floats is refused as infinity.
         value = float(value) if abs(value) <= FLOAT32_MAX else math.inf
+    # Names that other programs use for a choice become the name used here.
     if isinstance(value, str):
         value = facts.aliases.get(value, value)
     # bool is a subclass of int, but True is no number of prompts.
@@ -185,6 +189,7 @@ def _validate_range(name: str, value: Any, facts: Facts) -> None:
     """Raise `UserError` for a number outside its range, or that 32 bits cannot hold."""
     if isinstance(value, float) and not _is_float32(value):
         raise UserError(f"{name}={value!r}: expected a finite number of 32 bits ({facts.doc})")
+    # Integers become int32 in compiled programs, where larger ones would wrap around.
     largest = facts.at_most or INT32_MAX
     if isinstance(value, int) and abs(value) > largest:
         shown = value if abs(value) < 10**30 else "(more than 30 digits)"

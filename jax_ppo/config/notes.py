@@ -22,6 +22,7 @@ def _unread(config: Config, command: str) -> Iterator[str]:
     """Yield a note for each changed option that belongs to other commands."""
     for option in all_options():
         value = option_value(config, option.name)
+        # An option at its default is no statement of the user's.
         if value != option.default and command not in option.read_by:
             readers = " and ".join(f"jax_ppo.{reader}" for reader in option.read_by)
             yield f"config.{option.name}={value!r} is not read: it belongs to {readers}"

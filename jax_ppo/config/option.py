@@ -77,6 +77,7 @@ class Facts:
 
     def inherit(self, section: Facts) -> Facts:
         """Return these facts with those of the enclosing section where they are not declared."""
+        # Conditions add up; any other fact of the option replaces the section's.
         fixed = self.fixed_on_resume
         return dataclasses.replace(
             self,

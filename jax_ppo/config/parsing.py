@@ -22,6 +22,7 @@ def parse_lora_targets(text: str) -> tuple[str, ...]:
             f"expected all-linear alone, or some of {', '.join(LORA_TARGETS)}, got {name!r}."
             f"{did_you_mean(name, LORA_TARGETS)}"
         )
+    # One order for every spelling: the result is part of a static argument.
     return tuple(name for name in LORA_TARGETS if name in names)
 
 

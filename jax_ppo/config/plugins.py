@@ -36,6 +36,7 @@ def load_plugin(
     module = _import_plugin(module_name, setting)
     plugin = getattr(module, name, None)
     if not callable(plugin):
+        # What the module does have helps against a misspelled name.
         callables = [
             n for n, value in vars(module).items() if callable(value) and not n.startswith("_")
         ]
@@ -99,6 +100,7 @@ def _validate_signature(
         return
     try:
         if by_name:
+            # Binding tests the call without making it: a mistake is found before the run starts.
             signature.bind(**dict.fromkeys(arguments))
         else:
             signature.bind(*arguments)

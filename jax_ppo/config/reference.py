@@ -54,6 +54,7 @@ def _sections() -> Iterator[str]:
     """Yield the lines of the page below its header."""
     current = None
     for option in all_options():
+        # The schema lists options section by section, so a new section begins a new table.
         section = option.name.rpartition(".")[0] or "Top level"
         if section != current:
             title = section if section == "Top level" else f"`{section}`"

@@ -21,6 +21,7 @@ def validate_train_config(config: Config) -> None:
     for rule in TRAIN_RULES:
         rule(config)
     validate_requirements(config, "train")
+    # -1 counts as 1 here; it is checked again once the devices are known.
     validate_batch_sharding(config, max(config.mesh.data, 1) * max(config.mesh.fsdp, 1))
 
 
@@ -40,6 +41,7 @@ def validate_requirements(config: Config, command: str) -> None:
     """Raise `UserError` for an option that was changed although what it requires is missing."""
     for option in all_options():
         value = option_value(config, option.name)
+        # Options at their default, or that this command does not read, need nothing.
         if value == option.default or command not in option.read_by:
             continue
         for requirement in option.facts.requires:
@@ -59,6 +61,7 @@ def validate_batch_sharding(config: Config, shards: int) -> None:
         prompts = option_value(config, name)
         assert isinstance(prompts, int)
         if prompts % shards:
+            # The nearest multiple, but at least one sample per device.
             nearest = max(shards, round(prompts / shards) * shards)
             raise UserError(
                 f"config.{name}={prompts}: must be a multiple of the {shards} devices along "

@@ -107,6 +107,7 @@ def generate_problem(index: int, split: str) -> Problem:
         raise ValueError(
             f"index={index}, split={split!r}: expected an index of at least 0 and one of {SPLITS}"
         )
+    # Each problem has a stream of its own, so that it does not depend on those before it.
     rng = np.random.default_rng([_PROBLEM_STREAM, SPLITS.index(split), index])
     signs = ("+-", "-+")[rng.integers(2)]
     choices = _split_operands(signs, split)
@@ -178,6 +179,7 @@ def _guess_answer(answer: int, rng: np.random.Generator) -> int:
     """Return the answer with probability GUESS_ACCURACY, otherwise one that is off by 1 to 3."""
     if rng.random() < GUESS_ACCURACY:
         return answer
+    # Near misses: a wrong answer should look like a plausible one.
     candidates = [guess for off in (1, 2, 3) for guess in (answer - off, answer + off)]
     return int(rng.choice([guess for guess in candidates if guess >= 0]))
 

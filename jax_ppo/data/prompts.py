@@ -93,6 +93,7 @@ def tokenize_prompts(
         text, special = _render_example(example, tokenizer, chat_template, where)
         exceeds = bound is not None and bound.certainly_exceeds(text, max_prompt_length)
         ids = [] if exceeds else _encode_rendered(tokenizer, text, special, where)
+        # Too long: drop it, raise, or truncate, in this order of precedence.
         if exceeds or len(ids) > max_prompt_length:
             if filter_overlong_prompts:
                 dropped += 1
@@ -203,6 +204,7 @@ class PromptBatches:
         return self
 
     def __next__(self) -> PromptBatch:
+        # The position alone decides epoch and offset, so that a resumed run continues exactly.
         epoch = self.epoch
         if epoch and not self.repeat:
             raise StopIteration
@@ -232,6 +234,7 @@ def evaluation_batches(dataset: PromptDataset, batch_size: int) -> Iterator[Prom
     if batch_size < 1:
         raise UserError(f"config.data.val_batch_size={batch_size}: expected 1 or more")
     for start in range(0, len(dataset), batch_size):
+        # All batches have one size, so that the last one needs no program of its own.
         real = np.arange(start, min(start + batch_size, len(dataset)))
         yield _make_batch(dataset, np.resize(real, batch_size), len(real))
 
@@ -259,6 +262,7 @@ def _render_example(
         texts = [example.prompt]
     else:
         texts = [message["content"] for message in example.prompt]
+    # Checked before rendering: a chat template alone would make text of nothing.
     if not any(text.strip() for text in texts):
         raise UserError(f"{where}: the prompt is empty")
     try:
@@ -288,6 +292,7 @@ def _truncate(ids: list[int], width: int, truncation: str, where: str) -> list[i
     if truncation == "right":
         return ids[:width]
     if truncation == "middle":
+        # `first - width` is negative: it counts the last tokens that are kept.
         first = width // 2
         return ids[:first] + ids[first - width :]
     raise _overlong_error(str(len(ids)), width, where)

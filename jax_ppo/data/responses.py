@@ -63,6 +63,7 @@ class ResponseDataset:
         The responses of the first field come first, then those of the second: the two of a pair are
         len(rows) apart. The width is always max_prompt_length + max_response_length.
         """
+        # The prompt is repeated for each response to it.
         prompts = [self.prompts.tokens[row] for row in rows] * len(self.responses)
         responses = [field[row] for field in self.responses for row in rows]
         width = self.prompts.max_prompt_length + self.max_response_length
@@ -128,11 +129,13 @@ def tokenize_responses(
     kept: list[int] = []
     for row, example in enumerate(prompts.examples):
         texts = [getattr(example, field) for field in fields]
+        # An upper limit: response and prompt may share a token at their border.
         longest_fit = len(prompts.tokens[row]) + max_response_length
         encoded: list[list[int]] = []
         if not any(bound and bound.certainly_exceeds(text, longest_fit) for text in texts):
             encoded = encode_responses(tokenizer, example.prompt, texts, chat_template)
         responses.append([np.array(ids, np.int32) for ids in encoded])
+        # A pair is kept only if both of its responses fit.
         if encoded and max(map(len, encoded)) <= max_response_length:
             kept.append(row)
     if not kept:

@@ -53,6 +53,7 @@ def parse_row(
     Raises:
       UserError: the row has none of the formats, or a column has the wrong type.
     """
+    # The most specific set of columns comes first.
     if {"data_source", prompt_key, "reward_model"} <= row.keys():
         return _parse_verl_row(row, where, prompt_key, response_key)
     if {"question", "answer"} <= row.keys():
@@ -61,6 +62,7 @@ def parse_row(
         return _parse_hh_rlhf_row(row, where)
     columns = ", ".join(map(str, row)) or "(none)"
     message = f"{where}: found the columns {columns}; {FORMS.format(prompt=prompt_key)}"
+    # verl's form except for the prompt: the option that names its column is probably wrong.
     if {"data_source", "reward_model"} <= row.keys():
         raise UserError(
             f"{message}. config.data.prompt_key={prompt_key!r} names none of them."
@@ -90,6 +92,7 @@ def _parse_gsm8k_row(row: Row, where: str, instruction: str) -> Example:
             f"{where}: question and answer must be text, got {type(question).__name__} and "
             f"{type(answer).__name__}"
         )
+    # The last one counts: a worked solution may quote the pattern earlier.
     gold_answers = _GOLD.findall(answer)
     if not gold_answers:
         raise UserError(f"{where}: the answer has no `#### N` (it ends in {answer[-60:]!r})")
@@ -111,6 +114,7 @@ def _parse_hh_rlhf_row(row: Row, where: str) -> Example:
             f"{where}: chosen and rejected must be text, got {type(chosen).__name__} and "
             f"{type(rejected).__name__}"
         )
+    # The two may share the first words of their answers, so cut at the last turn and not there.
     shared = os.path.commonprefix([chosen, rejected])
     last_turn = shared.rfind(ASSISTANT)
     if last_turn < 0:
@@ -198,6 +202,7 @@ def _as_messages(value: dict[str, Any], where: str, prompt_key: str) -> list[dic
     """Return a single message as a list of one, and TFDS's lists by column as a list of rows."""
     if _is_message(value):
         return [value]
+    # Fields that a row lacks are None in Parquet.
     value = {key: column for key, column in value.items() if column is not None}
     lengths = {key: len(column) for key, column in value.items() if isinstance(column, list)}
     is_by_column = {"role", "content"} <= value.keys() == lengths.keys()

@@ -90,6 +90,7 @@ def load_examples(
             )
             for where, row in located_rows
         ]
+        # An empty source is a mistake, even beside others that have rows.
         if not parsed:
             raise UserError(f"{option}: {source} holds no rows")
         examples += parsed
@@ -132,6 +133,7 @@ def _read_file_rows(source: str, option: str) -> LocatedRows:
         raise UserError(
             f"{option}={shorten(source)!r}: expected {FORMS}.{did_you_mean(scheme, SCHEMES)}"
         )
+    # Sliced while reading: rows after the end are never parsed.
     rows = files.read_rows(path, option)
     return itertools.islice(rows, _slice_bound(start), _slice_bound(end))
 
@@ -169,6 +171,7 @@ def _read_tfds_rows(name_and_split: str, option: str) -> LocatedRows:
             f"{option}='tfds:{name_and_split}': expected tfds:NAME/SPLIT, as in tfds:gsm8k/train"
         )
     source = _open_tfds_source(name, split, option)
+    # A split that is prepared incompletely would otherwise train on fewer rows without a word.
     expected = source.dataset_info.splits[split].num_examples
     if len(source) != expected:
         raise UserError(
@@ -188,6 +191,7 @@ def _open_tfds_source(name: str, split: str, option: str) -> Any:
             f"{option}='tfds:{name}/{split}': needs the package tensorflow-datasets ({error}); "
             "`pip install tensorflow-datasets array_record importlib_resources`"
         ) from error
+    # tfds.builder reads this variable only at its import; passing it on works at any time.
     folder = os.environ.get("TFDS_DATA_DIR")
     _import_unlisted_builder(tfds, name)
     try:

@@ -79,6 +79,7 @@ def story_names(split: str) -> tuple[str, ...]:
     names = []
     for group in (GIRLS, BOYS):
         for index, name in enumerate(group):
+            # Within each group, so that both splits have girls and boys.
             is_held_out = index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
             if is_held_out == wants_held_out:
                 names.append(name)

@@ -56,6 +56,7 @@ def load_tokenizer(
         raise UserError(
             f"{option}='': must be set to a folder, or to a model's name on the Hugging Face hub"
         )
+    # An existing folder wins over a model of that name on the hub.
     folder = paths.expand_local_path(path, option)
     if not folder.is_dir():
         folder = _download_tokenizer(path, option)
@@ -78,6 +79,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def _download_tokenizer(path: str, option: str) -> Path:
+    # A path that cannot be a name on the hub is a folder that does not exist.
     looks_local = path.startswith((".", "/", "~"))
     if looks_local or hub.split_revision(path)[0].count("/") > 1:
         parent = Path(path).expanduser().parent
@@ -116,6 +118,7 @@ def train_tokenizer(
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
+    # Digits are tokens of their own, so that numbers are spelled the same everywhere.
     tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -164,6 +167,7 @@ def decode_continuation(
       before: the last token of the prompt.
       ids: the tokens of the response.
     """
+    # Decoded behind the prompt's last token, whose text is then cut off.
     prefix = _decode(tokenizer, [before])
     text = _decode(tokenizer, [before, *ids])
     if text.startswith(prefix):
@@ -214,6 +218,7 @@ def encode_responses(
       responses: texts.
       chat_template: see `encode_prompt`.
     """
+    # Prompt and response are encoded as one text, and the prompt's tokens are cut off.
     text, special = render_prompt(tokenizer, prompt, chat_template)
     prompt_ids = encode_text(tokenizer, text, special)
     encoded = []

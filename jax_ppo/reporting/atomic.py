@@ -12,6 +12,7 @@ def replace_file(path: Path) -> Iterator[Path]:
 
     Readers see the old file or the new one, never a part of either.
     """
+    # In the same folder: a rename is atomic within one file system only.
     temporary = path.with_name(path.name + ".tmp")
     yield temporary
     os.replace(temporary, path)

@@ -65,6 +65,7 @@ def format_step_line(
         value = metrics.get(column.metric)
         if column.optional and (value is None or math.isnan(value)):
             continue
+        # Numbers are right-aligned to a fixed width, so that columns line up from step to step.
         number = "-" if value is None else format(float(value), column.format)
         parts.append(column.label + number.rjust(column.width) + column.unit)
     return "  ".join(parts)
@@ -81,6 +82,7 @@ def make_loading_reporter(role: str) -> Callable[[int, int], None]:
     Returns:
       A function of (tensors loaded, tensors in total), to be called after each tensor.
     """
+    # Carriage returns would fill a log file, so bars are for terminals only.
     bar = tqdm.tqdm(
         desc=f"loading the {role}",
         unit="tensor",
@@ -190,6 +192,7 @@ def _format_cell(text: str, width: int) -> str:
     # Unprintable characters may form an escape sequence, which a model must not send to a terminal.
     line = text.strip().replace("\n", "⏎")
     sized = [(c if c.isprintable() else "·", _display_width(c)) for c in line]
+    # The end of a response, with its answer, matters as much as the beginning.
     if sum(size for _, size in sized) > width:
         half = (width - 1) // 2
         start = _take_columns(sized, half)

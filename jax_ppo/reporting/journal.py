@@ -111,6 +111,7 @@ class Journal:
         Raises:
           FloatingPointError: config.trainer.max_skipped_updates steps in a row were skipped.
         """
+        # Wall-clock time between two rows, whatever the host waited for.
         metrics = metrics | self._bar.take_seconds()
         now = time.monotonic()
         metrics["seconds/step"] = now - self._step_started
@@ -120,6 +121,7 @@ class Journal:
         self._bar.advance(
             console.format_step_line(step, self._total_steps, metrics, self._layout.columns)
         )
+        # A single skipped step is harmless; many in a row mean that the run has diverged.
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if self._skipped_in_a_row == self._config.trainer.max_skipped_updates:
             raise FloatingPointError(
@@ -137,6 +139,7 @@ class Journal:
           shown: the text for the console.
         """
         self.progress.evaluations.append({"step": steps_done} | means)
+        # Logs hold numbers only, while the progress keeps None for an undefined mean.
         defined = {f"eval/{name}": value for name, value in means.items() if value is not None}
         self._log.write(steps_done, defined)
         self._bar.print_line(f"evaluation after step {steps_done}: {shown}")

@@ -36,6 +36,7 @@ class CurveFile:
         self._columns: list[str] = []
         self._last_step: int | None = None
         rows: list[dict[str, str]] = []
+        # Steps after the checkpoint are computed again: their old rows are dropped.
         if steps_done:
             rows = [row for row in read_metrics_csv(path) if int(row["step"]) <= steps_done]
         self._rewrite(rows)
@@ -57,6 +58,7 @@ class CurveFile:
         self._rewrite([*rows, row])
 
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
+        # Sorted, so that an interrupted run writes the same file as an uninterrupted one.
         names = {name for row in rows for name, value in row.items() if value}
         self._columns = ["step", *sorted(names - {"step"})]
         self._last_step = int(rows[-1]["step"]) if rows else None
@@ -166,6 +168,7 @@ class MetricsLog:
                 "pip install 'jax_ppo[wandb]'"
             ) from error
         id_file = workdir / "wandb_id.txt"
+        # A new run gets a new id; a resumed one continues its record under the old id.
         if not (first_step and id_file.exists()):
             id_file.write_text(uuid.uuid4().hex[:8])
         run = wandb.init(

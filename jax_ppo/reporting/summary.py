@@ -14,6 +14,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "transformers")
 
 def write_summary_file(workdir: Path, summary: dict[str, Any]) -> None:
     """Write WORKDIR/summary.json atomically. NaN and infinities become null."""
+    # JSON has no NaN: readers other than Python's would refuse the file.
     text = json.dumps(_to_json_value(summary), indent=2, allow_nan=False)
     with replace_file(Path(workdir) / "summary.json") as temporary:
         temporary.write_text(text + "\n")
