@@ -75,6 +75,7 @@ class Mutation:
       line: its first line there.
       function: first and last line of the outermost function around it; the line itself at module
         level.
+      in_function: whether there is a function around it.
       before, after: the changed node as source.
       source: the whole mutated file.
     """
@@ -82,6 +83,7 @@ class Mutation:
     file: str
     line: int
     function: tuple[int, int]
+    in_function: bool
     before: str
     after: str
     source: str
@@ -157,6 +159,7 @@ def all_mutations() -> list[Mutation]:
                                 file=path.relative_to(ROOT).as_posix(),
                                 line=node.lineno,
                                 function=min(around, default=(node.lineno, node.end_lineno)),
+                                in_function=bool(around),
                                 before=ast.unparse(node).partition("\n")[0],
                                 after=ast.unparse(changed).partition("\n")[0],
                                 source=ast.unparse(ast.fix_missing_locations(module)),
@@ -217,7 +220,11 @@ class Record:
             self.seconds[name] = float(case.get("time"))
 
     def tests_that_reach(self, mutation: Mutation, budget: float) -> list[str]:
-        """Return the tests to run, fastest first; of at most `budget` seconds, but at least one."""
+        """Return the tests to run, fastest first; of at most `budget` seconds, but at least one.
+
+        Python runs the body of a module once per process, whichever test comes first. A mutation
+        outside functions is therefore tried with the tests of its package, which `tests/` mirrors.
+        """
         first, last = mutation.function
         contexts = self._data.contexts_by_lineno(str(ROOT / mutation.file))
         reached = {
@@ -227,6 +234,9 @@ class Record:
             for context in names
             if context
         }
+        if not mutation.in_function:
+            folder = mutation.file.replace(PACKAGE, "tests").rpartition("/")[0] + "/"
+            reached |= {test for test in self.seconds if test.startswith(folder)}
         chosen: list[str] = []
         total = 0.0
         for test in sorted(reached, key=lambda name: (self.seconds[name], name)):
