@@ -395,6 +395,14 @@ def test_tfds_rows_that_got_lost_are_noticed(tfds_folder, monkeypatch):
         load_examples("tfds:room_test_sums/train")
 
 
+def test_tfds_rows_are_counted_from_one(tfds_folder, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", tfds_folder)
+    rows = sources._read_tfds_rows("room_test_sums/train", "option")
+    assert [location for location, _ in rows] == [
+        f"tfds:room_test_sums/train, row {number}" for number in (1, 2, 3)
+    ]
+
+
 def test_tfds_errors(tfds_folder, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", tfds_folder)
     with pytest.raises(

@@ -1,10 +1,12 @@
 """Console output: lines in columns, tables that fit, a progress bar on a terminal."""
 
+import functools
 import io
 import math
 import sys
 
 import pytest
+import tqdm
 
 from jax_ppo.ppo import report
 from jax_ppo.reporting import console
@@ -76,6 +78,17 @@ class TestProgress:
         with console.ProgressBar(3, 0, enabled=False) as progress:
             progress.advance("line")
         assert capsys.readouterr().out == "" and sys.stderr.getvalue() == ""
+
+    def test_a_bar_counts_the_tensors_of_a_model(self, monkeypatch, capsys):
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stderr", terminal)
+        at_once = functools.partial(tqdm.tqdm, mininterval=0)
+        monkeypatch.setattr(console.tqdm, "tqdm", at_once)
+        report_progress = console.make_loading_reporter("actor")
+        for loaded in range(1, 4):
+            report_progress(loaded, 3)
+        assert "loading the actor: 100%" in terminal.getvalue()
+        assert capsys.readouterr().out == "loaded the actor: 3 tensors\n"
 
     def test_seconds_of_phases_add_up_until_taken(self, monkeypatch):
         clock = iter([0.0, 1.0, 10.0, 12.0, 20.0, 25.0])

@@ -296,6 +296,13 @@ def test_configurations_that_are_not_supported(change, message):
     assert message in str(caught.value) and str(caught.value).startswith("config.json: ")
 
 
+@pytest.mark.parametrize("field", ["position_biased_input", "layer_norm_eps", "hidden_act"])
+def test_fields_that_are_left_out_have_the_defaults_of_transformers(field):
+    default = getattr(transformers.DebertaV2Config(), field)
+    without = {name: value for name, value in V3.items() if name != field}
+    assert deberta_from_hf_config(without) == deberta_from_hf_config(V3 | {field: default})
+
+
 def test_what_is_no_reward_model(tmp_path):
     reference.save(tmp_path / "lm")
     with pytest.raises(
