@@ -250,7 +250,7 @@ SAMPLING_AND_CACHE = [
         holds="log-probs do not depend on the width that prompts are padded to",
         test=f"{TEST_GENERATE}::test_one_program_a_bucket_and_the_same_samples_from_each",
         where="decode_step",
-        old="job.prompts.lengths[some_B // options.n]",
+        old="job.prompts.lengths[sample_B // options.n]",
         new="job.prompts.tokens.shape[1]",
     ),
     Exhibit(
@@ -259,9 +259,9 @@ SAMPLING_AND_CACHE = [
         holds="each row decodes at its own position",
         test=f"{TEST_GENERATE}::test_logprobs_are_those_of_a_full_forward_pass",
         where="decode_step",
-        old="jnp.where(busy_B, job.prompts.lengths[some_B // options.n] + slots.drawn - 1, 0)",
+        old="jnp.where(busy_B, job.prompts.lengths[sample_B // options.n] + slots.drawn - 1, 0)",
         new=(
-            "jnp.broadcast_to((job.prompts.lengths[some_B // options.n] + slots.drawn - "
+            "jnp.broadcast_to((job.prompts.lengths[sample_B // options.n] + slots.drawn - "
             "1).max(), busy_B.shape)"
         ),
     ),
@@ -1021,7 +1021,7 @@ REWARD_AND_KL = [
         ),
         test=f"{TEST_UPDATE}::test_kl_is_zero_at_first_for_every_estimator",
         where="_score_policy",
-        old="logprobs_of(state.reference, ref_hidden)",
+        old="compute_logprobs(state.reference, ref_hidden)",
         new=(
             "forward.token_logprobs(net, state.reference, ref_hidden, rows, 1.0, "
             "with_entropy=False)[0]"
@@ -1593,8 +1593,8 @@ RULES_IN_A_RUN = [
             "tests/ppo/test_evaluation.py::test_samples_of_all_batches_have_addresses_of_their_own"
         ),
         where="evaluate",
-        old="first += len(batch_scores)",
-        new="first += 0",
+        old="first_sample_index += len(batch_scores)",
+        new="first_sample_index += 0",
     ),
 ]
 
@@ -1956,7 +1956,7 @@ SURVIVORS = [
         holds="the accuracy of an evaluation is of the rows whose rule defines correctness",
         test="tests/ppo/test_evaluation.py::test_accuracy_is_of_the_rows_whose_rule_defines_correctness",
         where="evaluation.evaluate",
-        old="known.mean()",
+        old="defined_correct.mean()",
         new="np.nan_to_num(all_correct).mean()",
     ),
     Exhibit(

@@ -92,8 +92,8 @@ def generalized_advantages(
     advantages, returns = gae(token_rewards, values, actions, algorithm.gamma, lam, final_values)
 
     # Decoupled GAE: the critic's targets with a gamma and lambda of their own.
-    own_return_options = (algorithm.critic_gamma, algorithm.critic_lam, algorithm.lam_length_alpha)
-    if own_return_options != (None, None, None):
+    return_options = (algorithm.critic_gamma, algorithm.critic_lam, algorithm.lam_length_alpha)
+    if any(option is not None for option in return_options):
         gamma = algorithm.gamma if algorithm.critic_gamma is None else algorithm.critic_gamma
         critic_lam = algorithm.lam if algorithm.critic_lam is None else algorithm.critic_lam
         lam = jnp.full(samples, critic_lam)
@@ -127,8 +127,8 @@ def critic_free_advantages(
     }
     # Group estimators compare whole responses, so each response's rewards become one number.
     response_rewards = masked.masked_sum(token_rewards, actions, axis=1)
-    by_group = group_estimators[algorithm.adv_estimator]
-    advantages_B = by_group(response_rewards, options.responses_per_prompt)
+    compare_in_groups = group_estimators[algorithm.adv_estimator]
+    advantages_B = compare_in_groups(response_rewards, options.responses_per_prompt)
     return jnp.where(actions, advantages_B[:, None], 0.0)
 
 

@@ -92,26 +92,26 @@ def evaluate(
     """
     scores, correct, lengths = [], [], []
     samples: list[dict] = []
-    first = 0
+    first_sample_index = 0
     for batch in batches:
         prompts = sharding.place(batch.prompts, sharding.rows(mesh))
-        rollout = sample(prompts, key, first)
+        rollout = sample(prompts, key, first_sample_index)
         batch_scores, batch_correct, batch_samples = reward(
             batch, rollout, num_samples - len(samples)
         )
         # The last batch is filled up with repeated prompts; samples of a prompt are adjacent.
-        real = len(batch_scores) // len(batch.examples) * batch.count
-        scores.append(batch_scores[:real])
-        correct.append(batch_correct[:real])
-        lengths.append(sharding.to_host(rollout.lengths)[:real])
-        samples += batch_samples[:real]
+        num_real = len(batch_scores) // len(batch.examples) * batch.count
+        scores.append(batch_scores[:num_real])
+        correct.append(batch_correct[:num_real])
+        lengths.append(sharding.to_host(rollout.lengths)[:num_real])
+        samples += batch_samples[:num_real]
         # A sample's random numbers follow from its index over all batches.
-        first += len(batch_scores)
+        first_sample_index += len(batch_scores)
     all_correct = np.concatenate(correct)
     # Rules that do not define correctness report NaN.
-    known = all_correct[~np.isnan(all_correct)]
+    defined_correct = all_correct[~np.isnan(all_correct)]
     return Evaluation(
-        accuracy=float(known.mean()) if len(known) else None,
+        accuracy=float(defined_correct.mean()) if len(defined_correct) else None,
         reward_mean=float(np.concatenate(scores).mean()),
         length_mean=float(np.concatenate(lengths).mean()),
         samples=samples,

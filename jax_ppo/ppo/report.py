@@ -66,12 +66,12 @@ class PendingStep(NamedTuple):
     Attributes:
       step: the step, from 0.
       on_mesh: scalars on the mesh, by name.
-      of_rules: what the rules reported, by name without the prefix `reward/`.
+      rule_metrics: what the rules reported, by name without the prefix `reward/`.
     """
 
     step: int
     on_mesh: dict[str, jax.Array]
-    of_rules: dict[str, float]
+    rule_metrics: dict[str, float]
 
 
 class Reporter(journal.Journal):
@@ -110,8 +110,8 @@ class Reporter(journal.Journal):
           on_mesh: scalars on the mesh, by name.
           rule_rewards: what the rules reported.
         """
-        of_rules = {"rule_failures": rule_rewards.failures, **rule_rewards.extra}
-        self._pending = PendingStep(step=step, on_mesh=on_mesh, of_rules=of_rules)
+        rule_metrics = {"rule_failures": rule_rewards.failures, **rule_rewards.extra}
+        self._pending = PendingStep(step=step, on_mesh=on_mesh, rule_metrics=rule_metrics)
 
     def flush(self) -> None:
         """Fetch and write the pending metrics, if there are any.
@@ -121,7 +121,7 @@ class Reporter(journal.Journal):
         """
         if self._pending is None:
             return
-        step, on_mesh, of_rules = self._pending
+        step, on_mesh, rule_metrics = self._pending
         self._pending = None
         # Fetching waits for the update, so this is the time that the host lost to it.
         with self.phase("update"):
@@ -134,7 +134,7 @@ class Reporter(journal.Journal):
             del metrics["reward/accuracy"]
         self._warn_of_collapse(step + 1, metrics)
         # A metric of the loop wins over a rule's figure of the same name.
-        for name, value in of_rules.items():
+        for name, value in rule_metrics.items():
             metrics.setdefault(f"reward/{name}", value)
         config = self._run.config
         samples = config.data.train_batch_size * config.rollout.n

@@ -157,8 +157,8 @@ class Role:
 
             def objective(learned: Params) -> objectives.LossAndMetrics:
                 # Inside the gradient, so that adapters receive theirs through the join.
-                everything = full_parameters(self.net, learned, self.base)
-                return self.objective(everything, context, rows, experience, weights)
+                all_params = full_parameters(self.net, learned, self.base)
+                return self.objective(all_params, context, rows, experience, weights)
 
             gradients, metrics = jax.grad(objective, has_aux=True)(params)
             gradient_sum, totals = carry

@@ -247,18 +247,18 @@ def _score_policy(
     net, temperature = nets.actor, options.temperature
     actor = full_parameters(net, state.actor, state.reference)
 
-    def logprobs_of(params: Params, hidden: Float[Array, "R L D"]) -> Float[Array, "R L"]:
+    def compute_logprobs(params: Params, hidden: Float[Array, "R L D"]) -> Float[Array, "R L"]:
         return forward.token_logprobs(net, params, hidden, rows, temperature, with_entropy=False)[0]
 
     # The actor's hidden states serve its log-probs, the full KL and a shared critic.
     if scores.old_logprobs is not None or scores.kl is not None or options.shared_trunk:
         hidden = forward.hidden_states(net, actor, rows)
     if scores.old_logprobs is not None:
-        logprobs = packing.to_samples(logprobs_of(actor, hidden), rows, scores.old_logprobs)
+        logprobs = packing.to_samples(compute_logprobs(actor, hidden), rows, scores.old_logprobs)
         scores = dataclasses.replace(scores, old_logprobs=logprobs)
     if scores.ref_logprobs is not None:
         ref_hidden = forward.hidden_states(net, state.reference, rows)
-        logprobs = logprobs_of(state.reference, ref_hidden)
+        logprobs = compute_logprobs(state.reference, ref_hidden)
         logprobs = packing.to_samples(logprobs, rows, scores.ref_logprobs)
         scores = dataclasses.replace(scores, ref_logprobs=logprobs)
     if scores.kl is not None:

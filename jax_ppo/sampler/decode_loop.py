@@ -142,8 +142,8 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     options, slots = job.options, state.slots
     busy_B = busy_slots(job, state)
     # An idle slot computes for the last sample, and nothing of it is written.
-    some_B = jnp.minimum(slots.sample, job.samples - 1)
-    positions_B = jnp.where(busy_B, job.prompts.lengths[some_B // options.n] + slots.drawn - 1, 0)
+    sample_B = jnp.minimum(slots.sample, job.samples - 1)
+    positions_B = jnp.where(busy_B, job.prompts.lengths[sample_B // options.n] + slots.drawn - 1, 0)
     decoded: TransformerOutput = job.model.apply(  # type: ignore[assignment]
         {"params": job.params}, slots.token[:, None], positions_B[:, None], cache=slots.cache
     )
@@ -153,7 +153,7 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     logits_BxV = heads.compute_logits(job.model.architecture, job.params, hidden_BxD)
     tokens_B, logprobs_B = sampling.sample_tokens(
         logits_BxV,
-        sampling.token_uniforms(job.keys_N[some_B], slots.drawn),
+        sampling.token_uniforms(job.keys_N[sample_B], slots.drawn),
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
