@@ -87,6 +87,7 @@ def from_config_dict(config: "ml_collections.ConfigDict", command: str = "train"
     Raises:
       UserError: The first problem.
     """
+    # First each option by itself, then the options against each other.
     frozen = _build_section(Config, config, "")
     if command == "train":
         validation.validate_train_config(frozen)
@@ -109,6 +110,7 @@ def _override(values: "ml_collections.ConfigDict", name: str, value: object) -> 
     """Set one option; its type is validated later, with an error that names the option."""
     if name not in {option.name for option in all_options()}:
         raise unknown_option_error(name)
+    # Otherwise ml_collections raises its own error, which does not name the option.
     with values.ignore_type():
         values.update_from_flattened_dict({name: value})
 

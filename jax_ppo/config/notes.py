@@ -81,6 +81,7 @@ def note_idle_kl_loss(config: Config) -> str | None:
 def note_wide_gspo_clip(config: Config) -> str | None:
     """Return a note if GSPO uses the clip range of token-level ratios."""
     actor = config.actor
+    # A range set by the user is taken as meant, whatever its size.
     has_own_range = actor.clip_ratio_low is not None or actor.clip_ratio_high is not None
     if actor.policy_loss == "gspo" and not has_own_range:
         return (

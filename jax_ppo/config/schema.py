@@ -10,6 +10,7 @@ import functools
 
 from jax_ppo.config.option import Condition, Option, Requirement, iterate_options, option, section
 
+# verl's names of the KL estimators, accepted beside those of Schulman's note.
 VERL_KINDS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "low_var_kl+": "k3+"}
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 POLICY_LOSSES = ("vanilla", "importance", "gspo", "gmpo", "cispo", "reinforce")
@@ -82,6 +83,7 @@ HAS_REWARD_MODEL = Requirement(
 HAS_ADAPTERS = Condition(
     lambda config: config.has_adapters, "`model.lora.rank` or `model.lora.path` is set"
 )
+# CRITIC_HAS_TRUNK as a mere condition: a changed value is noted instead of refused.
 HAS_OWN_CRITIC = Condition(lambda config: not config.shares_trunk, CRITIC_HAS_TRUNK.summary)
 UPDATES_SEVERAL_TIMES = Condition(
     lambda config: not config.updates_once,
@@ -299,6 +301,7 @@ class Optim:
 class CriticOptim(Optim):
     """AdamW with a higher default learning rate, for models with a new head."""
 
+    # A head that starts at zero has farther to go than a pretrained policy.
     lr: float = option(1e-5, "peak learning rate", above=0)
 
 
@@ -617,6 +620,7 @@ class Sampling:
 class RolloutOptions(Sampling):
     """Sampling for training."""
 
+    # Training cannot be greedy: a policy gradient needs samples.
     temperature: float = option(
         1.0, "divides the logits, in sampling and in every scoring pass", above=0
     )

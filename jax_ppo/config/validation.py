@@ -20,6 +20,7 @@ def validate_train_config(config: Config) -> None:
     """Validate a `train` config; raise `UserError` on the first problem."""
     for rule in TRAIN_RULES:
         rule(config)
+    # After the rules, whose messages are more specific.
     validate_requirements(config, "train")
     # -1 counts as 1 here; it is checked again once the devices are known.
     validate_batch_sharding(config, max(config.mesh.data, 1) * max(config.mesh.fsdp, 1))
@@ -28,6 +29,7 @@ def validate_train_config(config: Config) -> None:
 def validate_supervised_config(config: Config, command: str) -> None:
     """Validate an `sft` or `reward_model` config; raise `UserError` on the first problem."""
     require_set(config, "data.train_files")
+    # There is no small model to start from, as PPO has for its arithmetic.
     require_set(config, "model.path")
     require_row_holds_example(config, command)
     reject_center_coef_in_sft(config, command)
@@ -126,6 +128,7 @@ def require_row_holds_example(config: Config, command: str) -> None:
 
 def require_model_or_arithmetic(config: Config) -> None:
     """Raise `UserError` without a model, except for the data that comes with one."""
+    # The model that is made knows nothing but arithmetic.
     if not config.model.path and not config.data.train_files.startswith("arithmetic:"):
         raise UserError(
             "config.model.path='': must be set to a Hugging Face folder or hub name; only the "
@@ -238,6 +241,7 @@ def require_known_rollout_engine(config: Config) -> None:
 def require_several_responses_to_compare(config: Config) -> None:
     """Raise `UserError` for an estimator that compares a prompt's responses if there is one."""
     estimator = config.algorithm.adv_estimator
+    # The advantage of a single response within its group is always 0.
     compares = estimator in ("grpo", "rloo", "reinforce_plus_plus_baseline")
     if compares and config.rollout.n < 2:
         raise UserError(
@@ -269,6 +273,7 @@ def require_horizon_holds_step(config: Config) -> None:
     """Raise `UserError` for an adaptive KL controller that could overshoot in one step."""
     control = config.algorithm.kl_ctrl
     samples = config.data.train_batch_size * config.rollout.n
+    # The coefficient stays positive while error_clip x samples < horizon (kernels/kl.py).
     if control.type == "adaptive" and control.horizon < samples:
         raise UserError(
             f"config.algorithm.kl_ctrl.horizon={control.horizon}: must be at least the {samples} "

@@ -67,7 +67,7 @@ class LengthBound:
 
 
 def _steps(part: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
-    """Return the steps of a normalizer or pre-tokenizer, of which sequences are resolved."""
+    """Return the steps of a normalizer or pre-tokenizer, with nested sequences flattened."""
     if part is None:
         return []
     if part["type"] == "Sequence":

@@ -154,6 +154,7 @@ def policy_loss(
         f"logprobs, old_logprobs, advantages, mask differ in shape: {shapes}"
     )
     advantages = zero_outside(advantages, mask)
+    # Masked inputs become 0 before any arithmetic: NaN there must not reach a gradient.
     log_ratio = zero_outside(logprobs, mask) - zero_outside(old_logprobs, mask)
     # exp overflows float32 at 88.
     log_ratio = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -110,6 +110,7 @@ def explained_variance(
 def _mean(x: jax.Array, mask: jax.Array, axis: Axis, keepdims: bool) -> jax.Array:
     total = jnp.sum(zero_outside(x, mask), axis=axis, keepdims=keepdims)
     count = jnp.sum(mask.astype(bool), axis=axis, keepdims=keepdims)
+    # 0 / 1 for an empty mask.
     return total / jnp.maximum(count, 1)
 
 

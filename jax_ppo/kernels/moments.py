@@ -59,6 +59,7 @@ def update_moments(
         mean=moments.mean + delta * share,
         m2=moments.m2 + masked_variance(x, mask) * count + between,
     )
+    # All three numbers are updated or none is.
     finite = jnp.isfinite(updated.mean) & jnp.isfinite(updated.m2)
     pairs = zip(updated, moments, strict=True)
     return Moments(*(jnp.where(finite, new, old) for new, old in pairs))
@@ -67,9 +68,9 @@ def update_moments(
 def moments_std(moments: Moments, epsilon: float = 1e-8) -> Float[Array, ""]:
     """Return sqrt(m2 / count + epsilon), a float32 scalar to divide by, or 1 without spread.
 
-    Fewer than two numbers have no spread, nor have numbers that are equal up to rounding: divided
-    by sqrt(epsilon), equal rewards would become rewards of 10,000. The variance is the biased one
-    of `masked.masked_variance`: low by the factor (count - 1) / count.
+    The result is 1 for fewer than two numbers and for numbers that are equal up to rounding:
+    divided by sqrt(epsilon), equal rewards would grow by a factor of 10,000. The variance is the
+    biased one of `masked.masked_variance`: low by the factor (count - 1) / count.
     """
     variance = moments.m2 / jnp.maximum(moments.count, 1.0)
     # float32 rounds at 1e-7 of the mean: a deviation below 1e-6 of it is no spread.

@@ -218,6 +218,7 @@ LOSSES: dict[str, Callable[[PolicyBatch, Clip], PolicyLoss]] = {
 
 def _log_ratios_and_advantages(batch: PolicyBatch) -> tuple[jax.Array, jax.Array]:
     """Return the tokens' clamped log-ratios and their advantages, both 0 under the mask."""
+    # The first five fields are arrays; the last one is a function.
     shapes = tuple(x.shape for x in batch[:5])
     assert len(set(shapes)) == 1, (
         f"logprobs, old_logprobs, advantages, mask, action_counts differ in shape: {shapes}"

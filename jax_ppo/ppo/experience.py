@@ -46,7 +46,7 @@ def estimate_experience(
       control: of this step.
       sequences: the rollout.
       sampled_logprobs: `Rollout.logprobs`. They are the old log-probs if `scores` has none;
-        otherwise the two are compared: equal numbers from another program, or older weights.
+        otherwise metrics compare the two, which differ by rounding and by the sampler's weights.
       scores: see `Scores`.
       rewards: the reward of each sample.
       step_rewards: rewards earned within the responses; `None` if there are none.
@@ -55,6 +55,7 @@ def estimate_experience(
       The experience, and metrics: scalars on the mesh.
     """
     algorithm, moments = options.algorithm, control.moments
+    # Without a scoring pass of the policy, the sampler's log-probs serve as the old ones.
     old_logprobs = sampled_logprobs if scores.old_logprobs is None else scores.old_logprobs
     masks = select_tokens(algorithm, sequences)
 
@@ -138,6 +139,7 @@ def weight_by_importance(
     weights = importance.truncated_weights(
         old_logprobs, sampled_logprobs, actions, algorithm.rollout_is, threshold
     )
+    # A weight at the threshold was truncated.
     is_cut = (weights >= threshold).astype(jnp.float32)
     return weights, metrics | {
         "rollout/importance_mean": masked.masked_mean(weights, actions),

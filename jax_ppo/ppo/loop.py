@@ -1,7 +1,7 @@
 """The PPO algorithm: sample, score, estimate advantages, update; evaluate and save at intervals.
 
-The host waits for the mesh once per step, for the sampled tokens that the rules score. When it
-waits besides, to time a phase, the mesh already has its next work.
+The host waits for the mesh once per step, for the sampled tokens that the rules score. Where it
+also waits to time a phase, the mesh already has its next work.
 """
 
 import contextlib

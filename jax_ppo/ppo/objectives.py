@@ -169,6 +169,7 @@ def actor_context(
     if options.entropy_schedule:
         points = parsing.parse_schedule(options.entropy_schedule)
         entropy_coef = schedules.piecewise(points, step, linear=True)
+    # Estimated KLs read the reference's log-probs from the experience instead.
     needs_reference = options.use_kl_loss and options.kl_loss_type == "full"
     fixed_kl_coef = jnp.float32(options.kl_loss_coef)
     return ActorContext(
@@ -291,6 +292,7 @@ def _policy_loss(
         high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
         dual=actor.clip_ratio_c or None,
     )
+    # A plugin's result is validated while the program is traced, once per compilation.
     policy = get_policy_loss(actor.policy_loss)(batch, clip)
     _validate_policy_loss(actor.policy_loss, policy, rows.mask.shape)
     return policy
@@ -330,6 +332,7 @@ def _policy_metrics(policy: PolicyLoss, entropy: Float[Array, "R L"], weights: W
     def mean(x: jax.Array) -> jax.Array:
         return jnp.sum(weights.mean * x)
 
+    # Reported twice: over all steps, and of the first step alone (FIRST_MAX).
     log_ratio_max = jnp.where(counts, jnp.abs(policy.log_ratio), 0).max()
     return {
         "actor/entropy": mean(entropy),

@@ -57,8 +57,8 @@ class RolloutPlanner:
       row_length: L, tokens of a packed row.
       packed: False gives each sample a row of its own.
       scoring_rows_per_device: packed rows that a device scores at once; `None` chooses.
-      actor: how the actor cuts a rollout.
-      critic: how the critic does; `None` without a critic of its own.
+      actor: how a rollout is divided for the actor.
+      critic: how it is divided for the critic; `None` without a critic of its own.
     """
 
     mesh: Mesh
@@ -78,7 +78,7 @@ class RolloutPlanner:
           lengths: int [B], tokens of each sample's prompt and response.
         """
         actor = self._mini_batches(step, lengths, self.actor)
-        # Roles that cut a rollout alike share one plan, which is made and sent once.
+        # Roles that divide a rollout alike share one plan, which is made and sent once.
         critic = None
         if self.critic == self.actor:
             critic = actor
@@ -102,7 +102,7 @@ class RolloutPlanner:
         )
 
     def _mini_batches(self, step: int, lengths: np.ndarray, partition: Partition) -> MiniBatches:
-        """Cut the whole rollout anew in each epoch, and pack each mini-batch on its own."""
+        """Divide the whole rollout anew in each epoch, and pack each mini-batch on its own."""
         samples = len(lengths)
         mini_batches_per_epoch = self.prompts_per_step // partition.prompts_per_mini_batch
         # Seeded by run, step and epoch: a resumed run shuffles as an uninterrupted one.
@@ -146,6 +146,7 @@ def make_planner(config: Config, mesh: Mesh, has_critic: bool) -> RolloutPlanner
       has_critic: whether there is a critic with parameters of its own.
     """
     actor_options, critic_options = config.actor, config.critic
+    # What the critic's section leaves unset follows the actor's.
     actor = Partition(
         epochs=actor_options.ppo_epochs,
         prompts_per_mini_batch=actor_options.ppo_mini_batch_size,
@@ -172,6 +173,7 @@ def make_planner(config: Config, mesh: Mesh, has_critic: bool) -> RolloutPlanner
 
 def sample_lengths(batch: PromptBatch, rollout: Rollout) -> np.ndarray:
     """Return the tokens of each sample's prompt and response, int [B], on the host."""
+    # This waits until sampling has ended.
     response_lengths = sharding.to_host(rollout.lengths)
     prompt_lengths = batch.prompts.lengths
     return (

@@ -24,6 +24,7 @@ class SampleKeys:
     def __call__(self, stream: int, step: int) -> jax.Array:
         """Return the base key of a stream's samples in a step."""
         return self._make_key(
+            # Arguments and not constants: one program makes the keys of all steps.
             sharding.place(np.int32(stream), self._replicated),
             sharding.place(np.int32(step), self._replicated),
         )

@@ -216,5 +216,6 @@ class Reporter(journal.Journal):
         if obstacle := peft_obstacle(architecture, lora):
             console.print_on_main(f"no adapter folder is written: {obstacle}")
             return
+        # PEFT finds the base by this name; a hub name works on other machines, too.
         base_model, revision = shareable_model_name(run.config.model.path, run.folders.actor)
         save_adapters(actor, architecture, lora, self._workdir / "adapter", base_model, revision)

@@ -238,6 +238,7 @@ def gather_samples(
     missing = np.full(len(indices), np.nan)
     columns = [per_sample.get(name, missing) for name in names]
     local = np.stack(columns, axis=1, dtype=np.float32)
+    # NaN marks what a sample does not report, here and in the means of these columns.
     everywhere = sharding.all_rows(mesh, indices, local, total)
     return dict(zip(names, everywhere.T, strict=True))
 
@@ -248,6 +249,7 @@ def _describe_samples(
     """Return the first responses, one per index, for the console."""
     samples = []
     for position, row in enumerate(indices):
+        # The console shows what the response earned in all.
         step_rewards = sum(reward for _, reward in scored.step_rewards[position])
         correct = scored.correct[position]
         samples.append(

@@ -48,4 +48,5 @@ def _critic_folder(config: Config, actor: Path) -> Path | None:
         return None
     if config.critic.path:
         return resolve_model_folder(config.critic.path, "config.critic.path")
+    # A critic without a path of its own starts from the actor's weights.
     return actor

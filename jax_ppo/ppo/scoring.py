@@ -168,7 +168,7 @@ def scoring_programs(
     plan: Packing,
     micro_batches: Int32[Array, ""],
 ) -> list[dispatch.Program]:
-    """Return the programs of `score_rollout`: one of the policy, one of a critic of its own."""
+    """Return the programs of `score_rollout`: the policy's, and that of a critic of its own."""
     return [
         (score_part, (options, nets, part, state, sequences, plan, micro_batches))
         for part in options.parts

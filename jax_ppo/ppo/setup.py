@@ -78,7 +78,7 @@ class PPORun:
     rules: RuleScorer
 
     def batches(self, position: int) -> PromptBatches:
-        """Return training batches from a position on, counted in examples consumed."""
+        """Return the training batches that follow a position, counted in examples consumed."""
         return _training_batches(self.config, self.training, position)
 
     def held_out_batches(self) -> Iterator[PromptBatch]:
@@ -182,8 +182,10 @@ def _resolve_rule(config: Config, examples: list[Example]) -> RewardFunction | R
     Returns `None` if a reward model is the only reward.
     """
     options = config.reward
+    # Without a function of the user's, a reward model replaces the built-in rule.
     if options.model_path and not options.function:
         return None
+    # Resolved here even if workers import it again: errors should surface before a run starts.
     rule = registry.resolve_reward_function(options.function, options.gsm8k_method)
     registry.validate_data_sources(examples, options.function)
     workers = count_workers(options)

@@ -73,6 +73,7 @@ class UpdateOptions:
     @classmethod
     def from_config(cls, config: Config) -> "UpdateOptions":
         """Collect the options from all sections."""
+        # Both roles divide by the same number of tokens, so that their losses scale alike.
         loss_scale = config.actor.loss_scale_factor or config.data.max_response_length
         return cls(
             actor=ActorOptions(
@@ -217,6 +218,7 @@ def update_critic(
     Returns:
       The new parameters and optimizer state, and metrics.
     """
+    # The critic learns from the first step on, so its schedule spans the whole run.
     rate = learning_rate(options.critic.optim, fixed_state.step, total_steps)
     params, optimizer_state, metrics = critic_role(options, net, base=fixed_state.reference).train(
         params, optimizer_state, rate, True, None, experience, batches
@@ -238,6 +240,7 @@ def actor_role(options: ActorOptions, net: Transformer, base: Params | None = No
     """Return the actor's role; with a shared trunk, that of actor and critic together."""
     actor = options.loss.actor
     metrics = objectives.ACTOR_METRICS
+    # With a shared trunk one objective serves both roles, and both report their metrics.
     objective: Callable[..., objectives.LossAndMetrics]
     if options.shared_critic is None:
         objective = functools.partial(objectives.actor_loss, options.loss, net)

@@ -1,7 +1,7 @@
 """The decode loop: responses to prompts, on the device from first to last.
 
-One `while_loop` per number of slots. None waits for the longest response: slots whose response has
-ended are refilled from the queue (`slots.py`), and once the queue is empty and a quarter of the
+One `while_loop` per number of slots. No slot waits for the longest response: slots whose response
+has ended are refilled from the queue (`slots.py`), and once the queue is empty and a quarter of the
 slots are idle, the others move into fewer.
 """
 

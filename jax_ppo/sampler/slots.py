@@ -5,8 +5,8 @@ slot; a slot whose response has ended takes the next sample. Prompts are prefill
 stage, from where each of their n samples copies keys and values into its slot.
 
 The cache has S = P + T columns per slot, and the token at position i of a sequence is in column i.
-A slot is filled with its prompt's last token still to be run: the decode step that runs it draws
-the first token of the response.
+When a slot is filled, its prompt's last token is still to be run: the decode step that runs it
+draws the first token of the response.
 """
 
 import dataclasses

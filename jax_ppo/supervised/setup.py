@@ -71,7 +71,7 @@ class SupervisedRun:
         return dataclasses.replace(architecture, eos_ids=tuple(dict.fromkeys(eos_ids)))
 
     def batches(self, position: int) -> prompts_lib.PromptBatches:
-        """Return training batches from a position on, counted in examples consumed.
+        """Return the training batches that follow a position, counted in examples consumed.
 
         Only their `indices` matter here.
         """

@@ -1,7 +1,7 @@
 """Supervised objectives, and one optimizer step on packed rows in one compiled, donated call.
 
-As in PPO's update, the weight of each unit (a token, a pair) is fixed by its whole batch before
-anything is cut into micro-batches or spread over devices, so neither changes the gradient.
+As in PPO's update, the weight of each unit (a token, a pair) is fixed by its whole batch before the
+batch is split into micro-batches or over devices, so neither split changes the gradient.
 """
 
 import dataclasses

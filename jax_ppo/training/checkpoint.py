@@ -104,6 +104,7 @@ class Checkpointer:
         self._saved_step: int | None = None
         self._asked_step: int | None = None
         self._stop = False
+        # Several processes use JAX's handler instead, since they must agree on a step.
         self._sigterm = _Sigterm() if jax.process_count() == 1 else None
 
     def __enter__(self) -> "Checkpointer":
@@ -230,6 +231,7 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait until everything saved is on disk, and raise what went wrong."""
+        # Background errors of the last save surface here.
         self._manager.wait_until_finished()
 
     def close(self) -> None:

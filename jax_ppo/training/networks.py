@@ -78,6 +78,7 @@ def read_networks(config: Config, folders: Folders) -> Networks:
       UserError: an architecture is not supported, the reward model is not a reward model, adapters
         do not fit their base, or an attention program cannot run on this machine.
     """
+    # Only config.json is read here; weights are loaded once everything is validated.
     architecture = read_architecture(folders.actor)
     decoder = build_decoder(architecture, config.model, config.row_length)
     # Only the actor decodes, so only its model has a program that reads a cache.
@@ -100,6 +101,7 @@ def build_decoder(architecture: Architecture, options: Model, row_length: int) -
     """
     dtype = jnp.dtype(options.dtype)
     try:
+        # Chosen once, by what this machine and this model can run.
         program = attention.select_attention_program(
             options.attention,
             _platform(),

@@ -51,6 +51,7 @@ def row_width(longest: int) -> int:
     power = 128
     while power < longest:
         power *= 2
+    # With a width between powers of two, at most a third of a row above 256 is wasted.
     between = power * 3 // 4
     return between if power > 256 and longest <= between else power
 
@@ -70,6 +71,7 @@ def assign_to_rows(
     Returns:
       For each row the indices of its samples in `lengths`, from left to right.
     """
+    # Stable: samples of equal length keep their order.
     order = np.argsort(-np.asarray(lengths), kind="stable").tolist()
     if not packed:
         return [[i] for i in order]
@@ -110,6 +112,7 @@ def plan_packing(
     """
     groups = np.asarray(groups)
     lengths_B = np.asarray(lengths_B)
+    # Short names for the sizes, as in the shapes above.
     R = rows_per_micro_batch
     U, samples = groups.shape
     A = -(-samples // R)

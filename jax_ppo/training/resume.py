@@ -16,6 +16,7 @@ def is_due(completed_steps: int, total_steps: int, frequency: int) -> bool:
       total_steps: number of steps of the whole run; everything is due after the last.
       frequency: steps between two occurrences; 0 is never, except after the last step.
     """
+    # The last step always counts, so that a run ends with an evaluation and a checkpoint.
     is_multiple = frequency > 0 and completed_steps % frequency == 0
     return is_multiple or completed_steps == total_steps
 
@@ -80,6 +81,7 @@ def _compare_options(
                 f"config.{option.name}={now!r}: the work directory holds checkpoints of another "
                 f"experiment, with {then!r}; give another --workdir"
             )
+        # Other changes are permitted, and reported.
         if option.facts.first_step_only:
             report(
                 f"config.{option.name}={now!r}: not read; what the checkpoint made of {then!r} "
