@@ -89,6 +89,7 @@ def tokenize_prompts(
     tokens: list[np.ndarray] = []
     dropped = 0
     for row, example in enumerate(examples, 1):
+        # Every error names the example, counted from 1.
         where = f"{name}, example {row}"
         text, special = _render_example(example, tokenizer, chat_template, where)
         exceeds = bound is not None and bound.certainly_exceeds(text, max_prompt_length)
@@ -196,6 +197,7 @@ class PromptBatches:
     @property
     def epoch(self) -> int:
         """The epoch that the next batch belongs to, from 0."""
+        # An epoch without room for another full batch is over.
         epoch, offset = divmod(self.position, len(self.dataset))
         is_exhausted = offset + self.batch_size > len(self.dataset)
         return epoch + is_exhausted

@@ -76,6 +76,7 @@ def kl_estimate(
         ref_logprobs.shape,
         mask.shape,
     )
+    # Both are 0 under the mask, and so is every estimator of their difference.
     log_ratio = zero_outside(logprobs, mask) - zero_outside(ref_logprobs, mask)
     if kind == "k1":
         return log_ratio
@@ -129,5 +130,6 @@ def adaptive_kl_coef(
       batch_size: samples since the last step of the controller.
       clip: c; 0.2 in the paper.
     """
+    # Clipped, so that one unusual rollout moves the coefficient by little.
     error = jnp.clip(jnp.asarray(current_kl, jnp.float32) / target_kl - 1.0, -clip, clip)
     return coef * (1.0 + error * batch_size / horizon)

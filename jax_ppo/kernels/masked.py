@@ -100,6 +100,7 @@ def explained_variance(
     assert values.shape == returns.shape, (
         f"values {values.shape} and returns {returns.shape} must have one shape"
     )
+    # What the critic leaves unexplained; a constant error does not count.
     residual = zero_outside(returns, mask) - zero_outside(values, mask)
     # Rounding can leave equal returns a variance of 1e-17, which as a divisor would give -1e17.
     constant = masked_min(returns, mask) == masked_max(returns, mask)

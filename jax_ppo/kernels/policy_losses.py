@@ -135,6 +135,7 @@ def gspo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
       A PolicyLoss whose ratio is s; its log_ratio is that of the token.
     """
     log_ratio, advantages = _log_ratios_and_advantages(batch)
+    # The value of the whole response at each token, with the gradient of the token's own ratio.
     log_s = _mean_over_response(log_ratio, batch)
     # Against old log-probs of 0, the ratio that is clipped is s.
     loss = losses.policy_loss(
@@ -164,6 +165,7 @@ def gmpo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     cut = jnp.where(
         advantages > 0, jnp.minimum(log_ratio, clip.high), jnp.maximum(log_ratio, -clip.low)
     )
+    # A mean of logs: the geometric mean of the ratios.
     ratio = jnp.exp(_mean_over_response(cut, batch))
     return _unclipped_result(-advantages * ratio, ratio, log_ratio)._replace(
         clipped=_as_flags(cut != log_ratio)
@@ -226,6 +228,7 @@ def _log_ratios_and_advantages(batch: PolicyBatch) -> tuple[jax.Array, jax.Array
     log_ratio = zero_outside(batch.logprobs, batch.mask) - zero_outside(
         batch.old_logprobs, batch.mask
     )
+    # exp overflows float32 at 88.
     log_ratio = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     return log_ratio, zero_outside(batch.advantages, batch.mask)
 

@@ -128,6 +128,7 @@ def _full_kl(
         )
         return chunks.write(kl, jnp.sum(terms, axis=-1), i)
 
+    # Only as many chunks as the fullest group needs are computed.
     kl = jax.lax.fori_loop(0, chunks.count, process_chunk, chunks.buffer(jnp.float32))
     return zero_outside(chunks.scatter(kl), mask)
 
@@ -159,6 +160,7 @@ def _backward(
 
     def logits_grad(i: jax.Array, logits: jax.Array) -> jax.Array:
         ref_logits = chunk_logits(chunks.gather(ref_hidden, i), ref_weight, cap)
+        # Recomputed from hidden states: the forward pass keeps no distribution.
         log_p = jax.nn.log_softmax(logits / temperature)
         d = log_p - jax.nn.log_softmax(ref_logits / temperature)
         # The softmax's gradient: the part of d that all tokens share has no effect.

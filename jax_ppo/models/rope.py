@@ -64,18 +64,21 @@ def inverse_frequencies(
 def max_sequence_length(architecture: Architecture) -> int:
     """Return the longest sequence, in tokens, for which `inverse_frequencies` is correct."""
     scaling = dict(architecture.rope_scaling)
+    # Longer sequences would need the long factors, which change every cached key.
     if scaling["rope_type"] == "longrope":
         return _original_length(scaling, architecture)
     return architecture.max_position_embeddings
 
 
 def _original_length(scaling: Scaling, architecture: Architecture) -> int:
+    # As transformers does if the field is missing.
     return scaling.get("original_max_position_embeddings") or architecture.max_position_embeddings
 
 
 def _llama3(inverse: np.ndarray, scaling: Scaling, architecture: Architecture) -> np.ndarray:
     """Stretch long waves by `factor`, keep short ones and blend those between (Llama 3.1)."""
     wavelength = 2 * math.pi / inverse
+    # How often each wave turns over the original context decides how it is stretched.
     rotations = _original_length(scaling, architecture) / wavelength
     low = scaling["low_freq_factor"]
     high = scaling["high_freq_factor"]
@@ -129,6 +132,7 @@ def _longrope(
     """Apply the factors for sequences within the original length (LongRoPE, Ding et al. 2024)."""
     original = _original_length(scaling, architecture)
     factor = scaling.get("factor") or architecture.max_position_embeddings / original
+    # A value in config.json wins over the formula of the paper.
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
         attention_factor = 1.0

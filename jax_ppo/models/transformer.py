@@ -149,6 +149,7 @@ class Transformer(nn.Module):
         num_layers = self.architecture.num_layers
         is_local = self.architecture.layers_are_local
         in_loop = num_layers > MAX_UNROLLED_LAYERS
+        # With layers of one kind the flag is a constant of the program, and no branch is compiled.
         all_alike = len(set(is_local)) == 1
         layer = Layer
         if self.remat:
@@ -195,6 +196,7 @@ class Transformer(nn.Module):
             x, output = block(x, None, rotations, segments_BxT, layer_cache, columns_B)
             assert output.cache is not None  # because of keep_cache
             new_cache.append(output.cache)
+            # Stacked below, to the same form that a scan returns.
             auxiliary.append(output.auxiliary)
         return x, tuple(new_cache), jax.tree.map(lambda *x: jnp.stack(x), *auxiliary)
 

@@ -66,6 +66,7 @@ def make_reward_inputs(
         _refuse_unread_options(options)
         return None
     is_encoder = isinstance(net, Deberta)
+    # From here on the model reads texts in its own tokens; the form says how they are joined.
     form = options.model_input
     if form == "auto":
         form = _automatic_form(is_encoder, tokenizer, prompts_are_chats)
@@ -265,6 +266,7 @@ class RewardInputs:
         lengths = sharding.all_rows(mesh, indices, local_lengths, total)
         # Few widths, since each compiles the reward model once more.
         width = packing.row_width(int(lengths.max()))
+        # Tokens stay with the process that made them; only lengths are exchanged.
         local_tokens = np.zeros((len(ids), width), np.int32)
         for tokens, row in zip(local_tokens, ids, strict=True):
             tokens[: len(row)] = row

@@ -54,10 +54,12 @@ class ScoringOptions:
         return cls(
             temperature=config.rollout.temperature,
             max_response_length=config.data.max_response_length,
+            # Fields follow the options, so that an option that is off costs no pass.
             old_logprobs=not reuses_logprobs(config),
             reference=algorithm.use_reference,
             full_kl=algorithm.use_reference and algorithm.kl_penalty == "full",
             values=config.has_critic,
+            # Only truncated responses have a final state whose value is not 0.
             last_values=config.has_critic and algorithm.bootstrap_truncated,
             shared_trunk=config.shares_trunk,
         )
@@ -66,6 +68,7 @@ class ScoringOptions:
     def parts(self) -> tuple[Part, ...]:
         """The programs that scoring consists of."""
         parts: list[Part] = []
+        # Actor and reference share one program, since a full KL needs both outputs of a row.
         if self.old_logprobs or self.reference or self.shared_trunk:
             parts.append("policy")
         if self.values and not self.shared_trunk:
@@ -133,6 +136,7 @@ def reuses_logprobs(config: Config) -> bool:
     is_exact = config.model.dtype == "float32" and jax.default_backend() == "cpu"
     adapts = config.algorithm.kl_ctrl.type == "adaptive"
     is_unused = config.updates_once and not config.algorithm.use_kl_in_reward and not adapts
+    # Reused where they differ by rounding at most, or are only reported.
     if config.rollout.reuse_logprobs == "auto":
         return is_exact or is_unused
     return config.rollout.reuse_logprobs == "always"
@@ -177,6 +181,7 @@ def scoring_programs(
 
 def join_scores(parts: list[Scores]) -> Scores:
     """Return the scores of all parts together."""
+    # No field is computed by two parts, so the order does not matter.
     fields: dict[str, jax.Array] = {}
     for part in parts:
         fields |= {name: value for name, value in vars(part).items() if value is not None}
@@ -258,6 +263,7 @@ def _score_policy(
         scores = dataclasses.replace(scores, old_logprobs=logprobs)
     if scores.ref_logprobs is not None:
         ref_hidden = forward.hidden_states(net, state.reference, rows)
+        # The reference is divided by the same temperature: equal policies have a KL of exactly 0.
         logprobs = compute_logprobs(state.reference, ref_hidden)
         logprobs = packing.to_samples(logprobs, rows, scores.ref_logprobs)
         scores = dataclasses.replace(scores, ref_logprobs=logprobs)
@@ -279,6 +285,7 @@ def _write_values(
     written = packing.to_samples(values, rows, scores.values)
     scores = dataclasses.replace(scores, values=written)
     if scores.last_values is not None:
+        # The last token may not be an action, so its value is read by position, not by mask.
         last_values = forward.write_last_values(values, rows, sequences, scores.last_values)
         scores = dataclasses.replace(scores, last_values=last_values)
     return scores

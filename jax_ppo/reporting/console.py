@@ -141,6 +141,7 @@ class ProgressBar:
         try:
             yield
         finally:
+            # A phase may be entered several times per step.
             key = f"seconds/{name}"
             self._seconds[key] = self._seconds.get(key, 0.0) + time.perf_counter() - started
 
@@ -170,6 +171,7 @@ def format_sample_table(rows: list[dict[str, Any]], width: int | None = None) ->
         reward does not define correctness).
       width: characters per line. Default: the width of the terminal, or 100.
     """
+    # What the numbers leave is shared by prompt and response, 2 to 3.
     width = width or shutil.get_terminal_size((100, 24)).columns
     prompt_width = (width - _FIXED_TABLE_WIDTH) * 2 // 5
     response_width = width - _FIXED_TABLE_WIDTH - prompt_width

@@ -81,6 +81,7 @@ class Journal:
         )
         self._bar = console.ProgressBar(total_steps, progress.step, distributed.is_main())
         self._skipped_in_a_row = 0
+        # Monotonic: a change of the system's clock does not affect durations.
         self._started = time.monotonic()
         self._step_started = self._started
 

@@ -111,6 +111,7 @@ def start_parameters(
     head = run.task.objective.head
     options = run.config.supervised
     init_optimizer = make_optimizer(options.optim, options.grad_clip).init
+    # Shapes first: both a checkpoint and a model's folder are read into their shards.
     params_shapes = jax.eval_shape(
         functools.partial(heads.init_params, run.model, head=head), jax.random.key(0)
     )

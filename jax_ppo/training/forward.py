@@ -25,6 +25,7 @@ def hidden_states(model: Transformer, params: Params, rows: Rows) -> Float[Array
     the load-balancing loss of a router, are fields of the decoder's result beside `hidden`; a loss
     that uses them would take them from here.
     """
+    # Before rows are looked up in it; see `gather_embedding`.
     params = gather_embedding(params)
     output: Any = model.apply({"params": params}, rows.tokens, rows.positions, rows.segments)
     return output.hidden
@@ -135,6 +136,7 @@ def score_positions(sequences: Sequences, pad_id: int | None) -> Int[Array, " B"
     lengths = sequences.prompt_lengths + sequences.lengths
     is_readable = column < lengths[:, None]
     if pad_id is not None:
+        # By token id, as transformers' sequence classifiers do.
         is_readable &= sequences.tokens != pad_id
     return jnp.max(jnp.where(is_readable, column, 0), axis=1)
 

@@ -131,6 +131,7 @@ def full_parameters(net: Transformer | Deberta, params: Params, base: Params | N
       base: the parameters that adapters apply to (the state's reference); `None` is enough without
         adapters.
     """
+    # An encoder has no such field.
     if getattr(net, "lora", None) is None:
         return params
     assert base is not None, "adapters need their base"
@@ -256,6 +257,7 @@ def _read_adapters(
     Raises:
       UserError: the folder does not hold adapters on the actor's base.
     """
+    # Weights of a full model would need a second base on the devices.
     if not holds_adapters(folder):
         raise UserError(
             f"{option}: {folder} holds no adapters ({ADAPTER_CONFIG}); with config.model.lora they "

@@ -254,6 +254,7 @@ def _load_role(
         return load_checkpoint(folder, net.architecture, shardings, dtype, head, progress(role))
     if folder is None:
         return _new_adapters(role, net.architecture, net.lora, shardings, head, seed)
+    # With adapters the progress is named apart from that of the base.
     report = progress(f"{role}'s adapters")
     return load_adapters(folder, net.architecture, net.lora, shardings, dtype, head, report)
 
@@ -267,6 +268,7 @@ def _new_adapters(
     seed: int,
 ) -> Params:
     def init() -> Params:
+        # A stream per role, so that the critic's adapters are not a copy of the actor's.
         key = jax.random.fold_in(jax.random.key(seed), ADAPTER_STREAMS[role])
         return init_adapters(architecture, lora, key, head)
 

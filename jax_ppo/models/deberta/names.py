@@ -57,6 +57,7 @@ def deberta_tensor_table(architecture: DebertaArchitecture) -> TensorTable:
 def _attention(a: DebertaArchitecture, layer: str) -> dict[str, Any]:
     """Return the projections of attention; those of positions unless they share the content's."""
     names = {"q_proj": "query_proj", "k_proj": "key_proj", "v_proj": "value_proj"}
+    # Checkpoints hold these projections only for the terms that are configured.
     if a.content_to_position and not a.share_keys:
         names["pos_k_proj"] = "pos_key_proj"
     if a.position_to_content and not a.share_keys:
@@ -77,6 +78,7 @@ def _optional(a: DebertaArchitecture, encoder: str) -> dict[str, Any]:
     """Return the parameters that only some architectures have."""
     hidden = a.hidden_size
     rows: dict[str, Any] = {}
+    # Without them the checkpoint's tensor, if it has one, is in UNUSED_TENSORS.
     if a.absolute_positions:
         rows["places"] = {
             "embedding": TensorMapping(
