@@ -60,6 +60,8 @@ def train(config: schema.Config, workdir: str | Path | None = None) -> dict[str,
 
     Raises:
       UserError: Options or input files are invalid; the message names the option.
+      KeyboardInterrupt: Ctrl-C stopped the run; during training, after the step was saved.
+      SystemExit: SIGTERM stopped the run in the same way; the code is 143.
     """
     validation.validate_train_config(config)
     workdir = Path(workdir or Path("output") / config.experiment_name)

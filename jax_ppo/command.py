@@ -13,6 +13,7 @@ from pathlib import Path
 from jax_ppo.config import command_line
 from jax_ppo.config.schema import Config
 from jax_ppo.errors import UserError
+from jax_ppo.runtime import signals
 
 
 def run_command(arguments: list[str], command: str, run: Callable[[Config, Path], object]) -> None:
@@ -23,14 +24,16 @@ def run_command(arguments: list[str], command: str, run: Callable[[Config, Path]
       command: "train", "sft" or "reward_model".
       run: takes the options and the work directory; imports heavy modules itself.
     """
-    try:
-        options, workdir = command_line.read_command_line(arguments, command)
-        from jax_ppo.runtime import distributed
+    # First of all: a signal ends the command in one line also while it loads its modules.
+    with signals.handle_stop_signals(ends_process=True):
+        try:
+            options, workdir = command_line.read_command_line(arguments, command)
+            from jax_ppo.runtime import distributed
 
-        distributed.initialize(options.distributed)
-    except UserError as error:
-        sys.exit(f"error: {error}")
-    distributed.run_or_abort(lambda: _run(options, workdir, run))
+            distributed.initialize(options.distributed)
+        except UserError as error:
+            sys.exit(f"error: {error}")
+        distributed.run_or_abort(lambda: _run(options, workdir, run))
 
 
 @contextlib.contextmanager
@@ -41,15 +44,24 @@ def prepared_run(options: Config, workdir: Path) -> Iterator[None]:
 
     Raises:
       UserError: the work directory cannot be used.
+      SystemExit: at the end of the block, if SIGTERM stopped the run: with code 143, and in a
+        command with code 130 for SIGINT.
+      KeyboardInterrupt: if SIGINT stopped the run, outside of a command.
     """
+    import jax
+
     from jax_ppo.reporting import console
     from jax_ppo.runtime import compilation, distributed, work_directory
 
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # torch is not needed
     compilation.enable_cache(options.trainer.compilation_cache, console.print_on_main)
-    with work_directory.open_work_directory(workdir, console.print_on_main):
+    with (
+        signals.handle_stop_signals(ends_process=False, several_processes=jax.process_count() > 1),
+        work_directory.open_work_directory(workdir, console.print_on_main),
+    ):
         distributed.run_on_main(lambda: command_line.write_resolved_config(options, workdir))
         yield
+        signals.raise_if_stopped(console.print_on_main)
 
 
 def _run(options: Config, workdir: Path, run: Callable[[Config, Path], object]) -> None:

@@ -4,7 +4,7 @@
 #
 # Process 0 prints to the terminal; the others write to files in LOG_DIR. If a process fails, the
 # other processes are stopped and its exit code is returned. SIGTERM is forwarded to all processes:
-# the run saves a checkpoint and exits.
+# the run saves a checkpoint and exits with code 143 (130 after SIGINT), which is then returned.
 #
 # Environment variables:
 #   COMMAND       command to run: train (default), sft or reward_model
@@ -70,6 +70,7 @@ for ((id = 0; id < count; id++)); do
   running[$!]=$id
 done
 
+stopped=0 # the code of processes that a signal ended after they saved
 while ((${#running[@]} > 0)); do
   code=0
   wait -n -p finished "${!running[@]}" || code=$?
@@ -77,9 +78,12 @@ while ((${#running[@]} > 0)); do
   [[ -n ${finished:-} ]] || continue
   id=${running[$finished]}
   unset "running[$finished]"
-  if ((code != 0)); then
+  if ((code == 130 || code == 143)); then
+    stopped=$code
+  elif ((code != 0)); then
     echo "local_processes.sh: process $id of $count ended with code $code; stopping the others" >&2
     ((id == 0)) || tail -n 20 "$log_dir/process_$id.log" >&2
     exit "$code"
   fi
 done
+exit "$stopped"

@@ -73,14 +73,14 @@ class TestLocalProcesses:
 
     def test_sigterm_reaches_every_process(self, tmp_path):
         body = """
-            trap "echo saved; exit 0" TERM; touch "$0.$JAX_PROCESS_ID"
+            trap "sleep 0.$JAX_PROCESS_ID; echo saved; exit 143" TERM; touch "$0.$JAX_PROCESS_ID"
             for i in {1..300}; do sleep 0.1; done; exit 3
         """
         run = processes(tmp_path, body, count=2)
         wait_until(lambda: all((tmp_path / f"python.{number}").exists() for number in (0, 1)))
         run.send_signal(signal.SIGTERM)
-        output, _ = run.communicate(timeout=30)
-        assert (run.returncode, output) == (0, "saved\n")
+        output, errors = run.communicate(timeout=30)
+        assert (run.returncode, output, errors) == (143, "saved\n", "")
         assert (tmp_path / "logs/process_1.log").read_text() == "saved\n"
 
     @pytest.mark.parametrize("arguments", [[], ["2"], ["0", "--"], ["two", "--"]])

@@ -16,7 +16,7 @@ from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.ppo.setup import PPORun
 from jax_ppo.reporting import console, journal
 from jax_ppo.reporting.curves import Panel
-from jax_ppo.runtime import compilation
+from jax_ppo.runtime import compilation, signals
 from jax_ppo.training.checkpoint import Progress
 from jax_ppo.training.state import TrainState
 
@@ -190,7 +190,8 @@ class Reporter(journal.Journal):
         """
         self.flush()
         if export:
-            self._export_actor(state)
+            with signals.limited("exporting the actor"):
+                self._export_actor(state)
         return self.write_summary(int(state.step), self._run.mesh)
 
     def _export_actor(self, state: TrainState) -> None:

@@ -22,7 +22,7 @@ from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction
 from jax_ppo.rewards.step_rewards import assign_step_rewards
 from jax_ppo.rewards.worker_pool import RewardWorkers
-from jax_ppo.runtime import distributed, sharding
+from jax_ppo.runtime import distributed, sharding, signals
 from jax_ppo.training.networks import Networks, full_parameters
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Example, Rollout
@@ -102,7 +102,9 @@ class RuleScorer:
         examples = [batch.examples[i // n] for i in indices]
         # Without a rule the reward model's score is the whole reward.
         rule = self.rule or (lambda row, text: RewardResult(0.0))
-        scored = score_batch(rule, examples, texts, self.options.fallback_score)
+        # A hung function must not keep the run from ending.
+        with signals.limited("scoring the rewards"):
+            scored = score_batch(rule, examples, texts, self.options.fallback_score)
 
         steps = None
         if self.options.process_rewards:

@@ -2,7 +2,7 @@
 
 With a single process nothing happens here. Otherwise every process runs the same program, and JAX
 connects them before the first computation. SIGTERM, by which a cluster announces that it takes the
-machines back, is handled by checkpoints: see `Checkpointer.should_stop`.
+machines back, is handled by JAX, which lets them agree on a step: see `Checkpointer.should_stop`.
 """
 
 import importlib.util
@@ -22,6 +22,7 @@ from jax.experimental import multihost_utils
 
 from jax_ppo.config import schema
 from jax_ppo.errors import UserError
+from jax_ppo.runtime import signals
 
 # jax.distributed.initialize() detects Slurm by these; srun sets all of them, sbatch alone does not.
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
@@ -107,7 +108,9 @@ def run_or_abort(function: Callable[[], object]) -> object:
         return function()
     # KeyboardInterrupt and SystemExit would leave the others waiting, too.
     except BaseException as error:
-        finished = isinstance(error, SystemExit) and not error.code
+        # A signal ends all processes after the same step.
+        ordinary_codes = (None, 0, *signals.EXIT_CODES)
+        finished = isinstance(error, SystemExit) and error.code in ordinary_codes
         if finished or not jax.distributed.is_initialized() or jax.process_count() == 1:
             raise
         print(

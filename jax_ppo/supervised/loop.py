@@ -17,7 +17,7 @@ from jax_ppo.models import heads
 from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.reporting import console
-from jax_ppo.runtime import compilation, sharding
+from jax_ppo.runtime import compilation, sharding, signals
 from jax_ppo.supervised.report import Reporter
 from jax_ppo.supervised.setup import SupervisedRun, set_up_run
 from jax_ppo.supervised.step import measure_batch, train_step
@@ -94,7 +94,8 @@ def train(config: Config, workdir: Path, task: Task) -> dict[str, Any]:
                     checkpoints.wait()
                     return reporter.finish(completed_steps)
             if trainer.export:
-                export_model(run, params, workdir)
+                with signals.limited("exporting the model"):
+                    export_model(run, params, workdir)
             return reporter.finish(run.total_steps)
 
 

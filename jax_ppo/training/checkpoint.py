@@ -13,7 +13,6 @@ import json
 import math
 import os
 import signal
-import threading
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from jax_ppo.errors import UserError
-from jax_ppo.runtime import distributed
+from jax_ppo.runtime import distributed, signals
 from jax_ppo.training import checksums
 
 META = "meta"
@@ -104,8 +103,6 @@ class Checkpointer:
         self._saved_step: int | None = None
         self._asked_step: int | None = None
         self._stop = False
-        # Several processes use JAX's handler instead, since they must agree on a step.
-        self._sigterm = _Sigterm() if jax.process_count() == 1 else None
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -216,29 +213,43 @@ class Checkpointer:
         return arrays[name]
 
     def should_stop(self, step: int) -> bool:
-        """Return whether a SIGTERM asked the run to save and end.
+        """Return whether SIGTERM or Ctrl-C asked the run to save and end.
 
-        Call it after every step. All processes get the same answer: they agree on a step that none
-        of them has passed yet. The answer for a step does not change.
+        Call it after every step; before the first call, a signal ends the run without saving. All
+        processes get the same answer: they agree on a step that none of them has passed yet. The
+        answer for a step does not change.
         """
         if step != self._asked_step:
             self._asked_step = step
+            signals.defer_signals()
             # A signal may come at any time: the answer is fixed at the first question about a step.
-            self._stop = (
-                self._sigterm.received if self._sigterm else self._manager.reached_preemption(step)
-            )
+            if jax.process_count() == 1:
+                self._stop = signals.received_signal() is not None
+            else:
+                self._stop = self._agree_to_stop(step)
         return self._stop
 
     def wait(self) -> None:
         """Wait until everything saved is on disk, and raise what went wrong."""
         # Background errors of the last save surface here.
         self._manager.wait_until_finished()
+        if self._saved_step is not None:
+            signals.record_saved_step(self._saved_step)
 
     def close(self) -> None:
         """Wait for a save in progress; nothing can be called afterwards."""
-        if self._sigterm:
-            self._sigterm.restore()
+        self.wait()
         self._manager.close()
+
+    def _agree_to_stop(self, step: int) -> bool:
+        """Return whether the processes agreed to stop after this step, and record the signal."""
+        if not self._manager.reached_preemption(step):
+            return False
+        # JAX handles SIGTERM itself; Ctrl-C was sent on as SIGTERM by a process that received it.
+        everywhere = distributed.allgather_json(signals.received_signal() or signal.SIGTERM)
+        is_interrupt = signal.SIGINT in everywhere
+        signals.record_signal(signal.SIGINT if is_interrupt else signal.SIGTERM)
+        return True
 
     def _quality(self, metrics: dict[str, float] | None) -> float:
         return (metrics or {}).get(self._best_metric, -math.inf)
@@ -282,27 +293,3 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
             leaf = jax.eval_shape(jax.random.key_data, leaf)  # keys are saved as their data
         shapes[jax.tree_util.keystr(path, simple=True, separator="/")] = tuple(leaf.shape)
     return shapes
-
-
-class _Sigterm:
-    """Records a SIGTERM instead of ending the process.
-
-    With several processes JAX does this, and they agree on a step.
-    """
-
-    def __init__(self) -> None:
-        self.received = False
-        self._previous_handler: Any = None
-        # Only the main thread may set a handler.
-        if threading.current_thread() is threading.main_thread():
-            self._previous_handler = signal.signal(signal.SIGTERM, self._record)
-
-    def _record(self, number: int, frame: types.FrameType | None) -> None:
-        self.received = True
-        self.restore()  # a second SIGTERM ends the process
-
-    def restore(self) -> None:
-        """Set the previous handler again."""
-        if self._previous_handler is not None:
-            signal.signal(signal.SIGTERM, self._previous_handler)
-            self._previous_handler = None

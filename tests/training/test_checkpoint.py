@@ -21,6 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ppo.errors import UserError
+from jax_ppo.runtime import signals
 from jax_ppo.training.checkpoint import Checkpointer
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -212,18 +213,21 @@ class TestErrors:
             checkpoints.save(1, small_tree(1), {"kl": np.float32(1)})
 
 
-class TestSigterm:
-    def test_one_process_is_told_at_the_next_step_and_dies_of_a_second(self, tmp_path):
-        before = signal.getsignal(signal.SIGTERM)
-        with Checkpointer(tmp_path) as checkpoints:
-            assert not checkpoints.should_stop(1)
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert not checkpoints.should_stop(1)  # the answer for a step does not change
-            assert checkpoints.should_stop(2) and checkpoints.should_stop(2)
-            assert signal.getsignal(signal.SIGTERM) == before
-        with Checkpointer(tmp_path) as checkpoints:
-            assert signal.getsignal(signal.SIGTERM) != before
-        assert signal.getsignal(signal.SIGTERM) == before
+def test_a_signal_asks_for_an_end_at_the_next_step(tmp_path):
+    with (
+        signals.handle_stop_signals(ends_process=False),
+        Checkpointer(tmp_path) as checkpoints,
+    ):
+        assert not checkpoints.should_stop(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not checkpoints.should_stop(1)  # the answer for a step does not change
+        assert checkpoints.should_stop(2) and checkpoints.should_stop(2)
+        checkpoints.save(2, small_tree(2), {})
+        checkpoints.wait()
+        lines = []
+        with pytest.raises(SystemExit, match="143"):
+            signals.raise_if_stopped(lines.append)
+    assert lines == ["stopped by SIGTERM, saved step 2"]
 
 
 KILLED = """
@@ -264,10 +268,15 @@ PROCESSES = """
 import os, sys, time, jax, jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jax_ppo.config import schema
-from jax_ppo.runtime import distributed
+from jax_ppo.runtime import distributed, signals
 from jax_ppo.training.checkpoint import Checkpointer
 
 def main():
+    with signals.handle_stop_signals(ends_process=True, several_processes=True):
+        train()
+        signals.raise_if_stopped(print)
+
+def train():
     mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,))
     step_fn = jax.jit(lambda w: w + 1, out_shardings=NamedSharding(mesh, P("fsdp")))
     weights = step_fn(jnp.zeros((8, 4)))
@@ -287,7 +296,10 @@ distributed.run_or_abort(main)
 """
 
 
-def test_sigterm_to_one_of_two_processes_saves_the_same_step_in_both(tmp_path):
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
+def test_a_signal_to_one_of_two_processes_saves_the_same_step_in_both(tmp_path, number):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -303,18 +315,19 @@ def test_sigterm_to_one_of_two_processes_saves_the_same_step_in_both(tmp_path):
             cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | common | {"JAX_PROCESS_ID": str(number)},
+            env=os.environ | common | {"JAX_PROCESS_ID": str(index)},
         )
-        for number in (0, 1)
+        for index in (0, 1)
     ]
     while processes[1].stdout.readline() != "5\n":
         assert processes[1].poll() is None
-    processes[1].terminate()
+    processes[1].send_signal(number)
     outputs = [process.communicate(timeout=60)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
+    assert [process.returncode for process in processes] == [128 + number] * 2
     with Checkpointer(tmp_path) as checkpoints:
         step = checkpoints.latest_step()
-        assert [int(output.split()[-1]) for output in outputs] == [step, step]
+        for output in outputs:
+            assert output.endswith(f"{step}\nstopped by {number.name}, saved step {step}\n")
         expected = jax.ShapeDtypeStruct(
             (8, 4), jnp.float32, sharding=NamedSharding(make_mesh(8), P("fsdp"))
         )

@@ -1,0 +1,296 @@
+"""Ending a run by SIGTERM or Ctrl-C: the loop saves and ends, and nothing hung is waited for.
+
+Before the first step that can be saved, a signal ends the run at once. Later it is recorded, and
+the loop asks for it after each step. A second signal ends the run at once, and so does a limited
+region, such as a hung reward function, that keeps the loop from asking for LIMIT_SECONDS.
+
+The interpreter runs Python's signal handlers between two instructions of the main thread only,
+which may be in the compiler or wait for a device for minutes. Therefore the interpreter's C handler
+also writes each signal to a socket that a thread reads.
+"""
+
+import contextlib
+import multiprocessing
+import multiprocessing.util
+import os
+import select
+import signal
+import socket
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+LIMIT_SECONDS = 30.0
+# `timeout` and some launchers send a signal to a process and to its group: that counts as one.
+_SAME_SIGNAL_SECONDS = 0.1
+_POLL_SECONDS = 0.1
+EXIT_CODES = {128 + number: number for number in (signal.SIGTERM, signal.SIGINT)}
+
+
+class _StopSignals:
+    """The signals that this process has received since the handlers were installed.
+
+    Attributes:
+      received: the first signal, or `None`.
+      saved_step: the newest step that the run saved because of it.
+      defer: whether a signal waits for the end of a step; otherwise it ends the run at once.
+      ends_process: whether the run may end the process without returning.
+      forward_interrupts: whether SIGINT is sent on as SIGTERM, for which JAX makes several
+        processes agree on a step.
+    """
+
+    def __init__(self, ends_process: bool) -> None:
+        self.received: signal.Signals | None = None
+        self.saved_step: int | None = None
+        self.defer = False
+        self.forward_interrupts = False
+        self.ends_process = ends_process
+        self._received_at: float | None = None
+        self._is_repeated = False
+        self._raise_in_main = False
+        self._region: tuple[str, float] | None = None
+        self._previous_handlers: dict[int, Any] = {}
+        self._reader, self._writer = socket.socketpair()
+
+    def install(self, numbers: tuple[signal.Signals, ...]) -> None:
+        """Install the handlers; an ignored signal and one that others handle in C stay so."""
+        for number in numbers:
+            if signal.getsignal(number) not in (None, signal.SIG_IGN):
+                self._previous_handlers[number] = signal.signal(number, self._handle)
+        self._writer.setblocking(False)
+        self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._watch, name="stop signals", daemon=True)
+        self._thread.start()
+
+    def uninstall(self) -> None:
+        """Set the previous handlers again."""
+        signal.set_wakeup_fd(self._previous_fd)
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+        # The thread reads the end of the stream.
+        self._writer.close()
+        self._thread.join()
+        self._reader.close()
+
+    def reset_in_child(self) -> None:
+        """Give a forked child, which has no such thread, the default handlers."""
+        signal.set_wakeup_fd(-1)
+        for number in self._previous_handlers:
+            is_interrupt = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+
+    @contextlib.contextmanager
+    def limited(self, work: str) -> Iterator[None]:
+        """See `limited`."""
+        self._region = (work, time.monotonic())
+        try:
+            yield
+        finally:
+            self._region = None
+
+    def error(self, text: str) -> BaseException:
+        """Return the exception that ends the caller of the Python API."""
+        if self.received == signal.SIGINT:
+            return KeyboardInterrupt(text)
+        return SystemExit(128 + (self.received or signal.SIGTERM))
+
+    def _handle(self, number: int, frame: types.FrameType | None) -> None:
+        # Here and not in the thread only: the loop may ask right after the signal.
+        self.received = self.received or signal.Signals(number)
+        if self._raise_in_main:
+            raise self.error(f"stopped by {self.received.name}")
+
+    def _watch(self) -> None:
+        """Read the signals, and end the run once it must not continue."""
+        while True:
+            poll_seconds = None if self._received_at is None else _POLL_SECONDS
+            if select.select([self._reader], [], [], poll_seconds)[0]:
+                numbers = self._reader.recv(64)
+                if not numbers:
+                    return
+                for number in numbers:
+                    if number in self._previous_handlers:
+                        self._count(signal.Signals(number))
+            reason = self._reason_to_end()
+            if reason is not None:
+                self._end(reason)
+                return
+
+    def _count(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        if self._received_at is None:
+            self.received = self.received or number
+            self._received_at = now
+            if self.forward_interrupts and number == signal.SIGINT and self.defer:
+                os.kill(os.getpid(), signal.SIGTERM)
+        elif now - self._received_at > _SAME_SIGNAL_SECONDS:
+            self._is_repeated = True
+
+    def _reason_to_end(self) -> str | None:
+        """Return why the run must end now, or `None` if it may continue."""
+        if self._received_at is None:
+            return None
+        if not self.defer:
+            return " before a step could be saved"
+        if self._is_repeated:
+            return ", not saved: a second signal followed"
+        # Work that does not end, in contrast to a long update, would be waited for in vain.
+        region = self._region
+        if region is None:
+            return None
+        work, started = region
+        if time.monotonic() - max(started, self._received_at) < LIMIT_SECONDS:
+            return None
+        return f", not saved: {work} was not over after {LIMIT_SECONDS:g} s"
+
+    def _end(self, reason: str) -> None:
+        received = self.received
+        assert received is not None, "a signal is the reason to end"
+        if not self.ends_process:
+            # In the Python API the process is the caller's: raise in its main thread.
+            self._raise_in_main = True
+            main_thread = threading.main_thread().ident
+            assert main_thread is not None, "the main thread has started"
+            # Unlike `_thread.interrupt_main`, this also interrupts a blocking system call.
+            signal.pthread_kill(main_thread, received)
+            return
+        # Unbuffered: the main thread may hold the lock of the buffer, and never release it.
+        os.write(2, f"stopped by {received.name}{reason}\n".encode())
+        # Threads that lose their worker processes would print tracebacks.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        _kill_children()
+        os._exit(128 + received)
+
+
+_active: _StopSignals | None = None
+
+
+@contextlib.contextmanager
+def handle_stop_signals(
+    *, ends_process: bool, several_processes: bool = False
+) -> Iterator[_StopSignals | None]:
+    """Handle SIGTERM and SIGINT in the block; afterwards the caller's handlers are set again.
+
+    Inside of another such block, and outside of the main thread, no handlers are installed.
+
+    Args:
+      ends_process: whether the run may end the process without returning, as commands may.
+        Otherwise `KeyboardInterrupt` or `SystemExit` is raised in the main thread.
+      several_processes: JAX handles SIGTERM, by which the processes agree on a step to save; SIGINT
+        is sent on as SIGTERM.
+
+    Yields:
+      What was received; `None` outside of the main thread.
+    """
+    global _active
+    if _active is not None:
+        _active.forward_interrupts = several_processes
+        yield _active
+        return
+    if threading.current_thread() is not threading.main_thread():
+        yield None
+        return
+    signals = _StopSignals(ends_process)
+    signals.forward_interrupts = several_processes
+    signals.install((signal.SIGINT,) if several_processes else (signal.SIGINT, signal.SIGTERM))
+    _active = signals
+    _reset_after_fork()
+    try:
+        yield signals
+    finally:
+        _active = None
+        signals.uninstall()
+
+
+def received_signal() -> signal.Signals | None:
+    """Return the signal that asked the run to save and end, or `None`."""
+    return _active.received if _active else None
+
+
+def record_signal(number: signal.Signals) -> None:
+    """Record the signal on which several processes agreed."""
+    if _active:
+        _active.received = number
+
+
+def defer_signals() -> None:
+    """Let signals wait for the end of a step from now on: there is a step to save."""
+    if _active:
+        _active.defer = True
+
+
+def record_saved_step(step: int) -> None:
+    """Record the step that was saved last."""
+    if _active:
+        _active.saved_step = step
+
+
+@contextlib.contextmanager
+def limited(work: str) -> Iterator[None]:
+    """Mark work that delays the end of the run by LIMIT_SECONDS at most.
+
+    The time counts from the signal, or from the start of the work if that is later. A block inside
+    of another one ends its limit.
+
+    Args:
+      work: name for the message.
+    """
+    with _active.limited(work) if _active else contextlib.nullcontext():
+        yield
+
+
+def raise_if_stopped(report: Callable[[str], None]) -> None:
+    """End a run that has returned because of a signal, with the exit code of the signal.
+
+    Args:
+      report: called with the line for the user.
+
+    Raises:
+      SystemExit: with code 128 + the number of the signal, if one was received.
+      KeyboardInterrupt: for SIGINT in the Python API.
+    """
+    if _active is None or _active.received is None:
+        return
+    step = _active.saved_step
+    saved = "the run was over" if step is None else f"saved step {step}"
+    text = f"stopped by {_active.received.name}, {saved}"
+    report(text)
+    if _active.ends_process:
+        raise SystemExit(128 + _active.received)
+    raise _active.error(text)
+
+
+def _kill_children() -> None:
+    """Kill the worker processes, and release what their queues hold in the operating system."""
+
+    def release() -> None:
+        for child in multiprocessing.active_children():
+            child.terminate()
+        # Otherwise multiprocessing's resource tracker warns of semaphores.
+        multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]
+
+    # In a thread, since what hangs may hold a lock that this needs.
+    thread = threading.Thread(target=release, daemon=True)
+    thread.start()
+    thread.join(timeout=2)
+
+
+_resets_after_fork = False
+
+
+def _reset_after_fork() -> None:
+    """Let forked children have default handlers; a signal to them is none to the run."""
+    global _resets_after_fork
+    if _resets_after_fork:
+        return
+    _resets_after_fork = True
+
+    def reset() -> None:
+        global _active
+        if _active is not None:
+            _active.reset_in_child()
+            _active = None
+
+    os.register_at_fork(after_in_child=reset)

@@ -1,0 +1,227 @@
+"""SIGTERM and Ctrl-C: recorded while there is a step to save, and otherwise the end at once."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jax_ppo.runtime import signals
+
+ROOT = pathlib.Path(__file__).parents[2]
+CODES = {signal.SIGTERM: 143, signal.SIGINT: 130}
+
+PROGRAM = """
+import hashlib, os, signal, sys, time
+from jax_ppo.runtime import signals
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have ignored it
+signals.LIMIT_SECONDS = 0.5
+
+def say(text):
+    print(text, flush=True)
+
+def wait():
+    # In C, where the interpreter runs no signal handlers.
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+
+def starting():
+    say("ready")
+    wait()
+
+def loop():
+    signals.defer_signals()
+    say("ready")
+    while signals.received_signal() is None:
+        time.sleep(0.01)
+    time.sleep(0.6)  # longer than the limit
+    signals.record_saved_step(7)
+
+def stuck():
+    signals.defer_signals()
+    say("ready")
+    wait()
+
+def limited():
+    signals.defer_signals()
+    time.sleep(0.6)  # before the signal: does not count
+    with signals.limited("scoring the rewards"):
+        say("ready")
+        wait()
+
+def workers():
+    from jax_ppo.config.schema import Reward
+    from jax_ppo.rewards import worker_pool
+    from jax_ppo.rewards.samples import RewardRow
+    signals.defer_signals()
+    options = Reward(function=sys.argv[2], timeout=100.0)
+    with signals.limited("scoring the rewards"):
+        worker_pool.RewardWorkers(options, 1).score([RewardRow("x")], ["y"])
+
+def forked():
+    signals.defer_signals()
+    child = os.fork()
+    if child == 0:
+        say("child")
+        time.sleep(60)
+    time.sleep(0.3)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == -signal.SIGTERM
+    time.sleep(0.3)
+    assert signals.received_signal() is None
+    say("ready")
+    loop()
+
+with signals.handle_stop_signals(ends_process=True):
+    globals()[sys.argv[1]]()
+    signals.raise_if_stopped(say)
+"""
+
+
+def run(way, number, *, again_after=None, argument="", line="ready\n"):
+    """Send a signal once the program prints a line; return (exit code, output, errors, seconds)."""
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, way, argument],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        while process.stdout.readline() != line:
+            assert process.poll() is None, process.stderr.read()
+        started = time.monotonic()
+        process.send_signal(number)
+        if again_after is not None:
+            time.sleep(again_after)
+            process.send_signal(number)
+        output, errors = process.communicate(timeout=20)
+        return process.returncode, output, errors, time.monotonic() - started
+
+
+@pytest.mark.parametrize("number", CODES)
+def test_before_a_step_can_be_saved_the_process_ends_at_once(number):
+    code, _, errors, seconds = run("starting", number)
+    assert (code, errors) == (
+        CODES[number],
+        f"stopped by {number.name} before a step could be saved\n",
+    )
+    assert seconds < 3
+
+
+@pytest.mark.parametrize("number", CODES)
+def test_a_step_is_saved_and_named_however_long_it_takes(number):
+    # The second one is what `timeout` sends to the process's group.
+    code, output, errors, _ = run("loop", number, again_after=0.0)
+    assert (code, output, errors) == (
+        CODES[number],
+        f"stopped by {number.name}, saved step 7\n",
+        "",
+    )
+
+
+def test_a_second_signal_ends_the_process_at_once():
+    code, _, errors, seconds = run("stuck", signal.SIGINT, again_after=0.3)
+    assert (code, errors) == (130, "stopped by SIGINT, not saved: a second signal followed\n")
+    assert seconds < 3
+
+
+def test_work_with_a_limit_is_not_waited_for_longer():
+    code, _, errors, seconds = run("limited", signal.SIGTERM)
+    assert (code, errors) == (
+        143,
+        "stopped by SIGTERM, not saved: scoring the rewards was not over after 0.5 s\n",
+    )
+    assert 0.5 <= seconds < 4
+
+
+def test_a_hung_reward_function_and_its_children_are_killed(tmp_path):
+    (tmp_path / "hung.py").write_text(
+        "import os, subprocess, time\n"
+        "def score(**columns):\n"
+        "    child = subprocess.Popen(['sleep', '60'])\n"
+        "    print(f'{os.getpid()} {child.pid}', file=open(__file__ + '.pids', 'w'))\n"
+        "    os.write(1, b'ready\\n')\n"
+        "    time.sleep(60)\n"
+    )
+    code, _, errors, _ = run("workers", signal.SIGTERM, argument=f"{tmp_path}/hung.py:score")
+    assert code == 143 and errors.count("\n") == 1 and errors.startswith("stopped by SIGTERM, not")
+    pids = (tmp_path / "hung.py.pids").read_text().split()
+    deadline = time.monotonic() + 5
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(pids) == 2 and not any(map(is_running, pids))
+
+
+def is_running(process_id):
+    try:
+        return ") Z " not in pathlib.Path(f"/proc/{process_id}/stat").read_text()
+    except OSError:
+        return False
+
+
+def test_a_signal_to_a_forked_child_ends_the_child_alone():
+    code, output, errors, _ = run("forked", signal.SIGTERM)
+    assert (code, errors) == (143, "")
+    assert output.endswith("stopped by SIGTERM, saved step 7\n")
+
+
+class TestPythonApi:
+    """The process belongs to the caller: exceptions in its main thread, and its own handlers."""
+
+    @pytest.fixture(autouse=True)
+    def interruptible(self, monkeypatch):
+        previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+        monkeypatch.setattr(signals, "LIMIT_SECONDS", 0.2)
+        yield
+        signal.signal(signal.SIGINT, previous)
+
+    def test_the_callers_handlers_are_restored(self):
+        before = [signal.getsignal(number) for number in CODES]
+        with signals.handle_stop_signals(ends_process=False):
+            inside = [signal.getsignal(number) for number in CODES]
+        assert [signal.getsignal(number) for number in CODES] == before
+        assert not set(map(id, before)) & set(map(id, inside))
+        assert signal.set_wakeup_fd(-1) == -1
+
+    @pytest.mark.parametrize(
+        ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+    )
+    def test_a_stopped_run_raises_after_it_saved(self, number, error):
+        lines = []
+        with (
+            pytest.raises(error) as caught,
+            signals.handle_stop_signals(ends_process=False),
+        ):
+            signals.defer_signals()
+            signals.raise_if_stopped(lines.append)  # nothing yet
+            os.kill(os.getpid(), number)
+            assert signals.received_signal() == number
+            signals.record_saved_step(3)
+            signals.raise_if_stopped(lines.append)
+        assert lines == [f"stopped by {number.name}, saved step 3"]
+        assert caught.value.args in ((lines[0],), (143,))
+
+    @pytest.mark.parametrize("way", ["starting", "second signal", "limit"])
+    def test_what_does_not_end_is_interrupted(self, way):
+        started = time.monotonic()
+        with (
+            pytest.raises(KeyboardInterrupt),
+            signals.handle_stop_signals(ends_process=False),
+        ):
+            if way != "starting":
+                signals.defer_signals()
+            os.kill(os.getpid(), signal.SIGINT)
+            if way == "second signal":
+                time.sleep(0.2)
+                os.kill(os.getpid(), signal.SIGINT)
+            with signals.limited("it") if way == "limit" else signals.contextlib.nullcontext():
+                time.sleep(10)
+        assert time.monotonic() - started < 3
+
+    def test_an_ignored_signal_stays_ignored(self):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with signals.handle_stop_signals(ends_process=False):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert signals.received_signal() is None
