@@ -22,6 +22,7 @@ from jax_ppo.ppo import loop
 from jax_ppo.runtime import sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
+from jax_ppo.storage.paths import expand_local_path
 from jax_ppo.training.networks import Folders, read_networks
 from jax_ppo.types import Params, Prompts
 
@@ -166,7 +167,7 @@ def sample(
 
 def _policy_folder(path: str | Path) -> Path:
     """Return the folder of a Hugging Face checkpoint: that of a run is WORKDIR/actor."""
-    folder = Path(path).expanduser()
+    folder = expand_local_path(str(path), "load_policy: path")
     if (folder / "actor" / "config.json").exists():
         return folder / "actor"
     is_run = (folder / "checkpoints").is_dir() and not (folder / "model.safetensors").exists()

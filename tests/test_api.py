@@ -76,6 +76,13 @@ def test_a_folder_without_a_model_is_named(create, message, tmp_path):
         jax_ppo.load_policy(tmp_path if create else tmp_path / "nothing")
 
 
+@pytest.mark.parametrize("path", ["~nouser/model", "x" * 5000])
+def test_a_path_that_cannot_be_looked_up_is_named(path):
+    with pytest.raises(UserError, match="load_policy: path=.*not a usable path") as error:
+        jax_ppo.load_policy(path)
+    assert len(str(error.value)) < 300
+
+
 @needs_model
 def test_train_returns_the_summary_and_its_folder_is_a_policy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@ import json
 import textwrap
 from pathlib import Path
 
+import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
@@ -42,9 +43,17 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
         print(USAGE.format(command=command, names=", ".join(config_files.shipped_names())))
         reference.print_options()
         raise SystemExit(0)
-    values = _parse_flags([arguments[0], *map(_validate_argument, arguments[1:])])
-    if values.config is None:
+    config_values = []
+    others = [arguments[0]]
+    for argument in arguments[1:]:
+        config_value = _validate_argument(argument)
+        if config_value is None:
+            others.append(argument)
+        else:
+            config_values.append(config_value)
+    if not config_values:
         raise UserError(f"--config: must be given, for example --config={EXAMPLES[command]}")
+    values = _parse_flags(others, loading.read_config_file(config_values[-1]))
     config = loading.from_config_dict(values.config, command)
     # A work directory is locked and its files are renamed, which object stores cannot do.
     if "://" in (values.workdir or ""):
@@ -77,12 +86,13 @@ def write_resolved_config(config: Config, workdir: Path) -> None:
     print(f"work directory: {workdir}", flush=True)
 
 
-def _parse_flags(arguments: list[str]) -> flags.FlagValues:
+def _parse_flags(arguments: list[str], defaults: ml_collections.ConfigDict) -> flags.FlagValues:
+    """Return the values of the flags; `defaults` are those of the configuration file."""
     # Flags of this call only: absl's global flags would remember an earlier call.
     values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", None, flag_values=values, sys_argv=arguments)
     flags.DEFINE_string("workdir", None, "folder for everything the run writes", flag_values=values)
     try:
+        config_flags.DEFINE_config_dict("config", defaults, flag_values=values, sys_argv=arguments)
         positional = values(arguments)[1:]
     except (flags.Error, AttributeError, TypeError, ValueError) as error:
         raise UserError(str(error).replace("\n", " ")) from error
@@ -91,20 +101,19 @@ def _parse_flags(arguments: list[str]) -> flags.FlagValues:
     return values
 
 
-def _validate_argument(argument: str) -> str:
-    """Return the argument, with the path of a shipped configuration for its name.
+def _validate_argument(argument: str) -> str | None:
+    """Return the value of an argument `--config=VALUE`; `None` for any other argument.
 
     Raises:
       UserError: Names the option and the expected value, which the flag parser's errors do not.
     """
     name, equals, value = argument.lstrip("-").partition("=")
     if argument.startswith("-") and name == "config":
-        # The flag parser reads files only, so a shipped name becomes its path here.
-        path, config_argument = config_files.find_config_file(value)
-        return f"--config={path}:{config_argument}" if config_argument else f"--config={path}"
+        config_files.find_config_file(value)
+        return value
     if argument.startswith("--config."):
         _validate_override(name.removeprefix("config."), value, has_value=bool(equals))
-    return argument
+    return None
 
 
 def _validate_override(name: str, value: str, *, has_value: bool) -> None:

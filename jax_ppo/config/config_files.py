@@ -6,11 +6,13 @@ checkout, and an editable installation of one, uses the folder itself.
 
 import difflib
 import importlib.util
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jax_ppo.errors import UserError
+from jax_ppo.errors import UserError, shorten
+from jax_ppo.storage.paths import expand_local_path
 
 if TYPE_CHECKING:
     import ml_collections
@@ -40,7 +42,7 @@ def find_config_file(value: str) -> tuple[Path, str]:
       UserError: There is no such file; the message has the nearest name.
     """
     text, _, argument = value.partition(":")
-    path = Path(text)
+    path = expand_local_path(text, "--config")
     if path.is_file():
         return path, argument
     # A bare word can only be a shipped name; anything else is meant as a path.
@@ -56,17 +58,53 @@ def call_get_config(value: str) -> "ml_collections.ConfigDict":
     """Return the configuration that a value of `--config` names.
 
     Raises:
-      UserError: There is no such file, or it has no `get_config`.
+      UserError: There is no such file, it has no `get_config`, or it raised an exception; the
+        message names the line.
     """
     path, argument = find_config_file(value)
     spec = importlib.util.spec_from_file_location(f"jax_ppo_config_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise UserError(f"--config={value}: is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not callable(getattr(module, "get_config", None)):
-        raise UserError(f"--config={value}: the file has no function get_config")
-    return module.get_config(argument) if argument else module.get_config()
+    try:
+        spec.loader.exec_module(module)
+        if not callable(getattr(module, "get_config", None)):
+            raise UserError(f"--config={value}: the file has no function get_config")
+        config = module.get_config(argument) if argument else module.get_config()
+    except UserError:
+        raise
+    # A file that ends the process would otherwise pass for a run that is complete.
+    except (Exception, SystemExit) as error:
+        raise UserError(f"--config={value}: {_describe_error(error, spec.origin)}") from error
+    return _as_config_dict(config, value)
+
+
+def _as_config_dict(config: object, value: str) -> "ml_collections.ConfigDict":
+    import ml_collections
+
+    if isinstance(config, dict):
+        return ml_collections.ConfigDict(config)
+    if not isinstance(config, ml_collections.ConfigDict):
+        raise UserError(
+            f"--config={value}: get_config returned {shorten(repr(config))}; expected a ConfigDict"
+        )
+    return config
+
+
+def _describe_error(error: BaseException, file: str | None) -> str:
+    """Return one line: where a configuration file raised an exception, its type and its text."""
+    place = ""
+    if isinstance(error, SyntaxError) and error.filename:
+        text = error.msg
+        place = f"{error.filename}, line {error.lineno}: "
+    else:
+        text = str(error)
+        # The file's own line, not that of a library which it called.
+        for frame in traceback.extract_tb(error.__traceback__):
+            if frame.filename == file:
+                place = f"{file}, line {frame.lineno}: "
+    text = shorten(" ".join(text.split()), width=300)
+    return f"{place}{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def _nearest_config(path: Path) -> str:

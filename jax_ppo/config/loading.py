@@ -69,12 +69,23 @@ def load_config(
             f"command={command!r}: expected one of {', '.join(map(repr, COMMANDS))}."
             f"{did_you_mean(command, COMMANDS)}"
         )
-    values = default_config() if file is None else config_files.call_get_config(file)
+    values = default_config() if file is None else read_config_file(file)
     # Keyword arguments cannot contain dots.
     by_keyword = {name.replace("__", "."): value for name, value in options.items()}
     for name, value in {**(overrides or {}), **by_keyword}.items():
         _override(values, name, value)
     return from_config_dict(values, command)
+
+
+def read_config_file(value: str) -> "ml_collections.ConfigDict":
+    """Return the configuration that a value of `--config` names, with defaults where it has none.
+
+    Raises:
+      UserError: There is no such file, or it raised an exception.
+    """
+    values = config_files.call_get_config(value)
+    _add_missing_options(values, default_config())
+    return values
 
 
 def from_config_dict(config: "ml_collections.ConfigDict", command: str = "train") -> Config:
@@ -113,6 +124,20 @@ def _override(values: "ml_collections.ConfigDict", name: str, value: object) -> 
     # Otherwise ml_collections raises its own error, which does not name the option.
     with values.ignore_type():
         values.update_from_flattened_dict({name: value})
+
+
+def _add_missing_options(
+    values: "ml_collections.ConfigDict", defaults: "ml_collections.ConfigDict"
+) -> None:
+    """Add the options that a configuration lacks, so that they can be overridden."""
+    with values.unlocked():
+        for name in defaults:
+            section = values.get(name)
+            if name not in values:
+                # A reference keeps the type of an option whose default is None.
+                values[name] = defaults.get_ref(name)
+            elif hasattr(section, "unlocked") and hasattr(defaults[name], "unlocked"):
+                _add_missing_options(section, defaults[name])
 
 
 def _to_config_dict(section: Any) -> "ml_collections.ConfigDict":

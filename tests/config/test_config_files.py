@@ -72,3 +72,55 @@ def test_a_file_without_get_config_is_named(tmp_path):
     (tmp_path / "empty.py").write_text("")
     with pytest.raises(UserError, match="empty.py: the file has no function get_config"):
         loading.load_config(str(tmp_path / "empty.py"))
+
+
+def read_command(value):
+    """Return the configuration as the three commands read it."""
+    return command_line.read_command_line(["train", f"--config={value}"])[0]
+
+
+@pytest.mark.parametrize("read", [read_command, loading.load_config])
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("x = 1\ndef get_config(:\n", "file.py, line 2: SyntaxError: invalid syntax"),
+        ("\nimport nothing_of_this_name\n", "line 2: ModuleNotFoundError: No module named"),
+        ("def get_config():\n    return 1 / 0\n", "line 2: ZeroDivisionError: division by zero"),
+        (
+            "from jax_ppo.config import default_config\n"
+            "def get_config():\n    c = default_config()\n    c.actor.clip = 1\n    return c\n",
+            "line 4: AttributeError: .*clip",
+        ),
+        ("import sys\nsys.exit(0)\n", "line 2: SystemExit: 0"),
+        ("def get_config():\n    raise ValueError('a\\nb')\n", "line 2: ValueError: a b$"),
+        (
+            "def get_config():\n    return [1]\n",
+            r"get_config returned \[1\]; expected a ConfigDict",
+        ),
+        ("x = '\x00'\n", "null bytes"),
+    ],
+)
+def test_an_error_of_the_file_is_one_line_with_the_place(read, source, message, tmp_path):
+    file = tmp_path / "file.py"
+    file.write_text(source)
+    with pytest.raises(UserError, match=f"--config={file}: .*{message}") as error:
+        read(file if read is read_command else str(file))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", ["~nouser/x.py", "x" * 5000, f"{'y' * 300}.py"])
+@pytest.mark.parametrize("read", [read_command, loading.load_config])
+def test_a_path_that_cannot_be_looked_up_is_named(read, value):
+    with pytest.raises(UserError, match="--config=.*not a usable path") as error:
+        read(value)
+    assert len(str(error.value)) < 300
+
+
+def test_a_plain_dict_is_a_configuration_too_and_its_missing_options_can_be_set(tmp_path):
+    file = tmp_path / "file.py"
+    file.write_text("def get_config():\n    return {'data': {'train_files': 'arithmetic:8'}}\n")
+    overrides = {"actor.ppo_epochs": 3, "reward.workers": 2}
+    by_flags = [f"--config.{name}={value}" for name, value in overrides.items()]
+    config, _ = command_line.read_command_line(["train", f"--config={file}", *by_flags])
+    assert config == loading.load_config(str(file), overrides)
+    assert (config.actor.ppo_epochs, config.reward.workers) == (3, 2)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jax_ppo.errors import UserError
 from jax_ppo.storage import hub
+from jax_ppo.storage.paths import expand_local_path
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 HUB_FILES = [
@@ -44,7 +45,7 @@ def resolve_model_folder(
     """
     if not path:
         raise UserError(f"{what}='': must be set to a Hugging Face folder or hub name")
-    folder = Path(path).expanduser()
+    folder = expand_local_path(path, what)
     if folder.is_dir():
         return folder
     problem = f"{what}={path!r}: "

@@ -138,6 +138,13 @@ def test_a_hub_name_is_fetched_once_without_pickles_and_subfolders(online, monke
     assert resolve_model_folder("ada/tiny") == folder  # from the cache
 
 
+@pytest.mark.parametrize("path", ["~nouser/model", "x" * 5000])
+def test_a_path_that_cannot_be_looked_up_is_named(path):
+    with pytest.raises(UserError, match="config.model.path=.*not a usable path") as error:
+        resolve_model_folder(path)
+    assert len(str(error.value)) < 300
+
+
 def test_where_others_find_a_model(tmp_path):
     (tmp_path / "model").mkdir()
     assert shareable_model_name("model", tmp_path / "model") == (str(tmp_path / "model"), None)
