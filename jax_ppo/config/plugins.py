@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jax_ppo.errors import UserError, did_you_mean
+from jax_ppo.errors import UserError, did_you_mean, shorten
 
 
 def load_plugin(
@@ -42,7 +42,7 @@ def load_plugin(
         ]
         raise UserError(
             f"{setting}: {module_name} has no function {name!r}; it has "
-            f"{', '.join(callables) or 'none'}.{did_you_mean(name, callables)}"
+            f"{shorten(', '.join(callables), 200) or 'none'}.{did_you_mean(name, callables)}"
         )
     _validate_signature(plugin, setting, arguments, by_name)
     return plugin

@@ -63,7 +63,10 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        # Some wrong values in the files only raise once the tokenizer is used.
+        tokenizer.decode(tokenizer.encode("a"))
+        return tokenizer
     except Exception as error:
         contents = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
         raise UserError(

@@ -177,10 +177,12 @@ class FailedSteps:
         if self._count >= self._options.max_failed_steps:
             function = self._options.function
             rule = f"config.reward.function={function!r}" if function else "the built-in rule"
+            sample, _, cause = rewards.first_failure.partition("\n")
             raise UserError(
                 f"{rule} failed on every response of {self._count} consecutive steps "
                 f"(config.reward.max_failed_steps={self._options.max_failed_steps}). The first "
-                f"failure of step {step + 1} was {rewards.first_failure}"
+                f"failure of step {step + 1} was {sample}",
+                details=cause,
             )
 
 

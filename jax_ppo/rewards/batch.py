@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jax_ppo.errors import printable_lines
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import (
     Outcome,
     RewardFunction,
     RewardRow,
     ScoringFailure,
-    printable_lines,
     score_sample,
 )
 from jax_ppo.rewards.worker_pool import RewardWorkers

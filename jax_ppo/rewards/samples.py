@@ -5,7 +5,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jax_ppo.errors import UserError
+from jax_ppo.errors import UserError, printable_lines
 from jax_ppo.rewards.rules import RewardResult
 
 if TYPE_CHECKING:  # `jax_ppo.types` imports jax, which reward workers do not load
@@ -83,11 +83,3 @@ def validate_result(result: RewardResult, response: str) -> RewardResult:
                 "characters of the response and a finite float32"
             )
     return result
-
-
-def printable_lines(text: str) -> str:
-    """Replace the characters that are neither printable nor line breaks.
-
-    An exception may quote the response, and a model must not send escape sequences to a terminal.
-    """
-    return "".join(c if c.isprintable() or c == "\n" else "·" for c in text)

@@ -9,7 +9,7 @@ import signal
 import sys
 from types import FrameType
 
-from jax_ppo.errors import UserError
+from jax_ppo.errors import UserError, printable_lines
 from jax_ppo.rewards import registry, samples
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
@@ -43,7 +43,7 @@ def initialize_worker(parent: int, function: str, gsm8k_method: str) -> None:
 def score_in_worker(row: samples.RewardRow, response: str) -> samples.Outcome:
     """Score one response in an initialized worker."""
     if _function is None:
-        return samples.ScoringFailure(samples.printable_lines(str(_obstacle)))
+        return samples.ScoringFailure(printable_lines(str(_obstacle)))
     try:
         return samples.score_sample(_function, row, response)
     except KeyboardInterrupt:  # the function's own: Ctrl-C does not reach this process

@@ -14,8 +14,9 @@ from typing import Any
 import pebble
 
 from jax_ppo.config.schema import Reward
+from jax_ppo.errors import printable_lines
 from jax_ppo.rewards import worker
-from jax_ppo.rewards.samples import Outcome, RewardRow, ScoringFailure, printable_lines
+from jax_ppo.rewards.samples import Outcome, RewardRow, ScoringFailure
 
 # Attempts to score a sample whose pool broke before a worker took it.
 _MAX_ATTEMPTS = 3

@@ -212,10 +212,9 @@ def _refuse_pickles(folder: Path) -> None:
     raise UserError(
         f"{folder} has its weights only in {pickles[0]}, a pickle: reading it would run whatever "
         "code it holds, so it is not read. If you trust it, convert it once where torch is "
-        "installed:\n"
-        f"    model = transformers.{loader}.from_pretrained({str(folder)!r})\n"
-        '    model.save_pretrained("CONVERTED", safe_serialization=True)\n'
-        "and give the folder CONVERTED, with the tokenizer's files copied into it"
+        "installed, and give the folder CONVERTED, with the tokenizer's files copied into it:",
+        details=f"    model = transformers.{loader}.from_pretrained({str(folder)!r})\n"
+        '    model.save_pretrained("CONVERTED", safe_serialization=True)',
     )
 
 

@@ -1,0 +1,861 @@
+"""Feed generated hostile inputs to the package: each must be accepted correctly or refused kindly.
+
+    python tests/hostile.py --inputs 10000 --seed 0
+
+An input is one thing that a person or a model supplies: an option, a field of a model's
+config.json, a row of data, a reward function's result. It is accepted, and then the outcome is what
+an independent computation says; or refused by a `UserError` of one line that names it. Neither may
+take longer than two seconds, show a traceback, write outside the input's folder or leave a process
+behind. Each kind of input runs in one child process, which is killed if it hangs.
+
+The inputs follow from `--seed` alone. A failure prints the kind and the number of its input:
+`--kind KIND --only NUMBER` repeats it.
+"""
+
+import argparse
+import collections
+import contextlib
+import io
+import json
+import math
+import multiprocessing
+import os
+import random
+import signal
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["HF_HUB_OFFLINE"] = "1"
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, whatever is installed
+
+SECONDS = 2.0  # of one input: of the processor's time, so that a busy machine changes nothing
+HANG = 30.0  # seconds without an answer after which a child is killed
+ACCEPTED, REFUSED, FAILED = "accepted", "refused", "failed"
+
+
+class Wrong(Exception):
+    """The package accepted an input and made something else of it."""
+
+
+# --- Values ---------------------------------------------------------------------------------------
+
+TEXTS = (
+    *("", " ", "a", "true", "None", "nan", "-0", "1e400", "0x10", "١٢", "1_000", "½", "é\u0301"),
+    *(
+        "../x",
+        "/etc/passwd",
+        "~nouser/x",
+        "C:\\x",
+        "gs://b/x",
+        "hf:a/b",
+        "a" * 5000,
+        "\x00",
+        "\ufeff",
+    ),
+    *(
+        "\x1b[31mred\x1b[0m",
+        "\r\n",
+        "\u202e",
+        "\ud800",
+        "%s %d {x}",
+        "$(touch pwned)",
+        "'; --",
+        "🤖" * 9,
+    ),
+    *("__class__", "os:system", "module:function", "<|endoftext|>", "{{ 7 * 7 }}", "{% for %}"),
+)
+NUMBERS = (
+    *(0, 1, -1, 2, 3, 7, 255, 2**31 - 1, 2**31, 2**32, 2**63, -(2**63), 10**40, 10**4400),
+    *(
+        0.0,
+        -0.0,
+        0.5,
+        1.0,
+        1.5,
+        -2.5,
+        1e-45,
+        1e-9,
+        1e38,
+        1e39,
+        1e308,
+        math.nan,
+        math.inf,
+        -math.inf,
+    ),
+)
+
+
+def any_value(r: random.Random, depth: int = 2) -> Any:
+    """Return a value of any kind that JSON can hold."""
+    kind = r.randrange(8 if depth else 5)
+    if kind == 0:
+        return r.choice((None, True, False))
+    if kind in (1, 2):
+        return r.choice(NUMBERS)
+    if kind in (3, 4):
+        return r.choice(TEXTS)
+    if kind == 5:
+        return [any_value(r, depth - 1) for _ in range(r.randrange(4))]
+    if kind == 6:
+        return {r.choice(TEXTS): any_value(r, depth - 1) for _ in range(r.randrange(3))}
+    return nested(r.choice((50, 150, 3000)))
+
+
+def nested(depth: int) -> Any:
+    """Return a list in a list, many times."""
+    value: Any = 0
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def to_json(value: Any) -> str:
+    """Return JSON text, also of values that Python's encoder refuses."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
+        depth = 0
+        while isinstance(value, list) and len(value) == 1:
+            value, depth = value[0], depth + 1
+        return "[" * depth + to_json(value) + "]" * depth
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**4000:
+        return "1" + "0" * 4400
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(k)}: {to_json(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(to_json, value)) + "]"
+    return json.dumps(value)
+
+
+def any_bytes(r: random.Random, text: bytes) -> bytes:
+    """Return the bytes with some of them changed, cut or added."""
+    data = bytearray(text)
+    for _ in range(r.randrange(1, 4)):
+        at = r.randrange(len(data) + 1)
+        match r.randrange(4):
+            case 0:
+                del data[at:]
+            case 1:
+                data[at:at] = r.randbytes(r.randrange(1, 9))
+            case 2:
+                del data[at : at + r.randrange(1, 9)]
+            case _:
+                data[at : at + 1] = r.choice((b"\xff", b"\x00", b"{", b"]", b'"', b"9", b"\n"))
+    return bytes(data)
+
+
+# --- Kinds of inputs: functions of (random numbers, an empty folder) ------------------------------
+
+
+def option_values(r: random.Random, folder: Path) -> None:
+    """`--config.OPTION=VALUE` on the command line."""
+    from jax_ppo.config.command_line import read_command_line
+    from jax_ppo.config.schema import all_options, option_value
+
+    option = r.choice(list(all_options()))
+    value = r.choice(TEXTS) if r.random() < 0.5 else str_of(r.choice(NUMBERS))
+    with naming(option.name):
+        config, workdir = read_command_line(
+            ["train", "--config=arithmetic", f"--config.{option.name}={value}"]
+        )
+    result = option_value(config, option.name)
+    if isinstance(result, float) and not math.isfinite(result):
+        raise Wrong(f"{option.name}={value!r} was accepted as {result}")
+    if isinstance(result, str) and result != value:
+        raise Wrong(f"{option.name}={value!r} became {result!r}")
+    if isinstance(result, int | float) and not isinstance(result, bool):
+        if not math.isclose(result, float(value), rel_tol=1e-6):
+            raise Wrong(f"{option.name}={value!r} became {result!r}")
+    if not workdir.is_relative_to("output"):
+        raise Wrong(f"{option.name}={value!r}: the work directory would be {workdir}")
+
+
+def str_of(number: float) -> str:
+    """Return a number as text; Python refuses to print whole numbers of thousands of digits."""
+    if isinstance(number, int) and abs(number) > 10**4000:
+        return "1" + "0" * 4400
+    return str(number)
+
+
+def option_names(r: random.Random, folder: Path) -> None:
+    """Names of options that do not exist: typing errors, and names of other programs."""
+    from jax_ppo.config.command_line import read_command_line
+    from jax_ppo.config.schema import all_options
+
+    names = [option.name for option in all_options()]
+    peers = (
+        *("actor_rollout_ref.rollout.n", "algorithm.kl_ctrl.kl_coef", "trainer.n_gpus_per_node"),
+        *(
+            "actor_rollout_ref.actor.ppo_mini_batch_size",
+            "critic.model.path",
+            "reward_model.enable",
+        ),
+        *("ds.zero_stage", "train.max_epochs", "per_device_train_batch_size", "cliprange", "lam"),
+        *("num_ppo_epochs", "learning_rate", "rollout_batch_size", "init_kl_coef", "vf_coef"),
+    )
+    name = r.choice((*names, *peers))
+    match r.randrange(4):
+        case 0:
+            at = r.randrange(len(name))
+            name = name[:at] + name[at + 1 :]
+        case 1:
+            at = r.randrange(len(name))
+            name = name[:at] + r.choice("xyzeé.-_ \x1b") + name[at:]
+        case 2:
+            name = name.upper()
+        case _:
+            name = f"{name}.{r.choice(TEXTS)}"
+    if name in names:
+        return
+    with naming(name.split(".")[0][:20], "--config", "option"):
+        read_command_line(["train", "--config=arithmetic", f"--config.{name}=1"])
+    raise Wrong(f"the option {name!r} does not exist and was accepted")
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "hidden_act": "silu",
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "torch_dtype": "float32",
+}
+
+
+def model_config(r: random.Random, folder: Path) -> None:
+    """One field of a decoder's config.json."""
+    from jax_ppo.models.architecture import Architecture
+    from jax_ppo.models.hf.load import read_architecture
+
+    config: dict[str, Any] = dict(LLAMA)
+    config["model_type"] = r.choice(
+        ("llama", "llama", "qwen2", "qwen3", "mistral", "gemma", "phi3")
+    )
+    where: dict[str, Any] = config
+    if r.random() < 0.2:
+        where = config["rope_parameters"] = dict(LLAMA["rope_parameters"])
+    extra = (
+        "rope_scaling",
+        "sliding_window",
+        "quantization_config",
+        "is_causal",
+        "num_experts",
+        "x",
+    )
+    field = r.choice((*where, *extra))
+    where[field] = any_value(r)
+    (folder / "config.json").write_text(to_json(config))
+    write_safetensors(folder / "model.safetensors", llama_tensors())
+    with naming("config.json", str(folder)):
+        architecture = read_architecture(folder)
+    if not isinstance(architecture, Architecture):
+        raise Wrong(f"{field}={where[field]!r} made {architecture!r}")
+    # Whoever accepts these fields must have understood them.
+    own = {
+        "hidden_size": architecture.hidden_size,
+        "num_hidden_layers": architecture.num_layers,
+        "num_attention_heads": architecture.num_heads,
+        "vocab_size": architecture.vocab_size,
+    }
+    if field in own and own[field] != where[field]:
+        raise Wrong(f"{field}={where[field]!r} was read as {own[field]!r}")
+
+
+def adapter_config(r: random.Random, folder: Path) -> None:
+    """One field of a PEFT adapter_config.json."""
+    from jax_ppo.models.hf.peft import read_adapter_config
+
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "base",
+        "r": 4,
+        "lora_alpha": 8,
+        "lora_dropout": 0.0,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "fan_in_fan_out": False,
+    }
+    field = r.choice((*config, "rank_pattern", "alpha_pattern", "layers_to_transform", "x"))
+    config[field] = any_value(r)
+    (folder / "adapter_config.json").write_text(to_json(config))
+    write_safetensors(folder / "adapter_model.safetensors", adapter_tensors())
+    with naming("adapter_config.json", "adapter", str(folder)):
+        lora, _ = read_adapter_config(folder)
+    if field == "r" and lora.rank != config["r"]:
+        raise Wrong(f"r={config['r']!r} was read as {lora.rank}")
+
+
+def adapter_tensors() -> dict[str, tuple[str, list[int]]]:
+    prefix = "base_model.model.model.layers"
+    return {
+        f"{prefix}.{layer}.self_attn.{name}.lora_{side}.weight": ("F32", shape)
+        for layer in (0, 1)
+        for name, out in (("q_proj", 16), ("v_proj", 8))
+        for side, shape in (("A", [4, 16]), ("B", [out, 4]))
+    }
+
+
+def write_safetensors(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> bytes:
+    """Write a file of zeros; return its header."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        size = 4 * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
+    return text
+
+
+def llama_tensors() -> dict[str, tuple[str, list[int]]]:
+    tensors = {"model.embed_tokens.weight": ("F32", [64, 16]), "model.norm.weight": ("F32", [16])}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}"
+        for name, shape in (
+            ("self_attn.q_proj", [16, 16]),
+            ("self_attn.k_proj", [8, 16]),
+            ("self_attn.v_proj", [8, 16]),
+            ("self_attn.o_proj", [16, 16]),
+            ("mlp.gate_proj", [32, 16]),
+            ("mlp.up_proj", [32, 16]),
+            ("mlp.down_proj", [16, 32]),
+            ("input_layernorm", [16]),
+            ("post_attention_layernorm", [16]),
+        ):
+            tensors[f"{prefix}.{name}.weight"] = ("F32", shape)
+    return tensors
+
+
+def load_llama(folder: Path) -> None:
+    """Load the folder as a run would."""
+    import jax
+    import jax.numpy as jnp
+
+    from jax_ppo.models import heads
+    from jax_ppo.models.hf.load import load_checkpoint, read_architecture
+    from jax_ppo.models.transformer import Transformer
+
+    architecture = read_architecture(folder)
+    model = Transformer(architecture)
+    shapes = jax.eval_shape(lambda: heads.init_params(model, jax.random.key(0), "lm"))
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    where = jax.tree.map(lambda _: device, shapes)
+    params = load_checkpoint(folder, architecture, where, jnp.float32, "lm")
+    for leaf in jax.tree.leaves(params):
+        if not bool(jnp.isfinite(leaf).all()):
+            raise Wrong("weights that are not finite were loaded")
+
+
+def safetensors_header(r: random.Random, folder: Path) -> None:
+    """The header of a weights file, or its bytes."""
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    path = folder / "model.safetensors"
+    text = write_safetensors(path, llama_tensors())
+    body = path.read_bytes()[8 + len(text) :]
+    if r.random() < 0.3:
+        path.write_bytes(any_bytes(r, path.read_bytes()))
+    else:
+        header = json.loads(text)
+        name = r.choice(list(header))
+        match r.randrange(4):
+            case 0:
+                header[name] = any_value(r)
+            case 1:
+                header[name][r.choice(("dtype", "shape", "data_offsets"))] = any_value(r)
+            case 2:
+                header[r.choice(TEXTS)] = header.pop(name)
+            case _:
+                header[name]["dtype"] = r.choice(("F64", "BF16", "I32", "F8_E4M3", "BOOL", "U16"))
+        text = to_json(header).encode(errors="surrogatepass")
+        path.write_bytes(struct.pack("<Q", len(text)) + text + body)
+    with naming(str(folder), "model.", "tensor"):
+        load_llama(folder)
+
+
+def safetensors_index(r: random.Random, folder: Path) -> None:
+    """The index of weights in shards."""
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    tensors = llama_tensors()
+    names = list(tensors)
+    shards = {"model-1.safetensors": names[:9], "model-2.safetensors": names[9:]}
+    index: dict[str, Any] = {"metadata": {"total_size": 1}, "weight_map": {}}
+    for shard, own in shards.items():
+        write_safetensors(folder / shard, {name: tensors[name] for name in own})
+        index["weight_map"] |= dict.fromkeys(own, shard)
+    match r.randrange(5):
+        case 0:
+            index["weight_map"] = any_value(r)
+        case 1:
+            index["weight_map"][r.choice(names)] = any_value(r)
+        case 2:
+            index["weight_map"][r.choice(TEXTS)] = r.choice(list(shards))
+        case 3:
+            (folder / r.choice(list(shards))).unlink()
+        case _:
+            index = any_value(r)
+    path = folder / "model.safetensors.index.json"
+    text = to_json(index).encode(errors="surrogatepass")
+    path.write_bytes(any_bytes(r, text) if r.random() < 0.2 else text)
+    with naming(str(folder), "model", "tensor"):
+        load_llama(folder)
+
+
+VERL_ROW = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "2+2?"}],
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"index": 0, "answer": "four"},
+}
+GSM8K_ROW = {"question": "How many?", "answer": "Two.\n#### 2"}
+
+
+def hostile_row(r: random.Random) -> dict[str, Any]:
+    """Return a row of data with one thing changed."""
+    row: dict[str, Any] = json.loads(json.dumps(r.choice((VERL_ROW, GSM8K_ROW))))
+    field = r.choice(list(row))
+    match r.randrange(4):
+        case 0:
+            del row[field]
+        case 1 if "prompt" in row:
+            row["prompt"][0][r.choice(("role", "content", "x"))] = any_value(r)
+        case 2 if "prompt" in row:
+            row["reward_model"][r.choice(("style", "ground_truth", "x"))] = any_value(r)
+        case _:
+            row[field] = any_value(r)
+    return row
+
+
+def examine_examples(examples: list[Any]) -> None:
+    for example in examples:
+        prompt = example.prompt
+        if not isinstance(prompt, str):
+            for message in prompt:
+                if not (isinstance(message["role"], str) and isinstance(message["content"], str)):
+                    raise Wrong(f"the prompt {prompt!r:.200} was accepted")
+
+
+def jsonl_rows(r: random.Random, folder: Path) -> None:
+    """Rows of JSON lines."""
+    from jax_ppo.data.sources import load_examples
+
+    path = folder / r.choice(("data.jsonl", "data.jsonl", "data.json", "data.jsonl.gz"))
+    rows = [hostile_row(r) for _ in range(r.randrange(1, 4))]
+    data = "\n".join(map(to_json, rows)).encode(errors="surrogatepass")
+    if r.random() < 0.4:
+        data = any_bytes(r, data)
+    if path.suffix == ".gz":
+        import gzip
+
+        data = gzip.compress(data)
+        if r.random() < 0.5:
+            data = any_bytes(r, data)
+    path.write_bytes(data)
+    slices = ("[:2]", "[1:99999999999999999999]", "[x:]", "[:-1]")
+    spec = f"{path}{r.choice(slices) if r.random() < 0.2 else ''}"
+    with naming("data", str(folder)):
+        examples = load_examples(spec)
+    examine_examples(examples)
+
+
+def parquet_rows(r: random.Random, folder: Path) -> None:
+    """Columns of a Parquet file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from jax_ppo.data.sources import load_examples
+
+    path = folder / "data.parquet"
+    row = json.loads(json.dumps(r.choice((VERL_ROW, GSM8K_ROW))))
+    values = (None, 1, 2**40, 1.5, math.nan, "", "x", b"\xff", [1], [[1]], {"a": 1}, {"role": "x"})
+    row[r.choice([*row, "x"])] = r.choice(values)
+    try:
+        pq.write_table(pa.Table.from_pylist([row, row]), path)
+    except (pa.ArrowException, OverflowError):
+        return
+    if r.random() < 0.3:
+        path.write_bytes(any_bytes(r, path.read_bytes()))
+    with naming("data", str(folder)):
+        examples = load_examples(str(path))
+    examine_examples(examples)
+
+
+def data_sources(r: random.Random, folder: Path) -> None:
+    """Specifications of data sources."""
+    from jax_ppo.data.sources import load_examples
+
+    scheme = r.choice(("arithmetic", "stories", "tfds", "hf", "", "file", "https", "~x", "gs"))
+    rest = r.choice((*TEXTS, "8", "8/test", "-3", "0", "9" * 30, "gsm8k/train", "a/b/c.jsonl"))
+    spec = f"{scheme}:{rest}" if scheme else rest
+    if scheme == "arithmetic" and rest.isascii() and rest.isdigit() and len(rest) < 5:
+        if len(load_examples(spec)) != int(rest) and int(rest):
+            raise Wrong(f"{spec} does not make {rest} examples")
+        return
+    with naming("train_files"):
+        load_examples(spec)
+
+
+def chat_templates(r: random.Random, folder: Path) -> None:
+    """A tokenizer's chat template."""
+    from jax_ppo.data.prompts import tokenize_prompts
+    from jax_ppo.types import Example
+
+    tokenizer = tiny_tokenizer()
+    pieces = (
+        *(
+            "{{ messages[0]['content'] }}",
+            "{% for m in messages %}",
+            "{% endfor %}",
+            "{{ m.role }}",
+        ),
+        *("{{ x.y.z }}", "{{ 1 / 0 }}", "{% raw %}", "{{ ''.__class__.__mro__ }}", "\x1b[2J", "{{"),
+        *("{% include 'x' %}", "{{ range(10**12) | list }}", "{{ raise_exception('no') }}", "A"),
+        *("{% for i in range(10**9) %}x{% endfor %}", "{{ 'a' * 10**6 }}", "{{ cycler.__init__ }}"),
+    )
+    tokenizer.chat_template = "".join(r.choice(pieces) for _ in range(r.randrange(1, 4)))
+    messages = ({"role": "user", "content": "2+2?"},)
+    example = Example(prompt=messages, data_source="gsm8k", ground_truth="4", extra_info={})
+    with naming("chat template", "chat_template", "config.data"):
+        tokenize_prompts([example] * 2, tokenizer, max_prompt_length=64)
+
+
+_TOKENIZERS: list[tuple[Path, Any]] = []
+
+
+def tiny_tokenizer() -> Any:
+    """Return a small tokenizer, trained once per process."""
+    if not _TOKENIZERS:
+        from jax_ppo.data.tokenizer import train_tokenizer
+
+        folder = Path(tempfile.mkdtemp(prefix="hostile_tokenizer_"))
+        texts = [f"Question: {a}+{b}? Answer: {a + b}" for a in range(20) for b in range(9)]
+        _TOKENIZERS.append((folder, train_tokenizer(texts, 300, folder)))
+    return _TOKENIZERS[0][1]
+
+
+def tokenizer_files(r: random.Random, folder: Path) -> None:
+    """The files of a tokenizer."""
+    from jax_ppo.data.tokenizer import load_tokenizer
+
+    tiny_tokenizer()
+    for file in _TOKENIZERS[0][0].iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    name = r.choice(sorted(file.name for file in folder.iterdir()))
+    path = folder / name
+    if r.random() < 0.4:
+        path.write_bytes(any_bytes(r, path.read_bytes()))
+    else:
+        content = json.loads(path.read_text()) if path.suffix == ".json" else {}
+        if isinstance(content, dict) and content:
+            content[r.choice([*content, "auto_map"])] = any_value(r)
+        path.write_text(to_json(content))
+    with naming(str(folder)):
+        tokenizer = load_tokenizer(str(folder))
+    tokenizer.encode("2+2?")
+
+
+def reward_results(r: random.Random, folder: Path) -> None:
+    """Results of a reward function, and its errors."""
+    import numpy as np
+
+    from jax_ppo.rewards.batch import score_batch
+    from jax_ppo.rewards.registry import resolve_reward_function
+    from jax_ppo.types import Example
+
+    value = any_value(r)
+    extras = {"score": any_value(r), r.choice(TEXTS): any_value(r), "correct": any_value(r)}
+    results = (
+        value,
+        np.float32(2.5),
+        np.array([1.0, 2.0]),
+        extras,
+        b"1",
+        object(),
+        (1, 2),
+        lambda: 1,
+    )
+    errors = (ValueError, SystemExit, KeyboardInterrupt, RecursionError, StopIteration, MemoryError)
+    result, error = r.choice(results), r.choice(errors)
+    fails = r.random() < 0.3 and error is not KeyboardInterrupt
+
+    def compute_score(
+        data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
+    ) -> Any:
+        extra_info.clear()
+        if solution_str == "good":
+            return 1.0
+        if fails:
+            raise error(r.choice(TEXTS))
+        return result
+
+    module = sys.modules["__main__"]
+    module.hostile_reward = compute_score  # type: ignore[attr-defined]
+    function = resolve_reward_function("__main__:hostile_reward")
+    example = Example(
+        prompt="2+2?", data_source="x", ground_truth="4", extra_info={"index": [1, 2]}
+    )
+    scored = score_batch(function, [example] * 3, ["good", r.choice(TEXTS) or "x", "good"], -7.0)
+    if scored.scores[0] != 1 or scored.scores[2] != 1 or not np.isfinite(scored.scores).all():
+        raise Wrong(f"a bad sample changed its neighbours: {scored.scores}")
+    if scored.failures != int(scored.scores[1] == -7.0) and scored.failures:
+        raise Wrong(f"{scored.failures} failures, but scores {scored.scores}")
+    if example.extra_info != {"index": [1, 2]}:
+        raise Wrong("a reward function changed extra_info for others")
+    one_line(scored.first_failure, lines=False)
+
+
+def responses(r: random.Random, folder: Path) -> None:
+    """Responses with control characters, as the console and the sample table print them."""
+    from jax_ppo.reporting.console import format_sample_table
+    from jax_ppo.rewards.rules import score_gsm8k
+
+    text = "".join(
+        chr(
+            r.choice(
+                (0x1B, 0x9B, 7, 8, 13, 0x202E, 0x200D, 0x1F600, 0xD800, r.randrange(1, 0x3000))
+            )
+        )
+        for _ in range(r.randrange(200))
+    )
+    text += r.choice(("", "#### 4", "\\boxed{4}", "####" + "9" * 5000, "#### 1,2,3", "#### -"))
+    row = {"prompt": text[::-1], "response": text, "score": 0.0, "correct": None}
+    table = format_sample_table([row] * 2, width=r.choice((40, 100, 10**4)))
+    one_line(table, lines=False)
+    if score_gsm8k(text, "4", "flexible").score not in (0.0, 1.0):
+        raise Wrong(f"the score of {text!r:.200} is neither 0 nor 1")
+
+
+def plugins(r: random.Random, folder: Path) -> None:
+    """`module:function` of a user's function."""
+    from jax_ppo.config.plugins import load_plugin
+
+    bodies = (
+        *(
+            "def f(a, b): return 1",
+            "def f(): return 1",
+            "def g(a, b): return 1",
+            "f = 3",
+            "def f(:",
+        ),
+        *("import sys; sys.exit()", "raise SystemExit(3)", "1/0", "import nothing_of_this_name"),
+        *(
+            "raise KeyError('\\x1b[31m')",
+            "def f(a, *, b): return 1",
+            "class f: pass",
+            "\x00",
+            "é = 1",
+        ),
+        *(
+            "def f(*args, **kwargs): return 1",
+            "async def f(a, b): return 1",
+            "raise Exception('a\\nb')",
+        ),
+    )
+    (folder / "plugin.py").write_text(r.choice(bodies))
+    where = r.choice(
+        (folder / "plugin.py", folder / "plugin.py", folder / "none.py", "os", "x.y", "")
+    )
+    function = f"{where}:{r.choice(('f', 'f', 'g', '', 'f.g', 'é', 'a b'))}"
+    if r.random() < 0.1:
+        function = r.choice(TEXTS)
+    with naming("config.reward.function"):
+        plugin = load_plugin(function, "reward.function", ("a", "b"), r.random() < 0.5)
+    if not callable(plugin):
+        raise Wrong(f"{function!r} was accepted")
+
+
+KINDS: dict[str, Callable[[random.Random, Path], None]] = {
+    "option values": option_values,
+    "option names": option_names,
+    "config.json": model_config,
+    "adapter_config.json": adapter_config,
+    "safetensors": safetensors_header,
+    "safetensors index": safetensors_index,
+    "JSON lines": jsonl_rows,
+    "Parquet": parquet_rows,
+    "data sources": data_sources,
+    "chat templates": chat_templates,
+    "tokenizer files": tokenizer_files,
+    "reward results": reward_results,
+    "responses": responses,
+    "plugins": plugins,
+}
+
+
+# --- Judging --------------------------------------------------------------------------------------
+
+
+class Refused(Exception):
+    """The package refused the input, in the form it should."""
+
+
+@contextlib.contextmanager
+def naming(*names: str) -> Iterator[None]:
+    """Turn a `UserError` into `Refused` if it is one line that contains one of the names."""
+    from jax_ppo.errors import UserError
+
+    try:
+        yield
+    except UserError as error:
+        text = str(error)
+        one_line(text)
+        if not any(name in text for name in names):
+            raise Wrong(f"refused, but none of {names} is named: {text:.300}") from None
+        raise Refused(text) from None
+
+
+def one_line(text: str, lines: bool = True) -> None:
+    """Raise `Wrong` for text that may not be shown: escape sequences, and lines if `lines`."""
+    allowed = "" if lines else "\n"
+    bad = sorted({c for c in text if not c.isprintable() and c not in allowed})
+    if bad:
+        raise Wrong(f"the message holds {bad!r:.100}: {text!r:.300}")
+    if len(text) > 20_000 and lines:
+        raise Wrong(f"the message has {len(text)} characters: {text!r:.100}")
+
+
+class TooLong(BaseException):
+    """An input took longer than `SECONDS`; not an Exception, which the package would catch."""
+
+
+def judge(kind: str, number: int, seed: int, outside: Path) -> tuple[str, str]:
+    """Run one input; return its outcome and, if it failed, why."""
+    r = random.Random(f"{seed}/{kind}/{number}")
+    before = sorted(outside.iterdir())
+
+    def stop(*_: object) -> None:
+        raise TooLong
+
+    signal.signal(signal.SIGPROF, stop)
+    with tempfile.TemporaryDirectory(prefix="hostile_") as name:
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        output = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+                KINDS[kind](r, Path(name))
+            outcome, why = ACCEPTED, ""
+        except Refused:
+            outcome, why = REFUSED, ""
+        except TooLong:
+            outcome, why = FAILED, f"took longer than {SECONDS:g} s"
+        except Wrong as error:
+            outcome, why = FAILED, str(error)
+        except BaseException as error:
+            outcome, why = FAILED, f"{type(error).__name__}: {error!s:.300}"
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+    if "Traceback" in output.getvalue() and kind != "reward results":
+        outcome, why = FAILED, f"printed a traceback: {output.getvalue():.300}"
+    if sorted(outside.iterdir()) != before:
+        outcome, why = FAILED, "wrote outside its folder"
+    if children := Path(f"/proc/self/task/{os.getpid()}/children"):
+        if children.exists() and children.read_text().strip():
+            outcome, why = FAILED, f"left processes behind: {children.read_text()}"
+    return outcome, why
+
+
+def run_kind(kind: str, numbers: range, seed: int, results: Any) -> None:
+    """Judge inputs of one kind, in a process of its own; send (number, outcome, why, seconds)."""
+    import logging
+
+    logging.disable(logging.CRITICAL)
+    outside = Path(tempfile.mkdtemp(prefix="hostile_cwd_"))
+    os.chdir(outside)
+    results.send((-1, ACCEPTED, "", 0.0))
+    # The first input pays for imports, which are not its own.
+    with contextlib.suppress(BaseException):
+        with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(io.StringIO()):
+            KINDS[kind](random.Random(0), Path(name))
+    for number in numbers:
+        start = time.monotonic()
+        outcome, why = judge(kind, number, seed, outside)
+        results.send((number, outcome, why, time.monotonic() - start))
+    results.close()
+
+
+def run_inputs(kind: str, numbers: range, seed: int) -> Iterator[tuple[int, str, str, float]]:
+    """Yield the result of each input of a kind; replace a child that hangs or dies."""
+    context = multiprocessing.get_context("spawn")
+    while numbers:
+        receiver, sender = context.Pipe(duplex=False)
+        child = context.Process(target=run_kind, args=(kind, numbers, seed, sender), daemon=True)
+        child.start()
+        sender.close()
+        problem = ""
+        while numbers and not problem:
+            if not receiver.poll(HANG):
+                problem = f"hung for {HANG:g} s"
+                break
+            try:
+                result = receiver.recv()
+            except EOFError:
+                child.join(5)
+                problem = f"the process died with exit code {child.exitcode}"
+                break
+            if result[0] >= 0:
+                numbers = numbers[1:]
+                yield result
+        child.kill()
+        child.join()
+        if problem:
+            yield numbers[0], FAILED, problem, 0.0
+            numbers = numbers[1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--inputs", type=int, default=10_000, help="inputs of all kinds together")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", choices=KINDS, action="append", help="these kinds alone")
+    parser.add_argument("--only", type=int, help="the number of one input")
+    arguments = parser.parse_args()
+    kinds = arguments.kind or list(KINDS)
+    each = -(-arguments.inputs // len(kinds))
+    numbers = range(each) if arguments.only is None else range(arguments.only, arguments.only + 1)
+    failures = 0
+    print(f"{'kind':22} {'inputs':>7} {'accepted':>9} {'refused':>8} {'failed':>7} {'slowest':>8}")
+    for kind in kinds:
+        counts: collections.Counter[str] = collections.Counter()
+        slowest = 0.0
+        lines = []
+        for number, outcome, why, seconds in run_inputs(kind, numbers, arguments.seed):
+            counts[outcome] += 1
+            slowest = max(slowest, seconds)
+            if outcome == FAILED:
+                lines.append(f"  --kind '{kind}' --only {number}: {why!r:.400}")
+        failures += counts[FAILED]
+        print(
+            f"{kind:22} {counts.total():7} {counts[ACCEPTED]:9} {counts[REFUSED]:8} "
+            f"{counts[FAILED]:7} {slowest:6.2f} s",
+            *lines,
+            sep="\n",
+            flush=True,
+        )
+    print(f"{failures} of {each * len(kinds)} inputs failed (seed {arguments.seed})")
+    raise SystemExit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""Messages for users are one line of printable characters, whatever input they quote."""
+
+import copy
+
+from jax_ppo.errors import LONGEST_MESSAGE, UserError
+
+
+def test_line_breaks_and_escape_sequences_of_an_input_are_replaced():
+    assert str(UserError("x='a\r\nb\x1b[31m\ud800'")) == "x='a b·[31m·'"
+
+
+def test_a_long_message_keeps_its_beginning_and_its_end():
+    text = str(UserError(f"config.a={'x' * 10_000}: expected y"))
+    assert len(text) < LONGEST_MESSAGE + 10
+    assert text.startswith("config.a=xxx") and text.endswith("xxx: expected y")
+
+
+def test_details_keep_their_lines_below_the_message():
+    error = UserError("it failed", details="line 1\n  line\x07 2")
+    assert str(error) == "it failed\nline 1\n  line· 2"
+    assert str(copy.copy(error)) == str(error)  # as on the way between processes

@@ -1,0 +1,16 @@
+"""A short form of the harness of hostile inputs, tests/hostile.py."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.slow
+def test_hostile_inputs_are_accepted_correctly_or_refused_in_one_line():
+    script = Path(__file__).parent / "hostile.py"
+    command = [sys.executable, script, "--inputs", "420", "--seed", "1"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "0 of 420 inputs failed" in result.stdout
