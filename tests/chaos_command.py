@@ -1,0 +1,120 @@
+"""Run a command of jax_ppo, and announce its phases and the examples that it consumes.
+
+    python tests/chaos_command.py train|sft|reward_model [arguments of the command]
+
+Only announcements are added: `chaos.py` chooses by them when it disturbs the run. Each is one line,
+"chaos: phase NAME" or "chaos: step STEP of examples ID ID ...", on the standard output.
+"""
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from jax_ppo import command
+
+# Enough for the tiny model that a run makes.
+WARMUP_SIZES = {"NUM_EXAMPLES": 400, "TOKENIZER_EXAMPLES": 200}
+
+# Each phase begins with a call of one of these functions, by the name under which it is called.
+PHASES = {
+    "making the model": ("jax_ppo.supervised.warmup:train_on_responses",),
+    "loading": (
+        "jax_ppo.ppo.loop:create_state",
+        "jax_ppo.supervised.loop:start_parameters",
+        "jax_ppo.training.checkpoint:Checkpointer.restore",
+    ),
+    "compiling": ("jax_ppo.ppo.precompilation:compile_ahead",),
+    "sampling": ("jax_ppo.ppo.loop:sample_batch",),
+    "updating": ("jax_ppo.ppo.loop:update_state", "jax_ppo.supervised.loop:train_step"),
+    "checkpointing": ("jax_ppo.training.checkpoint:Checkpointer.save",),
+    "evaluating": ("jax_ppo.ppo.loop:evaluate_policy", "jax_ppo.supervised.loop:evaluate"),
+    "exporting": (
+        "jax_ppo.ppo.report:export_checkpoint",
+        "jax_ppo.ppo.report:save_adapters",
+        "jax_ppo.supervised.loop:export_checkpoint",
+    ),
+    "finishing": ("jax_ppo.reporting.journal:Journal.write_summary",),
+}
+
+
+def announce(text: str) -> None:
+    """Write a line at once: the process may be killed in the next instant."""
+    os.write(1, f"chaos: {text}\n".encode())
+
+
+def wrap(name: str, make_wrapper: Callable[[Callable], Callable]) -> None:
+    """Replace a function "module:name" or "module:Class.name" by its wrapper."""
+    module, _, path = name.partition(":")
+    *owners, attribute = path.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module))
+    function = getattr(owner, attribute)
+    setattr(owner, attribute, functools.wraps(function)(make_wrapper(function)))
+
+
+def announce_phases() -> None:
+    """Announce the phases."""
+
+    def make_wrapper(phase: str, function: Callable) -> Callable:
+        def call(*arguments: Any, **options: Any) -> Any:
+            announce(f"phase {phase}")
+            return function(*arguments, **options)
+
+        return call
+
+    for phase, names in PHASES.items():
+        for name in names:
+            wrap(name, functools.partial(make_wrapper, phase))
+
+
+def announce_examples() -> None:
+    """Announce the rows of the training data that each step consumes."""
+    placed = []
+
+    def wrap_sample_batch(function: Callable) -> Callable:
+        def call(run: Any, state: Any, batches: Any, step: int, reporter: Any) -> Any:
+            sampled = function(run, state, batches, step, reporter)
+            announce(f"step {step} of examples {' '.join(map(str, sampled.batch.indices))}")
+            return sampled
+
+        return call
+
+    def wrap_place_batch(function: Callable) -> Callable:
+        def call(run: Any, dataset: Any, indices: Any, *arguments: Any) -> Any:
+            placed[:] = indices
+            return function(run, dataset, indices, *arguments)
+
+        return call
+
+    def wrap_train_step(function: Callable) -> Callable:
+        def call(*arguments: Any) -> Any:
+            step = int(arguments[6])
+            announce(f"step {step} of examples {' '.join(map(str, placed))}")
+            return function(*arguments)
+
+        return call
+
+    wrap("jax_ppo.ppo.loop:sample_batch", wrap_sample_batch)
+    wrap("jax_ppo.supervised.setup:SupervisedRun.place_batch", wrap_place_batch)
+    wrap("jax_ppo.supervised.loop:train_step", wrap_train_step)
+
+
+def announce_when_running(run: Callable) -> Callable:
+    """Return a wrapper that announces from its call on, as modules are loaded only then."""
+
+    def call(*arguments: Any) -> Any:
+        warmup = importlib.import_module("jax_ppo.supervised.warmup")
+        for name, value in WARMUP_SIZES.items():
+            setattr(warmup, name, value)
+        announce_examples()
+        announce_phases()
+        return run(*arguments)
+
+    return call
+
+
+if __name__ == "__main__":
+    command._run = announce_when_running(command._run)
+    importlib.import_module(f"jax_ppo.{sys.argv[1]}").main(sys.argv[1:])

@@ -1,0 +1,193 @@
+"""Start the processes of a run, follow their announcements, and disturb them."""
+
+import collections
+import os
+import queue
+import random
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from chaos_variants import Variant
+
+ROOT = Path(__file__).parents[1]
+COMMAND = ROOT / "tests" / "chaos_command.py"
+TIMEOUT = 300.0  # seconds of a start or of an end before a run counts as hung
+STARTING = "starting"
+# Like the tests: compiling quickly matters more than running quickly.
+XLA_FLAGS = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
+EXAMPLES = re.compile(r"step (\d+) of examples ([\d ]+)")
+
+
+class Hang(Exception):
+    """A run that neither ends nor announces anything for TIMEOUT seconds."""
+
+
+class Processes:
+    """The running processes of one start of a run.
+
+    Attributes:
+      phase: the phase announced last by process 0.
+      durations: the longest duration of each phase so far, in seconds.
+      examples: for each step the announced ids of its examples, once per announcement.
+      lines: all lines of all processes.
+    """
+
+    def __init__(self, variant: Variant, inputs: Path, workdir: Path) -> None:
+        """Start the processes.
+
+        Args:
+          variant: the kind of run.
+          inputs: the folder of `chaos_variants.write_inputs`.
+          workdir: the run's work directory.
+        """
+        config = inputs / ("ppo.py" if variant.command == "train" else "supervised.py")
+        arguments = [sys.executable, str(COMMAND), variant.command, f"--config={config}"]
+        arguments.append(f"--workdir={workdir}")
+        arguments += [f"--config.{option}" for option in variant.options]
+        environment = {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(variant.devices),
+            "PYTHONPATH": str(ROOT),
+            "XLA_FLAGS": XLA_FLAGS,
+        }
+        if variant.processes > 1:
+            environment["JAX_COORDINATOR_ADDRESS"] = f"localhost:{_free_port()}"
+            environment["JAX_NUM_PROCESSES"] = str(variant.processes)
+        self.phase = STARTING
+        self.durations: dict[str, float] = collections.defaultdict(float)
+        self.examples: dict[int, set[str]] = collections.defaultdict(set)
+        self.lines: list[str] = []
+        self._phase_started = time.monotonic()
+        self._queue: queue.Queue[tuple[int, str | None]] = queue.Queue()
+        self._open_outputs = variant.processes
+        self._processes = [
+            subprocess.Popen(
+                arguments,
+                cwd=ROOT,
+                env=os.environ | environment | _process_id(variant, number),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+            )
+            for number in range(variant.processes)
+        ]
+        for number in range(variant.processes):
+            threading.Thread(target=self._read, args=(number,), daemon=True).start()
+
+    def wait_for_phase(self, phase: str, occurrence: int) -> bool:
+        """Follow the run until it announces a phase for the given time, counted from 1.
+
+        Returns:
+          Whether the phase began; otherwise the run has ended.
+        """
+        if phase == STARTING:
+            return True
+        while occurrence:
+            started = self._next_phase(TIMEOUT)
+            if started is None:
+                return False
+            occurrence -= started == phase
+        return True
+
+    def follow(self, seconds: float) -> None:
+        """Follow the run for some time, or until it ends."""
+        end = time.monotonic() + seconds
+        while self._open_outputs and (left := end - time.monotonic()) > 0:
+            try:
+                self._take_line(left)
+            except queue.Empty:
+                return
+
+    def disturb(self, kind: str, rng: random.Random) -> None:
+        """Cause a fault of a kind now."""
+        processes = self._processes
+        if kind == "kill one":
+            rng.choice(processes).kill()
+        elif kind == "disk full":
+            # A file may not grow beyond the limit: the next write beyond it fails with EFBIG.
+            limit = int(2 ** rng.uniform(0, 17))
+            for process in processes:
+                if process.poll() is None:
+                    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, limit))
+        else:
+            number = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}.get(kind, signal.SIGKILL)
+            for process in processes:
+                process.send_signal(number)
+
+    def wait(self) -> tuple[int, ...]:
+        """Follow the run to its end, and return the exit codes."""
+        while self._open_outputs:
+            self._next_phase(TIMEOUT)
+        return tuple(process.wait() for process in self._processes)
+
+    def kill(self) -> None:
+        """Kill whatever still runs."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def _read(self, number: int) -> None:
+        output = self._processes[number].stdout
+        assert output is not None
+        for line in output:
+            self._queue.put((number, line))
+        self._queue.put((number, None))
+        output.close()
+
+    def _next_phase(self, timeout: float) -> str | None:
+        """Return the next phase that process 0 announces, or `None` at the end of the run."""
+        while self._open_outputs:
+            try:
+                phase = self._take_line(timeout)
+            except queue.Empty:
+                raise Hang(f"no output in {timeout:g} s while {self.phase}") from None
+            if phase:
+                return phase
+        return None
+
+    def _take_line(self, timeout: float) -> str | None:
+        """Return the phase that the next line announces, if it does.
+
+        Raises:
+          queue.Empty: there was no line in time.
+        """
+        number, line = self._queue.get(timeout=max(timeout, 0))
+        if line is None:
+            self._open_outputs -= 1
+            return None
+        self.lines.append(f"{number}: {line}")
+        # The progress bar leaves its own characters before a line.
+        _, found, announcement = line.rstrip().partition("chaos: ")
+        if not found or number:
+            return None
+        if match := EXAMPLES.match(announcement):
+            self.examples[int(match[1])].add(match[2])
+            return None
+        now = time.monotonic()
+        seconds = now - self._phase_started
+        self.durations[self.phase] = max(self.durations[self.phase], seconds)
+        self.phase = announcement.removeprefix("phase ")
+        self._phase_started = now
+        return self.phase
+
+
+def _process_id(variant: Variant, number: int) -> dict[str, str]:
+    return {"JAX_PROCESS_ID": str(number)} if variant.processes > 1 else {}
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("localhost", 0))
+        return server.getsockname()[1]

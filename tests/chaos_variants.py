@@ -1,0 +1,121 @@
+"""Variants of tiny runs that `chaos.py` disturbs: all commands, and several kinds of PPO."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+from jax_ppo.data import arithmetic
+from llama_folder import write_llama
+
+CONFIG = '''
+"""A tiny run."""
+from jax_ppo.config import default_config
+
+def get_config():
+    config = default_config()
+    config.model.path = "{folder}/llama"
+    config.model.dtype = "float32"
+    config.data.train_batch_size = config.data.val_batch_size = 8
+    config.data.max_prompt_length, config.data.max_response_length = 64, 12
+    config.trainer.compilation_cache = "{folder}/compiled"
+    config.trainer.total_training_steps = 5
+    config.trainer.save_freq, config.trainer.test_freq = 2, 3
+    config.distributed.heartbeat_seconds = 10
+'''
+PPO_CONFIG = """
+    config.data.train_files = "arithmetic:24"
+    config.data.val_files = "arithmetic:12:heldout"
+    config.actor.ppo_mini_batch_size = 4
+    config.rollout.n = 2
+    config.rollout.temperature = 0.8
+    config.actor.optim.lr = config.critic.optim.lr = 1e-3
+    config.reward.function = "{folder}/reward.py:reward"
+    config.reward.workers = 0
+    return config
+"""
+SUPERVISED_CONFIG = """
+    config.data.train_files = "{folder}/pairs.jsonl[:24]"
+    config.data.val_files = "{folder}/pairs.jsonl[24:]"
+    config.supervised.optim.lr = 1e-2
+    return config
+"""
+REWARD = '''
+def reward(data_source, solution_str, ground_truth, extra_info):
+    """The share of digits, and a figure of its own."""
+    digits = sum(c.isdigit() for c in solution_str)
+    return {"score": digits / max(len(solution_str), 1), "digits": digits}
+'''
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A kind of run.
+
+    Attributes:
+      command: train, sft or reward_model.
+      options: `--config.NAME=VALUE` without the first part.
+      devices: virtual devices of each process.
+      processes: number of processes.
+      exports: the folders of the work directory that the run makes.
+    """
+
+    command: str = "train"
+    options: tuple[str, ...] = ()
+    devices: int = 1
+    processes: int = 1
+    exports: tuple[str, ...] = ("actor",)
+
+
+VARIANTS = {
+    "ppo": Variant(
+        options=(
+            "actor.ppo_epochs=2",
+            "algorithm.use_kl_in_reward=True",
+            "algorithm.kl_ctrl.type=adaptive",
+            "critic.normalize_values=True",
+            "reward.normalize=running",
+            "trainer.critic_warmup=1",
+        )
+    ),
+    "own model": Variant(
+        options=(
+            "model.path=",
+            "model.create.hidden_size=32",
+            "model.create.intermediate_size=48",
+            "model.create.vocab_size=192",
+            "model.create.steps=12",
+            "model.create.habit_steps=8",
+        ),
+        exports=("actor", "model"),
+    ),
+    "lora": Variant(options=("model.lora.rank=4",), exports=("actor", "adapter")),
+    "shared trunk": Variant(options=("critic.shared_trunk=True",)),
+    "one step off": Variant(
+        options=("rollout.one_step_off=True", "algorithm.rollout_is=token", "trainer.save_freq=3")
+    ),
+    "grpo": Variant(options=("algorithm.adv_estimator=grpo",)),
+    "sft": Variant(command="sft"),
+    "reward model": Variant(command="reward_model", exports=("reward_model",)),
+    "8 devices": Variant(options=("mesh.fsdp=2", "mesh.model=2"), devices=8),
+    "2 processes": Variant(processes=2),
+}
+
+
+def write_inputs(folder: Path) -> None:
+    """Write the model, the data, the reward function and the configuration files."""
+    folder.mkdir(parents=True)
+    texts = [
+        prompt + response for prompt, response in arithmetic.generate_worked_solutions(200, 0.5, 0)
+    ]
+    write_llama(folder, texts, tokens=192)
+    (folder / "reward.py").write_text(REWARD)
+    pairs = [
+        {
+            "chosen": f"\n\nHuman: How many?\n\nAssistant: {i % 7} apples{'.' * (i % 3)}",
+            "rejected": f"\n\nHuman: How many?\n\nAssistant: {i % 5} pears{'!' * (i % 4)}",
+        }
+        for i in range(29)
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    for name, part in (("ppo", PPO_CONFIG), ("supervised", SUPERVISED_CONFIG)):
+        (folder / f"{name}.py").write_text((CONFIG + part).format(folder=folder))
