@@ -57,10 +57,18 @@ class Fault:
 
 @dataclasses.dataclass
 class Reference:
-    """An undisturbed run: its folder, phases with their seconds, and the examples of each step."""
+    """An undisturbed run.
+
+    Attributes:
+      workdir: its work directory.
+      durations: the longest duration of each phase, in seconds.
+      occurrences: how often each phase began.
+      examples: for each step the announced ids of its examples.
+    """
 
     workdir: Path
     durations: dict[str, float]
+    occurrences: collections.Counter[str]
     examples: dict[int, set[str]]
 
 
@@ -125,7 +133,7 @@ class Chaos:
             raise RuntimeError(f"the undisturbed run failed: {''.join(processes.lines)}")
         validate_examples(processes.examples)
         print(f"undisturbed run, {name}: {_seconds(processes.durations)}", flush=True)
-        return Reference(workdir, processes.durations, processes.examples)
+        return Reference(workdir, processes.durations, processes.occurrences, processes.examples)
 
     def _start_once(
         self,
@@ -180,11 +188,10 @@ class Chaos:
         if (workdir / "model" / "config.json").exists():
             phases.discard("making the model")
         phase = rng.choice(sorted(phases))
-        if phase == "making the model" or phase == STARTING:
-            return kind, phase, 1
         if phase == "compiling":
             self._drop_compiled_programs(rng)
-        return kind, phase, rng.choice((1, 1, 2, 3))
+        is_rare = self._references[name].occurrences[phase] <= 3
+        return kind, phase, 1 if is_rare else rng.choice((1, 1, 2, 3))
 
     def _drop_compiled_programs(self, rng: random.Random) -> None:
         """Remove a tenth of the programs that runs share, so that some are compiled again."""
@@ -247,8 +254,7 @@ def compare_runs(
     if ours != theirs:
         raise Failure(f"training_metrics.csv differs: {_first_difference(ours, theirs)}")
     summaries = (
-        json.loads((folder / "summary.json").read_text())
-        for folder in (workdir, reference.workdir)
+        json.loads((folder / "summary.json").read_text()) for folder in (workdir, reference.workdir)
     )
     ours, theirs = (
         {name: summary[name] for name in ("evaluations", "steps", "total_steps")}

@@ -38,6 +38,7 @@ class Processes:
     Attributes:
       phase: the phase announced last by process 0.
       durations: the longest duration of each phase so far, in seconds.
+      occurrences: how often each phase has begun.
       examples: for each step the announced ids of its examples, once per announcement.
       lines: all lines of all processes.
     """
@@ -65,6 +66,7 @@ class Processes:
             environment["JAX_NUM_PROCESSES"] = str(variant.processes)
         self.phase = STARTING
         self.durations: dict[str, float] = collections.defaultdict(float)
+        self.occurrences: collections.Counter[str] = collections.Counter()
         self.examples: dict[int, set[str]] = collections.defaultdict(set)
         self.lines: list[str] = []
         self._phase_started = time.monotonic()
@@ -130,6 +132,7 @@ class Processes:
         """Follow the run to its end, and return the exit codes."""
         while self._open_outputs:
             self._next_phase(TIMEOUT)
+        self._end_phase()
         return tuple(process.wait() for process in self._processes)
 
     def kill(self) -> None:
@@ -175,12 +178,16 @@ class Processes:
         if match := EXAMPLES.match(announcement):
             self.examples[int(match[1])].add(match[2])
             return None
+        self._end_phase()
+        self.phase = announcement.removeprefix("phase ")
+        self.occurrences[self.phase] += 1
+        return self.phase
+
+    def _end_phase(self) -> None:
         now = time.monotonic()
         seconds = now - self._phase_started
         self.durations[self.phase] = max(self.durations[self.phase], seconds)
-        self.phase = announcement.removeprefix("phase ")
         self._phase_started = now
-        return self.phase
 
 
 def _process_id(variant: Variant, number: int) -> dict[str, str]:
