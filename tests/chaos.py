@@ -15,6 +15,7 @@ import dataclasses
 import json
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -82,12 +83,14 @@ class Chaos:
     Attributes:
       faults: all faults so far.
       failures: the number of runs that a fault has changed.
+      disk_tracebacks: the number of full disks that ended a run with a traceback.
     """
 
     def __init__(self, folder: Path, seed: int) -> None:
         """Write the inputs of all runs to `folder`."""
         self.faults: list[Fault] = []
         self.failures = 0
+        self.disk_tracebacks = 0
         self._folder = folder
         self._seed = seed
         self._references: dict[str, Reference] = {}
@@ -210,10 +213,12 @@ class Chaos:
         unexpected = set(fault.codes) - EXIT_CODES[fault.kind] - {0}
         if unexpected:
             raise Failure(f"{fault}: unexpected exit codes")
-        # A user's signal or a full disk is told in a line.
-        is_orderly = fault.kind in ("SIGTERM", "SIGINT", "disk full") and fault.phase != STARTING
-        if is_orderly and "Traceback" in output:
+        if "Traceback" not in output:
+            return
+        # A signal ends a run in one line, once the command has installed its handlers.
+        if fault.kind in ("SIGTERM", "SIGINT") and fault.phase != STARTING:
             raise Failure(f"{fault}: a traceback")
+        self.disk_tracebacks += fault.kind == "disk full"
 
 
 def validate_examples(examples: dict[int, set[str]]) -> None:
@@ -328,6 +333,8 @@ def main() -> int:
     parser.add_argument("--variants", default=",".join(VARIANTS), help="names with commas between")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no run after these")
     arguments = parser.parse_args()
+    # A shell ignores SIGINT for what it runs in the background, and children would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     started = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="jax_ppo_chaos_"))
     chaos = Chaos(folder, arguments.seed)
@@ -342,7 +349,8 @@ def main() -> int:
     minutes = (time.monotonic() - started) / 60
     print(
         f"\nseed {arguments.seed}: {len(chaos.faults)} faults in {number} runs, {minutes:.0f} "
-        f"minutes; {chaos.failures} runs differ"
+        f"minutes; {chaos.failures} runs differ; {chaos.disk_tracebacks} full disks ended in a "
+        "traceback"
     )
     if chaos.failures:
         print(f"their work directories are kept in {folder}")

@@ -1,0 +1,88 @@
+"""A short form of `chaos.py`, and the differences that its comparison finds."""
+
+import collections
+import json
+from pathlib import Path
+
+import pytest
+
+import chaos
+from chaos_variants import Variant
+
+EXAMPLES = {0: {"2 0"}, 1: {"1 3"}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ppo", "sft"])
+def test_disturbed_runs_equal_undisturbed_ones(name, tmp_path):
+    disturber = chaos.Chaos(tmp_path / "chaos", seed=0)
+    disturber.disturb_run(name, number=0, max_faults=3)
+    assert disturber.faults and not disturber.failures
+
+
+def write_run(folder: Path) -> Path:
+    (folder / "actor").mkdir(parents=True)
+    (folder / "actor" / "model.safetensors").write_bytes(b"weights")
+    (folder / "training_metrics.csv").write_text("step,loss,seconds/step\n1,0.5,3.0\n2,0.25,3.0\n")
+    evaluations = [{"step": 2, "reward_mean": 0.5}]
+    summary = {"evaluations": evaluations, "steps": 2, "total_steps": 2, "seconds": 7}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+@pytest.fixture
+def reference(tmp_path):
+    return chaos.Reference(write_run(tmp_path / "undisturbed"), {}, collections.Counter(), EXAMPLES)
+
+
+def replace(name, old, new):
+    def change(folder):
+        path = folder / name
+        path.write_text(path.read_text().replace(old, new))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (replace("training_metrics.csv", "0.25", "0.250001"), "step 2, loss: 0.250001"),
+        (replace("training_metrics.csv", "1,0.5,3.0\n", ""), "1 rows instead of 2"),
+        (replace("summary.json", "0.5", "0.6"), "summary.json"),
+        (replace("actor/model.safetensors", "w", "v"), "model.safetensors"),
+        (lambda folder: (folder / ".actor.writing").mkdir(), ".actor.writing"),
+    ],
+)
+def test_a_difference_is_found(reference, tmp_path, change, message):
+    folder = write_run(tmp_path / "disturbed")
+    change(folder)
+    with pytest.raises(chaos.Failure, match=message):
+        chaos.compare_runs(Variant(), folder, reference, EXAMPLES)
+
+
+def test_times_may_differ_and_examples_may_not(reference, tmp_path):
+    folder = write_run(tmp_path / "disturbed")
+    replace("training_metrics.csv", "3.0", "4.0")(folder)
+    chaos.compare_runs(Variant(), folder, reference, EXAMPLES)
+    # Sampled twice, with other examples the second time.
+    with pytest.raises(chaos.Failure, match="examples"):
+        chaos.compare_runs(Variant(), folder, reference, EXAMPLES | {1: {"1 3", "3 1"}})
+
+
+def test_an_example_that_is_repeated_or_left_out_is_found():
+    ids = [*range(24)]
+    steps = [ids[:8], ids[8:16], ids[16:]]
+    chaos.validate_examples({i: {" ".join(map(str, step))} for i, step in enumerate(steps)})
+    steps[2] = [0, *ids[17:]]
+    with pytest.raises(chaos.Failure, match="an epoch"):
+        chaos.validate_examples({i: {" ".join(map(str, step))} for i, step in enumerate(steps)})
+
+
+def test_one_byte_of_the_newest_checkpoint_is_damaged(tmp_path):
+    for step in (9, 10):
+        (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
+        (tmp_path / "checkpoints" / str(step) / "data").write_bytes(b"content")
+    chaos.damage_newest_checkpoint(tmp_path, chaos.random.Random(0))
+    older, newest = (tmp_path / "checkpoints" / step / "data" for step in ("9", "10"))
+    assert older.read_bytes() == b"content"
+    assert sum(a != b for a, b in zip(newest.read_bytes(), b"content", strict=True)) == 1
