@@ -43,7 +43,7 @@ def prepared_run(options: Config, workdir: Path) -> Iterator[None]:
     Set up the compilation cache and write the resolved options to the work directory.
 
     Raises:
-      UserError: the work directory cannot be used.
+      UserError: the work directory cannot be used, or its disk is full.
       SystemExit: at the end of the block, if SIGTERM stopped the run: with code 143, and in a
         command with code 130 for SIGINT.
       KeyboardInterrupt: if SIGINT stopped the run, outside of a command.
@@ -52,16 +52,25 @@ def prepared_run(options: Config, workdir: Path) -> Iterator[None]:
 
     from jax_ppo.reporting import console
     from jax_ppo.runtime import compilation, distributed, work_directory
+    from jax_ppo.storage import disk_space
 
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # torch is not needed
     compilation.enable_cache(options.trainer.compilation_cache, console.print_on_main)
-    with (
-        signals.handle_stop_signals(ends_process=False, several_processes=jax.process_count() > 1),
-        work_directory.open_work_directory(workdir, console.print_on_main),
-    ):
-        distributed.run_on_main(lambda: command_line.write_resolved_config(options, workdir))
-        yield
-        signals.raise_if_stopped(console.print_on_main)
+    try:
+        with (
+            signals.handle_stop_signals(
+                ends_process=False, several_processes=jax.process_count() > 1
+            ),
+            work_directory.open_work_directory(workdir, console.print_on_main),
+        ):
+            distributed.run_on_main(lambda: command_line.write_resolved_config(options, workdir))
+            yield
+            signals.raise_if_stopped(console.print_on_main)
+    except OSError as error:
+        if not disk_space.is_disk_full(error):
+            raise
+        what = Path(error.filename).name if error.filename else "a file of the run"
+        raise disk_space.disk_full_error(workdir, what) from error
 
 
 def _run(options: Config, workdir: Path, run: Callable[[Config, Path], object]) -> None:

@@ -26,7 +26,7 @@ MAY_IMPORT = {
 }
 MAY_IMPORT["supervised"] = MAY_IMPORT["training"] | {"training", "reporting"}
 MAY_IMPORT["ppo"] = MAY_IMPORT["supervised"] | {"supervised", "sampler", "rewards"}
-MAY_IMPORT["command"] = {"errors", "config", "runtime", "reporting"}
+MAY_IMPORT["command"] = {"errors", "config", "storage", "runtime", "reporting"}
 MAY_IMPORT["sft"] = MAY_IMPORT["reward_model"] = {"config", "command", "supervised"}
 MAY_IMPORT["train"] = {"config", "command", "ppo", "api"}
 MAY_IMPORT["api"] = MAY_IMPORT["ppo"] | {"ppo", "command"}

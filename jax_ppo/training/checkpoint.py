@@ -8,13 +8,15 @@ are not as they were written is set aside when the directory is opened, and the 
 used.
 """
 
+import contextlib
 import dataclasses
 import json
+import logging
 import math
 import os
 import signal
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from orbax.checkpoint import checkpoint_managers
 
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import distributed, signals
+from jax_ppo.storage import disk_space
 from jax_ppo.training import checksums
 
 META = "meta"
@@ -89,6 +92,7 @@ class Checkpointer:
             if newest is not None:
                 self._intact_steps.add(newest)
         distributed.barrier("damaged checkpoints")
+        logging.getLogger("absl").addFilter(_is_not_of_full_disk)
         # Without best_fn no metrics are written, and a restart forgets the best checkpoint.
         self._manager = ocp.CheckpointManager(
             self._directory,
@@ -101,6 +105,7 @@ class Checkpointer:
         )
         # What `save` and `should_stop` last did, since the loop may ask twice about one step.
         self._saved_step: int | None = None
+        self._saving: tuple[int, int] = (0, 0)  # the step that is being saved, and its bytes
         self._asked_step: int | None = None
         self._stop = False
 
@@ -113,9 +118,13 @@ class Checkpointer:
         error: BaseException | None,
         trace: types.TracebackType | None,
     ) -> None:
-        # After an error in one of several processes, close() would wait forever for the others.
-        if kind is None or jax.process_count() == 1:
+        if kind is None:
             self.close()
+        # After an error in one of several processes, close() would wait forever for the others.
+        elif jax.process_count() == 1:
+            # The first error is the one to report, not that of a save which it interrupted.
+            with contextlib.suppress(Exception):
+                self.close()
 
     def save(
         self,
@@ -138,8 +147,9 @@ class Checkpointer:
 
         Raises:
           TypeError: something in `meta` is not JSON.
+          UserError: the disk has too little space.
           ValueError: the directory already had this step.
-          Exception: the previous save failed (no space left, ...).
+          Exception: the previous save failed.
         """
         if step == self._saved_step:
             return
@@ -153,8 +163,14 @@ class Checkpointer:
             for name, value in (metrics or {}).items()
             if value is not None and math.isfinite(value)
         }
+        # The save before this one needs its space first.
+        self.wait()
+        self._saving = (step, sum(map(_num_bytes, jax.tree.leaves(arrays))))
+        # Asked beforehand, since tensorstore has no short error for a full disk.
+        distributed.run_on_main(self._require_free_space)
         # `force`: the caller decides when to save, not an interval of Orbax.
-        self._manager.save(step, args=ocp.args.Composite(**items), metrics=finite, force=True)
+        with self._disk_errors():
+            self._manager.save(step, args=ocp.args.Composite(**items), metrics=finite, force=True)
         self._saved_step = step
 
     def latest_step(self) -> int | None:
@@ -232,7 +248,8 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until everything saved is on disk, and raise what went wrong."""
         # Background errors of the last save surface here.
-        self._manager.wait_until_finished()
+        with self._disk_errors():
+            self._manager.wait_until_finished()
         if self._saved_step is not None:
             signals.record_saved_step(self._saved_step)
 
@@ -240,6 +257,26 @@ class Checkpointer:
         """Wait for a save in progress; nothing can be called afterwards."""
         self.wait()
         self._manager.close()
+
+    def _require_free_space(self) -> None:
+        step, needed = self._saving
+        what = f"the checkpoint of step {step}"
+        disk_space.require_free_space(Path(self._directory), needed, what)
+
+    @contextlib.contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        """Raise `UserError` in the place of Orbax's errors if the disk is full."""
+        try:
+            yield
+        except Exception as error:
+            if not disk_space.is_disk_full(error):
+                raise
+            step, needed = self._saving
+            full = disk_space.disk_full_error(
+                Path(self._directory), f"the checkpoint of step {step}", needed
+            )
+            # Without the cause, whose frames hold the writers that were not awaited.
+            raise full from None
 
     def _agree_to_stop(self, step: int) -> bool:
         """Return whether the processes agreed to stop after this step, and record the signal."""
@@ -283,6 +320,16 @@ class Checkpointer:
                 f"checkpoint {step} in {self._directory} is of another model or optimizer: "
                 f"{'; '.join(wrong[:MAX_SHOWN])}{more}"
             )
+
+
+def _num_bytes(array: Any) -> int:
+    return array.size * array.dtype.itemsize
+
+
+def _is_not_of_full_disk(record: logging.LogRecord) -> bool:
+    """Return whether to show a log record of Orbax: a full disk is reported by `Checkpointer`."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not (disk_space.is_disk_full(error) or "RESOURCE_EXHAUSTED" in record.getMessage())
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:

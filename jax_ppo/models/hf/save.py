@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from jax_ppo.models.hf.json_files import read_json_object
 from jax_ppo.models.hf.names import adapter_tensor_table, tensor_table
 from jax_ppo.models.hf.tensors import TensorMapping, TensorTable, flatten_like
 from jax_ppo.models.lora import Lora, merge_kernel
+from jax_ppo.storage import disk_space
 
 # Not float16, whose range is smaller than that of the parameters.
 EXPORT_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
@@ -250,6 +252,9 @@ def write_weights(
     """
     code = EXPORT_DTYPES[dtype]
     itemsize = SAFETENSORS_DTYPES[code].itemsize
+    if folder is not None:
+        needed = sum(math.prod(row.full_shape) for row in rows.values()) * itemsize
+        disk_space.require_free_space(folder.parent, needed, "an export of the weights")
     shards = _split_into_shards(rows, itemsize, max_shard_bytes)
     weight_map: dict[str, str] = {}
     total_bytes = 0
