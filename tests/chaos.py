@@ -184,7 +184,12 @@ class Chaos:
 
     def _draw_fault(self, name: str, workdir: Path, rng: random.Random) -> tuple[str, str, int]:
         """Return the kind of the next fault, and the phase and its occurrence to wait for."""
-        kinds = (*KINDS, "kill one") if VARIANTS[name].processes > 1 else KINDS
+        variant = VARIANTS[name]
+        kinds = [
+            kind for kind in KINDS if variant.promises_signals or kind not in ("SIGTERM", "SIGINT")
+        ]
+        if variant.processes > 1:
+            kinds.append("kill one")
         kind = rng.choice(kinds)
         phases = set(self._references[name].durations)
         # A model is made before anything else, and once.

@@ -57,6 +57,7 @@ class Variant:
       devices: virtual devices of each process.
       processes: number of processes.
       exports: the folders of the work directory that the run makes.
+      promises_signals: whether a run that is resumed after a signal promises to be the same.
     """
 
     command: str = "train"
@@ -64,6 +65,7 @@ class Variant:
     devices: int = 1
     processes: int = 1
     exports: tuple[str, ...] = ("actor",)
+    promises_signals: bool = True
 
 
 VARIANTS = {
@@ -91,7 +93,9 @@ VARIANTS = {
     "lora": Variant(options=("model.lora.rank=4",), exports=("actor", "adapter")),
     "shared trunk": Variant(options=("critic.shared_trunk=True",)),
     "one step off": Variant(
-        options=("rollout.one_step_off=True", "algorithm.rollout_is=token", "trainer.save_freq=3")
+        options=("rollout.one_step_off=True", "algorithm.rollout_is=token", "trainer.save_freq=3"),
+        # docs/reproducibility.md: it then samples one batch with newer weights.
+        promises_signals=False,
     ),
     "grpo": Variant(options=("algorithm.adv_estimator=grpo",)),
     "sft": Variant(command="sft"),
