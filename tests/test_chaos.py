@@ -13,10 +13,9 @@ EXAMPLES = {0: {"2 0"}, 1: {"1 3"}}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ppo", "sft"])
-def test_disturbed_runs_equal_undisturbed_ones(name, tmp_path):
+def test_a_disturbed_run_equals_an_undisturbed_one(tmp_path):
     disturber = chaos.Chaos(tmp_path / "chaos", seed=0)
-    disturber.disturb_run(name, number=0, max_faults=3)
+    disturber.disturb_run("ppo", number=0, max_faults=3)
     assert disturber.faults and not disturber.failures
 
 
