@@ -264,6 +264,14 @@ def test_a_single_message_is_a_chat_of_one(tmp_path, name, write, content):
     assert example.prompt == (message,)
 
 
+@pytest.mark.parametrize("prompt", [[1, 2], ["user", "2+2?"], [None], [[]]])
+def test_a_list_of_something_else_is_no_chat(tmp_path, prompt):
+    path = tmp_path / "rows.jsonl"
+    write_lines(path, [VERL[0] | {"prompt": prompt}])
+    with pytest.raises(UserError, match="message of prompt must hold role and content as text"):
+        load_examples(str(path))
+
+
 def test_messages_by_column_keep_every_column(tmp_path):
     columns = {"role": ["user", "user"], "content": ["a", "b"], "name": ["x", "y"], "id": None}
     row = {"data_source": "x", "prompt": columns, "reward_model": {}}

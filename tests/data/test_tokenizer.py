@@ -25,6 +25,13 @@ def test_trained_tokenizer_round_trips(trained):
         assert made.encode(prompt) + made.encode(response) == made.encode(prompt + response)
 
 
+def test_trained_tokenizer_keeps_spaces_before_punctuation(trained, tmp_path):
+    made, _ = trained
+    made.save_pretrained(tmp_path)
+    for tokenizer in (made, load_tokenizer(str(tmp_path))):
+        assert tokenizer.decode(tokenizer.encode("1 . 2 ?")) == "1 . 2 ?"
+
+
 def test_trained_tokenizer_splits_digits_and_keeps_responses_short(trained):
     made, _ = trained
     assert made.convert_ids_to_tokens(made.encode("109")) == ["1", "0", "9"]

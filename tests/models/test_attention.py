@@ -87,6 +87,18 @@ def test_xla_with_windows_caps_and_scales_is_the_definition(length, options):
     np.testing.assert_allclose(single, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 7}, {"scale": 0.6}])
+@pytest.mark.parametrize("packed", [False, True])
+def test_cudnn_is_called_with_what_makes_it_equal_to_xla(cudnn_anywhere, packed, options):
+    q, k, v, segments = make_inputs(length=12)
+    arrays = (q, k, v, segments if packed else None)
+    np.testing.assert_allclose(
+        attention.cudnn_attention(*arrays, **options),
+        attention.xla_attention(*arrays, **options),
+        atol=1e-5,
+    )
+
+
 def test_xla_spares_the_keys_before_a_window():
     """Count the keys that four blocks of 256 queries read, with a window of 64 and without.
 
