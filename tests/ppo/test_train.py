@@ -206,7 +206,17 @@ def test_killed_and_resumed_is_bit_equal_on_eight_devices(files, tmp_path):
     assert_equal_runs(tmp_path / "killed", tmp_path / "undisturbed")
 
 
-def kill_and_resume(files, workdir, *overrides, devices=1):
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stopped_by_a_signal_and_resumed_is_bit_equal(files, undisturbed, tmp_path, number):
+    code, output = kill_and_resume(files, tmp_path, number=number)
+    assert code == 128 + number
+    assert re.search(rf"\nstopped by {number.name}, saved step \d\n$", output)
+    assert_equal_runs(tmp_path, undisturbed[0])
+
+
+def kill_and_resume(files, workdir, *overrides, devices=1, number=signal.SIGKILL):
+    """Signal a run and resume it; return the exit code and what it printed after the signal."""
     process = subprocess.Popen(
         command(files, workdir, *overrides),
         env=environment(devices),
@@ -218,12 +228,12 @@ def kill_and_resume(files, workdir, *overrides, devices=1):
     for line in process.stdout:
         # A checkpoint's folder gets its final name once it is complete.
         if line.startswith("step") and list(workdir.glob("checkpoints/[0-9]")):
-            process.send_signal(signal.SIGKILL)
+            process.send_signal(number)
             break
-    process.wait()
-    process.stdout.close()
+    output, _ = process.communicate()
     assert not (workdir / "actor").exists()  # it was not at its end
     assert "resuming after step" in run(files, workdir, *overrides, devices=devices)
+    return process.returncode, output
 
 
 def assert_equal_runs(workdir, other):
