@@ -158,7 +158,8 @@ def option_values(r: random.Random, folder: Path) -> None:
 
     option = r.choice(list(all_options()))
     value = r.choice(TEXTS) if r.random() < 0.5 else str_of(r.choice(NUMBERS))
-    with naming(option.name):
+    # Without generated training data a model is needed, which may be the first thing that is wrong.
+    with naming(option.name, "config.model.path"):
         config, workdir = read_command_line(
             ["train", "--config=arithmetic", f"--config.{option.name}={value}"]
         )

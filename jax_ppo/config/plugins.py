@@ -56,7 +56,7 @@ def _import_plugin(module_name: str, setting: str) -> ModuleType:
         return importlib.import_module(module_name)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit() in the user's module is its failure, too
         hint = ""
         # Distinguish "no such module" from a failing import inside the user's module.
         missing = error.name if isinstance(error, ModuleNotFoundError) else None

@@ -326,7 +326,12 @@ def read_all(folder):
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern="),
         ({"modules_to_save": ["embed_tokens"]}, "modules_to_save="),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
-        ({"r": None}, "r=None and lora_alpha=3 must be"),
+        ({"r": None}, "adapter_config.json: r must be a whole number, it is None"),
+        ({"r": True}, "r must be a whole number, it is True"),
+        ({"lora_alpha": "8"}, "lora_alpha must be a finite number, it is '8'"),
+        ({"use_rslora": "false"}, "use_rslora must be true or false, it is 'false'"),
+        ({"modules_to_save": 1.5}, "modules_to_save must be a list of strings, it is 1.5"),
+        ({"base_model_name_or_path": 3}, "base_model_name_or_path must be a string, it is 3"),
         (
             {"r": 4},
             r"q_proj\.lora_A\.weight has shape \[2, 16\], adapter_config\.json makes it \[4, 16\]",

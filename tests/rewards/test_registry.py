@@ -233,6 +233,7 @@ def test_what_a_function_may_not_return(value):
         ("FOLDER/mien.py:echo", "there is no file"),
         ("FOLDER/mien.py:echo", "Did you mean 'mine.py'?"),
         ("FOLDER/broken.py:echo", "importing FOLDER/broken.py failed: ZeroDivisionError"),
+        ("FOLDER/exits.py:echo", "importing FOLDER/exits.py failed: SystemExit: 0"),
         (
             "no_such_module_here:echo",
             "ModuleNotFoundError: No module named 'no_such_module_here'. Expected a module that",
@@ -241,6 +242,7 @@ def test_what_a_function_may_not_return(value):
 )
 def test_a_wrong_function_is_explained_before_the_run(module, tmp_path, function, words):
     (tmp_path / "broken.py").write_text("1 / 0")
+    (tmp_path / "exits.py").write_text("import sys; sys.exit(0)")
     function = function.replace("FILE", module).replace("FOLDER", str(tmp_path))
     with pytest.raises(UserError) as error:
         resolve_reward_function(function)

@@ -4,6 +4,7 @@ A folder holds adapter_config.json and adapter_model.safetensors, and
 `peft.PeftModel.from_pretrained` loads it.
 """
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from jax_ppo.config.schema import LORA_TARGETS
 from jax_ppo.errors import UserError
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.families import FAMILIES
+from jax_ppo.models.hf.fields import ConfigReader
 from jax_ppo.models.hf.files import SafetensorsCheckpoint
 from jax_ppo.models.hf.json_files import read_json_object
 from jax_ppo.models.hf.load import (
@@ -79,35 +81,31 @@ def read_adapter_config(folder: str | Path) -> tuple[Lora, str]:
     if not holds_adapters(folder):
         raise UserError(f"{folder} has no {ADAPTER_CONFIG}: it holds no adapters in PEFT's format")
     config = read_json_object(folder / ADAPTER_CONFIG)
-    _refuse_unsupported(folder / ADAPTER_CONFIG, config)
-    rank = config["r"]
-    alpha = config["lora_alpha"]
-    if config.get("use_rslora"):
+    reader = ConfigReader(config, where=f"{folder / ADAPTER_CONFIG}: ")
+    _refuse_unsupported(reader, config)
+    rank = reader.integer("r")
+    alpha = reader.number("lora_alpha", above=-math.inf)
+    if reader.boolean("use_rslora", nullable=True):
         # The rank-stabilized scale is alpha / sqrt(r) instead of alpha / r.
         alpha *= rank**0.5
     targets = _adapted_projections(folder)
-    return Lora(rank, float(alpha), targets), config.get("base_model_name_or_path") or ""
+    base_model = ""
+    if config.get("base_model_name_or_path") is not None:
+        base_model = reader.string("base_model_name_or_path")
+    return Lora(rank, float(alpha), targets), base_model
 
 
-def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
+def _refuse_unsupported(reader: ConfigReader, config: dict[str, Any]) -> None:
     """Raise `UserError` for adapters that would be computed differently."""
     for name, neutral in NEUTRAL_VALUES.items():
         if name in config and config[name] not in neutral:
-            raise UserError(
-                f"{path}: {name}={config[name]!r} is not supported, only {neutral[0]!r} is"
-            )
-    trained_modules = config.get("modules_to_save") or ()
+            raise reader.error(f"{name}={config[name]!r} is not supported, only {neutral[0]!r} is")
+    trained_modules = reader.strings("modules_to_save") or ()
     # PEFT itself adds both names for a sequence classifier.
     if not set(trained_modules) <= {"score", "classifier"}:
-        raise UserError(
-            f"{path}: modules_to_save={trained_modules!r} is not supported, only ['score'] of a "
-            "reward model is"
-        )
-    rank = config.get("r")
-    alpha = config.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise UserError(
-            f"{path}: r={rank!r} and lora_alpha={alpha!r} must be a whole number and a number"
+        raise reader.error(
+            f"modules_to_save={trained_modules!r} is not supported, only ['score'] of a reward "
+            "model is"
         )
 
 
