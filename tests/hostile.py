@@ -159,7 +159,8 @@ def option_values(r: random.Random, folder: Path) -> None:
     option = r.choice(list(all_options()))
     value = r.choice(TEXTS) if r.random() < 0.5 else str_of(r.choice(NUMBERS))
     # Without generated training data a model is needed, which may be the first thing that is wrong.
-    with naming(option.name, "config.model.path"):
+    # And a message about several options of a section names the section.
+    with naming(option.name, "config.model.path", f"config.{option.name.rpartition('.')[0]}: "):
         config, workdir = read_command_line(
             ["train", "--config=arithmetic", f"--config.{option.name}={value}"]
         )
@@ -508,7 +509,9 @@ def data_sources(r: random.Random, folder: Path) -> None:
     from jax_ppo.data.sources import load_examples
 
     scheme = r.choice(("arithmetic", "stories", "tfds", "hf", "", "file", "https", "~x", "gs"))
-    rest = r.choice((*TEXTS, "8", "8/test", "-3", "0", "9" * 30, "gsm8k/train", "a/b/c.jsonl"))
+    rest = r.choice((*TEXTS, "8", "8/test", "-3", "0", "9" * 30, "gsm8k/trian", "a/b/c.jsonl"))
+    if scheme == "tfds":
+        rest = rest.replace("gsm8k/", "gsm8kk/")  # the right name would start a download
     spec = f"{scheme}:{rest}" if scheme else rest
     if scheme == "arithmetic" and rest.isascii() and rest.isdigit() and len(rest) < 5:
         if len(load_examples(spec)) != int(rest) and int(rest):

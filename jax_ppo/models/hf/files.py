@@ -191,12 +191,19 @@ def _read_index(path: Path) -> list[str]:
         raise UserError(f"{path}: weight_map must be an object, it is {quote_value(weight_map)}")
     for tensor, name in weight_map.items():
         # A name is nothing but a name: a path could lead out of the folder.
-        if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\]", name):
+        if not isinstance(name, str) or not _is_file_name(name):
             raise UserError(
                 f"{path}: weight_map must name files of this folder, it names "
                 f"{quote_value(name)} for {quote_value(tensor)}"
             )
     return sorted(set(weight_map.values()))
+
+
+def _is_file_name(name: str) -> bool:
+    """Return whether a string names a file of its folder, in at most the 255 bytes of Linux."""
+    if name in ("", ".", "..") or re.search(r"[/\\]", name) or not name.isprintable():
+        return False
+    return len(name.encode()) <= 255
 
 
 def _refuse_pickles(folder: Path) -> None:

@@ -251,6 +251,8 @@ def test_folders_that_are_not_checkpoints(tmp_path):
         (INDEX_FILE, '{"weight_map": {"w": ""}}', "it names '' for 'w'"),
         (INDEX_FILE, '{"weight_map": {"w": "..\\\\x"}}', "it names '..\\\\x' for 'w'"),
         (INDEX_FILE, '{"weight_map": {"w": 3}}', "it names 3 for 'w'"),
+        (INDEX_FILE, '{"weight_map": {"w": "%s"}}' % ("a" * 256), "it names 'aaa"),
+        (INDEX_FILE, '{"weight_map": {"w": "\\u0000"}}', "it names '\\x00' for 'w'"),
     ],
 )
 def test_json_files_that_hold_something_else(folder, name, contents, message):
