@@ -313,7 +313,8 @@ class Actor:
     grad_clip: float = option(1.0, "maximum global gradient norm", above=0)
     ppo_mini_batch_size: int = option(
         64,
-        "prompts per optimizer step, each with its rollout.n responses",
+        "prompts per optimizer step, counted as rollout.n samples each; the samples of a rollout "
+        "are shuffled one by one",
         unit="prompts",
         at_least=1,
     )
@@ -734,8 +735,8 @@ class Reward:
     )
     micro_batch_size_per_device: int | None = option(
         None,
-        "packed rows of the reward model's own tokens that a device scores at once; unset: as "
-        "for the actor",
+        "packed rows of the reward model's own tokens that a device scores at once; unset: chosen "
+        "by their number and length",
         unit="rows",
         at_least=1,
         requires=(HAS_REWARD_MODEL,),

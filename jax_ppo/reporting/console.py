@@ -20,6 +20,7 @@ from jax_ppo.runtime import distributed
 
 # Columns of a sample table that are neither prompt nor response: score, correct and separators.
 _FIXED_TABLE_WIDTH = 21
+_LEAST_TABLE_WIDTH = 40  # narrower terminals wrap the lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +173,7 @@ def format_sample_table(rows: list[dict[str, Any]], width: int | None = None) ->
       width: characters per line. Default: the width of the terminal, or 100.
     """
     # What the numbers leave is shared by prompt and response, 2 to 3.
-    width = width or shutil.get_terminal_size((100, 24)).columns
+    width = max(width or shutil.get_terminal_size((100, 24)).columns, _LEAST_TABLE_WIDTH)
     prompt_width = (width - _FIXED_TABLE_WIDTH) * 2 // 5
     response_width = width - _FIXED_TABLE_WIDTH - prompt_width
     header = f"{'prompt':{prompt_width}}  {'response':{response_width}}  {'score':>8}  correct"

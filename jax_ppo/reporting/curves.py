@@ -1,6 +1,7 @@
 """training_curves.png: the metrics of a run plotted over its steps."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,14 @@ def plot_curves(
 
     steps = read_metrics_csv(Path(csv_path))
     row_count = -(-len(panels) // _PANELS_PER_ROW)
-    column_count = len(panels) // row_count
+    column_count = -(-len(panels) // row_count)
     figure = Figure(figsize=(4 * column_count, 3.5 * row_count), layout="constrained")
     all_axes = figure.subplots(row_count, column_count, squeeze=False).flat
-    for axes, panel in zip(all_axes, panels, strict=True):
+    # The last row may have fewer panels than the others.
+    for axes, panel in itertools.zip_longest(all_axes, panels):
+        if panel is None:
+            axes.set_axis_off()
+            continue
         axes.set(title=panel.title, xlabel="step", ylabel=panel.unit)
         axes.grid(alpha=0.3)
         for legend, metric in panel.curves.items():

@@ -4,6 +4,7 @@ Only the main process writes. `training_metrics.csv` is the record of a run: one
 full precision, and the same file whether or not the run was interrupted (except for timings).
 """
 
+import contextlib
 import csv
 import time
 import uuid
@@ -133,9 +134,11 @@ class MetricsLog:
 
     def close(self) -> None:
         """Flush and close all loggers."""
-        for close_logger in self._closers:
-            close_logger()
-        self._closers = []
+        # All are closed, also if one of them fails.
+        with contextlib.ExitStack() as stack:
+            for close_logger in reversed(self._closers):
+                stack.callback(close_logger)
+            self._closers = []
 
     def _open_tensorboard(self, folder: Path, first_step: int) -> None:
         import tensorboardX  # imported late because it takes a second

@@ -86,7 +86,7 @@ def run_on_main(function: Callable[[], object]) -> None:
         try:
             function()
         except (UserError, OSError) as error:
-            message = str(error)
+            message = str(error) or type(error).__name__
     # An error of the main process must end every process, so all of them learn of it.
     if jax.process_count() > 1:
         encoded = message.encode()[:_MESSAGE_BYTES]
@@ -162,11 +162,22 @@ def _unless_alone(address: str, count: int | None, process: int | None) -> dict[
 
 def _cluster_size(environ: Mapping[str, str]) -> int:
     """Return the number of processes that Slurm, Open MPI or a TPU pod started, else 1."""
-    if all(name in environ for name in SLURM) and int(environ["SLURM_NTASKS"]) > 1:
-        return int(environ["SLURM_NTASKS"])
-    if int(environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
-        return int(environ["OMPI_COMM_WORLD_SIZE"])
+    if all(name in environ for name in SLURM):
+        tasks = _read_count(environ, "SLURM_NTASKS")
+        if tasks > 1:
+            return tasks
+    if "OMPI_COMM_WORLD_SIZE" in environ:
+        processes = _read_count(environ, "OMPI_COMM_WORLD_SIZE")
+        if processes > 1:
+            return processes
     return _tpu_hosts(environ)
+
+
+def _read_count(environ: Mapping[str, str], name: str) -> int:
+    """Return a number of processes; raise `UserError` if the variable holds none."""
+    if not re.fullmatch(r"[0-9]{1,9}", environ[name]):
+        raise UserError(f"the environment's {name}={environ[name]!r}: expected a whole number")
+    return int(environ[name])
 
 
 def _tpu_hosts(environ: Mapping[str, str]) -> int:

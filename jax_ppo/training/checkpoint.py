@@ -292,12 +292,14 @@ class Checkpointer:
         return (metrics or {}).get(self._best_metric, -math.inf)
 
     def _validate_files(self, step: int) -> None:
-        """Compare the checksums, once for each step and on the main process only."""
-        if not distributed.is_main() or step in self._intact_steps:
-            return
-        folder = Path(self._directory) / str(step)
-        if damage := checksums.find_damage(folder):
-            raise UserError(f"checkpoint {folder} is damaged: {damage}")
+        """Compare the checksums on the main process; raise on all of them if they differ."""
+
+        def compare() -> None:
+            folder = Path(self._directory) / str(step)
+            if step not in self._intact_steps and (damage := checksums.find_damage(folder)):
+                raise UserError(f"checkpoint {folder} is damaged: {damage}")
+
+        distributed.run_on_main(compare)
         self._intact_steps.add(step)
 
     def _validate_shapes(self, step: int, name: str, abstract: Any) -> None:

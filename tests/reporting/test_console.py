@@ -115,6 +115,11 @@ class TestSampleTable:
         {"prompt": "\x1b[2Jtab\there", "response": "答案是二" * 40, "score": 0.0, "correct": None},
     ]
 
+    @pytest.mark.parametrize("width", [1, 5, 21, 24])
+    def test_a_terminal_of_any_width_shows_it(self, width):
+        table = console.format_sample_table([self.ROWS[0]], width)
+        assert "prompt" in table and "response" in table
+
     def test_it_reads_as_a_table(self):
         head, rule, short, long, odd = console.format_sample_table(self.ROWS, 80).splitlines()
         assert head.split() == ["prompt", "response", "score", "correct"] and set(rule) == {"-"}

@@ -101,6 +101,18 @@ class TestCurveFile:
         write_run(tmp_path, 0, 1)
         assert [row["step"] for row in rows(tmp_path)] == ["0", "1"]
 
+    def test_one_logger_that_cannot_be_closed_leaves_no_other_open(self, tmp_path):
+        log = open_log(tmp_path)
+        closed = []
+
+        def fail() -> None:
+            raise OSError("disk full")
+
+        log._closers = [lambda: closed.append(1), fail, lambda: closed.append(2)]
+        with pytest.raises(OSError, match="disk full"):
+            log.close()
+        assert closed == [1, 2]
+
     def test_other_processes_write_nothing(self, tmp_path):
         with open_log(
             tmp_path / "other", loggers=("tensorboard", "wandb"), is_main=False
@@ -214,6 +226,12 @@ class TestCurves:
         assert accuracy["evaluation"] == [[0, 0.5]] and accuracy["training"][-1] == [5, 5]
         reward = {line.get_label(): line.get_xydata().tolist() for line in axes["reward"].lines}
         assert reward["evaluation"] == [[0, 0.1], [4, 1]] and len(reward["mean"]) == 6
+
+    @pytest.mark.parametrize("count", [1, 2, 5, 7])
+    def test_any_number_of_panels_is_drawn(self, tmp_path, count):
+        path = tmp_path / "training_curves.png"
+        plot_curves(tmp_path / "training_metrics.csv", [], path, report.PANELS[:count])
+        assert path.exists()
 
     def test_nothing_to_draw_is_a_picture_too(self, tmp_path):
         plot_curves(

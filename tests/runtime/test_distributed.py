@@ -237,3 +237,21 @@ def test_two_processes_end_together(way):
             "process 1 of 2 ends the run:" in other_errors and expected_errors[way] in other_errors
         )
         assert ("Traceback" in other_errors) == (way != "message")
+
+
+@pytest.mark.parametrize(
+    "environ", [SLURM | {"SLURM_NTASKS": "2(x3)"}, {"OMPI_COMM_WORLD_SIZE": "two"}]
+)
+def test_a_number_of_processes_that_is_none_is_named(environ):
+    with pytest.raises(UserError, match="(SLURM_NTASKS|OMPI_COMM_WORLD_SIZE)=.*whole number"):
+        distributed._cluster_size(environ)
+
+
+@pytest.mark.parametrize("error", [OSError(), UserError("no room"), OSError(28, "No space left")])
+def test_an_error_of_the_main_process_is_raised_whatever_its_text(error):
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(UserError) as caught:
+        distributed.run_on_main(fail)
+    assert str(caught.value) == (str(error) or "OSError")
