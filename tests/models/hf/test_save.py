@@ -28,6 +28,9 @@ def test_there_and_back(family, changes, tmp_path):
     again, loaded = reference.load(tmp_path / "out")
     assert again == architecture
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    # Readers that believe this field alone must be right, too.
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["tie_word_embeddings"] == architecture.tied
     theirs = reference.reload(tmp_path / "out")
     assert type(theirs) is type(model)
     expected = model.state_dict()
