@@ -43,6 +43,7 @@ with socket.socket() as server:
 
 declare -A running=() # operating system's process id -> number from 0 to count - 1
 
+# shellcheck disable=SC2329 # called by the trap below
 stop_all() {
   ((${#running[@]} > 0)) || return 0
   # A process that receives SIGTERM saves a checkpoint first. Kill it if that takes too long.

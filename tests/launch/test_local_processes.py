@@ -1,0 +1,81 @@
+"""Several processes on one machine, with a shell script in place of the training command."""
+
+import os
+import pathlib
+import signal
+import subprocess
+
+import pytest
+from stand_ins import LAUNCH, TRICKY, script, wait_until
+
+
+def processes(tmp_path, body, *arguments, count=3, **popen):
+    """Return a function that starts local_processes.sh with `~body` as the training command."""
+    choose = 'if [[ $1 == -c ]]; then exec python3 "$@"; fi\n'
+    choose += '[[ "$1 $2" == "-m jax_ppo.${EXPECTED:-train}" ]] || exit 99\nshift 2\n'
+    environment = os.environ | {
+        "PYTHON": str(script(tmp_path / "python", choose + body)),
+        "LOG_DIR": str(tmp_path / "logs"),
+        "STOP_SECONDS": "1",
+    }
+    command = [str(LAUNCH / "local_processes.sh"), str(count), "--", *arguments]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **popen
+    )
+
+
+class TestLocalProcesses:
+    def test_each_process_gets_its_number_and_the_arguments(self, tmp_path):
+        body = (
+            'echo "$JAX_PROCESS_ID/$JAX_NUM_PROCESSES $JAX_COORDINATOR_ADDRESS $JAX_PLATFORMS"; '
+            'printf "[%s]" "$@"'
+        )
+        run = processes(tmp_path, body, *TRICKY)
+        output, errors = run.communicate(timeout=30)
+        assert (run.returncode, errors) == (0, "")
+        seen = [output, *((tmp_path / f"logs/process_{i}.log").read_text() for i in (1, 2))]
+        addresses = {text.split()[1] for text in seen}
+        assert len(addresses) == 1 and addresses.pop().startswith("localhost:")
+        for number, text in enumerate(seen):
+            first, rest = text.split("\n", 1)
+            assert first.startswith(f"{number}/3 ") and first.endswith(" cpu")
+            assert rest == "".join(f"[{argument}]" for argument in TRICKY)
+
+    def test_another_command(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("COMMAND", "sft")
+        monkeypatch.setenv("EXPECTED", "sft")
+        run = processes(tmp_path, "exit 0")
+        run.communicate(timeout=30)
+        assert run.returncode == 0
+
+    def test_a_failure_stops_the_others_and_is_returned(self, tmp_path):
+        body = """
+            trap "" TERM; echo $$ >>"$0.pids"
+            [[ $JAX_PROCESS_ID != 1 ]] || { sleep 0.3; echo why; exit 7; }
+            exec sleep 60
+        """
+        run = processes(tmp_path, body)
+        _, errors = run.communicate(timeout=30)
+        assert run.returncode == 7
+        assert "process 1 of 3 ended with code 7" in errors and "why" in errors
+        pids = (tmp_path / "python.pids").read_text().split()
+        assert len(pids) == 3 and not any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids)
+
+    def test_sigterm_reaches_every_process(self, tmp_path):
+        body = """
+            trap "sleep 0.$JAX_PROCESS_ID; echo saved; exit 143" TERM; touch "$0.$JAX_PROCESS_ID"
+            for i in {1..300}; do sleep 0.1; done; exit 3
+        """
+        run = processes(tmp_path, body, count=2)
+        wait_until(lambda: all((tmp_path / f"python.{number}").exists() for number in (0, 1)))
+        run.send_signal(signal.SIGTERM)
+        output, errors = run.communicate(timeout=30)
+        assert (run.returncode, output, errors) == (143, "saved\n", "")
+        assert (tmp_path / "logs/process_1.log").read_text() == "saved\n"
+
+    @pytest.mark.parametrize("arguments", [[], ["2"], ["0", "--"], ["two", "--"]])
+    def test_wrong_arguments_show_the_usage(self, arguments):
+        run = subprocess.run(
+            [LAUNCH / "local_processes.sh", *arguments], capture_output=True, text=True
+        )
+        assert run.returncode == 2 and "launch/local_processes.sh N --" in run.stderr

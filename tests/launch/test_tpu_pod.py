@@ -1,0 +1,339 @@
+"""Cloud TPU slices, with a stand-in for gcloud: one host, whose home is a temporary folder."""
+
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+from stand_ins import LAUNCH, TRICKY, script, wait_until
+
+# Accepts what gcloud 528 documents for each subcommand. The states of the queued resource are read
+# from $HOME/states, one line per call of `describe`; the last line is repeated.
+GCLOUD = r"""
+printf '%s\n' "$*" >>"$HOME/gcloud.log"
+[[ "$1 $2" == "compute tpus" ]] || exit 64
+case "$3 $4" in
+  "queued-resources create")
+    known="node-id accelerator-type runtime-version spot data-disk zone project" ;;
+  "queued-resources describe") known="zone project format" ;;
+  "queued-resources delete") known="force quiet zone project" ;;
+  "tpu-vm ssh") known="worker command zone project" ;;
+  "tpu-vm scp") known="worker zone project" ;;
+  *) exit 64 ;;
+esac
+for argument; do
+  if [[ $argument == --* ]]; then
+    flag=${argument%%=*}
+    [[ " $known " == *" ${flag#--} "* ]] || { echo "unknown flag $flag" >&2; exit 64; }
+  fi
+  case $argument in --command=*) command=${argument#--command=} ;; esac
+done
+case $4 in
+  create) echo ACTIVE >"$HOME/states" ;;
+  describe)
+    [[ -s $HOME/states ]] || exit 1
+    head -n 1 "$HOME/states"
+    (($(wc -l <"$HOME/states") == 1)) || sed -i 1d "$HOME/states"
+    ;;
+  ssh)
+    [[ ! -s $HOME/states || $(head -n 1 "$HOME/states") == ACTIVE ]] || exit 255
+    cd "$HOME" && exec bash -c "$command"
+    ;;
+  scp) cp "$5" "$HOME/${6#*:}" ;;
+esac
+"""
+# What the hosts run in place of Python: it obeys $HOME/behaviour and records how it was called.
+PYTHON = r"""
+printf '[%s]' "$@" >>"$HOME/calls"; echo >>"$HOME/calls"
+echo "token=${HF_TOKEN:-none} home=${HF_HOME:-none}" >>"$HOME/environment"
+source "$HOME/behaviour"
+"""
+FOREVER = 'trap "echo saved; exit 143" TERM; echo ready; while :; do sleep 0.02; done'
+
+
+@pytest.fixture
+def pod(tmp_path):
+    """Return a function that runs tpu_pod.sh for a slice whose host has an installed checkout."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    script(tools / "gcloud", GCLOUD)
+    script(tools / "python3", 'echo "python3 $*" >>"$HOME/installed"')
+    home = tmp_path / "jax_ppo"
+    (home / ".venv/bin").mkdir(parents=True)
+    script(home / ".venv/bin/python", PYTHON)
+    (home / "launch").mkdir()
+    shutil.copy(LAUNCH / "tpu_host.sh", home / "launch")
+    (tmp_path / "behaviour").write_text("exit 0")
+    unwanted = ("HF_HOME", "HF_TOKEN", "WANDB_API_KEY", "XDG_STATE_HOME", "COMMAND")
+    environment = {key: value for key, value in os.environ.items() if key not in unwanted}
+    environment |= {
+        "HOME": str(tmp_path),
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "POLL_SECONDS": "0.01",
+        "START_SECONDS": "1",
+    }
+
+    def call(command, *arguments, **more):
+        where = ["--name", "pod", "--zone", "here"]
+        return subprocess.run(
+            [LAUNCH / "tpu_pod.sh", command, *where, *arguments],
+            env=environment | more,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+
+    yield call
+    if (home / "train.pid").exists():
+        subprocess.run(["bash", home / "launch/tpu_host.sh", "stop"], capture_output=True)
+
+
+def calls(tmp_path):
+    return (tmp_path / "calls").read_text().splitlines()
+
+
+class TestCreate:
+    @pytest.mark.parametrize(
+        ("accelerator", "runtime"),
+        [
+            ("v4-32", "tpu-ubuntu2204-base"),
+            ("v5litepod-16", "v2-alpha-tpuv5-lite"),
+            ("v5p-384", "v2-alpha-tpuv5"),
+            ("v6e-256", "v2-alpha-tpuv6e"),
+        ],
+    )
+    def test_a_queued_resource_gets_the_runtime_of_its_type(
+        self, pod, tmp_path, accelerator, runtime
+    ):
+        run = pod("create", "--type", accelerator, "--project", "mine", "--spot")
+        assert (run.returncode, run.stderr) == (0, "tpu_pod.sh: pod is ACTIVE\n")
+        assert (tmp_path / "gcloud.log").read_text().splitlines()[0] == (
+            f"compute tpus queued-resources create pod --node-id=pod "
+            f"--accelerator-type={accelerator} --runtime-version={runtime} --spot --zone=here "
+            "--project=mine"
+        )
+
+    @pytest.mark.parametrize(
+        ("accelerator", "hint"),
+        [
+            ("v5e-64", "did you mean v5litepod-64?"),
+            ("v5litepod-10", "did you mean v5litepod-8?"),
+            ("v5p-7", "did you mean v5p-8?"),
+            ("v5p-400", "did you mean v5p-384?"),
+            ("v6e-100000", "did you mean v6e-256?"),
+            ("trillium-8", "did you mean v6e-8?"),
+            ("v6e", "did you mean v6e-8?"),
+            ("tpu7x-128", "TPU7x needs GKE: see launch/gke/jobset.py"),
+            ("h100", "expected v4-N, v5litepod-N, v5p-N or v6e-N"),
+        ],
+    )
+    def test_an_unknown_type_is_refused_with_the_nearest_name(
+        self, pod, tmp_path, accelerator, hint
+    ):
+        run = pod("create", "--type", accelerator)
+        message = f"tpu_pod.sh: there is no accelerator type '{accelerator}'; {hint}\n"
+        assert (run.returncode, run.stderr) == (2, message)
+        assert not (tmp_path / "gcloud.log").exists()
+
+    def test_an_explicit_version_allows_for_a_newer_type(self, pod, tmp_path):
+        assert pod("create", "--type", "v9-8", "--version", "special").returncode == 0
+        assert "--runtime-version=special" in (tmp_path / "gcloud.log").read_text()
+
+    def test_a_data_disk_is_attached(self, pod, tmp_path):
+        pod("create", "--type", "v6e-8", "--data-disk", "projects/p/zones/z/disks/d")
+        assert (
+            "--data-disk=source=projects/p/zones/z/disks/d,mode=read-only "
+            in (tmp_path / "gcloud.log").read_text()
+        )
+
+    def test_a_request_that_fails_is_reported(self, pod, tmp_path):
+        fake = tmp_path / "tools/gcloud"
+        fake.write_text(
+            fake.read_text().replace("echo ACTIVE", "printf 'PROVISIONING\\nFAILED\\n'")
+        )
+        run = pod("create", "--type", "v6e-8")
+        assert run.returncode == 1
+        assert "pod is PROVISIONING\n" in run.stderr and "pod was not created" in run.stderr
+
+
+class TestStart:
+    def test_the_run_gets_the_arguments(self, pod, tmp_path):
+        assert pod("start", "--", *TRICKY).returncode == 0
+        expected = "".join(f"[{word}]" for word in ["-m", "jax_ppo.train", *TRICKY])
+        assert calls(tmp_path) == [expected]
+        assert pod("run", "--", COMMAND="sft").returncode == 0
+        assert calls(tmp_path)[1] == "[-m][jax_ppo.sft]"
+
+    def test_a_failed_start_is_reported_with_its_code_and_log(self, pod, tmp_path):
+        (tmp_path / "behaviour").write_text("echo 'error: no such model'; exit 1")
+        run = pod("start")
+        assert run.returncode == 1 and len(calls(tmp_path)) == 1
+        assert "the run failed to start: exit code 1" in run.stderr
+        assert f"{tmp_path}/jax_ppo/train.log" in run.stderr
+        assert "error: no such model" in run.stderr
+
+    def test_a_second_start_is_refused_and_leaves_the_first_alone(self, pod, tmp_path):
+        (tmp_path / "behaviour").write_text(FOREVER)
+        assert pod("start", START_SECONDS="0").returncode == 0
+        again = pod("start")
+        assert again.returncode == 3 and "in progress" in again.stderr
+        assert len(calls(tmp_path)) == 1 and not (tmp_path / "jax_ppo/train.exit").exists()
+
+    def test_secrets_reach_the_run_and_nothing_else(self, pod, tmp_path):
+        secret = "hf_'$(touch /tmp/x)\" \\y"
+        run = pod("start", "--env", "EXTRA", HF_TOKEN=secret, WANDB_API_KEY="k3y", EXTRA="3xtra")
+        assert run.returncode == 0
+        assert (tmp_path / "environment").read_text() == f"token={secret} home=none\n"
+        stored = tmp_path / "jax_ppo.env"
+        assert stored.stat().st_mode & 0o777 == 0o600
+        assert "WANDB_API_KEY=k3y" in stored.read_text() and "EXTRA=3xtra" in stored.read_text()
+        # Command lines, outputs and what `resume` remembers.
+        record = next((tmp_path / ".local/state/jax_ppo/tpu").iterdir()).read_text()
+        log = (tmp_path / "gcloud.log").read_text()
+        train_log = (tmp_path / "jax_ppo/train.log").read_text()
+        for text in (run.stdout, run.stderr, record, log, train_log):
+            assert not re.search("hf_|k3y|3xtra", text)
+        copied = next(line for line in log.splitlines() if "scp" in line).split()[4]
+        assert not os.path.exists(copied)
+
+    def test_a_value_in_place_of_a_name_is_refused_unprinted(self, pod):
+        run = pod("start", "--env", "hf-secret")
+        assert run.returncode == 2 and "hf-secret" not in run.stderr
+
+    def test_downloads_go_to_a_writable_data_disk(self, pod, tmp_path):
+        disk = ["--data-disk", "d", "--disk-mode", "read-write"]
+        pod("create", "--type", "v6e-8", *disk)
+        pod("start")
+        assert "home=/mnt/data/huggingface" in (tmp_path / "environment").read_text()
+
+
+class TestEnd:
+    """Exit codes 143 and 130 are followed by a restart unless `stop` asked for them."""
+
+    @pytest.mark.parametrize("code", [143, 130])
+    def test_a_run_that_a_signal_ended_is_restarted(self, pod, tmp_path, code):
+        (tmp_path / "behaviour").write_text(f'(($(wc -l <"$HOME/calls") > 2)) || exit {code}')
+        assert pod("start", "--", "a b").returncode == 0
+        assert calls(tmp_path) == ["[-m][jax_ppo.train][a b]"] * 3
+        assert pod("watch").returncode == 0
+
+    @pytest.mark.parametrize("code", [1, 137])
+    def test_a_run_that_failed_is_not(self, pod, tmp_path, code):
+        pod("create", "--type", "v6e-8")
+        (tmp_path / "behaviour").write_text(f"sleep 0.3; exit {code}")
+        assert pod("start", START_SECONDS="0").returncode == 0
+        run = pod("watch", "--recover")
+        assert run.returncode == code
+        assert f"the run ended with exit code {code}" in run.stderr, run.stderr
+        assert len(calls(tmp_path)) == 1
+
+    def test_stop_waits_until_the_run_has_saved(self, pod, tmp_path):
+        (tmp_path / "behaviour").write_text(FOREVER)
+        pod("start", START_SECONDS="0")
+        wait_until(lambda: "ready" in (tmp_path / "jax_ppo/train.log").read_text())
+        run = pod("stop")
+        assert run.returncode == 0 and "exit code 143: saved" in run.stdout
+        assert len(calls(tmp_path)) == 1
+        assert pod("watch").returncode == 143
+        assert "no run is in progress" in pod("stop").stderr
+
+    def test_sigterm_from_outside_is_handed_on_once(self, pod, tmp_path):
+        (tmp_path / "behaviour").write_text(
+            'trap "sleep 0.1; echo saved; exit 143" TERM\n'
+            '(($(wc -l <"$HOME/calls") == 1)) || exit 0\n'
+            "echo ready; while :; do sleep 0.02; done"
+        )
+        pod("start", START_SECONDS="0")
+        log = tmp_path / "jax_ppo/train.log"
+        wait_until(lambda: "ready" in log.read_text())
+        os.kill(int((tmp_path / "jax_ppo/train.pid").read_text()), 15)
+        wait_until((tmp_path / "jax_ppo/train.exit").exists)
+        assert (tmp_path / "jax_ppo/train.exit").read_text() == "0\n"
+        assert log.read_text().count("saved") == 1 and len(calls(tmp_path)) == 2
+
+
+class TestResume:
+    def test_a_preempted_slice_is_requested_and_started_again(self, pod, tmp_path):
+        pod("create", "--type", "v5litepod-8", "--spot")
+        assert pod("start", "--", *TRICKY).returncode == 0
+        (tmp_path / "gcloud.log").unlink()
+        (tmp_path / "states").write_text("SUSPENDING\nSUSPENDED\n")
+        # `setup` unpacks an archive of this checkout, which would lack the edits under test.
+        script(tmp_path / "tools/find", "true")
+        script(tmp_path / "tools/tar", "true")
+        run = pod("resume")
+        assert run.returncode == 0, run.stderr
+        log = (tmp_path / "gcloud.log").read_text()
+        steps = ["delete pod --force --quiet", "create pod", "--spot", "scp", "ssh", "start"]
+        positions = [log.find(step) for step in steps]
+        assert -1 not in positions and positions == sorted(positions)
+        assert len(calls(tmp_path)) == 2 and len(set(calls(tmp_path))) == 1
+
+    def test_watch_recovers_a_run_whose_host_was_rebooted(self, pod, tmp_path):
+        pod("create", "--type", "v5litepod-8")
+        (tmp_path / "behaviour").write_text(FOREVER)
+        assert pod("start", START_SECONDS="0").returncode == 0
+        wait_until((tmp_path / "calls").exists)
+        # Neither the run nor its supervisor could leave an exit code.
+        group = int((tmp_path / "jax_ppo/train.pid").read_text())
+        subprocess.run(["pkill", "-KILL", "-P", str(group)], check=True)
+        os.kill(group, 9)
+        (tmp_path / "behaviour").write_text("exit 0")
+        assert pod("watch", "--recover").returncode == 0
+        assert len(calls(tmp_path)) == 2
+
+    def test_without_an_earlier_start_there_is_nothing_to_resume(self, pod):
+        run = pod("resume")
+        assert run.returncode == 2 and "no start of pod is recorded" in run.stderr
+
+
+class TestSetup:
+    def test_the_commit_is_copied_and_outputs_stay(self, pod, tmp_path):
+        checkout = LAUNCH.parent
+        if not (checkout / ".git").exists() or not shutil.which("git"):
+            pytest.skip("needs a git checkout")
+        (tmp_path / "jax_ppo/output").mkdir(parents=True)
+        (tmp_path / "jax_ppo/output/kept").touch()
+        (tmp_path / "jax_ppo/stale.py").touch()
+        run = pod("setup")
+        assert run.returncode == 0, run.stderr
+        assert (tmp_path / "jax_ppo/output/kept").exists()
+        assert not (tmp_path / "jax_ppo/stale.py").exists()
+        listing = subprocess.run(
+            ["git", "ls-tree", "-r", "--name-only", "HEAD"], cwd=checkout, stdout=subprocess.PIPE
+        )
+        names = listing.stdout.decode().splitlines()
+        assert names and all((tmp_path / "jax_ppo" / name).exists() for name in names)
+        assert "-e .[tpu]" in (tmp_path / "installed").read_text()
+
+
+class TestCommandLine:
+    def test_a_dry_run_runs_nothing(self, pod, tmp_path):
+        for command in ("setup", "start", "stop", "watch", "delete"):
+            printed = pod(command, "--dry-run", HF_TOKEN="hf_x")
+            assert printed.returncode == 0 and printed.stdout.count("gcloud compute tpus") >= 1
+            assert "hf_x" not in printed.stdout
+        created = pod("create", "--dry-run", "--type", "v4-8")
+        assert "--accelerator-type=v4-8" in created.stdout
+        assert not (tmp_path / "gcloud.log").exists() and not (tmp_path / ".local").exists()
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["create"], "needs --type"),
+            (["fly"], "expected one of"),
+            (["stop", "--colour"], "unknown option --colour"),
+            (["stop", "--worker"], "--worker needs a value"),
+            (["watch", "--", "x"], "only start takes"),
+            (["create", "--disk-mode", "fast"], "--disk-mode: expected"),
+        ],
+    )
+    def test_wrong_arguments_are_refused(self, pod, arguments, message):
+        run = pod(*arguments)
+        assert run.returncode == 2 and message in run.stderr
+
+    def test_help(self):
+        run = subprocess.run([LAUNCH / "tpu_pod.sh", "--help"], capture_output=True, text=True)
+        assert run.returncode == 0 and run.stdout.startswith("Train on")
+        assert "--dry-run" in run.stdout
