@@ -48,8 +48,6 @@ def prepared_run(options: Config, workdir: Path) -> Iterator[None]:
         command with code 130 for SIGINT.
       KeyboardInterrupt: if SIGINT stopped the run, outside of a command.
     """
-    import jax
-
     from jax_ppo.reporting import console
     from jax_ppo.runtime import compilation, distributed, work_directory
     from jax_ppo.storage import disk_space
@@ -58,9 +56,7 @@ def prepared_run(options: Config, workdir: Path) -> Iterator[None]:
     compilation.enable_cache(options.trainer.compilation_cache, console.print_on_main)
     try:
         with (
-            signals.handle_stop_signals(
-                ends_process=False, several_processes=jax.process_count() > 1
-            ),
+            signals.handle_stop_signals(ends_process=False),
             work_directory.open_work_directory(workdir, console.print_on_main),
         ):
             distributed.run_on_main(lambda: command_line.write_resolved_config(options, workdir))

@@ -1,14 +1,16 @@
 """Runs of several processes: how they find each other, and how they end together.
 
 With a single process nothing happens here. Otherwise every process runs the same program, and JAX
-connects them before the first computation. SIGTERM, by which a cluster announces that it takes the
-machines back, is handled by JAX, which lets them agree on a step: see `Checkpointer.should_stop`.
+connects them before the first computation. After SIGTERM, by which a cluster announces that it
+takes the machines back, they agree on a step to save: see `agree_on_signal`.
 """
 
 import importlib.util
+import itertools
 import json
 import os
 import re
+import signal
 import sys
 import traceback
 import urllib.error
@@ -18,6 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import distributed as jax_distributed
 from jax.experimental import multihost_utils
 
 from jax_ppo.config import schema
@@ -27,6 +30,11 @@ from jax_ppo.runtime import signals
 # jax.distributed.initialize() detects Slurm by these; srun sets all of them, sbatch alone does not.
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
 _MESSAGE_BYTES = 4096  # of an error that one process sends to the others
+# Keys of the store that JAX's coordination service shares between the processes.
+_STOP_REQUESTS = "jax_ppo/stop/requests"
+_STOP_DECISIONS = "jax_ppo/stop/decisions"
+_FOREVER_MS = 7 * 24 * 3600 * 1000
+_stop_questions = itertools.count()
 EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -43,6 +51,9 @@ def initialize(options: schema.Distributed) -> None:
     arguments = _arguments(options, os.environ)
     if arguments is None or jax.distributed.is_initialized():
         return
+    # JAX's own handler of SIGTERM would replace that of `signals`. Its processes agree on the step
+    # number after the largest one, which a run that resumes, or has yet to start, never asks for.
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=options.heartbeat_seconds)
 
 
@@ -73,6 +84,33 @@ def allgather_json(value: Any) -> list[Any]:
     width = max(1024, 1 << int(lengths.max() - 1).bit_length())
     texts = multihost_utils.process_allgather(np.pad(text, (0, width - len(text))))
     return [json.loads(bytes(row[:length])) for row, length in zip(texts, lengths, strict=True)]
+
+
+def agree_on_signal(received: signal.Signals | None) -> signal.Signals | None:
+    """Return the signal that ends the run now, the same in all processes, or `None`.
+
+    Every process must call it equally often, at the same points of its program. The main process
+    decides at each point, and the others wait for its decision on the host; the mesh does not wait.
+    A signal to another process takes effect at that process's next point or the one after it.
+
+    Args:
+      received: the signal that this process has received.
+    """
+    client = jax_distributed.global_state.client
+    if client is None:
+        return received
+    if received is not None:
+        client.key_value_set(
+            f"{_STOP_REQUESTS}/{jax.process_index()}", str(int(received)), allow_overwrite=True
+        )
+    decision = f"{_STOP_DECISIONS}/{next(_stop_questions)}"
+    if is_main():
+        requests = {int(value) for _, value in client.key_value_dir_get(_STOP_REQUESTS)}
+        number = signal.SIGINT if signal.SIGINT in requests else max(requests, default=0)
+        client.key_value_set(decision, str(int(number)))
+    # No time limit of its own: the heartbeats end a process whose main process is dead.
+    number = int(client.blocking_key_value_get(decision, _FOREVER_MS))
+    return signal.Signals(number) if number else None
 
 
 def run_on_main(function: Callable[[], object]) -> None:

@@ -37,15 +37,12 @@ class _StopSignals:
       saved_step: the newest step that the run saved because of it.
       defer: whether a signal waits for the end of a step; otherwise it ends the run at once.
       ends_process: whether the run may end the process without returning.
-      forward_interrupts: whether SIGINT is sent on as SIGTERM, for which JAX makes several
-        processes agree on a step.
     """
 
     def __init__(self, ends_process: bool) -> None:
         self.received: signal.Signals | None = None
         self.saved_step: int | None = None
         self.defer = False
-        self.forward_interrupts = False
         self.ends_process = ends_process
         self._received_at: float | None = None
         self._is_repeated = False
@@ -123,8 +120,6 @@ class _StopSignals:
         if self._received_at is None:
             self.received = self.received or number
             self._received_at = now
-            if self.forward_interrupts and number == signal.SIGINT and self.defer:
-                os.kill(os.getpid(), signal.SIGTERM)
         elif now - self._received_at > _SAME_SIGNAL_SECONDS:
             self._is_repeated = True
 
@@ -168,9 +163,7 @@ _active: _StopSignals | None = None
 
 
 @contextlib.contextmanager
-def handle_stop_signals(
-    *, ends_process: bool, several_processes: bool = False
-) -> Iterator[_StopSignals | None]:
+def handle_stop_signals(*, ends_process: bool) -> Iterator[_StopSignals | None]:
     """Handle SIGTERM and SIGINT in the block; afterwards the caller's handlers are set again.
 
     Inside of another such block, and outside of the main thread, no handlers are installed.
@@ -178,23 +171,19 @@ def handle_stop_signals(
     Args:
       ends_process: whether the run may end the process without returning, as commands may.
         Otherwise `KeyboardInterrupt` or `SystemExit` is raised in the main thread.
-      several_processes: JAX handles SIGTERM, by which the processes agree on a step to save; SIGINT
-        is sent on as SIGTERM.
 
     Yields:
       What was received; `None` outside of the main thread.
     """
     global _active
     if _active is not None:
-        _active.forward_interrupts = several_processes
         yield _active
         return
     if threading.current_thread() is not threading.main_thread():
         yield None
         return
     signals = _StopSignals(ends_process)
-    signals.forward_interrupts = several_processes
-    signals.install((signal.SIGINT,) if several_processes else (signal.SIGINT, signal.SIGTERM))
+    signals.install((signal.SIGINT, signal.SIGTERM))
     _active = signals
     _reset_after_fork()
     try:

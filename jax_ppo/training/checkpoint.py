@@ -14,7 +14,6 @@ import json
 import logging
 import math
 import os
-import signal
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -242,7 +241,7 @@ class Checkpointer:
             if jax.process_count() == 1:
                 self._stop = signals.received_signal() is not None
             else:
-                self._stop = self._agree_to_stop(step)
+                self._stop = self._agree_to_stop()
         return self._stop
 
     def wait(self) -> None:
@@ -278,14 +277,12 @@ class Checkpointer:
             # Without the cause, whose frames hold the writers that were not awaited.
             raise full from None
 
-    def _agree_to_stop(self, step: int) -> bool:
-        """Return whether the processes agreed to stop after this step, and record the signal."""
-        if not self._manager.reached_preemption(step):
+    def _agree_to_stop(self) -> bool:
+        """Return whether the processes agreed to stop now, and record the signal."""
+        agreed = distributed.agree_on_signal(signals.received_signal())
+        if agreed is None:
             return False
-        # JAX handles SIGTERM itself; Ctrl-C was sent on as SIGTERM by a process that received it.
-        everywhere = distributed.allgather_json(signals.received_signal() or signal.SIGTERM)
-        is_interrupt = signal.SIGINT in everywhere
-        signals.record_signal(signal.SIGINT if is_interrupt else signal.SIGTERM)
+        signals.record_signal(agreed)
         return True
 
     def _quality(self, metrics: dict[str, float] | None) -> float:

@@ -272,7 +272,7 @@ from jax_ppo.runtime import distributed, signals
 from jax_ppo.training.checkpoint import Checkpointer
 
 def main():
-    with signals.handle_stop_signals(ends_process=True, several_processes=True):
+    with signals.handle_stop_signals(ends_process=True):
         train()
         signals.raise_if_stopped(print)
 
@@ -281,6 +281,9 @@ def train():
     step_fn = jax.jit(lambda w: w + 1, out_shardings=NamedSharding(mesh, P("fsdp")))
     weights = step_fn(jnp.zeros((8, 4)))
     with Checkpointer(sys.argv[1]) as checkpoints:
+        if len(sys.argv) > 2:
+            print(0, flush=True)
+            time.sleep(20)  # as if it compiled
         for step in range(1, 2000):
             weights = step_fn(weights)
             weights.block_until_ready()
@@ -296,10 +299,7 @@ distributed.run_or_abort(main)
 """
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
-def test_a_signal_to_one_of_two_processes_saves_the_same_step_in_both(tmp_path, number):
+def start_two_processes(*arguments):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -308,8 +308,8 @@ def test_a_signal_to_one_of_two_processes_saves_the_same_step_in_both(tmp_path, 
         "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
         "JAX_NUM_PROCESSES": "2",
     }
-    command = [sys.executable, "-c", PROCESSES, tmp_path]
-    processes = [
+    command = [sys.executable, "-c", PROCESSES, *arguments]
+    return [
         subprocess.Popen(
             command,
             cwd=ROOT,
@@ -319,6 +319,13 @@ def test_a_signal_to_one_of_two_processes_saves_the_same_step_in_both(tmp_path, 
         )
         for index in (0, 1)
     ]
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
+def test_a_signal_to_one_of_two_processes_saves_the_same_step_in_both(tmp_path, number):
+    processes = start_two_processes(tmp_path)
     while processes[1].stdout.readline() != "5\n":
         assert processes[1].poll() is None
     processes[1].send_signal(number)
@@ -334,3 +341,17 @@ def test_a_signal_to_one_of_two_processes_saves_the_same_step_in_both(tmp_path, 
         arrays, meta = checkpoints.restore(step, {"actor": {"w": expected}})
     assert meta == {"step": step}
     np.testing.assert_array_equal(np.asarray(arrays["actor"]["w"]), step + 1)
+
+
+@pytest.mark.slow
+def test_a_signal_to_both_processes_before_the_first_step_ends_both_at_once(tmp_path):
+    processes = start_two_processes(tmp_path, "slow start")
+    for process in processes:
+        while process.stdout.readline() != "0\n":
+            assert process.poll() is None
+    started = time.monotonic()
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [143, 143]
+    assert outputs == ["", ""] and time.monotonic() - started < 10
