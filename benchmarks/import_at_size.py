@@ -129,9 +129,9 @@ def measure_import(folder: Path, devices: int) -> dict:
     from jax_ppo.models.hf.names import tensor_table
     from jax_ppo.models.hf.tensors import flatten_like
     from jax_ppo.models.transformer import Transformer
-    from jax_ppo.runtime import sharding
+    from jax_ppo.runtime import meshes, sharding
 
-    mesh = sharding.make_mesh(schema.MeshShape(data=1, fsdp=devices))
+    mesh = meshes.make_mesh(schema.MeshShape(data=1, fsdp=devices))
     architecture = read_architecture(folder)
     shapes = jax.eval_shape(
         functools.partial(heads.init_params, Transformer(architecture), head="lm"),

@@ -23,7 +23,7 @@ from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import scoring, update
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.experience_types import ExperienceOptions
-from jax_ppo.runtime import sharding
+from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.training import packing
 from jax_ppo.training.kl_schedule import first_control
@@ -98,7 +98,7 @@ class Step:
     endings: int = 0
     decoding: str | None = None
     mesh: jax.sharding.Mesh = dataclasses.field(
-        default_factory=lambda: sharding.make_mesh(schema.MeshShape(), jax.devices()[:1])
+        default_factory=lambda: meshes.make_mesh(schema.MeshShape(), jax.devices()[:1])
     )
 
     @functools.cached_property
@@ -121,10 +121,14 @@ class Step:
         platform = self.mesh.devices.flat[0].platform
         return {"gpu": "cuda"}.get(platform, platform)
 
+    @property
+    def row_length(self) -> int:
+        return attention.round_row_length("auto", self.platform, self.config.sequence_length)
+
     @functools.cached_property
     def nets(self) -> Networks:
         program = attention.select_attention_program(
-            "auto", self.platform, self.dtype, self.architecture.head_dim, self.config.row_length
+            "auto", self.platform, self.dtype, self.architecture.head_dim, self.row_length
         )
         model = Transformer(
             self.architecture, jnp.dtype(self.dtype), remat=self.remat, attention=program
@@ -225,10 +229,14 @@ class Step:
           The packing [1, A, R, L] and the number of non-empty micro-batches among the A, [1].
         """
         at_once = packing.rows_per_micro_batch(
-            self.rows, self.config.row_length, self.samples, sharding.row_shards(self.mesh)
+            self.rows,
+            self.row_length,
+            self.samples,
+            meshes.row_shards(self.mesh),
+            meshes.gathers_weights(self.mesh),
         )
         return packing.plan_packing(
-            lengths, np.arange(self.samples)[None], at_once, self.config.row_length
+            lengths, np.arange(self.samples)[None], at_once, self.row_length
         )
 
     def packing(self) -> MiniBatches:
@@ -325,14 +333,14 @@ class Step:
         tokens = np.random.default_rng(0).integers(
             2, self.architecture.vocab_size, (self.samples, self.prompt)
         )
-        return sharding.place(Prompts(tokens.astype(np.int32), lengths), sharding.rows(self.mesh))
+        return placement.place(Prompts(tokens.astype(np.int32), lengths), sharding.rows(self.mesh))
 
     def packed(self, lengths) -> MiniBatches:
         """Place one mini-batch of samples of these lengths on the mesh."""
         plan, counts = self.pack(lengths)
         return MiniBatches(
-            sharding.place(plan, sharding.rows(self.mesh, 2)),
-            *sharding.place(
+            placement.place(plan, sharding.rows(self.mesh, 2)),
+            *placement.place(
                 (counts, np.ones((1, self.samples), bool)), sharding.replicated(self.mesh)
             ),
         )

@@ -8,8 +8,11 @@ from jax_ppo.errors import did_you_mean
 
 COMMANDS = {
     "train": "train a language model with PPO",
+    "evaluate": "evaluate a model on held-out prompts",
     "sft": "fine-tune a language model on responses, before PPO",
     "reward_model": "train a reward model on preferences, for PPO",
+    "plan": "state the memory and time of a training step on a machine that is not there",
+    "translate": "turn a command of verl, TRL or OpenRLHF into one of ours",
     "config": "print the table of options",
 }
 USAGE = """\

@@ -19,9 +19,10 @@ from jax_ppo.models.hf.hub import resolve_model_folder
 from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import loop
-from jax_ppo.runtime import sharding
+from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
+from jax_ppo.storage import remote
 from jax_ppo.storage.paths import expand_local_path
 from jax_ppo.training.networks import Folders, read_networks
 from jax_ppo.types import Params, Prompts
@@ -53,8 +54,8 @@ def train(config: schema.Config, workdir: str | Path | None = None) -> dict[str,
 
     Args:
       config: The options, from `load_config`.
-      workdir: Folder for everything that the run writes; `None`: output/EXPERIMENT_NAME. A run
-        resumes from the newest checkpoint in it.
+      workdir: Folder or gs:// address for everything that the run writes; `None`:
+        output/EXPERIMENT_NAME. A run resumes from the newest checkpoint in it.
 
     Returns:
       The contents of WORKDIR/summary.json.
@@ -65,17 +66,17 @@ def train(config: schema.Config, workdir: str | Path | None = None) -> dict[str,
       SystemExit: SIGTERM stopped the run in the same way; the code is 143.
     """
     validation.validate_train_config(config)
-    workdir = Path(workdir or Path("output") / config.experiment_name)
-    with command.prepared_run(config, workdir):
-        return loop.train(config, workdir)
+    workdir = workdir or Path("output") / config.experiment_name
+    with command.prepared_run(config, workdir) as folder:
+        return loop.train(config, folder)
 
 
 def load_policy(path: str | Path, *, dtype: str = "float32") -> Policy:
     """Load a language model to sample from.
 
     Args:
-      path: The work directory of a run that exported its model, a Hugging Face folder, or a hub
-        name (OWNER/NAME or OWNER/NAME@REVISION).
+      path: The work directory of a run that exported its model, a Hugging Face folder, one of these
+        in a bucket (gs://BUCKET/FOLDER), or a hub name (OWNER/NAME or OWNER/NAME@REVISION).
       dtype: Data type of weights and computation: "float32" or "bfloat16".
 
     Raises:
@@ -90,7 +91,7 @@ def load_policy(path: str | Path, *, dtype: str = "float32") -> Policy:
     )
     model = read_networks(options, Folders(actor=folder, critic=None, reward=None)).actor
     tokenizer = tokenizer_lib.load_tokenizer(str(folder), option="load_policy: path")
-    mesh = sharding.make_mesh(schema.MeshShape())
+    mesh = meshes.make_mesh(schema.MeshShape())
     with jax.set_mesh(mesh):
         params = _load_params(folder, model, mesh)
         engine = BuiltInEngine(mesh, model, params)
@@ -151,12 +152,12 @@ def sample(
     )
     prompt_ids = _encode_prompts(policy, prompts, max_response_length, chat_template)
     with jax.set_mesh(policy.mesh):
-        batch = sharding.place(_pad_batch(policy, prompt_ids), sharding.rows(policy.mesh))
+        batch = placement.place(_pad_batch(policy, prompt_ids), sharding.rows(policy.mesh))
         everywhere = sharding.replicated(policy.mesh)
         key = jax.jit(lambda: jax.random.key(seed), out_shardings=everywhere)()
         rollout = policy.engine.generate(batch, key, options)
-        responses = sharding.to_host(rollout.responses)
-        lengths = sharding.to_host(rollout.lengths)
+        responses = placement.to_host(rollout.responses)
+        lengths = placement.to_host(rollout.lengths)
     return [
         tokenizer_lib.decode_continuation(
             policy.tokenizer, prompt_ids[i // n][-1], responses[i, : lengths[i]].tolist()
@@ -167,6 +168,8 @@ def sample(
 
 def _policy_folder(path: str | Path) -> Path:
     """Return the folder of a Hugging Face checkpoint: that of a run is WORKDIR/actor."""
+    if remote.is_address(str(path)):
+        return _bucket_policy_folder(str(path))
     folder = expand_local_path(str(path), "load_policy: path")
     if (folder / "actor" / "config.json").exists():
         return folder / "actor"
@@ -177,6 +180,15 @@ def _policy_folder(path: str | Path) -> Path:
             "actor in it); it does so after its last step, with config.trainer.export=True"
         )
     return resolve_model_folder(str(path), what="load_policy: path")
+
+
+def _bucket_policy_folder(address: str) -> Path:
+    """Return a local copy of a checkpoint in a bucket, as `_policy_folder` does."""
+    option = "load_policy: path"
+    remote.validate_address(address, option)
+    exported = f"{address.rstrip('/')}/actor"
+    is_run = "config.json" in remote.list_files(exported, option)
+    return resolve_model_folder(exported if is_run else address, what=option)
 
 
 def _load_params(folder: Path, model: Transformer, mesh: jax.sharding.Mesh) -> Params:
@@ -208,7 +220,7 @@ def _encode_prompts(
 
 def _pad_batch(policy: Policy, prompt_ids: Sequence[Sequence[int]]) -> Prompts:
     """Return the prompts as arrays, with copies of the first so that they divide among devices."""
-    padding = -len(prompt_ids) % sharding.row_shards(policy.mesh)
+    padding = -len(prompt_ids) % meshes.row_shards(policy.mesh)
     rows = [*prompt_ids, *[prompt_ids[0]] * padding]
     lengths = np.array([len(ids) for ids in rows], np.int32)
     longest = int(lengths.max())

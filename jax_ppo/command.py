@@ -4,8 +4,10 @@ Nothing heavy is imported before the options have been validated, so a mistake i
 second.
 """
 
+import atexit
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +24,7 @@ def run_command(arguments: list[str], command: str, run: Callable[[Config, Path]
     Args:
       arguments: `sys.argv`.
       command: "train", "sft" or "reward_model".
-      run: takes the options and the work directory; imports heavy modules itself.
+      run: takes the options and the folder to write to; imports heavy modules itself.
     """
     # First of all: a signal ends the command in one line also while it loads its modules.
     with signals.handle_stop_signals(ends_process=True):
@@ -33,14 +35,21 @@ def run_command(arguments: list[str], command: str, run: Callable[[Config, Path]
             distributed.initialize(options.distributed)
         except UserError as error:
             sys.exit(f"error: {error}")
-        distributed.run_or_abort(lambda: _run(options, workdir, run))
+        try:
+            distributed.run_or_abort(lambda: _run(options, workdir, run))
+        finally:
+            # While Python exits, Ctrl-C would show a traceback from the exit handler of a library.
+            atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
-def prepared_run(options: Config, workdir: Path) -> Iterator[None]:
+def prepared_run(options: Config, workdir: str | Path) -> Iterator[Path]:
     """Prepare a run that takes place in the block, which has the work directory for itself.
 
     Set up the compilation cache and write the resolved options to the work directory.
+
+    Yields:
+      The folder to write to: the work directory, or a local folder that stands for its address.
 
     Raises:
       UserError: the work directory cannot be used, or its disk is full.
@@ -54,24 +63,31 @@ def prepared_run(options: Config, workdir: Path) -> Iterator[None]:
 
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # torch is not needed
     compilation.enable_cache(options.trainer.compilation_cache, console.print_on_main)
+    workdir = work_directory.validated(workdir)
+    folder = Path()
     try:
         with (
             signals.handle_stop_signals(ends_process=False),
-            work_directory.open_work_directory(workdir, console.print_on_main),
+            work_directory.open_work_directory(workdir, console.print_on_main) as folder,
         ):
-            distributed.run_on_main(lambda: command_line.write_resolved_config(options, workdir))
-            yield
+            distributed.run_on_main(
+                lambda: command_line.write_resolved_config(options, folder, str(workdir))
+            )
+            yield folder
             signals.raise_if_stopped(console.print_on_main)
     except OSError as error:
         if not disk_space.is_disk_full(error):
             raise
         what = Path(error.filename).name if error.filename else "a file of the run"
-        raise disk_space.disk_full_error(workdir, what) from error
+        raise disk_space.disk_full_error(folder, what, cause=error) from error
 
 
-def _run(options: Config, workdir: Path, run: Callable[[Config, Path], object]) -> None:
+def _run(options: Config, workdir: str | Path, run: Callable[[Config, Path], object]) -> None:
+    from jax_ppo.runtime import distributed, watchdog
+
+    watched = watchdog.watch(options.distributed.stall_seconds, distributed.end_all)
     try:
-        with prepared_run(options, workdir):
-            run(options, workdir)
+        with watched, prepared_run(options, workdir) as folder:
+            run(options, folder)
     except UserError as error:
         sys.exit(f"error: {error}")

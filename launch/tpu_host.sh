@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run jax_ppo on one host of a TPU slice. launch/tpu_pod.sh calls it on every host by ssh.
-#   launch/tpu_host.sh install      Create .venv with jax_ppo[tpu], and mount the data disk, if any.
+#   launch/tpu_host.sh install      Create .venv with jax_ppo[tpu,gcs], and mount the data disk, if any.
 #   launch/tpu_host.sh start ARGS   Start `python -m jax_ppo.$COMMAND ARGS` in the background.
 #   launch/tpu_host.sh watch        Follow the log until the run ends; exit with its code.
 #   launch/tpu_host.sh stop         Send SIGTERM to the run and wait until it has saved and ended.
@@ -25,7 +25,7 @@ install_package() {
   # The hosts have Python 3.10, which JAX no longer supports, so uv installs a newer one.
   python3 -m pip install --quiet --user uv
   python3 -m uv venv --quiet --clear --python 3.12 .venv
-  python3 -m uv pip install --quiet --python .venv/bin/python -e '.[tpu]'
+  python3 -m uv pip install --quiet --python .venv/bin/python -e '.[tpu,gcs]'
 }
 
 mount_data_disk() {

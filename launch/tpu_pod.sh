@@ -11,7 +11,7 @@
 # Commands:
 #   create  Request the slice as a queued resource and wait until it is there.
 #   setup   Copy the last commit of this checkout (or of --repo) to every host and install it
-#           with .[tpu].
+#           with .[tpu,gcs].
 #   start   Start jax_ppo.train in the background on every host, and report a failed start with its
 #           exit code and log. Set COMMAND=sft or COMMAND=reward_model in the environment to start
 #           that command instead. (`run` is the same.)

@@ -1,42 +1,64 @@
 """Disturb tiny runs at random instants, resume them, and compare them with undisturbed ones.
 
-    python tests/chaos.py --faults 1000 --seed 0
+    python tests/chaos.py --faults 1000 --seed 0 --parallel 2
 
 A run is disturbed, resumed and disturbed again until it is complete. Then every exported file, each
 figure of training_metrics.csv except times, all evaluations and the training examples of each step
 must equal those of an undisturbed run. After a difference the work directory is kept, and the exit
 code is 1.
+
+Most processes are forked by a server that has imported everything (`chaos_server`). The undisturbed
+runs, each start that is disturbed while it starts, and a tenth of the others are new interpreters.
+The faults of a run follow from the seed and its number, the instant also from the load of the
+machine: `--run NUMBER` disturbs one run again.
+
+A disk without space needs the right to mount a file system; otherwise that kind is left out. A
+limit on the size of files stands for it everywhere.
 """
 
 import argparse
 import collections
-import csv
+import concurrent.futures
+import contextlib
 import dataclasses
-import json
+import itertools
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from chaos_process import STARTING, Hang, Processes
-from chaos_variants import VARIANTS, Variant, write_inputs
+from chaos_compare import Failure, Reference, compare_runs, validate_examples
+from chaos_process import ENVIRONMENT, STARTING, Hang, Processes
+from chaos_server import ForkServer
+from chaos_variants import VARIANTS, write_inputs
 
-KINDS = ("kill", "SIGTERM", "SIGINT", "disk full", "damage")
-# The exit codes that a fault may have beside 0, for a run that was over or did not notice. Before
-# the interpreter has installed its handlers, a signal ends a process by itself.
+DISK_KINDS = ("file limit", "disk full")
+KINDS = ("kill", "SIGTERM", "SIGINT", "damage", *DISK_KINDS)
+# The exit codes that a fault may have, beside 0 for a run that did not notice a full disk or was
+# over. Before the interpreter has installed its handlers, a signal ends a process by itself.
 EXIT_CODES = {
     "kill": {-9},
     "damage": {-9},
     "kill one": {-9, 1},
-    "SIGTERM": {143, -15},
-    "SIGINT": {130, -2},
-    "disk full": {1},
+    "SIGTERM": {143},
+    "SIGINT": {130},
+    "file limit": {0, 1},
+    "disk full": {0, 1},
 }
+# Before the command installs its handlers of signals, and after the interpreter has removed them.
+WITHOUT_HANDLERS_EXIT_CODES = {"SIGTERM": {-15}, "SIGINT": {-2}}
+FINISHING = "finishing"  # the last phase
+# The phases of a start after the last step; the others come before it.
+LAST_PHASES = {STARTING, "loading", "exporting", FINISHING}
 MAX_FAULTS = 8  # of one run, which then completes
 WRITING_SECONDS = 0.6  # a checkpoint is written in the background for about as long
+DISK_SIZE = "64m"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,45 +78,33 @@ class Fault:
     codes: tuple[int, ...]
 
 
-@dataclasses.dataclass
-class Reference:
-    """An undisturbed run.
-
-    Attributes:
-      workdir: its work directory.
-      durations: the longest duration of each phase, in seconds.
-      occurrences: how often each phase began.
-      examples: for each step the announced ids of its examples.
-    """
-
-    workdir: Path
-    durations: dict[str, float]
-    occurrences: collections.Counter[str]
-    examples: dict[int, set[str]]
-
-
-class Failure(Exception):
-    """A run that a fault has changed."""
-
-
 class Chaos:
-    """Disturbs runs and counts faults.
+    """Disturbs runs and counts faults; use it as a context, which ends its server.
 
     Attributes:
       faults: all faults so far.
-      failures: the number of runs that a fault has changed.
-      disk_tracebacks: the number of full disks that ended a run with a traceback.
+      failures: the numbers of the runs that a fault has changed.
     """
 
     def __init__(self, folder: Path, seed: int) -> None:
         """Write the inputs of all runs to `folder`."""
         self.faults: list[Fault] = []
-        self.failures = 0
-        self.disk_tracebacks = 0
+        self.failures: list[int] = []
         self._folder = folder
         self._seed = seed
         self._references: dict[str, Reference] = {}
+        self._reference_locks = collections.defaultdict(threading.Lock)
         write_inputs(folder / "inputs")
+        self._server = ForkServer(folder, ENVIRONMENT)
+        self._has_disks = can_mount(folder)
+        if not self._has_disks:
+            print("note: no file system can be mounted here; no disk is full", flush=True)
+
+    def __enter__(self) -> "Chaos":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.close()
 
     def disturb_run(self, name: str, number: int, max_faults: int = MAX_FAULTS) -> None:
         """Disturb a run until it is complete, and compare it.
@@ -104,11 +114,17 @@ class Chaos:
           number: of the run; it seeds the faults.
           max_faults: at most this many faults.
         """
-        if name not in self._references:
-            self._references[name] = self._run_undisturbed(name)
-        reference = self._references[name]
+        # Several runs of a variant share its undisturbed run.
+        with self._reference_locks[name]:
+            if name not in self._references:
+                self._references[name] = self._run_undisturbed(name)
+        folder = self._folder / f"{number:04d}_{name.replace(' ', '_')}"
+        with mounted_disk(folder, self._has_disks):
+            self._disturb_in_folder(name, number, max_faults, folder)
+
+    def _disturb_in_folder(self, name: str, number: int, max_faults: int, folder: Path) -> None:
         rng = random.Random(f"{self._seed} {number}")
-        workdir = self._folder / f"{number:04d}_{name.replace(' ', '_')}"
+        workdir = folder / "run"
         examples: dict[int, set[str]] = collections.defaultdict(set)
         log: list[str] = []
         try:
@@ -119,18 +135,20 @@ class Chaos:
                     name, workdir, rng if disturbs else None, examples, log
                 )
                 faults += is_disturbed
-            compare_runs(VARIANTS[name], workdir, reference, examples)
+            compare_runs(VARIANTS[name], workdir, self._references[name], examples)
         except (Failure, Hang) as error:
-            self.failures += 1
-            (self._folder / f"{workdir.name}.log").write_text("".join(log))
-            print(f"FAILED: {workdir}: {error}", flush=True)
+            self.failures.append(number)
+            # Not in `folder`, whose disk goes.
+            (self._folder / f"{folder.name}.log").write_text("".join(log))
+            if workdir.exists():
+                shutil.copytree(workdir, self._folder / f"{folder.name}.failed")
+            print(f"FAILED: run {number}, {name}: {error}", flush=True)
         else:
-            shutil.rmtree(workdir)
             print(f"run {number}, {name}: equal after {faults} faults", flush=True)
 
     def _run_undisturbed(self, name: str) -> Reference:
         workdir = self._folder / f"undisturbed_{name.replace(' ', '_')}"
-        processes = Processes(VARIANTS[name], self._folder / "inputs", workdir)
+        processes = Processes(VARIANTS[name], self._folder / "inputs", workdir, server=None)
         codes = processes.wait()
         if any(codes):
             raise RuntimeError(f"the undisturbed run failed: {''.join(processes.lines)}")
@@ -151,11 +169,16 @@ class Chaos:
         Returns:
           Whether the run is complete, and whether it was disturbed.
         """
-        variant = VARIANTS[name]
-        kind = phase = None
+        is_new_interpreter = False
         if rng is not None:
             kind, phase, occurrence = self._draw_fault(name, workdir, rng)
-        processes = Processes(variant, self._folder / "inputs", workdir)
+            is_new_interpreter = rng.random() < 0.1 or phase == STARTING
+        processes = Processes(
+            VARIANTS[name],
+            self._folder / "inputs",
+            workdir,
+            server=None if is_new_interpreter else self._server,
+        )
         fault = None
         try:
             if rng is not None and processes.wait_for_phase(phase, occurrence):
@@ -163,9 +186,13 @@ class Chaos:
                 if phase == "checkpointing":
                     seconds = max(seconds, WRITING_SECONDS)
                 processes.follow(rng.uniform(0, seconds))
-                disturbed_phase = processes.phase
-                processes.disturb(kind, rng)
-                fault = Fault(name, kind, disturbed_phase, processes.wait())
+                if not processes.is_over():
+                    disturbed_phase = processes.phase
+                    processes.disturb(kind, rng)
+                    codes = processes.wait()
+                    if kind == "damage" and not damage_newest_checkpoint(workdir, rng):
+                        kind = "kill"
+                    fault = Fault(name, kind, disturbed_phase, codes)
             codes = processes.wait()
         finally:
             processes.kill()
@@ -177,28 +204,28 @@ class Chaos:
                 raise Failure(f"exit codes {codes} without a fault")
             return True, False
         self._record(fault, "".join(processes.lines))
-        if kind == "damage" and rng is not None:
-            damage_newest_checkpoint(workdir, rng)
-            return False, True
-        return not any(codes), True
+        return not any(codes) and kind != "damage", True
 
     def _draw_fault(self, name: str, workdir: Path, rng: random.Random) -> tuple[str, str, int]:
         """Return the kind of the next fault, and the phase and its occurrence to wait for."""
-        variant = VARIANTS[name]
-        kinds = [
-            kind for kind in KINDS if variant.promises_signals or kind not in ("SIGTERM", "SIGINT")
-        ]
-        if variant.processes > 1:
-            kinds.append("kill one")
+        reference = self._references[name]
+        kinds = [kind for kind in KINDS if kind != "disk full" or self._has_disks]
+        if VARIANTS[name].processes > 1:
+            kinds += ["kill one"] * 3
         kind = rng.choice(kinds)
-        phases = set(self._references[name].durations)
+        phases = set(reference.durations)
+        if (workdir / "checkpoints" / str(len(reference.examples))).exists():
+            phases &= LAST_PHASES
+        weighted = sorted(phases)
         # A model is made before anything else, and once.
         if (workdir / "model" / "config.json").exists():
-            phases.discard("making the model")
-        phase = rng.choice(sorted(phases))
+            weighted = sorted(phases - {"making the model"})
+        elif "making the model" in phases:
+            weighted += ["making the model"] * 3
+        phase = rng.choice(weighted)
         if phase == "compiling":
             self._drop_compiled_programs(rng)
-        is_rare = self._references[name].occurrences[phase] <= 3
+        is_rare = reference.occurrences[phase] <= 3
         return kind, phase, 1 if is_rare else rng.choice((1, 1, 2, 3))
 
     def _drop_compiled_programs(self, rng: random.Random) -> None:
@@ -215,102 +242,72 @@ class Chaos:
             f"exit codes {fault.codes}",
             flush=True,
         )
-        unexpected = set(fault.codes) - EXIT_CODES[fault.kind] - {0}
-        if unexpected:
-            raise Failure(f"{fault}: unexpected exit codes")
-        if "Traceback" not in output:
-            return
-        # A signal ends a run in one line, once the command has installed its handlers.
-        if fault.kind in ("SIGTERM", "SIGINT") and fault.phase != STARTING:
-            raise Failure(f"{fault}: a traceback")
-        self.disk_tracebacks += fault.kind == "disk full"
+        judge_fault(fault, output)
 
 
-def validate_examples(examples: dict[int, set[str]]) -> None:
-    """Validate that a run consumes each example once per epoch, one batch per step."""
-    steps = sorted(examples)
-    if steps != list(range(len(steps))) or any(len(ids) != 1 for ids in examples.values()):
-        raise Failure(f"examples of steps {steps}")
-    consumed = [id_ for step in steps for id_ in next(iter(examples[step])).split()]
-    # 24 examples: the three steps of the first epoch consume each of them.
-    if sorted(map(int, consumed[:24])) != list(range(24)):
-        raise Failure(f"an epoch consumes {consumed[:24]}")
+def judge_fault(fault: Fault, output: str) -> None:
+    """Validate the exit codes of a fault, and that it has ended the run in one line.
+
+    Args:
+      fault: the fault.
+      output: of all processes.
+
+    Raises:
+      Failure: the run has ended in another way, or has ignored the fault.
+    """
+    expected = set(EXIT_CODES[fault.kind])
+    if fault.phase == FINISHING:
+        expected.add(0)
+    if fault.phase in (STARTING, FINISHING):
+        expected |= WITHOUT_HANDLERS_EXIT_CODES.get(fault.kind, set())
+    if not set(fault.codes) <= expected:
+        raise Failure(f"{fault}: unexpected exit codes")
+    # An interpreter that has not installed the command's handlers shows where SIGINT hit it.
+    is_early = fault.phase == STARTING and set(fault.codes) & {-2, -15}
+    ends_in_one_line = fault.kind in ("SIGTERM", "SIGINT", *DISK_KINDS)
+    if ends_in_one_line and not is_early and "Traceback" in output:
+        raise Failure(f"{fault}: a traceback")
 
 
-def damage_newest_checkpoint(workdir: Path, rng: random.Random) -> None:
-    """Change one byte of the newest checkpoint, if there is a checkpoint."""
+def can_mount(folder: Path) -> bool:
+    """Return whether this process may mount a file system."""
+    with mounted_disk(folder / "disk", True) as is_mounted:
+        return is_mounted
+
+
+@contextlib.contextmanager
+def mounted_disk(folder: Path, mounts: bool) -> Iterator[bool]:
+    """Make a folder for the block, a small disk of its own if `mounts`.
+
+    Yields:
+      Whether it is a disk.
+    """
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_SIZE}", "chaos", str(folder)]
+    is_mounted = False
+    try:
+        # Neither the right nor the program may be there.
+        with contextlib.suppress(OSError):
+            is_mounted = mounts and subprocess.run(mount, capture_output=True).returncode == 0
+        yield is_mounted
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+        shutil.rmtree(folder)
+
+
+def damage_newest_checkpoint(workdir: Path, rng: random.Random) -> bool:
+    """Change one byte of the newest checkpoint; return whether there is a checkpoint."""
     steps = [path for path in workdir.glob("checkpoints/*") if path.name.isdigit()]
     if not steps:
-        return
+        return False
     newest = max(steps, key=lambda path: int(path.name))
     files = sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size)
     path = rng.choice(files)
     content = bytearray(path.read_bytes())
     content[rng.randrange(len(content))] ^= rng.randrange(1, 256)
     path.write_bytes(content)
-
-
-def compare_runs(
-    variant: Variant, workdir: Path, reference: Reference, examples: dict[int, set[str]]
-) -> None:
-    """Compare a completed run with an undisturbed one.
-
-    Raises:
-      Failure: they differ.
-    """
-    if examples != reference.examples:
-        raise Failure(f"examples {dict(examples)} instead of {dict(reference.examples)}")
-    ours, theirs = read_metrics(workdir), read_metrics(reference.workdir)
-    if ours != theirs:
-        raise Failure(f"training_metrics.csv differs: {_first_difference(ours, theirs)}")
-    summaries = (
-        json.loads((folder / "summary.json").read_text()) for folder in (workdir, reference.workdir)
-    )
-    ours, theirs = (
-        {name: summary[name] for name in ("evaluations", "steps", "total_steps")}
-        for summary in summaries
-    )
-    if ours != theirs:
-        raise Failure(f"summary.json: {ours} instead of {theirs}")
-    for export in variant.exports:
-        ours, theirs = read_files(workdir / export), read_files(reference.workdir / export)
-        different = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
-        if different:
-            raise Failure(f"{export}: {different} differ")
-    # Nothing temporary remains.
-    ours, theirs = (
-        sorted(path.name for path in folder.iterdir()) for folder in (workdir, reference.workdir)
-    )
-    if ours != theirs:
-        raise Failure(f"the work directory holds {ours} instead of {theirs}")
-
-
-def read_metrics(workdir: Path) -> list[dict[str, str]]:
-    """Return the rows of training_metrics.csv without the columns that depend on time."""
-    with open(workdir / "training_metrics.csv") as file:
-        return [
-            {name: value for name, value in row.items() if "second" not in name}
-            for row in csv.DictReader(file)
-        ]
-
-
-def _first_difference(ours: list[dict], theirs: list[dict]) -> str:
-    if len(ours) != len(theirs):
-        return f"{len(ours)} rows instead of {len(theirs)}"
-    for a, b in zip(ours, theirs, strict=True):
-        for name in a | b:
-            if a.get(name) != b.get(name):
-                return f"step {b['step']}, {name}: {a.get(name)} instead of {b.get(name)}"
-    return "nothing"
-
-
-def read_files(folder: Path) -> dict[str, bytes]:
-    """Return the contents of all files below a folder by their names."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    return True
 
 
 def print_tables(faults: list[Fault]) -> None:
@@ -330,38 +327,60 @@ def _seconds(durations: dict[str, float]) -> str:
     return ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in durations.items())
 
 
+def disturb_runs(chaos: Chaos, numbers: Iterator[int], names: list[str], faults: int) -> int:
+    """Disturb one run after the other until there were enough faults; return how many runs."""
+    count = 0
+    while len(chaos.faults) < faults and (number := next(numbers, None)) is not None:
+        chaos.disturb_run(names[number % len(names)], number)
+        count += 1
+    return count
+
+
+def weighted_names(names: list[str]) -> list[str]:
+    """Return each variant's name as often as its weight, those of one variant far apart."""
+    rounds = range(max(VARIANTS[name].weight for name in names))
+    return [name for i in rounds for name in names if VARIANTS[name].weight > i]
+
+
 def main() -> int:
     """Disturb runs of all variants until there were enough faults; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="names with commas between")
-    parser.add_argument("--minutes", type=float, default=1e9, help="start no run after these")
+    parser.add_argument("--run", type=int, help="number of the only run to disturb")
     arguments = parser.parse_args()
     # A shell ignores SIGINT for what it runs in the background, and children would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     started = time.monotonic()
+    names = weighted_names(arguments.variants.split(","))
+    numbers = itertools.count() if arguments.run is None else iter([arguments.run])
     folder = Path(tempfile.mkdtemp(prefix="jax_ppo_chaos_"))
-    chaos = Chaos(folder, arguments.seed)
-    names = arguments.variants.split(",")
-    number = 0
-    while len(chaos.faults) < arguments.faults:
-        if time.monotonic() - started > arguments.minutes * 60:
-            break
-        chaos.disturb_run(names[number % len(names)], number)
-        number += 1
+    failures: list[int] = []
+    try:
+        with (
+            Chaos(folder, arguments.seed) as chaos,
+            concurrent.futures.ThreadPoolExecutor(arguments.parallel) as pool,
+        ):
+            failures = chaos.failures
+            workers = [
+                pool.submit(disturb_runs, chaos, numbers, names, arguments.faults)
+                for _ in range(arguments.parallel)
+            ]
+            count = sum(worker.result() for worker in workers)
+    finally:
+        if not failures:
+            shutil.rmtree(folder)
     print_tables(chaos.faults)
     minutes = (time.monotonic() - started) / 60
     print(
-        f"\nseed {arguments.seed}: {len(chaos.faults)} faults in {number} runs, {minutes:.0f} "
-        f"minutes; {chaos.failures} runs differ; {chaos.disk_tracebacks} full disks ended in a "
-        "traceback"
+        f"\nseed {arguments.seed}: {len(chaos.faults)} faults in {count} runs, {minutes:.0f} "
+        f"minutes; {len(failures)} runs differ"
     )
-    if chaos.failures:
-        print(f"their work directories are kept in {folder}")
-        return 1
-    shutil.rmtree(folder)
-    return 0
+    if failures:
+        print(f"runs {failures}: their work directories and output are in {folder}")
+    return int(bool(failures))
 
 
 if __name__ == "__main__":

@@ -115,6 +115,11 @@ def announce_when_running(run: Callable) -> Callable:
     return call
 
 
-if __name__ == "__main__":
+def main(arguments: list[str]) -> None:
+    """Run a command; the first argument is its name."""
     command._run = announce_when_running(command._run)
-    importlib.import_module(f"jax_ppo.{sys.argv[1]}").main(sys.argv[1:])
+    importlib.import_module(f"jax_ppo.{arguments[0]}").main(arguments)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,6 +1,7 @@
 """Start the processes of a run, follow their announcements, and disturb them."""
 
 import collections
+import contextlib
 import os
 import queue
 import random
@@ -14,6 +15,7 @@ import threading
 import time
 from pathlib import Path
 
+from chaos_server import ForkServer, WarmProcess
 from chaos_variants import Variant
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +28,13 @@ XLA_FLAGS = (
     " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 )
 EXAMPLES = re.compile(r"step (\d+) of examples ([\d ]+)")
+# Of every process, also of the server that forks them.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_NUM_CPU_DEVICES": "1",
+    "PYTHONPATH": str(ROOT),
+    "XLA_FLAGS": XLA_FLAGS,
+}
 
 
 class Hang(Exception):
@@ -43,24 +52,23 @@ class Processes:
       lines: all lines of all processes.
     """
 
-    def __init__(self, variant: Variant, inputs: Path, workdir: Path) -> None:
+    def __init__(
+        self, variant: Variant, inputs: Path, workdir: Path, server: ForkServer | None
+    ) -> None:
         """Start the processes.
 
         Args:
           variant: the kind of run.
           inputs: the folder of `chaos_variants.write_inputs`.
           workdir: the run's work directory.
+          server: forks the processes; `None` starts interpreters.
         """
         config = inputs / ("ppo.py" if variant.command == "train" else "supervised.py")
-        arguments = [sys.executable, str(COMMAND), variant.command, f"--config={config}"]
-        arguments.append(f"--workdir={workdir}")
+        arguments = [variant.command, f"--config={config}", f"--workdir={workdir}"]
         arguments += [f"--config.{option}" for option in variant.options]
-        environment = {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": str(variant.devices),
-            "PYTHONPATH": str(ROOT),
-            "XLA_FLAGS": XLA_FLAGS,
-        }
+        environment = {**os.environ, **ENVIRONMENT, "JAX_NUM_CPU_DEVICES": str(variant.devices)}
+        # What killed processes leave there goes with the folder.
+        environment["TMPDIR"] = str(inputs / "temporary")
         if variant.processes > 1:
             environment["JAX_COORDINATOR_ADDRESS"] = f"localhost:{_free_port()}"
             environment["JAX_NUM_PROCESSES"] = str(variant.processes)
@@ -72,19 +80,15 @@ class Processes:
         self._phase_started = time.monotonic()
         self._queue: queue.Queue[tuple[int, str | None]] = queue.Queue()
         self._open_outputs = variant.processes
-        self._processes = [
-            subprocess.Popen(
-                arguments,
-                cwd=ROOT,
-                env=os.environ | environment | _process_id(variant, number),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-            )
-            for number in range(variant.processes)
-        ]
+        self._filler = workdir.parent / "filler"
+        self._processes: list[subprocess.Popen[str] | WarmProcess] = []
+        for number in range(variant.processes):
+            own_environment = environment | _process_id(variant, number)
+            if server is None:
+                process = _start_interpreter(arguments, own_environment)
+            else:
+                process = server.start(arguments, own_environment, ROOT)
+            self._processes.append(process)
         for number in range(variant.processes):
             threading.Thread(target=self._read, args=(number,), daemon=True).start()
 
@@ -112,17 +116,24 @@ class Processes:
             except queue.Empty:
                 return
 
+    def is_over(self) -> bool:
+        """Return whether every process has ended."""
+        return all(process.poll() is not None for process in self._processes)
+
     def disturb(self, kind: str, rng: random.Random) -> None:
         """Cause a fault of a kind now."""
         processes = self._processes
         if kind == "kill one":
             rng.choice(processes).kill()
-        elif kind == "disk full":
+        elif kind == "file limit":
             # A file may not grow beyond the limit: the next write beyond it fails with EFBIG.
             limit = int(2 ** rng.uniform(0, 17))
             for process in processes:
                 if process.poll() is None:
-                    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, limit))
+                    with contextlib.suppress(ProcessLookupError):
+                        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, limit))
+        elif kind == "disk full":
+            fill_disk(self._filler, int(2 ** rng.uniform(0, 17)))
         else:
             number = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}.get(kind, signal.SIGKILL)
             for process in processes:
@@ -140,6 +151,7 @@ class Processes:
         for process in self._processes:
             process.kill()
             process.wait()
+        self._filler.unlink(missing_ok=True)
 
     def _read(self, number: int) -> None:
         output = self._processes[number].stdout
@@ -188,6 +200,34 @@ class Processes:
         seconds = now - self._phase_started
         self.durations[self.phase] = max(self.durations[self.phase], seconds)
         self._phase_started = now
+
+
+def fill_disk(path: Path, free_bytes: int) -> None:
+    """Write a file that leaves about `free_bytes` on its disk."""
+    with open(path, "wb") as file:
+        # The run writes at the same time, so there may be less than there was.
+        for _ in range(100):
+            disk = os.fstatvfs(file.fileno())
+            size = disk.f_bavail * disk.f_frsize - free_bytes
+            if size <= 0:
+                return
+            with contextlib.suppress(OSError):
+                os.posix_fallocate(file.fileno(), 0, size)
+                return
+
+
+def _start_interpreter(arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(COMMAND), *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        process_group=0,
+    )
 
 
 def _process_id(variant: Variant, number: int) -> dict[str, str]:

@@ -57,7 +57,7 @@ class Variant:
       devices: virtual devices of each process.
       processes: number of processes.
       exports: the folders of the work directory that the run makes.
-      promises_signals: whether a run that is resumed after a signal promises to be the same.
+      weight: share of the runs.
     """
 
     command: str = "train"
@@ -65,7 +65,7 @@ class Variant:
     devices: int = 1
     processes: int = 1
     exports: tuple[str, ...] = ("actor",)
-    promises_signals: bool = True
+    weight: int = 1
 
 
 VARIANTS = {
@@ -89,25 +89,22 @@ VARIANTS = {
             "model.create.habit_steps=8",
         ),
         exports=("actor", "model"),
+        weight=2,
     ),
     "lora": Variant(options=("model.lora.rank=4",), exports=("actor", "adapter")),
     "shared trunk": Variant(options=("critic.shared_trunk=True",)),
-    "one step off": Variant(
-        options=("rollout.one_step_off=True", "algorithm.rollout_is=token", "trainer.save_freq=3"),
-        # docs/reproducibility.md: it then samples one batch with newer weights.
-        promises_signals=False,
-    ),
+    "one step off": Variant(options=("rollout.one_step_off=True", "algorithm.rollout_is=token")),
     "grpo": Variant(options=("algorithm.adv_estimator=grpo",)),
-    "sft": Variant(command="sft"),
-    "reward model": Variant(command="reward_model", exports=("reward_model",)),
+    "sft": Variant(command="sft", weight=2),
+    "reward model": Variant(command="reward_model", exports=("reward_model",), weight=2),
     "8 devices": Variant(options=("mesh.fsdp=2", "mesh.model=2"), devices=8),
-    "2 processes": Variant(processes=2),
+    "2 processes": Variant(processes=2, weight=2),
 }
 
 
 def write_inputs(folder: Path) -> None:
     """Write the model, the data, the reward function and the configuration files."""
-    folder.mkdir(parents=True)
+    (folder / "temporary").mkdir(parents=True)
     texts = [
         prompt + response for prompt, response in arithmetic.generate_worked_solutions(200, 0.5, 0)
     ]

@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,10 @@ os.environ.setdefault(
 import jax
 import pytest
 
+# A shell ignores SIGINT for what it runs in the background, and the runs that tests start and
+# interrupt would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Not set again in a process that has initialized its devices (edited_copies.py).
 if jax.config.jax_num_cpu_devices != 8:
     jax.config.update("jax_num_cpu_devices", 8)

@@ -780,12 +780,14 @@ def judge(kind: str, number: int, seed: int, outside: Path) -> tuple[str, str]:
     return outcome, why
 
 
-def run_kind(kind: str, numbers: range, seed: int, results: Any) -> None:
+def run_kind(kind: str, numbers: range, seed: int, root: str, results: Any) -> None:
     """Judge inputs of one kind, in a process of its own; send (number, outcome, why, seconds)."""
     import logging
 
     logging.disable(logging.CRITICAL)
-    outside = Path(tempfile.mkdtemp(prefix="hostile_cwd_"))
+    # All temporary files are below `root`, also those of a process that is killed.
+    tempfile.tempdir = root
+    outside = Path(tempfile.mkdtemp(prefix="cwd_"))
     os.chdir(outside)
     results.send((-1, ACCEPTED, "", 0.0))
     # The first inputs pay for imports and compiled programs, which are not their own.
@@ -804,26 +806,31 @@ def run_inputs(kind: str, numbers: range, seed: int) -> Iterator[tuple[int, str,
     """Yield the result of each input of a kind; replace a child that hangs or dies."""
     context = multiprocessing.get_context("spawn")
     while numbers:
-        receiver, sender = context.Pipe(duplex=False)
-        child = context.Process(target=run_kind, args=(kind, numbers, seed, sender), daemon=True)
-        child.start()
-        sender.close()
         problem = ""
-        while numbers and not problem:
-            if not receiver.poll(HANG):
-                problem = f"hung for {HANG:g} s"
-                break
+        with tempfile.TemporaryDirectory(prefix="hostile_") as root:
+            receiver, sender = context.Pipe(duplex=False)
+            arguments = (kind, numbers, seed, root, sender)
+            child = context.Process(target=run_kind, args=arguments, daemon=True)
+            child.start()
+            sender.close()
             try:
-                result = receiver.recv()
-            except EOFError:
-                child.join(5)
-                problem = f"the process died with exit code {child.exitcode}"
-                break
-            if result[0] >= 0:
-                numbers = numbers[1:]
-                yield result
-        child.kill()
-        child.join()
+                while numbers and not problem:
+                    if not receiver.poll(HANG):
+                        problem = f"hung for {HANG:g} s"
+                        break
+                    try:
+                        result = receiver.recv()
+                    except EOFError:
+                        child.join(5)
+                        problem = f"the process died with exit code {child.exitcode}"
+                        break
+                    if result[0] >= 0:
+                        numbers = numbers[1:]
+                        yield result
+            finally:
+                # Also when the caller is interrupted.
+                child.kill()
+                child.join()
         if problem:
             yield numbers[0], FAILED, problem, 0.0
             numbers = numbers[1:]

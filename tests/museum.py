@@ -81,9 +81,9 @@ END_OF_RESPONSE = [
         holds="the samples are the same with pad == EOS and pad != EOS",
         test=f"{TEST_GENERATE}::test_pad_may_be_eos",
         where="plan_job",
-        old="jnp.pad(prompts.lengths, (0, -count % group), constant_values=1)",
+        old="jnp.pad(prompts.lengths, (0, -rows % group), constant_values=1)",
         new=(
-            "jnp.pad((prompts.tokens != (*options.eos_ids, -1)[0]).sum(-1), (0, -count % "
+            "jnp.pad((prompts.tokens != (*options.eos_ids, -1)[0]).sum(-1), (0, -rows % "
             "group), constant_values=1)"
         ),
     ),
@@ -137,8 +137,8 @@ END_OF_RESPONSE = [
         holds="a response ends with its EOS, and the loop ends with the last response",
         test=f"{TEST_GENERATE}::test_the_loop_ends_with_the_last_row",
         where="decode_step",
-        old="is_eos_B | (drawn_B == options.max_response_length)",
-        new="drawn_B == options.max_response_length",
+        old="is_eos_B | (drawn_B == job.limit)",
+        new="drawn_B == job.limit",
     ),
     Exhibit(
         name="changed_eos_ids_do_not_retrace",
@@ -163,7 +163,7 @@ SAMPLING_AND_CACHE = [
         holds="the sampler's log-probs are of softmax(logits / temperature)",
         test=f"{TEST_GENERATE}::test_logprobs_are_those_of_a_full_forward_pass",
         where="sample_tokens",
-        old="token_logprob(logits_BxV, tokens_B, known_sums_B)",
+        old="token_logprob(logits_BxV, tokens_B, known_sums_B, shards)",
         new="token_logprob(logits_BxV * temperature, tokens_B)",
     ),
     Exhibit(
@@ -172,7 +172,7 @@ SAMPLING_AND_CACHE = [
         holds="the temperature divides the logits, and the result is normalized",
         test=f"{TEST_GENERATE}::test_logprobs_are_those_of_a_full_forward_pass",
         where="sample_tokens",
-        old="token_logprob(logits_BxV, tokens_B, known_sums_B)",
+        old="token_logprob(logits_BxV, tokens_B, known_sums_B, shards)",
         new="token_logprob(logits_BxV * temperature, tokens_B) / temperature",
     ),
     Exhibit(
@@ -187,7 +187,7 @@ SAMPLING_AND_CACHE = [
         ),
         test=f"{TEST_SAMPLING}::test_log_prob_is_from_before_the_filters",
         where="sample_tokens",
-        old="token_logprob(logits_BxV, tokens_B, known_sums_B)",
+        old="token_logprob(logits_BxV, tokens_B, known_sums_B, shards)",
         new="token_logprob(filtered_BxV, tokens_B)",
     ),
     Exhibit(
@@ -208,7 +208,7 @@ SAMPLING_AND_CACHE = [
         holds="temperature, then top-k, then top-p of what top-k kept, as in transformers",
         test=f"{TEST_SAMPLING}::test_draws_follow_the_filtered_distribution",
         where="sample_tokens",
-        old="keep_top_p(keep_top_k(logits_BxV, top_k), top_p)",
+        old="keep_top_p(keep_top_k(logits_BxV, top_k, shards), top_p, shards)",
         new="keep_top_k(keep_top_p(logits_BxV, top_p), top_k)",
     ),
     Exhibit(
@@ -259,10 +259,10 @@ SAMPLING_AND_CACHE = [
         holds="each row decodes at its own position",
         test=f"{TEST_GENERATE}::test_logprobs_are_those_of_a_full_forward_pass",
         where="decode_step",
-        old="jnp.where(busy_B, job.prompts.lengths[sample_B // options.n] + slots.drawn - 1, 0)",
+        old="jnp.where(busy_B, job.prompts.lengths[sample_B // options.n] + own_B - 1, 0)",
         new=(
-            "jnp.broadcast_to((job.prompts.lengths[sample_B // options.n] + slots.drawn - "
-            "1).max(), busy_B.shape)"
+            "jnp.broadcast_to((job.prompts.lengths[sample_B // options.n] + own_B - 1).max(), "
+            "busy_B.shape)"
         ),
     ),
     Exhibit(
@@ -274,7 +274,7 @@ SAMPLING_AND_CACHE = [
         holds="a slot that takes the next sample starts from the beginning",
         test="tests/sampler/test_slots.py::test_refilled_slots_draw_the_samples_of_a_static_batch",
         where="fill_slots",
-        old="put(slots.drawn, 0)",
+        old="put(slots.drawn, job.start)",
         # Without the bound no loop would end.
         new="jnp.minimum(slots.drawn, job.options.max_response_length - 1)",
     ),
@@ -467,7 +467,7 @@ EXPORT = [
         test="tests/models/hf/test_save.py::test_there_and_back",
         where="export_checkpoint",
         old="write_weights(temporary, rows, arrays, dtype, max_shard_bytes)",
-        new="write_weights(None, rows, arrays, dtype, max_shard_bytes)",
+        new="write_weights(temporary.parent, rows, arrays, dtype, max_shard_bytes)",
     ),
     Exhibit(
         name="an_untied_model_is_exported_as_tied",
@@ -605,7 +605,7 @@ DATA = [
         holds="averages are over the real rows",
         test="tests/ppo/test_evaluation.py::test_rows_that_fill_the_last_batch_are_not_counted",
         where="evaluate",
-        old="len(batch_scores) // len(batch.examples) * batch.count",
+        old="n * batch.count",
         new="len(batch_scores)",
     ),
     Exhibit(
@@ -1362,7 +1362,7 @@ UPDATES = [
         holds="the gradient of the whole mini-batch is clipped",
         test=f"{TEST_UPDATE}::test_micro_batches_and_packing_do_not_change_the_gradient",
         where="Role.gradients",
-        old="jax.tree.map(jnp.add, gradient_sum, gradients)",
+        old="add_gradients(gradient_sum, gradients, sum_key)",
         new="jax.tree.map(lambda t, g: t + jnp.clip(g, -0.001, 0.001), gradient_sum, gradients)",
     ),
     Exhibit(
@@ -1468,11 +1468,11 @@ UPDATES = [
         source="verl#7013, OpenRLHF, trl#2657: a resumed run started with the initial coefficient",
         holds="all state that changes from step to step is saved in the checkpoint and restored",
         test=(
-            "tests/training/test_state.py::test_a_state_from_a_checkpoint_is_the_one_that_was_saved"
+            "tests/training/test_kl_schedule.py::test_only_an_adapted_coefficient_survives_a_resume"
         ),
-        where="create_state",
-        old="trained['control']",
-        new="first_control(config.algorithm.kl_ctrl, config.reward, config.critic)",
+        where="resumed_control",
+        old="kl_options.type == 'adaptive'",
+        new="kl_options.type == 'none'",
     ),
 ]
 
@@ -1735,9 +1735,9 @@ STOPS = [
         source="verl#5953: the entropy fell to nearly 0 without a warning",
         holds="the entropy is logged, and a fall below the threshold is reported once",
         test="tests/ppo/test_report.py::test_a_collapse_is_said_once_and_again_when_it_comes_back",
-        where="Reporter._warn_of_collapse",
-        old="entropy < min_entropy",
-        new="entropy < 0",
+        where="_check_entropy",
+        old="entropy >= limit",
+        new="entropy >= 0",
     ),
     Exhibit(
         name="a_run_of_nan_updates_continues",
@@ -1873,11 +1873,12 @@ RUNS = [
         old=(
             "ocp.CheckpointManagerOptions(preservation_policy=policy, "
             "best_fn=self._quality, cleanup_tmp_directories=True, "
-            "temporary_path_class=checksums.ChecksummedPath)"
+            "temporary_path_class=checksums.temporary_path_class(self._directory))"
         ),
         new=(
             "ocp.CheckpointManagerOptions(preservation_policy=policy, "
-            "cleanup_tmp_directories=True, temporary_path_class=checksums.ChecksummedPath)"
+            "cleanup_tmp_directories=True, "
+            "temporary_path_class=checksums.ChecksummedPath)"
         ),
     ),
     Exhibit(

@@ -12,7 +12,7 @@ import pytest
 
 import jax_ppo
 from jax_ppo.errors import UserError
-from jax_ppo.runtime import sharding
+from jax_ppo.runtime import meshes
 
 FOLDER = Path(os.environ.get("JAX_PPO_DATA", "../shared/data")) / "tinystories-260k"
 PROMPT = "Once upon a time, there was a little girl named Lily."
@@ -88,8 +88,8 @@ def test_train_returns_the_summary_and_its_folder_is_a_policy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # One device and no critic: the programs of a run with both are compiled elsewhere.
-    one_device = functools.partial(sharding.make_mesh, devices=jax.devices()[:1])
-    monkeypatch.setattr(sharding, "make_mesh", one_device)
+    one_device = functools.partial(meshes.make_mesh, devices=jax.devices()[:1])
+    monkeypatch.setattr(meshes, "make_mesh", one_device)
     config = jax_ppo.load_config(
         "tinystories",
         {"model.path": str(FOLDER), "data.train_files": "stories:16", "data.val_files": ""},

@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "kernels": set(),
     "storage": {"errors"},
     "config": {"errors", "storage"},
-    "runtime": {"errors", "config"},
+    "runtime": {"errors", "config", "storage"},
     "models": FOUNDATIONS | {"config", "storage", "runtime"},
     "rewards": {"errors", "types", "config"},
     "data": {"errors", "types", "storage"},
@@ -26,13 +26,17 @@ MAY_IMPORT = {
 }
 MAY_IMPORT["supervised"] = MAY_IMPORT["training"] | {"training", "reporting"}
 MAY_IMPORT["ppo"] = MAY_IMPORT["supervised"] | {"supervised", "sampler", "rewards"}
+MAY_IMPORT["planning"] = MAY_IMPORT["ppo"] | {"ppo"}
+MAY_IMPORT["plan"] = {"errors", "config", "runtime", "planning"}
 MAY_IMPORT["command"] = {"errors", "config", "storage", "runtime", "reporting"}
 MAY_IMPORT["sft"] = MAY_IMPORT["reward_model"] = {"config", "command", "supervised"}
 MAY_IMPORT["train"] = {"config", "command", "ppo", "api"}
+MAY_IMPORT["translate"] = {"config", "errors"}
+MAY_IMPORT["evaluate"] = {"config", "command", "ppo"}
 MAY_IMPORT["api"] = MAY_IMPORT["ppo"] | {"ppo", "command"}
 
 HOST = {"data", "rewards"}  # run on the host, without jax
-COMMANDS = {"train", "sft", "reward_model"}
+COMMANDS = {"train", "evaluate", "translate", "sft", "reward_model", "plan"}
 # Loaded before the options are validated, so they load nothing heavy.
 LATE = ("jax_ppo/config/", "jax_ppo/__init__.py", "jax_ppo/command.py", "jax_ppo/errors.py")
 KERNEL_LIBRARIES = {"jax", "jaxtyping", "jax_ppo", *sys.stdlib_module_names}

@@ -2,11 +2,14 @@
 
 import collections
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 import chaos
+import chaos_compare
+from chaos_process import fill_disk
 from chaos_variants import Variant
 
 EXAMPLES = {0: {"2 0"}, 1: {"1 3"}}
@@ -14,8 +17,8 @@ EXAMPLES = {0: {"2 0"}, 1: {"1 3"}}
 
 @pytest.mark.slow
 def test_a_disturbed_run_equals_an_undisturbed_one(tmp_path):
-    disturber = chaos.Chaos(tmp_path / "chaos", seed=0)
-    disturber.disturb_run("ppo", number=0, max_faults=3)
+    with chaos.Chaos(tmp_path / "chaos", seed=0) as disturber:
+        disturber.disturb_run("ppo", number=0, max_faults=3)
     assert disturber.faults and not disturber.failures
 
 
@@ -31,7 +34,9 @@ def write_run(folder: Path) -> Path:
 
 @pytest.fixture
 def reference(tmp_path):
-    return chaos.Reference(write_run(tmp_path / "undisturbed"), {}, collections.Counter(), EXAMPLES)
+    return chaos_compare.Reference(
+        write_run(tmp_path / "undisturbed"), {}, collections.Counter(), EXAMPLES
+    )
 
 
 def replace(name, old, new):
@@ -55,26 +60,28 @@ def replace(name, old, new):
 def test_a_difference_is_found(reference, tmp_path, change, message):
     folder = write_run(tmp_path / "disturbed")
     change(folder)
-    with pytest.raises(chaos.Failure, match=message):
-        chaos.compare_runs(Variant(), folder, reference, EXAMPLES)
+    with pytest.raises(chaos_compare.Failure, match=message):
+        chaos_compare.compare_runs(Variant(), folder, reference, EXAMPLES)
 
 
 def test_times_may_differ_and_examples_may_not(reference, tmp_path):
     folder = write_run(tmp_path / "disturbed")
     replace("training_metrics.csv", "3.0", "4.0")(folder)
-    chaos.compare_runs(Variant(), folder, reference, EXAMPLES)
+    chaos_compare.compare_runs(Variant(), folder, reference, EXAMPLES)
     # Sampled twice, with other examples the second time.
-    with pytest.raises(chaos.Failure, match="examples"):
-        chaos.compare_runs(Variant(), folder, reference, EXAMPLES | {1: {"1 3", "3 1"}})
+    with pytest.raises(chaos_compare.Failure, match="examples"):
+        chaos_compare.compare_runs(Variant(), folder, reference, EXAMPLES | {1: {"1 3", "3 1"}})
 
 
 def test_an_example_that_is_repeated_or_left_out_is_found():
     ids = [*range(24)]
     steps = [ids[:8], ids[8:16], ids[16:]]
-    chaos.validate_examples({i: {" ".join(map(str, step))} for i, step in enumerate(steps)})
+    chaos_compare.validate_examples({i: {" ".join(map(str, step))} for i, step in enumerate(steps)})
     steps[2] = [0, *ids[17:]]
-    with pytest.raises(chaos.Failure, match="an epoch"):
-        chaos.validate_examples({i: {" ".join(map(str, step))} for i, step in enumerate(steps)})
+    with pytest.raises(chaos_compare.Failure, match="an epoch"):
+        chaos_compare.validate_examples(
+            {i: {" ".join(map(str, step))} for i, step in enumerate(steps)}
+        )
 
 
 def test_one_byte_of_the_newest_checkpoint_is_damaged(tmp_path):
@@ -85,3 +92,54 @@ def test_one_byte_of_the_newest_checkpoint_is_damaged(tmp_path):
     older, newest = (tmp_path / "checkpoints" / step / "data" for step in ("9", "10"))
     assert older.read_bytes() == b"content"
     assert sum(a != b for a, b in zip(newest.read_bytes(), b"content", strict=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase", "codes", "output", "message"),
+    [
+        ("SIGTERM", "sampling", (143,), "stopped by SIGTERM", None),
+        ("SIGTERM", "finishing", (0,), "", None),
+        ("SIGTERM", "starting", (-15,), "", None),
+        ("SIGINT", "starting", (-2,), "Traceback", None),
+        ("disk full", "checkpointing", (1,), "error: the disk is full", None),
+        ("disk full", "sampling", (0,), "", None),
+        ("kill one", "updating", (-9, 1), "Traceback", None),
+        ("SIGTERM", "sampling", (0,), "", "exit codes"),
+        ("SIGTERM", "updating", (143, 0), "", "exit codes"),
+        ("SIGTERM", "sampling", (-15,), "", "exit codes"),
+        ("SIGINT", "sampling", (130,), "Traceback", "a traceback"),
+        ("disk full", "checkpointing", (1,), "Traceback", "a traceback"),
+        ("file limit", "exporting", (-25,), "", "exit codes"),
+    ],
+)
+def test_how_a_fault_may_end_a_run(kind, phase, codes, output, message):
+    fault = chaos.Fault("ppo", kind, phase, codes)
+    if message is None:
+        chaos.judge_fault(fault, output)
+    else:
+        with pytest.raises(chaos_compare.Failure, match=message):
+            chaos.judge_fault(fault, output)
+
+
+def test_variants_recur_by_their_weight(monkeypatch):
+    variants = {"a": Variant(), "b": Variant(weight=3), "c": Variant(weight=2)}
+    monkeypatch.setattr(chaos, "VARIANTS", variants)
+    assert chaos.weighted_names(["a", "b", "c"]) == ["a", "b", "c", "b", "c", "b"]
+
+
+def test_a_folder_is_removed_with_its_disk(tmp_path):
+    for mounts in (False, True):
+        with chaos.mounted_disk(tmp_path / "disk", mounts) as is_mounted:
+            (tmp_path / "disk" / "file").write_text("content")
+            assert is_mounted <= mounts
+        assert not (tmp_path / "disk").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a file system")
+def test_a_filled_disk_leaves_some_bytes(tmp_path):
+    with chaos.mounted_disk(tmp_path / "disk", True) as is_mounted:
+        if not is_mounted:
+            pytest.skip("no file system can be mounted here")
+        fill_disk(tmp_path / "disk" / "filler", 10_000)
+        with pytest.raises(OSError, match="No space"):
+            (tmp_path / "disk" / "file").write_bytes(bytes(20_000))

@@ -14,10 +14,10 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import objectives, scoring, update
 from jax_ppo.ppo.experience import estimate_experience as estimate
 from jax_ppo.ppo.experience_types import ExperienceOptions
-from jax_ppo.runtime import sharding
+from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.training import packing
 from jax_ppo.training.kl_schedule import first_control
-from jax_ppo.training.networks import Networks, actor_head
+from jax_ppo.training.networks import Networks, actor_head, packed_row_length
 from jax_ppo.training.optimizer import make_optimizer
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import MiniBatches, Prompts, Rollout
@@ -57,7 +57,7 @@ def config(**changes):
 
 
 def make_mesh(devices=1, **shape):
-    return sharding.make_mesh(schema.MeshShape(**shape), jax.devices()[:devices])
+    return meshes.make_mesh(schema.MeshShape(**shape), jax.devices()[:devices])
 
 
 def networks(config):
@@ -109,8 +109,10 @@ def make_state(config, mesh, seed=0):
         if config.has_adapters:
             critic = new_adapters(nets.critic, "scalar")
         critic["score"] = score_head()
+        critic = jax.tree.map(lambda x: x.astype(config.critic.optim.param_dtype), critic)
         optimizer = make_optimizer(config.critic.optim, config.critic.grad_clip)
         critic_optimizer = optimizer.init(critic)
+    actor = jax.tree.map(lambda x: x.astype(config.actor.optim.param_dtype), actor)
     optimizer = make_optimizer(config.actor.optim, config.actor.grad_clip)
     state = TrainState(
         step=np.int32(0),
@@ -144,18 +146,18 @@ def make_rollout(mesh, seed=0, samples=B):
         truncated=lengths == T,
         action_mask=np.arange(T) < lengths[:, None],
     )
-    return sharding.place(rollout, sharding.rows(mesh))
+    return placement.place(rollout, sharding.rows(mesh))
 
 
 def plan(config, mesh, rollout, groups, rows):
     """The groups' MiniBatches, packed on the mesh."""
     total = np.asarray(rollout.prompts.lengths) + np.asarray(rollout.lengths)
     packed, counts = packing.plan_packing(
-        total, groups, rows, config.row_length, config.packing.enabled
+        total, groups, rows, packed_row_length(config), config.packing.enabled
     )
     members = np.zeros((len(groups), len(total)), bool)
     np.put_along_axis(members, np.asarray(groups), True, 1)
-    return MiniBatches(sharding.place(packed, sharding.rows(mesh, 2)), counts, members)
+    return MiniBatches(placement.place(packed, sharding.rows(mesh, 2)), counts, members)
 
 
 def make_experience(config, mesh, state, rollout, rewards=None, rows=2, step_rewards=None):
@@ -173,7 +175,7 @@ def make_experience(config, mesh, state, rollout, rewards=None, rows=2, step_rew
         jax.tree.map(lambda x: x[0], batches.packing),
         batches.counts[0],
     )
-    rewards = sharding.place(rewards, sharding.rows(mesh))
+    rewards = placement.place(rewards, sharding.rows(mesh))
     return estimate_experience(
         config,
         state.step,

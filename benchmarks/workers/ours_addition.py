@@ -26,7 +26,7 @@ from jax_ppo.ppo.random_keys import TRAINING
 from jax_ppo.ppo.setup import PPORun, set_up_run
 from jax_ppo.ppo.update import UpdateOptions, update_state
 from jax_ppo.reporting import console
-from jax_ppo.runtime import sharding
+from jax_ppo.runtime import meshes
 from jax_ppo.training.state import create_state
 
 WARM_UP_STEPS = 2  # the second takes the state that the first one's update returned
@@ -88,6 +88,7 @@ def make_config(folder: Path, options: dict, seed: int) -> schema.Config:
             "model.dtype": "float32",
             "model.gradient_checkpointing": False,
             "reward.function": f"{__file__}:exact_match",
+            "reward.workers": 0,  # in this process, as on the other sides
             "trainer.total_training_steps": addition.MAX_STEPS,
             "trainer.log_samples": 0,
         }
@@ -151,7 +152,7 @@ class Training:
 
 def reach_target(config: schema.Config) -> dict:
     """Run once; `warm_up_seconds` covers the first calls, which compile."""
-    mesh = sharding.make_mesh(config.mesh)
+    mesh = meshes.make_mesh(config.mesh)
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as workdir:
         run = set_up_run(config, Path(workdir), mesh, console.print_on_main)
         start = time.perf_counter()

@@ -14,7 +14,7 @@ from jax_ppo.config import schema
 from jax_ppo.models import heads
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture
 from jax_ppo.models.transformer import Transformer, unroll_params
-from jax_ppo.runtime import sharding
+from jax_ppo.runtime import meshes
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.types import Prompts
 
@@ -48,7 +48,7 @@ def main(settings: dict) -> None:
         rollout = jax.device_get(sample(params, prompts, jax.random.key(seed)))
         return {"tokens": int(rollout.lengths.sum())}
 
-    with jax.set_mesh(sharding.make_mesh(schema.MeshShape())):
+    with jax.set_mesh(meshes.make_mesh(schema.MeshShape())):
         harness.serve(turn, packages=("jax", "jaxlib", "flax", "numpy"))
 
 

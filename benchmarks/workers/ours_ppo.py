@@ -59,6 +59,7 @@ def make_config(folder: Path, settings: dict) -> schema.Config:
             "algorithm.kl_ctrl.kl_coef": settings["kl_coef"],
             "reward.model_path": settings["reward_model"],
             "reward.function": "" if settings["reward_model"] else f"{__file__}:even_share",
+            "reward.workers": 0,  # in this process, as on the other sides
             "trainer.total_training_steps": 10**6,
             "trainer.save_freq": 0,
             "trainer.logger": "",

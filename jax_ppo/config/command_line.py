@@ -13,10 +13,19 @@ from absl import flags
 from ml_collections import config_flags
 
 from jax_ppo.config import config_files, loading, reference
+from jax_ppo.config.peer_options import explain_peer_option
 from jax_ppo.config.schema import Config, all_options, option_value
+from jax_ppo.config.suggestions import suggest_option
 from jax_ppo.errors import UserError
+from jax_ppo.storage import remote
 
-EXAMPLES = {"train": "arithmetic", "sft": "hh_rlhf_sft", "reward_model": "hh_rlhf_reward"}
+OWN_FLAGS = ("workdir", "help")
+EXAMPLES = {
+    "train": "arithmetic",
+    "evaluate": "arithmetic",
+    "sft": "hh_rlhf_sft",
+    "reward_model": "hh_rlhf_reward",
+}
 USAGE = """\
 usage: python -m jax_ppo.{command} --config=FILE[:ARG]
            [--config.OPTION=VALUE ...] [--workdir=FOLDER]
@@ -27,15 +36,16 @@ from the checkpoint that it finds there. The options:
 """
 
 
-def read_command_line(arguments: list[str], command: str = "train") -> tuple[Config, Path]:
-    """Return the validated configuration and the work directory.
+def read_command_line(arguments: list[str], command: str = "train") -> tuple[Config, str | Path]:
+    """Return the validated configuration and the work directory, a path or a gs:// address.
 
     Args:
       arguments: `sys.argv`.
-      command: The command whose options are validated: train, sft or reward_model.
+      command: The command whose options are validated: train, evaluate, sft or reward_model.
 
     Raises:
-      UserError: The first problem, in one message.
+      UserError: Every argument that cannot be right, a line each; or the first problem of the
+        options together.
       SystemExit: After `--help`.
     """
     # Before any validation: help is for those whose command line is wrong.
@@ -45,29 +55,46 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
         raise SystemExit(0)
     config_values = []
     others = [arguments[0]]
+    problems = []
     for argument in arguments[1:]:
-        config_value = _validate_argument(argument)
+        try:
+            config_value = _validate_argument(argument)
+        except UserError as error:
+            problems.append(str(error))
+            continue
         if config_value is None:
             others.append(argument)
         else:
             config_values.append(config_value)
+    if problems:
+        # All at once: fixing one by one would take as many starts.
+        details = "\n".join(f"error: {problem}" for problem in problems[1:])
+        raise UserError(problems[0], details=details)
     if not config_values:
         raise UserError(f"--config: must be given, for example --config={EXAMPLES[command]}")
     values = _parse_flags(others, loading.read_config_file(config_values[-1]))
-    config = loading.from_config_dict(values.config, command)
-    # A work directory is locked and its files are renamed, which object stores cannot do.
-    if "://" in (values.workdir or ""):
-        raise UserError(
-            f"--workdir={values.workdir}: must be a folder of this machine or of a disk that it "
-            "mounts"
-        )
-    return config, Path(values.workdir or Path("output") / config.experiment_name)
+    evaluates = command == "evaluate"
+    config = loading.from_config_dict(values.config, "train" if evaluates else command)
+    # An evaluation leaves the folder of the run of this name as it is.
+    name = f"{config.experiment_name}-evaluation" if evaluates else config.experiment_name
+    workdir: str | Path = values.workdir or Path("output") / name
+    if values.workdir and remote.is_address(values.workdir):
+        remote.validate_address(values.workdir, "--workdir", schemes=("gs",))
+    else:
+        workdir = Path(workdir)
+    return config, workdir
 
 
-def write_resolved_config(config: Config, workdir: Path) -> None:
-    """Print all options, one paragraph per section, and write them to WORKDIR/config.json."""
-    workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+def write_resolved_config(config: Config, folder: Path, workdir: str) -> None:
+    """Print all options, one paragraph per section, and write them to config.json in the folder.
+
+    Args:
+      config: the options.
+      folder: the folder that the run writes to.
+      workdir: the work directory as the user knows it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
     # On the console options are grouped by section, to be read at a glance.
     settings: dict[str, list[str]] = {}
     for option in all_options():
@@ -90,7 +117,9 @@ def _parse_flags(arguments: list[str], defaults: ml_collections.ConfigDict) -> f
     """Return the values of the flags; `defaults` are those of the configuration file."""
     # Flags of this call only: absl's global flags would remember an earlier call.
     values = flags.FlagValues()
-    flags.DEFINE_string("workdir", None, "folder for everything the run writes", flag_values=values)
+    flags.DEFINE_string(
+        "workdir", None, "folder or gs:// address of everything the run writes", flag_values=values
+    )
     try:
         config_flags.DEFINE_config_dict("config", defaults, flag_values=values, sys_argv=arguments)
         positional = values(arguments)[1:]
@@ -109,10 +138,22 @@ def _validate_argument(argument: str) -> str | None:
     """
     name, equals, value = argument.lstrip("-").partition("=")
     if argument.startswith("-") and name == "config":
+        if not equals:
+            raise UserError("--config: write --config=NAME or --config=FILE, with the =")
         config_files.find_config_file(value)
         return value
     if argument.startswith("--config."):
         _validate_override(name.removeprefix("config."), value, has_value=bool(equals))
+    elif argument.startswith("--") and name not in OWN_FLAGS:
+        known = [option.name for option in all_options()]
+        if name in known:
+            raise UserError(f"--{name}: write --config.{name}=VALUE")
+        # absl also reads --noNAME of a boolean.
+        is_negated = name.startswith("no") and name[2:].removeprefix("config.") in known
+        if is_negated:
+            return None
+        if "." in name or explain_peer_option(name) is not None:
+            raise UserError(f"--{name}: there is no such option. {suggest_option(name, known)}")
     return None
 
 
@@ -121,15 +162,15 @@ def _validate_override(name: str, value: str, *, has_value: bool) -> None:
     if name not in types:
         raise loading.unknown_option_error(name)
     value_type = types[name]
+    if value_type is str and value[:1] + value[-1:] in ("[]", "()"):
+        items = [item.strip(" '\"") for item in value[1:-1].split(",")]
+        raise UserError(
+            f"config.{name}={value!r}: lists are written as one text, "
+            f"--config.{name}={','.join(items)}"
+        )
     if not has_value:
         if value_type is not bool:
             raise UserError(f"config.{name}: write --config.{name}=VALUE, with the =")
         return
     # The flag parser's own errors name neither the option nor the expected type.
-    if value_type in (int, float):
-        try:
-            value_type(value)
-        except ValueError:
-            raise UserError(f"config.{name}={value!r}: expected {value_type.__name__}") from None
-    if value_type is bool and value.lower() not in ("true", "false", "1", "0"):
-        raise UserError(f"config.{name}={value!r}: expected true or false")
+    loading.parse_option(name, value)

@@ -7,7 +7,6 @@ validated in validation.py.
 """
 
 import dataclasses
-import difflib
 import math
 import operator
 import typing
@@ -17,6 +16,7 @@ from typing import Any
 from jax_ppo.config import config_files, validation
 from jax_ppo.config.option import COMMANDS, Facts, strip_none
 from jax_ppo.config.schema import Config, all_options
+from jax_ppo.config.suggestions import suggest_option
 from jax_ppo.errors import UserError, did_you_mean
 
 if typing.TYPE_CHECKING:
@@ -35,6 +35,10 @@ BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "at_most": ("at most", operator.le),
     "below": ("less than", operator.lt),
 }
+
+
+# How a boolean is written on the command line.
+BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
 
 
 def default_config() -> "ml_collections.ConfigDict":
@@ -77,6 +81,30 @@ def load_config(
     return from_config_dict(values, command)
 
 
+def parse_option(name: str, text: str) -> Any:
+    """Return the value of an option that is written as on the command line.
+
+    Raises:
+      UserError: there is no such option, or the value is invalid by itself.
+    """
+    known = {option.name: option for option in all_options()}
+    if name not in known:
+        raise unknown_option_error(name)
+    option = known[name]
+    value: Any = text
+    if option.value_type in (int, float):
+        try:
+            value = option.value_type(text)
+        except ValueError:
+            expected = option.value_type.__name__
+            raise UserError(f"config.{name}={text!r}: expected {expected}") from None
+    elif option.value_type is bool:
+        if text.lower() not in BOOLEANS:
+            raise UserError(f"config.{name}={text!r}: expected true or false")
+        value = BOOLEANS[text.lower()]
+    return _validate_value(f"config.{name}", value, option.value_type, option.facts)
+
+
 def read_config_file(value: str) -> "ml_collections.ConfigDict":
     """Return the configuration that a value of `--config` names, with defaults where it has none.
 
@@ -88,7 +116,9 @@ def read_config_file(value: str) -> "ml_collections.ConfigDict":
     return values
 
 
-def from_config_dict(config: "ml_collections.ConfigDict", command: str = "train") -> Config:
+def from_config_dict(
+    config: "ml_collections.ConfigDict | Mapping[str, Any]", command: str = "train"
+) -> Config:
     """Validate names, types, ranges and sizes against each other, and freeze the options.
 
     Args:
@@ -108,13 +138,9 @@ def from_config_dict(config: "ml_collections.ConfigDict", command: str = "train"
 
 
 def unknown_option_error(name: str) -> UserError:
-    """Return the error for an option that does not exist, with the nearest name that does."""
+    """Return the error for an option that does not exist, with what may be meant."""
     known = [option.name for option in all_options()]
-    last_part = name.rpartition(".")[2]
-    # A right name in the wrong section is the likeliest mistake.
-    same_last_part = [k for k in known if k.rpartition(".")[2] == last_part]
-    nearest = same_last_part or difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return UserError(f"config.{name}: there is no such option. Did you mean config.{nearest[0]}?")
+    return UserError(f"config.{name}: there is no such option. {suggest_option(name, known)}")
 
 
 def _override(values: "ml_collections.ConfigDict", name: str, value: object) -> None:

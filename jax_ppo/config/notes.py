@@ -10,7 +10,7 @@ Advice = Callable[[Config], str | None]
 def train_notes(config: Config) -> list[str]:
     """Return notes for a `train` run: easily missed biases, and options without an effect."""
     advice = [text for rule in ADVICE if (text := rule(config))]
-    return [*advice, *_ineffective(config), *_unread(config, "train"), *_long_warmup(config)]
+    return [*advice, *_ineffective(config), *_unread(config, "train")]
 
 
 def supervised_notes(config: Config, command: str) -> list[str]:
@@ -40,11 +40,15 @@ def _ineffective(config: Config) -> Iterator[str]:
             )
 
 
-def _long_warmup(config: Config) -> Iterator[str]:
+def note_long_warmup(config: Config, total_steps: int) -> str | None:
+    """Return a note if the run is over before the actor is trained."""
     warmup = config.trainer.critic_warmup
-    steps = config.trainer.total_training_steps
-    if steps and warmup >= steps:
-        yield f"config.trainer.critic_warmup={warmup}: the actor is never trained in {steps} steps"
+    if warmup >= total_steps:
+        return (
+            f"config.trainer.critic_warmup={warmup}: the actor is never trained in "
+            f"{total_steps} steps"
+        )
+    return None
 
 
 def note_truncated_distribution(config: Config) -> str | None:

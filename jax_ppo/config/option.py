@@ -58,7 +58,8 @@ class Facts:
       requires: Changing the option from its default is an error unless all of these are met.
       effective_when: Changing it has no effect, and is noted, unless all of these are met.
       fixed_on_resume: A run cannot be resumed with another value; `None`: as its section.
-      first_step_only: Only the first step reads it; a resumed run keeps what came of it.
+      first_step_only: The condition under which only the first step reads it, so that a resumed run
+        keeps what came of it; `None`: every step reads it.
     """
 
     doc: str = ""
@@ -73,7 +74,7 @@ class Facts:
     requires: tuple[Requirement, ...] = ()
     effective_when: tuple[Condition, ...] = ()
     fixed_on_resume: bool | None = None
-    first_step_only: bool = False
+    first_step_only: Condition | None = None
 
     def inherit(self, section: Facts) -> Facts:
         """Return these facts with those of the enclosing section where they are not declared."""

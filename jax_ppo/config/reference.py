@@ -101,7 +101,8 @@ def _meaning(option: Option) -> str:
     if facts.fixed_on_resume:
         sentences.append("**Fixed**.")
     if facts.first_step_only:
-        sentences.append("Only read by the first step; a resumed run ignores it.")
+        condition = facts.first_step_only.summary
+        sentences.append(f"If {condition}, only the first step reads it; a resumed run ignores it.")
     if option.read_by != COMMANDS:
         sentences.append(f"Read by {' and '.join(f'`{reader}`' for reader in option.read_by)}.")
     return " ".join(sentences)

@@ -14,6 +14,7 @@ from jax_ppo.config.option import Condition, Option, Requirement, iterate_option
 VERL_KINDS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "low_var_kl+": "k3+"}
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 POLICY_LOSSES = ("vanilla", "importance", "gspo", "gmpo", "cispo", "reinforce")
+STORED_DTYPES = ("float32", "bfloat16")
 AGGREGATIONS = (
     "token-mean",
     "seq-mean-token-sum",
@@ -42,6 +43,11 @@ CRITIC_HAS_PATH = Requirement(
     "`critic.path` is set",
     "needs a config.critic.path that has a head",
 )
+HAS_ROLLOUT_MESH = Requirement(
+    lambda config: config.rollout.mesh.model is not None,
+    "`rollout.mesh.model` is set",
+    "decoding uses config.mesh; set config.rollout.mesh.model",
+)
 USES_REFERENCE = Requirement(
     lambda config: config.algorithm.use_reference,
     "`algorithm.use_reference` is on",
@@ -63,6 +69,15 @@ KL_COEFFICIENT_IS_SCHEDULED = Requirement(
     "`algorithm.kl_ctrl.type` is linear or step",
     "is not read with config.algorithm.kl_ctrl.type={config.algorithm.kl_ctrl.type!r}; set that to "
     "'linear' or 'step'",
+)
+HAS_BUILT_IN_ENGINE = Requirement(
+    lambda config: config.rollout.engine == "built-in",
+    "`rollout.engine` is built-in",
+    "config.rollout.engine={config.rollout.engine!r} stores its weights itself",
+)
+KL_COEFFICIENT_ADAPTS = Condition(
+    lambda config: config.algorithm.kl_ctrl.type == "adaptive",
+    "`algorithm.kl_ctrl.type` is adaptive",
 )
 HAS_IMPORTANCE_WEIGHTS = Requirement(
     lambda config: config.algorithm.rollout_is != "none",
@@ -89,6 +104,10 @@ UPDATES_SEVERAL_TIMES = Condition(
     lambda config: not config.updates_once,
     "a step takes several mini-batches or epochs",
 )
+CHECKPOINTS_GRADIENTS = Condition(
+    lambda config: config.model.gradient_checkpointing, "`model.gradient_checkpointing` is on"
+)
+EXPORTS = Condition(lambda config: config.trainer.export, "`trainer.export` is on")
 NORMALIZES_LENGTH = Condition(
     lambda config: "norm" in config.actor.loss_agg_mode,
     "`actor.loss_agg_mode` is seq-mean-token-sum-norm",
@@ -252,18 +271,27 @@ class Model:
     tokenizer_path: str = option("", "folder or hub name of the tokenizer; empty: model.path")
     dtype: str = option(
         "bfloat16",
-        "data type of the computation; trained parameters and their optimizer state stay in "
-        "float32",
+        "data type of the computation; trained parameters and their optimizer state are stored in "
+        "the types of the optim sections, float32 by default",
         choices=("bfloat16", "float32"),
     )
     gradient_checkpointing: bool = option(
         True, "recompute each layer's activations in the backward pass"
     )
+    gradient_checkpointing_policy: str = option(
+        "full",
+        "what each layer keeps for the backward pass besides its input, instead of computing it "
+        "again: full, nothing; attention, the output of attention; dots, the results of matrix "
+        "products, which takes most memory and least time",
+        choices=("full", "attention", "dots"),
+        effective_when=(CHECKPOINTS_GRADIENTS,),
+        fixed_on_resume=False,
+    )
     attention: str = option(
         "auto",
         "attention implementation for whole sequences: xla runs everywhere; cudnn on NVIDIA GPUs "
-        "in bfloat16; splash on TPU if packing.row_length is a multiple of 128; auto: the "
-        "platform's own if it can run",
+        "in bfloat16; splash on TPU if packing.row_length is unset or a multiple of 128; auto: the "
+        "platform's own if it can run. A run prints what it uses",
         choices=("auto", "xla", "cudnn", "splash"),
     )
     lora: Lora = section(Lora, read_by=PPO)
@@ -295,6 +323,24 @@ class Optim:
     weight_decay: float = option(
         0.01, "AdamW's weight decay; applies to matrices only, not to norms and biases", at_least=0
     )
+    param_dtype: str = option(
+        "float32",
+        "type in which trained parameters are stored between optimizer steps, which are computed "
+        "in float32; bfloat16 rounds stochastically, so that small steps count on average",
+        choices=STORED_DTYPES,
+        fixed_on_resume=True,
+    )
+    moments_dtype: str = option(
+        "float32",
+        "type in which AdamW's moments are stored; bfloat16 rounds stochastically",
+        choices=STORED_DTYPES,
+        fixed_on_resume=True,
+    )
+    gradient_dtype: str = option(
+        "float32",
+        "type of the sum of gradients over micro-batches; bfloat16 rounds stochastically",
+        choices=STORED_DTYPES,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,6 +357,11 @@ class Actor:
 
     optim: Optim = section(Optim)
     grad_clip: float = option(1.0, "maximum global gradient norm", above=0)
+    optimizer_offload: bool = option(
+        False,
+        "keep the optimizer state in the host's memory; its update copies it to the device, where "
+        "scoring and decoding have the room",
+    )
     ppo_mini_batch_size: int = option(
         64,
         "prompts per optimizer step, counted as rollout.n samples each; the samples of a rollout "
@@ -321,7 +372,8 @@ class Actor:
     ppo_micro_batch_size_per_device: int | None = option(
         None,
         "packed rows that a device processes at once; unset: a sixteenth of the samples, up to a "
-        "quarter for 1,024 tokens, and at most 8,192 tokens",
+        "quarter for 1,024 tokens (for 8,192 with mesh.fsdp, where each gathers the weights), and "
+        "at most 8,192 tokens",
         unit="rows",
         at_least=1,
     )
@@ -417,6 +469,12 @@ class Critic:
     grad_clip: float = option(
         1.0, "maximum global gradient norm", above=0, effective_when=(HAS_OWN_CRITIC,)
     )
+    optimizer_offload: bool = option(
+        False,
+        "keep the optimizer state in the host's memory; its update copies it to the device, where "
+        "scoring and decoding have the room",
+        effective_when=(HAS_OWN_CRITIC,),
+    )
     ppo_mini_batch_size: int | None = option(
         None,
         "as the actor's; unset: the actor's",
@@ -483,7 +541,10 @@ class KLControl:
         requires=(USES_KL_COEFFICIENT,),
     )
     kl_coef: float = option(
-        0.001, "coefficient (the initial one if adaptive)", at_least=0, first_step_only=True
+        0.001,
+        "coefficient (the initial one if adaptive)",
+        at_least=0,
+        first_step_only=KL_COEFFICIENT_ADAPTS,
     )
     schedule: str = option(
         "",
@@ -618,6 +679,30 @@ class Sampling:
 
 
 @dataclasses.dataclass(frozen=True)
+class RolloutMesh:
+    """The mesh of the decoding, over the devices of `mesh`.
+
+    It has no fsdp: decoding reads every weight per token.
+    """
+
+    model: int | None = option(
+        None,
+        "devices that split each matrix while decoding; weights are laid out for them once per "
+        "step. Unset: decoding uses `mesh`",
+        unit="devices",
+        at_least=1,
+    )
+    data: int = option(
+        -1,
+        "groups of devices, each with a whole copy of the weights, that decode samples of their "
+        "own; -1 uses the devices that rollout.mesh.model leaves",
+        unit="groups",
+        at_least=-1,
+        requires=(HAS_ROLLOUT_MESH,),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class RolloutOptions(Sampling):
     """Sampling for training."""
 
@@ -634,9 +719,20 @@ class RolloutOptions(Sampling):
     max_num_seqs: int = option(
         256,
         "samples that a device decodes at once; the others wait and take the slot of one that "
-        "has ended",
+        "has ended; 0: as many as fit beside the weights, by the memory that devices report, and "
+        "256 on platforms that report none",
         unit="samples",
+        at_least=0,
+    )
+    stage_length: int | None = option(
+        None,
+        "decode in stages: all responses up to this length first, then those that have not ended "
+        "up to twice, four times, ... this length, with as many fewer slots, in the same memory. "
+        "Where few responses come near data.max_response_length, the cache takes a fraction of the "
+        "memory. Changes no sample. Unset: one stage with room for the longest response",
+        unit="tokens",
         at_least=1,
+        requires=(HAS_BUILT_IN_ENGINE,),
     )
     attention: str = option(
         "auto",
@@ -644,6 +740,15 @@ class RolloutOptions(Sampling):
         "model.attention is cudnn too, reads each sequence up to its end but has no sliding "
         "window; auto: cudnn if it can run",
         choices=("auto", "xla", "cudnn"),
+    )
+    quantization: str = option(
+        "none",
+        "int8: the copy of the weights that decodes stores the layers' kernels as int8 with a "
+        "float32 scale per column, in half the memory of bfloat16; the samples, of training and of "
+        "evaluations, are then drawn from a slightly different policy than the one that is scored, "
+        "which `algorithm.rollout_is` corrects. none: the type of model.dtype",
+        choices=("none", "int8"),
+        requires=(HAS_BUILT_IN_ENGINE,),
     )
     logprob_micro_batch_size_per_device: int | None = option(
         None,
@@ -662,11 +767,11 @@ class RolloutOptions(Sampling):
     one_step_off: bool = option(
         False,
         "sample the next batch before a step's update instead of after it, while the host "
-        "computes the step's rewards. It waits before a checkpoint that is due, so that a "
-        "resumed run is identical; after a checkpoint that a signal requested, the resumed run "
-        "differs",
+        "computes the step's rewards. Checkpoints hold that batch, so that a resumed run is "
+        "identical",
         requires=(HAS_IMPORTANCE_WEIGHTS,),
     )
+    mesh: RolloutMesh = section(RolloutMesh)
     val_kwargs: Sampling = section(Sampling)
 
 
@@ -773,7 +878,7 @@ class Reward:
         "responses measured for `reference`, rounded up to whole batches",
         unit="responses",
         at_least=2,
-        first_step_only=True,
+        first_step_only=MEASURES_REFERENCE,
         effective_when=(MEASURES_REFERENCE,),
     )
     clip: float | None = option(
@@ -808,7 +913,8 @@ class Supervised:
     micro_batch_size_per_device: int | None = option(
         None,
         "packed rows that a device processes at once; unset: a sixteenth of the batch, up to a "
-        "quarter for 1,024 tokens, and at most 8,192 tokens",
+        "quarter for 1,024 tokens (for 8,192 with mesh.fsdp, where each gathers the weights), and "
+        "at most 8,192 tokens",
         unit="rows",
         at_least=1,
     )
@@ -834,8 +940,9 @@ class Packing:
     enabled: bool = option(True, "pack several samples into a row; off: one sample per row, padded")
     row_length: int | None = option(
         None,
-        "tokens per row; unset: max_prompt_length + max_response_length, in supervised training "
-        "the length of the longest example or slightly more",
+        "tokens per row; unset: max_prompt_length + max_response_length, rounded up on TPU to a "
+        "multiple of 128, 256 or 512 for splash attention; in supervised training the length of "
+        "the longest example or slightly more",
         unit="tokens",
         at_least=2,
     )
@@ -858,7 +965,10 @@ class MeshShape:
         at_least=-1,
     )
     model: int = option(
-        1, "devices that split each matrix (tensor parallelism)", unit="devices", at_least=1
+        1,
+        "devices that split each matrix (tensor parallelism); -1 as for data",
+        unit="devices",
+        at_least=-1,
     )
 
 
@@ -881,6 +991,13 @@ class Distributed:
         "a process that is silent for this long is considered dead",
         unit="seconds",
         at_least=10,
+    )
+    stall_seconds: int = option(
+        1800,
+        "a run in which nothing moves for this long, such as a hung device or network, prints the "
+        "stacks of its threads and ends with a line that names the phase; 0: no limit",
+        unit="seconds",
+        at_least=0,
     )
 
 
@@ -925,6 +1042,12 @@ class Trainer:
         "write the trained model as a Hugging Face folder at the end (WORKDIR/actor, or "
         "reward_model), and adapters also in PEFT's format (WORKDIR/adapter)",
     )
+    export_dtype: str = option(
+        "float32",
+        "type of the weights in the exported folder; adapters are always float32",
+        choices=("bfloat16", "float32"),
+        effective_when=(EXPORTS,),
+    )
     warn_entropy_below: float = option(
         0.005,
         "warn when the mean entropy falls below this; 0: never",
@@ -947,6 +1070,21 @@ class Trainer:
     )
     log_samples: int = option(
         3, "responses shown at each evaluation", unit="responses", at_least=0, read_by=PPO
+    )
+    log_rollouts_freq: int = option(
+        10,
+        "steps between those whose responses are written to WORKDIR/rollouts and report.html, "
+        "besides the first; 0: never",
+        unit="steps",
+        at_least=0,
+        read_by=PPO,
+    )
+    log_rollouts: int = option(
+        32,
+        "responses that are written of such a step, spread over its prompts",
+        unit="responses",
+        at_least=0,
+        read_by=PPO,
     )
     compilation_cache: str = option(
         "",
@@ -980,11 +1118,6 @@ class Config:
     mesh: MeshShape = section(MeshShape)
     distributed: Distributed = section(Distributed)
     trainer: Trainer = section(Trainer)
-
-    @property
-    def row_length(self) -> int:
-        """Return the number of tokens in a packed row, L."""
-        return self.packing.row_length or self.sequence_length
 
     @property
     def has_critic(self) -> bool:

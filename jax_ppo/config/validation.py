@@ -52,12 +52,15 @@ def validate_requirements(config: Config, command: str) -> None:
                 raise UserError(f"config.{option.name}={value!r}: {reason}")
 
 
-def validate_batch_sharding(config: Config, shards: int) -> None:
-    """Raise `UserError` unless every batch divides evenly among the data and fsdp devices.
+def validate_batch_sharding(
+    config: Config, shards: int, axes: str = "config.mesh.data x config.mesh.fsdp"
+) -> None:
+    """Raise `UserError` unless every batch divides evenly among the devices that split rows.
 
     Args:
       config: The options.
-      shards: The number of devices along the data and fsdp axes together.
+      shards: The number of devices along the axes together.
+      axes: Their names, for error messages.
     """
     for name in ("data.train_batch_size", "data.val_batch_size"):
         prompts = option_value(config, name)
@@ -67,7 +70,7 @@ def validate_batch_sharding(config: Config, shards: int) -> None:
             nearest = max(shards, round(prompts / shards) * shards)
             raise UserError(
                 f"config.{name}={prompts}: must be a multiple of the {shards} devices along "
-                f"config.mesh.data x config.mesh.fsdp; the nearest is {nearest}"
+                f"{axes}; the nearest is {nearest}"
             )
 
 
@@ -102,9 +105,10 @@ def require_mini_batches_divide_batch(config: Config) -> None:
 
 def require_row_holds_sample(config: Config) -> None:
     """Raise `UserError` unless a packed row holds the longest sample."""
-    if config.row_length < config.sequence_length:
+    row_length = config.packing.row_length
+    if row_length is not None and row_length < config.sequence_length:
         raise UserError(
-            f"config.packing.row_length={config.row_length}: a row must hold "
+            f"config.packing.row_length={row_length}: a row must hold "
             "config.data.max_prompt_length + config.data.max_response_length = "
             f"{config.sequence_length} tokens; set it to that or more"
         )
@@ -285,18 +289,22 @@ def require_horizon_holds_step(config: Config) -> None:
 
 
 def require_one_remaining_axis(config: Config) -> None:
-    """Raise `UserError` if two mesh axes would both use the remaining devices."""
-    if config.mesh.data == -1 and config.mesh.fsdp == -1:
+    """Raise `UserError` if several mesh axes would use the remaining devices."""
+    free = [axis for axis in ("model", "fsdp", "data") if getattr(config.mesh, axis) == -1]
+    if len(free) > 1:
         raise UserError(
-            "config.mesh.fsdp=-1: only one of config.mesh.data and config.mesh.fsdp can be -1"
+            f"config.mesh.{free[0]}=-1: only one axis can be -1; set config.mesh.{free[1]}, for "
+            "example to 1"
         )
 
 
 def require_positive_axes(config: Config) -> None:
     """Raise `UserError` for a mesh axis of 0 devices, which lies inside the range of the option."""
-    for axis in ("data", "fsdp"):
+    for axis in ("data", "fsdp", "model"):
         if getattr(config.mesh, axis) == 0:
             raise UserError(f"config.mesh.{axis}=0: expected -1 or at least 1")
+    if config.rollout.mesh.data == 0:
+        raise UserError("config.rollout.mesh.data=0: expected -1 or at least 1")
 
 
 def require_process_id(config: Config) -> None:

@@ -94,6 +94,7 @@ class Problem:
         )
 
 
+@functools.lru_cache(maxsize=2**14)
 def generate_problem(index: int, split: str) -> Problem:
     """Return problem number `index` of a split, which is always the same.
 

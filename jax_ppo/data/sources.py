@@ -1,6 +1,7 @@
 """The sources that `data.train_files` and `data.val_files` can name, and their examples.
 
     a.jsonl, a.jsonl.gz, a.parquet          files
+    gs://BUCKET/a.jsonl, s3://BUCKET/...    such files in a bucket
     hf:OWNER/NAME[@REVISION]/PATH/IN/REPO   such a file in a dataset repository of the hub
     tfds:NAME/SPLIT                         TensorFlow Datasets, without TensorFlow
     arithmetic:COUNT[:heldout]              generated word problems
@@ -22,7 +23,7 @@ from typing import Any
 
 from jax_ppo.data import arithmetic, files, row_formats, stories
 from jax_ppo.errors import UserError, did_you_mean, shorten
-from jax_ppo.storage import hub, paths
+from jax_ppo.storage import downloads, hub, paths, remote
 from jax_ppo.types import Example
 
 GENERATED = ("arithmetic", "stories")
@@ -30,7 +31,7 @@ SCHEMES = (*GENERATED, "hf", "tfds")
 FORMS = (
     "files ("
     + ", ".join(files.SUFFIXES)
-    + "), `arithmetic:COUNT[:heldout]`, `stories:COUNT[:heldout]`, "
+    + "; also as gs://BUCKET/FILE), `arithmetic:COUNT[:heldout]`, `stories:COUNT[:heldout]`, "
     "`hf:OWNER/NAME[@REVISION]/FILE` or `tfds:NAME/SPLIT`"
 )
 # More examples would fill the memory of the host.
@@ -121,12 +122,14 @@ def _parse_count_and_split(scheme: str, arguments: str, option: str) -> tuple[in
 
 
 def _read_file_rows(source: str, option: str) -> LocatedRows:
-    """Return the (location, row) pairs of a local file or a file on the hub, or of its slice."""
+    """Return the (location, row) pairs of a file, local or downloaded, or of its slice."""
     sliced = _SLICE.fullmatch(source)
     name, start, end = sliced.groups() if sliced else (source, "", "")
     scheme, colon, arguments = name.partition(":")
     if colon and scheme == "hf":
         path = _fetch_hub_file(arguments, option)
+    elif name.endswith(files.SUFFIXES) and remote.is_address(name):
+        path = downloads.download_file(name, option)
     elif name.endswith(files.SUFFIXES):
         path = paths.expand_local_path(name, option)
     else:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jax_ppo.errors import UserError, did_you_mean
-from jax_ppo.storage import hub, paths
+from jax_ppo.storage import downloads, hub, paths, remote
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,10 +42,11 @@ Prompt = str | tuple[dict[str, str], ...]  # text, or messages with role and con
 def load_tokenizer(
     path: str, option: str = "config.model.tokenizer_path"
 ) -> "PreTrainedTokenizerBase":
-    """Load the transformers tokenizer of a local folder or of a model on the Hugging Face hub.
+    """Load the transformers tokenizer of a local folder, a bucket, or a model on the hub.
 
     Args:
-      path: an existing folder, or OWNER/NAME or OWNER/NAME@REVISION on the hub.
+      path: an existing folder, an address such as gs://BUCKET/FOLDER, or OWNER/NAME or
+        OWNER/NAME@REVISION on the hub.
       option: the option that holds the path, for messages.
 
     Raises:
@@ -56,10 +57,13 @@ def load_tokenizer(
         raise UserError(
             f"{option}='': must be set to a folder, or to a model's name on the Hugging Face hub"
         )
-    # An existing folder wins over a model of that name on the hub.
-    folder = paths.expand_local_path(path, option)
-    if not folder.is_dir():
-        folder = _download_tokenizer(path, option)
+    if remote.is_address(path):
+        folder = downloads.download_folder(path, option, _DOWNLOADED_FILES)
+    else:
+        # An existing folder wins over a model of that name on the hub.
+        folder = paths.expand_local_path(path, option)
+        if not folder.is_dir():
+            folder = _download_tokenizer(path, option)
     from transformers import AutoTokenizer
 
     try:

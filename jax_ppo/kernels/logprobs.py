@@ -8,9 +8,11 @@ Shape letters: G groups (one per device: no data moves between groups), N positi
 positions per chunk, V vocabulary, D model width.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,30 @@ CHUNK_BYTES = {"cpu": 4 * 2**20}
 CHUNK_BYTES_ELSEWHERE = 512 * 2**20
 MIN_CHUNK_SIZE = 128
 
+_assumed_platform: ContextVar[str | None] = ContextVar("assumed_platform", default=None)
+
+
+def _sum_groups(gradient_GxVxD: jax.Array) -> jax.Array:
+    return gradient_GxVxD.sum(0)
+
+
+class UnembeddingLayout(NamedTuple):
+    """The steps by which an unembedding that is split over devices reaches the chunks and back.
+
+    Both run once per pass, outside the loop over chunks. Functions without a name of their own
+    would compile another program per call.
+
+    Attributes:
+      gather: maps the weights [V, D], in the dtype of the products, to those that chunks read.
+      sum_groups: maps the float32 gradient [G, V, D] to its sum over groups, [V, D].
+    """
+
+    gather: Callable[[jax.Array], jax.Array] = jnp.asarray
+    sum_groups: Callable[[jax.Array], jax.Array] = _sum_groups
+
+
+NOT_SPLIT = UnembeddingLayout()
+
 
 def target_platform() -> str:
     """Return the platform that is compiled for.
@@ -33,8 +59,25 @@ def target_platform() -> str:
     This is the platform of the mesh in context, which may differ from this machine's, or that of
     the default backend if there is no mesh.
     """
+    assumed = _assumed_platform.get()
+    if assumed is not None:
+        return assumed
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device else jax.default_backend()
+
+
+@contextlib.contextmanager
+def assume_platform(platform: str) -> Iterator[None]:
+    """Trace programs as for `platform` while the context is open, whatever they are compiled for.
+
+    An estimate of a machine's memory is compiled for CPU devices if the machine's own compiler is
+    missing.
+    """
+    token = _assumed_platform.set(platform)
+    try:
+        yield
+    finally:
+        _assumed_platform.reset(token)
 
 
 def default_chunk_size(vocabulary: int, platform: str) -> int:
@@ -54,6 +97,7 @@ def token_logprobs(
     chunk_size: int | None = None,
     with_entropy: bool = True,
     logit_softcap: float | None = None,
+    layout: UnembeddingLayout = NOT_SPLIT,
 ) -> tuple[Float32[Array, " G N"], Float32[Array, " G N"] | None]:
     """Return log p(target) and the entropy of p, where p = softmax(logits / temperature).
 
@@ -86,6 +130,7 @@ def token_logprobs(
       chunk_size: positions of each group per chunk; `default_chunk_size` if None.
       with_entropy: whether to compute the entropy.
       logit_softcap: c > 0, or None for no soft cap.
+      layout: how an unembedding that is split over devices is gathered.
 
     Returns:
       (logprobs_GxN <= 0, entropy_GxN in [0, log V]), float32, in nats, 0 where mask = 0. The
@@ -112,11 +157,12 @@ def token_logprobs(
         min(chunk_size, hidden_GxNxD.shape[1]),
         with_entropy,
         logit_softcap,
+        layout,
     )
     return logprobs, entropy if with_entropy else None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
 def _token_logprobs(
     hidden: jax.Array,
     unembedding: jax.Array,
@@ -126,9 +172,10 @@ def _token_logprobs(
     chunk_size: int,
     with_entropy: bool,
     cap: float | None,
+    layout: UnembeddingLayout,
 ) -> tuple[jax.Array, jax.Array]:
     logprobs, entropy, _ = _forward(
-        hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy, cap
+        hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy, cap, layout
     )
     return logprobs, entropy
 
@@ -142,10 +189,11 @@ def _forward(
     chunk_size: int,
     with_entropy: bool,
     cap: float | None,
+    layout: UnembeddingLayout,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return log p(target), entropy (0 unless `with_entropy`) and logsumexp z, each [G, N]."""
     chunks = MaskedChunks(mask, chunk_size)
-    weight = unembedding.astype(hidden.dtype)
+    weight = layout.gather(unembedding.astype(hidden.dtype))
 
     def process_chunk(i: jax.Array, buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         # Shifting by the largest logit keeps exp from overflowing.
@@ -184,10 +232,11 @@ def _forward_and_residuals(
     chunk_size: int,
     with_entropy: bool,
     cap: float | None,
+    layout: UnembeddingLayout,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
     hidden, unembedding, targets, mask = (x.value for x in (hidden, unembedding, targets, mask))
     logprobs, entropy, logsumexp = _forward(
-        hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy, cap
+        hidden, unembedding, targets, mask, temperature, chunk_size, with_entropy, cap, layout
     )
     return (logprobs, entropy), (hidden, unembedding, targets, mask, entropy, logsumexp)
 
@@ -197,6 +246,7 @@ def _backward(
     chunk_size: int,
     with_entropy: bool,
     cap: float | None,
+    layout: UnembeddingLayout,
     residuals: tuple[jax.Array, ...],
     cotangents: tuple[Any, Any],
 ) -> tuple[jax.Array, jax.Array, None, None]:
@@ -218,7 +268,8 @@ def _backward(
             slope = slope - chunks.gather(entropy_grad, i)[..., None] * jnp.exp(log_p) * excess
         return slope / temperature
 
-    return *hidden_and_weight_grad(mask, chunks, hidden, unembedding, cap, logits_grad), None, None
+    gradients = hidden_and_weight_grad(mask, chunks, hidden, unembedding, cap, logits_grad, layout)
+    return *gradients, None, None
 
 
 _token_logprobs.defvjp(_forward_and_residuals, _backward, symbolic_zeros=True)
@@ -231,6 +282,7 @@ def hidden_and_weight_grad(
     unembedding: Float[Array, " V D"],
     cap: float | None,
     logits_grad: Callable[[jax.Array, jax.Array], jax.Array],
+    layout: UnembeddingLayout,
 ) -> tuple[Float[Array, " G N D"], Float[Array, " V D"]]:
     """Return the gradients by hidden states and output embedding, chunk by chunk.
 
@@ -242,8 +294,9 @@ def hidden_and_weight_grad(
       cap: soft cap of the logits, if any.
       logits_grad: from the index of a chunk and its soft-capped logits [G, C, V] to the gradient
         by these logits.
+      layout: of the output embedding.
     """
-    weight = unembedding.astype(hidden.dtype)
+    weight = layout.gather(unembedding.astype(hidden.dtype))
     groups, width = len(hidden), hidden.shape[-1]
 
     def process_chunk(
@@ -265,7 +318,7 @@ def hidden_and_weight_grad(
     hidden_grad, weight_sum = jax.lax.fori_loop(0, chunks.count, process_chunk, start)
     hidden_grad = jnp.where(mask[..., None], chunks.scatter(hidden_grad), 0)
     # Groups are on different devices: this sum is their one exchange.
-    return hidden_grad, weight_sum.sum(0).astype(unembedding.dtype)
+    return hidden_grad, layout.sum_groups(weight_sum).astype(unembedding.dtype)
 
 
 def _masked_cotangent(cotangent: Any, mask: jax.Array) -> jax.Array | None:

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Shaped
 
 from jax_ppo.kernels.logprobs import (
+    NOT_SPLIT,
     MaskedChunks,
+    UnembeddingLayout,
     chunk_logits,
     default_chunk_size,
     hidden_and_weight_grad,
@@ -30,6 +32,7 @@ def full_kl(
     temperature: float,
     chunk_size: int | None = None,
     logit_softcap: float | None = None,
+    layout: UnembeddingLayout = NOT_SPLIT,
 ) -> Float32[Array, " G N"]:
     """Return sum_v p_v (log p_v - log q_v) at each position, q being the reference's p.
 
@@ -69,6 +72,7 @@ def full_kl(
       temperature: > 0, the sampling temperature of the tokens, for both.
       chunk_size: positions of each group per chunk; `default_chunk_size` if None.
       logit_softcap: c > 0, for both, or None for no soft cap.
+      layout: how unembeddings that are split over devices are gathered.
 
     Returns:
       float32 [G, N] >= 0, in nats; 0 where mask = 0, and exactly 0 where hidden states and
@@ -95,10 +99,11 @@ def full_kl(
         temperature,
         min(chunk_size, mask_GxN.shape[1]),
         logit_softcap,
+        layout,
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
 def _full_kl(
     hidden: jax.Array,
     unembedding: jax.Array,
@@ -108,10 +113,11 @@ def _full_kl(
     temperature: float,
     chunk_size: int,
     cap: float | None,
+    layout: UnembeddingLayout,
 ) -> jax.Array:
     chunks = MaskedChunks(mask, chunk_size)
-    weight = unembedding.astype(hidden.dtype)
-    ref_weight = ref_unembedding.astype(ref_hidden.dtype)
+    weight = layout.gather(unembedding.astype(hidden.dtype))
+    ref_weight = layout.gather(ref_unembedding.astype(ref_hidden.dtype))
 
     def process_chunk(i: jax.Array, kl: jax.Array) -> jax.Array:
         logits = chunk_logits(chunks.gather(hidden, i), weight, cap)
@@ -142,21 +148,23 @@ def _forward(
     temperature: float,
     chunk_size: int,
     cap: float | None,
+    layout: UnembeddingLayout,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     arrays = (hidden, unembedding, ref_hidden, ref_unembedding, mask)
-    return _full_kl(*arrays, temperature, chunk_size, cap), arrays
+    return _full_kl(*arrays, temperature, chunk_size, cap, layout), arrays
 
 
 def _backward(
     temperature: float,
     chunk_size: int,
     cap: float | None,
+    layout: UnembeddingLayout,
     residuals: tuple[jax.Array, ...],
     kl_grad: jax.Array,
 ) -> tuple[jax.Array, jax.Array, None, None, None]:
     hidden, unembedding, ref_hidden, ref_unembedding, mask = residuals
     chunks = MaskedChunks(mask, chunk_size)
-    ref_weight = ref_unembedding.astype(ref_hidden.dtype)
+    ref_weight = layout.gather(ref_unembedding.astype(ref_hidden.dtype))
 
     def logits_grad(i: jax.Array, logits: jax.Array) -> jax.Array:
         ref_logits = chunk_logits(chunks.gather(ref_hidden, i), ref_weight, cap)
@@ -168,7 +176,7 @@ def _backward(
         excess = d - jnp.sum(p * d, axis=-1, keepdims=True)
         return p * excess * (chunks.gather(kl_grad, i) / temperature)[..., None]
 
-    gradients = hidden_and_weight_grad(mask, chunks, hidden, unembedding, cap, logits_grad)
+    gradients = hidden_and_weight_grad(mask, chunks, hidden, unembedding, cap, logits_grad, layout)
     return *gradients, None, None, None
 
 

@@ -6,15 +6,19 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention import run_attention
 from jax_ppo.models.cache import LayerCache, attend_to_cache, cache_layout, write_tokens
+from jax_ppo.runtime.sharding import copy_kv_heads, drop_padded_heads, pad_query_heads
 
 ACTIVATION_FUNCTIONS = {"silu": nn.silu, "gelu_pytorch_tanh": nn.gelu}
 
+# Name of the output of attention, [B, T, H, d], for policies of gradient checkpointing.
+ATTENTION_OUTPUT = "attention_output"
 # Whether a layer is local: known when the program is traced, or an input of the loop over layers.
 IsLocal = bool | jax.Array
 Auxiliary = dict[str, jax.Array]
@@ -54,7 +58,8 @@ class RMSNorm(nn.Module):
 class Dense(nn.Module):
     """A projection [..., in] -> [..., features], with adapters if the parameters have them.
 
-    The leading axes are merged in the product, so that its gradient needs no transposed copies.
+    The leading axes are merged in the product, so that its gradient needs no transposed copies. An
+    int8 kernel has a scale per column (quantization.py).
     """
 
     features: int
@@ -71,6 +76,9 @@ class Dense(nn.Module):
         # Parameters are float32 while they are trained; products are in the computation dtype.
         flat = x.reshape(-1, x.shape[-1]).astype(self.dtype)
         out = jax.lax.dot(flat, kernel.astype(self.dtype))
+        if self.has_variable("params", "kernel_scale"):
+            scale: jax.Array = self.get_variable("params", "kernel_scale")
+            out = (out * scale).astype(self.dtype)
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
             out += bias.astype(self.dtype)
@@ -125,6 +133,8 @@ class Attention(nn.Module):
             sin = jnp.where(is_local, local_sin, sin)
         q = rope.rotate(q, cos, sin)
         k = rope.rotate(k, cos, sin)
+        # Fewer heads than devices that split them: from here on each device has its own.
+        k, v = copy_kv_heads(k), copy_kv_heads(v)
         if cache is None or columns_B is None:
             out = self._attend_to_sequences(q, k, v, is_local, segments_BxT)
             # Keys are cached after rotation: it depends on their own position only.
@@ -141,19 +151,25 @@ class Attention(nn.Module):
                 scale=a.attention_scale,
                 softcap=a.attention_softcap,
             )
+        out = drop_padded_heads(out, a.num_heads, a.num_kv_heads)
+        out = checkpoint_name(out, ATTENTION_OUTPUT)
         out = out.reshape(*x_BxTxD.shape[:2], a.num_heads * a.head_dim)
         project = Dense(a.hidden_size, a.output_bias, self.dtype, self.lora_scale, name="o_proj")
         return project(out), cache
 
     def _project(self, x_BxTxD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return queries [B, T, H, d], keys and values [B, T, K, d]."""
+        """Return queries [B, T, H, d], keys and values [B, T, K, d].
+
+        If the mesh cannot split the query heads, there are more of them, of zeros.
+        """
         a = self.architecture
 
         def project(name: str, heads: int) -> jax.Array:
             dense = Dense(heads * a.head_dim, a.qkv_bias, self.dtype, self.lora_scale, name=name)
             return dense(x_BxTxD).reshape(*x_BxTxD.shape[:2], heads, a.head_dim)
 
-        q = project("q_proj", a.num_heads)
+        # Before the norm and the rotation, which then run on each device's own heads.
+        q = pad_query_heads(project("q_proj", a.num_heads), a.num_kv_heads)
         k = project("k_proj", a.num_kv_heads)
         v = project("v_proj", a.num_kv_heads)
         if a.qk_norm:

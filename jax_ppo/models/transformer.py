@@ -22,6 +22,7 @@ a block may return auxiliary outputs, such as the loss of a router, which are co
 in `TransformerOutput.auxiliary`.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -33,13 +34,23 @@ from jaxtyping import Array, Int
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.cache import LayerCache, num_columns
-from jax_ppo.models.layers import Auxiliary, Layer, RMSNorm
+from jax_ppo.models.layers import ATTENTION_OUTPUT, Auxiliary, Layer, RMSNorm
 from jax_ppo.models.lora import Lora
+from jax_ppo.runtime.sharding import look_up_embedding
 from jax_ppo.types import Params
 
 # Up to this number of layers the loop over stacked parameters is unrolled: on a CPU the gradient
 # takes a quarter less time, and compilation is as fast.
 MAX_UNROLLED_LAYERS = 8
+
+
+# What the forward pass keeps of each layer for the backward pass besides the layer's input, fewest
+# bytes first; everything else is computed again.
+REMAT_POLICIES: dict[str, Callable[..., Any]] = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "attention": jax.checkpoint_policies.save_only_these_names(ATTENTION_OUTPUT),
+    "dots": jax.checkpoint_policies.checkpoint_dots,
+}
 
 
 class TransformerOutput(NamedTuple):
@@ -63,6 +74,7 @@ class Transformer(nn.Module):
       architecture: The architecture.
       dtype: Type of the computation; parameters may have any type.
       remat: Whether each layer is recomputed in the backward pass.
+      remat_policy: With `remat`, what is kept instead of recomputed, one of `REMAT_POLICIES`.
       unrolled: `False`: the layers are one `scan` over stacked parameters, which compiles fast
         (training, scoring). `True`: each layer has its own code and keys and values are returned
         (decoding, without copies of the cache). `unroll_params` converts parameters of the first
@@ -71,6 +83,7 @@ class Transformer(nn.Module):
       decoding: Program for one new token per row, one of cache.py's; it determines the layout of
         the cache.
       lora: Shape of the adapters in the parameters (lora.join_adapters), if there are any.
+      quantized: Whether decoding reads kernels as int8 (quantization.py).
     """
 
     architecture: Architecture
@@ -80,6 +93,8 @@ class Transformer(nn.Module):
     attention: str = "xla"
     decoding: str = "cpu"
     lora: Lora | None = None
+    quantized: bool = False
+    remat_policy: str = "full"
 
     @nn.compact
     def __call__(
@@ -108,7 +123,7 @@ class Transformer(nn.Module):
         """
         a = self.architecture
         embedding = self.param("embed", _init_embedding, a.vocab_size, a.hidden_size)["embedding"]
-        x = embedding[tokens_BxT].astype(self.dtype)
+        x = look_up_embedding(embedding, tokens_BxT, self.dtype)
         if a.scaled_embedding:
             # The factor is rounded to the computation dtype, as in transformers.
             x = x * jnp.float32(a.hidden_size**0.5).astype(self.dtype)
@@ -139,6 +154,13 @@ class Transformer(nn.Module):
             "lora_scale": None if self.lora is None else self.lora.scale,
         }
 
+    def _layer_class(self, prevent_cse: bool) -> type[Layer]:
+        """Return `Layer`, recomputed in the backward pass if configured."""
+        if not self.remat:
+            return Layer
+        policy = REMAT_POLICIES[self.remat_policy]
+        return nn.remat(Layer, prevent_cse=prevent_cse, policy=policy)
+
     def _scanned_layers(
         self,
         x: jax.Array,
@@ -151,10 +173,8 @@ class Transformer(nn.Module):
         in_loop = num_layers > MAX_UNROLLED_LAYERS
         # With layers of one kind the flag is a constant of the program, and no branch is compiled.
         all_alike = len(set(is_local)) == 1
-        layer = Layer
-        if self.remat:
-            # Inside a loop XLA cannot merge the second computation with the first.
-            layer = nn.remat(Layer, prevent_cse=not in_loop)
+        # Inside a loop XLA cannot merge the second computation with the first.
+        layer = self._layer_class(prevent_cse=not in_loop)
         stack = nn.scan(
             layer,
             variable_axes={"params": 0},
@@ -183,9 +203,7 @@ class Transformer(nn.Module):
         columns_B: jax.Array,
     ) -> tuple[jax.Array, tuple[LayerCache, ...], Auxiliary]:
         """Run each layer as code of its own."""
-        layer = Layer
-        if self.remat:
-            layer = nn.remat(Layer)
+        layer = self._layer_class(prevent_cse=True)
         new_cache = []
         auxiliary = []
         for i, is_local in enumerate(self.architecture.layers_are_local):

@@ -1,7 +1,8 @@
 """Held-out evaluation: sample, score with the rules and the reward model, average."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,17 +10,19 @@ from jax.sharding import Mesh
 
 from jax_ppo.data.prompts import PromptBatch
 from jax_ppo.ppo import scoring
+from jax_ppo.ppo.evaluation_statistics import describe_prompts
 from jax_ppo.ppo.plans import sample_lengths
 from jax_ppo.ppo.random_keys import EVALUATION
 from jax_ppo.ppo.rewarding import RuleRewards, add_reward_model_scores
+from jax_ppo.ppo.sample_records import describe_samples
 from jax_ppo.ppo.setup import PPORun
-from jax_ppo.runtime import sharding
+from jax_ppo.runtime import placement, sharding, watchdog
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Prompts, Rollout
 
 # (prompts on the mesh, key, index of the first sample) -> rollout
 SampleFunction = Callable[[Prompts, jax.Array, int], Rollout]
-# (batch, rollout, number of responses to return) -> scores [B], correct [B], responses
+# (batch, rollout, index of the first sample) -> scores [B], correct [B], records of all samples
 RewardFunction = Callable[[PromptBatch, Rollout, int], tuple[np.ndarray, np.ndarray, list[dict]]]
 
 
@@ -31,19 +34,34 @@ class Evaluation:
       accuracy: share of correct answers, 0..1; `None` if the rules do not define correctness.
       reward_mean: the mean reward, of rules and reward model.
       length_mean: tokens per response.
-      samples: the first responses, as dicts of prompt, response, score and correct.
+      figures: further statistics by name: see `evaluation_statistics.describe_prompts`.
+      records: all responses, those to a prompt one after the other: see `sample_records`.
+      responses_per_prompt: how many.
     """
 
     accuracy: float | None
     reward_mean: float
     length_mean: float
-    samples: list[dict]
+    figures: dict[str, float]
+    records: list[dict[str, Any]]
+    responses_per_prompt: int
+
+    def samples(self, count: int) -> list[dict[str, Any]]:
+        """Return the records of the first responses to different prompts."""
+        return self.records[:: self.responses_per_prompt][:count]
 
 
-def evaluate_policy(run: PPORun, state: TrainState) -> Evaluation:
+def evaluate_policy(
+    run: PPORun, state: TrainState, before_batch: Callable[[], None] = lambda: None
+) -> Evaluation:
     """Evaluate the policy on the held-out prompts, sampled as `rollout.val_kwargs` says.
 
     The random draws are the same at every step, so that only the policy makes a difference.
+
+    Args:
+      run: the parts of the run.
+      state: holds the policy.
+      before_batch: called before each batch; it may raise an exception to end the evaluation.
     """
     run.engine.update_weights(run.policy_params(state))
 
@@ -51,24 +69,39 @@ def evaluate_policy(run: PPORun, state: TrainState) -> Evaluation:
         return run.engine.generate(prompts, key, run.held_out_sampling, first_sample_index)
 
     def reward(
-        batch: PromptBatch, rollout: Rollout, num_samples: int
-    ) -> tuple[np.ndarray, np.ndarray, list[dict]]:
-        rule_rewards, samples = run.rules.score(batch, rollout, num_samples)
-        scores = sharding.to_host(total_rewards(run, state, batch, rollout, rule_rewards))
-        # The console shows the total, which includes the reward model's score.
-        samples = [sample | {"score": float(scores[sample["row"]])} for sample in samples]
-        return scores, sharding.to_host(rule_rewards.correct), samples
+        batch: PromptBatch, rollout: Rollout, first_sample_index: int
+    ) -> tuple[np.ndarray, np.ndarray, list[dict[str, Any]]]:
+        watchdog.report_progress("evaluation")
+        rule_rewards = run.rules.score(batch, rollout)
+        # The total, which includes the reward model's score.
+        scores = placement.to_host(total_rewards(run, state, batch, rollout, rule_rewards))
+        correct = placement.to_host(rule_rewards.correct)
+        address = {
+            "seed": run.config.seed,
+            "stream": "evaluation",
+            "step": 0,
+            "sample": first_sample_index,
+        }
+        records = describe_samples(
+            range(len(scores)), batch, rollout, scores, correct, run.tokenizer, address
+        )
+        return scores, correct, records
 
-    evaluation = evaluate(
-        sample=sample,
-        reward=reward,
-        batches=run.held_out_batches(),
-        mesh=run.mesh,
-        key=run.sample_keys(EVALUATION, 0),
-        num_samples=run.config.trainer.log_samples,
-    )
-    run.engine.release_weights()
-    return evaluation
+    def batches() -> Iterator[PromptBatch]:
+        for batch in run.held_out_batches():
+            before_batch()
+            yield batch
+
+    try:
+        return evaluate(
+            sample=sample,
+            reward=reward,
+            batches=batches(),
+            mesh=run.mesh,
+            key=run.sample_keys(EVALUATION, 0),
+        )
+    finally:
+        run.engine.release_weights()
 
 
 def evaluate(
@@ -78,7 +111,6 @@ def evaluate(
     batches: Iterable[PromptBatch],
     mesh: Mesh,
     key: jax.Array,
-    num_samples: int = 0,
 ) -> Evaluation:
     """Sample every batch and average over its real rows.
 
@@ -88,33 +120,36 @@ def evaluate(
       batches: of one size; the first `count` prompts of each are real.
       mesh: the run's mesh.
       key: the same for every batch; samples differ by their index.
-      num_samples: how many responses to return.
     """
     scores, correct, lengths = [], [], []
-    samples: list[dict] = []
+    sources: list[str] = []
+    records: list[dict[str, Any]] = []
+    n = 1
     first_sample_index = 0
     for batch in batches:
-        prompts = sharding.place(batch.prompts, sharding.rows(mesh))
+        prompts = placement.place(batch.prompts, sharding.rows(mesh))
         rollout = sample(prompts, key, first_sample_index)
-        batch_scores, batch_correct, batch_samples = reward(
-            batch, rollout, num_samples - len(samples)
-        )
+        batch_scores, batch_correct, batch_records = reward(batch, rollout, first_sample_index)
         # The last batch is filled up with repeated prompts; samples of a prompt are adjacent.
-        num_real = len(batch_scores) // len(batch.examples) * batch.count
+        n = len(batch_scores) // len(batch.examples)
+        num_real = n * batch.count
+        sources += [example.data_source for example in batch.examples[: batch.count]]
         scores.append(batch_scores[:num_real])
         correct.append(batch_correct[:num_real])
-        lengths.append(sharding.to_host(rollout.lengths)[:num_real])
-        samples += batch_samples[:num_real]
+        lengths.append(placement.to_host(rollout.lengths)[:num_real])
+        records += batch_records[:num_real]
         # A sample's random numbers follow from its index over all batches.
         first_sample_index += len(batch_scores)
-    all_correct = np.concatenate(correct)
+    all_correct, all_scores = np.concatenate(correct), np.concatenate(scores)
     # Rules that do not define correctness report NaN.
     defined_correct = all_correct[~np.isnan(all_correct)]
     return Evaluation(
         accuracy=float(defined_correct.mean()) if len(defined_correct) else None,
-        reward_mean=float(np.concatenate(scores).mean()),
+        reward_mean=float(all_scores.mean()),
         length_mean=float(np.concatenate(lengths).mean()),
-        samples=samples,
+        figures=describe_prompts(all_scores.reshape(-1, n), all_correct.reshape(-1, n), sources),
+        records=records,
+        responses_per_prompt=n,
     )
 
 

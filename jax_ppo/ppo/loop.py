@@ -6,6 +6,7 @@ also waits to time a phase, the mesh already has its next work.
 
 import contextlib
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,15 +25,19 @@ from jax_ppo.ppo.random_keys import TRAINING
 from jax_ppo.ppo.report import Reporter
 from jax_ppo.ppo.reward_moments import measure_first_rewards
 from jax_ppo.ppo.rewarding import FailedSteps, add_reward_model_scores
+from jax_ppo.ppo.sample_records import StepSamples
 from jax_ppo.ppo.setup import PPORun, set_up_run
+from jax_ppo.ppo.step_flops import count_step_flops
 from jax_ppo.ppo.update import UpdateOptions, update_state
 from jax_ppo.reporting import console
-from jax_ppo.runtime import compilation, sharding
+from jax_ppo.runtime import compilation, meshes, sharding, work_directory
 from jax_ppo.sampler import engine
-from jax_ppo.training.checkpoint import Checkpointer, Progress
+from jax_ppo.training.checkpoint import Checkpointer, EvaluationInterrupted, Progress
 from jax_ppo.training.resume import find_progress, is_due
 from jax_ppo.training.state import TrainState, create_state, trained_shapes, trained_trees
-from jax_ppo.types import Rollout
+from jax_ppo.types import Prompts, Rollout
+
+ROLLOUT = "rollout"  # a checkpoint's tree of what was sampled one step ahead
 
 
 def train(config: Config, workdir: Path) -> dict[str, Any]:
@@ -41,7 +46,7 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
     Returns:
       The contents of summary.json.
     """
-    mesh = sharding.make_mesh(config.mesh)
+    mesh = meshes.make_mesh(config.mesh)
     with (
         jax.set_mesh(mesh),
         compilation.count_compilations() as compiled,
@@ -64,14 +69,16 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
             update_options = UpdateOptions.from_config(config)
             state = start_state(run, checkpoints, progress, reporter)
             batches = run.batches(progress.position)
-            next_sampled: SampledBatch | None = None  # sampled one step ahead
+            # What the run had sampled one step ahead when it was saved.
+            next_sampled = restore_sampled_batch(run, checkpoints, progress, batches)
             for step in range(progress.step, run.total_steps):
                 # 1. Sample responses, unless that was done during the last step.
                 sampled = next_sampled or sample_batch(run, state, batches, step, reporter)
                 batch, rollout = sampled.batch, sampled.rollout
                 # This waits for the lengths of the responses: the one wait of a step.
                 with reporter.phase("rollout"):
-                    plans = run.planner.plan(step, sample_lengths(batch, rollout))
+                    lengths = sample_lengths(batch, rollout)
+                    plans = run.planner.plan(step, lengths)
 
                 # 2. Dispatch the scoring passes; their results are not waited for.
                 sequences = scoring.join_sequences(rollout, config.sequence_length)
@@ -81,13 +88,13 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
 
                 # One step off: sample with the weights from before this step's update.
                 next_sampled = None
-                if samples_ahead(config, run.total_steps, step):
+                if config.rollout.one_step_off and step + 1 < run.total_steps:
                     next_sampled = sample_batch(run, state, batches, step + 1, reporter)
                 reporter.flush()  # unless sampling ahead has done it
 
                 # 3. Apply the rules on the host while the mesh scores; add a reward model's scores.
                 with reporter.phase("reward"):
-                    rule_rewards, _ = run.rules.score(batch, rollout)
+                    rule_rewards = run.rules.score(batch, rollout)
                 failed_steps.count(step, rule_rewards)
                 # A reward model with its own tokenizer has inputs of its own.
                 model_inputs = rule_rewards.model_inputs or (sequences, *plans.scoring)
@@ -124,11 +131,23 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
                     jax.block_until_ready(scores)
                 sampling_metrics = measure_sampling(rollout, rule_rewards.correct)
                 reporter.report_later(
-                    step, rollout_metrics | update_metrics | sampling_metrics, rule_rewards
+                    step,
+                    rollout_metrics | update_metrics | sampling_metrics,
+                    rule_rewards,
+                    flops=count_step_flops(config, run.nets, step, batch.prompts.lengths, lengths),
+                    samples=StepSamples(
+                        batch=batch,
+                        rollout=rollout,
+                        experience=experience,
+                        rule_rewards=rule_rewards,
+                        rewards=rewards,
+                    ),
                 )
 
                 # 5. Evaluate and save.
-                finish_step(run, state, step + 1, sampled.position, reporter, checkpoints)
+                finish_step(
+                    run, state, step + 1, sampled.position, next_sampled, reporter, checkpoints
+                )
                 # A preempted run ends here without an export: the next start resumes it.
                 if checkpoints.should_stop(step + 1):
                     checkpoints.wait()
@@ -139,10 +158,11 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
 def open_checkpoints(options: Trainer, workdir: Path) -> Checkpointer:
     """Return the checkpoints of the run in `workdir`."""
     return Checkpointer(
-        workdir / "checkpoints",
+        work_directory.checkpoint_directory(workdir),
         max_to_keep=options.max_checkpoints,
         best_metric=options.best_metric,
         report=console.print_on_main,
+        before_save=functools.partial(work_directory.publish, workdir),
     )
 
 
@@ -176,8 +196,10 @@ def start_state(
             trained=trained,
             step=step,
         )
-        if run.held_out and step == 0 and config.trainer.val_before_train:
-            reporter.report_evaluation(0, evaluate_policy(run, state))
+        evaluates_first = step == 0 and config.trainer.val_before_train
+        if run.held_out and (evaluates_first or progress.evaluation_pending):
+            reporter.report_evaluation(step, evaluate_policy(run, state))
+            progress.evaluation_pending = False
     if config.reward.normalize == "reference" and step == 0:
         state = measure_first_rewards(run, state)
     reporter.restart_clock()
@@ -218,13 +240,44 @@ def sample_batch(
     return SampledBatch(batch=batch, rollout=rollout, position=batches.position)
 
 
-def samples_ahead(config: Config, total_steps: int, step: int) -> bool:
-    """Return whether the next batch is sampled before this step's update.
+def restore_sampled_batch(
+    run: PPORun, checkpoints: Checkpointer, progress: Progress, batches: PromptBatches
+) -> SampledBatch | None:
+    """Return the batch that a run one step off had sampled ahead of the checkpoint.
 
-    Not before a checkpoint that is due: a resumed run has no rollout of older weights.
+    The resumed run could not sample it again: the weights are one update newer by now.
+
+    Returns:
+      The batch, which is taken from `batches`, or `None` if the checkpoint holds no rollout of the
+      size of this run's.
     """
-    saves_next = is_due(step + 1, total_steps, config.trainer.save_freq)
-    return config.rollout.one_step_off and not saves_next
+    config, step = run.config, progress.step
+    if not (step and config.rollout.one_step_off):
+        return None
+    saved = checkpoints.saved_tree(step, ROLLOUT)
+    samples = config.data.train_batch_size * config.rollout.n
+    if saved is None or saved["responses"].shape != (samples, config.data.max_response_length):
+        return None
+    rows, everywhere = sharding.rows(run.mesh), sharding.replicated(run.mesh)
+
+    def shape(path: jax.tree_util.KeyPath, x: Any) -> jax.ShapeDtypeStruct:
+        # This mesh may have another number of decoder queues.
+        is_per_queue = jax.tree_util.keystr(path, simple=True) == "slot_steps"
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere if is_per_queue else rows)
+
+    shapes = jax.tree_util.tree_map_with_path(shape, saved)
+    arrays = checkpoints.restore_item(step, ROLLOUT, shapes)
+    prompts = Prompts(**arrays.pop("prompts"))
+    batch = next(batches)
+    return SampledBatch(
+        batch=batch, rollout=Rollout(prompts=prompts, **arrays), position=batches.position
+    )
+
+
+def rollout_arrays(rollout: Rollout) -> dict[str, Any]:
+    """Return a rollout as the tree of arrays that a checkpoint holds."""
+    arrays = {name: value for name, value in vars(rollout).items() if value is not None}
+    return {**arrays, "prompts": dict(vars(rollout.prompts))}
 
 
 def finish_step(
@@ -232,6 +285,7 @@ def finish_step(
     state: TrainState,
     completed_steps: int,
     position: int,
+    next_sampled: SampledBatch | None,
     reporter: Reporter,
     checkpoints: Checkpointer,
 ) -> None:
@@ -242,6 +296,7 @@ def finish_step(
       state: the state after the step.
       completed_steps: the number of completed steps.
       position: training examples consumed by them.
+      next_sampled: the batch sampled one step ahead, if any.
       reporter: writes the evaluation.
       checkpoints: where the state is saved.
     """
@@ -249,20 +304,26 @@ def finish_step(
     evaluation = None
     if run.held_out and is_due(completed_steps, run.total_steps, trainer.test_freq):
         reporter.flush()
-        evaluation = evaluate_policy(run, state)
-        reporter.report_evaluation(completed_steps, evaluation)
+        try:
+            evaluation = evaluate_policy(
+                run, state, functools.partial(checkpoints.interrupt_evaluation, completed_steps)
+            )
+            reporter.report_evaluation(completed_steps, evaluation)
+        except EvaluationInterrupted:
+            reporter.progress.evaluation_pending = True
     saves = is_due(completed_steps, run.total_steps, trainer.save_freq)
     if saves or checkpoints.should_stop(completed_steps):
         reporter.flush()
         with reporter.phase("checkpoint"):
             meta = {
                 "position": position,
-                "evaluations": reporter.progress.evaluations,
+                **reporter.progress.history(),
                 "config": dataclasses.asdict(run.config),
             }
-            checkpoints.save(
-                completed_steps, trained_trees(state), meta, _checkpoint_metrics(evaluation)
-            )
+            trees = trained_trees(state)
+            if next_sampled is not None:
+                trees[ROLLOUT] = rollout_arrays(next_sampled.rollout)
+            checkpoints.save(completed_steps, trees, meta, _checkpoint_metrics(evaluation))
         # The next step's time does not include the checkpoint.
         reporter.restart_clock()
 

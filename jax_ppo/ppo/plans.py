@@ -1,15 +1,18 @@
 """Packing plans of a rollout: rows for scoring, and shuffled mini-batches for each role."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jax_ppo.config.schema import Config
 from jax_ppo.data.prompts import PromptBatch
-from jax_ppo.runtime import sharding
+from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.training import packing
+from jax_ppo.training.networks import packed_row_length
 from jax_ppo.types import MiniBatches, Packing, Rollout
 
 ScoringPlan = tuple[Packing, jax.Array]  # rows, and how many of their micro-batches hold tokens
@@ -59,6 +62,7 @@ class RolloutPlanner:
       scoring_rows_per_device: packed rows that a device scores at once; `None` chooses.
       actor: how a rollout is divided for the actor.
       critic: how it is divided for the critic; `None` without a critic of its own.
+      place: puts the host arrays of a plan on the mesh, or returns their shapes and shardings.
     """
 
     mesh: Mesh
@@ -69,6 +73,9 @@ class RolloutPlanner:
     scoring_rows_per_device: int | None
     actor: Partition
     critic: Partition | None
+    place: Callable[[Any, NamedSharding], Any] = dataclasses.field(
+        default_factory=lambda: placement.place
+    )
 
     def plan(self, step: int, lengths: np.ndarray) -> Plans:
         """Pack a rollout for scoring, and for the update in freshly shuffled mini-batches.
@@ -97,7 +104,7 @@ class RolloutPlanner:
         packed, counts = self._pack(lengths, one_group, self.scoring_rows_per_device)
         rows = jax.tree.map(lambda x: x[0], packed)
         return (
-            sharding.place(rows, sharding.rows(self.mesh, axis=1)),
+            self.place(rows, sharding.rows(self.mesh, axis=1)),
             self._replicate(counts[0]),
         )
 
@@ -119,7 +126,7 @@ class RolloutPlanner:
         packed, counts = self._pack(lengths, groups, partition.rows_per_device)
         # Micro-batches run one after the other, so devices split the rows (axis 2) of each.
         return MiniBatches(
-            packing=sharding.place(packed, sharding.rows(self.mesh, axis=2)),
+            packing=self.place(packed, sharding.rows(self.mesh, axis=2)),
             counts=self._replicate(counts),
             members=self._replicate(members),
         )
@@ -129,12 +136,16 @@ class RolloutPlanner:
     ) -> tuple[Packing, np.ndarray]:
         # The devices split a micro-batch's rows evenly: their number is a multiple of the shards.
         rows_at_once = packing.rows_per_micro_batch(
-            rows_per_device, self.row_length, groups.shape[1], sharding.row_shards(self.mesh)
+            rows_per_device,
+            self.row_length,
+            groups.shape[1],
+            meshes.row_shards(self.mesh),
+            meshes.gathers_weights(self.mesh),
         )
         return packing.plan_packing(lengths, groups, rows_at_once, self.row_length, self.packed)
 
     def _replicate(self, array: np.ndarray) -> jax.Array:
-        return sharding.place(array, sharding.replicated(self.mesh))
+        return self.place(array, sharding.replicated(self.mesh))
 
 
 def make_planner(config: Config, mesh: Mesh, has_critic: bool) -> RolloutPlanner:
@@ -161,7 +172,7 @@ def make_planner(config: Config, mesh: Mesh, has_critic: bool) -> RolloutPlanner
         mesh=mesh,
         seed=config.seed,
         prompts_per_step=config.data.train_batch_size,
-        row_length=config.row_length,
+        row_length=packed_row_length(config),
         packed=config.packing.enabled,
         scoring_rows_per_device=(
             config.rollout.logprob_micro_batch_size_per_device or actor.rows_per_device
@@ -174,7 +185,7 @@ def make_planner(config: Config, mesh: Mesh, has_critic: bool) -> RolloutPlanner
 def sample_lengths(batch: PromptBatch, rollout: Rollout) -> np.ndarray:
     """Return the tokens of each sample's prompt and response, int [B], on the host."""
     # This waits until sampling has ended.
-    response_lengths = sharding.to_host(rollout.lengths)
+    response_lengths = placement.to_host(rollout.lengths)
     prompt_lengths = batch.prompts.lengths
     return (
         np.repeat(prompt_lengths, len(response_lengths) // len(prompt_lengths)) + response_lengths

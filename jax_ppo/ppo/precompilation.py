@@ -5,13 +5,16 @@ cache for both.
 """
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from jax_ppo.config.schema import Config
 from jax_ppo.ppo import scoring, update
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.experience_types import ExperienceOptions
@@ -20,11 +23,41 @@ from jax_ppo.ppo.random_keys import TRAINING
 from jax_ppo.ppo.setup import PPORun
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.compilation import compile_ahead
-from jax_ppo.training.networks import full_parameters
-from jax_ppo.training.state import state_shapes
+from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
+from jax_ppo.training.networks import Networks, full_parameters
+from jax_ppo.training.state import TrainState, policy_params, state_shapes
 from jax_ppo.types import Prompts
 
 THREAD_NAME = "precompilation"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPrograms:
+    """What the programs of a step depend on, none of it data, a tokenizer or weights.
+
+    Attributes:
+      config: all options.
+      mesh: the mesh to compile for.
+      nets: each role's model.
+      engine: generates responses.
+      sampling: how it samples for training.
+      total_steps: number of steps of the whole run.
+      reads_rollout: whether the reward model, if there is one, reads the sampled tokens; the shapes
+        of its own tokens depend on the texts.
+    """
+
+    config: Config
+    mesh: Mesh
+    nets: Networks
+    engine: RolloutEngine
+    sampling: SamplingOptions
+    total_steps: int
+    reads_rollout: bool
+
+    @property
+    def samples(self) -> int:
+        """Return the number of samples of a step."""
+        return self.config.data.train_batch_size * self.config.rollout.n
 
 
 @contextlib.contextmanager
@@ -46,8 +79,18 @@ def precompile_in_background(run: PPORun, position: int) -> Iterator[None]:
     prompts = run.place_prompts(next(run.batches(position)).prompts)
     key = run.sample_keys(TRAINING, 0)
     # Plans have one shape for all lengths, so lengths of 1 stand for any.
-    plans = run.planner.plan(0, np.ones(_samples_per_step(run), np.int32))
-    programs = _compile_programs(run, prompts, key, plans)
+    step = StepPrograms(
+        config=run.config,
+        mesh=run.mesh,
+        nets=run.nets,
+        engine=run.engine,
+        sampling=run.sampling,
+        total_steps=run.total_steps,
+        reads_rollout=run.rules.reward_inputs is None,
+    )
+    plans = run.planner.plan(0, np.ones(step.samples, np.int32))
+    state = state_shapes(run.config, run.nets, run.mesh)
+    programs = compile_programs(step, state, prompts, key, plans)
     errors: list[Exception] = []
     stop = threading.Event()
 
@@ -73,28 +116,32 @@ def precompile_in_background(run: PPORun, position: int) -> Iterator[None]:
         raise errors[0]
 
 
-def _samples_per_step(run: PPORun) -> int:
-    return run.config.data.train_batch_size * run.config.rollout.n
-
-
-def _compile_programs(run: PPORun, prompts: Prompts, key: jax.Array, plans: Plans) -> Iterator[str]:
+def compile_programs(
+    step: StepPrograms, state: TrainState, prompts: Prompts, key: jax.Array, plans: Plans
+) -> Iterator[str]:
     """Compile one program at a time, in the order of the loop, and yield its name.
 
-    The shapes that one program returns are the arguments of the next.
+    The shapes that one program returns are the arguments of the next. Everything but `step` may be
+    arrays or shapes with shardings.
+
+    Args:
+      step: what the programs depend on.
+      state: the train state.
+      prompts: the prompts of a step.
+      key: the base key of a step's samples.
+      plans: the packing of a rollout.
     """
-    config, nets = run.config, run.nets
-    state = state_shapes(config, nets, run.mesh)
-    rollout = yield from run.engine.precompile(run.policy_params(state), prompts, key, run.sampling)
+    config, nets = step.config, step.nets
+    params = policy_params(nets, state)
+    rollout = yield from step.engine.precompile(params, prompts, key, step.sampling)
     sequences = compile_ahead(scoring.join_sequences, rollout, config.sequence_length)
     scores = []
     scoring_options = scoring.ScoringOptions.from_config(config)
-    for function, arguments in scoring.scoring_programs(
-        scoring_options, nets, state, sequences, *plans.scoring
-    ):
+    programs = scoring.scoring_programs(scoring_options, nets, state, sequences, *plans.scoring)
+    for part, (function, arguments) in zip(scoring_options.parts, programs, strict=True):
         scores.append(compile_ahead(function, *arguments))
-        yield "score"
-    # The shapes of a reward model's own tokens depend on the texts.
-    if nets.reward is not None and run.rules.reward_inputs is None:
+        yield f"score_{part}"
+    if nets.reward is not None and step.reads_rollout:
         reward_params = full_parameters(nets.reward, state.reward, state.reference)
         compile_ahead(
             scoring.reward_model_scores,
@@ -104,9 +151,9 @@ def _compile_programs(run: PPORun, prompts: Prompts, key: jax.Array, plans: Plan
             *plans.scoring,
             config.reward.score_position,
         )
-        yield "reward_model_scores"
-    rows = sharding.rows(run.mesh)
-    rewards = jax.ShapeDtypeStruct((_samples_per_step(run),), jnp.float32, sharding=rows)
+        yield "score_reward"
+    rows = sharding.rows(step.mesh)
+    rewards = jax.ShapeDtypeStruct((step.samples,), jnp.float32, sharding=rows)
     # Rewards arrive from the host, so no program's result has their shape.
     step_rewards = None
     if config.reward.process_rewards:
@@ -123,14 +170,16 @@ def _compile_programs(run: PPORun, prompts: Prompts, key: jax.Array, plans: Plan
         step_rewards,
     )
     yield "estimate"
-    for function, arguments in update.update_programs(
+    updates = update.update_programs(
         update.UpdateOptions.from_config(config),
         nets,
-        run.total_steps,
+        step.total_steps,
         state,
         experience,
         plans.actor,
         plans.critic,
-    ):
+    )
+    # The second, if there is one, is that of a critic of its own.
+    for role, (function, arguments) in zip(("actor", "critic"), updates, strict=False):
         compile_ahead(function, *arguments)
-        yield "update"
+        yield f"update_{role}"

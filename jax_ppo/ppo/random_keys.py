@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ppo.runtime import sharding
+from jax_ppo.runtime import placement, sharding
 
 # Streams of random numbers: training rollouts, evaluation, and `reward.normalize=reference`.
 TRAINING, EVALUATION, REFERENCE = 0, 1, 2
@@ -25,8 +25,8 @@ class SampleKeys:
         """Return the base key of a stream's samples in a step."""
         return self._make_key(
             # Arguments and not constants: one program makes the keys of all steps.
-            sharding.place(np.int32(stream), self._replicated),
-            sharding.place(np.int32(step), self._replicated),
+            placement.place(np.int32(stream), self._replicated),
+            placement.place(np.int32(step), self._replicated),
         )
 
 

@@ -11,8 +11,10 @@ from jax_ppo.models import heads
 from jax_ppo.models.hf.hub import shareable_model_name
 from jax_ppo.models.hf.peft import peft_obstacle, save_adapters
 from jax_ppo.models.hf.save import export_checkpoint
+from jax_ppo.ppo.diagnostics import Diagnosis
 from jax_ppo.ppo.evaluation import Evaluation
 from jax_ppo.ppo.rewarding import RuleRewards
+from jax_ppo.ppo.sample_records import StepSamples, describe_step
 from jax_ppo.ppo.setup import PPORun
 from jax_ppo.reporting import console, journal
 from jax_ppo.reporting.curves import Panel
@@ -57,7 +59,12 @@ PANELS = (
     Panel(title="explained variance", unit="share", curves={"critic": "critic/explained_variance"}),
     Panel(title="losses", unit="loss", curves={"actor": "actor/loss", "critic": "critic/loss"}),
 )
-LAYOUT = journal.ReportLayout(columns=COLUMNS, panels=PANELS, learning_rate_option="actor.optim.lr")
+LAYOUT = journal.ReportLayout(
+    columns=COLUMNS,
+    panels=PANELS,
+    learning_rate_option="actor.optim.lr",
+    best_metric="reward/mean",
+)
 
 
 class PendingStep(NamedTuple):
@@ -67,11 +74,15 @@ class PendingStep(NamedTuple):
       step: the step, from 0.
       on_mesh: scalars on the mesh, by name.
       rule_metrics: what the rules reported, by name without the prefix `reward/`.
+      flops: model FLOPs of the step; `None` if they were not counted.
+      samples: the step's samples, if some are to be logged.
     """
 
     step: int
     on_mesh: dict[str, jax.Array]
     rule_metrics: dict[str, float]
+    flops: float | None
+    samples: StepSamples | None
 
 
 class Reporter(journal.Journal):
@@ -98,10 +109,15 @@ class Reporter(journal.Journal):
         )
         self._run = run
         self._pending: PendingStep | None = None
-        self._warned: set[str] = set()
+        self._diagnosis = Diagnosis(run.config)
 
     def report_later(
-        self, step: int, on_mesh: dict[str, jax.Array], rule_rewards: RuleRewards
+        self,
+        step: int,
+        on_mesh: dict[str, jax.Array],
+        rule_rewards: RuleRewards,
+        flops: float | None = None,
+        samples: StepSamples | None = None,
     ) -> None:
         """Keep the metrics of a step until they can be fetched without waiting.
 
@@ -109,9 +125,23 @@ class Reporter(journal.Journal):
           step: the step, from 0.
           on_mesh: scalars on the mesh, by name.
           rule_rewards: what the rules reported.
+          flops: model FLOPs of the step, for `perf/mfu`.
+          samples: the step's samples; some are written if that is due.
         """
         rule_metrics = {"rule_failures": rule_rewards.failures, **rule_rewards.extra}
-        self._pending = PendingStep(step=step, on_mesh=on_mesh, rule_metrics=rule_metrics)
+        self._pending = PendingStep(
+            step=step,
+            on_mesh=on_mesh,
+            rule_metrics=rule_metrics,
+            flops=flops,
+            samples=samples if self._logs_samples(step) else None,
+        )
+
+    def _logs_samples(self, step: int) -> bool:
+        """Return whether samples of a step, numbered from 0, are written: the first one's are."""
+        trainer = self._run.config.trainer
+        is_due = step == 0 or (step + 1) % max(trainer.log_rollouts_freq, 1) == 0
+        return bool(trainer.log_rollouts and trainer.log_rollouts_freq) and is_due
 
     def flush(self) -> None:
         """Fetch and write the pending metrics, if there are any.
@@ -121,7 +151,7 @@ class Reporter(journal.Journal):
         """
         if self._pending is None:
             return
-        step, on_mesh, rule_metrics = self._pending
+        step, on_mesh, rule_metrics, flops, samples = self._pending
         self._pending = None
         # Fetching waits for the update, so this is the time that the host lost to it.
         with self.phase("update"):
@@ -132,54 +162,47 @@ class Reporter(journal.Journal):
             metrics[f"update/{name}"] = metrics[f"actor/{name}"] + critic_share
         if np.isnan(metrics["reward/accuracy"]):  # the rules do not define correctness
             del metrics["reward/accuracy"]
-        self._warn_of_collapse(step + 1, metrics)
         # A metric of the loop wins over a rule's figure of the same name.
         for name, value in rule_metrics.items():
             metrics.setdefault(f"reward/{name}", value)
         config = self._run.config
-        samples = config.data.train_batch_size * config.rollout.n
-        self.write_step(
+        num_samples = config.data.train_batch_size * config.rollout.n
+        written = self.write_step(
             step + 1,
             metrics,
-            tokens=metrics["response_length/mean"] * samples,
+            tokens=metrics["response_length/mean"] * num_samples,
             skipped=bool(metrics["update/skipped"]),
+            flops=flops,
         )
-
-    def _warn_of_collapse(self, step: int, metrics: dict[str, float]) -> None:
-        """Warn when the policy collapses or diverges, once until it has recovered."""
-        trainer = self._run.config.trainer
-        min_entropy, max_kl = trainer.warn_entropy_below, trainer.warn_kl_above
-        entropy, divergence = metrics["actor/entropy"], metrics["kl/reference"]
-        warnings = {}
-        if entropy < min_entropy:
-            warnings["entropy"] = (
-                f"the policy's entropy is {entropy:.2g} nats per token "
-                f"(config.trainer.warn_entropy_below={min_entropy:g}): it has collapsed or is "
-                "about to; config.actor.entropy_coeff may help"
-            )
-        if 0 < max_kl < divergence:
-            warnings["kl"] = (
-                f"the KL to the reference is {divergence:.2g} nats per token "
-                f"(config.trainer.warn_kl_above={max_kl:g}): the policy runs away; a KL penalty "
-                "or a smaller config.actor.optim.lr may help"
-            )
-        # A warning is printed when its condition becomes true, not at every step.
-        for name in warnings.keys() - self._warned:
-            self._bar.print_line(f"warning: step {step}: {warnings[name]}")
-        self._warned = set(warnings)
+        for message in self._diagnosis.observe(written).values():
+            self.warn(f"step {step + 1}: {message}")
+        if samples is not None:
+            address = {"seed": config.seed, "stream": "training", "step": step}
+            count = config.trainer.log_rollouts
+            records = describe_step(samples, count, self._run.tokenizer, address)
+            self.write_samples("training", step + 1, records)
 
     def report_evaluation(self, completed_steps: int, evaluation: Evaluation) -> None:
         """Write an evaluation and show some responses."""
         shown = f"reward {evaluation.reward_mean:.3f}"
         if evaluation.accuracy is not None:
             shown = f"accuracy {evaluation.accuracy:.3f}, {shown}"
-        if evaluation.samples:
-            shown += "\n" + console.format_sample_table(evaluation.samples)
+        # Intervals are in the files: the console names the figures themselves.
+        figures = [
+            f"{name} {value:.3f}"
+            for name, value in evaluation.figures.items()
+            if not name.endswith(("_low", "_high"))
+        ]
+        shown = ", ".join([shown, *figures])
+        if samples := evaluation.samples(self._run.config.trainer.log_samples):
+            shown += "\n" + console.format_sample_table(samples)
         means = {
             "accuracy": evaluation.accuracy,
             "reward_mean": evaluation.reward_mean,
             "response_length": evaluation.length_mean,
+            **evaluation.figures,
         }
+        self.write_samples("evaluation", completed_steps, evaluation.records)
         self.write_evaluation(completed_steps, means, shown)
 
     def finish(self, state: TrainState, export: bool) -> dict[str, Any]:
@@ -207,6 +230,7 @@ class Reporter(journal.Journal):
             export_checkpoint,
             architecture=architecture,
             folder=self._workdir / "actor",
+            dtype=run.config.trainer.export_dtype,
             source_folder=run.folders.actor,
             tokenizer_folder=Path(run.tokenizer.name_or_path),
         )

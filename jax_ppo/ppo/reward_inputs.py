@@ -22,7 +22,7 @@ from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.rewards import model_inputs
-from jax_ppo.runtime import sharding
+from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.training import packing
 from jax_ppo.types import Example, Packing, Sequences
 
@@ -78,7 +78,7 @@ def make_reward_inputs(
             f"{len(tokenizer)} tokens, the model's embedding {net.architecture.vocab_size}; "
             "they do not belong together"
         )
-    sharding.validate_architecture(mesh, net.architecture, vocabulary=not is_encoder)
+    meshes.validate_architecture(mesh, net.architecture, is_encoder=is_encoder)
     try:
         reader = model_inputs.RewardInputEncoder(
             tokenizer, form, max_length, with_eos=not is_encoder
@@ -263,7 +263,7 @@ class RewardInputs:
         mesh = self._mesh
         local_lengths = np.array([len(row) for row in ids], np.int32)
         # All processes plan the packing of all samples, and so need every length.
-        lengths = sharding.all_rows(mesh, indices, local_lengths, total)
+        lengths = placement.all_rows(mesh, indices, local_lengths, total)
         # Few widths, since each compiles the reward model once more.
         width = packing.row_width(int(lengths.max()))
         # Tokens stay with the process that made them; only lengths are exchanged.
@@ -271,18 +271,18 @@ class RewardInputs:
         for tokens, row in zip(local_tokens, ids, strict=True):
             tokens[: len(row)] = row
         rows_at_once = packing.rows_per_micro_batch(
-            self._rows_per_device, width, total, sharding.row_shards(mesh)
+            self._rows_per_device, width, total, meshes.row_shards(mesh)
         )
         packed, counts = packing.plan_packing(
             lengths, np.arange(total)[None], rows_at_once, width, self._packed
         )
         # Everything counts as the prompt: the text no longer shows where the response begins.
-        prompt_lengths, response_lengths, truncated, action_mask = sharding.place(
+        prompt_lengths, response_lengths, truncated, action_mask = placement.place(
             (lengths, np.zeros_like(lengths), np.zeros(total, bool), np.zeros((total, 1), bool)),
             sharding.rows(mesh),
         )
         sequences = Sequences(
-            tokens=sharding.from_local_rows(mesh, indices, local_tokens, total),
+            tokens=placement.from_local_rows(mesh, indices, local_tokens, total),
             prompt_lengths=prompt_lengths,
             lengths=response_lengths,
             truncated=truncated,
@@ -291,6 +291,6 @@ class RewardInputs:
         first_group = jax.tree.map(lambda x: x[0], packed)
         return (
             sequences,
-            sharding.place(first_group, sharding.rows(mesh, axis=1)),
-            sharding.place(counts[0], sharding.replicated(mesh)),
+            placement.place(first_group, sharding.rows(mesh, axis=1)),
+            placement.place(counts[0], sharding.replicated(mesh)),
         )

@@ -31,7 +31,7 @@ def measure_first_rewards(run: PPORun, state: TrainState) -> TrainState:
         rollout = run.engine.generate(
             run.place_prompts(batch.prompts), run.sample_keys(REFERENCE, number), run.sampling
         )
-        rule_rewards, _ = run.rules.score(batch, rollout)
+        rule_rewards = run.rules.score(batch, rollout)
         # Rewards of steps are not normalized, so they are left out here.
         outcomes = dataclasses.replace(rule_rewards, steps=None)
         moments = _add_moments(moments, total_rewards(run, state, batch, rollout, outcomes))

@@ -22,10 +22,10 @@ from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction
 from jax_ppo.rewards.step_rewards import assign_step_rewards
 from jax_ppo.rewards.worker_pool import RewardWorkers
-from jax_ppo.runtime import distributed, sharding, signals
+from jax_ppo.runtime import distributed, placement, signals, stragglers
 from jax_ppo.training.networks import Networks, full_parameters
 from jax_ppo.training.state import TrainState
-from jax_ppo.types import Example, Rollout
+from jax_ppo.types import Rollout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class RuleRewards:
 
 @dataclasses.dataclass(frozen=True)
 class RuleScorer:
-    """Scores responses by rules, each process its own.
+    """Scores responses by rules, each response in one process.
 
     Attributes:
       mesh: the run's mesh.
@@ -78,25 +78,20 @@ class RuleScorer:
             return self.rule
         return contextlib.nullcontext()
 
-    def score(
-        self, batch: PromptBatch, rollout: Rollout, num_samples: int = 0
-    ) -> tuple[RuleRewards, list[dict]]:
+    def score(self, batch: PromptBatch, rollout: Rollout) -> RuleRewards:
         """Score this process's responses.
 
         Args:
           batch: the prompts and their examples.
           rollout: their responses.
-          num_samples: how many responses to return as text.
-
-        Returns:
-          The rewards, and the first `num_samples` responses as dicts of row (among all samples),
-          prompt, response, score and correct.
         """
-        # Each process decodes and scores the rows that its own devices hold.
-        indices, rows = sharding.local_rows(rollout.responses)
-        _, lengths = sharding.local_rows(rollout.lengths)
+        # Each process decodes and scores its share: no sample is scored twice.
+        indices, rows = placement.local_rows(rollout.responses)
+        _, lengths = placement.local_rows(rollout.lengths)
         responses = [row[:length] for row, length in zip(rows, lengths, strict=True)]
-        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        texts: list[str] = []
+        if responses:  # a process may have no share
+            texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         total, max_length = rollout.responses.shape
         n = total // len(batch.examples)
         examples = [batch.examples[i // n] for i in indices]
@@ -109,7 +104,7 @@ class RuleScorer:
         steps = None
         if self.options.process_rewards:
             token_rewards = self._token_rewards(scored, responses, max_length)
-            steps = sharding.from_local_rows(self.mesh, indices, token_rewards, total)
+            steps = placement.from_local_rows(self.mesh, indices, token_rewards, total)
         # Figures of all processes are exchanged at once, below.
         per_sample: dict[str, ArrayLike] = {
             f"extra/{name}": values for name, values in scored.extra.items()
@@ -128,18 +123,17 @@ class RuleScorer:
                 total=total,
             )
         # An exchange between processes: every process must reach this line.
-        failures, extra = _describe_rollout(self.mesh, indices, per_sample, total)
-        rewards = RuleRewards(
-            scores=sharding.from_local_rows(self.mesh, indices, scored.scores, total),
+        with stragglers.waiting():
+            failures, extra = _describe_rollout(self.mesh, indices, per_sample, total)
+        return RuleRewards(
+            scores=placement.from_local_rows(self.mesh, indices, scored.scores, total),
             steps=steps,
-            correct=sharding.from_local_rows(self.mesh, indices, scored.correct, total),
+            correct=placement.from_local_rows(self.mesh, indices, scored.correct, total),
             failures=failures,
             extra=extra,
             first_failure=scored.first_failure,
             model_inputs=model_inputs,
         )
-        count = max(num_samples, 0)
-        return rewards, _describe_samples(indices[:count], examples, texts, scored)
 
     def _token_rewards(
         self, scored: ScoredBatch, responses: list[np.ndarray], max_length: int
@@ -148,12 +142,11 @@ class RuleScorer:
         decode = functools.partial(
             self.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-        return np.stack(
-            [
-                assign_step_rewards(steps, response.tolist(), decode, max_length)
-                for steps, response in zip(scored.step_rewards, responses, strict=True)
-            ]
-        )
+        # A process may have no response at all, which `np.stack` does not take.
+        rewards = np.zeros((len(responses), max_length), np.float32)
+        for row, (steps, response) in enumerate(zip(scored.step_rewards, responses, strict=True)):
+            rewards[row] = assign_step_rewards(steps, response.tolist(), decode, max_length)
+        return rewards
 
 
 class FailedSteps:
@@ -243,32 +236,5 @@ def gather_samples(
     columns = [per_sample.get(name, missing) for name in names]
     local = np.stack(columns, axis=1, dtype=np.float32)
     # NaN marks what a sample does not report, here and in the means of these columns.
-    everywhere = sharding.all_rows(mesh, indices, local, total)
+    everywhere = placement.all_rows(mesh, indices, local, total)
     return dict(zip(names, everywhere.T, strict=True))
-
-
-def _describe_samples(
-    indices: np.ndarray, examples: list[Example], texts: list[str], scored: ScoredBatch
-) -> list[dict]:
-    """Return the first responses, one per index, for the console."""
-    samples = []
-    for position, row in enumerate(indices):
-        # The console shows what the response earned in all.
-        step_rewards = sum(reward for _, reward in scored.step_rewards[position])
-        correct = scored.correct[position]
-        samples.append(
-            {
-                "row": int(row),
-                "prompt": _prompt_text(examples[position]),
-                "response": texts[position],
-                "score": float(scored.scores[position] + np.float32(step_rewards)),
-                "correct": None if np.isnan(correct) else bool(correct),
-            }
-        )
-    return samples
-
-
-def _prompt_text(example: Example) -> str:
-    if isinstance(example.prompt, str):
-        return example.prompt
-    return "\n".join(message["content"] for message in example.prompt)

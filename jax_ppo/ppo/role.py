@@ -20,7 +20,8 @@ from jax_ppo.ppo.objectives import ActorContext, Metric, Metrics, Weights
 from jax_ppo.runtime.sharding import constrain_rows
 from jax_ppo.training import packing
 from jax_ppo.training.networks import full_parameters
-from jax_ppo.training.optimizer import descend, make_optimizer
+from jax_ppo.training.optimizer import descend, make_optimizer, rounding_keys
+from jax_ppo.training.stochastic_rounding import add_gradients, zero_gradients
 from jax_ppo.types import Experience, MiniBatches, Params
 
 
@@ -52,6 +53,7 @@ class Role:
       loss_scale: tokens, the divisor of "seq-mean-token-sum-norm".
       early_stop: `None` takes all steps.
       base: frozen parameters that the role's adapters apply to; `None` without adapters.
+      rounding_seed: of what is stored in bfloat16.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Role:
     loss_scale: float
     early_stop: EarlyStop | None = None
     base: Params | None = None
+    rounding_seed: int = 0
 
     def train(
         self,
@@ -98,7 +101,8 @@ class Role:
             has_tokens = within_target_kl & any_tokens
             batch = dataclasses.replace(batch, counts=jnp.where(has_tokens, batch.counts, 0))
             # Measure first: the step that exceeds the target is not taken either.
-            gradients, metrics = self.gradients(params, context, experience, batch)
+            stored_key, sum_key = rounding_keys(self.rounding_seed, self.name, optimizer_state)
+            gradients, metrics = self.gradients(params, context, experience, batch, sum_key)
             if self.early_stop is not None:
                 within_target_kl &= metrics[self.early_stop.metric] <= self.early_stop.limit
             params, optimizer_state, norm, is_finite = descend(
@@ -108,6 +112,7 @@ class Role:
                 gradients=gradients,
                 rate=rate,
                 update_enabled=update_enabled & within_target_kl & has_tokens,
+                key=stored_key,
             )
             metrics |= {
                 f"{self.name}/grad_norm": norm,
@@ -132,14 +137,18 @@ class Role:
         context: ActorContext | None,
         experience: Experience,
         batch: MiniBatches,
+        key: jax.Array | None = None,
     ) -> tuple[Params, Metrics]:
-        """Return gradients and metrics of one mini-batch, summed over micro-batches in float32.
+        """Return gradients and metrics of one mini-batch, summed over micro-batches.
+
+        The gradients are summed in `optim.gradient_dtype`, the metrics in float32.
 
         Args:
           params: the role's parameters, or its adapters.
           context: constants of the objective.
           experience: of the rollout.
           batch: one mini-batch, without the leading U.
+          key: the second of `rounding_keys`; `None` if gradients are summed in float32.
         """
         # Weights are those of the whole mini-batch, whatever its split.
         counts_B = count_learned_tokens(experience, batch)
@@ -166,9 +175,10 @@ class Role:
                 name: metric.combine(totals[name], metrics[name])
                 for name, metric in self.metrics.items()
             }
-            return jax.tree.map(jnp.add, gradient_sum, gradients), totals
+            sum_key = None if key is None else jax.random.fold_in(key, i)
+            return add_gradients(gradient_sum, gradients, sum_key), totals
 
-        zeros = jax.tree.map(jnp.zeros_like, params)
+        zeros = zero_gradients(params, self.optim.gradient_dtype)
         start = {name: jnp.float32(metric.start) for name, metric in self.metrics.items()}
         return jax.lax.fori_loop(0, batch.counts, micro_batch, (zeros, start))
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from jax_ppo.config.schema import Config
+from jax_ppo.kernels.logprobs import target_platform
 from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.models.heads import compute_scalars
 from jax_ppo.models.transformer import Transformer
@@ -126,14 +127,19 @@ def join_sequences(rollout: Rollout, length: int) -> Sequences:
 def reuses_logprobs(config: Config) -> bool:
     """Return whether the sampler's log-probs replace a scoring pass of the old policy.
 
-    In float32 the two differ by 1e-6 on CPU. On other platforms float32 products are rounded to
-    fewer bits, and differently from program to program. If the update takes one optimizer step per
-    rollout, it uses the log-probs that it differentiates as the old ones (a ratio of 1), and those
-    of the sampler are only reported, unless the reward contains a KL or a controller follows it.
+    In float32 the two differ by 1e-6 on CPU, unless decoding rounds the weights to int8. On other
+    platforms float32 products are rounded to fewer bits, and differently from program to program.
+    If the update takes one optimizer step per rollout, it uses the log-probs that it differentiates
+    as the old ones (a ratio of 1), and those of the sampler are only reported, unless the reward
+    contains a KL or a controller follows it.
     """
     if config.algorithm.rollout_is != "none":
         return False  # importance weights compare the two
-    is_exact = config.model.dtype == "float32" and jax.default_backend() == "cpu"
+    is_exact = (
+        config.model.dtype == "float32"
+        and target_platform() == "cpu"
+        and config.rollout.quantization == "none"
+    )
     adapts = config.algorithm.kl_ctrl.type == "adaptive"
     is_unused = config.updates_once and not config.algorithm.use_kl_in_reward and not adapts
     # Reused where they differ by rounding at most, or are only reported.

@@ -8,34 +8,42 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jax_ppo.config import notes, validation
-from jax_ppo.config.schema import Config, Sampling
+from jax_ppo.config.schema import Config
 from jax_ppo.data import prompts as prompts_lib
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.prompts import PromptBatch, PromptBatches, PromptDataset
 from jax_ppo.errors import UserError
-from jax_ppo.models import heads
-from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.ppo import objectives
+from jax_ppo.ppo.decoding_slots import count_decoding_slots
+from jax_ppo.ppo.memory_check import validate_memory
 from jax_ppo.ppo.plans import RolloutPlanner, make_planner
 from jax_ppo.ppo.random_keys import SampleKeys
 from jax_ppo.ppo.reward_inputs import make_reward_inputs
 from jax_ppo.ppo.rewarding import RuleScorer
 from jax_ppo.ppo.role_folders import resolve_role_folders
+from jax_ppo.ppo.rollout_engine import make_engine, sampling_options
 from jax_ppo.rewards import registry
 from jax_ppo.rewards.samples import RewardFunction
 from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
-from jax_ppo.runtime import sharding
+from jax_ppo.runtime import meshes, placement, sharding, work_directory
 from jax_ppo.sampler.built_in import resolve_engine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
-from jax_ppo.training.networks import Folders, Networks, full_parameters, read_networks
+from jax_ppo.supervised import warmup
+from jax_ppo.training.networks import (
+    Folders,
+    Networks,
+    describe_attention,
+    packed_row_length,
+    read_networks,
+)
 from jax_ppo.training.setup import (
     count_steps,
     load_examples,
     load_model_tokenizer,
     validate_model,
 )
-from jax_ppo.training.state import TrainState, state_shapes
+from jax_ppo.training.state import TrainState, policy_params
 from jax_ppo.types import Example, Params, Prompts
 
 Report = Callable[[str], None]  # takes a line for the user
@@ -88,14 +96,16 @@ class PPORun:
 
     def place_prompts(self, prompts: Prompts) -> Prompts:
         """Return the prompts on the mesh, their rows split."""
-        return sharding.place(prompts, sharding.rows(self.mesh))
+        return placement.place(prompts, sharding.rows(self.mesh))
 
     def policy_params(self, state: TrainState) -> Params:
         """Return the parameters that the policy samples with."""
-        return _policy_params(self.nets, state)
+        return policy_params(self.nets, state)
 
 
-def set_up_run(config: Config, workdir: Path, mesh: Mesh, report: Report) -> PPORun:
+def set_up_run(
+    config: Config, workdir: Path, mesh: Mesh, report: Report, trains: bool = True
+) -> PPORun:
     """Build the parts of a run, cheap checks first; weights are not loaded.
 
     Args:
@@ -103,24 +113,39 @@ def set_up_run(config: Config, workdir: Path, mesh: Mesh, report: Report) -> PPO
       workdir: the run's folder.
       mesh: the run's mesh.
       report: called with lines for the user.
+      trains: whether there will be steps of training, and not only evaluations.
 
     Raises:
       UserError: an option does not fit the data, the models or the machine.
     """
     # 1. Data, rules and plugins: nothing of a model is read yet.
-    validation.validate_batch_sharding(config, sharding.row_shards(mesh))
+    validation.validate_batch_sharding(config, meshes.row_shards(mesh))
     training, held_out = load_examples(config.data, config.seed)
-    for note in notes.train_notes(config):
+    for note in notes.train_notes(config) if trains else ():
         report(f"note: {note}")
+    offloads = config.actor.optimizer_offload or config.critic.optimizer_offload
+    if offloads and mesh.devices.flat[0].platform == "cpu":
+        report("note: optimizer_offload saves nothing: the memory of CPU devices is the host's")
     rule = _resolve_rule(config, [*training, *held_out])
     # Plugins are imported before models are read.
     objectives.get_policy_loss(config.actor.policy_loss)
     engine_class = resolve_engine(config.rollout.engine)
+    rollout_mesh = meshes.make_rollout_mesh(mesh, config.rollout.mesh)
+    validation.validate_batch_sharding(
+        config, meshes.row_shards(rollout_mesh), "config.rollout.mesh.data"
+    )
 
     # 2. Folders, architectures and tokenizers of the roles.
-    folders = resolve_role_folders(config, workdir, mesh, report)
+    def make_model(folder: Path) -> None:
+        warmup.make_model(config, folder, mesh, report)
+        work_directory.share_with_all(workdir, folder.name)
+
+    folders = resolve_role_folders(config, workdir, make_model)
     nets = read_networks(config, folders)
     tokenizer = load_model_tokenizer(config.model, folders.actor)
+    decodes = config.rollout.engine == "built-in"
+    row_length = packed_row_length(config)
+    report(describe_attention(config.model, nets.actor, row_length, decodes))
     reward_inputs = None
     if nets.reward is not None and folders.reward is not None:
         reward_inputs = make_reward_inputs(
@@ -134,7 +159,12 @@ def set_up_run(config: Config, workdir: Path, mesh: Mesh, report: Report) -> PPO
             prompts_are_chats=not isinstance(training[0].prompt, str),
         )
     _validate_models(config, mesh, nets, tokenizer, has_reward_tokenizer=reward_inputs is not None)
+    meshes.validate_architecture(
+        rollout_mesh, nets.actor.architecture, option="config.rollout.mesh"
+    )
     _validate_critic_tokenizer(config, folders, tokenizer)
+    if trains:
+        validate_memory(config, folders, nets, mesh)
 
     # 3. Prompts as tokens, which fix the number of steps.
     training_prompts = _tokenize(config, training, tokenizer, "config.data.train_files")
@@ -142,9 +172,18 @@ def set_up_run(config: Config, workdir: Path, mesh: Mesh, report: Report) -> PPO
     if held_out:
         held_out_prompts = _tokenize(config, held_out, tokenizer, "config.data.val_files")
     steps_per_epoch = _training_batches(config, training_prompts, position=0).steps_per_epoch
-    # The engine gets shapes only; `update_weights` brings the weights at each step.
-    actor_shapes = _policy_params(nets, state_shapes(config, nets, mesh))
-    architecture = nets.actor.architecture
+    total_steps = count_steps(config.trainer, steps_per_epoch)
+    long_warmup = notes.note_long_warmup(config, total_steps)
+    if long_warmup is not None and trains:
+        report(f"note: {long_warmup}")
+    # config.json may name only the end of text and the tokenizer the end of a chat turn: a
+    # response ends at either.
+    eos_ids = (*nets.actor.architecture.eos_ids, tokenizer.eos_token_id)
+    sampling = sampling_options(config, config.rollout, eos_ids)
+    slots = count_decoding_slots(config, nets, mesh, rollout_mesh, sampling)
+    if not config.rollout.max_num_seqs:
+        report(f"rollout.max_num_seqs: {slots} samples are decoded at once on a device")
+    held_out_sampling = sampling_options(config, config.rollout.val_kwargs, eos_ids)
     run = PPORun(
         config=config,
         mesh=mesh,
@@ -153,12 +192,10 @@ def set_up_run(config: Config, workdir: Path, mesh: Mesh, report: Report) -> PPO
         tokenizer=tokenizer,
         training=training_prompts,
         held_out=held_out_prompts,
-        total_steps=count_steps(config.trainer, steps_per_epoch),
-        engine=engine_class(mesh=mesh, actor=nets.actor, params=actor_shapes),
-        sampling=_sampling_options(config, config.rollout, architecture, tokenizer),
-        held_out_sampling=_sampling_options(
-            config, config.rollout.val_kwargs, architecture, tokenizer
-        ),
+        total_steps=total_steps,
+        engine=make_engine(engine_class, config, nets, mesh, rollout_mesh),
+        sampling=dataclasses.replace(sampling, slots=slots),
+        held_out_sampling=dataclasses.replace(held_out_sampling, slots=slots),
         sample_keys=SampleKeys(config.seed, mesh),
         planner=make_planner(config, mesh, has_critic=nets.critic is not None),
         rules=RuleScorer(
@@ -169,6 +206,8 @@ def set_up_run(config: Config, workdir: Path, mesh: Mesh, report: Report) -> PPO
             reward_inputs=reward_inputs,
         ),
     )
+    if not trains:
+        return run
     report(
         f"{len(run.training)} training and {len(run.held_out or ())} held-out prompts, "
         f"{run.total_steps} steps of {config.data.train_batch_size} prompts x {config.rollout.n}"
@@ -198,10 +237,11 @@ def _validate_models(
     """Check every model that reads the actor's tokens."""
     # A reward model with its own tokenizer is checked where its input is set up.
     reward = None if has_reward_tokenizer else nets.reward
-    for net in (nets.actor, nets.critic, reward):
+    roles = {"actor": nets.actor, "critic": nets.critic, "reward model": reward}
+    for role, net in roles.items():
         if net is not None:
             assert not isinstance(net, Deberta), "encoders have tokenizers of their own"
-            validate_model(mesh, net.architecture, tokenizer, config.sequence_length)
+            validate_model(role, mesh, net.architecture, tokenizer, config.sequence_length)
 
 
 def _validate_critic_tokenizer(config: Config, folders: Folders, tokenizer: Any) -> None:
@@ -237,26 +277,3 @@ def _tokenize(
 def _training_batches(config: Config, training: PromptDataset, position: int) -> PromptBatches:
     data = config.data
     return PromptBatches(training, data.train_batch_size, data.shuffle, config.seed, position)
-
-
-def _sampling_options(
-    config: Config, options: Sampling, architecture: Architecture, tokenizer: Any
-) -> SamplingOptions:
-    """Return the engine's options for `rollout` or `rollout.val_kwargs`."""
-    # config.json may name only the end of text and the tokenizer the end of a chat turn: a
-    # response ends at either.
-    ids = (*architecture.eos_ids, tokenizer.eos_token_id)
-    return SamplingOptions(
-        max_response_length=config.data.max_response_length,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        n=options.n,
-        eos_ids=tuple(dict.fromkeys(i for i in ids if i is not None)),
-        slots=config.rollout.max_num_seqs,
-    )
-
-
-def _policy_params(nets: Networks, state: TrainState) -> Params:
-    """Return the actor's parameters, joined with their base, without a critic's head."""
-    return heads.without_scalar_head(full_parameters(nets.actor, state.actor, state.reference))

@@ -20,10 +20,10 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import objectives
 from jax_ppo.ppo.objectives import ActorLossOptions, Metrics
 from jax_ppo.ppo.role import EarlyStop, Role
-from jax_ppo.runtime import dispatch
+from jax_ppo.runtime import dispatch, placement
 from jax_ppo.runtime.sharding import TRAIN_RULES, constrain_tree
 from jax_ppo.training.networks import Networks
-from jax_ppo.training.optimizer import learning_rate
+from jax_ppo.training.optimizer import learning_rate, rounding_seed
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Experience, MiniBatches, Params
 
@@ -40,12 +40,14 @@ class ActorOptions:
       shared_critic: the critic's section if it shares the actor's trunk, otherwise `None`.
       loss_scale: tokens, the divisor of loss_agg_mode "seq-mean-token-sum-norm".
       warmup_steps: first steps of the run, in which only the critic learns.
+      rounding_seed: see `optimizer.rounding_seed`.
     """
 
     loss: ActorLossOptions
     shared_critic: Critic | None
     loss_scale: float
     warmup_steps: int
+    rounding_seed: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +58,13 @@ class CriticOptions:
       critic: the section of the config.
       aggregation: see `kernels.losses.AGGREGATIONS`.
       loss_scale: tokens, the divisor of "seq-mean-token-sum-norm".
+      rounding_seed: see `optimizer.rounding_seed`.
     """
 
     critic: Critic
     aggregation: str
     loss_scale: float
+    rounding_seed: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +85,13 @@ class UpdateOptions:
                 shared_critic=config.critic if config.shares_trunk else None,
                 loss_scale=loss_scale,
                 warmup_steps=config.trainer.critic_warmup,
+                rounding_seed=rounding_seed(config.actor.optim, config.seed),
             ),
             critic=CriticOptions(
                 critic=config.critic,
                 aggregation=config.critic.loss_agg_mode or config.actor.loss_agg_mode,
                 loss_scale=loss_scale,
+                rounding_seed=rounding_seed(config.critic.optim, config.seed),
             ),
         )
 
@@ -193,12 +199,17 @@ def update_actor(
     update_enabled = step >= warmup
     reference = fixed_state.reference
     context = objectives.actor_context(actor, step, fixed_state.control, reference)
+    offloaded = placement.is_in_host_memory(optimizer_state)
+    if offloaded:
+        optimizer_state = jax.device_put(optimizer_state, jax.memory.Space.Device)
     params, optimizer_state, metrics = actor_role(options, net, base=reference).train(
         params, optimizer_state, rate, update_enabled, context, experience, batches
     )
     # A rate of 0 shows in the log that the actor did not learn in this step.
     metrics["actor/lr"] = jnp.where(update_enabled, rate, 0.0)
     params, optimizer_state = _constrain_to_train_layout(params, optimizer_state)
+    if offloaded:
+        optimizer_state = jax.device_put(optimizer_state, jax.memory.Space.Host)
     return step + 1, params, optimizer_state, metrics
 
 
@@ -220,10 +231,15 @@ def update_critic(
     """
     # The critic learns from the first step on, so its schedule spans the whole run.
     rate = learning_rate(options.critic.optim, fixed_state.step, total_steps)
+    offloaded = placement.is_in_host_memory(optimizer_state)
+    if offloaded:
+        optimizer_state = jax.device_put(optimizer_state, jax.memory.Space.Device)
     params, optimizer_state, metrics = critic_role(options, net, base=fixed_state.reference).train(
         params, optimizer_state, rate, True, None, experience, batches
     )
     params, optimizer_state = _constrain_to_train_layout(params, optimizer_state)
+    if offloaded:
+        optimizer_state = jax.device_put(optimizer_state, jax.memory.Space.Host)
     return params, optimizer_state, metrics | {"critic/lr": rate}
 
 
@@ -263,6 +279,7 @@ def actor_role(options: ActorOptions, net: Transformer, base: Params | None = No
         loss_scale=options.loss_scale,
         early_stop=early_stop,
         base=base,
+        rounding_seed=options.rounding_seed,
     )
 
 
@@ -278,4 +295,5 @@ def critic_role(options: CriticOptions, net: Transformer, base: Params | None = 
         aggregation=options.aggregation,
         loss_scale=options.loss_scale,
         base=base,
+        rounding_seed=options.rounding_seed,
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 import tqdm
 
-from jax_ppo.runtime import distributed
+from jax_ppo.runtime import distributed, watchdog
 
 # Columns of a sample table that are neither prompt nor response: score, correct and separators.
 _FIXED_TABLE_WIDTH = 21
@@ -46,6 +46,7 @@ class Column:
 
 def print_on_main(text: str) -> None:
     """Print a line if this is the main process."""
+    watchdog.report_progress(text)
     if distributed.is_main():
         print(text, flush=True)
 
@@ -92,6 +93,7 @@ def make_loading_reporter(role: str) -> Callable[[int, int], None]:
     )
 
     def report_progress(loaded: int, total: int) -> None:
+        watchdog.report_progress(f"loading the {role}")
         bar.total = total
         bar.update()
         if loaded == total:
@@ -138,10 +140,12 @@ class ProgressBar:
         Asynchronous device work is counted in the phase that waits for it.
         """
         self._bar.set_description(name)
+        watchdog.report_progress(name)
         started = time.perf_counter()
         try:
             yield
         finally:
+            watchdog.report_progress(f"{name}, which is over")
             # A phase may be entered several times per step.
             key = f"seconds/{name}"
             self._seconds[key] = self._seconds.get(key, 0.0) + time.perf_counter() - started

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import operator
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -10,17 +12,23 @@ import jax
 import numpy as np
 
 from jax_ppo.config.schema import Config
-from jax_ppo.reporting import console
+from jax_ppo.reporting import console, sample_files
 from jax_ppo.reporting.curves import Panel, plot_curves
-from jax_ppo.reporting.sinks import MetricsLog
+from jax_ppo.reporting.html_report import HTMLReport
+from jax_ppo.reporting.sinks import MetricsLog, read_metrics_csv
 from jax_ppo.reporting.summary import collect_versions, write_summary_file
-from jax_ppo.runtime import compilation, distributed
+from jax_ppo.runtime import compilation, device_speed, distributed, stragglers
+from jax_ppo.runtime.device_memory import measure_device_memory
 from jax_ppo.training.checkpoint import Progress
 
 SPEED_COLUMNS = (
     console.Column(metric="seconds/step", width=5, format=".2f", unit=" s"),
     console.Column(metric="tokens_per_second", width=7, format=",.0f", unit=" tok/s"),
 )
+# Phases in which the host does little but wait for the devices.
+WAITING_PHASES = ("rollout", "score", "update")
+# A process that is behind by more than this share of a step is named on the console.
+MAX_STRAGGLER_SHARE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +39,15 @@ class ReportLayout:
       columns: the line printed after each step.
       panels: the plots of training_curves.png.
       learning_rate_option: the option to lower when gradients are not finite.
+      best_metric: the metric by which summary.json names the best step.
+      best_value: `max` or `min`.
     """
 
     columns: tuple[console.Column, ...]
     panels: tuple[Panel, ...]
     learning_rate_option: str
+    best_metric: str
+    best_value: Callable[..., dict[str, Any]] = max
 
 
 class Journal:
@@ -79,8 +91,13 @@ class Journal:
             first_step=progress.step,
             is_main=distributed.is_main(),
         )
+        if distributed.is_main():
+            sample_files.drop_samples_after(workdir, progress.step)
+        self._report = HTMLReport(workdir, config, layout.panels)
         self._bar = console.ProgressBar(total_steps, progress.step, distributed.is_main())
+        self._warnings: list[str] = []
         self._skipped_in_a_row = 0
+        self._straggler: int | None = None
         # Monotonic: a change of the system's clock does not affect durations.
         self._started = time.monotonic()
         self._step_started = self._started
@@ -99,25 +116,39 @@ class Journal:
         return self._bar.phase(name)
 
     def write_step(
-        self, step: int, metrics: dict[str, float], tokens: float, skipped: bool
-    ) -> None:
+        self,
+        step: int,
+        metrics: dict[str, float],
+        tokens: float,
+        skipped: bool,
+        flops: float | None = None,
+    ) -> dict[str, float]:
         """Write the metrics of a step, together with its seconds and throughput.
 
         Args:
           step: the step, from 1.
-          metrics: values by name.
+          metrics: values by name. The memory of the devices is added where they report it.
           tokens: tokens that the step processed, for the throughput.
           skipped: whether an update was skipped because its gradient was not finite.
+          flops: model FLOPs of the step, for `perf/mfu`; `None` if they were not counted.
+
+        Returns:
+          All metrics that were written.
 
         Raises:
           FloatingPointError: config.trainer.max_skipped_updates steps in a row were skipped.
         """
         # Wall-clock time between two rows, whatever the host waited for.
-        metrics = metrics | self._bar.take_seconds()
+        phases = self._bar.take_seconds()
+        metrics = metrics | measure_device_memory() | phases
         now = time.monotonic()
-        metrics["seconds/step"] = now - self._step_started
-        metrics["tokens_per_second"] = tokens / metrics["seconds/step"]
+        seconds = now - self._step_started
+        metrics["seconds/step"] = seconds
+        metrics["tokens_per_second"] = tokens / seconds
         self._step_started = now
+        metrics |= self._measure_efficiency(seconds, 0.0 if skipped else seconds, flops)
+        waited_seconds = sum(phases.get(f"seconds/{name}", 0.0) for name in WAITING_PHASES)
+        metrics |= self._compare_processes(step, seconds, waited_seconds)
         self._log.write(step, metrics)
         self._bar.advance(
             console.format_step_line(step, self._total_steps, metrics, self._layout.columns)
@@ -130,6 +161,69 @@ class Journal:
                 "row (config.trainer.max_skipped_updates); a smaller "
                 f"config.{self._layout.learning_rate_option} or config.model.dtype=float32 may help"
             )
+        return metrics
+
+    def _measure_efficiency(
+        self, seconds: float, kept_seconds: float, flops: float | None
+    ) -> dict[str, float]:
+        """Return MFU, where the peak of the devices is known, and goodput.
+
+        Args:
+          seconds: of the step.
+          kept_seconds: the part of them that moved the run forward.
+          flops: model FLOPs of the step, if they were counted.
+        """
+        self.progress.kept_seconds += kept_seconds
+        # The system's clock: the run may have started in another process, on another machine.
+        run_seconds = time.time() - self.progress.started_at
+        figures = {"perf/goodput": self.progress.kept_seconds / max(run_seconds, seconds)}
+        peak = device_speed.total_peak_flops()
+        if flops is not None and peak is not None:
+            figures["perf/mfu"] = flops / (seconds * peak)
+        return figures
+
+    def _compare_processes(
+        self, step: int, seconds: float, waited_seconds: float
+    ) -> dict[str, float]:
+        """Return how far the slowest of several processes is behind; name it when it is far.
+
+        Args:
+          step: the step, from 1.
+          seconds: of the step.
+          waited_seconds: the part of them in phases that wait for the devices.
+        """
+        own_seconds = seconds - waited_seconds - stragglers.take_waited_seconds()
+        all_seconds = stragglers.exchange_own_seconds(own_seconds)
+        if len(all_seconds) < 2:
+            return {}
+        process, behind = stragglers.find_straggler(all_seconds)
+        straggler = process if behind > MAX_STRAGGLER_SHARE * seconds else None
+        # Not at every step: only when it becomes another one.
+        if straggler is not None and straggler != self._straggler:
+            self.warn(
+                f"step {step}: process {process} spends {behind:.2f} s more on its own "
+                f"work than the median process, in a step of {seconds:.2f} s"
+            )
+        self._straggler = straggler
+        return {"perf/straggler_seconds": behind}
+
+    def warn(self, text: str) -> None:
+        """Show a warning on the console and in the report."""
+        self._warnings.append(text)
+        self._bar.print_line(f"warning: {text}")
+
+    def write_samples(self, kind: str, step: int, records: list[dict[str, Any]]) -> None:
+        """Write sampled responses to a file and to the report.
+
+        Args:
+          kind: "training" or "evaluation".
+          step: completed steps.
+          records: JSON objects.
+        """
+        if distributed.is_main():
+            sample_files.write_samples(self._workdir, kind, step, records)
+            self._report.add_samples(kind, step, records)
+            self._write_report(step)
 
     def write_evaluation(self, steps_done: int, means: dict[str, float | None], shown: str) -> None:
         """Record and write an evaluation.
@@ -144,12 +238,13 @@ class Journal:
         defined = {f"eval/{name}": value for name, value in means.items() if value is not None}
         self._log.write(steps_done, defined)
         self._bar.print_line(f"evaluation after step {steps_done}: {shown}")
-        self._plot()
+        self._plot(steps_done)
         self.restart_clock()
 
     def restart_clock(self) -> None:
         """Exclude the time since the last step from the next step's seconds."""
         self._bar.take_seconds()
+        stragglers.take_waited_seconds()
         self._step_started = time.monotonic()
 
     def write_summary(self, steps_done: int, mesh: jax.sharding.Mesh) -> dict[str, Any]:
@@ -164,18 +259,36 @@ class Journal:
             "steps": steps_done,
             "total_steps": self._total_steps,
             "evaluations": self.progress.evaluations,
+            "training": self._summarize_training(),
+            "warnings": self._warnings,
             "seconds": time.monotonic() - self._started,
             "devices": np.prod(list(mesh.shape.values())).item(),
             "mesh": dict(mesh.shape),
             "compilations": dataclasses.asdict(self._compiled),
             "versions": collect_versions(),
         }
-        self._plot()
+        self._plot(steps_done)
         if distributed.is_main():
             write_summary_file(self._workdir, summary)
         return summary
 
-    def _plot(self) -> None:
+    def _summarize_training(self) -> dict[str, Any]:
+        """Return the metrics of the last step, and of the best."""
+        layout = self._layout
+        rows = [
+            {name: float(value) for name, value in row.items() if value}
+            for row in read_metrics_csv(self._workdir / "training_metrics.csv")
+        ]
+        steps = [row for row in rows if layout.best_metric in row]
+        if not steps:
+            return {}
+        best = layout.best_value(steps, key=operator.itemgetter(layout.best_metric))
+        return {
+            "last": steps[-1],
+            "best": {name: best[name] for name in ("step", layout.best_metric)},
+        }
+
+    def _plot(self, step: int) -> None:
         if distributed.is_main():
             plot_curves(
                 csv_path=self._workdir / "training_metrics.csv",
@@ -183,3 +296,16 @@ class Journal:
                 png_path=self._workdir / "training_curves.png",
                 panels=self._layout.panels,
             )
+            self._write_report(step)
+
+    def _write_report(self, step: int) -> None:
+        status = f"{step} of {self._total_steps} steps"
+        if self.progress.evaluations:
+            latest = self.progress.evaluations[-1]
+            figures = [
+                f"{name.replace('_', ' ')} {value:.4g}"
+                for name, value in latest.items()
+                if name != "step" and isinstance(value, float)
+            ]
+            status += f"; evaluation after step {latest['step']}: {', '.join(figures)}"
+        self._report.write(status, self._warnings, self.progress.evaluations)

@@ -141,21 +141,29 @@ class MetricsLog:
             self._closers = []
 
     def _open_tensorboard(self, folder: Path, first_step: int) -> None:
-        import tensorboardX  # imported late because it takes a second
+        # Imported late because it takes a second.
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2, summary_pb2
 
-        # purge_step hides what an earlier process wrote from that step on. Event files are read in
-        # the order of their names, which have a resolution of one second; the suffix orders the
-        # files of one second.
-        writer = tensorboardX.SummaryWriter(
-            str(folder),
-            purge_step=first_step + 1 if first_step else 0,
-            flush_secs=10,
-            filename_suffix=f".{time.time_ns()}",
-        )
+        # Event files are read in the order of their names, which have a resolution of one second;
+        # the suffix orders the files of one second. Written without tensorboardX's SummaryWriter,
+        # whose thread would report a full disk with a traceback of its own.
+        folder.mkdir(exist_ok=True)
+        writer = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
+
+        def write_event(step: int, **content: Any) -> None:
+            writer.write_event(event_pb2.Event(wall_time=time.time(), step=step, **content))
+            writer.flush()
+
+        # It hides what an earlier process wrote from that step on.
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        write_event(first_step + 1 if first_step else 0, session_log=start)
 
         def write_scalars(step: int, metrics: dict[str, float]) -> None:
+            summary = summary_pb2.Summary()
             for name, value in metrics.items():
-                writer.add_scalar(name, float(value), step)
+                summary.value.add(tag=name, simple_value=float(value))
+            write_event(step, summary=summary)
 
         self._sinks.append(write_scalars)
         self._closers.append(writer.close)

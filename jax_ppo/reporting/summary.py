@@ -15,7 +15,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "transformers")
 def write_summary_file(workdir: Path, summary: dict[str, Any]) -> None:
     """Write WORKDIR/summary.json atomically. NaN and infinities become null."""
     # JSON has no NaN: readers other than Python's would refuse the file.
-    text = json.dumps(_to_json_value(summary), indent=2, allow_nan=False)
+    text = json.dumps(to_json_value(summary), indent=2, allow_nan=False)
     with replace_file(Path(workdir) / "summary.json") as temporary:
         temporary.write_text(text + "\n")
 
@@ -34,14 +34,14 @@ def collect_versions() -> dict[str, Any]:
     return versions
 
 
-def _to_json_value(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """Convert a value to one that JSON can represent."""
     if isinstance(value, dict):
-        return {str(key): _to_json_value(item) for key, item in value.items()}
+        return {str(key): to_json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_to_json_value(item) for item in value]
+        return [to_json_value(item) for item in value]
     if hasattr(value, "tolist"):  # numbers and arrays of NumPy and JAX
-        return _to_json_value(value.tolist())
+        return to_json_value(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

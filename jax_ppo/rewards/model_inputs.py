@@ -84,6 +84,8 @@ class RewardInputEncoder:
         Returns:
           n lists of 1..max_length ids, and for each whether the input was too long.
         """
+        if not prompts:  # not every tokenizer takes an empty list
+            return [], []
         inputs = self._encode_all(prompts, responses)
         truncated = [len(ids) > self.max_length for ids in inputs]
         for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):

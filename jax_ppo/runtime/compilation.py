@@ -5,14 +5,22 @@ import dataclasses
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.monitoring
 
+from jax_ppo.runtime import watchdog
+
 COMPILED = "/jax/core/compile/backend_compile_duration"  # compiled, or read from the cache
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
+
+# Compiles a lowered program for its arguments, and returns the shapes and shardings of its outputs.
+ProgramCompiler = Callable[[jax.stages.Lowered, tuple[Any, ...]], Any]
+
+_program_compiler: ContextVar[ProgramCompiler | None] = ContextVar("program_compiler", default=None)
 
 
 def enable_cache(option: str, report: Callable[[str], None]) -> None:
@@ -82,6 +90,7 @@ def count_compilations() -> Iterator[Compilations]:
 
     def add_program(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == COMPILED:
+            watchdog.report_progress("compiling")
             count.programs += 1
             count.seconds += duration_secs
 
@@ -111,10 +120,27 @@ def compile_ahead(function: Any, *arguments: Any) -> Any:
       to the next call.
     """
     lowered = function.lower(*arguments)
+    compile_program = _program_compiler.get()
+    if compile_program is not None:
+        return compile_program(lowered, arguments)
+    return output_shapes(lowered, lowered.compile())
+
+
+def output_shapes(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> Any:
+    """Return the tree of `jax.ShapeDtypeStruct` with shardings of a program's outputs."""
     # Compiling, not lowering, decides the layout of outputs.
-    shardings = lowered.compile().output_shardings
     return jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
         lowered.out_info,
-        shardings,
+        compiled.output_shardings,
     )
+
+
+@contextlib.contextmanager
+def compile_programs_with(compile_program: ProgramCompiler) -> Iterator[None]:
+    """Make `compile_ahead` pass lowered programs to `compile_program` while the context is open."""
+    token = _program_compiler.set(compile_program)
+    try:
+        yield
+    finally:
+        _program_compiler.reset(token)

@@ -2,9 +2,11 @@
 
 With a single process nothing happens here. Otherwise every process runs the same program, and JAX
 connects them before the first computation. After SIGTERM, by which a cluster announces that it
-takes the machines back, they agree on a step to save: see `agree_on_signal`.
+takes the machines back, they agree on a step to save: see `agree_on_signal`. When one of them fails
+or is killed, all end at once: see `lifeline`.
 """
 
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -12,11 +14,12 @@ import os
 import re
 import signal
 import sys
+import time
 import traceback
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -25,7 +28,8 @@ from jax.experimental import multihost_utils
 
 from jax_ppo.config import schema
 from jax_ppo.errors import UserError
-from jax_ppo.runtime import signals
+from jax_ppo.runtime import coordination, signals, stragglers
+from jax_ppo.runtime.lifeline import Lifeline
 
 # jax.distributed.initialize() detects Slurm by these; srun sets all of them, sbatch alone does not.
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
@@ -34,7 +38,11 @@ _MESSAGE_BYTES = 4096  # of an error that one process sends to the others
 _STOP_REQUESTS = "jax_ppo/stop/requests"
 _STOP_DECISIONS = "jax_ppo/stop/decisions"
 _FOREVER_MS = 7 * 24 * 3600 * 1000
+_LAST_BARRIER_MS = 3600 * 1000  # one process may still upload what another has ready
 _stop_questions = itertools.count()
+# A collective that fails because another process has ended waits so long for the reason.
+_REASON_SECONDS = 5
+_lifeline: Lifeline | None = None
 EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -54,7 +62,9 @@ def initialize(options: schema.Distributed) -> None:
     # JAX's own handler of SIGTERM would replace that of `signals`. Its processes agree on the step
     # number after the largest one, which a run that resumes, or has yet to start, never asks for.
     jax.config.update("jax_enable_preemption_service", False)
-    jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=options.heartbeat_seconds)
+    with coordination.service_in_own_process():
+        jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=options.heartbeat_seconds)
+    _start_lifeline(options.heartbeat_seconds)
 
 
 def is_main() -> bool:
@@ -109,7 +119,8 @@ def agree_on_signal(received: signal.Signals | None) -> signal.Signals | None:
         number = signal.SIGINT if signal.SIGINT in requests else max(requests, default=0)
         client.key_value_set(decision, str(int(number)))
     # No time limit of its own: the heartbeats end a process whose main process is dead.
-    number = int(client.blocking_key_value_get(decision, _FOREVER_MS))
+    with stragglers.waiting():
+        number = int(client.blocking_key_value_get(decision, _FOREVER_MS))
     return signal.Signals(number) if number else None
 
 
@@ -140,28 +151,100 @@ def run_or_abort(function: Callable[[], object]) -> object:
     """Return function(); in a run of several processes, exit at once with code 1 on an exception.
 
     An ordinary exit would wait for the other processes, which wait for this one in a collective.
-    After the abrupt exit their collectives fail, which brings them here, too.
+    The others learn of it through the lifeline and end, too.
     """
     try:
-        return function()
+        result = function()
     # KeyboardInterrupt and SystemExit would leave the others waiting, too.
     except BaseException as error:
         # A signal ends all processes after the same step.
         ordinary_codes = (None, 0, *signals.EXIT_CODES)
         finished = isinstance(error, SystemExit) and error.code in ordinary_codes
         if finished or not jax.distributed.is_initialized() or jax.process_count() == 1:
+            _disconnect()
             raise
-        print(
-            f"process {jax.process_index()} of {jax.process_count()} ends the run:", file=sys.stderr
-        )
+        if _is_runtime_error(error) and _lifeline is not None:
+            # Most likely another process has ended: the lifeline's thread ends this one meanwhile.
+            time.sleep(_REASON_SECONDS)
         if isinstance(error, SystemExit):
             # sys.exit("error: ..."): the message is complete without a traceback.
-            print(error.code, file=sys.stderr)
+            reason = str(error.code)
         else:
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        end_all(reason)
+    _disconnect()
+    return result
+
+
+def _is_runtime_error(error: BaseException) -> bool:
+    """Return whether the error comes from running a compiled program."""
+    # A program that is called again raises ValueError("UNKNOWN: ...") for a broken connection.
+    is_status = isinstance(error, ValueError) and re.match("[A-Z_]+: ", str(error)) is not None
+    return is_status or isinstance(error, jax.errors.JaxRuntimeError)
+
+
+def _disconnect() -> None:
+    """Wait until every process has done its work, and disconnect from them.
+
+    JAX would do so when the interpreter exits, and abort with a stack trace if a process dies
+    meanwhile. Here the lifeline still ends this process, with a line that names the other.
+    """
+    client = jax_distributed.global_state.client
+    if client is not None:
+        # A process that does not come has an error of its own to report.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            client.wait_at_barrier("the end of the run", _LAST_BARRIER_MS)
+        jax.distributed.shutdown()
+    _announce_end(None)
+
+
+def end_all(reason: str) -> NoReturn:
+    """End this process and all others at once with exit code 1, and a line with the reason."""
+    _announce_end(reason)
+    _end_abruptly(reason)
+
+
+def _start_lifeline(seconds: int) -> None:
+    """Connect this process to the others by a lifeline."""
+    global _lifeline
+    state = jax_distributed.global_state
+    if state.num_processes == 1:
+        return
+    process = state.process_id
+    _lifeline = Lifeline(
+        process, lambda other, reason, code: _end_abruptly(f"process {other}: {reason}", code)
+    )
+    # A signal that ends one process at once ends all, with its exit code: they are restarted alike.
+    signals.on_abrupt_end(_announce_end)
+    try:
+        if process == 0:
+            host = (state.coordinator_address or "").rpartition(":")[0].strip("[]")
+            _lifeline.listen(state.client, host, seconds)
+        else:
+            _lifeline.connect(state.client, seconds)
+    except OSError as error:
+        _lifeline = None
+        print(
+            f"process {process} cannot connect to process 0 ({error}): if another process fails, "
+            "this one ends only when JAX notices it",
+            file=sys.stderr,
+        )
+
+
+def _announce_end(reason: str | None, code: int = 1) -> None:
+    if _lifeline is not None:
+        _lifeline.announce(reason, code)
+
+
+def _end_abruptly(reason: str, code: int = 1) -> NoReturn:
+    state = jax_distributed.global_state
+    subject = "error"
+    if state.num_processes > 1:
+        subject = f"process {state.process_id} of {state.num_processes} ends the run"
+    sys.stdout.flush()
+    print(f"{subject}: {reason}", file=sys.stderr, flush=True)
+    os._exit(code)
 
 
 def _arguments(options: schema.Distributed, environ: Mapping[str, str]) -> dict[str, Any] | None:

@@ -1,14 +1,9 @@
-"""The mesh, and how parameters and batches are laid out on it: the only file with a PartitionSpec.
+"""How parameters and batches are laid out on the mesh: the only file with a PartitionSpec.
 
-Axes: `data` replicates the parameters; `fsdp` splits parameters and optimizer states, which are
-gathered layer by layer; `model` splits each matrix product (tensor parallelism). The rows of a
-batch are split over data x fsdp.
-
-A further axis is a field of `config.schema.MeshShape`, which `AXES` follows; it is named in `ROWS`
-if it splits the rows of a batch, and in the rules of the parameters that it splits.
+One ordered, strict table of rules per layout; and the functions that keep arrays split, or exchange
+their parts, inside compiled functions.
 """
 
-import dataclasses
 import functools
 import math
 import re
@@ -16,16 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
-from jax_ppo.config.schema import MeshShape
-from jax_ppo.errors import UserError
-
-AXES = tuple(field.name for field in dataclasses.fields(MeshShape))
-ROWS = ("data", "fsdp")  # the axes that split the rows of a batch
+from jax_ppo.runtime.meshes import AXES, ROWS, row_shards
 
 Rules = tuple[tuple[str, P], ...]
 
@@ -60,9 +52,9 @@ TRAIN_RULES: Rules = (
 DECODE_RULES: Rules = (
     (r"(embed|lm_head)/embedding", P("model", None)),
     (r"layer_\d+/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/kernel", P(None, "model")),
-    (r"layer_\d+/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/bias", P("model")),
+    (r"layer_\d+/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/(bias|kernel_scale)", P("model")),
     (r"layer_\d+/.*(o_proj|down_proj)/kernel", P("model", None)),
-    (r"layer_\d+/.*(o_proj|down_proj)/bias", P()),
+    (r"layer_\d+/.*(o_proj|down_proj)/(bias|kernel_scale)", P()),
     (r"layer_\d+/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/lora_a", P()),
     (r"layer_\d+/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/lora_b", P(None, "model")),
     (r"layer_\d+/.*(o_proj|down_proj)/lora_a", P("model", None)),
@@ -72,61 +64,16 @@ DECODE_RULES: Rules = (
 )
 
 
-def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh:
-    """Return the mesh over all devices.
+def decode_rules(mesh: Mesh | AbstractMesh, num_kv_heads: int) -> Rules:
+    """Return `DECODE_RULES`, with copies of the projections to keys and values if they need it.
 
-    Args:
-      shape: sizes of the axes; at most one is -1 and takes the devices that the others leave.
-      devices: default: all of them.
-
-    Raises:
-      UserError: the sizes do not multiply to the number of devices.
+    A device computes whole heads. If it shares one with others, it computes all of them instead of
+    receiving parts of them for each token.
     """
-    devices = jax.devices() if devices is None else devices
-    sizes = {axis: getattr(shape, axis) for axis in AXES}
-    known = math.prod(size for size in sizes.values() if size != -1)
-    free = [axis for axis, size in sizes.items() if size == -1]
-    # The axis of -1 takes the devices that the others leave.
-    if free and len(devices) % known == 0:
-        sizes[free[0]] = len(devices) // known
-    if math.prod(sizes.values()) != len(devices):
-        wanted = " x ".join(f"config.mesh.{axis}={getattr(shape, axis)}" for axis in AXES)
-        raise UserError(f"{wanted}: must multiply to the number of devices, {len(devices)}")
-    return jax.make_mesh(
-        tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices
-    )
-
-
-def row_shards(mesh: Mesh | AbstractMesh) -> int:
-    """Return the number of parts that the rows of a batch are split into."""
-    return math.prod(mesh.shape[axis] for axis in ROWS)
-
-
-def validate_architecture(mesh: Mesh, architecture: Any, vocabulary: bool = True) -> None:
-    """Raise `UserError` if the mesh cannot split the model's dimensions evenly.
-
-    Args:
-      mesh: the run's mesh.
-      architecture: of a decoder or an encoder.
-      vocabulary: whether the vocabulary is split, too.
-    """
-    sizes = {
-        "model": {
-            "attention heads": architecture.num_heads,
-            "key-value heads": architecture.num_kv_heads,
-            "the MLP's width": architecture.intermediate_size,
-        },
-        "fsdp": {"the hidden size": architecture.hidden_size},
-    }
-    if vocabulary:
-        sizes["model"]["the vocabulary"] = architecture.vocab_size
-    for axis, dimensions in sizes.items():
-        for name, size in dimensions.items():
-            if size % mesh.shape[axis]:
-                raise UserError(
-                    f"config.mesh.{axis}={mesh.shape[axis]}: must divide {name} of the model, "
-                    f"{size}"
-                )
+    if num_kv_heads % mesh.shape["model"] == 0:
+        return DECODE_RULES
+    copied = r"layer_\d+/.*(k_proj|v_proj)/(kernel|kernel_scale|bias|lora_b)"
+    return ((copied, P()), *DECODE_RULES)
 
 
 def tree_shardings(mesh: Mesh | AbstractMesh, tree: Any, rules: Rules) -> Any:
@@ -162,9 +109,14 @@ def rows(mesh: Mesh, axis: int = 0) -> NamedSharding:
     return NamedSharding(mesh, P(*[None] * axis, ROWS))
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Return the sharding of arrays that every device holds as a whole."""
     return NamedSharding(mesh, P())
+
+
+def copied_rows(mesh: Mesh) -> NamedSharding:
+    """Return the sharding of [G, N, ...], which splits N where `rows` would copy the rows of G."""
+    return NamedSharding(mesh, P(ROWS, tuple(axis for axis in AXES if axis not in ROWS)))
 
 
 def constrain_rows(x: jax.Array, axis: int = 0) -> jax.Array:
@@ -238,6 +190,102 @@ def split_heads(attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]
     return run
 
 
+def num_split_kv_heads(heads: int) -> int:
+    """Return the number of key-value heads after `copy_kv_heads`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return heads if mesh.empty else math.lcm(heads, mesh.shape["model"])
+
+
+def copy_kv_heads(x_BxTxKxd: jax.Array) -> jax.Array:
+    """Copy key-value heads until the mesh can split them, inside a compiled function.
+
+    Query head h of H reads key head h // (H / K). As many copies of each key head as are needed
+    keep this true, and each device has those heads that its own query heads read.
+
+    Without a mesh in the context, or if it can split the heads, return the argument.
+    """
+    K = x_BxTxKxd.shape[2]
+    copies = num_split_kv_heads(K) // K
+    if copies == 1:
+        return x_BxTxKxd
+    spec = P(P.UNCONSTRAINED, P.UNCONSTRAINED, "model", P.UNCONSTRAINED)
+    return jax.lax.with_sharding_constraint(jnp.repeat(x_BxTxKxd, copies, axis=2), spec)
+
+
+def num_padded_query_heads(heads: int, kv_heads: int) -> int:
+    """Return the number of query heads after `pad_query_heads`."""
+    copies = num_split_kv_heads(kv_heads) // kv_heads
+    group = heads // kv_heads
+    return kv_heads * copies * -(-group // copies)
+
+
+def pad_query_heads(q_BxTxHxd: jax.Array, kv_heads: int) -> jax.Array:
+    """Add query heads of zeros until the mesh can split them, inside a compiled function.
+
+    Each group of queries that read the same key head is padded at its end, so that after
+    `copy_kv_heads` query head h still reads key head h // (H / K), and each device has whole heads
+    with the key heads that they read. Parameters keep their shapes.
+
+    Without a mesh in the context, or if it can split the heads, return the argument.
+
+    Args:
+      q_BxTxHxd: queries.
+      kv_heads: K, before `copy_kv_heads`.
+    """
+    B, T, H, d = q_BxTxHxd.shape
+    padded = num_padded_query_heads(H, kv_heads)
+    if padded == H:
+        return q_BxTxHxd
+    missing = (padded - H) // kv_heads
+    q = q_BxTxHxd.reshape(B, T, kv_heads, -1, d)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, missing), (0, 0)))
+    spec = P(P.UNCONSTRAINED, P.UNCONSTRAINED, "model", P.UNCONSTRAINED)
+    return jax.lax.with_sharding_constraint(q.reshape(B, T, padded, d), spec)
+
+
+def drop_padded_heads(out_BxTxHxd: jax.Array, heads: int, kv_heads: int) -> jax.Array:
+    """Return the `heads` heads that `pad_query_heads` received, of the output of attention.
+
+    Args:
+      out_BxTxHxd: output of attention for padded queries.
+      heads: number of query heads before `pad_query_heads`.
+      kv_heads: K, before `copy_kv_heads`.
+    """
+    B, T, padded, d = out_BxTxHxd.shape
+    if padded == heads:
+        return out_BxTxHxd
+    groups = out_BxTxHxd.reshape(B, T, kv_heads, -1, d)
+    return groups[:, :, :, : heads // kv_heads].reshape(B, T, heads, d)
+
+
+def split_vocabulary(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make each device run `function` on its own columns of the logits.
+
+    Without a mesh in the context, or if it does not split the vocabulary, `function` runs on all
+    columns with axis None.
+
+    Args:
+      function: of (logits [B, V], an array [B, ...], the axis that splits V or `None`); what it
+        returns has B in front and is the same on all devices that split a row's logits.
+    """
+
+    def run(logits_BxV: jax.Array, per_row: jax.Array) -> Any:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or mesh.shape["model"] == 1:
+            return function(logits_BxV, per_row, axis=None)
+        # Inside `split_rows` the rows are this device's own already.
+        first = None if set(ROWS) <= set(mesh.manual_axes) else ROWS
+        return jax.shard_map(
+            functools.partial(function, axis="model"),
+            in_specs=(P(first, "model"), P(first)),
+            out_specs=P(first),
+            check_vma=False,
+            axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+        )(logits_BxV, per_row)
+
+    return run
+
+
 def split_by_device(x_RxL: jax.Array) -> jax.Array:
     """Reshape [R, L, ...] to [G, R * L / G, ...], inside a compiled function.
 
@@ -259,89 +307,106 @@ def constrain_tree(tree: Any, rules: Rules) -> Any:
     return jax.lax.with_sharding_constraint(tree, tree_shardings(mesh, tree, rules))
 
 
-def gather_embedding(params: Any) -> Any:
-    """Gather the columns of the input embedding, inside a compiled function.
+def look_up_embedding(
+    embedding_VxD: jax.Array, tokens_RxL: jax.Array, dtype: DTypeLike
+) -> jax.Array:
+    """Return the embeddings of tokens, [R, L, D] in `dtype`, inside a compiled function.
 
-    Call it before rows are looked up. From a table whose columns are split over `fsdp` the compiler
-    looks up split columns for all rows, and cannot go from there to split rows without a copy of
-    the whole batch on each device.
+    No device gathers the table: each looks up its own columns for the tokens of all `fsdp` devices
+    and sends them to the devices of the rows. The gradient of the table takes the same way back. A
+    compiler would gather the table and sum its gradient over all devices.
 
-    Without a mesh in the context, return `params`.
+    Without a mesh in the context, inside `split_rows`, or for rows that the mesh cannot split, the
+    compiler splits the look-up.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes or len(tokens_RxL) % row_shards(mesh):
+        return embedding_VxD[tokens_RxL].astype(dtype)
+    # XLA keeps exchanges of a device with itself.
+    split = {axis for axis in mesh.axis_names if mesh.shape[axis] > 1}
+    if not split & {"fsdp", "model"}:
+        return embedding_VxD[tokens_RxL].astype(dtype)
+
+    def look_up(own_VxD: jax.Array, tokens_rxL: jax.Array) -> jax.Array:
+        if "fsdp" in split:
+            tokens_rxL = jax.lax.all_gather(tokens_rxL, "fsdp", tiled=True)
+        if "model" not in split:
+            x_rxLxD = own_VxD[tokens_rxL].astype(dtype)
+        else:
+            # The tokens of other devices are zeros here, until the sum below.
+            V = len(own_VxD)
+            index_rxL = tokens_rxL - jax.lax.axis_index("model") * V
+            is_own_rxL = (index_rxL >= 0) & (index_rxL < V)
+            x_rxLxD = own_VxD[jnp.clip(index_rxL, 0, V - 1)].astype(dtype)
+            x_rxLxD = jnp.where(is_own_rxL[..., None], x_rxLxD, 0)
+        if "fsdp" in split:
+            x_rxLxD = jax.lax.all_to_all(x_rxLxD, "fsdp", split_axis=0, concat_axis=2, tiled=True)
+        return jax.lax.psum(x_rxLxD, "model") if "model" in split else x_rxLxD
+
+    # The gradient is summed over the axes that the table's layout does not name.
+    columns = "fsdp" if "data" in split else ROWS
+    table = P("model" if "model" in split else None, columns)
+    return jax.shard_map(look_up, in_specs=(table, P(ROWS)), out_specs=P(ROWS))(
+        embedding_VxD, tokens_RxL
+    )
+
+
+def gather_columns(embedding_VxD: jax.Array) -> jax.Array:
+    """Gather the columns of an embedding over `fsdp`, inside a compiled function.
+
+    Its rows, which are tokens, stay split over `model`. Without a mesh in the context, return the
+    argument.
     """
     if jax.sharding.get_abstract_mesh().empty:
-        return params
-    table = jax.lax.with_sharding_constraint(params["embed"]["embedding"], P("model", None))
-    return params | {"embed": {"embedding": table}}
+        return embedding_VxD
+    return jax.lax.with_sharding_constraint(embedding_VxD, P("model", None))
 
 
-def place(tree: Any, sharding: NamedSharding) -> Any:
-    """Put host arrays, the same in every process, on the mesh.
+def scatter_group_sum(gradient_GxVxD: jax.Array) -> jax.Array:
+    """Return the sum over groups, [V, D], laid out like an embedding in training.
 
-    Each process transfers the part that its devices hold. Everything that a step sends to the mesh
-    passes through here, so that `jax.transfer_guard` catches accidental transfers.
+    The groups are those of `split_by_device`. Each device receives only its columns of the sum (a
+    reduce-scatter over `fsdp`), and only these are summed over `data`; the compiler for the CPU
+    would sum and send all columns.
     """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return gradient_GxVxD.sum(0)
 
-    def put(x: Any) -> jax.Array:
-        return jax.make_array_from_callback(
-            np.shape(x), sharding, lambda index: np.asarray(x)[index]
-        )
+    def exchange(own: jax.Array) -> jax.Array:
+        columns = own.sum(0)
+        if mesh.shape["fsdp"] > 1:
+            columns = jax.lax.psum_scatter(columns, "fsdp", scatter_dimension=1, tiled=True)
+        # XLA keeps a sum over a single device.
+        return jax.lax.psum(columns, "data") if mesh.shape["data"] > 1 else columns
 
-    with jax.transfer_guard_host_to_device("allow"):
-        return jax.tree.map(put, tree)
-
-
-def to_host(array: jax.Array) -> np.ndarray:
-    """Return the whole array, in every process."""
-    if array.is_fully_addressable or array.is_fully_replicated:
-        return np.asarray(array)
-    return multihost_utils.process_allgather(array, tiled=True)
+    return jax.shard_map(
+        exchange, in_specs=P(ROWS, "model", None), out_specs=P("model", "fsdp"), check_vma=False
+    )(gradient_GxVxD)
 
 
-def from_local_rows(mesh: Mesh, indices: np.ndarray, values: Any, total: int) -> jax.Array:
-    """Return the array [total, ...] split by rows, from the rows of each process.
+def embedding_layouts(mesh: Mesh, params: Any) -> Any:
+    """Return the layout in which embeddings reach a mesh that other parameters are read on.
+
+    From columns split over all devices the compiler cannot go to rows split over `model` without a
+    copy of the table on each device, but it can go to this layout, and from there.
 
     Args:
-      mesh: the run's mesh.
-      indices: int [r], as returned by `local_rows` in this process.
-      values: [r, ...], the rows at these indices.
-      total: number of rows of all processes.
-    """
-    return place(_scatter_rows(indices, values, total), rows(mesh))
-
-
-def all_rows(mesh: Mesh, indices: np.ndarray, values: Any, total: int) -> np.ndarray:
-    """Return the rows of all processes, [total, ...], on the host of each.
-
-    The arguments are those of `from_local_rows`.
-    """
-    # Through the mesh, since each process has only rows of its own.
-    if jax.process_count() > 1:
-        return to_host(from_local_rows(mesh, indices, values, total))
-    return _scatter_rows(indices, values, total)
-
-
-def _scatter_rows(indices: np.ndarray, values: Any, total: int) -> np.ndarray:
-    """Return zeros [total, ...] with `values` at `indices`."""
-    array = np.zeros((total, *np.shape(values)[1:]), np.asarray(values).dtype)
-    array[indices] = values
-    return array
-
-
-def local_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows that this process's devices hold, each once and in order.
+      mesh: the mesh to decode on.
+      params: arrays or shapes on another mesh of the same devices.
 
     Returns:
-      (indices, int [r]; values, [r, ...]).
+      A `NamedSharding` for each embedding that can be split so, else `None`, in the structure of
+      `params`.
     """
-    shards: dict[int, Any] = {}
-    for shard in array.addressable_shards:
-        start = 0
-        if shard.index:
-            start = shard.index[0].start or 0
-        # Devices that replicate each other hold the same rows: one copy is enough.
-        shards.setdefault(start, shard)
-    values = [np.asarray(shards[start].data) for start in sorted(shards)]
-    indices = [
-        start + np.arange(len(value)) for start, value in zip(sorted(shards), values, strict=True)
-    ]
-    return np.concatenate(indices), np.concatenate(values)
+
+    def layout(path: tuple[Any, ...], x: Any) -> NamedSharding | None:
+        is_table = jax.tree_util.keystr(path, simple=True, separator="/") in (
+            "embed/embedding",
+            "lm_head/embedding",
+        )
+        if is_table and x.shape[1] % mesh.shape["data"] == 0:
+            return NamedSharding(mesh, P("model", "data"))
+        return None
+
+    return jax.tree_util.tree_map_with_path(layout, params)

@@ -47,6 +47,7 @@ class _StopSignals:
         self._received_at: float | None = None
         self._is_repeated = False
         self._raise_in_main = False
+        self._is_over = threading.Event()
         self._region: tuple[str, float] | None = None
         self._previous_handlers: dict[int, Any] = {}
         self._reader, self._writer = socket.socketpair()
@@ -63,6 +64,7 @@ class _StopSignals:
 
     def uninstall(self) -> None:
         """Set the previous handlers again."""
+        self._is_over.set()
         signal.set_wakeup_fd(self._previous_fd)
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
@@ -96,7 +98,8 @@ class _StopSignals:
     def _handle(self, number: int, frame: types.FrameType | None) -> None:
         # Here and not in the thread only: the loop may ask right after the signal.
         self.received = self.received or signal.Signals(number)
-        if self._raise_in_main:
+        if self._raise_in_main and not self._is_over.is_set():
+            self._is_over.set()
             raise self.error(f"stopped by {self.received.name}")
 
     def _watch(self) -> None:
@@ -148,11 +151,16 @@ class _StopSignals:
             self._raise_in_main = True
             main_thread = threading.main_thread().ident
             assert main_thread is not None, "the main thread has started"
-            # Unlike `_thread.interrupt_main`, this also interrupts a blocking system call.
+            # Unlike `_thread.interrupt_main`, this also interrupts a blocking system call. A signal
+            # that comes right before the call does not: therefore again, until it has raised.
             signal.pthread_kill(main_thread, received)
+            while not self._is_over.wait(_POLL_SECONDS):
+                signal.pthread_kill(main_thread, received)
             return
         # Unbuffered: the main thread may hold the lock of the buffer, and never release it.
         os.write(2, f"stopped by {received.name}{reason}\n".encode())
+        for announce in _on_abrupt_end:
+            announce(f"stopped by {received.name}{reason}", 128 + received)
         # Threads that lose their worker processes would print tracebacks.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         _kill_children()
@@ -160,6 +168,7 @@ class _StopSignals:
 
 
 _active: _StopSignals | None = None
+_on_abrupt_end: list[Callable[[str, int], None]] = []
 
 
 @contextlib.contextmanager
@@ -191,6 +200,15 @@ def handle_stop_signals(*, ends_process: bool) -> Iterator[_StopSignals | None]:
     finally:
         _active = None
         signals.uninstall()
+
+
+def on_abrupt_end(announce: Callable[[str, int], None]) -> None:
+    """Have a function called, in a thread, before a signal ends the process at once.
+
+    Args:
+      announce: Called with the reason and the exit code; it must not wait.
+    """
+    _on_abrupt_end.append(announce)
 
 
 def received_signal() -> signal.Signals | None:

@@ -1,7 +1,8 @@
 """The work directory of a run: created, locked against a second run, and seen by all processes.
 
-A work directory is a folder of this machine or of a disk that it mounts; Cloud Storage addresses
-(gs://...) are refused by the command line, because they have no locks.
+A work directory is a folder of this machine, of a disk that it mounts, or a gs:// address. For an
+address the run writes to a local folder that stands for it (`storage.staging`), except for its
+checkpoints.
 """
 
 import contextlib
@@ -21,36 +22,149 @@ from jax.experimental import multihost_utils
 
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import distributed
+from jax_ppo.storage import bucket_lock, remote, staging
 
+WARM_UP_MODEL = "model"
 LOCK_FILE = "lock"
 # Network file systems show a new file to other hosts after a few seconds.
 VISIBLE_SECONDS = 20.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
+_Report = Callable[[str], None]
+
+
+# The work directories in buckets that this process has open, by their local folders. The main
+# process alone has the lock.
+_open_buckets: dict[Path, tuple[staging.StagedFolder, bucket_lock.BucketLock | None]] = {}
+
+
+def validated(workdir: str | Path) -> str | Path:
+    """Return the work directory as an address or a path.
+
+    Raises:
+      UserError: it is an address that cannot be one of a work directory, or needs a package.
+    """
+    if not remote.is_address(str(workdir)):
+        return Path(workdir)
+    remote.validate_address(str(workdir), "--workdir", schemes=("gs",))
+    return str(workdir)
+
+
 @contextlib.contextmanager
-def open_work_directory(workdir: Path, report: Callable[[str], None]) -> Iterator[None]:
+def open_work_directory(workdir: str | Path, report: _Report) -> Iterator[Path]:
     """Create and lock the work directory for the duration of the block.
 
-    The main process holds the lock. The operating system releases it when that process ends, in
-    whichever way.
+    The main process holds the lock. The operating system releases that of a folder when the process
+    ends, in whichever way; that of an address is not renewed any more.
 
     Args:
-      workdir: the folder.
+      workdir: a folder or a gs:// address.
       report: called with lines for the user.
+
+    Yields:
+      The folder to write to.
 
     Raises:
       UserError: on every process: the folder cannot be created or written to, another run uses it,
         or not all processes see it.
     """
     with contextlib.ExitStack() as stack:
-        distributed.run_on_main(lambda: stack.enter_context(_locked(workdir, report)))
-        require_shared(workdir)
-        yield
+        if isinstance(workdir, str) and remote.is_address(workdir):
+            yield stack.enter_context(_open_bucket(workdir, report))
+            return
+        folder = Path(workdir)
+        distributed.run_on_main(lambda: stack.enter_context(_locked(folder, report)))
+        require_shared(folder)
+        yield folder
 
 
 @contextlib.contextmanager
-def _locked(workdir: Path, report: Callable[[str], None]) -> Iterator[None]:
+def _open_bucket(address: str, report: _Report) -> Iterator[Path]:
+    """Lock a work directory in a bucket, and yield the local folder that stands for it."""
+    staged = staging.StagedFolder(address, jax.process_index())
+    lock = bucket_lock.BucketLock(address) if distributed.is_main() else None
+    with contextlib.ExitStack() as stack:
+
+        def take_lock() -> None:
+            assert lock is not None, "called on the main process"
+            # The first access: it reports a missing bucket, permission or credentials.
+            remote.list_files(address, "--workdir")
+            stack.enter_context(staging.locked_and_uploaded(staged, lock, report))
+
+        distributed.run_on_main(take_lock)
+        staged.fetch(WARM_UP_MODEL)
+        _open_buckets[staged.folder] = (staged, lock)
+        try:
+            yield staged.folder
+        finally:
+            del _open_buckets[staged.folder]
+
+
+def checkpoint_directory(folder: Path) -> str:
+    """Return where the checkpoints of a run are, from the folder that it writes to."""
+    if folder not in _open_buckets:
+        return str(folder / staging.CHECKPOINTS)
+    staged, _ = _open_buckets[folder]
+    return f"{staged.address}/{staging.CHECKPOINTS}"
+
+
+def publish(folder: Path) -> None:
+    """Upload what has changed, if the folder stands for a bucket; call it on the main process.
+
+    Raises:
+      UserError: another run has taken over the work directory, or it cannot be written to.
+    """
+    if folder in _open_buckets:
+        staged, lock = _open_buckets[folder]
+        if lock is not None:
+            lock.require_held()
+            staged.upload()
+
+
+def share_with_all(folder: Path, name: str) -> None:
+    """Let every process read a folder of a run's files; all of them call it.
+
+    On a disk that all processes share there is nothing to do.
+
+    Args:
+      folder: the folder that the run writes to.
+      name: a folder in it, which was exported.
+    """
+    distributed.run_on_main(lambda: publish(folder))
+    if folder in _open_buckets:
+        staged, _ = _open_buckets[folder]
+        staged.fetch(name)
+
+
+def is_in_bucket(folder: Path) -> bool:
+    """Return whether a folder of a run's files is on its way to a bucket."""
+    return folder.parent in _open_buckets
+
+
+def remove_from_bucket(folder: Path) -> None:
+    """Remove a folder of a run's files from its bucket, if the run has one, to write it anew."""
+    if is_in_bucket(folder):
+        staged, _ = _open_buckets[folder.parent]
+        staged.remove(folder.name)
+
+
+def move_to_bucket(path: Path, folder: Path) -> None:
+    """Upload a complete file that will belong to a folder, and delete it here.
+
+    A run without a bucket keeps the file.
+
+    Args:
+      path: the file.
+      folder: the folder of the run's files that it will belong to.
+    """
+    if is_in_bucket(folder):
+        staged, _ = _open_buckets[folder.parent]
+        staged.move(path, f"{folder.name}/{path.name}")
+
+
+@contextlib.contextmanager
+def _locked(workdir: Path, report: _Report) -> Iterator[None]:
     """Create the folder and hold its lock; raise `UserError` if another run holds it."""
     try:
         workdir.mkdir(parents=True, exist_ok=True)

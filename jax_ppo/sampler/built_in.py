@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator
 import jax
 
 from jax_ppo.config import plugins
+from jax_ppo.models.quantization import quantize_kernels
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.runtime import compilation, sharding
 from jax_ppo.sampler.engine import Params, RolloutEngine, SamplingOptions
@@ -23,6 +24,32 @@ def resolve_engine(name: str) -> Callable[..., RolloutEngine]:
     if name == "built-in":
         return BuiltInEngine
     return plugins.load_plugin(name, "rollout.engine", ("mesh", "actor", "params"), by_name=True)
+
+
+def shape_decoding_weights(mesh: jax.sharding.Mesh, actor: Transformer, params: Params) -> Params:
+    """Return shapes and shardings of the copy of the weights that decoding reads.
+
+    Args:
+      mesh: the mesh to decode on.
+      actor: the policy's model, as it is trained.
+      params: its parameters, or their shapes.
+    """
+    shapes = jax.eval_shape(functools.partial(_to_decoding_form, actor), params)
+    # Decoding reads every weight per token, so it has a layout of its own.
+    rules = sharding.decode_rules(mesh, actor.architecture.num_kv_heads)
+    return jax.tree.map(
+        lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
+        shapes,
+        sharding.tree_shardings(mesh, shapes, rules),
+    )
+
+
+def _to_decoding_form(actor: Transformer, params: Params) -> Params:
+    """Return stacked parameters as decoding reads them."""
+    if actor.quantized:
+        # Rounded once, from what is trained.
+        return quantize_kernels(unroll_params(params), actor.dtype)
+    return unroll_params(params, dtype=actor.dtype)
 
 
 class BuiltInEngine:
@@ -46,12 +73,14 @@ class BuiltInEngine:
             actor.dtype,
             unrolled=True,
             decoding=actor.decoding,
+            quantized=actor.quantized,
             lora=actor.lora,
         )
-        form = functools.partial(unroll_params, dtype=actor.dtype)
-        # Decoding reads every weight per token, so it has a layout of its own.
-        layout = sharding.tree_shardings(mesh, jax.eval_shape(form, params), sharding.DECODE_RULES)
-        self._prepare_weights = jax.jit(form, out_shardings=layout)
+        weights = shape_decoding_weights(mesh, actor, params)
+        self._prepare_weights = jax.jit(
+            functools.partial(_to_decoding_form, actor),
+            out_shardings=jax.tree.map(lambda x: x.sharding, weights),
+        )
         self._samplers: dict[SamplingOptions, Sampler] = {}
         self._lock = threading.Lock()  # the programs are compiled ahead in a thread
         self._weights: Params | None = None

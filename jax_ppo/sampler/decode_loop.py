@@ -2,10 +2,12 @@
 
 One `while_loop` per number of slots. No slot waits for the longest response: slots whose response
 has ended are refilled from the queue (`slots.py`), and once the queue is empty and a quarter of the
-slots are idle, the others move into fewer.
+slots are idle, the others move into fewer. With stages (`stages.py`), samples that outgrow a stage
+wait until the next one, whose fewer slots have more room.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer, TransformerOutput
+from jax_ppo.runtime.sharding import split_vocabulary
 from jax_ppo.sampler import sampling
 from jax_ppo.sampler.engine import Params, SamplingOptions
 from jax_ppo.sampler.slots import (
@@ -28,6 +31,7 @@ from jax_ppo.sampler.slots import (
     plan_job,
     slot_widths,
 )
+from jax_ppo.sampler.stages import plan_next_stage, reorder_results, stage_limits
 from jax_ppo.types import Prompts, Rollout
 
 
@@ -59,8 +63,27 @@ def generate_responses(
     if not model.unrolled:
         raise ValueError("the sampler needs Transformer(unrolled=True), which returns a cache")
     keys_N = sampling.sample_keys(key, indices_N)
-    job = plan_job(model, options, params, prompts, keys_N, any_shard)
-    state = initial_state(job)
+    limits = stage_limits(options)
+    first = plan_job(model, options, params, prompts, keys_N, any_shard, limit=limits[0])
+    state = decode_queue(first, initial_state(first))
+    own_prompts = jax.tree.map(lambda x: jnp.repeat(x, options.n, axis=0), prompts)
+    for start, limit in itertools.pairwise(limits):
+        job, state, order_N = plan_next_stage(first, own_prompts, state, start, limit)
+        state = reorder_results(decode_queue(job, state), jnp.argsort(order_N))
+    # Every token up to the length was chosen by the policy: this engine inserts none.
+    return Rollout(
+        prompts=own_prompts,
+        responses=state.responses,
+        lengths=state.lengths,
+        logprobs=state.logprobs,
+        truncated=~state.finished,
+        action_mask=jnp.arange(options.max_response_length) < state.lengths[:, None],
+        slot_steps=state.slot_steps[None],
+    )
+
+
+def decode_queue(job: DecodeJob, state: DecodeState) -> DecodeState:
+    """Decode all samples of a job, up to its limit."""
     widths = slot_widths(job.width)
     # The first loop refills its slots; the narrower ones only finish what is left.
     for width, narrower in zip(widths, (*widths[1:], 0), strict=True):
@@ -70,16 +93,7 @@ def generate_responses(
             state = compact_slots(job, state, width)
             step = functools.partial(decode_step, job)
         state = jax.lax.while_loop(functools.partial(_uses_width, job, narrower), step, state)
-    # Every token up to the length was chosen by the policy: this engine inserts none.
-    return Rollout(
-        prompts=jax.tree.map(lambda x: jnp.repeat(x, options.n, axis=0), prompts),
-        responses=state.responses,
-        lengths=state.lengths,
-        logprobs=state.logprobs,
-        truncated=~state.finished,
-        action_mask=jnp.arange(options.max_response_length) < state.lengths[:, None],
-        slot_steps=state.slot_steps[None],
-    )
+    return state
 
 
 def _uses_width(job: DecodeJob, narrower: int, state: DecodeState) -> jax.Array:
@@ -103,7 +117,7 @@ def refill_and_decode(job: DecodeJob, narrower: int, state: DecodeState) -> Deco
 
     # Fill while a staged sample waits and a slot is idle.
     def can_fill(state: DecodeState) -> jax.Array:
-        staged = jnp.minimum(state.staged * job.options.n, job.samples)
+        staged = jnp.minimum(state.staged * job.options.n, job.count)
         return job.any_shard((state.entered < staged) & ~busy_slots(job, state).all())
 
     # Decode while this width is needed, until enough slots are idle to refill them together.
@@ -143,7 +157,9 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     busy_B = busy_slots(job, state)
     # An idle slot computes for the last sample, and nothing of it is written.
     sample_B = jnp.minimum(slots.sample, job.samples - 1)
-    positions_B = jnp.where(busy_B, job.prompts.lengths[sample_B // options.n] + slots.drawn - 1, 0)
+    # The prompt includes what earlier stages have drawn.
+    own_B = slots.drawn - job.start
+    positions_B = jnp.where(busy_B, job.prompts.lengths[sample_B // options.n] + own_B - 1, 0)
     decoded: TransformerOutput = job.model.apply(  # type: ignore[assignment]
         {"params": job.params}, slots.token[:, None], positions_B[:, None], cache=slots.cache
     )
@@ -151,17 +167,12 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     # Only one token per slot is run, so these are logits [B, V], never [B, T, V].
     hidden_BxD = decoded.hidden[:, 0]
     logits_BxV = heads.compute_logits(job.model.architecture, job.params, hidden_BxD)
-    tokens_B, logprobs_B = sampling.sample_tokens(
-        logits_BxV,
-        sampling.token_uniforms(job.keys_N[sample_B], slots.drawn),
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-    )
-    # A response ends with an EOS or at its maximum length; only the former is `finished`.
+    uniforms_Bx2 = sampling.token_uniforms(job.keys_N[sample_B], slots.drawn)
+    tokens_B, logprobs_B = _sample_tokens(options, logits_BxV, uniforms_Bx2)
+    # A response ends with an EOS or at the limit; only the former is `finished`.
     is_eos_B = (tokens_B[:, None] == jnp.array(options.eos_ids, jnp.int32)).any(-1)
     drawn_B = slots.drawn + 1
-    ended_B = is_eos_B | (drawn_B == options.max_response_length)
+    ended_B = is_eos_B | (drawn_B == job.limit)
     # An ended sample leaves its slot at once: N marks the slot as idle.
     next_slots = Slots(
         sample=jnp.where(ended_B, job.samples, slots.sample),
@@ -178,3 +189,23 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
         finished=state.finished.at[slots.sample].set(is_eos_B, mode="drop"),
         slot_steps=state.slot_steps + len(busy_B),
     )
+
+
+def _sample_tokens(
+    options: SamplingOptions, logits_BxV: jax.Array, uniforms_Bx2: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the next token of each row and its log-prob; logits stay split over devices."""
+
+    def sample(
+        logits_BxV: jax.Array, uniforms_Bx2: jax.Array, axis: str | None
+    ) -> tuple[jax.Array, jax.Array]:
+        return sampling.sample_tokens(
+            logits_BxV,
+            uniforms_Bx2,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            shards=sampling.VocabularyShards(axis),
+        )
+
+    return split_vocabulary(sample)(logits_BxV, uniforms_Bx2)

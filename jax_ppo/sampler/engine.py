@@ -3,14 +3,12 @@
 import contextlib
 import dataclasses
 from collections.abc import Generator, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.types import Prompts, Rollout
-
-Params = dict[str, Any]
+from jax_ppo.types import Params, Prompts, Rollout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +24,8 @@ class SamplingOptions:
       eos_ids: tokens that end a response; the one that does is part of it.
       slots: B, the most samples decoded together (on each device that rows are split over); `None`
         is no limit.
+      stage_length: tokens of the responses that the first stage of decoding has room for
+        (`stages.py`); `None` is one stage with room for all. It changes no sample.
     """
 
     max_response_length: int
@@ -35,6 +35,7 @@ class SamplingOptions:
     n: int = 1
     eos_ids: tuple[int, ...] = ()
     slots: int | None = None
+    stage_length: int | None = None
 
 
 class RolloutEngine(Protocol):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime import dispatch
+from jax_ppo.runtime import compilation, dispatch
 from jax_ppo.sampler.decode_loop import generate_responses
 from jax_ppo.sampler.engine import Params, SamplingOptions
 from jax_ppo.types import Prompts, Rollout
@@ -80,7 +80,7 @@ class Sampler:
     ) -> list[dispatch.Program]:
         """Return the programs that a call runs, with their arguments.
 
-        If there are several, the prompts are split here, on the device: they must be arrays.
+        If there are several, the prompts are split here, on the device.
         """
         lanes = dispatch.num_lanes()
         slots = self.options.slots
@@ -90,7 +90,11 @@ class Sampler:
         if lanes == 1 or not self._can_split(params, prompts, slots, lanes):
             offset = () if first_sample_index is None else (first_sample_index,)
             return [(self.program, (params, prompts, key, *offset))]
-        parts = split_prompts(prompts, first_sample_index, lanes=lanes, n=self.options.n)
+        split_arguments = (prompts, first_sample_index, lanes, self.options.n)
+        if isinstance(prompts.lengths, jax.ShapeDtypeStruct):
+            parts = compilation.compile_ahead(split_prompts, *split_arguments)
+        else:
+            parts = split_prompts(*split_arguments)
         part_slots = None if slots is None else slots // lanes
         return [(self.program, (params, part, key, first, part_slots)) for part, first in parts]
 

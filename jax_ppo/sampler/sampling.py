@@ -4,12 +4,52 @@ No row depends on another. Filters are applied in Hugging Face's order: temperat
 then top-p of what top-k left. Both keep every token that is as likely as the last one kept, so that
 nothing depends on the order of a sort (Hugging Face does so for top-k only).
 
+Where several devices split the vocabulary, each keeps its own logits. They exchange the largest
+logit of a row, the weights of blocks of about sqrt(V) tokens and those of one block, and one number
+per bisection of a filter: never the logits themselves.
+
 Randomness is addressed: the token at position t of sample b has the key
 fold_in(fold_in(step_key, b), t), whichever row it is drawn in and whatever is drawn beside it.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabularyShards:
+    """The devices that split the vocabulary, seen from one of them, inside `jax.shard_map`.
+
+    Attributes:
+      axis: the mesh axis that splits the vocabulary into equal parts; `None`: nothing is split.
+    """
+
+    axis: str | None = None
+
+    def start(self, width: int) -> jax.Array | int:
+        """Return the id of the first of this device's `width` tokens."""
+        return 0 if self.axis is None else jax.lax.axis_index(self.axis) * width
+
+    def total(self, width: int) -> int:
+        """Return V, the number of tokens of all devices, each of which has `width`."""
+        return width if self.axis is None else width * jax.lax.axis_size(self.axis)
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Return the sum over devices."""
+        return x if self.axis is None else jax.lax.psum(x, self.axis)
+
+    def max(self, x: jax.Array) -> jax.Array:
+        """Return the maximum over devices."""
+        return x if self.axis is None else jax.lax.pmax(x, self.axis)
+
+    def min(self, x: jax.Array) -> jax.Array:
+        """Return the minimum over devices."""
+        return x if self.axis is None else jax.lax.pmin(x, self.axis)
+
+
+WHOLE = VocabularyShards()
 
 
 def sample_keys(step_key: jax.Array, samples_B: jax.Array) -> jax.Array:
@@ -39,15 +79,17 @@ def sample_tokens(
     temperature: float,
     top_k: int = -1,
     top_p: float = 1.0,
+    shards: VocabularyShards = WHOLE,
 ) -> tuple[jax.Array, jax.Array]:
     """Draw the next token of each row and return it with its log-probability.
 
     Args:
-      logits_BxV: float32.
+      logits_BxV: float32; this device's part of them if the vocabulary is split.
       uniforms_Bx2: float32 in [0, 1).
       temperature: >= 0, static; 0 takes the likeliest token, the first of several.
       top_k: static, draw among the k likeliest; if not positive, or V or more, among all.
       top_p: static, in (0, 1], draw among the likeliest that together hold this probability.
+      shards: the devices that split the vocabulary.
 
     Returns:
       (tokens, int32 [B]; log-probabilities, float32 [B]). The latter are from before the filters:
@@ -57,18 +99,35 @@ def sample_tokens(
     assert uniforms_Bx2.shape == (logits_BxV.shape[0], 2), (logits_BxV.shape, uniforms_Bx2.shape)
     # Greedy: no division by 0, and no random numbers.
     if temperature == 0:
-        tokens_B = jnp.argmax(logits_BxV, axis=-1).astype(jnp.int32)
-        return tokens_B, token_logprob(logits_BxV, tokens_B)
+        tokens_B = _likeliest_tokens(logits_BxV, shards)
+        return tokens_B, token_logprob(logits_BxV, tokens_B, shards=shards)
     logits_BxV = logits_BxV / temperature
-    filtered_BxV = keep_top_p(keep_top_k(logits_BxV, top_k), top_p)
-    tokens_B, sums_B = draw_tokens(filtered_BxV, uniforms_Bx2)
+    filtered_BxV = keep_top_p(keep_top_k(logits_BxV, top_k, shards), top_p, shards)
+    tokens_B, sums_B = draw_tokens(filtered_BxV, uniforms_Bx2, shards)
     # Without a filter the draw has summed these very logits.
     known_sums_B = sums_B if filtered_BxV is logits_BxV else None
-    return tokens_B, token_logprob(logits_BxV, tokens_B, known_sums_B)
+    return tokens_B, token_logprob(logits_BxV, tokens_B, known_sums_B, shards)
+
+
+def _likeliest_tokens(logits_BxV: jax.Array, shards: VocabularyShards) -> jax.Array:
+    """Return the first of the likeliest tokens of each row, int32 [B]."""
+    tokens_B = jnp.argmax(logits_BxV, axis=-1).astype(jnp.int32)
+    if shards.axis is None:
+        return tokens_B
+    # The least id among the devices that hold a largest logit; a NaN is equal to none of them.
+    width = logits_BxV.shape[-1]
+    V = shards.total(width)
+    largest_B = logits_BxV.max(-1)
+    is_largest_B = largest_B == shards.max(largest_B)
+    first_B = shards.min(jnp.where(is_largest_B, shards.start(width) + tokens_B, V))
+    return jnp.minimum(first_B, V - 1)
 
 
 def token_logprob(
-    logits_BxV: jax.Array, tokens_B: jax.Array, sums_B: jax.Array | None = None
+    logits_BxV: jax.Array,
+    tokens_B: jax.Array,
+    sums_B: jax.Array | None = None,
+    shards: VocabularyShards = WHOLE,
 ) -> jax.Array:
     """Return log_softmax(logits)[token], float32 [B], without an array of log-probabilities.
 
@@ -77,23 +136,34 @@ def token_logprob(
       tokens_B: int32.
       sums_B: the sums that `draw_tokens` returned for these logits, which saves one pass through
         them.
+      shards: the devices that split the vocabulary.
     """
-    drawn_B = jnp.take_along_axis(logits_BxV, tokens_B[:, None], axis=-1)[:, 0]
+    index_B = tokens_B - shards.start(logits_BxV.shape[-1])
+    drawn_B = shards.sum(_take_own(logits_BxV, index_B))
     if sums_B is None:
-        sums_B = _unnormalized_probs(logits_BxV).sum(-1)
-    return drawn_B - logits_BxV.max(-1) - jnp.log(sums_B)
+        sums_B = shards.sum(_unnormalized_probs(logits_BxV, shards).sum(-1))
+    return drawn_B - shards.max(logits_BxV.max(-1)) - jnp.log(sums_B)
 
 
-def keep_top_k(logits_BxV: jax.Array, k: int) -> jax.Array:
+def _take_own(x_BxNx: jax.Array, index_B: jax.Array) -> jax.Array:
+    """Return x[b, index[b]] of each row; 0 where the index is another device's."""
+    last = x_BxNx.shape[1] - 1
+    is_own_B = (index_B >= 0) & (index_B <= last)
+    expand = (slice(None),) + (None,) * (x_BxNx.ndim - 1)
+    taken_Bx1x = jnp.take_along_axis(x_BxNx, jnp.clip(index_B, 0, last)[expand], axis=1)
+    return jnp.where(is_own_B[expand], taken_Bx1x, 0)[:, 0]
+
+
+def keep_top_k(logits_BxV: jax.Array, k: int, shards: VocabularyShards = WHOLE) -> jax.Array:
     """Replace all logits by -inf but the k largest and those equal to the k-th."""
-    if not 0 < k < logits_BxV.shape[-1]:
+    if not 0 < k < shards.total(logits_BxV.shape[-1]):
         return logits_BxV
-    weights_BxV = _unnormalized_probs(logits_BxV)
+    weights_BxV = _unnormalized_probs(logits_BxV, shards)
     # Each token measures 1, so that k of them are kept.
-    return _keep_likeliest(logits_BxV, weights_BxV, jnp.ones_like(weights_BxV), k)
+    return _keep_likeliest(logits_BxV, weights_BxV, jnp.ones_like(weights_BxV), k, shards)
 
 
-def keep_top_p(logits_BxV: jax.Array, p: float) -> jax.Array:
+def keep_top_p(logits_BxV: jax.Array, p: float, shards: VocabularyShards = WHOLE) -> jax.Array:
     """Replace all logits by -inf but the likeliest, as few as together hold probability p.
 
     Those equal to the last one kept are kept, too.
@@ -101,8 +171,9 @@ def keep_top_p(logits_BxV: jax.Array, p: float) -> jax.Array:
     if p >= 1:
         return logits_BxV
     # Tokens measure their own weight; p is relative to the sum of all.
-    weights_BxV = _unnormalized_probs(logits_BxV)
-    return _keep_likeliest(logits_BxV, weights_BxV, weights_BxV, p * weights_BxV.sum(-1))
+    weights_BxV = _unnormalized_probs(logits_BxV, shards)
+    needed_B = p * shards.sum(weights_BxV.sum(-1))
+    return _keep_likeliest(logits_BxV, weights_BxV, weights_BxV, needed_B, shards)
 
 
 def _keep_likeliest(
@@ -110,6 +181,7 @@ def _keep_likeliest(
     weights_BxV: jax.Array,
     measures_BxV: jax.Array,
     needed_B: jax.Array | int,
+    shards: VocabularyShards,
 ) -> jax.Array:
     """Keep the logits of the heaviest tokens, as few as measure `needed` together; others are -inf.
 
@@ -123,7 +195,8 @@ def _keep_likeliest(
     def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low_B, high_B = bounds
         middle_B = (low_B + high_B) >> 1
-        enough_B = jnp.where(bits_BxV >= middle_B[:, None], measures_BxV, 0).sum(-1) >= needed_B
+        measured_B = jnp.where(bits_BxV >= middle_B[:, None], measures_BxV, 0).sum(-1)
+        enough_B = shards.sum(measured_B) >= needed_B
         return jnp.where(enough_B, middle_B, low_B), jnp.where(enough_B, high_B, middle_B)
 
     low_B = jnp.zeros_like(bits_BxV[:, 0])
@@ -133,26 +206,66 @@ def _keep_likeliest(
     return jnp.where(bits_BxV >= least_B[:, None], logits_BxV, -jnp.inf)
 
 
-def draw_tokens(logits_BxV: jax.Array, uniforms_Bx2: jax.Array) -> tuple[jax.Array, jax.Array]:
+def draw_tokens(
+    logits_BxV: jax.Array, uniforms_Bx2: jax.Array, shards: VocabularyShards = WHOLE
+) -> tuple[jax.Array, jax.Array]:
     """Draw one token per row from softmax(logits) by inverting its distribution function.
 
     In two steps, because a running sum over a large vocabulary is slow and coarse: the first
     uniform picks one of N blocks of W tokens (W about sqrt(V)), the second a token in it. A token
     of probability 0 is never drawn, be it filtered (-inf) or padding of the last block.
 
+    Blocks are those of the whole vocabulary, however many devices split it, so that the draw is the
+    same up to the rounding of a block that two devices share.
+
     Returns:
       (tokens, int32 [B]; the sum of exp(logits - the largest) of each row, float32 [B]).
     """
-    B, V = logits_BxV.shape
+    width = logits_BxV.shape[-1]
+    V = shards.total(width)
     # A power of two near the square root of V, so that both steps are short.
     size = 1 << ((V - 1).bit_length() + 1) // 2
-    weights_BxV = jnp.pad(_unnormalized_probs(logits_BxV), ((0, 0), (0, -V % size)))
+    weights_BxV = _unnormalized_probs(logits_BxV, shards)
+    first, weights_BxMxW = _split_into_blocks(weights_BxV, shards.start(width), size)
     # First a block by its total weight, then a token within the block.
-    weights_BxNxW = weights_BxV.reshape(B, -1, size)
-    block_B, sums_B = _invert_cdf(weights_BxNxW.sum(-1), uniforms_Bx2[:, 0])
-    block_BxW = jnp.take_along_axis(weights_BxNxW, block_B[:, None, None], axis=1)[:, 0]
+    sums_BxN = shards.sum(_place_blocks(weights_BxMxW.sum(-1), first, -(-V // size)))
+    block_B, sums_B = _invert_cdf(sums_BxN, uniforms_Bx2[:, 0])
+    block_BxW = shards.sum(_take_own(weights_BxMxW, block_B - first))
     within_B, _ = _invert_cdf(block_BxW, uniforms_Bx2[:, 1])
     return block_B * size + within_B, sums_B
+
+
+def _split_into_blocks(
+    weights_BxV: jax.Array, start: jax.Array | int, size: int
+) -> tuple[jax.Array | int, jax.Array]:
+    """Return this device's weights in blocks of the whole vocabulary, 0 where it has none.
+
+    Args:
+      weights_BxV: the weights of tokens `start` to `start + V`.
+      start: the first token's id; an int if the vocabulary is not split.
+      size: W, tokens per block.
+
+    Returns:
+      (index of the first block; weights, [B, M, W]).
+    """
+    B, V = weights_BxV.shape
+    if isinstance(start, int):
+        padded_BxMW = jnp.pad(weights_BxV, ((0, 0), (0, -V % size)))
+        return 0, padded_BxMW.reshape(B, -1, size)
+    # As many blocks as V tokens overlap, wherever in a block the first one is.
+    empty_BxMW = jnp.zeros((B, (-(-(V - 1) // size) + 1) * size), weights_BxV.dtype)
+    padded_BxMW = jax.lax.dynamic_update_slice_in_dim(empty_BxMW, weights_BxV, start % size, axis=1)
+    return start // size, padded_BxMW.reshape(B, -1, size)
+
+
+def _place_blocks(sums_BxM: jax.Array, first: jax.Array | int, count: int) -> jax.Array:
+    """Return the sums of M blocks from `first` on among those of `count` blocks, otherwise 0."""
+    if isinstance(first, int):
+        return sums_BxM
+    # Room for M more: a slice past the end would be moved back inside.
+    B, M = sums_BxM.shape
+    empty = jnp.zeros((B, count + M), sums_BxM.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(empty, sums_BxM, first, axis=1)[:, :count]
 
 
 def _invert_cdf(weights_BxN: jax.Array, uniforms_B: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -172,6 +285,6 @@ def _invert_cdf(weights_BxN: jax.Array, uniforms_B: jax.Array) -> tuple[jax.Arra
     return indices_B, sums_BxN[:, -1]
 
 
-def _unnormalized_probs(logits_BxV: jax.Array) -> jax.Array:
+def _unnormalized_probs(logits_BxV: jax.Array, shards: VocabularyShards = WHOLE) -> jax.Array:
     """Return softmax without its division: in [0, 1], the largest is 1."""
-    return jnp.exp(logits_BxV - logits_BxV.max(-1, keepdims=True))
+    return jnp.exp(logits_BxV - shards.max(logits_BxV.max(-1))[:, None])

@@ -6,7 +6,8 @@ stage, from where each of their n samples copies keys and values into its slot.
 
 The cache has S = P + T columns per slot, and the token at position i of a sequence is in column i.
 When a slot is filled, its prompt's last token is still to be run: the decode step that runs it
-draws the first token of the response.
+draws the first token of the response. In a later stage (`stages.py`) the prompt includes the tokens
+that earlier stages have drawn, and S has the room of that stage.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 
 from jax_ppo.models.cache import empty_cache, write_rows
 from jax_ppo.models.transformer import Transformer
+from jax_ppo.runtime.sharding import num_split_kv_heads
 from jax_ppo.sampler.engine import Params, SamplingOptions
 from jax_ppo.types import Prompts
 
@@ -32,7 +34,7 @@ class Slots(NamedTuple):
 
     Attributes:
       sample: int32 [B], index of the slot's sample; N, the number of samples, if the slot is idle.
-      drawn: int32 [B], tokens of its response so far.
+      drawn: int32 [B], tokens of its response so far, of all stages.
       token: int32 [B], the last token of its sequence, which has not been run yet.
       cache: of each layer, B rows and S columns; possibly with further rows that slots have left
         (see `compact_slots`).
@@ -83,6 +85,9 @@ class DecodeJob:
       keys_N: one random key per sample.
       group: G, prompts prefilled together.
       width: B, the number of slots at first.
+      start: tokens of each response that have been drawn and are part of its prompt.
+      limit: tokens of a response at which a sample leaves its slot, whether or not it has ended.
+      count: samples to decode; those from this one on are left alone.
       any_shard: maps a bool to whether it holds on any of the row shards whose loops run in step
         with this one's.
     """
@@ -94,6 +99,9 @@ class DecodeJob:
     keys_N: jax.Array
     group: int
     width: int
+    start: int
+    limit: int
+    count: int | jax.Array
     any_shard: Callable[[jax.Array], jax.Array]
 
     @property
@@ -114,6 +122,10 @@ def plan_job(
     prompts: Prompts,
     keys_N: jax.Array,
     any_shard: Callable[[jax.Array], jax.Array] = lambda holds: holds,
+    *,
+    start: int = 0,
+    limit: int | None = None,
+    count: jax.Array | None = None,
 ) -> DecodeJob:
     """Choose the numbers of slots and of prompts per prefill, and pad the queue to whole groups.
 
@@ -124,17 +136,20 @@ def plan_job(
       prompts: [N / n, P].
       keys_N: one random key per sample.
       any_shard: see `DecodeJob`.
+      start: see `DecodeJob`.
+      limit: see `DecodeJob`; `None` is T.
+      count: see `DecodeJob`; `None` is all samples.
     """
-    count, P = prompts.tokens.shape
+    rows, P = prompts.tokens.shape
     # More slots than samples would never be used.
     width = min(options.slots or len(keys_N), len(keys_N))
     # As many prompts as the slots take at once, within the budget of a prefill.
-    group = max(1, min(PREFILL_TOKENS // P, count, -(-width // options.n)))
+    group = max(1, min(PREFILL_TOKENS // P, rows, -(-width // options.n)))
     # Padding may be anything, an id outside the vocabulary too: it is replaced by zeros.
     tokens = jnp.where(jnp.arange(P) < prompts.lengths[:, None], prompts.tokens, 0)
     queue = Prompts(
-        tokens=jnp.pad(tokens, ((0, -count % group), (0, 0))),
-        lengths=jnp.pad(prompts.lengths, (0, -count % group), constant_values=1),
+        tokens=jnp.pad(tokens, ((0, -rows % group), (0, 0))),
+        lengths=jnp.pad(prompts.lengths, (0, -rows % group), constant_values=1),
     )
     return DecodeJob(
         model=model,
@@ -144,6 +159,9 @@ def plan_job(
         keys_N=keys_N,
         group=group,
         width=width,
+        start=start,
+        limit=options.max_response_length if limit is None else limit,
+        count=len(keys_N) if count is None else count,
         any_shard=any_shard,
     )
 
@@ -160,7 +178,7 @@ def initial_state(job: DecodeJob) -> DecodeState:
                 job.model.decoding,
                 rows,
                 columns,
-                architecture.num_kv_heads,
+                num_split_kv_heads(architecture.num_kv_heads),
                 architecture.head_dim,
                 job.model.dtype,
             )
@@ -172,7 +190,7 @@ def initial_state(job: DecodeJob) -> DecodeState:
             sample=jnp.full(B, N, jnp.int32),
             drawn=jnp.zeros(B, jnp.int32),
             token=jnp.zeros(B, jnp.int32),
-            cache=cache(B, P + T),
+            cache=cache(B, P + job.limit - job.start),
         ),
         entered=jnp.int32(0),
         staged=jnp.int32(0),
@@ -197,7 +215,7 @@ def slot_widths(width: int) -> tuple[int, ...]:
 
 def has_queue(job: DecodeJob, state: DecodeState) -> jax.Array:
     """Return whether samples wait in the queue, bool scalar."""
-    return state.entered < job.samples
+    return state.entered < job.count
 
 
 def busy_slots(job: DecodeJob, state: DecodeState) -> jax.Array:
@@ -217,7 +235,7 @@ def fill_slots(job: DecodeJob, state: DecodeState) -> DecodeState:
     # Idle slots meet the next samples of the queue, in order; B stands for no slot.
     slot_g = jnp.nonzero(~busy_slots(job, state), size=job.refill, fill_value=B)[0]
     sample_g = state.entered + jnp.arange(job.refill)
-    enters_g = (slot_g < B) & (sample_g < jnp.minimum(state.staged * n, job.samples))
+    enters_g = (slot_g < B) & (sample_g < jnp.minimum(state.staged * n, job.count))
     # Writes to slot B, which does not exist, are dropped.
     slot_g = jnp.where(enters_g, slot_g, B)
     # The n samples of a prompt enter one after the other and copy the same stage row.
@@ -236,7 +254,7 @@ def fill_slots(job: DecodeJob, state: DecodeState) -> DecodeState:
     last_g = job.prompts.tokens[prompt_g, job.prompts.lengths[prompt_g] - 1]
     filled = Slots(
         sample=put(slots.sample, sample_g),
-        drawn=put(slots.drawn, 0),
+        drawn=put(slots.drawn, job.start),
         token=put(slots.token, last_g),
         cache=cache,
     )

@@ -6,9 +6,15 @@ from pathlib import Path
 
 from jax_ppo.errors import UserError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+# EFBIG: beyond the limit of this process (ulimit -f) or of the file system on the size of a file.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # tensorstore, which writes the arrays of checkpoints, has only these words for it.
-_FULL_TEXTS = ("RESOURCE_EXHAUSTED", "No space left on device", "Disk quota exceeded")
+_FULL_TEXTS = (
+    "RESOURCE_EXHAUSTED",
+    "No space left on device",
+    "Disk quota exceeded",
+    "File too large",
+)
 
 
 def require_free_space(folder: Path, needed: int, what: str) -> None:
@@ -24,30 +30,44 @@ def require_free_space(folder: Path, needed: int, what: str) -> None:
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Return whether an error, or one that it was raised from, is that of a full disk."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _FULL:
-            return True
-        if any(text in str(error) for text in _FULL_TEXTS):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    """Return whether an error, or one that it was raised from, is that of a full disk.
+
+    A file that exceeds a limit on its size counts as well.
+    """
+    return _matches(error, _FULL, _FULL_TEXTS)
 
 
-def disk_full_error(folder: Path, what: str, needed: int | None = None) -> UserError:
-    """Return the error for a full disk.
+def disk_full_error(
+    folder: Path, what: str, needed: int | None = None, cause: BaseException | None = None
+) -> UserError:
+    """Return the error for a full disk, or for a file beyond the limit on the size of files.
 
     Args:
       folder: An existing folder on the disk.
       what: What was written, such as "the checkpoint of step 3".
       needed: Its size in bytes, if it is known.
+      cause: The error of the system, if there was one.
     """
     free = _megabytes(shutil.disk_usage(folder).free)
     need = "" if needed is None else f" needs {_megabytes(needed)};"
+    reason, remedy = "the disk is full", "Make room"
+    if _matches(cause, (errno.EFBIG,), ("File too large",)):
+        reason, remedy = "files may not become so large (`ulimit -f`)", "Raise the limit"
     return UserError(
-        f"{folder}: the disk is full: {what}{need or ' did not fit;'} {free} are free. Make room, "
+        f"{folder}: {reason}: {what}{need or ' did not fit;'} {free} are free. {remedy}, "
         "then the same command resumes from the newest checkpoint"
     )
+
+
+def _matches(error: BaseException | None, numbers: tuple[int, ...], texts: tuple[str, ...]) -> bool:
+    """Return whether an error or one of its causes has one of the numbers or texts."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in numbers:
+            return True
+        if any(text in str(error) for text in texts):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _megabytes(count: int) -> str:

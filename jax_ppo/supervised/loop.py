@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,17 @@ import optax
 
 from jax_ppo.config.schema import Config
 from jax_ppo.data import prompts as prompts_lib
-from jax_ppo.models import heads
 from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.reporting import console
-from jax_ppo.runtime import compilation, sharding, signals
+from jax_ppo.runtime import compilation, meshes, signals, work_directory
+from jax_ppo.supervised.parameters import trained_shapes
 from jax_ppo.supervised.report import Reporter
 from jax_ppo.supervised.setup import SupervisedRun, set_up_run
 from jax_ppo.supervised.step import measure_batch, train_step
 from jax_ppo.supervised.tasks import Task
-from jax_ppo.training.checkpoint import Checkpointer
-from jax_ppo.training.optimizer import make_optimizer
+from jax_ppo.training.checkpoint import Checkpointer, EvaluationInterrupted
+from jax_ppo.training.optimizer import make_optimizer, rounding_seed
 from jax_ppo.training.resume import find_progress, is_due
 from jax_ppo.types import Params
 
@@ -34,16 +35,17 @@ def train(config: Config, workdir: Path, task: Task) -> dict[str, Any]:
     Returns:
       The contents of summary.json.
     """
-    mesh = sharding.make_mesh(config.mesh)
+    mesh = meshes.make_mesh(config.mesh)
     trainer = config.trainer
     with (
         jax.set_mesh(mesh),
         compilation.count_compilations() as compiled,
         Checkpointer(
-            workdir / "checkpoints",
+            work_directory.checkpoint_directory(workdir),
             max_to_keep=trainer.max_checkpoints,
             best_metric="quality",
             report=console.print_on_main,
+            before_save=functools.partial(work_directory.publish, workdir),
         ) as checkpoints,
     ):
         run = set_up_run(config, task, mesh)
@@ -53,8 +55,10 @@ def train(config: Config, workdir: Path, task: Task) -> dict[str, Any]:
         with Reporter(run, workdir, progress, compiled) as reporter:
             params, optimizer_state = start_parameters(run, checkpoints, progress.step)
             reporter.restart_clock()
-            if run.held_out and progress.step == 0 and trainer.val_before_train:
-                reporter.report_evaluation(0, evaluate(run, params))
+            evaluates_first = progress.step == 0 and trainer.val_before_train
+            if run.held_out and (evaluates_first or progress.evaluation_pending):
+                reporter.report_evaluation(progress.step, evaluate(run, params))
+                progress.evaluation_pending = False
             batches = run.batches(progress.position)
             for step in range(progress.step, run.total_steps):
                 # The host packs this batch while the mesh still computes the step before.
@@ -68,6 +72,7 @@ def train(config: Config, workdir: Path, task: Task) -> dict[str, Any]:
                     optimizer_state,
                     run.replicate(np.int32(step)),
                     *batch,
+                    rounding_seed=rounding_seed(config.supervised.optim, config.seed),
                 )
                 reporter.flush()  # of the step before, while this one is computed
                 completed_steps = step + 1
@@ -76,15 +81,19 @@ def train(config: Config, workdir: Path, task: Task) -> dict[str, Any]:
                 quality = None
                 if run.held_out and is_due(completed_steps, run.total_steps, trainer.test_freq):
                     reporter.flush()  # the evaluation is not part of the step's time
-                    means = evaluate(run, params)
-                    quality = reporter.report_evaluation(completed_steps, means)
+                    interrupt = functools.partial(checkpoints.interrupt_evaluation, completed_steps)
+                    try:
+                        means = evaluate(run, params, interrupt)
+                        quality = reporter.report_evaluation(completed_steps, means)
+                    except EvaluationInterrupted:
+                        progress.evaluation_pending = True
                 # A preempted run saves even if no checkpoint is due, and does not export.
                 stops = checkpoints.should_stop(completed_steps)
                 if stops or is_due(completed_steps, run.total_steps, trainer.save_freq):
                     reporter.flush()
                     meta = {
                         "position": batches.position,
-                        "evaluations": progress.evaluations,
+                        **progress.history(),
                         "config": dataclasses.asdict(config),
                     }
                     trees = {"params": params, "optimizer": optimizer_state}
@@ -110,42 +119,42 @@ def start_parameters(
       step: the number of completed steps; with 0 the model's own parameters are read.
     """
     head = run.task.objective.head
-    options = run.config.supervised
-    init_optimizer = make_optimizer(options.optim, options.grad_clip).init
     # Shapes first: both a checkpoint and a model's folder are read into their shards.
-    params_shapes = jax.eval_shape(
-        functools.partial(heads.init_params, run.model, head=head), jax.random.key(0)
-    )
-    shapes = {
-        "params": params_shapes,
-        "optimizer": jax.eval_shape(init_optimizer, params_shapes),
-    }
-    shardings = sharding.tree_shardings(run.mesh, shapes, sharding.TRAIN_RULES)
+    shapes = trained_shapes(run.config, run.model, head, run.mesh)
     if step:
-        abstract = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
-        )
-        arrays, _ = checkpoints.restore(step, abstract)
+        arrays, _ = checkpoints.restore(step, shapes)
         return arrays["params"], arrays["optimizer"]
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+    options = run.config.supervised
     params = load_checkpoint(
         run.folder,
         run.model.architecture,
         shardings["params"],
-        jnp.float32,
+        jnp.dtype(options.optim.param_dtype),
         head,
         console.make_loading_reporter("model"),
     )
+    init_optimizer = make_optimizer(options.optim, options.grad_clip).init
     return params, jax.jit(init_optimizer, out_shardings=shardings["optimizer"])(params)
 
 
-def evaluate(run: SupervisedRun, params: Params) -> dict[str, float]:
-    """Return the objective's means over the held-out examples."""
+def evaluate(
+    run: SupervisedRun, params: Params, before_batch: Callable[[], None] = lambda: None
+) -> dict[str, float]:
+    """Return the objective's means over the held-out examples.
+
+    Args:
+      run: the parts of the run.
+      params: the model's.
+      before_batch: called before each batch; it may raise an exception to end the evaluation.
+    """
     assert run.held_out is not None, "there are no validation files"
     objective = run.task.objective
     sums: collections.Counter[str] = collections.Counter()
     for batch in prompts_lib.evaluation_batches(
         run.held_out.prompts, run.config.data.val_batch_size
     ):
+        before_batch()
         batch_sums = measure_batch(
             objective,
             run.config.supervised,
@@ -165,6 +174,7 @@ def export_model(run: SupervisedRun, params: Params, workdir: Path) -> None:
         params,
         run.exported_architecture,
         workdir / run.task.output,
+        dtype=run.config.trainer.export_dtype,
         source_folder=run.folder,
         tokenizer_folder=Path(run.tokenizer.name_or_path),
     )

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -18,10 +19,11 @@ from jax_ppo.models.hf.hub import resolve_model_folder
 from jax_ppo.models.hf.load import has_score_head, read_architecture
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.reporting import console
-from jax_ppo.runtime import sharding
+from jax_ppo.runtime import meshes, placement, sharding
+from jax_ppo.supervised.memory_check import validate_memory
 from jax_ppo.supervised.tasks import Task
 from jax_ppo.training import packing
-from jax_ppo.training.networks import build_decoder
+from jax_ppo.training.networks import build_decoder, describe_attention
 from jax_ppo.training.setup import (
     count_steps,
     load_examples,
@@ -79,7 +81,7 @@ class SupervisedRun:
 
     def replicate(self, tree: Any) -> Any:
         """Return host arrays on every device of the mesh."""
-        return sharding.place(tree, sharding.replicated(self.mesh))
+        return placement.place(tree, sharding.replicated(self.mesh))
 
     def place_batch(
         self, dataset: ResponseDataset, rows: np.ndarray, count: int | None = None
@@ -100,7 +102,8 @@ class SupervisedRun:
             self.config.supervised.micro_batch_size_per_device,
             self.row_length,
             num_rows,
-            sharding.row_shards(self.mesh),
+            meshes.row_shards(self.mesh),
+            meshes.gathers_weights(self.mesh),
         )
         # A length of 0 takes no place in a row.
         is_real = np.arange(num_rows) < (num_rows if count is None else count)
@@ -116,7 +119,7 @@ class SupervisedRun:
             plan = packing.split_pairs(plan, lengths[0])
         return (
             self.replicate(sequences),
-            sharding.place(plan, sharding.rows(self.mesh, axis=1)),
+            placement.place(plan, sharding.rows(self.mesh, axis=1)),
             self.replicate(counts[0]),
         )
 
@@ -142,12 +145,15 @@ def set_up_run(config: Config, task: Task, mesh: Mesh) -> SupervisedRun:
     folder = resolve_model_folder(config.model.path)
     tokenizer = load_model_tokenizer(config.model, folder)
     architecture = read_architecture(folder)
-    validate_model(mesh, architecture, tokenizer, config.sequence_length)
+    validate_model("model", mesh, architecture, tokenizer, config.sequence_length)
     if task.objective.head == "scalar" and has_score_head(folder):
         console.print_on_main(
             f"note: config.model.path={config.model.path!r} has a scalar head; it is left out, a "
             "new one is made"
         )
+    head = task.objective.head
+    validate_memory(config, Transformer(architecture, jnp.dtype(config.model.dtype)), head, mesh)
+
     # 3. Examples as tokens, which fix the row length and the number of steps.
     console.print_on_main(f"tokenizing {len(training) + len(held_out)} {task.unit}")
     training_set = _tokenize(config.data, task, training, tokenizer, "config.data.train_files")
@@ -169,6 +175,7 @@ def set_up_run(config: Config, task: Task, mesh: Mesh) -> SupervisedRun:
         model=build_decoder(architecture, config.model, row_length),
         total_steps=count_steps(config.trainer, steps_per_epoch),
     )
+    console.print_on_main(describe_attention(config.model, run.model, row_length))
     console.print_on_main(
         f"{len(run.training)} training and {len(run.held_out or ())} held-out {task.unit}, "
         f"{run.total_steps} steps of {config.data.train_batch_size}"

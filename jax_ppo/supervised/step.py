@@ -18,8 +18,9 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.sharding import TRAIN_RULES, constrain_rows, constrain_tree
 from jax_ppo.training import forward
 from jax_ppo.training import packing as packing_lib
-from jax_ppo.training.optimizer import descend, learning_rate, make_optimizer
+from jax_ppo.training.optimizer import descend, learning_rate, make_optimizer, rounding_keys
 from jax_ppo.training.packing import Rows
+from jax_ppo.training.stochastic_rounding import add_gradients, zero_gradients
 from jax_ppo.types import Packing, Params, Sequences
 
 Metrics = dict[str, jax.Array]
@@ -111,7 +112,12 @@ PREFERENCE = Objective(
 )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=(4, 5))
+@functools.partial(
+    jax.jit,
+    static_argnums=(0, 1, 2, 3),
+    static_argnames="rounding_seed",
+    donate_argnums=(4, 5),
+)
 def train_step(
     objective: Objective,
     options: Supervised,
@@ -123,6 +129,8 @@ def train_step(
     sequences: Sequences,
     plan: Packing,
     micro_batches: jax.Array,
+    *,
+    rounding_seed: int = 0,
 ) -> tuple[Params, optax.OptState, Metrics]:
     """Take one optimizer step on a batch.
 
@@ -137,15 +145,19 @@ def train_step(
       sequences: the batch.
       plan: Packing [A, R, L].
       micro_batches: int32 scalar, how many of the A micro-batches hold tokens.
+      rounding_seed: see `optimizer.rounding_seed`; static.
 
     Returns:
       Parameters, optimizer state, and metrics: scalars on the mesh.
     """
-    grads, metrics = gradients(objective, options, model, params, sequences, plan, micro_batches)
+    stored_key, sum_key = rounding_keys(rounding_seed, "supervised", optimizer_state)
+    grads, metrics = gradients(
+        objective, options, model, params, sequences, plan, micro_batches, sum_key
+    )
     rate = learning_rate(options.optim, step, total_steps)
     transform = make_optimizer(options.optim, options.grad_clip)
     params, optimizer_state, norm, is_finite = descend(
-        transform, params, optimizer_state, grads, rate
+        transform, params, optimizer_state, grads, rate, key=stored_key
     )
     # Left alone, the compiler splits what the table replicates, and the next call would compile
     # another program.
@@ -167,10 +179,11 @@ def gradients(
     sequences: Sequences,
     plan: Packing,
     micro_batches: jax.Array,
+    key: jax.Array | None = None,
 ) -> tuple[Params, Metrics]:
     """Return the gradient of the mean loss, and the means, summed over micro-batches.
 
-    Arguments are those of `train_step`.
+    Arguments are those of `train_step`, and `key`, the second of `rounding_keys`.
     """
     # Counted over the whole batch, before anything is cut into micro-batches.
     units = objective.units(sequences, plan)
@@ -183,9 +196,18 @@ def gradients(
             means = {name: x / units for name, x in sums.items()}
             return means["loss"], means
 
-        return jax.tree.map(jnp.add, carry, jax.grad(loss, has_aux=True)(params))
+        gradient_sum, mean_sums = carry
+        grads, means = jax.grad(loss, has_aux=True)(params)
+        sum_key = None if key is None else jax.random.fold_in(key, i)
+        return (
+            add_gradients(gradient_sum, grads, sum_key),
+            jax.tree.map(jnp.add, mean_sums, means),
+        )
 
-    zeros = jax.tree.map(jnp.zeros_like, params), dict.fromkeys(objective.names, jnp.float32(0))
+    zeros = (
+        zero_gradients(params, options.optim.gradient_dtype),
+        dict.fromkeys(objective.names, jnp.float32(0)),
+    )
     return jax.lax.fori_loop(0, micro_batches, micro_batch, zeros)
 
 

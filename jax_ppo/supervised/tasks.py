@@ -52,6 +52,8 @@ SFT = Task(
             _GRADIENT_PANEL,
         ),
         learning_rate_option=_LEARNING_RATE,
+        best_metric="train/loss",
+        best_value=min,
     ),
 )
 REWARD_MODEL = Task(
@@ -91,5 +93,7 @@ REWARD_MODEL = Task(
             _GRADIENT_PANEL,
         ),
         learning_rate_option=_LEARNING_RATE,
+        best_metric="train/loss",
+        best_value=min,
     ),
 )

@@ -23,7 +23,7 @@ from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.families import CREATED_FAMILY
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime import sharding
+from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.supervised.step import LANGUAGE, train_step
 from jax_ppo.training import packing as packing_lib
 from jax_ppo.training.optimizer import make_optimizer
@@ -44,6 +44,9 @@ def make_model(config: Config, folder: Path, mesh: Mesh, report: Callable[[str],
       folder: where the Hugging Face folder is written.
       mesh: the mesh to train on.
       report: called with lines for the user.
+
+    Raises:
+      UserError: the mesh cannot split the model.
     """
     if (folder / "config.json").exists():
         return
@@ -54,7 +57,14 @@ def make_model(config: Config, folder: Path, mesh: Mesh, report: Callable[[str],
     tokenizer_folder = folder.with_name(f"{folder.name}_tokenizer_{jax.process_index()}")
     texts = [prompt + response for prompt, response in careful[:TOKENIZER_EXAMPLES]]
     tokenizer = tokenizer_lib.train_tokenizer(texts, create.vocab_size, tokenizer_folder)
-    architecture = make_architecture(create, tokenizer)
+    architecture = make_architecture(
+        create,
+        len(tokenizer),
+        bos_id=tokenizer.bos_token_id,
+        eos_ids=(tokenizer.eos_token_id,),
+        pad_id=tokenizer.pad_token_id,
+    )
+    meshes.validate_architecture(mesh, architecture)
     model = Transformer(architecture, jnp.dtype(config.model.dtype))
     init = functools.partial(heads.init_params, model, head="lm")
     shapes = jax.eval_shape(init, jax.random.key(0))
@@ -82,14 +92,17 @@ def make_model(config: Config, folder: Path, mesh: Mesh, report: Callable[[str],
     shutil.rmtree(tokenizer_folder)
 
 
-def make_architecture(create: Create, tokenizer: Any) -> Architecture:
-    """Return a Llama of the sizes of `model.create` for this tokenizer.
+def make_architecture(create: Create, tokens: int, **token_ids: Any) -> Architecture:
+    """Return a Llama of the sizes of `model.create`.
 
-    The vocabulary is rounded up so that a mesh can split it.
+    Args:
+      create: the sizes.
+      tokens: size of the tokenizer; the vocabulary is rounded up so that a mesh can split it.
+      **token_ids: `bos_id`, `eos_ids` and `pad_id` of the architecture.
     """
     return Architecture(
         family=CREATED_FAMILY,
-        vocab_size=-(-len(tokenizer) // 16) * 16,
+        vocab_size=-(-tokens // 16) * 16,
         hidden_size=create.hidden_size,
         intermediate_size=create.intermediate_size,
         num_layers=create.num_layers,
@@ -98,19 +111,17 @@ def make_architecture(create: Create, tokenizer: Any) -> Architecture:
         head_dim=create.hidden_size // create.num_heads,
         max_position_embeddings=512,
         tied=True,
-        bos_id=tokenizer.bos_token_id,
-        eos_ids=(tokenizer.eos_token_id,),
-        pad_id=tokenizer.pad_token_id,
+        **token_ids,
     )
 
 
 def tokenize_pairs(pairs: SequenceOf[tuple[str, str]], tokenizer: Any) -> Sequences:
     """Return prompts joined with their responses, each with an EOS at its end; host arrays."""
-    prompts = [tokenizer(prompt)["input_ids"] for prompt, _ in pairs]
-    responses = [
-        tokenizer(response, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-        for _, response in pairs
-    ]
+    # Whole lists: one call for each text would take ten times as long.
+    texts = [list(part) for part in zip(*pairs, strict=True)]
+    prompts = tokenizer(texts[0])["input_ids"]
+    endless = tokenizer(texts[1], add_special_tokens=False)["input_ids"]
+    responses = [[*ids, tokenizer.eos_token_id] for ids in endless]
     rows = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
     tokens = np.zeros((len(rows), max(len(row) for row in rows)), np.int32)
     for padded, row in zip(tokens, rows, strict=True):
@@ -160,8 +171,8 @@ def train_on_responses(
     shardings = sharding.tree_shardings(mesh, jax.eval_shape(init, params), sharding.TRAIN_RULES)
     opt_state = jax.jit(init, out_shardings=shardings)(params)
     # All examples are packed once; a step takes some of the rows.
-    plan, rows_at_once = _pack_rows(sequences, batch_size, sharding.row_shards(mesh))
-    sequences = sharding.place(sequences, sharding.replicated(mesh))
+    plan, rows_at_once = _pack_rows(sequences, batch_size, meshes.row_shards(mesh))
+    sequences = placement.place(sequences, sharding.replicated(mesh))
     rng, order = np.random.default_rng(seed), np.empty(0, np.int64)
     for i in range(steps):
         # Packing sorts by length, so batches are drawn from all rows instead of cut from
@@ -169,7 +180,7 @@ def train_on_responses(
         if len(order) < rows_at_once:
             order = np.concatenate([order, rng.permutation(len(plan.sample))])
         drawn, order = order[:rows_at_once], order[rows_at_once:]
-        rows = sharding.place(
+        rows = placement.place(
             jax.tree.map(lambda x, drawn=drawn: x[drawn][None], plan), sharding.rows(mesh, axis=1)
         )
         params, opt_state, metrics = train_step(

@@ -2,10 +2,10 @@
 
 A checkpoint is a folder DIRECTORY/STEP with one item per tree of arrays (`state.trained_trees`),
 `meta` (JSON) and `metrics` (JSON, by which the best checkpoint is chosen). A folder gets its name
-once all of it is on disk, with a checksum of each file. A process that is killed while saving
-leaves a temporary folder, which is ignored, and removed by the next run. A checkpoint whose files
-are not as they were written is set aside when the directory is opened, and the next older one is
-used.
+once all of it is on disk, with a checksum of each file; in a bucket, an object written last
+completes it. A process that is killed while saving leaves a temporary folder, which is ignored, and
+removed by the next run. A checkpoint whose files are not as they were written is set aside when the
+directory is opened, and the next older one is used.
 """
 
 import contextlib
@@ -14,6 +14,8 @@ import json
 import logging
 import math
 import os
+import sys
+import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,10 +27,17 @@ from orbax.checkpoint import checkpoint_managers
 
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import distributed, signals
-from jax_ppo.storage import disk_space
+from jax_ppo.storage import disk_space, remote
 from jax_ppo.training import checksums
 
+_show_uncaught = sys.unraisablehook
 META = "meta"
+HISTORY = (
+    "evaluations",
+    "evaluation_pending",
+    "started_at",
+    "kept_seconds",
+)  # fields of `Progress`
 MAX_SHOWN = 5  # mismatched parameters named in an error
 
 
@@ -43,18 +52,35 @@ class Progress:
       position: training examples consumed.
       evaluations: for each evaluation so far a dict of `step` and the means by name; `None` for a
         mean that is undefined.
+      evaluation_pending: whether a signal interrupted the evaluation after this step, so that a
+        resumed run begins with it.
+      started_at: when the run was set up for the first time, in seconds since 1970.
+      kept_seconds: time of the steps that still count: not of those that were repeated after an
+        interruption, nor of those whose update was skipped.
     """
 
     step: int = 0
     position: int = 0
     evaluations: list[dict] = dataclasses.field(default_factory=list)
+    evaluation_pending: bool = False
+    started_at: float = dataclasses.field(default_factory=time.time)
+    kept_seconds: float = 0.0
+
+    def history(self) -> dict[str, Any]:
+        """Return the part of a checkpoint's `meta` that reports of the run continue from."""
+        return {name: getattr(self, name) for name in HISTORY}
+
+
+class EvaluationInterrupted(Exception):
+    """A signal asked the run to end between two batches of an evaluation."""
 
 
 class Checkpointer:
     """The checkpoints of one run: the newest ones and the best one.
 
     Every process of the run creates one and calls its methods in the same order; the directory is
-    on a disk that all of them share. Leaving the `with` block waits for a save in progress.
+    in a bucket, or on a disk that all of them share. Leaving the `with` block waits for a save in
+    progress.
     """
 
     def __init__(
@@ -63,17 +89,26 @@ class Checkpointer:
         max_to_keep: int = 2,
         best_metric: str = "accuracy",
         report: Callable[[str], None] = print,
+        before_save: Callable[[], None] = lambda: None,
+        read_only: bool = False,
     ):
         """Open a directory, creating it if necessary.
 
         Args:
-          directory: used by this run only.
+          directory: a path or a gs:// address, used by this run only.
           max_to_keep: how many of the newest checkpoints are kept, at least 1.
           best_metric: the checkpoint with the largest value of this metric is kept too, also across
             restarts.
           report: called on the main process with a line for each damaged checkpoint.
+          before_save: called on the main process before each save, for what must not be older than
+            the checkpoint.
+          read_only: leave everything in the directory as it is: a run may be writing there.
         """
-        self._directory = os.path.abspath(directory)  # Orbax takes absolute paths only
+        self._directory = os.fspath(directory)
+        self._is_remote = remote.is_address(self._directory)
+        if not self._is_remote:
+            self._directory = os.path.abspath(directory)  # Orbax takes absolute paths only
+        self._before_save = before_save
         self._best_metric = best_metric
         policy = checkpoint_managers.AnyPreservationPolicy(
             [
@@ -86,22 +121,24 @@ class Checkpointer:
         )
         # Before Orbax looks at them: it would count damaged checkpoints and delete older ones.
         self._intact_steps: set[int] = set()
-        if distributed.is_main():
-            newest = checksums.set_damaged_aside(Path(self._directory), report)
+        if distributed.is_main() and not read_only:
+            newest = checksums.set_damaged_aside(self._directory, report)
             if newest is not None:
                 self._intact_steps.add(newest)
         distributed.barrier("damaged checkpoints")
-        logging.getLogger("absl").addFilter(_is_not_of_full_disk)
+        for library in ("absl", "asyncio"):
+            logging.getLogger(library).addFilter(_is_worth_showing)
+        sys.unraisablehook = _show_unless_of_closed_loop
         # Without best_fn no metrics are written, and a restart forgets the best checkpoint.
-        self._manager = ocp.CheckpointManager(
-            self._directory,
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=policy,
-                best_fn=self._quality,
-                cleanup_tmp_directories=True,
-                temporary_path_class=checksums.ChecksummedPath,
-            ),
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=policy,
+            best_fn=self._quality,
+            cleanup_tmp_directories=True,
+            temporary_path_class=checksums.temporary_path_class(self._directory),
         )
+        if read_only:
+            options = ocp.CheckpointManagerOptions(best_fn=self._quality, read_only=True)
+        self._manager = ocp.CheckpointManager(self._directory, options=options)
         # What `save` and `should_stop` last did, since the loop may ask twice about one step.
         self._saved_step: int | None = None
         self._saving: tuple[int, int] = (0, 0)  # the step that is being saved, and its bytes
@@ -165,8 +202,7 @@ class Checkpointer:
         # The save before this one needs its space first.
         self.wait()
         self._saving = (step, sum(map(_num_bytes, jax.tree.leaves(arrays))))
-        # Asked beforehand, since tensorstore has no short error for a full disk.
-        distributed.run_on_main(self._require_free_space)
+        distributed.run_on_main(self._prepare_save)
         # `force`: the caller decides when to save, not an interval of Orbax.
         with self._disk_errors():
             self._manager.save(step, args=ocp.args.Composite(**items), metrics=finite, force=True)
@@ -222,6 +258,19 @@ class Checkpointer:
         )
         return {name: restored[name] for name in wanted}, restored[META]
 
+    def saved_tree(self, step: int, name: str) -> Any:
+        """Return the shapes and dtypes of a tree of a checkpoint, `None` if it is not there.
+
+        Args:
+          step: an existing checkpoint.
+          name: the name of the tree.
+
+        Returns:
+          Nested dicts of objects with `shape` and `dtype`.
+        """
+        path = self._manager.directory / str(step) / name
+        return ocp.StandardCheckpointHandler().metadata(path).tree if path.exists() else None
+
     def restore_item(self, step: int, name: str, abstract: Any) -> Any:
         """Read one tree of a checkpoint, as `restore` does."""
         arrays, _ = self.restore(step, {name: abstract})
@@ -244,6 +293,18 @@ class Checkpointer:
                 self._stop = self._agree_to_stop()
         return self._stop
 
+    def interrupt_evaluation(self, step: int) -> None:
+        """Raise if the run is to end, for between the batches of the evaluation after a step.
+
+        All processes must call it equally often. `should_stop` of the step agrees with it.
+
+        Raises:
+          EvaluationInterrupted: SIGTERM or Ctrl-C asked the run to save and end.
+        """
+        self._asked_step = None  # a signal may have come since the last question
+        if self.should_stop(step):
+            raise EvaluationInterrupted
+
     def wait(self) -> None:
         """Wait until everything saved is on disk, and raise what went wrong."""
         # Background errors of the last save surface here.
@@ -257,10 +318,13 @@ class Checkpointer:
         self.wait()
         self._manager.close()
 
-    def _require_free_space(self) -> None:
+    def _prepare_save(self) -> None:
         step, needed = self._saving
-        what = f"the checkpoint of step {step}"
-        disk_space.require_free_space(Path(self._directory), needed, what)
+        # Asked beforehand, since tensorstore has no short error for a full disk.
+        if not self._is_remote:
+            what = f"the checkpoint of step {step}"
+            disk_space.require_free_space(Path(self._directory), needed, what)
+        self._before_save()
 
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:
@@ -268,11 +332,11 @@ class Checkpointer:
         try:
             yield
         except Exception as error:
-            if not disk_space.is_disk_full(error):
+            if self._is_remote or not disk_space.is_disk_full(error):
                 raise
             step, needed = self._saving
             full = disk_space.disk_full_error(
-                Path(self._directory), f"the checkpoint of step {step}", needed
+                Path(self._directory), f"the checkpoint of step {step}", needed, cause=error
             )
             # Without the cause, whose frames hold the writers that were not awaited.
             raise full from None
@@ -292,8 +356,14 @@ class Checkpointer:
         """Compare the checksums on the main process; raise on all of them if they differ."""
 
         def compare() -> None:
-            folder = Path(self._directory) / str(step)
-            if step not in self._intact_steps and (damage := checksums.find_damage(folder)):
+            folder = f"{self._directory}/{step}"
+            if step in self._intact_steps:
+                return
+            if self._is_remote:
+                damage = checksums.find_bucket_damage(folder)
+            else:
+                damage = checksums.find_damage(Path(folder))
+            if damage:
                 raise UserError(f"checkpoint {folder} is damaged: {damage}")
 
         distributed.run_on_main(compare)
@@ -301,10 +371,10 @@ class Checkpointer:
 
     def _validate_shapes(self, step: int, name: str, abstract: Any) -> None:
         """Compare names and shapes before Orbax does, whose errors name no parameter."""
-        path = self._manager.directory / str(step) / name
-        if not path.exists():
+        saved_tree = self.saved_tree(step, name)
+        if saved_tree is None:
             raise UserError(f"checkpoint {step} in {self._directory} holds no {name!r}")
-        saved = _shapes(ocp.StandardCheckpointHandler().metadata(path).tree)
+        saved = _shapes(saved_tree)
         wanted = _shapes(abstract)
         # Names of both sides: a parameter that only one of them has is a mismatch, too.
         wrong = [
@@ -325,10 +395,17 @@ def _num_bytes(array: Any) -> int:
     return array.size * array.dtype.itemsize
 
 
-def _is_not_of_full_disk(record: logging.LogRecord) -> bool:
-    """Return whether to show a log record of Orbax: a full disk is reported by `Checkpointer`."""
+def _is_worth_showing(record: logging.LogRecord) -> bool:
+    """Return whether to show a log record of Orbax.
+
+    A full disk is reported by `Checkpointer`. Orbax's threads fail if the command ends before them,
+    after an error that has been reported. Directories of other runs are read only on purpose.
+    """
     error = record.exc_info[1] if record.exc_info else None
-    return not (disk_space.is_disk_full(error) or "RESOURCE_EXHAUSTED" in record.getMessage())
+    text = record.getMessage()
+    is_of_full_disk = disk_space.is_disk_full(error) or disk_space.is_disk_full(Exception(text))
+    expected = ("cannot schedule new futures", "Given directory is read only")
+    return not is_of_full_disk and not any(part in text for part in expected)
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
@@ -339,3 +416,13 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
             leaf = jax.eval_shape(jax.random.key_data, leaf)  # keys are saved as their data
         shapes[jax.tree_util.keystr(path, simple=True, separator="/")] = tuple(leaf.shape)
     return shapes
+
+
+def _show_unless_of_closed_loop(report: "sys.UnraisableHookArgs") -> None:
+    """Show an error that no caller can catch, unless it follows from a save that failed.
+
+    After the first error tensorstore reports here, from its threads, each array that was still
+    being written: that nothing waits for it any more.
+    """
+    if str(report.exc_value) != "Event loop is closed":
+        _show_uncaught(report)

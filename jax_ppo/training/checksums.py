@@ -2,6 +2,9 @@
 
 CRC-32 detects every flipped bit and truncation. zlib computes it at more than 1 GB/s per thread and
 releases the interpreter lock, so that reading the files takes most of the time.
+
+A bucket verifies and keeps a checksum of each object itself. There one listing, without reading
+the arrays, compares these checksums and the sizes with those of the time of writing.
 """
 
 import asyncio
@@ -17,12 +20,29 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
+from jax_ppo.storage import remote
+from jax_ppo.storage.remote import RemoteFile
+
 CHECKSUMS = "checksums.json"
 THREADS = 8
 _CHUNK_BYTES = 1 << 22
 # Orbax reads only small files of the checkpoints that a run does not resume from.
 _SMALL_FILE_BYTES = 1 << 20
 _STEP_METADATA = "_CHECKPOINT_METADATA"
+
+
+async def _write_last_metadata(temporary_path: Any) -> None:
+    """Write the metadata that Orbax updates last, so that a checksum covers it, too."""
+    store: Any = temporary_path._checkpoint_metadata_store
+    temporary_path._checkpoint_metadata_store = None
+    if store is not None:
+        await asyncio.to_thread(store.wait_until_finished)
+        await asyncio.to_thread(
+            store.update,
+            file_path=temporary_path.get() / _STEP_METADATA,
+            commit_timestamp_nsecs=time.time_ns(),
+        )
+        await asyncio.to_thread(store.wait_until_finished)
 
 
 class ChecksummedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
@@ -33,19 +53,24 @@ class ChecksummedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
 
     async def finalize(self) -> None:
         """Write the last metadata and the checksums, then rename the folder."""
-        # Orbax updates the metadata last; done here, it is covered by a checksum, too.
-        store: Any = self._checkpoint_metadata_store
-        self._checkpoint_metadata_store: Any = None
-        if store is not None:
-            await asyncio.to_thread(store.wait_until_finished)
-            await asyncio.to_thread(
-                store.update,
-                file_path=self.get() / _STEP_METADATA,
-                commit_timestamp_nsecs=time.time_ns(),
-            )
-            await asyncio.to_thread(store.wait_until_finished)
+        await _write_last_metadata(self)
         await asyncio.to_thread(write_checksums, Path(self.get()))
         await super().finalize()
+
+
+class ChecksummedBucketPath(ocp.path.atomicity.CommitFileTemporaryPath):
+    """A checkpoint in a bucket, which cannot rename: an object written last makes it complete."""
+
+    async def finalize(self) -> None:
+        """Write the last metadata and the checksums, then the object that completes it."""
+        await _write_last_metadata(self)
+        await asyncio.to_thread(write_bucket_checksums, str(self.get()))
+        await super().finalize()
+
+
+def temporary_path_class(directory: str) -> type[ocp.path.atomicity.TemporaryPathBase]:
+    """Return how checkpoints in a directory, a path or an address, become complete."""
+    return ChecksummedBucketPath if remote.is_address(directory) else ChecksummedPath
 
 
 def write_checksums(folder: Path) -> None:
@@ -63,6 +88,42 @@ def write_checksums(folder: Path) -> None:
         # On disk before the folder gets its final name, which claims that it is complete.
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_bucket_checksums(address: str) -> None:
+    """Write the size and checksum that the bucket has of every object to checksums.json."""
+    files = {
+        name: {"bytes": file.size, "crc32c": file.version}
+        for name, file in remote.list_files(address, "--workdir").items()
+    }
+    filesystem = remote.open_filesystem(address)
+    filesystem.pipe_file(
+        f"{remote.bucket_path(address)}/{CHECKSUMS}", json.dumps(files, indent=1).encode()
+    )
+
+
+def find_bucket_damage(address: str) -> str | None:
+    """Return what is wrong with a checkpoint in a bucket, as `find_damage` does."""
+    files = remote.list_files(address, "--workdir")
+    if CHECKSUMS not in files:
+        return f"{CHECKSUMS} is missing"
+    try:
+        filesystem = remote.open_filesystem(address)
+        expected = json.loads(filesystem.cat_file(files[CHECKSUMS].path))
+        return _compare_listing(expected, files)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{CHECKSUMS} is unreadable"
+
+
+def _compare_listing(expected: dict[str, Any], files: dict[str, RemoteFile]) -> str | None:
+    for name, entry in expected.items():
+        if name not in files:
+            return f"{name} is missing"
+        if files[name].size != entry["bytes"]:
+            return f"{name} has {files[name].size} bytes instead of {entry['bytes']}"
+        if files[name].version != entry["crc32c"]:
+            return f"the checksum of {name} differs"
+    return None if expected else f"{CHECKSUMS} names no file"
 
 
 def find_damage(folder: Path, *, small_files_only: bool = False) -> str | None:
@@ -101,47 +162,97 @@ def find_damage(folder: Path, *, small_files_only: bool = False) -> str | None:
     return None
 
 
-def set_damaged_aside(directory: Path, report: Callable[[str], None]) -> int | None:
+class _Folders:
+    """The checkpoints in a local directory, by their paths."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = Path(directory)
+
+    def names(self) -> list[str]:
+        if not self._directory.is_dir():
+            return []
+        return [path.name for path in self._directory.iterdir()]
+
+    def find_damage(self, name: str, small_files_only: bool) -> str | None:
+        return find_damage(self._directory / name, small_files_only=small_files_only)
+
+    def remove(self, name: str) -> None:
+        shutil.rmtree(self._directory / name, ignore_errors=True)
+
+    def rename(self, name: str, new: str) -> None:
+        (self._directory / name).rename(self._directory / new)
+
+
+class _BucketFolders:
+    """The complete checkpoints in a bucket; Orbax removes the others."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._filesystem = remote.open_filesystem(directory)
+
+    def names(self) -> list[str]:
+        files = remote.list_files(self._directory, "--workdir")
+        commit = ocp.path.atomicity.COMMIT_SUCCESS_FILE
+        folders = (name.removesuffix(f"/{commit}") for name in files if name.endswith(f"/{commit}"))
+        return [name for name in folders if "/" not in name]
+
+    def find_damage(self, name: str, small_files_only: bool) -> str | None:
+        del small_files_only  # no file is read
+        return find_bucket_damage(f"{self._directory}/{name}")
+
+    def remove(self, name: str) -> None:
+        root = remote.bucket_path(self._directory)
+        if self._filesystem.exists(f"{root}/{name}"):
+            self._filesystem.rm(f"{root}/{name}", recursive=True)
+
+    def rename(self, name: str, new: str) -> None:
+        root = remote.bucket_path(self._directory)
+        self._filesystem.mv(f"{root}/{name}", f"{root}/{new}", recursive=True)
+
+
+def set_damaged_aside(directory: str | os.PathLike, report: Callable[[str], None]) -> int | None:
     """Rename damaged checkpoints, so that the newest one in the directory is intact.
 
     Only the newest intact checkpoint is read completely. Older ones are the best of the run or
     spare: their sizes and small files, which hold their metrics, are compared.
 
     Args:
-      directory: holds a folder per step.
+      directory: a path or a gs:// address; it holds a folder per step.
       report: called with a line for each damaged checkpoint.
 
     Returns:
       The step of the newest intact checkpoint, or `None`.
     """
-    if not directory.is_dir():
-        return None
+    directory = os.fspath(directory)
+    folders: _Folders | _BucketFolders = _Folders(directory)
+    if remote.is_address(directory):
+        folders = _BucketFolders(directory)
     newest = None
     # Folders are named by their step; anything else belongs to Orbax or to the user.
-    names = (path.name for path in directory.iterdir() if path.name.isdecimal())
+    names = (name for name in folders.names() if name.isdecimal())
     steps = sorted((int(name) for name in names if str(int(name)) == name), reverse=True)
     for position, step in enumerate(steps):
-        folder = directory / str(step)
-        damage = find_damage(folder, small_files_only=newest is not None)
+        folder = f"{directory}/{step}"
+        damage = folders.find_damage(str(step), small_files_only=newest is not None)
         if damage is None:
             newest = step if newest is None else newest
         elif newest is not None and damage.endswith("is missing"):
             # Old checkpoints are deleted file by file; the run was killed while it did so.
-            shutil.rmtree(folder)
+            folders.remove(str(step))
             report(f"{folder} is incomplete ({damage}): removed")
         else:
-            aside = directory / f"{step}.damaged"
-            shutil.rmtree(aside, ignore_errors=True)
+            aside = f"{step}.damaged"
+            folders.remove(aside)
             # Renamed and not deleted: the user may still recover something from it.
-            folder.rename(aside)
+            folders.rename(str(step), aside)
             report(_describe_damage(folder, damage, aside, newest, steps[position + 1 :]))
     return newest
 
 
 def _describe_damage(
-    folder: Path, damage: str, aside: Path, newest: int | None, older: list[int]
+    folder: str, damage: str, aside: str, newest: int | None, older: list[int]
 ) -> str:
-    text = f"checkpoint {folder} is damaged ({damage}): renamed to {aside.name}"
+    text = f"checkpoint {folder} is damaged ({damage}): renamed to {aside}"
     if newest is not None:
         return text
     if not older:

@@ -13,9 +13,16 @@ from jaxtyping import Array, Float, Int
 from jax_ppo.kernels import logprobs, vocabulary_kl
 from jax_ppo.models.heads import compute_scalars, output_embedding
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime.sharding import gather_embedding, split_by_device
+from jax_ppo.runtime.sharding import (
+    gather_columns,
+    scatter_group_sum,
+    split_by_device,
+)
 from jax_ppo.training.packing import Rows
 from jax_ppo.types import Params, Sequences
+
+# Gathered before the loop over chunks of logits: inside it, every chunk would gather it again.
+UNEMBEDDING = logprobs.UnembeddingLayout(gather_columns, scatter_group_sum)
 
 
 def hidden_states(model: Transformer, params: Params, rows: Rows) -> Float[Array, "R L D"]:
@@ -25,8 +32,6 @@ def hidden_states(model: Transformer, params: Params, rows: Rows) -> Float[Array
     the load-balancing loss of a router, are fields of the decoder's result beside `hidden`; a loss
     that uses them would take them from here.
     """
-    # Before rows are looked up in it; see `gather_embedding`.
-    params = gather_embedding(params)
     output: Any = model.apply({"params": params}, rows.tokens, rows.positions, rows.segments)
     return output.hidden
 
@@ -62,6 +67,7 @@ def token_logprobs(
         temperature,
         with_entropy=with_entropy,
         logit_softcap=model.architecture.logit_softcap,
+        layout=UNEMBEDDING,
     )
     values = values.reshape(rows.mask.shape)
     if entropy is None:
@@ -98,6 +104,7 @@ def reference_kl(
         mask,
         temperature,
         logit_softcap=model.architecture.logit_softcap,
+        layout=UNEMBEDDING,
     ).reshape(rows.mask.shape)
 
 

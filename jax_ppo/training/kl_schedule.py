@@ -1,5 +1,7 @@
 """The KL coefficient's schedule and the values that carry over from one PPO step to the next."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -40,3 +42,18 @@ def first_control(kl_options: KLControl, reward: Reward, critic: Critic) -> Cont
     if critic.normalize_values:
         tracked_moments["returns"] = moments.empty_moments()
     return Control(kl_coef=kl_coefficient(kl_options, 0), moments=tracked_moments)
+
+
+def resumed_control(kl_options: KLControl, saved: Control, step: int) -> Control:
+    """Return the `Control` of a resumed run's first step.
+
+    Args:
+      kl_options: `config.algorithm.kl_ctrl`, which may differ from the saved run's.
+      saved: the control in the checkpoint, on the mesh.
+      step: the number of completed steps.
+    """
+    # The controller adapts its own coefficient; any other follows the options.
+    if kl_options.type == "adaptive":
+        return saved
+    coefficient = jax.device_put(kl_coefficient(kl_options, step), saved.kl_coef.sharding)
+    return dataclasses.replace(saved, kl_coef=coefficient)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax_ppo.config import parsing
 from jax_ppo.config.schema import Config, Model
 from jax_ppo.errors import UserError
+from jax_ppo.kernels import logprobs
 from jax_ppo.models import attention, cache
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
@@ -71,26 +72,76 @@ class Folders:
         return self.critic is not None and self.critic.resolve() == self.actor.resolve()
 
 
-def read_networks(config: Config, folders: Folders) -> Networks:
+def read_networks(config: Config, folders: Folders, needs_weights: bool = True) -> Networks:
     """Read every role's config.json and build its model.
+
+    Args:
+      config: the options.
+      folders: each role's checkpoint.
+      needs_weights: False also accepts folders without weights, to plan a run from config.json.
 
     Raises:
       UserError: an architecture is not supported, the reward model is not a reward model, adapters
         do not fit their base, or an attention program cannot run on this machine.
     """
     # Only config.json is read here; weights are loaded once everything is validated.
-    architecture = read_architecture(folders.actor)
-    decoder = build_decoder(architecture, config.model, config.row_length)
+    architecture = read_architecture(folders.actor, needs_weights)
+    decoder = build_decoder(architecture, config.model, packed_row_length(config))
     # Only the actor decodes, so only its model has a program that reads a cache.
     actor = decoder.clone(
         decoding=_cache_program(config, decoder),
+        quantized=config.rollout.quantization == "int8",
         lora=_read_actor_lora(config.model, folders, architecture) if config.has_adapters else None,
     )
     return Networks(
         actor=actor,
-        critic=_read_critic(config, folders, actor),
-        reward=_read_reward_model(config, folders, actor),
+        critic=_read_critic(config, folders, actor, needs_weights),
+        reward=_read_reward_model(config, folders, actor, needs_weights),
     )
+
+
+def packed_row_length(config: Config) -> int:
+    """Return L, the number of tokens of a packed row in PPO.
+
+    Unless configured it is that of the longest sample, rounded up so that the platform's attention
+    program runs. Packed rows hold further samples in the rest.
+    """
+    return config.packing.row_length or attention.round_row_length(
+        config.model.attention, _platform(), config.sequence_length
+    )
+
+
+def describe_attention(
+    options: Model, decoder: Transformer, row_length: int, decodes: bool = False
+) -> str:
+    """Return a line that names the attention program of each phase.
+
+    Args:
+      options: the section of the config.
+      decoder: the decoder.
+      row_length: L, tokens per packed row.
+      decodes: whether the built-in engine samples from this decoder.
+    """
+    program, platform = decoder.attention, _platform()
+    reason = None
+    if options.attention == "auto":
+        architecture = decoder.architecture
+        reason = attention.program_obstacle(
+            attention.PLATFORM_PROGRAMS.get(platform, "xla"),
+            platform,
+            decoder.dtype,
+            architecture.head_dim,
+            row_length,
+            architecture.attention_softcap,
+            gpu_generation=_gpu_generation(),
+        )
+    line = f"attention: {program} for packed rows of {row_length} tokens"
+    if reason:
+        line += f" ({reason})"
+    if decodes:
+        reader = "cudnn" if decoder.decoding == "cudnn" else "xla"
+        line += f", xla for prompts, {reader} for decoding"
+    return line
 
 
 def build_decoder(architecture: Architecture, options: Model, row_length: int) -> Transformer:
@@ -109,12 +160,19 @@ def build_decoder(architecture: Architecture, options: Model, row_length: int) -
             architecture.head_dim,
             row_length,
             architecture.attention_softcap,
+            gpu_generation=_gpu_generation(),
         )
     except ValueError as obstacle:
         raise UserError(
             f"config.model.attention={options.attention!r}: {obstacle}; set 'auto'"
         ) from None
-    return Transformer(architecture, dtype, remat=options.gradient_checkpointing, attention=program)
+    return Transformer(
+        architecture,
+        dtype,
+        remat=options.gradient_checkpointing,
+        remat_policy=options.gradient_checkpointing_policy,
+        attention=program,
+    )
 
 
 def actor_head(shares_trunk: bool) -> str:
@@ -154,13 +212,32 @@ def _cache_program(config: Config, decoder: Transformer) -> str:
 
 
 def _platform() -> str:
-    """Return cpu, cuda, rocm or tpu."""
-    # JAX calls both kinds of GPU "gpu"; the version names CUDA or ROCm.
+    """Return cpu, cuda, rocm or tpu: the platform of the mesh in context, else of this machine."""
     backend = jax.extend.backend.get_backend()
+    platform = logprobs.target_platform()
+    # A mesh of another machine, which programs are only compiled for.
+    if platform != backend.platform:
+        return {"gpu": "cuda"}.get(platform, platform)
+    # JAX calls both kinds of GPU "gpu"; the version names CUDA or ROCm.
     return backend.platform_version.split()[0] if backend.platform == "gpu" else backend.platform
 
 
-def _read_critic(config: Config, folders: Folders, actor: Transformer) -> Transformer | None:
+def _gpu_generation() -> int | None:
+    """Return the major part of the compute capability of this machine's GPUs.
+
+    `None` without NVIDIA GPUs, and where programs are only compiled for another machine: JAX
+    decides by this machine which head sizes cuDNN takes.
+    """
+    backend = jax.extend.backend.get_backend()
+    if _platform() != "cuda" or logprobs.target_platform() != backend.platform:
+        return None
+    # A string such as "9.0".
+    return int(backend.local_devices()[0].compute_capability.split(".")[0])
+
+
+def _read_critic(
+    config: Config, folders: Folders, actor: Transformer, needs_weights: bool
+) -> Transformer | None:
     if folders.critic is None:
         return None
     options = config.critic
@@ -178,20 +255,22 @@ def _read_critic(config: Config, folders: Folders, actor: Transformer) -> Transf
         )
         return actor.clone(lora=lora)
     if options.keep_head:
-        architecture = _read_architecture_with_head(folders.critic)
+        architecture = _read_architecture_with_head(folders.critic, needs_weights)
     else:
-        architecture = read_architecture(folders.critic)
+        architecture = read_architecture(folders.critic, needs_weights)
     if isinstance(architecture, DebertaArchitecture):
         raise UserError(
             f"config.critic.path={options.path!r}: is an encoder, which sees a response's "
             "end from its start; a critic must be a decoder"
         )
-    return build_decoder(architecture, config.model, config.row_length)
+    return build_decoder(architecture, config.model, packed_row_length(config))
 
 
-def _read_architecture_with_head(folder: Path) -> Architecture | DebertaArchitecture:
+def _read_architecture_with_head(
+    folder: Path, needs_weights: bool
+) -> Architecture | DebertaArchitecture:
     try:
-        return read_reward_architecture(folder)
+        return read_reward_architecture(folder, needs_weights)
     except UserError as error:
         raise UserError(
             f"config.critic.keep_head=True: config.critic.path has no head to keep: {error}"
@@ -199,7 +278,7 @@ def _read_architecture_with_head(folder: Path) -> Architecture | DebertaArchitec
 
 
 def _read_reward_model(
-    config: Config, folders: Folders, actor: Transformer
+    config: Config, folders: Folders, actor: Transformer, needs_weights: bool
 ) -> Transformer | Deberta | None:
     if folders.reward is None:
         return None
@@ -214,10 +293,10 @@ def _read_reward_model(
             base_path=config.model.path,
         )
         return actor.clone(lora=lora)
-    architecture = read_reward_architecture(folders.reward)
+    architecture = read_reward_architecture(folders.reward, needs_weights)
     if isinstance(architecture, DebertaArchitecture):
         return Deberta(architecture, jnp.dtype(config.model.dtype))
-    return build_decoder(architecture, config.model, config.row_length)
+    return build_decoder(architecture, config.model, packed_row_length(config))
 
 
 def _read_actor_lora(options: Model, folders: Folders, architecture: Architecture) -> Lora:

@@ -5,27 +5,68 @@ import jax.numpy as jnp
 import optax
 
 from jax_ppo.config.schema import Optim
+from jax_ppo.training.stochastic_rounding import store_like, widen
 from jax_ppo.types import Params
 
+# Streams of the random numbers that round what is stored in bfloat16. Others have lower numbers.
+ROUNDING_STREAMS = {"actor": 5, "critic": 6, "supervised": 7}
 DECAYED_LEAVES = ("kernel", "embedding", "lora_a", "lora_b")  # matrices: no norms, no biases
 
 
 def make_optimizer(options: Optim, grad_clip: float) -> optax.GradientTransformation:
     """Return AdamW after clipping by global norm, without the learning rate.
 
-    AdamW is that of Loshchilov & Hutter (2019, arXiv 1711.05101); `descend` applies the rate.
+    AdamW is that of Loshchilov & Hutter (2019, arXiv 1711.05101); `descend` applies the rate, and
+    stores moments that are bfloat16 by stochastic rounding.
 
     Args:
-      options: betas, epsilon and weight decay, which applies to matrices only.
+      options: betas, epsilon, type of the moments, and weight decay, which applies to matrices
+        only.
       grad_clip: the largest global gradient norm.
     """
-    return optax.chain(
+    transform = optax.chain(
         # Clipping comes first, so that Adam's moments never see a longer gradient.
         optax.clip_by_global_norm(grad_clip),
         optax.scale_by_adam(b1=options.beta1, b2=options.beta2, eps=options.eps),
         # Decay follows Adam: it is decoupled from the moments, as in AdamW.
         optax.add_decayed_weights(options.weight_decay, mask=_is_matrix),
     )
+
+    def init(params: Params) -> optax.OptState:
+        # optax has an option for the type of the first moment only. The count stays an integer.
+        state = transform.init(params)
+        dtype = jnp.dtype(options.moments_dtype)
+        return jax.tree.map(
+            lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, state
+        )
+
+    return optax.GradientTransformation(init, transform.update)
+
+
+def rounding_seed(options: Optim, seed: int) -> int:
+    """Return the seed if anything is stored in bfloat16, else 0.
+
+    It is a constant of compiled programs: runs that differ in their seed alone share those that
+    round nothing.
+    """
+    stored = (options.param_dtype, options.moments_dtype, options.gradient_dtype)
+    return seed if "bfloat16" in stored else 0
+
+
+def rounding_keys(seed: int, role: str, opt_state: optax.OptState) -> tuple[jax.Array, jax.Array]:
+    """Return the keys of the coming optimizer step: of what it stores, and of its gradient sum.
+
+    They depend on the number of steps taken, so that a resumed run continues with the same noise.
+
+    Args:
+      seed: of the run.
+      role: a name in `ROUNDING_STREAMS`.
+      opt_state: the optimizer's state before the step.
+    """
+    role_key = jax.random.fold_in(jax.random.key(seed), ROUNDING_STREAMS[role])
+    step_key = jax.random.fold_in(role_key, optax.tree.get(opt_state, "count"))
+    stored_key, sum_key = jax.random.split(step_key)
+    return stored_key, sum_key
 
 
 def _is_matrix(params: Params) -> Params:
@@ -68,10 +109,13 @@ def descend(
     gradients: Params,
     rate: jax.Array,
     update_enabled: bool | jax.Array = True,
+    key: jax.Array | None = None,
 ) -> tuple[Params, optax.OptState, jax.Array, jax.Array]:
     """Take one optimizer step, unless the gradient is not finite or updates are disabled.
 
-    A skipped step leaves parameters and optimizer state unchanged to the bit.
+    The step is computed in float32. Parameters and moments keep their types: those in bfloat16 are
+    rounded stochastically. A skipped step leaves parameters and optimizer state unchanged to the
+    bit.
 
     Args:
       transform: as `make_optimizer` returns it.
@@ -80,16 +124,23 @@ def descend(
       gradients: a tree like `params`.
       rate: float32 scalar, the learning rate.
       update_enabled: bool scalar; False skips the step.
+      key: the first of `rounding_keys`; `None` if nothing is stored in bfloat16.
 
     Returns:
       The new parameters, the new optimizer state, the global gradient norm before clipping, and
       whether that norm is finite.
     """
+    gradients = widen(gradients)
+    wide_params = widen(params)
     norm = optax.tree.norm(gradients)
     is_finite = jnp.isfinite(norm)
     # The step is computed in any case; selecting afterwards avoids a branch on the mesh.
-    updates, new_opt_state = transform.update(gradients, opt_state, params)
-    new_params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
+    updates, new_opt_state = transform.update(gradients, widen(opt_state), wide_params)
+    new_params = jax.tree.map(lambda p, u: p - rate * u, wide_params, updates)
+    stored = (params, opt_state)
+    if any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(stored)):
+        assert key is not None, "what is stored in bfloat16 is rounded with a key"
+        new_params, new_opt_state = store_like((new_params, new_opt_state), stored, key)
 
     def select(new, old):
         return jax.tree.map(lambda n, o: jnp.where(is_finite & update_enabled, n, o), new, old)

@@ -20,24 +20,33 @@ MAX_MICRO_BATCH_TOKENS = 8192
 MIN_MICRO_BATCH_TOKENS = 1024
 
 
-def rows_per_micro_batch(per_device: int | None, row_length: int, samples: int, shards: int) -> int:
+def rows_per_micro_batch(
+    per_device: int | None,
+    row_length: int,
+    samples: int,
+    shards: int,
+    gathers_weights: bool = False,
+) -> int:
     """Return the number of rows R of a micro-batch over all devices.
 
     Without `per_device` a device takes a sixteenth of its samples, since the last micro-batch is
     half empty on average; up to a quarter if that is at most MIN_MICRO_BATCH_TOKENS, since small
-    matrix products are slow; and at most MAX_MICRO_BATCH_TOKENS.
+    matrix products are slow; and at most MAX_MICRO_BATCH_TOKENS. Where each micro-batch gathers the
+    weights (`fsdp`), it takes up to a quarter whatever their tokens, so that it does so rarely.
 
     Args:
       per_device: configured rows per device; `None` to choose.
       row_length: L.
       samples: number of samples to pack.
       shards: number of parts that the mesh splits rows into.
+      gathers_weights: whether devices gather the weights for each micro-batch.
 
     Returns:
       A multiple of `shards`, no larger than needed for one row per sample.
     """
     max_rows = -(-samples // shards)
-    default = max(max_rows // 16, min(max_rows // 4, MIN_MICRO_BATCH_TOKENS // row_length))
+    worthwhile_tokens = MAX_MICRO_BATCH_TOKENS if gathers_weights else MIN_MICRO_BATCH_TOKENS
+    default = max(max_rows // 16, min(max_rows // 4, worthwhile_tokens // row_length))
     default = max(1, min(default, MAX_MICRO_BATCH_TOKENS // row_length))
     return shards * min(per_device or default, max_rows)
 

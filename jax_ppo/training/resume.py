@@ -5,7 +5,7 @@ from typing import Any
 
 from jax_ppo.config.schema import Config, all_options, option_value
 from jax_ppo.errors import UserError
-from jax_ppo.training.checkpoint import Checkpointer, Progress
+from jax_ppo.training.checkpoint import HISTORY, Checkpointer, Progress
 
 
 def is_due(completed_steps: int, total_steps: int, frequency: int) -> bool:
@@ -58,7 +58,9 @@ def find_progress(
             f"all {total_steps} steps are done: no more is learned; set "
             "config.trainer.total_training_steps higher, or give another --workdir"
         )
-    return Progress(step=latest, position=meta["position"], evaluations=meta["evaluations"])
+    # An older checkpoint may lack some of it.
+    history = {name: meta[name] for name in HISTORY if name in meta}
+    return Progress(step=latest, position=meta["position"], **history)
 
 
 def _compare_options(
@@ -82,7 +84,8 @@ def _compare_options(
                 f"experiment, with {then!r}; give another --workdir"
             )
         # Other changes are permitted, and reported.
-        if option.facts.first_step_only:
+        first_step_only = option.facts.first_step_only
+        if first_step_only is not None and first_step_only.is_met(config):
             report(
                 f"config.{option.name}={now!r}: not read; what the checkpoint made of {then!r} "
                 "is kept"

@@ -11,7 +11,7 @@ from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.errors import UserError
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.runtime import sharding
+from jax_ppo.runtime import meshes
 from jax_ppo.types import Example
 
 
@@ -52,11 +52,12 @@ def load_model_tokenizer(options: Model, model_folder: Path) -> Any:
 
 
 def validate_model(
-    mesh: Mesh, architecture: Architecture, tokenizer: Any, sequence_length: int
+    role: str, mesh: Mesh, architecture: Architecture, tokenizer: Any, sequence_length: int
 ) -> None:
     """Check that a model fits the mesh, the sequences and the tokenizer.
 
     Args:
+      role: the model's name for messages, such as "critic".
       mesh: the run's mesh.
       architecture: the model's.
       tokenizer: the tokenizer that its input comes from.
@@ -65,17 +66,18 @@ def validate_model(
     Raises:
       UserError: it does not.
     """
-    sharding.validate_architecture(mesh, architecture)
+    meshes.validate_architecture(mesh, architecture)
     max_length = rope.max_sequence_length(architecture)
     if sequence_length > max_length:
         raise UserError(
             "config.data.max_prompt_length + config.data.max_response_length = "
-            f"{sequence_length}: the model takes {max_length} tokens at most (its config.json)"
+            f"{sequence_length}: the {role} takes {max_length} tokens at most (its config.json)"
         )
     if len(tokenizer) > architecture.vocab_size:
         raise UserError(
-            f"config.model.tokenizer_path: the tokenizer has {len(tokenizer)} tokens, the model's "
-            f"embedding {architecture.vocab_size}; they do not belong together"
+            f"the tokenizer (of config.model.tokenizer_path, else of config.model.path) has "
+            f"{len(tokenizer)} tokens, the {role}'s embedding {architecture.vocab_size}; they do "
+            "not belong together"
         )
 
 

@@ -19,9 +19,9 @@ from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.hf.peft import load_adapters
 from jax_ppo.models.lora import Lora, init_adapters
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime import sharding
-from jax_ppo.training.kl_schedule import first_control
-from jax_ppo.training.networks import Folders, Networks, actor_head
+from jax_ppo.runtime import placement, sharding
+from jax_ppo.training.kl_schedule import first_control, resumed_control
+from jax_ppo.training.networks import Folders, Networks, actor_head, full_parameters
 from jax_ppo.training.optimizer import make_optimizer
 from jax_ppo.types import Control, Params, pytree
 
@@ -38,10 +38,10 @@ class TrainState:
 
     Attributes:
       step: int32 scalar, the number of completed steps.
-      actor: the policy's trained parameters, float32; with `model.lora` adapters
-        (`models/lora.py`).
-      critic: the critic's trained parameters, float32; with `model.lora` adapters and a head.
-        `None` if advantages need no critic, or if it is a head of the actor's
+      actor: the policy's trained parameters, in `actor.optim.param_dtype`; with `model.lora`
+        adapters (`models/lora.py`).
+      critic: the critic's trained parameters, in `critic.optim.param_dtype`; with `model.lora`
+        adapters and a head. `None` if advantages need no critic, or if it is a head of the actor's
         (`critic.shared_trunk`).
       reference: frozen copy of the first actor in the computation dtype; `None` if nothing needs
         it. With `model.lora` the bare base, the one copy that all adapters apply to.
@@ -72,6 +72,9 @@ def trained_shapes(config: Config, nets: Networks, mesh: Mesh) -> dict[str, Any]
     params = {"actor": _init_shapes(nets.actor, actor_head(config.shares_trunk))}
     if nets.critic:
         params["critic"] = _init_shapes(nets.critic, "scalar")
+    params = {
+        role: _with_dtype(shapes, _param_dtype(config, role)) for role, shapes in params.items()
+    }
     optimizers = {
         role: jax.eval_shape(_role_optimizer(options).init, params[role])
         for role, options in _role_options(config).items()
@@ -82,8 +85,13 @@ def trained_shapes(config: Config, nets: Networks, mesh: Mesh) -> dict[str, Any]
         lambda: first_control(config.algorithm.kl_ctrl, config.reward, config.critic)
     )
     replicated = sharding.replicated(mesh)
+    trained = _with_train_layout(params | {"optimizer": optimizers}, mesh)
+    for role, options in _role_options(config).items():
+        if role in params and options.optimizer_offload:
+            kind = placement.host_memory_kind(mesh)
+            trained["optimizer"][role] = placement.in_memory(trained["optimizer"][role], kind)
     return {
-        **_with_train_layout(params | {"optimizer": optimizers}, mesh),
+        **trained,
         "control": jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), control
         ),
@@ -117,6 +125,11 @@ def state_shapes(config: Config, nets: Networks, mesh: Mesh) -> TrainState:
         critic_optimizer=trained["optimizer"].get("critic"),
         control=trained["control"],
     )
+
+
+def policy_params(nets: Networks, state: TrainState) -> Params:
+    """Return the actor's parameters, joined with their base, without a critic's head."""
+    return heads.without_scalar_head(full_parameters(nets.actor, state.actor, state.reference))
 
 
 def trained_trees(state: TrainState) -> dict[str, Any]:
@@ -154,6 +167,9 @@ def create_state(
     shardings = jax.tree.map(lambda x: x.sharding, state_shapes(config, nets, mesh))
     if trained is None:
         trained = _create_trained(config, nets, folders, shardings, progress)
+    else:
+        control = resumed_control(config.algorithm.kl_ctrl, trained["control"], step)
+        trained = {**trained, "control": control}
     frozen_dtype = jnp.dtype(config.model.dtype)
     reference = reward = None
     if config.keeps_reference:
@@ -177,7 +193,7 @@ def create_state(
             progress=progress,
         )
     return TrainState(
-        step=sharding.place(np.int32(step), sharding.replicated(mesh)),
+        step=placement.place(np.int32(step), sharding.replicated(mesh)),
         actor=trained["actor"],
         critic=trained.get("critic"),
         reference=reference,
@@ -188,6 +204,33 @@ def create_state(
     )
 
 
+def create_policy_state(
+    config: Config, nets: Networks, folders: Folders, mesh: Mesh, progress: LoadingProgress
+) -> TrainState:
+    """Return a state to sample and score with: no critic, no optimizers.
+
+    The arguments are those of `create_state`.
+    """
+    shardings = jax.tree.map(lambda x: x.sharding, state_shapes(config, nets, mesh))
+    actor = _load_role(
+        "actor",
+        nets.actor,
+        folders.adapters if config.has_adapters else folders.actor,
+        shardings.actor,
+        head="lm",
+        dtype=jnp.float32,
+        seed=config.seed,
+        progress=progress,
+    )
+    control = first_control(config.algorithm.kl_ctrl, config.reward, config.critic)
+    trained = {
+        "actor": actor,
+        "optimizer": {"actor": None},
+        "control": placement.place(jax.device_get(control), shardings.step),
+    }
+    return create_state(config, nets, folders, mesh, progress, trained=trained)
+
+
 def _create_trained(
     config: Config,
     nets: Networks,
@@ -196,7 +239,7 @@ def _create_trained(
     progress: LoadingProgress,
 ) -> dict[str, Any]:
     """Return everything that training changes, for a run that starts at step 0."""
-    load = functools.partial(_load_role, dtype=jnp.float32, seed=config.seed, progress=progress)
+    load = functools.partial(_load_role, seed=config.seed, progress=progress)
     actor_folder = folders.adapters if config.has_adapters else folders.actor
     params = {
         "actor": load(
@@ -205,6 +248,7 @@ def _create_trained(
             actor_folder,
             shardings.actor,
             head=actor_head(config.shares_trunk),
+            dtype=_param_dtype(config, "actor"),
         )
     }
     if nets.critic:
@@ -216,6 +260,7 @@ def _create_trained(
             actor_folder if starts_as_actor else folders.critic,
             shardings.critic,
             head="reward" if config.critic.keep_head else "scalar",
+            dtype=_param_dtype(config, "critic"),
         )
     optimizer_shardings = {
         "actor": shardings.actor_optimizer,
@@ -233,7 +278,7 @@ def _create_trained(
     return {
         **params,
         "optimizer": optimizers,
-        "control": sharding.place(jax.device_get(control), shardings.step),
+        "control": placement.place(jax.device_get(control), shardings.step),
     }
 
 
@@ -253,7 +298,7 @@ def _load_role(
         assert folder is not None, f"the {role} has no checkpoint"
         return load_checkpoint(folder, net.architecture, shardings, dtype, head, progress(role))
     if folder is None:
-        return _new_adapters(role, net.architecture, net.lora, shardings, head, seed)
+        return _new_adapters(role, net.architecture, net.lora, shardings, head, dtype, seed)
     # With adapters the progress is named apart from that of the base.
     report = progress(f"{role}'s adapters")
     return load_adapters(folder, net.architecture, net.lora, shardings, dtype, head, report)
@@ -265,12 +310,14 @@ def _new_adapters(
     lora: Lora,
     shardings: Params,
     head: str,
+    dtype: jnp.dtype,
     seed: int,
 ) -> Params:
     def init() -> Params:
         # A stream per role, so that the critic's adapters are not a copy of the actor's.
         key = jax.random.fold_in(jax.random.key(seed), ADAPTER_STREAMS[role])
-        return init_adapters(architecture, lora, key, head)
+        adapters = init_adapters(architecture, lora, key, head)
+        return jax.tree.map(lambda x: x.astype(dtype), adapters)
 
     return jax.jit(init, out_shardings=shardings)()
 
@@ -279,13 +326,21 @@ def _role_options(config: Config) -> dict[str, Actor | Critic]:
     return {"actor": config.actor, "critic": config.critic}
 
 
+def _param_dtype(config: Config, role: str) -> jnp.dtype:
+    return jnp.dtype(_role_options(config)[role].optim.param_dtype)
+
+
+def _with_dtype(shapes: Params, dtype: jnp.dtype) -> Params:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
+
+
 def _role_optimizer(options: Actor | Critic) -> optax.GradientTransformation:
     return make_optimizer(options.optim, options.grad_clip)
 
 
 def _init_shapes(net: Transformer | Deberta, head: str) -> Params:
     """Return the shapes of a role's parameters, or of its adapters."""
-    key = jax.random.key(0)
+    key = _key_shape()
     if isinstance(net, Deberta):  # it comes with its head
         return jax.eval_shape(functools.partial(init_deberta_params, net), key)
     if net.lora is None:
@@ -296,7 +351,12 @@ def _init_shapes(net: Transformer | Deberta, head: str) -> Params:
 
 
 def _base_shapes(net: Transformer, head: str) -> Params:
-    return jax.eval_shape(functools.partial(heads.init_params, net, head=head), jax.random.key(0))
+    return jax.eval_shape(functools.partial(heads.init_params, net, head=head), _key_shape())
+
+
+def _key_shape() -> jax.ShapeDtypeStruct:
+    # No array, which the mesh of a machine that is only compiled for could not hold.
+    return jax.eval_shape(lambda: jax.random.key(0))
 
 
 def _with_train_layout(shapes: Params, mesh: Mesh) -> Params:

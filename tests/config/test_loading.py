@@ -49,8 +49,10 @@ def test_every_option_has_a_meaning():
         ({"packing__row_length": 100}, r"config\.packing\.row_length=100.*1024"),
         (
             {"mesh__data": -1, "mesh__fsdp": -1},
-            r"only one of config\.mesh\.data and config\.mesh\.fsdp",
+            r"config\.mesh\.fsdp=-1: only one axis can be -1; set config\.mesh\.data",
         ),
+        ({"mesh__model": -1}, r"config\.mesh\.model=-1: only one axis.*set config\.mesh\.data"),
+        ({"mesh__model": 0}, r"config\.mesh\.model=0: expected -1 or at least 1"),
         (
             {"mesh__fsdp": 3},
             r"config\.data\.train_batch_size=64: must be a multiple of the 3 devices.*"
@@ -240,13 +242,28 @@ def test_overrides_and_argument(config_file):
         ("--config.actor.optim.lr=fast", r"config\.actor\.optim\.lr='fast': expected float"),
         ("--config.data.shuffle=maybe", r"config\.data\.shuffle='maybe': expected true or false"),
         ("--config.rollout.n", r"write --config\.rollout\.n=VALUE"),
-        ("--confg.rollout.n=2", "confg"),
+        ("--confg.rollout.n=2", r"--confg\.rollout\.n: .*Did you mean config\.rollout\.n\?"),
+        ("--rollout.n=2", r"--rollout\.n: write --config\.rollout\.n=VALUE"),
+        ("--learning_rate=1e-5", r"TRL's learning_rate: config\.actor\.optim\.lr"),
+        (
+            "--config.trainer.logger=['console','wandb']",
+            r"lists are written as one text, --config\.trainer\.logger=console,wandb",
+        ),
         ("rollout.n=2", "rollout.n=2: not an option"),
     ],
 )
 def test_command_line_mistakes(config_file, argument, message):
     with pytest.raises(UserError, match=message):
         command_line.read_command_line(["train", f"--config={config_file}", argument])
+
+
+def test_all_mistakes_of_a_command_line_are_reported_at_once(config_file):
+    arguments = ["--config.actor.clip_rato=0.1", "--config.rollout.n=x", "--rollout.n=2"]
+    with pytest.raises(UserError) as refusal:
+        command_line.read_command_line(["train", f"--config={config_file}", *arguments])
+    lines = str(refusal.value).splitlines()
+    assert len(lines) == 3 and lines[0].startswith("config.actor.clip_rato")
+    assert lines[1].startswith("error: config.rollout.n='x'") and "--rollout.n" in lines[2]
 
 
 def test_missing_file_names_the_nearest(config_file):
@@ -270,9 +287,10 @@ def test_a_mistake_costs_no_heavy_import(config_file):
 
 def test_resolved_configuration_is_written(config_file, tmp_path, capsys):
     options, _ = command_line.read_command_line(["train", f"--config={config_file}"])
-    command_line.write_resolved_config(options, tmp_path / "work")
+    command_line.write_resolved_config(options, tmp_path / "work", "gs://bucket/run")
     assert '"train_files": "arithmetic:8"' in (tmp_path / "work" / "config.json").read_text()
-    assert "clip_ratio=0.2" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "clip_ratio=0.2" in printed and "work directory: gs://bucket/run" in printed
 
 
 def test_a_reader_of_the_table_may_leave():
@@ -323,3 +341,8 @@ def test_load_config_overrides_by_keyword_and_by_dotted_name(config_file):
 def test_load_config_reports_mistakes_like_the_command_line(arguments, options, message):
     with pytest.raises(UserError, match=message):
         loading.load_config(*arguments, **options)
+
+
+def test_a_config_without_the_equals_sign_is_named():
+    with pytest.raises(UserError, match="--config: write --config=NAME"):
+        command_line.read_command_line(["train", "--config", "arithmetic"])

@@ -29,5 +29,9 @@ def test_what_may_not_be_meant_is_noted():
     ):
         assert f"{name}" in noted, name
     assert "critic_lam" not in noted
-    warms_up = tiny.config(trainer__critic_warmup=3, trainer__total_training_steps=3)
-    assert "the actor is never trained" in notes.train_notes(warms_up)[0]
+
+
+def test_a_warm_up_as_long_as_the_run_is_noted():
+    config = tiny.config(trainer__critic_warmup=3)
+    assert "the actor is never trained in 3 steps" in notes.note_long_warmup(config, 3)
+    assert notes.note_long_warmup(config, 4) is None

@@ -10,6 +10,7 @@ import doc_pages
 import pytest
 
 import museum
+from jax_ppo import plan
 from jax_ppo.config import command_line, schema
 
 each_page = pytest.mark.parametrize("page", doc_pages.PAGES, ids=doc_pages.page_id)
@@ -22,7 +23,7 @@ FOREIGN = (
     "| `train_ppo_ray` |",
 )  # tables whose first column is theirs
 MADE_BY_THE_BUILD = {"jax_ppo/configs/"}  # in the wheel
-RUNNABLE = ("train", "sft", "reward_model")
+RUNNABLE = ("train", "evaluate", "sft", "reward_model")
 
 
 def test_the_readme_has_at_most_1200_words():
@@ -126,6 +127,14 @@ def test_commands_are_understood(place, command, monkeypatch):
                 check_module("train", words[words.index("--") + 1 :])
         elif words[0] == "python" and words[1].endswith(".py"):
             assert pathlib.Path(words[1]).is_file()
+        elif words[:3] == ["ray", "job", "submit"]:
+            launcher = words.index("--")
+            assert words[launcher + 1] == "python" and pathlib.Path(words[launcher + 2]).is_file()
+            check_module("train", words[words.index("--", launcher + 1) + 1 :])
+        elif words[:3] == ["sky", "jobs", "launch"]:
+            assert pathlib.Path(words[3]).is_file()
+            (arguments,) = [word for word in words if word.startswith("ARGUMENTS=")]
+            check_module("train", shlex.split(arguments.removeprefix("ARGUMENTS=")))
         else:
             assert words[0] in (
                 "git",
@@ -137,12 +146,16 @@ def test_commands_are_understood(place, command, monkeypatch):
                 "sbatch",
                 "jax-ppo",
                 "pre-commit",
+                "docker",
+                "kubectl",
             )
 
 
 def check_module(name: str, arguments: list[str]) -> None:
     """Have the command-line reader accept the arguments of `python -m jax_ppo.NAME`."""
-    if name in RUNNABLE and "--help" not in arguments:
+    if name == "plan":
+        plan.read_plan_arguments([name, *arguments])
+    elif name in RUNNABLE and "--help" not in arguments:
         command_line.read_command_line([name, *arguments], name)
     else:
         subprocess.run(

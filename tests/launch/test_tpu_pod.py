@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 
 import pytest
@@ -277,8 +278,9 @@ class TestResume:
         wait_until((tmp_path / "calls").exists)
         # Neither the run nor its supervisor could leave an exit code.
         group = int((tmp_path / "jax_ppo/train.pid").read_text())
+        os.kill(group, signal.SIGSTOP)
         subprocess.run(["pkill", "-KILL", "-P", str(group)], check=True)
-        os.kill(group, 9)
+        os.kill(group, signal.SIGKILL)
         (tmp_path / "behaviour").write_text("exit 0")
         assert pod("watch", "--recover").returncode == 0
         assert len(calls(tmp_path)) == 2
@@ -305,7 +307,7 @@ class TestSetup:
         )
         names = listing.stdout.decode().splitlines()
         assert names and all((tmp_path / "jax_ppo" / name).exists() for name in names)
-        assert "-e .[tpu]" in (tmp_path / "installed").read_text()
+        assert "-e .[tpu,gcs]" in (tmp_path / "installed").read_text()
 
 
 class TestCommandLine:

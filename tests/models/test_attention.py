@@ -1,8 +1,10 @@
 """Every program computes the same attention; other platforms' are interpreted or lowered."""
 
 import functools
+import types
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -215,6 +217,79 @@ def test_auto(platform, dtype, head_dim, length, chosen):
     assert attention.select_attention_program("auto", platform, dtype, head_dim, length) == chosen
 
 
+@pytest.mark.parametrize(
+    ("wanted", "platform", "length", "rounded"),
+    [
+        ("auto", "tpu", 18, 128),
+        ("auto", "tpu", 600, 640),
+        ("auto", "tpu", 1000, 1024),
+        ("auto", "tpu", 1500, 1536),
+        # 17 x 512; 67 blocks of 128 would be more, and slower.
+        ("auto", "tpu", 8512, 8704),
+        ("splash", "tpu", 129, 256),
+        ("xla", "tpu", 1000, 1000),
+        ("auto", "cuda", 1001, 1002),
+        ("auto", "cpu", 1001, 1001),
+        ("auto", "rocm", 1001, 1001),
+    ],
+)
+def test_rows_are_rounded_up_so_that_the_platforms_program_runs(wanted, platform, length, rounded):
+    assert attention.round_row_length(wanted, platform, length) == rounded
+    chosen = attention.select_attention_program(wanted, platform, "bfloat16", 64, rounded)
+    own = attention.PLATFORM_PROGRAMS.get(platform, "xla")
+    assert chosen == (own if wanted == "auto" else wanted)
+
+
+def test_a_run_on_a_tpu_packs_rounded_rows_and_prints_what_attends(monkeypatch):
+    monkeypatch.setattr(networks, "read_architecture", lambda folder, *_: tiny.ARCHITECTURE)
+    monkeypatch.setattr(networks, "_platform", lambda: "tpu")
+    config = tiny.config(data__max_prompt_length=500, data__max_response_length=500)
+    actor = read_networks(config, Folders(None, None, None)).actor
+    assert networks.packed_row_length(config) == 1024
+    assert actor.attention == "splash"
+    assert networks.describe_attention(config.model, actor, 1024, decodes=True) == (
+        "attention: splash for packed rows of 1024 tokens, xla for prompts, xla for decoding"
+    )
+    # A length that the user sets is kept, and what it costs is printed.
+    config = tiny.config(packing__row_length=1000)
+    actor = read_networks(config, Folders(None, None, None)).actor
+    assert networks.packed_row_length(config) == 1000
+    assert networks.describe_attention(config.model, actor, 1000) == (
+        "attention: xla for packed rows of 1000 tokens (splash attention takes rows of a multiple "
+        "of 128 tokens, these have 1000)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("generation", "chosen"), [(None, "xla"), (8, "xla"), (9, "cudnn"), (10, "xla")]
+)
+def test_heads_of_256_run_on_hopper(generation, chosen):
+    """Gemma's; on other GPUs cuDNN has no gradient for them."""
+    select = functools.partial(attention.select_attention_program, gpu_generation=generation)
+    assert select("auto", "cuda", "bfloat16", 256, 128) == chosen
+    assert select("auto", "cuda", "bfloat16", 128, 128) == "cudnn"
+    limit = 256 if chosen == "cudnn" else 128
+    with pytest.raises(ValueError, match=f"a multiple of 8 up to {limit} on this GPU"):
+        select("cudnn", "cuda", "bfloat16", 264, 128)
+
+
+@pytest.mark.parametrize(
+    ("platform", "version", "generation"),
+    [("gpu", "cuda 12090", 9), ("gpu", "rocm 60000", None), ("cpu", "cpu", None)],
+)
+def test_the_generation_is_that_of_this_machines_gpu(monkeypatch, platform, version, generation):
+    device = types.SimpleNamespace(compute_capability="9.0")
+    backend = types.SimpleNamespace(
+        platform=platform, platform_version=version, local_devices=lambda: [device]
+    )
+    monkeypatch.setattr(jax.extend.backend, "get_backend", lambda: backend)
+    monkeypatch.setattr(networks.logprobs, "target_platform", lambda: platform)
+    assert networks._gpu_generation() == generation
+    # A plan for GPUs on another machine does not know.
+    monkeypatch.setattr(networks.logprobs, "target_platform", lambda: "cuda")
+    assert networks._gpu_generation() is None
+
+
 def test_soft_caps_choose_too():
     assert (
         attention.select_attention_program("auto", "cuda", "bfloat16", 64, 128, softcap=50.0)
@@ -245,7 +320,7 @@ def test_what_cannot_run_says_why(requested, platform, dtype, length, why):
 
 
 def test_an_impossible_choice_names_the_option(monkeypatch):
-    monkeypatch.setattr(networks, "read_architecture", lambda folder: tiny.ARCHITECTURE)
+    monkeypatch.setattr(networks, "read_architecture", lambda *_: tiny.ARCHITECTURE)
     folders = Folders(None, None, None)
     assert read_networks(tiny.config(), folders).actor.attention == "xla"
     with pytest.raises(

@@ -15,7 +15,12 @@ from jax_ppo.models import cache as cache_module
 from jax_ppo.models import heads
 from jax_ppo.models import layers as decoder_layers
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.transformer import MAX_UNROLLED_LAYERS, Transformer, unroll_params
+from jax_ppo.models.transformer import (
+    MAX_UNROLLED_LAYERS,
+    REMAT_POLICIES,
+    Transformer,
+    unroll_params,
+)
 from jax_ppo.runtime import sharding
 
 B, T = 2, 12
@@ -154,6 +159,30 @@ def test_recomputing_activations_leaves_the_gradient(params, ids):
     for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(recomputed), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
         assert np.abs(one).max() > 0
+
+
+def test_policies_trade_memory_for_products_and_leave_the_gradient():
+    """In a loop over layers, as deep models have."""
+    architecture = dataclasses.replace(ARCHITECTURE, num_layers=MAX_UNROLLED_LAYERS + 1)
+    params = heads.init_params(Transformer(architecture), jax.random.key(0), "scalar")
+    ids = jnp.zeros((4, 32), jnp.int32) + jnp.arange(32) % 31
+    gradients, kept, flops = [], [], []
+    for policy in (*REMAT_POLICIES, None):
+        model = Transformer(architecture, remat=policy is not None, remat_policy=policy or "full")
+
+        def loss(params, model=model):
+            positions = jnp.broadcast_to(jnp.arange(32), ids.shape)
+            return jnp.sum(jnp.sin(model.apply({"params": params}, ids, positions).hidden))
+
+        compiled = jax.jit(jax.grad(loss)).lower(params).compile(QUICK)
+        gradients.append(compiled(params))
+        kept.append(compiled.memory_analysis().temp_size_in_bytes)
+        flops.append(compiled.cost_analysis()["flops"])
+    # Ordered from least memory and most products to the opposite.
+    assert kept == sorted(set(kept)), kept
+    assert flops[0] >= flops[1] > flops[2] >= flops[3], flops
+    for other in gradients[1:]:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradients[0], other)
 
 
 def test_computation_in_bfloat16(params, ids):

@@ -22,7 +22,7 @@ from jax_ppo.models.hf.families import FAMILIES
 from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import MAX_UNROLLED_LAYERS, Transformer, unroll_params
-from jax_ppo.runtime import sharding
+from jax_ppo.runtime import placement, sharding
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.types import Prompts
 
@@ -397,7 +397,7 @@ def test_split_over_eight_devices_it_is_the_same_model(name, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, split, params)
     ids = reference.tokens(rows=4, vocab_size=96)
     with jax.set_mesh(mesh):
-        hidden = reference.hidden(architecture, split, sharding.place(ids, sharding.rows(mesh)))
+        hidden = reference.hidden(architecture, split, placement.place(ids, sharding.rows(mesh)))
     assert_close(hidden, reference.hidden(architecture, params, ids))
 
 

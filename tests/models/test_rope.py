@@ -4,6 +4,7 @@ import hf_reference as reference
 import numpy as np
 import pytest
 
+from jax_ppo.errors import UserError
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import ROPE_KINDS
 from jax_ppo.models.hf.config import from_hf_config, to_hf_config
@@ -117,6 +118,13 @@ def test_transformers_4_spellings():
         | {"max_position_embeddings": 512}
     )
     assert rope.max_sequence_length(from_hf_config(phi)) == 64
+
+
+def test_the_base_is_greater_than_one():
+    config = reference.SIZES | {"model_type": "llama"}
+    assert from_hf_config(config | {"rope_theta": 1.5}).rope_theta == 1.5
+    with pytest.raises(UserError, match="rope_theta"):
+        from_hf_config(config | {"rope_theta": 1})
 
 
 def test_a_pair_is_turned_by_its_angle():

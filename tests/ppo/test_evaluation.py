@@ -35,7 +35,7 @@ def evaluate_prompts(scores, batch_size, correct=None):
             action_mask=None,
         )
 
-    def reward(batch, rollout, keep):
+    def reward(batch, rollout, first):
         rows = rollout.responses
         correctness = (
             np.full(len(rows), np.nan) if correct is None else np.asarray(correct, float)[rows]
@@ -43,7 +43,7 @@ def evaluate_prompts(scores, batch_size, correct=None):
         return (
             np.asarray(scores, float)[rows],
             correctness,
-            [{"response": str(row)} for row in rows][: max(keep, 0)],
+            [{"response": str(row)} for row in rows],
         )
 
     result = evaluate(
@@ -52,7 +52,6 @@ def evaluate_prompts(scores, batch_size, correct=None):
         batches=evaluation_batches(dataset, batch_size),
         mesh=tiny.make_mesh(),
         key=jax.random.key(0),
-        num_samples=5,
     )
     return result, first_indices
 
@@ -75,9 +74,10 @@ def test_what_has_no_notion_of_right_has_no_accuracy():
     assert result.accuracy is None and result.reward_mean == 3
 
 
-def test_as_many_responses_are_kept_as_asked():
-    result, _ = evaluate_prompts([1, 2, 6, 7], 2)
-    assert [row["response"] for row in result.samples] == ["0", "0", "1", "1", "2"]
+def test_all_responses_are_kept_and_those_to_different_prompts_are_shown():
+    result, _ = evaluate_prompts([1, 2, 6], 2)
+    assert [row["response"] for row in result.records] == ["0", "0", "1", "1", "2", "2"]
+    assert [row["response"] for row in result.samples(2)] == ["0", "1"]
 
 
 def test_accuracy_is_of_the_rows_whose_rule_defines_correctness():

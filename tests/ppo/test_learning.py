@@ -30,18 +30,24 @@ def train(workdir, *arguments):
     return json.loads((workdir / "summary.json").read_text())["evaluations"], steps
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_arithmetic_goes_from_hasty_to_right(tmp_path, seed):
-    evaluations, _ = train(tmp_path, "--config=configs/arithmetic.py", f"--config.seed={seed}")
+def test_arithmetic_goes_from_hasty_to_right(tmp_path):
+    """The first 15 of the configuration's 50 steps; from 0.28 it reaches 0.95 at the end."""
+    evaluations, _ = train(
+        tmp_path, "--config=configs/arithmetic.py", "--config.trainer.total_training_steps=15"
+    )
     assert evaluations[0]["step"] == 0
     assert evaluations[0]["accuracy"] <= 0.40
-    assert evaluations[-1]["accuracy"] >= 0.90
+    assert evaluations[-1]["accuracy"] >= 0.70
 
 
 @needs("tinystories-260k")
 def test_tinystories_become_joyful_and_stay_near_the_reference(tmp_path):
+    """Half of the configuration's steps suffice."""
     evaluations, steps = train(
-        tmp_path, "--config=configs/tinystories.py", f"--config.model.path={DATA}/tinystories-260k"
+        tmp_path,
+        "--config=configs/tinystories.py",
+        f"--config.model.path={DATA}/tinystories-260k",
+        "--config.trainer.total_training_steps=30",
     )
     assert evaluations[-1]["reward_mean"] >= evaluations[0]["reward_mean"] + 0.5
     assert max(float(row["kl/reference"]) for row in steps) < 0.3  # nats per token

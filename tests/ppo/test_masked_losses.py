@@ -17,7 +17,7 @@ import pytest
 import tiny
 from jax_ppo.models import heads
 from jax_ppo.ppo.reward_shaping import last_actions, move_to_actions
-from jax_ppo.runtime import sharding
+from jax_ppo.runtime import placement, sharding
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Params, Rollout
 
@@ -62,7 +62,7 @@ def make_rollout(mesh: jax.sharding.Mesh) -> Rollout:
     mask[3] = False
     logprobs = -random.random((tiny.B, tiny.T)).astype(np.float32) * rollout.action_mask
     rollout = dataclasses.replace(rollout, action_mask=mask, logprobs=logprobs)
-    return sharding.place(rollout, sharding.rows(mesh))
+    return placement.place(rollout, sharding.rows(mesh))
 
 
 @dataclasses.dataclass

@@ -1,13 +1,17 @@
 """What a run reports about its steps, and when it stops. Whole runs are in test_train.py."""
 
+import json
+import time
 import types
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 import tiny
 from jax_ppo.ppo import report
 from jax_ppo.reporting.sinks import read_metrics_csv
+from jax_ppo.runtime import device_speed, stragglers
 from jax_ppo.training import checkpoint
 
 HEALTHY = {
@@ -20,16 +24,18 @@ HEALTHY = {
 }
 
 
-def report_steps(workdir, steps, **changes):
+def report_steps(workdir, steps, progress=None, flops=None, **changes):
     """Write steps with a Reporter; each has the metrics HEALTHY with these replacements."""
     rewarded = types.SimpleNamespace(failures=0, extra={})
     run = types.SimpleNamespace(config=tiny.config(**changes), total_steps=len(steps))
-    with report.Reporter(run, workdir, checkpoint.Progress(), None) as reporter:
+    progress = progress or checkpoint.Progress()
+    with report.Reporter(run, workdir, progress, None) as reporter:
         for step, metrics in enumerate(steps):
             reporter.report_later(
                 step,
                 {name: np.float32(value) for name, value in (HEALTHY | metrics).items()},
                 rewarded,
+                flops,
             )
             reporter.flush()
 
@@ -93,3 +99,67 @@ def test_an_update_is_its_roles(tmp_path):
 def test_an_accuracy_that_no_rule_knows_of_is_left_out(tmp_path):
     report_steps(tmp_path, [{"reward/accuracy": np.nan}])
     assert "reward/accuracy" not in read_metrics_csv(tmp_path / "training_metrics.csv")[0]
+
+
+def test_throughput_counts_the_tokens_of_all_responses(tmp_path):
+    report_steps(tmp_path, [{"response_length/mean": 4.0}], data__train_batch_size=8, rollout__n=2)
+    [row] = read_metrics_csv(tmp_path / "training_metrics.csv")
+    tokens = float(row["tokens_per_second"]) * float(row["seconds/step"])
+    assert tokens == pytest.approx(4 * 8 * 2)
+
+
+def test_goodput_is_the_share_of_steps_that_still_count(tmp_path):
+    """40 of 100 s counted until the checkpoint; a skipped step adds nothing."""
+    progress = checkpoint.Progress(started_at=time.time() - 100, kept_seconds=40)
+    report_steps(tmp_path, [{"actor/skipped": 1.0}, {"actor/skipped": 0.0}], progress=progress)
+    skipped, kept = (
+        float(row["perf/goodput"]) for row in read_metrics_csv(tmp_path / "training_metrics.csv")
+    )
+    assert skipped == pytest.approx(0.4, abs=0.01) and kept == pytest.approx(0.4, abs=0.01)
+    [_, row] = read_metrics_csv(tmp_path / "training_metrics.csv")
+    assert progress.kept_seconds == pytest.approx(40 + float(row["seconds/step"]))
+    assert progress.history()["kept_seconds"] == progress.kept_seconds
+
+
+@pytest.mark.parametrize(("kind", "peak"), [("TPU v5 lite", 197e12), ("cpu", None)])
+def test_mfu_is_reported_where_the_peak_of_the_devices_is_known(kind, peak, tmp_path, monkeypatch):
+    devices = [types.SimpleNamespace(device_kind=kind)] * 8
+    monkeypatch.setattr(device_speed.jax, "devices", lambda: devices)
+    report_steps(tmp_path, [{}], flops=1e12)
+    [row] = read_metrics_csv(tmp_path / "training_metrics.csv")
+    if peak is None:
+        assert "perf/mfu" not in row
+    else:
+        utilization = 1e12 / (float(row["seconds/step"]) * 8 * peak)
+        assert float(row["perf/mfu"]) == pytest.approx(utilization)
+
+
+def test_a_process_that_falls_behind_is_named_once(tmp_path, monkeypatch, capsys):
+    behind = iter([0.0, 5.0, 6.0, 0.0])
+    monkeypatch.setattr(
+        stragglers, "exchange_own_seconds", lambda seconds: {0: 1.0, 1: 1.0, 2: 1.0 + next(behind)}
+    )
+    report_steps(tmp_path, [{}] * 4)
+    rows = read_metrics_csv(tmp_path / "training_metrics.csv")
+    assert [float(row["perf/straggler_seconds"]) for row in rows] == [0.0, 5.0, 6.0, 0.0]
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "process 2" in line]
+    assert len(warnings) == 1 and "step 2: process 2 spends 5.00 s more" in warnings[0]
+
+
+@pytest.mark.parametrize(("dtype", "code"), [("float32", "F32"), ("bfloat16", "BF16")])
+def test_the_actor_is_exported_in_the_type_of_the_option(dtype, code, tmp_path):
+    config = tiny.config(trainer__export_dtype=dtype)
+    run = types.SimpleNamespace(
+        config=config,
+        total_steps=1,
+        nets=tiny.networks(config),
+        folders=types.SimpleNamespace(actor=tmp_path / "no_source"),
+        tokenizer=types.SimpleNamespace(name_or_path=str(tmp_path / "no_tokenizer")),
+    )
+    state = types.SimpleNamespace(actor=tiny.random_params(tiny.ARCHITECTURE, 0, 0, "lm"))
+    with report.Reporter(run, tmp_path, checkpoint.Progress(), None) as reporter:
+        reporter._export_actor(state)
+    with safe_open(tmp_path / "actor" / "model.safetensors", framework="numpy") as weights:
+        assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {code}
+    exported = json.loads((tmp_path / "actor" / "config.json").read_text())
+    assert dtype in (exported.get("dtype"), exported.get("torch_dtype"))

@@ -282,7 +282,7 @@ def test_what_does_not_fit_is_refused_before_weights_load(encoder, decoder, acto
         reward_inputs_of(encoder, decoder, actors, reward__max_length=300).reader.max_length == 300
     )
     with pytest.raises(
-        UserError, match=r"config.mesh.model=8: must divide attention heads of the model, 4"
+        UserError, match=r"config.mesh.model=8: must divide the model's attention heads .4."
     ):
         reward_inputs_of(encoder, decoder, actors, tiny.make_mesh(8, model=8))
     with pytest.raises(

@@ -1,8 +1,14 @@
 """Rewards of a rollout: figures over all processes, and failures of the rule over steps."""
 
 import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -66,7 +72,7 @@ def test_figures_of_the_rules_cover_the_samples_of_all_processes(monkeypatch):
     """
     processes = TwoProcesses()
     monkeypatch.setattr(rewarding.distributed, "allgather_json", processes.exchange)
-    monkeypatch.setattr(rewarding.sharding, "all_rows", processes.all_rows)
+    monkeypatch.setattr(rewarding.placement, "all_rows", processes.all_rows)
 
     def describe(index, indices, **per_sample):
         processes.process.index = index
@@ -92,3 +98,91 @@ def test_figures_that_no_sample_has_are_nan():
         2,
     )
     assert failures == 1 and np.isnan(extra["a"]) and extra["model_inputs_cut"] == 2
+
+
+# Two processes of two devices: with mesh.model=4 each row is on both, with mesh.model=2 on one.
+PROGRAM = """
+import json, sys
+import jax, numpy as np
+from jax_ppo.config.schema import Distributed, MeshShape, Reward
+from jax_ppo.data.prompts import PromptBatch
+from jax_ppo.ppo.rewarding import RuleScorer
+from jax_ppo.rewards.rules import RewardResult
+from jax_ppo.runtime import distributed, meshes, placement, sharding
+from jax_ppo.types import Example, Prompts, Rollout
+
+class Tokenizer:
+    def batch_decode(self, responses, skip_special_tokens):
+        return [" ".join(map(str, response)) for response in responses]
+
+distributed.initialize(Distributed())
+calls, found = [], {}
+
+def rule(row, text):
+    calls.append(text)
+    return RewardResult(score=float(text.split()[0]), correct=True, extra={"length": len(text)})
+
+for model in (4, 2):
+    mesh = meshes.make_mesh(MeshShape(data=-1, model=model))
+    rows = sharding.rows(mesh)
+    tokens = np.arange(10, 26, dtype=np.int32).reshape(8, 2)
+    prompts = Prompts(tokens=tokens[::2], lengths=np.full(4, 2, np.int32))
+    examples = tuple(Example("prompt", "mine") for _ in range(4))
+    placed = placement.place(
+        {"responses": tokens, "lengths": np.array([1, 2] * 4, np.int32)}, rows
+    )
+    rollout = Rollout(
+        prompts=prompts, logprobs=None, truncated=None, action_mask=None, **placed
+    )
+    scorer = RuleScorer(
+        mesh=mesh, tokenizer=Tokenizer(), options=Reward(), rule=rule, reward_inputs=None
+    )
+    rewards = scorer.score(PromptBatch(examples, prompts, np.arange(4), 4), rollout)
+    found[model] = {
+        "calls": calls.copy(),
+        "scores": placement.to_host(rewards.scores).tolist(),
+        "correct": placement.to_host(rewards.correct).tolist(),
+        "length": rewards.extra["length"],
+    }
+    calls.clear()
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_a_sample_is_scored_once_where_tensor_parallelism_spans_processes():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    common = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "2",
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+        "JAX_NUM_PROCESSES": "2",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | common | {"JAX_PROCESS_ID": str(index)},
+        )
+        for index in (0, 1)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    first, second = (json.loads(output.splitlines()[-1]) for output in outputs)
+    texts = ["10", "12 13", "14", "16 17", "18", "20 21", "22", "24 25"]
+    for model in ("4", "2"):
+        assert first[model].pop("calls") == texts[:4]
+        assert second[model].pop("calls") == texts[4:]
+        assert (
+            first[model]
+            == second[model]
+            == {
+                "scores": [float(text.split()[0]) for text in texts],
+                "correct": [1.0] * 8,
+                "length": 3.5,
+            }
+        )

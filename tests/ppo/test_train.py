@@ -21,15 +21,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jax_ppo.config import schema
+from jax_ppo.config import loading, schema
 from jax_ppo.data import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.models import heads
 from jax_ppo.models.hf.load import read_architecture
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.ppo import loop, precompilation
-from jax_ppo.runtime import compilation, sharding
+from jax_ppo.ppo import loop, precompilation, standalone_evaluation
+from jax_ppo.reporting.sample_files import read_samples
+from jax_ppo.runtime import compilation, meshes, placement
 from llama_folder import write_llama
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -58,6 +59,7 @@ def get_config(arg=None):
     config.trainer.total_training_steps = 8
     config.trainer.save_freq = 2
     config.trainer.test_freq = 4
+    config.trainer.log_rollouts_freq = 3
     config.trainer.critic_warmup = 1
     return config
 """
@@ -75,7 +77,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     texts = [
         prompt + response for prompt, response in arithmetic.generate_worked_solutions(200, 0.5, 0)
     ]
-    write_llama(folder, texts, tokens=192)
+    write_llama(folder, texts, tokens=188)  # mesh.model may be 4 and not 8
     (folder / "reward.py").write_text(REWARD)
     (folder / "config.py").write_text(
         CONFIG.format(model=str(folder / "llama"), reward=f"{folder}/reward.py:reward")
@@ -126,7 +128,11 @@ def read_metrics(workdir):
     """Return the rows of training_metrics.csv without the columns that depend on time."""
     with open(workdir / "training_metrics.csv") as file:
         return [
-            {name: value for name, value in row.items() if "second" not in name}
+            {
+                name: value
+                for name, value in row.items()
+                if "second" not in name and "perf/" not in name
+            }
             for row in csv.DictReader(file)
         ]
 
@@ -153,7 +159,10 @@ def test_a_run_writes_what_it_should(undisturbed):
         "accuracy",
         "reward_mean",
         "response_length",
+        "reward_mean_low",
+        "reward_mean_high",
     }
+    assert summary["training"]["last"]["step"] == 8
     rows = read_metrics(workdir)
     expected = {
         "reward/mean",
@@ -190,7 +199,28 @@ def test_a_run_writes_what_it_should(undisturbed):
     assert float(steps[0]["actor/lr"]) == 0 < float(steps[1]["actor/lr"])
     assert (workdir / "training_curves.png").stat().st_size > 10_000
     assert list((workdir / "tensorboard").iterdir())
+    assert (workdir / "report.html").stat().st_size > 1_000_000
+    logged = {(kind, step): records for kind, step, records in read_samples(workdir)}
+    kinds = [("evaluation", step) for step in (0, 4, 8)] + [
+        ("training", step) for step in (1, 3, 6)
+    ]
+    assert sorted(logged) == kinds
+    for record in logged["training", 6]:
+        assert len(record["advantages"]) == len(record["kl"]) == len(record["response_ids"]) > 0
     assert "step 8/8" in output and "ppo_epochs=2" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["", "actor", "checkpoints/8"])
+def test_an_evaluation_by_itself_gives_the_figures_of_the_run(model, files, undisturbed, tmp_path):
+    path = undisturbed[0] / model
+    options = {"model.path": str(path), "trainer.compilation_cache": "off"}
+    config = loading.load_config(f"{files}/config.py", options)
+    summary = standalone_evaluation.evaluate_model(config, tmp_path)
+    last = json.loads((undisturbed[0] / "summary.json").read_text())["evaluations"][-1]
+    (alone,) = summary["evaluations"]
+    assert alone | {"step": 8} == pytest.approx(last)
+    assert len(list(read_samples(tmp_path))[0][2]) == 12
 
 
 def test_killed_and_resumed_is_bit_equal(files, undisturbed, tmp_path):
@@ -206,13 +236,35 @@ def test_killed_and_resumed_is_bit_equal_on_eight_devices(files, tmp_path):
     assert_equal_runs(tmp_path / "killed", tmp_path / "undisturbed")
 
 
+STOPPING_REWARD = """
+import os, pathlib, signal
+calls, stopped = 0, pathlib.Path(__file__).with_name("stopped")
+
+def interrupt():
+    global calls
+    calls += 1
+    # 16 of the first evaluation, 16 of each of 4 steps, and some of the second evaluation's 16.
+    if calls == 85 and not stopped.exists():
+        stopped.touch()
+        os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_stopped_by_a_signal_and_resumed_is_bit_equal(files, undisturbed, tmp_path, number):
-    code, output = kill_and_resume(files, tmp_path, number=number)
-    assert code == 128 + number
-    assert re.search(rf"\nstopped by {number.name}, saved step \d\n$", output)
-    assert_equal_runs(tmp_path, undisturbed[0])
+def test_stopped_during_an_evaluation_and_resumed_is_bit_equal(files, undisturbed, tmp_path):
+    """The evaluation ends between two batches; the resumed run begins with it."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(STOPPING_REWARD + REWARD.replace("    return", "    interrupt()\n    return"))
+    arguments = command(files, tmp_path / "run", f"--config.reward.function={reward}:reward")
+    stopped, resumed = [
+        subprocess.run(arguments, env=environment(), cwd=ROOT, text=True, capture_output=True)
+        for _ in range(2)
+    ]
+    assert stopped.returncode == 130 and resumed.returncode == 0, stopped.stderr + resumed.stderr
+    assert stopped.stdout.endswith("\nstopped by SIGINT, saved step 4\n")
+    assert "evaluation after step 4" not in stopped.stdout
+    assert "evaluation after step 4" in resumed.stdout
+    assert_equal_runs(tmp_path / "run", undisturbed[0])
 
 
 def kill_and_resume(files, workdir, *overrides, devices=1, number=signal.SIGKILL):
@@ -237,7 +289,8 @@ def kill_and_resume(files, workdir, *overrides, devices=1, number=signal.SIGKILL
 
 
 def assert_equal_runs(workdir, other):
-    """Assert equal metrics (except timings), evaluations and exported weights, bit for bit."""
+    """Assert equal metrics (except timings), evaluations, samples and weights, bit for bit."""
+    assert list(read_samples(workdir)) == list(read_samples(other))
     assert read_metrics(workdir) == read_metrics(other)
     ours, theirs = (
         json.loads((folder / "summary.json").read_text())["evaluations"]
@@ -268,17 +321,27 @@ def assert_same_run(workdir, other, tolerance):
 
 
 @pytest.mark.slow
-def test_eight_devices_train_as_one_does(files, undisturbed, tmp_path):
-    run(files, tmp_path, "--config.mesh.fsdp=2", "--config.mesh.model=2", devices=8)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--config.mesh.fsdp=2", "--config.mesh.model=2"),
+        # Training splits parameters over eight devices, decoding splits matrices over four.
+        ("--config.mesh.data=1", "--config.mesh.fsdp=8", "--config.rollout.mesh.model=4"),
+    ],
+    ids=["one mesh", "a rollout mesh"],
+)
+def test_eight_devices_train_as_one_does(files, undisturbed, tmp_path, options):
+    run(files, tmp_path, *options, devices=8)
     assert_same_run(tmp_path, undisturbed[0], 1e-3)
 
 
 @pytest.mark.slow
-def test_few_slots_sample_the_same(files, undisturbed, tmp_path):
+def test_few_slots_in_stages_sample_the_same(files, undisturbed, tmp_path):
     run(
         files,
         tmp_path,
         "--config.rollout.max_num_seqs=6",
+        "--config.rollout.stage_length=3",
         "--config.trainer.total_training_steps=2",
         "--config.trainer.test_freq=0",
         "--config.trainer.val_before_train=False",
@@ -302,21 +365,22 @@ ONE_STEP_OFF = "--config.rollout.one_step_off=True", "--config.algorithm.rollout
 
 @pytest.mark.slow
 def test_one_step_off_lags_weighs_and_is_resumed_bit_equal(files, tmp_path):
+    """The batch sampled ahead is in the checkpoint that a signal asks for."""
     options = (
         *ONE_STEP_OFF,
         "--config.trainer.save_freq=4",
         "--config.trainer.total_training_steps=12",
     )
     run(files, tmp_path / "undisturbed", *options)
-    kill_and_resume(files, tmp_path / "killed", *options)
-    assert_equal_runs(tmp_path / "killed", tmp_path / "undisturbed")
+    kill_and_resume(files, tmp_path / "stopped", *options, number=signal.SIGTERM)
+    assert_equal_runs(tmp_path / "stopped", tmp_path / "undisturbed")
     rows = read_step_rows(tmp_path / "undisturbed")
     assert [int(row["step"]) for row in rows] == list(range(1, 13))
     for row in rows:
         step, weight = int(row["step"]), float(row["rollout/importance_mean"])
-        # The first step and those after a checkpoint sample with the weights that are trained. The
-        # second step does too, since the first one did not change them.
-        if step in (1, 2, 5, 9):
+        # The first step samples with the weights that are trained. The second one does too, since
+        # the first one did not change them.
+        if step in (1, 2):
             assert float(row["rollout/logprob_difference"]) < 1e-5 and weight == pytest.approx(
                 1, abs=1e-5
             )
@@ -542,9 +606,9 @@ def watched(files: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Wa
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop, "finish_step", finish_and_count)
             for owner, name in (
-                (sharding, "place"),
-                (sharding, "to_host"),
-                (sharding, "local_rows"),
+                (placement, "place"),
+                (placement, "to_host"),
+                (placement, "local_rows"),
                 (jax, "device_get"),
             ):
                 count_calls(patch, owner, name)
@@ -578,9 +642,9 @@ def test_a_step_is_compiled_in_the_precompilation_alone(
     options = (*ONE_STEP_OFF, f"--config.reward.model_path={reward_model}") if with_model else ()
     options += ("--config.mesh.fsdp=2", "--config.mesh.model=2") if devices > 1 else ()
     monkeypatch.setattr(
-        sharding,
+        meshes,
         "make_mesh",
-        functools.partial(sharding.make_mesh, devices=jax.devices()[:devices]),
+        functools.partial(meshes.make_mesh, devices=jax.devices()[:devices]),
     )
     jax.config.update("jax_log_compiles", True)
     try:
@@ -631,8 +695,9 @@ def test_an_error_stops_the_precompilation(monkeypatch):
             yield name
         raise ValueError("out of memory")
 
-    monkeypatch.setattr(precompilation, "_compile_programs", programs)
-    run = mock.MagicMock(mesh=sharding.make_mesh(schema.MeshShape()))
+    monkeypatch.setattr(precompilation, "compile_programs", programs)
+    monkeypatch.setattr(precompilation, "state_shapes", lambda *_: None)
+    run = mock.MagicMock(mesh=meshes.make_mesh(schema.MeshShape()))
     run.config.data.train_batch_size = run.config.rollout.n = 1
     run.batches.return_value = iter([mock.MagicMock()] * 2)
     with pytest.raises(KeyError), precompilation.precompile_in_background(run, 0):
@@ -669,7 +734,7 @@ def load_config(files, *overrides):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("--config.data.max_response_length=100", "the model takes 128 tokens at most"),
+        ("--config.data.max_response_length=100", "the actor takes 128 tokens at most"),
         (
             "--config.data.train_files=arithmetic:4",
             "has 4 prompts, and config.data.train_batch_size=8",
@@ -682,7 +747,7 @@ def load_config(files, *overrides):
 )
 def test_mistakes_are_told_before_weights_load(files, tmp_path, override, message, monkeypatch):
     monkeypatch.setattr(
-        "jax_ppo.ppo.loop.create_state", lambda *_: pytest.fail("weights were loaded")
+        "jax_ppo.ppo.loop.create_state", lambda *_, **__: pytest.fail("weights were loaded")
     )
     with pytest.raises(UserError, match=message):
         loop.train(load_config(files, override, "--config.data.train_batch_size=8"), tmp_path)

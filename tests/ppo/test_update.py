@@ -149,6 +149,8 @@ def test_micro_batches_and_packing_do_not_change_the_gradient(undivided, packed,
     "shape",
     [
         {"data": 2, "fsdp": 2, "model": 2},
+        # Four devices share two key-value heads.
+        {"data": 1, "model": 4},
         *(
             pytest.param(more, marks=pytest.mark.slow)
             for more in ({"data": 8}, {"data": 2}, {"data": 1, "fsdp": 2}, {"data": 1, "model": 2})

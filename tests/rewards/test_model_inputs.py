@@ -1,5 +1,7 @@
 """The inputs of a reward model that has its own tokenizer."""
 
+import logging
+
 import pytest
 
 import reward_models
@@ -78,6 +80,17 @@ def test_what_is_too_long_loses_the_start_of_its_prompt(decoder_tokenizer, encod
     )
     if form == "chat":  # the message that was first is empty, not missing
         assert text.startswith("<system></s><user>")
+
+
+@pytest.mark.parametrize("form", ["chat", "pair", "text"])
+def test_transformers_does_not_warn_of_inputs_that_are_truncated(
+    decoder_tokenizer, encoder, form, monkeypatch, caplog
+):
+    tokenizer = encoder if form == "pair" else decoder_tokenizer
+    monkeypatch.setattr(tokenizer, "model_max_length", 40)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    RewardInputEncoder(tokenizer, form, 40).encode(["How many?" * 40], ["3+2=5"])
+    assert caplog.text == ""
 
 
 def test_without_any_prompt_a_response_loses_its_end(encoder):

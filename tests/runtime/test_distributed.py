@@ -14,7 +14,8 @@ import pytest
 
 from jax_ppo.config import schema
 from jax_ppo.errors import UserError
-from jax_ppo.runtime import distributed
+from jax_ppo.runtime import coordination, distributed
+from jax_ppo.runtime.lifeline import WITHOUT_A_WORD
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXPLICIT = {"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
@@ -163,7 +164,7 @@ PROGRAM = """
 import os, signal, sys, time, jax, jax.numpy as jnp, numpy as np
 from jax.experimental import multihost_utils
 from jax_ppo.config import schema
-from jax_ppo.runtime import distributed
+from jax_ppo.runtime import distributed, signals
 
 number, port, way = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 
@@ -173,14 +174,22 @@ def main():
     for _ in range(3):
         indices = multihost_utils.process_allgather(np.float32(jax.process_index()))
         assert indices.tolist() == [0.0, 1.0]
+    assert distributed.allgather_json({"number": number}) == [{"number": 0}, {"number": 1}]
     if number == 1 and way == "raise":
         raise ZeroDivisionError("on purpose")
     if number == 1 and way == "interrupt":
         raise KeyboardInterrupt
     if number == 1 and way == "message":
         sys.exit("error: fix this")
-    if number == 1 and way == "kill":
+    if way == f"kill {number}":
         os.kill(os.getpid(), signal.SIGKILL)
+    if way == f"kill late {number}":
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if way.startswith("kill late"):
+        return  # the work of the other is done
+    if way == f"terminate {number}":
+        os.kill(os.getpid(), signal.SIGTERM)
     if way == "finish":
         sys.exit(0)
     while True:
@@ -194,11 +203,25 @@ options = schema.Distributed(
 )
 distributed.initialize(options)
 distributed.initialize(options)  # a second time does nothing
-distributed.run_or_abort(main)
+with signals.handle_stop_signals(ends_process=True):
+    distributed.run_or_abort(main)
 """
 
 
-@pytest.mark.parametrize("way", ["finish", "raise", "interrupt", "message", "kill"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "finish",
+        "raise",
+        "interrupt",
+        "message",
+        "kill 0",
+        "kill 1",
+        "kill late 0",
+        "kill late 1",
+        "terminate 1",
+    ],
+)
 def test_two_processes_end_together(way):
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -215,6 +238,7 @@ def test_two_processes_end_together(way):
         )
         for number in "01"
     ]
+    # The service holds the standard error of process 0, so this waits for its end, too.
     (output, errors), (other_output, other_errors) = [
         process.communicate(timeout=60) for process in processes
     ]
@@ -224,19 +248,31 @@ def test_two_processes_end_together(way):
     if way == "finish":
         assert codes == [0, 0]
         return
-    assert codes == [1, -signal.SIGKILL if way == "kill" else 1], errors + other_errors
-    # Its next collective failed.
-    assert "process 0 of 2 ends the run:" in errors and "Traceback" in errors
-    expected_errors = {
+    if way.startswith("kill"):
+        killed = int(way[-1])
+        assert codes[killed] == -signal.SIGKILL and codes[1 - killed] == 1, errors + other_errors
+        survivor_errors = (errors, other_errors)[1 - killed]
+        # Its connection to the coordination service does not break, so JAX does not end it first.
+        assert "Terminating process" not in survivor_errors
+        line = f"process {1 - killed} of 2 ends the run: process {killed}: {WITHOUT_A_WORD}"
+        assert line in survivor_errors.splitlines()
+        assert "Traceback" not in survivor_errors
+        return
+    if way == "terminate 1":
+        # One that a signal ends before there is a step to save: all are restarted.
+        assert codes == [143, 143], errors + other_errors
+        assert "process 0 of 2 ends the run: process 1: stopped by SIGTERM before a step" in errors
+        return
+    assert codes == [1, 1], errors + other_errors
+    reason = {
         "raise": "ZeroDivisionError: on purpose",
         "interrupt": "KeyboardInterrupt",
         "message": "error: fix this",
-    }
-    if way in expected_errors:
-        assert (
-            "process 1 of 2 ends the run:" in other_errors and expected_errors[way] in other_errors
-        )
-        assert ("Traceback" in other_errors) == (way != "message")
+    }[way]
+    assert f"process 0 of 2 ends the run: process 1: {reason}" in errors
+    assert "Traceback" not in errors
+    assert f"process 1 of 2 ends the run: {reason}" in other_errors
+    assert ("Traceback" in other_errors) == (way != "message")
 
 
 @pytest.mark.parametrize(
@@ -255,3 +291,10 @@ def test_an_error_of_the_main_process_is_raised_whatever_its_text(error):
     with pytest.raises(UserError) as caught:
         distributed.run_on_main(fail)
     assert str(caught.value) == (str(error) or "OSError")
+
+
+def test_a_coordinator_address_in_use_is_one_line():
+    with socket.create_server(("localhost", 0)) as server:
+        address = f"localhost:{server.getsockname()[1]}"
+        with pytest.raises(UserError, match="is the port in use"):
+            coordination.ServiceProcess(address, 2)

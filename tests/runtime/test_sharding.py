@@ -1,4 +1,4 @@
-"""The partition table is strict, and impossible meshes are refused with both numbers."""
+"""The partition table is strict, and copied heads are read by the same heads."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 import tiny
-from jax_ppo.config.schema import MeshShape
-from jax_ppo.errors import UserError
 from jax_ppo.runtime import sharding
 
 
@@ -29,37 +27,13 @@ def test_parameters_are_split():
     assert moment.sharding == kernel.sharding
 
 
-@pytest.mark.parametrize(
-    ("shape", "devices"), [({"data": 3}, 8), ({"model": 3}, 8), ({"fsdp": 2, "data": 1}, 8)]
-)
-def test_impossible_meshes(shape, devices):
-    with pytest.raises(UserError, match=rf"number of devices, {devices}"):
-        sharding.make_mesh(MeshShape(**shape), jax.devices()[:devices])
-
-
-def test_free_axis_takes_what_is_left():
-    assert dict(sharding.make_mesh(MeshShape(model=2), jax.devices()[:8]).shape) == {
-        "data": 4,
-        "fsdp": 1,
-        "model": 2,
-    }
-
-
-def test_model_that_the_mesh_cannot_split():
-    mesh = tiny.make_mesh(8, model=8)
-    with pytest.raises(
-        UserError, match="config.mesh.model=8: must divide attention heads of the model, 4"
-    ):
-        sharding.validate_architecture(mesh, tiny.ARCHITECTURE)
-
-
-@pytest.mark.parametrize("shape", [{"data": 8}, {"data": 2, "model": 4}, {"fsdp": 4, "model": 2}])
-def test_local_rows_give_each_row_once_in_order(shape):
-    mesh = tiny.make_mesh(8, **{"data": 1} | shape)
-    values = np.arange(32).reshape(16, 2)
-    indices, rows = sharding.local_rows(sharding.place(values, sharding.rows(mesh)))
-    assert indices.tolist() == list(range(16))
-    np.testing.assert_array_equal(rows, values)
-    np.testing.assert_array_equal(
-        np.asarray(sharding.from_local_rows(mesh, indices, rows, 16)), values
-    )
+@pytest.mark.parametrize(("query_heads", "heads"), [(4, 1), (4, 2), (12, 6)])
+def test_copied_key_heads_are_read_by_the_same_query_heads(query_heads, heads):
+    """Query head h reads key head h // (H / K), before and after."""
+    keys = np.arange(heads)[None, None, :, None] * np.ones((2, 3, 1, 2))
+    with jax.set_mesh(tiny.make_mesh(8, model=4)):
+        copied = np.asarray(jax.jit(sharding.copy_kv_heads)(keys))
+        assert copied.shape[2] % 4 == 0 and copied.shape[2] == sharding.num_split_kv_heads(heads)
+    for h in range(query_heads):
+        read = copied[:, :, h // (query_heads // copied.shape[2])]
+        np.testing.assert_array_equal(read, keys[:, :, h // (query_heads // heads)])

@@ -27,7 +27,7 @@ LENGTH = 3  # length of every response of the engine below
 ENGINE = f'''
 import json, os
 import jax, numpy as np
-from jax_ppo.runtime import sharding
+from jax_ppo.runtime import placement, sharding
 from jax_ppo.sampler import engine
 from jax_ppo.types import Prompts, Rollout
 
@@ -51,7 +51,7 @@ class FixedResponses:
             f"generate temperature={{options.temperature}} first={{first_sample_index}}"
         )
         tokens, lengths = (
-            np.repeat(sharding.to_host(x), options.n, axis=0)
+            np.repeat(placement.to_host(x), options.n, axis=0)
             for x in (prompts.tokens, prompts.lengths)
         )
         B, T = len(lengths), options.max_response_length
@@ -62,7 +62,7 @@ class FixedResponses:
             prompts=Prompts(tokens=tokens, lengths=lengths), responses=responses,
             lengths=np.full(B, {LENGTH}, np.int32), logprobs=logprobs, truncated=np.zeros(B, bool),
             action_mask=responses > 0)
-        return sharding.place(rollout, self.rows)
+        return placement.place(rollout, self.rows)
 
     def release_weights(self):
         del self.weights

@@ -6,7 +6,7 @@ import pytest
 from tiny_actor import make_prompts
 
 from jax_ppo.config import schema
-from jax_ppo.runtime import sharding
+from jax_ppo.runtime import meshes, sharding
 from jax_ppo.sampler import generate
 
 EOS = (3, 7, 11, 30)
@@ -22,7 +22,7 @@ def sample(actor, lengths, first=None, devices=None, **options):
     arguments = actor.params, make_prompts(lengths), jax.random.key(0), first
     if devices is None:
         return sampler(*arguments), sampler
-    with jax.set_mesh(sharding.make_mesh(schema.MeshShape(), jax.devices()[:devices])):
+    with jax.set_mesh(meshes.make_mesh(schema.MeshShape(), jax.devices()[:devices])):
         return sampler(*arguments), sampler
 
 
@@ -55,7 +55,7 @@ def test_slots_are_shared_out(actor):
 def test_one_program_where_they_would_not_be_equal_or_not_run_side_by_side(
     actor, lengths, devices, options
 ):
-    with jax.set_mesh(sharding.make_mesh(schema.MeshShape(), jax.devices()[:devices])):
+    with jax.set_mesh(meshes.make_mesh(schema.MeshShape(), jax.devices()[:devices])):
         sampler = generate.Sampler(actor.decoded, generate.SamplingOptions(12, 1.0, **options))
         assert len(sampler.programs(actor.params, make_prompts(lengths), jax.random.key(0))) == 1
 
@@ -64,7 +64,7 @@ def test_one_program_where_each_would_read_large_weights_again(actor, monkeypatc
     weights = sum(x.nbytes for x in jax.tree.leaves(actor.params))
     arguments = (make_prompts((5, 16)), jax.random.key(0))
     sampler = generate.Sampler(actor.decoded, generate.SamplingOptions(12, 1.0))
-    with jax.set_mesh(sharding.make_mesh(schema.MeshShape(), jax.devices()[:1])):
+    with jax.set_mesh(meshes.make_mesh(schema.MeshShape(), jax.devices()[:1])):
         for most, programs in ((weights, 2), (weights - 1, 1)):
             monkeypatch.setattr(generate, "MAX_SHARED_WEIGHT_BYTES", most)
             assert len(sampler.programs(actor.params, *arguments)) == programs

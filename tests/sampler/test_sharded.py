@@ -1,16 +1,18 @@
-"""Rows split over eight devices give the same samples as one; no row leaves its device."""
+"""Eight devices draw the samples of one; no row leaves its device, and no logits do."""
 
 import dataclasses
-import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny_actor import ARCHITECTURE, Actor, make_prompts
 
+from hlo import read_collectives
 from jax_ppo.config.schema import MeshShape
-from jax_ppo.runtime import sharding
+from jax_ppo.runtime import meshes, placement, sharding
+from jax_ppo.sampler import sampling
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 
 OPTIONS = SamplingOptions(12, 1.0, n=2, eos_ids=(3, 7, 11), slots=3)
@@ -18,17 +20,18 @@ OPTIONS = SamplingOptions(12, 1.0, n=2, eos_ids=(3, 7, 11), slots=3)
 
 @pytest.fixture(scope="module")
 def actor():
-    """An actor with an even vocabulary."""
-    return Actor(dataclasses.replace(ARCHITECTURE, vocab_size=62))
+    """An actor with two key-value heads and a vocabulary that four devices split."""
+    return Actor(dataclasses.replace(ARCHITECTURE, vocab_size=68))
 
 
-@pytest.fixture(scope="module", params=[(8, 1, 1), (2, 2, 2)], ids=str)
+@pytest.fixture(scope="module", params=[(8, 1, 1), (2, 2, 2), (2, 1, 4)], ids=str)
 def split(actor, request):
     """Return the samples on a mesh of eight devices, and the compiled text."""
-    shape = dict(zip(sharding.AXES, request.param, strict=True))
-    mesh = sharding.make_mesh(MeshShape(**shape))
+    shape = dict(zip(meshes.AXES, request.param, strict=True))
+    mesh = meshes.make_mesh(MeshShape(**shape))
     replicated = NamedSharding(mesh, PartitionSpec())
-    layout = sharding.tree_shardings(mesh, actor.params, sharding.DECODE_RULES)
+    rules = sharding.decode_rules(mesh, ARCHITECTURE.num_kv_heads)
+    layout = sharding.tree_shardings(mesh, actor.params, rules)
     args = (
         jax.device_put(actor.params, layout),
         jax.device_put(make_prompts(range(1, 17)), sharding.rows(mesh)),
@@ -63,19 +66,75 @@ def test_shards_of_rows_say_nothing_to_each_other(split):
     }
     steps = np.asarray(rollout.slot_steps)
     assert (steps >= np.asarray(rollout.lengths).reshape(shards, -1).sum(1)).all()
-    collectives = re.findall(
-        r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", text
-    )
+    collectives = read_collectives(text)
     if shards == 8:
         assert not collectives and len(set(steps.tolist())) > 1
-    else:
-        assert "all-reduce" in collectives and len(set(steps.tolist())) == 1
+        return
+    assert "all-reduce" in {x.kind for x in collectives} and len(set(steps.tolist())) == 1
+    # Neither logits [B, V] nor the part of one device moves.
+    assert not {17, 34, 68} & {size for x in collectives for shape in x.shapes for size in shape}
+    # Devices that share a key-value head compute it, and receive no part of it.
+    assert "all-gather" not in {x.kind for x in collectives}
 
 
-def test_attention_that_no_compiler_can_split_is_run_by_each_device(actor, cudnn_anywhere):
+@pytest.mark.parametrize(
+    "options",
+    [(0.0,), (1.0,), (0.7, 40, 1.0), (1.0, -1, 0.8), (1.3, 300, 0.95)],
+    ids=["greedy", "plain", "top_k", "top_p", "both"],
+)
+@pytest.mark.parametrize("shape", [(1, 1, 8), (2, 2, 2)], ids=str)
+def test_devices_that_split_the_vocabulary_draw_the_tokens_of_one(options, shape):
+    """V = 5,000 has blocks of 128 tokens, which neither 625 nor 2,500 is a multiple of."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 2, (64, 5000)).astype(np.float32)
+    logits[:, [3, 700, 4999]] = logits.max(1, keepdims=True) - 1e-3
+    # In the first rows the likeliest tokens are several, of which greedy takes the first.
+    logits[:32, [3, 700, 4999]] += 1
+    uniforms = rng.random((64, 2)).astype(np.float32)
+    whole = jax.jit(sampling.sample_tokens, static_argnums=(2, 3, 4))
+
+    def split(logits, uniforms, axis):
+        shards = sampling.VocabularyShards(axis)
+        return sampling.sample_tokens(logits, uniforms, *options, shards=shards)
+
+    mesh = meshes.make_mesh(MeshShape(**dict(zip(meshes.AXES, shape, strict=True))))
+    layout = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "model"))
+    with jax.set_mesh(mesh):
+        program = jax.jit(sharding.split_vocabulary(split))
+        arguments = jax.device_put(logits, layout), placement.place(uniforms, sharding.rows(mesh))
+        compiled = program.lower(*arguments).compile()
+        tokens, logprobs = compiled(*arguments)
+    expected_tokens, expected_logprobs = whole(logits, uniforms, *options)
+    np.testing.assert_array_equal(tokens, expected_tokens)
+    np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-6)
+    assert options != (0.0,) or (np.asarray(tokens)[:32] == 3).all()
+    # Per row: 40 weights of blocks, 128 of tokens, and a few numbers.
+    rows = 64 // (shape[0] * shape[1])
+    moved = sum(x.bytes for x in read_collectives(compiled.as_text()))
+    assert 0 < moved <= 4 * rows * (40 + 128 + 12)
+
+
+def test_a_nan_on_one_device_gives_a_token_of_the_vocabulary_and_shows_in_the_log_prob():
+    logits = np.random.default_rng(0).normal(size=(2, 64)).astype(np.float32)
+    logits[0, 7] = np.nan
+    with jax.set_mesh(meshes.make_mesh(MeshShape(data=1, model=8))):
+        for temperature in (0.0, 1.0):
+
+            def sample(logits, uniforms, axis, temperature=temperature):
+                shards = sampling.VocabularyShards(axis)
+                return sampling.sample_tokens(logits, uniforms, temperature, shards=shards)
+
+            program = jax.jit(sharding.split_vocabulary(sample))
+            tokens, logprobs = program(jnp.asarray(logits), jnp.full((2, 2), 0.5))
+            assert 0 <= tokens[0] < 64 and np.isnan(logprobs[0]) and np.isfinite(logprobs[1])
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2), (2, 1, 4)], ids=str)
+def test_attention_that_no_compiler_can_split_is_run_by_each_device(actor, cudnn_anywhere, shape):
     """Rows and heads are split; each device runs its own."""
-    mesh = sharding.make_mesh(MeshShape(data=2, fsdp=2, model=2))
-    layout = sharding.tree_shardings(mesh, actor.params, sharding.DECODE_RULES)
+    mesh = meshes.make_mesh(MeshShape(**dict(zip(meshes.AXES, shape, strict=True))))
+    rules = sharding.decode_rules(mesh, ARCHITECTURE.num_kv_heads)
+    layout = sharding.tree_shardings(mesh, actor.params, rules)
     prompts = make_prompts(range(1, 17))
     with jax.set_mesh(mesh):
         sampler = Sampler(actor.decoded.clone(decoding="cudnn"), OPTIONS, sharding.split_rows)

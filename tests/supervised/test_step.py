@@ -13,7 +13,7 @@ import tiny
 from jax_ppo.config import schema
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime import sharding
+from jax_ppo.runtime import placement, sharding
 from jax_ppo.supervised import step
 from jax_ppo.supervised.step import LANGUAGE, PREFERENCE, measure_batch, train_step
 from jax_ppo.training import forward, packing
@@ -220,8 +220,8 @@ def test_eight_devices_take_the_step_of_one(objective):
         with jax.set_mesh(mesh):
             packed, count = plan_rows(objective, sequences, 4)
             placed = (
-                sharding.place(sequences, sharding.replicated(mesh)),
-                sharding.place(packed, sharding.rows(mesh, axis=1)),
+                placement.place(sequences, sharding.replicated(mesh)),
+                placement.place(packed, sharding.rows(mesh, axis=1)),
             )
             shardings_for = functools.partial(
                 sharding.tree_shardings, mesh, rules=sharding.TRAIN_RULES

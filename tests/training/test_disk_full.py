@@ -12,7 +12,7 @@ import pytest
 
 from jax_ppo import command
 from jax_ppo.errors import UserError
-from jax_ppo.models.hf.save import write_weights
+from jax_ppo.models.hf.weight_files import write_weights
 from jax_ppo.storage import disk_space
 from jax_ppo.training import checkpoint
 from jax_ppo.training.checkpoint import Checkpointer
@@ -70,7 +70,7 @@ def test_a_disk_that_fills_up_during_the_save_is_one_line(tmp_path, monkeypatch,
 def test_orbax_logs_nothing_of_a_full_disk_and_all_else():
     def shown(text, error=None):
         info = (type(error), error, None) if error else None
-        return checkpoint._is_not_of_full_disk(
+        return checkpoint._is_worth_showing(
             logging.LogRecord("absl", logging.ERROR, "", 0, text, (), info)
         )
 
@@ -108,3 +108,19 @@ def test_a_cause_is_looked_for():
     error = RuntimeError("failed")
     error.__cause__ = OSError(errno.EDQUOT, "Disk quota exceeded")
     assert disk_space.is_disk_full(error) and not disk_space.is_disk_full(RuntimeError("failed"))
+
+
+def test_a_limit_on_the_size_of_files_is_named(tmp_path):
+    cause = ValueError("OUT_OF_RANGE: Error writing local file 'x': File too large")
+    assert disk_space.is_disk_full(cause)
+    message = str(disk_space.disk_full_error(tmp_path, "the checkpoint of step 3", 1, cause))
+    assert "`ulimit -f`" in message and "Raise the limit" in message and "full" not in message
+
+
+def test_only_what_follows_from_a_failed_save_is_not_shown(monkeypatch):
+    shown = []
+    monkeypatch.setattr(checkpoint, "_show_uncaught", shown.append)
+    for text in ("Event loop is closed", "another"):
+        report = types.SimpleNamespace(exc_value=RuntimeError(text))
+        checkpoint._show_unless_of_closed_loop(report)
+    assert [str(report.exc_value) for report in shown] == ["another"]

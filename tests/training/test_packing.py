@@ -1,5 +1,7 @@
 """Plans contain every sample once and undivided; gather and scatter are inverse."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,6 +57,16 @@ def test_rows_at_once():
     assert packing.rows_per_micro_batch(8, 1024, samples=4, shards=1) == 4
     assert packing.rows_per_micro_batch(3, 1024, samples=64, shards=4) == 12
     assert packing.rows_per_micro_batch(None, 100_000, samples=64, shards=2) == 2
+
+
+def test_rows_at_once_where_each_micro_batch_gathers_the_weights():
+    """8,192 tokens instead of a sixteenth of the samples, but no more than a quarter of them."""
+    at_once = functools.partial(packing.rows_per_micro_batch, gathers_weights=True)
+    assert at_once(None, 1024, samples=64, shards=1) == 8
+    assert packing.rows_per_micro_batch(None, 1024, samples=64, shards=1) == 4
+    assert at_once(None, 1024, samples=16, shards=1) == 4
+    assert at_once(None, 768, samples=8 * 64, shards=8) == 8 * 10
+    assert at_once(3, 1024, samples=64, shards=4) == 12
 
 
 def make_rows():

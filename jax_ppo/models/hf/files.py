@@ -226,16 +226,16 @@ def _refuse_pickles(folder: Path) -> None:
 
 
 def write_safetensors(
-    path: Path | None,
+    path: Path,
     tensors: Mapping[str, tuple[str, tuple[int, ...]]],
     arrays: Iterable[np.ndarray],
 ) -> None:
     """Write a safetensors file with one array in memory at a time, unlike `save_file`.
 
     Args:
-      path: Path of the file; `None` writes nothing and only consumes the arrays.
+      path: Path of the file.
       tensors: Names to (type as safetensors spells it, shape), in the order of `arrays`.
-      arrays: The arrays, of any memory layout.
+      arrays: The arrays, of any memory layout. They are consumed to their end.
     """
     # transformers refuses a file without this metadata.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -246,13 +246,9 @@ def write_safetensors(
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with contextlib.ExitStack() as stack:
-        file = None
-        if path is not None:
-            file = stack.enter_context(open(path, "wb"))
-            file.write(struct.pack("<Q", len(text)) + text)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        # `strict` asks for the end of `arrays`, too.
         for (dtype, shape), array in zip(tensors.values(), arrays, strict=True):
-            if file is None:
-                continue
             assert array.dtype == SAFETENSORS_DTYPES[dtype] and array.shape == tuple(shape)
             file.write(np.ascontiguousarray(array).view(np.uint8).data)

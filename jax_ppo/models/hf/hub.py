@@ -1,12 +1,13 @@
-"""Location of a checkpoint: a local folder, or a repository of the Hugging Face hub."""
+"""Location of a checkpoint: a local folder, a bucket, or a repository of the Hugging Face hub."""
 
 import difflib
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from jax_ppo.errors import UserError
-from jax_ppo.storage import hub
+from jax_ppo.storage import downloads, hub, remote
 from jax_ppo.storage.paths import expand_local_path
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
@@ -29,22 +30,28 @@ IGNORED_HUB_FILES = [
 
 
 def resolve_model_folder(
-    path: str, what: str = "config.model.path", holds: str = "config.json and model.safetensors"
+    path: str,
+    what: str = "config.model.path",
+    holds: str = "config.json and model.safetensors",
+    files: Sequence[str] = HUB_FILES,
 ) -> Path:
-    """Return the folder of a checkpoint, downloading it from the hub unless it is cached.
+    """Return the folder of a checkpoint, downloading it unless it is local or cached.
 
     Args:
-      path: A local folder or a hub name: OWNER/NAME, or OWNER/NAME@REVISION with a branch, tag or
-        commit.
+      path: A local folder, an address such as gs://BUCKET/FOLDER, or a hub name: OWNER/NAME, or
+        OWNER/NAME@REVISION with a branch, tag or commit.
       what: Name of the option, for error messages.
       holds: What such a folder holds, for error messages.
+      files: Patterns of the files to download.
 
     Raises:
       UserError: There is no such folder and the hub has no such repository, or does not answer
-        within about `hub.TIMEOUT_SECONDS` seconds.
+        within about `hub.TIMEOUT_SECONDS` seconds; or the bucket is not accessible.
     """
     if not path:
         raise UserError(f"{what}='': must be set to a Hugging Face folder or hub name")
+    if remote.is_address(path):
+        return downloads.download_folder(path, what, files)
     folder = expand_local_path(path, what)
     if folder.is_dir():
         return folder
@@ -62,7 +69,7 @@ def resolve_model_folder(
     name, revision = hub.split_revision(path)
     command = f"hf download {name} --revision {revision} --local-dir {name.rpartition('/')[2]}"
     try:
-        return hub.download_snapshot(path, HUB_FILES, what, ignore=IGNORED_HUB_FILES)[0]
+        return hub.download_snapshot(path, files, what, ignore=IGNORED_HUB_FILES)[0]
     except hub.HubError as error:
         raise UserError(
             f"{problem}there is no such folder, and {error.reason}. Either {remedy}; or get one, "
@@ -78,8 +85,10 @@ def shareable_model_name(path: str, folder: Path) -> tuple[str, str | None]:
       folder: The folder that it returned.
 
     Returns:
-      A hub name and its revision, or an absolute path and `None`.
+      A hub name and its revision, or an address or absolute path and `None`.
     """
+    if remote.is_address(path):
+        return path, None
     if not path or Path(path).expanduser().is_dir():
         return str(folder.resolve()), None
     return hub.split_revision(path)

@@ -33,3 +33,8 @@ def quote_value(value: Any) -> str:
     """Return a value for an error message: in one line and not too long."""
     text = repr(value)
     return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 3] + "..."
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as an indented JSON file."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -29,21 +29,26 @@ from jax_ppo.models.hf.tensors import TensorMapping, TensorTable
 Progress = Callable[[int, int], None]
 
 
-def read_architecture(folder: str | Path) -> Architecture:
+def read_architecture(folder: str | Path, needs_weights: bool = True) -> Architecture:
     """Return the architecture of a checkpoint.
 
     The EOS ids of config.json are followed by the further ones of generation_config.json. As in
     transformers 5, a checkpoint that stores an output embedding of its own has it, even if
     config.json calls the model tied.
 
+    Args:
+      folder: Folder of the checkpoint.
+      needs_weights: False also accepts a folder without weights.
+
     Raises:
       UserError: The folder has no config.json or no safetensors weights, or the model is not
         supported.
     """
     architecture = from_hf_config(_read_config(folder))
-    if architecture.tied and _has_own_head(folder, architecture):
-        architecture = dataclasses.replace(architecture, tied=False)
-    weight_files(Path(folder))
+    if needs_weights or has_weights(folder):
+        if architecture.tied and _has_own_head(folder, architecture):
+            architecture = dataclasses.replace(architecture, tied=False)
+        weight_files(Path(folder))
     generation_file = Path(folder) / "generation_config.json"
     more: tuple[int, ...] = ()
     if generation_file.exists():
@@ -52,10 +57,25 @@ def read_architecture(folder: str | Path) -> Architecture:
     return dataclasses.replace(architecture, eos_ids=eos_ids)
 
 
-def read_reward_architecture(folder: str | Path) -> Architecture | DebertaArchitecture:
+def has_weights(folder: str | Path) -> bool:
+    """Return whether a folder holds all safetensors weights of a checkpoint."""
+    try:
+        weight_files(Path(folder))
+    except UserError:
+        return False
+    return True
+
+
+def read_reward_architecture(
+    folder: str | Path, needs_weights: bool = True
+) -> Architecture | DebertaArchitecture:
     """Return the architecture of a reward model, which is a decoder or an encoder with one score.
 
     The headers of the weights are read too.
+
+    Args:
+      folder: Folder of the checkpoint.
+      needs_weights: False also accepts a folder without weights.
 
     Raises:
       UserError: As in `read_architecture`, or the weights are not those of a sequence classifier
@@ -67,16 +87,17 @@ def read_reward_architecture(folder: str | Path) -> Architecture | DebertaArchit
     if kind in ENCODERS:
         architecture = ENCODERS[kind].from_hf_config(config)
     elif kind in FAMILIES:
-        architecture = read_architecture(folder)
+        architecture = read_architecture(folder, needs_weights)
     else:
         raise UserError(
             f"{folder}: config.json's model_type {kind!r} is not supported for a reward model, "
             f"only {', '.join((*FAMILIES, *ENCODERS))} are"
         )
-    with SafetensorsCheckpoint(folder) as checkpoint:
-        _validate_checkpoint(
-            checkpoint, tensor_table(architecture, "reward"), "reward", architecture
-        )
+    if needs_weights or has_weights(folder):
+        with SafetensorsCheckpoint(folder) as checkpoint:
+            _validate_checkpoint(
+                checkpoint, tensor_table(architecture, "reward"), "reward", architecture
+            )
     return architecture
 
 

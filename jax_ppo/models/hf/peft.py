@@ -20,16 +20,18 @@ from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.families import FAMILIES
 from jax_ppo.models.hf.fields import ConfigReader
 from jax_ppo.models.hf.files import SafetensorsCheckpoint
-from jax_ppo.models.hf.json_files import read_json_object
+from jax_ppo.models.hf.json_files import read_json_object, write_json
 from jax_ppo.models.hf.load import (
     read_parameters,
     tensors_to_read,
     validate_tensors,
 )
 from jax_ppo.models.hf.names import PEFT_PREFIX, adapter_tensor_table
-from jax_ppo.models.hf.save import atomic_folder, write_json, write_weights
+from jax_ppo.models.hf.save import atomic_folder
 from jax_ppo.models.hf.tensors import TensorTable, abbreviate, flatten_like
+from jax_ppo.models.hf.weight_files import write_weights
 from jax_ppo.models.lora import Lora
+from jax_ppo.runtime import distributed
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -239,7 +241,7 @@ def save_adapters(
     arrays = flatten_like(adapters, rows, "`adapters`")
     total_bytes = sum(4 * int(np.prod(row.full_shape)) for row in rows.values())
     with atomic_folder(folder, ADAPTER_CONFIG, ADAPTER_WEIGHTS) as temporary:
-        if temporary:
+        if distributed.is_main():
             config = to_adapter_config(lora, head, base_model, revision)
             write_json(temporary / ADAPTER_CONFIG, config)
         write_weights(

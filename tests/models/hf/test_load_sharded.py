@@ -1,6 +1,7 @@
 """Loading onto several devices and processes: each reads only its own blocks of the model.
 
-The export is written from the sharded arrays, so that equal files mean equal parameters.
+The export is written from the sharded arrays, so that equal files mean equal parameters. Each
+process writes files of its own and holds no more than two tensors.
 """
 
 import json
@@ -16,7 +17,7 @@ import pytest
 from jax_ppo.models.hf.save import export_checkpoint
 
 PROGRAM = """
-import collections, json, sys
+import collections, json, sys, weakref
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -29,7 +30,7 @@ from flax import traverse_util
 from jax_ppo.models.hf.files import SafetensorsCheckpoint
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture
 from jax_ppo.models.hf.names import tensor_table
-from jax_ppo.models.hf.save import export_checkpoint
+from jax_ppo.models.hf import save, weight_files
 
 devices = len(jax.devices())
 axes = ("data", "fsdp", "model")
@@ -56,9 +57,30 @@ places = {path: NamedSharding(mesh, spec(path)) for path in tensor_table(archite
 params = load_checkpoint(source, architecture, traverse_util.unflatten_dict(places))
 for path, array in traverse_util.flatten_dict(params).items():
     assert array.sharding.is_equivalent_to(places[path], array.ndim), path
-export_checkpoint(params, architecture, out, max_shard_bytes=30_000)
-print(json.dumps(blocks))
+files, write = [], weight_files.write_safetensors
+
+def recording_write(path, *arguments):
+    files.append(path.name)
+    write(path, *arguments)
+
+weight_files.write_safetensors = recording_write
+held, most = collections.Counter(), 0
+
+def counting_copy(parts, row):
+    values = copy(parts, row)
+    global most
+    key = len(held)
+    held[key] = values.nbytes
+    weakref.finalize(values, held.__setitem__, key, 0)
+    most = max(most, held.total())
+    return values
+
+copy, weight_files._to_checkpoint_tensor = weight_files._to_checkpoint_tensor, counting_copy
+save.export_checkpoint(params, architecture, out, max_shard_bytes=30_000)
+print(json.dumps({"blocks": blocks, "files": files, "most bytes": most}))
 """
+
+LARGEST_TENSOR = 96 * 32 * 4  # the embedding
 
 
 def start(arguments, devices):
@@ -104,7 +126,8 @@ def same_files(one, other):
 
 
 def test_eight_devices(source, tmp_path):
-    [blocks] = finish([start([0, 1, "", source, tmp_path / "eight"], devices=8)])
+    [report] = finish([start([0, 1, "", source, tmp_path / "eight"], devices=8)])
+    blocks = report["blocks"]
     same_files(tmp_path / "one", tmp_path / "eight")
     # Four blocks per matrix, halves of [out, in] along both axes; two devices share each read.
     assert blocks["model.layers.1.self_attn.q_proj.weight"] == [[16, 16]] * 4
@@ -118,6 +141,10 @@ def test_two_processes(source, tmp_path):
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     processes = [start([i, 2, address, source, tmp_path / "two"], devices=2) for i in range(2)]
-    for blocks in finish(processes):  # each process reads the half that its devices hold
-        assert blocks["model.layers.1.self_attn.q_proj.weight"] == [[16, 16]] * 2
+    reports = finish(processes)
+    for report in reports:  # each process reads the half that its devices hold
+        assert report["blocks"]["model.layers.1.self_attn.q_proj.weight"] == [[16, 16]] * 2
+        assert 0 < report["most bytes"] <= 2 * LARGEST_TENSOR
     same_files(tmp_path / "one", tmp_path / "two")
+    files = sorted(path.name for path in (tmp_path / "two").glob("*.safetensors"))
+    assert [report["files"] for report in reports] == [files[::2], files[1::2]]

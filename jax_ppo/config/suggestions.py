@@ -1,0 +1,56 @@
+"""What to say about an option that does not exist: another framework's, or a misspelled one."""
+
+import difflib
+from collections.abc import Iterable
+
+from jax_ppo.config.peer_options import explain_peer_option
+
+# The similarity, 0..1, below which nothing is suggested.
+_CUTOFF = 0.75
+# How much an equal last part counts beside the similarity of the whole name.
+_SAME_LAST_PART = 0.1
+
+
+def suggest_option(name: str, known: Iterable[str]) -> str:
+    """Return a sentence that helps with an unknown option.
+
+    Args:
+      name: as written, without `config.`.
+      known: the names of all options.
+    """
+    if (explanation := explain_peer_option(name)) is not None:
+        return f"{explanation}."
+    names = list(known)
+    if any(option.startswith(f"{name}.") for option in names):
+        return f"It is a section; its options are config.{name}.NAME."
+    nearest = find_nearest(name, names)
+    if not nearest:
+        return "`python -m jax_ppo config` lists all options."
+    return f"Did you mean {' or '.join(f'config.{option}' for option in nearest)}?"
+
+
+def find_nearest(name: str, known: Iterable[str]) -> list[str]:
+    """Return the options that a misspelled name may mean: one, none or, without a section, several.
+
+    Args:
+      name: as written.
+      known: the names of all options.
+    """
+    names = list(known)
+    section, _, last_part = name.rpartition(".")
+    if not section:
+        # The section is missing, and the last part may be misspelled.
+        by_last_part: dict[str, list[str]] = {}
+        for option in names:
+            by_last_part.setdefault(option.rpartition(".")[2], []).append(option)
+        matches = difflib.get_close_matches(name, by_last_part, n=1, cutoff=_CUTOFF)
+        if matches:
+            return by_last_part[matches[0]]
+
+    def similarity(option: str) -> float:
+        ratio = difflib.SequenceMatcher(None, name, option).ratio()
+        has_same_last_part = option.rpartition(".")[2] == last_part
+        return ratio + _SAME_LAST_PART * has_same_last_part
+
+    best = max(names, key=similarity)
+    return [best] if similarity(best) >= _CUTOFF else []

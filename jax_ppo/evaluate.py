@@ -1,0 +1,29 @@
+"""Evaluate: `python -m jax_ppo.evaluate --config=FILE --config.model.path=MODEL [--workdir=DIR]`.
+
+The held-out prompts of config.data.val_files are sampled as config.rollout.val_kwargs says and
+scored as in training. MODEL is a Hugging Face folder or hub name, the work directory of a run that
+has exported its model, or one of its checkpoints (RUN/checkpoints/STEP). The work directory gets
+summary.json, report.html and every response with its score in rollouts/.
+"""
+
+import sys
+from pathlib import Path
+
+from jax_ppo import command
+from jax_ppo.config import schema
+
+
+def main(arguments: list[str]) -> None:
+    """Run the command; `arguments` are `sys.argv`."""
+    command.run_command(arguments, "evaluate", run)
+
+
+def run(options: schema.Config, workdir: Path) -> None:
+    """Evaluate with validated options."""
+    from jax_ppo.ppo import standalone_evaluation
+
+    standalone_evaluation.evaluate_model(options, workdir)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,244 @@
+"""Weight files of an export, which all processes write at the same time, tensor by tensor."""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jax_ppo.models.hf import tensors
+from jax_ppo.models.hf.files import (
+    INDEX_FILE,
+    SAFETENSORS_DTYPES,
+    SINGLE_FILE,
+    write_safetensors,
+)
+from jax_ppo.models.hf.json_files import write_json
+from jax_ppo.models.hf.tensors import TensorMapping, TensorTable
+from jax_ppo.models.lora import merge_kernel
+from jax_ppo.runtime import distributed, sharding, work_directory
+from jax_ppo.storage import disk_space
+
+# Not float16, whose range is smaller than that of the parameters.
+EXPORT_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class MergedKernel:
+    """A kernel and its adapters, which take the place of one array in an export.
+
+    Attributes:
+      kernel: [L, in, out].
+      lora_a: [L, in, r].
+      lora_b: [L, r, out].
+      scale: Factor on the product of the adapters.
+    """
+
+    kernel: jax.Array
+    lora_a: jax.Array
+    lora_b: jax.Array
+    scale: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportedTensor:
+    """One tensor of an exported checkpoint.
+
+    Attributes:
+      name: Its name in the checkpoint.
+      paths: Our parameters that it holds, in order along its first axis.
+      layer: The layer that it belongs to, or `None`.
+    """
+
+    name: str
+    paths: list[tensors.Path]
+    layer: int | None
+
+
+Arrays = Mapping[tensors.Path, jax.Array | MergedKernel]
+
+
+def write_weights(
+    folder: Path,
+    rows: TensorTable,
+    arrays: Arrays,
+    dtype: str,
+    max_shard_bytes: int,
+    single_file: str = SINGLE_FILE,
+) -> None:
+    """Write the weight files and, if there are several, their index.
+
+    Every process must call this.
+
+    Args:
+      folder: The folder.
+      rows: The tensor table.
+      arrays: The parameters by path.
+      dtype: One of `EXPORT_DTYPES`.
+      max_shard_bytes: Maximum size of a file, unless a single tensor is larger.
+      single_file: Name of the file if there is only one.
+    """
+    code = EXPORT_DTYPES[dtype]
+    itemsize = SAFETENSORS_DTYPES[code].itemsize
+    total_bytes = sum(math.prod(row.full_shape) for row in rows.values()) * itemsize
+    is_moved = work_directory.is_in_bucket(folder)
+    if distributed.is_main() or is_moved:
+        # Files that go to a bucket are on this disk one at a time.
+        needed = min(total_bytes, max_shard_bytes) if is_moved else total_bytes
+        disk_space.require_free_space(folder.parent, needed, "an export of the weights")
+    shards = _split_into_shards(rows, itemsize, max_shard_bytes)
+    names = [single_file]
+    if len(shards) > 1:
+        names = [
+            f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            for number in range(1, len(shards) + 1)
+        ]
+    # In each round every process writes a file, so that all disks and links are busy.
+    processes, own = jax.process_count(), jax.process_index()
+    for first in range(0, len(shards), processes):
+        in_round = shards[first : first + processes]
+        contents = _gather_round(in_round, own, arrays, rows, dtype)
+        if own >= len(in_round):
+            collections.deque(contents, maxlen=0)  # only gathers
+            continue
+        header = {tensor.name: (code, rows[tensor.paths[0]].hf_shape) for tensor in in_round[own]}
+        path = folder / names[first + own]
+        write_safetensors(path, header, contents)
+        work_directory.move_to_bucket(path, _final_folder(folder))
+    if distributed.is_main() and len(shards) > 1:
+        weight_map = {
+            tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
+        }
+        write_json(
+            folder / INDEX_FILE,
+            {"metadata": {"total_size": total_bytes}, "weight_map": weight_map},
+        )
+
+
+def _gather_round(
+    shards: Sequence[Sequence[ExportedTensor]],
+    own: int,
+    arrays: Arrays,
+    rows: TensorTable,
+    dtype: str,
+) -> Iterator[np.ndarray]:
+    """Yield the tensors of this process's file, and take part in gathering those of the others.
+
+    Every process gathers the first tensor of each file, then the second of each, and so on: they
+    write at the same time, each from one tensor in its memory.
+
+    Args:
+      shards: The files that processes 0, 1, ... write at the same time.
+      own: Number of this process; it has no file if there are fewer.
+      arrays: The parameters by path.
+      rows: The tensor table.
+      dtype: One of `EXPORT_DTYPES`.
+    """
+    for tensors_by_process in itertools.zip_longest(*shards):
+        values: np.ndarray | None = None
+        for process, tensor in enumerate(tensors_by_process):
+            if tensor is None:
+                continue
+            parts = [_gather(arrays[path], tensor.layer, dtype) for path in tensor.paths]
+            if process == own:
+                values = _to_checkpoint_tensor(parts, rows[tensor.paths[0]])
+            # The devices' copies go before the next tensor is gathered.
+            del parts
+        if values is not None:
+            yield values
+
+
+def _split_into_shards(
+    rows: TensorTable, itemsize: int, max_bytes: int
+) -> list[list[ExportedTensor]]:
+    """Split the tensors into files of at most `max_bytes`."""
+    shards: list[list[ExportedTensor]] = []
+    free_bytes = 0
+    for tensor in _in_order(rows):
+        size = int(np.prod(rows[tensor.paths[0]].hf_shape)) * itemsize
+        if not shards or size > free_bytes:
+            shards.append([])
+            free_bytes = max_bytes
+        shards[-1].append(tensor)
+        free_bytes -= size
+    return shards
+
+
+def _in_order(rows: TensorTable) -> Iterator[ExportedTensor]:
+    """Yield the tensors layer by layer, as checkpoints are usually split."""
+    # Several paths share a name where the checkpoint stores them as one tensor.
+    outside: dict[str, list[tensors.Path]] = {}
+    stacked: dict[str, list[tensors.Path]] = {}
+    for path, row in rows.items():
+        (outside if row.layers is None else stacked).setdefault(row.name, []).append(path)
+    for name, paths in outside.items():
+        yield ExportedTensor(name, paths, layer=None)
+    for layer in range(max(row.layers for row in rows.values() if row.layers is not None)):
+        for name, paths in stacked.items():
+            yield ExportedTensor(name.format(layer), paths, layer)
+
+
+def _to_checkpoint_tensor(parts: Sequence[jax.Array], row: TensorMapping) -> np.ndarray:
+    """Return a checkpoint tensor, which may consist of several of our parameters."""
+    values = [np.asarray(part).T if row.transposed else np.asarray(part) for part in parts]
+    return values[0] if len(values) == 1 else np.concatenate(values)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "stacked"))
+def _select_layer(array: jax.Array, layer: int, dtype: str, stacked: bool) -> jax.Array:
+    if stacked:
+        array = jax.lax.dynamic_index_in_dim(array, layer, 0, keepdims=False)
+    return array.astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "scale"))
+def _select_merged_layer(
+    kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array, layer: int, dtype: str, scale: float
+) -> jax.Array:
+    kernel, lora_a, lora_b = (
+        jax.lax.dynamic_index_in_dim(array, layer, 0, keepdims=False)
+        for array in (kernel, lora_a, lora_b)
+    )
+    return merge_kernel(kernel, lora_a, lora_b, scale).astype(dtype)
+
+
+def _gather(array: jax.Array | MergedKernel, layer: int | None, dtype: str) -> jax.Array:
+    """Return one layer of a parameter on devices of this process.
+
+    This is a collective operation if the array spans processes.
+    """
+    if isinstance(array, MergedKernel):
+        assert layer is not None  # every projection belongs to a layer
+        one_layer = _select_merged_layer(
+            array.kernel, array.lora_a, array.lora_b, layer, dtype=dtype, scale=array.scale
+        )
+    else:
+        one_layer = _select_layer(array, layer or 0, dtype=dtype, stacked=layer is not None)
+    if one_layer.is_fully_addressable:
+        return one_layer
+    layout = (array.kernel if isinstance(array, MergedKernel) else array).sharding
+    assert isinstance(layout, NamedSharding)  # as all arrays of a run
+    # Not in one program with the selection: the compiler might gather all layers.
+    copies = _copy_to_all_devices(one_layer, layout=sharding.replicated(layout.mesh))
+    # Copies of a whole tensor do not queue up on the devices while a process writes.
+    return jax.block_until_ready(copies.addressable_data(0))
+
+
+@functools.partial(jax.jit, static_argnames="layout")
+def _copy_to_all_devices(x: jax.Array, *, layout: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, layout)
+
+
+def temporary_folder(folder: Path) -> Path:
+    """Return where an export is written until it is complete."""
+    return folder.with_name(f".{folder.name}.writing")
+
+
+def _final_folder(temporary: Path) -> Path:
+    return temporary.with_name(temporary.name.removeprefix(".").removesuffix(".writing"))

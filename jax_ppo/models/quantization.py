@@ -1,0 +1,51 @@
+"""Kernels of the decoder as int8, for decoding: half the bytes of bfloat16 to keep and to read.
+
+A column w of a kernel [in, out] is stored as round(w / s) with s = max |w| / 127. The product is
+computed in the type of the computation, which represents int8 exactly, and multiplied with s
+afterwards. Embeddings, heads, norms, biases and adapters keep their type.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jax_ppo.types import Params
+
+MAX_INT8 = 127
+
+
+def quantize_kernels(params: Params, dtype: DTypeLike) -> Params:
+    """Return unrolled parameters with int8 kernels in the layers, each beside its `kernel_scale`.
+
+    Args:
+      params: Unrolled parameters (`transformer.unroll_params`), before rounding to `dtype`.
+      dtype: Type of everything else.
+    """
+
+    def convert(tree: Params) -> Params:
+        converted: Params = {}
+        for name, value in tree.items():
+            if isinstance(value, dict):
+                converted[name] = convert(value)
+            elif name == "kernel":
+                converted["kernel"], converted["kernel_scale"] = _quantize(value)
+            else:
+                converted[name] = value.astype(dtype)
+        return converted
+
+    def keep(tree: Params) -> Params:
+        return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+    return {
+        name: convert(value) if name.startswith("layer_") else keep(value)
+        for name, value in params.items()
+    }
+
+
+def _quantize(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return int8 [in, out] and float32 [out]."""
+    wide = kernel.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(wide), axis=0)
+    # A column of zeros stays one.
+    scale = jnp.where(largest > 0, largest / MAX_INT8, 1.0)
+    return jnp.round(wide / scale).astype(jnp.int8), scale

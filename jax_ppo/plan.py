@@ -1,0 +1,82 @@
+"""Plan a run: `python -m jax_ppo.plan --config=FILE --topology=v5e:2x4 [--json] [--arithmetic]`.
+
+Prints, for each phase of a step and each device, the memory and the predicted time. The step is
+compiled for the named machine, of which nothing but the compiler is needed; models need nothing but
+their config.json.
+"""
+
+import json
+import sys
+
+from jax_ppo.config import command_line
+from jax_ppo.config.schema import Config
+from jax_ppo.errors import UserError
+from jax_ppo.runtime import topologies
+from jax_ppo.runtime.topologies import Topology
+
+USAGE = """\
+usage: python -m jax_ppo.plan --config=FILE[:ARG] --topology=TYPE:SHAPE
+           [--config.OPTION=VALUE ...] [--json] [--arithmetic]
+
+--topology    {examples}
+--json        print all figures as JSON
+--arithmetic  estimate temporaries instead of compiling, within seconds
+
+Prints the memory of each device in each phase of a step of `jax_ppo.train` with these options, and
+the time that it takes at least. Options are those of jax_ppo.train.
+"""
+
+
+def main(arguments: list[str]) -> None:
+    """Run the command; `arguments` are `sys.argv`.
+
+    Raises:
+      SystemExit: with a one-line message on a user error, or after `--help`.
+    """
+    try:
+        _run(arguments)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+def read_plan_arguments(arguments: list[str]) -> tuple[Config, Topology, set[str]]:
+    """Return the options of the run, the machine, and which of --json and --arithmetic are set.
+
+    Args:
+      arguments: `sys.argv`.
+
+    Raises:
+      UserError: the first problem, in one message.
+    """
+    own: dict[str, str] = {}
+    others = []
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        if name in ("--topology", "--json", "--arithmetic"):
+            own[name] = value
+        else:
+            others.append(argument)
+    if "--topology" not in own:
+        raise UserError(f"--topology: must be given, for example {topologies.EXAMPLES}")
+    topology = topologies.parse_topology(own.pop("--topology"))
+    config, _ = command_line.read_command_line(others, "train")
+    return config, topology, set(own)
+
+
+def _run(arguments: list[str]) -> None:
+    if {"--help", "-h", "-help"} & set(arguments[1:]):
+        print(USAGE.format(examples=topologies.EXAMPLES))
+        return
+    config, topology, flags = read_plan_arguments(arguments)
+    topologies.prepare_environment(topology)
+    from jax_ppo.planning import report, step_plan
+
+    plan = step_plan.plan_step(config, topology, compiles="--arithmetic" not in flags)
+    if "--json" in flags:
+        print(json.dumps(plan.to_json(), indent=2))
+    else:
+        print(report.format_plan(plan))
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,219 @@
+"""Memory of each phase by arithmetic alone: exact shapes of arrays, and estimated temporaries."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from jax_ppo.kernels import logprobs
+from jax_ppo.models.deberta.architecture import DebertaArchitecture
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.planning.phases import PhaseMemory
+from jax_ppo.planning.setup import AbstractStep, Role
+from jax_ppo.ppo.scoring import ScoringOptions
+from jax_ppo.runtime import meshes
+from jax_ppo.runtime.device_memory import bytes_per_device
+from jax_ppo.sampler.slots import PREFILL_TOKENS
+from jax_ppo.types import MiniBatches
+
+_FLOAT32 = 4
+# TPUs pad the last axis of an array to this number of elements.
+_TPU_LANES = 128
+
+
+def resident_memory(step: AbstractStep, name: str) -> PhaseMemory:
+    """Return the bytes of arrays of known shapes in a phase; `name` is that of its program.
+
+    The sums of weights are those of the check at the start of a run.
+    """
+    least = step.least
+    samples = name in ("prepare_weights", "sample")
+    gradients = fetched = 0
+    if name.startswith("update_"):
+        fetched = least.fetched
+        gradients = bytes_per_device(step.role(name.removeprefix("update_")).trained)
+    return PhaseMemory(
+        parameters=least.parameters,
+        optimizer=least.optimizer + fetched,
+        frozen=least.frozen,
+        gradients=gradients,
+        decoding_copy=least.decoding if samples else 0,
+        cache=step.cache_bytes if name == "sample" else 0,
+    )
+
+
+def estimate_phases(step: AbstractStep) -> dict[str, PhaseMemory]:
+    """Return the bytes per device in each phase of a step, by the name of its program."""
+    programs = step.programs
+    options = ScoringOptions.from_config(programs.config)
+    temporaries = {
+        "prepare_weights": _resharding_temporaries(step),
+        "sample": _sampling_temporaries(step),
+    }
+    for part in options.parts:
+        role = step.role("actor" if part == "policy" else "critic")
+        temporaries[f"score_{part}"] = _scoring_temporaries(step, role)
+    if programs.nets.reward is not None and programs.reads_rollout:
+        temporaries["score_reward"] = _scoring_temporaries(step, step.role("reward"))
+    temporaries["estimate"] = 0
+    for name, plan in (("actor", step.plans.actor), ("critic", step.plans.critic)):
+        if plan is not None:
+            temporaries[f"update_{name}"] = _update_temporaries(step, step.role(name), plan)
+    batch = bytes_per_device((step.prompts, *vars(step.plans).values()))
+    return {
+        name: dataclasses.replace(resident_memory(step, name), batch=batch, temporaries=value)
+        for name, value in temporaries.items()
+    }
+
+
+def _is_tpu() -> bool:
+    return logprobs.target_platform() == "tpu"
+
+
+def _resharding_temporaries(step: AbstractStep) -> int:
+    """Return what it takes to lay the weights out for decoding, beside the result."""
+    programs, role = step.programs, step.role("actor")
+    if not _is_tpu() or not meshes.gathers_weights(programs.mesh):
+        return 0
+    # The compiler for TPUs gathers the stacked layers before it takes them apart: rounded ones if
+    # devices share out the result, too.
+    if step.rollout_mesh != programs.mesh:
+        return step.least.decoding
+    layers = sum(x.size for x in jax.tree.leaves(role.params["layers"]))
+    return layers * _FLOAT32 // programs.mesh.shape["model"]
+
+
+def _sampling_temporaries(step: AbstractStep) -> int:
+    """Return what sampling needs beside weights and cache: a prefill, and logits of all slots."""
+    role, config = step.role("actor"), step.programs.config
+    architecture, mesh = role.architecture, step.rollout_mesh
+    assert not isinstance(architecture, DebertaArchitecture), "encoders do not decode"
+    parts = mesh.shape["model"]
+    queue = step.programs.samples // meshes.row_shards(mesh)
+    slots = min(step.programs.sampling.slots or queue, queue)
+    prompt = config.data.max_prompt_length
+    prompts = max(1, min(PREFILL_TOKENS // prompt, queue // config.rollout.n))
+    prefill = _layer_bytes(role, prompts * prompt, parts)
+    logits = 2 * slots * architecture.vocab_size // parts * _FLOAT32
+    padding = 0
+    if _is_tpu():
+        # Heads that are narrower than a lane take as much memory as wide ones.
+        width = architecture.head_dim
+        padding = step.cache_bytes * (-width % _TPU_LANES) // width
+    return padding + prefill + logits
+
+
+def _scoring_temporaries(step: AbstractStep, role: Role) -> int:
+    """Return what a forward pass over a micro-batch needs."""
+    packing, _ = step.plans.scoring
+    tokens = _device_tokens(step, packing.sample.shape[1:])
+    parts = step.programs.mesh.shape["model"]
+    layers = _layer_bytes(role, tokens, parts) + _gathered_layers(step, role)
+    head = _logits_bytes(step, role, tokens) if role.has_logits else 0
+    return _cast_weights(step, role) + _join(step, layers, head)
+
+
+def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) -> int:
+    """Return what an optimizer step needs beside the sum of gradients."""
+    architecture, parts = role.architecture, step.programs.mesh.shape["model"]
+    assert isinstance(role.net, Transformer), "encoders are not trained"
+    tokens = _device_tokens(step, batches.packing.sample.shape[2:])
+    # The gradients of a micro-batch; those outside the layers are added to the sum at once.
+    gradients = bytes_per_device(role.trained["layers"])
+    layer = _layer_bytes(role, tokens, parts)
+    # The input of each layer is kept and the layer computed again, or all of it is kept.
+    kept = tokens * architecture.hidden_size * role.itemsize if role.net.remat else layer
+    layers = layer * 3 // 2 + _gathered_layers(step, role, with_gradient=True)
+    head = 0
+    if role.has_logits:
+        head = _logits_bytes(step, role, tokens) + _chunk_bytes(role, tokens, parts) // 2
+        # The whole output embedding has a gradient in float32, unless only adapters learn.
+        embedding = architecture.vocab_size * architecture.hidden_size // parts
+        if role.net.lora is None:
+            head += embedding * _FLOAT32
+        if role.net.lora is None and _is_tpu() and meshes.gathers_weights(step.programs.mesh):
+            head += embedding * role.itemsize
+    fixed = gradients + _cast_weights(step, role) + architecture.num_layers * kept
+    return fixed + _join(step, layers, head)
+
+
+def _join(step: AbstractStep, layers: int, head: int) -> int:
+    """Return the memory of layers and head, which follow each other.
+
+    Where weights are gathered, the head's arrive while the layers run.
+    """
+    return layers + head if meshes.gathers_weights(step.programs.mesh) else max(layers, head)
+
+
+def _device_tokens(step: AbstractStep, shape: tuple[int, ...]) -> int:
+    """Return the tokens of a device in a micro-batch of [R, L]."""
+    return int(np.prod(shape)) // meshes.row_shards(step.programs.mesh)
+
+
+def _cast_weights(step: AbstractStep, role: Role) -> int:
+    """Return the bytes of weights in the type of the computation, made from float32.
+
+    The compiler for TPUs converts all layers before it runs the first, unless it gathers them.
+    """
+    if not _is_tpu() or meshes.gathers_weights(step.programs.mesh) or role.itemsize == _FLOAT32:
+        return 0
+    wide = [x for x in jax.tree.leaves(role.params) if x.dtype.itemsize == _FLOAT32]
+    return bytes_per_device(wide) * role.itemsize // _FLOAT32
+
+
+def _gathered_layers(step: AbstractStep, role: Role, with_gradient: bool = False) -> int:
+    """Return the bytes of gathered layers, in the compilers' order of gathering and rounding."""
+    if not meshes.gathers_weights(step.programs.mesh):
+        return 0
+    layers = sum(x.size for x in jax.tree.leaves(role.params["layers"]))
+    elements = layers // role.architecture.num_layers // step.programs.mesh.shape["model"]
+    # For GPUs the present layer and the next are gathered in float32.
+    if not _is_tpu():
+        return 2 * elements * _stored_itemsize(role)
+    # For TPUs a layer is rounded first. In the backward pass there are the next one, too, and the
+    # layer's gradient, rounded and in float32.
+    if not with_gradient:
+        return elements * role.itemsize
+    return elements * (3 * role.itemsize + _FLOAT32)
+
+
+def _logits_bytes(step: AbstractStep, role: Role, tokens: int) -> int:
+    """Return the bytes of a chunk of logits and of the output embedding beside it."""
+    mesh, architecture = step.programs.mesh, role.architecture
+    assert not isinstance(architecture, DebertaArchitecture), "encoders have no logits"
+    elements = architecture.vocab_size * architecture.hidden_size // mesh.shape["model"]
+    # Trained weights are gathered in float32, in which they are stored, and then rounded.
+    is_wide = _stored_itemsize(role) > role.itemsize
+    gathered = elements * _FLOAT32 if meshes.gathers_weights(mesh) and is_wide else 0
+    rounded = elements * role.itemsize
+    # For TPUs a tied embedding that was gathered is rounded for the look-up, too.
+    if _is_tpu() and gathered and architecture.tied:
+        rounded *= 2
+    return _chunk_bytes(role, tokens, mesh.shape["model"]) + rounded + gathered
+
+
+def _stored_itemsize(role: Role) -> int:
+    """Return the bytes of a stored number: trained parameters are float32, frozen ones are not."""
+    return int(role.params["embed"]["embedding"].dtype.itemsize)
+
+
+def _chunk_bytes(role: Role, tokens: int, parts: int) -> int:
+    """Return the bytes of a chunk of the logits of `tokens`, in float32."""
+    architecture = role.architecture
+    assert not isinstance(architecture, DebertaArchitecture), "encoders have no logits"
+    chunk = logprobs.default_chunk_size(architecture.vocab_size, logprobs.target_platform())
+    return min(chunk, tokens) * architecture.vocab_size * _FLOAT32 // parts
+
+
+def _layer_bytes(role: Role, tokens: int, parts: int) -> int:
+    """Return the bytes of the outputs of a layer's products for `tokens`."""
+    architecture = role.architecture
+    width = 4 * architecture.hidden_size
+    if not isinstance(architecture, DebertaArchitecture):
+        heads = (2 * architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim
+        width += heads // parts
+    mlp = 3 * architecture.intermediate_size // parts
+    # The steps of a gelu are in float32; those of a silu are fused into the products.
+    is_silu = getattr(architecture, "activation", "") == "silu"
+    mlp_itemsize = role.itemsize if is_silu else _FLOAT32
+    return tokens * (width * role.itemsize + mlp * mlp_itemsize)

@@ -1,0 +1,189 @@
+"""What a plan states of each phase of a step: memory, work and predicted time, per device."""
+
+import dataclasses
+from typing import Any
+
+from jax_ppo.runtime.topologies import Topology
+
+# The programs of a step, in its order, as the user reads them.
+TITLES = {
+    "prepare_weights": "decoding weights",
+    "sample": "sampling",
+    "score_policy": "scoring, policy",
+    "score_critic": "scoring, critic",
+    "score_reward": "scoring, reward",
+    "estimate": "advantages",
+    "update_actor": "update, actor",
+    "update_critic": "update, critic",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseMemory:
+    """Bytes per device in one phase of a step; the fields add up to its peak.
+
+    Attributes:
+      parameters: trained parameters of actor and critic.
+      optimizer: their optimizer states.
+      gradients: the sum of gradients over micro-batches.
+      frozen: parameters of reference and reward model.
+      decoding_copy: the weights that are sampled with.
+      cache: keys and values of the slots, and of the prompts on their stage.
+      batch: prompts, rollout, scores and packing, as arguments and results.
+      temporaries: everything else.
+    """
+
+    parameters: int = 0
+    optimizer: int = 0
+    gradients: int = 0
+    frozen: int = 0
+    decoding_copy: int = 0
+    cache: int = 0
+    batch: int = 0
+    temporaries: int = 0
+
+    @property
+    def peak(self) -> int:
+        """Return the sum of all parts."""
+        return sum(vars(self).values())
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseWork:
+    """Work of one device in one phase of a step, by arithmetic.
+
+    Attributes:
+      flops: operations of matrix products; recomputed activations count too.
+      memory_bytes: bytes read from and written to the device's memory.
+      link_bytes: bytes that the device sends to others.
+      row_bytes: those of them that the mesh's axes of rows exchange: gathered weights and
+        gradients, which cross from host to host.
+    """
+
+    flops: float = 0.0
+    memory_bytes: float = 0.0
+    link_bytes: float = 0.0
+    row_bytes: float = 0.0
+
+    def __add__(self, other: "PhaseWork") -> "PhaseWork":
+        return PhaseWork(
+            flops=self.flops + other.flops,
+            memory_bytes=self.memory_bytes + other.memory_bytes,
+            link_bytes=self.link_bytes + other.link_bytes,
+            row_bytes=self.row_bytes + other.row_bytes,
+        )
+
+    def __mul__(self, times: float) -> "PhaseWork":
+        return PhaseWork(
+            flops=self.flops * times,
+            memory_bytes=self.memory_bytes * times,
+            link_bytes=self.link_bytes * times,
+            row_bytes=self.row_bytes * times,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """One phase of a step.
+
+    Attributes:
+      name: of the program, a key of `TITLES`.
+      memory: bytes per device; temporaries are the compiler's where there is one.
+      estimated_peak: the peak by arithmetic alone.
+      is_refused: whether the compiler refused the program for its memory.
+      work: of one device.
+      seconds: predicted by the device's peak rates; `None` if they are unknown.
+    """
+
+    name: str
+    memory: PhaseMemory
+    estimated_peak: int
+    work: PhaseWork
+    seconds: float | None
+    is_refused: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """The plan of a step on a machine.
+
+    Attributes:
+      topology: the machine.
+      mesh: size of each mesh axis.
+      rollout_mesh: the same of the mesh to decode on.
+      available: bytes per device; `None` if unknown.
+      is_compiled: whether the machine's own compiler has measured the temporaries.
+      source: where the temporaries are from, for the user.
+      phases: in the order of a step.
+      tokens: prompt and response tokens of a step.
+      response_tokens: those of the responses alone.
+      remedies: changes of options, and the estimated bytes of a device after each, fewest first.
+    """
+
+    topology: Topology
+    mesh: dict[str, int]
+    rollout_mesh: dict[str, int]
+    available: float | None
+    is_compiled: bool
+    source: str
+    phases: tuple[Phase, ...]
+    tokens: int
+    response_tokens: int
+    remedies: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def peak(self) -> int:
+        """Return the bytes that the step needs on each device."""
+        return max(phase.memory.peak for phase in self.phases)
+
+    @property
+    def estimated_peak(self) -> int:
+        """Return the same by arithmetic alone."""
+        return max(phase.estimated_peak for phase in self.phases)
+
+    @property
+    def fits(self) -> bool | None:
+        """Return whether every phase fits; `None` if the memory is unknown."""
+        return None if self.available is None else self.peak <= self.available
+
+    @property
+    def seconds(self) -> float | None:
+        """Return the predicted seconds of all phases together; `None` if one is unknown."""
+        known = [phase.seconds for phase in self.phases if phase.seconds is not None]
+        return sum(known) if len(known) == len(self.phases) else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all figures, in bytes, operations and seconds."""
+        seconds = self.seconds
+        return {
+            "topology": self.topology.name,
+            "devices": self.topology.num_devices,
+            "mesh": self.mesh,
+            "rollout_mesh": self.rollout_mesh,
+            "available": self.available,
+            "peak": self.peak,
+            "estimated_peak": self.estimated_peak,
+            "fits": self.fits,
+            "is_compiled": self.is_compiled,
+            "source": self.source,
+            "phases": [
+                {
+                    "name": phase.name,
+                    **vars(phase.memory),
+                    "peak": phase.memory.peak,
+                    "estimated_peak": phase.estimated_peak,
+                    "is_refused": phase.is_refused,
+                    **vars(phase.work),
+                    "predicted_seconds": phase.seconds,
+                }
+                for phase in self.phases
+            ],
+            "predicted_step_seconds": seconds,
+            "predicted_tokens_per_second": self.tokens / seconds if seconds else None,
+            "predicted_response_tokens_per_second": (
+                self.response_tokens / seconds if seconds else None
+            ),
+            "remedies": [
+                {"options": options, "estimated_peak": needed} for options, needed in self.remedies
+            ],
+        }

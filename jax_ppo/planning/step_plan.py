@@ -1,0 +1,112 @@
+"""The plan of a step: compiled for the machine if its compiler is installed, else by arithmetic."""
+
+import dataclasses
+
+import jax
+from jax.sharding import Mesh
+
+from jax_ppo.config.schema import Config
+from jax_ppo.kernels import logprobs
+from jax_ppo.planning.arithmetic import estimate_phases
+from jax_ppo.planning.compiled import measure_phases
+from jax_ppo.planning.phases import TITLES, Phase, StepPlan
+from jax_ppo.planning.setup import read_descriptions, set_up_step
+from jax_ppo.planning.work import count_work, predict_seconds
+from jax_ppo.ppo.remedies import rank_remedies
+from jax_ppo.runtime import meshes
+from jax_ppo.runtime.device_speed import PEAK_RATES
+from jax_ppo.runtime.topologies import (
+    CompilerMissingError,
+    Topology,
+    cpu_devices,
+    described_devices,
+)
+from jax_ppo.training.networks import Networks
+
+# JAX's names of the platforms.
+_JAX_PLATFORMS = {"cuda": "gpu"}
+
+
+def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> StepPlan:
+    """Plan memory and time of a PPO step.
+
+    Args:
+      config: all options.
+      topology: the machine.
+      compiles: False uses arithmetic alone.
+
+    Raises:
+      UserError: the options do not fit the machine or the models, or a model has no config.json.
+    """
+    platform = topology.device_type.platform
+    devices, source = None, "arithmetic alone; nothing was compiled"
+    if compiles:
+        try:
+            devices = described_devices(topology)
+            source = f"compiled for {devices[0].device_kind} ({devices[0].client.platform_version})"
+        except CompilerMissingError as missing:
+            source = f"arithmetic, because {missing}"
+    is_compiled = devices is not None
+    # Without a compiler CPU devices stand for the machine's; nothing is compiled for them.
+    mesh = meshes.make_mesh(config.mesh, devices or cpu_devices(topology))
+    with logprobs.assume_platform(_JAX_PLATFORMS.get(platform, platform)):
+        nets = read_descriptions(config, mesh)
+        with jax.set_mesh(mesh):
+            step = set_up_step(config, nets, mesh)
+            estimated = estimate_phases(step)
+            work = count_work(step)
+        measured, refused = measure_phases(step) if is_compiled else (estimated, set())
+        rates = PEAK_RATES.get(topology.device_type.jax_kind)
+        phases = tuple(
+            Phase(
+                name=name,
+                memory=measured[name],
+                estimated_peak=estimated[name].peak,
+                is_refused=name in refused,
+                work=work[name],
+                seconds=predict_seconds(
+                    work[name], rates, topology.network_bytes(mesh.shape["model"])
+                ),
+            )
+            for name in TITLES
+            if name in measured
+        )
+        plan = StepPlan(
+            topology=topology,
+            mesh=dict(mesh.shape),
+            rollout_mesh=dict(step.rollout_mesh.shape),
+            available=topology.available_bytes,
+            is_compiled=is_compiled,
+            source=" ".join(source.split()),
+            phases=phases,
+            tokens=step.programs.samples * config.sequence_length,
+            response_tokens=step.programs.samples * config.data.max_response_length,
+        )
+        if plan.fits is False:
+            plan = dataclasses.replace(plan, remedies=_rank_remedies(config, mesh, plan))
+    return plan
+
+
+def _rank_remedies(config: Config, mesh: Mesh, plan: StepPlan) -> tuple[tuple[str, int], ...]:
+    """Return the changes of options that save memory, and what is needed after each."""
+
+    def read_nets(changed: Config) -> Networks:
+        changed_mesh = meshes.make_mesh(changed.mesh, list(mesh.devices.flat))
+        return read_descriptions(changed, changed_mesh)
+
+    remedies = rank_remedies(
+        config,
+        mesh,
+        needed=plan.estimated_peak,
+        read_nets=read_nets,
+        measure=_estimate_peak,
+        available=plan.available,
+    )
+    return tuple((remedy.options, remedy.needed) for remedy in remedies)
+
+
+def _estimate_peak(config: Config, nets: Networks, mesh: Mesh) -> int:
+    """Return the bytes that a step needs on each device, by arithmetic."""
+    with jax.set_mesh(mesh):
+        estimated = estimate_phases(set_up_step(config, nets, mesh))
+    return max(memory.peak for memory in estimated.values())

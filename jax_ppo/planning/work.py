@@ -1,0 +1,209 @@
+"""Operations, bytes and exchanges of each phase of a step, and its seconds by the roofline model.
+
+All prompts and responses count with their greatest lengths. A phase takes as long as the slowest of
+its matrix products, its memory traffic and its exchanges takes at the device's peak rate (Williams
+et al. 2009, doi 10.1145/1498765.1498785): a bound that no run undercuts, not a measurement.
+"""
+
+import numpy as np
+
+from jax_ppo.models.deberta.architecture import DebertaArchitecture
+from jax_ppo.models.flops import count_forward_flops
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.planning.phases import PhaseWork
+from jax_ppo.planning.setup import AbstractStep, Role
+from jax_ppo.ppo.scoring import ScoringOptions
+from jax_ppo.runtime import meshes
+from jax_ppo.runtime.device_memory import bytes_per_device
+from jax_ppo.runtime.device_speed import PeakRates
+from jax_ppo.sampler.stages import stage_limits
+from jax_ppo.types import MiniBatches
+
+# AdamW reads and writes parameters and two moments in float32, and reads the gradient twice, for
+# its norm and for the step. A micro-batch's gradient is written, read and added to the sum.
+_OPTIMIZER_BYTES = 6 * 4 + 2 * 4
+_ACCUMULATION_BYTES = 4 * 4
+_GRADIENT_ITEMSIZE = 4
+# Times that the hidden states [tokens, D] of a layer, and its products' outputs, move between
+# memory and the device in a forward pass, if norms and activations are fused into the products.
+_HIDDEN_MOVES = 10
+_OUTPUT_MOVES = 2
+# Exchanges of [tokens, D] per layer with tensor parallelism: after attention and after the MLP.
+_SUMS_PER_LAYER = 2
+
+
+def count_work(step: AbstractStep) -> dict[str, PhaseWork]:
+    """Return the work of one device in each phase, by the program's name."""
+    programs = step.programs
+    config, nets = programs.config, programs.nets
+    work = {"prepare_weights": _prepare_weights(step), "sample": _sample(step)}
+    options = ScoringOptions.from_config(config)
+    for part in options.parts:
+        is_policy = part == "policy"
+        role = step.role("actor" if is_policy else "critic")
+        passes = max(1, options.old_logprobs + options.reference) if is_policy else 1
+        work[f"score_{part}"] = _score(step, role) * passes
+    if nets.reward is not None and programs.reads_rollout:
+        work["score_reward"] = _score(step, step.role("reward"))
+    # A few passes over arrays of one number per token.
+    work["estimate"] = PhaseWork(memory_bytes=10.0 * bytes_per_device(step.prompts))
+    epochs = config.actor.ppo_epochs
+    work["update_actor"] = _update(step, step.role("actor"), step.plans.actor, epochs)
+    if step.plans.critic is not None:
+        epochs = config.critic.ppo_epochs or epochs
+        work["update_critic"] = _update(step, step.role("critic"), step.plans.critic, epochs)
+    return work
+
+
+def predict_seconds(
+    work: PhaseWork, rates: PeakRates | None, network_bytes: float | None
+) -> float | None:
+    """Return the seconds of a phase at peak rates; `None` if the rates are unknown.
+
+    Args:
+      work: of one device.
+      rates: of the device.
+      network_bytes: bytes of gathered weights and gradients per second and device that the network
+        between hosts carries; `None` if there is none.
+    """
+    if rates is None or not rates.memory_bytes or not rates.link_bytes:
+        return None
+    return max(
+        work.flops / rates.flops,
+        work.memory_bytes / rates.memory_bytes,
+        work.link_bytes / rates.link_bytes,
+        work.row_bytes / network_bytes if network_bytes else 0.0,
+    )
+
+
+def _prepare_weights(step: AbstractStep) -> PhaseWork:
+    weights = bytes_per_device(step.decoding_weights)
+    gathered = step.programs.mesh.shape["fsdp"]
+    received = weights * (gathered - 1) / gathered
+    return PhaseWork(
+        memory_bytes=float(bytes_per_device(step.state.actor) + 2 * weights),
+        link_bytes=received,
+        row_bytes=received,
+    )
+
+
+def _sample(step: AbstractStep) -> PhaseWork:
+    """Return the work of prefill and decoding, stage by stage."""
+    config, mesh = step.programs.config, step.rollout_mesh
+    architecture = step.programs.nets.actor.architecture
+    prompt, samples = config.data.max_prompt_length, step.programs.samples
+    shards, parts = meshes.row_shards(mesh), mesh.shape["model"]
+    queue = samples // shards
+    slots = min(step.programs.sampling.slots or queue, queue)
+    weights = bytes_per_device(step.decoding_weights)
+    limits = stage_limits(step.programs.sampling)
+    role = step.role("actor")
+    total = PhaseWork()
+    start = 0
+    for limit in limits:
+        # Later stages run the tokens drawn before again, per sample.
+        prompts = config.data.train_batch_size if start == 0 else samples
+        prefilled = np.full(prompts, prompt + start)
+        width = max(1, slots * (prompt + limits[0]) // (prompt + limit))
+        steps = (limit - start) * -(-queue // width)
+        whole = np.full(samples, prompt + limit)
+        flops = count_forward_flops(architecture, prefilled)
+        flops += count_forward_flops(architecture, whole, samples * (limit - start))
+        flops -= count_forward_flops(architecture, np.full(samples, prompt + start))
+        tokens = prompts * (prompt + start) / shards + steps * width
+        total += PhaseWork(
+            flops=flops / step.programs.mesh.size,
+            # Each step reads all weights and the whole cache; cuDNN reads it up to the tokens.
+            memory_bytes=steps * float(weights + step.cache_bytes),
+            link_bytes=_tensor_parallel_bytes(role, tokens, parts),
+        )
+        start = limit
+    return total
+
+
+def _score(step: AbstractStep, role: Role) -> PhaseWork:
+    """Return the work of a forward pass over all packed rows."""
+    packing, _ = step.plans.scoring
+    micro_batches, rows, length = packing.sample.shape
+    tokens = rows * length / meshes.row_shards(step.programs.mesh)
+    products = PhaseWork(flops=_rollout_flops(step, role))
+    return _pass_work(step, role, tokens) * micro_batches + products
+
+
+def _update(step: AbstractStep, role: Role, batches: MiniBatches, epochs: int) -> PhaseWork:
+    """Return the work of all optimizer steps of a role."""
+    assert isinstance(role.net, Transformer), "encoders are not trained"
+    mesh = step.programs.mesh
+    steps, micro_batches, rows, length = batches.packing.sample.shape
+    forward = _pass_work(step, role, rows * length / meshes.row_shards(mesh))
+    # The backward pass has products for the gradients of inputs and, unless only adapters learn,
+    # of weights. With gradient checkpointing, the forward products are computed twice.
+    recomputed = int(role.net.remat)
+    backward = 2 if role.net.lora is None else 1
+    products = PhaseWork(flops=_rollout_flops(step, role) * (1 + recomputed + backward) * epochs)
+    # The backward pass moves what the forward pass moves twice, and gathers the weights again.
+    passes = PhaseWork(
+        memory_bytes=forward.memory_bytes * (3 + recomputed),
+        link_bytes=forward.link_bytes * 2,
+        row_bytes=forward.row_bytes * 2,
+    )
+    gradient = bytes_per_device(role.trained)
+    elements = gradient / _GRADIENT_ITEMSIZE
+    summed = _gradient_link_bytes(step, role, gradient)
+    sums = PhaseWork(
+        memory_bytes=elements * _ACCUMULATION_BYTES, link_bytes=summed, row_bytes=summed
+    )
+    optimizer = PhaseWork(memory_bytes=elements * _OPTIMIZER_BYTES)
+    return products + ((passes + sums) * micro_batches + optimizer) * steps
+
+
+def _rollout_flops(step: AbstractStep, role: Role) -> float:
+    """Return the operations per device of a forward pass over all samples."""
+    config, samples = step.programs.config, step.programs.samples
+    lengths = np.full(samples, config.sequence_length)
+    num_logits = samples * config.data.max_response_length if role.has_logits else 0
+    flops = count_forward_flops(role.architecture, lengths, num_logits)
+    return flops / step.programs.mesh.size
+
+
+def _pass_work(step: AbstractStep, role: Role, tokens: float) -> PhaseWork:
+    """Return memory traffic and exchanges of a forward pass over `tokens` of a device."""
+    mesh, architecture = step.programs.mesh, role.architecture
+    weights = _gathered_bytes(step, role)
+    if isinstance(architecture, DebertaArchitecture):
+        return PhaseWork(memory_bytes=weights)
+    parts, gathered = mesh.shape["model"], mesh.shape["fsdp"]
+    heads = (architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim
+    outputs = (heads + 3 * architecture.intermediate_size) / parts
+    moved = _HIDDEN_MOVES * architecture.hidden_size + _OUTPUT_MOVES * outputs
+    received = weights * (gathered - 1) / gathered
+    return PhaseWork(
+        memory_bytes=weights + tokens * architecture.num_layers * moved * role.itemsize,
+        link_bytes=received + _tensor_parallel_bytes(role, tokens, parts),
+        row_bytes=received,
+    )
+
+
+def _gathered_bytes(step: AbstractStep, role: Role) -> float:
+    """Return the bytes of a role's weights that a device multiplies with."""
+    return role.elements * role.itemsize / step.programs.mesh.shape["model"]
+
+
+def _tensor_parallel_bytes(role: Role, tokens: float, parts: int) -> float:
+    """Return the bytes that a device sends to sum the outputs of split products."""
+    architecture = role.architecture
+    if parts == 1:
+        return 0.0
+    hidden = tokens * architecture.hidden_size * role.itemsize
+    # A ring sends each part once to sum it and once to spread the sum.
+    return architecture.num_layers * _SUMS_PER_LAYER * hidden * 2 * (parts - 1) / parts
+
+
+def _gradient_link_bytes(step: AbstractStep, role: Role, gradient: int) -> float:
+    """Return the bytes that a device sends to sum the gradient of a micro-batch."""
+    gathered, copies = (step.programs.mesh.shape[axis] for axis in ("fsdp", "data"))
+    scattered = 0.0
+    # Adapters are too small to matter.
+    if role.params is role.trained or role.net.lora is None:
+        scattered = _gathered_bytes(step, role) * (gathered - 1) / gathered
+    return scattered + gradient * 2 * (copies - 1) / copies

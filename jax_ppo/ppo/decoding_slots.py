@@ -1,0 +1,83 @@
+"""How many samples a device decodes at once, from the memory that is left beside the weights."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from jax_ppo.config.schema import Config
+from jax_ppo.ppo.memory_check import measure_least_memory
+from jax_ppo.runtime import meshes
+from jax_ppo.runtime.device_memory import read_memory_limit
+from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.sampler.stages import cache_shapes
+from jax_ppo.training.networks import Networks
+from jax_ppo.types import Prompts
+
+# Where the platform does not report its memory, as on CPUs.
+FALLBACK_SLOTS = 256
+# Share of the memory for what the arithmetic leaves out: prefill, activations, fragmentation.
+_RESERVE = 0.1
+# Larger numbers are rounded down to a multiple, which accelerators decode as fast.
+_MULTIPLE = 8
+
+
+def count_decoding_slots(
+    config: Config, nets: Networks, mesh: Mesh, rollout_mesh: Mesh, sampling: SamplingOptions
+) -> int:
+    """Return `rollout.max_num_seqs`, or with 0 the number of slots whose cache fits.
+
+    No sample depends on it. All processes return the same number.
+
+    Args:
+      config: all options.
+      nets: each role's model.
+      mesh: the run's mesh.
+      rollout_mesh: the mesh to decode on.
+      sampling: how training samples.
+    """
+    if config.rollout.max_num_seqs:
+        return config.rollout.max_num_seqs
+    limit = read_memory_limit()
+    if limit is None:
+        return FALLBACK_SLOTS
+    least = measure_least_memory(config, nets, mesh)
+    resident = least.parameters + least.optimizer + least.frozen + least.decoding
+    samples = config.data.train_batch_size * config.rollout.n
+    queue = samples // meshes.row_shards(rollout_mesh)
+    one, every = (
+        _slot_bytes(config, nets, rollout_mesh, dataclasses.replace(sampling, slots=slots))
+        for slots in (1, queue)
+    )
+    # A single sample has a single slot; else the bytes grow by the same amount with each.
+    per_slot = (every - one) / (queue - 1) if queue > 1 else every
+    left = limit * (1 - _RESERVE) - resident - (one - per_slot)
+    slots = min(max(int(left // per_slot), 1), queue)
+    if slots > _MULTIPLE and slots < queue:
+        slots -= slots % _MULTIPLE
+    # Every process compiles the same program.
+    return int(np.min(multihost_utils.process_allgather(np.int32(slots))))
+
+
+def _slot_bytes(
+    config: Config, nets: Networks, rollout_mesh: Mesh, sampling: SamplingOptions
+) -> int:
+    """Return the bytes per device of the cache and the logits of one queue's slots."""
+    assert sampling.slots is not None
+    count = config.data.train_batch_size // meshes.row_shards(rollout_mesh)
+    prompts = Prompts(
+        tokens=jax.ShapeDtypeStruct((count, config.data.max_prompt_length), jnp.int32),
+        lengths=jax.ShapeDtypeStruct((count,), jnp.int32),
+    )
+    model = nets.actor.clone(unrolled=True, remat=False)
+    # Key-value heads are copied until the mesh in context can split them.
+    with jax.sharding.use_abstract_mesh(rollout_mesh.abstract_mesh):
+        stages = cache_shapes(model, sampling, prompts)
+    cache = max(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(s)) for s in stages)
+    # Drawing a token sorts or masks a second copy of the float32 logits.
+    logits = 2 * sampling.slots * model.architecture.vocab_size * 4
+    # Heads and the vocabulary are split over `model`.
+    return (cache + logits) // rollout_mesh.shape["model"]

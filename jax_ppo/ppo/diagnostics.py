@@ -1,0 +1,267 @@
+"""Diagnostics: what the metrics of the last steps say is wrong with a run, and what may help.
+
+A diagnostic is an entry of `DIAGNOSTICS`: a name, the number of steps that it looks back on, and a
+function of their metrics. It is shown when its condition becomes true, with numbers and a remedy.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from jax_ppo.config.schema import Config
+
+Metrics = dict[str, float]
+# (options, metrics of the last steps, the newest last) -> what is wrong, or None
+Check = Callable[[Config, Sequence[Metrics]], str | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnostic:
+    """One thing that can go wrong.
+
+    Attributes:
+      name: identifies it.
+      steps: how many steps the check looks at; it is not called before there are so many.
+      check: returns the message, or `None` if all is well. It is not called for metrics that lack
+        one of `reads`.
+      reads: the metrics that the check reads.
+    """
+
+    name: str
+    steps: int
+    check: Check
+    reads: tuple[str, ...]
+
+
+class Diagnosis:
+    """Watches the metrics of a run."""
+
+    def __init__(self, config: Config) -> None:
+        """Start to watch; `config` has all options."""
+        self._config = config
+        self._history = collections.deque[Metrics](maxlen=max(d.steps for d in DIAGNOSTICS))
+        self._present: set[str] = set()
+
+    def observe(self, metrics: Metrics) -> dict[str, str]:
+        """Take the metrics of the next step; return the messages of what has become wrong."""
+        self._history.append(metrics)
+        messages = {}
+        for diagnostic in DIAGNOSTICS:
+            history = list(self._history)[-diagnostic.steps :]
+            is_complete = all(name in row for row in history for name in diagnostic.reads)
+            message = None
+            if len(history) == diagnostic.steps and is_complete:
+                message = diagnostic.check(self._config, history)
+            if message is None:
+                self._present.discard(diagnostic.name)
+            elif diagnostic.name not in self._present:
+                # Shown when it becomes true, not at every step.
+                self._present.add(diagnostic.name)
+                messages[diagnostic.name] = message
+        return messages
+
+
+def _check_entropy(config: Config, history: Sequence[Metrics]) -> str | None:
+    entropy, limit = history[-1]["actor/entropy"], config.trainer.warn_entropy_below
+    if entropy >= limit:
+        return None
+    return (
+        f"the policy's entropy is {entropy:.2g} nats per token "
+        f"(config.trainer.warn_entropy_below={limit:g}): it has collapsed or is "
+        "about to; config.actor.entropy_coeff may help"
+    )
+
+
+def _check_kl(config: Config, history: Sequence[Metrics]) -> str | None:
+    divergence, limit = history[-1]["kl/reference"], config.trainer.warn_kl_above
+    if not 0 < limit < divergence:
+        return None
+    return (
+        f"the KL to the reference is {divergence:.2g} nats per token "
+        f"(config.trainer.warn_kl_above={limit:g}): the policy runs away; a KL penalty "
+        "or a smaller config.actor.optim.lr may help"
+    )
+
+
+def _check_constant_reward(config: Config, history: Sequence[Metrics]) -> str | None:
+    values = {row[name] for row in history for name in ("reward/min", "reward/max")}
+    if len(values) > 1:
+        return None
+    return (
+        f"every response of the last {len(history)} steps had the reward {values.pop():g}: there "
+        "is nothing to learn from. Compare the responses in report.html with what the rule looks "
+        "for; an instruction (config.data.instruction), a few demonstrations first "
+        "(python -m jax_ppo.sft) or longer responses (config.data.max_response_length) may help"
+    )
+
+
+def _check_truncation(config: Config, history: Sequence[Metrics]) -> str | None:
+    share = _mean(history, "response_length/truncated_share")
+    if share <= 0.5:
+        return None
+    return (
+        f"{share:.0%} of the responses of the last {len(history)} steps were cut off at "
+        f"config.data.max_response_length={config.data.max_response_length} tokens before they "
+        "ended: their answers are missing; allow longer ones, or penalize length "
+        "(config.reward.overlong_buffer_len)"
+    )
+
+
+def _check_first_ratio(config: Config, history: Sequence[Metrics]) -> str | None:
+    difference = max(row["actor/first_log_ratio"] for row in history)
+    # Log-probs from another program, or another type, differ by rounding.
+    limit = 0.05 if config.model.dtype == "float32" else 0.5
+    if difference <= limit:
+        return None
+    return (
+        f"at the first mini-batch, before any update, a token's log-prob differed by "
+        f"{difference:.2g} nats from the one that the ratio divides by, in each of the last "
+        f"{len(history)} steps: the ratios start off 1. config.rollout.reuse_logprobs=never or "
+        "config.model.dtype=float32 may help"
+    )
+
+
+def _check_mismatch(config: Config, history: Sequence[Metrics]) -> str | None:
+    difference = _mean(history, "rollout/logprob_difference")
+    if difference <= 0.05:
+        return None
+    return (
+        f"sampler and trainer disagree by {difference:.2g} nats per token on average over the last "
+        f"{len(history)} steps: the update learns from another policy's samples. "
+        "config.algorithm.rollout_is=token corrects for it; without config.rollout.quantization "
+        "and with config.model.dtype=float32 it gets smaller"
+    )
+
+
+def _check_explained_variance(config: Config, history: Sequence[Metrics]) -> str | None:
+    variance = max(row["critic/explained_variance"] for row in history)
+    if variance >= 0:
+        return None
+    return (
+        f"the critic has explained less than nothing of the returns for {len(history)} steps (at "
+        f"most {variance:.2f}): its advantages add noise. A larger config.critic.optim.lr, "
+        "config.trainer.critic_warmup or config.critic.normalize_values may help"
+    )
+
+
+def _check_flat_critic(config: Config, history: Sequence[Metrics]) -> str | None:
+    values = max(row["critic/values_std"] for row in history)
+    returns = min(row["critic/returns_std"] for row in history)
+    if returns <= 0 or values >= 0.01 * returns:
+        return None
+    return (
+        f"the critic has predicted the same value everywhere for {len(history)} steps (standard "
+        f"deviation {values:.2g}, that of the returns {returns:.2g}): a larger "
+        "config.critic.optim.lr may help"
+    )
+
+
+def _check_clipped_gradients(config: Config, history: Sequence[Metrics]) -> str | None:
+    limit = config.actor.grad_clip
+    norm = min(row["actor/grad_norm"] for row in history)
+    # With Adam a gradient that is always clipped alike changes nothing; one far above does.
+    if limit <= 0 or norm <= 10 * limit:
+        return None
+    return (
+        f"the actor's gradient has been clipped to less than a tenth for {len(history)} steps "
+        f"(norm {norm:.2g} or more, config.actor.grad_clip={limit:g}): the direction of single "
+        "batches decides; larger batches, config.algorithm.whiten_advantages or "
+        "config.reward.normalize may help"
+    )
+
+
+def _check_runaway_length(config: Config, history: Sequence[Metrics]) -> str | None:
+    half = len(history) // 2
+    before, after = history[:half], history[half:]
+    lengths = _mean(before, "response_length/mean"), _mean(after, "response_length/mean")
+    rewards = _mean(before, "reward/mean"), _mean(after, "reward/mean")
+    spread = _mean(history, "reward/std")
+    grows = lengths[1] > 1.5 * lengths[0] and lengths[1] > 0.5 * config.data.max_response_length
+    if not (grows and rewards[1] > rewards[0] + 0.1 * spread):
+        return None
+    return (
+        f"within {len(history)} steps the responses grew from {lengths[0]:.0f} to "
+        f"{lengths[1]:.0f} tokens while the reward rose from {rewards[0]:.3g} to {rewards[1]:.3g}: "
+        "the reward may pay for length. Read some in report.html; "
+        "config.reward.overlong_buffer_len or a KL penalty may help"
+    )
+
+
+def _check_idle_slots(config: Config, history: Sequence[Metrics]) -> str | None:
+    use = _mean(history, "rollout/slot_use")
+    if use >= 0.25:
+        return None
+    return (
+        f"only {use:.0%} of the decoding slots drew a token over the last {len(history)} steps: a "
+        "few long responses occupy a device. A smaller config.rollout.max_num_seqs refills slots "
+        "earlier, and config.rollout.one_step_off fills the time"
+    )
+
+
+def _check_host_time(config: Config, history: Sequence[Metrics]) -> str | None:
+    reward, step = _mean(history, "seconds/reward"), _mean(history, "seconds/step")
+    if reward <= 0.5 * step:
+        return None
+    return (
+        f"the reward function takes {reward:.2f} of the {step:.2f} seconds of a step while the "
+        "devices wait: more config.reward.workers, or config.rollout.one_step_off, may help"
+    )
+
+
+def _mean(history: Sequence[Metrics], name: str) -> float:
+    return sum(row[name] for row in history) / len(history)
+
+
+DIAGNOSTICS = (
+    Diagnostic(name="entropy", steps=1, check=_check_entropy, reads=("actor/entropy",)),
+    Diagnostic(name="kl", steps=1, check=_check_kl, reads=("kl/reference",)),
+    Diagnostic(
+        name="constant_reward",
+        steps=10,
+        check=_check_constant_reward,
+        reads=("reward/min", "reward/max"),
+    ),
+    Diagnostic(
+        name="truncation",
+        steps=10,
+        check=_check_truncation,
+        reads=("response_length/truncated_share",),
+    ),
+    Diagnostic(
+        name="first_ratio", steps=3, check=_check_first_ratio, reads=("actor/first_log_ratio",)
+    ),
+    Diagnostic(
+        name="mismatch", steps=3, check=_check_mismatch, reads=("rollout/logprob_difference",)
+    ),
+    Diagnostic(
+        name="explained_variance",
+        steps=50,
+        check=_check_explained_variance,
+        reads=("critic/explained_variance",),
+    ),
+    Diagnostic(
+        name="flat_critic",
+        steps=50,
+        check=_check_flat_critic,
+        reads=("critic/values_std", "critic/returns_std"),
+    ),
+    Diagnostic(
+        name="clipped_gradients",
+        steps=50,
+        check=_check_clipped_gradients,
+        reads=("actor/grad_norm",),
+    ),
+    Diagnostic(
+        name="runaway_length",
+        steps=20,
+        check=_check_runaway_length,
+        reads=("response_length/mean", "reward/mean", "reward/std"),
+    ),
+    Diagnostic(name="idle_slots", steps=10, check=_check_idle_slots, reads=("rollout/slot_use",)),
+    Diagnostic(
+        name="host_time",
+        steps=10,
+        check=_check_host_time,
+        reads=("seconds/reward", "seconds/step"),
+    ),
+)

@@ -1,0 +1,148 @@
+"""Changes of single options that make a run need less memory on each device."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from jax.sharding import Mesh
+
+from jax_ppo.config import validation
+from jax_ppo.config.schema import Config, MeshShape, RolloutMesh
+from jax_ppo.errors import UserError
+from jax_ppo.runtime import meshes
+from jax_ppo.training.networks import Networks
+
+# What suggestions propose: adapters of this rank, and an estimator that needs no critic.
+_LORA_RANK = 16
+_WITHOUT_CRITIC = "reinforce_plus_plus"
+_MAX_MODEL_PARALLELISM = 8
+_FIRST_CHANGES = 3  # pairs begin with one of the best single changes
+
+# The bytes that a device needs for a run, of its options, models and mesh.
+Measure = Callable[[Config, Networks, Mesh], int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Remedy:
+    """A change of options.
+
+    Attributes:
+      options: the words of the change, as on the command line.
+      needed: bytes that a device needs after it.
+      config: all options after it.
+    """
+
+    options: str
+    needed: int
+    config: Config
+
+
+def rank_remedies(
+    config: Config,
+    mesh: Mesh,
+    needed: int,
+    read_nets: Callable[[Config], Networks],
+    measure: Measure,
+    available: float | None = None,
+) -> list[Remedy]:
+    """Return changes of options that save memory, those that leave the least to be needed first.
+
+    Args:
+      config: all options.
+      mesh: the run's mesh.
+      needed: bytes that a device needs without a change.
+      read_nets: returns each role's model after a change.
+      measure: returns the bytes that a device needs after a change.
+      available: bytes of a device; if given and no change is enough, pairs of changes that are
+        enough are returned, too.
+    """
+    remedies = list(_possible_remedies(config, mesh, needed, read_nets, measure))
+    remedies.sort(key=lambda remedy: remedy.needed)
+    if available is None or not remedies or remedies[0].needed <= available:
+        return remedies
+    pairs: dict[frozenset[str], Remedy] = {}
+    for first in remedies[:_FIRST_CHANGES]:
+        seconds = _possible_remedies(first.config, mesh, int(available) + 1, read_nets, measure)
+        for second in seconds:
+            options = f"{first.options} and {second.options}"
+            words = frozenset((first.options, second.options))
+            pairs.setdefault(words, dataclasses.replace(second, options=options))
+    return sorted([*pairs.values(), *remedies], key=lambda remedy: remedy.needed)
+
+
+def _possible_remedies(
+    config: Config,
+    mesh: Mesh,
+    needed: int,
+    read_nets: Callable[[Config], Networks],
+    measure: Measure,
+) -> Iterator[Remedy]:
+    """Yield the single changes after which less than `needed` is needed."""
+    for options, changed in _possible_changes(config, mesh):
+        # A change that other options do not allow is no remedy.
+        try:
+            validation.validate_train_config(changed)
+            changed_mesh = meshes.make_mesh(changed.mesh, list(mesh.devices.flat))
+            rollout_mesh = meshes.make_rollout_mesh(changed_mesh, changed.rollout.mesh)
+            for shape in (changed_mesh, rollout_mesh):
+                validation.validate_batch_sharding(changed, meshes.row_shards(shape))
+            nets = read_nets(changed)
+            for shape in (changed_mesh, rollout_mesh):
+                meshes.validate_architecture(shape, nets.actor.architecture)
+            changed_need = measure(changed, nets, changed_mesh)
+        except UserError:
+            continue
+        if changed_need < needed:
+            yield Remedy(options, changed_need, changed)
+
+
+def _possible_changes(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]]:
+    """Yield the words of each change on the command line, and the options after it."""
+    yield from _other_meshes(config, mesh)
+    yield from _smaller_batches(config, mesh)
+    int8 = dataclasses.replace(config.rollout, quantization="int8")
+    yield "config.rollout.quantization=int8", dataclasses.replace(config, rollout=int8)
+    lora = dataclasses.replace(config.model.lora, rank=_LORA_RANK)
+    model = dataclasses.replace(config.model, lora=lora)
+    yield f"config.model.lora.rank={_LORA_RANK}", dataclasses.replace(config, model=model)
+    critic = dataclasses.replace(config.critic, shared_trunk=True)
+    yield "config.critic.shared_trunk=True", dataclasses.replace(config, critic=critic)
+    algorithm = dataclasses.replace(config.algorithm, adv_estimator=_WITHOUT_CRITIC)
+    yield (
+        f"config.algorithm.adv_estimator={_WITHOUT_CRITIC}",
+        dataclasses.replace(config, algorithm=algorithm),
+    )
+
+
+def _other_meshes(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]]:
+    """Yield changes of the meshes; the number of devices stays."""
+    devices, parts = mesh.size, mesh.shape["model"]
+    split = MeshShape(data=1, fsdp=devices // parts, model=parts)
+    words = f"config.mesh.data=1 with config.mesh.fsdp={split.fsdp}"
+    yield words, dataclasses.replace(config, mesh=split)
+    size = 2
+    while size <= _MAX_MODEL_PARALLELISM:
+        if devices % size == 0:
+            rollout = dataclasses.replace(config.rollout, mesh=RolloutMesh(model=size))
+            yield (
+                f"{words} and config.rollout.mesh.model={size}",
+                dataclasses.replace(config, mesh=split, rollout=rollout),
+            )
+        size *= 2
+
+
+def _smaller_batches(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]]:
+    """Yield changes that run fewer tokens at once; they only matter beside the weights."""
+    rows = dataclasses.replace(config.actor, ppo_micro_batch_size_per_device=1)
+    yield (
+        "config.actor.ppo_micro_batch_size_per_device=1",
+        dataclasses.replace(config, actor=rows),
+    )
+    samples = config.data.train_batch_size * config.rollout.n // meshes.row_shards(mesh)
+    slots = (config.rollout.max_num_seqs or samples) // 4
+    if slots:
+        fewer = dataclasses.replace(config.rollout, max_num_seqs=slots)
+        yield f"config.rollout.max_num_seqs={slots}", dataclasses.replace(config, rollout=fewer)
+    stage = config.data.max_response_length // 4
+    if config.rollout.stage_length is None and stage:
+        staged = dataclasses.replace(config.rollout, stage_length=stage)
+        yield f"config.rollout.stage_length={stage}", dataclasses.replace(config, rollout=staged)

@@ -1,0 +1,148 @@
+"""Sampled responses as records: texts, scores, and what the update learned from each token."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jax_ppo.data.prompts import PromptBatch
+from jax_ppo.ppo.rewarding import RuleRewards
+from jax_ppo.runtime import placement
+from jax_ppo.types import Example, Experience, Rollout
+
+
+class StepSamples(NamedTuple):
+    """The samples of a training step; arrays may still be being computed.
+
+    Attributes:
+      batch: the prompts.
+      rollout: the responses.
+      experience: what the update learns from.
+      rule_rewards: the rewards of the rules.
+      rewards: float32 [B], with the scores of a reward model.
+    """
+
+    batch: PromptBatch
+    rollout: Rollout
+    experience: Experience
+    rule_rewards: RuleRewards
+    rewards: jax.Array
+
+
+def spread_rows(total: int, count: int) -> np.ndarray:
+    """Return at most `count` rows of `total`, spread evenly, so that prompts differ."""
+    return np.unique(np.linspace(0, total, min(count, total), endpoint=False, dtype=int))
+
+
+def describe_step(
+    samples: StepSamples, count: int, tokenizer: Any, address: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Return records of some samples of a step, with figures of each of their tokens.
+
+    Every process must call it: arrays are exchanged.
+
+    Args:
+      samples: the step's samples.
+      count: how many samples to describe.
+      tokenizer: the actor's.
+      address: what identifies the rollout's random numbers, without the sample.
+    """
+    experience, rollout = samples.experience, samples.rollout
+    rows = spread_rows(len(samples.rewards), count)
+    arrays = {
+        "logprobs": experience.old_logprobs,
+        "sampled_logprobs": rollout.logprobs,
+        "advantages": experience.advantages,
+        "values": experience.values,
+        "returns": experience.returns,
+        "reference": experience.ref_logprobs,
+        "steps": samples.rule_rewards.steps,
+    }
+    # On the host, where a difference compiles no program.
+    figures = {
+        name: placement.to_host(values) for name, values in arrays.items() if values is not None
+    }
+    if "reference" in figures:
+        figures["kl"] = figures["logprobs"] - figures.pop("reference")
+    rewards = placement.to_host(samples.rewards)
+    if "steps" in figures:
+        rewards = rewards + figures.pop("steps").sum(1)
+    records = describe_samples(
+        rows,
+        samples.batch,
+        rollout,
+        rewards,
+        placement.to_host(samples.rule_rewards.correct),
+        tokenizer,
+        address,
+    )
+    for row, record in zip(rows, records, strict=True):
+        length = len(record["response_ids"])
+        for name, values in figures.items():
+            record[name] = _rounded(values[row, :length])
+    return records
+
+
+def describe_samples(
+    rows: Iterable[int],
+    batch: PromptBatch,
+    rollout: Rollout,
+    rewards: np.ndarray,
+    correct: np.ndarray,
+    tokenizer: Any,
+    address: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Return records of samples: texts, ids, scores and where to draw them again.
+
+    Every process must call it: arrays are exchanged.
+
+    Args:
+      rows: which samples.
+      batch: the prompts.
+      rollout: the responses, n to each prompt.
+      rewards: [B].
+      correct: [B], NaN where correctness is undefined.
+      tokenizer: the actor's.
+      address: what identifies the rollout's random numbers: `seed`, `stream` and `step`, and with
+        `sample` the index of the first sample.
+    """
+    responses, lengths, truncated = (
+        placement.to_host(array)
+        for array in (rollout.responses, rollout.lengths, rollout.truncated)
+    )
+    n = len(rewards) // len(batch.examples)
+    records = []
+    for row in map(int, rows):
+        example = batch.examples[row // n]
+        prompt_ids = batch.prompts.tokens[row // n, : batch.prompts.lengths[row // n]]
+        response_ids = responses[row, : lengths[row]].tolist()
+        records.append(
+            {
+                "data_source": example.data_source,
+                "prompt": prompt_text(example),
+                "response": tokenizer.decode(response_ids, skip_special_tokens=True),
+                "ground_truth": example.ground_truth,
+                "score": _rounded(rewards[row]),
+                "correct": None if np.isnan(correct[row]) else bool(correct[row]),
+                "truncated": bool(truncated[row]),
+                "address": address | {"sample": address.get("sample", 0) + row},
+                "prompt_ids": np.asarray(prompt_ids).tolist(),
+                "response_ids": response_ids,
+                "tokens": [tokenizer.decode([token]) for token in response_ids],
+            }
+        )
+    return records
+
+
+def prompt_text(example: Example) -> str:
+    """Return the prompt as text; the messages of a chat are joined by line breaks."""
+    if isinstance(example.prompt, str):
+        return example.prompt
+    return "\n".join(message["content"] for message in example.prompt)
+
+
+def _rounded(values: np.ndarray) -> Any:
+    """Return float32 values as numbers with six digits, the most that they mean."""
+    flat = [float(f"{value:.6g}") for value in np.ravel(values).tolist()]
+    return flat if np.ndim(values) else flat[0]

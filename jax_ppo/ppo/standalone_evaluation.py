@@ -1,0 +1,113 @@
+"""An evaluation without training: of an exported model, or of a checkpoint of a run."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jax_ppo.config import loading
+from jax_ppo.config.schema import Config
+from jax_ppo.errors import UserError
+from jax_ppo.ppo.evaluation import evaluate_policy
+from jax_ppo.ppo.report import Reporter
+from jax_ppo.ppo.setup import PPORun, set_up_run
+from jax_ppo.reporting import console
+from jax_ppo.runtime import compilation, meshes, work_directory
+from jax_ppo.sampler import engine
+from jax_ppo.storage import staging
+from jax_ppo.training.checkpoint import Checkpointer, Progress
+from jax_ppo.training.state import (
+    TrainState,
+    create_policy_state,
+    create_state,
+    trained_shapes,
+)
+
+
+def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
+    """Evaluate config.model.path on the held-out prompts.
+
+    Args:
+      config: all options.
+      workdir: the folder to write to.
+
+    Returns:
+      The contents of summary.json.
+
+    Raises:
+      UserError: there are no held-out prompts or no such model.
+    """
+    if not config.data.val_files:
+        raise UserError("config.data.val_files='': an evaluation needs held-out prompts")
+    path = Path(config.model.path)
+    checkpoint = path if path.parent.name == staging.CHECKPOINTS and path.is_dir() else None
+    config = _read_run(config, checkpoint) if checkpoint else _without_critic(config)
+    mesh = meshes.make_mesh(config.mesh)
+    with jax.set_mesh(mesh), compilation.count_compilations() as compiled:
+        run = set_up_run(config, workdir, mesh, console.print_on_main, trains=False)
+        with (
+            engine.running(run.engine),
+            run.rules.running(),
+            Reporter(run, workdir, Progress(), compiled) as reporter,
+        ):
+            state = _create_state(run, checkpoint)
+            step = int(state.step)
+            reporter.report_evaluation(step, evaluate_policy(run, state))
+            return reporter.write_summary(step, mesh)
+
+
+def _without_critic(config: Config) -> Config:
+    """Return the options for a model that was exported: only the policy is read."""
+    path = Path(config.model.path)
+    if (path / "actor" / "config.json").exists():
+        path = path / "actor"  # the work directory of a run
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, path=str(path) if config.model.path else ""),
+        algorithm=dataclasses.replace(config.algorithm, adv_estimator="rloo", use_reference=False),
+    )
+
+
+def _read_run(config: Config, checkpoint: Path) -> Config:
+    """Return the options with the models of the run that a checkpoint is of."""
+    workdir = checkpoint.parents[1]
+    try:
+        values = json.loads((workdir / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"config.model.path={str(checkpoint)!r}: cannot read the options of its run from "
+            f"{workdir / 'config.json'}: {error}"
+        ) from error
+    run = loading.from_config_dict(values)
+    # A model that the run made for itself is in its folder.
+    path = run.model.path or str(workdir / work_directory.WARM_UP_MODEL)
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(run.model, path=path),
+        critic=run.critic,
+        algorithm=dataclasses.replace(run.algorithm, use_reference=False),
+    )
+
+
+def _create_state(run: PPORun, checkpoint: Path | None) -> TrainState:
+    """Return the state to evaluate, without optimizers."""
+    config, progress = run.config, console.make_loading_reporter
+    if checkpoint is None:
+        return create_policy_state(config, run.nets, run.folders, run.mesh, progress)
+    step = int(checkpoint.name)
+    shapes = trained_shapes(config, run.nets, run.mesh)
+    with Checkpointer(checkpoint.parent, read_only=True) as checkpoints:
+        trained, _ = checkpoints.restore(
+            step, {name: shapes[name] for name in ("actor", "control")}
+        )
+    return create_state(
+        config,
+        run.nets,
+        run.folders,
+        run.mesh,
+        progress,
+        trained=trained | {"optimizer": {"actor": None}},
+        step=step,
+    )

@@ -1,0 +1,49 @@
+"""WORKDIR/rollouts/*.jsonl: sampled responses, one JSON object per line, one file per step."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jax_ppo.reporting.atomic import replace_file
+from jax_ppo.reporting.summary import to_json_value
+
+FOLDER = "rollouts"
+
+
+def write_samples(workdir: Path, kind: str, step: int, records: list[dict[str, Any]]) -> None:
+    """Write the samples of a step; a resumed run replaces the file of a step that it repeats.
+
+    Args:
+      workdir: the run's folder.
+      kind: "training" or "evaluation".
+      step: completed steps.
+      records: JSON objects. NaN and infinities become null.
+    """
+    folder = workdir / FOLDER
+    folder.mkdir(exist_ok=True)
+    with replace_file(folder / f"{kind}_{step:06d}.jsonl") as temporary:
+        with temporary.open("w", encoding="utf-8") as file:
+            for record in records:
+                line = json.dumps(to_json_value({"step": step} | record), ensure_ascii=False)
+                file.write(line + "\n")
+
+
+def read_samples(workdir: Path) -> Iterator[tuple[str, int, list[dict[str, Any]]]]:
+    """Yield the kind, step and records of each file, in the order of the steps."""
+    for path in sorted((workdir / FOLDER).glob("*_*.jsonl"), key=_step_and_kind):
+        step, kind = _step_and_kind(path)
+        with path.open(encoding="utf-8") as file:
+            yield kind, step, [json.loads(line) for line in file]
+
+
+def drop_samples_after(workdir: Path, step: int) -> None:
+    """Delete the files of later steps, which a resumed run computes again."""
+    for path in (workdir / FOLDER).glob("*_*.jsonl"):
+        if _step_and_kind(path)[0] > step:
+            path.unlink()
+
+
+def _step_and_kind(path: Path) -> tuple[int, str]:
+    kind, _, step = path.stem.rpartition("_")
+    return int(step), kind

@@ -1,0 +1,81 @@
+"""JAX's coordination service in a process of its own, which outlives process 0 by a second.
+
+In process 0 itself the service would be gone when that process is killed. JAX ends a process whose
+connection to the service breaks, at once and without naming the one that has ended; here the
+lifeline comes first, which does.
+"""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from jaxlib import _jax
+
+from jax_ppo.errors import UserError
+
+_READY = "ready\n"
+_STOP = "stop\n"
+# Long enough for the lifelines of the others, shorter than a restart of process 0.
+_GRACE_SECONDS = 1.0
+
+
+class ServiceProcess:
+    """The service, as far as `jax.distributed` uses it."""
+
+    def __init__(self, address: str, num_nodes: int, **options: Any) -> None:
+        """Start the service; the arguments are those of JAX's own class.
+
+        Raises:
+          UserError: it does not start, for example because the address is in use.
+        """
+        arguments = json.dumps({"address": address, "num_nodes": num_nodes} | options)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "jax_ppo.runtime.coordination", arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        if self._process.stdout.readline() != _READY:
+            self._process.communicate()
+            raise UserError(
+                f"JAX's coordination service does not start on {address}; is the port in use? "
+                "config.distributed.coordinator_address names another"
+            )
+
+    def shutdown(self) -> None:
+        """Stop the service once the other processes have disconnected."""
+        self._process.communicate(_STOP)
+
+
+@contextlib.contextmanager
+def service_in_own_process() -> Iterator[None]:
+    """Let `jax.distributed.initialize` in the block start the service as a process."""
+    start_in_thread = _jax.get_distributed_runtime_service
+    _jax.get_distributed_runtime_service = ServiceProcess
+    try:
+        yield
+    finally:
+        _jax.get_distributed_runtime_service = start_in_thread
+
+
+def _serve(arguments: str) -> None:
+    """Run the service until process 0 stops it or has ended."""
+    # A signal to all processes of a run is for process 0 to handle.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    service = _jax.get_distributed_runtime_service(**json.loads(arguments))
+    print(_READY, end="", flush=True)
+    if sys.stdin.read() == _STOP:
+        service.shutdown()
+    else:
+        time.sleep(_GRACE_SECONDS)
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])

@@ -1,0 +1,170 @@
+"""Meshes: the devices of a run, arranged along named axes.
+
+Axes: `data` replicates the parameters; `fsdp` splits parameters and optimizer states, which are
+gathered layer by layer; `model` splits each matrix product (tensor parallelism). The rows of a
+batch are split over data x fsdp.
+
+A further axis is a field of `config.schema.MeshShape`, which `AXES` follows; it is named in `ROWS`
+if it splits the rows of a batch, and in the rules of the parameters that it splits (sharding.py).
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from jax_ppo.config.schema import MeshShape, RolloutMesh
+from jax_ppo.errors import UserError
+
+AXES = tuple(field.name for field in dataclasses.fields(MeshShape))
+ROWS = ("data", "fsdp")  # the axes that split the rows of a batch
+
+
+def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh:
+    """Return the mesh over all devices.
+
+    Args:
+      shape: sizes of the axes; at most one is -1 and takes the devices that the others leave.
+      devices: default: all of them.
+
+    Raises:
+      UserError: the sizes do not multiply to the number of devices, or slices have different
+        numbers of them.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = {axis: getattr(shape, axis) for axis in AXES}
+    known = math.prod(size for size in sizes.values() if size != -1)
+    free = [axis for axis, size in sizes.items() if size == -1]
+    # The axis of -1 takes the devices that the others leave.
+    if free and len(devices) % known == 0:
+        sizes[free[0]] = len(devices) // known
+    if math.prod(sizes.values()) != len(devices):
+        wanted = " x ".join(f"config.mesh.{axis}={getattr(shape, axis)}" for axis in AXES)
+        raise UserError(f"{wanted}: must multiply to the number of devices, {len(devices)}")
+    axis_types = (AxisType.Auto,) * len(AXES)
+    if len(_devices_per_slice(devices)) > 1:
+        return Mesh(arrange_slices(tuple(sizes.values()), devices), AXES, axis_types=axis_types)
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=axis_types, devices=devices)
+
+
+def _devices_per_slice(devices: Sequence[jax.Device]) -> collections.Counter[int]:
+    """Count the devices of each slice, inside of which devices have a fast network of their own.
+
+    Slices are those of a TPU Multislice job, or the hosts of a GPU job.
+    """
+    return collections.Counter(getattr(device, "slice_index", 0) for device in devices)
+
+
+def arrange_slices(sizes: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
+    """Return the devices of several slices in the shape of the mesh.
+
+    The slow network between slices is left to the first axes, `data` before `fsdp` before `model`,
+    which exchange the least: a mesh with `data` = the number of slices sends nothing but gradients
+    from one to another.
+
+    Args:
+      sizes: the size of each axis, the most frequent exchanges last.
+      devices: as many as the sizes multiply to, the same number in each slice.
+
+    Raises:
+      UserError: slices have different numbers of devices.
+    """
+    per_slice = _devices_per_slice(devices)
+    slices = len(per_slice)
+    if len(set(per_slice.values())) > 1:
+        numbers = ", ".join(str(per_slice[index]) for index in sorted(per_slice))
+        raise UserError(f"slices of {numbers} devices: must have the same number of devices")
+    across: list[int] = []
+    for size in sizes:
+        # The greatest part of the remaining slices that divides this axis; what is left over
+        # divides the axes that follow.
+        across.append(math.gcd(size, slices // math.prod(across)))
+    within = [size // outer for size, outer in zip(sizes, across, strict=True)]
+    # Some TPUs have physical axes that a mesh of three axes must split.
+    return mesh_utils.create_hybrid_device_mesh(
+        within, across, devices, allow_split_physical_axes=True
+    )
+
+
+def make_rollout_mesh(mesh: Mesh, shape: RolloutMesh) -> Mesh:
+    """Return the mesh to decode on: `mesh`, or another over its devices in the same order.
+
+    The devices that split a matrix are neighbours in that order.
+
+    Args:
+      mesh: the run's mesh.
+      shape: `config.rollout.mesh`.
+
+    Raises:
+      UserError: the sizes do not multiply to the number of devices.
+    """
+    if shape.model is None:
+        return mesh
+    data = mesh.size // shape.model if shape.data == -1 else shape.data
+    if data * shape.model != mesh.size:
+        raise UserError(
+            f"config.rollout.mesh.data={shape.data} x config.rollout.mesh.model={shape.model}: "
+            f"must multiply to the number of devices, {mesh.size}"
+        )
+    sizes = {"data": data, "fsdp": 1, "model": shape.model}
+    devices = mesh.devices.reshape([sizes[axis] for axis in AXES])
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def row_shards(mesh: Mesh | AbstractMesh) -> int:
+    """Return the number of parts that the rows of a batch are split into."""
+    return math.prod(mesh.shape[axis] for axis in ROWS)
+
+
+def gathers_weights(mesh: Mesh | AbstractMesh) -> bool:
+    """Return whether devices gather the parameters for each pass, layer by layer."""
+    return mesh.shape["fsdp"] > 1
+
+
+def validate_architecture(
+    mesh: Mesh, architecture: Any, is_encoder: bool = False, option: str = "config.mesh"
+) -> None:
+    """Raise `UserError` if the mesh cannot split the model's dimensions evenly.
+
+    A decoder's heads need not be divisible: those of queries are padded (`pad_query_heads`), those
+    of keys and values copied (`copy_kv_heads`); only the projections to them are split evenly.
+
+    Args:
+      mesh: the run's mesh.
+      architecture: of a decoder or an encoder.
+      is_encoder: whether it is an encoder, whose heads are split and whose vocabulary is not.
+      option: the section of the mesh, for error messages.
+    """
+    sizes = {
+        "model": {
+            "width of the queries": architecture.num_heads * architecture.head_dim,
+            "width of the keys": architecture.num_kv_heads * architecture.head_dim,
+            "MLP width": architecture.intermediate_size,
+        },
+        "fsdp": {"hidden size": architecture.hidden_size},
+    }
+    if is_encoder:
+        sizes["model"]["attention heads"] = architecture.num_heads
+    else:
+        sizes["model"]["vocabulary"] = architecture.vocab_size
+    for axis, dimensions in sizes.items():
+        parts = mesh.shape[axis]
+        indivisible = [f"{name} ({size})" for name, size in dimensions.items() if size % parts]
+        if indivisible:
+            possible = _common_divisors(dimensions.values(), of=mesh.size)
+            raise UserError(
+                f"{option}.{axis}={parts}: must divide the model's {' and '.join(indivisible)}; "
+                f"on {mesh.size} devices it may be {' or '.join(map(str, possible))}"
+            )
+
+
+def _common_divisors(sizes: Iterable[int], of: int) -> list[int]:
+    """Return the divisors of `of` that divide all sizes."""
+    common = math.gcd(of, *sizes)
+    return [size for size in range(1, common + 1) if common % size == 0]

@@ -1,0 +1,186 @@
+"""Transfers between hosts and the mesh: whole arrays, and rows that processes share out."""
+
+import collections
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+
+from jax_ppo.runtime.meshes import row_shards
+from jax_ppo.runtime.sharding import copied_rows, rows
+
+# The kind of host memory that accelerators copy from and to by themselves.
+PINNED_HOST = "pinned_host"
+
+
+def place(tree: Any, sharding: NamedSharding) -> Any:
+    """Put host arrays, the same in every process, on the mesh.
+
+    Each process transfers the part that its devices hold. Everything that a step sends to the mesh
+    passes through here, so that `jax.transfer_guard` catches accidental transfers.
+    """
+
+    def put(x: Any) -> jax.Array:
+        return jax.make_array_from_callback(
+            np.shape(x), sharding, lambda index: np.asarray(x)[index]
+        )
+
+    with jax.transfer_guard_host_to_device("allow"):
+        return jax.tree.map(put, tree)
+
+
+def abstract(tree: Any, sharding: NamedSharding) -> Any:
+    """Return the shapes and shardings of what `place` would put on the mesh."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding), tree
+    )
+
+
+def host_memory_kind(mesh: Mesh) -> str | None:
+    """Return the kind of host memory that the mesh's devices read directly, `None` without one."""
+    device = mesh.devices.flat[0]
+    # Accelerators have it. One that is only compiled for lists no memories.
+    if device.platform != "cpu":
+        return PINNED_HOST
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    return PINNED_HOST if PINNED_HOST in kinds else None
+
+
+def in_memory(shapes: Any, kind: str | None) -> Any:
+    """Return the shapes with shardings in a kind of memory; `None` leaves them where they are."""
+    if kind is None:
+        return shapes
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=x.sharding.with_memory_kind(kind)
+        ),
+        shapes,
+    )
+
+
+def is_in_host_memory(tree: Any) -> bool:
+    """Return whether arrays of a compiled function, or shapes, are in the host's memory."""
+
+    def is_host(x: Any) -> bool:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return x.sharding.memory_kind == PINNED_HOST
+        return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+    return any(is_host(x) for x in jax.tree.leaves(tree))
+
+
+def to_host(array: jax.Array) -> np.ndarray:
+    """Return the whole array, in every process."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    return multihost_utils.process_allgather(array, tiled=True)
+
+
+def from_local_rows(mesh: Mesh, indices: np.ndarray, values: Any, total: int) -> jax.Array:
+    """Return the array [total, ...] split by rows, from the rows of each process.
+
+    Every process must call it. Where processes hold copies of each other's rows, the devices
+    exchange them; the host does not wait.
+
+    Args:
+      mesh: the run's mesh.
+      indices: int [r], as returned by `local_rows` in this process.
+      values: [r, ...], the rows at these indices.
+      total: number of rows of all processes.
+    """
+    if _shares_rows(mesh):
+        return _exchange_copied_rows(mesh, indices, values, total)
+    return place(_scatter_rows(indices, values, total), rows(mesh))
+
+
+def _shares_rows(mesh: Mesh) -> bool:
+    """Return whether several processes hold copies of the same rows."""
+    groups = mesh.devices.reshape(row_shards(mesh), -1)
+    return any(len({device.process_index for device in group}) > 1 for group in groups)
+
+
+def _exchange_copied_rows(mesh: Mesh, indices: np.ndarray, values: Any, total: int) -> jax.Array:
+    """Return `from_local_rows`, where each device places only its part of the copied rows."""
+    groups = row_shards(mesh)
+    copies = mesh.size // groups
+    size = total // groups
+    # Each group of rows is filled up to equal parts, one per device that holds a copy of it.
+    padded_size = copies * _part_size(size, copies)
+    values = np.asarray(values)
+    padded = np.zeros((groups, padded_size, *values.shape[1:]), values.dtype)
+    padded[indices // size, indices % size] = values
+    parts = place(padded, copied_rows(mesh))
+    return _join_parts(parts, size=size, layout=rows(mesh))
+
+
+@functools.partial(jax.jit, static_argnames=("size", "layout"))
+def _join_parts(parts_GxN: jax.Array, *, size: int, layout: NamedSharding) -> jax.Array:
+    """Return the first `size` rows of each group, [G * size, ...]."""
+    joined = parts_GxN[:, :size].reshape(-1, *parts_GxN.shape[2:])
+    return jax.lax.with_sharding_constraint(joined, layout)
+
+
+def _part_size(size: int, copies: int) -> int:
+    """Return how many of `size` copied rows each of the devices with a copy is responsible for."""
+    return -(-size // copies)
+
+
+def all_rows(mesh: Mesh, indices: np.ndarray, values: Any, total: int) -> np.ndarray:
+    """Return the rows of all processes, [total, ...], on the host of each.
+
+    The arguments are those of `from_local_rows`.
+    """
+    # Through the mesh, since each process has only rows of its own.
+    if jax.process_count() > 1:
+        return to_host(from_local_rows(mesh, indices, values, total))
+    return _scatter_rows(indices, values, total)
+
+
+def _scatter_rows(indices: np.ndarray, values: Any, total: int) -> np.ndarray:
+    """Return zeros [total, ...] with `values` at `indices`."""
+    array = np.zeros((total, *np.shape(values)[1:]), np.asarray(values).dtype)
+    array[indices] = values
+    return array
+
+
+def local_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows that this process is responsible for, in order.
+
+    Each row belongs to exactly one process. Devices that hold copies of the same rows, as tensor
+    parallelism has them, share these rows out; a process may be left without any.
+
+    Args:
+      array: [B, ...], split by rows.
+
+    Returns:
+      (indices, int [r]; values, [r, ...]).
+    """
+    holders = collections.Counter[int]()
+    rank_of_device = {}
+    for device, index in array.sharding.devices_indices_map(array.shape).items():
+        start = _first_row(index)
+        rank_of_device[device] = holders[start]
+        holders[start] += 1
+    shards: dict[int, Any] = {}
+    ranks = collections.defaultdict(set)
+    for shard in array.addressable_shards:
+        start = _first_row(shard.index)
+        # Of several copies in this process one is enough.
+        shards.setdefault(start, shard)
+        ranks[start].add(rank_of_device[shard.device])
+    indices, values = [], []
+    for start in sorted(shards):
+        copy = np.asarray(shards[start].data)
+        rank_of_row = np.arange(len(copy)) // _part_size(len(copy), holders[start])
+        own = np.flatnonzero(np.isin(rank_of_row, list(ranks[start])))
+        indices.append(start + own)
+        values.append(copy[own])
+    return np.concatenate(indices), np.concatenate(values)
+
+
+def _first_row(index: tuple[slice, ...]) -> int:
+    """Return the first row of a shard."""
+    return (index[0].start or 0) if index else 0

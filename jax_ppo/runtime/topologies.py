@@ -1,0 +1,270 @@
+"""Machines to compile for without access to them, named as in v5e:8x8, h100:8 or cpu:8."""
+
+import dataclasses
+import math
+import os
+import re
+from typing import Any
+
+import jax
+
+from jax_ppo.errors import UserError, did_you_mean
+
+GIB = 2**30
+GPUS_PER_HOST = 8
+GPU_NETWORK_BYTES = 400e9 / 8  # per second and GPU between hosts: InfiniBand NDR
+EXAMPLES = "v5e:8x8, v5p:2x2x2, v6e:4x4, tpu7x:2x2x1, h100:8, h200:8 or cpu:8"
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceType:
+    """A type of device.
+
+    Attributes:
+      platform: "tpu", "cuda" or "cpu".
+      memory: bytes that each device of JAX has for programs; `None` if unknown.
+      jax_kind: JAX's name of the device (device_speed.py).
+      dimensions: how many numbers describe the shape of a machine.
+      devices_per_chip: devices of JAX on each chip.
+      chips_per_host: shape of the smallest TPU host with several chips, to which a shape is a
+        multiple; a single chip is a host of its own.
+    """
+
+    platform: str
+    memory: float | None
+    jax_kind: str = ""
+    dimensions: int = 1
+    devices_per_chip: int = 1
+    chips_per_host: tuple[int, ...] = ()
+
+
+# TPU: HBM per chip is 16 GB (v5e), 95 GB (v5p), 32 GB (v6e) and 192 GB (TPU7x, whose two cores are
+# two devices of JAX), https://cloud.google.com/tpu/docs/v5e, .../v5p, .../v6e, .../tpu7x. On
+# v5e and v6e, 0.25 and 0.75 GiB of it are the system's, as the compiler's errors state ("... of
+# 15.75G hbm"). GPU: https://www.nvidia.com/en-us/data-center/h100 (80 GB) and .../h200 (141 GB).
+DEVICE_TYPES = {
+    "v5e": DeviceType("tpu", 15.75 * GIB, "TPU v5e", dimensions=2, chips_per_host=(2, 2)),
+    "v5p": DeviceType("tpu", 95 * GIB, "TPU v5p", dimensions=3, chips_per_host=(2, 2, 1)),
+    "v6e": DeviceType("tpu", 31.25 * GIB, "TPU v6e", dimensions=2, chips_per_host=(2, 2)),
+    "tpu7x": DeviceType(
+        "tpu", 96 * GIB, "TPU7x", dimensions=3, devices_per_chip=2, chips_per_host=(2, 2, 1)
+    ),
+    "h100": DeviceType("cuda", 84942979072, "NVIDIA H100 80GB HBM3"),
+    "h200": DeviceType("cuda", 150754820096, "NVIDIA H200"),
+    "cpu": DeviceType("cpu", None),
+}
+
+# What CUDA's compiler reads of a device. The two types differ in the size and the bandwidth of
+# their memory.
+GPU_TARGET = """
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth}
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: {memory}
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "{description}"
+"""
+GPU_FACTS: dict[str, dict[str, Any]] = {
+    "h100": {
+        "bandwidth": 3352320000000,
+        "memory": 84942979072,
+        "description": "NVIDIA H100 80GB HBM3",
+    },
+    "h200": {"bandwidth": 4800000000000, "memory": 150754820096, "description": "NVIDIA H200"},
+}
+
+
+class CompilerMissingError(RuntimeError):
+    """The compiler for a type of device is not installed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """A machine.
+
+    Attributes:
+      kind: the name of its device type.
+      shape: chips along each dimension.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """Return the name in the user's notation."""
+        return f"{self.kind}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def device_type(self) -> DeviceType:
+        """Return the type of the devices."""
+        return DEVICE_TYPES[self.kind]
+
+    @property
+    def num_devices(self) -> int:
+        """Return the number of devices of JAX."""
+        return math.prod(self.shape) * self.device_type.devices_per_chip
+
+    @property
+    def available_bytes(self) -> float | None:
+        """Return the bytes that programs may use on each device; `None` if unknown.
+
+        On GPUs JAX takes a part of the memory, three quarters unless the environment says otherwise
+        (docs.jax.dev/en/latest/gpu_memory_allocation.html).
+        """
+        memory = self.device_type.memory
+        if memory is None or self.device_type.platform != "cuda":
+            return memory
+        return memory * float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))
+
+    def network_bytes(self, model: int) -> float | None:
+        """Return the bytes per second and device between hosts; `None` inside one host or slice.
+
+        Args:
+          model: devices that split a matrix. They are neighbours, so that the others of their host
+            share out what their group sends to other hosts.
+        """
+        if self.device_type.platform != "cuda" or self.num_devices <= GPUS_PER_HOST:
+            return None
+        return GPU_NETWORK_BYTES * max(1, GPUS_PER_HOST // model)
+
+
+def parse_topology(text: str) -> Topology:
+    """Return the machine that a name describes.
+
+    Raises:
+      UserError: the type is unknown, or has no machines of this shape.
+    """
+    kind, _, shape_text = text.partition(":")
+    if kind not in DEVICE_TYPES:
+        hint = did_you_mean(kind.lower(), DEVICE_TYPES)
+        raise UserError(f"--topology={text}: unknown type {kind!r}; expected {EXAMPLES}.{hint}")
+    device_type = DEVICE_TYPES[kind]
+    if not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4})*", shape_text):
+        raise UserError(f"--topology={text}: expected TYPE:SHAPE, for example {EXAMPLES}")
+    shape = tuple(int(size) for size in shape_text.split("x"))
+    if len(shape) != device_type.dimensions:
+        raise UserError(
+            f"--topology={text}: a shape of {kind} has {device_type.dimensions} "
+            f"{'number' if device_type.dimensions == 1 else 'numbers'}, for example {EXAMPLES}"
+        )
+    topology = Topology(kind, shape)
+    _validate_hosts(topology)
+    return topology
+
+
+def _validate_hosts(topology: Topology) -> None:
+    """Raise `UserError` unless the machine consists of whole hosts."""
+    chips, hosts = math.prod(topology.shape), topology.device_type.chips_per_host
+    if hosts and chips > 1:
+        nearest = [
+            -(-size // host) * host for size, host in zip(topology.shape, hosts, strict=True)
+        ]
+        if nearest != list(topology.shape):
+            raise UserError(
+                f"--topology={topology.name}: machines of {topology.kind} are multiples of "
+                f"{'x'.join(map(str, hosts))} chips; the nearest larger one is "
+                f"{topology.kind}:{'x'.join(map(str, nearest))}"
+            )
+    if topology.device_type.platform == "cuda" and chips > GPUS_PER_HOST and chips % GPUS_PER_HOST:
+        raise UserError(
+            f"--topology={topology.name}: a host has {GPUS_PER_HOST} GPUs; the nearest larger "
+            f"machine is {topology.kind}:{-(-chips // GPUS_PER_HOST) * GPUS_PER_HOST}"
+        )
+
+
+def prepare_environment(topology: Topology) -> None:
+    """Make JAX use CPU devices alone, as many as the machine has.
+
+    Must be called before JAX's first use of a device. A plan never touches an accelerator: a run
+    may be using it.
+    """
+    os.environ |= {
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        # libtpu otherwise looks for the TPU that the machine belongs to, or for its lock.
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", topology.num_devices)
+
+
+def described_devices(topology: Topology) -> list[jax.Device]:
+    """Return the devices of a machine, to compile for but not to run on.
+
+    Raises:
+      CompilerMissingError: the compiler for them is not installed.
+      UserError: the compiler knows no such machine.
+    """
+    if topology.device_type.platform == "cpu":
+        return cpu_devices(topology)
+    from jax.experimental import topologies
+
+    jax.devices()  # plugins register when the first backend starts
+    describe = {"tpu": _describe_tpus, "cuda": _describe_gpus}[topology.device_type.platform]
+    try:
+        return list(topologies.get_topology_desc(**describe(topology)).devices)
+    except (RuntimeError, NotImplementedError) as error:
+        # An installed compiler refuses a machine by an error of its own type.
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            reason = str(error).partition("\n")[0]
+            raise UserError(f"--topology={topology.name}: {reason}") from error
+        raise CompilerMissingError(COMPILERS[topology.device_type.platform]) from error
+
+
+COMPILERS = {
+    "tpu": "libtpu is not installed (`pip install jax[tpu]`; it needs no TPU)",
+    "cuda": "CUDA's compiler is not installed (`pip install jax[cuda12]`; it needs no GPU)",
+}
+
+
+def _describe_tpus(topology: Topology) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"platform": "tpu", "topology_name": topology.name}
+    # The compiler takes hosts of four chips unless told otherwise.
+    if math.prod(topology.shape) == 1:
+        arguments["chips_per_host_bounds"] = (1, 1, 1)
+    return arguments
+
+
+def _describe_gpus(topology: Topology) -> dict[str, Any]:
+    gpus = math.prod(topology.shape)
+    hosts = -(-gpus // GPUS_PER_HOST)
+    return {
+        "platform": "cuda",
+        "topology_name": "",
+        "target_config": GPU_TARGET.format(**GPU_FACTS[topology.kind]),
+        "topology": f"1x{hosts}x{gpus // hosts}",  # slices x hosts x devices
+    }
+
+
+def cpu_devices(topology: Topology) -> list[jax.Device]:
+    """Return as many CPU devices as the machine has devices.
+
+    Raises:
+      UserError: this process has fewer.
+    """
+    devices = jax.devices("cpu")
+    if len(devices) < topology.num_devices:
+        raise UserError(
+            f"--topology={topology.name}: this process has {len(devices)} CPU devices, fewer than "
+            f"{topology.num_devices}; call `prepare_environment` before the first use of JAX"
+        )
+    return devices[: topology.num_devices]

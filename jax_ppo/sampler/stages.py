@@ -1,0 +1,122 @@
+"""Stages of decoding: few slots with much room continue what many slots with little room began.
+
+A cache with room for the longest possible response in each slot is mostly unused if most responses
+are short, and accelerators read all of it for each token. In stages, all responses are decoded up
+to L tokens first, with room for no more. Those that have not ended are continued up to 2 L tokens,
+then 4 L, ..., in the same memory: with twice the room there are half as many slots. A stage runs
+the tokens drawn before again, as part of the prompts; a stage that nothing reaches costs no step.
+"""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.sampler.slots import Cache, DecodeJob, DecodeState, initial_state, plan_job
+from jax_ppo.types import Prompts
+
+
+def stage_limits(options: SamplingOptions) -> tuple[int, ...]:
+    """Return the tokens of a response at which each stage ends; the last is T."""
+    longest = options.max_response_length
+    limit = options.stage_length or longest
+    limits = []
+    while limit < longest:
+        limits.append(limit)
+        limit *= 2
+    return (*limits, longest)
+
+
+def plan_next_stage(
+    first: DecodeJob, prompts: Prompts, state: DecodeState, start: int, limit: int
+) -> tuple[DecodeJob, DecodeState, jax.Array]:
+    """Return a job that continues the samples that have not ended, with its initial state.
+
+    Args:
+      first: the job of the first stage.
+      prompts: [N, P], the prompt of each sample.
+      state: at the end of the stage before, with the results in the samples' order.
+      start: the limit of the stage before.
+      limit: of this stage, at most T.
+
+    Returns:
+      The job, its state, and int32 [N], the sample at each place of the job's queue: those that
+      have not ended come first, in their order.
+    """
+    order_N = jnp.argsort(state.finished, stable=True)
+    P = prompts.tokens.shape[1]
+    # All slots together have the room of the first stage's.
+    width = max(1, first.width * (P + first.limit) // (P + limit))
+    job = plan_job(
+        first.model,
+        dataclasses.replace(first.options, n=1, slots=width),
+        first.params,
+        jax.tree.map(lambda x: x[order_N], _append_responses(prompts, state.responses, start)),
+        first.keys_N[order_N],
+        first.any_shard,
+        start=start,
+        limit=limit,
+        count=(~state.finished).sum(),
+    )
+    begun = initial_state(job)._replace(
+        responses=state.responses,
+        logprobs=state.logprobs,
+        lengths=state.lengths,
+        finished=state.finished,
+        slot_steps=state.slot_steps,
+    )
+    return job, reorder_results(begun, order_N), order_N
+
+
+def reorder_results(state: DecodeState, order_N: jax.Array) -> DecodeState:
+    """Return a state whose results are those of the samples `order_N`."""
+    return state._replace(
+        responses=state.responses[order_N],
+        logprobs=state.logprobs[order_N],
+        lengths=state.lengths[order_N],
+        finished=state.finished[order_N],
+    )
+
+
+def cache_shapes(
+    model: Transformer, options: SamplingOptions, prompts: Prompts
+) -> list[tuple[Cache, Cache]]:
+    """Return the shapes of the caches of slots and prompts, for each stage of one queue.
+
+    Args:
+      model: with `unrolled=True`.
+      options: how to sample.
+      prompts: shapes of the prompts that share the queue.
+    """
+    limits = stage_limits(options)
+
+    def all_caches(prompts: Prompts) -> list[tuple[Cache, Cache]]:
+        keys_N = jnp.zeros(len(prompts.lengths) * options.n)
+        first = plan_job(model, options, {}, prompts, keys_N, limit=limits[0])
+        state = initial_state(first)
+        caches = [(state.slots.cache, state.stage)]
+        own_prompts = jax.tree.map(lambda x: jnp.repeat(x, options.n, axis=0), prompts)
+        for start, limit in itertools.pairwise(limits):
+            _, state, _ = plan_next_stage(first, own_prompts, state, start, limit)
+            caches.append((state.slots.cache, state.stage))
+        return caches
+
+    return jax.eval_shape(all_caches, prompts)
+
+
+def _append_responses(prompts: Prompts, responses_NxT: jax.Array, start: int) -> Prompts:
+    """Return prompts [N, P + start] that end with the first `start` tokens of the responses."""
+    P = prompts.tokens.shape[1]
+    lengths = prompts.lengths[:, None]
+    columns = jnp.arange(P + start)
+    from_prompt = jnp.pad(prompts.tokens, ((0, 0), (0, start)))
+    # Indices outside are clipped; the prompt, or no sample, reads these columns.
+    index = jnp.clip(columns - lengths, 0, start - 1)
+    from_response = jnp.take_along_axis(responses_NxT[:, :start], index, axis=1)
+    return Prompts(
+        tokens=jnp.where(columns < lengths, from_prompt, from_response),
+        lengths=prompts.lengths + start,
+    )

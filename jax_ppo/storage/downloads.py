@@ -1,0 +1,195 @@
+"""Local copies of model folders and data files that options name by addresses in object stores.
+
+Copies are kept in the user's cache folder, under a name that depends on the contents: an address
+whose files have changed is downloaded again. One process per host downloads, the others wait. A
+copy appears complete or not at all, and an interrupted download continues where it ended.
+"""
+
+import base64
+import concurrent.futures
+import fcntl
+import fnmatch
+import hashlib
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jax_ppo.errors import UserError, did_you_mean, shorten
+from jax_ppo.storage import disk_space, remote
+from jax_ppo.storage.remote import RemoteFile
+
+THREADS = 8
+CHUNK_BYTES = 32 << 20
+
+
+def cache_folder(name: str) -> Path:
+    """Return the folder of this name in the user's cache: XDG_CACHE_HOME, else ~/.cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "jax_ppo" / name
+
+
+def local_name(address: str, *contents: object) -> str:
+    """Return a readable name for a local folder, unique to an address and further contents."""
+    digest = hashlib.sha256(repr((address.rstrip("/"), contents)).encode()).hexdigest()[:16]
+    readable = re.sub(r"[^A-Za-z0-9]+", "-", remote.bucket_path(address)).strip("-")
+    return f"{readable[-60:]}-{digest}"
+
+
+def download_folder(address: str, option: str, patterns: Sequence[str]) -> Path:
+    """Return a local copy of the files of a folder that match.
+
+    Args:
+      address: SCHEME://BUCKET/FOLDER.
+      option: the option that holds it, for messages.
+      patterns: patterns of the files directly in the folder.
+
+    Raises:
+      UserError: the address is invalid or not accessible, no file matches, or the local disk is
+        full.
+    """
+    remote.validate_address(address, option)
+    files = remote.list_files(address, option)
+    matching = {
+        name: file
+        for name, file in files.items()
+        if name and "/" not in name and any(fnmatch.fnmatch(name, one) for one in patterns)
+    }
+    if not matching:
+        raise _missing_folder_error(address, option, files)
+    return _download(address, option, matching)
+
+
+def download_file(address: str, option: str) -> Path:
+    """Return a local copy of a file.
+
+    Args:
+      address: SCHEME://BUCKET/PATH.
+      option: the option that holds it, for messages.
+
+    Raises:
+      UserError: the address is invalid or not accessible, there is no such file, or the local disk
+        is full.
+    """
+    remote.validate_address(address, option)
+    files = remote.list_files(address, option)
+    folder, _, name = address.rpartition("/")
+    if "" not in files:
+        problem = f"{option}={shorten(address)!r}: "
+        if files:
+            raise UserError(f"{problem}this is a folder, with {_some(files)}; expected a file")
+        siblings = [path for path in remote.list_files(folder, option) if "/" not in path]
+        raise UserError(f"{problem}there is no such file.{did_you_mean(name, siblings)}")
+    return _download(address, option, {name: files[""]}) / name
+
+
+def fetch_files(
+    address: str,
+    files: Mapping[str, RemoteFile],
+    folder: Path,
+    count_bytes: Callable[[int], object] = lambda count: None,
+) -> None:
+    """Download files into a folder, several at once; complete ones are left as they are.
+
+    Args:
+      address: an address in their store.
+      files: the files, by their path below the folder.
+      folder: where they are written.
+      count_bytes: called with the number of bytes after each piece.
+    """
+    filesystem = remote.open_filesystem(address)
+
+    def fetch(name: str) -> None:
+        _fetch_file(filesystem, files[name], folder / name, count_bytes)
+
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(fetch, files))
+
+
+def _download(address: str, option: str, files: Mapping[str, RemoteFile]) -> Path:
+    from tqdm import tqdm
+
+    folder = cache_folder("downloads") / local_name(address, sorted(files.items()))
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f"{folder.name}.partial")
+    # The lock is released when this process ends, in whichever way.
+    with folder.with_name(f"{folder.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # Another process of this host has downloaded it meanwhile.
+        if folder.is_dir():
+            return folder
+        partial.mkdir(exist_ok=True)
+        total = sum(file.size for file in files.values())
+        present = sum(path.stat().st_size for path in partial.iterdir())
+        disk_space.require_free_space(partial, total - present, f"the download of {address}")
+        with (
+            remote.reported_errors(address, option),
+            tqdm(total=total, unit="B", unit_scale=True, desc=shorten(address, 40)) as bar,
+        ):
+            try:
+                fetch_files(address, files, partial, bar.update)
+            except OSError as error:
+                if not disk_space.is_disk_full(error):
+                    raise
+                raise disk_space.disk_full_error(partial, f"the download of {address}") from error
+        partial.rename(folder)
+    return folder
+
+
+def _fetch_file(
+    filesystem: Any,
+    file: RemoteFile,
+    target: Path,
+    count_bytes: Callable[[int], object],
+) -> None:
+    """Write one file, continuing what an interrupted download has left of it."""
+    if target.is_file() and target.stat().st_size == file.size:
+        count_bytes(file.size)
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f"{target.name}.part")
+    with part.open("ab") as output:
+        # A part belongs to this version of the file: the name of its folder depends on it.
+        start = output.tell()
+        count_bytes(start)
+        while start < file.size:
+            end = min(start + CHUNK_BYTES, file.size)
+            piece = filesystem.cat_file(file.path, start=start, end=end)
+            if not piece:
+                break
+            output.write(piece)
+            start += len(piece)
+            count_bytes(len(piece))
+    if start != file.size or (file.crc32c and _crc32c(part) != file.crc32c):
+        part.unlink()
+        raise UserError(f"{file.path} changed while it was downloaded; start again")
+    part.rename(target)
+
+
+def _crc32c(path: Path) -> str:
+    """Return the base64 of the CRC-32C of a file, as Cloud Storage spells it."""
+    import google_crc32c  # comes with the client of Cloud Storage
+
+    checksum = google_crc32c.Checksum()
+    with path.open("rb") as file:
+        for _ in checksum.consume(file, CHUNK_BYTES):
+            pass
+    return base64.b64encode(checksum.digest()).decode()
+
+
+def _missing_folder_error(address: str, option: str, files: Mapping[str, RemoteFile]) -> UserError:
+    problem = f"{option}={shorten(address)!r}: "
+    if "" in files:
+        return UserError(f"{problem}this is a file; expected a folder")
+    if files:
+        return UserError(f"{problem}the folder has none of the expected files, only {_some(files)}")
+    return UserError(f"{problem}there is no such folder in the bucket")
+
+
+def _some(files: Mapping[str, RemoteFile]) -> str:
+    names = sorted(files)
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more

@@ -1,0 +1,182 @@
+"""Addresses in object stores: gs://BUCKET/PATH and s3://BUCKET/PATH.
+
+fsspec's clients (gcsfs, s3fs) do the work, which `etils.epath` and Orbax use as well. Credentials
+are the store's own: application default credentials for gs, the AWS settings for s3.
+"""
+
+import contextlib
+import importlib
+import logging
+import os
+import re
+import socket
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jax_ppo.errors import UserError, did_you_mean, shorten
+
+# Scheme: the module that fsspec loads for it, which is also its package, and the extra of jax_ppo.
+_CLIENTS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
+# One slash is what is left of two after the address was taken for a path.
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/(/?)([^/]*)(.*)")
+_FORBIDDEN = ("forbidden", "403", "does not have storage.", "access denied", "accessdenied")
+_NO_CREDENTIALS = ("invalid credentials", "anonymous caller", "401", "nocredentialserror")
+
+
+class RemoteFile(NamedTuple):
+    """A file in an object store.
+
+    Attributes:
+      path: BUCKET/PATH.
+      size: bytes.
+      version: identifies the contents; another upload of other contents has another one.
+      crc32c: base64 of the CRC-32C of the contents, or "" if the store does not have it.
+    """
+
+    path: str
+    size: int
+    version: str
+    crc32c: str
+
+
+def is_address(path: str) -> bool:
+    """Return whether a path is meant as an address, SCHEME://..., rather than as a local path."""
+    return _ADDRESS.fullmatch(path) is not None
+
+
+def validate_address(address: str, option: str, schemes: tuple[str, ...] = tuple(_CLIENTS)) -> None:
+    """Raise `UserError` unless an address has a known scheme, its client and a bucket.
+
+    Args:
+      address: SCHEME://BUCKET/PATH, for which `is_address` is true.
+      option: the option that holds it, for messages.
+      schemes: the schemes that this option accepts.
+    """
+    match = _ADDRESS.fullmatch(address)
+    assert match is not None, f"not an address: {address}"
+    scheme, second_slash, bucket, _ = match.groups()
+    forms = " or ".join(f"{name}://BUCKET/PATH" for name in schemes)
+    problem = f"{option}={shorten(address)!r}: "
+    if scheme not in schemes:
+        hint = did_you_mean(f"{scheme}://", [f"{name}://" for name in schemes])
+        raise UserError(f"{problem}expected a local path or {forms}.{hint}")
+    if not second_slash or not bucket:
+        raise UserError(f"{problem}names no bucket; expected {forms}")
+    module, extra = _CLIENTS[scheme]
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"{problem}needs the package {module} ({error}): pip install 'jax_ppo[{extra}]'"
+        ) from error
+
+
+def open_filesystem(address: str) -> Any:
+    """Return fsspec's client for a validated address."""
+    import fsspec  # imported late: only runs that use a bucket have it
+
+    # Its warnings are about optional features, and its errors are raised as well.
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
+    # tensorstore writes and deletes objects behind the client's back, so that the client's cache of
+    # listings, which also serves `etils.epath` and Orbax, would be out of date.
+    scheme = address.partition(":")[0]
+    for name in ("gcs", "gs") if scheme == "gs" else (scheme,):
+        fsspec.config.conf.setdefault(name, {})["use_listings_cache"] = False
+    return fsspec.filesystem("gcs" if scheme == "gs" else scheme)
+
+
+@contextlib.contextmanager
+def reported_errors(address: str, option: str) -> Iterator[None]:
+    """Raise `UserError` in the place of the errors of a store's client.
+
+    Args:
+      address: the address that the block accesses.
+      option: the option that holds it, for messages.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    # Clients raise whatever their HTTP and credential libraries do.
+    except Exception as error:
+        raise UserError(f"{option}={shorten(address)!r}: {_explain(address, error)}") from error
+
+
+def list_files(address: str, option: str) -> dict[str, RemoteFile]:
+    """List all files at and below an address.
+
+    Args:
+      address: a validated address of a file or a folder; a folder need not exist.
+      option: the option that holds it, for messages.
+
+    Returns:
+      The files by their path relative to the address; the file at the address itself is "".
+
+    Raises:
+      UserError: there is no such bucket, or it cannot be read.
+    """
+    root = bucket_path(address)
+    with reported_errors(address, option):
+        _require_network(address)
+        found = open_filesystem(address).find(root, detail=True)
+    files = {}
+    for path, details in found.items():
+        # A client may list neighbors whose names merely begin like this one.
+        if path != root and not path.startswith(f"{root}/"):
+            continue
+        # Empty objects with such names are what some tools create in the place of folders.
+        if not path.endswith("/"):
+            files[path[len(root) :].lstrip("/")] = _describe_file(path, details)
+    return files
+
+
+def _require_network(address: str) -> None:
+    """Raise `OSError` at once if the store has no address; clients would retry for a minute."""
+    server = {"gs": "storage.googleapis.com", "s3": "s3.amazonaws.com"}[address.partition(":")[0]]
+    # An emulator or a proxy has an address of its own.
+    settings = ("STORAGE_EMULATOR_HOST", "AWS_ENDPOINT_URL", "HTTPS_PROXY", "https_proxy")
+    if not any(os.environ.get(name) for name in settings):
+        socket.getaddrinfo(server, 443)
+
+
+def bucket_path(address: str) -> str:
+    """Return BUCKET/PATH of an address, without slashes at the end."""
+    return address.partition("://")[2].rstrip("/")
+
+
+def _describe_file(path: str, details: dict[str, Any]) -> RemoteFile:
+    crc32c = details.get("crc32c") or ""
+    # Cloud Storage has checksums; for S3 the ETag identifies the contents.
+    version = (
+        crc32c or details.get("ETag") or details.get("etag") or details.get("generation") or ""
+    )
+    return RemoteFile(path, int(details["size"]), str(version).strip('"'), crc32c)
+
+
+def _explain(address: str, error: Exception) -> str:
+    """Return why a store refused, in one line, with a remedy where there is one."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    lower = text.lower()
+    scheme, _, rest = address.partition("://")
+    bucket = f"{scheme}://{rest.partition('/')[0]}"
+    if isinstance(error, FileNotFoundError):
+        return f"there is no bucket {bucket} (check the spelling, and the project it belongs to)"
+    if (
+        any(sign in lower for sign in _NO_CREDENTIALS)
+        or "credentials" in type(error).__name__.lower()
+    ):
+        remedy = (
+            "run `gcloud auth application-default login`, or give the machine a service account"
+        )
+        if scheme == "s3":
+            remedy = "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        return f"no valid credentials for {bucket}: {remedy} ({shorten(text, 200)})"
+    if isinstance(error, PermissionError) or any(sign in lower for sign in _FORBIDDEN):
+        remedy = (
+            "its account needs the roles Storage Object User and, for work directories, Storage "
+            "Legacy Bucket Reader on the bucket"
+        )
+        if scheme == "s3":
+            remedy = "its account needs s3:ListBucket, s3:GetObject and s3:PutObject on it"
+        return f"no permission for {bucket}: {remedy} ({shorten(text, 200)})"
+    return f"{bucket} cannot be accessed ({shorten(text, 300)})"

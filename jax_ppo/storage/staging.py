@@ -1,0 +1,225 @@
+"""Work directories in a bucket: the run writes its files to a local folder, which is uploaded.
+
+Checkpoints are written to the bucket directly; metrics, curves, event files and exports appear in
+the local folder first. Objects cannot be appended to, so that a file that has changed is uploaded
+as a whole, at most every UPLOAD_SECONDS.
+"""
+
+import contextlib
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from jax_ppo.errors import UserError
+from jax_ppo.storage import downloads, remote
+from jax_ppo.storage.bucket_lock import LOCK_OBJECT, RENEW_SECONDS, BucketLock
+
+UPLOAD_SECONDS = 30.0
+CHECKPOINTS = "checkpoints"
+# Folders in which a resumed run adds files to those of earlier processes.
+GROWING = ("tensorboard", "rollouts")
+EXPORTED = ("config.json", ".safetensors")
+_OPTION = "--workdir"
+# Larger files do not grow, and are not read at once.
+_MOST_BYTES_AT_ONCE = 64 << 20
+
+
+class StagedFolder:
+    """The local folder of a work directory in a bucket.
+
+    Attributes:
+      address: the work directory, gs://BUCKET/PATH.
+      folder: the local folder.
+    """
+
+    def __init__(self, address: str, process: int) -> None:
+        """Prepare the folder.
+
+        Args:
+          address: a validated address.
+          process: number of the process, which has a folder of its own.
+        """
+        self.address = address.rstrip("/")
+        name = downloads.local_name(self.address, process)
+        self.folder = downloads.cache_folder("workdirs") / name
+        self._filesystem = remote.open_filesystem(address)
+        self._root = remote.bucket_path(address)
+        # Files in the bucket: by name what was uploaded, or `None` if it was there before.
+        self._uploaded: dict[str, tuple[int, int] | None] = {}
+        self._uploading = threading.Lock()
+
+    def fetch(self, *names: str) -> None:
+        """Replace the local folder by files of the bucket.
+
+        Args:
+          names: folders to fetch besides the files directly in the work directory.
+        """
+        with self._uploading, remote.reported_errors(self.address, _OPTION):
+            files = {
+                name: file
+                for name, file in remote.list_files(self.address, _OPTION).items()
+                if name.partition("/")[0] not in (CHECKPOINTS, LOCK_OBJECT)
+            }
+            wanted = {
+                name: file
+                for name, file in files.items()
+                if "/" not in name or name.partition("/")[0] in names
+            }
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+            downloads.fetch_files(self.address, wanted, self.folder)
+            self._uploaded = dict.fromkeys(files)
+            self._uploaded |= {name: _state(self.folder / name) for name in wanted}
+
+    def upload(self) -> None:
+        """Upload the files that have changed, and delete those that were removed or replaced.
+
+        Raises:
+          UserError: the bucket cannot be written to.
+        """
+        with self._uploading, remote.reported_errors(self.address, _OPTION):
+            local = {path.relative_to(self.folder).as_posix(): path for path in self._files()}
+            # An export without its config.json is not complete.
+            for name in sorted(local, key=lambda name: (name.endswith("config.json"), name)):
+                self._upload_file(name, local[name])
+            for name in self._uploaded.keys() - local.keys():
+                if self._is_obsolete(name):
+                    self._delete(f"{self._root}/{name}")
+                    del self._uploaded[name]
+
+    def move(self, path: Path, name: str) -> None:
+        """Upload a file under a name, and delete it here.
+
+        Any process may call it; the file stays in the bucket until its folder is removed.
+        """
+        with remote.reported_errors(self.address, _OPTION):
+            self._filesystem.put_file(str(path), f"{self._root}/{name}")
+        path.unlink()
+
+    def remove(self, name: str) -> None:
+        """Remove an earlier export from the bucket, config.json first: it makes it complete."""
+        with self._uploading, remote.reported_errors(self.address, _OPTION):
+            files = remote.list_files(f"{self.address}/{name}", _OPTION)
+            # An export that was interrupted has weights only.
+            if files and not any(file.endswith(EXPORTED) for file in files):
+                raise UserError(
+                    f"{self.address}/{name} exists and holds something else than an export; remove "
+                    "it, or give another --workdir"
+                )
+            for file in sorted(files, key=lambda file: (not file.endswith("config.json"), file)):
+                self._delete(files[file].path)
+            prefix = f"{name}/"
+            self._uploaded = {
+                file: state for file, state in self._uploaded.items() if not file.startswith(prefix)
+            }
+
+    def _delete(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):  # the user may have deleted it
+            self._filesystem.rm_file(path)
+
+    def _is_obsolete(self, name: str) -> bool:
+        """Return whether a file of the bucket, which is not in the local folder, was replaced."""
+        if self._uploaded[name] is not None:
+            return True
+        # An export replaces the one of an earlier process.
+        folder = self.folder / name.partition("/")[0]
+        return folder.is_dir() and folder.name not in GROWING
+
+    def _files(self) -> Iterator[Path]:
+        """Yield the files to upload: hidden and temporary ones are still being written."""
+        for path in sorted(self.folder.rglob("*")):
+            parts = path.relative_to(self.folder).parts
+            is_hidden = any(part.startswith(".") for part in parts)
+            if not is_hidden and path.suffix not in (".tmp", ".part") and path.is_file():
+                yield path
+
+    def _upload_file(self, name: str, path: Path) -> None:
+        # Taken before the file is read: what is appended meanwhile is uploaded the next time.
+        try:
+            state = _state(path)
+            if self._uploaded.get(name) == state:
+                return
+            target = f"{self._root}/{name}"
+            if state[1] > _MOST_BYTES_AT_ONCE:
+                self._filesystem.put_file(str(path), target)
+            else:
+                # Read at once, since a file that grows has a size that is soon wrong.
+                self._filesystem.pipe_file(target, path.read_bytes())
+        except FileNotFoundError:
+            if path.exists():
+                raise
+            return  # a temporary folder that was removed or renamed
+        self._uploaded[name] = state
+
+
+@contextlib.contextmanager
+def locked_and_uploaded(
+    staged: StagedFolder, lock: BucketLock, report: Callable[[str], None]
+) -> Iterator[None]:
+    """Hold the lock and upload changes in the block, and once more at its end.
+
+    Args:
+      staged: the folder.
+      lock: its lock.
+      report: called with lines for the user.
+    """
+    with remote.reported_errors(staged.address, _OPTION):
+        lock.acquire(report)
+    stop = threading.Event()
+    thread = threading.Thread(
+        target=_keep_uploading, args=(staged, lock, stop, report), name="uploads", daemon=True
+    )
+    thread.start()
+    try:
+        try:
+            yield
+        except BaseException:
+            # After an error or a signal, too, but then that is what ends the run.
+            _upload_or_report(staged, lock, report)
+            raise
+        lock.require_held()
+        staged.upload()
+    finally:
+        stop.set()
+        thread.join()
+        with contextlib.suppress(Exception):
+            lock.release()
+
+
+def _upload_or_report(
+    staged: StagedFolder, lock: BucketLock, report: Callable[[str], None]
+) -> None:
+    try:
+        lock.require_held()
+        staged.upload()
+    except Exception as error:
+        report(f"note: {staged.address} does not have the last files of the run: {error}")
+
+
+def _keep_uploading(
+    staged: StagedFolder, lock: BucketLock, stop: threading.Event, report: Callable[[str], None]
+) -> None:
+    uploaded_at = time.monotonic()
+    is_failing = False
+    while not stop.wait(RENEW_SECONDS):
+        try:
+            lock.renew()
+            if time.monotonic() - uploaded_at >= UPLOAD_SECONDS:
+                staged.upload()
+                uploaded_at = time.monotonic()
+            is_failing = False
+        # Whatever it is, the next attempt may succeed; the checkpoint reports what lasts.
+        except Exception as error:
+            if not is_failing:
+                reason = (
+                    error if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+                )
+                report(f"note: {staged.address} was not updated, trying again: {reason}")
+            is_failing = True
+
+
+def _state(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size

@@ -1,0 +1,35 @@
+"""Translate: `python -m jax_ppo.translate verl 'python3 -m verl.trainer.main_ppo ...'`.
+
+Prints the command of jax_ppo.train for a command of verl, TRL (`trl`) or OpenRLHF (`openrlhf`), and
+what has no counterpart. Without a second argument the command is read from the standard input.
+"""
+
+import sys
+
+from jax_ppo.config import translation
+from jax_ppo.errors import UserError
+
+USAGE = "usage: python -m jax_ppo.translate verl|trl|openrlhf ['COMMAND']   (or COMMAND as input)"
+
+
+def main(arguments: list[str]) -> None:
+    """Run the command; `arguments` are `sys.argv`."""
+    words = arguments[1:]
+    if not words or {"--help", "-h"} & set(words[:1]):
+        print(USAGE)
+        return
+    framework, *rest = words
+    text = " ".join(rest) if rest else sys.stdin.read()
+    try:
+        translated = translation.translate(framework, text)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    print(translated.command(translation.BASE_CONFIGS[framework]))
+    if translated.notes:
+        print("\nTo look at:")
+        for note in translated.notes:
+            print(f"- {note}")
+
+
+if __name__ == "__main__":
+    main(sys.argv)

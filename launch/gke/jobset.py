@@ -1,0 +1,409 @@
+#!/usr/bin/env python3
+"""Train on Google Kubernetes Engine: a JobSet for TPU slices (v4 to TPU7x) or H100 and H200 nodes.
+
+launch/gke/jobset.py render NAME --accelerator v6e:4x4 --image IMAGE -- --config=... --workdir=gs://...
+launch/gke/jobset.py start  NAME (the same)   submit it with kubectl
+launch/gke/jobset.py watch  NAME              follow process 0 until the run ends
+launch/gke/jobset.py stop   NAME              SIGTERM: the run saves a checkpoint and ends
+launch/gke/jobset.py resume NAME              submit it again
+launch/gke/jobset.py xpk    NAME (as render)  print the `xpk` command that does the same
+
+The cluster needs the JobSet controller, as xpk's clusters have it, and a node pool of the
+accelerator. Exit codes 143 and 130, which mean that a signal ended the run, and disrupted nodes
+restart the run without limit; any other failure does so --max-restarts times.
+"""
+
+import argparse
+import difflib
+import itertools
+import json
+import math
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+import time
+from typing import Any, NamedTuple
+
+SIGNAL_CODES = [130, 143]  # see jax_ppo/runtime/signals.py
+COORDINATOR_PORT = 8476
+JOB = "workers"
+POLL_SECONDS = float(os.environ.get("POLL_SECONDS", "10"))
+
+
+class Pool(NamedTuple):
+    """The nodes that an accelerator needs.
+
+    Attributes:
+      labels: node labels that select the pool.
+      resource: name of the device resource.
+      per_node: devices per node.
+      nodes: nodes per slice, or of the whole run for GPUs.
+      xpk: arguments by which xpk selects the pool.
+    """
+
+    labels: dict[str, str]
+    resource: str
+    per_node: int
+    nodes: int
+    xpk: list[str]
+
+
+class Tpu(NamedTuple):
+    """A TPU version: GKE's label, the name in xpk, TensorCores per chip, and topologies."""
+
+    label: str
+    xpk: str
+    cores: int
+    topologies: tuple[str, ...]
+
+
+def _cubes(most_chips: int) -> tuple[str, ...]:
+    """Return the topologies that are made of cubes of 4x4x4, with their sides in order."""
+    sides = itertools.combinations_with_replacement(range(4, 257, 4), 3)
+    return tuple("x".join(map(str, each)) for each in sides if math.prod(each) <= most_chips)
+
+
+_SQUARES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_PARTS_OF_A_CUBE = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
+# Labels and sizes as in Google Cloud's documentation of TPUs; compared with xpk 1.16.
+TPUS = {
+    "v4": Tpu("tpu-v4-podslice", "v4", 2, (*_PARTS_OF_A_CUBE, *_cubes(4096))),
+    "v5e": Tpu("tpu-v5-lite-podslice", "v5litepod", 1, _SQUARES),
+    "v5p": Tpu("tpu-v5p-slice", "v5p", 2, (*_PARTS_OF_A_CUBE, *_cubes(6144))),
+    "v6e": Tpu("tpu-v6e-slice", "v6e", 1, _SQUARES),
+    "tpu7x": Tpu("tpu7x", "tpu7x", 2, ("1x1x1", *_PARTS_OF_A_CUBE, *_cubes(9216))),
+}
+GPUS = {
+    "h100": ("nvidia-h100-80gb", "h100-80gb-8"),
+    "h100-mega": ("nvidia-h100-mega-80gb", "h100-mega-80gb-8"),
+    "h200": ("nvidia-h200-141gb", "h200-141gb-8"),
+}
+_GPUS_PER_NODE = 8
+
+
+def find_pool(accelerator: str, slices: int) -> Pool:
+    """Return the nodes of `v5e:4x4` (chips) or `h100:16` (GPUs).
+
+    Raises:
+      SystemExit: there is no such accelerator; the message names the nearest one.
+    """
+    kind, _, size = accelerator.partition(":")
+    if kind in TPUS and size in TPUS[kind].topologies:
+        tpu = TPUS[kind]
+        chips = _chips(size)
+        per_node = min(chips, 4)
+        labels = {
+            "cloud.google.com/gke-tpu-accelerator": tpu.label,
+            "cloud.google.com/gke-tpu-topology": size,
+        }
+        xpk = [f"--tpu-type={tpu.xpk}-{size}", f"--num-slices={slices}"]
+        return Pool(labels, "google.com/tpu", per_node, chips // per_node, xpk)
+    if kind in GPUS and re.fullmatch("[1-9][0-9]*", size) and int(size) % _GPUS_PER_NODE == 0:
+        if slices != 1:
+            sys.exit("error: --slices: GPU nodes have none; ask for more GPUs, such as h100:32")
+        label, device_type = GPUS[kind]
+        nodes = int(size) // _GPUS_PER_NODE
+        labels = {"cloud.google.com/gke-accelerator": label}
+        xpk = [f"--device-type={device_type}", f"--num-nodes={nodes}"]
+        return Pool(labels, "nvidia.com/gpu", _GPUS_PER_NODE, nodes, xpk)
+    sys.exit(f"error: --accelerator: there is no {accelerator!r}; {_suggestion(kind, size)}")
+
+
+def _suggestion(kind: str, size: str) -> str:
+    """Return what to write instead; a name such as v5e-64 or v5p-128 counts TensorCores."""
+    if not size:
+        kind, _, size = kind.rpartition("-")
+    kind = re.sub("^v5(lite.*)?$", "v5e", re.sub("^(v7x?|ironwood)$", "tpu7x", kind.lower()))
+    kind = "".join(difflib.get_close_matches(kind, [*TPUS, *GPUS], n=1))
+    if kind in GPUS:
+        nodes = math.ceil(int(size) / _GPUS_PER_NODE) if size.isdecimal() else 1
+        return f"did you mean {kind}:{_GPUS_PER_NODE * max(nodes, 1)}?"
+    if kind not in TPUS:
+        return "expected, for example, v6e:4x4 or h100:8"
+    tpu = TPUS[kind]
+    if re.fullmatch("[0-9]+(x[0-9]+)*", size):
+        chips = math.prod(map(int, size.split("x"))) / (1 if "x" in size else tpu.cores)
+    else:
+        chips = 8
+    # Of topologies with as many chips, the one that is closest to a cube.
+    nearest = min(tpu.topologies, key=lambda each: (abs(_chips(each) - chips), _longest_side(each)))
+    return f"did you mean {kind}:{nearest}?"
+
+
+def _chips(topology: str) -> int:
+    return math.prod(map(int, topology.split("x")))
+
+
+def _longest_side(topology: str) -> int:
+    return max(map(int, topology.split("x")))
+
+
+def render_jobset(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the JobSet: one job per slice, one pod per node, one process per pod."""
+    pool = find_pool(options.accelerator, options.slices)
+    job_spec = {
+        "completionMode": "Indexed",
+        "completions": pool.nodes,
+        "parallelism": pool.nodes,
+        # No pod is replaced alone: the processes of a run start and end together.
+        "backoffLimit": 0,
+        "podFailurePolicy": {
+            "rules": [
+                # The job fails with BackoffLimitExceeded ...
+                {
+                    "action": "Count",
+                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                },
+                {"action": "Count", "onExitCodes": _exit_codes("In")},
+                # ... or else with PodFailurePolicy.
+                {"action": "FailJob", "onExitCodes": _exit_codes("NotIn")},
+            ]
+        },
+        "template": {"spec": _pod_spec(options, pool)},
+    }
+    labels = {}
+    if options.queue:
+        labels["kueue.x-k8s.io/queue-name"] = options.queue
+    if options.priority:
+        labels["kueue.x-k8s.io/priority-class"] = options.priority
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {
+            "name": options.name,
+            "namespace": options.namespace,
+            "labels": labels,
+            # Each slice has a node pool of its own.
+            "annotations": {
+                "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
+            },
+        },
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "failurePolicy": {
+                "maxRestarts": options.max_restarts,
+                "rules": [
+                    {
+                        "name": "interrupted",
+                        "action": "RestartJobSetAndIgnoreMaxRestarts",
+                        "onJobFailureReasons": ["BackoffLimitExceeded"],
+                    }
+                ],
+            },
+            "replicatedJobs": [
+                {"name": JOB, "replicas": options.slices, "template": {"spec": job_spec}}
+            ],
+        },
+    }
+
+
+def _exit_codes(operator: str) -> dict[str, Any]:
+    return {"containerName": "jax-ppo", "operator": operator, "values": SIGNAL_CODES}
+
+
+def _pod_spec(options: argparse.Namespace, pool: Pool) -> dict[str, Any]:
+    selector = dict(pool.labels)
+    tolerations = [{"key": pool.resource, "operator": "Exists", "effect": "NoSchedule"}]
+    if options.spot:
+        selector["cloud.google.com/gke-spot"] = "true"
+        tolerations.append({"key": "cloud.google.com/gke-spot", "operator": "Exists"})
+    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
+    if options.data_claim:
+        volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": options.data_claim}})
+        mounts.append({"name": "data", "mountPath": "/data"})
+    devices = {pool.resource: str(pool.per_node)}
+    container = {
+        "name": "jax-ppo",
+        "image": options.image,
+        "args": [options.command, *options.arguments],
+        "env": _environment(options, pool),
+        # HF_TOKEN and WANDB_API_KEY, if the secret exists.
+        "envFrom": [{"secretRef": {"name": options.secret, "optional": True}}],
+        "resources": {"requests": devices, "limits": devices},
+        "volumeMounts": mounts,
+    }
+    spec = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": options.grace_seconds,
+        "nodeSelector": selector,
+        "tolerations": tolerations,
+        "containers": [container],
+        "volumes": volumes,
+    }
+    if options.service_account:
+        spec["serviceAccountName"] = options.service_account
+    return spec
+
+
+def _environment(options: argparse.Namespace, pool: Pool) -> list[dict[str, Any]]:
+    variables: list[dict[str, Any]] = [{"name": "HF_HOME", "value": options.hf_home}]
+    # GKE itself tells the pods of a TPU slice about each other.
+    if pool.resource == "nvidia.com/gpu":
+        address = f"{options.name}-{JOB}-0-0.{options.name}:{COORDINATOR_PORT}"
+        index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        variables += [
+            {"name": "JAX_COORDINATOR_ADDRESS", "value": address},
+            {"name": "JAX_NUM_PROCESSES", "value": str(pool.nodes)},
+            {"name": "JAX_PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": index}}},
+        ]
+    return variables
+
+
+def render_xpk_command(options: argparse.Namespace) -> list[str]:
+    """Return the `xpk workload create` command of the same run; xpk passes on no secrets."""
+    pool = find_pool(options.accelerator, options.slices)
+    if options.accelerator in ("v5e:1x1", "v5e:2x2"):
+        sys.exit(f"error: --accelerator: xpk has no {options.accelerator}; its smallest is v5e:2x4")
+    variables = f"HF_HOME={shlex.quote(options.hf_home)}"
+    if pool.resource == "nvidia.com/gpu":
+        # xpk sets these under names of its own. No double quotes: it writes the command into some.
+        variables += (
+            " JAX_COORDINATOR_ADDRESS=$JAX_COORDINATOR_ADDRESS:$JAX_COORDINATOR_PORT"
+            " JAX_NUM_PROCESSES=$NNODES JAX_PROCESS_ID=$NODE_RANK"
+        )
+    run = ["python", "-m", "jax_ppo", options.command, *options.arguments]
+    return [
+        *("xpk", "workload", "create", f"--workload={options.name}"),
+        f"--cluster={options.cluster}",
+        *pool.xpk,
+        f"--docker-image={options.image}",
+        *(["--spot"] if options.spot else []),
+        f"--max-restarts={options.max_restarts}",
+        f"--termination-grace-period-seconds={options.grace_seconds}",
+        f"--command={variables} exec {shlex.join(run)}",
+    ]
+
+
+def to_yaml(manifest: dict[str, Any]) -> str:
+    """Return the manifest as YAML."""
+    import yaml  # not needed to watch or stop a run
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: object) -> bool:
+            return True
+
+    return yaml.dump(manifest, Dumper=Dumper, sort_keys=False)
+
+
+def submit(manifest: str, namespace: str) -> int:
+    """Submit a manifest, and return kubectl's exit code."""
+    command = ["kubectl", "apply", f"--namespace={namespace}", "--filename=-"]
+    return subprocess.run(command, input=manifest, text=True).returncode
+
+
+def watch(name: str, namespace: str) -> int:
+    """Follow process 0 through restarts; return 0 if the run completed, else 1."""
+    selector = f"jobset.sigs.k8s.io/jobset-name={name}"
+    selector += ",jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0"
+    where = f"--namespace={namespace}"
+    while True:
+        logs = ["kubectl", "logs", where, f"--selector={selector}", "--follow", "--tail=100"]
+        subprocess.run(logs)
+        get = ["kubectl", "get", "jobset", name, where, "--output=json"]
+        found = subprocess.run(get, stdout=subprocess.PIPE, text=True)
+        if found.returncode != 0:
+            return found.returncode
+        status = json.loads(found.stdout).get("status", {})
+        state = status.get("terminalState")
+        if state:
+            messages = [each["message"] for each in status.get("conditions", [])]
+            print(f"{name}: {state}: {'; '.join(messages)}", file=sys.stderr)
+            return 0 if state == "Completed" else 1
+        restarts = status.get("restarts", 0)
+        print(f"{name}: waiting for process 0; {restarts} restarts so far", file=sys.stderr)
+        time.sleep(POLL_SECONDS)
+
+
+def stop(name: str, namespace: str) -> int:
+    """Delete the JobSet and wait until its processes have saved and ended."""
+    where = f"--namespace={namespace}"
+    return subprocess.run(
+        ["kubectl", "delete", "jobset", name, where, "--cascade=foreground"]
+    ).returncode
+
+
+def record_path(name: str, namespace: str) -> pathlib.Path:
+    """Return the file in which `start` leaves the manifest for `resume`."""
+    home = os.environ.get("XDG_STATE_HOME") or pathlib.Path.home() / ".local/state"
+    return pathlib.Path(home) / "jax_ppo" / "gke" / f"{namespace}.{name}.yaml"
+
+
+def read_command_line(words: list[str]) -> argparse.Namespace:
+    """Return the options; `arguments` are those of the run, after --."""
+    own, separator, arguments = words, "", []
+    if "--" in words:
+        index = words.index("--")
+        own, separator, arguments = words[:index], "--", words[index + 1 :]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("verb", choices=["render", "start", "watch", "stop", "resume", "xpk"])
+    parser.add_argument("name", help="name of the JobSet")
+    parser.add_argument("--namespace", default="default")
+    parser.add_argument("--accelerator", help="v5e:4x4, v6e:1x1, tpu7x:2x2x1, h100:16, ...")
+    parser.add_argument("--image", help="built from launch/gke/Dockerfile")
+    parser.add_argument("--slices", type=int, default=1, help="TPU slices (default: 1)")
+    parser.add_argument("--command", default="train", help="train (default), sft or reward_model")
+    parser.add_argument("--spot", action="store_true", help="use spot nodes")
+    parser.add_argument("--queue", help="Kueue's LocalQueue")
+    parser.add_argument("--priority", help="Kueue's WorkloadPriorityClass")
+    parser.add_argument("--max-restarts", type=int, default=3, help="after failures (default: 3)")
+    parser.add_argument("--grace-seconds", type=int, default=300, help="to save after SIGTERM")
+    parser.add_argument("--secret", default="jax-ppo", help="of variables (default: jax-ppo)")
+    parser.add_argument("--service-account", help="that may read and write the bucket")
+    parser.add_argument("--data-claim", help="PersistentVolumeClaim to mount at /data")
+    parser.add_argument("--hf-home", help="default: /data/huggingface with --data-claim, else /tmp")
+    parser.add_argument("--cluster", default="$CLUSTER", help="name of the cluster, for xpk")
+    options = parser.parse_args(own)
+    options.arguments = arguments
+    if not re.fullmatch("[a-z]([-a-z0-9]{0,38}[a-z0-9])?", options.name):
+        # Names of pods, which are also host names, are longer by about 20 characters.
+        parser.error("name: expected up to 40 lower-case letters, digits and hyphens")
+    if options.verb in ("render", "start", "xpk"):
+        if not (options.accelerator and options.image):
+            parser.error(f"{options.verb} needs --accelerator and --image")
+        options.hf_home = options.hf_home or (
+            "/data/huggingface" if options.data_claim else "/tmp/huggingface"
+        )
+    elif separator:
+        parser.error("only render, start and xpk take arguments after --")
+    return options
+
+
+def main() -> int:
+    """Run the command line, and return the exit code."""
+    options = read_command_line(sys.argv[1:])
+    record = record_path(options.name, options.namespace)
+    if options.verb == "xpk":
+        # The shell fills in the cluster's name.
+        print(
+            shlex.join(render_xpk_command(options)).replace(
+                "'--cluster=$CLUSTER'", '--cluster="$CLUSTER"'
+            )
+        )
+    elif options.verb == "render":
+        print(to_yaml(render_jobset(options)), end="")
+    elif options.verb == "start":
+        manifest = to_yaml(render_jobset(options))
+        code = submit(manifest, options.namespace)
+        if code == 0:
+            record.parent.mkdir(parents=True, exist_ok=True)
+            record.write_text(manifest)
+        return code
+    elif options.verb == "resume":
+        if not record.exists():
+            sys.exit(f"error: no start of {options.name} is recorded on this machine; use start")
+        return submit(record.read_text(), options.namespace)
+    elif options.verb == "watch":
+        return watch(options.name, options.namespace)
+    else:
+        return stop(options.name, options.namespace)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""Train on a Ray cluster with Ray's JaxTrainer, one process per worker.
+
+ray job submit --working-dir=. -- python launch/ray_trainer.py --num_workers=2 --use_gpu -- \
+    --config=gsm8k --workdir=/shared/gsm8k
+
+TPUs need --accelerator_type=TPU-V6E --topology=4x4, with one worker per host. All nodes need
+jax_ppo and ray[train], and the work directory must be a gs:// address or on a disk that they share.
+When a node is lost, Ray starts all workers again, and they resume from the newest checkpoint.
+"""
+
+import argparse
+import importlib
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from jax_ppo.config import command_line
+from jax_ppo.errors import UserError
+
+
+def train_on_worker(settings: dict[str, Any]) -> None:
+    """Run the command in this worker, connected with the others.
+
+    Args:
+      settings: the command, its arguments, and the folder to run it in.
+    """
+    import ray.train
+    from ray.train.collective import broadcast_from_rank_zero
+
+    context = ray.train.get_context()
+    rank = context.get_world_rank()
+    address = None
+    if rank == 0:
+        with socket.socket() as server:
+            server.bind(("", 0))
+            address = f"{ray.util.get_node_ip_address()}:{server.getsockname()[1]}"
+    os.environ |= {
+        "JAX_COORDINATOR_ADDRESS": broadcast_from_rank_zero(address),
+        "JAX_NUM_PROCESSES": str(context.get_world_size()),
+        "JAX_PROCESS_ID": str(rank),
+    }
+    # Ray shows the messages of all levels; those of Orbax would bury the run's own.
+    logging.getLogger("absl").setLevel(logging.WARNING)
+    # Relative paths in the options mean the same here as for the user.
+    os.chdir(settings["folder"])
+    command = importlib.import_module(f"jax_ppo.{settings['command']}")
+    command.main([settings["command"], *settings["arguments"]])
+
+
+def read_command_line(words: list[str]) -> argparse.Namespace:
+    """Return the options; `arguments` are those of the run, after --.
+
+    Raises:
+      SystemExit: an option is wrong, also one of the run.
+    """
+    index = words.index("--") if "--" in words else len(words)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--command", default="train", help="train (default), sft or reward_model")
+    parser.add_argument("--num_workers", type=int, default=1, help="processes (default: 1)")
+    parser.add_argument("--use_gpu", action="store_true", help="one GPU per worker")
+    parser.add_argument("--accelerator_type", help="such as TPU-V6E or H100")
+    parser.add_argument("--topology", help="of the TPU slice, such as 4x4")
+    parser.add_argument("--cpus", type=float, default=1, help="of each worker (default: 1)")
+    parser.add_argument("--max_failures", type=int, default=3, help="restarts (default: 3)")
+    options = parser.parse_args(words[:index])
+    options.arguments = words[index + 1 :]
+    try:
+        # Reported here, rather than by each worker.
+        _, workdir = command_line.read_command_line(
+            [options.command, *options.arguments], options.command
+        )
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    options.workdir = workdir if isinstance(workdir, str) else str(Path(workdir).absolute())
+    return options
+
+
+def main() -> None:
+    """Start the workers and wait for the end of the run."""
+    options = read_command_line(sys.argv[1:])
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.v2.api.exceptions import TrainingFailedError
+    from ray.train.v2.jax import JaxConfig, JaxTrainer
+
+    resources = {"CPU": options.cpus}
+    if options.use_gpu:
+        resources["GPU"] = 1
+    trainer = JaxTrainer(
+        train_on_worker,
+        train_loop_config={
+            "command": options.command,
+            "arguments": options.arguments,
+            "folder": os.getcwd(),
+        },
+        # jax_ppo connects the processes itself, on every kind of device.
+        jax_config=JaxConfig(),
+        scaling_config=ScalingConfig(
+            num_workers=options.num_workers,
+            use_gpu=options.use_gpu,
+            use_tpu=options.topology is not None,
+            accelerator_type=options.accelerator_type,
+            topology=options.topology,
+            resources_per_worker=None if options.topology else resources,
+        ),
+        run_config=RunConfig(
+            name="ray",
+            storage_path=options.workdir,
+            failure_config=FailureConfig(max_failures=options.max_failures),
+        ),
+    )
+    try:
+        trainer.fit()
+    except TrainingFailedError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

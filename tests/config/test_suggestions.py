@@ -1,0 +1,79 @@
+"""What is said of options that do not exist: other frameworks', misspelled, or like none."""
+
+import random
+import string
+
+import pytest
+
+from jax_ppo.config import peer_options
+from jax_ppo.config.schema import all_options
+from jax_ppo.config.suggestions import find_nearest, suggest_option
+
+NAMES = [option.name for option in all_options()]
+
+
+def misspell(name, generator):
+    """Drop, insert, replace or swap one letter."""
+    place = generator.randrange(len(name) - 1)
+    letter = generator.choice(string.ascii_lowercase)
+    before, here, after = name[:place], name[place], name[place + 1 :]
+    return generator.choice(
+        [
+            before + after,
+            before + letter + here + after,
+            before + letter + after,
+            before + after[0] + here + after[1:],
+        ]
+    )
+
+
+def test_misspelled_options_are_recognized():
+    generator = random.Random(0)
+    typos = [(misspell(name, generator), name) for name in NAMES * 5]
+    typos = [(typo, name) for typo, name in typos if typo not in NAMES]
+    right = [find_nearest(typo, NAMES) == [name] for typo, name in typos]
+    assert len(right) > 900 and sum(right) >= 0.97 * len(right)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        # The whole name counts, not only an equal last part in the first section that has it.
+        ("crtic.optim.lr", ["critic.optim.lr"]),
+        ("supervised.optm.lr", ["supervised.optim.lr"]),
+        ("actor.clip_ration", ["actor.clip_ratio"]),
+        ("rollouts.temperature", ["rollout.temperature"]),
+        ("temprature", ["rollout.temperature", "rollout.val_kwargs.temperature"]),
+        ("modeldtype", ["model.dtype"]),
+        ("foo.bar", []),
+        ("xyz", []),
+        ("engine.max_batch_tokens", []),
+    ],
+)
+def test_the_nearest_option_is_that_of_the_whole_name(name, nearest):
+    assert find_nearest(name, NAMES) == nearest
+
+
+def test_a_section_is_no_option():
+    assert suggest_option("actor.optim", NAMES).startswith("It is a section")
+
+
+def test_options_of_other_frameworks_are_explained():
+    for framework, options in peer_options.FRAMEWORKS.items():
+        for name, answer in options.items():
+            text = suggest_option(name, NAMES)
+            assert framework in text and name in text and answer in text
+    assert sum(map(len, peer_options.FRAMEWORKS.values())) >= 200
+
+
+def test_a_name_of_two_frameworks_is_explained_for_both():
+    text = suggest_option("train_batch_size", NAMES)
+    assert "OpenRLHF's train_batch_size: config.actor.ppo_mini_batch_size" in text
+    assert "verl's" in suggest_option("actor_rollout_ref.rollout.name", NAMES)
+    assert "config.reward.model_path" in suggest_option("reward-model-path", NAMES)
+
+
+def test_the_explanations_name_options_that_exist():
+    mentioned = list(peer_options.mentioned_options())
+    assert len(mentioned) > 200
+    assert [(name, option) for name, option in mentioned if option not in NAMES] == []

@@ -1,0 +1,94 @@
+"""The notebooks for Kaggle and Colab, with a tiny model in the place of Qwen's."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+
+import doc_pages
+import pytest
+
+import jax_ppo
+from jax_ppo.config import validation
+
+NOTEBOOKS = [doc_pages.ROOT / "examples" / name for name in ("kaggle_v5e8.ipynb", "colab.ipynb")]
+TINY = """
+from configs import arithmetic
+
+def get_config():
+    config = arithmetic.get_config()
+    config.data.train_files = "arithmetic:64"
+    config.data.val_files = "arithmetic:8:heldout"
+    config.data.val_batch_size = 8
+    config.data.train_batch_size = 64
+    config.model.create.steps, config.model.create.habit_steps = 2, 1
+    config.trainer.critic_warmup = 0
+    config.trainer.val_before_train = False
+    return config
+"""
+
+
+def code_cells(notebook):
+    cells = json.loads(notebook.read_text())["cells"]
+    return [cell for cell in cells if cell["cell_type"] == "code"]
+
+
+def text(cell):
+    return "".join(cell["source"])
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+class TestNotebooks:
+    def test_it_has_no_stored_output(self, notebook):
+        assert len(code_cells(notebook)) >= 5
+        for cell in code_cells(notebook):
+            assert not cell["outputs"] and cell["execution_count"] is None
+            compile(text(cell), notebook.name, "exec")
+
+    def test_its_options_are_valid(self, notebook):
+        (cell,) = [cell for cell in code_cells(notebook) if "load_config(" in text(cell)]
+        call = ast.parse(text(cell)).body[-1].value
+        options = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+        config = jax_ppo.load_config(*map(ast.literal_eval, call.args), **options)
+        validation.validate_train_config(config)
+        assert config.model.path == "Qwen/Qwen2.5-0.5B-Instruct"
+
+    @pytest.mark.slow
+    def test_it_trains_resumes_and_samples(self, notebook, tmp_path):
+        """Cells run in their order as one program; the second time, the run is over already."""
+        (tmp_path / "tiny.py").write_text(TINY)
+        program = "\n".join(text(cell) for cell in code_cells(notebook))
+        replacements = {
+            '"gsm8k",': f'"{tmp_path}/tiny.py",',
+            "steps=100": "steps=2",
+            "steps=50": "steps=2",
+            "save_freq=25": "save_freq=1",
+            "save_freq=10": "save_freq=1",
+            "/kaggle/": f"{tmp_path}/kaggle/",
+            "/content/": f"{tmp_path}/content/",
+            "[messages]": "[question]",  # the tiny model knows no chats
+        }
+        for old, new in replacements.items():
+            program = program.replace(old, new)
+        (tmp_path / "notebook.py").write_text(program)
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            # Eight chips, or one GPU.
+            "JAX_NUM_CPU_DEVICES": "8" if "kaggle" in notebook.stem else "1",
+            "PYTHONPATH": str(doc_pages.ROOT),
+        }
+        outputs = [
+            subprocess.run(
+                [sys.executable, "notebook.py"],
+                cwd=tmp_path,
+                env=environment,
+                capture_output=True,
+                text=True,
+            )
+            for _ in range(2)
+        ]
+        for output in outputs:
+            assert output.returncode == 0, output.stderr
+            assert "step 2: accuracy" in output.stdout
+        assert "step 2/2" in outputs[0].stdout and "step 2/2" not in outputs[1].stdout

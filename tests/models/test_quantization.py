@@ -1,0 +1,131 @@
+"""Kernels as int8: products, what keeps its type, and layouts on a mesh."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_ppo.config.schema import MeshShape
+from jax_ppo.models import heads
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.quantization import quantize_kernels
+from jax_ppo.models.transformer import Transformer, unroll_params
+from jax_ppo.runtime import sharding
+from jax_ppo.runtime.meshes import make_mesh
+from jax_ppo.sampler.built_in import BuiltInEngine, shape_decoding_weights
+from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.sampler.generate import Sampler
+from jax_ppo.types import Prompts
+
+ARCHITECTURE = Architecture(
+    family="qwen2",
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    qkv_bias=True,
+)
+MODEL = Transformer(ARCHITECTURE, quantized=True)
+
+
+@pytest.fixture(scope="module")
+def params():
+    init = jax.jit(lambda key: heads.init_params(Transformer(ARCHITECTURE), key, "lm"))
+    return jax.tree.map(lambda x: 5 * x if x.ndim > 1 else x + 0.1, init(jax.random.key(0)))
+
+
+def dequantize(params):
+    """Return stacked parameters with the values that the int8 kernels stand for."""
+
+    def rounded(path, x):
+        if path[0].key != "layers" or path[-1].key != "kernel":
+            return x
+        scale = np.abs(x).max(1, keepdims=True) / 127
+        return np.round(x / scale) * scale
+
+    return jax.tree_util.tree_map_with_path(rounded, jax.tree.map(np.asarray, params))
+
+
+def test_kernels_are_rounded_by_column_and_everything_else_keeps_its_type(params):
+    quantized = quantize_kernels(unroll_params(params), jnp.bfloat16)
+    types = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(quantized):
+        types.setdefault(path[-1].key, set()).add(x.dtype.name)
+    assert types == {
+        "kernel": {"int8"},
+        "kernel_scale": {"float32"},
+        "bias": {"bfloat16"},
+        "scale": {"bfloat16"},
+        "embedding": {"bfloat16"},
+    }
+    entry = quantized["layer_1"]["mlp"]["down_proj"]
+    original = params["layers"]["mlp"]["down_proj"]["kernel"][1]
+    assert np.abs(entry["kernel"]).max() == 127
+    error = np.abs(entry["kernel"] * entry["kernel_scale"] - original)
+    # Half a unit, of each column on its own.
+    assert (error <= entry["kernel_scale"] / 2 * (1 + 1e-5)).all()
+
+
+def test_a_column_of_zeros_stays_one():
+    kernel = jnp.array([[0.0, 3.0], [0.0, -6.0]])
+    entry = quantize_kernels({"layer_0": {"kernel": kernel}}, jnp.float32)["layer_0"]
+    np.testing.assert_array_equal(entry["kernel"], [[0, 64], [0, -127]])
+    np.testing.assert_allclose(entry["kernel_scale"], [1.0, 6 / 127])
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2), (1, 2, 4)], ids=str)
+def test_an_engine_samples_from_the_rounded_weights(params, shape):
+    """On one and on several devices, two of which share a key-value head in the last case."""
+    devices = jax.devices()[: shape[0] * shape[1] * shape[2]]
+    options = SamplingOptions(8, 1.0, eos_ids=(3,), slots=4)
+    prompts = Prompts(np.arange(24, dtype=np.int32).reshape(8, 3), np.full(8, 3, np.int32))
+
+    def sample(mesh_shape, model, weights, devices):
+        mesh = make_mesh(MeshShape(*mesh_shape), devices)
+        with jax.set_mesh(mesh):
+            layouts = sharding.tree_shardings(mesh, weights, sharding.TRAIN_RULES)
+            engine = BuiltInEngine(mesh, model, weights)
+            engine.update_weights(jax.device_put(weights, layouts))
+            own = jax.device_put(prompts, sharding.rows(mesh))
+            key = jax.device_put(jax.random.key(0), sharding.replicated(mesh))
+            return engine.generate(own, key, options)
+
+    plain = MODEL.clone(quantized=False)
+    rollout = sample(shape, MODEL, params, devices)
+    expected = sample((1, 1, 1), plain, dequantize(params), devices[:1])
+    np.testing.assert_array_equal(rollout.responses, expected.responses)
+    np.testing.assert_allclose(rollout.logprobs, expected.logprobs, atol=1e-4)
+    exact = sample((1, 1, 1), plain, params, devices[:1])
+    assert np.abs(np.asarray(exact.logprobs) - rollout.logprobs).max() > 1e-3
+
+
+def test_the_copy_takes_half_the_bytes_and_no_wide_one_is_made(params):
+    """The decode loop converts a kernel where it multiplies it, not all of them before."""
+    architecture = dataclasses.replace(ARCHITECTURE, hidden_size=256, intermediate_size=1024)
+    mesh = make_mesh(MeshShape(1, 1, 1), jax.devices()[:1])
+    shapes = jax.eval_shape(
+        lambda key: heads.init_params(Transformer(architecture), key, "lm"), jax.random.key(0)
+    )
+
+    def kernel_bytes(quantized):
+        model = Transformer(architecture, jnp.bfloat16, quantized=quantized)
+        tree = shape_decoding_weights(mesh, model, shapes)["layer_0"]
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if x.ndim == 2)
+
+    assert kernel_bytes(True) * 2 == kernel_bytes(False)
+
+    def temporary_bytes(quantized):
+        model = Transformer(architecture, jnp.bfloat16, unrolled=True, quantized=quantized)
+        weights = shape_decoding_weights(mesh, model, shapes)
+        prompts = Prompts(jnp.zeros((4, 8), jnp.int32), jnp.ones(4, jnp.int32))
+        program = Sampler(model, SamplingOptions(8, 1.0)).program
+        compiled = program.lower(weights, prompts, jax.random.key(0)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    wide_copy = architecture.num_layers * kernel_bytes(False)
+    assert temporary_bytes(True) < temporary_bytes(False) + wide_copy / 2

@@ -1,0 +1,305 @@
+"""The plan of a step: its memory, its work, what it says and what it refuses."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import tiny
+from jax_ppo import plan as plan_command
+from jax_ppo.errors import UserError
+from jax_ppo.models.hf.config import to_hf_config
+from jax_ppo.planning import report, step_plan
+from jax_ppo.planning.phases import PhaseWork
+from jax_ppo.planning.setup import read_descriptions, set_up_step
+from jax_ppo.planning.work import count_work, predict_seconds
+from jax_ppo.ppo.memory_check import measure_least_memory
+from jax_ppo.runtime import topologies
+from jax_ppo.runtime.device_speed import PEAK_RATES, PeakRates
+from jax_ppo.runtime.topologies import parse_topology
+
+PHASES = [
+    "prepare_weights",
+    "sample",
+    "score_policy",
+    "score_critic",
+    "estimate",
+    "update_actor",
+    "update_critic",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a model folder that holds nothing but a config.json."""
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(to_hf_config(tiny.ARCHITECTURE)))
+    return str(path)
+
+
+def estimate(folder, topology="v5e:2x4", **changes):
+    config = tiny.config(model__path=folder, **changes)
+    return step_plan.plan_step(config, parse_topology(topology), compiles=False)
+
+
+def memory(plan, name):
+    return next(phase.memory for phase in plan.phases if phase.name == name)
+
+
+def test_weights_are_those_of_the_check_at_the_start_of_a_run(folder):
+    plan = estimate(folder, mesh__data=2, mesh__fsdp=4)
+    mesh = tiny.make_mesh(8, data=2, fsdp=4)
+    config = tiny.config(mesh__data=2, mesh__fsdp=4)
+    with jax.set_mesh(mesh):
+        least = measure_least_memory(config, tiny.networks(config), mesh)
+    assert [phase.name for phase in plan.phases] == PHASES
+    for phase in plan.phases:
+        assert phase.memory.parameters == least.parameters
+        assert phase.memory.optimizer == least.optimizer
+        assert phase.memory.frozen == least.frozen
+        assert phase.memory.peak == sum(vars(phase.memory).values())
+    assert memory(plan, "update_critic").gradients == least.gradients, "the critic is larger"
+    assert memory(plan, "sample").decoding_copy == least.decoding
+    assert plan.peak == max(phase.memory.peak for phase in plan.phases)
+
+
+def test_the_cache_is_that_of_the_slots_and_the_first_stage(folder):
+    architecture = tiny.ARCHITECTURE
+    token_bytes = 2 * architecture.num_kv_heads * architecture.head_dim * 4
+    # One device: 8 slots with room for prompt and response, and 8 prompts on the stage.
+    expected = token_bytes * (tiny.B * (tiny.P + tiny.T) + tiny.B * tiny.P)
+    assert memory(estimate(folder, "v5e:1x1"), "sample").cache == expected
+    fewer = memory(estimate(folder, "v5e:1x1", rollout__max_num_seqs=2), "sample").cache
+    assert fewer == token_bytes * (2 * (tiny.P + tiny.T) + 2 * tiny.P)
+    # A later stage has more room in fewer slots, and prompts that are longer.
+    staged = memory(estimate(folder, "v5e:1x1", rollout__stage_length=5), "sample").cache
+    assert token_bytes * tiny.B * (tiny.P + 5) < staged < expected + token_bytes * tiny.B * 5
+
+
+def test_int8_kernels_shrink_the_decoding_copy(folder):
+    options = {"algorithm__rollout_is": "token", "model__dtype": "bfloat16"}
+    plain = memory(estimate(folder, **options), "sample").decoding_copy
+    int8 = estimate(folder, rollout__quantization="int8", **options)
+    assert 0.5 < memory(int8, "sample").decoding_copy / plain < 0.9
+
+
+def test_the_compilers_figures_replace_the_estimate(folder):
+    config = tiny.config(model__path=folder, mesh__fsdp=2, mesh__data=1)
+    plan = step_plan.plan_step(config, parse_topology("cpu:2"))
+    assert plan.is_compiled and plan.source.startswith("compiled for cpu")
+    assert [phase.name for phase in plan.phases] == PHASES
+    estimated = step_plan.plan_step(config, parse_topology("cpu:2"), compiles=False)
+    for phase, other in zip(plan.phases, estimated.phases, strict=True):
+        assert phase.memory.parameters == other.memory.parameters
+        assert phase.estimated_peak == other.memory.peak
+        assert phase.memory.temporaries != other.memory.temporaries or not phase.memory.temporaries
+    assert plan.available is None and plan.fits is None and plan.seconds is None
+
+
+@pytest.mark.parametrize(
+    ("message", "used"),
+    [
+        ("Ran out of memory in memory space hbm. Used 17.50G of 15.75G hbm.", 17.5 * 2**30),
+        ("the total memory required for HLO temporaries (300.00M) exceeds", 300 * 2**20),
+    ],
+)
+def test_a_program_that_does_not_fit_counts_with_what_the_compiler_asks_for(
+    folder, monkeypatch, message, used
+):
+    compile_program = jax.stages.Lowered.compile
+    programs = 0
+
+    def run_out_of_memory(lowered):
+        nonlocal programs
+        programs += 1
+        if programs == 1:  # the one that lays the weights out for decoding
+            raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {message}")
+        return compile_program(lowered)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", run_out_of_memory)
+    config = tiny.config(model__path=folder)
+    plan = step_plan.plan_step(config, parse_topology("cpu:1"))
+    assert [phase.name for phase in plan.phases if phase.is_refused] == ["prepare_weights"]
+    assert "The compiler refused: decoding weights." in report.format_plan(plan)
+    refused = memory(plan, "prepare_weights")
+    parameters = refused.parameters // 2  # the actor's, which are the program's arguments
+    counted = refused.temporaries + (parameters if "Used" in message else 0)
+    assert counted == pytest.approx(used, abs=100)
+
+
+def test_without_the_compiler_the_plan_is_arithmetic_and_says_so(folder, monkeypatch):
+    def missing(topology):
+        raise topologies.CompilerMissingError("libtpu is not installed")
+
+    monkeypatch.setattr(step_plan, "described_devices", missing)
+    plan = step_plan.plan_step(tiny.config(model__path=folder), parse_topology("v5e:1x1"))
+    assert not plan.is_compiled
+    assert plan.source == "arithmetic, because libtpu is not installed"
+    assert plan.phases == estimate(folder, "v5e:1x1").phases
+    assert plan.source in report.format_plan(plan)
+
+
+def test_what_does_not_fit_is_said_with_remedies(folder, monkeypatch):
+    plan = estimate(folder)
+    text = report.format_plan(plan)
+    assert re.search(r"of 15\.75 GiB per device: fits\.", text) and "saves" not in text
+    assert "A prediction, not a measurement" in text
+    small = {"v5e": topologies.DeviceType("tpu", plan.peak - 1, dimensions=2)}
+    monkeypatch.setattr(topologies, "DEVICE_TYPES", topologies.DEVICE_TYPES | small)
+    refused = estimate(folder)
+    text = report.format_plan(refused)
+    assert "does not fit" in text and "saves" in text
+    assert "tokens per second" not in text, "the speed of this device is unknown"
+    # Each remedy needs what it promises.
+    needs = [needed for _, needed in refused.remedies]
+    assert needs == sorted(needs) and needs[-1] < plan.peak
+    monkeypatch.undo()
+    split = dict(refused.remedies)["config.mesh.data=1 with config.mesh.fsdp=8"]
+    assert split == estimate(folder, mesh__data=1, mesh__fsdp=8).peak
+    shared = dict(refused.remedies)["config.critic.shared_trunk=True"]
+    assert shared == estimate(folder, critic__shared_trunk=True).peak
+
+
+def test_json_holds_all_figures(folder):
+    plan = estimate(folder)
+    values = json.loads(json.dumps(plan.to_json()))
+    assert values["peak"] == plan.peak and values["fits"] is True and values["devices"] == 8
+    assert sum(phase["predicted_seconds"] for phase in values["phases"]) == pytest.approx(
+        values["predicted_step_seconds"]
+    )
+    tokens = tiny.B * (tiny.P + tiny.T)
+    assert values["predicted_tokens_per_second"] == pytest.approx(tokens / plan.seconds)
+
+
+def work(folder, **changes):
+    config = tiny.config(model__path=folder, **changes)
+    mesh = tiny.make_mesh(8, **{axis: getattr(config.mesh, axis) for axis in ("data", "fsdp")})
+    nets = read_descriptions(config, mesh)
+    with jax.set_mesh(mesh):
+        return count_work(set_up_step(config, nets, mesh))
+
+
+def test_links_carry_gathered_weights_and_gradients_alone(folder):
+    replicated = work(folder, mesh__data=8)
+    assert replicated["score_policy"].link_bytes == 0
+    actor = tiny.ARCHITECTURE
+    gathered = work(folder, mesh__data=1, mesh__fsdp=8)
+    layer = (
+        2 * actor.hidden_size * actor.num_heads * actor.head_dim
+        + 2 * actor.hidden_size * actor.num_kv_heads * actor.head_dim
+        + 3 * actor.hidden_size * actor.intermediate_size
+        + 2 * actor.hidden_size
+    )
+    weights = 4 * (layer + actor.hidden_size + actor.vocab_size * actor.hidden_size)
+    # One micro-batch, actor and reference: each device sends its eighth to seven others in a ring.
+    assert gathered["score_policy"].link_bytes == pytest.approx(2 * weights * 7 / 8)
+    # The sum of a gradient over copies: a ring sends it twice, all but an eighth.
+    assert replicated["update_actor"].link_bytes == pytest.approx(2 * weights * 7 / 8)
+    for name in PHASES:
+        assert replicated[name].flops == gathered[name].flops
+
+
+def test_a_phase_takes_as_long_as_its_slowest_resource():
+    rates = PeakRates(flops=10.0, memory_bytes=5.0, link_bytes=2.0)
+    one = PhaseWork(flops=20.0, memory_bytes=5.0, link_bytes=2.0, row_bytes=1.0)
+    assert predict_seconds(one, rates, None) == 2.0
+    assert predict_seconds(one * 3, rates, None) == 6.0
+    assert predict_seconds(one + PhaseWork(memory_bytes=20.0), rates, None) == 5.0
+    assert predict_seconds(one, rates, 0.25) == 4.0
+    assert predict_seconds(one, None, 1.0) is None
+
+
+def test_devices_have_memory_and_rates():
+    for kind, device in topologies.DEVICE_TYPES.items():
+        if kind != "cpu":
+            assert device.memory and PEAK_RATES[device.jax_kind].link_bytes, kind
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [("v5e:1x1", 1), ("v5e:2x4", 8), ("v5p:2x2x2", 8), ("v6e:4x4", 16), ("tpu7x:2x2x1", 8)]
+    + [("h100:8", 8), ("h200:16", 16), ("cpu:3", 3)],
+)
+def test_machines_are_known_by_name(name, devices):
+    topology = parse_topology(name)
+    assert topology.num_devices == devices and topology.name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v5x:2x4", "unknown type 'v5x'.*Did you mean 'v5"),
+        ("H100:8", "unknown type 'H100'.*Did you mean 'h100'"),
+        ("v5e-8", "unknown type"),
+        ("v5e:8", "a shape of v5e has 2 numbers"),
+        ("v5e:3x4", "nearest larger one is v5e:4x4"),
+        ("v5p:1x2x2", "nearest larger one is v5p:2x2x2"),
+        ("h100:12", "nearest larger machine is h100:16"),
+        ("h100:0", "expected TYPE:SHAPE"),
+        ("h100", "expected TYPE:SHAPE"),
+    ],
+)
+def test_an_unknown_machine_is_refused_in_one_line(name, message):
+    with pytest.raises(UserError, match=message) as refused:
+        parse_topology(name)
+    assert str(refused.value).startswith(f"--topology={name}: ")
+    assert "\n" not in str(refused.value)
+
+
+def test_gpus_have_what_jax_takes_of_their_memory(monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    whole = topologies.DEVICE_TYPES["h100"].memory
+    assert parse_topology("h100:8").available_bytes == 0.75 * whole
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    assert parse_topology("h100:8").available_bytes == 0.9 * whole
+
+
+def test_gpus_of_several_hosts_have_a_network():
+    assert parse_topology("h100:8").network_bytes(model=2) is None
+    assert parse_topology("v5e:8x8").network_bytes(model=2) is None
+    two_hosts = parse_topology("h100:16")
+    # With groups of 4, two devices of a host share out what a group sends.
+    assert two_hosts.network_bytes(model=4) == 2 * topologies.GPU_NETWORK_BYTES
+    assert two_hosts.network_bytes(model=8) == topologies.GPU_NETWORK_BYTES
+
+
+def test_the_command_reports_mistakes_in_one_line(capsys):
+    with pytest.raises(SystemExit, match=r"^error: --topology: must be given"):
+        plan_command.main(["plan", "--config=arithmetic"])
+    with pytest.raises(SystemExit, match=r"^error: config\.actor\.clip_rato"):
+        plan_command.main(
+            ["plan", "--config=arithmetic", "--topology=cpu:1", "--config.actor.clip_rato=1"]
+        )
+    plan_command.main(["plan", "--help"])
+    assert "usage: python -m jax_ppo.plan" in capsys.readouterr().out
+
+
+def run_command(folder, *arguments):
+    command = [sys.executable, "-m", "jax_ppo", "plan", "--config=arithmetic", *arguments]
+    environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
+    return subprocess.run(
+        [*command, f"--config.model.path={folder}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+    ).stdout
+
+
+@pytest.mark.slow
+def test_the_command_prints_the_plan_of_a_machine_that_is_not_there(folder):
+    text = run_command(folder, "--topology=v6e:4x4", "--arithmetic")
+    assert "v6e:4x4, mesh data 16" in text and "Peak" in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_a_tpus_compiler_measures_the_plan(folder):
+    values = json.loads(run_command(folder, "--topology=v5e:2x2", "--json"))
+    assert values["is_compiled"] and "TPU v5 lite" in values["source"]
+    assert all(phase["peak"] > 0 for phase in values["phases"])

@@ -1,0 +1,84 @@
+"""Each diagnostic is shown for a run that has the problem, once, and for no healthy run."""
+
+import pytest
+
+import tiny
+from jax_ppo.ppo.diagnostics import DIAGNOSTICS, Diagnosis
+
+HEALTHY = {
+    "actor/entropy": 1.0,
+    "actor/first_log_ratio": 1e-6,
+    "actor/grad_norm": 2.0,
+    "critic/explained_variance": 0.3,
+    "critic/returns_std": 0.5,
+    "critic/values_std": 0.2,
+    "kl/reference": 0.01,
+    "response_length/mean": 4.0,
+    "response_length/truncated_share": 0.1,
+    "reward/max": 1.0,
+    "reward/mean": 0.5,
+    "reward/min": 0.0,
+    "reward/std": 0.5,
+    "rollout/logprob_difference": 1e-4,
+    "rollout/slot_use": 0.8,
+    "seconds/reward": 0.1,
+    "seconds/step": 1.0,
+}
+STEPS = 100
+PROBLEMS = {
+    "entropy": {"actor/entropy": 0.001},
+    "kl": {"kl/reference": 5.0},
+    "constant_reward": {"reward/min": 0.0, "reward/max": 0.0},
+    "truncation": {"response_length/truncated_share": 0.7},
+    "first_ratio": {"actor/first_log_ratio": 0.7},
+    "mismatch": {"rollout/logprob_difference": 0.2},
+    "explained_variance": {"critic/explained_variance": -0.2},
+    "flat_critic": {"critic/values_std": 1e-4},
+    "clipped_gradients": {"actor/grad_norm": 500.0},
+    "idle_slots": {"rollout/slot_use": 0.1},
+    "host_time": {"seconds/reward": 0.8},
+}
+
+
+def observe(rows):
+    """Return the messages of a run with these metrics, by name, in order."""
+    diagnosis = Diagnosis(tiny.config())
+    return [item for row in rows for item in diagnosis.observe(HEALTHY | row).items()]
+
+
+def test_every_diagnostic_has_a_problem_here():
+    assert {diagnostic.name for diagnostic in DIAGNOSTICS} == {*PROBLEMS, "runaway_length"}
+
+
+def test_nothing_is_said_of_a_healthy_run():
+    assert observe([{}] * STEPS) == []
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_a_problem_is_said_once_with_a_number_and_an_option(name):
+    ((said, message),) = observe([PROBLEMS[name]] * STEPS)
+    assert said == name and "config." in message and any(c.isdigit() for c in message)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_a_problem_that_ends_and_returns_is_said_again(name):
+    messages = observe([PROBLEMS[name]] * STEPS + [{}] * STEPS + [PROBLEMS[name]] * STEPS)
+    assert [said for said, _ in messages] == [name, name]
+
+
+def test_lengths_that_run_away_with_the_reward_are_said():
+    longest = tiny.config().data.max_response_length
+    growth = [
+        {"response_length/mean": longest * (0.2 + step / 40), "reward/mean": step / 20}
+        for step in range(30)
+    ]
+    ((name, message),) = observe(growth)
+    assert name == "runaway_length" and "overlong_buffer_len" in message
+    # Longer responses alone are no problem.
+    assert observe([row | {"reward/mean": 0.5} for row in growth]) == []
+
+
+def test_metrics_that_a_run_does_not_have_are_no_problem():
+    diagnosis = Diagnosis(tiny.config())
+    for _ in range(STEPS):
+        assert diagnosis.observe({"actor/entropy": 1.0}) == {}

@@ -1,0 +1,123 @@
+"""A run that cannot fit its devices is refused before weights are loaded."""
+
+import re
+import types
+
+import jax
+import pytest
+
+import tiny
+from jax_ppo.errors import UserError
+from jax_ppo.ppo import memory_check
+from jax_ppo.ppo.remedies import rank_remedies
+from jax_ppo.runtime import device_memory, meshes
+from jax_ppo.training.networks import Folders
+
+CONFIG = tiny.config()
+FOLDERS = Folders(None, None, None)
+
+
+def bytes_on_first_device(tree):
+    first = jax.devices()[0]
+    shards = [shard for x in jax.tree.leaves(tree) for shard in x.addressable_shards]
+    return sum(shard.data.nbytes for shard in shards if shard.device == first)
+
+
+def test_the_bytes_are_those_of_the_arrays():
+    mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
+    with jax.set_mesh(mesh):
+        least = memory_check.measure_least_memory(CONFIG, tiny.networks(CONFIG), mesh)
+        state = tiny.make_state(CONFIG, mesh)
+    actor, critic = bytes_on_first_device(state.actor), bytes_on_first_device(state.critic)
+    assert least.parameters == actor + critic and least.gradients == max(actor, critic)
+    assert least.frozen == bytes_on_first_device((state.reference, state.reward))
+    assert least.optimizer == bytes_on_first_device((state.actor_optimizer, state.critic_optimizer))
+    resident = least.parameters + least.optimizer + least.frozen
+    assert least.peak == resident + max(least.gradients, least.decoding)
+
+
+def test_decoding_weights_are_split_by_tensor_parallelism_alone():
+    def decoding(**shape):
+        mesh = tiny.make_mesh(8, **shape)
+        return memory_check.measure_least_memory(CONFIG, tiny.networks(CONFIG), mesh).decoding
+
+    assert decoding(fsdp=8) == decoding(data=8)
+    assert decoding(fsdp=4, model=2) < 0.7 * decoding(data=8)
+
+
+@pytest.fixture
+def small_devices(monkeypatch):
+    """Return a function that gives devices a memory; networks need no folders."""
+    monkeypatch.setattr(
+        memory_check, "read_networks", lambda config, folders: tiny.networks(config)
+    )
+
+    def limit_memory(limit):
+        monkeypatch.setattr(memory_check, "read_memory_limit", lambda: limit)
+
+    return limit_memory
+
+
+def test_what_fits_is_accepted_and_the_rest_is_refused(small_devices):
+    mesh = tiny.make_mesh(8, data=8)
+    nets = tiny.networks(CONFIG)
+    least = memory_check.measure_least_memory(CONFIG, nets, mesh).peak
+    small_devices(least)
+    memory_check.validate_memory(CONFIG, FOLDERS, nets, mesh)
+    small_devices(None)
+    memory_check.validate_memory(CONFIG, FOLDERS, nets, mesh)
+    small_devices(least - 1)
+    with pytest.raises(UserError, match=r"^config.mesh: a device needs at least .* GiB") as refused:
+        memory_check.validate_memory(CONFIG, FOLDERS, nets, mesh)
+    message = str(refused.value)
+    assert "\n" not in message
+    assert re.search(r"config\.mesh\.data=1 with config\.mesh\.fsdp=8", message)
+    assert (
+        "config.critic.shared_trunk=True" in message
+        and "adv_estimator=reinforce_plus_plus" in message
+    )
+
+
+def test_remedies_begin_with_the_one_that_saves_most_and_need_what_they_promise():
+    mesh, nets = tiny.make_mesh(8, data=8), tiny.networks(CONFIG)
+    least = memory_check.measure_least_memory(CONFIG, nets, mesh)
+
+    def rank(available=None):
+        return rank_remedies(
+            CONFIG,
+            mesh,
+            needed=least.peak,
+            read_nets=tiny.networks,
+            measure=lambda *changed: memory_check.measure_least_memory(*changed).peak,
+            available=available,
+        )
+
+    remedies = rank()
+    needed = [remedy.needed for remedy in remedies]
+    assert needed == sorted(needed) and needed[-1] < least.peak and len(remedies) >= 3
+    split = tiny.config(mesh__data=1, mesh__fsdp=8)
+    fsdp = memory_check.measure_least_memory(split, nets, tiny.make_mesh(8, fsdp=8)).peak
+    by_options = {remedy.options: remedy for remedy in remedies}
+    assert by_options["config.mesh.data=1 with config.mesh.fsdp=8"].needed == fsdp
+    # Where no change is enough, pairs that are follow.
+    available = needed[0] - 1
+    pairs = [remedy for remedy in rank(available) if " and " in remedy.options]
+    assert pairs and pairs[0].needed <= available
+    assert (
+        pairs[0].needed
+        == memory_check.measure_least_memory(
+            pairs[0].config,
+            tiny.networks(pairs[0].config),
+            meshes.make_mesh(pairs[0].config.mesh, jax.devices()[:8]),
+        ).peak
+    )
+
+
+def test_the_limit_is_that_of_the_smallest_device(monkeypatch):
+    def devices(*statistics):
+        return lambda: [types.SimpleNamespace(memory_stats=lambda s=s: s) for s in statistics]
+
+    monkeypatch.setattr(jax, "local_devices", devices({"bytes_limit": 7}, {"bytes_limit": 5}))
+    assert device_memory.read_memory_limit() == 5
+    monkeypatch.setattr(jax, "local_devices", devices(None))
+    assert device_memory.read_memory_limit() is None

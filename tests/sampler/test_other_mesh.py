@@ -1,0 +1,153 @@
+"""Decoding on a mesh of its own draws the same samples; weights are laid out once per update."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from tiny_actor import ARCHITECTURE, Actor, T, make_prompts
+
+import tiny
+from hlo import read_collectives
+from jax_ppo.config.schema import RolloutMesh
+from jax_ppo.errors import UserError
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.runtime import meshes, placement, sharding
+from jax_ppo.sampler.built_in import BuiltInEngine
+from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.sampler.other_mesh import OtherMeshEngine
+
+SAMPLED = SamplingOptions(T, 1.0, n=2, eos_ids=(3, 7, 11), slots=3)
+GREEDY = SamplingOptions(T, 0.0)
+RUN_SHAPE = {"data": 1, "fsdp": 8}
+
+
+@dataclasses.dataclass
+class Run:
+    """An actor whose parameters are split for training, and engines with and without a mesh."""
+
+    mesh: jax.sharding.Mesh
+    params: dict
+    prompts: object
+    key: jax.Array
+    plain: BuiltInEngine
+    wrapped: OtherMeshEngine
+
+
+@pytest.fixture(scope="module")
+def run():
+    actor = Actor(dataclasses.replace(ARCHITECTURE, vocab_size=68))
+    mesh = tiny.make_mesh(8, **RUN_SHAPE)
+    model = Transformer(actor.scored.architecture)
+    rollout_mesh = meshes.make_rollout_mesh(mesh, RolloutMesh(model=4))
+    inner = BuiltInEngine(rollout_mesh, model, actor.stacked)
+    layout = sharding.tree_shardings(mesh, actor.stacked, sharding.TRAIN_RULES)
+    return Run(
+        mesh=mesh,
+        params=jax.device_put(actor.stacked, layout),
+        prompts=placement.place(make_prompts(range(1, 17)), sharding.rows(mesh)),
+        key=jax.device_put(jax.random.key(0), sharding.replicated(mesh)),
+        plain=BuiltInEngine(mesh, model, actor.stacked),
+        wrapped=OtherMeshEngine(inner, mesh=rollout_mesh, run_mesh=mesh),
+    )
+
+
+def test_another_mesh_draws_the_same_samples_from_weights_laid_out_once(run):
+    inner = run.wrapped._engine
+    reshards = []
+    prepare = inner._prepare_weights
+    inner._prepare_weights = lambda params: reshards.append(1) or prepare(params)
+    with jax.set_mesh(run.mesh):
+        for engine in (run.plain, run.wrapped):
+            engine.update_weights(run.params)
+        for options, first in ((SAMPLED, None), (SAMPLED, 32), (GREEDY, 0)):
+            ours, expected = (
+                engine.generate(run.prompts, run.key, options, first)
+                for engine in (run.wrapped, run.plain)
+            )
+            for name in ("responses", "lengths", "truncated", "action_mask"):
+                np.testing.assert_array_equal(getattr(ours, name), getattr(expected, name))
+            np.testing.assert_allclose(ours.logprobs, expected.logprobs, atol=1e-5)
+            # The rollout is back on the run's mesh, split as its own would be.
+            rows = sharding.rows(run.mesh)
+            slot_steps = ours.slot_steps
+            assert slot_steps.sharding.is_equivalent_to(sharding.replicated(run.mesh), 1)
+            for x in jax.tree.leaves(dataclasses.replace(ours, slot_steps=None)):
+                assert x.sharding.mesh == run.mesh and x.sharding.is_equivalent_to(rows, x.ndim)
+    inner._prepare_weights = prepare
+    assert len(reshards) == 1
+    # Four devices split each matrix, where training splits them over eight.
+    kernel = inner._weights["layer_0"]["mlp"]["up_proj"]["kernel"]
+    assert kernel.addressable_shards[0].data.shape == (32, 12)
+
+
+def test_decoding_gathers_no_weights(run):
+    """Each weight is split as the program reads it, so that only activations move per token."""
+    with jax.set_mesh(run.mesh):
+        run.wrapped.update_weights(run.params)
+        arguments = run.wrapped._to_mesh(run.prompts, run.key)
+    inner = run.wrapped._engine
+    with jax.set_mesh(run.wrapped._mesh):
+        program = inner._sampler(SAMPLED).program
+        text = program.lower(inner._weights, *arguments).compile().as_text()
+    collectives = read_collectives(text)
+    assert "all-gather" not in {x.kind for x in collectives}
+    # Per slot: hidden states of D = 32, or of the 16 tokens of a prompt in a prefill.
+    assert max(x.bytes for x in collectives) <= 4 * 16 * 32 * max(SAMPLED.slots, 2)
+
+
+def test_no_device_receives_a_whole_matrix_while_weights_are_laid_out(run):
+    inner = run.wrapped._engine
+    with jax.set_mesh(run.wrapped._mesh):
+        moved = run.wrapped._move_embeddings(run.params)
+        text = inner._prepare_weights.lower(moved).compile().as_text()
+    # The largest weights are embeddings, [68, 32] in float32: a device keeps a quarter.
+    collectives = read_collectives(text)
+    assert max(x.bytes for x in collectives) == 4 * 68 * 32 // 4
+    table = moved["embed"]["embedding"]
+    assert table.addressable_shards[0].data.shape == (17, 16)
+
+
+def test_programs_compiled_ahead_have_the_shapes_of_a_call(run):
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), run.params
+    )
+    with jax.set_mesh(run.mesh):
+        run.wrapped.update_weights(run.params)
+        rollout = run.wrapped.generate(run.prompts, run.key, GREEDY)
+        programs = run.wrapped.precompile(shapes, run.prompts, run.key, GREEDY)
+        names = []
+        while True:
+            # The caller's mesh is in the context between two programs.
+            assert jax.sharding.get_mesh() == run.mesh
+            try:
+                names.append(next(programs))
+            except StopIteration as end:
+                ahead = end.value
+                break
+    assert names == ["prepare_weights", "sample"]
+    for one, other in zip(jax.tree.leaves(ahead), jax.tree.leaves(rollout), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        assert one.sharding.is_equivalent_to(other.sharding, len(one.shape))
+
+
+def test_impossible_rollout_meshes_are_refused_in_one_line():
+    mesh = tiny.make_mesh(8)
+    assert meshes.make_rollout_mesh(mesh, RolloutMesh()) is mesh
+    same = meshes.make_rollout_mesh(mesh, RolloutMesh(model=1))
+    assert same == mesh
+    for shape in (RolloutMesh(model=3), RolloutMesh(model=4, data=1)):
+        with pytest.raises(
+            UserError,
+            match=rf"^config.rollout.mesh.data={shape.data} x config.rollout.mesh.model="
+            rf"{shape.model}: must multiply to the number of devices, 8$",
+        ):
+            meshes.make_rollout_mesh(mesh, shape)
+    with pytest.raises(UserError, match="config.rollout.mesh.model=8: must divide"):
+        meshes.validate_architecture(
+            meshes.make_rollout_mesh(mesh, RolloutMesh(model=8)),
+            dataclasses.replace(tiny.ARCHITECTURE, vocab_size=36),
+            option="config.rollout.mesh",
+        )
+    with pytest.raises(UserError, match="set config.rollout.mesh.model"):
+        tiny.config(rollout__mesh__data=2)

@@ -1,0 +1,221 @@
+"""The main job with data and work directory in a bucket: killed, it resumes bit-equal."""
+
+import csv
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+import bucket_server
+
+ROOT = pathlib.Path(__file__).parents[2]
+STEPS = 4
+TIMINGS = ("seconds", "perf/", "tokens_per_second", "rollout/samples_per_second")
+
+
+def command_line(bucket, workdir):
+    options = {
+        # Machines share compiled programs, which saves time, and nothing else.
+        "trainer.compilation_cache": f"{os.environ['XDG_CACHE_HOME']}/bucket_runs",
+        "data.train_files": "arithmetic:200",
+        "data.val_files": f"{bucket}/val.jsonl[:16]",
+        "data.train_batch_size": 16,
+        "actor.ppo_mini_batch_size": 16,
+        "model.create.steps": 20,
+        "model.create.habit_steps": 5,
+        "trainer.critic_warmup": 0,
+        "trainer.total_training_steps": STEPS,
+        "trainer.save_freq": 1,
+        "trainer.test_freq": 2,
+    }
+    return [
+        *(sys.executable, "-m", "jax_ppo.train", "--config=arithmetic", f"--workdir={workdir}"),
+        *(f"--config.{name}={value}" for name, value in options.items()),
+    ]
+
+
+def start(bucket, workdir, environment):
+    return subprocess.Popen(
+        command_line(bucket, workdir),
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process):
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+    return output
+
+
+def metric_rows(server, workdir):
+    """Return the rows of training_metrics.csv without the measured times."""
+    text = bucket_server.get(server, f"{workdir}/training_metrics.csv").decode()
+    rows = list(csv.DictReader(text.splitlines()))
+    assert [row["step"] for row in rows][-1] == str(STEPS)
+    return [
+        {name: value for name, value in row.items() if not name.startswith(TIMINGS)} for row in rows
+    ]
+
+
+def exported_actor(server, workdir):
+    names = bucket_server.names(server, f"{workdir}/actor")
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(names)
+    return {name: bucket_server.get(server, f"{workdir}/actor/{name}") for name in names}
+
+
+def arithmetic_rows():
+    """Return a few problems as lines of JSON."""
+    from jax_ppo.data.arithmetic import generate_arithmetic_examples
+
+    rows = [
+        {
+            "data_source": example.data_source,
+            "prompt": [{"role": "user", "content": example.prompt}],
+            "reward_model": {"style": "rule", "ground_truth": example.ground_truth},
+        }
+        for example in generate_arithmetic_examples(20, "heldout")
+    ]
+    return "\n".join(map(json.dumps, rows))
+
+
+def wait_for(server, workdir, name, processes):
+    """Wait until an object is in the work directory of running processes."""
+    deadline = time.monotonic() + 500
+    while name not in bucket_server.names(server, workdir):
+        for process in processes:
+            assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_killed_run_in_a_bucket_resumes_bit_equal_on_another_machine(server, bucket, tmp_path):
+    bucket_server.put(server, f"{bucket}/val.jsonl", arithmetic_rows())
+    environment = bucket_server.environment(server)
+
+    # Another cache: nothing but the bucket is left of the machine of the killed run.
+    whole, halves = f"{bucket}/whole", f"{bucket}/halves"
+    finish(start(bucket, whole, environment | {"XDG_CACHE_HOME": str(tmp_path / "one")}))
+
+    killed = start(bucket, halves, environment | {"XDG_CACHE_HOME": str(tmp_path / "two")})
+    wait_for(server, halves, "checkpoints/2/commit_success.txt", [killed])
+    killed.kill()
+    killed.communicate()
+    assert "lock" in bucket_server.names(server, halves)
+    assert "summary.json" not in bucket_server.names(server, halves)
+
+    output = finish(
+        start(bucket, halves, environment | {"XDG_CACHE_HOME": str(tmp_path / "three")})
+    )
+    assert "supervised warm-up" not in output, "the small model is fetched, not made again"
+    assert metric_rows(server, halves) == metric_rows(server, whole)
+    assert exported_actor(server, halves) == exported_actor(server, whole)
+    names = bucket_server.names(server, halves)
+    assert "lock" not in names and {"summary.json", "training_curves.png"} <= set(names)
+    assert len([name for name in names if name.startswith("tensorboard/")]) == 2
+    # Those of the killed process, too: the first step's, and the evaluation before it.
+    logged = {name for name in bucket_server.names(server, whole) if name.startswith("rollouts/")}
+    assert logged == {name for name in names if name.startswith("rollouts/")} != set()
+
+
+EXPORTS = """
+import pathlib, sys
+import jax
+import tiny
+from jax_ppo.config import schema
+from jax_ppo.models.hf.save import export_checkpoint
+from jax_ppo.runtime import distributed, placement, sharding, work_directory
+
+def main():
+    params = tiny.random_params(tiny.ARCHITECTURE, 0, 0, "lm")
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    params = jax.tree.map(lambda x: placement.place(x, sharding.replicated(mesh)), params)
+    for workdir in sys.argv[1:]:
+        with work_directory.open_work_directory(workdir, print) as folder:
+            export_checkpoint(
+                params, tiny.ARCHITECTURE, folder / "actor", dtype="bfloat16", max_shard_bytes=1000
+            )
+            work_directory.share_with_all(folder, "actor")
+            print("sees", (folder / "actor" / "config.json").exists(), flush=True)
+
+distributed.initialize(schema.Distributed())
+distributed.run_or_abort(main)
+"""
+
+
+def start_two(command, environment, caches):
+    """Start two processes of one run, each with a cache, as if on a machine, of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    return [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment
+            | {
+                "JAX_PLATFORMS": "cpu",
+                "JAX_COORDINATOR_ADDRESS": address,
+                "JAX_NUM_PROCESSES": "2",
+                "JAX_PROCESS_ID": str(process),
+                "PYTHONPATH": str(ROOT / "tests"),
+                "XDG_CACHE_HOME": str(cache),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for process, cache in enumerate(caches)
+    ]
+
+
+@pytest.mark.slow
+def test_two_processes_write_an_export_together(server, bucket, tmp_path):
+    """To a bucket without a shared disk, and to a shared disk: the same files."""
+    from jax_ppo.storage.downloads import download_folder
+
+    command = [sys.executable, "-c", EXPORTS, f"{bucket}/run", str(tmp_path / "run")]
+    caches = (tmp_path / "one", tmp_path / "two")
+    processes = start_two(command, bucket_server.environment(server), caches)
+    for process in processes:
+        assert finish(process).count("sees True") == 2
+    local = {path.name: path.read_bytes() for path in (tmp_path / "run" / "actor").iterdir()}
+    assert len([name for name in local if name.endswith(".safetensors")]) >= 2
+    copy = download_folder(f"{bucket}/run/actor", "option", ["*"])
+    assert {path.name: path.read_bytes() for path in copy.iterdir()} == local
+
+
+@pytest.mark.slow
+def test_two_processes_without_a_shared_disk_train_and_resume(server, bucket, tmp_path):
+    bucket_server.put(server, f"{bucket}/val.jsonl", arithmetic_rows())
+    environment = bucket_server.environment(server)
+    command = command_line(bucket, f"{bucket}/run")
+    caches = [tmp_path / name for name in ("one", "two", "three", "four")]
+    stopped = start_two(command, environment, caches[:2])
+    wait_for(server, f"{bucket}/run", "checkpoints/1/commit_success.txt", stopped)
+    stopped[1].terminate()
+    for process in stopped:
+        process.communicate(timeout=300)
+        assert process.returncode == 143
+    names = bucket_server.names(server, f"{bucket}/run")
+    assert "lock" not in names and "summary.json" in names
+    # The new machines have nothing but the bucket.
+    for process in start_two(command, environment, caches[2:]):
+        finish(process)
+    assert [row["step"] for row in metric_rows(server, f"{bucket}/run")] == [
+        "0",
+        "1",
+        "2",
+        "3",
+        "4",
+    ]
+    exported_actor(server, f"{bucket}/run")
