@@ -77,7 +77,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     texts = [
         prompt + response for prompt, response in arithmetic.generate_worked_solutions(200, 0.5, 0)
     ]
-    write_llama(folder, texts, tokens=188)  # mesh.model may be 4 and not 8
+    write_llama(folder, texts, tokens=192, vocab_size=196)  # mesh.model may be 4 and not 8
     (folder / "reward.py").write_text(REWARD)
     (folder / "config.py").write_text(
         CONFIG.format(model=str(folder / "llama"), reward=f"{folder}/reward.py:reward")
