@@ -1847,8 +1847,8 @@ MOMENTS_AND_SHAPING = [
         ),
         test="tests/config/test_loading.py::test_impossible_values_are_named",
         where="require_several_responses_to_compare",
-        old="config.rollout.n < 2",
-        new="config.rollout.n < 1",
+        old="config.responses_per_prompt < 2",
+        new="config.responses_per_prompt < 1",
     ),
     Exhibit(
         name="a_step_reward_is_one_token_off",

@@ -117,7 +117,7 @@ VERL = {
     "reward.reward_manager": "config.reward.function",
     "algorithm.rollout_correction.rollout_is": "config.algorithm.rollout_is",
     "algorithm.rollout_correction.rollout_is_threshold": "config.algorithm.rollout_is_threshold",
-    "algorithm.filter_groups.enable": "groups are not filtered",
+    "algorithm.filter_groups.enable": "config.algorithm.filter_groups.enable",
     "trainer.max_actor_ckpt_to_keep": "config.trainer.max_checkpoints",
     "trainer.max_critic_ckpt_to_keep": "config.trainer.max_checkpoints",
     "trainer.resume_mode": "config.trainer.resume",

@@ -112,6 +112,21 @@ NORMALIZES_LENGTH = Condition(
     lambda config: "norm" in config.actor.loss_agg_mode,
     "`actor.loss_agg_mode` is seq-mean-token-sum-norm",
 )
+FILTERS_GROUPS = Condition(
+    lambda config: config.algorithm.filter_groups.enable, "`algorithm.filter_groups.enable` is on"
+)
+KEEPS_SOME = Condition(lambda config: config.rollout.keep is not None, "`rollout.keep` is set")
+REWARDS_BY_RULE = Requirement(
+    lambda config: not config.reward.model_path,
+    "`reward.model_path` is not set",
+    "samples are selected by the rewards of rules, before a reward model reads them; unset "
+    "config.reward.model_path",
+)
+NOT_ONE_STEP_OFF = Requirement(
+    lambda config: not config.rollout.one_step_off,
+    "`rollout.one_step_off` is off",
+    "samples are selected by the newest weights; set config.rollout.one_step_off=False",
+)
 IS_GRPO = Condition(
     lambda config: config.algorithm.adv_estimator == "grpo", "`algorithm.adv_estimator` is grpo"
 )
@@ -364,8 +379,8 @@ class Actor:
     )
     ppo_mini_batch_size: int = option(
         64,
-        "prompts per optimizer step, counted as rollout.n samples each; the samples of a rollout "
-        "are shuffled one by one",
+        "prompts per optimizer step, counted as rollout.n samples each (or rollout.keep); the "
+        "samples of a rollout are shuffled one by one",
         unit="prompts",
         at_least=1,
     )
@@ -572,6 +587,33 @@ class KLControl:
 
 
 @dataclasses.dataclass(frozen=True)
+class FilterGroups:
+    """Dynamic sampling (DAPO): prompts whose responses earn equal rewards are replaced."""
+
+    enable: bool = option(
+        False,
+        "replace prompts whose responses all earned the same, which teach nothing when they are "
+        "compared, by further prompts of the data",
+        requires=(REWARDS_BY_RULE, NOT_ONE_STEP_OFF),
+    )
+    metric: str = option(
+        "score",
+        "what must differ: score, the reward of the rules; accuracy, whether responses are correct",
+        choices=("score", "accuracy"),
+        aliases={"acc": "accuracy", "seq_reward": "score", "seq_final_reward": "score"},
+        effective_when=(FILTERS_GROUPS,),
+    )
+    max_num_gen_batches: int = option(
+        10,
+        "batches of train_batch_size prompts that a step samples at most; places that are then "
+        "still empty take prompts with equal rewards",
+        unit="batches",
+        at_least=1,
+        effective_when=(FILTERS_GROUPS,),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class Algorithm:
     """Advantages, returns and the KL to the reference."""
 
@@ -653,6 +695,7 @@ class Algorithm:
         aliases=VERL_KINDS,
     )
     kl_ctrl: KLControl = section(KLControl)
+    filter_groups: FilterGroups = section(FilterGroups)
     rollout_is: str = option(
         "none",
         "importance weights of the policy loss (not of KL and returns), for tokens drawn by "
@@ -770,6 +813,20 @@ class RolloutOptions(Sampling):
         "computes the step's rewards. Checkpoints hold that batch, so that a resumed run is "
         "identical",
         requires=(HAS_IMPORTANCE_WEIGHTS,),
+    )
+    keep: int | None = option(
+        None,
+        "responses per prompt that the update learns from, of the n that are sampled; unset: all",
+        unit="responses",
+        at_least=1,
+        requires=(REWARDS_BY_RULE, NOT_ONE_STEP_OFF),
+    )
+    keep_by: str = option(
+        "spread",
+        "which responses are kept: spread, those whose scores differ most (PODS); best, those "
+        "with the highest scores",
+        choices=("spread", "best"),
+        effective_when=(KEEPS_SOME,),
     )
     mesh: RolloutMesh = section(RolloutMesh)
     val_kwargs: Sampling = section(Sampling)
@@ -1146,6 +1203,16 @@ class Config:
             return self.algorithm.whiten_advantages
         whitening = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
         return self.algorithm.adv_estimator in whitening
+
+    @property
+    def responses_per_prompt(self) -> int:
+        """Return the number of responses to each prompt that the update learns from."""
+        return self.rollout.keep or self.rollout.n
+
+    @property
+    def selects_samples(self) -> bool:
+        """Return whether rewards decide which of the samples the update learns from."""
+        return self.algorithm.filter_groups.enable or self.rollout.keep is not None
 
     @property
     def updates_once(self) -> bool:

@@ -247,11 +247,34 @@ def require_several_responses_to_compare(config: Config) -> None:
     estimator = config.algorithm.adv_estimator
     # The advantage of a single response within its group is always 0.
     compares = estimator in ("grpo", "rloo", "reinforce_plus_plus_baseline")
-    if compares and config.rollout.n < 2:
+    if compares and config.responses_per_prompt < 2:
         raise UserError(
-            f"config.rollout.n={config.rollout.n}: config.algorithm.adv_estimator={estimator!r} "
+            f"{_describe_responses(config)}: config.algorithm.adv_estimator={estimator!r} "
             "compares responses to one prompt; set it to 2 or more"
         )
+
+
+def require_several_responses_to_filter(config: Config) -> None:
+    """Raise `UserError` if groups of one response are filtered: none of them differs."""
+    if config.algorithm.filter_groups.enable and config.responses_per_prompt < 2:
+        raise UserError(
+            f"{_describe_responses(config)}: config.algorithm.filter_groups.enable=True compares "
+            "the rewards of a prompt's responses; set it to 2 or more"
+        )
+
+
+def _describe_responses(config: Config) -> str:
+    """Return the option that decides how many responses to a prompt are trained on."""
+    if config.rollout.keep is None:
+        return f"config.rollout.n={config.rollout.n}"
+    return f"config.rollout.keep={config.rollout.keep}"
+
+
+def require_kept_responses_to_be_sampled(config: Config) -> None:
+    """Raise `UserError` if more responses are kept than sampled."""
+    keep, n = config.rollout.keep, config.rollout.n
+    if keep is not None and keep > n:
+        raise UserError(f"config.rollout.keep={keep}: expected at most config.rollout.n={n}")
 
 
 def require_overlong_buffer_within_response(config: Config) -> None:
@@ -276,7 +299,7 @@ def require_valid_schedules(config: Config) -> None:
 def require_horizon_holds_step(config: Config) -> None:
     """Raise `UserError` for an adaptive KL controller that could overshoot in one step."""
     control = config.algorithm.kl_ctrl
-    samples = config.data.train_batch_size * config.rollout.n
+    samples = config.data.train_batch_size * config.responses_per_prompt
     # The coefficient stays positive while error_clip x samples < horizon (kernels/kl.py).
     if control.type == "adaptive" and control.horizon < samples:
         raise UserError(
@@ -340,6 +363,8 @@ TRAIN_RULES: tuple[Rule, ...] = (
     require_known_policy_loss,
     require_known_rollout_engine,
     require_several_responses_to_compare,
+    require_several_responses_to_filter,
+    require_kept_responses_to_be_sampled,
     require_overlong_buffer_within_response,
     require_known_lora_targets,
     require_lora_path_alone,

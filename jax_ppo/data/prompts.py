@@ -215,7 +215,7 @@ class PromptBatches:
         offset = start - epoch_start
         indices = self._epoch_order(epoch)[offset : offset + self.batch_size]
         self.position = start + self.batch_size
-        return _make_batch(self.dataset, indices, self.batch_size)
+        return make_batch(self.dataset, indices, self.batch_size)
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if self._ordered_epoch != epoch:
@@ -238,10 +238,11 @@ def evaluation_batches(dataset: PromptDataset, batch_size: int) -> Iterator[Prom
     for start in range(0, len(dataset), batch_size):
         # All batches have one size, so that the last one needs no program of its own.
         real = np.arange(start, min(start + batch_size, len(dataset)))
-        yield _make_batch(dataset, np.resize(real, batch_size), len(real))
+        yield make_batch(dataset, np.resize(real, batch_size), len(real))
 
 
-def _make_batch(dataset: PromptDataset, indices: np.ndarray, count: int) -> PromptBatch:
+def make_batch(dataset: PromptDataset, indices: np.ndarray, count: int) -> PromptBatch:
+    """Return the batch of the data set's rows `indices`, of which the first `count` are real."""
     rows = [dataset.tokens[index] for index in indices]
     lengths = np.array([len(row) for row in rows], np.int32)
     width = bucket_width(int(lengths.max()), dataset.max_prompt_length)

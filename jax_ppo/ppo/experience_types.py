@@ -42,7 +42,7 @@ class ExperienceOptions:
             algorithm=config.algorithm,
             reward=config.reward,
             max_response_length=config.data.max_response_length,
-            responses_per_prompt=config.rollout.n,
+            responses_per_prompt=config.responses_per_prompt,
             has_critic=config.has_critic,
             whitens_advantages=config.whitens_advantages,
             normalizes_values=config.critic.normalize_values,

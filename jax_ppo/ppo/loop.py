@@ -8,24 +8,25 @@ import contextlib
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_ppo.config.schema import Config, Trainer
-from jax_ppo.data.prompts import PromptBatch, PromptBatches
+from jax_ppo.data.prompts import PromptBatches
 from jax_ppo.ppo import scoring
 from jax_ppo.ppo.evaluation import Evaluation, evaluate_policy
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.experience_types import ExperienceOptions
 from jax_ppo.ppo.plans import sample_lengths
 from jax_ppo.ppo.precompilation import precompile_in_background
-from jax_ppo.ppo.random_keys import TRAINING
 from jax_ppo.ppo.report import Reporter
 from jax_ppo.ppo.reward_moments import measure_first_rewards
 from jax_ppo.ppo.rewarding import FailedSteps, add_reward_model_scores
 from jax_ppo.ppo.sample_records import StepSamples
+from jax_ppo.ppo.sample_selection import sample_selected_batch
+from jax_ppo.ppo.sampled_batch import SampledBatch, sample_batch
 from jax_ppo.ppo.setup import PPORun, set_up_run
 from jax_ppo.ppo.step_flops import count_step_flops
 from jax_ppo.ppo.update import UpdateOptions, update_state
@@ -73,7 +74,8 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
             next_sampled = restore_sampled_batch(run, checkpoints, progress, batches)
             for step in range(progress.step, run.total_steps):
                 # 1. Sample responses, unless that was done during the last step.
-                sampled = next_sampled or sample_batch(run, state, batches, step, reporter)
+                sample = sample_selected_batch if config.selects_samples else sample_batch
+                sampled = next_sampled or sample(run, state, batches, step, reporter)
                 batch, rollout = sampled.batch, sampled.rollout
                 # This waits for the lengths of the responses: the one wait of a step.
                 with reporter.phase("rollout"):
@@ -94,7 +96,8 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
 
                 # 3. Apply the rules on the host while the mesh scores; add a reward model's scores.
                 with reporter.phase("reward"):
-                    rule_rewards = run.rules.score(batch, rollout)
+                    # Samples that were selected by their rewards have been scored.
+                    rule_rewards = sampled.rule_rewards or run.rules.score(batch, rollout)
                 failed_steps.count(step, rule_rewards)
                 # A reward model with its own tokenizer has inputs of its own.
                 model_inputs = rule_rewards.model_inputs or (sequences, *plans.scoring)
@@ -141,7 +144,9 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
                         experience=experience,
                         rule_rewards=rule_rewards,
                         rewards=rewards,
+                        addresses=sampled.addresses,
                     ),
+                    selection=sampled.metrics,
                 )
 
                 # 5. Evaluate and save.
@@ -204,40 +209,6 @@ def start_state(
         state = measure_first_rewards(run, state)
     reporter.restart_clock()
     return state
-
-
-class SampledBatch(NamedTuple):
-    """Prompts with their responses, which may still be being sampled.
-
-    Attributes:
-      batch: the prompts.
-      rollout: the responses.
-      position: training examples consumed with this batch.
-    """
-
-    batch: PromptBatch
-    rollout: Rollout
-    position: int
-
-
-def sample_batch(
-    run: PPORun, state: TrainState, batches: PromptBatches, step: int, reporter: Reporter
-) -> SampledBatch:
-    """Start to sample responses to the prompts of a step, without waiting for them.
-
-    Then write the metrics of the last update that was dispatched: the actor is updated by the time
-    that sampling starts. (On one CPU device the critic may still be learning beside it.) When
-    sampling one step ahead, that is the update of the step before the current one, and its row
-    includes what the host waited for in between.
-    """
-    batch = next(batches)
-    run.engine.update_weights(run.policy_params(state))
-    rollout = run.engine.generate(
-        run.place_prompts(batch.prompts), run.sample_keys(TRAINING, step), run.sampling
-    )
-    run.engine.release_weights()  # the update needs the memory
-    reporter.flush()
-    return SampledBatch(batch=batch, rollout=rollout, position=batches.position)
 
 
 def restore_sampled_batch(

@@ -20,6 +20,7 @@ from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.experience_types import ExperienceOptions
 from jax_ppo.ppo.plans import Plans
 from jax_ppo.ppo.random_keys import TRAINING
+from jax_ppo.ppo.sample_selection import compile_selection
 from jax_ppo.ppo.setup import PPORun
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.compilation import compile_ahead
@@ -56,8 +57,8 @@ class StepPrograms:
 
     @property
     def samples(self) -> int:
-        """Return the number of samples of a step."""
-        return self.config.data.train_batch_size * self.config.rollout.n
+        """Return the number of samples that a step learns from."""
+        return self.config.data.train_batch_size * self.config.responses_per_prompt
 
 
 @contextlib.contextmanager
@@ -134,6 +135,9 @@ def compile_programs(
     config, nets = step.config, step.nets
     params = policy_params(nets, state)
     rollout = yield from step.engine.precompile(params, prompts, key, step.sampling)
+    if config.selects_samples:
+        rollout = compile_selection(step.mesh, config, rollout)
+        yield "select"
     sequences = compile_ahead(scoring.join_sequences, rollout, config.sequence_length)
     scores = []
     scoring_options = scoring.ScoringOptions.from_config(config)

@@ -8,8 +8,9 @@ from jax.sharding import Mesh
 
 from jax_ppo.runtime import placement, sharding
 
-# Streams of random numbers: training rollouts, evaluation, and `reward.normalize=reference`.
-TRAINING, EVALUATION, REFERENCE = 0, 1, 2
+# Streams of random numbers: training rollouts, evaluation, and `reward.normalize=reference`. Those
+# from 3 on are the further draws of a step that replaces groups.
+TRAINING, EVALUATION, REFERENCE, FURTHER_DRAWS = 0, 1, 2, 3
 
 
 class SampleKeys:
@@ -33,3 +34,8 @@ class SampleKeys:
 def sample_key(seed: int, stream: int | jax.Array, step: int | jax.Array) -> jax.Array:
     """Return the base key of a stream's samples in a step."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), step)
+
+
+def training_stream(draw: int) -> int:
+    """Return the stream of a step's draw, counted from 0."""
+    return TRAINING if draw == 0 else FURTHER_DRAWS + draw - 1

@@ -1,6 +1,7 @@
 """Reports of a PPO run: metrics of each step, warnings, evaluations, export and summary."""
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,14 +74,14 @@ class PendingStep(NamedTuple):
     Attributes:
       step: the step, from 0.
       on_mesh: scalars on the mesh, by name.
-      rule_metrics: what the rules reported, by name without the prefix `reward/`.
+      on_host: further scalars, by name.
       flops: model FLOPs of the step; `None` if they were not counted.
       samples: the step's samples, if some are to be logged.
     """
 
     step: int
     on_mesh: dict[str, jax.Array]
-    rule_metrics: dict[str, float]
+    on_host: dict[str, float]
     flops: float | None
     samples: StepSamples | None
 
@@ -118,6 +119,7 @@ class Reporter(journal.Journal):
         rule_rewards: RuleRewards,
         flops: float | None = None,
         samples: StepSamples | None = None,
+        selection: Mapping[str, float] | None = None,
     ) -> None:
         """Keep the metrics of a step until they can be fetched without waiting.
 
@@ -127,12 +129,14 @@ class Reporter(journal.Journal):
           rule_rewards: what the rules reported.
           flops: model FLOPs of the step, for `perf/mfu`.
           samples: the step's samples; some are written if that is due.
+          selection: how the samples were selected, by the names of the metrics.
         """
-        rule_metrics = {"rule_failures": rule_rewards.failures, **rule_rewards.extra}
+        reported = {"rule_failures": rule_rewards.failures, **rule_rewards.extra}
+        rule_metrics = {f"reward/{name}": value for name, value in reported.items()}
         self._pending = PendingStep(
             step=step,
             on_mesh=on_mesh,
-            rule_metrics=rule_metrics,
+            on_host={**rule_metrics, **(selection or {})},
             flops=flops,
             samples=samples if self._logs_samples(step) else None,
         )
@@ -151,7 +155,7 @@ class Reporter(journal.Journal):
         """
         if self._pending is None:
             return
-        step, on_mesh, rule_metrics, flops, samples = self._pending
+        step, on_mesh, on_host, flops, samples = self._pending
         self._pending = None
         # Fetching waits for the update, so this is the time that the host lost to it.
         with self.phase("update"):
@@ -163,10 +167,10 @@ class Reporter(journal.Journal):
         if np.isnan(metrics["reward/accuracy"]):  # the rules do not define correctness
             del metrics["reward/accuracy"]
         # A metric of the loop wins over a rule's figure of the same name.
-        for name, value in rule_metrics.items():
-            metrics.setdefault(f"reward/{name}", value)
+        for name, value in on_host.items():
+            metrics.setdefault(name, value)
         config = self._run.config
-        num_samples = config.data.train_batch_size * config.rollout.n
+        num_samples = config.data.train_batch_size * config.responses_per_prompt
         written = self.write_step(
             step + 1,
             metrics,

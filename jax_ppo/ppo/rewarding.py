@@ -37,6 +37,7 @@ class RuleRewards:
       steps: float32 [B, T], rewards within the responses; `None` without `reward.process_rewards`.
       correct: float32 [B], 1 or 0; NaN if the rules do not define correctness.
       failures: number of samples whose rule failed.
+      scored: number of samples that were scored; more than B if these were selected from them.
       extra: other figures that the rules report, means over the samples that have them; and
         `model_inputs_cut`, how many inputs were too long for the reward model.
       first_failure: the first sample of this process whose rule failed and why; "" if none did.
@@ -48,6 +49,7 @@ class RuleRewards:
     steps: jax.Array | None
     correct: jax.Array
     failures: int
+    scored: int
     extra: dict[str, float]
     first_failure: str = ""
     model_inputs: ModelInputs | None = None
@@ -130,6 +132,7 @@ class RuleScorer:
             steps=steps,
             correct=placement.from_local_rows(self.mesh, indices, scored.correct, total),
             failures=failures,
+            scored=total,
             extra=extra,
             first_failure=scored.first_failure,
             model_inputs=model_inputs,
@@ -163,7 +166,7 @@ class FailedSteps:
         Raises:
           UserError: there were `reward.max_failed_steps` such steps.
         """
-        if rewards.failures < len(rewards.scores):
+        if rewards.failures < rewards.scored:
             self._count = 0
             return
         self._count += 1

@@ -21,6 +21,7 @@ class StepSamples(NamedTuple):
       experience: what the update learns from.
       rule_rewards: the rewards of the rules.
       rewards: float32 [B], with the scores of a reward model.
+      addresses: as in `SampledBatch`.
     """
 
     batch: PromptBatch
@@ -28,6 +29,7 @@ class StepSamples(NamedTuple):
     experience: Experience
     rule_rewards: RuleRewards
     rewards: jax.Array
+    addresses: np.ndarray | None = None
 
 
 def spread_rows(total: int, count: int) -> np.ndarray:
@@ -81,6 +83,9 @@ def describe_step(
         length = len(record["response_ids"])
         for name, values in figures.items():
             record[name] = _rounded(values[row, :length])
+        if samples.addresses is not None:
+            draw, sample = samples.addresses[row].tolist()
+            record["address"] |= {"draw": draw, "sample": sample}
     return records
 
 

@@ -26,6 +26,7 @@ def rewards(failures):
         steps=None,
         correct=scores,
         failures=failures,
+        scored=len(scores),
         extra={},
         first_failure="row 2 of the batch" if failures else "",
     )

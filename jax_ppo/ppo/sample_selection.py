@@ -1,0 +1,297 @@
+"""Select the samples that the update learns from by their rewards.
+
+Two selections, which combine: `algorithm.filter_groups` replaces prompts whose responses all earned
+the same (dynamic sampling; DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2), and `rollout.keep`
+keeps some of the responses to each prompt (PODS, Xu et al. 2025, arXiv 2504.13818).
+
+A step draws batches of prompts until it has enough of them. What it selects always has the same
+shapes, so that no number of draws compiles anything.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jax_ppo.config.schema import Config
+from jax_ppo.data.prompts import PromptBatches, make_batch
+from jax_ppo.errors import UserError
+from jax_ppo.ppo.report import Reporter
+from jax_ppo.ppo.rewarding import RuleRewards
+from jax_ppo.ppo.sampled_batch import SampledBatch, sample_batch
+from jax_ppo.ppo.setup import PPORun
+from jax_ppo.runtime import placement, sharding
+from jax_ppo.runtime.compilation import compile_ahead
+from jax_ppo.training.state import TrainState
+from jax_ppo.types import Prompts, Rollout
+
+
+class Selected(NamedTuple):
+    """Samples in groups of k responses to one prompt, G groups.
+
+    Attributes:
+      arrays: fields of `Rollout` and `RuleRewards` by name, [G * k, ...] each, on the mesh.
+      addresses: int [G * k, 2], the draw of each sample within its step and its row in that draw.
+      prompts: int [G], rows of the data set.
+    """
+
+    arrays: dict[str, jax.Array]
+    addresses: np.ndarray
+    prompts: np.ndarray
+
+
+class DrawStatistics(NamedTuple):
+    """What a draw looked like before the selection.
+
+    Attributes:
+      rule_rewards: the rewards of all its samples.
+      uniform: number of groups with equal rewards.
+    """
+
+    rule_rewards: RuleRewards
+    uniform: int
+
+
+def sample_selected_batch(
+    run: PPORun, state: TrainState, batches: PromptBatches, step: int, reporter: Reporter
+) -> SampledBatch:
+    """Sample and score responses until a step has its samples; return them with their rewards.
+
+    Args:
+      run: the parts of the run.
+      state: holds the policy.
+      batches: yields the prompts.
+      step: the step, from 0.
+      reporter: writes the metrics of the step before.
+    """
+    filters = run.config.algorithm.filter_groups
+    selected: Selected | None = None
+    statistics: list[DrawStatistics] = []
+    filled = 0
+    for draw in range(filters.max_num_gen_batches if filters.enable else 1):
+        sampled = sample_batch(run, state, batches, step, reporter, draw)
+        with reporter.phase("rollout"):
+            jax.block_until_ready(sampled.rollout.lengths)
+        with reporter.phase("reward"):
+            rewards = run.rules.score(sampled.batch, sampled.rollout)
+        drawn, differs = _keep_responses(run, sampled, rewards, draw)
+        statistics.append(DrawStatistics(rule_rewards=rewards, uniform=int((~differs).sum())))
+        if not filters.enable:
+            selected = drawn
+            break
+        # The places that the draws before have filled stay; the others are chosen anew.
+        groups, filled = choose_groups(differs, filled)
+        selected = _merge(run.mesh, drawn if selected is None else selected, drawn, groups)
+        if filled == len(groups):
+            break
+    assert selected is not None, "there is at least one draw"
+    return _as_batch(run, selected, statistics, batches.position)
+
+
+def choose_groups(differs: np.ndarray, filled: int) -> tuple[np.ndarray, int]:
+    """Choose a step's groups from those it has and those that were drawn.
+
+    Args:
+      differs: bool [G], whether the rewards of a drawn group differ.
+      filled: number of groups, at the front of those that the step has, that are kept.
+
+    Returns:
+      (int [G], indices into the G groups that the step has, followed by the G drawn ones; how many
+      of them, at the front, are kept by a further draw). Places that no group with different
+      rewards is left for hold drawn groups with equal rewards.
+    """
+    size = len(differs)
+    useful = np.flatnonzero(differs)[: size - filled]
+    fillers = np.flatnonzero(~differs)[: size - filled - len(useful)]
+    groups = np.concatenate([np.arange(filled), size + useful, size + fillers])
+    return groups, filled + len(useful)
+
+
+def choose_responses(scores_Gxn: np.ndarray, keep: int, by: str) -> np.ndarray:
+    """Choose the responses to keep of each group, int [G, keep] in ascending order.
+
+    Args:
+      scores_Gxn: scores of n responses per group.
+      keep: how many to keep, at most n.
+      by: "best" keeps the highest scores; "spread" keeps the set of the largest variance, which
+        consists of the lowest and the highest scores (PODS, theorem 1).
+    """
+    n = scores_Gxn.shape[1]
+    # Of equal scores the first sample counts as the lowest, so that nothing is left to chance.
+    order_Gxn = np.argsort(scores_Gxn, axis=1, kind="stable")
+    if by == "best":
+        return np.sort(order_Gxn[:, n - keep :], axis=1)
+    # Every split of the places between the lowest and the highest scores: [keep + 1, keep].
+    splits = np.array([[*range(low), *range(n - keep + low, n)] for low in range(keep + 1)])
+    ordered_Gxn = np.take_along_axis(scores_Gxn, order_Gxn, axis=1)
+    best_G = ordered_Gxn[:, splits].var(axis=2).argmax(axis=1)
+    return np.sort(np.take_along_axis(order_Gxn, splits[best_G], axis=1), axis=1)
+
+
+def is_uniform(figures_Gxk: np.ndarray) -> np.ndarray:
+    """Return whether the figures of each group are equal, bool [G]; NaN counts as nothing."""
+    known = ~np.isnan(figures_Gxk)
+    highest = np.where(known, figures_Gxk, -np.inf).max(axis=1)
+    lowest = np.where(known, figures_Gxk, np.inf).min(axis=1)
+    return highest <= lowest
+
+
+@functools.partial(jax.jit, static_argnames=("layout",))
+def take_rows(
+    pools: tuple[dict[str, jax.Array], ...], rows: jax.Array, layout: NamedSharding
+) -> dict[str, jax.Array]:
+    """Return the rows with these indices of the arrays joined over the pools.
+
+    Args:
+      pools: arrays by name.
+      rows: int [r].
+      layout: the sharding of the result.
+    """
+
+    def take(*arrays: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(jnp.concatenate(arrays)[rows], layout)
+
+    return jax.tree.map(take, *pools)
+
+
+def compile_selection(mesh: Mesh, config: Config, rollout: Rollout) -> Rollout:
+    """Compile the programs of the selection; return the shapes of a selected rollout.
+
+    Args:
+      mesh: the run's mesh.
+      config: all options.
+      rollout: the shapes of a draw.
+    """
+    layout, everywhere = sharding.rows(mesh), sharding.replicated(mesh)
+    samples = config.data.train_batch_size * config.responses_per_prompt
+    rows = jax.ShapeDtypeStruct((samples,), jnp.int32, sharding=everywhere)
+    drawn = _rollout_arrays(rollout)
+    per_sample = jax.ShapeDtypeStruct(rollout.lengths.shape, jnp.float32, sharding=layout)
+    drawn |= {"scores": per_sample, "correct": per_sample}
+    if config.reward.process_rewards:
+        drawn["steps"] = jax.ShapeDtypeStruct(rollout.logprobs.shape, jnp.float32, sharding=layout)
+    kept = compile_ahead(take_rows, (drawn,), rows, layout)
+    if config.algorithm.filter_groups.enable:
+        kept = compile_ahead(take_rows, (kept, kept), rows, layout)
+    prompts = Prompts(
+        tokens=jax.ShapeDtypeStruct(
+            (samples, rollout.prompts.tokens.shape[1]), jnp.int32, sharding=layout
+        ),
+        lengths=jax.ShapeDtypeStruct((samples,), jnp.int32, sharding=layout),
+    )
+    return Rollout(prompts=prompts, **{name: kept[name] for name in _rollout_arrays(rollout)})
+
+
+def _rollout_arrays(rollout: Rollout) -> dict[str, Any]:
+    """Return the arrays of a rollout that have a row per sample, without the prompts."""
+    return {
+        name: value
+        for name, value in vars(rollout).items()
+        if name not in ("prompts", "slot_steps")
+    }
+
+
+def _keep_responses(
+    run: PPORun, sampled: SampledBatch, rewards: RuleRewards, draw: int
+) -> tuple[Selected, np.ndarray]:
+    """Return the responses of a draw that are kept, and which of its groups differ, bool [G]."""
+    options = run.config
+    prompts = sampled.batch.indices
+    arrays = _rollout_arrays(sampled.rollout)
+    arrays |= {"scores": rewards.scores, "correct": rewards.correct}
+    scores = placement.to_host(rewards.scores)
+    if rewards.steps is not None:
+        arrays["steps"] = rewards.steps
+        scores = scores + placement.to_host(rewards.steps).sum(axis=1)
+    figures = scores
+    if options.algorithm.filter_groups.metric == "accuracy":
+        figures = placement.to_host(rewards.correct)
+        _require_correctness(figures)
+    scores_Gxn = scores.reshape(len(prompts), -1)
+    responses_Gxk = choose_responses(
+        scores_Gxn, options.responses_per_prompt, options.rollout.keep_by
+    )
+    figures_Gxk = np.take_along_axis(figures.reshape(scores_Gxn.shape), responses_Gxk, axis=1)
+    rows = (responses_Gxk + np.arange(len(prompts))[:, None] * scores_Gxn.shape[1]).ravel()
+    selected = Selected(
+        arrays=_take_on_mesh(run.mesh, (arrays,), rows),
+        addresses=np.stack([np.full_like(rows, draw), rows], axis=1),
+        prompts=prompts,
+    )
+    return selected, ~is_uniform(figures_Gxk)
+
+
+def _require_correctness(correct_B: np.ndarray) -> None:
+    if np.isnan(correct_B).all():
+        raise UserError(
+            "config.algorithm.filter_groups.metric='accuracy': the rule does not define "
+            "correctness; set it to 'score'"
+        )
+
+
+def _merge(mesh: Mesh, selected: Selected, drawn: Selected, groups: np.ndarray) -> Selected:
+    """Return the groups with these indices of both, numbered one after the other."""
+    responses = len(drawn.addresses) // len(groups)
+    rows = (groups[:, None] * responses + np.arange(responses)).ravel()
+    return Selected(
+        arrays=_take_on_mesh(mesh, (selected.arrays, drawn.arrays), rows),
+        addresses=np.concatenate([selected.addresses, drawn.addresses])[rows],
+        prompts=np.concatenate([selected.prompts, drawn.prompts])[groups],
+    )
+
+
+def _take_on_mesh(
+    mesh: Mesh, pools: tuple[dict[str, jax.Array], ...], rows: np.ndarray
+) -> dict[str, jax.Array]:
+    placed = placement.place(rows.astype(np.int32), sharding.replicated(mesh))
+    return take_rows(pools, placed, sharding.rows(mesh))
+
+
+def _as_batch(
+    run: PPORun, selected: Selected, statistics: list[DrawStatistics], position: int
+) -> SampledBatch:
+    """Return the selected samples as a batch with its rewards."""
+    arrays = dict(selected.arrays)
+    batch = make_batch(run.training, selected.prompts, len(selected.prompts))
+    responses = run.config.responses_per_prompt
+    prompts = Prompts(
+        tokens=np.repeat(batch.prompts.tokens, responses, axis=0),
+        lengths=np.repeat(batch.prompts.lengths, responses),
+    )
+    draws = [draw.rule_rewards for draw in statistics]
+    rewards = RuleRewards(
+        scores=arrays.pop("scores"),
+        correct=arrays.pop("correct"),
+        steps=arrays.pop("steps", None),
+        failures=sum(draw.failures for draw in draws),
+        scored=sum(draw.scored for draw in draws),
+        extra=_mean_extra(draws),
+        first_failure=next((draw.first_failure for draw in draws if draw.first_failure), ""),
+    )
+    groups = len(statistics) * len(selected.prompts)
+    return SampledBatch(
+        batch=batch,
+        rollout=Rollout(prompts=run.place_prompts(prompts), **arrays),
+        position=position,
+        rule_rewards=rewards,
+        metrics={
+            "rollout/draws": len(statistics),
+            "rollout/uniform_groups": sum(draw.uniform for draw in statistics) / groups,
+        },
+        addresses=selected.addresses,
+    )
+
+
+def _mean_extra(draws: list[RuleRewards]) -> dict[str, float]:
+    """Return the means over the draws of what the rules report; each draw counts once."""
+
+    def known() -> Iterator[tuple[str, list[float]]]:
+        for name in sorted(set().union(*(draw.extra for draw in draws))):
+            values = [draw.extra[name] for draw in draws if name in draw.extra]
+            yield name, [value for value in values if not np.isnan(value)]
+
+    return {name: float(np.mean(values)) if values else np.nan for name, values in known()}

@@ -1,0 +1,217 @@
+"""Groups with equal rewards are replaced, and some responses of each group are kept."""
+
+import itertools
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from jax_ppo.config import loading
+from jax_ppo.data import arithmetic
+from jax_ppo.errors import UserError
+from jax_ppo.ppo import loop
+from jax_ppo.ppo.random_keys import sample_key, training_stream
+from jax_ppo.ppo.sample_selection import choose_groups, choose_responses, is_uniform
+from jax_ppo.reporting.sample_files import read_samples
+from llama_folder import write_llama
+
+# Prompts with an odd answer earn nothing; other responses earn a number that they determine.
+REWARD = """
+import zlib
+def reward(data_source, solution_str, ground_truth, extra_info):
+    odd = int(ground_truth) % 2
+    score = 0.0 if odd else zlib.crc32(solution_str.encode()) % 97 / 97
+    return {"score": score, "odd": odd}
+"""
+CONFIG = """
+from jax_ppo.config.loading import default_config
+def get_config():
+    config = default_config()
+    config.data.train_files = "arithmetic:128"
+    config.data.train_batch_size = config.actor.ppo_mini_batch_size = 8
+    config.data.max_prompt_length, config.data.max_response_length = 48, 8
+    config.model.path, config.model.dtype = "{model}", "float32"
+    config.reward.function, config.reward.workers = "{reward}", 0
+    config.rollout.n = 3
+    config.trainer.total_training_steps = 4
+    config.trainer.save_freq, config.trainer.max_checkpoints = 2, 9
+    config.trainer.log_rollouts, config.trainer.log_rollouts_freq = 99, 1
+    config.trainer.compilation_cache, config.trainer.logger = "off", ""
+    config.trainer.export = False
+    return config
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    texts = [
+        prompt + response for prompt, response in arithmetic.generate_worked_solutions(200, 0.5, 0)
+    ]
+    write_llama(folder, texts, tokens=192)
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "config.py").write_text(
+        CONFIG.format(model=folder / "llama", reward=f"{folder}/reward.py:reward")
+    )
+    return folder
+
+
+def train(files, workdir, **options):
+    changes = {name.replace("__", "."): value for name, value in options.items()}
+    return loop.train(loading.load_config(f"{files}/config.py", changes), workdir)
+
+
+def records_of_steps(workdir):
+    return {step: records for kind, step, records in read_samples(workdir) if kind == "training"}
+
+
+def groups_of(records, size=3):
+    return [records[start : start + size] for start in range(0, len(records), size)]
+
+
+@pytest.mark.parametrize("by", ["spread", "best"])
+def test_the_kept_responses_are_those_of_an_exhaustive_search(by):
+    scores = np.random.default_rng(0).normal(size=(40, 6))
+    for keep in range(1, 7):
+        chosen = choose_responses(scores, keep, by)
+        assert chosen.shape == (40, keep)
+        for row, indices in zip(scores, chosen, strict=True):
+            assert len(set(indices)) == keep and list(indices) == sorted(indices)
+            value = np.mean if by == "best" else np.var
+            best = max(value(subset) for subset in itertools.combinations(row, keep))
+            assert value(row[indices]) == pytest.approx(best)
+
+
+def test_of_equal_scores_the_same_responses_are_kept_each_time():
+    scores = np.array([[1.0, 0.0, 1.0, 0.0]])
+    assert choose_responses(scores, 2, "best").tolist() == [[0, 2]]
+    assert choose_responses(scores, 2, "spread").tolist() == [[1, 2]]
+
+
+def test_a_group_is_uniform_if_its_known_figures_are_equal():
+    nan = np.nan
+    figures = np.array([[1, 1, 1], [1, 0, 1], [nan, 1, 1], [nan, 0, 1], [nan, nan, nan]])
+    assert is_uniform(figures).tolist() == [True, False, True, False, True]
+
+
+def test_groups_that_differ_fill_the_places_in_the_order_of_the_draws():
+    # Of the first draw, numbered from 4, the second and fourth differ; the others hold their places
+    # until the second draw replaces them.
+    first, filled = choose_groups(np.array([False, True, False, True]), filled=0)
+    assert (first.tolist(), filled) == ([5, 7, 4, 6], 2)
+    second, filled = choose_groups(np.array([True, False, False, False]), filled)
+    assert (second.tolist(), filled) == ([0, 1, 4, 5], 3)
+    third, filled = choose_groups(np.array([True, True, True, False]), filled)
+    assert (third.tolist(), filled) == ([0, 1, 2, 4], 4)
+
+
+@pytest.fixture(scope="module")
+def filtered(files, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("filtered")
+    train(files, workdir, algorithm__filter_groups__enable=True)
+    return workdir
+
+
+def test_every_group_of_a_filtered_run_has_different_rewards(filtered):
+    steps = records_of_steps(filtered)
+    assert sorted(steps) == [1, 2, 3, 4]
+    prompts = []
+    for records in steps.values():
+        assert len(records) == 24
+        for group in groups_of(records):
+            assert len({record["score"] for record in group}) > 1
+            (prompt,) = {record["prompt"] for record in group}
+            prompts.append(prompt)
+    # No prompt is drawn again before the data are used up.
+    assert len(set(prompts)) == len(prompts)
+    assert {record["address"]["draw"] for records in steps.values() for record in records} > {0}
+
+
+def test_metrics_tell_how_many_draws_were_needed_and_what_all_of_them_earned(filtered):
+    lines = (filtered / "training_metrics.csv").read_text().splitlines()
+    rows = [dict(zip(lines[0].split(","), line.split(","), strict=True)) for line in lines[1:]]
+    for row in rows:
+        draws = float(row["rollout/draws"])
+        assert 1 <= draws <= 10
+        # Half of the prompts have an odd answer: all their responses earn 0.
+        assert float(row["rollout/uniform_groups"]) >= float(row["reward/odd"]) > 0 or draws == 1
+
+
+def test_no_two_samples_of_a_step_share_random_numbers(filtered):
+    records = records_of_steps(filtered)[1]
+    keys = {
+        tuple(
+            jax.random.key_data(
+                jax.random.fold_in(
+                    sample_key(0, training_stream(record["address"]["draw"]), 0),
+                    record["address"]["sample"],
+                )
+            ).tolist()
+        )
+        for record in records
+    }
+    assert len(keys) == len(records) == 24
+
+
+@pytest.mark.slow
+def test_a_resumed_run_selects_the_same_samples(files, filtered, tmp_path):
+    shutil.copytree(filtered, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
+    train(files, tmp_path / "run", algorithm__filter_groups__enable=True)
+    assert records_of_steps(tmp_path / "run") == records_of_steps(filtered)
+
+
+@pytest.mark.slow
+def test_places_that_the_last_draw_leaves_hold_groups_with_equal_rewards(files, tmp_path):
+    train(
+        files,
+        tmp_path,
+        algorithm__filter_groups__enable=True,
+        algorithm__filter_groups__max_num_gen_batches=1,
+        trainer__total_training_steps=2,
+    )
+    records = records_of_steps(tmp_path)
+    scores = [[r["score"] for r in group] for group in groups_of(records[1])]
+    differs = [len(set(group)) > 1 for group in scores]
+    assert differs == sorted(differs, reverse=True) and not all(differs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 8])
+def test_the_best_responses_of_each_prompt_are_learned_from(files, tmp_path, devices):
+    shape = {"mesh__model": 2, "mesh__fsdp": 4} if devices == 8 else {"mesh__data": 8}
+    train(
+        files,
+        tmp_path,
+        rollout__n=6,
+        rollout__keep=2,
+        rollout__keep_by="best",
+        algorithm__adv_estimator="grpo",
+        trainer__total_training_steps=1,
+        **shape,
+    )
+    (records,) = records_of_steps(tmp_path).values()
+    assert len(records) == 16
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
+    # Each group's rewards are the highest of six responses: above the mean of a uniform draw.
+    earned = [record["score"] for record in records if int(record["ground_truth"]) % 2 == 0]
+    assert np.mean(earned) > 0.6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rollout.keep": 4}, "config.rollout.keep=4: expected at most config.rollout.n=3"),
+        ({"rollout.n": 1, "algorithm.filter_groups.enable": True}, "config.rollout.n=1: .*2 or"),
+        ({"rollout.keep": 1, "algorithm.adv_estimator": "rloo"}, "config.rollout.keep=1: .*2 or"),
+        (
+            {"algorithm.filter_groups.enable": True, "reward.model_path": "m"},
+            "filter_groups.enable=True.*rewards of rules",
+        ),
+    ],
+)
+def test_selections_that_cannot_work_are_refused(files, options, message):
+    with pytest.raises(UserError, match=message):
+        loading.load_config(f"{files}/config.py", options)
