@@ -203,6 +203,16 @@ class Data:
     )
     chat_template: bool = option(True, "apply the tokenizer's chat template if it has one")
     shuffle: bool = option(True, "shuffle anew in each epoch, from `seed`")
+    curriculum: str = option(
+        "none",
+        "how training prompts are drawn: none, each once per epoch; solve_rate, by the share of "
+        "correct responses to them so far, those that are always or never solved twenty times less "
+        "often than those that are solved half of the time or were never drawn",
+        choices=("none", "solve_rate"),
+        read_by=PPO,
+        requires=(REWARDS_BY_RULE, NOT_ONE_STEP_OFF),
+        fixed_on_resume=True,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

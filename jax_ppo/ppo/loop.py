@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from jax_ppo.config.schema import Config, Trainer
-from jax_ppo.data.prompts import PromptBatches
 from jax_ppo.ppo import scoring
 from jax_ppo.ppo.evaluation import Evaluation, evaluate_policy
 from jax_ppo.ppo.experience import estimate_experience
@@ -26,7 +25,12 @@ from jax_ppo.ppo.reward_moments import measure_first_rewards
 from jax_ppo.ppo.rewarding import FailedSteps, add_reward_model_scores
 from jax_ppo.ppo.sample_records import StepSamples
 from jax_ppo.ppo.sample_selection import sample_selected_batch
-from jax_ppo.ppo.sampled_batch import SampledBatch, sample_batch
+from jax_ppo.ppo.sampled_batch import (
+    SampledBatch,
+    TrainingBatches,
+    observe_solve_rates,
+    sample_batch,
+)
 from jax_ppo.ppo.setup import PPORun, set_up_run
 from jax_ppo.ppo.step_flops import count_step_flops
 from jax_ppo.ppo.update import UpdateOptions, update_state
@@ -69,7 +73,7 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
             experience_options = ExperienceOptions.from_config(config)
             update_options = UpdateOptions.from_config(config)
             state = start_state(run, checkpoints, progress, reporter)
-            batches = run.batches(progress.position)
+            batches = run.batches(progress.position, progress.solve_rates)
             # What the run had sampled one step ahead when it was saved.
             next_sampled = restore_sampled_batch(run, checkpoints, progress, batches)
             for step in range(progress.step, run.total_steps):
@@ -97,7 +101,10 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
                 # 3. Apply the rules on the host while the mesh scores; add a reward model's scores.
                 with reporter.phase("reward"):
                     # Samples that were selected by their rewards have been scored.
-                    rule_rewards = sampled.rule_rewards or run.rules.score(batch, rollout)
+                    rule_rewards = sampled.rule_rewards
+                    if rule_rewards is None:
+                        rule_rewards = run.rules.score(batch, rollout)
+                        observe_solve_rates(batches, batch, rule_rewards)
                 failed_steps.count(step, rule_rewards)
                 # A reward model with its own tokenizer has inputs of its own.
                 model_inputs = rule_rewards.model_inputs or (sequences, *plans.scoring)
@@ -182,9 +189,7 @@ def start_state(
     # A finished run only exports: no program of a step is needed.
     is_finished = step >= run.total_steps
     precompilation = (
-        contextlib.nullcontext()
-        if is_finished
-        else precompile_in_background(run, progress.position)
+        contextlib.nullcontext() if is_finished else precompile_in_background(run, progress)
     )
     with precompilation:
         # A checkpoint holds what training changes; frozen models are read from their folders.
@@ -212,7 +217,7 @@ def start_state(
 
 
 def restore_sampled_batch(
-    run: PPORun, checkpoints: Checkpointer, progress: Progress, batches: PromptBatches
+    run: PPORun, checkpoints: Checkpointer, progress: Progress, batches: TrainingBatches
 ) -> SampledBatch | None:
     """Return the batch that a run one step off had sampled ahead of the checkpoint.
 

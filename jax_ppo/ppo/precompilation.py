@@ -25,6 +25,7 @@ from jax_ppo.ppo.setup import PPORun
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
+from jax_ppo.training.checkpoint import Progress
 from jax_ppo.training.networks import Networks, full_parameters
 from jax_ppo.training.state import TrainState, policy_params, state_shapes
 from jax_ppo.types import Prompts
@@ -62,22 +63,22 @@ class StepPrograms:
 
 
 @contextlib.contextmanager
-def precompile_in_background(run: PPORun, position: int) -> Iterator[None]:
+def precompile_in_background(run: PPORun, progress: Progress) -> Iterator[None]:
     """Compile beside what runs in the context, and wait at its end.
 
     If the context ends with an error, no further program is compiled.
 
     Args:
       run: the parts of the run.
-      position: of the first step in the training examples; the sampler is compiled for the length
-        bucket of its prompts.
+      progress: how far the run has come; the sampler is compiled for the length bucket of the
+        prompts of the next step.
 
     Raises:
       Exception: what the compiler raised, at the end of the context.
     """
     # Arrays are made in this thread: all processes must run their programs in one order, which
     # another thread would disturb.
-    prompts = run.place_prompts(next(run.batches(position)).prompts)
+    prompts = run.place_prompts(next(run.batches(progress.position, progress.solve_rates)).prompts)
     key = run.sample_keys(TRAINING, 0)
     # Plans have one shape for all lengths, so lengths of 1 stand for any.
     step = StepPrograms(

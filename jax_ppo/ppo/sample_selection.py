@@ -18,11 +18,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jax_ppo.config.schema import Config
-from jax_ppo.data.prompts import PromptBatches, make_batch
+from jax_ppo.data.prompts import make_batch
 from jax_ppo.errors import UserError
 from jax_ppo.ppo.report import Reporter
 from jax_ppo.ppo.rewarding import RuleRewards
-from jax_ppo.ppo.sampled_batch import SampledBatch, sample_batch
+from jax_ppo.ppo.sampled_batch import (
+    SampledBatch,
+    TrainingBatches,
+    observe_solve_rates,
+    sample_batch,
+)
 from jax_ppo.ppo.setup import PPORun
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compilation import compile_ahead
@@ -57,7 +62,7 @@ class DrawStatistics(NamedTuple):
 
 
 def sample_selected_batch(
-    run: PPORun, state: TrainState, batches: PromptBatches, step: int, reporter: Reporter
+    run: PPORun, state: TrainState, batches: TrainingBatches, step: int, reporter: Reporter
 ) -> SampledBatch:
     """Sample and score responses until a step has its samples; return them with their rewards.
 
@@ -78,6 +83,7 @@ def sample_selected_batch(
             jax.block_until_ready(sampled.rollout.lengths)
         with reporter.phase("reward"):
             rewards = run.rules.score(sampled.batch, sampled.rollout)
+            observe_solve_rates(batches, sampled.batch, rewards)
         drawn, differs = _keep_responses(run, sampled, rewards, draw)
         statistics.append(DrawStatistics(rule_rewards=rewards, uniform=int((~differs).sum())))
         if not filters.enable:

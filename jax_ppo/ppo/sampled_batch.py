@@ -6,12 +6,16 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_ppo.data.prompts import PromptBatch, PromptBatches
+from jax_ppo.ppo.curriculum import CurriculumBatches
 from jax_ppo.ppo.random_keys import training_stream
 from jax_ppo.ppo.report import Reporter
 from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.ppo.setup import PPORun
+from jax_ppo.runtime import placement
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Rollout
+
+TrainingBatches = PromptBatches | CurriculumBatches
 
 
 class SampledBatch(NamedTuple):
@@ -38,7 +42,7 @@ class SampledBatch(NamedTuple):
 def sample_batch(
     run: PPORun,
     state: TrainState,
-    batches: PromptBatches,
+    batches: TrainingBatches,
     step: int,
     reporter: Reporter,
     draw: int = 0,
@@ -68,3 +72,13 @@ def sample_batch(
     run.engine.release_weights()  # the update needs the memory
     reporter.flush()
     return SampledBatch(batch=batch, rollout=rollout, position=batches.position)
+
+
+def observe_solve_rates(batches: TrainingBatches, batch: PromptBatch, rewards: RuleRewards) -> None:
+    """Update the solve rates of the prompts, if the batches are drawn by them.
+
+    Raises:
+      UserError: the rule does not define correctness.
+    """
+    if isinstance(batches, CurriculumBatches):
+        batches.observe(batch.indices, placement.to_host(rewards.correct))

@@ -15,6 +15,7 @@ from jax_ppo.data.prompts import PromptBatch, PromptBatches, PromptDataset
 from jax_ppo.errors import UserError
 from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.ppo import objectives
+from jax_ppo.ppo.curriculum import CurriculumBatches, SolveRates
 from jax_ppo.ppo.decoding_slots import count_decoding_slots
 from jax_ppo.ppo.memory_check import validate_memory
 from jax_ppo.ppo.plans import RolloutPlanner, make_planner
@@ -85,9 +86,26 @@ class PPORun:
     planner: RolloutPlanner
     rules: RuleScorer
 
-    def batches(self, position: int) -> PromptBatches:
-        """Return the training batches that follow a position, counted in examples consumed."""
-        return _training_batches(self.config, self.training, position)
+    def batches(
+        self, position: int, solve_rates: SolveRates | None = None
+    ) -> PromptBatches | CurriculumBatches:
+        """Return the training batches that follow a position.
+
+        Args:
+          position: examples consumed.
+          solve_rates: those at that position, for `data.curriculum`, which updates them in place.
+            `None` follows the order of the data.
+        """
+        data = self.config.data
+        if data.curriculum == "none" or solve_rates is None:
+            return _training_batches(self.config, self.training, position)
+        return CurriculumBatches(
+            dataset=self.training,
+            batch_size=data.train_batch_size,
+            seed=self.config.seed,
+            position=position,
+            solve_rates=solve_rates,
+        )
 
     def held_out_batches(self) -> Iterator[PromptBatch]:
         """Return the batches of an evaluation."""

@@ -9,6 +9,7 @@ directory is opened, and the next older one is used.
 """
 
 import contextlib
+import copy
 import dataclasses
 import json
 import logging
@@ -37,6 +38,7 @@ HISTORY = (
     "evaluation_pending",
     "started_at",
     "kept_seconds",
+    "solve_rates",
 )  # fields of `Progress`
 MAX_SHOWN = 5  # mismatched parameters named in an error
 
@@ -57,6 +59,8 @@ class Progress:
       started_at: when the run was set up for the first time, in seconds since 1970.
       kept_seconds: time of the steps that still count: not of those that were repeated after an
         interruption, nor of those whose update was skipped.
+      solve_rates: the share of correct responses by the row of the training data, as text, for
+        `data.curriculum`; empty without one.
     """
 
     step: int = 0
@@ -65,10 +69,12 @@ class Progress:
     evaluation_pending: bool = False
     started_at: float = dataclasses.field(default_factory=time.time)
     kept_seconds: float = 0.0
+    solve_rates: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def history(self) -> dict[str, Any]:
         """Return the part of a checkpoint's `meta` that reports of the run continue from."""
-        return {name: getattr(self, name) for name in HISTORY}
+        # Copies: a checkpoint is written while the run continues.
+        return {name: copy.copy(getattr(self, name)) for name in HISTORY}
 
 
 class EvaluationInterrupted(Exception):

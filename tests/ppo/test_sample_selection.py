@@ -23,7 +23,7 @@ import zlib
 def reward(data_source, solution_str, ground_truth, extra_info):
     odd = int(ground_truth) % 2
     score = 0.0 if odd else zlib.crc32(solution_str.encode()) % 97 / 97
-    return {"score": score, "odd": odd}
+    return {"score": score, "odd": odd, "acc": score > 0.5}
 """
 CONFIG = """
 from jax_ppo.config.loading import default_config
@@ -156,11 +156,21 @@ def test_no_two_samples_of_a_step_share_random_numbers(filtered):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_selects_the_same_samples(files, filtered, tmp_path):
-    shutil.copytree(filtered, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
-    train(files, tmp_path / "run", algorithm__filter_groups__enable=True)
-    assert records_of_steps(tmp_path / "run") == records_of_steps(filtered)
+@pytest.mark.parametrize("metric", ["score", "accuracy"])
+def test_a_resumed_run_selects_the_same_samples(files, tmp_path, metric):
+    options = {
+        "algorithm__filter_groups__enable": True,
+        "algorithm__filter_groups__metric": metric,
+        "data__curriculum": "solve_rate",
+    }
+    train(files, tmp_path / "undisturbed", **options)
+    shutil.copytree(tmp_path / "undisturbed", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "4")
+    train(files, tmp_path / "resumed", **options)
+    resumed, undisturbed = [
+        records_of_steps(tmp_path / name) for name in ("resumed", "undisturbed")
+    ]
+    assert resumed == undisturbed and len(resumed) == 4
 
 
 @pytest.mark.slow

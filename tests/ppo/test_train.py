@@ -31,6 +31,7 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import loop, precompilation, standalone_evaluation
 from jax_ppo.reporting.sample_files import read_samples
 from jax_ppo.runtime import compilation, meshes, placement
+from jax_ppo.training.checkpoint import Progress
 from llama_folder import write_llama
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -700,14 +701,14 @@ def test_an_error_stops_the_precompilation(monkeypatch):
     run = mock.MagicMock(mesh=meshes.make_mesh(schema.MeshShape()))
     run.config.data.train_batch_size = run.config.rollout.n = 1
     run.batches.return_value = iter([mock.MagicMock()] * 2)
-    with pytest.raises(KeyError), precompilation.precompile_in_background(run, 0):
+    with pytest.raises(KeyError), precompilation.precompile_in_background(run, Progress()):
         first.wait(60)
         threading.Timer(2, release.set).start()  # by then the error has been noticed
         raise KeyError
     assert started == ["one"]
     with (
         pytest.raises(ValueError, match="out of memory"),
-        precompilation.precompile_in_background(run, 0),
+        precompilation.precompile_in_background(run, Progress()),
     ):
         pass
 
