@@ -1,7 +1,7 @@
 """Draw prompts that are solved sometimes more often than those that are always or never solved.
 
-The variance of correctness is p (1 - p) at a solve rate of p: largest where half of the responses are
-correct, and 0 where comparing them teaches nothing.
+The variance of correctness is p (1 - p) at a solve rate of p: largest where half of the responses
+are correct, and 0 where comparing them teaches nothing.
 """
 
 from collections.abc import Iterator
