@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jax_ppo.config import command_line
+from jax_ppo.config import command_line, parsing
 from jax_ppo.config.schema import Config
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import signals
@@ -83,11 +83,15 @@ def prepared_run(options: Config, workdir: str | Path) -> Iterator[Path]:
 
 
 def _run(options: Config, workdir: str | Path, run: Callable[[Config, Path], object]) -> None:
+    from jax_ppo.reporting import console
     from jax_ppo.runtime import distributed, watchdog
 
     watched = watchdog.watch(options.distributed.stall_seconds, distributed.end_all)
     try:
         with watched, prepared_run(options, workdir) as folder:
             run(options, folder)
+            console.print_on_main(f"report: {workdir}/report.html")
+            if "tensorboard" in parsing.parse_loggers(options.trainer.logger):
+                console.print_on_main(f"curves: tensorboard --logdir {workdir}/tensorboard")
     except UserError as error:
         sys.exit(f"error: {error}")

@@ -158,11 +158,12 @@ def _validate_argument(argument: str) -> str | None:
 
 
 def _validate_override(name: str, value: str, *, has_value: bool) -> None:
-    types = {option.name: option.value_type for option in all_options()}
-    if name not in types:
+    options = {option.name: option for option in all_options()}
+    if name not in options:
         raise loading.unknown_option_error(name)
-    value_type = types[name]
-    if value_type is str and value[:1] + value[-1:] in ("[]", "()"):
+    value_type = options[name].value_type
+    is_list = options[name].facts.is_list
+    if value_type is str and not is_list and value[:1] + value[-1:] in ("[]", "()"):
         items = [item.strip(" '\"") for item in value[1:-1].split(",")]
         raise UserError(
             f"config.{name}={value!r}: lists are written as one text, "

@@ -214,6 +214,8 @@ def _resolve(values: Any, name: str) -> Any:
 def _validate_value(name: str, value: Any, annotation: Any, facts: Facts) -> Any:
     """Return the value in its proper type; raise `UserError` for a wrong type or range."""
     expected = strip_none(annotation)
+    if facts.is_list:
+        value = _join_items(value)
     if value is None:
         if expected is annotation:
             raise UserError(f"{name}: must be set ({facts.doc})")
@@ -235,6 +237,15 @@ def _validate_value(name: str, value: Any, annotation: Any, facts: Facts) -> Any
             f"{name}={value!r}: expected one of {known}.{did_you_mean(str(value), facts.choices)}"
         )
     _validate_range(name, value, facts)
+    return value
+
+
+def _join_items(value: Any) -> Any:
+    """Return a list of texts, or a text that is written as one, as items separated by commas."""
+    if isinstance(value, str) and value[:1] + value[-1:] in ("[]", "()"):
+        value = [item.strip(" '\"") for item in value[1:-1].split(",")]
+    if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+        return ",".join(value)
     return value
 
 

@@ -50,6 +50,7 @@ class Facts:
       unit: The unit of a number, such as "tokens".
       choices: The permitted values.
       aliases: Other names of some choices; the value is replaced by the choice.
+      is_list: The text holds items separated by commas; a list of them is accepted too.
       at_least: Inclusive lower bound.
       above: Exclusive lower bound.
       at_most: Inclusive upper bound.
@@ -66,6 +67,7 @@ class Facts:
     unit: str = ""
     choices: tuple[str, ...] | None = None
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
+    is_list: bool = False
     at_least: Bound | None = None
     above: Bound | None = None
     at_most: Bound | None = None

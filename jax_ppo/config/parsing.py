@@ -26,6 +26,11 @@ def parse_lora_targets(text: str) -> tuple[str, ...]:
     return tuple(name for name in LORA_TARGETS if name in names)
 
 
+def parse_loggers(text: str) -> tuple[str, ...]:
+    """Return the loggers that `trainer.logger` names."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 def parse_schedule(text: str) -> tuple[SchedulePoint, ...]:
     """Return the points of a schedule such as "0:0.01,200:0".
 

@@ -122,7 +122,7 @@ VERL = {
     "trainer.max_critic_ckpt_to_keep": "config.trainer.max_checkpoints",
     "trainer.resume_mode": "config.trainer.resume",
     "trainer.experiment_name": "config.experiment_name",
-    "trainer.project_name": "config.experiment_name names the run",
+    "trainer.project_name": "config.trainer.project_name",
     "trainer.default_local_dir": _WORKDIR,
     "trainer.default_hdfs_dir": _WORKDIR,
     "trainer.nnodes": _LAUNCHER,

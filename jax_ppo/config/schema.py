@@ -15,6 +15,7 @@ VERL_KINDS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "low_var_kl+": "k3+"}
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 POLICY_LOSSES = ("vanilla", "importance", "gspo", "gmpo", "cispo", "reinforce")
 STORED_DTYPES = ("float32", "bfloat16")
+LOGGERS = ("console", "tensorboard", "wandb", "mlflow")
 AGGREGATIONS = (
     "token-mean",
     "seq-mean-token-sum",
@@ -164,9 +165,12 @@ class Data:
         "training data: files (.jsonl, .jsonl.gz, .parquet), `arithmetic:COUNT`, `stories:COUNT`, "
         "`hf:OWNER/NAME/FILE` or `tfds:NAME/SPLIT`; separate several with commas; FILE[START:END] "
         "selects some of a file's rows",
+        is_list=True,
         fixed_on_resume=True,
     )
-    val_files: str = option("", "held-out data in the same notation; empty turns evaluation off")
+    val_files: str = option(
+        "", "held-out data in the same notation; empty turns evaluation off", is_list=True
+    )
     train_batch_size: int = option(64, "prompts per step", unit="prompts", at_least=1)
     val_batch_size: int = option(
         256, "prompts sampled at once in an evaluation", unit="prompts", at_least=1
@@ -275,6 +279,7 @@ class Lora:
         "projections with adapters, separated by commas: "
         + ", ".join(LORA_TARGETS)
         + "; or all-linear for all of them",
+        is_list=True,
         effective_when=(HAS_ADAPTERS,),
     )
     path: str = option(
@@ -1160,7 +1165,20 @@ class Trainer:
     )
     logger: str = option(
         "tensorboard",
-        "curves besides the CSV: tensorboard, wandb, both separated by a comma, or empty",
+        "curves besides the CSV, separated by commas: tensorboard, wandb, mlflow (on the server of "
+        "MLFLOW_TRACKING_URI, or in the work directory), or empty. console is accepted: it always "
+        "shows the steps",
+        is_list=True,
+    )
+    project_name: str = option("jax_ppo", "project in wandb, experiment in mlflow")
+    wandb_entity: str = option("", "user or team in wandb; empty: wandb's default")
+    tags: str = option("", "tags of the run in wandb and mlflow, separated by commas", is_list=True)
+    plot_freq: int = option(
+        20,
+        "steps between updates of training_curves.png and report.html, besides those at "
+        "evaluations; 0: at evaluations only",
+        unit="steps",
+        at_least=0,
     )
 
 

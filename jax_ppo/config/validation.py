@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable
 
 from jax_ppo.config import parsing
-from jax_ppo.config.schema import POLICY_LOSSES, Config, Lora, all_options, option_value
+from jax_ppo.config.schema import LOGGERS, POLICY_LOSSES, Config, Lora, all_options, option_value
 from jax_ppo.errors import UserError, did_you_mean
 
 Rule = Callable[[Config], None]  # raises UserError
@@ -343,9 +343,12 @@ def require_process_id(config: Config) -> None:
 def require_known_loggers(config: Config) -> None:
     """Raise `UserError` for a logger that does not exist."""
     text = config.trainer.logger
-    for logger in filter(None, text.split(",")):
-        if logger not in ("tensorboard", "wandb"):
-            raise UserError(f"config.trainer.logger={text!r}: expected tensorboard, wandb, or both")
+    for logger in parsing.parse_loggers(text):
+        if logger not in LOGGERS:
+            raise UserError(
+                f"config.trainer.logger={text!r}: expected some of {', '.join(LOGGERS)}, separated "
+                f"by commas.{did_you_mean(logger, LOGGERS)}"
+            )
 
 
 MACHINE_RULES: tuple[Rule, ...] = (

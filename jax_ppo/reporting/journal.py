@@ -1,8 +1,10 @@
 """Logging shared by all commands: step metrics, evaluations and the summary at the end."""
 
+import collections
 import contextlib
 import dataclasses
 import operator
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -85,7 +87,7 @@ class Journal:
         self._compiled = compiled
         self._log = MetricsLog(
             workdir=workdir,
-            loggers=tuple(filter(None, config.trainer.logger.split(","))),
+            options=config.trainer,
             experiment_name=config.experiment_name,
             config_dict=dataclasses.asdict(config),
             first_step=progress.step,
@@ -97,6 +99,7 @@ class Journal:
         self._bar = console.ProgressBar(total_steps, progress.step, distributed.is_main())
         self._warnings: list[str] = []
         self._skipped_in_a_row = 0
+        self._last_seconds = collections.deque[float](maxlen=10)
         self._straggler: int | None = None
         # Monotonic: a change of the system's clock does not affect durations.
         self._started = time.monotonic()
@@ -145,6 +148,9 @@ class Journal:
         seconds = now - self._step_started
         metrics["seconds/step"] = seconds
         metrics["tokens_per_second"] = tokens / seconds
+        metrics["perf/tokens_per_second_per_device"] = tokens / seconds / jax.device_count()
+        self._last_seconds.append(seconds)
+        metrics["perf/seconds_left"] = self._seconds_left(step)
         self._step_started = now
         metrics |= self._measure_efficiency(seconds, 0.0 if skipped else seconds, flops)
         waited_seconds = sum(phases.get(f"seconds/{name}", 0.0) for name in WAITING_PHASES)
@@ -153,6 +159,9 @@ class Journal:
         self._bar.advance(
             console.format_step_line(step, self._total_steps, metrics, self._layout.columns)
         )
+        plot_freq = self._config.trainer.plot_freq
+        if plot_freq and step % plot_freq == 0 and step < self._total_steps:
+            self._plot(step)
         # A single skipped step is harmless; many in a row mean that the run has diverged.
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if self._skipped_in_a_row == self._config.trainer.max_skipped_updates:
@@ -162,6 +171,14 @@ class Journal:
                 f"config.{self._layout.learning_rate_option} or config.model.dtype=float32 may help"
             )
         return metrics
+
+    def _seconds_left(self, step: int) -> float:
+        """Return the expected time of the remaining steps, without evaluations and checkpoints.
+
+        They are taken to be as long as the median of the last steps, so that a step that compiled
+        does not count.
+        """
+        return statistics.median(self._last_seconds) * (self._total_steps - step)
 
     def _measure_efficiency(
         self, seconds: float, kept_seconds: float, flops: float | None
@@ -300,6 +317,8 @@ class Journal:
 
     def _write_report(self, step: int) -> None:
         status = f"{step} of {self._total_steps} steps"
+        if self._last_seconds and step < self._total_steps:
+            status += f", about {self._seconds_left(step) / 60:,.0f} min left"
         if self.progress.evaluations:
             latest = self.progress.evaluations[-1]
             figures = [

@@ -1,4 +1,4 @@
-"""Destinations of step metrics: training_metrics.csv, TensorBoard and Weights & Biases.
+"""Destinations of step metrics: training_metrics.csv, TensorBoard and experiment trackers.
 
 Only the main process writes. `training_metrics.csv` is the record of a run: one row per step in
 full precision, and the same file whether or not the run was interrupted (except for timings).
@@ -7,15 +7,14 @@ full precision, and the same file whether or not the run was interrupted (except
 import contextlib
 import csv
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jax_ppo.errors import UserError
+from jax_ppo.config.parsing import parse_loggers
+from jax_ppo.config.schema import Trainer
 from jax_ppo.reporting.atomic import replace_file
-
-MetricSink = Callable[[int, dict[str, float]], None]
+from jax_ppo.reporting.trackers import MetricSink, open_mlflow, open_wandb
 
 
 class CurveFile:
@@ -86,7 +85,7 @@ class MetricsLog:
     def __init__(
         self,
         workdir: Path,
-        loggers: tuple[str, ...],
+        options: Trainer,
         experiment_name: str,
         config_dict: dict[str, Any],
         first_step: int,
@@ -96,15 +95,16 @@ class MetricsLog:
 
         Args:
           workdir: a folder, created if it does not exist.
-          loggers: any of "tensorboard" (events in WORKDIR/tensorboard) and "wandb".
-          experiment_name: name of the run in wandb.
-          config_dict: the resolved configuration, shown by wandb.
+          options: `config.trainer`, which names the loggers: tensorboard (events in
+            WORKDIR/tensorboard), wandb and mlflow.
+          experiment_name: name of the run in the trackers.
+          config_dict: the resolved configuration, shown by the trackers.
           first_step: steps that are complete. 0 starts new files; otherwise records of later steps
             are dropped.
           is_main: whether this is the main process. Other processes write nothing.
 
         Raises:
-          UserError: wandb is requested but not installed.
+          UserError: a tracker is requested but not installed.
         """
         self._sinks: list[MetricSink] = []
         self._closers: list[Callable[[], object]] = []
@@ -113,10 +113,14 @@ class MetricsLog:
         workdir = Path(workdir)
         workdir.mkdir(parents=True, exist_ok=True)
         self._sinks.append(CurveFile(workdir / "training_metrics.csv", first_step).write)
+        loggers = parse_loggers(options.logger)
         if "tensorboard" in loggers:
             self._open_tensorboard(workdir / "tensorboard", first_step)
-        if "wandb" in loggers:
-            self._open_wandb(workdir, experiment_name, config_dict, first_step)
+        for name, open_tracker in (("wandb", open_wandb), ("mlflow", open_mlflow)):
+            if name in loggers:
+                tracker = open_tracker(options, workdir, experiment_name, config_dict, first_step)
+                self._sinks.append(tracker.write)
+                self._closers.append(tracker.close)
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -167,31 +171,3 @@ class MetricsLog:
 
         self._sinks.append(write_scalars)
         self._closers.append(writer.close)
-
-    def _open_wandb(
-        self, workdir: Path, name: str, config_dict: dict[str, Any], first_step: int
-    ) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise UserError(
-                "config.trainer.logger asks for wandb, which is not installed: "
-                "pip install 'jax_ppo[wandb]'"
-            ) from error
-        id_file = workdir / "wandb_id.txt"
-        # A new run gets a new id; a resumed one continues its record under the old id.
-        if not (first_step and id_file.exists()):
-            id_file.write_text(uuid.uuid4().hex[:8])
-        run = wandb.init(
-            project="jax_ppo",
-            name=name,
-            id=id_file.read_text(),
-            resume="allow",
-            config=config_dict,
-            dir=str(workdir),
-        )
-        # wandb's own step cannot decrease, but ours does when a run resumes from a checkpoint.
-        # Therefore our step is logged as one of the metrics.
-        run.define_metric("*", step_metric="step")
-        self._sinks.append(lambda step, metrics: run.log({"step": step} | metrics))
-        self._closers.append(run.finish)

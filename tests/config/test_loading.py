@@ -246,8 +246,8 @@ def test_overrides_and_argument(config_file):
         ("--rollout.n=2", r"--rollout\.n: write --config\.rollout\.n=VALUE"),
         ("--learning_rate=1e-5", r"TRL's learning_rate: config\.actor\.optim\.lr"),
         (
-            "--config.trainer.logger=['console','wandb']",
-            r"lists are written as one text, --config\.trainer\.logger=console,wandb",
+            "--config.model.path=['a','b']",
+            r"lists are written as one text, --config\.model\.path=a,b",
         ),
         ("rollout.n=2", "rollout.n=2: not an option"),
     ],
@@ -255,6 +255,22 @@ def test_overrides_and_argument(config_file):
 def test_command_line_mistakes(config_file, argument, message):
     with pytest.raises(UserError, match=message):
         command_line.read_command_line(["train", f"--config={config_file}", argument])
+
+
+@pytest.mark.parametrize(
+    "value", ["['console','tensorboard']", "(console, tensorboard)", "console,tensorboard"]
+)
+def test_a_list_is_written_in_any_form_on_the_command_line(config_file, value):
+    arguments = ["train", f"--config={config_file}", f"--config.trainer.logger={value}"]
+    assert command_line.read_command_line(arguments)[0].trainer.logger == "console,tensorboard"
+
+
+def test_a_list_is_a_list_in_python(config_file):
+    files = ["a.jsonl", "b.parquet[:100]"]
+    config = loading.load_config(
+        str(config_file), {"data.train_files": files, "model.path": "some/model"}
+    )
+    assert config.data.train_files == "a.jsonl,b.parquet[:100]"
 
 
 def test_all_mistakes_of_a_command_line_are_reported_at_once(config_file):

@@ -4,6 +4,7 @@ import json
 import time
 import types
 
+import jax
 import numpy as np
 import pytest
 from safetensors import safe_open
@@ -106,6 +107,23 @@ def test_throughput_counts_the_tokens_of_all_responses(tmp_path):
     [row] = read_metrics_csv(tmp_path / "training_metrics.csv")
     tokens = float(row["tokens_per_second"]) * float(row["seconds/step"])
     assert tokens == pytest.approx(4 * 8 * 2)
+
+
+def test_curves_and_report_are_written_while_a_run_goes_on(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(report.Reporter, "_plot", lambda self, step: written.append(step))
+    report_steps(tmp_path, [{}] * 7, trainer__plot_freq=3)
+    assert written == [3, 6]
+
+
+def test_the_time_left_is_that_of_as_many_median_steps(tmp_path):
+    report_steps(tmp_path, [{}] * 5)
+    rows = read_metrics_csv(tmp_path / "training_metrics.csv")
+    seconds = [float(row["seconds/step"]) for row in rows]
+    left = [float(row["perf/seconds_left"]) for row in rows]
+    assert left == pytest.approx([np.median(seconds[: k + 1]) * (4 - k) for k in range(5)])
+    per_device = float(rows[0]["perf/tokens_per_second_per_device"])
+    assert per_device * jax.device_count() == pytest.approx(float(rows[0]["tokens_per_second"]))
 
 
 def test_goodput_is_the_share_of_steps_that_still_count(tmp_path):

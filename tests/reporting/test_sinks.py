@@ -3,14 +3,12 @@
 import csv
 import json
 import math
-import sys
-import types
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ppo.errors import UserError
+from jax_ppo.config.schema import Trainer
 from jax_ppo.ppo import report
 from jax_ppo.reporting.curves import plot_curves
 from jax_ppo.reporting.sinks import MetricsLog, read_metrics_csv
@@ -26,7 +24,8 @@ EVALUATION = {"eval/accuracy": 0.5, "eval/reward_mean": 0.25}
 
 
 def open_log(folder, first_step=0, loggers=(), is_main=True):
-    return MetricsLog(folder, loggers, "name", {"seed": 0}, first_step, is_main)
+    options = Trainer(logger=",".join(loggers))
+    return MetricsLog(folder, options, "name", {"seed": 0}, first_step, is_main)
 
 
 def rows(folder):
@@ -150,38 +149,6 @@ class TestTensorBoard:
         ]
         self.write(tmp_path, 0, 1, 3.0)
         assert self.read(tmp_path)["reward/mean"] == [(1, 3)]
-
-
-class TestWandb:
-    def test_a_resumed_run_has_the_same_id(self, tmp_path, monkeypatch):
-        calls = []
-        run = types.SimpleNamespace(
-            log=lambda metrics: calls.append(metrics),
-            finish=lambda: calls.append("finish"),
-            define_metric=lambda name, step_metric: calls.append((name, step_metric)),
-        )
-        starts = []
-        fake = types.SimpleNamespace(init=lambda **arguments: starts.append(arguments) or run)
-        monkeypatch.setitem(sys.modules, "wandb", fake)
-        with open_log(tmp_path, 0, ("wandb",)) as writer:
-            writer.write(1, EVALUATION)
-        assert calls == [("*", "step"), {"step": 1} | EVALUATION, "finish"]
-        open_log(tmp_path, 1, ("wandb",)).close()
-        open_log(tmp_path, 0, ("wandb",)).close()
-        assert starts[0] | {"id": 0} == {
-            "project": "jax_ppo",
-            "name": "name",
-            "id": 0,
-            "resume": "allow",
-            "config": {"seed": 0},
-            "dir": str(tmp_path),
-        }
-        assert starts[0]["id"] == starts[1]["id"] != starts[2]["id"]
-
-    def test_a_missing_package_is_named(self, tmp_path, monkeypatch):
-        monkeypatch.setitem(sys.modules, "wandb", None)
-        with pytest.raises(UserError, match=r"jax_ppo\[wandb\]"):
-            open_log(tmp_path, 0, ("wandb",))
 
 
 class TestCurves:

@@ -1,0 +1,67 @@
+"""Weights & Biases and MLflow, as they are installed, without a server."""
+
+import sys
+
+import pytest
+
+from jax_ppo.config.schema import Trainer
+from jax_ppo.errors import UserError
+from jax_ppo.reporting.sinks import MetricsLog
+
+CONFIG = {"seed": 0, "actor": {"optim": {"lr": 1e-6}}, "note": "n" * 9000}
+
+
+def write_steps(folder, logger, first_step, last_step, value):
+    options = Trainer(logger=logger, project_name="maths", wandb_entity="us", tags="ppo, gsm8k")
+    with MetricsLog(folder, options, "my run", CONFIG, first_step, is_main=True) as log:
+        for step in range(first_step + 1, last_step + 1):
+            log.write(step, {"reward/mean": value * step, "seconds/step": 1.0})
+
+
+@pytest.mark.slow
+def test_wandb_continues_the_record_of_a_resumed_run(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    starts = []
+    init = wandb.init
+    monkeypatch.setattr(
+        wandb, "init", lambda **arguments: starts.append(arguments) or init(**arguments)
+    )
+    write_steps(tmp_path, "wandb", 0, 4, 0.5)
+    write_steps(tmp_path, "wandb", 2, 3, 0.5)
+    write_steps(tmp_path / "another", "wandb", 0, 1, 0.5)
+    first, resumed, another = starts
+    assert first == resumed and first["id"] != another["id"]
+    assert (first["project"], first["entity"], first["name"]) == ("maths", "us", "my run")
+    assert first["tags"] == ["ppo", "gsm8k"]
+    # The values arrived in wandb's own files, with our step as a metric.
+    records = [path.read_bytes() for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb")]
+    assert len(records) == 2 and all(b"reward/mean" in record for record in records)
+
+
+def test_mlflow_continues_the_record_of_a_resumed_run(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow")
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    write_steps(tmp_path, "mlflow", 0, 4, 0.5)
+    write_steps(tmp_path, "mlflow", 2, 5, 0.5)
+    client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
+    experiment = client.get_experiment_by_name("maths")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED" and run.info.run_name == "my run"
+    assert run.data.tags["gsm8k"] == "true"
+    assert run.data.params["actor.optim.lr"] == "1e-06" and len(run.data.params["note"]) == 500
+    history = client.get_metric_history(run.info.run_id, "reward/mean")
+    assert {(point.step, point.value) for point in history} == {
+        (step, 0.5 * step) for step in (1, 2, 3, 4, 5)
+    }
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_missing_package_is_named(tmp_path, monkeypatch, name):
+    for module in (name, f"{name}.tracking"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=rf"jax_ppo\[{name}\]"):
+        write_steps(tmp_path, name, 0, 1, 0.5)
