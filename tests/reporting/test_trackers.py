@@ -1,6 +1,7 @@
 """Weights & Biases and MLflow, as they are installed, without a server."""
 
 import sys
+import types
 
 import pytest
 
@@ -16,6 +17,24 @@ def write_steps(folder, logger, first_step, last_step, value):
     with MetricsLog(folder, options, "my run", CONFIG, first_step, is_main=True) as log:
         for step in range(first_step + 1, last_step + 1):
             log.write(step, {"reward/mean": value * step, "seconds/step": 1.0})
+
+
+def test_wandb_takes_our_step_as_a_metric_since_its_own_cannot_decrease(tmp_path, monkeypatch):
+    calls = []
+    run = types.SimpleNamespace(
+        log=lambda metrics: calls.append(metrics),
+        finish=lambda: calls.append("finish"),
+        define_metric=lambda name, step_metric: calls.append((name, step_metric)),
+    )
+    starts = []
+    fake = types.SimpleNamespace(init=lambda **arguments: starts.append(arguments) or run)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    write_steps(tmp_path, "wandb", 0, 1, 0.5)
+    metrics = {"step": 1, "reward/mean": 0.5, "seconds/step": 1.0}
+    assert calls == [("*", "step"), metrics, "finish"]
+    write_steps(tmp_path, "wandb", 1, 2, 0.5)
+    write_steps(tmp_path, "wandb", 0, 1, 0.5)
+    assert starts[0]["id"] == starts[1]["id"] != starts[2]["id"]
 
 
 @pytest.mark.slow
