@@ -37,6 +37,7 @@ class Example:
       response: a demonstration, or the preferred response of a pair; `None` if the row has none.
         PPO does not read it.
       rejected: the other response of a pair; `None` if the row has none.
+      source: which of the sources of `data.train_files` the row is from, counted from 0.
     """
 
     prompt: str | tuple[dict[str, str], ...]
@@ -45,6 +46,7 @@ class Example:
     extra_info: dict[str, Any] = dataclasses.field(default_factory=dict)
     response: str | None = None
     rejected: str | None = None
+    source: int = 0
 
 
 @pytree

@@ -162,9 +162,10 @@ class Data:
 
     train_files: str = option(
         "",
-        "training data: files (.jsonl, .jsonl.gz, .parquet), `arithmetic:COUNT`, `stories:COUNT`, "
-        "`hf:OWNER/NAME/FILE` or `tfds:NAME/SPLIT`; separate several with commas; FILE[START:END] "
-        "selects some of a file's rows",
+        "training data: files (.jsonl, .jsonl.gz, .json, .csv, .parquet), `arithmetic:COUNT`, "
+        "`stories:COUNT`, `hf:OWNER/NAME/FILE` or `tfds:NAME/SPLIT`; separate several with commas; "
+        "FILE[START:END] selects some of a file's rows; with a weight for each, as in "
+        "a.jsonl*0.7,b.csv*0.3, sources are mixed in these shares",
         is_list=True,
         fixed_on_resume=True,
     )
@@ -181,6 +182,13 @@ class Data:
         "ones; unset: all",
         unit="prompts",
         at_least=1,
+    )
+    train_max_samples: int | None = option(
+        None,
+        "number of training examples to use, from the start of the files; unset: all",
+        unit="examples",
+        at_least=1,
+        fixed_on_resume=True,
     )
     max_prompt_length: int = option(
         512,
@@ -199,8 +207,17 @@ class Data:
         "how to treat an overlong prompt that was not dropped",
         choices=("error", "left", "right", "middle"),
     )
-    prompt_key: str = option(
-        "prompt", "column of the prompt in rows in verl's form (text, or a list of messages)"
+    prompt_key: str = option("prompt", "column of the prompt (text, or a list of messages)")
+    ground_truth_key: str = option(
+        "ground_truth", "column of the reference answer in rows that are not in verl's form"
+    )
+    system_prompt: str = option(
+        "", "system message in front of every chat, in place of its own if it has one"
+    )
+    prompt_template: str = option(
+        "",
+        "text around every prompt, or around the last message of a chat, which takes the place of "
+        "{prompt}: instructions, or solved examples; @FILE reads it from a file",
     )
     instruction: str = option(
         "", "text appended to the question, after a space, in rows in GSM8K's form"

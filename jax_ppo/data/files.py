@@ -1,5 +1,6 @@
-"""Reading rows of JSONL and Parquet files, each with its location for error messages."""
+"""Reading rows of JSONL, JSON, CSV and Parquet files, each with its location for messages."""
 
+import csv
 import gzip
 import json
 import re
@@ -11,7 +12,7 @@ from typing import Any
 
 from jax_ppo.errors import UserError, did_you_mean, shorten
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 # Rows are copied, printed and sent to other processes by functions that call themselves for each
 # level, so that a deeper row would fail far from here. Parquet has the same limit.
 MAX_NESTING = 100
@@ -24,7 +25,8 @@ def read_rows(path: Path, option: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Return an iterator over the (location, row) pairs of a file.
 
     Args:
-      path: a JSONL, gzipped JSONL or Parquet file.
+      path: a JSONL, gzipped JSONL, JSON, CSV or Parquet file. A JSON file holds a list of objects,
+        or an object whose only entry is such a list. The values of a CSV file are texts.
       option: the option that names the file, for messages.
 
     Returns:
@@ -39,7 +41,11 @@ def read_rows(path: Path, option: str) -> Iterator[tuple[str, dict[str, Any]]]:
         raise _missing_file_error(path, option)
     if path.name.endswith(".parquet"):
         return _read_parquet_rows(path)
-    return _read_json_rows(path)
+    if path.name.endswith(".csv"):
+        return _read_csv_rows(path)
+    if path.name.endswith(".json"):
+        return _read_json_rows(path)
+    return _read_jsonl_rows(path)
 
 
 def _missing_file_error(path: Path, option: str) -> UserError:
@@ -57,7 +63,7 @@ def _missing_file_error(path: Path, option: str) -> UserError:
     return UserError(f"{option}: there is no file {path}.{did_you_mean(path.name, siblings)}")
 
 
-def _read_json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     is_gzipped = path.name.endswith(".gz")
     number = 0
     try:
@@ -77,12 +83,64 @@ def _read_json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         ) from error
 
 
-def _parse_json_object(line: str, location: str) -> dict[str, Any]:
+def _read_json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+    content = _parse_json(text, str(path))
+    # A list, as it is or as the only entry of an object: {"data": [...]}.
+    if isinstance(content, dict) and len(content) == 1:
+        [content] = content.values()
+    if not isinstance(content, list):
         raise UserError(
-            f"{location}: not JSON: {error.msg} at column {error.colno} of {shorten(line)!r}"
+            f"{path}: expected a list of objects, got {type(content).__name__}; a file with an "
+            "object per line is named .jsonl"
+        )
+    for number, row in enumerate(content, 1):
+        location = f"{path}, row {number}"
+        if not isinstance(row, dict):
+            raise UserError(
+                f"{location}: expected a JSON object, got {type(row).__name__}: "
+                f"{shorten(repr(row))}"
+            )
+        if _nesting(row) > MAX_NESTING:
+            raise _nesting_error(location)
+        _require_text(row, location)
+        yield location, row
+
+
+def _read_csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    number = 0
+    # A long prompt is no mistake.
+    csv.field_size_limit(sys.maxsize)
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as lines:
+            reader = csv.DictReader(lines, strict=True)
+            names = reader.fieldnames or []
+            if len(set(names)) < len(names):
+                raise UserError(f"{path}: several columns have the same name: {', '.join(names)}")
+            for number, row in enumerate(reader, 1):
+                location = f"{path}, row {number}"
+                # DictReader files surplus values under None, and None for missing ones.
+                if None in row or None in row.values():
+                    raise UserError(
+                        f"{location}: expected {len(names)} values, one for each column of the "
+                        f"first line, {shorten(', '.join(names))!r}"
+                    )
+                yield location, row
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise UserError(f"{path}, after row {number}: cannot be read as CSV: {error}") from error
+
+
+def _parse_json(text: str, location: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if "\n" in text else ""
+        shown = shorten(error.doc.splitlines()[error.lineno - 1] if line else text)
+        raise UserError(
+            f"{location}: not JSON: {error.msg} at {line}column {error.colno} of {shown!r}"
         ) from error
     except RecursionError as error:
         raise _nesting_error(location) from error
@@ -92,6 +150,10 @@ def _parse_json_object(line: str, location: str) -> dict[str, Any]:
             f"{location}: an integer has more than {sys.get_int_max_str_digits()} digits; write "
             "it as text"
         ) from error
+
+
+def _parse_json_object(line: str, location: str) -> dict[str, Any]:
+    row = _parse_json(line.rstrip("\r\n"), location)
     if not isinstance(row, dict):
         raise UserError(
             f"{location}: expected a JSON object, got {type(row).__name__}: {shorten(line)!r}"

@@ -157,6 +157,7 @@ class PromptBatches:
         seed: int = 0,
         position: int = 0,
         repeat: bool = True,
+        weights: Sequence[float] | None = None,
     ) -> None:
         """Create the iterator.
 
@@ -167,9 +168,12 @@ class PromptBatches:
           seed: seed of the orders.
           position: where to start, a saved `position`.
           repeat: False stops after the first epoch.
+          weights: of the sources of the data set; an epoch has as many rows as the data set, in
+            these shares. `None`: each row once.
 
         Raises:
-          UserError: the data set is smaller than a batch, or the position is negative.
+          UserError: the data set is smaller than a batch, a source has no row or no share, or the
+            position is negative.
         """
         if not 1 <= batch_size <= len(dataset):
             raise UserError(
@@ -185,6 +189,7 @@ class PromptBatches:
         self.seed = seed
         self.repeat = repeat
         self.position = position
+        self._mixture = None if weights is None else Mixture(dataset, weights, shuffle, seed)
         # The epoch that `_order` belongs to, and the order of its rows.
         self._ordered_epoch = -1
         self._order = np.arange(0)
@@ -220,12 +225,82 @@ class PromptBatches:
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if self._ordered_epoch != epoch:
             rows = len(self.dataset)
-            if self.shuffle:
+            if self._mixture is not None:
+                self._order = self._mixture.epoch_order(epoch)
+            elif self.shuffle:
                 self._order = np.random.default_rng([self.seed, epoch]).permutation(rows)
             else:
                 self._order = np.arange(rows)
             self._ordered_epoch = epoch
         return self._order
+
+
+class Mixture:
+    """The order of rows that are mixed from several sources in given shares.
+
+    A source is passed through as often as its share needs, shuffled anew each time; rows that an
+    epoch leaves begin the next one.
+    """
+
+    def __init__(
+        self, dataset: PromptDataset, weights: Sequence[float], shuffle: bool, seed: int
+    ) -> None:
+        """Divide the rows of an epoch among the sources.
+
+        Args:
+          dataset: the prompts of all sources.
+          weights: of each source, above 0.
+          shuffle: use a new order in each pass; False keeps the order of the rows.
+          seed: seed of the orders.
+
+        Raises:
+          UserError: a source has no row, or so small a share that an epoch has no row of it.
+        """
+        sources = np.array([example.source for example in dataset.examples])
+        self._rows = [np.flatnonzero(sources == source) for source in range(len(weights))]
+        self._shuffle = shuffle
+        self._seed = seed
+        # Largest remainders: the counts add up to the rows of the data set.
+        shares = np.array(weights) / np.sum(weights) * len(dataset)
+        counts = np.floor(shares).astype(int)
+        counts[np.argsort(counts - shares, kind="stable")[: len(dataset) - counts.sum()]] += 1
+        self._counts = counts
+        for source, (rows, count) in enumerate(zip(self._rows, counts, strict=True), 1):
+            if not len(rows) or not count:
+                raise UserError(
+                    f"{dataset.name}: source {source} of {len(weights)} has {len(rows)} prompts "
+                    f"and a share of {count} of {len(dataset)} per epoch; remove it, or give it "
+                    "more of both"
+                )
+
+    def epoch_order(self, epoch: int) -> np.ndarray:
+        """Return the rows of an epoch, int [rows of the data set]."""
+        drawn = [
+            self._draw(source, epoch * count, (epoch + 1) * count)
+            for source, count in enumerate(self._counts.tolist())
+        ]
+        if self._shuffle:
+            order = np.random.default_rng([self._seed, epoch]).permutation(self._counts.sum())
+        else:
+            # Evenly: the k-th row of a source comes after that share of the epoch.
+            places = [(np.arange(len(rows)) + 0.5) / len(rows) for rows in drawn]
+            order = np.argsort(np.concatenate(places), kind="stable")
+        return np.concatenate(drawn)[order]
+
+    def _draw(self, source: int, start: int, end: int) -> np.ndarray:
+        """Return the draws `start` to `end` of a source, counted over all epochs."""
+        rows = self._rows[source]
+        first_pass, last_pass = start // len(rows), (end - 1) // len(rows)
+        passes = [self._pass_order(source, number) for number in range(first_pass, last_pass + 1)]
+        offset = first_pass * len(rows)
+        return np.concatenate(passes)[start - offset : end - offset]
+
+    def _pass_order(self, source: int, number: int) -> np.ndarray:
+        rows = self._rows[source]
+        if not self._shuffle:
+            return rows
+        # Three numbers, so that no pass has the seed of an epoch.
+        return np.random.default_rng([self._seed, number, source + 1]).permutation(rows)
 
 
 def evaluation_batches(dataset: PromptDataset, batch_size: int) -> Iterator[PromptBatch]:

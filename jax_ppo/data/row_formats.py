@@ -7,6 +7,7 @@ verl:    `data_source`, `prompt` (text, or a list of messages), `reward_model` {
 HH-RLHF: `chosen` and `rejected`, two transcripts "\n\nHuman: ...\n\nAssistant: ..." with the
          same beginning. They stay plain text, whatever chat template a tokenizer has. The prompt
          ends with the last "\n\nAssistant:" that both share.
+Others:  prompts alone, demonstrations and preferences; see open_rows.py.
 """
 
 import os
@@ -15,55 +16,65 @@ from typing import Any
 
 import numpy as np
 
-from jax_ppo.errors import UserError, did_you_mean, shorten
+from jax_ppo.data import open_rows
+from jax_ppo.data.columns import Columns, parse_ground_truth
+from jax_ppo.data.messages import parse_prompt, shown
+from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.types import Example
 
 FORMS = (
     "expected GSM8K's form (question, answer with `#### N`), verl's (data_source, {prompt}, "
-    "reward_model with style and ground_truth, extra_info if any) or HH-RLHF's (chosen, rejected)"
+    "reward_model with style and ground_truth, extra_info if any), HH-RLHF's (chosen, rejected), "
+    "or a prompt as {prompt}, messages, instruction, problem or question"
 )
 GSM8K = "openai/gsm8k"
 HH_RLHF = "Anthropic/hh-rlhf"
 ASSISTANT = "\n\nAssistant:"
-_DEFAULT_RESPONSE_KEY = "answer"
+_DEFAULT_RESPONSE_KEY = Columns().response
 
 _GOLD = re.compile(r"####\s*(-?[0-9][0-9.,]*)")
 
 Row = dict[str, Any]
-Messages = tuple[dict[str, str], ...]
 
 
 def parse_row(
     row: Row,
     where: str,
-    prompt_key: str = "prompt",
+    columns: Columns | None = None,
     instruction: str = "",
-    response_key: str = _DEFAULT_RESPONSE_KEY,
 ) -> Example:
     """Return the example of one row.
 
     Args:
-      row: columns by name. If several formats match, verl takes precedence over GSM8K, and GSM8K
-        over HH-RLHF.
+      row: columns by name. If several formats match, verl takes precedence over GSM8K, GSM8K over
+        HH-RLHF, and HH-RLHF over the others.
       where: location of the row, for error messages.
-      prompt_key: column of the prompt in verl's format.
+      columns: names that options choose; `None`: the defaults.
       instruction: text added to the question in GSM8K's format, separated by a space.
-      response_key: column of the response in verl's format, or its name in extra_info.
 
     Raises:
       UserError: the row has none of the formats, or a column has the wrong type.
     """
+    columns = columns or Columns()
+    prompt_key = columns.prompt
     # The most specific set of columns comes first.
     if {"data_source", prompt_key, "reward_model"} <= row.keys():
-        return _parse_verl_row(row, where, prompt_key, response_key)
-    if {"question", "answer"} <= row.keys():
+        return _parse_verl_row(row, where, prompt_key, columns.response)
+    # Another column with the answer than GSM8K's was chosen.
+    if {"question", "answer"} <= row.keys() and columns.ground_truth not in row:
         return _parse_gsm8k_row(row, where, instruction)
-    if {"chosen", "rejected"} <= row.keys():
+    is_transcript = isinstance(row.get("chosen"), str) and prompt_key not in row
+    if {"chosen", "rejected"} <= row.keys() and is_transcript:
         return _parse_hh_rlhf_row(row, where)
-    columns = ", ".join(map(str, row)) or "(none)"
-    message = f"{where}: found the columns {columns}; {FORMS.format(prompt=prompt_key)}"
+    # verl's form except for the prompt is a mistake, even if another column could be one.
+    lacks_prompt = {"data_source", "reward_model"} <= row.keys()
+    example = None if lacks_prompt else open_rows.parse_open_row(row, where, columns)
+    if example is not None:
+        return example
+    names = ", ".join(map(str, row)) or "(none)"
+    message = f"{where}: found the columns {names}; {FORMS.format(prompt=prompt_key)}"
     # verl's form except for the prompt: the option that names its column is probably wrong.
-    if {"data_source", "reward_model"} <= row.keys():
+    if lacks_prompt:
         raise UserError(
             f"{message}. config.data.prompt_key={prompt_key!r} names none of them."
             f"{did_you_mean(prompt_key, row)}"
@@ -136,16 +147,16 @@ def _parse_verl_row(row: Row, where: str, prompt_key: str, response_key: str) ->
     extra_info = row.get("extra_info")
     if not isinstance(reward_model, dict):
         raise UserError(
-            f"{where}: reward_model must hold style and ground_truth, got {_shown(reward_model)}"
+            f"{where}: reward_model must hold style and ground_truth, got {shown(reward_model)}"
         )
     if not isinstance(data_source, str):
-        raise UserError(f"{where}: data_source must be text, got {_shown(data_source)}")
+        raise UserError(f"{where}: data_source must be text, got {shown(data_source)}")
     if extra_info is not None and not isinstance(extra_info, dict):
-        raise UserError(f"{where}: extra_info must hold named values, got {_shown(extra_info)}")
+        raise UserError(f"{where}: extra_info must hold named values, got {shown(extra_info)}")
     return Example(
-        prompt=_parse_prompt(row[prompt_key], where, prompt_key),
+        prompt=parse_prompt(row[prompt_key], where, prompt_key),
         data_source=data_source,
-        ground_truth=_parse_ground_truth(reward_model.get("ground_truth")),
+        ground_truth=parse_ground_truth(reward_model.get("ground_truth")),
         extra_info=extra_info or {},
         response=_find_response(row, extra_info or {}, where, response_key),
     )
@@ -165,62 +176,3 @@ def _find_response(row: Row, extra_info: Row, where: str, response_key: str) -> 
         f"{where}: config.supervised.response_key={response_key!r} must name text, got "
         f"{type(response).__name__}"
     )
-
-
-def _parse_ground_truth(value: Any) -> Any:
-    """Return text, with numbers converted to text.
-
-    Lists and dicts are kept, for reward functions of the user's own.
-    """
-    if value is None:
-        return ""
-    return value if isinstance(value, (str, list, dict)) else str(value)
-
-
-def _parse_prompt(value: Any, where: str, prompt_key: str) -> str | Messages:
-    """Return text, or messages without entries that are None."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, dict):
-        value = _as_messages(value, where, prompt_key)
-    if not isinstance(value, (list, tuple)) or not value:
-        raise UserError(
-            f"{where}: {prompt_key} must be text or a list of messages, got {_shown(value)}"
-        )
-    for message in value:
-        if not _is_message(message):
-            raise UserError(
-                f"{where}: each message of {prompt_key} must hold role and content as text, got "
-                f"{_shown(message)}"
-            )
-    return tuple(
-        {key: item for key, item in message.items() if item is not None} for message in value
-    )
-
-
-def _as_messages(value: dict[str, Any], where: str, prompt_key: str) -> list[dict[str, Any]]:
-    """Return a single message as a list of one, and TFDS's lists by column as a list of rows."""
-    if _is_message(value):
-        return [value]
-    # Fields that a row lacks are None in Parquet.
-    value = {key: column for key, column in value.items() if column is not None}
-    lengths = {key: len(column) for key, column in value.items() if isinstance(column, list)}
-    is_by_column = {"role", "content"} <= value.keys() == lengths.keys()
-    if not is_by_column or len(set(lengths.values())) > 1:
-        raise UserError(
-            f"{where}: {prompt_key} must be a message whose role and content are text, or hold "
-            f"lists of one length by column, got {_shown(value)}"
-        )
-    rows = zip(*value.values(), strict=True)
-    return [dict(zip(value, row, strict=True)) for row in rows]
-
-
-def _is_message(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return False
-    return isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
-
-
-def _shown(value: Any) -> str:
-    """Return a value for a message, cut to one short line."""
-    return shorten(repr(value))

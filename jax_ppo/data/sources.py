@@ -1,6 +1,6 @@
 """The sources that `data.train_files` and `data.val_files` can name, and their examples.
 
-    a.jsonl, a.jsonl.gz, a.parquet          files
+    a.jsonl, a.json, a.csv, a.parquet       files; JSONL may be gzipped
     gs://BUCKET/a.jsonl, s3://BUCKET/...    such files in a bucket
     hf:OWNER/NAME[@REVISION]/PATH/IN/REPO   such a file in a dataset repository of the hub
     tfds:NAME/SPLIT                         TensorFlow Datasets, without TensorFlow
@@ -8,10 +8,11 @@
     stories:COUNT[:heldout]                 generated story openings, each with a joyful and a sad
                                             continuation
 
-Several sources are separated by commas and concatenated. FILE[START:END], of any file, selects a
-slice of its rows, counted from 0 as in Python.
+Several sources are separated by commas and concatenated, or mixed: SOURCE*WEIGHT. FILE[START:END],
+of any file, selects a slice of its rows, counted from 0 as in Python.
 """
 
+import dataclasses
 import itertools
 import os
 import re
@@ -22,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from jax_ppo.data import arithmetic, files, row_formats, stories
+from jax_ppo.data.columns import Columns
 from jax_ppo.errors import UserError, did_you_mean, shorten
 from jax_ppo.storage import downloads, hub, paths, remote
 from jax_ppo.types import Example
@@ -41,6 +43,8 @@ LocatedRows = Iterator[tuple[str, dict[str, Any]]]
 
 # Revisions of the kinds refs/convert/... and refs/pr/... have slashes in their names.
 _HUB_FILE = re.compile(r"([^/@]+/[^/@]+(?:@(?:refs/convert/[^/]+|refs/pr/[^/]+|[^/]+))?)/(.+)")
+# At most six digits on each side of the point.
+_WEIGHT = re.compile(r"(.+)\*(\d{1,6}(?:\.\d{0,6})?|\.\d{1,6})")
 _SLICE = re.compile(r"(.*)\[(\d*):(\d*)\]")
 _TFDS_DEFAULT_FOLDER = "~/tensorflow_datasets"
 
@@ -48,53 +52,82 @@ _TFDS_DEFAULT_FOLDER = "~/tensorflow_datasets"
 def load_examples(
     spec: str,
     *,
-    prompt_key: str = "prompt",
+    columns: Columns | None = None,
     instruction: str = "",
-    response_key: str = "answer",
     seed: int = 0,
     option: str = "config.data.train_files",
 ) -> list[Example]:
     """Read or generate all examples that a specification names, in its order.
 
     Args:
-      spec: the sources, separated by commas; see the module docstring.
-      prompt_key: column of the prompt in rows of verl's format.
+      spec: the sources, separated by commas; see the module docstring. Weights are left to
+        `source_weights`.
+      columns: names that options choose; `None`: the defaults.
       instruction: text added to the question in rows of GSM8K's format, separated by a space.
-      response_key: column of the response in rows of verl's format, or its name in extra_info.
       seed: seed of the generated stories. The arithmetic problems depend on their index alone.
       option: the option that holds the specification, for messages.
 
     Raises:
       UserError: a source does not exist, cannot be reached or read, or has rows of no known format.
     """
-    sources = [source.strip() for source in spec.split(",") if source.strip()]
+    sources = [source for source, _ in _split_weights(spec)]
     if not sources:
         raise UserError(f"{option}={spec!r}: expected {FORMS}")
     examples: list[Example] = []
-    for source in sources:
-        scheme, colon, arguments = source.partition(":")
-        if colon and scheme in GENERATED:
-            examples += _generate_examples(scheme, arguments, seed, option)
-            continue
-        # TFDS has a slice syntax of its own, in the name of the split.
-        if colon and scheme == "tfds":
-            located_rows = _read_tfds_rows(arguments, option)
+    for number, source in enumerate(sources):
+        loaded = _load_source(source, columns, instruction, seed, option)
+        examples += [dataclasses.replace(example, source=number) for example in loaded]
+    return examples
+
+
+def source_weights(spec: str, option: str) -> tuple[float, ...] | None:
+    """Return the weights of the sources in a specification, `None` if they are concatenated.
+
+    Raises:
+      UserError: some have a weight and others have none, or a weight is 0.
+    """
+    weights = [weight for _, weight in _split_weights(spec)]
+    known = [weight for weight in weights if weight is not None]
+    if not known:
+        return None
+    if len(known) < len(weights) or not all(known):
+        raise UserError(
+            f"{option}={spec!r}: expected a weight above 0 for each source, as in "
+            "a.jsonl*0.7,b.jsonl*0.3, or none at all"
+        )
+    return tuple(known)
+
+
+def _split_weights(spec: str) -> list[tuple[str, float | None]]:
+    """Return the sources of a specification, each with its weight."""
+    pairs: list[tuple[str, float | None]] = []
+    for source in filter(None, map(str.strip, spec.split(","))):
+        weighted = _WEIGHT.fullmatch(source)
+        if weighted:
+            pairs.append((weighted[1].strip(), float(weighted[2])))
         else:
-            located_rows = _read_file_rows(source, option)
-        parsed = [
-            row_formats.parse_row(
-                row,
-                where,
-                prompt_key=prompt_key,
-                instruction=instruction,
-                response_key=response_key,
-            )
-            for where, row in located_rows
-        ]
-        # An empty source is a mistake, even beside others that have rows.
-        if not parsed:
-            raise UserError(f"{option}: {source} holds no rows")
-        examples += parsed
+            pairs.append((source, None))
+    return pairs
+
+
+def _load_source(
+    source: str, columns: Columns | None, instruction: str, seed: int, option: str
+) -> list[Example]:
+    scheme, colon, arguments = source.partition(":")
+    if colon and scheme in GENERATED:
+        return _generate_examples(scheme, arguments, seed, option)
+    # TFDS has a slice syntax of its own, in the name of the split.
+    if colon and scheme == "tfds":
+        located_rows = _read_tfds_rows(arguments, option)
+    else:
+        located_rows = _read_file_rows(source, option)
+    examples = [
+        row_formats.parse_row(row, where, columns=columns, instruction=instruction)
+        for where, row in located_rows
+    ]
+    # An empty source is a mistake, even beside others that have rows.
+    if not examples:
+        raise UserError(f"{option}: {source} holds no rows")
     return examples
 
 

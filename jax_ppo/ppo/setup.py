@@ -12,6 +12,7 @@ from jax_ppo.config.schema import Config
 from jax_ppo.data import prompts as prompts_lib
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.prompts import PromptBatch, PromptBatches, PromptDataset
+from jax_ppo.data.sources import source_weights
 from jax_ppo.errors import UserError
 from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.ppo import objectives
@@ -144,6 +145,12 @@ def set_up_run(
     offloads = config.actor.optimizer_offload or config.critic.optimizer_offload
     if offloads and mesh.devices.flat[0].platform == "cpu":
         report("note: optimizer_offload saves nothing: the memory of CPU devices is the host's")
+    mixes = source_weights(config.data.train_files, "config.data.train_files") is not None
+    if mixes and config.data.curriculum != "none":
+        raise UserError(
+            f"config.data.curriculum={config.data.curriculum!r}: draws prompts by their solve "
+            "rates; give the sources of config.data.train_files no weights"
+        )
     rule = _resolve_rule(config, [*training, *held_out])
     # Plugins are imported before models are read.
     objectives.get_policy_loss(config.actor.policy_loss)
@@ -294,4 +301,11 @@ def _tokenize(
 
 def _training_batches(config: Config, training: PromptDataset, position: int) -> PromptBatches:
     data = config.data
-    return PromptBatches(training, data.train_batch_size, data.shuffle, config.seed, position)
+    return PromptBatches(
+        training,
+        data.train_batch_size,
+        data.shuffle,
+        config.seed,
+        position,
+        weights=source_weights(data.train_files, "config.data.train_files"),
+    )

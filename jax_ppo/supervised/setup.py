@@ -14,6 +14,7 @@ from jax_ppo.config.schema import Config, Data
 from jax_ppo.data import prompts as prompts_lib
 from jax_ppo.data import responses
 from jax_ppo.data.responses import ResponseDataset
+from jax_ppo.data.sources import source_weights
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.hub import resolve_model_folder
 from jax_ppo.models.hf.load import has_score_head, read_architecture
@@ -204,5 +205,10 @@ def _training_batches(
 ) -> prompts_lib.PromptBatches:
     data = config.data
     return prompts_lib.PromptBatches(
-        training.prompts, data.train_batch_size, data.shuffle, config.seed, position
+        training.prompts,
+        data.train_batch_size,
+        data.shuffle,
+        config.seed,
+        position,
+        weights=source_weights(data.train_files, "config.data.train_files"),
     )

@@ -6,8 +6,9 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Data, Model, Trainer
-from jax_ppo.data import sources
+from jax_ppo.data import prompt_shaping, sources
 from jax_ppo.data import tokenizer as tokenizer_lib
+from jax_ppo.data.columns import Columns
 from jax_ppo.errors import UserError
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
@@ -31,17 +32,32 @@ def load_examples(
     Raises:
       UserError: a source does not exist, or has rows of an unknown form.
     """
-    columns = {"prompt_key": data.prompt_key, "instruction": data.instruction}
-    if response_key is not None:
-        # PPO samples its responses: it reads no column of them.
-        columns["response_key"] = response_key
-    training = sources.load_examples(data.train_files, seed=seed, **columns)
-    held_out: list[Example] = []
-    if data.val_files:
-        held_out = sources.load_examples(
-            data.val_files, seed=seed, option="config.data.val_files", **columns
+    # PPO samples its responses: it reads no column of them.
+    columns = Columns(
+        prompt=data.prompt_key,
+        response=response_key or Columns().response,
+        ground_truth=data.ground_truth_key,
+    )
+
+    template = prompt_shaping.read_template(data.prompt_template)
+
+    def load(files: str, option: str, max_samples: int | None) -> list[Example]:
+        if not files:
+            return []
+        examples = sources.load_examples(
+            files, columns=columns, instruction=data.instruction, seed=seed, option=option
         )
-    return training, held_out[: data.val_max_samples]
+        return prompt_shaping.shape_prompts(
+            examples[:max_samples], data.system_prompt, template, option
+        )
+
+    if sources.source_weights(data.val_files, "config.data.val_files"):
+        raise UserError(
+            f"config.data.val_files={data.val_files!r}: weights mix training data; held-out data "
+            "are read once"
+        )
+    training = load(data.train_files, "config.data.train_files", data.train_max_samples)
+    return training, load(data.val_files, "config.data.val_files", data.val_max_samples)
 
 
 def load_model_tokenizer(options: Model, model_folder: Path) -> Any:

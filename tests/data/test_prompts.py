@@ -221,3 +221,58 @@ def test_real_gsm8k_prompts(real_data, trained):
     for row, example in enumerate(batch.examples):
         ids = batch.prompts.tokens[row, : batch.prompts.lengths[row]].tolist()
         assert ids == trained[0].encode(example.prompt[0]["content"])
+
+
+def mixed(sizes, weights, batch_size=2, **options):
+    """Return batches of a data set whose row r of source s is the prompt `s:r`."""
+    rows = [
+        Example(f"{source}:{row}", "stories", source=source)
+        for source, size in enumerate(sizes)
+        for row in range(size)
+    ]
+    tokens = [np.array([1])] * len(rows)
+    data = PromptDataset(tuple(rows), tokens, max_prompt_length=4)
+    return PromptBatches(data, batch_size, weights=weights, **options)
+
+
+def take_prompts(batches, count):
+    return [example.prompt for _ in range(count) for example in next(batches).examples]
+
+
+def test_sources_are_mixed_in_the_shares_of_their_weights():
+    # 20 rows per epoch: 15 of the source that has 4, and 5 of the one that has 16.
+    epochs = take_prompts(mixed((4, 16), (3.0, 1.0)), 4 * 10)
+    for epoch in range(4):
+        prompts = epochs[20 * epoch : 20 * (epoch + 1)]
+        assert sum(prompt.startswith("0:") for prompt in prompts) == 15
+    # Passes end neither at epochs nor at batches: after 60 draws each of 4 rows came 15 times, and
+    # after 20 draws the first 16 had each of 16 rows once.
+    counts = {prompt: epochs.count(prompt) for prompt in epochs}
+    assert {counts[f"0:{row}"] for row in range(4)} == {15}
+    assert {counts[f"1:{row}"] for row in range(16)} == {1, 2}
+    assert epochs[:20] != epochs[20:40]
+
+
+def test_a_mixture_resumes_at_any_position():
+    undisturbed = take_prompts(mixed((3, 7, 5), (1.0, 2.0, 1.0)), 30)
+    assert take_prompts(mixed((3, 7, 5), (1.0, 2.0, 1.0), position=22), 5) != undisturbed[22:32]
+    first = mixed((3, 7, 5), (1.0, 2.0, 1.0))
+    head = take_prompts(first, 11)
+    rest = mixed((3, 7, 5), (1.0, 2.0, 1.0), position=first.position)
+    assert head + take_prompts(rest, 19) == undisturbed
+
+
+def test_an_unshuffled_mixture_takes_turns():
+    assert take_prompts(mixed((2, 2), (1.0, 1.0), shuffle=False), 2) == [
+        "0:0",
+        "1:0",
+        "0:1",
+        "1:1",
+    ]
+
+
+def test_a_source_without_rows_or_share_is_refused():
+    with pytest.raises(UserError, match="source 2 of 2 has 0 prompts"):
+        mixed((4, 0), (1.0, 1.0))
+    with pytest.raises(UserError, match="source 1 of 2 has 4 prompts and a share of 0"):
+        mixed((4, 4), (0.001, 1.0))

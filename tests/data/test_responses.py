@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jax_ppo.data import responses, sources
+from jax_ppo.data.columns import Columns
 from jax_ppo.data.tokenizer import encode_prompt, encode_responses
 from jax_ppo.errors import UserError
 from jax_ppo.types import Example
@@ -45,7 +46,7 @@ def test_rows_of_hh_rlhfs_form(tmp_path):
             {"chosen": "\n\nHuman: A", "rejected": "\n\nHuman: B"},
             "hh.jsonl:1: .* do not begin with the same dialogue",
         ),
-        ({"chosen": ["A"], "rejected": "B"}, "hh.jsonl:1: .* must be text, got list and str"),
+        ({"chosen": "A", "rejected": ["B"]}, "hh.jsonl:1: .* must be text, got str and list"),
     ],
 )
 def test_what_is_no_pair_is_told(tmp_path, row, message):
@@ -71,7 +72,7 @@ def test_other_forms_have_responses_too(tmp_path):
         "two",
     ]
     path = write_rows(tmp_path / "b.jsonl", [verl | {"extra_info": {"solution": "II"}}])
-    assert sources.load_examples(path, response_key="solution")[0].response == "II"
+    assert sources.load_examples(path, columns=Columns(response="solution"))[0].response == "II"
     # The form that Parquet returns.
     path = write_rows(
         tmp_path / "c.jsonl", [verl | {"answer": None, "extra_info": {"answer": "2!"}}]
@@ -82,7 +83,7 @@ def test_other_forms_have_responses_too(tmp_path):
         UserError,
         match="d.jsonl:1: config.supervised.response_key='solution' must name text, got list",
     ):
-        sources.load_examples(path, response_key="solution")
+        sources.load_examples(path, columns=Columns(response="solution"))
     [problem] = sources.load_examples("arithmetic:1")
     assert problem.response == problem.extra_info["solution"]
 

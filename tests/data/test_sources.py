@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jax_ppo.data import sources
+from jax_ppo.data.columns import Columns
 from jax_ppo.data.sources import load_examples
 from jax_ppo.errors import UserError
 
@@ -85,7 +86,7 @@ def test_rows_of_verls_form_round_trip(tmp_path, name, write):
 def test_verls_prompt_may_be_text_under_another_key(tmp_path):
     row = {"data_source": "x", "text": "hello", "reward_model": {"ground_truth": 3}}
     path = write_lines(tmp_path / "a.jsonl", [row])
-    (example,) = load_examples(path, prompt_key="text")
+    (example,) = load_examples(path, columns=Columns(prompt="text"))
     assert (example.prompt, example.ground_truth, example.extra_info) == ("hello", "3", {})
 
 
@@ -113,7 +114,7 @@ def test_real_gsm8k_is_read_whole(real_data):
     [
         ("", ["config.data.train_files=''", "arithmetic:COUNT"]),
         ("arithmatic:8", ["config.data.train_files='arithmatic:8'", "Did you mean 'arithmetic'?"]),
-        ("data.csv", [".jsonl, .jsonl.gz, .parquet"]),
+        ("data.txt", [".jsonl, .jsonl.gz, .json, .csv, .parquet"]),
         ("arithmetic:some", ["at least 1", "'some'"]),
         ("arithmetic:0", ["at least 1", "'0'"]),
         (f"arithmetic:{'9' * 5000}", ["at most 7 digits", "'9999"]),
@@ -422,3 +423,14 @@ def test_tfds_errors(tfds_folder, monkeypatch):
         match="config.data.train_files='tfds:room_test_sums/trian': Unknown split 'trian'",
     ):
         load_examples("tfds:room_test_sums/trian")
+
+
+def test_weights_follow_any_source(tmp_path):
+    path = write_lines(tmp_path / "a*2.jsonl", GSM8K)
+    spec = f"{path}[:2]*0.25, stories:3*.75"
+    assert sources.source_weights(spec, "o") == (0.25, 0.75)
+    assert sources.source_weights(path, "o") is None
+    assert [e.source for e in load_examples(spec)] == [0, 0, 1, 1, 1]
+    for wrong in ("stories:1*1,arithmetic:1", "stories:1*0"):
+        with pytest.raises(UserError, match="a weight above 0 for each source"):
+            sources.source_weights(wrong, "config.data.train_files")
