@@ -29,7 +29,17 @@ make_config = tiny.config
 def wide_config(**changes: Any) -> Any:
     """Return a configuration that computes in float64, which no option can ask for."""
     config = make_config(**changes)
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="float64"))
+
+    def store_wide(role: Any) -> Any:
+        optim = dataclasses.replace(role.optim, param_dtype="float64", moments_dtype="float64")
+        return dataclasses.replace(role, optim=optim)
+
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, dtype="float64"),
+        actor=store_wide(config.actor),
+        critic=store_wide(config.critic),
+    )
 
 
 def main() -> None:
