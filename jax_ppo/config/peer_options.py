@@ -221,7 +221,7 @@ TRL = {
     "delta": "config.actor.clip_ratio_c",
     "loss_type": "config.actor.loss_agg_mode",
     "scale_rewards": "config.algorithm.norm_adv_by_std_in_grpo",
-    "reward_weights": "one reward function may add its terms",
+    "reward_weights": "config.reward.terms",
     "mask_truncated_completions": "config.algorithm.mask_truncated",
     "importance_sampling_level": "config.actor.policy_loss=gspo",
     "use_vllm": _NO_SERVER,

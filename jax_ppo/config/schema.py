@@ -87,8 +87,8 @@ HAS_IMPORTANCE_WEIGHTS = Requirement(
     "config.algorithm.rollout_is to 'token' or 'sequence'",
 )
 HAS_REWARD_FUNCTION = Requirement(
-    lambda config: bool(config.reward.function),
-    "`reward.function` is set",
+    lambda config: bool(config.reward.function or config.reward.terms),
+    "`reward.function` or `reward.terms` is set",
     "needs a config.reward.function that returns step_rewards",
 )
 HAS_REWARD_MODEL = Requirement(
@@ -146,9 +146,7 @@ NORMALIZES_REWARDS = Condition(
     lambda config: config.reward.normalize != "none", "`reward.normalize` is running or reference"
 )
 SCORES_IN_WORKERS = Condition(
-    lambda config: (
-        bool(config.reward.function and config.reward.workers != 0) or bool(config.reward.workers)
-    ),
+    lambda config: config.reward.workers != 0,
     "the reward function runs in worker processes (`reward.workers` is not 0)",
 )
 MEASURES_REFERENCE = Condition(
@@ -220,7 +218,7 @@ class Data:
         "{prompt}: instructions, or solved examples; @FILE reads it from a file",
     )
     instruction: str = option(
-        "", "text appended to the question, after a space, in rows in GSM8K's form"
+        "", "text appended to the question, after a space, in rows in GSM8K's and MATH's forms"
     )
     chat_template: bool = option(True, "apply the tokenizer's chat template if it has one")
     shuffle: bool = option(True, "shuffle anew in each epoch, from `seed`")
@@ -873,6 +871,14 @@ class Reward:
         "`module:function` called as f(data_source, solution_str, ground_truth, extra_info); "
         "empty: the built-in rule for each row's data_source",
     )
+    terms: str = option(
+        "",
+        "what the reward adds up, RULE:WEIGHT separated by commas: names of built-in rules, some "
+        "with an argument (gsm8k, gsm8k[flexible], math, multiple_choice, exact, regex, "
+        "json_schema, arithmetic, stories, format[think,answer], length[5:200]), `auto` (the rule "
+        "of each row's data_source), `model` (the reward model), or file.py:function. Each term's "
+        "score is a metric",
+    )
     gsm8k_method: str = option(
         "strict",
         "strict expects `#### N`; flexible takes the last number",
@@ -885,7 +891,8 @@ class Reward:
         None,
         "worker processes that the reward function runs in, per process of the run; a worker that "
         "hangs or dies is replaced and costs its sample only; 0: the function runs in the run's "
-        "own process; unset: 1 for reward.function, 0 for the built-in rules",
+        "own process; unset: 1 for functions of the user's and for rules that may take any time "
+        "(math, regex, json_schema), 0 for others",
         unit="processes",
         at_least=0,
     )

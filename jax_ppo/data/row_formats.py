@@ -1,6 +1,7 @@
 r"""Row formats of data sets, and their conversion to examples.
 
 GSM8K:   `question`, and `answer` that ends in `#### N`.
+MATH:    `problem`, and `solution` that has the answer in `\boxed{}`, or `answer` besides.
 verl:    `data_source`, `prompt` (text, or a list of messages), `reward_model` {style,
          ground_truth} and optionally `extra_info`. A column `answer`, here or in extra_info, may be
          a response to imitate.
@@ -28,6 +29,7 @@ FORMS = (
     "or a prompt as {prompt}, messages, instruction, problem or question"
 )
 GSM8K = "openai/gsm8k"
+MATH = "DigitalLearningGmbH/MATH-lighteval"
 HH_RLHF = "Anthropic/hh-rlhf"
 ASSISTANT = "\n\nAssistant:"
 _DEFAULT_RESPONSE_KEY = Columns().response
@@ -50,7 +52,7 @@ def parse_row(
         HH-RLHF, and HH-RLHF over the others.
       where: location of the row, for error messages.
       columns: names that options choose; `None`: the defaults.
-      instruction: text added to the question in GSM8K's format, separated by a space.
+      instruction: text added to the question in GSM8K's and MATH's format, after a space.
 
     Raises:
       UserError: the row has none of the formats, or a column has the wrong type.
@@ -63,6 +65,8 @@ def parse_row(
     # Another column with the answer than GSM8K's was chosen.
     if {"question", "answer"} <= row.keys() and columns.ground_truth not in row:
         return _parse_gsm8k_row(row, where, instruction)
+    if {"problem", "solution"} <= row.keys() and columns.ground_truth not in row:
+        return _parse_math_row(row, where, instruction)
     is_transcript = isinstance(row.get("chosen"), str) and prompt_key not in row
     if {"chosen", "rejected"} <= row.keys() and is_transcript:
         return _parse_hh_rlhf_row(row, where)
@@ -114,6 +118,24 @@ def _parse_gsm8k_row(row: Row, where: str, instruction: str) -> Example:
         ground_truth=gold_answers[-1].replace(",", "").rstrip("."),
         extra_info=dict(row),
         response=answer,
+    )
+
+
+def _parse_math_row(row: Row, where: str, instruction: str) -> Example:
+    problem, solution = row["problem"], row["solution"]
+    data_source = row.get("data_source") or MATH
+    for name, value in (("problem", problem), ("solution", solution), ("data_source", data_source)):
+        if not isinstance(value, str):
+            raise UserError(f"{where}: {name} must be text, got {shown(value)}")
+    content = f"{problem} {instruction}" if instruction else problem
+    # The rule finds the box in a solution.
+    answer = row.get("answer")
+    return Example(
+        prompt=({"role": "user", "content": content},),
+        data_source=data_source,
+        ground_truth=answer if isinstance(answer, str) else solution,
+        extra_info=dict(row),
+        response=solution,
     )
 
 

@@ -174,5 +174,10 @@ def total_rewards(
         sequences = scoring.join_sequences(rollout, run.config.sequence_length)
         inputs = (sequences, *run.planner.plan_scoring(sample_lengths(batch, rollout)))
     return add_reward_model_scores(
-        run.nets, state, scores, inputs, run.config.reward.score_position
+        run.nets,
+        state,
+        scores,
+        inputs,
+        run.config.reward.score_position,
+        run.rules.model_weight,
     )

@@ -114,6 +114,7 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
                     rule_rewards.scores,
                     model_inputs,
                     config.reward.score_position,
+                    run.rules.model_weight,
                 )
 
                 # 4. Dispatch advantages and update, which takes over the buffers of `state`.

@@ -65,6 +65,7 @@ class RuleScorer:
       options: `config.reward`.
       rule: the reward function, or the worker processes that apply it; `None` if a reward model
         is the only reward.
+      model_weight: of the reward model's score.
       reward_inputs: makes the input of a reward model with its own tokenizer; `None` otherwise.
     """
 
@@ -72,6 +73,7 @@ class RuleScorer:
     tokenizer: Any
     options: Reward
     rule: RewardFunction | RewardWorkers | None
+    model_weight: float
     reward_inputs: RewardInputs | None
 
     def running(self) -> contextlib.AbstractContextManager[object]:
@@ -183,9 +185,14 @@ class FailedSteps:
 
 
 def add_reward_model_scores(
-    nets: Networks, state: TrainState, scores: jax.Array, inputs: ModelInputs, position: str
+    nets: Networks,
+    state: TrainState,
+    scores: jax.Array,
+    inputs: ModelInputs,
+    position: str,
+    weight: float,
 ) -> jax.Array:
-    """Return `scores` [B] plus the reward model's, if there is a reward model.
+    """Return `scores` [B] plus the weighted ones of the reward model, if there is one.
 
     Args:
       nets: each role's model.
@@ -193,11 +200,18 @@ def add_reward_model_scores(
       scores: float32 [B], the rules' scores.
       inputs: what the reward model reads: sequences, their packing, and its micro-batch count.
       position: `config.reward.score_position`.
+      weight: of the reward model's scores.
     """
     if nets.reward is None:
         return scores
     params = full_parameters(nets.reward, state.reward, state.reference)
-    return scores + scoring.reward_model_scores(nets.reward, params, *inputs, position)
+    model_scores = scoring.reward_model_scores(nets.reward, params, *inputs, position)
+    return _add_weighted(scores, model_scores, weight)
+
+
+@functools.partial(jax.jit, static_argnames=("weight",))
+def _add_weighted(scores_B: jax.Array, model_scores_B: jax.Array, weight: float) -> jax.Array:
+    return scores_B + weight * model_scores_B
 
 
 def _describe_rollout(

@@ -151,6 +151,7 @@ def set_up_run(
             f"config.data.curriculum={config.data.curriculum!r}: draws prompts by their solve "
             "rates; give the sources of config.data.train_files no weights"
         )
+    model_weight = registry.model_weight(config.reward)
     rule = _resolve_rule(config, [*training, *held_out])
     # Plugins are imported before models are read.
     objectives.get_policy_loss(config.actor.policy_loss)
@@ -228,6 +229,7 @@ def set_up_run(
             tokenizer=tokenizer,
             options=config.reward,
             rule=rule,
+            model_weight=model_weight,
             reward_inputs=reward_inputs,
         ),
     )
@@ -246,13 +248,13 @@ def _resolve_rule(config: Config, examples: list[Example]) -> RewardFunction | R
     Returns `None` if a reward model is the only reward.
     """
     options = config.reward
-    # Without a function of the user's, a reward model replaces the built-in rule.
-    if options.model_path and not options.function:
+    # Without a function of the user's or terms, a reward model replaces the built-in rule.
+    if not registry.has_rules(options):
         return None
     # Resolved here even if workers import it again: errors should surface before a run starts.
-    rule = registry.resolve_reward_function(options.function, options.gsm8k_method)
-    registry.validate_data_sources(examples, options.function)
-    workers = count_workers(options)
+    rule = registry.resolve_reward_function(options.function, options.gsm8k_method, options.terms)
+    registry.validate_data_sources(examples, options.function, options.terms)
+    workers = count_workers(options, registry.needs_workers(examples, options))
     return RewardWorkers(options, workers) if workers else rule
 
 

@@ -18,13 +18,14 @@ _function: samples.RewardFunction | None = None
 _obstacle: UserError | None = None
 
 
-def initialize_worker(parent: int, function: str, gsm8k_method: str) -> None:
+def initialize_worker(parent: int, function: str, gsm8k_method: str, terms: str) -> None:
     """Prepare this process to score samples.
 
     Args:
       parent: the process id of the run; the worker ends with it.
       function: `config.reward.function`.
       gsm8k_method: `config.reward.gsm8k_method`.
+      terms: `config.reward.terms`.
     """
     global _function, _obstacle
     # In a session of its own, signals to the run's process group (Ctrl-C) do not reach the worker,
@@ -35,7 +36,7 @@ def initialize_worker(parent: int, function: str, gsm8k_method: str) -> None:
     # A reward function that uses JAX must not take the accelerator of the run.
     os.environ["JAX_PLATFORMS"] = "cpu"
     try:
-        _function = registry.resolve_reward_function(function, gsm8k_method)
+        _function = registry.resolve_reward_function(function, gsm8k_method, terms)
     except UserError as error:  # the run could import it, but this process cannot
         _obstacle = error
 

@@ -61,16 +61,20 @@ class _WorkerContext(multiprocessing.context.SpawnContext):
     Process = _WorkerProcess  # type: ignore[assignment]
 
 
-def count_workers(options: Reward) -> int:
+def count_workers(options: Reward, needs_workers: bool) -> int:
     """Return the number of worker processes that the options ask for.
 
     One worker is enough to survive a function that hangs or ends its process, and it keeps the
-    order of the calls; more are faster but multiply the function's memory. The built-in rules can
+    order of the calls; more are faster but multiply the function's memory. Most built-in rules can
     do neither, so they need no worker.
+
+    Args:
+      options: `config.reward`.
+      needs_workers: whether a function or a rule may take any time.
     """
     if options.workers is not None:
         return options.workers
-    return 1 if options.function else 0
+    return 1 if needs_workers else 0
 
 
 class RewardWorkers:
@@ -133,7 +137,12 @@ class RewardWorkers:
             self._pool = pebble.ProcessPool(
                 max_workers=self._workers,
                 initializer=worker.initialize_worker,
-                initargs=(os.getpid(), self._options.function, self._options.gsm8k_method),
+                initargs=(
+                    os.getpid(),
+                    self._options.function,
+                    self._options.gsm8k_method,
+                    self._options.terms,
+                ),
                 context=_WorkerContext(),
             )
             assert self._pool.active, "this property starts the workers"

@@ -81,6 +81,19 @@ def test_other_columns_are_kept_for_reward_functions():
     assert example.extra_info == {"data_source": "mine", "ground_truth": 7, "level": "hard"}
 
 
+def test_rows_of_maths_form():
+    row = {"problem": "1+1?", "solution": "It is $\\boxed{2}$.", "level": "Level 1"}
+    example = parse_row(row, "here", instruction="Box it.")
+    assert example.prompt == (user("1+1? Box it."),)
+    assert example.data_source == "DigitalLearningGmbH/MATH-lighteval"
+    assert example.ground_truth == example.response == row["solution"]
+    own = row | {"answer": "2", "data_source": "math"}
+    assert parse_row(own, "here").ground_truth == "2"
+    assert parse_row(own, "here").data_source == "math"
+    with pytest.raises(UserError, match="here: solution must be text, got 3"):
+        parse_row(row | {"solution": 3}, "here")
+
+
 def test_a_chosen_column_of_answers_wins_over_gsm8ks_form():
     row = {"question": "q", "answer": "seven"}
     example = parse_row(row, "here", columns=Columns(ground_truth="answer"))

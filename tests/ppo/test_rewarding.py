@@ -136,7 +136,8 @@ for model in (4, 2):
         prompts=prompts, logprobs=None, truncated=None, action_mask=None, **placed
     )
     scorer = RuleScorer(
-        mesh=mesh, tokenizer=Tokenizer(), options=Reward(), rule=rule, reward_inputs=None
+        mesh=mesh, tokenizer=Tokenizer(), options=Reward(), rule=rule, model_weight=1.0,
+        reward_inputs=None
     )
     rewards = scorer.score(PromptBatch(examples, prompts, np.arange(4), 4), rollout)
     found[model] = {

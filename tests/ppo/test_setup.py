@@ -86,6 +86,7 @@ def test_rules_see_each_response_beside_its_own_example_and_nothing_special():
         tokenizer=Letters(),
         options=tiny.config(rollout__n=2).reward,
         rule=rule,
+        model_weight=1.0,
         reward_inputs=None,
     )
     examples = tuple(Example(name, "mine", name) for name in ("first", "second"))

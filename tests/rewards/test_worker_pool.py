@@ -167,10 +167,10 @@ def _children(parent):
 
 
 def test_user_functions_run_in_one_worker_unless_configured_otherwise():
-    assert count_workers(Reward()) == 0
-    assert count_workers(options("mine.py:f")) == 1
-    assert count_workers(options("mine.py:f", workers=0)) == 0
-    assert count_workers(options("", workers=2)) == 2
+    assert count_workers(Reward(), False) == 0
+    assert count_workers(options("mine.py:f"), True) == 1
+    assert count_workers(options("mine.py:f", workers=0), True) == 0
+    assert count_workers(options("", workers=2), False) == 2
 
 
 def test_built_in_rules_can_run_in_workers():

@@ -1,0 +1,62 @@
+"""Parse `reward.terms`: what the reward adds up, and with which weights."""
+
+import dataclasses
+import math
+import re
+
+from jax_ppo.errors import UserError
+
+MODEL = "model"  # the term of the reward model
+
+# Commas within square brackets belong to an argument.
+_COMMA = re.compile(r",(?![^\[\]]*\])")
+_TERM = re.compile(r"(?P<rule>[^\[\]]+?)(?:\[(?P<argument>[^\[\]]*)\])?:(?P<weight>[^:\[\]]+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """One summand of a reward.
+
+    Attributes:
+      rule: name of a rule, `auto`, `model`, or `module:function`.
+      argument: what stands in brackets after the name; "" if nothing does.
+      weight: finite.
+    """
+
+    rule: str
+    argument: str
+    weight: float
+
+    @property
+    def metric(self) -> str:
+        """Name of the term among the metrics: the rule, or the name of the function."""
+        return f"{self.rule.rpartition(':')[2]}_term"
+
+
+def parse_terms(text: str) -> tuple[Term, ...]:
+    """Return the terms of `reward.terms`, such as "gsm8k:1.0,format[think,answer]:0.2".
+
+    Raises:
+      UserError: a term is not RULE:WEIGHT or RULE[ARGUMENT]:WEIGHT, or two have the same name.
+    """
+    terms: list[Term] = []
+    for part in filter(None, map(str.strip, _COMMA.split(text))):
+        match = _TERM.fullmatch(part)
+        weight = _parse_weight(match["weight"]) if match else math.nan
+        if match is None or not math.isfinite(weight):
+            raise UserError(
+                f"config.reward.terms={text!r}: {part!r} is not RULE:WEIGHT, as in gsm8k:1.0, "
+                "format[think,answer]:0.2, model:0.5 or my.py:score:0.1"
+            )
+        term = Term(rule=match["rule"], argument=match["argument"] or "", weight=weight)
+        if term.metric in {other.metric for other in terms}:
+            raise UserError(f"config.reward.terms={text!r}: {term.metric[:-5]!r} occurs twice")
+        terms.append(term)
+    return tuple(terms)
+
+
+def _parse_weight(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

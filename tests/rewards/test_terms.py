@@ -1,0 +1,237 @@
+"""Rewards that add up terms, and the built-in rules that terms name."""
+
+import pytest
+
+from jax_ppo.config.schema import Reward
+from jax_ppo.errors import UserError
+from jax_ppo.rewards import math_rules, registry, text_rules
+from jax_ppo.rewards.samples import RewardRow
+from jax_ppo.rewards.terms import Term, parse_terms
+from jax_ppo.rewards.worker_pool import RewardWorkers
+from jax_ppo.types import Example
+
+GOOD = "<think>6*7</think>\n<answer>42</answer>"
+FUNCTION = """
+def score(data_source, solution_str, ground_truth, extra_info):
+    return {"score": len(solution_str), "shouts": solution_str.isupper()}
+"""
+
+
+def resolve(terms):
+    return registry.resolve_reward_function(terms=terms)
+
+
+def test_terms_are_parsed():
+    text = "gsm8k[flexible]:1.0, format[think,answer]:.2,my.py:score:-0.1,model:2"
+    assert parse_terms(text) == (
+        Term("gsm8k", "flexible", 1.0),
+        Term("format", "think,answer", 0.2),
+        Term("my.py:score", "", -0.1),
+        Term("model", "", 2.0),
+    )
+    assert [term.metric for term in parse_terms("my.py:score:1,auto:1")] == [
+        "score_term",
+        "auto_term",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("terms", "message"),
+    [
+        ("gsm8k", "'gsm8k' is not RULE:WEIGHT"),
+        ("gsm8k:fast", "'gsm8k:fast' is not RULE:WEIGHT"),
+        ("gsm8k:nan", "is not RULE:WEIGHT"),
+        ("gsm8k:1,gsm8k[flexible]:1", "'gsm8k' occurs twice"),
+        ("gsm9k:1", "no rule 'gsm9k'.*Did you mean 'gsm8k'"),
+        ("gsm8k[lenient]:1", r"gsm8k\[lenient\]: expected one of strict, flexible"),
+        ("length:1", r"length\[\]: expected the least and the greatest"),
+        ("length[9:5]:1", r"length\[9:5\]: expected"),
+        ("format[<x>]:1", "expected names of tags"),
+        ("math[x]:1", "takes no argument"),
+        ("absent.py:f:1", "config.reward.terms='absent.py:f': there is no file"),
+    ],
+)
+def test_wrong_terms_are_named(terms, message):
+    with pytest.raises(UserError, match=message):
+        resolve(terms)
+
+
+def test_a_reward_adds_up_its_terms_and_reports_each(tmp_path):
+    (tmp_path / "my.py").write_text(FUNCTION)
+    score = resolve(f"gsm8k[flexible]:1,format:0.25,length[1:3]:0.5,{tmp_path}/my.py:score:0.01")
+    result = score(RewardRow("any", "42"), GOOD)
+    assert result.score == pytest.approx(1 + 0.25 + 0.5 + 0.01 * len(GOOD))
+    assert result.correct is True
+    assert result.extra == {
+        "gsm8k_term": 1.0,
+        "format_term": 1.0,
+        "length_term": 1.0,
+        "score_term": len(GOOD),
+        "answered": 1.0,
+        "words": 2.0,
+        "shouts": 0.0,
+    }
+    assert score(RewardRow("any", "42"), "42").extra["format_term"] == 0.0
+
+
+def test_auto_is_the_rule_of_each_row():
+    score = resolve("auto:2")
+    assert score(RewardRow("openai/gsm8k", "4"), "#### 4").score == 2
+    assert score(RewardRow("stories"), "happy fun").score == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"terms": "gsm8k:1,model:1"}, "`model:WEIGHT` and config.reward.model_path belong"),
+        ({"terms": "gsm8k:1", "model_path": "m"}, "`model:WEIGHT` and config.reward.model_path"),
+        ({"terms": "gsm8k:1", "function": "m:f"}, "add m:f:1.0 to it"),
+    ],
+)
+def test_terms_beside_what_they_replace_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        registry.model_weight(Reward(**options))
+
+
+def test_a_model_may_be_one_term_or_the_only_one():
+    assert registry.model_weight(Reward(terms="model:0.5,exact:1", model_path="m")) == 0.5
+    assert registry.model_weight(Reward(model_path="m")) == 1.0
+    assert not registry.has_rules(Reward(terms="model:0.5", model_path="m"))
+    assert not registry.has_rules(Reward(model_path="m"))
+    assert registry.has_rules(Reward(terms="model:0.5,exact:1", model_path="m"))
+
+
+@pytest.mark.parametrize(
+    ("terms", "source", "ground_truth", "message"),
+    [
+        ("gsm8k:1", "mine", "four", "'four' is not a number, as the rule 'gsm8k' requires"),
+        ("", "math", "", "is empty or no text, as data_source='math' requires"),
+        ("", "regex", "(", "is no regular expression"),
+        ("", "json_schema", "{", "is not JSON"),
+        ("auto:1", "", "", "the rows have no such column"),
+    ],
+)
+def test_ground_truths_that_a_rule_cannot_use_are_refused(terms, source, ground_truth, message):
+    with pytest.raises(UserError, match=message):
+        registry.validate_data_sources([Example("q", source, ground_truth)], terms=terms)
+
+
+def test_rules_that_may_take_any_time_run_in_workers():
+    def needs(source, **options):
+        return registry.needs_workers([Example("q", source, "1")], Reward(**options))
+
+    assert needs("math") and needs("regex") and not needs("openai/gsm8k")
+    assert needs("openai/gsm8k", terms="math:1") and not needs("math", terms="exact:1,model:1")
+    assert needs("openai/gsm8k", terms="exact:1,my.py:f:1") and needs("stories", function="m:f")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{42}.", "42"),
+        (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\fbox {x}", "x"),
+        (r"\boxed{1} and \boxed{2", "1"),
+        (r"\boxed{} ", ""),
+        ("42", None),
+    ],
+)
+def test_the_last_complete_box_is_the_answer(text, answer):
+    assert math_rules.last_boxed(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "ground_truth", "correct"),
+    [
+        (r"\frac{1}{2}", "0.5", True),
+        (r"\dfrac12", r"\frac{1}{2}", True),
+        (r"x^2+2x+1", r"(x+1)^2", True),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})", True),
+        (r"1,2", r"\{1,2\}", True),
+        ("42", r"\boxed{42}", True),
+        ("43", "42", False),
+        ("", "42", False),
+        (r"\frac{1}{", "42", False),
+        ("9" * 501, "9" * 501, False),
+    ],
+)
+def test_answers_are_compared_as_mathematics(answer, ground_truth, correct):
+    pytest.importorskip("math_verify")
+    assert math_rules.score_math(rf"\boxed{{{answer}}}", ground_truth).correct is correct
+
+
+@pytest.mark.slow
+def test_an_endless_power_costs_its_own_sample_only():
+    pytest.importorskip("math_verify")
+    options = Reward(terms="math:1", timeout=20.0)
+    rows = [RewardRow("math", "2")] * 3
+    with RewardWorkers(options, 1) as workers:
+        outcomes = workers.score(
+            rows, [r"\boxed{1+1}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{\frac{4}{2}}"]
+        )
+    assert outcomes[0].correct and outcomes[2].correct
+    assert not getattr(outcomes[1], "correct", False)
+
+
+@pytest.mark.parametrize(
+    ("response", "correct"),
+    [
+        ("The answer is (B).", True),
+        ("Answer: b", True),
+        ("A or C? I choose (B)", True),
+        (r"\boxed{B}", True),
+        ("#### B", True),
+        ("It must be B", True),
+        ("(B), no, (C)", False),
+        ("Because", False),
+        ("", False),
+    ],
+)
+def test_choices(response, correct):
+    assert text_rules.score_choice(response, "B").correct is correct
+
+
+@pytest.mark.parametrize(
+    ("response", "correct", "is_json"),
+    [
+        ('{"a": 1}', True, 1),
+        ('```json\n{"a": 1}\n```', True, 1),
+        ('{"a": "1"}', False, 1),
+        ("a", False, 0),
+        ("[" * 100_000, False, 0),
+    ],
+)
+def test_json(response, correct, is_json):
+    pytest.importorskip("jsonschema")
+    schema = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+    result = text_rules.score_json(response, schema)
+    assert (result.correct, result.extra["is_json"]) == (correct, is_json)
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        (GOOD, 1),
+        (f"  {GOOD}\n", 1),
+        (f"Well: {GOOD}", 0),
+        (f"{GOOD} Done", 0),
+        ("<answer>1</answer><think>2</think>", 0),
+        ("<think>1</think><think>1</think><answer>2</answer>", 0),
+        ("<think>1<answer>2</answer></think>", 0),
+        ("<think>1</think> so <answer>2</answer>", 0),
+        ("", 0),
+    ],
+)
+def test_format(response, score):
+    assert text_rules.score_format(response, ("think", "answer")).score == score
+
+
+def test_exact_regex_and_length():
+    assert text_rules.score_exact(" yes\n", "yes").correct
+    assert not text_rules.score_exact("Yes", "yes").correct
+    assert text_rules.score_regex("it is 42", r"\b\d+$").correct
+    assert not text_rules.score_regex("it is", r"\d").correct
+    assert [text_rules.score_length("a b c", *bounds).score for bounds in ((1, 3), (4, 5))] == [
+        1,
+        0,
+    ]
