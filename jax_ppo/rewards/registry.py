@@ -308,6 +308,18 @@ def validate_data_sources(
       function: config.reward.function.
       terms: config.reward.terms.
     """
+    obstacle = next(find_obstacles(examples, function, terms), None)
+    if obstacle is not None:
+        raise UserError(obstacle)
+
+
+def find_obstacles(
+    examples: Sequence["Example"], function: str = "", terms: str = ""
+) -> Iterator[str]:
+    """Yield what keeps the reward function from scoring examples, a line for each.
+
+    The arguments are those of `validate_data_sources`.
+    """
     if function:
         return
     parsed = parse_terms(terms)
@@ -316,14 +328,14 @@ def validate_data_sources(
         for name, rule in _rules_of_source(source, parsed):
             if rule is None:
                 shown = repr(source) if source else "'' (the rows have no such column)"
-                raise UserError(
+                yield (
                     f"example {row}: data_source={shown} has no built-in rule; expected one of "
                     f"{SOURCES}, or config.reward.function=module:function."
                     f"{did_you_mean(source, SOURCES)}"
                 )
-            if obstacle := rule.obstacle(example.ground_truth):
+            elif obstacle := rule.obstacle(example.ground_truth):
                 required = f"data_source={source!r}" if name == AUTO else f"the rule {name!r}"
-                raise UserError(
+                yield (
                     f"example {row}: ground_truth={example.ground_truth!r} {obstacle}, as "
                     f"{required} requires; correct the data, or set "
                     "config.reward.function=module:function"

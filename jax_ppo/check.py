@@ -1,0 +1,71 @@
+"""Check data: `python -m jax_ppo.check [FILE ...] [--config=FILE] [--json]`.
+
+Prints what the data hold and what would keep a run from training on them; exits with 1 if something
+would. Without --config the rules are checked and tokens are not counted.
+"""
+
+import dataclasses
+import json
+import sys
+
+from jax_ppo.config import command_line
+from jax_ppo.config.schema import Config, Data
+from jax_ppo.errors import UserError
+
+USAGE = """\
+usage: python -m jax_ppo.check [FILE ...] [--config=FILE[:ARG]] [--config.OPTION=VALUE ...] [--json]
+
+FILE      what config.data.train_files takes: files, hf:, tfds:, arithmetic:COUNT
+--config  checks the data of this configuration, with its model's tokenizer and its rules; FILEs
+          take the place of its training data
+--json    prints the report as JSON
+
+The exit code is 1 if training on the data would fail.
+"""
+
+
+def main(arguments: list[str]) -> None:
+    """Run the command; `arguments` are `sys.argv`.
+
+    Raises:
+      SystemExit: with code 1 if training would fail, or after `--help`.
+    """
+    if {"--help", "-h", "-help"} & set(arguments[1:]):
+        print(USAGE)
+        return
+    try:
+        config = read_check_arguments(arguments)
+        from jax_ppo.ppo import data_check
+
+        report = data_check.check_data(config)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    if "--json" in arguments:
+        print(json.dumps(report, indent=2))
+    else:
+        print(data_check.format_report(report))
+    sys.exit(1 if report["problems"] else 0)
+
+
+def read_check_arguments(arguments: list[str]) -> Config:
+    """Return the options that a command line names.
+
+    Args:
+      arguments: `sys.argv`.
+
+    Raises:
+      UserError: there is nothing to check, or an option is wrong.
+    """
+    options = [argument for argument in arguments[1:] if argument.startswith("-")]
+    files = ",".join(argument for argument in arguments[1:] if not argument.startswith("-"))
+    options = [option for option in options if option != "--json"]
+    if options:
+        named = [f"--config.data.train_files={files}"] if files else []
+        return command_line.read_command_line([arguments[0], *options, *named], "train")[0]
+    if not files:
+        raise UserError("check: name the files to check, or a configuration with --config=FILE")
+    return dataclasses.replace(Config(), data=Data(train_files=files))
+
+
+if __name__ == "__main__":
+    main(sys.argv)
