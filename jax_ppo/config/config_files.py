@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jax_ppo.config import smoke
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.storage.paths import expand_local_path
 
@@ -36,7 +37,7 @@ def find_config_file(value: str) -> tuple[Path, str]:
 
     Args:
       value: `FILE[:ARG]`, with a path or the bare name of a shipped configuration. An existing
-        file takes precedence.
+        file takes precedence. The argument `smoke` is that of smoke.py, for any file.
 
     Raises:
       UserError: There is no such file; the message has the nearest name.
@@ -70,7 +71,10 @@ def call_get_config(value: str) -> "ml_collections.ConfigDict":
         spec.loader.exec_module(module)
         if not callable(getattr(module, "get_config", None)):
             raise UserError(f"--config={value}: the file has no function get_config")
-        config = module.get_config(argument) if argument else module.get_config()
+        if argument == smoke.ARGUMENT:
+            config = smoke.shrink(module.get_config(), value)
+        else:
+            config = module.get_config(argument) if argument else module.get_config()
     except UserError:
         raise
     # A file that ends the process would otherwise pass for a run that is complete.

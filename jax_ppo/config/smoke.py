@@ -1,0 +1,66 @@
+"""The smoke form of a configuration: its algorithm on a model and data that two cores manage.
+
+`--config=gsm8k:smoke` keeps the options of losses, advantages, KL and schedules. Models, data and
+sizes become those of the model that is made from nothing.
+"""
+
+from typing import TYPE_CHECKING
+
+from jax_ppo.errors import UserError
+
+if TYPE_CHECKING:
+    import ml_collections
+
+ARGUMENT = "smoke"
+
+_BATCH = 8  # prompts
+_RESPONSE = 24  # tokens
+
+
+def shrink(config: "ml_collections.ConfigDict", value: str) -> "ml_collections.ConfigDict":
+    """Return the smoke form of a configuration, which is changed in place.
+
+    Args:
+      config: as its file returns it.
+      value: the value of `--config`, for messages.
+
+    Raises:
+      UserError: the configuration is that of supervised training, which has no small model.
+    """
+    if "rollout" not in config or config.supervised != _defaults().supervised:
+        raise UserError(f"--config={value}: supervised training has no smoke form")
+    config.experiment_name = f"{config.experiment_name}-smoke"
+    mini_batches = max(1, config.data.train_batch_size // config.actor.ppo_mini_batch_size)
+    config.data.update(
+        train_files="arithmetic:64",
+        val_files="arithmetic:16:heldout",
+        train_batch_size=_BATCH,
+        val_batch_size=16,
+        max_prompt_length=48,
+        max_response_length=_RESPONSE,
+        instruction="",
+        system_prompt="",
+        prompt_template="",
+    )
+    config.actor.ppo_mini_batch_size = max(1, _BATCH // mini_batches)
+    for path in (config.model, config.critic):
+        path.path = ""
+    config.model.tokenizer_path = ""
+    config.model.dtype = "float32"
+    config.model.create.update(steps=60, habit_steps=10)
+    # The built-in rule of the problems takes the place of any other reward.
+    config.reward.update(function="", terms="", model_path="")
+    config.reward.overlong_buffer_len = min(config.reward.overlong_buffer_len, _RESPONSE // 3)
+    config.rollout.n = min(config.rollout.n, 4)
+    defaults = _defaults()
+    config.mesh = defaults.mesh
+    config.rollout.mesh = defaults.rollout.mesh
+    config.packing = defaults.packing
+    config.trainer.update(total_training_steps=4, test_freq=2, save_freq=0, export=False)
+    return config
+
+
+def _defaults() -> "ml_collections.ConfigDict":
+    from jax_ppo.config.loading import default_config
+
+    return default_config()
