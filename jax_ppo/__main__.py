@@ -11,6 +11,7 @@ COMMANDS = {
     "evaluate": "evaluate a model on held-out prompts",
     "sft": "fine-tune a language model on responses, before PPO",
     "reward_model": "train a reward model on preferences, for PPO",
+    "prepare": "write data sets as Parquet that verl reads too",
     "check": "state what data hold, and whether a run could train on them",
     "plan": "state the memory and time of a training step on a machine that is not there",
     "translate": "turn a command of verl, TRL or OpenRLHF into one of ours",

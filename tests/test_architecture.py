@@ -33,11 +33,21 @@ MAY_IMPORT["sft"] = MAY_IMPORT["reward_model"] = {"config", "command", "supervis
 MAY_IMPORT["train"] = {"config", "command", "ppo", "api"}
 MAY_IMPORT["translate"] = {"config", "errors"}
 MAY_IMPORT["check"] = {"config", "errors", "ppo"}
+MAY_IMPORT["prepare"] = {"errors", "types", "storage", "data", "rewards"}
 MAY_IMPORT["evaluate"] = {"config", "command", "ppo"}
 MAY_IMPORT["api"] = MAY_IMPORT["ppo"] | {"ppo", "command"}
 
 HOST = {"data", "rewards"}  # run on the host, without jax
-COMMANDS = {"train", "evaluate", "check", "translate", "sft", "reward_model", "plan"}
+COMMANDS = {
+    "train",
+    "evaluate",
+    "check",
+    "prepare",
+    "translate",
+    "sft",
+    "reward_model",
+    "plan",
+}
 # Loaded before the options are validated, so they load nothing heavy.
 LATE = ("jax_ppo/config/", "jax_ppo/__init__.py", "jax_ppo/command.py", "jax_ppo/errors.py")
 KERNEL_LIBRARIES = {"jax", "jaxtyping", "jax_ppo", *sys.stdlib_module_names}

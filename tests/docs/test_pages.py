@@ -10,7 +10,7 @@ import doc_pages
 import pytest
 
 import museum
-from jax_ppo import check, plan
+from jax_ppo import check, plan, prepare
 from jax_ppo.config import command_line, schema
 
 each_page = pytest.mark.parametrize("page", doc_pages.PAGES, ids=doc_pages.page_id)
@@ -155,6 +155,8 @@ def check_module(name: str, arguments: list[str]) -> None:
     """Have the command-line reader accept the arguments of `python -m jax_ppo.NAME`."""
     if name == "plan":
         plan.read_plan_arguments([name, *arguments])
+    elif name == "prepare":
+        prepare.read_prepare_arguments([name, *arguments])
     elif name == "check":
         check.read_check_arguments([name, *arguments])
     elif name in RUNNABLE and "--help" not in arguments:

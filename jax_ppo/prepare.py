@@ -1,0 +1,213 @@
+"""Prepare data: `python -m jax_ppo.prepare gsm8k --source FILE --out FILE.parquet`.
+
+Writes rows in verl's form, which `config.data.train_files` takes and verl reads too: `data_source`,
+`prompt` (messages), `ability`, `reward_model` {style, ground_truth} and `extra_info` with the row's
+index, its other columns and, as `answer` and `rejected`, its responses.
+"""
+
+import argparse
+import dataclasses
+import re
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jax_ppo.data import sources
+from jax_ppo.errors import UserError, did_you_mean
+from jax_ppo.rewards import math_rules
+from jax_ppo.storage import paths
+from jax_ppo.types import Example
+
+Messages = list[dict[str, str]]
+
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+_ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSet:
+    """What the rows of a data set become.
+
+    Attributes:
+      data_source: name that selects the rule.
+      forms: `data_source` that the reader finds in rows of the data set's own form.
+      ability: verl's column of this name.
+      style: "rule" or "model", what scores responses.
+      instruction: default text behind each question.
+    """
+
+    data_source: str
+    forms: tuple[str, ...]
+    ability: str
+    style: str
+    instruction: str = ""
+
+
+DATA_SETS = {
+    "gsm8k": DataSet(
+        data_source="openai/gsm8k",
+        forms=("openai/gsm8k",),
+        ability="math",
+        style="rule",
+        instruction='Let\'s think step by step and output the final answer after "####".',
+    ),
+    "math": DataSet(
+        data_source="DigitalLearningGmbH/MATH-lighteval",
+        forms=("DigitalLearningGmbH/MATH-lighteval",),
+        ability="math",
+        style="rule",
+        instruction=r"Let's think step by step and output the final answer within \boxed{}.",
+    ),
+    "hh_rlhf": DataSet(
+        data_source="Anthropic/hh-rlhf",
+        forms=("Anthropic/hh-rlhf",),
+        ability="alignment",
+        style="model",
+    ),
+    "alpaca": DataSet(
+        data_source="tatsu-lab/alpaca", forms=("",), ability="instruction", style="model"
+    ),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"prepare: {message}")
+
+
+def main(arguments: list[str]) -> None:
+    """Run the command; `arguments` are `sys.argv`.
+
+    Raises:
+      SystemExit: with a one-line message on a user error, or after `--help`.
+    """
+    try:
+        options = read_prepare_arguments(arguments)
+        examples = sources.load_examples(
+            options.source, instruction=options.instruction, option="--source"
+        )
+        rows = to_rows(examples, options.data_set, options.split)
+        write_parquet(rows, options.out)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    print(f"{options.out}: {len(rows)} rows")
+
+
+def read_prepare_arguments(arguments: list[str]) -> argparse.Namespace:
+    """Return `data_set`, `source`, `out` (a path), `split` and `instruction` of a command line.
+
+    Args:
+      arguments: `sys.argv`.
+
+    Raises:
+      UserError: the first problem.
+      SystemExit: after `--help`.
+    """
+    parser = _Parser(prog="python -m jax_ppo.prepare", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("data_set", help=", ".join(DATA_SETS))
+    parser.add_argument(
+        "--source",
+        required=True,
+        help="what config.data.train_files takes: files, hf:OWNER/NAME/FILE, tfds:NAME/SPLIT",
+    )
+    parser.add_argument("--out", required=True, help="the file to write, which ends in .parquet")
+    parser.add_argument("--split", default="train", help="`split` in extra_info (default: train)")
+    parser.add_argument(
+        "--instruction", help="text behind each question (default: that of verl for gsm8k and math)"
+    )
+    options = parser.parse_args(arguments[1:])
+    if options.data_set not in DATA_SETS:
+        raise UserError(
+            f"prepare {options.data_set}: expected one of {', '.join(DATA_SETS)}."
+            f"{did_you_mean(options.data_set, DATA_SETS)}"
+        )
+    if options.instruction is None:
+        options.instruction = DATA_SETS[options.data_set].instruction
+    elif options.instruction and not DATA_SETS[options.data_set].instruction:
+        raise UserError(f"--instruction: rows of {options.data_set} take none")
+    options.out = paths.expand_local_path(options.out, "--out")
+    if options.out.suffix != ".parquet":
+        raise UserError(f"--out={str(options.out)!r}: expected a file that ends in .parquet")
+    return options
+
+
+def to_rows(examples: list[Example], name: str, split: str) -> list[dict[str, Any]]:
+    """Return the rows of a data set in verl's form.
+
+    Args:
+      examples: read from its own form.
+      name: a key of DATA_SETS.
+      split: text for extra_info.
+
+    Raises:
+      UserError: a row has another form.
+    """
+    data_set = DATA_SETS[name]
+    rows = []
+    for index, example in enumerate(examples):
+        if example.data_source not in data_set.forms:
+            raise UserError(
+                f"--source, row {index + 1}: not in {name}'s form; its data_source is "
+                f"{example.data_source!r}"
+            )
+        # The rule finds the box in a solution; verl's compares with what the box holds.
+        boxed = math_rules.last_boxed(example.ground_truth) if name == "math" else None
+        rows.append(
+            {
+                "data_source": data_set.data_source,
+                "prompt": to_messages(example.prompt),
+                "ability": data_set.ability,
+                "reward_model": {
+                    "style": data_set.style,
+                    "ground_truth": example.ground_truth if boxed is None else boxed,
+                },
+                "extra_info": _extra_info(example, split, index),
+            }
+        )
+    return rows
+
+
+def to_messages(prompt: str | tuple[dict[str, str], ...]) -> Messages:
+    r"""Return a chat as it is, and a transcript "\n\nHuman: ...\n\nAssistant:" as a chat."""
+    if not isinstance(prompt, str):
+        return [dict(message) for message in prompt]
+    _, *parts = _TURN.split(prompt)
+    speakers, texts = parts[::2], parts[1::2]
+    return [
+        {"role": _ROLES[speaker], "content": text.strip()}
+        for speaker, text in zip(speakers, texts, strict=True)
+        # The turn of the response to come is empty.
+        if text.strip()
+    ]
+
+
+def write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write rows to a Parquet file, which appears when it is complete.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), unfinished)
+        unfinished.replace(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        unfinished.unlink(missing_ok=True)
+        raise UserError(f"--out={str(path)!r}: cannot be written: {error}") from error
+
+
+def _extra_info(example: Example, split: str, index: int) -> dict[str, Any]:
+    extra = {**example.extra_info, "split": split, "index": index}
+    if example.response is not None:
+        extra["answer"] = example.response
+    if example.rejected is not None:
+        extra["rejected"] = example.rejected
+    return extra
+
+
+if __name__ == "__main__":
+    main(sys.argv)
