@@ -15,7 +15,11 @@ from jax_ppo.errors import UserError, did_you_mean, shorten
 
 
 def load_plugin(
-    function: str, option: str, arguments: tuple[str, ...], by_name: bool
+    function: str,
+    option: str,
+    arguments: tuple[str, ...],
+    by_name: bool,
+    other_arguments: Callable[[Callable[..., Any]], tuple[str, ...] | None] = lambda plugin: None,
 ) -> Callable[..., Any]:
     """Return the function that `module:function` or `path/to/file.py:function` names.
 
@@ -24,6 +28,7 @@ def load_plugin(
       option: The name of the option, for error messages.
       arguments: The names of the arguments that the function will be called with.
       by_name: Whether it is called as f(name=...) rather than f(value, ...).
+      other_arguments: Returns the arguments of a function with another signature, else `None`.
 
     Raises:
       UserError: The value is malformed; the module, file or function does not exist; importing the
@@ -44,7 +49,7 @@ def load_plugin(
             f"{setting}: {module_name} has no function {name!r}; it has "
             f"{shorten(', '.join(callables), 200) or 'none'}.{did_you_mean(name, callables)}"
         )
-    _validate_signature(plugin, setting, arguments, by_name)
+    _validate_signature(plugin, setting, other_arguments(plugin) or arguments, by_name)
     return plugin
 
 

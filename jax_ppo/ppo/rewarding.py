@@ -18,6 +18,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.ppo import scoring
 from jax_ppo.ppo.reward_inputs import ModelInputs, RewardInputs
 from jax_ppo.rewards.batch import ScoredBatch, score_batch
+from jax_ppo.rewards.batch_functions import BatchFunction
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction
 from jax_ppo.rewards.step_rewards import assign_step_rewards
@@ -72,7 +73,7 @@ class RuleScorer:
     mesh: Mesh
     tokenizer: Any
     options: Reward
-    rule: RewardFunction | RewardWorkers | None
+    rule: RewardFunction | BatchFunction | RewardWorkers | None
     model_weight: float
     reward_inputs: RewardInputs | None
 

@@ -26,6 +26,7 @@ from jax_ppo.ppo.rewarding import RuleScorer
 from jax_ppo.ppo.role_folders import resolve_role_folders
 from jax_ppo.ppo.rollout_engine import make_engine, sampling_options
 from jax_ppo.rewards import registry
+from jax_ppo.rewards.batch_functions import BatchFunction
 from jax_ppo.rewards.samples import RewardFunction
 from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
 from jax_ppo.runtime import meshes, placement, sharding, work_directory
@@ -242,7 +243,9 @@ def set_up_run(
     return run
 
 
-def _resolve_rule(config: Config, examples: list[Example]) -> RewardFunction | RewardWorkers | None:
+def _resolve_rule(
+    config: Config, examples: list[Example]
+) -> RewardFunction | BatchFunction | RewardWorkers | None:
     """Return the reward function or the worker processes that apply it.
 
     Returns `None` if a reward model is the only reward.
@@ -255,7 +258,10 @@ def _resolve_rule(config: Config, examples: list[Example]) -> RewardFunction | R
     rule = registry.resolve_reward_function(options.function, options.gsm8k_method, options.terms)
     registry.validate_data_sources(examples, options.function, options.terms)
     workers = count_workers(options, registry.needs_workers(examples, options))
-    return RewardWorkers(options, workers) if workers else rule
+    if not workers:
+        return rule
+    takes_batches = isinstance(rule, BatchFunction)
+    return RewardWorkers(options, 1 if takes_batches else workers, takes_batches)
 
 
 def _validate_models(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jax_ppo.errors import printable_lines
+from jax_ppo.rewards.batch_functions import BatchFunction, score_whole_batch
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import (
     Outcome,
@@ -51,7 +52,7 @@ class ScoredBatch:
 
 
 def score_batch(
-    reward_function: RewardFunction | RewardWorkers,
+    reward_function: RewardFunction | BatchFunction | RewardWorkers,
     examples: Sequence[Example],
     responses_text: Sequence[str],
     fallback_score: float = 0.0,
@@ -108,11 +109,14 @@ def score_batch(
 
 
 def _score_samples(
-    reward_function: RewardFunction | RewardWorkers,
+    reward_function: RewardFunction | BatchFunction | RewardWorkers,
     examples: Sequence[Example],
     responses: Sequence[str],
 ) -> list[Outcome]:
     """Return the outcome of each sample, in order."""
+    if isinstance(reward_function, BatchFunction):
+        rows = [RewardRow.from_example(example) for example in examples]
+        return score_whole_batch(reward_function, rows, responses)
     if isinstance(reward_function, RewardWorkers):
         rows = [RewardRow.from_example(example) for example in examples]
         return reward_function.score(rows, responses)

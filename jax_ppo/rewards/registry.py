@@ -15,6 +15,11 @@ from jax_ppo.config import plugins
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.rewards import math_rules, rules, text_rules
+from jax_ppo.rewards.batch_functions import (
+    BatchFunction,
+    batch_arguments,
+    wrap_batch_function,
+)
 from jax_ppo.rewards.custom import REWARD_ARGUMENTS, parse_reward_output
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction, RewardRow
@@ -157,14 +162,14 @@ SOURCES = tuple(RULE_OF_SOURCE)
 
 def resolve_reward_function(
     function: str = "", gsm8k_method: str = "strict", terms: str = ""
-) -> RewardFunction:
+) -> RewardFunction | BatchFunction:
     """Return the reward function that the options of the same names in `reward` select.
 
     Args:
       function: "" for the built-in rule of each row's data_source, or `module:function`, where the
         module is importable or a path to a .py file. It is called as f(data_source=, solution_str=,
         ground_truth=, extra_info=) and returns a number, or a dict with "score", optionally "acc",
-        and other numbers to report.
+        and other numbers to report; or, for a whole batch, as batch_functions.py says.
       gsm8k_method: "strict" or "flexible".
       terms: what the reward adds up; the term of a reward model is left out.
 
@@ -183,8 +188,13 @@ def resolve_reward_function(
     return _load_function(function, "reward.function")
 
 
-def _load_function(function: str, option: str) -> RewardFunction:
-    user_function = plugins.load_plugin(function, option, REWARD_ARGUMENTS, by_name=True)
+def _load_function(function: str, option: str) -> RewardFunction | BatchFunction:
+    user_function = plugins.load_plugin(
+        function, option, REWARD_ARGUMENTS, by_name=True, other_arguments=batch_arguments
+    )
+    arguments = batch_arguments(user_function)
+    if arguments is not None:
+        return wrap_batch_function(user_function, arguments)
 
     def call_user_function(row: RewardRow, response: str) -> RewardResult:
         return parse_reward_output(
@@ -228,7 +238,13 @@ def _resolve_term(term: Term, gsm8k_method: str) -> RewardFunction:
     if term.rule == AUTO:
         return lambda row, response: _apply_built_in_rule(row, response, gsm8k_method)
     if ":" in term.rule:
-        return _load_function(term.rule, "reward.terms")
+        function = _load_function(term.rule, "reward.terms")
+        if isinstance(function, BatchFunction):
+            raise UserError(
+                f"config.reward.terms: {term.rule} takes whole batches; name it as "
+                "config.reward.function, or write it for one response"
+            )
+        return function
     if term.rule not in RULES:
         known = [*RULES, AUTO, MODEL]
         raise UserError(

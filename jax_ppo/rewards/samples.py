@@ -23,11 +23,13 @@ class RewardRow(NamedTuple):
       ground_truth: the reference answer.
       extra_info: further columns; a copy, so that a function that changes them changes no other
         sample.
+      prompt: text, or the messages of a chat.
     """
 
     data_source: str
     ground_truth: str = ""
     extra_info: dict[str, Any] = {}
+    prompt: str | tuple[dict[str, str], ...] = ""
 
     @classmethod
     def from_example(cls, example: "Example") -> "RewardRow":
@@ -36,6 +38,7 @@ class RewardRow(NamedTuple):
             data_source=example.data_source,
             ground_truth=example.ground_truth,
             extra_info=copy.deepcopy(example.extra_info),
+            prompt=example.prompt,
         )
 
 

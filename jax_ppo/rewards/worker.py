@@ -7,14 +7,16 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from types import FrameType
 
 from jax_ppo.errors import UserError, printable_lines
 from jax_ppo.rewards import registry, samples
+from jax_ppo.rewards.batch_functions import BatchFunction, score_whole_batch
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
-_function: samples.RewardFunction | None = None
+_function: samples.RewardFunction | BatchFunction | None = None
 _obstacle: UserError | None = None
 
 
@@ -41,10 +43,23 @@ def initialize_worker(parent: int, function: str, gsm8k_method: str, terms: str)
         _obstacle = error
 
 
+def score_batch_in_worker(
+    rows: Sequence[samples.RewardRow], responses: Sequence[str]
+) -> list[samples.Outcome]:
+    """Score all responses of a batch in an initialized worker, with a function for batches."""
+    if not isinstance(_function, BatchFunction):
+        return [samples.ScoringFailure(printable_lines(str(_obstacle)))] * len(rows)
+    try:
+        return score_whole_batch(_function, rows, responses)
+    except KeyboardInterrupt:  # the function's own: Ctrl-C does not reach this process
+        return [samples.ScoringFailure("KeyboardInterrupt")] * len(rows)
+
+
 def score_in_worker(row: samples.RewardRow, response: str) -> samples.Outcome:
     """Score one response in an initialized worker."""
     if _function is None:
         return samples.ScoringFailure(printable_lines(str(_obstacle)))
+    assert not isinstance(_function, BatchFunction), "it is called with whole batches"
     try:
         return samples.score_sample(_function, row, response)
     except KeyboardInterrupt:  # the function's own: Ctrl-C does not reach this process

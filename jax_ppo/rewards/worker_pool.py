@@ -84,14 +84,16 @@ class RewardWorkers:
     calls. The workers start with the first batch, or when the context is entered.
     """
 
-    def __init__(self, options: Reward, workers: int) -> None:
+    def __init__(self, options: Reward, workers: int, takes_batches: bool = False) -> None:
         """Prepare the pool.
 
         Args:
           options: `config.reward`.
-          workers: number of processes, 1 or more.
+          workers: number of processes, 1 or more; one if the function takes whole batches.
+          takes_batches: whether the function is called once with all responses.
         """
         self._options = options
+        self._takes_batches = takes_batches
         self._workers = workers
         self._pool: pebble.ProcessPool | None = None
 
@@ -111,6 +113,8 @@ class RewardWorkers:
 
     def score(self, rows: Sequence[RewardRow], responses: Sequence[str]) -> list[Outcome]:
         """Score each response for its row; return results and failures in the order of the rows."""
+        if self._takes_batches:
+            return self._score_batch(rows, responses)
         samples = list(zip(rows, responses, strict=True))
         outcomes: list[Outcome | None] = [None] * len(samples)
         for _ in range(_MAX_ATTEMPTS):
@@ -128,6 +132,21 @@ class RewardWorkers:
                 outcomes[index] = self._wait(future)
         died_early = ScoringFailure("the worker processes ended before they took this sample")
         return [died_early if outcome is None else outcome for outcome in outcomes]
+
+    def _score_batch(self, rows: Sequence[RewardRow], responses: Sequence[str]) -> list[Outcome]:
+        """Score all responses in one call, with the time limit of all of them together."""
+        limit = self._options.timeout * max(1, len(rows))
+        for _ in range(_MAX_ATTEMPTS):
+            future = self._running_pool().schedule(
+                worker.score_batch_in_worker, args=[list(rows), list(responses)], timeout=limit
+            )
+            outcomes = self._wait(future)
+            if isinstance(outcomes, ScoringFailure):
+                return [outcomes] * len(rows)
+            if outcomes is not None:
+                return outcomes
+        died_early = ScoringFailure("the worker process ended before it took the batch")
+        return [died_early] * len(rows)
 
     def _running_pool(self) -> pebble.ProcessPool:
         """Return the pool; start it if there is none, or if all workers died while idle."""
@@ -148,8 +167,8 @@ class RewardWorkers:
             assert self._pool.active, "this property starts the workers"
         return self._pool
 
-    def _wait(self, future: pebble.ProcessFuture) -> Outcome | None:
-        """Return the outcome of a sample; `None` if no worker took it."""
+    def _wait(self, future: pebble.ProcessFuture) -> Any:
+        """Return the result of a task, or its failure; `None` if no worker took it."""
         try:
             return future.result()
         except TimeoutError:
