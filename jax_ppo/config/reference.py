@@ -69,7 +69,9 @@ def _sections() -> Iterator[str]:
 def _default(option: Option) -> str:
     if option.default is None:
         return "unset"
-    return f"`{option.default}`" if option.default != "" else "empty"
+    # A row of a table is one line.
+    text = str(option.default).replace("\n", "\\n")
+    return f"`{text}`" if text else "empty"
 
 
 def _values(option: Option) -> str:

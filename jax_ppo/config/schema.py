@@ -91,6 +91,11 @@ HAS_REWARD_FUNCTION = Requirement(
     "`reward.function` or `reward.terms` is set",
     "needs a config.reward.function that returns step_rewards",
 )
+HAS_REWARD_URL = Requirement(
+    lambda config: bool(config.reward.url),
+    "`reward.url` is set",
+    "needs a server; set config.reward.url",
+)
 HAS_REWARD_MODEL = Requirement(
     lambda config: bool(config.reward.model_path),
     "`reward.model_path` is set",
@@ -880,6 +885,38 @@ class Reward:
         "json_schema, arithmetic, stories, format[think,answer], length[5:200]), `auto` (the rule "
         "of each row's data_source), `model` (the reward model), or file.py:function. Each term's "
         "score is a metric",
+    )
+    url: str = option(
+        "",
+        "address of a server that scores responses: `http://HOST/PATH`, called with a JSON object "
+        "of prompt, response, ground_truth and data_source, or with url_model one that speaks "
+        "OpenAI's chat completions. It is the whole reward, or the term `judge`. "
+        "JAX_PPO_REWARD_KEY in the environment is sent as a bearer token; reward.workers calls are "
+        "under way at a time",
+    )
+    url_model: str = option(
+        "",
+        "model that judges; its reply holds the score as JSON or as its last number",
+        requires=(HAS_REWARD_URL,),
+    )
+    url_prompt: str = option(
+        "Rate the response to the prompt from 0 to 10. End with the number.\n\n"
+        "Prompt:\n{prompt}\n\nResponse:\n{response}",
+        "what the model that judges is asked; may also hold {ground_truth}",
+        requires=(HAS_REWARD_URL,),
+    )
+    url_timeout: float = option(
+        15.0,
+        "longest time that one call may take",
+        unit="seconds",
+        above=0,
+        requires=(HAS_REWARD_URL,),
+    )
+    url_retries: int = option(
+        3,
+        "further calls after one that failed, was refused as too many (429) or met a broken server",
+        at_least=0,
+        requires=(HAS_REWARD_URL,),
     )
     gsm8k_method: str = option(
         "strict",

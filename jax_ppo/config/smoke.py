@@ -49,7 +49,7 @@ def shrink(config: "ml_collections.ConfigDict", value: str) -> "ml_collections.C
     config.model.dtype = "float32"
     config.model.create.update(steps=60, habit_steps=10)
     # The built-in rule of the problems takes the place of any other reward.
-    config.reward.update(function="", terms="", model_path="")
+    config.reward.update(function="", terms="", url="", model_path="")
     config.reward.overlong_buffer_len = min(config.reward.overlong_buffer_len, _RESPONSE // 3)
     config.rollout.n = min(config.rollout.n, 4)
     defaults = _defaults()

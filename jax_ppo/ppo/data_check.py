@@ -128,7 +128,7 @@ def _find_problems(
 ) -> list[str]:
     problems = []
     options = config.reward
-    if registry.has_rules(options):
+    if registry.has_rules(options) and (options.terms or not options.url):
         obstacles = list(
             registry.find_obstacles([*training, *held_out], options.function, options.terms)
         )

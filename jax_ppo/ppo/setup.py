@@ -27,6 +27,7 @@ from jax_ppo.ppo.role_folders import resolve_role_folders
 from jax_ppo.ppo.rollout_engine import make_engine, sampling_options
 from jax_ppo.rewards import registry
 from jax_ppo.rewards.batch_functions import BatchFunction
+from jax_ppo.rewards.judge import Judge
 from jax_ppo.rewards.samples import RewardFunction
 from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
 from jax_ppo.runtime import meshes, placement, sharding, work_directory
@@ -255,8 +256,13 @@ def _resolve_rule(
     if not registry.has_rules(options):
         return None
     # Resolved here even if workers import it again: errors should surface before a run starts.
-    rule = registry.resolve_reward_function(options.function, options.gsm8k_method, options.terms)
-    registry.validate_data_sources(examples, options.function, options.terms)
+    judge = Judge.from_options(options)
+    rule = registry.resolve_reward_function(
+        options.function, options.gsm8k_method, options.terms, judge
+    )
+    # A judge that is the whole reward scores rows of any source.
+    if judge is None or options.terms:
+        registry.validate_data_sources(examples, options.function, options.terms)
     workers = count_workers(options, registry.needs_workers(examples, options))
     if not workers:
         return rule

@@ -21,6 +21,7 @@ from jax_ppo.rewards.batch_functions import (
     wrap_batch_function,
 )
 from jax_ppo.rewards.custom import REWARD_ARGUMENTS, parse_reward_output
+from jax_ppo.rewards.judge import Judge
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction, RewardRow
 from jax_ppo.rewards.terms import MODEL, Term, parse_terms
@@ -29,6 +30,7 @@ if TYPE_CHECKING:  # `jax_ppo.types` imports jax, which reward workers do not lo
     from jax_ppo.types import Example
 
 AUTO = "auto"  # the term of each row's own rule
+JUDGE = "judge"  # the term of the server of `reward.url`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +163,10 @@ SOURCES = tuple(RULE_OF_SOURCE)
 
 
 def resolve_reward_function(
-    function: str = "", gsm8k_method: str = "strict", terms: str = ""
+    function: str = "",
+    gsm8k_method: str = "strict",
+    terms: str = "",
+    judge: Judge | None = None,
 ) -> RewardFunction | BatchFunction:
     """Return the reward function that the options of the same names in `reward` select.
 
@@ -172,6 +177,7 @@ def resolve_reward_function(
         and other numbers to report; or, for a whole batch, as batch_functions.py says.
       gsm8k_method: "strict" or "flexible".
       terms: what the reward adds up; the term of a reward model is left out.
+      judge: the server of `reward.url`; without a function or terms it is the whole reward.
 
     Raises:
       UserError: there is no such rule, module or function, or it does not accept those arguments.
@@ -182,7 +188,9 @@ def resolve_reward_function(
             f"{did_you_mean(gsm8k_method, rules.GSM8K_METHODS)}"
         )
     if terms:
-        return _add_terms(terms, gsm8k_method)
+        return _add_terms(terms, gsm8k_method, judge)
+    if judge is not None and not function:
+        return judge.reward_function()
     if not function:
         return lambda row, response: _apply_built_in_rule(row, response, gsm8k_method)
     return _load_function(function, "reward.function")
@@ -209,10 +217,10 @@ def _load_function(function: str, option: str) -> RewardFunction | BatchFunction
     return call_user_function
 
 
-def _add_terms(text: str, gsm8k_method: str) -> RewardFunction:
+def _add_terms(text: str, gsm8k_method: str, judge: Judge | None) -> RewardFunction:
     """Return the sum of the terms; each term's score is reported by its name."""
     functions = [
-        (term, _resolve_term(term, gsm8k_method))
+        (term, _resolve_term(term, gsm8k_method, judge))
         for term in parse_terms(text)
         if term.rule != MODEL
     ]
@@ -234,7 +242,10 @@ def _add_terms(text: str, gsm8k_method: str) -> RewardFunction:
     return score
 
 
-def _resolve_term(term: Term, gsm8k_method: str) -> RewardFunction:
+def _resolve_term(term: Term, gsm8k_method: str, judge: Judge | None) -> RewardFunction:
+    if term.rule == JUDGE:
+        assert judge is not None, "`model_weight` refuses the term without an address"
+        return judge.reward_function()
     if term.rule == AUTO:
         return lambda row, response: _apply_built_in_rule(row, response, gsm8k_method)
     if ":" in term.rule:
@@ -246,7 +257,7 @@ def _resolve_term(term: Term, gsm8k_method: str) -> RewardFunction:
             )
         return function
     if term.rule not in RULES:
-        known = [*RULES, AUTO, MODEL]
+        known = [*RULES, AUTO, MODEL, JUDGE]
         raise UserError(
             f"config.reward.terms: there is no rule {term.rule!r}; expected {', '.join(known)} or "
             f"module:function.{did_you_mean(term.rule, known)}"
@@ -262,9 +273,14 @@ def model_weight(options: Reward) -> float:
     """Return the weight of the reward model's score: 1 without `reward.terms`.
 
     Raises:
-      UserError: the terms name a reward model and there is none, or the other way round, or there
-        is a reward function beside them.
+      UserError: the terms name a reward model or a judge and there is none, or the other way
+        round, or there is a reward function beside terms or a judge.
     """
+    if options.url and options.function:
+        raise UserError(
+            f"config.reward.url={options.url!r}: config.reward.function is set; add both up with "
+            f"config.reward.terms={options.function}:1.0,judge:1.0"
+        )
     if not options.terms:
         return 1.0
     if options.function:
@@ -278,6 +294,12 @@ def model_weight(options: Reward) -> float:
             f"config.reward.terms={options.terms!r}: the term `model:WEIGHT` and "
             "config.reward.model_path belong together"
         )
+    asks = any(term.rule == JUDGE for term in parse_terms(options.terms))
+    if asks != bool(options.url):
+        raise UserError(
+            f"config.reward.terms={options.terms!r}: the term `judge:WEIGHT` and config.reward.url "
+            "belong together"
+        )
     return sum(weights)
 
 
@@ -285,12 +307,16 @@ def has_rules(options: Reward) -> bool:
     """Return whether rules score the responses, alone or beside a reward model."""
     if options.terms:
         return any(term.rule != MODEL for term in parse_terms(options.terms))
-    return bool(options.function) or not options.model_path
+    return bool(options.function or options.url) or not options.model_path
 
 
 def needs_workers(examples: Sequence["Example"], options: Reward) -> bool:
     """Return whether scores come from a user's function or from a rule that may take any time."""
-    if options.function or any(":" in term.rule for term in parse_terms(options.terms)):
+    if (
+        options.function
+        or options.url
+        or any(":" in term.rule for term in parse_terms(options.terms))
+    ):
         return True
     sources = {example.data_source for example in examples}
     return any(
@@ -306,7 +332,7 @@ def _rules_of_source(source: str, terms: tuple[Term, ...]) -> Iterator[tuple[str
     for name in [term.rule for term in terms] if terms else [AUTO]:
         if name == AUTO:
             yield AUTO, RULES.get(RULE_OF_SOURCE.get(source, ""))
-        elif name != MODEL and ":" not in name:
+        elif name not in (MODEL, JUDGE) and ":" not in name:
             yield name, RULES.get(name)
 
 

@@ -13,6 +13,7 @@ from types import FrameType
 from jax_ppo.errors import UserError, printable_lines
 from jax_ppo.rewards import registry, samples
 from jax_ppo.rewards.batch_functions import BatchFunction, score_whole_batch
+from jax_ppo.rewards.judge import Judge
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
@@ -20,7 +21,9 @@ _function: samples.RewardFunction | BatchFunction | None = None
 _obstacle: UserError | None = None
 
 
-def initialize_worker(parent: int, function: str, gsm8k_method: str, terms: str) -> None:
+def initialize_worker(
+    parent: int, function: str, gsm8k_method: str, terms: str, judge: Judge | None
+) -> None:
     """Prepare this process to score samples.
 
     Args:
@@ -28,6 +31,7 @@ def initialize_worker(parent: int, function: str, gsm8k_method: str, terms: str)
       function: `config.reward.function`.
       gsm8k_method: `config.reward.gsm8k_method`.
       terms: `config.reward.terms`.
+      judge: the server of `config.reward.url`, if there is one.
     """
     global _function, _obstacle
     # In a session of its own, signals to the run's process group (Ctrl-C) do not reach the worker,
@@ -38,7 +42,7 @@ def initialize_worker(parent: int, function: str, gsm8k_method: str, terms: str)
     # A reward function that uses JAX must not take the accelerator of the run.
     os.environ["JAX_PLATFORMS"] = "cpu"
     try:
-        _function = registry.resolve_reward_function(function, gsm8k_method, terms)
+        _function = registry.resolve_reward_function(function, gsm8k_method, terms, judge)
     except UserError as error:  # the run could import it, but this process cannot
         _obstacle = error
 

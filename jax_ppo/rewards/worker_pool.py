@@ -16,6 +16,7 @@ import pebble
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import printable_lines
 from jax_ppo.rewards import worker
+from jax_ppo.rewards.judge import Judge
 from jax_ppo.rewards.samples import Outcome, RewardRow, ScoringFailure
 
 # Attempts to score a sample whose pool broke before a worker took it.
@@ -161,6 +162,7 @@ class RewardWorkers:
                     self._options.function,
                     self._options.gsm8k_method,
                     self._options.terms,
+                    Judge.from_options(self._options),
                 ),
                 context=_WorkerContext(),
             )

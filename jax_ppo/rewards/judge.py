@@ -1,0 +1,187 @@
+"""A reward from a server: a language model that judges, or a reward model behind HTTP.
+
+With `reward.url_model` the server speaks OpenAI's chat completions, and its reply holds the score
+as JSON or as its last number. Without it the server takes a JSON object with prompt, response,
+ground_truth and data_source, and returns a number or an object with `score`.
+
+A call blocks, so the rule runs in worker processes: `reward.workers` calls are under way at a time.
+"""
+
+import dataclasses
+import email.message
+import functools
+import http.client
+import json
+import os
+import re
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Any
+
+from jax_ppo.config.schema import Reward
+from jax_ppo.errors import UserError, shorten
+from jax_ppo.rewards.custom import parse_reward_output
+from jax_ppo.rewards.rules import RewardResult
+from jax_ppo.rewards.samples import RewardFunction, RewardRow
+
+# Sent as a bearer token; never part of an option, a message or a file of the run.
+KEY_VARIABLE = "JAX_PPO_REWARD_KEY"
+PLACEHOLDERS = ("{prompt}", "{response}", "{ground_truth}")
+
+_MAX_REPLY = 1_000_000  # bytes
+_FIRST_PAUSE = 0.5  # seconds before the second attempt; doubled for each further one
+_CACHE_SIZE = 10_000  # replies per worker process
+_NUMBER = re.compile(r"-?(?:\d+(?:\.\d+)?|\.\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Judge:
+    """Where and how responses are judged; the fields are those of `config.reward`."""
+
+    url: str
+    url_model: str
+    url_prompt: str
+    url_timeout: float
+    url_retries: int
+
+    @classmethod
+    def from_options(cls, options: Reward) -> "Judge | None":
+        """Return the judge of the options, `None` without `reward.url`.
+
+        Raises:
+          UserError: the address is not one of HTTP, or the prompt shows no response.
+        """
+        if not options.url:
+            return None
+        parts = urllib.parse.urlsplit(options.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(
+                f"config.reward.url={options.url!r}: expected http://HOST/PATH or https://HOST/PATH"
+            )
+        if parts.username or parts.password:
+            raise UserError(
+                "config.reward.url: has a password in it; set the environment variable "
+                f"{KEY_VARIABLE} instead"
+            )
+        if "{response}" not in options.url_prompt:
+            raise UserError(
+                f"config.reward.url_prompt={shorten(options.url_prompt)!r}: expected text with "
+                "{response}, and {prompt} and {ground_truth} if any"
+            )
+        return cls(
+            url=options.url,
+            url_model=options.url_model,
+            url_prompt=options.url_prompt,
+            url_timeout=options.url_timeout,
+            url_retries=options.url_retries,
+        )
+
+    def reward_function(self) -> RewardFunction:
+        """Return the reward function; equal requests are sent once per process."""
+        ask = functools.lru_cache(maxsize=_CACHE_SIZE)(self._ask)
+
+        def score(row: RewardRow, response: str) -> RewardResult:
+            request = json.dumps(self._request(row, response), ensure_ascii=False)
+            value = ask(request)
+            return parse_reward_output(_read_score(value) if self.url_model else value)
+
+        return score
+
+    def _request(self, row: RewardRow, response: str) -> dict[str, Any]:
+        if not self.url_model:
+            return {
+                "prompt": row.prompt,
+                "response": response,
+                "ground_truth": row.ground_truth,
+                "data_source": row.data_source,
+            }
+        values = (_as_text(row.prompt), response, str(row.ground_truth))
+        # In one pass: a response that contains a placeholder stays as it is.
+        known = dict(zip(PLACEHOLDERS, values, strict=True))
+        pattern = "|".join(map(re.escape, PLACEHOLDERS))
+        content = re.sub(pattern, lambda match: known[match[0]], self.url_prompt)
+        return {
+            "model": self.url_model,
+            "messages": [{"role": "user", "content": content}],
+            "temperature": 0,
+        }
+
+    def _ask(self, request: str) -> Any:
+        """Return the server's reply; try again where that may help.
+
+        Raises:
+          RuntimeError: no attempt succeeded.
+        """
+        problem = ""
+        for attempt in range(self.url_retries + 1):
+            if attempt:
+                time.sleep(_FIRST_PAUSE * 2 ** (attempt - 1))
+            try:
+                return self._send(request)
+            except urllib.error.HTTPError as error:
+                problem = f"HTTP {error.code} {error.reason}"
+                # What the server refuses it will refuse again, unless it is busy or broken.
+                if error.code != 429 and error.code < 500:
+                    break
+            except (OSError, http.client.HTTPException) as error:
+                problem = f"{type(error).__name__}: {error}"
+            except ValueError as error:
+                problem = f"the reply is not JSON: {error}"
+        raise RuntimeError(f"config.reward.url={_without_query(self.url)}: {problem}")
+
+    def _send(self, request: str) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(KEY_VARIABLE):
+            headers["Authorization"] = f"Bearer {key}"
+        message = urllib.request.Request(self.url, request.encode(), headers, method="POST")
+        opener = urllib.request.build_opener(_KeepKey)
+        with opener.open(message, timeout=self.url_timeout) as reply:
+            value = json.loads(reply.read(_MAX_REPLY))
+        if not self.url_model:
+            return value
+        try:
+            return value["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError):
+            raise ValueError("no choices[0].message.content") from None
+
+
+class _KeepKey(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects: the key and the data are for the host that the user named."""
+
+    def redirect_request(
+        self,
+        req: urllib.request.Request,
+        fp: Any,
+        code: int,
+        msg: str,
+        headers: email.message.Message,
+        newurl: str,
+    ) -> None:
+        """Return `None`, which makes an error of the redirect."""
+
+
+def _read_score(text: str) -> Any:
+    """Return a score as JSON, or the last number of a text."""
+    try:
+        value = json.loads(text)
+    except (ValueError, TypeError, RecursionError):
+        value = None
+    if isinstance(value, (dict, int, float)):
+        return value
+    numbers = _NUMBER.findall(str(text))
+    if not numbers:
+        raise ValueError(f"the judge's reply has no number: {shorten(str(text))!r}")
+    return float(numbers[-1])
+
+
+def _as_text(prompt: str | tuple[dict[str, str], ...]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def _without_query(url: str) -> str:
+    """Return an address without its query, which may hold a key."""
+    return urllib.parse.urlunsplit(urllib.parse.urlsplit(url)._replace(query="", fragment=""))

@@ -1,0 +1,166 @@
+"""A reward from a server, asked over HTTP."""
+
+import http.server
+import json
+import threading
+
+import pytest
+
+from jax_ppo.config.schema import Reward
+from jax_ppo.errors import UserError
+from jax_ppo.rewards import registry
+from jax_ppo.rewards.judge import KEY_VARIABLE, Judge
+from jax_ppo.rewards.samples import RewardRow, score_sample
+from jax_ppo.rewards.worker_pool import RewardWorkers
+
+CHAT = RewardRow("mine", "4", {}, ({"role": "user", "content": "2+2?"},))
+
+
+@pytest.fixture
+def server():
+    """Yield a server; `server.replies` are sent in turn, the last one for ever."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            self.server.requests.append((self.path, dict(self.headers), json.loads(body)))
+            replies = self.server.replies
+            code, reply = replies.pop(0) if len(replies) > 1 else replies[0]
+            self.send_response(code)
+            if code == 302:
+                self.send_header("Location", "/elsewhere")
+            self.end_headers()
+            self.wfile.write(reply.encode())
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.requests, server.replies = [], [(200, "0.5")]
+        server.url = f"http://127.0.0.1:{server.server_port}/score?token=secret"
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr("jax_ppo.rewards.judge._FIRST_PAUSE", 0.001)
+
+
+def chat_reply(text):
+    return json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]})
+
+
+def judge(server, **options):
+    return Judge.from_options(Reward(url=server.url, **options)).reward_function()
+
+
+def test_a_server_is_sent_the_sample_and_returns_a_number_or_an_object(server, monkeypatch):
+    monkeypatch.setenv(KEY_VARIABLE, "hidden")
+    score = judge(server)
+    assert score(CHAT, "four").score == 0.5
+    path, headers, request = server.requests[0]
+    assert path == "/score?token=secret" and headers["Authorization"] == "Bearer hidden"
+    assert request == {
+        "prompt": [{"role": "user", "content": "2+2?"}],
+        "response": "four",
+        "ground_truth": "4",
+        "data_source": "mine",
+    }
+    server.replies = [(200, '{"score": 2, "acc": 1, "help": 0.25}')]
+    result = score(CHAT, "4")
+    assert (result.score, result.correct, result.extra) == (2.0, True, {"help": 0.25})
+
+
+def test_equal_requests_are_sent_once(server):
+    score = judge(server)
+    for response in ("a", "b", "a"):
+        score(CHAT, response)
+    assert [request["response"] for *_, request in server.requests] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [("I give it 3 out of 10: 7.5", 7.5), ("-1", -1), ('{"score": 4}', 4), ("Score: .5", 0.5)],
+)
+def test_a_model_judges_in_words(server, reply, expected):
+    server.replies = [(200, chat_reply(reply))]
+    template = "Q {prompt} T {ground_truth} R {response}"
+    score = judge(server, url_model="judge-1", url_prompt=template)
+    assert score(CHAT, "{prompt}!").score == expected
+    assert server.requests[0][2] == {
+        "model": "judge-1",
+        "messages": [{"role": "user", "content": "Q user: 2+2? T 4 R {prompt}!"}],
+        "temperature": 0,
+    }
+
+
+def test_a_busy_or_broken_server_is_asked_again(server):
+    server.replies = [(429, ""), (503, ""), (200, "not JSON"), (200, "1")]
+    assert judge(server)(CHAT, "x").score == 1 and len(server.requests) == 4
+
+
+@pytest.mark.parametrize(
+    ("replies", "options", "problem", "calls"),
+    [
+        ([(401, "")], {}, "HTTP 401", 1),
+        ([(302, "")], {}, "HTTP 302", 1),
+        ([(500, "")], {"url_retries": 1}, "HTTP 500", 2),
+        ([(200, "[")], {"url_retries": 0}, "not JSON", 1),
+        ([(200, "{}")], {"url_model": "m", "url_retries": 0}, "no choices", 1),
+        ([(200, chat_reply("well"))], {"url_model": "m"}, "has no number: 'well'", 1),
+    ],
+)
+def test_failures_name_the_server_and_no_secret(
+    server, monkeypatch, replies, options, problem, calls
+):
+    monkeypatch.setenv(KEY_VARIABLE, "hidden")
+    server.replies = replies
+    failure = score_sample(judge(server, **options), CHAT, "x")
+    assert problem in failure.cause and len(server.requests) == calls
+    assert "secret" not in failure.cause and "hidden" not in failure.cause
+
+
+def test_a_server_that_does_not_answer_is_given_up(server):
+    options = Reward(url="http://127.0.0.1:9/score", url_retries=1)
+    failure = score_sample(Judge.from_options(options).reward_function(), CHAT, "x")
+    assert "config.reward.url=http://127.0.0.1:9/score" in failure.cause
+
+
+def test_workers_ask_the_judge_as_one_term_of_several(server):
+    options = Reward(terms="exact:1.0,judge:0.5", url=server.url)
+    assert registry.needs_workers([], options) and registry.has_rules(options)
+    with RewardWorkers(options, 2) as pool:
+        outcomes = pool.score([CHAT] * 3, ["4", "5", "6"])
+    assert [outcome.score for outcome in outcomes] == [1.25, 0.25, 0.25]
+    assert outcomes[0].extra["judge_term"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"url": "ftp://host/x"}, "expected http://HOST/PATH"),
+        ({"url": "localhost:80"}, "expected http://HOST/PATH"),
+        ({"url": "http://me:pw@host/"}, "config.reward.url: has a password.*JAX_PPO_REWARD_KEY"),
+        ({"url": "http://host/", "url_prompt": "Rate it"}, "config.reward.url_prompt='Rate it'"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(UserError, match=message):
+        Judge.from_options(Reward(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"terms": "judge:1"}, "`judge:WEIGHT` and config.reward.url belong"),
+        ({"terms": "exact:1", "url": "http://h/"}, "`judge:WEIGHT` and config.reward.url belong"),
+        ({"function": "m:f", "url": "http://h/"}, "reward.terms=m:f:1.0,judge:1.0"),
+    ],
+)
+def test_a_judge_beside_other_rewards_is_a_term(options, message):
+    with pytest.raises(UserError, match=message):
+        registry.model_weight(Reward(**options))
