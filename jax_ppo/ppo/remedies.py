@@ -101,6 +101,7 @@ def _possible_changes(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]
     yield from _smaller_batches(config, mesh)
     int8 = dataclasses.replace(config.rollout, quantization="int8")
     yield "config.rollout.quantization=int8", dataclasses.replace(config, rollout=int8)
+    yield from _bfloat16_storage(config)
     lora = dataclasses.replace(config.model.lora, rank=_LORA_RANK)
     model = dataclasses.replace(config.model, lora=lora)
     yield f"config.model.lora.rank={_LORA_RANK}", dataclasses.replace(config, model=model)
@@ -128,6 +129,25 @@ def _other_meshes(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]]:
                 dataclasses.replace(config, mesh=split, rollout=rollout),
             )
         size *= 2
+
+
+def _bfloat16_storage(config: Config) -> Iterator[tuple[str, Config]]:
+    """Yield the change that stores what is trained in half the memory."""
+    roles = ("actor", "critic") if config.has_critic and not config.shares_trunk else ("actor",)
+    changed = config
+    for role in roles:
+        options = getattr(changed, role)
+        optim = dataclasses.replace(
+            options.optim,
+            param_dtype="bfloat16",
+            moments_dtype="bfloat16",
+            gradient_dtype="bfloat16",
+        )
+        changed = dataclasses.replace(changed, **{role: dataclasses.replace(options, optim=optim)})
+    words = " and ".join(
+        f"config.{role}.optim.{{param,moments,gradient}}_dtype=bfloat16" for role in roles
+    )
+    yield words, changed
 
 
 def _smaller_batches(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]]:

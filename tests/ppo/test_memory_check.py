@@ -99,6 +99,11 @@ def test_remedies_begin_with_the_one_that_saves_most_and_need_what_they_promise(
     fsdp = memory_check.measure_least_memory(split, nets, tiny.make_mesh(8, fsdp=8)).peak
     by_options = {remedy.options: remedy for remedy in remedies}
     assert by_options["config.mesh.data=1 with config.mesh.fsdp=8"].needed == fsdp
+    # What is trained takes half in bfloat16: parameters, moments and gradients.
+    [half] = [remedy for words, remedy in by_options.items() if "bfloat16" in words]
+    saved = least.peak - half.needed
+    trained = least.parameters + least.optimizer
+    assert trained / 2 <= saved <= (trained + least.gradients) / 2
     # Where no change is enough, pairs that are follow.
     available = needed[0] - 1
     pairs = [remedy for remedy in rank(available) if " and " in remedy.options]
