@@ -231,8 +231,10 @@ def _validate_value(name: str, value: Any, annotation: Any, facts: Facts) -> Any
         raise UserError(
             f"{name}={value!r}: expected {expected.__name__}, got {type(value).__name__}"
         )
-    if facts.choices is not None and value not in facts.choices:
-        known = ", ".join(map(repr, facts.choices))
+    # A function of the user's is imported where it is used.
+    names_function = facts.is_plugin and isinstance(value, str) and ":" in value
+    if facts.choices is not None and value not in facts.choices and not names_function:
+        known = ", ".join(map(repr, facts.choices)) + (" or module:function" * facts.is_plugin)
         raise UserError(
             f"{name}={value!r}: expected one of {known}.{did_you_mean(str(value), facts.choices)}"
         )

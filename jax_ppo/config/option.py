@@ -49,6 +49,7 @@ class Facts:
       doc: The meaning.
       unit: The unit of a number, such as "tokens".
       choices: The permitted values.
+      is_plugin: Besides the choices, `module:function` or `file.py:function` is permitted.
       aliases: Other names of some choices; the value is replaced by the choice.
       is_list: The text holds items separated by commas; a list of them is accepted too.
       at_least: Inclusive lower bound.
@@ -66,6 +67,7 @@ class Facts:
     doc: str = ""
     unit: str = ""
     choices: tuple[str, ...] | None = None
+    is_plugin: bool = False
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     is_list: bool = False
     at_least: Bound | None = None

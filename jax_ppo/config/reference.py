@@ -78,7 +78,8 @@ def _values(option: Option) -> str:
     """Return the permitted values: type or choices, range and unit."""
     facts = option.facts
     if facts.choices is not None:
-        return ", ".join(f"`{choice}`" for choice in facts.choices)
+        plugin = ("module:function",) if facts.is_plugin else ()
+        return ", ".join(f"`{choice}`" for choice in (*facts.choices, *plugin))
     limits = [
         f"{words} {getattr(facts, bound)}"
         for bound, (words, _) in BOUNDS.items()

@@ -463,8 +463,10 @@ class Actor:
         "k3",
         "estimator of that KL; k1 has no restraining effect here; k3+ has the value of k3 and "
         "the gradient of k2; full sums over the vocabulary, at the cost of another pass of the "
-        "reference in each micro-batch",
+        "reference in each micro-batch; or your own: `module:function` or `file.py:function`, "
+        "a function of the tokens' log-ratios (kernels/kl.py)",
         choices=("k1", "abs", "k2", "k3", "k3+", "clamped", "full"),
+        is_plugin=True,
         aliases=VERL_KINDS,
     )
     target_kl: float | None = option(
@@ -655,8 +657,10 @@ class Algorithm:
     adv_estimator: str = option(
         "gae",
         "gae; or without a critic: grpo, rloo and reinforce_plus_plus_baseline (compared with a "
-        "prompt's other responses), reinforce_plus_plus (discounted reward to go)",
+        "prompt's other responses), reinforce_plus_plus (discounted reward to go), or your own: "
+        "`module:function` or `file.py:function`, called as described in ppo/advantages.py",
         choices=("gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+        is_plugin=True,
         fixed_on_resume=True,
     )
     gamma: float = option(
@@ -725,8 +729,9 @@ class Algorithm:
     kl_penalty: str = option(
         "k1",
         "estimator of that KL; full sums over the vocabulary. In the reward only k1 follows the "
-        "gradient of the KL (kernels/kl.py)",
+        "gradient of the KL (kernels/kl.py). Or your own, as for actor.kl_loss_type",
         choices=("k1", "abs", "k2", "k3", "clamped", "full"),
+        is_plugin=True,
         aliases=VERL_KINDS,
     )
     kl_ctrl: KLControl = section(KLControl)

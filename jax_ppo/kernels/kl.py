@@ -1,5 +1,7 @@
 """Per-token estimators of KL(actor || reference), and the controller of its coefficient."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
@@ -16,7 +18,7 @@ def kl_estimate(
     logprobs: Float[Array, " *shape"],
     ref_logprobs: Float[Array, " *shape"],
     mask: Shaped[Array, " *shape"],
-    kind: str,
+    kind: str | Callable[[jax.Array], jax.Array],
 ) -> Float[Array, " *shape"]:
     """Return a per-token estimate of KL(actor || reference) in nats.
 
@@ -63,7 +65,7 @@ def kl_estimate(
       logprobs: log-probabilities <= 0 of the sampled tokens under the actor.
       ref_logprobs: those under the reference, at the same temperature.
       mask: 1 on the tokens that the policy chose and that count, in any pattern.
-      kind: one of KL_KINDS.
+      kind: one of KL_KINDS, or a function of d, which is 0 under the mask.
 
     Returns:
       float32; 0 where mask is 0, and exactly 0 where logprobs == ref_logprobs.
@@ -78,6 +80,8 @@ def kl_estimate(
     )
     # Both are 0 under the mask, and so is every estimator of their difference.
     log_ratio = zero_outside(logprobs, mask) - zero_outside(ref_logprobs, mask)
+    if callable(kind):
+        return zero_outside(kind(log_ratio), mask)
     if kind == "k1":
         return log_ratio
     if kind == "abs":

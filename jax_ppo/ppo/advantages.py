@@ -1,4 +1,10 @@
-"""Advantages and returns of a rollout's tokens."""
+"""Advantages and returns of a rollout's tokens.
+
+An estimator of the user's own, `algorithm.adv_estimator=module:function`, has no critic. It is called
+as f(rewards, mask, n): the rewards of tokens [B, T], with the KL penalty if there is one and 0 under
+the mask; the mask [B, T] of the tokens that the policy chose; and n, the responses per prompt, which
+are adjacent. It returns an advantage per response [B] or per token [B, T].
+"""
 
 import functools
 from collections.abc import Callable
@@ -7,7 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
+from jax_ppo.config import plugins
 from jax_ppo.config.schema import Algorithm
+from jax_ppo.errors import UserError
 from jax_ppo.kernels import advantages as estimators
 from jax_ppo.kernels import masked
 from jax_ppo.kernels import moments as running_moments
@@ -112,11 +120,47 @@ def critic_metrics(values: Tokens, returns: Tokens, loss_mask: Mask) -> Metrics:
     }
 
 
+def load_estimator(name: str) -> Callable[..., jax.Array] | None:
+    """Return the user's function that `algorithm.adv_estimator` names, `None` for a built-in one.
+
+    Raises:
+      UserError: it cannot be loaded.
+    """
+    if ":" not in name:
+        return None
+    arguments = ("rewards", "mask", "n")
+    return plugins.load_plugin(name, "algorithm.adv_estimator", arguments, by_name=False)
+
+
+def plugin_advantages(
+    name: str, estimator: Callable[..., jax.Array], token_rewards: Tokens, actions: Mask, n: int
+) -> Tokens:
+    """Return the advantages of a user's function, 0 under the mask.
+
+    Raises:
+      UserError: it returns neither one number per response nor one per token.
+    """
+    result = estimator(masked.zero_outside(token_rewards, actions), actions, n)
+    if jnp.shape(result) not in (actions.shape, actions.shape[:1]):
+        raise UserError(
+            f"config.algorithm.adv_estimator={name!r}: returned shape {jnp.shape(result)}; "
+            f"expected one number per response, {actions.shape[:1]}, or per token, {actions.shape}"
+        )
+    per_token = result if jnp.ndim(result) == 2 else jnp.reshape(result, (-1, 1))
+    # A policy gradient takes advantages as constants.
+    advantages = jax.lax.stop_gradient(jnp.asarray(per_token, jnp.float32))
+    return jnp.where(actions, advantages, 0.0)
+
+
 def critic_free_advantages(
     options: ExperienceOptions, token_rewards: Tokens, actions: Mask
 ) -> Tokens:
     """Return each token's reward to go, or one advantage per response within its prompt's group."""
     algorithm = options.algorithm
+    own = load_estimator(algorithm.adv_estimator)
+    if own is not None:
+        n = options.responses_per_prompt
+        return plugin_advantages(algorithm.adv_estimator, own, token_rewards, actions, n)
     if algorithm.adv_estimator == "reinforce_plus_plus":
         reward_to_go = jax.vmap(estimators.reward_to_go, in_axes=(0, 0, None))
         return reward_to_go(token_rewards, actions, algorithm.gamma)

@@ -20,6 +20,7 @@ from jax_ppo.kernels.losses import PolicyLoss
 from jax_ppo.kernels.policy_losses import LOSSES, Clip, PolicyBatch
 from jax_ppo.models.heads import compute_scalars
 from jax_ppo.models.transformer import Transformer
+from jax_ppo.ppo import kl_estimators
 from jax_ppo.ppo.scoring import reuses_logprobs
 from jax_ppo.training import forward, packing
 from jax_ppo.training.packing import Rows
@@ -320,7 +321,8 @@ def _kl_loss(
     if options.actor.use_kl_loss:
         assert experience.ref_logprobs is not None, "a KL loss needs a reference"
         ref_logprobs = packing.to_rows(experience.ref_logprobs, rows)
-        kind = options.actor.kl_loss_type
+        name = options.actor.kl_loss_type
+        kind = kl_estimators.get_kl_estimator(name, "actor.kl_loss_type")
         return jnp.sum(weights.loss * kl.kl_estimate(logprobs, ref_logprobs, rows.mask, kind))
     return jnp.float32(0)
 

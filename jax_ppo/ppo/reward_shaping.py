@@ -8,6 +8,7 @@ from jax_ppo.config.schema import Algorithm, Reward
 from jax_ppo.kernels import kl, masked, shaping
 from jax_ppo.kernels import moments as running_moments
 from jax_ppo.kernels.moments import Moments
+from jax_ppo.ppo import kl_estimators
 from jax_ppo.ppo.experience_types import ExperienceOptions, Mask, Masks, Metrics, Tokens
 from jax_ppo.ppo.scoring import Scores
 from jax_ppo.types import Sequences
@@ -119,7 +120,8 @@ def reference_kl(
     # The exact KL, if scoring computed it, replaces the estimate from the sampled token.
     if scores.kl is not None:
         return scores.kl
-    return kl.kl_estimate(old_logprobs, scores.ref_logprobs, actions, algorithm.kl_penalty)
+    kind = kl_estimators.get_kl_estimator(algorithm.kl_penalty, "algorithm.kl_penalty")
+    return kl.kl_estimate(old_logprobs, scores.ref_logprobs, actions, kind)
 
 
 def add_kl_penalty(

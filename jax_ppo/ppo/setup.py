@@ -157,6 +157,8 @@ def set_up_run(
     rule = _resolve_rule(config, [*training, *held_out])
     # Plugins are imported before models are read.
     objectives.get_policy_loss(config.actor.policy_loss)
+    advantages.load_estimator(config.algorithm.adv_estimator)
+    kl_estimators.load_kl_estimators(config)
     engine_class = resolve_engine(config.rollout.engine)
     rollout_mesh = meshes.make_rollout_mesh(mesh, config.rollout.mesh)
     validation.validate_batch_sharding(

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import tiny
+from jax_ppo.errors import UserError
 from jax_ppo.kernels import moments
 from jax_ppo.ppo.scoring import Scores
 from jax_ppo.training.kl_schedule import first_control
@@ -246,6 +247,49 @@ def test_without_a_critic(estimator, expected):
         valid_entries(experience.advantages, lengths), expected_rows, strict=True
     ):
         np.testing.assert_allclose(ours, expected_row, rtol=1e-5)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_an_estimator_of_ones_own(per_token, tmp_path):
+    """It gets the rewards of tokens, the mask and n; what it returns under the mask is ignored."""
+    result = "scores[:, None] + jnp.where(mask, 0, jnp.nan)" if per_token else "scores"
+    (tmp_path / "mine.py").write_text(
+        "import jax.numpy as jnp\n"
+        "def first(rewards, mask, n):\n"
+        "    groups = rewards.sum(1).reshape(-1, n)\n"
+        "    scores = (groups - groups[:, :1]).reshape(-1)\n"
+        f"    return {result}\n"
+        "def mean(rewards, mask, n):\n"
+        "    return rewards.mean()\n"
+    )
+    options = {"rollout__n": 2, **RAW}
+    config = tiny.config(algorithm__adv_estimator=f"{tmp_path}/mine.py:first", **options)
+    lengths = [2, 1, 1, 1]
+    experience, _ = estimate(config, [1, 3, 5, 2], lengths)
+    assert experience.values is None
+    advantages = [row.tolist() for row in valid_entries(experience.advantages, lengths)]
+    assert advantages == [[0, 0], [2], [0], [-3]]
+    assert np.isfinite(experience.advantages).all()
+    wrong = tiny.config(algorithm__adv_estimator=f"{tmp_path}/mine.py:mean", **options)
+    with pytest.raises(UserError, match=r"adv_estimator=.*:mean': returned shape \(\); expected"):
+        estimate(wrong, [1, 3, 5, 2], lengths)
+
+
+def test_a_kl_estimator_of_ones_own(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def cubed(log_ratio):\n    return log_ratio**3 + 1\n"
+        "def total(log_ratio):\n    return log_ratio.sum()\n"
+    )
+    options = {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__kl_coef": 0.5}
+    logprobs = {"logprobs": [[-1.0, -2.0]], "ref_logprobs": [[-2.0, -1.0]]}
+    config = tiny.config(algorithm__kl_penalty=f"{tmp_path}/mine.py:cubed", **options)
+    _, metrics = estimate(config, [3.0], [2], **logprobs)
+    # 1 + 1 and -1 + 1, halved; none of it where there is no token.
+    assert float(metrics["kl/reference"]) == pytest.approx(1.0)
+    assert float(metrics["reward/shaped_mean"]) == pytest.approx(2.0)
+    config = tiny.config(algorithm__kl_penalty=f"{tmp_path}/mine.py:total", **options)
+    with pytest.raises(UserError, match=r"kl_penalty=.*:total': returned shape \(\); expected one"):
+        estimate(config, [3.0], [2], **logprobs)
 
 
 def test_what_is_whitened_unless_said():

@@ -640,6 +640,17 @@ def test_losses_of_whole_responses_do_not_depend_on_cuts_either(other_losses, ro
     assert metrics == pytest.approx(other_losses[1], rel=1e-4, abs=1e-5)
 
 
+def test_a_kl_in_the_loss_of_ones_own_has_the_gradient_of_the_same_built_in_one(tmp_path):
+    (tmp_path / "mine.py").write_text("def k2(log_ratio):\n    return log_ratio**2 / 2\n")
+    gradients = []
+    for kind in ("k2", f"{tmp_path}/mine.py:k2"):
+        config = tiny.config(
+            actor__use_kl_loss=True, actor__kl_loss_coef=0.5, actor__kl_loss_type=kind
+        )
+        gradients.append(run_gradients(config, tiny.make_mesh(), 4, roles=("actor",))[0][0])
+    assert_close(*gradients)
+
+
 def test_a_loss_of_ones_own(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from jax_ppo.kernels import policy_losses\n"

@@ -1,0 +1,45 @@
+"""The KL estimators that options name: built-in kinds, or functions of the user's own."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jax_ppo.config import plugins
+from jax_ppo.config.schema import Config
+from jax_ppo.errors import UserError
+
+Estimator = Callable[[jax.Array], jax.Array]
+
+
+def get_kl_estimator(name: str, option: str) -> str | Estimator:
+    """Return what `kernels.kl.kl_estimate` takes for the value of an option.
+
+    A function of the user's own gets d = log actor(token) - log reference(token), of any shape and
+    0 at tokens that do not count, and returns one number per token. In the loss it is
+    differentiated through d.
+
+    Raises:
+      UserError: a `module:function` that cannot be loaded; when it is called, a result of another
+        shape.
+    """
+    if ":" not in name:
+        return name
+    function = plugins.load_plugin(name, option, ("log_ratio",), by_name=False)
+
+    def estimate(log_ratio: jax.Array) -> jax.Array:
+        result = function(log_ratio)
+        if jnp.shape(result) != log_ratio.shape:
+            raise UserError(
+                f"config.{option}={name!r}: returned shape {jnp.shape(result)}; expected one "
+                f"number per token, {log_ratio.shape}"
+            )
+        return jnp.asarray(result, jnp.float32)
+
+    return estimate
+
+
+def load_kl_estimators(config: Config) -> None:
+    """Load the functions that the options name; raise `UserError` if one cannot be loaded."""
+    get_kl_estimator(config.algorithm.kl_penalty, "algorithm.kl_penalty")
+    get_kl_estimator(config.actor.kl_loss_type, "actor.kl_loss_type")
