@@ -15,7 +15,7 @@ from jax_ppo.data.prompts import PromptBatch, PromptBatches, PromptDataset
 from jax_ppo.data.sources import source_weights
 from jax_ppo.errors import UserError
 from jax_ppo.models.deberta.encoder import Deberta
-from jax_ppo.ppo import objectives
+from jax_ppo.ppo import advantages, kl_estimators, objectives
 from jax_ppo.ppo.curriculum import CurriculumBatches, SolveRates
 from jax_ppo.ppo.decoding_slots import count_decoding_slots
 from jax_ppo.ppo.memory_check import validate_memory

@@ -267,7 +267,7 @@ def test_an_estimator_of_ones_own(per_token, tmp_path):
     lengths = [2, 1, 1, 1]
     experience, _ = estimate(config, [1, 3, 5, 2], lengths)
     assert experience.values is None
-    advantages = [row.tolist() for row in valid_entries(experience.advantages, lengths)]
+    advantages = [list(row) for row in valid_entries(experience.advantages, lengths)]
     assert advantages == [[0, 0], [2], [0], [-3]]
     assert np.isfinite(experience.advantages).all()
     wrong = tiny.config(algorithm__adv_estimator=f"{tmp_path}/mine.py:mean", **options)
