@@ -222,21 +222,28 @@ class Record:
     def tests_that_reach(self, mutation: Mutation, budget: float) -> list[str]:
         """Return the tests to run, fastest first; of at most `budget` seconds, but at least one.
 
-        Python runs the body of a module once per process, whichever test comes first. A mutation
-        outside functions is therefore tried with the tests of its package, which `tests/` mirrors.
+        These are the tests that reached the function, and those of the test file of its module. A
+        fixture that several tests share is recorded for the first of them alone: where one reached
+        the function, the tests of its file count. Python runs the body of a module once per
+        process, and other processes are not recorded: a mutation outside functions, or in one that
+        no test reached, is tried with the tests of its package, which `tests/` mirrors.
         """
         first, last = mutation.function
         contexts = self._data.contexts_by_lineno(str(ROOT / mutation.file))
-        reached = {
-            context.partition("|")[0]
+        recorded = {
+            context
             for line, names in contexts.items()
             if first <= line <= last
             for context in names
             if context
         }
-        if not mutation.in_function:
-            folder = mutation.file.replace(PACKAGE, "tests").rpartition("/")[0] + "/"
-            reached |= {test for test in self.seconds if test.startswith(folder)}
+        reached = {context.partition("|")[0] for context in recorded}
+        shared = {c.partition("::")[0] for c in recorded if c.endswith("|setup")}
+        folder, _, module = mutation.file.replace(PACKAGE, "tests", 1).rpartition("/")
+        shared.add(f"{folder}/test_{module}")
+        reached |= {test for test in self.seconds if test.partition("::")[0] in shared}
+        if not mutation.in_function or not recorded:
+            reached |= {test for test in self.seconds if test.startswith(f"{folder}/")}
         chosen: list[str] = []
         total = 0.0
         for test in sorted(reached, key=lambda name: (self.seconds[name], name)):

@@ -31,6 +31,13 @@ def test_what_may_not_be_meant_is_noted():
     assert "critic_lam" not in noted
 
 
+def test_an_option_of_normalized_rewards_is_noted_where_none_are():
+    shift = {"reward__normalize_shift": False}
+    assert "normalize_shift=False" in " ".join(notes.train_notes(tiny.config(**shift)))
+    normalized = tiny.config(reward__normalize="running", **shift)
+    assert "normalize_shift" not in " ".join(notes.train_notes(normalized))
+
+
 def test_a_warm_up_as_long_as_the_run_is_noted():
     config = tiny.config(trainer__critic_warmup=3)
     assert "the actor is never trained in 3 steps" in notes.note_long_warmup(config, 3)

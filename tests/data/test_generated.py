@@ -18,6 +18,18 @@ def test_a_problem_depends_on_its_index_alone():
     assert arithmetic.generate_problem(5, "train") != arithmetic.generate_problem(5, "heldout")
 
 
+def test_one_thing_is_singular():
+    noun_after = re.compile(r"\w+ has (\d+) (\w+)\. .* How many (\w+) does")
+    firsts = set()
+    for index in range(300):
+        first, noun, plural = noun_after.search(
+            arithmetic.generate_problem(index, "train").question
+        ).groups()
+        firsts.add(first)
+        assert (noun == plural) == (first != "1") and plural.endswith("s")
+    assert "1" in firsts
+
+
 def test_training_and_held_out_problems_share_no_numbers():
     train = {find_numbers(e.prompt) for e in arithmetic.generate_arithmetic_examples(5000)}
     held_out = {

@@ -219,6 +219,9 @@ def test_a_line_near_the_limits_is_read(tmp_path):
     for _ in range(99):
         (value,) = value
     assert value == "\N{GRINNING FACE}"
+    # More brackets than levels.
+    path.write_text(ROW_WITH % (deep.replace('"\\ud83d\\ude00"', "[], []")[1:-1]))
+    assert len(load_examples(str(path))) == 1
 
 
 def test_slices_may_end_after_every_file(tmp_path):

@@ -294,3 +294,6 @@ def test_wrong_shapes_are_refused():
         )
     with pytest.raises(AssertionError):
         token_logprobs(jnp.ones((2, 3, 4)), jnp.ones((4, 5)), jnp.zeros((2, 3), int), 1.0)
+    hidden, targets = jnp.ones((2, 3, 4)), jnp.zeros((2, 3), int)
+    with pytest.raises(AssertionError):
+        token_logprobs(hidden, jnp.ones((5, 4)), targets, 1.0, chunk_size=0)

@@ -40,6 +40,14 @@ KINDS = {
         "rope_theta": 1e4,
     }
     | ORIGINAL,
+    "longrope, less than doubled": {
+        "rope_type": "longrope",
+        "short_factor": SHORT,
+        "long_factor": LONG,
+        "factor": 1.5,
+        "rope_theta": 1e4,
+    }
+    | ORIGINAL,
     "longrope, with its factor": {
         "rope_type": "longrope",
         "short_factor": SHORT,

@@ -15,6 +15,7 @@ from jax_ppo import plan as plan_command
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.config import to_hf_config
 from jax_ppo.planning import report, step_plan
+from jax_ppo.planning import work as work_counts
 from jax_ppo.planning.phases import PhaseWork
 from jax_ppo.planning.setup import read_descriptions, set_up_step
 from jax_ppo.planning.work import count_work, predict_seconds
@@ -99,6 +100,9 @@ def test_the_compilers_figures_replace_the_estimate(folder):
         assert phase.estimated_peak == other.memory.peak
         assert phase.memory.temporaries != other.memory.temporaries or not phase.memory.temporaries
     assert plan.available is None and plan.fits is None and plan.seconds is None
+    # What an update returns takes the place of what it was given.
+    updated = memory(plan, "update_actor")
+    assert 0 <= updated.batch < updated.parameters
 
 
 @pytest.mark.parametrize(
@@ -178,7 +182,9 @@ def test_json_holds_all_figures(folder):
 
 def work(folder, **changes):
     config = tiny.config(model__path=folder, **changes)
-    mesh = tiny.make_mesh(8, **{axis: getattr(config.mesh, axis) for axis in ("data", "fsdp")})
+    mesh = tiny.make_mesh(
+        8, **{axis: getattr(config.mesh, axis) for axis in ("data", "fsdp", "model")}
+    )
     nets = read_descriptions(config, mesh)
     with jax.set_mesh(mesh):
         return count_work(set_up_step(config, nets, mesh))
@@ -202,6 +208,35 @@ def test_links_carry_gathered_weights_and_gradients_alone(folder):
     assert replicated["update_actor"].link_bytes == pytest.approx(2 * weights * 7 / 8)
     for name in PHASES:
         assert replicated[name].flops == gathered[name].flops
+
+
+def test_a_pass_reads_its_weights_and_moves_the_outputs_of_its_products(folder):
+    """The terms of a product's output are split over `model`, those of the hidden state are not."""
+    architecture = tiny.ARCHITECTURE
+    one_pass = {"rollout__logprob_micro_batch_size_per_device": 8}
+    heads = architecture.num_heads + 2 * architecture.num_kv_heads
+    columns = heads * architecture.head_dim + 3 * architecture.intermediate_size
+    whole_rows = work(folder, mesh__data=8, **one_pass)["score_critic"].memory_bytes
+    half_rows = work(folder, mesh__data=4, mesh__model=2, **one_pass)["score_critic"].memory_bytes
+    params = tiny.random_params(architecture, seed=0, stream=0, head="scalar")
+    weights = 4 * sum(x.size for x in jax.tree.leaves(params))
+    moved = {
+        parts: architecture.hidden_size * work_counts._HIDDEN_MOVES
+        + work_counts._OUTPUT_MOVES * columns / parts
+        for parts in (1, 2)
+    }
+    one, two = whole_rows - weights, half_rows - weights / 2
+    # Half as many groups of devices: twice the tokens each.
+    assert two / one == pytest.approx(2 * moved[2] / moved[1])
+
+
+def test_an_update_moves_three_forward_passes_and_a_fourth_to_recompute(folder):
+    plain = work(folder, mesh__data=8)
+    again = work(folder, mesh__data=8, model__gradient_checkpointing=True)
+    forward = plain["score_critic"].memory_bytes
+    added = again["update_critic"].memory_bytes - plain["update_critic"].memory_bytes
+    assert added == pytest.approx(forward)
+    assert plain["update_critic"].memory_bytes > 3 * forward
 
 
 def test_a_phase_takes_as_long_as_its_slowest_resource():

@@ -181,3 +181,16 @@ def test_the_actor_is_exported_in_the_type_of_the_option(dtype, code, tmp_path):
         assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {code}
     exported = json.loads((tmp_path / "actor" / "config.json").read_text())
     assert dtype in (exported.get("dtype"), exported.get("torch_dtype"))
+
+
+@pytest.mark.parametrize(
+    ("count", "frequency", "step", "is_logged"),
+    [(3, 10, 0, True), (3, 10, 9, True), (3, 10, 8, False), (0, 10, 0, False), (3, 0, 0, False)],
+)
+def test_samples_are_written_of_the_first_step_and_every_nth(
+    count, frequency, step, is_logged, tmp_path
+):
+    config = tiny.config(trainer__log_rollouts=count, trainer__log_rollouts_freq=frequency)
+    run = types.SimpleNamespace(config=config, total_steps=20)
+    with report.Reporter(run, tmp_path, checkpoint.Progress(), None) as reporter:
+        assert reporter._logs_samples(step) is is_logged

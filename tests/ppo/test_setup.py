@@ -116,3 +116,12 @@ def test_filters_are_said_to_make_what_is_learned_off_policy(options, reported, 
     with pytest.raises(KeyError, match="folders"):
         setup.set_up_run(tiny.config(**options), None, tiny.make_mesh(), lines.append)
     assert any("off-policy" in line for line in lines) == reported
+
+
+def test_what_the_critic_leaves_unset_follows_the_actor():
+    options = {"actor__ppo_micro_batch_size_per_device": 2, "actor__ppo_epochs": 3}
+    critic = make_planner(tiny.config(**options)).critic
+    assert (critic.rows_per_device, critic.epochs) == (2, 3)
+    own = tiny.config(critic__ppo_micro_batch_size_per_device=4, critic__ppo_epochs=1, **options)
+    critic = make_planner(own).critic
+    assert (critic.rows_per_device, critic.epochs) == (4, 1)

@@ -1,9 +1,13 @@
 """What an evaluation by itself refuses. Its figures are compared with a run's in test_train.py."""
 
+import dataclasses
+import json
+
 import pytest
 
 import tiny
 from jax_ppo.errors import UserError
+from jax_ppo.ppo import standalone_evaluation
 from jax_ppo.ppo.standalone_evaluation import evaluate_model
 
 
@@ -18,3 +22,13 @@ def test_a_checkpoint_without_the_options_of_its_run_is_refused(tmp_path):
     with pytest.raises(UserError, match="cannot read the options of its run"):
         config = tiny.config(model__path=str(checkpoint), data__val_files="arithmetic:4:heldout")
         evaluate_model(config, tmp_path)
+
+
+def test_the_models_of_a_run_are_evaluated_without_its_reference(tmp_path):
+    checkpoint = tmp_path / "checkpoints" / "3"
+    checkpoint.mkdir(parents=True)
+    run = tiny.config(model__dtype="bfloat16", algorithm__use_kl_in_reward=True)
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(run)))
+    config = standalone_evaluation._read_run(tiny.config(), checkpoint)
+    assert config.model.dtype == "bfloat16" and config.critic == run.critic
+    assert config.algorithm.use_kl_in_reward and not config.algorithm.use_reference

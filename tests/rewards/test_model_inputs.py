@@ -67,6 +67,8 @@ def test_what_is_too_long_loses_the_start_of_its_prompt(decoder_tokenizer, encod
         {"role": "user", "content": "apples " * 40 + "How many?"},
     )
     whole = RewardInputEncoder(tokenizer, form, 10_000).encode([prompt], [end])[0][0]
+    _, cut = RewardInputEncoder(tokenizer, form, len(whole)).encode([prompt], [end])
+    assert cut == [False], "it fits exactly"
     longest = len(whole) // 2
     [short, other], cut = RewardInputEncoder(tokenizer, form, longest).encode(
         [prompt, "Now?"], [end, end]

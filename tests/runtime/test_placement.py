@@ -49,3 +49,15 @@ def test_rows_that_processes_share_out_are_exchanged(dtype, monkeypatch):
     exchanged = placement.from_local_rows(mesh, np.arange(10), values, 10)
     assert exchanged.sharding.is_equivalent_to(sharding.rows(mesh), 2) and exchanged.dtype == dtype
     np.testing.assert_array_equal(np.asarray(exchanged), values)
+
+
+def test_accelerators_read_host_memory_and_a_cpu_only_where_it_lists_it():
+    def mesh(platform, *kinds):
+        memories = [types.SimpleNamespace(kind=kind) for kind in kinds]
+        device = types.SimpleNamespace(platform=platform, addressable_memories=lambda: memories)
+        return types.SimpleNamespace(devices=np.array([device], dtype=object))
+
+    # A device that is only compiled for lists no memories.
+    assert placement.host_memory_kind(mesh("tpu")) == placement.PINNED_HOST
+    assert placement.host_memory_kind(mesh("cpu", "unpinned_host")) is None
+    assert placement.host_memory_kind(mesh("cpu", "pinned_host")) == placement.PINNED_HOST

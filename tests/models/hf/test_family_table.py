@@ -146,3 +146,14 @@ def test_a_new_familys_own_words_are_read(monkeypatch):
     assert from_hf_config(without).activation == "gelu_pytorch_tanh"
     with pytest.raises(UserError, match="gate_function must be a string, it is None"):
         from_hf_config(CONFIG | {"gate_function": None})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_configuration_leaves_out_is_what_transformers_takes(name):
+    from transformers import CONFIG_MAPPING
+
+    # Without this, transformers forgets the window.
+    windows = {"use_sliding_window": True} if FAMILIES[name].sliding_windows == "last" else {}
+    theirs = CONFIG_MAPPING[name](**windows)
+    for field, value in FAMILIES[name].defaults.items():
+        assert getattr(theirs, field) == value, field

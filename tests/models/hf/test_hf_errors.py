@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.config import from_hf_config
 from jax_ppo.models.hf.families import FAMILIES
+from jax_ppo.models.hf.fields import NEUTRAL_VALUES
 from jax_ppo.models.hf.files import (
     BLOCK_SIZE,
     INDEX_FILE,
@@ -107,6 +108,17 @@ def test_an_ignored_tensor_must_equal_what_stands_in_for_it(folder):
     for wrong in (2 * frequencies, frequencies[:-1], np.ones(4, np.int8)):
         rewrite_tensors(folder, {INV_FREQ: wrong})
         assert f"has 1 tensors that this model would not use: {INV_FREQ}" in refusal(folder)
+
+
+def test_frequencies_from_before_a_scaling_are_ignored(tmp_path):
+    scaling = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+    model = reference.save(tmp_path, rope_parameters=scaling)
+    scaled = model.model.rotary_emb.inv_freq.numpy()
+    for frequencies in (scaled, 4 * scaled):
+        rewrite_tensors(tmp_path, {INV_FREQ: frequencies})
+        reference.load(tmp_path)
+    rewrite_tensors(tmp_path, {INV_FREQ: 16 * scaled})
+    assert f"has 1 tensors that this model would not use: {INV_FREQ}" in refusal(tmp_path)
 
 
 def test_a_tied_model_with_its_own_head_uses_it_and_exports_it(tmp_path):
@@ -462,3 +474,13 @@ def test_written_files_are_as_the_arrays_look(tmp_path):
         np.testing.assert_array_equal(
             checkpoint.read("turned", (slice(1, 3), slice(0, 1))), [[1], [2]]
         )
+
+
+def test_fields_that_no_family_reads_may_have_the_values_that_change_nothing():
+    config = {name: value for name, value in CONFIG.items() if name not in NEUTRAL_VALUES}
+    plain = from_hf_config(config)
+    for name, values in NEUTRAL_VALUES.items():
+        for value in values:
+            assert from_hf_config(config | {name: value}) == plain, (name, value)
+    with pytest.raises(UserError, match="is_encoder_decoder"):
+        from_hf_config(config | {"is_encoder_decoder": True})
