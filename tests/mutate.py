@@ -19,6 +19,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -216,7 +217,9 @@ class Record:
         self._data.read()
         self.seconds: dict[str, float] = collections.defaultdict(lambda: 1.0)
         for case in xml.etree.ElementTree.parse(folder / "times.xml").iter("testcase"):
-            name = f"{case.get('classname').replace('.', '/')}.py::{case.get('name')}"
+            # tests.folder.test_file or tests.folder.test_file.TestClass
+            path, *classes = re.split(r"\.(?=Test)", case.get("classname"))
+            name = "::".join([path.replace(".", "/") + ".py", *classes, case.get("name")])
             self.seconds[name] = float(case.get("time"))
 
     def tests_that_reach(self, mutation: Mutation, budget: float) -> list[str]:
