@@ -13,6 +13,7 @@ from jax_ppo import command
 from jax_ppo.config import schema, validation
 from jax_ppo.data import prompts as prompts_lib
 from jax_ppo.data import tokenizer as tokenizer_lib
+from jax_ppo.data.token_bytes import token_bytes
 from jax_ppo.errors import UserError
 from jax_ppo.models import heads, rope
 from jax_ppo.models.hf.hub import resolve_model_folder
@@ -22,6 +23,7 @@ from jax_ppo.ppo import loop
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
+from jax_ppo.sampler.text_search import TextSearch, search_for
 from jax_ppo.storage import remote
 from jax_ppo.storage.paths import expand_local_path
 from jax_ppo.training.networks import Folders, read_networks
@@ -108,6 +110,7 @@ def sample(
     temperature: float = 1.0,
     top_k: int = -1,
     top_p: float = 1.0,
+    stop: Sequence[str] = (),
     n: int = 1,
     seed: int = 0,
     chat_template: bool = True,
@@ -124,6 +127,7 @@ def sample(
       temperature: Divides the logits; 0 is greedy.
       top_k: Draw from the k most likely tokens; -1: from all.
       top_p: Draw from the most likely tokens that together hold this probability.
+      stop: Strings that end a response; the token that completes one is its last.
       n: Responses per prompt.
       seed: Seed of the draws.
       chat_template: Apply the tokenizer's chat template to chats, if it has one.
@@ -149,6 +153,7 @@ def sample(
         n=_in_range("n", n, at_least=1),
         eos_ids=tuple(dict.fromkeys(i for i in eos_ids if i is not None)),
         slots=_in_range("max_num_seqs", max_num_seqs, at_least=1),
+        stop=_search_for(policy, stop),
     )
     prompt_ids = _encode_prompts(policy, prompts, max_response_length, chat_template)
     with jax.set_mesh(policy.mesh):
@@ -164,6 +169,17 @@ def sample(
         )
         for i in range(len(prompts) * n)
     ]
+
+
+def _search_for(policy: Policy, stop: Sequence[str]) -> TextSearch | None:
+    """Return the search for the strings that end a response, `None` without any."""
+    if not stop:
+        return None
+    if isinstance(stop, str) or not all(isinstance(string, str) and string for string in stop):
+        raise UserError(f"sample: stop={stop!r}: expected a list of texts, none of them empty")
+    vocab_size = policy.model.architecture.vocab_size
+    tokens = token_bytes(policy.tokenizer, f"sample: stop={stop!r}")[:vocab_size]
+    return search_for(stop, tokens, vocab_size)
 
 
 def _policy_folder(path: str | Path) -> Path:

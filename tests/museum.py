@@ -61,7 +61,7 @@ END_OF_RESPONSE = [
         test=f"{TEST_GENERATE}::test_eos_is_kept_and_nothing_comes_after_it",
         where="decode_step",
         old="state.lengths.at[slots.sample].set(drawn_B, mode='drop')",
-        new="state.lengths.at[slots.sample].set(drawn_B - is_eos_B, mode='drop')",
+        new="state.lengths.at[slots.sample].set(drawn_B - finishes_B, mode='drop')",
     ),
     Exhibit(
         name="the_loss_mask_excludes_the_eos",
@@ -105,7 +105,7 @@ END_OF_RESPONSE = [
         holds="every end-of-sequence token finishes a response",
         test=f"{TEST_GENERATE}::test_eos_is_kept_and_nothing_comes_after_it",
         where="decode_step",
-        old="state.finished.at[slots.sample].set(is_eos_B, mode='drop')",
+        old="state.finished.at[slots.sample].set(finishes_B, mode='drop')",
         new=(
             "state.finished.at[slots.sample].set(tokens_B == (*options.eos_ids, -1)[0], "
             "mode='drop')"
@@ -137,7 +137,7 @@ END_OF_RESPONSE = [
         holds="a response ends with its EOS, and the loop ends with the last response",
         test=f"{TEST_GENERATE}::test_the_loop_ends_with_the_last_row",
         where="decode_step",
-        old="is_eos_B | (drawn_B == job.limit)",
+        old="finishes_B | (drawn_B == job.limit)",
         new="drawn_B == job.limit",
     ),
     Exhibit(
@@ -208,7 +208,7 @@ SAMPLING_AND_CACHE = [
         holds="temperature, then top-k, then top-p of what top-k kept, as in transformers",
         test=f"{TEST_SAMPLING}::test_draws_follow_the_filtered_distribution",
         where="sample_tokens",
-        old="keep_top_p(keep_top_k(logits_BxV, top_k, shards), top_p, shards)",
+        old="keep_top_p(keep_top_k(preferred_BxV, top_k, shards), top_p, shards)",
         new="keep_top_k(keep_top_p(logits_BxV, top_p), top_k)",
     ),
     Exhibit(

@@ -47,9 +47,20 @@ def test_samples_depend_on_the_seed_and_the_index_but_not_on_other_prompts(polic
 
 
 @needs_model
+def test_a_sample_ends_at_a_stop_string(policy):
+    (whole,) = jax_ppo.sample(policy, [PROMPT], max_response_length=32, temperature=0)
+    stop = whole.split(" ")[3]
+    options = {"max_response_length": 32, "temperature": 0, "stop": [stop, "no such text"]}
+    (stopped,) = jax_ppo.sample(policy, [PROMPT], **options)
+    assert whole.startswith(stopped) and len(stopped) < len(whole)
+    assert stop in stopped and stop not in stopped[: -len(stop) - 1]
+
+
+@needs_model
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
+        ([PROMPT], {"stop": "."}, r"stop='\.': expected a list of texts"),
         (PROMPT, {}, "expected a list of prompts"),
         ([PROMPT], {"temperature": -1}, r"temperature=-1: expected at least 0"),
         ([PROMPT], {"max_response_length": 10_000}, r"prompts\[0\]: .* exceed the 512 tokens"),

@@ -162,8 +162,8 @@ def _validate_override(name: str, value: str, *, has_value: bool) -> None:
     if name not in options:
         raise loading.unknown_option_error(name)
     value_type = options[name].value_type
-    is_list = options[name].facts.is_list
-    if value_type is str and not is_list and value[:1] + value[-1:] in ("[]", "()"):
+    takes_list = options[name].facts.is_list or options[name].facts.is_json
+    if value_type is str and not takes_list and value[:1] + value[-1:] in ("[]", "()"):
         items = [item.strip(" '\"") for item in value[1:-1].split(",")]
         raise UserError(
             f"config.{name}={value!r}: lists are written as one text, "

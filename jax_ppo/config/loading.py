@@ -7,6 +7,7 @@ validated in validation.py.
 """
 
 import dataclasses
+import json
 import math
 import operator
 import typing
@@ -216,6 +217,8 @@ def _validate_value(name: str, value: Any, annotation: Any, facts: Facts) -> Any
     expected = strip_none(annotation)
     if facts.is_list:
         value = _join_items(value)
+    if facts.is_json and isinstance(value, list | tuple):
+        value = json.dumps(list(value))
     if value is None:
         if expected is annotation:
             raise UserError(f"{name}: must be set ({facts.doc})")

@@ -52,6 +52,7 @@ class Facts:
       is_plugin: Besides the choices, `module:function` or `file.py:function` is permitted.
       aliases: Other names of some choices; the value is replaced by the choice.
       is_list: The text holds items separated by commas; a list of them is accepted too.
+      is_json: The text is a JSON list, or one item as it is; a list of items is accepted too.
       at_least: Inclusive lower bound.
       above: Exclusive lower bound.
       at_most: Inclusive upper bound.
@@ -70,6 +71,7 @@ class Facts:
     is_plugin: bool = False
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     is_list: bool = False
+    is_json: bool = False
     at_least: Bound | None = None
     above: Bound | None = None
     at_most: Bound | None = None

@@ -1,5 +1,6 @@
 """Parse text-valued options: sets of projections, and values that change over the steps."""
 
+import json
 import math
 
 from jax_ppo.config.schema import LORA_TARGETS
@@ -29,6 +30,42 @@ def parse_lora_targets(text: str) -> tuple[str, ...]:
 def parse_loggers(text: str) -> tuple[str, ...]:
     """Return the loggers that `trainer.logger` names."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def parse_strings(text: str) -> tuple[str, ...]:
+    """Return the strings of a JSON list such as `["END", "Question:"]`; other text is one string.
+
+    Raises:
+      ValueError: The list is not JSON, or an item is no text or empty.
+    """
+    if not text.startswith("["):
+        return (text,) if text else ()
+    try:
+        items = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not a JSON list: {error}") from None
+    for item in items:
+        if not isinstance(item, str) or not item:
+            raise ValueError(f"{item!r} in {text!r} is no text, or empty")
+    return tuple(items)
+
+
+def parse_logit_bias(text: str) -> tuple[tuple[int, float], ...]:
+    """Return the (token, bias) pairs of a text such as "198:-100,25:2.5".
+
+    Raises:
+      ValueError: The message names the part and the problem.
+    """
+    pairs = []
+    for part in filter(None, text.split(",")):
+        token, _, bias = part.partition(":")
+        try:
+            pairs.append((int(token), float(bias)))
+        except ValueError:
+            raise ValueError(f"{part!r} in {text!r} is not TOKEN:BIAS, as in 198:-100") from None
+        if pairs[-1][0] < 0 or not math.isfinite(pairs[-1][1]):
+            raise ValueError(f"{part!r} in {text!r}: expected a token of at least 0, a finite bias")
+    return tuple(pairs)
 
 
 def parse_schedule(text: str) -> tuple[SchedulePoint, ...]:

@@ -817,6 +817,31 @@ class RolloutOptions(Sampling):
         at_least=1,
         requires=(HAS_BUILT_IN_ENGINE,),
     )
+    stop: str = option(
+        "",
+        "strings that end a response, in training and in evaluations: one as it is, or a JSON list "
+        'such as ["Question:", "\\n\\n"]. They are found wherever tokens begin and end; the token '
+        "that completes one is the last of the response",
+        is_json=True,
+    )
+    min_new_tokens: int = option(
+        0,
+        "tokens of a response before which no EOS is drawn and no `rollout.stop` is searched for",
+        unit="tokens",
+        at_least=0,
+    )
+    bad_words: str = option(
+        "",
+        "strings that no response contains, in the notation of rollout.stop: no token that would "
+        "complete one is drawn",
+        is_json=True,
+    )
+    logit_bias: str = option(
+        "",
+        "TOKEN:BIAS pairs separated by commas, by the ids of tokens: added to their logits before "
+        "a draw, in training and in evaluations",
+        is_list=True,
+    )
     attention: str = option(
         "auto",
         "attention implementation that reads the cache: xla runs everywhere; cudnn, if "

@@ -242,6 +242,26 @@ def require_known_rollout_engine(config: Config) -> None:
         )
 
 
+def require_valid_constraints(config: Config) -> None:
+    """Raise `UserError` for a malformed constraint on sampling, or a minimum that is too long."""
+    rollout = config.rollout
+    for name, parse in (
+        ("stop", parsing.parse_strings),
+        ("bad_words", parsing.parse_strings),
+        ("logit_bias", parsing.parse_logit_bias),
+    ):
+        try:
+            parse(getattr(rollout, name))
+        except ValueError as error:
+            raise UserError(f"config.rollout.{name}: {error}") from error
+    longest = config.data.max_response_length
+    if rollout.min_new_tokens > longest:
+        raise UserError(
+            f"config.rollout.min_new_tokens={rollout.min_new_tokens}: must be at most "
+            f"config.data.max_response_length={longest}"
+        )
+
+
 def require_several_responses_to_compare(config: Config) -> None:
     """Raise `UserError` for an estimator that compares a prompt's responses if there is one."""
     estimator = config.algorithm.adv_estimator
@@ -365,6 +385,7 @@ TRAIN_RULES: tuple[Rule, ...] = (
     require_dual_clip_above_one,
     require_known_policy_loss,
     require_known_rollout_engine,
+    require_valid_constraints,
     require_several_responses_to_compare,
     require_several_responses_to_filter,
     require_kept_responses_to_be_sampled,

@@ -1,12 +1,16 @@
 """The rollout engine of a run and the options that it samples with."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from jax.sharding import Mesh
 
+from jax_ppo.config.parsing import parse_logit_bias, parse_strings
 from jax_ppo.config.schema import Config, Sampling
+from jax_ppo.data.token_bytes import token_bytes
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.sampler.other_mesh import OtherMeshEngine
+from jax_ppo.sampler.text_search import TextSearch, search_for
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.state import policy_params, state_shapes
 
@@ -35,8 +39,35 @@ def make_engine(
     return engine
 
 
+def make_searches(
+    config: Config, tokenizer: Any, vocab_size: int
+) -> tuple[TextSearch | None, TextSearch | None]:
+    """Return the searches for `rollout.stop` and for `rollout.bad_words`, `None` where unset.
+
+    Args:
+      config: all options.
+      tokenizer: the actor's.
+      vocab_size: the number of the actor's logits.
+
+    Raises:
+      UserError: strings cannot be searched for with this tokenizer.
+    """
+    searches = []
+    for name in ("stop", "bad_words"):
+        strings = parse_strings(getattr(config.rollout, name))
+        search = None
+        if strings:
+            tokens = token_bytes(tokenizer, f"config.rollout.{name}={strings}")[:vocab_size]
+            search = search_for(strings, tokens, vocab_size)
+        searches.append(search)
+    return searches[0], searches[1]
+
+
 def sampling_options(
-    config: Config, options: Sampling, eos_ids: Iterable[int | None]
+    config: Config,
+    options: Sampling,
+    eos_ids: Iterable[int | None],
+    searches: tuple[TextSearch | None, TextSearch | None] = (None, None),
 ) -> SamplingOptions:
     """Return the engine's options for `rollout` or `rollout.val_kwargs`.
 
@@ -44,7 +75,9 @@ def sampling_options(
       config: all options.
       options: the section.
       eos_ids: ids that end a response; repeated ones and `None` are left out.
+      searches: of `make_searches`.
     """
+    stop, forbidden = searches
     return SamplingOptions(
         max_response_length=config.data.max_response_length,
         temperature=options.temperature,
@@ -54,4 +87,8 @@ def sampling_options(
         eos_ids=tuple(dict.fromkeys(i for i in eos_ids if i is not None)),
         slots=config.rollout.max_num_seqs or None,
         stage_length=config.rollout.stage_length,
+        min_new_tokens=config.rollout.min_new_tokens,
+        stop=stop,
+        forbidden=forbidden,
+        logit_bias=parse_logit_bias(config.rollout.logit_bias),
     )

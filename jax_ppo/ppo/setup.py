@@ -8,6 +8,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jax_ppo.config import notes, validation
+from jax_ppo.config.parsing import parse_logit_bias
 from jax_ppo.config.schema import Config
 from jax_ppo.data import prompts as prompts_lib
 from jax_ppo.data import tokenizer as tokenizer_lib
@@ -24,7 +25,7 @@ from jax_ppo.ppo.random_keys import SampleKeys
 from jax_ppo.ppo.reward_inputs import make_reward_inputs
 from jax_ppo.ppo.rewarding import RuleScorer
 from jax_ppo.ppo.role_folders import resolve_role_folders
-from jax_ppo.ppo.rollout_engine import make_engine, sampling_options
+from jax_ppo.ppo.rollout_engine import make_engine, make_searches, sampling_options
 from jax_ppo.rewards import registry
 from jax_ppo.rewards.batch_functions import BatchFunction
 from jax_ppo.rewards.judge import Judge
@@ -209,11 +210,14 @@ def set_up_run(
     # config.json may name only the end of text and the tokenizer the end of a chat turn: a
     # response ends at either.
     eos_ids = (*nets.actor.architecture.eos_ids, tokenizer.eos_token_id)
-    sampling = sampling_options(config, config.rollout, eos_ids)
+    vocab_size = nets.actor.architecture.vocab_size
+    _validate_biased_tokens(config, vocab_size)
+    searches = make_searches(config, tokenizer, vocab_size)
+    sampling = sampling_options(config, config.rollout, eos_ids, searches)
     slots = count_decoding_slots(config, nets, mesh, rollout_mesh, sampling)
     if not config.rollout.max_num_seqs:
         report(f"rollout.max_num_seqs: {slots} samples are decoded at once on a device")
-    held_out_sampling = sampling_options(config, config.rollout.val_kwargs, eos_ids)
+    held_out_sampling = sampling_options(config, config.rollout.val_kwargs, eos_ids, searches)
     run = PPORun(
         config=config,
         mesh=mesh,
@@ -283,6 +287,16 @@ def _validate_models(
         if net is not None:
             assert not isinstance(net, Deberta), "encoders have tokenizers of their own"
             validate_model(role, mesh, net.architecture, tokenizer, config.sequence_length)
+
+
+def _validate_biased_tokens(config: Config, vocab_size: int) -> None:
+    """Raise `UserError` for a `rollout.logit_bias` of a token that the model does not have."""
+    for token, _ in parse_logit_bias(config.rollout.logit_bias):
+        if token >= vocab_size:
+            raise UserError(
+                f"config.rollout.logit_bias={config.rollout.logit_bias!r}: the model has no token "
+                f"{token}, only 0 to {vocab_size - 1}"
+            )
 
 
 def _validate_critic_tokenizer(config: Config, folders: Folders, tokenizer: Any) -> None:

@@ -265,23 +265,24 @@ def split_vocabulary(function: Callable[..., Any]) -> Callable[..., Any]:
     columns with axis None.
 
     Args:
-      function: of (logits [B, V], an array [B, ...], the axis that splits V or `None`); what it
-        returns has B in front and is the same on all devices that split a row's logits.
+      function: of (logits [B, V], an array [B, ...], any number of arrays [B, V], and by name the
+        axis that splits V or `None`); what it returns has B in front and is the same on all devices
+        that split a row's logits.
     """
 
-    def run(logits_BxV: jax.Array, per_row: jax.Array) -> Any:
+    def run(logits_BxV: jax.Array, per_row: jax.Array, *others_BxV: jax.Array) -> Any:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.shape["model"] == 1:
-            return function(logits_BxV, per_row, axis=None)
+            return function(logits_BxV, per_row, *others_BxV, axis=None)
         # Inside `split_rows` the rows are this device's own already.
         first = None if set(ROWS) <= set(mesh.manual_axes) else ROWS
         return jax.shard_map(
             functools.partial(function, axis="model"),
-            in_specs=(P(first, "model"), P(first)),
+            in_specs=(P(first, "model"), P(first), *[P(first, "model")] * len(others_BxV)),
             out_specs=P(first),
             check_vma=False,
             axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
-        )(logits_BxV, per_row)
+        )(logits_BxV, per_row, *others_BxV)
 
     return run
 

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer, TransformerOutput
 from jax_ppo.runtime.sharding import split_vocabulary
-from jax_ppo.sampler import sampling
+from jax_ppo.sampler import sampling, text_search
+from jax_ppo.sampler.constraints import constrain_logits
 from jax_ppo.sampler.engine import Params, SamplingOptions
 from jax_ppo.sampler.slots import (
     DecodeJob,
@@ -168,11 +169,20 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     hidden_BxD = decoded.hidden[:, 0]
     logits_BxV = heads.compute_logits(job.model.architecture, job.params, hidden_BxD)
     uniforms_Bx2 = sampling.token_uniforms(job.keys_N[sample_B], slots.drawn)
-    tokens_B, logprobs_B = _sample_tokens(options, logits_BxV, uniforms_Bx2)
-    # A response ends with an EOS or at the limit; only the former is `finished`.
-    is_eos_B = (tokens_B[:, None] == jnp.array(options.eos_ids, jnp.int32)).any(-1)
+    forbidden_B = state.forbidden_states[sample_B]
+    added_BxV = constrain_logits(options, logits_BxV.shape[1], slots.drawn, forbidden_B)
+    tokens_B, logprobs_B = _sample_tokens(options, logits_BxV, uniforms_Bx2, added_BxV)
+    # A response ends with an EOS, a stop string, or at the limit, which alone is not `finished`.
+    finishes_B = (tokens_B[:, None] == jnp.array(options.eos_ids, jnp.int32)).any(-1)
     drawn_B = slots.drawn + 1
-    ended_B = is_eos_B | (drawn_B == job.limit)
+    stop_B = state.stop_states[sample_B]
+    if options.stop is not None:
+        stop_B = options.stop.advance(stop_B, tokens_B)
+        stop_B = jnp.where(drawn_B <= options.min_new_tokens, text_search.START, stop_B)
+        finishes_B |= stop_B == options.stop.found
+    if options.forbidden is not None:
+        forbidden_B = options.forbidden.advance(forbidden_B, tokens_B)
+    ended_B = finishes_B | (drawn_B == job.limit)
     # An ended sample leaves its slot at once: N marks the slot as idle.
     next_slots = Slots(
         sample=jnp.where(ended_B, job.samples, slots.sample),
@@ -186,18 +196,26 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
         responses=state.responses.at[slots.sample, slots.drawn].set(tokens_B, mode="drop"),
         logprobs=state.logprobs.at[slots.sample, slots.drawn].set(logprobs_B, mode="drop"),
         lengths=state.lengths.at[slots.sample].set(drawn_B, mode="drop"),
-        finished=state.finished.at[slots.sample].set(is_eos_B, mode="drop"),
+        finished=state.finished.at[slots.sample].set(finishes_B, mode="drop"),
+        stop_states=state.stop_states.at[slots.sample].set(stop_B, mode="drop"),
+        forbidden_states=state.forbidden_states.at[slots.sample].set(forbidden_B, mode="drop"),
         slot_steps=state.slot_steps + len(busy_B),
     )
 
 
 def _sample_tokens(
-    options: SamplingOptions, logits_BxV: jax.Array, uniforms_Bx2: jax.Array
+    options: SamplingOptions,
+    logits_BxV: jax.Array,
+    uniforms_Bx2: jax.Array,
+    added_BxV: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the next token of each row and its log-prob; logits stay split over devices."""
 
     def sample(
-        logits_BxV: jax.Array, uniforms_Bx2: jax.Array, axis: str | None
+        logits_BxV: jax.Array,
+        uniforms_Bx2: jax.Array,
+        *added_BxV: jax.Array,
+        axis: str | None,
     ) -> tuple[jax.Array, jax.Array]:
         return sampling.sample_tokens(
             logits_BxV,
@@ -206,6 +224,8 @@ def _sample_tokens(
             top_k=options.top_k,
             top_p=options.top_p,
             shards=sampling.VocabularyShards(axis),
+            added_BxV=added_BxV[0] if added_BxV else None,
         )
 
-    return split_vocabulary(sample)(logits_BxV, uniforms_Bx2)
+    added = () if added_BxV is None else (added_BxV,)
+    return split_vocabulary(sample)(logits_BxV, uniforms_Bx2, *added)

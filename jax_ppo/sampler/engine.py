@@ -8,6 +8,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from jax_ppo.sampler.text_search import TextSearch
 from jax_ppo.types import Params, Prompts, Rollout
 
 
@@ -26,6 +27,11 @@ class SamplingOptions:
         is no limit.
       stage_length: tokens of the responses that the first stage of decoding has room for
         (`stages.py`); `None` is one stage with room for all. It changes no sample.
+      min_new_tokens: tokens before which no EOS is drawn, and in which no `stop` is searched for.
+      stop: strings that end a response as an EOS does; the token that completes one is its last.
+      forbidden: strings that no response contains: no token that would complete one is drawn.
+      logit_bias: (token, number added to its logit) pairs. As with top-k, recorded log-probs are
+        those of the policy without it.
     """
 
     max_response_length: int
@@ -36,6 +42,10 @@ class SamplingOptions:
     eos_ids: tuple[int, ...] = ()
     slots: int | None = None
     stage_length: int | None = None
+    min_new_tokens: int = 0
+    stop: TextSearch | None = None
+    forbidden: TextSearch | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 class RolloutEngine(Protocol):

@@ -80,6 +80,7 @@ def sample_tokens(
     top_k: int = -1,
     top_p: float = 1.0,
     shards: VocabularyShards = WHOLE,
+    added_BxV: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Draw the next token of each row and return it with its log-probability.
 
@@ -90,19 +91,23 @@ def sample_tokens(
       top_k: static, draw among the k likeliest; if not positive, or V or more, among all.
       top_p: static, in (0, 1], draw among the likeliest that together hold this probability.
       shards: the devices that split the vocabulary.
+      added_BxV: added to the logits before the draw, -inf for tokens that are not to be drawn;
+        split as the logits are. `None`: nothing.
 
     Returns:
-      (tokens, int32 [B]; log-probabilities, float32 [B]). The latter are from before the filters:
-      of softmax(logits / temperature), or of softmax(logits) when greedy.
+      (tokens, int32 [B]; log-probabilities, float32 [B]). The latter are from before the filters
+      and without `added`: of softmax(logits / temperature), or of softmax(logits) when greedy.
     """
     assert logits_BxV.ndim == 2, logits_BxV.shape
     assert uniforms_Bx2.shape == (logits_BxV.shape[0], 2), (logits_BxV.shape, uniforms_Bx2.shape)
     # Greedy: no division by 0, and no random numbers.
     if temperature == 0:
-        tokens_B = _likeliest_tokens(logits_BxV, shards)
+        preferred_BxV = logits_BxV if added_BxV is None else logits_BxV + added_BxV
+        tokens_B = _likeliest_tokens(preferred_BxV, shards)
         return tokens_B, token_logprob(logits_BxV, tokens_B, shards=shards)
     logits_BxV = logits_BxV / temperature
-    filtered_BxV = keep_top_p(keep_top_k(logits_BxV, top_k, shards), top_p, shards)
+    preferred_BxV = logits_BxV if added_BxV is None else logits_BxV + added_BxV / temperature
+    filtered_BxV = keep_top_p(keep_top_k(preferred_BxV, top_k, shards), top_p, shards)
     tokens_B, sums_B = draw_tokens(filtered_BxV, uniforms_Bx2, shards)
     # Without a filter the draw has summed these very logits.
     known_sums_B = sums_B if filtered_BxV is logits_BxV else None

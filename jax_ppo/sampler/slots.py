@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax_ppo.models.cache import empty_cache, write_rows
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.sharding import num_split_kv_heads
+from jax_ppo.sampler import text_search
 from jax_ppo.sampler.engine import Params, SamplingOptions
 from jax_ppo.types import Prompts
 
@@ -58,6 +59,8 @@ class DecodeState(NamedTuple):
       logprobs: float32 [N, T], their log-probabilities; 0 past the length.
       lengths: int32 [N], tokens of each response so far.
       finished: bool [N], whether an EOS ended the response.
+      stop_states: int32 [N], how far each response has got towards a stop string.
+      forbidden_states: int32 [N], how far it has got towards a forbidden string.
       slot_steps: int32 scalar, tokens that the slots could have drawn so far: steps times slots.
     """
 
@@ -69,6 +72,8 @@ class DecodeState(NamedTuple):
     logprobs: jax.Array
     lengths: jax.Array
     finished: jax.Array
+    stop_states: jax.Array
+    forbidden_states: jax.Array
     slot_steps: jax.Array
 
 
@@ -199,6 +204,8 @@ def initial_state(job: DecodeJob) -> DecodeState:
         logprobs=jnp.zeros((N, T)),
         lengths=jnp.zeros(N, jnp.int32),
         finished=jnp.zeros(N, bool),
+        stop_states=jnp.full(N, text_search.START, jnp.int32),
+        forbidden_states=jnp.full(N, text_search.START, jnp.int32),
         slot_steps=jnp.int32(0),
     )
 

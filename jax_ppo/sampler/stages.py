@@ -66,6 +66,8 @@ def plan_next_stage(
         logprobs=state.logprobs,
         lengths=state.lengths,
         finished=state.finished,
+        stop_states=state.stop_states,
+        forbidden_states=state.forbidden_states,
         slot_steps=state.slot_steps,
     )
     return job, reorder_results(begun, order_N), order_N
@@ -78,6 +80,8 @@ def reorder_results(state: DecodeState, order_N: jax.Array) -> DecodeState:
         logprobs=state.logprobs[order_N],
         lengths=state.lengths[order_N],
         finished=state.finished[order_N],
+        stop_states=state.stop_states[order_N],
+        forbidden_states=state.forbidden_states[order_N],
     )
 
 

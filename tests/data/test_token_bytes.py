@@ -1,0 +1,39 @@
+"""The bytes of tokens, compared with what tokenizers decode."""
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from jax_ppo.data import arithmetic
+from jax_ppo.data.token_bytes import token_bytes
+from jax_ppo.data.tokenizer import load_tokenizer, train_tokenizer
+from jax_ppo.errors import UserError
+
+TEXT = "Ana has 3 apples.\n\n  She buys 12 \u00e9clairs."
+
+
+def test_a_byte_level_vocabulary(tmp_path):
+    texts = [text for pair in arithmetic.generate_worked_solutions(50, 0.5, 0) for text in pair]
+    tokenizer = train_tokenizer(texts, 600, tmp_path)
+    contents = token_bytes(tokenizer, "config.rollout.stop")
+    ids = tokenizer.encode(TEXT)
+    assert b"".join(contents[index] for index in ids).decode() == TEXT
+    assert contents[tokenizer.eos_token_id] == b""
+
+
+def test_a_sentence_piece_vocabulary(real_data):
+    tokenizer = load_tokenizer(str(real_data("tinystories-260k")))
+    contents = token_bytes(tokenizer, "config.rollout.stop")
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    assert b"".join(contents[index] for index in ids).decode().lstrip(" ") == TEXT
+    assert b"\n" in contents
+
+
+@pytest.mark.parametrize("decoder", [decoders.WordPiece(), decoders.BPEDecoder(), None])
+def test_another_vocabulary_is_refused(decoder):
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<unk>": 2}, unk_token="<unk>"))
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    with pytest.raises(UserError, match="config.rollout.stop: strings cannot be searched for"):
+        token_bytes(wrapped, "config.rollout.stop")

@@ -1,0 +1,75 @@
+"""A run whose responses end with a stop string and avoid others, and constraints it refuses."""
+
+import pytest
+
+from jax_ppo.config import loading
+from jax_ppo.data import arithmetic
+from jax_ppo.errors import UserError
+from jax_ppo.ppo import loop
+from jax_ppo.reporting.sample_files import read_samples
+from llama_folder import write_llama
+
+OPTIONS = {
+    "data.train_files": "arithmetic:32",
+    "data.val_files": "arithmetic:8:heldout",
+    "data.train_batch_size": 8,
+    "actor.ppo_mini_batch_size": 8,
+    "data.max_prompt_length": 48,
+    "data.max_response_length": 16,
+    "model.dtype": "float32",
+    "rollout.n": 2,
+    "trainer.total_training_steps": 1,
+    "trainer.log_rollouts": 99,
+    "trainer.log_rollouts_freq": 1,
+    "trainer.compilation_cache": "off",
+    "trainer.logger": "",
+    "trainer.export": False,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    texts = [text for pair in arithmetic.generate_worked_solutions(50, 0.5, 0) for text in pair]
+    write_llama(folder, texts, tokens=192)
+    return str(folder / "llama")
+
+
+def train(model, workdir, **options):
+    changes = {"model.path": model} | {f"rollout.{name}": value for name, value in options.items()}
+    return loop.train(loading.load_config("arithmetic", OPTIONS | changes), workdir)
+
+
+def test_a_run_samples_under_its_constraints(model, tmp_path):
+    # Digits are tokens of their own, letters mostly not.
+    train(model, tmp_path, stop=["4", "##"], bad_words="e", min_new_tokens=2, logit_bias="1:-50")
+    kinds = set()
+    stopped = 0
+    for kind, _, records in read_samples(tmp_path):
+        kinds.add(kind)
+        for record in records:
+            tokens = record["tokens"]
+            assert "e" not in record["response"] and len(tokens) >= 2
+            # Stop strings are searched for behind the minimum.
+            searched = "".join(tokens[2:])
+            ends = "4" in searched or "##" in searched
+            stopped += ends
+            assert record["truncated"] is not ends
+    assert kinds == {"training", "evaluation"} and stopped
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"logit_bias": "500:1"}, "the model has no token 500, only 0 to 191"),
+        ({"logit_bias": "1=2"}, "'1=2' in '1=2' is not TOKEN:BIAS"),
+        ({"logit_bias": "1:inf"}, "expected a token of at least 0, a finite bias"),
+        ({"stop": "[1]"}, r"1 in '\[1\]' is no text, or empty"),
+        ({"stop": ["a", ""]}, "'' in .* is no text, or empty"),
+        ({"bad_words": "[a"}, r"'\[a' is not a JSON list"),
+        ({"min_new_tokens": 17}, "must be at most config.data.max_response_length=16"),
+    ],
+)
+def test_constraints_that_cannot_work_are_refused(model, tmp_path, options, message):
+    with pytest.raises(UserError, match=message):
+        train(model, tmp_path, **options)

@@ -1,0 +1,149 @@
+"""Stop strings, forbidden strings, a minimum length and biases, against plain loops over text."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from tiny_actor import ARCHITECTURE, Actor, make_prompts
+
+from jax_ppo.config.schema import MeshShape
+from jax_ppo.runtime import sharding
+from jax_ppo.runtime.meshes import make_mesh
+from jax_ppo.sampler import text_search
+from jax_ppo.sampler.generate import Sampler, SamplingOptions
+from jax_ppo.sampler.text_search import search_for
+
+V = ARCHITECTURE.vocab_size
+LENGTHS = (5, 16, 1, 9, 2, 12, 7)
+EOS = (3, 7)
+# Tokens of one to three letters of a small alphabet, so that strings often span tokens.
+LETTERS = "abc"
+TOKENS = [
+    "".join(LETTERS[(index // 3**place) % 3] for place in range(1 + index % 3)).encode()
+    for index in range(V - 4)
+]
+
+
+def text_of(tokens):
+    return b"".join(TOKENS[token] for token in tokens if token < len(TOKENS)).decode()
+
+
+@pytest.mark.parametrize("strings", [("abca",), ("a", "ba"), ("cab", "abcab", "bb"), ("\u00e9x",)])
+def test_a_search_finds_what_the_text_contains(strings):
+    search = search_for(strings, TOKENS, V)
+    rng = np.random.default_rng(0)
+    tokens_BxT = rng.integers(0, V, (40, 20))
+    states = np.full(40, text_search.START, np.int32)
+    for position in range(20):
+        completing = np.asarray(search.completing_tokens(states))
+        states = np.asarray(search.advance(states, tokens_BxT[:, position]))
+        for row in range(40):
+            texts = text_of(tokens_BxT[row, : position + 1])
+            assert (states[row] == search.found) == any(s in texts for s in strings)
+            assert completing[row, tokens_BxT[row, position]] == (states[row] == search.found)
+
+
+def test_a_string_of_bytes_that_tokens_split_is_found():
+    """The two bytes of a letter may be tokens of their own."""
+    search = search_for(("\u00e9",), [b"\xc3", b"\xa9", b"\xc3\xa9", b"x"], 5)
+    state = np.zeros(1, np.int32)
+    for token, found in ((0, False), (4, False), (1, True), (3, True)):
+        state = np.asarray(search.advance(state, np.array([token])))
+        assert (state[0] == search.found) == found
+
+
+@pytest.mark.parametrize("options", [{}, {"slots": 3}, {"slots": 3, "stage_length": 5}], ids=str)
+def test_a_response_ends_with_the_token_that_completes_a_stop_string(actor, options):
+    free = actor.sample(make_prompts(LENGTHS), n=3, eos_ids=EOS)
+    stop = ("cab", "bb")
+    search = search_for(stop, TOKENS, V)
+    stopped = actor.sample(make_prompts(LENGTHS), n=3, eos_ids=EOS, stop=search, **options)
+    lengths = []
+    for row, length in zip(free.responses, free.lengths, strict=True):
+        ends = [end for end in range(1, length + 1) if any(s in text_of(row[:end]) for s in stop)]
+        lengths.append(ends[0] if ends else length)
+    np.testing.assert_array_equal(stopped.lengths, lengths)
+    assert sum(lengths) < sum(free.lengths)
+    inside = np.arange(12) < np.array(lengths)[:, None]
+    np.testing.assert_array_equal(stopped.responses, np.where(inside, free.responses, 0))
+    np.testing.assert_allclose(stopped.logprobs, np.where(inside, free.logprobs, 0), atol=1e-5)
+    cut = [length < free_length for length, free_length in zip(lengths, free.lengths, strict=True)]
+    assert not stopped.truncated[cut].any()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_log_probs_stay_those_of_the_policy(actor, temperature):
+    search = search_for(("ab", "c"), TOKENS, V)
+    prompts = make_prompts(LENGTHS)
+    rollout = actor.sample(
+        prompts,
+        temperature=temperature,
+        eos_ids=EOS,
+        forbidden=search,
+        min_new_tokens=4,
+        logit_bias=((5, 3.0), (6, -100.0)),
+    )
+    assert not any("c" in text_of(row) or "ab" in text_of(row) for row in rollout.responses)
+    assert (rollout.lengths >= 4).all() and 6 not in rollout.responses
+    logprobs = jax.nn.log_softmax(actor.full_logits(prompts, rollout.responses))
+    expected = np.take_along_axis(logprobs, rollout.responses[..., None], -1)[..., 0]
+    inside = np.arange(12) < rollout.lengths[:, None]
+    np.testing.assert_allclose(rollout.logprobs[inside], expected[inside], atol=1e-4)
+
+
+def test_greedy_decoding_takes_the_likeliest_token_that_is_permitted(actor):
+    prompts = make_prompts(LENGTHS)
+    search = search_for(("c",), TOKENS, V)
+    rollout = actor.sample(prompts, temperature=0.0, eos_ids=EOS, forbidden=search)
+    logits = np.array(actor.full_logits(prompts, rollout.responses))
+    contains = [token < len(TOKENS) and b"c" in TOKENS[token] for token in range(V)]
+    logits[..., contains] = -np.inf
+    inside = np.arange(12) < rollout.lengths[:, None]
+    np.testing.assert_array_equal(rollout.responses[inside], logits.argmax(-1)[inside])
+
+
+def test_an_end_is_drawn_and_searched_for_only_after_the_minimum(actor):
+    every = tuple(range(0, V, 2))
+    prompts = make_prompts(LENGTHS)
+    rollout = actor.sample(prompts, n=3, eos_ids=every, min_new_tokens=3)
+    early = rollout.responses[:, :3]
+    assert (rollout.lengths > 3).all() and (early % 2 == 1).all()
+    search = search_for(("a", "b", "c"), TOKENS, V)
+    stopped = actor.sample(prompts, n=3, stop=search, min_new_tokens=3)
+    # All tokens but four are text.
+    assert stopped.lengths.min() == 4
+    for row, length in zip(stopped.responses, stopped.lengths, strict=True):
+        assert not text_of(row[3 : length - 1])
+
+
+def test_a_bias_changes_the_draws_as_it_changes_the_logits(actor):
+    prompts = make_prompts((9,) * 8)
+    liked = actor.sample(prompts, n=8, logit_bias=((5, 50.0),))
+    assert (liked.responses == 5).all()
+
+
+def test_devices_that_split_rows_and_vocabulary_constrain_alike():
+    actor = Actor(dataclasses.replace(ARCHITECTURE, vocab_size=68))
+    mesh = make_mesh(MeshShape(data=2, fsdp=2, model=2))
+    rules = sharding.decode_rules(mesh, ARCHITECTURE.num_kv_heads)
+    prompts = make_prompts(range(1, 17))
+    options = {
+        "n": 2,
+        "eos_ids": EOS,
+        "stop": search_for(("cab", "bb"), TOKENS, 68),
+        "forbidden": search_for(("abc",), TOKENS, 68),
+        "min_new_tokens": 2,
+        "logit_bias": ((5, 2.0), (60, -3.0)),
+    }
+    with jax.set_mesh(mesh):
+        split = Sampler(
+            actor.decoded, SamplingOptions(12, 1.0, slots=3, **options), sharding.split_rows
+        )(
+            jax.device_put(actor.params, sharding.tree_shardings(mesh, actor.params, rules)),
+            jax.device_put(prompts, sharding.rows(mesh)),
+            jax.device_put(jax.random.key(0), sharding.replicated(mesh)),
+        )
+    alone = actor.sample(prompts, **options)
+    np.testing.assert_array_equal(split.responses, alone.responses)
+    np.testing.assert_allclose(split.logprobs, alone.logprobs, atol=1e-5)
