@@ -1,5 +1,6 @@
 """A wrong option fails before heavy imports, with its name, value and what was expected."""
 
+import dataclasses
 import inspect
 import math
 import pathlib
@@ -307,6 +308,11 @@ def test_resolved_configuration_is_written(config_file, tmp_path, capsys):
     assert '"train_files": "arithmetic:8"' in (tmp_path / "work" / "config.json").read_text()
     printed = capsys.readouterr().out
     assert "clip_ratio=0.2" in printed and "work directory: gs://bucket/run" in printed
+    # A value is never broken, so that it can be searched for and copied.
+    name = "-".join(["part"] * 60)
+    named = dataclasses.replace(options, experiment_name=name)
+    command_line.write_resolved_config(named, tmp_path / "work", "here")
+    assert f"experiment_name={name!r}" in capsys.readouterr().out
 
 
 def test_a_reader_of_the_table_may_leave():

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 
 import jax
 import pytest
@@ -14,7 +15,7 @@ import tiny
 from jax_ppo import plan as plan_command
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.config import to_hf_config
-from jax_ppo.planning import report, step_plan
+from jax_ppo.planning import arithmetic, report, step_plan
 from jax_ppo.planning import work as work_counts
 from jax_ppo.planning.phases import PhaseWork
 from jax_ppo.planning.setup import read_descriptions, set_up_step
@@ -237,6 +238,15 @@ def test_an_update_moves_three_forward_passes_and_a_fourth_to_recompute(folder):
     added = again["update_critic"].memory_bytes - plain["update_critic"].memory_bytes
     assert added == pytest.approx(forward)
     assert plain["update_critic"].memory_bytes > 3 * forward
+
+
+def test_gathered_weights_of_the_head_are_there_while_the_layers_run():
+    def join(**shape):
+        mesh = tiny.make_mesh(8, **{"data": 1} | shape)
+        step = types.SimpleNamespace(programs=types.SimpleNamespace(mesh=mesh))
+        return arithmetic._join(step, layers=3, head=5)
+
+    assert join(fsdp=8) == 8 and join(data=8) == 5 and join(data=4, model=2) == 5
 
 
 def test_a_phase_takes_as_long_as_its_slowest_resource():

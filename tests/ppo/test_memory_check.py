@@ -7,11 +7,14 @@ import jax
 import pytest
 
 import tiny
+from jax_ppo.config import loading
+from jax_ppo.data import arithmetic
 from jax_ppo.errors import UserError
-from jax_ppo.ppo import memory_check
+from jax_ppo.ppo import loop, memory_check
 from jax_ppo.ppo.remedies import rank_remedies
 from jax_ppo.runtime import device_memory, meshes
 from jax_ppo.training.networks import Folders
+from llama_folder import write_llama
 
 CONFIG = tiny.config()
 FOLDERS = Folders(None, None, None)
@@ -126,3 +129,13 @@ def test_the_limit_is_that_of_the_smallest_device(monkeypatch):
     assert device_memory.read_memory_limit() == 5
     monkeypatch.setattr(jax, "local_devices", devices(None))
     assert device_memory.read_memory_limit() is None
+
+
+def test_a_run_is_refused_before_it_loads_a_model(tmp_path, monkeypatch, capsys):
+    texts = [text for pair in arithmetic.generate_worked_solutions(50, 0.5, 0) for text in pair]
+    write_llama(tmp_path, texts, tokens=192)
+    monkeypatch.setattr(memory_check, "read_memory_limit", lambda: 1000)
+    config = loading.load_config("arithmetic", {"model.path": f"{tmp_path}/llama"})
+    with pytest.raises(UserError, match="config.mesh: a device needs at least"):
+        loop.train(config, tmp_path / "work")
+    assert "loaded" not in capsys.readouterr().out

@@ -114,6 +114,11 @@ def test_curves_and_report_are_written_while_a_run_goes_on(tmp_path, monkeypatch
     monkeypatch.setattr(report.Reporter, "_plot", lambda self, step: written.append(step))
     report_steps(tmp_path, [{}] * 7, trainer__plot_freq=3)
     assert written == [3, 6]
+    monkeypatch.undo()
+    reported = []
+    monkeypatch.setattr(report.Reporter, "_write_report", lambda self, step: reported.append(step))
+    report_steps(tmp_path, [{}] * 7, trainer__plot_freq=3)
+    assert reported[:2] == [3, 6]
 
 
 def test_the_time_left_is_that_of_as_many_median_steps(tmp_path):

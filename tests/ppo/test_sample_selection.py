@@ -3,15 +3,17 @@
 import itertools
 import json
 import shutil
+import types
 
 import jax
 import numpy as np
 import pytest
 
+import tiny
 from jax_ppo.config import loading
 from jax_ppo.data import arithmetic
 from jax_ppo.errors import UserError
-from jax_ppo.ppo import loop
+from jax_ppo.ppo import loop, sample_selection
 from jax_ppo.ppo.random_keys import sample_key, training_stream
 from jax_ppo.ppo.sample_selection import choose_groups, choose_responses, is_uniform
 from jax_ppo.reporting.sample_files import read_samples
@@ -225,3 +227,23 @@ def test_the_best_responses_of_each_prompt_are_learned_from(files, tmp_path, dev
 def test_selections_that_cannot_work_are_refused(files, options, message):
     with pytest.raises(UserError, match=message):
         loading.load_config(f"{files}/config.py", options)
+
+
+def test_rewards_of_steps_count_in_the_choice():
+    """Two prompts, three responses each, whose scores are equal without the rewards of steps."""
+    steps = np.zeros((6, 4), np.float32)
+    steps[1, 2], steps[5, 0], steps[5, 3] = 1.0, 0.25, 0.25
+    zeros = jax.numpy.zeros(6)
+    run = types.SimpleNamespace(
+        config=tiny.config(rollout__n=3, rollout__keep=1, rollout__keep_by="best"),
+        mesh=tiny.make_mesh(),
+    )
+    sampled = types.SimpleNamespace(
+        batch=types.SimpleNamespace(indices=np.array([7, 3])),
+        rollout=types.SimpleNamespace(responses=jax.numpy.arange(6)[:, None]),
+    )
+    steps = jax.numpy.asarray(steps)
+    rewards = types.SimpleNamespace(scores=zeros, correct=zeros, steps=steps)
+    selected, _ = sample_selection._keep_responses(run, sampled, rewards, draw=2)
+    assert selected.addresses.tolist() == [[2, 1], [2, 5]]
+    assert np.asarray(selected.arrays["responses"]).ravel().tolist() == [1, 5]

@@ -1,10 +1,12 @@
 """Work directories in a bucket: one run at a time, files uploaded, checkpoints written there."""
 
+import contextlib
 import json
 import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -283,3 +285,18 @@ def test_a_folder_of_another_kind_is_not_replaced_by_an_export(server, bucket):
         with work_directory.open_work_directory(bucket, print) as folder:
             export_checkpoint(params, tiny.ARCHITECTURE, folder / "actor")
     assert bucket_server.names(server, bucket) == ["actor/notes.txt"]
+
+
+def test_an_export_is_removed_beginning_with_what_makes_it_complete(monkeypatch):
+    files = ("actor/a.safetensors", "actor/config.json", "actor/tokenizer.json")
+    listed = {name: types.SimpleNamespace(path=name) for name in files}
+    monkeypatch.setattr(staging.remote, "list_files", lambda address, option: listed)
+    removed = []
+    folder = types.SimpleNamespace(
+        address="gs://b/run",
+        _uploading=contextlib.nullcontext(),
+        _uploaded={},
+        _delete=removed.append,
+    )
+    staging.StagedFolder.remove(folder, "actor")
+    assert removed[0] == "actor/config.json" and sorted(removed) == sorted(files)

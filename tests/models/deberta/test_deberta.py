@@ -18,6 +18,7 @@ from jax_ppo.models.deberta.encoder import (
     init_deberta_params,
     relative_buckets,
 )
+from jax_ppo.models.flops import count_forward_flops
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture, read_reward_architecture
 
 torch, transformers = reference.torch, reference.transformers
@@ -335,3 +336,24 @@ def test_what_is_no_reward_model(tmp_path):
         UserError, match=r"a pickle(.|\n)*AutoModelForSequenceClassification.from_pretrained"
     ):
         read_reward_architecture(tmp_path)
+
+
+def test_each_weight_of_a_matrix_is_read_once_per_token():
+    """Beyond attention, the FLOPs are twice the weights of all kernels per token."""
+    architecture = deberta_from_hf_config(V3)
+    width, layers = architecture.hidden_size, architecture.num_layers
+    params = jax.eval_shape(lambda: init_deberta_params(Deberta(architecture), jax.random.key(0)))
+    weights = sum(
+        leaf.size
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if "layer" in jax.tree_util.keystr(path) and "kernel" in jax.tree_util.keystr(path)
+    )
+    attention = 4 * layers * width
+    assert count_forward_flops(architecture, np.array([1, 1, 1])) == 3 * (2 * weights + attention)
+
+
+@pytest.mark.parametrize("name", ["max_position_embeddings", "embedding_size"])
+def test_a_size_may_be_left_out_but_is_not_null(name):
+    deberta_from_hf_config({key: value for key, value in V3.items() if key != name})
+    with pytest.raises(UserError, match=name):
+        deberta_from_hf_config(V3 | {name: None})
