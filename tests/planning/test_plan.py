@@ -249,6 +249,21 @@ def test_gathered_weights_of_the_head_are_there_while_the_layers_run():
     assert join(fsdp=8) == 8 and join(data=8) == 5 and join(data=4, model=2) == 5
 
 
+def test_a_tpus_backward_pass_gathers_five_times_as_much_as_its_forward_pass(monkeypatch):
+    """Beside the layer there are the next one and the layer's gradient, in two types."""
+    monkeypatch.setattr(arithmetic, "_is_tpu", lambda: True)
+    step = types.SimpleNamespace(
+        programs=types.SimpleNamespace(mesh=tiny.make_mesh(8, data=1, fsdp=8))
+    )
+    role = types.SimpleNamespace(
+        params=tiny.random_params(tiny.ARCHITECTURE, 0, 0, "lm"),
+        architecture=tiny.ARCHITECTURE,
+        itemsize=2,
+    )
+    forward = arithmetic._gathered_layers(step, role)
+    assert 0 < forward * 5 == arithmetic._gathered_layers(step, role, with_gradient=True)
+
+
 def test_a_phase_takes_as_long_as_its_slowest_resource():
     rates = PeakRates(flops=10.0, memory_bytes=5.0, link_bytes=2.0)
     one = PhaseWork(flops=20.0, memory_bytes=5.0, link_bytes=2.0, row_bytes=1.0)
