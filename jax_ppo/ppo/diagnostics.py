@@ -11,6 +11,10 @@ from collections.abc import Callable, Sequence
 from jax_ppo.config.schema import Config
 
 Metrics = dict[str, float]
+# Estimators that compare the responses to a prompt with each other.
+GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline")
+_LEAST_COMPILE_SECONDS = 0.5  # below it nobody notices
+
 # (options, metrics of the last steps, the newest last) -> what is wrong, or None
 Check = Callable[[Config, Sequence[Metrics]], str | None]
 
@@ -25,12 +29,14 @@ class Diagnostic:
       check: returns the message, or `None` if all is well. It is not called for metrics that lack
         one of `reads`.
       reads: the metrics that the check reads.
+      shows_misses: whether some wrong responses are shown with the message.
     """
 
     name: str
     steps: int
     check: Check
     reads: tuple[str, ...]
+    shows_misses: bool = False
 
 
 class Diagnosis:
@@ -42,8 +48,13 @@ class Diagnosis:
         self._history = collections.deque[Metrics](maxlen=max(d.steps for d in DIAGNOSTICS))
         self._present: set[str] = set()
 
-    def observe(self, metrics: Metrics) -> dict[str, str]:
-        """Take the metrics of the next step; return the messages of what has become wrong."""
+    def observe(self, metrics: Metrics, misses: Sequence[str] = ()) -> dict[str, str]:
+        """Take the next step; return the messages of what has become wrong.
+
+        Args:
+          metrics: of the step.
+          misses: descriptions of some of its wrong responses.
+        """
         self._history.append(metrics)
         messages = {}
         for diagnostic in DIAGNOSTICS:
@@ -57,7 +68,8 @@ class Diagnosis:
             elif diagnostic.name not in self._present:
                 # Shown when it becomes true, not at every step.
                 self._present.add(diagnostic.name)
-                messages[diagnostic.name] = message
+                shown = misses if diagnostic.shows_misses else ()
+                messages[diagnostic.name] = "\n  ".join([message, *shown])
         return messages
 
 
@@ -208,6 +220,89 @@ def _check_host_time(config: Config, history: Sequence[Metrics]) -> str | None:
     )
 
 
+def _check_host_bound(config: Config, history: Sequence[Metrics]) -> str | None:
+    host, step = _mean(history, "seconds/host"), _mean(history, "seconds/step")
+    waits = _mean(history, "seconds/update")
+    # Where the host waits for an update, the devices had work all the time.
+    if host <= 0.5 * step or waits > 0.1 * step:
+        return None
+    return (
+        f"the devices wait for the host: {host:.2f} of the {step:.2f} seconds of a step are not "
+        "sampling, scoring, rewards or updates. Rarer samples (config.trainer.log_rollouts_freq) "
+        "and plots (config.trainer.plot_freq), larger batches (config.data.train_batch_size) or a "
+        "machine with idle cores may help"
+    )
+
+
+def _check_equal_groups(config: Config, history: Sequence[Metrics]) -> str | None:
+    share = _mean(history, "reward/uniform_groups")
+    rewards = {row[name] for row in history for name in ("reward/min", "reward/max")}
+    # Equal rewards in all groups alike are said by `constant_reward`.
+    compares = config.algorithm.adv_estimator in GROUP_ESTIMATORS
+    if share <= 0.9 or not compares or len(rewards) == 1 or _is_solved(history):
+        return None
+    return (
+        f"{share:.0%} of the prompts of the last {len(history)} steps had responses of equal "
+        f"rewards, from which config.algorithm.adv_estimator={config.algorithm.adv_estimator} "
+        "learns nothing: prompts are too hard or too easy. "
+        "config.algorithm.filter_groups.enable=True draws others, config.data.curriculum="
+        "solve_rate prefers prompts between, and a larger config.rollout.n finds differences"
+    )
+
+
+def _check_duplicates(config: Config, history: Sequence[Metrics]) -> str | None:
+    common = _mean(history, "rollout/most_common")
+    repeated = sum(row.get("rollout/duplicates", 0.0) for row in history) / len(history)
+    if max(common, repeated) <= 0.75 or _is_solved(history):
+        return None
+    what = (
+        f"{common:.0%} of all responses are the same one"
+        if common > 0.75
+        else f"{repeated:.0%} of the responses repeat another one to the same prompt"
+    )
+    return (
+        f"{what}, over the last {len(history)} steps: the policy hardly explores. A higher "
+        "config.rollout.temperature, config.actor.entropy_coeff or a larger KL penalty may help"
+    )
+
+
+def _check_padding(config: Config, history: Sequence[Metrics]) -> str | None:
+    share = _mean(history, "update/padding")
+    if share <= 0.5:
+        return None
+    if not config.packing.enabled:
+        remedy = "config.packing.enabled=True packs several samples into a row"
+    else:
+        remedy = (
+            "fewer rows at once (config.actor.ppo_micro_batch_size_per_device), a row length that "
+            "samples fill (config.packing.row_length) or larger mini-batches "
+            "(config.actor.ppo_mini_batch_size) may help"
+        )
+    return (
+        f"{share:.0%} of what the actor's update computed over the last {len(history)} steps was "
+        f"padding: {remedy}"
+    )
+
+
+def _check_warm_compilation(config: Config, history: Sequence[Metrics]) -> str | None:
+    last = history[-1]
+    seconds, step = last["seconds/compile"], last["seconds/step"]
+    if seconds <= max(_LEAST_COMPILE_SECONDS, 0.1 * step):
+        return None
+    return (
+        f"{last['perf/compiled_programs']:.0f} programs were compiled for {seconds:.1f} of the "
+        f"{step:.1f} seconds of a step, long after the first: shapes must not change from step to "
+        "step. A function of yours that uses JAX (config.reward.function, a plug-in) may compile "
+        "anew for every length; otherwise please report it with config.json"
+    )
+
+
+def _is_solved(history: Sequence[Metrics]) -> bool:
+    """Return whether nearly all answers are right, where correctness is defined."""
+    known = [row["reward/accuracy"] for row in history if "reward/accuracy" in row]
+    return bool(known) and sum(known) / len(known) >= 0.9
+
+
 def _mean(history: Sequence[Metrics], name: str) -> float:
     return sum(row[name] for row in history) / len(history)
 
@@ -220,6 +315,16 @@ DIAGNOSTICS = (
         steps=10,
         check=_check_constant_reward,
         reads=("reward/min", "reward/max"),
+        shows_misses=True,
+    ),
+    Diagnostic(
+        name="equal_groups",
+        steps=10,
+        check=_check_equal_groups,
+        reads=("reward/uniform_groups", "reward/min", "reward/max"),
+    ),
+    Diagnostic(
+        name="duplicates", steps=10, check=_check_duplicates, reads=("rollout/most_common",)
     ),
     Diagnostic(
         name="truncation",
@@ -263,5 +368,18 @@ DIAGNOSTICS = (
         steps=10,
         check=_check_host_time,
         reads=("seconds/reward", "seconds/step"),
+    ),
+    Diagnostic(
+        name="host_bound",
+        steps=10,
+        check=_check_host_bound,
+        reads=("seconds/host", "seconds/update", "seconds/step"),
+    ),
+    Diagnostic(name="padding", steps=10, check=_check_padding, reads=("update/padding",)),
+    Diagnostic(
+        name="warm_compilation",
+        steps=4,
+        check=_check_warm_compilation,
+        reads=("perf/compiled_programs", "seconds/compile", "seconds/step"),
     ),
 )

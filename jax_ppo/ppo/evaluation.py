@@ -83,7 +83,14 @@ def evaluate_policy(
             "sample": first_sample_index,
         }
         records = describe_samples(
-            range(len(scores)), batch, rollout, scores, correct, run.tokenizer, address
+            range(len(scores)),
+            batch,
+            rollout,
+            scores,
+            correct,
+            rule_rewards.answers,
+            run.tokenizer,
+            address,
         )
         return scores, correct, records
 
@@ -116,7 +123,8 @@ def evaluate(
 
     Args:
       sample: samples responses.
-      reward: scores them, for the rows of all processes; `correct` is NaN where it is undefined.
+      reward: scores them, for the rows of all processes; `correct` is NaN where it is undefined,
+        and the records hold `answer`.
       batches: of one size; the first `count` prompts of each are real.
       mesh: the run's mesh.
       key: the same for every batch; samples differ by their index.
@@ -147,7 +155,12 @@ def evaluate(
         accuracy=float(defined_correct.mean()) if len(defined_correct) else None,
         reward_mean=float(all_scores.mean()),
         length_mean=float(np.concatenate(lengths).mean()),
-        figures=describe_prompts(all_scores.reshape(-1, n), all_correct.reshape(-1, n), sources),
+        figures=describe_prompts(
+            all_scores.reshape(-1, n),
+            all_correct.reshape(-1, n),
+            np.array([record["answer"] for record in records], object).reshape(-1, n),
+            sources,
+        ),
         records=records,
         responses_per_prompt=n,
     )

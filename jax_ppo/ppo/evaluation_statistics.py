@@ -1,9 +1,10 @@
-"""Statistics of several responses to each held-out prompt: pass@k, best and worst of k, intervals.
+"""Statistics of several responses to each held-out prompt: pass@k, maj@k, best of k, intervals.
 
 k responses are a random subset of the n that were sampled, and averages over all subsets are
 computed exactly, so that they have no noise of their own.
 """
 
+import collections
 import math
 
 import numpy as np
@@ -43,6 +44,57 @@ def best_of_k(scores_PxN: np.ndarray, k: int) -> np.ndarray:
     return np.sort(scores_PxN, axis=1) @ weights
 
 
+def majority_at_k(correct_N: np.ndarray, answers_N: np.ndarray, sizes: list[int]) -> list[float]:
+    """Return the probability that the most frequent answer of k responses is right, for each k.
+
+    Right responses agree, and wrong ones do where their answers are equal texts. Responses without
+    an answer do not vote. Of equally frequent answers each is as likely to be chosen.
+    (Wang et al. 2022, 2203.11171; there k responses are sampled, here all subsets count.)
+
+    Args:
+      correct_N: 1 or 0, of N responses to one prompt.
+      answers_N: their answers, `None` for none.
+      sizes: the k, 1..N.
+    """
+    right = int(correct_N.sum())
+    wrong = [answer for answer, is_right in zip(answers_N, correct_N, strict=True) if not is_right]
+    wrong_votes = collections.Counter(answer for answer in wrong if answer is not None)
+    silent = len(wrong) - wrong_votes.total()
+    largest = max(sizes)
+    wins = dict.fromkeys(sizes, 0.0)
+    for votes in range(1, min(right, largest) + 1):
+        ways = _ways_to_lose(list(wrong_votes.values()), votes, largest)
+        for k in [size for size in sizes if size >= votes]:
+            for ties, others in zip(*np.nonzero(ways[:, : k - votes + 1]), strict=True):
+                rest = math.comb(silent, k - votes - int(others))
+                wins[k] += math.comb(right, votes) * ways[ties, others] * rest / (ties + 1)
+    return [wins[k] / math.comb(len(correct_N), k) for k in sizes]
+
+
+def _ways_to_lose(counts: list[int], votes: int, largest: int) -> np.ndarray:
+    """Count the choices of responses in which no wrong answer has more than `votes` votes.
+
+    Args:
+      counts: the number of responses of each wrong answer.
+      votes: of the right answer.
+      largest: the largest number of responses of which there are choices.
+
+    Returns:
+      [ties, n]: the number of choices of n wrong responses in which so many wrong answers have
+      exactly `votes` votes.
+    """
+    ways = np.zeros((1 + largest // votes, 1 + largest))
+    ways[0, 0] = 1
+    for count in counts:
+        added = np.zeros_like(ways)
+        for chosen in range(min(count, votes, largest) + 1):
+            tied = int(chosen == votes)
+            kept = ways[: len(ways) - tied, : 1 + largest - chosen]
+            added[tied:, chosen:] += math.comb(count, chosen) * kept
+        ways = added
+    return ways
+
+
 def bootstrap_interval(values_P: np.ndarray, seed: int = 0) -> tuple[float, float]:
     """Return the percentile interval of the mean at `LEVEL`, with prompts drawn anew.
 
@@ -62,20 +114,21 @@ def bootstrap_interval(values_P: np.ndarray, seed: int = 0) -> tuple[float, floa
 
 
 def describe_prompts(
-    scores_PxN: np.ndarray, correct_PxN: np.ndarray, sources: list[str]
+    scores_PxN: np.ndarray, correct_PxN: np.ndarray, answers_PxN: np.ndarray, sources: list[str]
 ) -> dict[str, float]:
     """Return the statistics that a mean over all responses leaves out, by name.
 
     They are the interval of the accuracy, or of the reward where correctness is undefined; for
-    several responses per prompt pass@k, best@k and worst@k; and, for data from several sources, all
-    of them by source.
+    several responses per prompt pass@k, best@k, worst@k and, if the rules read answers, maj@k; and,
+    for data from several sources, all of them by source.
 
     Args:
       scores_PxN: N scores per prompt.
       correct_PxN: 1 or 0, NaN where correctness is undefined.
+      answers_PxN: the answers that the rules read, `None` where there is none.
       sources: the data source of each prompt.
     """
-    figures = _describe_group(scores_PxN, correct_PxN)
+    figures = _describe_group(scores_PxN, correct_PxN, answers_PxN)
     names = sorted(set(sources))
     if len(names) == 1:
         return figures
@@ -85,22 +138,32 @@ def describe_prompts(
         defined = correct_PxN[rows]
         if not np.isnan(defined).any():
             group["accuracy"] = float(defined.mean())
-        group |= _describe_group(scores_PxN[rows], defined)
+        group |= _describe_group(scores_PxN[rows], defined, answers_PxN[rows])
         figures |= {f"{name}/{figure}": value for figure, value in group.items()}
     return figures
 
 
-def _describe_group(scores_PxN: np.ndarray, correct_PxN: np.ndarray) -> dict[str, float]:
+def _describe_group(
+    scores_PxN: np.ndarray, correct_PxN: np.ndarray, answers_PxN: np.ndarray
+) -> dict[str, float]:
     """Return the statistics of one group of prompts."""
-    # Prompts whose rule does not define correctness have no share in accuracy and pass@k.
-    graded_PxN = correct_PxN[~np.isnan(correct_PxN).any(1)]
+    # Prompts whose rule does not define correctness have no share in accuracy, pass@k and maj@k.
+    graded_P = ~np.isnan(correct_PxN).any(1)
+    graded_PxN = correct_PxN[graded_P]
+    sizes = subset_sizes(scores_PxN.shape[1])
+    votes = answers_PxN[graded_P]
     figures = {}
     if len(graded_PxN):
         name, values = "accuracy", graded_PxN.mean(1)
     else:
         name, values = "reward_mean", scores_PxN.mean(1)
     figures[f"{name}_low"], figures[f"{name}_high"] = bootstrap_interval(values)
-    for k in subset_sizes(scores_PxN.shape[1]):
+    if sizes and (votes != np.array(None)).any():
+        shares = np.mean(
+            [majority_at_k(*row, sizes) for row in zip(graded_PxN, votes, strict=True)], axis=0
+        )
+        figures |= {f"maj@{k}": float(share) for k, share in zip(sizes, shares, strict=True)}
+    for k in sizes:
         if len(graded_PxN):
             figures[f"pass@{k}"] = float(pass_at_k(graded_PxN, k).mean())
         figures[f"best@{k}"] = float(best_of_k(scores_PxN, k).mean())

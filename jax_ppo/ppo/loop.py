@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jax_ppo.config.schema import Config, Trainer
 from jax_ppo.ppo import scoring
@@ -23,6 +22,7 @@ from jax_ppo.ppo.precompilation import precompile_in_background
 from jax_ppo.ppo.report import Reporter
 from jax_ppo.ppo.reward_moments import measure_first_rewards
 from jax_ppo.ppo.rewarding import FailedSteps, add_reward_model_scores
+from jax_ppo.ppo.sample_metrics import measure_sampling
 from jax_ppo.ppo.sample_records import StepSamples
 from jax_ppo.ppo.sample_selection import sample_selected_batch
 from jax_ppo.ppo.sampled_batch import (
@@ -140,7 +140,13 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
                 # The mesh has the update to do next: timing the scores leaves no gap.
                 with reporter.phase("score"):
                     jax.block_until_ready(scores)
-                sampling_metrics = measure_sampling(rollout, rule_rewards.correct)
+                sampling_metrics = measure_sampling(
+                    rollout,
+                    rule_rewards.correct,
+                    rewards,
+                    rule_rewards.steps,
+                    responses_per_prompt=config.responses_per_prompt,
+                )
                 reporter.report_later(
                     step,
                     rollout_metrics | update_metrics | sampling_metrics,
@@ -154,7 +160,7 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
                         rewards=rewards,
                         addresses=sampled.addresses,
                     ),
-                    selection=sampled.metrics,
+                    on_host={"update/padding": plans.padding, **sampled.metrics},
                 )
 
                 # 5. Evaluate and save.
@@ -310,19 +316,3 @@ def _checkpoint_metrics(evaluation: Evaluation | None) -> dict[str, float | None
     if evaluation is None:
         return None
     return {"accuracy": evaluation.accuracy, "reward_mean": evaluation.reward_mean}
-
-
-@jax.jit
-def measure_sampling(rollout: Rollout, correct_B: jax.Array) -> dict[str, jax.Array]:
-    """Return metrics of the sampled responses, scalars on the mesh.
-
-    They are the shares of correct answers (NaN if the rules do not define correctness), of
-    truncated responses and, for an engine that counts them, of slot-steps that drew a token.
-    """
-    metrics = {
-        "reward/accuracy": jnp.nanmean(correct_B),
-        "response_length/truncated_share": rollout.truncated.mean(dtype=jnp.float32),
-    }
-    if rollout.slot_steps is not None:
-        metrics["rollout/slot_use"] = rollout.action_mask.sum() / rollout.slot_steps.sum()
-    return metrics

@@ -26,11 +26,13 @@ class Plans:
       scoring: rows of all samples, for the passes that only read.
       actor: the actor's mini-batches.
       critic: the critic's mini-batches; `None` without a critic of its own.
+      padding: share of the places in the actor's rows that hold no token, 0..1.
     """
 
     scoring: ScoringPlan
     actor: MiniBatches
     critic: MiniBatches | None
+    padding: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,14 +86,19 @@ class RolloutPlanner:
           step: the step, from 0; together with `seed` it seeds the shuffling.
           lengths: int [B], tokens of each sample's prompt and response.
         """
-        actor = self._mini_batches(step, lengths, self.actor)
+        actor, places = self._mini_batches(step, lengths, self.actor)
         # Roles that divide a rollout alike share one plan, which is made and sent once.
         critic = None
         if self.critic == self.actor:
             critic = actor
         elif self.critic is not None:
-            critic = self._mini_batches(step, lengths, self.critic)
-        return Plans(scoring=self.plan_scoring(lengths), actor=actor, critic=critic)
+            critic, _ = self._mini_batches(step, lengths, self.critic)
+        return Plans(
+            scoring=self.plan_scoring(lengths),
+            actor=actor,
+            critic=critic,
+            padding=1 - self.actor.epochs * int(lengths.sum()) / places,
+        )
 
     def plan_scoring(self, lengths: np.ndarray) -> ScoringPlan:
         """Pack all samples of a rollout for the passes that only read.
@@ -108,8 +115,14 @@ class RolloutPlanner:
             self._replicate(counts[0]),
         )
 
-    def _mini_batches(self, step: int, lengths: np.ndarray, partition: Partition) -> MiniBatches:
-        """Divide the whole rollout anew in each epoch, and pack each mini-batch on its own."""
+    def _mini_batches(
+        self, step: int, lengths: np.ndarray, partition: Partition
+    ) -> tuple[MiniBatches, int]:
+        """Divide the whole rollout anew in each epoch, and pack each mini-batch on its own.
+
+        Returns:
+          (the mini-batches, the number of places for tokens in the micro-batches that hold any).
+        """
         samples = len(lengths)
         mini_batches_per_epoch = self.prompts_per_step // partition.prompts_per_mini_batch
         # Seeded by run, step and epoch: a resumed run shuffles as an uninterrupted one.
@@ -125,11 +138,13 @@ class RolloutPlanner:
         np.put_along_axis(members, groups, True, axis=1)
         packed, counts = self._pack(lengths, groups, partition.rows_per_device)
         # Micro-batches run one after the other, so devices split the rows (axis 2) of each.
-        return MiniBatches(
+        rows, length = packed.sample.shape[2:]
+        mini_batches = MiniBatches(
             packing=self.place(packed, sharding.rows(self.mesh, axis=2)),
             counts=self._replicate(counts),
             members=self._replicate(members),
         )
+        return mini_batches, int(counts.sum()) * rows * length
 
     def _pack(
         self, lengths: np.ndarray, groups: np.ndarray, rows_per_device: int | None

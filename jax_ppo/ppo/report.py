@@ -77,6 +77,7 @@ class PendingStep(NamedTuple):
       on_host: further scalars, by name.
       flops: model FLOPs of the step; `None` if they were not counted.
       samples: the step's samples, if some are to be logged.
+      misses: wrong responses, as `rewards.misses` describes them.
     """
 
     step: int
@@ -84,6 +85,7 @@ class PendingStep(NamedTuple):
     on_host: dict[str, float]
     flops: float | None
     samples: StepSamples | None
+    misses: tuple[str, ...]
 
 
 class Reporter(journal.Journal):
@@ -119,7 +121,7 @@ class Reporter(journal.Journal):
         rule_rewards: RuleRewards,
         flops: float | None = None,
         samples: StepSamples | None = None,
-        selection: Mapping[str, float] | None = None,
+        on_host: Mapping[str, float] | None = None,
     ) -> None:
         """Keep the metrics of a step until they can be fetched without waiting.
 
@@ -129,14 +131,15 @@ class Reporter(journal.Journal):
           rule_rewards: what the rules reported.
           flops: model FLOPs of the step, for `perf/mfu`.
           samples: the step's samples; some are written if that is due.
-          selection: how the samples were selected, by the names of the metrics.
+          on_host: further metrics by name: of the packing, and of how samples were selected.
         """
         reported = {"rule_failures": rule_rewards.failures, **rule_rewards.extra}
         rule_metrics = {f"reward/{name}": value for name, value in reported.items()}
         self._pending = PendingStep(
             step=step,
             on_mesh=on_mesh,
-            on_host={**rule_metrics, **(selection or {})},
+            on_host={**rule_metrics, **(on_host or {})},
+            misses=rule_rewards.misses,
             flops=flops,
             samples=samples if self._logs_samples(step) else None,
         )
@@ -155,7 +158,7 @@ class Reporter(journal.Journal):
         """
         if self._pending is None:
             return
-        step, on_mesh, on_host, flops, samples = self._pending
+        step, on_mesh, on_host, flops, samples, misses = self._pending
         self._pending = None
         # Fetching waits for the update, so this is the time that the host lost to it.
         with self.phase("update"):
@@ -178,7 +181,7 @@ class Reporter(journal.Journal):
             skipped=bool(metrics["update/skipped"]),
             flops=flops,
         )
-        for message in self._diagnosis.observe(written).values():
+        for message in self._diagnosis.observe(written, misses).values():
             self.warn(f"step {step + 1}: {message}")
         if samples is not None:
             address = {"seed": config.seed, "stream": "training", "step": step}

@@ -19,6 +19,7 @@ from jax_ppo.ppo import scoring
 from jax_ppo.ppo.reward_inputs import ModelInputs, RewardInputs
 from jax_ppo.rewards.batch import ScoredBatch, score_batch
 from jax_ppo.rewards.batch_functions import BatchFunction
+from jax_ppo.rewards.misses import describe_misses
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction
 from jax_ppo.rewards.step_rewards import assign_step_rewards
@@ -44,6 +45,8 @@ class RuleRewards:
       first_failure: the first sample of this process whose rule failed and why; "" if none did.
       model_inputs: the input of a reward model with its own tokenizer, as
         `scoring.reward_model_scores` takes it; `None` if the model reads the samples themselves.
+      answers: the answers that the rules read, by row; rows without one are left out.
+      misses: wrong responses of this process, as `describe_misses` says.
     """
 
     scores: jax.Array
@@ -54,6 +57,8 @@ class RuleRewards:
     extra: dict[str, float]
     first_failure: str = ""
     model_inputs: ModelInputs | None = None
+    answers: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    misses: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +135,7 @@ class RuleScorer:
         # An exchange between processes: every process must reach this line.
         with stragglers.waiting():
             failures, extra = _describe_rollout(self.mesh, indices, per_sample, total)
+            answers = _gather_answers(indices, scored)
         return RuleRewards(
             scores=placement.from_local_rows(self.mesh, indices, scored.scores, total),
             steps=steps,
@@ -139,6 +145,8 @@ class RuleScorer:
             extra=extra,
             first_failure=scored.first_failure,
             model_inputs=model_inputs,
+            answers=answers,
+            misses=describe_misses(examples, texts, scored),
         )
 
     def _token_rewards(
@@ -230,6 +238,16 @@ def _describe_rollout(
     if "model_inputs_cut" in everywhere:
         extra["model_inputs_cut"] = int(everywhere["model_inputs_cut"].sum())
     return int(everywhere["failed"].sum()), extra
+
+
+def _gather_answers(indices: np.ndarray, scored: ScoredBatch) -> dict[int, str]:
+    """Return the answers that all processes have read, by row, in every process."""
+    local = [
+        (int(row), answer)
+        for row, answer in zip(indices, scored.answers, strict=True)
+        if answer is not None
+    ]
+    return {row: answer for pairs in distributed.allgather_json(local) for row, answer in pairs}
 
 
 def gather_samples(

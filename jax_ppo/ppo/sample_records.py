@@ -1,6 +1,6 @@
 """Sampled responses as records: texts, scores, and what the update learned from each token."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -76,6 +76,7 @@ def describe_step(
         rollout,
         rewards,
         placement.to_host(samples.rule_rewards.correct),
+        samples.rule_rewards.answers,
         tokenizer,
         address,
     )
@@ -95,6 +96,7 @@ def describe_samples(
     rollout: Rollout,
     rewards: np.ndarray,
     correct: np.ndarray,
+    answers: Mapping[int, str],
     tokenizer: Any,
     address: dict[str, Any],
 ) -> list[dict[str, Any]]:
@@ -108,6 +110,7 @@ def describe_samples(
       rollout: the responses, n to each prompt.
       rewards: [B].
       correct: [B], NaN where correctness is undefined.
+      answers: the answers that the rules read, by row.
       tokenizer: the actor's.
       address: what identifies the rollout's random numbers: `seed`, `stream` and `step`, and with
         `sample` the index of the first sample.
@@ -129,6 +132,7 @@ def describe_samples(
                 "response": tokenizer.decode(response_ids, skip_special_tokens=True),
                 "ground_truth": example.ground_truth,
                 "score": _rounded(rewards[row]),
+                "answer": answers.get(row),
                 "correct": None if np.isnan(correct[row]) else bool(correct[row]),
                 "truncated": bool(truncated[row]),
                 "address": address | {"sample": address.get("sample", 0) + row},

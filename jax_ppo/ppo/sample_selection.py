@@ -55,10 +55,15 @@ class DrawStatistics(NamedTuple):
     Attributes:
       rule_rewards: the rewards of all its samples.
       uniform: number of groups with equal rewards.
+      tokens: number of sampled tokens.
+      slot_steps: number of tokens that the slots could have sampled; `None` if the engine does not
+        count them.
     """
 
     rule_rewards: RuleRewards
     uniform: int
+    tokens: int
+    slot_steps: int | None
 
 
 def sample_selected_batch(
@@ -85,7 +90,7 @@ def sample_selected_batch(
             rewards = run.rules.score(sampled.batch, sampled.rollout)
             observe_solve_rates(batches, sampled.batch, rewards)
         drawn, differs = _keep_responses(run, sampled, rewards, draw)
-        statistics.append(DrawStatistics(rule_rewards=rewards, uniform=int((~differs).sum())))
+        statistics.append(_describe_draw(sampled.rollout, rewards, differs))
         if not filters.enable:
             selected = drawn
             break
@@ -96,6 +101,16 @@ def sample_selected_batch(
             break
     assert selected is not None, "there is at least one draw"
     return _as_batch(run, selected, statistics, batches.position)
+
+
+def _describe_draw(rollout: Rollout, rewards: RuleRewards, differs: np.ndarray) -> DrawStatistics:
+    slot_steps = rollout.slot_steps
+    return DrawStatistics(
+        rule_rewards=rewards,
+        uniform=int((~differs).sum()),
+        tokens=int(placement.to_host(rollout.action_mask).sum()),
+        slot_steps=None if slot_steps is None else int(placement.to_host(slot_steps).sum()),
+    )
 
 
 def choose_groups(differs: np.ndarray, filled: int) -> tuple[np.ndarray, int]:
@@ -277,17 +292,28 @@ def _as_batch(
         scored=sum(draw.scored for draw in draws),
         extra=_mean_extra(draws),
         first_failure=next((draw.first_failure for draw in draws if draw.first_failure), ""),
+        answers={
+            row: draws[draw].answers[sample]
+            for row, (draw, sample) in enumerate(selected.addresses.tolist())
+            if sample in draws[draw].answers
+        },
+        misses=draws[-1].misses,
     )
-    groups = len(statistics) * len(selected.prompts)
+    metrics = {
+        "rollout/draws": len(statistics),
+        "rollout/uniform_groups": (
+            sum(draw.uniform for draw in statistics) / (len(statistics) * len(selected.prompts))
+        ),
+    }
+    slot_steps = [draw.slot_steps for draw in statistics if draw.slot_steps is not None]
+    if slot_steps:
+        metrics["rollout/slot_use"] = sum(draw.tokens for draw in statistics) / sum(slot_steps)
     return SampledBatch(
         batch=batch,
         rollout=Rollout(prompts=run.place_prompts(prompts), **arrays),
         position=position,
         rule_rewards=rewards,
-        metrics={
-            "rollout/draws": len(statistics),
-            "rollout/uniform_groups": sum(draw.uniform for draw in statistics) / groups,
-        },
+        metrics=metrics,
         addresses=selected.addresses,
     )
 

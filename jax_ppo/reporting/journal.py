@@ -99,6 +99,7 @@ class Journal:
         self._bar = console.ProgressBar(total_steps, progress.step, distributed.is_main())
         self._warnings: list[str] = []
         self._skipped_in_a_row = 0
+        self._compiled_before = dataclasses.replace(compiled)
         self._last_seconds = collections.deque[float](maxlen=10)
         self._straggler: int | None = None
         # Monotonic: a change of the system's clock does not affect durations.
@@ -152,6 +153,9 @@ class Journal:
         self._last_seconds.append(seconds)
         metrics["perf/seconds_left"] = self._seconds_left(step)
         self._step_started = now
+        metrics |= self._measure_compilation()
+        if jax.default_backend() != "cpu":  # where the host itself computes
+            metrics["seconds/host"] = seconds - sum(phases.values())
         metrics |= self._measure_efficiency(seconds, 0.0 if skipped else seconds, flops)
         waited_seconds = sum(phases.get(f"seconds/{name}", 0.0) for name in WAITING_PHASES)
         metrics |= self._compare_processes(step, seconds, waited_seconds)
@@ -179,6 +183,14 @@ class Journal:
         does not count.
         """
         return statistics.median(self._last_seconds) * (self._total_steps - step)
+
+    def _measure_compilation(self) -> dict[str, float]:
+        """Return the number of programs compiled in a step, and the seconds that this took."""
+        before, self._compiled_before = self._compiled_before, dataclasses.replace(self._compiled)
+        return {
+            "perf/compiled_programs": self._compiled.programs - before.programs,
+            "seconds/compile": self._compiled.seconds - before.seconds,
+        }
 
     def _measure_efficiency(
         self, seconds: float, kept_seconds: float, flops: float | None
@@ -262,6 +274,7 @@ class Journal:
         """Exclude the time since the last step from the next step's seconds."""
         self._bar.take_seconds()
         stragglers.take_waited_seconds()
+        self._compiled_before = dataclasses.replace(self._compiled)
         self._step_started = time.monotonic()
 
     def write_summary(self, steps_done: int, mesh: jax.sharding.Mesh) -> dict[str, Any]:

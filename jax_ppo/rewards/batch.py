@@ -22,6 +22,8 @@ from jax_ppo.types import Example
 
 log = logging.getLogger(__name__)
 
+LONGEST_ANSWER = 200
+
 
 @dataclasses.dataclass(frozen=True)
 class ScoredBatch:
@@ -35,6 +37,7 @@ class ScoredBatch:
       extra: other numbers that the rule reported, by name: float32 [n], NaN if a response has no
         such number.
       step_rewards: rewards within each response, as in RewardResult.
+      answers: the answers that the rule read, as in RewardResult, cut to LONGEST_ANSWER characters.
       first_failure: the first response that could not be scored and why; "" if there is none.
     """
 
@@ -43,6 +46,7 @@ class ScoredBatch:
     failed: np.ndarray
     extra: dict[str, np.ndarray]
     step_rewards: list[tuple[tuple[int, float], ...]]
+    answers: list[str | None]
     first_failure: str = ""
 
     @property
@@ -104,6 +108,7 @@ def score_batch(
             for name in names
         },
         step_rewards=[result.step_rewards for result in results],
+        answers=[result.answer and result.answer[:LONGEST_ANSWER] for result in results],
         first_failure=first_failure,
     )
 

@@ -8,7 +8,7 @@ from jax_ppo.rewards.rules import RewardResult
 # A reward function is called with these keyword arguments, as in verl.
 REWARD_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
-_RESERVED_KEYS = ("score", "acc", "step_rewards")
+_RESERVED_KEYS = ("score", "acc", "step_rewards", "pred")
 
 
 def parse_reward_output(value: Any) -> RewardResult:
@@ -17,8 +17,8 @@ def parse_reward_output(value: Any) -> RewardResult:
     Args:
       value: a number (of Python or NumPy, or an array with one element) is the score. A dict must
         hold "score". It may hold "acc", which means correct from 0.5 on; "step_rewards", pairs of
-        (characters up to the end of a step, reward); and other numbers to report. Other entries,
-        such as the extracted answer, are ignored.
+        (characters up to the end of a step, reward); "pred", the answer that it read in the
+        response; and other numbers to report. Other entries are ignored.
 
     Raises:
       TypeError: the value has another type, a dict has no "score", the score is text, or the steps
@@ -41,6 +41,7 @@ def parse_reward_output(value: Any) -> RewardResult:
         correct=None if math.isnan(accuracy) else accuracy >= 0.5,
         extra=extra,
         step_rewards=() if step_rewards is None else tuple(map(_parse_step_reward, step_rewards)),
+        answer=None if value.get("pred") is None else str(value["pred"]),
     )
 
 

@@ -42,7 +42,10 @@ def score_math(solution: str, ground_truth: str) -> RewardResult:
     answer = last_boxed(solution)
     correct = answer is not None and answers_agree(answer, last_boxed(ground_truth) or ground_truth)
     return RewardResult(
-        score=float(correct), correct=correct, extra={"answered": float(answer is not None)}
+        score=float(correct),
+        correct=correct,
+        extra={"answered": float(answer is not None)},
+        answer=None if answer is None else _LAYOUT.sub("", answer).rstrip("."),
     )
 
 

@@ -228,16 +228,20 @@ def _add_terms(text: str, gsm8k_method: str, judge: Judge | None) -> RewardFunct
     def score(row: RewardRow, response: str) -> RewardResult:
         total = 0.0
         correct = None
+        answer = None
         extra: dict[str, float] = {}
         steps: list[tuple[int, float]] = []
         for term, function in functions:
             result = function(row, response)
             total += term.weight * result.score
-            # The first term that defines correctness decides it.
-            correct = result.correct if correct is None else correct
+            # The first term that defines correctness decides it, and reads the answer.
+            if correct is None:
+                correct, answer = result.correct, result.answer
             extra = {**result.extra, **extra, term.metric: result.score}
             steps += [(end, term.weight * reward) for end, reward in result.step_rewards]
-        return RewardResult(score=total, correct=correct, extra=extra, step_rewards=tuple(steps))
+        return RewardResult(
+            score=total, correct=correct, extra=extra, step_rewards=tuple(steps), answer=answer
+        )
 
     return score
 

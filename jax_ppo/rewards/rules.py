@@ -59,12 +59,15 @@ class RewardResult:
       extra: other numbers to report, by name.
       step_rewards: rewards within the response: (characters of its text up to the end of a step,
         reward of the step).
+      answer: the answer that the rule read in the response, where equal answers are equal texts;
+        `None` if there is none, or if the rule reads no answers.
     """
 
     score: float
     correct: bool | None = None
     extra: dict[str, float] = dataclasses.field(default_factory=dict)
     step_rewards: tuple[tuple[int, float], ...] = ()
+    answer: str | None = None
 
 
 def extract_gsm8k(text: str, method: str) -> str | None:
@@ -112,7 +115,11 @@ def score_gsm8k(solution: str, ground_truth: str, method: str = "strict") -> Rew
     number = None if answer is None else parse_number(answer)
     correct = number is not None and number == parse_number(ground_truth)
     return RewardResult(
-        score=float(correct), correct=correct, extra={"answered": float(answer is not None)}
+        score=float(correct),
+        correct=correct,
+        extra={"answered": float(answer is not None)},
+        # One text for 42, 42.0 and 42.00.
+        answer=answer if number is None else f"{number.normalize():f}",
     )
 
 

@@ -17,8 +17,9 @@ _FENCE = re.compile(r"\A```(?:json)?\s*\n(.*)\n```\Z", re.DOTALL)
 
 def score_exact(solution: str, ground_truth: str) -> RewardResult:
     """Return 1 if the response is the ground truth, without surrounding blanks, otherwise 0."""
-    correct = solution.strip() == ground_truth.strip()
-    return RewardResult(score=float(correct), correct=correct)
+    answer = solution.strip()
+    correct = answer == ground_truth.strip()
+    return RewardResult(score=float(correct), correct=correct, answer=answer)
 
 
 def score_choice(solution: str, ground_truth: str) -> RewardResult:
@@ -30,7 +31,10 @@ def score_choice(solution: str, ground_truth: str) -> RewardResult:
     letters = ["".join(groups).upper() for groups in _CHOICE.findall(solution[-1000:])]
     correct = bool(letters) and letters[-1] == ground_truth.strip().strip("()").upper()
     return RewardResult(
-        score=float(correct), correct=correct, extra={"answered": float(bool(letters))}
+        score=float(correct),
+        correct=correct,
+        extra={"answered": float(bool(letters))},
+        answer=letters[-1] if letters else None,
     )
 
 

@@ -13,16 +13,24 @@ HEALTHY = {
     "critic/returns_std": 0.5,
     "critic/values_std": 0.2,
     "kl/reference": 0.01,
+    "perf/compiled_programs": 0.0,
     "response_length/mean": 4.0,
     "response_length/truncated_share": 0.1,
     "reward/max": 1.0,
     "reward/mean": 0.5,
     "reward/min": 0.0,
     "reward/std": 0.5,
+    "reward/uniform_groups": 0.5,
+    "rollout/duplicates": 0.1,
     "rollout/logprob_difference": 1e-4,
+    "rollout/most_common": 0.1,
     "rollout/slot_use": 0.8,
+    "seconds/compile": 0.0,
+    "seconds/host": 0.1,
     "seconds/reward": 0.1,
     "seconds/step": 1.0,
+    "seconds/update": 0.3,
+    "update/padding": 0.1,
 }
 STEPS = 100
 PROBLEMS = {
@@ -37,12 +45,18 @@ PROBLEMS = {
     "clipped_gradients": {"actor/grad_norm": 500.0},
     "idle_slots": {"rollout/slot_use": 0.1},
     "host_time": {"seconds/reward": 0.8},
+    "equal_groups": {"reward/uniform_groups": 0.95},
+    "duplicates": {"rollout/duplicates": 0.8},
+    "host_bound": {"seconds/host": 0.8, "seconds/update": 0.0},
+    "padding": {"update/padding": 0.7},
+    "warm_compilation": {"seconds/compile": 0.7, "perf/compiled_programs": 3},
 }
 
 
 def observe(rows):
     """Return the messages of a run with these metrics, by name, in order."""
-    diagnosis = Diagnosis(tiny.config())
+    config = tiny.config(algorithm__adv_estimator="grpo", rollout__n=2)
+    diagnosis = Diagnosis(config)
     return [item for row in rows for item in diagnosis.observe(HEALTHY | row).items()]
 
 
@@ -76,6 +90,31 @@ def test_lengths_that_run_away_with_the_reward_are_said():
     assert name == "runaway_length" and "overlong_buffer_len" in message
     # Longer responses alone are no problem.
     assert observe([row | {"reward/mean": 0.5} for row in growth]) == []
+
+
+def test_a_constant_reward_is_said_with_wrong_responses():
+    diagnosis = Diagnosis(tiny.config())
+    said = {}
+    for _ in range(10):
+        said |= diagnosis.observe(HEALTHY | PROBLEMS["constant_reward"], ["looked for '4', in '5'"])
+    assert said["constant_reward"].endswith("may help\n  looked for '4', in '5'")
+
+
+@pytest.mark.parametrize("name", ["equal_groups", "duplicates"])
+def test_a_policy_that_solves_its_prompts_may_repeat_itself(name):
+    assert observe([PROBLEMS[name] | {"reward/accuracy": 0.95}] * STEPS) == []
+    assert observe([PROBLEMS[name] | {"reward/accuracy": 0.5}] * STEPS) != []
+
+
+def test_one_response_to_all_prompts_is_said():
+    ((name, message),) = observe([{"rollout/most_common": 0.8}] * STEPS)
+    assert name == "duplicates" and "80% of all responses are the same one" in message
+
+
+def test_equal_groups_are_no_problem_of_estimators_that_do_not_compare_them():
+    diagnosis = Diagnosis(tiny.config())
+    for _ in range(STEPS):
+        assert diagnosis.observe(HEALTHY | PROBLEMS["equal_groups"]) == {}
 
 
 def test_metrics_that_a_run_does_not_have_are_no_problem():

@@ -8,7 +8,7 @@ import pytest
 import tiny
 from jax_ppo.data.prompts import PromptDataset, evaluation_batches
 from jax_ppo.ppo.evaluation import evaluate
-from jax_ppo.ppo.loop import measure_sampling
+from jax_ppo.ppo.sample_metrics import measure_sampling
 from jax_ppo.types import Example, Rollout
 
 N = 2  # responses per prompt
@@ -43,7 +43,7 @@ def evaluate_prompts(scores, batch_size, correct=None):
         return (
             np.asarray(scores, float)[rows],
             correctness,
-            [{"response": str(row)} for row in rows],
+            [{"response": str(row), "answer": None} for row in rows],
         )
 
     result = evaluate(
@@ -85,12 +85,23 @@ def test_accuracy_is_of_the_rows_whose_rule_defines_correctness():
     assert result.accuracy == 0.5
     rollout = Rollout(
         prompts=None,
-        responses=None,
-        lengths=None,
+        responses=jnp.array([[5, 6, 9], [5, 6, 8], [5, 6, 8], [5, 5, 0]]),
+        lengths=jnp.array([2, 2, 3, 1]),
         logprobs=None,
         truncated=jnp.array([True, False, False, False]),
         action_mask=None,
     )
-    metrics = measure_sampling(rollout, jnp.array([1.0, jnp.nan, 1.0, 0.0]))
+    metrics = measure_sampling(
+        rollout,
+        jnp.array([1.0, jnp.nan, 1.0, 0.0]),
+        jnp.array([1.0, 1.0, 0.5, 0.5]),
+        jnp.zeros((4, 3)).at[3, 0].set(0.25),
+        responses_per_prompt=2,
+    )
+    # Tokens after the end of a response do not count: the first two are the same.
+    assert float(metrics["rollout/duplicates"]) == 0.25
+    assert float(metrics["rollout/most_common"]) == 0.5
+    # The rewards of steps count: the second prompt's responses differ by one.
+    assert float(metrics["reward/uniform_groups"]) == 0.5
     assert float(metrics["reward/accuracy"]) == pytest.approx(2 / 3)
     assert float(metrics["response_length/truncated_share"]) == 0.25

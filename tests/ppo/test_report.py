@@ -13,6 +13,7 @@ import tiny
 from jax_ppo.ppo import report
 from jax_ppo.reporting.sinks import read_metrics_csv
 from jax_ppo.runtime import device_speed, stragglers
+from jax_ppo.runtime.compilation import Compilations
 from jax_ppo.training import checkpoint
 
 HEALTHY = {
@@ -27,10 +28,10 @@ HEALTHY = {
 
 def report_steps(workdir, steps, progress=None, flops=None, **changes):
     """Write steps with a Reporter; each has the metrics HEALTHY with these replacements."""
-    rewarded = types.SimpleNamespace(failures=0, extra={})
+    rewarded = types.SimpleNamespace(failures=0, extra={}, misses=())
     run = types.SimpleNamespace(config=tiny.config(**changes), total_steps=len(steps))
     progress = progress or checkpoint.Progress()
-    with report.Reporter(run, workdir, progress, None) as reporter:
+    with report.Reporter(run, workdir, progress, Compilations()) as reporter:
         for step, metrics in enumerate(steps):
             reporter.report_later(
                 step,
@@ -180,7 +181,7 @@ def test_the_actor_is_exported_in_the_type_of_the_option(dtype, code, tmp_path):
         tokenizer=types.SimpleNamespace(name_or_path=str(tmp_path / "no_tokenizer")),
     )
     state = types.SimpleNamespace(actor=tiny.random_params(tiny.ARCHITECTURE, 0, 0, "lm"))
-    with report.Reporter(run, tmp_path, checkpoint.Progress(), None) as reporter:
+    with report.Reporter(run, tmp_path, checkpoint.Progress(), Compilations()) as reporter:
         reporter._export_actor(state)
     with safe_open(tmp_path / "actor" / "model.safetensors", framework="numpy") as weights:
         assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {code}
@@ -197,5 +198,5 @@ def test_samples_are_written_of_the_first_step_and_every_nth(
 ):
     config = tiny.config(trainer__log_rollouts=count, trainer__log_rollouts_freq=frequency)
     run = types.SimpleNamespace(config=config, total_steps=20)
-    with report.Reporter(run, tmp_path, checkpoint.Progress(), None) as reporter:
+    with report.Reporter(run, tmp_path, checkpoint.Progress(), Compilations()) as reporter:
         assert reporter._logs_samples(step) is is_logged

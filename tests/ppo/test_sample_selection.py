@@ -137,6 +137,8 @@ def test_metrics_tell_how_many_draws_were_needed_and_what_all_of_them_earned(fil
     for row in rows:
         draws = float(row["rollout/draws"])
         assert 1 <= draws <= 10
+        # Of all draws, not only of the samples that were kept.
+        assert 0 < float(row["rollout/slot_use"]) <= 1
         # Half of the prompts have an odd answer: all their responses earn 0.
         assert float(row["rollout/uniform_groups"]) >= float(row["reward/odd"]) > 0 or draws == 1
 

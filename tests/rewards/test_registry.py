@@ -199,7 +199,7 @@ def test_nothing_to_score():
         ({"score": 0, "acc": np.bool_(True)}, RewardResult(0.0, True)),
         (
             {"score": 0, "acc": float("nan"), "format": True, "pred": "7"},
-            RewardResult(0.0, None, {"format": 1.0}),
+            RewardResult(0.0, None, {"format": 1.0}, answer="7"),
         ),
     ],
 )

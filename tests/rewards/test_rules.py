@@ -47,7 +47,16 @@ def test_flexible_takes_answers_however_they_are_written(text):
 
     Its flexible method could not be selected.
     """
-    assert score_gsm8k(text, "42", "flexible") == rules.RewardResult(1.0, True, {"answered": 1.0})
+    result = score_gsm8k(text, "42", "flexible")
+    assert result == rules.RewardResult(1.0, True, {"answered": 1.0}, answer="42")
+
+
+@pytest.mark.parametrize("answer", ["7", "7.0", "7.", "07", "7.00"])
+def test_equal_numbers_are_one_answer(answer):
+    assert score_gsm8k(f"#### {answer}", "42").answer == "7"
+    assert score_gsm8k("#### 1.2.3", "42").answer == "1.2.3"  # no number
+    assert score_gsm8k("seven", "42").answer is None
+    assert score_gsm8k("#### 40", "42").answer == "40"
 
 
 @pytest.mark.parametrize("text", ["#### $42", "####42", "#### **42**", "the answer is 42"])

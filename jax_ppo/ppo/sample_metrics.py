@@ -1,0 +1,68 @@
+"""Metrics of the sampled responses themselves, and of their rewards within each prompt's group."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jax_ppo.types import Rollout
+
+_HASH_BASE = 2654435761  # odd, so that no power of it vanishes modulo 2^32
+
+
+@functools.partial(jax.jit, static_argnames=("responses_per_prompt",))
+def measure_sampling(
+    rollout: Rollout,
+    correct_B: jax.Array,
+    rewards_B: jax.Array,
+    steps_BxT: jax.Array | None,
+    *,
+    responses_per_prompt: int,
+) -> dict[str, jax.Array]:
+    """Return metrics of the sampled responses, scalars on the mesh.
+
+    They are the shares of correct answers (NaN if the rules do not define correctness), of
+    truncated responses and, for an engine that counts them, of slot-steps that drew a token; of
+    responses that repeat another one to the same prompt, and of the most common response; and, for
+    several responses per prompt, the share of prompts whose responses all earned the same.
+
+    Args:
+      rollout: B responses, those to a prompt one after the other.
+      correct_B: 1 or 0, NaN where correctness is undefined.
+      rewards_B: the rewards of whole responses.
+      steps_BxT: the rewards within them, if there are any.
+      responses_per_prompt: their number.
+    """
+    hashes_B = jnp.sort(_hash_responses(rollout.responses, rollout.lengths))
+    copies_B = jnp.searchsorted(hashes_B, hashes_B, side="right") - jnp.searchsorted(
+        hashes_B, hashes_B, side="left"
+    )
+    metrics = {
+        "reward/accuracy": jnp.nanmean(correct_B),
+        "response_length/truncated_share": rollout.truncated.mean(dtype=jnp.float32),
+        "rollout/most_common": copies_B.max() / len(copies_B),
+    }
+    if rollout.slot_steps is not None:
+        metrics["rollout/slot_use"] = rollout.action_mask.sum() / rollout.slot_steps.sum()
+    if responses_per_prompt > 1:
+        hashes_Gxn = _hash_responses(rollout.responses, rollout.lengths).reshape(
+            -1, responses_per_prompt
+        )
+        hashes_Gxn = jnp.sort(hashes_Gxn, axis=1)
+        repeats = (hashes_Gxn[:, 1:] == hashes_Gxn[:, :-1]).sum()
+        metrics["rollout/duplicates"] = repeats / hashes_Gxn.size
+        if steps_BxT is not None:
+            rewards_B = rewards_B + steps_BxT.sum(1)
+        rewards_Gxn = rewards_B.reshape(-1, responses_per_prompt)
+        is_uniform_G = rewards_Gxn.max(1) == rewards_Gxn.min(1)
+        metrics["reward/uniform_groups"] = is_uniform_G.mean(dtype=jnp.float32)
+    return metrics
+
+
+def _hash_responses(responses_BxT: jax.Array, lengths_B: jax.Array) -> jax.Array:
+    """Return a number [B] for each response; different ones have the same once in 2^32 pairs."""
+    length = responses_BxT.shape[1]
+    weights_T = jnp.cumprod(jnp.full(length, _HASH_BASE, jnp.uint32))
+    is_sampled_BxT = jnp.arange(length) < lengths_B[:, None]
+    tokens_BxT = responses_BxT.astype(jnp.uint32) + 1
+    return jnp.where(is_sampled_BxT, tokens_BxT * weights_T, 0).sum(1, dtype=jnp.uint32)

@@ -1,0 +1,40 @@
+"""Wrong responses next to what the rule looked for."""
+
+from jax_ppo.rewards.batch import LONGEST_ANSWER, score_batch
+from jax_ppo.rewards.misses import describe_misses
+from jax_ppo.rewards.registry import resolve_reward_function
+from jax_ppo.types import Example
+
+TRUTH = "72"
+
+
+def describe(texts, source="openai/gsm8k", **arguments):
+    examples = [Example("question", source, ground_truth=TRUTH) for _ in texts]
+    scored = score_batch(resolve_reward_function(), examples, texts)
+    return describe_misses(examples, texts, scored, **arguments)
+
+
+def test_the_nearest_misses_come_first_and_say_what_was_read():
+    lines = describe(["nothing", "#### 7", "the answer is 72.", "#### 72", "#### 72 or #### 8"])
+    assert lines == (
+        "looked for '72', in 'the answer is 72.'",
+        "looked for '72', read '8' in '#### 72 or #### 8'",
+        "looked for '72', read '7' in '#### 7'",
+    )
+
+
+def test_equal_misses_are_shown_once_and_long_ones_by_their_end():
+    (line,) = describe(["x" * 500] * 4)
+    assert line == f"looked for '72', in ...{'x' * 80!r}"
+    assert describe(["#### 72"] * 3) == ()
+
+
+def test_what_could_move_a_cursor_is_escaped():
+    (line,) = describe(["\x1b[2J"])
+    assert line == "looked for '72', in '\\x1b[2J'"
+
+
+def test_long_answers_are_cut():
+    examples = [Example("question", "exact", ground_truth=TRUTH)]
+    scored = score_batch(resolve_reward_function(), examples, ["y" * 5000])
+    assert scored.answers == ["y" * LONGEST_ANSWER]
