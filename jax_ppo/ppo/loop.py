@@ -17,6 +17,7 @@ from jax_ppo.ppo import scoring
 from jax_ppo.ppo.evaluation import Evaluation, evaluate_policy
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.experience_types import ExperienceOptions
+from jax_ppo.ppo.out_of_memory import explain_out_of_memory
 from jax_ppo.ppo.plans import sample_lengths
 from jax_ppo.ppo.precompilation import precompile_in_background
 from jax_ppo.ppo.report import Reporter
@@ -63,6 +64,7 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
             config, run.total_steps, checkpoints, console.print_on_main, "train"
         )
         with (
+            explain_out_of_memory(config, run.folders, run.nets, mesh),
             engine.running(run.engine),
             run.rules.running(),
             Reporter(run, workdir, progress, compiled) as reporter,

@@ -18,7 +18,7 @@ from jax_ppo.training.networks import Folders, Networks, read_networks
 from jax_ppo.training.state import policy_params, state_shapes
 from jax_ppo.training.stochastic_rounding import gradient_shapes
 
-_GIB = 2**30
+GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class LeastMemory:
 
     def __str__(self) -> str:
         parts = dataclasses.asdict(self)
-        return ", ".join(f"{name} {bytes_ / _GIB:.1f}" for name, bytes_ in parts.items())
+        return ", ".join(f"{name} {bytes_ / GIB:.1f}" for name, bytes_ in parts.items())
 
 
 def validate_memory(config: Config, folders: Folders, nets: Networks, mesh: Mesh) -> None:
@@ -78,11 +78,11 @@ def validate_memory(config: Config, folders: Folders, nets: Networks, mesh: Mesh
         measure=lambda *changed: measure_least_memory(*changed).peak,
     )
     suggestions = "; ".join(
-        f"{remedy.options} needs at least {remedy.needed / _GIB:.1f}" for remedy in remedies
+        f"{remedy.options} needs at least {remedy.needed / GIB:.1f}" for remedy in remedies
     )
     raise UserError(
-        f"config.mesh: a device needs at least {least.peak / _GIB:.1f} GiB for the run ({least}) "
-        f"and has {limit / _GIB:.1f}. {suggestions or 'More devices are needed'}"
+        f"config.mesh: a device needs at least {least.peak / GIB:.1f} GiB for the run ({least}) "
+        f"and has {limit / GIB:.1f}. {suggestions or 'More devices are needed'}"
     )
 
 

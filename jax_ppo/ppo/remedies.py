@@ -98,7 +98,7 @@ def _possible_remedies(
 def _possible_changes(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]]:
     """Yield the words of each change on the command line, and the options after it."""
     yield from _other_meshes(config, mesh)
-    yield from _smaller_batches(config, mesh)
+    yield from smaller_batches(config, mesh)
     int8 = dataclasses.replace(config.rollout, quantization="int8")
     yield "config.rollout.quantization=int8", dataclasses.replace(config, rollout=int8)
     yield from _bfloat16_storage(config)
@@ -150,7 +150,7 @@ def _bfloat16_storage(config: Config) -> Iterator[tuple[str, Config]]:
     yield words, changed
 
 
-def _smaller_batches(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]]:
+def smaller_batches(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]]:
     """Yield changes that run fewer tokens at once; they only matter beside the weights."""
     rows = dataclasses.replace(config.actor, ppo_micro_batch_size_per_device=1)
     yield (
@@ -158,7 +158,7 @@ def _smaller_batches(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]]
         dataclasses.replace(config, actor=rows),
     )
     samples = config.data.train_batch_size * config.rollout.n // meshes.row_shards(mesh)
-    slots = (config.rollout.max_num_seqs or samples) // 4
+    slots = min(config.rollout.max_num_seqs or samples, samples) // 4
     if slots:
         fewer = dataclasses.replace(config.rollout, max_num_seqs=slots)
         yield f"config.rollout.max_num_seqs={slots}", dataclasses.replace(config, rollout=fewer)
