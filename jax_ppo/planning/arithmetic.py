@@ -59,7 +59,8 @@ def estimate_phases(step: AbstractStep) -> dict[str, PhaseMemory]:
     for name, plan in (("actor", step.plans.actor), ("critic", step.plans.critic)):
         if plan is not None:
             temporaries[f"update_{name}"] = _update_temporaries(step, step.role(name), plan)
-    batch = bytes_per_device((step.prompts, *vars(step.plans).values()))
+    plans = step.plans
+    batch = bytes_per_device((step.prompts, plans.scoring, plans.actor, plans.critic))
     return {
         name: dataclasses.replace(resident_memory(step, name), batch=batch, temporaries=value)
         for name, value in temporaries.items()

@@ -39,7 +39,7 @@ def test_what_holds_the_memory_and_what_takes_less_is_said(explained):
     assert "config.actor.ppo_micro_batch_size_per_device=1" in lines[1]
     # A quarter of the 8 samples of a step at once.
     assert "config.rollout.max_num_seqs=2" in lines[1]
-    assert any("config.model.lora.rank=16 saves" in line for line in lines)
+    assert any("config.critic.shared_trunk=True saves" in line for line in lines)
 
 
 def test_other_errors_of_the_devices_are_not_touched(explained):
