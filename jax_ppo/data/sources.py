@@ -3,6 +3,7 @@
     a.jsonl, a.json, a.csv, a.parquet       files; JSONL may be gzipped
     gs://BUCKET/a.jsonl, s3://BUCKET/...    such files in a bucket
     hf:OWNER/NAME[@REVISION]/PATH/IN/REPO   such a file in a dataset repository of the hub
+    hf:OWNER/NAME[/FOLDER][:SPLIT]          the files of a split of it, by default `train`
     tfds:NAME/SPLIT                         TensorFlow Datasets, without TensorFlow
     arithmetic:COUNT[:heldout]              generated word problems
     stories:COUNT[:heldout]                 generated story openings, each with a joyful and a sad
@@ -18,14 +19,13 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jax_ppo.data import arithmetic, files, row_formats, stories
+from jax_ppo.data import arithmetic, files, hub_files, row_formats, stories
 from jax_ppo.data.columns import Columns
 from jax_ppo.errors import UserError, did_you_mean, shorten
-from jax_ppo.storage import downloads, hub, paths, remote
+from jax_ppo.storage import downloads, paths, remote
 from jax_ppo.types import Example
 
 GENERATED = ("arithmetic", "stories")
@@ -34,15 +34,13 @@ FORMS = (
     "files ("
     + ", ".join(files.SUFFIXES)
     + "; also as gs://BUCKET/FILE), `arithmetic:COUNT[:heldout]`, `stories:COUNT[:heldout]`, "
-    "`hf:OWNER/NAME[@REVISION]/FILE` or `tfds:NAME/SPLIT`"
+    "`hf:OWNER/NAME[@REVISION]/FILE`, `hf:OWNER/NAME[/FOLDER][:SPLIT]` or `tfds:NAME/SPLIT`"
 )
 # More examples would fill the memory of the host.
 MAX_GENERATED_DIGITS = 7
 
 LocatedRows = Iterator[tuple[str, dict[str, Any]]]
 
-# Revisions of the kinds refs/convert/... and refs/pr/... have slashes in their names.
-_HUB_FILE = re.compile(r"([^/@]+/[^/@]+(?:@(?:refs/convert/[^/]+|refs/pr/[^/]+|[^/]+))?)/(.+)")
 # At most six digits on each side of the point.
 _WEIGHT = re.compile(r"(.+)\*(\d{1,6}(?:\.\d{0,6})?|\.\d{1,6})")
 _SLICE = re.compile(r"(.*)\[(\d*):(\d*)\]")
@@ -160,17 +158,17 @@ def _read_file_rows(source: str, option: str) -> LocatedRows:
     name, start, end = sliced.groups() if sliced else (source, "", "")
     scheme, colon, arguments = name.partition(":")
     if colon and scheme == "hf":
-        path = _fetch_hub_file(arguments, option)
+        located = hub_files.fetch_hub_files(arguments, option)
     elif name.endswith(files.SUFFIXES) and remote.is_address(name):
-        path = downloads.download_file(name, option)
+        located = [downloads.download_file(name, option)]
     elif name.endswith(files.SUFFIXES):
-        path = paths.expand_local_path(name, option)
+        located = [paths.expand_local_path(name, option)]
     else:
         raise UserError(
             f"{option}={shorten(source)!r}: expected {FORMS}.{did_you_mean(scheme, SCHEMES)}"
         )
     # Sliced while reading: rows after the end are never parsed.
-    rows = files.read_rows(path, option)
+    rows = itertools.chain.from_iterable(files.read_rows(path, option) for path in located)
     return itertools.islice(rows, _slice_bound(start), _slice_bound(end))
 
 
@@ -179,24 +177,6 @@ def _slice_bound(digits: str) -> int | None:
     if len(digits) > len(str(sys.maxsize)) - 1:
         return sys.maxsize
     return int(digits) if digits else None
-
-
-def _fetch_hub_file(location: str, option: str) -> Path:
-    """Return the local path of OWNER/NAME[@REVISION]/FILE, downloaded if necessary."""
-    match = _HUB_FILE.fullmatch(location)
-    if not match or not location.endswith(files.SUFFIXES):
-        raise UserError(
-            f"{option}='hf:{location}': expected hf:OWNER/NAME/FILE with a file that ends in "
-            f"{', '.join(files.SUFFIXES)}, as in hf:openai/gsm8k/main/train-00000-of-00001.parquet"
-        )
-    repository, path = match.groups()
-    folder, names = hub.download_snapshot(repository, [path], option, repo_type="dataset")
-    if path not in names:
-        raise UserError(
-            f"{option}: the data set {repository} on the hub has no file {path}."
-            f"{did_you_mean(path, names)}"
-        )
-    return folder / path
 
 
 def _read_tfds_rows(name_and_split: str, option: str) -> LocatedRows:

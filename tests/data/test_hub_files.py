@@ -66,6 +66,7 @@ def fake_hub(monkeypatch, tmp_path):
     """
     state = types.SimpleNamespace(down=False, broken=False, error=None, revision="main")
     names = ["README.md", "main/train.jsonl", "main/test.jsonl"]
+    state.names = names
 
     def repo_info(self, repo_id, **_):
         if state.down:
@@ -91,7 +92,7 @@ def fake_hub(monkeypatch, tmp_path):
         if state.broken:
             raise ConnectionError("broken off")
         for name in set(allow_patterns) & set(names) if not local_files_only else ():
-            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
             (tmp_path / name).write_text('{"question": "q", "answer": "#### 5"}\n')
         return str(tmp_path)
 
@@ -111,6 +112,53 @@ def test_a_file_of_the_hub_is_read_and_cached(fake_hub):
     ):
         # Only the other one is in the cache.
         sources.load_examples("hf:owner/name/main/test.jsonl", option="option")
+
+
+@pytest.mark.parametrize(
+    ("location", "names", "read"),
+    [
+        ("", ["train.jsonl", "test.jsonl"], ["train.jsonl"]),
+        (":test", ["train.jsonl", "test.jsonl"], ["test.jsonl"]),
+        ("/main", ["main/train.jsonl", "other/train.jsonl"], ["main/train.jsonl"]),
+        ("/main:test", ["main/train.jsonl", "main/test.jsonl"], ["main/test.jsonl"]),
+        (
+            "",
+            ["data/train-00000-of-00002-0a1b.jsonl", "data/train-00001-of-00002-9f.jsonl"],
+            ["data/train-00000-of-00002-0a1b.jsonl", "data/train-00001-of-00002-9f.jsonl"],
+        ),
+        ("/all", ["all/train/0000.jsonl", "all/test/0000.jsonl"], ["all/train/0000.jsonl"]),
+        (":train_sft", ["data/train_sft-00000-of-00001.jsonl"], None),
+    ],
+)
+def test_the_files_of_a_split_are_found(fake_hub, tmp_path, location, names, read):
+    fake_hub.names[:] = ["README.md", *names]
+    examples = sources.load_examples(f"hf:owner/name{location}")
+    cached = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.jsonl")}
+    assert cached == set(read or names) and len(examples) == len(cached)
+    fake_hub.down = True
+    assert sources.load_examples(f"hf:owner/name{location}") == examples
+
+
+@pytest.mark.parametrize(
+    ("location", "names", "words"),
+    [
+        (":tset", ["train.jsonl", "test.jsonl"], ["it has test, train", "Did you mean 'test'?"]),
+        ("", ["a/train.jsonl", "b/train.jsonl"], ["hf:owner/name/a:train or hf:owner/name/b:tra"]),
+        ("", ["train-00000-of-00002.jsonl"], ["expected as many as their names say"]),
+        ("", ["train.arrow"], ["none that can be read"]),
+        ("/main", ["train.jsonl"], ["in the folder main"]),
+    ],
+)
+def test_a_split_that_cannot_be_read_is_explained(fake_hub, location, names, words):
+    fake_hub.names[:] = ["README.md", *names]
+    with pytest.raises(UserError, match=r"^config\.data\.train_files: ") as error:
+        sources.load_examples(f"hf:owner/name{location}")
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_slice_of_a_split_counts_the_rows_of_all_its_files(fake_hub):
+    fake_hub.names[:] = [f"train-0000{i}-of-00003.jsonl" for i in range(3)] + ["README.md"]
+    assert len(sources.load_examples("hf:owner/name[1:]")) == 2
 
 
 def test_a_revision_of_a_data_set(fake_hub):
