@@ -45,10 +45,11 @@ class Column:
 
 
 def print_on_main(text: str) -> None:
-    """Print a line if this is the main process."""
+    """Print a line if this is the main process, above the progress bars that are shown."""
     watchdog.report_progress(text)
     if distributed.is_main():
-        print(text, flush=True)
+        tqdm.tqdm.write(text)
+        sys.stdout.flush()
 
 
 def format_step_line(
