@@ -191,7 +191,6 @@ def test_a_run_writes_what_it_should(undisturbed):
         "critic/lr",
         "rollout/slot_use",
         "update/padding",
-        "perf/compiled_programs",
     }
     assert expected <= rows[0].keys()
     steps = read_step_rows(workdir)

@@ -82,8 +82,8 @@ class TestProgress:
     def test_a_bar_counts_the_tensors_of_a_model(self, monkeypatch, capsys):
         terminal = Terminal()
         monkeypatch.setattr(sys, "stderr", terminal)
-        at_once = functools.partial(tqdm.tqdm, mininterval=0)
-        monkeypatch.setattr(console.tqdm, "tqdm", at_once)
+        at_once = functools.partialmethod(tqdm.tqdm.__init__, mininterval=0)
+        monkeypatch.setattr(tqdm.tqdm, "__init__", at_once)
         report_progress = console.make_loading_reporter("actor")
         for loaded in range(1, 4):
             report_progress(loaded, 3)
