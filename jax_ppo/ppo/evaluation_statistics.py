@@ -167,5 +167,5 @@ def _describe_group(
         if len(graded_PxN):
             figures[f"pass@{k}"] = float(pass_at_k(graded_PxN, k).mean())
         figures[f"best@{k}"] = float(best_of_k(scores_PxN, k).mean())
-        figures[f"worst@{k}"] = float(-best_of_k(-scores_PxN, k).mean())
+        figures[f"worst@{k}"] = 0.0 - float(best_of_k(-scores_PxN, k).mean())  # not -0.0
     return figures

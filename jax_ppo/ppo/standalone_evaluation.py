@@ -63,11 +63,23 @@ def _without_critic(config: Config) -> Config:
     path = Path(config.model.path)
     if (path / "actor" / "config.json").exists():
         path = path / "actor"  # the work directory of a run
+    elif config.model.path and (path / "training_metrics.csv").exists():
+        raise UserError(_describe_unexported_run(path))
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, path=str(path) if config.model.path else ""),
         algorithm=dataclasses.replace(config.algorithm, adv_estimator="rloo", use_reference=False),
     )
+
+
+def _describe_unexported_run(workdir: Path) -> str:
+    """Return what to evaluate instead of a run that has not exported its model."""
+    checkpoints = workdir / staging.CHECKPOINTS
+    steps = [int(x.name) for x in checkpoints.glob("*") if x.name.isdecimal() and x.is_dir()]
+    remedy = "it has no checkpoint either"
+    if steps:
+        remedy = f"its newest checkpoint is config.model.path={checkpoints / str(max(steps))}"
+    return f"config.model.path={str(workdir)!r}: this run has not exported its model; {remedy}"
 
 
 def _read_run(config: Config, checkpoint: Path) -> Config:

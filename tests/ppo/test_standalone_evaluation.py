@@ -24,6 +24,21 @@ def test_a_checkpoint_without_the_options_of_its_run_is_refused(tmp_path):
         evaluate_model(config, tmp_path)
 
 
+def test_a_run_without_an_export_is_refused_with_its_newest_checkpoint(tmp_path):
+    """Regression: its config.json was read as that of a model."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "training_metrics.csv").write_text("step\n")
+    config = tiny.config(model__path=str(tmp_path), data__val_files="arithmetic:4:heldout")
+    with pytest.raises(UserError, match="has not exported its model; it has no checkpoint either"):
+        evaluate_model(config, tmp_path / "evaluation")
+    for step in (8, 12):
+        (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
+    with pytest.raises(
+        UserError, match=r"newest checkpoint is config.model.path=.*/checkpoints/12"
+    ):
+        evaluate_model(config, tmp_path / "evaluation")
+
+
 def test_the_models_of_a_run_are_evaluated_without_its_reference(tmp_path):
     checkpoint = tmp_path / "checkpoints" / "3"
     checkpoint.mkdir(parents=True)
