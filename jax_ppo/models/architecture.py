@@ -36,13 +36,20 @@ class Architecture:
       mlp_bias: Whether the projections of the MLP have biases.
       activation: Activation of the MLP's gate, one of `ACTIVATIONS`.
       scaled_embedding: Whether the input embedding is multiplied by sqrt(D).
+      embedding_multiplier: Factor on the input embedding.
+      residual_multiplier: Factor on the outputs of attention and MLP before they are added to the
+        residual stream.
+      logit_divisor: The product of hidden states and output embedding is divided by this number.
       norm_epsilon: Epsilon of RMSNorm.
       norm_plus_one: Whether RMSNorm multiplies by 1 + scale instead of scale.
       qk_norm: Whether queries and keys are normalized per head before they are rotated.
+      qk_norm_over_heads: With `qk_norm`, whether all heads of a token are normalized together.
+      pre_norms: Whether the inputs of attention and MLP are normalized.
       post_norms: Whether the outputs of attention and MLP are normalized before they are added to
         the residual stream.
       query_pre_attn_scalar: Queries are multiplied by this number to the power -1/2; `None`: by
         `head_dim` to that power.
+      attention_multiplier: Factor on the product of a query and a key in place of that power.
       attention_softcap: c for attention scores, which become c tanh(score / c); `None`: no cap.
       logit_softcap: The same for the final logits.
       sliding_window: Number of tokens that a token attends to in local layers, itself included.
@@ -52,6 +59,9 @@ class Architecture:
         with lists as tuples.
       local_rope_theta: Base of local layers, whose frequencies are not scaled; `None`: local
         layers rotate like the others.
+      partial_rotary_factor: Share of each head that is rotated, its first numbers.
+      rope_interleaved: Whether the pairs (2i, 2i + 1) are rotated instead of (i, i + half).
+      unrotated_layers: Which layers have no rotary embedding, one bool per layer; (): none.
       max_position_embeddings: Longest sequence that the model was made for, in tokens.
       tied: Whether the output embedding is the input embedding.
       bos_id: BOS token id, or `None`.
@@ -72,11 +82,17 @@ class Architecture:
     mlp_bias: bool = False
     activation: str = "silu"
     scaled_embedding: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_divisor: float = 1.0
     norm_epsilon: float = 1e-6
     norm_plus_one: bool = False
     qk_norm: bool = False
+    qk_norm_over_heads: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     query_pre_attn_scalar: float | None = None
+    attention_multiplier: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     sliding_window: int | None = None
@@ -84,6 +100,9 @@ class Architecture:
     rope_theta: float = 10_000.0
     rope_scaling: tuple[tuple[str, Any], ...] = (("rope_type", "default"),)
     local_rope_theta: float | None = None
+    partial_rotary_factor: float = 1.0
+    rope_interleaved: bool = False
+    unrotated_layers: tuple[bool, ...] = ()
     max_position_embeddings: int = 2048
     tied: bool = False
     bos_id: int | None = None
@@ -93,9 +112,21 @@ class Architecture:
     @property
     def attention_scale(self) -> float:
         """Factor on the product of a query and a key."""
+        if self.attention_multiplier is not None:
+            return self.attention_multiplier
         return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
 
     @property
     def layers_are_local(self) -> tuple[bool, ...]:
         """`local_layers` with one entry per layer, also where no layer is local."""
         return self.local_layers or (False,) * self.num_layers
+
+    @property
+    def layers_are_rotated(self) -> tuple[bool, ...]:
+        """Whether each layer has a rotary embedding."""
+        return tuple(not bare for bare in self.unrotated_layers) or (True,) * self.num_layers
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many numbers of each head are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)

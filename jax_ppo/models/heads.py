@@ -53,10 +53,21 @@ def output_embedding(params: Params) -> Float[Array, "V D"]:
 def compute_logits(
     architecture: Architecture, params: Params, hidden: Float[Array, "... D"]
 ) -> Float[Array, "... V"]:
-    """Return the float32 logits of the next token, soft-capped if the architecture says so."""
+    """Return the float32 logits of the next token, divided and soft-capped as the model's are."""
     weight = output_embedding(params).astype(hidden.dtype)
     product = jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
-    return softcap(product, architecture.logit_softcap)
+    return softcap(product / architecture.logit_divisor, architecture.logit_softcap)
+
+
+def product_scaling(architecture: Architecture, temperature: float) -> tuple[float, float | None]:
+    """Return temperature and soft cap for the bare product of hidden states and output embedding.
+
+    Logits are the product x divided by a number s. With a soft cap c and a temperature t,
+    c tanh(x / (s c)) / t is (s c) tanh(x / (s c)) / (s t).
+    """
+    a = architecture
+    cap = None if a.logit_softcap is None else a.logit_divisor * a.logit_softcap
+    return a.logit_divisor * temperature, cap
 
 
 def compute_scalars(params: Params, hidden: Float[Array, "... D"]) -> Float[Array, "..."]:

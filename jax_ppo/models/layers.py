@@ -19,9 +19,34 @@ ACTIVATION_FUNCTIONS = {"silu": nn.silu, "gelu_pytorch_tanh": nn.gelu}
 
 # Name of the output of attention, [B, T, H, d], for policies of gradient checkpointing.
 ATTENTION_OUTPUT = "attention_output"
-# Whether a layer is local: known when the program is traced, or an input of the loop over layers.
-IsLocal = bool | jax.Array
+# A property of a layer: known when the program is traced, or an input of the loop over layers.
+Flag = bool | jax.Array
 Auxiliary = dict[str, jax.Array]
+
+
+class LayerKind(NamedTuple):
+    """What may differ from layer to layer.
+
+    Attributes:
+      is_local: Whether the layer has a sliding window.
+      is_rotated: Whether it has a rotary embedding.
+    """
+
+    is_local: Flag
+    is_rotated: Flag
+
+
+def layer_kinds(architecture: Architecture) -> tuple[LayerKind, ...]:
+    """Return the kind of each layer."""
+    a = architecture
+    return tuple(map(LayerKind, a.layers_are_local, a.layers_are_rotated))
+
+
+def multiply(x: jax.Array, factor: float) -> jax.Array:
+    """Return `x` times a factor that is not rounded to the type of `x`, as in transformers."""
+    if factor == 1:
+        return x
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 class LayerOutput(NamedTuple):
@@ -116,7 +141,7 @@ class Attention(nn.Module):
     def __call__(
         self,
         x_BxTxD: jax.Array,
-        is_local: IsLocal,
+        kind: LayerKind,
         rotations: tuple[rope.Rotation, ...],
         segments_BxT: jax.Array | None,
         cache: LayerCache | None,
@@ -125,18 +150,13 @@ class Attention(nn.Module):
         """Return the output [B, T, D], and the cache of these tokens or with these tokens."""
         a = self.architecture
         q, k, v = self._project(x_BxTxD)
-        # The first rotation is that of global layers; local ones may have a base of their own.
-        cos, sin = rotations[0]
-        if len(rotations) > 1:
-            local_cos, local_sin = rotations[1]
-            cos = jnp.where(is_local, local_cos, cos)
-            sin = jnp.where(is_local, local_sin, sin)
-        q = rope.rotate(q, cos, sin)
-        k = rope.rotate(k, cos, sin)
+        cos, sin = self._rotation(kind, rotations)
+        q = rope.rotate(q, cos, sin, a.rope_interleaved)
+        k = rope.rotate(k, cos, sin, a.rope_interleaved)
         # Fewer heads than devices that split them: from here on each device has its own.
         k, v = copy_kv_heads(k), copy_kv_heads(v)
         if cache is None or columns_B is None:
-            out = self._attend_to_sequences(q, k, v, is_local, segments_BxT)
+            out = self._attend_to_sequences(q, k, v, kind.is_local, segments_BxT)
             # Keys are cached after rotation: it depends on their own position only.
             cache = cache_layout(self.decoding, k, v)
         else:
@@ -147,7 +167,7 @@ class Attention(nn.Module):
                 cache,
                 columns_B,
                 # Decoding is unrolled, so `is_local` is a Python bool here.
-                sliding_window=a.sliding_window if is_local else None,
+                sliding_window=a.sliding_window if kind.is_local else None,
                 scale=a.attention_scale,
                 softcap=a.attention_softcap,
             )
@@ -164,25 +184,42 @@ class Attention(nn.Module):
         """
         a = self.architecture
 
-        def project(name: str, heads: int) -> jax.Array:
+        def project(name: str, heads: int, norm: str = "") -> jax.Array:
             dense = Dense(heads * a.head_dim, a.qkv_bias, self.dtype, self.lora_scale, name=name)
-            return dense(x_BxTxD).reshape(*x_BxTxD.shape[:2], heads, a.head_dim)
+            out = dense(x_BxTxD)
+            if norm and a.qk_norm_over_heads:
+                out = RMSNorm(a, name=norm)(out)
+            return out.reshape(*x_BxTxD.shape[:2], heads, a.head_dim)
 
-        # Before the norm and the rotation, which then run on each device's own heads.
-        q = pad_query_heads(project("q_proj", a.num_heads), a.num_kv_heads)
-        k = project("k_proj", a.num_kv_heads)
+        # Before a norm per head and the rotation, which then run on each device's own heads.
+        q = pad_query_heads(project("q_proj", a.num_heads, "q_norm"), a.num_kv_heads)
+        k = project("k_proj", a.num_kv_heads, "k_norm")
         v = project("v_proj", a.num_kv_heads)
-        if a.qk_norm:
+        if a.qk_norm and not a.qk_norm_over_heads:
             q = RMSNorm(a, name="q_norm")(q)
             k = RMSNorm(a, name="k_norm")(k)
         return q, k, v
+
+    def _rotation(self, kind: LayerKind, rotations: tuple[rope.Rotation, ...]) -> rope.Rotation:
+        """Return cos and sin for a layer of this kind."""
+        # The first rotation is that of global layers; local ones may have a base of their own.
+        cos, sin = rotations[0]
+        if len(rotations) > 1:
+            local_cos, local_sin = rotations[1]
+            cos = jnp.where(kind.is_local, local_cos, cos)
+            sin = jnp.where(kind.is_local, local_sin, sin)
+        if self.architecture.unrotated_layers:
+            # A rotation by zero changes no bit.
+            cos = jnp.where(kind.is_rotated, cos, 1)
+            sin = jnp.where(kind.is_rotated, sin, 0)
+        return cos, sin
 
     def _attend_to_sequences(
         self,
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        is_local: IsLocal,
+        is_local: Flag,
         segments_BxT: jax.Array | None,
     ) -> jax.Array:
         """Return the attention of whole sequences, [B, T, H, d]."""
@@ -207,7 +244,7 @@ class Attention(nn.Module):
 
 
 def _if_local(
-    is_local: IsLocal, local: Callable[[], jax.Array], other: Callable[[], jax.Array]
+    is_local: Flag, local: Callable[[], jax.Array], other: Callable[[], jax.Array]
 ) -> jax.Array:
     """Return local() or other(); if `is_local` is traced, both are compiled."""
     if isinstance(is_local, bool):
@@ -245,8 +282,7 @@ class Layer(nn.Module):
       attention: Program for whole sequences, one of attention.py's.
       decoding: Program for new tokens, one of cache.py's.
       keep_cache: Whether keys and values are returned; a scan would stack them for nothing.
-      is_local: Whether the layer is local; `None` if layers of a scan differ and each is passed
-        its own value.
+      kind: Kind of the layer; `None` if layers of a scan differ and each is passed its own.
       lora_scale: Scale of the adapters, if there are any.
     """
 
@@ -255,14 +291,14 @@ class Layer(nn.Module):
     attention: str
     decoding: str
     keep_cache: bool
-    is_local: bool | None
+    kind: LayerKind | None
     lora_scale: float | None
 
     @nn.compact
     def __call__(
         self,
         x: jax.Array,
-        is_local: jax.Array | None,
+        kind: LayerKind | None,
         rotations: tuple[rope.Rotation, ...],
         segments_BxT: jax.Array | None,
         cache: LayerCache | None = None,
@@ -283,18 +319,25 @@ class Layer(nn.Module):
             name="attention",
         )
         mlp = MLP(a, self.dtype, self.lora_scale, name="mlp")
-        # Layers that differ get the flag from the scan, others have it in their code.
-        own_is_local: Any = is_local if self.is_local is None else self.is_local
+        # Layers that differ get their kind from the scan, others have it in their code.
+        own_kind: Any = kind if self.kind is None else self.kind
         attended, cache = attend(
-            norm("input_norm", x), own_is_local, rotations, segments_BxT, cache, columns_B
+            norm("input_norm", x) if a.pre_norms else x,
+            own_kind,
+            rotations,
+            segments_BxT,
+            cache,
+            columns_B,
         )
         # The names are Hugging Face's; post_attention_norm is another place with post_norms.
         if a.post_norms:
-            x = x + norm("post_attention_norm", attended)
-            out, auxiliary = mlp(norm("pre_feedforward_norm", x))
-            x = x + norm("post_feedforward_norm", out)
-        else:
-            x = x + attended
-            out, auxiliary = mlp(norm("post_attention_norm", x))
-            x = x + out
+            attended = norm("post_attention_norm", attended)
+        x = x + multiply(attended, a.residual_multiplier)
+        mlp_input = x
+        if a.pre_norms:
+            mlp_input = norm("pre_feedforward_norm" if a.post_norms else "post_attention_norm", x)
+        out, auxiliary = mlp(mlp_input)
+        if a.post_norms:
+            out = norm("post_feedforward_norm", out)
+        x = x + multiply(out, a.residual_multiplier)
         return x, LayerOutput(cache if self.keep_cache else None, auxiliary)

@@ -12,7 +12,7 @@ from jax_ppo.models.architecture import ROPE_KINDS, Architecture
 
 KINDS = tuple(ROPE_KINDS)
 
-# cos and sin, each float32 [B, T, 1, head_dim / 2].
+# cos and sin, each float32 [B, T, 1, rotary_dim / 2].
 Rotation = tuple[jax.Array, jax.Array]
 Scaling = dict[str, Any]
 
@@ -31,7 +31,7 @@ def inverse_frequencies(
       local: Whether to return those of local layers.
 
     Returns:
-      The inverse frequencies, float32 [head_dim / 2], and the factor.
+      The inverse frequencies, float32 [rotary_dim / 2], and the factor.
 
     Raises:
       ValueError: The kind of rotary embedding is not supported.
@@ -43,7 +43,7 @@ def inverse_frequencies(
     if local and architecture.local_rope_theta is not None:
         kind = "default"
         base = architecture.local_rope_theta
-    dim = architecture.head_dim
+    dim = architecture.rotary_dim
     inverse = 1.0 / base ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
     # `dynamic` changes the base only for sequences longer than the model was made for.
     if kind in ("default", "dynamic"):
@@ -90,7 +90,7 @@ def _yarn(
     inverse: np.ndarray, scaling: Scaling, architecture: Architecture
 ) -> tuple[np.ndarray, float]:
     """Interpolate long waves, keep short ones, with a ramp between (YaRN, Peng et al. 2023)."""
-    dim = architecture.head_dim
+    dim = architecture.rotary_dim
     factor = scaling["factor"]
     original = _original_length(scaling, architecture)
 
@@ -148,7 +148,7 @@ def rotation_tables(
     length: int,
     local: bool = False,
 ) -> Rotation:
-    """Return cos and sin for `rotate`, each float32 [B, T, 1, head_dim / 2].
+    """Return cos and sin for `rotate`, each float32 [B, T, 1, rotary_dim / 2].
 
     They are looked up in a constant table. A compiler would fuse their computation into `rotate`
     and repeat it for each head of each layer.
@@ -175,8 +175,28 @@ def rotate(
     x_BxTxHxd: Float[Array, "B T H d"],
     cos: Float[Array, "B T 1 half"],
     sin: Float[Array, "B T 1 half"],
+    interleaved: bool = False,
 ) -> Float[Array, "B T H d"]:
-    """Rotate the pairs (i, i + d / 2) in float32 and return the type of the input."""
-    first, second = jnp.split(x_BxTxHxd.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BxTxHxd.dtype)
+    """Rotate the first 2 half numbers of each head in float32 and return the type of the input.
+
+    Args:
+      x_BxTxHxd: Queries or keys.
+      cos: Cosine of the angle of each pair.
+      sin: Sine of the angle of each pair.
+      interleaved: Whether the pairs are (2i, 2i + 1) instead of (i, i + half).
+    """
+    half = cos.shape[-1]
+    wide = x_BxTxHxd[..., : 2 * half].astype(jnp.float32)
+    if interleaved:
+        first, second = wide[..., 0::2], wide[..., 1::2]
+    else:
+        first, second = jnp.split(wide, 2, axis=-1)
+    pairs = (first * cos - second * sin, second * cos + first * sin)
+    if interleaved:
+        rotated = jnp.stack(pairs, axis=-1).reshape(wide.shape)
+    else:
+        rotated = jnp.concatenate(pairs, axis=-1)
+    rotated = rotated.astype(x_BxTxHxd.dtype)
+    if 2 * half == x_BxTxHxd.shape[-1]:
+        return rotated
+    return jnp.concatenate([rotated, x_BxTxHxd[..., 2 * half :]], axis=-1)

@@ -3,10 +3,11 @@
 `Architecture` holds everything in which the families differ. The parameters are a nested dict:
 
     embed/embedding [V, D]
-    layers/{input_norm, post_attention_norm}/scale [L, D]
-    layers/{pre_feedforward_norm, post_feedforward_norm}/scale [L, D] (with post_norms)
+    layers/{input_norm, post_attention_norm}/scale [L, D] (input_norm with pre_norms)
+    layers/{pre_feedforward_norm, post_feedforward_norm}/scale [L, D] (with post_norms; the first
+        of them with pre_norms too)
     layers/attention/{q_proj, k_proj, v_proj, o_proj}/{kernel [L, in, out], bias [L, out]}
-    layers/attention/{q_norm, k_norm}/scale [L, head_dim] (with qk_norm)
+    layers/attention/{q_norm, k_norm}/scale [L, head_dim] (with qk_norm; [L, out] over all heads)
     layers/mlp/{gate_proj, up_proj, down_proj}/{kernel [L, in, out], bias [L, out]}
     norm/scale [D]
 
@@ -34,7 +35,15 @@ from jaxtyping import Array, Int
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.cache import LayerCache, num_columns
-from jax_ppo.models.layers import ATTENTION_OUTPUT, Auxiliary, Layer, RMSNorm
+from jax_ppo.models.layers import (
+    ATTENTION_OUTPUT,
+    Auxiliary,
+    Layer,
+    LayerKind,
+    RMSNorm,
+    layer_kinds,
+    multiply,
+)
 from jax_ppo.models.lora import Lora
 from jax_ppo.runtime.sharding import look_up_embedding
 from jax_ppo.types import Params
@@ -127,6 +136,7 @@ class Transformer(nn.Module):
         if a.scaled_embedding:
             # The factor is rounded to the computation dtype, as in transformers.
             x = x * jnp.float32(a.hidden_size**0.5).astype(self.dtype)
+        x = multiply(x, a.embedding_multiplier)
         length = tokens_BxT.shape[1]
         if cache is not None:
             # While decoding, positions reach up to the cache's last column, not to T.
@@ -169,10 +179,10 @@ class Transformer(nn.Module):
     ) -> tuple[jax.Array, Auxiliary]:
         """Run all layers as one scan over stacked parameters."""
         num_layers = self.architecture.num_layers
-        is_local = self.architecture.layers_are_local
+        kinds = layer_kinds(self.architecture)
         in_loop = num_layers > MAX_UNROLLED_LAYERS
-        # With layers of one kind the flag is a constant of the program, and no branch is compiled.
-        all_alike = len(set(is_local)) == 1
+        # With layers of one kind it is a constant of the program, and no branch is compiled.
+        all_alike = len(set(kinds)) == 1
         # Inside a loop XLA cannot merge the second computation with the first.
         layer = self._layer_class(prevent_cse=not in_loop)
         stack = nn.scan(
@@ -180,18 +190,18 @@ class Transformer(nn.Module):
             variable_axes={"params": 0},
             split_rngs={"params": True},
             length=num_layers,
-            # One flag per layer, or none; rotations and segments are the same for all layers.
+            # One kind per layer, or none; rotations and segments are the same for all layers.
             in_axes=(nn.broadcast if all_alike else 0, nn.broadcast, nn.broadcast),
             unroll=1 if in_loop else num_layers,
         )
         layers = stack(
             **self._layer_options(),
             keep_cache=False,
-            is_local=is_local[0] if all_alike else None,
+            kind=kinds[0] if all_alike else None,
             name="layers",
         )
-        each_is_local = None if all_alike else jnp.array(is_local)
-        x, output = layers(x, each_is_local, rotations, segments_BxT)
+        kind_of_each = None if all_alike else LayerKind(*map(jnp.array, zip(*kinds, strict=True)))
+        x, output = layers(x, kind_of_each, rotations, segments_BxT)
         return x, output.auxiliary
 
     def _unrolled_layers(
@@ -206,10 +216,8 @@ class Transformer(nn.Module):
         layer = self._layer_class(prevent_cse=True)
         new_cache = []
         auxiliary = []
-        for i, is_local in enumerate(self.architecture.layers_are_local):
-            block = layer(
-                **self._layer_options(), keep_cache=True, is_local=is_local, name=f"layer_{i}"
-            )
+        for i, kind in enumerate(layer_kinds(self.architecture)):
+            block = layer(**self._layer_options(), keep_cache=True, kind=kind, name=f"layer_{i}")
             layer_cache = None if cache is None else cache[i]
             x, output = block(x, None, rotations, segments_BxT, layer_cache, columns_B)
             assert output.cache is not None  # because of keep_cache

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_ppo.kernels import logprobs, vocabulary_kl
-from jax_ppo.models.heads import compute_scalars, output_embedding
+from jax_ppo.models.heads import compute_scalars, output_embedding, product_scaling
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.sharding import (
     gather_columns,
@@ -47,7 +47,7 @@ def token_logprobs(
     """Return each target's log-prob and the entropy of its distribution.
 
     Args:
-      model: the decoder, for the soft cap of its logits.
+      model: the decoder, for the divisor and the soft cap of its logits.
       params: with the output embedding.
       hidden: the decoder's output for these rows.
       rows: the micro-batch.
@@ -58,6 +58,7 @@ def token_logprobs(
       Two arrays in float32 nats, 0 where `rows.mask` is False.
     """
     # Positions are grouped by device, so that no hidden states move between devices.
+    temperature, cap = product_scaling(model.architecture, temperature)
     hidden, targets, mask = (split_by_device(x) for x in (hidden, rows.targets, rows.mask))
     values, entropy = logprobs.token_logprobs(
         hidden,
@@ -66,7 +67,7 @@ def token_logprobs(
         mask,
         temperature,
         with_entropy=with_entropy,
-        logit_softcap=model.architecture.logit_softcap,
+        logit_softcap=cap,
         layout=UNEMBEDDING,
     )
     values = values.reshape(rows.mask.shape)
@@ -95,6 +96,7 @@ def reference_kl(
       rows: the micro-batch; the result is 0 where its mask is False.
       temperature: divides the logits of both, > 0.
     """
+    temperature, cap = product_scaling(model.architecture, temperature)
     hidden, ref_hidden, mask = (split_by_device(x) for x in (hidden, ref_hidden, rows.mask))
     return vocabulary_kl.full_kl(
         hidden,
@@ -103,7 +105,7 @@ def reference_kl(
         output_embedding(reference),
         mask,
         temperature,
-        logit_softcap=model.architecture.logit_softcap,
+        logit_softcap=cap,
         layout=UNEMBEDDING,
     ).reshape(rows.mask.shape)
 

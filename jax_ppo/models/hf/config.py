@@ -6,7 +6,7 @@ from typing import Any
 
 from jax_ppo.errors import UserError
 from jax_ppo.models.architecture import ACTIVATIONS, Architecture
-from jax_ppo.models.hf.families import FAMILIES, Family
+from jax_ppo.models.hf.families import FAMILIES, MULTIMODAL, Family
 from jax_ppo.models.hf.fields import (
     MAX_LAYERS,
     Config,
@@ -16,6 +16,8 @@ from jax_ppo.models.hf.fields import (
 )
 from jax_ppo.models.hf.json_files import quote_value
 from jax_ppo.models.hf.rope_config import FULL, LOCAL, read_rope, write_rope
+
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def from_hf_config(config: Config) -> Architecture:
@@ -38,7 +40,7 @@ def from_hf_config(config: Config) -> Architecture:
     head_dim = _read_head_dim(reader, family, hidden_size, num_heads)
     _refuse_unsupported(reader, kind, family)
     sliding_window, local_layers = _read_windows(reader, family, num_layers)
-    rope_theta, rope_scaling, local_rope_theta = read_rope(reader, family, head_dim)
+    rope = read_rope(reader, family, head_dim)
     architecture = Architecture(
         family=kind,
         vocab_size=vocab_size,
@@ -52,9 +54,11 @@ def from_hf_config(config: Config) -> Architecture:
         norm_epsilon=reader.fraction("rms_norm_eps"),
         sliding_window=sliding_window,
         local_layers=local_layers,
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        local_rope_theta=local_rope_theta,
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
+        local_rope_theta=rope.local_theta,
+        partial_rotary_factor=rope.partial_factor,
+        unrotated_layers=_read_unrotated_layers(reader, family, num_layers),
         max_position_embeddings=reader.integer("max_position_embeddings"),
         tied=reader.boolean("tie_word_embeddings"),
         bos_id=reader.token_id("bos_token_id"),
@@ -66,6 +70,22 @@ def from_hf_config(config: Config) -> Architecture:
     return architecture
 
 
+def text_config(config: Config) -> Config:
+    """Return the description of the decoder in the config.json of a multimodal model.
+
+    Any other config.json is returned as it is.
+
+    Raises:
+      UserError: The multimodal model has no `text_config`, or of an unsupported family.
+    """
+    if config.get("model_type") not in MULTIMODAL:
+        return config
+    text = ConfigReader(config).table("text_config")
+    # In some files only the whole model has them.
+    outer = {name: config[name] for name in SPECIAL_TOKENS if name in config}
+    return outer | text
+
+
 def _read_family(config: Config) -> tuple[str, Family]:
     """Return the `model_type` and its family; raise `UserError` if it is not supported."""
     kind = config.get("model_type", "")
@@ -74,7 +94,7 @@ def _read_family(config: Config) -> tuple[str, Family]:
         hint = f"; the nearest is {nearest[0]}" if nearest else ""
         raise UserError(
             f"config.json: model_type {quote_value(kind)} is not supported, only "
-            f"{', '.join(FAMILIES)} are{hint}"
+            f"{', '.join((*FAMILIES, *MULTIMODAL))} are{hint}"
         )
     return kind, FAMILIES[kind]
 
@@ -154,7 +174,7 @@ def _read_windows(
         window = reader.optional_integer("sliding_window")
     if family.sliding_windows == "last" and not reader.boolean("use_sliding_window"):
         window = None
-    if family.sliding_windows in ("last", "pattern"):
+    if family.sliding_windows in ("last", "pattern", "listed"):
         local = _read_local_layers(reader, family, num_layers, window)
     else:
         local = _read_uniform_layers(reader, family, num_layers, window)
@@ -207,6 +227,22 @@ def _read_uniform_layers(
     return (is_local,) * num_layers
 
 
+def _read_unrotated_layers(
+    reader: ConfigReader, family: Family, num_layers: int
+) -> tuple[bool, ...]:
+    """Return which layers have no rotary embedding."""
+    if not family.unrotated_period:
+        return ()
+    # transformers accepts a longer list.
+    rotated = reader.flags("no_rope_layers", at_least=num_layers)
+    period = reader.optional_integer("no_rope_layer_interval", nullable=False)
+    if rotated is None:
+        period = period or family.unrotated_period
+        rotated = tuple((layer + 1) % period > 0 for layer in range(num_layers))
+    unrotated = tuple(not flag for flag in rotated[:num_layers])
+    return unrotated if any(unrotated) else ()
+
+
 def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str = "lm") -> Config:
     """Return the contents of a config.json that transformers reads as the same model.
 
@@ -239,6 +275,9 @@ def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str =
     config |= {name: getattr(a, field) for name, field in family.fields.items()}
     config |= {name: getattr(a, biases[-1]) for name, biases in family.bias_fields.items()}
     config |= _write_windows(a, family)
+    if family.unrotated_period:
+        # The field lists the layers that are rotated, in spite of its name.
+        config["no_rope_layers"] = [int(rotated) for rotated in a.layers_are_rotated]
     config |= write_rope(a, family)
     if head == "scalar":
         prefix = family.classifier_prefix or family.class_prefix
@@ -291,13 +330,13 @@ def update_hf_config(source: Config, architecture: Architecture, dtype: str, hea
 
 def _write_windows(a: Architecture, family: Family) -> Config:
     config: Config = {}
-    if family.sliding_windows == "pattern":
-        # transformers cannot make the masks of this family without a window, even if no layer
+    if family.sliding_windows in ("pattern", "listed"):
+        # transformers cannot make the masks of these families without a window, even if no layer
         # uses it.
         config["sliding_window"] = a.sliding_window or family.defaults["sliding_window"]
     elif family.sliding_windows != "none":
         config["sliding_window"] = a.sliding_window
-    if family.sliding_windows in ("last", "pattern"):
+    if family.sliding_windows in ("last", "pattern", "listed"):
         config["layer_types"] = [LOCAL if local else FULL for local in a.layers_are_local]
     if family.sliding_windows == "last":
         config["use_sliding_window"] = a.sliding_window is not None

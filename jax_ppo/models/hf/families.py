@@ -35,13 +35,19 @@ class Family:
       nullable: Sizes and numbers of config.json that transformers accepts as null.
       sliding_windows: Which layers have a sliding window. "none": no layer; "all": every layer, if
         config.json has a `sliding_window`; "last": the layers from `max_window_layers` on, if
-        `use_sliding_window` is set; "pattern": all layers except every n-th.
+        `use_sliding_window` is set; "pattern": all layers except every n-th; "listed": those in
+        `layer_types`, or every layer. With the last three, `layer_types` decides if there is one.
       window_period: With "pattern", n.
       window_period_field: With "pattern", the field of config.json that overrides n; "" if none.
       activation_fields: Fields of config.json that name the activation. The first one is read and
         all are written.
       activation: Default activation of the MLP.
       activation_aliases: The family's names of activations, and the usual names.
+      rope_theta: Base of the rotary embedding unless config.json has one.
+      partial_rotary_factor: Share of a head that is rotated unless config.json says so; `None` if
+        it cannot.
+      unrotated_period: With n, every n-th layer has no rotary embedding unless config.json lists
+        others in `no_rope_layers`; 0: all layers have one.
       rope_aliases: The family's names of rotary embeddings, and the usual names.
       rope_by_layer_type: Whether layers with a sliding window have rotary parameters of their own.
       rope_length_outside: Whether `original_max_position_embeddings` is stored outside the rotary
@@ -66,6 +72,9 @@ class Family:
     activation_fields: tuple[str, ...] = ("hidden_act",)
     activation: str = SILU
     activation_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    rope_theta: float = 10_000.0
+    partial_rotary_factor: float | None = None
+    unrotated_period: int = 0
     rope_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     rope_by_layer_type: bool = False
     rope_length_outside: bool = False
@@ -96,12 +105,54 @@ class EncoderFamily:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Multimodal:
+    """A family of models of which only the decoder of text is read.
+
+    Its config.json describes the decoder in `text_config`, which is one of `FAMILIES`.
+
+    Attributes:
+      text_prefixes: Prefixes of the decoder's tensors, and those of its own family.
+      other_prefixes: Prefixes of the tensors that are left out.
+    """
+
+    text_prefixes: Mapping[str, str]
+    other_prefixes: tuple[str, ...]
+
+    def text_name(self, name: str) -> str:
+        """Return a tensor's name in the decoder's own family; "" if it is left out."""
+        if name.startswith(self.other_prefixes):
+            return ""
+        for prefix, own in self.text_prefixes.items():
+            if name.startswith(prefix):
+                return own + name.removeprefix(prefix)
+        return name
+
+
 _ATTENTION_BIAS = {"attention_bias": ("qkv_bias", "output_bias")}
 _QWEN_DEFAULTS = {
     "num_key_value_heads": 32,
     "sliding_window": 4096,
     "max_window_layers": 28,
     "max_position_embeddings": 32_768,
+}
+_MISTRAL_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+    "max_position_embeddings": 131_072,
+}
+_GRANITE_FACTORS = {
+    "embedding_multiplier": "embedding_multiplier",
+    "attention_multiplier": "attention_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "logits_scaling": "logit_divisor",
+}
+_GLM_DEFAULTS = {
+    "rms_norm_eps": 1.5625e-7,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "attention_bias": True,
+    "max_position_embeddings": 131_072,
 }
 _GEMMA_FIXED = {"scaled_embedding": True, "norm_plus_one": True}
 _GEMMA_DEFAULTS = {
@@ -149,11 +200,7 @@ FAMILIES = {
     ),
     "mistral": Family(
         class_prefix="Mistral",
-        defaults={
-            "num_key_value_heads": 8,
-            "sliding_window": 4096,
-            "max_position_embeddings": 131_072,
-        },
+        defaults=_MISTRAL_DEFAULTS,
         nullable=frozenset({"head_dim"}),
         sliding_windows="all",
     ),
@@ -166,11 +213,70 @@ FAMILIES = {
         },
         nullable=frozenset({"num_key_value_heads"}),
         sliding_windows="all",
+        partial_rotary_factor=1.0,
         rope_aliases={"su": "longrope", "yarn": "longrope"},
         rope_length_outside=True,
         fused_projections={
             ("q_proj", "k_proj", "v_proj"): "qkv_proj",
             ("gate_proj", "up_proj"): "gate_up_proj",
+        },
+    ),
+    "ministral": Family(
+        class_prefix="Ministral",
+        defaults=_MISTRAL_DEFAULTS,
+        nullable=frozenset({"head_dim", "num_key_value_heads"}),
+        sliding_windows="listed",
+    ),
+    "smollm3": Family(
+        class_prefix="SmolLM3",
+        bias_fields=_ATTENTION_BIAS | {"mlp_bias": ("mlp_bias",)},
+        defaults={
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 32_768,
+        },
+        nullable=frozenset({"num_key_value_heads"}),
+        rope_theta=2_000_000.0,
+        unrotated_period=4,
+    ),
+    "granite": Family(
+        class_prefix="Granite",
+        fields=_GRANITE_FACTORS,
+        bias_fields=_ATTENTION_BIAS | {"mlp_bias": ("mlp_bias",)},
+        defaults=dict.fromkeys(_GRANITE_FACTORS, 1.0) | {"max_position_embeddings": 2048},
+        nullable=frozenset({"num_key_value_heads"}),
+    ),
+    "olmo2": Family(
+        class_prefix="Olmo2",
+        fixed={
+            "qk_norm": True,
+            "qk_norm_over_heads": True,
+            "pre_norms": False,
+            "post_norms": True,
+        },
+        bias_fields=_ATTENTION_BIAS,
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+        nullable=frozenset({"num_key_value_heads"}),
+    ),
+    "glm": Family(
+        class_prefix="Glm",
+        fixed={"rope_interleaved": True},
+        bias_fields={"attention_bias": ("qkv_bias",)},
+        defaults=_GLM_DEFAULTS,
+        partial_rotary_factor=0.5,
+        fused_projections={("gate_proj", "up_proj"): "gate_up_proj"},
+    ),
+    "glm4": Family(
+        class_prefix="Glm4",
+        fixed={"rope_interleaved": True, "post_norms": True},
+        bias_fields={"attention_bias": ("qkv_bias",)},
+        defaults=_GLM_DEFAULTS,
+        partial_rotary_factor=0.5,
+        fused_projections={("gate_proj", "up_proj"): "gate_up_proj"},
+        module_names={
+            "post_attention_layernorm": "post_self_attn_layernorm",
+            "pre_feedforward_layernorm": "post_attention_layernorm",
+            "post_feedforward_layernorm": "post_mlp_layernorm",
         },
     ),
     "gemma": Family(
@@ -203,7 +309,9 @@ FAMILIES = {
         fixed=_GEMMA_FIXED | {"post_norms": True, "qk_norm": True},
         fields=_GEMMA_2_FIELDS,
         bias_fields=_ATTENTION_BIAS,
-        defaults=_GEMMA_2_DEFAULTS | {"max_position_embeddings": 131_072},
+        # The text_config of multimodal models leaves out what has its default.
+        defaults=_GEMMA_2_DEFAULTS
+        | {"max_position_embeddings": 131_072, "vocab_size": 262_208, "num_attention_heads": 8},
         integers=frozenset({"query_pre_attn_scalar"}),
         nullable=_SOFTCAPS,
         sliding_windows="pattern",
@@ -217,6 +325,23 @@ FAMILIES = {
             "whether the weights were trained with it"
         },
     ),
+}
+
+MULTIMODAL = {
+    "gemma3": Multimodal(
+        # The second and the third are those of files on the hub.
+        text_prefixes={
+            "model.language_model.": "model.",
+            "language_model.model.": "model.",
+            "language_model.lm_head.": "lm_head.",
+        },
+        other_prefixes=(
+            "model.vision_tower.",
+            "model.multi_modal_projector.",
+            "vision_tower.",
+            "multi_modal_projector.",
+        ),
+    )
 }
 
 ENCODERS = {

@@ -53,6 +53,8 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "attention_chunk_size": (None,),
     "cross_attention_hidden_size": (None,),
+    "full_attn_mod": (1,),
+    "interpolate_factor": (1,),
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
     "lm_head_bias": (False,),
@@ -188,6 +190,17 @@ class ConfigReader:
         if min(value) <= 0:
             raise self._mismatch(name, f"a list of {count} numbers greater than 0", value)
         return tuple(value)
+
+    def flags(self, name: str, at_least: int) -> tuple[bool, ...] | None:
+        """Return a list of `at_least` or more zeros and ones; `None` if it is missing or null."""
+        value = self._get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or any(type(flag) is not int for flag in value):
+            raise self._mismatch(name, "a list of zeros and ones", value)
+        if len(value) < at_least or set(value) - {0, 1}:
+            raise self._mismatch(name, f"a list of at least {at_least} zeros and ones", value)
+        return tuple(map(bool, value))
 
     def table(self, name: str) -> Config:
         """Return an object; a missing one and null are empty."""

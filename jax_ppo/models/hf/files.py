@@ -4,7 +4,7 @@ import contextlib
 import json
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -41,12 +41,18 @@ class SafetensorsCheckpoint:
     bytes of that slice.
     """
 
-    def __init__(self, folder: str | Path, files: Sequence[Path] | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        files: Sequence[Path] | None = None,
+        rename: Callable[[str], str] = str,
+    ) -> None:
         """Open the files.
 
         Args:
           folder: Folder of the checkpoint.
           files: The files to open; `None`: those that `weight_files` returns.
+          rename: From a tensor's name in the files to its name here; "" leaves the tensor out.
 
         Raises:
           UserError: The folder has no complete safetensors files, or two of them hold different
@@ -54,7 +60,8 @@ class SafetensorsCheckpoint:
         """
         self.folder = Path(folder)
         self._stack = contextlib.ExitStack()
-        self._files: dict[str, tuple[Any, str]] = {}
+        # The open file, its name, and the tensor's name in it.
+        self._files: dict[str, tuple[Any, str, str]] = {}
         with contextlib.ExitStack() as opening:
             for path in weight_files(self.folder) if files is None else files:
                 try:
@@ -64,10 +71,12 @@ class SafetensorsCheckpoint:
                         f"{path} is not a whole safetensors file ({error}). If it was downloaded "
                         "or cloned, that stopped early or left a Git LFS pointer: fetch it again"
                     ) from error
-                for name in file.keys():
+                for stored_name in file.keys():
+                    name = rename(stored_name)
                     if name in self._files:
-                        self._refuse_different_copy(name, file, path.name)
-                    self._files[name] = (file, path.name)
+                        self._refuse_different_copy(name, file.get_slice(stored_name), path.name)
+                    if name:
+                        self._files[name] = (file, path.name, stored_name)
             self._stack = opening.pop_all()
 
     def __enter__(self) -> Self:
@@ -83,7 +92,7 @@ class SafetensorsCheckpoint:
 
     def file(self, name: str) -> str:
         """Return the name of the file that holds a tensor."""
-        _, file_name = self._files[name]
+        _, file_name, _ = self._files[name]
         return file_name
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -112,17 +121,17 @@ class SafetensorsCheckpoint:
         """Return whether two tensors have the same type, shape and bytes."""
         return _slices_are_equal(self._slice(name), self._slice(other))
 
-    def _refuse_different_copy(self, name: str, file: Any, file_name: str) -> None:
+    def _refuse_different_copy(self, name: str, other: Any, file_name: str) -> None:
         """Raise `UserError` if a tensor differs from the one of that name in an earlier file."""
-        if not _slices_are_equal(self._slice(name), file.get_slice(name)):
+        if not _slices_are_equal(self._slice(name), other):
             raise UserError(
                 f"{self.folder}: {self.file(name)} and {file_name} hold different tensors named "
                 f"{name}, so it is unclear which one belongs to the model"
             )
 
     def _slice(self, name: str) -> Any:
-        file, _ = self._files[name]
-        return file.get_slice(name)
+        file, _, stored_name = self._files[name]
+        return file.get_slice(stored_name)
 
 
 def is_finite(values: np.ndarray, code: str) -> bool:

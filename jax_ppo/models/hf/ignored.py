@@ -74,7 +74,7 @@ def _has_computed_frequencies(
     stored = checkpoint.read(name).astype(np.float64)
     scaled, _ = rope.inverse_frequencies(architecture)
     local, _ = rope.inverse_frequencies(architecture, local=True)
-    dim = architecture.head_dim
+    dim = architecture.rotary_dim
     unscaled = architecture.rope_theta ** -(np.arange(0, dim, 2) / dim)
     precision = jnp.finfo(dtype)
     relative = max(4 * float(precision.eps), 1e-5)

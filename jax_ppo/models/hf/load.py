@@ -18,8 +18,8 @@ from jax_ppo.errors import UserError
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.hf import tensors
-from jax_ppo.models.hf.config import from_hf_config, read_eos_ids
-from jax_ppo.models.hf.families import ENCODERS, FAMILIES
+from jax_ppo.models.hf.config import from_hf_config, read_eos_ids, text_config
+from jax_ppo.models.hf.families import ENCODERS, FAMILIES, MULTIMODAL
 from jax_ppo.models.hf.files import SAFETENSORS_DTYPES, SafetensorsCheckpoint, weight_files
 from jax_ppo.models.hf.ignored import SCORE_WEIGHTS, is_ignorable
 from jax_ppo.models.hf.json_files import read_json_object
@@ -44,7 +44,7 @@ def read_architecture(folder: str | Path, needs_weights: bool = True) -> Archite
       UserError: The folder has no config.json or no safetensors weights, or the model is not
         supported.
     """
-    architecture = from_hf_config(_read_config(folder))
+    architecture = from_hf_config(text_config(_read_config(folder)))
     if needs_weights or has_weights(folder):
         if architecture.tied and _has_own_head(folder, architecture):
             architecture = dataclasses.replace(architecture, tied=False)
@@ -86,15 +86,15 @@ def read_reward_architecture(
     architecture: Architecture | DebertaArchitecture
     if kind in ENCODERS:
         architecture = ENCODERS[kind].from_hf_config(config)
-    elif kind in FAMILIES:
+    elif kind in FAMILIES or kind in MULTIMODAL:
         architecture = read_architecture(folder, needs_weights)
     else:
         raise UserError(
             f"{folder}: config.json's model_type {kind!r} is not supported for a reward model, "
-            f"only {', '.join((*FAMILIES, *ENCODERS))} are"
+            f"only {', '.join((*FAMILIES, *MULTIMODAL, *ENCODERS))} are"
         )
     if needs_weights or has_weights(folder):
-        with SafetensorsCheckpoint(folder) as checkpoint:
+        with _open_checkpoint(folder) as checkpoint:
             _validate_checkpoint(
                 checkpoint, tensor_table(architecture, "reward"), "reward", architecture
             )
@@ -106,7 +106,7 @@ def _has_own_head(folder: str | Path, architecture: Architecture) -> bool:
     untied = tensor_table(dataclasses.replace(architecture, tied=False), "lm")
     embedding = untied["embed", "embedding"].name
     head = untied["lm_head", "embedding"].name
-    with SafetensorsCheckpoint(folder) as checkpoint:
+    with _open_checkpoint(folder) as checkpoint:
         if not {embedding, head} <= checkpoint.names():
             return False
         return not checkpoint.are_equal(embedding, head)
@@ -114,7 +114,7 @@ def _has_own_head(folder: str | Path, architecture: Architecture) -> bool:
 
 def has_score_head(folder: str | Path) -> bool:
     """Return whether a checkpoint has the head of a reward model."""
-    with SafetensorsCheckpoint(folder) as checkpoint:
+    with _open_checkpoint(folder) as checkpoint:
         return not checkpoint.names().isdisjoint(SCORE_WEIGHTS)
 
 
@@ -129,6 +129,13 @@ def _read_config(folder: str | Path) -> dict[str, Any]:
             )
         raise UserError(f"{folder} has no config.json: it is not a Hugging Face checkpoint")
     return read_json_object(folder / "config.json")
+
+
+def _open_checkpoint(folder: str | Path) -> SafetensorsCheckpoint:
+    """Open the weights; a decoder inside another model has the names of its own family."""
+    kind = str(_read_config(folder).get("model_type"))
+    rename = MULTIMODAL[kind].text_name if kind in MULTIMODAL else str
+    return SafetensorsCheckpoint(folder, rename=rename)
 
 
 def load_checkpoint(
@@ -167,7 +174,7 @@ def load_checkpoint(
     rows = tensor_table(architecture, head)
     places = tensors.flatten_like(shardings, rows, "`shardings`")
     rows_to_read = tensors_to_read(rows, head)
-    with SafetensorsCheckpoint(folder) as checkpoint:
+    with _open_checkpoint(folder) as checkpoint:
         _validate_checkpoint(checkpoint, rows_to_read, head, architecture)
         return read_parameters(
             checkpoint,

@@ -87,13 +87,13 @@ def _layer_name(a: Architecture, name: str) -> str:
 
 
 def _norms(a: Architecture) -> TensorTable:
-    names = {
-        "input_norm": "input_layernorm",
-        "post_attention_norm": "post_attention_layernorm",
-    }
+    names = {"post_attention_norm": "post_attention_layernorm"}
+    if a.pre_norms:
+        names["input_norm"] = "input_layernorm"
     if a.post_norms:
-        names["pre_feedforward_norm"] = "pre_feedforward_layernorm"
         names["post_feedforward_norm"] = "post_feedforward_layernorm"
+    if a.pre_norms and a.post_norms:
+        names["pre_feedforward_norm"] = "pre_feedforward_layernorm"
     rows: TensorTable = {
         ("layers", name, "scale"): TensorMapping(
             f"{_layer_name(a, hf_name)}.weight", (a.hidden_size,), layers=a.num_layers
@@ -101,10 +101,11 @@ def _norms(a: Architecture) -> TensorTable:
         for name, hf_name in names.items()
     }
     if a.qk_norm:
-        for name in ("q_norm", "k_norm"):
+        for name, heads in (("q_norm", a.num_heads), ("k_norm", a.num_kv_heads)):
+            width = heads * a.head_dim if a.qk_norm_over_heads else a.head_dim
             rows["layers", "attention", name, "scale"] = TensorMapping(
                 f"{_layer_name(a, f'{ATTENTION}.{name}')}.weight",
-                (a.head_dim,),
+                (width,),
                 layers=a.num_layers,
             )
     return rows

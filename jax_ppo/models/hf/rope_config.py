@@ -1,6 +1,6 @@
 """Rotary parameters of config.json, in the spellings of transformers 4 and 5."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax_ppo.models.architecture import ROPE_KINDS, Architecture
 from jax_ppo.models.hf.families import Family
@@ -19,15 +19,30 @@ OPTIONAL_NUMBERS: dict[str, tuple[str, ...]] = {
 LISTS = ("short_factor", "long_factor")
 # Entries that transformers ignores.
 HARMLESS_ENTRIES = ("finetuned",)
-DEFAULT_THETA, DEFAULT_THETA_OF_TWO, DEFAULT_LOCAL_THETA = 10_000.0, 1_000_000.0, 10_000.0
+DEFAULT_THETA_OF_TWO, DEFAULT_LOCAL_THETA = 1_000_000.0, 10_000.0
+PARTIAL_FACTOR = "partial_rotary_factor"
 
 RopeScaling = tuple[tuple[str, Any], ...]
 
 
-def read_rope(
-    reader: ConfigReader, family: Family, head_dim: int
-) -> tuple[float, RopeScaling, float | None]:
-    """Return `rope_theta`, `rope_scaling` and `local_rope_theta` of `Architecture`.
+class RopeFields(NamedTuple):
+    """The rotary parameters, as fields of `Architecture`.
+
+    Attributes:
+      theta: `rope_theta`.
+      scaling: `rope_scaling`.
+      partial_factor: `partial_rotary_factor`.
+      local_theta: `local_rope_theta`.
+    """
+
+    theta: float
+    scaling: RopeScaling
+    partial_factor: float = 1.0
+    local_theta: float | None = None
+
+
+def read_rope(reader: ConfigReader, family: Family, head_dim: int) -> RopeFields:
+    """Return the rotary parameters.
 
     transformers 5 writes `rope_parameters`. `rope_scaling` is transformers 4's name; where a file
     has both, transformers 5 uses `rope_scaling`, so they must agree.
@@ -42,14 +57,14 @@ def read_rope(
             raise reader.error(
                 f"rope_parameters for each layer type ({', '.join(nested)}) are not supported"
             )
-    rope = _OneRope(reader, family, head_dim, "rope_theta", DEFAULT_THETA)
-    theta, values = rope.read(parameters, "rope_parameters")
+    rope = _OneRope(reader, family, head_dim, "rope_theta", family.rope_theta)
+    fields = rope.read(parameters, "rope_parameters")
     if scaling:
         other = rope.read(scaling, "rope_scaling")
-        if parameters and other != (theta, values):
+        if parameters and other != fields:
             raise _disagreement(reader)
-        theta, values = other
-    return theta, values, None
+        fields = other
+    return fields
 
 
 def _disagreement(reader: ConfigReader) -> Exception:
@@ -61,7 +76,7 @@ def _disagreement(reader: ConfigReader) -> Exception:
 
 def _read_two_ropes(
     reader: ConfigReader, family: Family, parameters: Config, scaling: Config, head_dim: int
-) -> tuple[float, RopeScaling, float]:
+) -> RopeFields:
     """Read the rotary parameters of a family whose local layers have their own.
 
     transformers 5 stores both by layer type. Before, `rope_scaling` described the other layers
@@ -76,7 +91,7 @@ def _read_two_ropes(
     full = tables.table(FULL)
     local = tables.table(LOCAL)
     other_rope = _OneRope(reader, family, head_dim, "rope_theta", DEFAULT_THETA_OF_TWO)
-    theta, values = other_rope.read(full, f"rope_parameters.{FULL}")
+    fields = other_rope.read(full, f"rope_parameters.{FULL}")
     if scaling:
         if "type" in scaling:
             raise reader.error(
@@ -84,18 +99,18 @@ def _read_two_ropes(
             )
         # transformers 5 adds the entries of one to the other.
         merged = other_rope.read(full | scaling, "rope_scaling")
-        if full and merged != (theta, values):
+        if full and merged != fields:
             raise _disagreement(reader)
-        theta, values = merged
+        fields = merged
     local_rope = _OneRope(reader, family, head_dim, "rope_local_base_freq", DEFAULT_LOCAL_THETA)
-    local_theta, local_values = local_rope.read(local, f"rope_parameters.{LOCAL}")
-    local_kind = dict(local_values)["rope_type"]
+    local_fields = local_rope.read(local, f"rope_parameters.{LOCAL}")
+    local_kind = dict(local_fields.scaling)["rope_type"]
     if local_kind != "default":
         raise reader.error(
             f"rope_parameters of {LOCAL} with rope_type {local_kind!r} are not supported, only "
             "'default' is"
         )
-    return theta, values, local_theta
+    return fields._replace(local_theta=local_fields.theta)
 
 
 class _OneRope:
@@ -121,8 +136,8 @@ class _OneRope:
         if not family.rope_by_layer_type:
             self._original_length = _read_original_length(reader)
 
-    def read(self, table: Config, name: str) -> tuple[float, RopeScaling]:
-        """Return the base and the other parameters, sorted by name.
+    def read(self, table: Config, name: str) -> RopeFields:
+        """Return the parameters.
 
         Args:
           table: The parameters; empty: the default ones.
@@ -130,12 +145,19 @@ class _OneRope:
         """
         entries = ConfigReader(table, where=f"config.json: {name}.")
         kind = self._read_kind(entries)
+        partial_factor = self._read_partial_factor(entries)
+        rotary_dim = int(self._head_dim * partial_factor)
+        if rotary_dim < 2 or rotary_dim % 2:
+            raise self._reader.error(
+                f"{PARTIAL_FACTOR}={partial_factor} with head_dim={self._head_dim} rotates "
+                f"{rotary_dim} numbers of a head, which must be an even number"
+            )
         values: dict[str, Any] = {"rope_type": kind}
         for entry in ROPE_KINDS[kind]:
             if table.get(entry) is None:
                 raise self._reader.error(f"rope_type {kind!r} needs {entry}")
             if entry in LISTS:
-                values[entry] = entries.numbers(entry, self._head_dim // 2)
+                values[entry] = entries.numbers(entry, rotary_dim // 2)
             else:
                 values[entry] = entries.number(entry)
         for entry in OPTIONAL_NUMBERS.get(kind, ()):
@@ -153,7 +175,7 @@ class _OneRope:
             values[ORIGINAL_LENGTH] = self._original_length or original_length or self._max_length
         theta = self._read_theta(entries, name)
         entries.refuse_unread(HARMLESS_ENTRIES)
-        return theta, tuple(sorted(values.items()))
+        return RopeFields(theta, tuple(sorted(values.items())), partial_factor)
 
     def _read_kind(self, entries: ConfigReader) -> str:
         older = entries.string("type", "default")
@@ -163,10 +185,26 @@ class _OneRope:
             raise self._reader.error(
                 f"rope_type {quote_value(kind)} is not supported, only {', '.join(ROPE_KINDS)} are"
             )
-        for fields in (self._reader, entries):
-            if fields.optional_number("partial_rotary_factor", nullable=False) not in (None, 1):
-                raise self._reader.error("partial_rotary_factor is not supported, only 1 is")
         return kind
+
+    def _read_partial_factor(self, entries: ConfigReader) -> float:
+        """Return the share of a head that is rotated, stored among the parameters or outside."""
+        outer = self._reader.optional_number(PARTIAL_FACTOR, nullable=False)
+        inner = entries.optional_number(PARTIAL_FACTOR, nullable=False)
+        default = self._family.partial_rotary_factor
+        if default is None:
+            if {outer, inner} - {None, 1}:
+                raise self._reader.error(f"{PARTIAL_FACTOR} is not supported, only 1 is")
+            return 1.0
+        if None not in (outer, inner) and outer != inner:
+            raise self._reader.error(
+                f"{PARTIAL_FACTOR} is {outer} outside of the rotary parameters and {inner} among "
+                "them: keep the one that is meant and remove the other"
+            )
+        factor = float(inner or outer or default)
+        if factor > 1:
+            raise self._reader.error(f"{PARTIAL_FACTOR} must be at most 1, it is {factor}")
+        return factor
 
     def _read_theta(self, entries: ConfigReader, name: str) -> float:
         """Return the base, which may be stored among the parameters or outside."""
@@ -197,6 +235,9 @@ def write_rope(a: Architecture, family: Family) -> Config:
         config[ORIGINAL_LENGTH] = rope.pop(ORIGINAL_LENGTH)
         # transformers 4 accepts no further field in rope_scaling.
         config["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
+    if family.partial_rotary_factor is not None:
+        config[PARTIAL_FACTOR] = a.partial_rotary_factor
+        config["rope_parameters"][PARTIAL_FACTOR] = a.partial_rotary_factor
     if a.local_rope_theta is not None:
         config["rope_local_base_freq"] = a.local_rope_theta
         config["rope_parameters"] = {

@@ -42,6 +42,21 @@ MODELS = {
             "long_factor": [1, 2, 3, 4],
         },
     },
+    "ministral": {
+        "sliding_window": 5,
+        "head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "smollm3": {"no_rope_layer_interval": 2},
+    "granite": {
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 3.0,
+    },
+    "olmo2": {},
+    "glm": {"head_dim": 8},
+    "glm4": {"head_dim": 8},
     "gemma": {"head_dim": 16},
     "gemma2": GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5},
     "gemma3_text": GEMMA
@@ -62,6 +77,7 @@ ADDED = {
     "max_window_layers": [0, 1, 5],
     "mlp_bias": [False, True],
     "num_key_value_head": [2],
+    "no_rope_layers": [[1, 0], [0, 0], [1], [0, 1, 1], [2, 1], None],
     "original_max_position_embeddings": [8, 64],
     "partial_rotary_factor": [1, 1.0, 0.5, None],
     "per_layer_config": [None, {"0": {"num_attention_heads": 2}}],
@@ -114,8 +130,9 @@ def make_sweep(tmp_path):
             read=from_hf_config,
             ours=ours,
             theirs=theirs,
-            # The default of a missing pad_token_id may lie outside of this small vocabulary.
-            harmless=HARMLESS_FIELDS | {"pad_token_id"},
+            # The default of a missing pad_token_id may lie outside of this small vocabulary. Some
+            # families of transformers fail on null, or without the size of a head.
+            harmless=HARMLESS_FIELDS | {"pad_token_id", "use_sliding_window", "head_dim"},
         )
 
     return make

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.config import from_hf_config
-from jax_ppo.models.hf.families import FAMILIES
+from jax_ppo.models.hf.families import FAMILIES, MULTIMODAL
 from jax_ppo.models.hf.fields import NEUTRAL_VALUES
 from jax_ppo.models.hf.files import (
     BLOCK_SIZE,
@@ -301,7 +301,7 @@ def test_files_that_are_cut_short_or_missing(tmp_path):
     [
         (
             {"model_type": "lama"},
-            f"model_type 'lama' is not supported, only {', '.join(FAMILIES)} are; "
+            f"model_type 'lama' is not supported, only {', '.join((*FAMILIES, *MULTIMODAL))} are; "
             "the nearest is llama",
         ),
         ({"model_type": "gpt_neox"}, "model_type 'gpt_neox' is not supported"),

@@ -1,0 +1,119 @@
+"""The text part of a multimodal model is read, trained and exported as a decoder of its own."""
+
+import json
+
+import hf_reference as reference
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jax_ppo.errors import UserError
+from jax_ppo.models.hf.load import read_architecture, read_reward_architecture
+from jax_ppo.models.hf.save import export_checkpoint
+
+TEXT = reference.SIZES | {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 9,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
+VISION = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Save a small Gemma 3 of text and images to tmp_path / "in" and return it."""
+    transformers = reference.transformers
+    config = transformers.Gemma3Config(
+        text_config=TEXT,
+        vision_config=VISION,
+        mm_tokens_per_image=4,
+        image_token_index=90,
+        boi_token_index=91,
+        eoi_token_index=92,
+        attn_implementation="eager",
+    )
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    generator = reference.torch.Generator().manual_seed(7)
+    with reference.torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.15, generator=generator)
+    model.save_pretrained(tmp_path / "in")
+    return model
+
+
+def change_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_the_text_part_computes_the_logits_of_the_whole(model, tmp_path, prefix):
+    """The first names are those of transformers 5, the second those of files on the hub."""
+    weights = tmp_path / "in/model.safetensors"
+    stored = load_file(weights)
+    own = {"model.language_model.": prefix, "language_model.model.": prefix}
+    renamed = {}
+    for name, tensor in stored.items():
+        for other, mine in own.items():
+            name = name.replace(other, mine)
+        renamed[name] = tensor
+    assert any(name.startswith(prefix) for name in renamed)
+    save_file(renamed, weights, metadata={"format": "pt"})
+
+    architecture, params = reference.load(tmp_path / "in")
+    ids = reference.tokens(rows=2, length=16, vocab_size=90)
+    expected = reference.their_logits(model, ids)
+    ours = reference.our_logits(architecture, params, ids)
+    np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+    export_checkpoint(params, architecture, tmp_path / "out", source_folder=tmp_path / "in")
+    exported = reference.reload(tmp_path / "out")
+    assert type(exported).__name__ == "Gemma3ForCausalLM"
+    np.testing.assert_allclose(
+        reference.their_logits(exported, ids), expected, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_what_the_text_config_leaves_out_has_its_default(model, tmp_path):
+    """The files of the hub leave out sizes, and have the end of a turn outside."""
+    few = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10_240,
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    change_config(tmp_path / "in", text_config=few, eos_token_id=[1, 106])
+    (tmp_path / "in/generation_config.json").unlink()
+    architecture = read_architecture(tmp_path / "in", needs_weights=False)
+    assert (architecture.vocab_size, architecture.num_heads, architecture.num_kv_heads) == (
+        262_208,
+        8,
+        4,
+    )
+    assert architecture.eos_ids == (1, 106)
+    assert architecture.layers_are_local.count(False) == 5
+
+
+def test_a_reward_model_needs_a_score(model, tmp_path):
+    with pytest.raises(UserError, match=r"there is no score.weight in it"):
+        read_reward_architecture(tmp_path / "in")
+
+
+def test_a_multimodal_model_without_a_known_text_part_is_refused(model, tmp_path):
+    change_config(tmp_path / "in", text_config={"model_type": "gemma3n_text"})
+    with pytest.raises(UserError, match=r"model_type 'gemma3n_text' is not supported"):
+        read_architecture(tmp_path / "in")
+    change_config(tmp_path / "in", text_config=3)
+    with pytest.raises(UserError, match=r"text_config must be an object, it is 3"):
+        read_architecture(tmp_path / "in")
