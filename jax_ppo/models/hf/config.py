@@ -78,7 +78,8 @@ def text_config(config: Config) -> Config:
     Raises:
       UserError: The multimodal model has no `text_config`, or of an unsupported family.
     """
-    if config.get("model_type") not in MULTIMODAL:
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in MULTIMODAL:
         return config
     text = ConfigReader(config).table("text_config")
     # In some files only the whole model has them.

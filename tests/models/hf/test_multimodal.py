@@ -114,6 +114,9 @@ def test_a_multimodal_model_without_a_known_text_part_is_refused(model, tmp_path
     change_config(tmp_path / "in", text_config={"model_type": "gemma3n_text"})
     with pytest.raises(UserError, match=r"model_type 'gemma3n_text' is not supported"):
         read_architecture(tmp_path / "in")
-    change_config(tmp_path / "in", text_config=3)
+    change_config(tmp_path / "in", model_type=["gemma3"])
+    with pytest.raises(UserError, match=r"model_type \['gemma3'\] is not supported"):
+        read_architecture(tmp_path / "in")
+    change_config(tmp_path / "in", model_type="gemma3", text_config=3)
     with pytest.raises(UserError, match=r"text_config must be an object, it is 3"):
         read_architecture(tmp_path / "in")
