@@ -86,7 +86,7 @@ def _run(options: Config, workdir: str | Path, run: Callable[[Config, Path], obj
     from jax_ppo.reporting import console
     from jax_ppo.runtime import distributed, watchdog
 
-    watched = watchdog.watch(options.distributed.stall_seconds, distributed.end_all)
+    watched = watchdog.watch(options.distributed.stall_seconds, distributed.end_stalled_run)
     try:
         with watched, prepared_run(options, workdir) as folder:
             run(options, folder)

@@ -4,7 +4,8 @@
 #   launch/tpu_host.sh start ARGS   Start `python -m jax_ppo.$COMMAND ARGS` in the background.
 #   launch/tpu_host.sh watch        Follow the log until the run ends; exit with its code.
 #   launch/tpu_host.sh stop         Send SIGTERM to the run and wait until it has saved and ended.
-#   launch/tpu_host.sh supervise    Used by start: run, and restart after exit codes 143 and 130.
+#   launch/tpu_host.sh supervise    Used by start: run, and restart after exit codes 143 and 130, and
+#                                   MAX_RESTARTS times after the loss of a process.
 #
 # Files in the folder of the checkout: train.log (output), train.pid (the supervisor), train.exit
 # (exit code of a run that is over) and train.stop (present once `stop` was requested). Secrets are
@@ -14,6 +15,7 @@ cd "$(dirname "$0")/.."
 
 START_SECONDS=${START_SECONDS:-20} # a run that ends earlier counts as a failed start
 STOP_SECONDS=${STOP_SECONDS:-300}
+MAX_RESTARTS=${MAX_RESTARTS:-3} # after the loss of a process
 
 is_running() {
   # A process that is over may remain as a zombie for a while, to which signals can be sent.
@@ -68,7 +70,7 @@ start() {
 }
 
 supervise() {
-  local child code
+  local child code losses=0
   # Exported, not passed on a command line, which other users of the host could read.
   if [[ -r ../jax_ppo.env ]]; then
     set -a
@@ -87,11 +89,17 @@ supervise() {
       code=0
       wait "$child" || code=$?
     done
-    # The run was told to save and end, but not by `stop`: the host was about to be taken away.
-    if ((code != 143 && code != 130)) || [[ -e train.stop ]]; then
+    [[ ! -e train.stop ]] || break
+    if ((code == 143 || code == 130)); then
+      # The run was told to save and end, but not by `stop`: the host was about to be taken away.
+      echo "tpu_host.sh: exit code $code: a signal ended the run; resuming it"
+    elif ((code == 75 || code > 128)) && ((losses++ < MAX_RESTARTS)); then
+      # The others, which end with 75, are started again by their hosts.
+      echo "tpu_host.sh: exit code $code: a process was lost; resuming the run ($losses of" \
+        "$MAX_RESTARTS)"
+    else
       break
     fi
-    echo "tpu_host.sh: exit code $code: a signal ended the run; resuming it"
   done
   echo "$code" >train.exit.new
   mv train.exit.new train.exit
@@ -107,8 +115,8 @@ watch() {
     sleep 0.2
   done
   sleep 0.2 # for the last lines
-  # 75 (try again): killed together with its supervisor, as by a reboot, the run left no code.
-  local code=75
+  # 76: killed together with its supervisor, as by a reboot, the run left no code.
+  local code=76
   [[ ! -e train.exit ]] || code=$(<train.exit)
   echo "tpu_host.sh: $(hostname): the run ended with exit code $code" >&2
   exit "$code"

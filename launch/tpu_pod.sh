@@ -238,7 +238,7 @@ watch() {
       exit "$code"
     fi
     state=$(slice_state)
-    if [[ $state != ACTIVE ]] || ((code == 75)); then
+    if [[ $state != ACTIVE ]] || ((code == 76)); then
       resume
     elif on_hosts "$worker" true >/dev/null 2>&1; then
       # The host answers: the code is that of the run, which failed or was stopped by `stop`.
@@ -256,7 +256,10 @@ resume() {
     sleep "$POLL_SECONDS"
   done
   case $state in
-    ACTIVE) ;;
+    ACTIVE)
+      # The processes of other hosts may wait for the one that was lost.
+      on_hosts all 'cd jax_ppo && bash launch/tpu_host.sh stop' >/dev/null 2>&1 || true
+      ;;
     ABSENT | SUSPENDED | FAILED)
       echo "tpu_pod.sh: $name is $state; requesting it again" >&2
       [[ $state == ABSENT ]] || tpus queued-resources delete "$name" --force --quiet

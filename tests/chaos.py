@@ -37,6 +37,7 @@ from chaos_compare import Failure, Reference, compare_runs, validate_examples
 from chaos_process import ENVIRONMENT, STARTING, Hang, Processes
 from chaos_server import ForkServer
 from chaos_variants import VARIANTS, write_inputs
+from jax_ppo.runtime.signals import LOST_EXIT_CODE
 
 DISK_KINDS = ("file limit", "disk full")
 KINDS = ("kill", "SIGTERM", "SIGINT", "damage", *DISK_KINDS)
@@ -45,7 +46,8 @@ KINDS = ("kill", "SIGTERM", "SIGINT", "damage", *DISK_KINDS)
 EXIT_CODES = {
     "kill": {-9},
     "damage": {-9},
-    "kill one": {-9, 1},
+    # The others learn from their lifeline that one was killed.
+    "kill one": {-9, LOST_EXIT_CODE},
     "SIGTERM": {143},
     "SIGINT": {130},
     "file limit": {0, 1},
@@ -86,12 +88,19 @@ class Chaos:
       failures: the numbers of the runs that a fault has changed.
     """
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        """Write the inputs of all runs to `folder`."""
+    def __init__(self, folder: Path, seed: int, kinds: tuple[str, ...] = ()) -> None:
+        """Write the inputs of all runs to `folder`.
+
+        Args:
+          folder: holds everything that the runs read and write.
+          seed: of the faults.
+          kinds: the kinds of faults; none: all that a variant can have.
+        """
         self.faults: list[Fault] = []
         self.failures: list[int] = []
         self._folder = folder
         self._seed = seed
+        self._kinds = kinds
         self._references: dict[str, Reference] = {}
         self._reference_locks = collections.defaultdict(threading.Lock)
         write_inputs(folder / "inputs")
@@ -212,6 +221,7 @@ class Chaos:
         kinds = [kind for kind in KINDS if kind != "disk full" or self._has_disks]
         if VARIANTS[name].processes > 1:
             kinds += ["kill one"] * 3
+        kinds = [kind for kind in kinds if not self._kinds or kind in self._kinds]
         kind = rng.choice(kinds)
         phases = set(reference.durations)
         if (workdir / "checkpoints" / str(len(reference.examples))).exists():
@@ -258,6 +268,8 @@ def judge_fault(fault: Fault, output: str) -> None:
     expected = set(EXIT_CODES[fault.kind])
     if fault.phase == FINISHING:
         expected.add(0)
+    if fault.phase == STARTING and fault.kind == "kill one":
+        expected.add(1)  # it had not yet connected
     if fault.phase in (STARTING, FINISHING):
         expected |= WITHOUT_HANDLERS_EXIT_CODES.get(fault.kind, set())
     if not set(fault.codes) <= expected:
@@ -349,18 +361,20 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="names with commas between")
+    parser.add_argument("--kinds", default="", help="of faults, with commas between; default: all")
     parser.add_argument("--run", type=int, help="number of the only run to disturb")
     arguments = parser.parse_args()
     # A shell ignores SIGINT for what it runs in the background, and children would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     started = time.monotonic()
+    kinds = tuple(filter(None, arguments.kinds.split(",")))
     names = weighted_names(arguments.variants.split(","))
     numbers = itertools.count() if arguments.run is None else iter([arguments.run])
     folder = Path(tempfile.mkdtemp(prefix="jax_ppo_chaos_"))
     failures: list[int] = []
     try:
         with (
-            Chaos(folder, arguments.seed) as chaos,
+            Chaos(folder, arguments.seed, kinds) as chaos,
             concurrent.futures.ThreadPoolExecutor(arguments.parallel) as pool,
         ):
             failures = chaos.failures

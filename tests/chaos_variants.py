@@ -99,6 +99,10 @@ VARIANTS = {
     "reward model": Variant(command="reward_model", exports=("reward_model",), weight=2),
     "8 devices": Variant(options=("mesh.fsdp=2", "mesh.model=2"), devices=8),
     "2 processes": Variant(processes=2, weight=2),
+    # Eight devices; tensor parallelism spans two processes.
+    "4 processes": Variant(
+        options=("mesh.fsdp=2", "mesh.model=4"), devices=2, processes=4, weight=1
+    ),
 }
 
 

@@ -2,17 +2,21 @@
 
 In process 0 itself the service would be gone when that process is killed. JAX ends a process whose
 connection to the service breaks, at once and without naming the one that has ended; here the
-lifeline comes first, which does.
+lifeline comes first, which does. The service itself notices a process that is alive but frozen, by
+its missing heartbeats. JAX then aborts the others; the service's process says which one it was.
 """
 
 import contextlib
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
 from jaxlib import _jax
 
@@ -69,12 +73,42 @@ def _serve(arguments: str) -> None:
     # A signal to all processes of a run is for process 0 to handle.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    service = _jax.get_distributed_runtime_service(**json.loads(arguments))
+    options = json.loads(arguments)
+    _name_silent_processes(options["heartbeat_timeout"])
+    service = _jax.get_distributed_runtime_service(**options)
     print(_READY, end="", flush=True)
     if sys.stdin.read() == _STOP:
         service.shutdown()
     else:
         time.sleep(_GRACE_SECONDS)
+
+
+def _name_silent_processes(seconds: int) -> None:
+    """Pass on what the service writes to standard error, and a line per process that is silent."""
+    errors = os.fdopen(os.dup(2), "w")
+    reader, writer = os.pipe()
+    os.dup2(writer, 2)
+    os.close(writer)
+    lines = os.fdopen(reader, errors="replace")
+    threading.Thread(target=_pass_on, args=(lines, errors, seconds), daemon=True).start()
+
+
+def _pass_on(lines: IO[str], errors: IO[str], seconds: int) -> None:
+    are_listed = False
+    for line in lines:
+        print(line, end="", file=errors, flush=True)
+        # The numbers follow this line, one on each.
+        if "stopped sending heartbeats" in line:
+            are_listed = True
+        elif are_listed and (number := re.match(r"\d+$", line.strip().rpartition("/task:")[2])):
+            print(
+                f"the run ends: process {number[0]}: no sign of life for {seconds} s: it hangs, or "
+                "its machine does",
+                file=errors,
+                flush=True,
+            )
+        else:
+            are_listed = False
 
 
 if __name__ == "__main__":

@@ -199,10 +199,18 @@ def _disconnect() -> None:
     _announce_end(None)
 
 
-def end_all(reason: str) -> NoReturn:
-    """End this process and all others at once with exit code 1, and a line with the reason."""
-    _announce_end(reason)
-    _end_abruptly(reason)
+def end_all(reason: str, code: int = 1) -> NoReturn:
+    """End this process and all others at once with an exit code, and a line with the reason."""
+    _announce_end(reason, code)
+    _end_abruptly(reason, code)
+
+
+def end_stalled_run(reason: str) -> NoReturn:
+    """End all processes because one hangs.
+
+    The exit code asks for a new start: a device or the network may not hang again.
+    """
+    end_all(reason, signals.LOST_EXIT_CODE)
 
 
 def _start_lifeline(seconds: int) -> None:

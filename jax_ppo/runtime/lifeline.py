@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from jax_ppo.runtime import signals
+
 WITHOUT_A_WORD = "ended without a message: it was killed, or its machine is gone"
 _KEY = "jax_ppo/lifeline"  # in the store that JAX's coordination service shares
 _WELCOME = b"\n"
@@ -133,7 +135,7 @@ class Lifeline:
         if not received:
             self._drop(connection)
             if peer.process is not None:
-                self._end(peer.process, WITHOUT_A_WORD, 1)
+                self._end(peer.process, WITHOUT_A_WORD, signals.LOST_EXIT_CODE)
 
     def _identify(self, line: bytes) -> int | None:
         """Return the number of the process that connects, `None` for a stranger."""

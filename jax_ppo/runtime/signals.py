@@ -27,6 +27,8 @@ LIMIT_SECONDS = 30.0
 _SAME_SIGNAL_SECONDS = 0.1
 _POLL_SECONDS = 0.1
 EXIT_CODES = {128 + number: number for number in (signal.SIGTERM, signal.SIGINT)}
+# Another process was lost, or nothing moved: the same command may succeed if it is started again.
+LOST_EXIT_CODE = os.EX_TEMPFAIL
 
 
 class _StopSignals:

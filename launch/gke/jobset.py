@@ -28,6 +28,7 @@ import time
 from typing import Any, NamedTuple
 
 SIGNAL_CODES = [130, 143]  # see jax_ppo/runtime/signals.py
+LOST_CODE = 75  # of the processes that have lost another one
 COORDINATOR_PORT = 8476
 JOB = "workers"
 POLL_SECONDS = float(os.environ.get("POLL_SECONDS", "10"))
@@ -157,9 +158,11 @@ def render_jobset(options: argparse.Namespace) -> dict[str, Any]:
                     "action": "Count",
                     "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
                 },
-                {"action": "Count", "onExitCodes": _exit_codes("In")},
+                {"action": "Count", "onExitCodes": _exit_codes("In", SIGNAL_CODES)},
+                # The pod that was lost decides, not those that have lost it.
+                {"action": "Ignore", "onExitCodes": _exit_codes("In", [LOST_CODE])},
                 # ... or else with PodFailurePolicy.
-                {"action": "FailJob", "onExitCodes": _exit_codes("NotIn")},
+                {"action": "FailJob", "onExitCodes": _exit_codes("NotIn", SIGNAL_CODES)},
             ]
         },
         "template": {"spec": _pod_spec(options, pool)},
@@ -200,8 +203,8 @@ def render_jobset(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _exit_codes(operator: str) -> dict[str, Any]:
-    return {"containerName": "jax-ppo", "operator": operator, "values": SIGNAL_CODES}
+def _exit_codes(operator: str, codes: list[int]) -> dict[str, Any]:
+    return {"containerName": "jax-ppo", "operator": operator, "values": codes}
 
 
 def _pod_spec(options: argparse.Namespace, pool: Pool) -> dict[str, Any]:

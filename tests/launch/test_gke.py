@@ -129,11 +129,13 @@ def test_a_signal_or_a_lost_node_restarts_the_run_without_limit(gke):
     assert spec["failurePolicy"]["maxRestarts"] == 5
     [rule] = spec["failurePolicy"]["rules"]
     assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
-    disrupted, signal, other = spec["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"][
-        "rules"
-    ]
+    disrupted, signal, lost, other = spec["replicatedJobs"][0]["template"]["spec"][
+        "podFailurePolicy"
+    ]["rules"]
     assert disrupted["onPodConditions"][0]["type"] == "DisruptionTarget"
     assert signal["onExitCodes"]["values"] == [130, 143] and signal["action"] == "Count"
+    # The pods that have lost another one leave the decision to that one.
+    assert lost["onExitCodes"]["values"] == [75] and lost["action"] == "Ignore"
     assert other["onExitCodes"]["operator"] == "NotIn" and other["action"] == "FailJob"
 
 

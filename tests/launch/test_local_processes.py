@@ -61,6 +61,22 @@ class TestLocalProcesses:
         pids = (tmp_path / "python.pids").read_text().split()
         assert len(pids) == 3 and not any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids)
 
+    @pytest.mark.parametrize(
+        ("code", "starts", "end"), [(75, 3, 0), (137, 3, 0), (1, 1, 1), (143, 1, 143)]
+    )
+    def test_a_run_that_lost_a_process_is_started_again(
+        self, tmp_path, monkeypatch, code, starts, end
+    ):
+        monkeypatch.setenv("RESTARTS", "2")
+        body = f"""
+            [[ $JAX_PROCESS_ID == 1 ]] || exit 0
+            echo "$@" >>"$0.starts"; (($(wc -l <"$0.starts") > 2)) || exit {code}
+        """
+        run = processes(tmp_path, body, "a  b")
+        _, errors = run.communicate(timeout=30)
+        assert run.returncode == end, errors
+        assert (tmp_path / "python.starts").read_text() == "a  b\n" * starts
+
     def test_sigterm_reaches_every_process(self, tmp_path):
         body = """
             trap "sleep 0.$JAX_PROCESS_ID; echo saved; exit 143" TERM; touch "$0.$JAX_PROCESS_ID"

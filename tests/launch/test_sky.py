@@ -73,9 +73,9 @@ def test_setup_installs_what_the_machine_needs(run, tmp_path, gpu, extra):
     assert words[-1] == f".[{extra},gcs,wandb]"
 
 
-def test_only_signals_and_lost_machines_are_recovered_from():
+def test_only_signals_hangs_and_lost_machines_are_recovered_from():
     recovery = TASK["resources"]["job_recovery"]
-    assert recovery["recover_on_exit_codes"] == [130, 143]
+    assert recovery["recover_on_exit_codes"] == [75, 130, 143]
     assert recovery["max_restarts_on_errors"] == 0
     assert TASK["resources"]["use_spot"]
 

@@ -36,12 +36,16 @@ def test_the_command_gets_the_arguments(job, option, command):
 
 
 @pytest.mark.parametrize(
-    ("code", "requeued"), [(0, False), (1, False), (137, False), (143, True), (130, True)]
+    ("code", "requeued"),
+    # Of four starts: all after a signal, a few after the loss of a process, none after an error.
+    [(0, 0), (1, 0), (2, 0), (143, 4), (130, 4), (75, 3), (137, 3), (134, 3)],
 )
-def test_only_a_run_that_a_signal_ended_is_requeued(job, tmp_path, code, requeued):
-    run = job(f"exit {code}")
-    run.communicate(timeout=10)
-    assert run.returncode == code
+def test_what_is_requeued_and_how_often(job, tmp_path, monkeypatch, code, requeued):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(4):
+        run = job(f"exit {code}")
+        run.communicate(timeout=10)
+        assert run.returncode == code
     record = tmp_path / "requeued"
     assert (record.read_text() if record.exists() else "") == requeued * "requeue 17\n"
 

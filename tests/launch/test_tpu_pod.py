@@ -210,7 +210,7 @@ class TestStart:
 
 
 class TestEnd:
-    """Exit codes 143 and 130 are followed by a restart unless `stop` asked for them."""
+    """Signals and losses are followed by a restart unless `stop` asked for the end."""
 
     @pytest.mark.parametrize("code", [143, 130])
     def test_a_run_that_a_signal_ended_is_restarted(self, pod, tmp_path, code):
@@ -219,7 +219,20 @@ class TestEnd:
         assert calls(tmp_path) == ["[-m][jax_ppo.train][a b]"] * 3
         assert pod("watch").returncode == 0
 
-    @pytest.mark.parametrize("code", [1, 137])
+    @pytest.mark.parametrize("code", [75, 137, 134])
+    def test_a_run_that_lost_a_process_is_restarted_a_few_times(self, pod, tmp_path, code):
+        (tmp_path / "behaviour").write_text(f"exit {code}")
+        assert pod("start").returncode == code
+        assert len(calls(tmp_path)) == 4
+        log = (tmp_path / "jax_ppo/train.log").read_text()
+        assert f"exit code {code}: a process was lost; resuming the run (3 of 3)" in log
+        # As a rule it is found again, and the run goes on.
+        (tmp_path / "calls").write_text("")
+        (tmp_path / "behaviour").write_text(f'(($(wc -l <"$HOME/calls") > 1)) || exit {code}')
+        assert pod("start").returncode == 0
+        assert len(calls(tmp_path)) == 2
+
+    @pytest.mark.parametrize("code", [1, 2])
     def test_a_run_that_failed_is_not(self, pod, tmp_path, code):
         pod("create", "--type", "v6e-8")
         (tmp_path / "behaviour").write_text(f"sleep 0.3; exit {code}")

@@ -188,6 +188,8 @@ def main():
         os.kill(os.getpid(), signal.SIGKILL)
     if way.startswith("kill late"):
         return  # the work of the other is done
+    if way == f"freeze {number}":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if way == f"terminate {number}":
         os.kill(os.getpid(), signal.SIGTERM)
     if way == "finish":
@@ -208,6 +210,37 @@ with signals.handle_stop_signals(ends_process=True):
 """
 
 
+def start_two_processes(way):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, number, port, way],
+            cwd=ROOT,
+            text=True,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for number in "01"
+    ]
+
+
+@pytest.mark.slow
+def test_a_frozen_process_is_named_and_ends_the_others():
+    processes = start_two_processes("freeze 1")
+    # The heartbeats of 10 s, and what starting takes on a busy machine.
+    _, errors = processes[0].communicate(timeout=60)
+    assert processes[1].poll() is None
+    processes[1].kill()
+    processes[1].communicate()
+    line = "the run ends: process 1: no sign of life for 10 s: it hangs, or its machine does"
+    assert line in errors.splitlines()
+    # JAX aborts: launchers start again after 128 + SIGABRT.
+    assert processes[0].returncode == -signal.SIGABRT
+
+
 @pytest.mark.parametrize(
     "way",
     [
@@ -223,21 +256,8 @@ with signals.handle_stop_signals(ends_process=True):
     ],
 )
 def test_two_processes_end_together(way):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
     started = time.monotonic()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, number, port, way],
-            cwd=ROOT,
-            text=True,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for number in "01"
-    ]
+    processes = start_two_processes(way)
     # The service holds the standard error of process 0, so this waits for its end, too.
     (output, errors), (other_output, other_errors) = [
         process.communicate(timeout=60) for process in processes
@@ -250,7 +270,7 @@ def test_two_processes_end_together(way):
         return
     if way.startswith("kill"):
         killed = int(way[-1])
-        assert codes[killed] == -signal.SIGKILL and codes[1 - killed] == 1, errors + other_errors
+        assert codes[killed] == -signal.SIGKILL and codes[1 - killed] == 75, errors + other_errors
         survivor_errors = (errors, other_errors)[1 - killed]
         # Its connection to the coordination service does not break, so JAX does not end it first.
         assert "Terminating process" not in survivor_errors

@@ -60,7 +60,7 @@ def test_a_process_that_says_nothing_is_named(processes):
     # It sends its number first, which process 0 has read once a later process is answered.
     lines[2]._is_over.set()
     close_connections(lines[2])
-    assert collect(news, 2) == [(0, 2, WITHOUT_A_WORD, 1), (1, 2, WITHOUT_A_WORD, 1)]
+    assert collect(news, 2) == [(0, 2, WITHOUT_A_WORD, 75), (1, 2, WITHOUT_A_WORD, 75)]
 
 
 def test_the_others_go_on_after_one_that_is_done(processes):
