@@ -26,7 +26,7 @@ class Architecture:
       family: Hugging Face's `model_type` (hf/families.py); only import and export read it.
       vocab_size: V, number of rows of the embedding.
       hidden_size: D.
-      intermediate_size: Width of the gated MLP.
+      intermediate_size: Width of the gated MLP, or of each expert.
       num_layers: Number of layers.
       num_heads: H, number of query heads.
       num_kv_heads: K, number of key and value heads; it divides `num_heads`.
@@ -34,6 +34,10 @@ class Architecture:
       qkv_bias: Whether the projections to queries, keys and values have biases.
       output_bias: Whether the output projection of attention has a bias.
       mlp_bias: Whether the projections of the MLP have biases.
+      num_experts: E, number of experts in each MLP (experts.py); 0: the MLP is a single one.
+      experts_per_token: k, number of experts that each token passes through.
+      normalized_expert_weights: Whether the weights of a token's k experts are divided by their
+        sum.
       activation: Activation of the MLP's gate, one of `ACTIVATIONS`.
       scaled_embedding: Whether the input embedding is multiplied by sqrt(D).
       embedding_multiplier: Factor on the input embedding.
@@ -80,6 +84,9 @@ class Architecture:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
+    normalized_expert_weights: bool = False
     activation: str = "silu"
     scaled_embedding: bool = False
     embedding_multiplier: float = 1.0
@@ -108,6 +115,11 @@ class Architecture:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
+
+    @property
+    def active_width(self) -> int:
+        """Width of the MLP that each token passes through, or of its experts together."""
+        return self.intermediate_size * (self.experts_per_token or 1)
 
     @property
     def attention_scale(self) -> float:

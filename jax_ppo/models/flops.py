@@ -12,6 +12,7 @@ def count_forward_flops(
     """Return the FLOPs of the matrix products of a forward pass over sequences.
 
     A multiplication and an addition count as two, as in PaLM (arXiv 2204.02311, appendix B).
+    Of the experts, those that a token passes through count.
     Attention counts the pairs of tokens that see each other, not those that are masked. Norms,
     activations, biases and a scalar head are left out, and so are the relative terms of DeBERTa.
 
@@ -29,7 +30,8 @@ def count_forward_flops(
     D = architecture.hidden_size
     heads_width = architecture.num_heads * architecture.head_dim
     kv_width = architecture.num_kv_heads * architecture.head_dim
-    matrices = 2 * D * heads_width + 2 * D * kv_width + 3 * D * architecture.intermediate_size
+    matrices = 2 * D * heads_width + 2 * D * kv_width + 3 * D * architecture.active_width
+    matrices += D * architecture.num_experts  # the router
     flops = architecture.num_layers * 2 * matrices * lengths.sum()
     for is_local in architecture.layers_are_local:
         window = architecture.sliding_window if is_local else None

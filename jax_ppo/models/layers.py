@@ -13,6 +13,7 @@ from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention import run_attention
 from jax_ppo.models.cache import LayerCache, attend_to_cache, cache_layout, write_tokens
+from jax_ppo.models.experts import ExpertMLP
 from jax_ppo.runtime.sharding import copy_kv_heads, drop_padded_heads, pad_query_heads
 
 ACTIVATION_FUNCTIONS = {"silu": nn.silu, "gelu_pytorch_tanh": nn.gelu}
@@ -318,7 +319,11 @@ class Layer(nn.Module):
             lora_scale=self.lora_scale,
             name="attention",
         )
-        mlp = MLP(a, self.dtype, self.lora_scale, name="mlp")
+        mlp: MLP | ExpertMLP
+        if a.num_experts:
+            mlp = ExpertMLP(a, self.dtype, ACTIVATION_FUNCTIONS[a.activation], name="mlp")
+        else:
+            mlp = MLP(a, self.dtype, self.lora_scale, name="mlp")
         # Layers that differ get their kind from the scan, others have it in their code.
         own_kind: Any = kind if self.kind is None else self.kind
         attended, cache = attend(

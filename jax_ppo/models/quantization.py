@@ -2,7 +2,8 @@
 
 A column w of a kernel [in, out] is stored as round(w / s) with s = max |w| / 127. The product is
 computed in the type of the computation, which represents int8 exactly, and multiplied with s
-afterwards. Embeddings, heads, norms, biases and adapters keep their type.
+afterwards. Embeddings, heads, norms, biases, routers and adapters keep their type. The columns of
+experts [E, in, out] have scales [E, out].
 """
 
 import jax
@@ -26,7 +27,8 @@ def quantize_kernels(params: Params, dtype: DTypeLike) -> Params:
         converted: Params = {}
         for name, value in tree.items():
             if isinstance(value, dict):
-                converted[name] = convert(value)
+                # A rounded router would choose other experts.
+                converted[name] = keep(value) if name == "router" else convert(value)
             elif name == "kernel":
                 converted["kernel"], converted["kernel_scale"] = _quantize(value)
             else:
@@ -43,9 +45,9 @@ def quantize_kernels(params: Params, dtype: DTypeLike) -> Params:
 
 
 def _quantize(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return int8 [in, out] and float32 [out]."""
+    """Return int8 [..., in, out] and float32 [..., out]."""
     wide = kernel.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(wide), axis=0)
+    largest = jnp.max(jnp.abs(wide), axis=-2)
     # A column of zeros stays one.
     scale = jnp.where(largest > 0, largest / MAX_INT8, 1.0)
-    return jnp.round(wide / scale).astype(jnp.int8), scale
+    return jnp.round(wide / scale[..., None, :]).astype(jnp.int8), scale

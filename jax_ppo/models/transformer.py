@@ -9,18 +9,16 @@
     layers/attention/{q_proj, k_proj, v_proj, o_proj}/{kernel [L, in, out], bias [L, out]}
     layers/attention/{q_norm, k_norm}/scale [L, head_dim] (with qk_norm; [L, out] over all heads)
     layers/mlp/{gate_proj, up_proj, down_proj}/{kernel [L, in, out], bias [L, out]}
+    or, with experts (experts.py), layers/mlp/router/kernel [L, D, E] and
+    layers/mlp/experts/{gate_proj, up_proj, down_proj}/kernel [L, E, in, out]
     norm/scale [D]
 
 L is the axis of the stacked layers. The unrolled form has `layer_0`, `layer_1`, ... instead of
 `layers`, without this axis. Heads are stored in the same dict (heads.py) and adapters next to the
 kernels that they belong to (lora.py); the decoder ignores the heads.
 
-Two conventions leave room for mixtures of experts. A stacked parameter may have further axes
-between L and its own, such as the experts' in layers/mlp/experts/{gate_proj, ...}/kernel
-[L, E, in, out]; import, `unroll_params` and the optimizer only rely on L coming first, and a
-partition rule for `experts/` goes before the rules for kernels, since the first match counts. And
-a block may return auxiliary outputs, such as the loss of a router, which are collected per layer
-in `TransformerOutput.auxiliary`.
+`unroll_params` and the optimizer only rely on L coming first. A block may return auxiliary outputs,
+which are collected per layer in `TransformerOutput.auxiliary`.
 """
 
 from collections.abc import Callable

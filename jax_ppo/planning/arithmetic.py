@@ -210,10 +210,13 @@ def _layer_bytes(role: Role, tokens: int, parts: int) -> int:
     """Return the bytes of the outputs of a layer's products for `tokens`."""
     architecture = role.architecture
     width = 4 * architecture.hidden_size
+    mlp = 3 * architecture.intermediate_size // parts
     if not isinstance(architecture, DebertaArchitecture):
         heads = (2 * architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim
         width += heads // parts
-    mlp = 3 * architecture.intermediate_size // parts
+        # Each expert of a token has its own copy of it, and its own output.
+        width += 2 * architecture.experts_per_token * architecture.hidden_size
+        mlp = 3 * architecture.active_width // parts
     # The steps of a gelu are in float32; those of a silu are fused into the products.
     is_silu = getattr(architecture, "activation", "") == "silu"
     mlp_itemsize = role.itemsize if is_silu else _FLOAT32

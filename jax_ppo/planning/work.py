@@ -174,7 +174,7 @@ def _pass_work(step: AbstractStep, role: Role, tokens: float) -> PhaseWork:
         return PhaseWork(memory_bytes=weights)
     parts, gathered = mesh.shape["model"], mesh.shape["fsdp"]
     heads = (architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim
-    outputs = (heads + 3 * architecture.intermediate_size) / parts
+    outputs = (heads + 3 * architecture.active_width) / parts
     moved = _HIDDEN_MOVES * architecture.hidden_size + _OUTPUT_MOVES * outputs
     received = weights * (gathered - 1) / gathered
     return PhaseWork(

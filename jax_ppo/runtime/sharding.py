@@ -26,6 +26,10 @@ Rules = tuple[tuple[str, P], ...]
 # front, which is never split.
 TRAIN_RULES: Rules = (
     (r"(embed|lm_head)/embedding", P("model", "fsdp")),
+    # Before the rules of other kernels: experts have an axis of their own.
+    (r"layers/.*experts/(gate_proj|up_proj)/kernel", P(None, None, "fsdp", "model")),
+    (r"layers/.*experts/down_proj/kernel", P(None, None, "model", "fsdp")),
+    (r"layers/.*router/kernel", P(None, "fsdp", None)),
     (r"layers/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/kernel", P(None, "fsdp", "model")),
     (r"layers/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/bias", P(None, "model")),
     (r"layers/.*(o_proj|down_proj)/kernel", P(None, "model", "fsdp")),
@@ -51,6 +55,11 @@ TRAIN_RULES: Rules = (
 # gathered inside the loop.
 DECODE_RULES: Rules = (
     (r"(embed|lm_head)/embedding", P("model", None)),
+    (r"layer_\d+/.*experts/(gate_proj|up_proj)/kernel", P(None, None, "model")),
+    (r"layer_\d+/.*experts/(gate_proj|up_proj)/kernel_scale", P(None, "model")),
+    (r"layer_\d+/.*experts/down_proj/kernel", P(None, "model", None)),
+    (r"layer_\d+/.*experts/down_proj/kernel_scale", P()),
+    (r"layer_\d+/.*router/kernel", P()),
     (r"layer_\d+/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/kernel", P(None, "model")),
     (r"layer_\d+/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/(bias|kernel_scale)", P("model")),
     (r"layer_\d+/.*(o_proj|down_proj)/kernel", P("model", None)),
@@ -256,6 +265,55 @@ def drop_padded_heads(out_BxTxHxd: jax.Array, heads: int, kv_heads: int) -> jax.
         return out_BxTxHxd
     groups = out_BxTxHxd.reshape(B, T, kv_heads, -1, d)
     return groups[:, :, :, : heads // kv_heads].reshape(B, T, heads, d)
+
+
+# How a device's part of each projection of all experts is split inside `split_experts`.
+_EXPERT_PARTS = {
+    "gate_proj": {"kernel": P(None, None, "model"), "kernel_scale": P(None, "model")},
+    "up_proj": {"kernel": P(None, None, "model"), "kernel_scale": P(None, "model")},
+    "down_proj": {"kernel": P(None, "model", None), "kernel_scale": P()},
+}
+
+
+def split_experts(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Make each device run `function` on its own rows and its part of each expert's width.
+
+    No token leaves the devices of its row, and each device sorts only its own. What the devices of
+    a row compute is summed. Without a mesh in the context, or for rows that the mesh cannot split,
+    the compiler splits `function`.
+
+    Args:
+      function: of (x [R, L, D], two arrays [R, L, k], projections by name, each with a `kernel`
+        [E, in, out] and perhaps a `kernel_scale` [E, out]); what it returns, [R, L, D], is a sum
+        over the experts' width.
+    """
+
+    def run(x: jax.Array, weights: jax.Array, experts: jax.Array, projections: Any) -> jax.Array:
+        mesh = jax.sharding.get_abstract_mesh()
+        # Inside `split_rows` the rows are this device's own already.
+        has_own_rows = set(ROWS) <= set(mesh.manual_axes)
+        if mesh.empty or not has_own_rows and len(x) % row_shards(mesh):
+            return function(x, weights, experts, projections)
+
+        def run_part(*arguments: Any) -> jax.Array:
+            out = function(*arguments)
+            # XLA keeps a sum over a single device.
+            return jax.lax.psum(out, "model") if mesh.shape["model"] > 1 else out
+
+        rows = P(None if has_own_rows else ROWS)
+        parts = {
+            name: {kind: _EXPERT_PARTS[name][kind] for kind in arrays}
+            for name, arrays in projections.items()
+        }
+        return jax.shard_map(
+            run_part,
+            in_specs=(rows, rows, rows, parts),
+            out_specs=rows,
+            check_vma=False,
+            axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+        )(x, weights, experts, projections)
+
+    return run
 
 
 def split_vocabulary(function: Callable[..., Any]) -> Callable[..., Any]:

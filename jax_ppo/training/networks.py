@@ -17,6 +17,7 @@ from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.models.hf.load import read_architecture, read_reward_architecture
+from jax_ppo.models.hf.names import EXPERT_PROJECTIONS
 from jax_ppo.models.hf.peft import (
     ADAPTER_CONFIG,
     holds_adapters,
@@ -310,8 +311,30 @@ def _read_actor_lora(options: Model, folders: Folders, architecture: Architectur
             base_folder=folders.actor,
             base_path=options.path,
         )
-    targets = parsing.parse_lora_targets(options.lora.targets)
+    if architecture.num_experts:
+        targets = targets_beside_experts(options.lora.targets)
+    else:
+        targets = parsing.parse_lora_targets(options.lora.targets)
     return Lora(rank=options.lora.rank, alpha=options.lora.alpha, targets=targets)
+
+
+def targets_beside_experts(text: str) -> tuple[str, ...]:
+    """Return the projections that `model.lora.targets` names where those of the MLP are experts'.
+
+    As in PEFT, all-linear does not include experts.
+
+    Raises:
+      UserError: a projection of the experts is named.
+    """
+    targets = parsing.parse_lora_targets(text)
+    attention = tuple(name for name in targets if name not in EXPERT_PROJECTIONS)
+    if attention != targets and text.strip() != "all-linear":
+        raise UserError(
+            f"config.model.lora.targets={text!r}: this model's "
+            f"{', '.join(EXPERT_PROJECTIONS)} are experts', which have no adapters; leave them "
+            "out, as all-linear does"
+        )
+    return attention
 
 
 def _read_adapters(

@@ -31,6 +31,8 @@ MODELS = {
     "qwen2": ("Qwen2Config", "Qwen2For"),
     "qwen3": ("Qwen3Config", "Qwen3For"),
     "mistral": ("MistralConfig", "MistralFor"),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeFor"),
+    "mixtral": ("MixtralConfig", "MixtralFor"),
     "ministral": ("MinistralConfig", "MinistralFor"),
     "phi3": ("Phi3Config", "Phi3For"),
     "smollm3": ("SmolLM3Config", "SmolLM3For"),

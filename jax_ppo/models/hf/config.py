@@ -45,7 +45,6 @@ def from_hf_config(config: Config) -> Architecture:
         family=kind,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=reader.integer("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=_read_num_kv_heads(reader, family, num_heads),
@@ -64,6 +63,7 @@ def from_hf_config(config: Config) -> Architecture:
         bos_id=reader.token_id("bos_token_id"),
         eos_ids=reader.token_ids("eos_token_id"),
         pad_id=reader.token_id("pad_token_id", maximum=vocab_size - 1),
+        **_read_mlp(reader, family),
         **_read_family_fields(reader, family),
     )
     reader.refuse_unread()
@@ -131,6 +131,32 @@ def _read_family_fields(reader: ConfigReader, family: Family) -> dict[str, Any]:
     return values
 
 
+def _read_mlp(reader: ConfigReader, family: Family) -> dict[str, Any]:
+    """Return the fields of `Architecture` that describe the MLP and its experts."""
+    width = reader.integer("intermediate_size")
+    if not family.expert_fields:
+        return {"intermediate_size": width}
+    experts = _read_num_experts(reader, family)
+    per_token = reader.integer("num_experts_per_tok")
+    if per_token > experts:
+        raise reader.error(f"num_experts_per_tok={per_token}: there are only {experts} experts")
+    switch = family.expert_weights_field
+    return {
+        "intermediate_size": reader.integer(family.expert_width),
+        "num_experts": experts,
+        "experts_per_token": per_token,
+        "normalized_expert_weights": reader.boolean(switch) if switch else True,
+    }
+
+
+def _read_num_experts(reader: ConfigReader, family: Family) -> int:
+    names = [name for name in family.expert_fields if name in reader]
+    experts = [reader.integer(name) for name in names or family.expert_fields[:1]]
+    if len(set(experts)) > 1:
+        raise reader.error(f"{' and '.join(names)} must be equal, they are {experts}")
+    return experts[0]
+
+
 def read_eos_ids(config: Config, where: str) -> tuple[int, ...]:
     """Return the EOS token ids of generation_config.json, which are a list, a number or null.
 
@@ -143,7 +169,8 @@ def read_eos_ids(config: Config, where: str) -> tuple[int, ...]:
 
 def _refuse_unsupported(reader: ConfigReader, kind: str, family: Family) -> None:
     """Raise `UserError` for a model that the decoder would compute differently."""
-    if family.sliding_windows != "last" and reader.boolean("use_sliding_window", nullable=True):
+    is_switched = family.sliding_windows in ("last", "switched")
+    if not is_switched and reader.boolean("use_sliding_window", nullable=True):
         raise reader.error(f"use_sliding_window is not supported with model_type {kind!r}")
     if reader.boolean("use_bidirectional_attention", nullable=True):
         raise reader.error(
@@ -173,7 +200,8 @@ def _read_windows(
     window = None
     if family.sliding_windows != "none":
         window = reader.optional_integer("sliding_window")
-    if family.sliding_windows == "last" and not reader.boolean("use_sliding_window"):
+    is_switched = family.sliding_windows in ("last", "switched")
+    if is_switched and not reader.boolean("use_sliding_window"):
         window = None
     if family.sliding_windows in ("last", "pattern", "listed"):
         local = _read_local_layers(reader, family, num_layers, window)
@@ -213,7 +241,7 @@ def _read_uniform_layers(
     reader: ConfigReader, family: Family, num_layers: int, window: int | None
 ) -> tuple[bool, ...]:
     """Return which layers have a sliding window, where either all or none have."""
-    is_local = family.sliding_windows == "all" and window is not None
+    is_local = family.sliding_windows in ("all", "switched") and window is not None
     supported = LOCAL if is_local else FULL
     types = reader.strings("layer_types")
     if types is not None and set(types) != {supported}:
@@ -275,6 +303,14 @@ def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str =
     config |= dict.fromkeys(("hidden_act", *family.activation_fields), a.activation)
     config |= {name: getattr(a, field) for name, field in family.fields.items()}
     config |= {name: getattr(a, biases[-1]) for name, biases in family.bias_fields.items()}
+    if family.expert_fields:
+        config |= {
+            family.expert_fields[0]: a.num_experts,
+            family.expert_width: a.intermediate_size,
+            "num_experts_per_tok": a.experts_per_token,
+        }
+    if family.expert_weights_field:
+        config[family.expert_weights_field] = a.normalized_expert_weights
     config |= _write_windows(a, family)
     if family.unrotated_period:
         # The field lists the layers that are rotated, in spite of its name.
@@ -339,8 +375,9 @@ def _write_windows(a: Architecture, family: Family) -> Config:
         config["sliding_window"] = a.sliding_window
     if family.sliding_windows in ("last", "pattern", "listed"):
         config["layer_types"] = [LOCAL if local else FULL for local in a.layers_are_local]
-    if family.sliding_windows == "last":
+    if family.sliding_windows in ("last", "switched"):
         config["use_sliding_window"] = a.sliding_window is not None
+    if family.sliding_windows == "last":
         # transformers 4.49 and earlier read this field instead of layer_types.
         config["max_window_layers"] = (*a.layers_are_local, True).index(True)
     return config

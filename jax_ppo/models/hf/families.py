@@ -33,10 +33,16 @@ class Family:
       defaults: Values that transformers uses for fields missing from config.json.
       integers: Those of `fields` that are whole numbers.
       nullable: Sizes and numbers of config.json that transformers accepts as null.
+      expert_fields: Names of the number of experts in config.json, of which one is read and the
+        first is written; (): the MLP is a single one.
+      expert_width: Field of the width of an expert.
+      expert_weights_field: Boolean field: whether the weights of a token's experts are divided by
+        their sum; "": they always are.
       sliding_windows: Which layers have a sliding window. "none": no layer; "all": every layer, if
-        config.json has a `sliding_window`; "last": the layers from `max_window_layers` on, if
-        `use_sliding_window` is set; "pattern": all layers except every n-th; "listed": those in
-        `layer_types`, or every layer. With the last three, `layer_types` decides if there is one.
+        config.json has a `sliding_window`; "switched": the same, if `use_sliding_window` is set;
+        "last": the layers from `max_window_layers` on, if `use_sliding_window` is set; "pattern":
+        all layers except every n-th; "listed": those in `layer_types`, or every layer. With the
+        last three, `layer_types` decides if there is one.
       window_period: With "pattern", n.
       window_period_field: With "pattern", the field of config.json that overrides n; "" if none.
       activation_fields: Fields of config.json that name the activation. The first one is read and
@@ -66,6 +72,9 @@ class Family:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     integers: frozenset[str] = frozenset()
     nullable: frozenset[str] = frozenset()
+    expert_fields: tuple[str, ...] = ()
+    expert_width: str = "intermediate_size"
+    expert_weights_field: str = ""
     sliding_windows: str = "none"
     window_period: int = 1
     window_period_field: str = ""
@@ -203,6 +212,44 @@ FAMILIES = {
         defaults=_MISTRAL_DEFAULTS,
         nullable=frozenset({"head_dim"}),
         sliding_windows="all",
+    ),
+    "qwen3_moe": Family(
+        class_prefix="Qwen3Moe",
+        fixed={"qk_norm": True},
+        bias_fields=_ATTENTION_BIAS,
+        defaults={
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "max_position_embeddings": 32_768,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
+        # transformers 5 writes the second one and reads both.
+        expert_fields=("num_experts", "num_local_experts"),
+        expert_width="moe_intermediate_size",
+        expert_weights_field="norm_topk_prob",
+        sliding_windows="switched",
+    ),
+    "mixtral": Family(
+        class_prefix="Mixtral",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        nullable=frozenset({"head_dim", "num_key_value_heads"}),
+        expert_fields=("num_local_experts", "num_experts"),
+        sliding_windows="all",
+        rope_theta=1_000_000.0,
+        module_names={
+            "mlp.gate": "block_sparse_moe.gate",
+            "mlp.experts.{}.gate_proj": "block_sparse_moe.experts.{}.w1",
+            "mlp.experts.{}.down_proj": "block_sparse_moe.experts.{}.w2",
+            "mlp.experts.{}.up_proj": "block_sparse_moe.experts.{}.w3",
+        },
     ),
     "phi3": Family(
         class_prefix="Phi3",

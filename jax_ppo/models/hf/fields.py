@@ -26,8 +26,9 @@ HARMLESS_FIELDS = frozenset(
     cache_implementation chunk_size_feed_forward dtype finetuning_task gradient_checkpointing
     hidden_act hidden_activation id2label initializer_range is_decoder is_llama_config label2id
     max_sequence_length max_window_layers model_max_length name_or_path num_labels
-    output_attentions output_hidden_states output_past prefix pretraining_tp problem_type
-    return_dict sliding_window_pattern sliding_window_size task_specific_params tf_legacy_loss
+    output_attentions output_hidden_states output_past output_router_logits prefix pretraining_tp
+    problem_type return_dict router_aux_loss_coef router_jitter_noise sliding_window_pattern
+    sliding_window_size task_specific_params tf_legacy_loss
     tokenizer_class torch_dtype torchscript transformers.js_config transformers_version
     unsloth_fixed unsloth_version use_bfloat16 use_cache use_flash_attention_2
 
@@ -53,12 +54,14 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "attention_chunk_size": (None,),
     "cross_attention_hidden_size": (None,),
+    "decoder_sparse_step": (1,),
     "full_attn_mod": (1,),
     "interpolate_factor": (1,),
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
     "lm_head_bias": (False,),
     "mlp_bias": (False,),
+    "mlp_only_layers": ([], None),
     "per_layer_config": (None,),
     "pruned_heads": ({}, None),
     "quantization_config": (None, {}),

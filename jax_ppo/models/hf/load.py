@@ -148,8 +148,9 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Read the weights of a checkpoint into sharded arrays.
 
-    Each process reads only the parts of its own devices, and holds one layer of one parameter in
-    host memory at a time. In a run of several processes, all of them must call this.
+    Each process reads only the parts of its own devices, and holds one layer of one parameter (of
+    all experts that its devices have) in host memory at a time. In a run of several processes, all
+    of them must call this.
 
     Args:
       folder: Folder with model.safetensors, or its shards and their index, in float32, bfloat16
@@ -216,15 +217,16 @@ def read_parameters(
     total = sum(len(row.names()) for row in rows_to_read.values())
     counter = itertools.count(1)
 
-    def count_tensor() -> None:
-        tensors_read = next(counter)
-        if progress is not None:
-            progress(tensors_read, total)
+    def count_tensors(number: int) -> None:
+        for _ in range(number):
+            tensors_read = next(counter)
+            if progress is not None:
+                progress(tensors_read, total)
 
     params = {}
     for path, row in rows.items():
         if path in rows_to_read:
-            params[path] = _read_parameter(checkpoint, row, dtype, places[path], count_tensor)
+            params[path] = _read_parameter(checkpoint, row, dtype, places[path], count_tensors)
         else:
             params[path] = _zeros(row.full_shape, dtype, places[path])
     return traverse_util.unflatten_dict(params)
@@ -235,12 +237,12 @@ def _read_parameter(
     row: TensorMapping,
     dtype: np.dtype,
     sharding: Sharding,
-    count_tensor: Callable[[], None],
+    count_tensors: Callable[[int], None],
 ) -> jax.Array:
     """Read one parameter; the layers of a stacked one are written into a buffer in place."""
     if row.layers is None:
-        array = jax.block_until_ready(_read_tensor(checkpoint, row.name, row, dtype, sharding))
-        count_tensor()
+        array = jax.block_until_ready(_read_tensors(checkpoint, [row.name], row, dtype, sharding))
+        count_tensors(1)
         return array
     write_layer = jax.jit(
         jax.lax.dynamic_update_index_in_dim,
@@ -250,34 +252,49 @@ def _read_parameter(
     )
     buffer = _zeros(row.full_shape, dtype, sharding)
     layer_sharding = _without_first_axis(sharding)
-    for layer, name in enumerate(row.names()):
-        one_layer = _read_tensor(checkpoint, name, row, dtype, layer_sharding)
+    for layer in range(row.layers):
+        names = row.layer_names(layer)
+        one_layer = _read_tensors(checkpoint, names, row, dtype, layer_sharding)
         # Waiting limits the copies in flight to the devices to one layer.
         buffer = jax.block_until_ready(write_layer(buffer, one_layer, layer, 0))
-        count_tensor()
+        count_tensors(len(names))
     return buffer
 
 
-def _read_tensor(
+def _read_tensors(
     checkpoint: SafetensorsCheckpoint,
-    name: str,
+    names: list[str],
     row: TensorMapping,
     dtype: np.dtype,
     sharding: Sharding,
 ) -> jax.Array:
-    """Read one tensor (one layer) as a sharded array, block by block."""
+    """Read one tensor, or those of all experts of a layer, as a sharded array, block by block."""
     # Devices that hold the same block share one read.
     blocks: dict[tuple, np.ndarray] = {}
+
+    def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
+        values = checkpoint.read_finite(name, row.hf_index(index))
+        return np.ascontiguousarray(values.T if row.transposed else values, dtype)
+
+    def read_experts(experts: list[str], index: tuple[slice, ...]) -> np.ndarray:
+        first = read(experts[0], index)
+        block = np.empty((len(experts), *first.shape), dtype)
+        block[0] = first
+        for expert, name in enumerate(experts[1:], start=1):
+            block[expert] = read(name, index)
+        return block
 
     def read_block(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None  # no parameter is a scalar
         key = tuple((part.start, part.stop) for part in index)
         if key not in blocks:
-            values = checkpoint.read_finite(name, row.hf_index(index))
-            blocks[key] = np.ascontiguousarray(values.T if row.transposed else values, dtype)
+            if row.experts is None:
+                blocks[key] = read(names[0], index)
+            else:
+                blocks[key] = read_experts(names[index[0]], index[1:])
         return blocks[key]
 
-    return jax.make_array_from_callback(row.shape, sharding, read_block)
+    return jax.make_array_from_callback(row.layer_shape, sharding, read_block)
 
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> jax.Array:

@@ -11,6 +11,8 @@ from jax_ppo.models.hf.tensors import TensorMapping, TensorTable
 HEADS = ("lm", "scalar", "reward", "both")
 PEFT_PREFIX = "base_model.model."
 ATTENTION, MLP = "self_attn", "mlp"
+# They have the names of those of a single MLP.
+EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def tensor_table(architecture: Architecture | DebertaArchitecture, head: str) -> TensorTable:
@@ -37,7 +39,7 @@ def tensor_table(architecture: Architecture | DebertaArchitecture, head: str) ->
         ),
         ("norm", "scale"): TensorMapping(f"{_hf_name(a, 'model.norm')}.weight", (a.hidden_size,)),
     }
-    rows |= _norms(a) | _attention(a) | _mlp(a)
+    rows |= _norms(a) | _attention(a) | (_experts(a) if a.num_experts else _mlp(a))
     if head != "lm":
         rows["score", "kernel"] = TensorMapping("score.weight", (a.hidden_size, 1), transposed=True)
     if head in ("lm", "both") and not a.tied:
@@ -57,14 +59,14 @@ def adapter_tensor_table(
     Args:
       architecture: The decoder that the adapters belong to.
       rank: Rank of the adapters.
-      targets: Projections that have adapters, in every layer.
+      targets: Projections that have adapters, in every layer; experts have none.
       head: As in `tensor_table`.
     """
     rows: TensorTable = {}
     for path, row in tensor_table(architecture, head).items():
         if path == ("score", "kernel"):
             rows[path] = dataclasses.replace(row, name=PEFT_PREFIX + row.name)
-        if path[-1] == "kernel" and path[-2] in targets:
+        if path[-1] == "kernel" and path[-2] in targets and row.experts is None:
             prefix = PEFT_PREFIX + row.name.removesuffix("weight")
             inputs, outputs = row.shape
             rows[*path[:-1], "lora_a"] = TensorMapping(
@@ -139,6 +141,27 @@ def _mlp(a: Architecture) -> TensorTable:
         bias=a.mlp_bias,
     )
     return inputs | output
+
+
+def _experts(a: Architecture) -> TensorTable:
+    rows: TensorTable = {
+        ("layers", "mlp", "router", "kernel"): TensorMapping(
+            f"{_layer_name(a, f'{MLP}.gate')}.weight",
+            (a.hidden_size, a.num_experts),
+            transposed=True,
+            layers=a.num_layers,
+        )
+    }
+    for name in EXPERT_PROJECTIONS:
+        shape = (a.hidden_size, a.intermediate_size)
+        rows["layers", "mlp", "experts", name, "kernel"] = TensorMapping(
+            f"{_layer_name(a, f'{MLP}.experts.{{}}.{name}')}.weight",
+            shape[::-1] if name == "down_proj" else shape,
+            transposed=True,
+            layers=a.num_layers,
+            experts=a.num_experts,
+        )
+    return rows
 
 
 def _shared_input_projections(

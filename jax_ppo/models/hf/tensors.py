@@ -14,14 +14,17 @@ class TensorMapping:
     """One of our parameters and the checkpoint tensor (or part of one) that holds it.
 
     Attributes:
-      name: Name of the checkpoint's tensor; `{}` stands for the layer index.
-      shape: Shape of our parameter in one layer.
+      name: Name of the checkpoint's tensor; the first `{}` stands for the layer index, the second
+        one for that of an expert.
+      shape: Shape of our parameter in one layer, without the axis of experts.
       transposed: Whether the checkpoint stores the axes reversed, [out, in] where ours are
         [in, out].
       layers: Number of layers stacked along the first axis of our parameter; `None` if the
         parameter does not belong to a layer.
       fused: (first row, total rows) if the checkpoint's tensor holds several of our parameters,
         stacked along its first axis.
+      experts: Number of experts of a layer, stacked along the axis after that of the layers;
+        the checkpoint has a tensor for each. `None` if the parameter does not belong to an expert.
     """
 
     name: str
@@ -29,6 +32,7 @@ class TensorMapping:
     transposed: bool = False
     layers: int | None = None
     fused: tuple[int, int] | None = None
+    experts: int | None = None
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
@@ -52,13 +56,24 @@ class TensorMapping:
     @property
     def full_shape(self) -> tuple[int, ...]:
         """Shape of our parameter, including the axis of layers."""
-        return self.shape if self.layers is None else (self.layers, *self.shape)
+        return self.layer_shape if self.layers is None else (self.layers, *self.layer_shape)
+
+    @property
+    def layer_shape(self) -> tuple[int, ...]:
+        """Shape of our parameter in one layer, including the axis of experts."""
+        return self.shape if self.experts is None else (self.experts, *self.shape)
 
     def names(self) -> list[str]:
-        """Return the names of the checkpoint's tensors, one per layer."""
+        """Return the names of the checkpoint's tensors, layer by layer."""
         if self.layers is None:
             return [self.name]
-        return [self.name.format(layer) for layer in range(self.layers)]
+        return [name for layer in range(self.layers) for name in self.layer_names(layer)]
+
+    def layer_names(self, layer: int) -> list[str]:
+        """Return the names of the tensors of one layer: one, or one per expert."""
+        if self.experts is None:
+            return [self.name.format(layer)]
+        return [self.name.format(layer, expert) for expert in range(self.experts)]
 
 
 TensorTable = dict[Path, TensorMapping]

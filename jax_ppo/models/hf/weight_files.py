@@ -54,11 +54,13 @@ class ExportedTensor:
       name: Its name in the checkpoint.
       paths: Our parameters that it holds, in order along its first axis.
       layer: The layer that it belongs to, or `None`.
+      expert: The expert that it belongs to, or `None`.
     """
 
     name: str
     paths: list[tensors.Path]
     layer: int | None
+    expert: int | None = None
 
 
 Arrays = Mapping[tensors.Path, jax.Array | MergedKernel]
@@ -145,7 +147,7 @@ def _gather_round(
         for process, tensor in enumerate(tensors_by_process):
             if tensor is None:
                 continue
-            parts = [_gather(arrays[path], tensor.layer, dtype) for path in tensor.paths]
+            parts = [_gather(arrays[path], tensor, dtype) for path in tensor.paths]
             if process == own:
                 values = _to_checkpoint_tensor(parts, rows[tensor.paths[0]])
             # The devices' copies go before the next tensor is gathered.
@@ -180,8 +182,10 @@ def _in_order(rows: TensorTable) -> Iterator[ExportedTensor]:
     for name, paths in outside.items():
         yield ExportedTensor(name, paths, layer=None)
     for layer in range(max(row.layers for row in rows.values() if row.layers is not None)):
-        for name, paths in stacked.items():
-            yield ExportedTensor(name.format(layer), paths, layer)
+        for paths in stacked.values():
+            row = rows[paths[0]]
+            for expert, name in enumerate(row.layer_names(layer)):
+                yield ExportedTensor(name, paths, layer, None if row.experts is None else expert)
 
 
 def _to_checkpoint_tensor(parts: Sequence[jax.Array], row: TensorMapping) -> np.ndarray:
@@ -190,10 +194,11 @@ def _to_checkpoint_tensor(parts: Sequence[jax.Array], row: TensorMapping) -> np.
     return values[0] if len(values) == 1 else np.concatenate(values)
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "stacked"))
-def _select_layer(array: jax.Array, layer: int, dtype: str, stacked: bool) -> jax.Array:
-    if stacked:
-        array = jax.lax.dynamic_index_in_dim(array, layer, 0, keepdims=False)
+@functools.partial(jax.jit, static_argnames="dtype")
+def _select(array: jax.Array, index: tuple[int, ...], dtype: str) -> jax.Array:
+    """Return the part of a layer or of its expert; () selects everything."""
+    for i in index:
+        array = jax.lax.dynamic_index_in_dim(array, i, 0, keepdims=False)
     return array.astype(dtype)
 
 
@@ -208,18 +213,19 @@ def _select_merged_layer(
     return merge_kernel(kernel, lora_a, lora_b, scale).astype(dtype)
 
 
-def _gather(array: jax.Array | MergedKernel, layer: int | None, dtype: str) -> jax.Array:
-    """Return one layer of a parameter on devices of this process.
+def _gather(array: jax.Array | MergedKernel, tensor: ExportedTensor, dtype: str) -> jax.Array:
+    """Return a parameter's part in an exported tensor on devices of this process.
 
     This is a collective operation if the array spans processes.
     """
     if isinstance(array, MergedKernel):
-        assert layer is not None  # every projection belongs to a layer
+        assert tensor.layer is not None  # every projection with adapters belongs to a layer
         one_layer = _select_merged_layer(
-            array.kernel, array.lora_a, array.lora_b, layer, dtype=dtype, scale=array.scale
+            array.kernel, array.lora_a, array.lora_b, tensor.layer, dtype=dtype, scale=array.scale
         )
     else:
-        one_layer = _select_layer(array, layer or 0, dtype=dtype, stacked=layer is not None)
+        index = tuple(i for i in (tensor.layer, tensor.expert) if i is not None)
+        one_layer = _select(array, index, dtype=dtype)
     if one_layer.is_fully_addressable:
         return one_layer
     layout = (array.kernel if isinstance(array, MergedKernel) else array).sharding

@@ -20,6 +20,8 @@ from jax_ppo.models.transformer import Transformer
 
 PACKAGE = pathlib.Path(__file__).parents[3] / "jax_ppo"
 TABLE = PACKAGE / "models/hf/families.py"
+# A window counts only if `use_sliding_window` is set.
+SWITCHED = ("last", "switched")
 NAMES = {*FAMILIES, *ENCODERS, *(family.class_prefix for family in FAMILIES.values())}
 
 
@@ -153,7 +155,7 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes(name):
     from transformers import CONFIG_MAPPING
 
     # Without this, transformers forgets the window.
-    windows = {"use_sliding_window": True} if FAMILIES[name].sliding_windows == "last" else {}
+    windows = {"use_sliding_window": True} if FAMILIES[name].sliding_windows in SWITCHED else {}
     theirs = CONFIG_MAPPING[name](**windows)
     for field, value in FAMILIES[name].defaults.items():
         assert getattr(theirs, field) == value, field

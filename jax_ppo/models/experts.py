@@ -1,0 +1,142 @@
+"""Mixture of experts: each token passes through the k experts that a router selects for it.
+
+No token is dropped and no expert has a capacity: the copies of tokens are sorted by expert, and
+each projection is one product of groups of rows with as many kernels (`jax.lax.ragged_dot`). TPUs
+have an instruction for it; on a CPU JAX multiplies every row with every expert's kernel, zeros
+included, which suits small models only.
+
+The router computes in float32 or more, so that programs that round differently rarely select
+different experts.
+"""
+
+import functools
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.runtime.sharding import split_experts
+
+Activation = Callable[[jax.Array], jax.Array]
+# By name, each with a `kernel` [E, in, out] and, if it is int8, a `kernel_scale` [E, out].
+Projections = dict[str, dict[str, jax.Array]]
+
+
+class Kernel(nn.Module):
+    """A kernel without its product, int8 with a scale per column in decoding (quantization.py).
+
+    Attributes:
+      shape: Shape of the kernel.
+    """
+
+    shape: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self) -> dict[str, jax.Array]:
+        """Return the kernel and, if there is one, its scale, by name."""
+        init = nn.initializers.normal(0.02)
+        parts = {"kernel": self.param("kernel", init, self.shape, jnp.float32)}
+        if self.has_variable("params", "kernel_scale"):
+            parts["kernel_scale"] = self.get_variable("params", "kernel_scale")
+        return parts
+
+
+class Experts(nn.Module):
+    """The projections of all experts of a layer."""
+
+    architecture: Architecture
+
+    @nn.compact
+    def __call__(self) -> Projections:
+        """Return the projections by name."""
+        a = self.architecture
+        inwards = (a.num_experts, a.hidden_size, a.intermediate_size)
+        outwards = (a.num_experts, a.intermediate_size, a.hidden_size)
+        shapes = {"gate_proj": inwards, "up_proj": inwards, "down_proj": outwards}
+        return {name: Kernel(shape, name=name)() for name, shape in shapes.items()}
+
+
+class ExpertMLP(nn.Module):
+    """A router and its experts, in the place of the MLP.
+
+    Attributes:
+      architecture: The architecture.
+      dtype: Type of the experts' computation.
+      activation: Activation of the experts' gates.
+    """
+
+    architecture: Architecture
+    dtype: DTypeLike
+    activation: Activation
+
+    @nn.compact
+    def __call__(self, x_RxLxD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return the output [R, L, D] and auxiliary outputs, of which this block has none."""
+        a = self.architecture
+        router = Kernel((a.hidden_size, a.num_experts), name="router")()["kernel"]
+        weights, experts = select_experts(
+            router_probabilities(x_RxLxD, router), a.experts_per_token, a.normalized_expert_weights
+        )
+        projections = Experts(a, name="experts")()
+        compute = functools.partial(run_experts, dtype=self.dtype, activation=self.activation)
+        return split_experts(compute)(x_RxLxD, weights, experts, projections), {}
+
+
+def router_probabilities(
+    x: Float[Array, "R L D"], kernel: Float[Array, "D E"]
+) -> Float[Array, "R L E"]:
+    """Return the probability of each expert for each token, in float32 or more."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    # By default, accelerators multiply float32 with fewer bits.
+    logits = jnp.matmul(x.astype(wide), kernel.astype(wide), precision=jax.lax.Precision.HIGHEST)
+    return jax.nn.softmax(logits)
+
+
+def select_experts(
+    probabilities: Float[Array, "R L E"], k: int, is_normalized: bool
+) -> tuple[Float[Array, "R L k"], Int[Array, "R L k"]]:
+    """Return the weights and indices of the k most probable experts of each token."""
+    weights, experts = jax.lax.top_k(probabilities, k)
+    if is_normalized:
+        weights /= weights.sum(-1, keepdims=True)
+    return weights, experts
+
+
+def run_experts(
+    x_RxLxD: jax.Array,
+    weights_RxLxk: jax.Array,
+    experts_RxLxk: jax.Array,
+    projections: Projections,
+    *,
+    dtype: DTypeLike,
+    activation: Activation,
+) -> jax.Array:
+    """Return the weighted sum of the experts' outputs for each token, [R, L, D] in `dtype`."""
+    k = experts_RxLxk.shape[-1]
+    D = x_RxLxD.shape[-1]
+    expert_N = experts_RxLxk.reshape(-1)
+    # Each token has k places among the N; places are sorted by expert.
+    order_N = jnp.argsort(expert_N, stable=True)
+    num_experts = len(projections["down_proj"]["kernel"])
+    group_sizes = jnp.bincount(expert_N, length=num_experts).astype(jnp.int32)
+    sorted_N = expert_N[order_N]
+
+    def project(name: str, rows: jax.Array) -> jax.Array:
+        kernel = projections[name]["kernel"].astype(dtype)
+        out = jax.lax.ragged_dot(rows, kernel, group_sizes)
+        if "kernel_scale" in projections[name]:
+            out = (out * projections[name]["kernel_scale"][sorted_N]).astype(dtype)
+        return out
+
+    x_NxD = x_RxLxD.reshape(-1, D).astype(dtype)[order_N // k]
+    hidden = activation(project("gate_proj", x_NxD)) * project("up_proj", x_NxD)
+    out_NxD = project("down_proj", hidden)
+    # Back to the places of tokens, and summed with at least the bits of the weights.
+    places = out_NxD[jnp.argsort(order_N)].reshape(*experts_RxLxk.shape, D)
+    return jnp.einsum("rlkd,rlk->rld", places.astype(weights_RxLxk.dtype), weights_RxLxk).astype(
+        dtype
+    )

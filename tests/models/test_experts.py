@@ -1,0 +1,193 @@
+"""Experts: routing worked by hand, int8, adapters, layouts, and checkpoints with many tensors."""
+
+import dataclasses
+import json
+
+import hf_reference as reference
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_ppo.config.schema import MeshShape
+from jax_ppo.errors import UserError
+from jax_ppo.models import heads
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.experts import run_experts, select_experts
+from jax_ppo.models.flops import count_forward_flops
+from jax_ppo.models.hf.config import from_hf_config
+from jax_ppo.models.hf.names import adapter_tensor_table
+from jax_ppo.models.hf.save import export_checkpoint
+from jax_ppo.models.quantization import quantize_kernels
+from jax_ppo.models.transformer import Transformer, unroll_params
+from jax_ppo.runtime import sharding
+from jax_ppo.runtime.meshes import make_mesh
+from jax_ppo.sampler.built_in import BuiltInEngine
+from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.training.networks import targets_beside_experts
+from jax_ppo.types import Prompts
+
+ARCHITECTURE = Architecture(
+    family="mixtral",
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=8,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    num_experts=4,
+    experts_per_token=2,
+    normalized_expert_weights=True,
+)
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+@pytest.fixture(scope="module")
+def params():
+    init = jax.jit(lambda key: heads.init_params(Transformer(ARCHITECTURE), key, "lm"))
+    return jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, init(jax.random.key(0)))
+
+
+def random_projections(rng, experts, width, inner):
+    return {
+        "gate_proj": {"kernel": rng.normal(size=(experts, width, inner)).astype(np.float32)},
+        "up_proj": {"kernel": rng.normal(size=(experts, width, inner)).astype(np.float32)},
+        "down_proj": {"kernel": rng.normal(size=(experts, inner, width)).astype(np.float32)},
+    }
+
+
+@pytest.mark.parametrize(
+    "chosen", [[[0, 2], [2, 1], [1, 0]], [[1, 2], [1, 2], [1, 2]]], ids=["spread", "two of them"]
+)
+def test_each_token_gets_the_weighted_outputs_of_its_experts_and_none_is_dropped(chosen):
+    rng = np.random.default_rng(0)
+    projections = random_projections(rng, experts=4, width=3, inner=5)
+    x = rng.normal(size=(1, 3, 3)).astype(np.float32)
+    weights = rng.uniform(size=(1, 3, 2)).astype(np.float32)
+    out = run_experts(
+        x, weights, np.array([chosen]), projections, dtype=jnp.float32, activation=jax.nn.relu
+    )
+    for token in range(3):
+        expected = 0
+        for weight, expert in zip(weights[0, token], chosen[token], strict=True):
+            gate, up, down = (projections[name]["kernel"][expert] for name in projections)
+            hidden = np.maximum(x[0, token] @ gate, 0) * (x[0, token] @ up)
+            expected = expected + weight * (hidden @ down)
+        np.testing.assert_allclose(out[0, token], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_are_probabilities_that_may_be_divided_by_their_sum():
+    probabilities = np.array([[[0.1, 0.5, 0.15, 0.25]]])
+    weights, experts = select_experts(probabilities, 2, is_normalized=False)
+    np.testing.assert_array_equal(experts, [[[1, 3]]])
+    np.testing.assert_allclose(weights, [[[0.5, 0.25]]])
+    weights, _ = select_experts(probabilities, 2, is_normalized=True)
+    np.testing.assert_allclose(weights, [[[2 / 3, 1 / 3]]], rtol=1e-6)
+
+
+def test_int8_experts_have_a_scale_per_column_and_the_router_keeps_its_type(params):
+    mlp = quantize_kernels(unroll_params(params), jnp.bfloat16)["layer_1"]["mlp"]
+    assert mlp["router"]["kernel"].dtype == jnp.bfloat16
+    entry = mlp["experts"]["down_proj"]
+    assert entry["kernel"].dtype == jnp.int8 and entry["kernel_scale"].shape == (4, 16)
+    wide = entry["kernel"] * entry["kernel_scale"][:, None]
+    error = np.abs(wide - params["layers"]["mlp"]["experts"]["down_proj"]["kernel"][1])
+    assert (error <= entry["kernel_scale"][:, None] / 2 * (1 + 1e-5)).all()
+
+
+def dequantize(params):
+    """Return stacked parameters with the values that the int8 kernels stand for."""
+
+    def rounded(path, x):
+        names = [part.key for part in path]
+        if names[0] != "layers" or names[-1] != "kernel" or "router" in names:
+            return x
+        scale = np.abs(x).max(-2, keepdims=True) / 127
+        return np.round(x / scale) * scale
+
+    return jax.tree_util.tree_map_with_path(rounded, jax.tree.map(np.asarray, params))
+
+
+@pytest.mark.parametrize("quantized", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_an_engine_samples_the_same_on_several_devices(params, quantized):
+    """Each device has its part of every expert's width."""
+    options = SamplingOptions(8, 1.0, eos_ids=(3,), slots=4)
+    prompts = Prompts(np.arange(24, dtype=np.int32).reshape(8, 3), np.full(8, 3, np.int32))
+
+    def sample(shape, model, weights):
+        mesh = make_mesh(MeshShape(**shape), jax.devices()[: np.prod(list(shape.values()))])
+        with jax.set_mesh(mesh):
+            layouts = sharding.tree_shardings(mesh, weights, sharding.TRAIN_RULES)
+            engine = BuiltInEngine(mesh, model, weights)
+            engine.update_weights(jax.device_put(weights, layouts))
+            own = jax.device_put(prompts, sharding.rows(mesh))
+            key = jax.device_put(jax.random.key(0), sharding.replicated(mesh))
+            return engine.generate(own, key, options)
+
+    model = Transformer(ARCHITECTURE)
+    one_device = {"data": 1, "fsdp": 1, "model": 1}
+    expected = sample(one_device, model, dequantize(params) if quantized else params)
+    rollout = sample({"data": 2, "fsdp": 2, "model": 2}, model.clone(quantized=quantized), params)
+    np.testing.assert_array_equal(rollout.responses, expected.responses)
+    np.testing.assert_allclose(rollout.logprobs, expected.logprobs, atol=1e-4)
+
+
+def test_all_linear_leaves_experts_out_and_naming_them_is_refused():
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert targets_beside_experts("all-linear") == attention
+    assert targets_beside_experts("v_proj, q_proj") == ("q_proj", "v_proj")
+    with pytest.raises(UserError, match=r"lora\.targets='q_proj,up_proj': .* are experts'"):
+        targets_beside_experts("q_proj,up_proj")
+    rows = adapter_tensor_table(ARCHITECTURE, 2, attention, "lm")
+    assert {path[2] for path in rows} == set(attention)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step 2 is not supported, only 1 is"),
+        ({"mlp_only_layers": [1]}, "mlp_only_layers [1] is not supported, only [] is"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok=5: there are only 4 experts"),
+        ({"num_local_experts": 8}, "num_experts and num_local_experts must be equal"),
+        ({"num_experts": 0}, "num_experts must be a whole number from 1"),
+    ],
+)
+def test_other_mixtures_are_refused_by_the_name_of_the_field(changes, message):
+    config = reference.SIZES | {"model_type": "qwen3_moe"} | EXPERTS
+    assert from_hf_config(config).num_experts == 4
+    with pytest.raises(UserError) as caught:
+        from_hf_config(config | changes)
+    assert message in str(caught.value)
+
+
+def test_a_checkpoint_has_a_tensor_per_expert_and_may_be_split_anywhere(tmp_path):
+    """Also between the experts of a layer; progress counts each of them."""
+    model = reference.make("qwen3_moe", **EXPERTS)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    counts = []
+    architecture, params = reference.load(
+        tmp_path / "theirs", progress=lambda *count: counts.append(count)
+    )
+    total = 3 + 2 * (2 + 6 + 1 + 3 * 4)  # norms, attention with its norms, router, experts
+    assert counts == [(i, total) for i in range(1, total + 1)]
+    kernel = params["layers"]["mlp"]["experts"]["up_proj"]["kernel"]
+    fused = model.state_dict()["model.layers.1.mlp.experts.gate_up_proj"].numpy()
+    np.testing.assert_array_equal(kernel[1], np.swapaxes(fused[:, 24:], 1, 2))
+    export_checkpoint(params, architecture, tmp_path / "ours", max_shard_bytes=20_000)
+    index = "model.safetensors.index.json"
+    theirs, ours = (
+        json.loads((tmp_path / folder / index).read_text())["weight_map"]
+        for folder in ("theirs", "ours")
+    )
+    assert ours.keys() == theirs.keys() and len(set(ours.values())) > 3
+    jax.tree.map(np.testing.assert_array_equal, reference.load(tmp_path / "ours")[1], params)
+
+
+def test_a_token_costs_the_experts_that_it_passes_through():
+    """Three matrices of 16 x 8 in each of two experts, and the router's of 16 x 4."""
+    single = dataclasses.replace(ARCHITECTURE, num_experts=0, experts_per_token=0)
+    extra = count_forward_flops(ARCHITECTURE, np.array([1])) - count_forward_flops(
+        single, np.array([1])
+    )
+    assert extra == 2 * 2 * (3 * 16 * 8 + 16 * 4)
