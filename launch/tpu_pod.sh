@@ -218,7 +218,7 @@ start() {
   ((${#run_arguments[@]} == 0)) || quoted=$(printf ' %q' "${run_arguments[@]}")
   send_environment
   on_hosts all "cd jax_ppo && COMMAND=$run_command START_SECONDS=${START_SECONDS:-20} \
-    bash launch/tpu_host.sh start$quoted" || code=$?
+    MAX_RESTARTS=${MAX_RESTARTS:-3} bash launch/tpu_host.sh start$quoted" || code=$?
   if ((code != 0)); then
     echo "tpu_pod.sh: the run did not start: exit code $code; the log is jax_ppo/train.log on the" \
       "host named above" >&2

@@ -129,9 +129,8 @@ def test_a_signal_or_a_lost_node_restarts_the_run_without_limit(gke):
     assert spec["failurePolicy"]["maxRestarts"] == 5
     [rule] = spec["failurePolicy"]["rules"]
     assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
-    disrupted, signal, lost, other = spec["replicatedJobs"][0]["template"]["spec"][
-        "podFailurePolicy"
-    ]["rules"]
+    job = spec["replicatedJobs"][0]["template"]["spec"]
+    disrupted, signal, lost, other = job["podFailurePolicy"]["rules"]
     assert disrupted["onPodConditions"][0]["type"] == "DisruptionTarget"
     assert signal["onExitCodes"]["values"] == [130, 143] and signal["action"] == "Count"
     # The pods that have lost another one leave the decision to that one.
