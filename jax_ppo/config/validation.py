@@ -22,8 +22,6 @@ def validate_train_config(config: Config) -> None:
         rule(config)
     # After the rules, whose messages are more specific.
     validate_requirements(config, "train")
-    # -1 counts as 1 here; it is checked again once the devices are known.
-    validate_batch_sharding(config, max(config.mesh.data, 1) * max(config.mesh.fsdp, 1))
 
 
 def validate_supervised_config(config: Config, command: str) -> None:
@@ -50,28 +48,6 @@ def validate_requirements(config: Config, command: str) -> None:
             if not requirement.is_met(config):
                 reason = requirement.message.format(config=config)
                 raise UserError(f"config.{option.name}={value!r}: {reason}")
-
-
-def validate_batch_sharding(
-    config: Config, shards: int, axes: str = "config.mesh.data x config.mesh.fsdp"
-) -> None:
-    """Raise `UserError` unless every batch divides evenly among the devices that split rows.
-
-    Args:
-      config: The options.
-      shards: The number of devices along the axes together.
-      axes: Their names, for error messages.
-    """
-    for name in ("data.train_batch_size", "data.val_batch_size"):
-        prompts = option_value(config, name)
-        assert isinstance(prompts, int)
-        if prompts % shards:
-            # The nearest multiple, but at least one sample per device.
-            nearest = max(shards, round(prompts / shards) * shards)
-            raise UserError(
-                f"config.{name}={prompts}: must be a multiple of the {shards} devices along "
-                f"{axes}; the nearest is {nearest}"
-            )
 
 
 # Data and sizes

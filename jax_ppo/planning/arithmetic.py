@@ -90,7 +90,8 @@ def _sampling_temporaries(step: AbstractStep) -> int:
     architecture, mesh = role.architecture, step.rollout_mesh
     assert not isinstance(architecture, DebertaArchitecture), "encoders do not decode"
     parts = mesh.shape["model"]
-    queue = step.programs.samples // meshes.row_shards(mesh)
+    count = config.data.train_batch_size
+    queue = meshes.rows_per_shard(mesh, count) * (step.programs.samples // count)
     slots = min(step.programs.sampling.slots or queue, queue)
     prompt = config.data.max_prompt_length
     prompts = max(1, min(PREFILL_TOKENS // prompt, queue // config.rollout.n))

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ppo.config import validation
 from jax_ppo.config.schema import Config
 from jax_ppo.errors import UserError
 from jax_ppo.models.architecture import Architecture
@@ -135,11 +134,7 @@ def set_up_step(config: Config, nets: Networks, mesh: Mesh) -> AbstractStep:
             f"config.rollout.engine={config.rollout.engine!r}: only the memory of the built-in "
             "engine can be planned"
         )
-    validation.validate_batch_sharding(config, meshes.row_shards(mesh))
     rollout_mesh = meshes.make_rollout_mesh(mesh, config.rollout.mesh)
-    validation.validate_batch_sharding(
-        config, meshes.row_shards(rollout_mesh), "config.rollout.mesh.data"
-    )
     meshes.validate_architecture(
         rollout_mesh, nets.actor.architecture, option="config.rollout.mesh"
     )
@@ -154,7 +149,8 @@ def set_up_step(config: Config, nets: Networks, mesh: Mesh) -> AbstractStep:
         # An encoder reads tokens of its own.
         reads_rollout=not isinstance(nets.reward, Deberta),
     )
-    rows, count = sharding.rows(mesh), config.data.train_batch_size
+    count = config.data.train_batch_size
+    rows = sharding.batch_rows(mesh, count)
     prompts = Prompts(
         tokens=jax.ShapeDtypeStruct(
             (count, config.data.max_prompt_length), jnp.int32, sharding=rows
@@ -184,7 +180,7 @@ def set_up_step(config: Config, nets: Networks, mesh: Mesh) -> AbstractStep:
 def _shape_caches(programs: StepPrograms, prompts: Prompts, rollout_mesh: Mesh) -> Any:
     """Return the shapes of the caches of one queue of prompts."""
     count, length = prompts.tokens.shape
-    queue = count // meshes.row_shards(rollout_mesh)
+    queue = meshes.rows_per_shard(rollout_mesh, count)
     model = programs.nets.actor.clone(unrolled=True, remat=False)
     # Key-value heads are copied until the mesh in context can split them.
     with jax.sharding.use_abstract_mesh(rollout_mesh.abstract_mesh):

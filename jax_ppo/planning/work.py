@@ -93,7 +93,8 @@ def _sample(step: AbstractStep) -> PhaseWork:
     architecture = step.programs.nets.actor.architecture
     prompt, samples = config.data.max_prompt_length, step.programs.samples
     shards, parts = meshes.row_shards(mesh), mesh.shape["model"]
-    queue = samples // shards
+    count = config.data.train_batch_size
+    queue = meshes.rows_per_shard(mesh, count) * (samples // count)
     slots = min(step.programs.sampling.slots or queue, queue)
     weights = bytes_per_device(step.decoding_weights)
     limits = stage_limits(step.programs.sampling)

@@ -46,8 +46,7 @@ def count_decoding_slots(
         return FALLBACK_SLOTS
     least = measure_least_memory(config, nets, mesh)
     resident = least.parameters + least.optimizer + least.frozen + least.decoding
-    samples = config.data.train_batch_size * config.rollout.n
-    queue = samples // meshes.row_shards(rollout_mesh)
+    queue = meshes.rows_per_shard(rollout_mesh, config.data.train_batch_size) * config.rollout.n
     one, every = (
         _slot_bytes(config, nets, rollout_mesh, dataclasses.replace(sampling, slots=slots))
         for slots in (1, queue)
@@ -67,7 +66,7 @@ def _slot_bytes(
 ) -> int:
     """Return the bytes per device of the cache and the logits of one queue's slots."""
     assert sampling.slots is not None
-    count = config.data.train_batch_size // meshes.row_shards(rollout_mesh)
+    count = meshes.rows_per_shard(rollout_mesh, config.data.train_batch_size)
     prompts = Prompts(
         tokens=jax.ShapeDtypeStruct((count, config.data.max_prompt_length), jnp.int32),
         lengths=jax.ShapeDtypeStruct((count,), jnp.int32),

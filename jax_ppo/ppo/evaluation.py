@@ -135,7 +135,9 @@ def evaluate(
     n = 1
     first_sample_index = 0
     for batch in batches:
-        prompts = placement.place(batch.prompts, sharding.rows(mesh))
+        prompts = placement.place(
+            batch.prompts, sharding.batch_rows(mesh, len(batch.prompts.lengths))
+        )
         rollout = sample(prompts, key, first_sample_index)
         batch_scores, batch_correct, batch_records = reward(batch, rollout, first_sample_index)
         # The last batch is filled up with repeated prompts; samples of a prompt are adjacent.

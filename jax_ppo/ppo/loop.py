@@ -243,7 +243,7 @@ def restore_sampled_batch(
     samples = config.data.train_batch_size * config.rollout.n
     if saved is None or saved["responses"].shape != (samples, config.data.max_response_length):
         return None
-    rows, everywhere = sharding.rows(run.mesh), sharding.replicated(run.mesh)
+    rows, everywhere = sharding.batch_rows(run.mesh, samples), sharding.replicated(run.mesh)
 
     def shape(path: jax.tree_util.KeyPath, x: Any) -> jax.ShapeDtypeStruct:
         # This mesh may have another number of decoder queues.

@@ -157,7 +157,7 @@ def compile_programs(
             config.reward.score_position,
         )
         yield "score_reward"
-    rows = sharding.rows(step.mesh)
+    rows = sharding.batch_rows(step.mesh, step.samples)
     rewards = jax.ShapeDtypeStruct((step.samples,), jnp.float32, sharding=rows)
     # Rewards arrive from the host, so no program's result has their shape.
     step_rewards = None

@@ -83,8 +83,6 @@ def _possible_remedies(
             validation.validate_train_config(changed)
             changed_mesh = meshes.make_mesh(changed.mesh, list(mesh.devices.flat))
             rollout_mesh = meshes.make_rollout_mesh(changed_mesh, changed.rollout.mesh)
-            for shape in (changed_mesh, rollout_mesh):
-                validation.validate_batch_sharding(changed, meshes.row_shards(shape))
             nets = read_nets(changed)
             for shape in (changed_mesh, rollout_mesh):
                 meshes.validate_architecture(shape, nets.actor.architecture)
@@ -157,7 +155,7 @@ def smaller_batches(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]]:
         "config.actor.ppo_micro_batch_size_per_device=1",
         dataclasses.replace(config, actor=rows),
     )
-    samples = config.data.train_batch_size * config.rollout.n // meshes.row_shards(mesh)
+    samples = meshes.rows_per_shard(mesh, config.data.train_batch_size) * config.rollout.n
     slots = min(config.rollout.max_num_seqs or samples, samples) // 4
     if slots:
         fewer = dataclasses.replace(config.rollout, max_num_seqs=slots)

@@ -279,7 +279,7 @@ class RewardInputs:
         # Everything counts as the prompt: the text no longer shows where the response begins.
         prompt_lengths, response_lengths, truncated, action_mask = placement.place(
             (lengths, np.zeros_like(lengths), np.zeros(total, bool), np.zeros((total, 1), bool)),
-            sharding.rows(mesh),
+            sharding.batch_rows(mesh, total),
         )
         sequences = Sequences(
             tokens=placement.from_local_rows(mesh, indices, local_tokens, total),

@@ -187,14 +187,18 @@ def compile_selection(mesh: Mesh, config: Config, rollout: Rollout) -> Rollout:
       config: all options.
       rollout: the shapes of a draw.
     """
-    layout, everywhere = sharding.rows(mesh), sharding.replicated(mesh)
+    everywhere = sharding.replicated(mesh)
     samples = config.data.train_batch_size * config.responses_per_prompt
+    layout = sharding.batch_rows(mesh, samples)
+    draw_layout = sharding.batch_rows(mesh, rollout.lengths.shape[0])
     rows = jax.ShapeDtypeStruct((samples,), jnp.int32, sharding=everywhere)
     drawn = _rollout_arrays(rollout)
-    per_sample = jax.ShapeDtypeStruct(rollout.lengths.shape, jnp.float32, sharding=layout)
+    per_sample = jax.ShapeDtypeStruct(rollout.lengths.shape, jnp.float32, sharding=draw_layout)
     drawn |= {"scores": per_sample, "correct": per_sample}
     if config.reward.process_rewards:
-        drawn["steps"] = jax.ShapeDtypeStruct(rollout.logprobs.shape, jnp.float32, sharding=layout)
+        drawn["steps"] = jax.ShapeDtypeStruct(
+            rollout.logprobs.shape, jnp.float32, sharding=draw_layout
+        )
     kept = compile_ahead(take_rows, (drawn,), rows, layout)
     if config.algorithm.filter_groups.enable:
         kept = compile_ahead(take_rows, (kept, kept), rows, layout)
@@ -269,7 +273,7 @@ def _take_on_mesh(
     mesh: Mesh, pools: tuple[dict[str, jax.Array], ...], rows: np.ndarray
 ) -> dict[str, jax.Array]:
     placed = placement.place(rows.astype(np.int32), sharding.replicated(mesh))
-    return take_rows(pools, placed, sharding.rows(mesh))
+    return take_rows(pools, placed, sharding.batch_rows(mesh, len(rows)))
 
 
 def _as_batch(

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jax_ppo.config import notes, validation
+from jax_ppo.config import notes
 from jax_ppo.config.parsing import parse_logit_bias
 from jax_ppo.config.schema import Config
 from jax_ppo.data import prompts as prompts_lib
@@ -117,8 +117,8 @@ class PPORun:
         return prompts_lib.evaluation_batches(self.held_out, self.config.data.val_batch_size)
 
     def place_prompts(self, prompts: Prompts) -> Prompts:
-        """Return the prompts on the mesh, their rows split."""
-        return placement.place(prompts, sharding.rows(self.mesh))
+        """Return the prompts on the mesh, their rows split if the devices divide them."""
+        return placement.place(prompts, sharding.batch_rows(self.mesh, len(prompts.lengths)))
 
     def policy_params(self, state: TrainState) -> Params:
         """Return the parameters that the policy samples with."""
@@ -141,7 +141,6 @@ def set_up_run(
       UserError: an option does not fit the data, the models or the machine.
     """
     # 1. Data, rules and plugins: nothing of a model is read yet.
-    validation.validate_batch_sharding(config, meshes.row_shards(mesh))
     training, held_out = load_examples(config.data, config.seed)
     for note in notes.train_notes(config) if trains else ():
         report(f"note: {note}")
@@ -162,9 +161,6 @@ def set_up_run(
     kl_estimators.load_kl_estimators(config)
     engine_class = resolve_engine(config.rollout.engine)
     rollout_mesh = meshes.make_rollout_mesh(mesh, config.rollout.mesh)
-    validation.validate_batch_sharding(
-        config, meshes.row_shards(rollout_mesh), "config.rollout.mesh.data"
-    )
 
     # 2. Folders, architectures and tokenizers of the roles.
     def make_model(folder: Path) -> None:

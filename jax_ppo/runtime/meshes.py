@@ -122,6 +122,11 @@ def row_shards(mesh: Mesh | AbstractMesh) -> int:
     return math.prod(mesh.shape[axis] for axis in ROWS)
 
 
+def rows_per_shard(mesh: Mesh | AbstractMesh, count: int) -> int:
+    """Return the rows of each part that `count` rows are split into, padding included."""
+    return -(-count // row_shards(mesh))
+
+
 def gathers_weights(mesh: Mesh | AbstractMesh) -> bool:
     """Return whether devices gather the parameters for each pass, layer by layer."""
     return mesh.shape["fsdp"] > 1

@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from jax_ppo.runtime.meshes import row_shards
-from jax_ppo.runtime.sharding import copied_rows, rows
+from jax_ppo.runtime.sharding import batch_rows, copied_rows
 
 # The kind of host memory that accelerators copy from and to by themselves.
 PINNED_HOST = "pinned_host"
@@ -80,7 +80,7 @@ def to_host(array: jax.Array) -> np.ndarray:
 
 
 def from_local_rows(mesh: Mesh, indices: np.ndarray, values: Any, total: int) -> jax.Array:
-    """Return the array [total, ...] split by rows, from the rows of each process.
+    """Return the array [total, ...] in the layout of `batch_rows`, from the rows of each process.
 
     Every process must call it. Where processes hold copies of each other's rows, the devices
     exchange them; the host does not wait.
@@ -91,20 +91,26 @@ def from_local_rows(mesh: Mesh, indices: np.ndarray, values: Any, total: int) ->
       values: [r, ...], the rows at these indices.
       total: number of rows of all processes.
     """
-    if _shares_rows(mesh):
+    if _shares_rows(mesh, total):
         return _exchange_copied_rows(mesh, indices, values, total)
-    return place(_scatter_rows(indices, values, total), rows(mesh))
+    return place(_scatter_rows(indices, values, total), batch_rows(mesh, total))
 
 
-def _shares_rows(mesh: Mesh) -> bool:
+def _row_groups(mesh: Mesh, total: int) -> int:
+    """Return the number of parts that `total` rows are split into; see `batch_rows`."""
+    groups = row_shards(mesh)
+    return 1 if total % groups else groups
+
+
+def _shares_rows(mesh: Mesh, total: int) -> bool:
     """Return whether several processes hold copies of the same rows."""
-    groups = mesh.devices.reshape(row_shards(mesh), -1)
+    groups = mesh.devices.reshape(_row_groups(mesh, total), -1)
     return any(len({device.process_index for device in group}) > 1 for group in groups)
 
 
 def _exchange_copied_rows(mesh: Mesh, indices: np.ndarray, values: Any, total: int) -> jax.Array:
     """Return `from_local_rows`, where each device places only its part of the copied rows."""
-    groups = row_shards(mesh)
+    groups = _row_groups(mesh, total)
     copies = mesh.size // groups
     size = total // groups
     # Each group of rows is filled up to equal parts, one per device that holds a copy of it.
@@ -112,8 +118,8 @@ def _exchange_copied_rows(mesh: Mesh, indices: np.ndarray, values: Any, total: i
     values = np.asarray(values)
     padded = np.zeros((groups, padded_size, *values.shape[1:]), values.dtype)
     padded[indices // size, indices % size] = values
-    parts = place(padded, copied_rows(mesh))
-    return _join_parts(parts, size=size, layout=rows(mesh))
+    parts = place(padded, copied_rows(mesh, groups))
+    return _join_parts(parts, size=size, layout=batch_rows(mesh, total))
 
 
 @functools.partial(jax.jit, static_argnames=("size", "layout"))
@@ -153,7 +159,7 @@ def local_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
     parallelism has them, share these rows out; a process may be left without any.
 
     Args:
-      array: [B, ...], split by rows.
+      array: [B, ...], in the layout of `batch_rows`.
 
     Returns:
       (indices, int [r]; values, [r, ...]).

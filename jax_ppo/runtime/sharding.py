@@ -118,13 +118,29 @@ def rows(mesh: Mesh, axis: int = 0) -> NamedSharding:
     return NamedSharding(mesh, P(*[None] * axis, ROWS))
 
 
+def batch_rows(mesh: Mesh, count: int) -> NamedSharding:
+    """Return the sharding of arrays of `count` rows: split, or whole on each device.
+
+    Whole if the devices do not divide them. These are tokens and numbers per token, which are small
+    beside a model; the packed rows that models run are always split.
+    """
+    return replicated(mesh) if count % row_shards(mesh) else rows(mesh)
+
+
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Return the sharding of arrays that every device holds as a whole."""
     return NamedSharding(mesh, P())
 
 
-def copied_rows(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of [G, N, ...], which splits N where `rows` would copy the rows of G."""
+def copied_rows(mesh: Mesh, groups: int) -> NamedSharding:
+    """Return the sharding of [G, N, ...], which splits N over the devices that hold copies of it.
+
+    Args:
+      mesh: the run's mesh.
+      groups: G, the number of parts that rows are split into; 1 if each device holds all.
+    """
+    if groups == 1:
+        return NamedSharding(mesh, P(None, AXES))
     return NamedSharding(mesh, P(ROWS, tuple(axis for axis in AXES if axis not in ROWS)))
 
 
@@ -138,6 +154,21 @@ def constrain_rows(x: jax.Array, axis: int = 0) -> jax.Array:
     # What is split over `model` stays split.
     trailing = [P.UNCONSTRAINED] * (x.ndim - axis - 1)
     return jax.lax.with_sharding_constraint(x, P(*[None] * axis, ROWS, *trailing))
+
+
+def num_padded_rows(count: int) -> int:
+    """Return the least number of rows, from `count` on, that the devices divide."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return count if mesh.empty else count + -count % row_shards(mesh)
+
+
+def drop_padded_rows(x: jax.Array, count: int) -> jax.Array:
+    """Return the first `count` rows in the layout of `batch_rows`, inside a compiled function."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if len(x) == count or mesh.empty:
+        return x[:count]
+    layout = P() if count % row_shards(mesh) else P(ROWS)
+    return jax.lax.with_sharding_constraint(x[:count], layout)
 
 
 def split_rows(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -35,6 +35,8 @@ from jax_ppo.sampler.slots import (
 from jax_ppo.sampler.stages import plan_next_stage, reorder_results, stage_limits
 from jax_ppo.types import Prompts, Rollout
 
+PADDING = -1  # the index of a sample that is not decoded
+
 
 def generate_responses(
     model: Transformer,
@@ -44,6 +46,7 @@ def generate_responses(
     indices_N: jax.Array,
     key: jax.Array,
     any_shard: Callable[[jax.Array], jax.Array] = lambda holds: holds,
+    has_padding: bool = False,
 ) -> Rollout:
     """Sample n responses to each prompt. Pure; to be compiled with model and options static.
 
@@ -60,13 +63,22 @@ def generate_responses(
       indices_N: int32, the samples' addresses for random numbers.
       key: the base key of the step.
       any_shard: see `DecodeJob`.
+      has_padding: whether the last of `indices_N` may be `PADDING`; what is returned for such a
+        sample has no meaning.
     """
     if not model.unrolled:
         raise ValueError("the sampler needs Transformer(unrolled=True), which returns a cache")
     keys_N = sampling.sample_keys(key, indices_N)
     limits = stage_limits(options)
-    first = plan_job(model, options, params, prompts, keys_N, any_shard, limit=limits[0])
-    state = decode_queue(first, initial_state(first))
+    count = (indices_N != PADDING).sum() if has_padding else None
+    first = plan_job(
+        model, options, params, prompts, keys_N, any_shard, limit=limits[0], count=count
+    )
+    state = initial_state(first)
+    if has_padding:
+        # Later stages continue what is not finished.
+        state = state._replace(finished=indices_N == PADDING)
+    state = decode_queue(first, state)
     own_prompts = jax.tree.map(lambda x: jnp.repeat(x, options.n, axis=0), prompts)
     for start, limit in itertools.pairwise(limits):
         job, state, order_N = plan_next_stage(first, own_prompts, state, start, limit)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import compilation, dispatch
-from jax_ppo.sampler.decode_loop import generate_responses
+from jax_ppo.runtime.sharding import drop_padded_rows, num_padded_rows
+from jax_ppo.sampler.decode_loop import PADDING, generate_responses
 from jax_ppo.sampler.engine import Params, SamplingOptions
 from jax_ppo.types import Prompts, Rollout
 
@@ -49,11 +50,27 @@ class Sampler:
             first_sample_index: jax.Array | int = 0,
             slots: int | None = options.slots,
         ) -> Rollout:
+            count = len(prompts.lengths)
+            missing = num_padded_rows(count) - count
             # The index addresses a sample's random numbers, wherever the sample is decoded.
-            indices_N = first_sample_index + jnp.arange(len(prompts.lengths) * options.n)
+            indices_N = first_sample_index + jnp.arange(count * options.n)
             own_options = dataclasses.replace(options, slots=slots)
-            run = split_rows(functools.partial(generate_responses, model, own_options))
-            return run(params, prompts, indices_N, key)
+            generate = functools.partial(
+                generate_responses, model, own_options, has_padding=missing > 0
+            )
+            # Prompts that the devices do not divide are filled up by some that nobody answers.
+            prompts = Prompts(
+                tokens=jnp.pad(prompts.tokens, ((0, missing), (0, 0))),
+                lengths=jnp.pad(prompts.lengths, (0, missing), constant_values=1),
+            )
+            indices_N = jnp.pad(indices_N, (0, missing * options.n), constant_values=PADDING)
+            rollout = split_rows(generate)(params, prompts, indices_N, key)
+            if not missing:
+                return rollout
+            cut = functools.partial(drop_padded_rows, count=count * options.n)
+            # One entry per queue of prompts, not per sample.
+            slot_steps, rollout = rollout.slot_steps, dataclasses.replace(rollout, slot_steps=None)
+            return dataclasses.replace(jax.tree.map(cut, rollout), slot_steps=slot_steps)
 
         self.program = jax.jit(generate_from, static_argnames="slots")
 

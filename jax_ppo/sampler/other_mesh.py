@@ -87,12 +87,12 @@ class OtherMeshEngine:
 
     def _to_mesh(self, prompts: Prompts, key: jax.Array) -> tuple[Prompts, jax.Array]:
         return (
-            _move(prompts, sharding.rows(self._mesh)),
+            _move(prompts, sharding.batch_rows(self._mesh, prompts.lengths.shape[0])),
             _move(key, sharding.replicated(self._mesh)),
         )
 
     def _to_run_mesh(self, rollout: Rollout) -> Rollout:
-        rows = sharding.rows(self._run_mesh)
+        rows = sharding.batch_rows(self._run_mesh, rollout.lengths.shape[0])
 
         def move(path: jax.tree_util.KeyPath, x: Any) -> Any:
             # One entry per decoder queue, of which the run's mesh may have another number.

@@ -55,11 +55,6 @@ def test_every_option_has_a_meaning():
         ({"mesh__model": -1}, r"config\.mesh\.model=-1: only one axis.*set config\.mesh\.data"),
         ({"mesh__model": 0}, r"config\.mesh\.model=0: expected -1 or at least 1"),
         (
-            {"mesh__fsdp": 3},
-            r"config\.data\.train_batch_size=64: must be a multiple of the 3 devices.*"
-            r"nearest is 63",
-        ),
-        (
             {"algorithm__use_kl_in_reward": True, "algorithm__use_reference": False},
             r"use_kl_in_reward=True: needs the reference",
         ),

@@ -338,6 +338,32 @@ def test_eight_devices_train_as_one_does(files, undisturbed, tmp_path, options):
 
 
 @pytest.mark.slow
+def test_a_run_moves_from_eight_devices_to_four_to_three_to_one(
+    files, undisturbed, tmp_path, monkeypatch
+):
+    """Two steps on each; three devices do not divide the batch of eight prompts."""
+    make_mesh = meshes.make_mesh
+    moves = (
+        (8, ("--config.mesh.fsdp=2", "--config.mesh.model=2")),
+        (4, ("--config.mesh.data=1", "--config.mesh.fsdp=4")),
+        (3, ("--config.mesh.data=3",)),
+        (1, ()),
+    )
+    for number, (devices, shape) in enumerate(moves, 1):
+        monkeypatch.setattr(
+            meshes, "make_mesh", functools.partial(make_mesh, devices=jax.devices()[:devices])
+        )
+        steps = f"--config.trainer.total_training_steps={2 * number}"
+        loop.train(load_config(files, steps, *shape), tmp_path)
+    rows, expected = read_step_rows(tmp_path), read_step_rows(undisturbed[0])
+    assert [row["step"] for row in rows] == [str(step) for step in range(1, 9)]
+    for ours, theirs in zip(rows, expected, strict=True):
+        for name in ("reward/mean", "response_length/mean", "kl/reference", "critic/loss"):
+            assert float(ours[name]) == pytest.approx(float(theirs[name]), rel=1e-3, abs=1e-3)
+    assert list(read_samples(tmp_path)) == list(read_samples(undisturbed[0]))
+
+
+@pytest.mark.slow
 def test_few_slots_in_stages_sample_the_same(files, undisturbed, tmp_path):
     run(
         files,

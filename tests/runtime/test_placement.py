@@ -43,12 +43,26 @@ def test_each_row_belongs_to_one_of_the_processes_that_hold_copies_of_it():
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, bool])
 def test_rows_that_processes_share_out_are_exchanged(dtype, monkeypatch):
-    monkeypatch.setattr(placement, "_shares_rows", lambda mesh: True)
+    monkeypatch.setattr(placement, "_shares_rows", lambda mesh, total: True)
     mesh = tiny.make_mesh(8, data=2, model=4)
     values = (np.arange(20).reshape(10, 2) % 3).astype(dtype)
     exchanged = placement.from_local_rows(mesh, np.arange(10), values, 10)
     assert exchanged.sharding.is_equivalent_to(sharding.rows(mesh), 2) and exchanged.dtype == dtype
     np.testing.assert_array_equal(np.asarray(exchanged), values)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_rows_that_the_devices_do_not_divide_are_whole_on_each(monkeypatch, shares):
+    """Eight devices are responsible for 1, 1, ..., 1 and 0 of seven rows, and exchange them."""
+    monkeypatch.setattr(placement, "_shares_rows", lambda mesh, total: shares)
+    mesh = tiny.make_mesh(8, data=4, model=2)
+    values = np.arange(14).reshape(7, 2)
+    array = placement.place(values, sharding.batch_rows(mesh, 7))
+    indices, own = placement.local_rows(array)
+    assert indices.tolist() == list(range(7))
+    joined = placement.from_local_rows(mesh, indices, own, 7)
+    assert joined.sharding.is_equivalent_to(array.sharding, 2) and joined.is_fully_replicated
+    np.testing.assert_array_equal(np.asarray(joined), values)
 
 
 def test_accelerators_read_host_memory_and_a_cpu_only_where_it_lists_it():

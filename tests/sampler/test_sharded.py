@@ -54,6 +54,31 @@ def test_eight_devices_draw_the_samples_of_one(actor, split):
     assert 0 < np.asarray(rollout.truncated).sum() < 32
 
 
+@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2)], ids=str)
+def test_prompts_that_the_devices_do_not_divide_get_the_samples_of_one(actor, shape):
+    """Thirteen prompts: some devices have padding, which costs no decoding, in no stage."""
+    options = dataclasses.replace(OPTIONS, stage_length=5)
+    prompts = make_prompts(range(1, 14))
+    alone = Sampler(actor.decoded, OPTIONS)(actor.params, prompts, jax.random.key(0))
+    mesh = meshes.make_mesh(MeshShape(**dict(zip(meshes.AXES, shape, strict=True))))
+    rules = sharding.decode_rules(mesh, ARCHITECTURE.num_kv_heads)
+    params = jax.device_put(actor.params, sharding.tree_shardings(mesh, actor.params, rules))
+    with jax.set_mesh(mesh):
+        rollout = Sampler(actor.decoded, options, sharding.split_rows)(
+            params,
+            placement.place(prompts, sharding.batch_rows(mesh, 13)),
+            jax.device_put(jax.random.key(0), sharding.replicated(mesh)),
+        )
+    assert len(rollout.lengths) == 26 and rollout.responses.sharding.is_fully_replicated
+    for name in ("responses", "lengths", "truncated", "action_mask"):
+        np.testing.assert_array_equal(getattr(rollout, name), getattr(alone, name))
+    np.testing.assert_array_equal(rollout.prompts.tokens, alone.prompts.tokens)
+    if shape == (8, 1, 1):
+        # Two prompts on each device but the seventh, which has one, and the last.
+        steps = np.asarray(rollout.slot_steps)
+        assert steps[7] == 0 and (steps[:7] > 0).all()
+
+
 def test_shards_of_rows_say_nothing_to_each_other(split):
     """Each shard of rows ends with its own samples.
 
