@@ -80,7 +80,7 @@ VERL = {
     "critic.optim.lr_warmup_steps_ratio": "config.critic.optim.lr_warmup_steps, in steps",
     "critic.strategy": _MESH,
     "ref.log_prob_micro_batch_size_per_gpu": "config.rollout.logprob_micro_batch_size_per_device",
-    "ref.fsdp_config.param_offload": "config.mesh.fsdp splits the reference, too",
+    "ref.fsdp_config.param_offload": "config.algorithm.reference_offload",
     "rollout.log_prob_micro_batch_size_per_gpu": (
         "config.rollout.logprob_micro_batch_size_per_device"
     ),

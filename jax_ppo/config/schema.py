@@ -101,6 +101,12 @@ HAS_REWARD_MODEL = Requirement(
     "`reward.model_path` is set",
     "there is no reward model; set config.reward.model_path",
 )
+REFERENCE_IS_IDLE = Requirement(
+    lambda config: config.algorithm.use_reference and not config.has_adapters,
+    "`algorithm.use_reference` is on, without adapters",
+    "there is no reference that could wait there: it is off, or the base of adapters, which is read "
+    "all the time",
+)
 HAS_ADAPTERS = Condition(
     lambda config: config.has_adapters, "`model.lora.rank` or `model.lora.path` is set"
 )
@@ -527,6 +533,12 @@ class Critic:
         "scoring and decoding have the room",
         effective_when=(HAS_OWN_CRITIC,),
     )
+    param_offload: bool = option(
+        False,
+        "keep the critic's parameters in the host's memory; its scoring and its update copy them "
+        "to the device, where decoding and the actor have the room",
+        effective_when=(HAS_OWN_CRITIC,),
+    )
     ppo_mini_batch_size: int | None = option(
         None,
         "as the actor's; unset: the actor's",
@@ -725,6 +737,12 @@ class Algorithm:
         True,
         "keep the initial policy frozen (with model.lora: the base without adapters) and measure "
         "the KL to it at each step",
+    )
+    reference_offload: bool = option(
+        False,
+        "keep the reference in the host's memory; the programs that read it copy it to the device, "
+        "where decoding and the other updates have the room",
+        requires=(REFERENCE_IS_IDLE,),
     )
     kl_penalty: str = option(
         "k1",
@@ -984,6 +1002,12 @@ class Reward:
         "decoder, or DeBERTa-v2 or v3); its score is added to reward.function's, or is the whole "
         "reward if that is empty",
         fixed_on_resume=True,
+    )
+    param_offload: bool = option(
+        False,
+        "keep the reward model in the host's memory; scoring copies it to the device, where "
+        "decoding and the updates have the room",
+        requires=(HAS_REWARD_MODEL,),
     )
     model_input: str = option(
         "auto",

@@ -10,9 +10,11 @@ from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.planning.phases import PhaseMemory
 from jax_ppo.planning.setup import AbstractStep, Role
+from jax_ppo.ppo.memory_check import Fetched, fetched_by_phase
 from jax_ppo.ppo.scoring import ScoringOptions
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.device_memory import bytes_per_device
+from jax_ppo.sampler.constraints import constrains_logits
 from jax_ppo.sampler.slots import PREFILL_TOKENS
 from jax_ppo.types import MiniBatches
 
@@ -28,14 +30,14 @@ def resident_memory(step: AbstractStep, name: str) -> PhaseMemory:
     """
     least = step.least
     samples = name in ("prepare_weights", "sample")
-    gradients = fetched = 0
+    fetched = fetched_by_phase(step.programs.config, step.state).get(name, Fetched())
+    gradients = 0
     if name.startswith("update_"):
-        fetched = least.fetched
         gradients = bytes_per_device(step.role(name.removeprefix("update_")).trained)
     return PhaseMemory(
-        parameters=least.parameters,
-        optimizer=least.optimizer + fetched,
-        frozen=least.frozen,
+        parameters=least.parameters + fetched.parameters,
+        optimizer=least.optimizer + fetched.optimizer,
+        frozen=least.frozen + fetched.frozen,
         gradients=gradients,
         decoding_copy=least.decoding if samples else 0,
         cache=step.cache_bytes if name == "sample" else 0,
@@ -96,7 +98,10 @@ def _sampling_temporaries(step: AbstractStep) -> int:
     prompt = config.data.max_prompt_length
     prompts = max(1, min(PREFILL_TOKENS // prompt, queue // config.rollout.n))
     prefill = _layer_bytes(role, prompts * prompt, parts)
-    logits = 2 * slots * architecture.vocab_size // parts * _FLOAT32
+    # Forbidden strings are found with a tokenizer, which a plan does not have.
+    is_constrained = bool(config.rollout.bad_words) or constrains_logits(step.programs.sampling)
+    arrays = 3 if is_constrained else 2
+    logits = arrays * slots * architecture.vocab_size // parts * _FLOAT32
     padding = 0
     if _is_tpu():
         # Heads that are narrower than a lane take as much memory as wide ones.

@@ -5,6 +5,7 @@ known before any weights are loaded, so that a mesh on which a run cannot fit is
 """
 
 import dataclasses
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -15,7 +16,7 @@ from jax_ppo.runtime import meshes, placement
 from jax_ppo.runtime.device_memory import bytes_per_device, read_memory_limit
 from jax_ppo.sampler.built_in import shape_decoding_weights
 from jax_ppo.training.networks import Folders, Networks, read_networks
-from jax_ppo.training.state import policy_params, state_shapes
+from jax_ppo.training.state import TrainState, policy_params, state_shapes
 from jax_ppo.training.stochastic_rounding import gradient_shapes
 
 GIB = 2**30
@@ -26,12 +27,13 @@ class LeastMemory:
     """Bytes on each device.
 
     Attributes:
-      parameters: trained parameters of actor and critic.
+      parameters: trained parameters of actor and critic, unless they are in the host's memory.
       optimizer: both optimizer states, unless they are in the host's memory.
-      frozen: reference, base of adapters and reward model.
-      gradients: those of the larger of the two, which its whole clipped gradient needs at once.
+      frozen: reference, base of adapters and reward model, unless they are in the host's memory.
+      gradients: of the phase that needs the most: those of actor or critic, which a whole clipped
+        gradient needs at once.
       decoding: the built-in engine's copy of the actor's weights.
-      fetched: optimizer state that is in the host's memory outside of its update.
+      fetched: what that phase copies from the host's memory.
     """
 
     parameters: int
@@ -94,22 +96,63 @@ def measure_least_memory(config: Config, nets: Networks, mesh: Mesh) -> LeastMem
         rollout_mesh = meshes.make_rollout_mesh(mesh, config.rollout.mesh)
         weights = shape_decoding_weights(rollout_mesh, nets.actor, policy_params(nets, state))
         decoding = bytes_per_device(weights)
-    actor, critic = bytes_per_device(state.actor), bytes_per_device(state.critic)
-    on_device, updates = 0, []
-    for params, optimizer, options in (
-        (state.actor, state.actor_optimizer, config.actor),
-        (state.critic, state.critic_optimizer, config.critic),
-    ):
-        gradients = bytes_per_device(gradient_shapes(params, options.optim.gradient_dtype))
-        fetched = bytes_per_device(optimizer) if placement.is_in_host_memory(optimizer) else 0
-        on_device += bytes_per_device(optimizer) - fetched
-        updates.append((gradients, fetched))
-    gradients, fetched = max(updates, key=sum)
+    gradients = {
+        f"update_{role}": bytes_per_device(gradient_shapes(params, optim.gradient_dtype))
+        for role, params, optim in (
+            ("actor", state.actor, config.actor.optim),
+            ("critic", state.critic, config.critic.optim),
+        )
+    }
+    phases = [
+        (gradients.get(phase, 0), sum(vars(fetched).values()))
+        for phase, fetched in fetched_by_phase(config, state).items()
+    ]
+    largest_gradients, largest_fetched = max(phases, key=sum)
     return LeastMemory(
-        parameters=actor + critic,
-        optimizer=on_device,
-        frozen=bytes_per_device((state.reference, state.reward)),
-        gradients=gradients,
+        parameters=_resident_bytes((state.actor, state.critic)),
+        optimizer=_resident_bytes((state.actor_optimizer, state.critic_optimizer)),
+        frozen=_resident_bytes((state.reference, state.reward)),
+        gradients=largest_gradients,
         decoding=decoding,
-        fetched=fetched,
+        fetched=largest_fetched,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Fetched:
+    """Bytes that each device copies from the host's memory for a phase, by their kind."""
+
+    parameters: int = 0
+    optimizer: int = 0
+    frozen: int = 0
+
+
+def fetched_by_phase(config: Config, state: TrainState) -> dict[str, Fetched]:
+    """Return what the phases of a step copy from the host's memory, by their programs' names.
+
+    Args:
+      config: all options.
+      state: shapes, as `state_shapes` returns them.
+    """
+    reference, reward = _fetched_bytes(state.reference), _fetched_bytes(state.reward)
+    critic = _fetched_bytes(state.critic)
+    return {
+        "score_policy": Fetched(frozen=reference),
+        "score_critic": Fetched(parameters=critic),
+        "score_reward": Fetched(frozen=reward),
+        "update_actor": Fetched(
+            optimizer=_fetched_bytes(state.actor_optimizer),
+            frozen=reference if config.actor.use_kl_loss else 0,
+        ),
+        "update_critic": Fetched(
+            parameters=critic, optimizer=_fetched_bytes(state.critic_optimizer)
+        ),
+    }
+
+
+def _fetched_bytes(shapes: Any) -> int:
+    return bytes_per_device(placement.only_in_host_memory(shapes))
+
+
+def _resident_bytes(shapes: Any) -> int:
+    return bytes_per_device(shapes) - _fetched_bytes(shapes)

@@ -13,7 +13,7 @@ from jax_ppo.kernels.logprobs import target_platform
 from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.models.heads import compute_scalars
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime import dispatch
+from jax_ppo.runtime import dispatch, placement
 from jax_ppo.runtime.sharding import constrain_rows
 from jax_ppo.training import forward, packing
 from jax_ppo.training.networks import Networks, full_parameters
@@ -217,6 +217,12 @@ def score_part(
       micro_batches: number of the A micro-batches that are not empty.
     """
     empty = _empty_scores(options, part, len(sequences.lengths))
+    # Once, before the loop over micro-batches.
+    state = dataclasses.replace(
+        state,
+        critic=placement.to_device(state.critic),
+        reference=placement.to_device(state.reference),
+    )
 
     def micro_batch(i: jax.Array, scores: Scores) -> Scores:
         rows = _gather_micro_batch(sequences, plan, i)
@@ -325,6 +331,8 @@ def reward_model_scores(
     else:
         pad_id = model.architecture.pad_id if position == "auto" else None
         positions_B = forward.score_positions(sequences, pad_id)
+
+    params = placement.to_device(params)
 
     def micro_batch(i: jax.Array, scores_B: jax.Array) -> jax.Array:
         rows = _gather_micro_batch(sequences, plan, i)

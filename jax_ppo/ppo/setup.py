@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jax_ppo.config import notes
 from jax_ppo.config.parsing import parse_logit_bias
-from jax_ppo.config.schema import Config
+from jax_ppo.config.schema import Config, option_value
 from jax_ppo.data import prompts as prompts_lib
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.prompts import PromptBatch, PromptBatches, PromptDataset
@@ -52,6 +52,13 @@ from jax_ppo.training.state import TrainState, policy_params
 from jax_ppo.types import Example, Params, Prompts
 
 Report = Callable[[str], None]  # takes a line for the user
+OFFLOADS = (
+    "actor.optimizer_offload",
+    "critic.optimizer_offload",
+    "critic.param_offload",
+    "algorithm.reference_offload",
+    "reward.param_offload",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,9 +151,10 @@ def set_up_run(
     training, held_out = load_examples(config.data, config.seed)
     for note in notes.train_notes(config) if trains else ():
         report(f"note: {note}")
-    offloads = config.actor.optimizer_offload or config.critic.optimizer_offload
+    offloads = [name for name in OFFLOADS if option_value(config, name)]
     if offloads and mesh.devices.flat[0].platform == "cpu":
-        report("note: optimizer_offload saves nothing: the memory of CPU devices is the host's")
+        names = " and ".join(offloads)
+        report(f"note: {names}: saves nothing, as the memory of CPU devices is the host's")
     mixes = source_weights(config.data.train_files, "config.data.train_files") is not None
     if mixes and config.data.curriculum != "none":
         raise UserError(

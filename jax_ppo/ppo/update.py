@@ -197,20 +197,17 @@ def update_actor(
     actor = options.loss.actor
     rate = learning_rate(actor.optim, jnp.maximum(step - warmup, 0), total_steps - warmup)
     update_enabled = step >= warmup
-    reference = fixed_state.reference
+    reference = placement.to_device(fixed_state.reference)
     context = objectives.actor_context(actor, step, fixed_state.control, reference)
-    offloaded = placement.is_in_host_memory(optimizer_state)
-    if offloaded:
-        optimizer_state = jax.device_put(optimizer_state, jax.memory.Space.Device)
-    params, optimizer_state, metrics = actor_role(options, net, base=reference).train(
-        params, optimizer_state, rate, update_enabled, context, experience, batches
+    start = placement.to_device((params, optimizer_state))
+    new_params, new_optimizer_state, metrics = actor_role(options, net, base=reference).train(
+        *start, rate, update_enabled, context, experience, batches
     )
     # A rate of 0 shows in the log that the actor did not learn in this step.
     metrics["actor/lr"] = jnp.where(update_enabled, rate, 0.0)
-    params, optimizer_state = _constrain_to_train_layout(params, optimizer_state)
-    if offloaded:
-        optimizer_state = jax.device_put(optimizer_state, jax.memory.Space.Host)
-    return step + 1, params, optimizer_state, metrics
+    new_params, new_optimizer_state = _constrain_to_train_layout(new_params, new_optimizer_state)
+    new_optimizer_state = placement.to_memory_of(new_optimizer_state, optimizer_state)
+    return step + 1, new_params, new_optimizer_state, metrics
 
 
 @_compiled
@@ -231,16 +228,16 @@ def update_critic(
     """
     # The critic learns from the first step on, so its schedule spans the whole run.
     rate = learning_rate(options.critic.optim, fixed_state.step, total_steps)
-    offloaded = placement.is_in_host_memory(optimizer_state)
-    if offloaded:
-        optimizer_state = jax.device_put(optimizer_state, jax.memory.Space.Device)
-    params, optimizer_state, metrics = critic_role(options, net, base=fixed_state.reference).train(
-        params, optimizer_state, rate, True, None, experience, batches
+    # Only adapters need it here, and then it is on the device.
+    base = placement.to_device(fixed_state.reference)
+    start = placement.to_device((params, optimizer_state))
+    new_params, new_optimizer_state, metrics = critic_role(options, net, base=base).train(
+        *start, rate, True, None, experience, batches
     )
-    params, optimizer_state = _constrain_to_train_layout(params, optimizer_state)
-    if offloaded:
-        optimizer_state = jax.device_put(optimizer_state, jax.memory.Space.Host)
-    return params, optimizer_state, metrics | {"critic/lr": rate}
+    new_params, new_optimizer_state = _constrain_to_train_layout(new_params, new_optimizer_state)
+    new_params = placement.to_memory_of(new_params, params)
+    new_optimizer_state = placement.to_memory_of(new_optimizer_state, optimizer_state)
+    return new_params, new_optimizer_state, metrics | {"critic/lr": rate}
 
 
 def _constrain_to_train_layout(*trees: Any) -> Any:

@@ -63,13 +63,32 @@ def in_memory(shapes: Any, kind: str | None) -> Any:
 
 def is_in_host_memory(tree: Any) -> bool:
     """Return whether arrays of a compiled function, or shapes, are in the host's memory."""
+    return any(_is_in_host_memory(x) for x in jax.tree.leaves(tree))
 
-    def is_host(x: Any) -> bool:
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return x.sharding.memory_kind == PINNED_HOST
-        return jax.typeof(x).memory_space == jax.memory.Space.Host
 
-    return any(is_host(x) for x in jax.tree.leaves(tree))
+def only_in_host_memory(shapes: Any) -> list[Any]:
+    """Return those of the shapes that are in the host's memory."""
+    return [x for x in jax.tree.leaves(shapes) if _is_in_host_memory(x)]
+
+
+def _is_in_host_memory(x: Any) -> bool:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.sharding.memory_kind == PINNED_HOST
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+def to_device(tree: Any) -> Any:
+    """Copy what is in the host's memory to the devices, inside a compiled function."""
+
+    def copy(x: jax.Array) -> jax.Array:
+        return jax.device_put(x, jax.memory.Space.Device) if _is_in_host_memory(x) else x
+
+    return jax.tree.map(copy, tree)
+
+
+def to_memory_of(tree: Any, like: Any) -> Any:
+    """Return a tree in the memory, host's or devices', of another, inside a compiled function."""
+    return jax.device_put(tree, jax.memory.Space.Host) if is_in_host_memory(like) else tree
 
 
 def to_host(array: jax.Array) -> np.ndarray:

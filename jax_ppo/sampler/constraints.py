@@ -11,6 +11,11 @@ import numpy as np
 from jax_ppo.sampler.engine import SamplingOptions
 
 
+def constrains_logits(options: SamplingOptions) -> bool:
+    """Return whether `constrain_logits` makes an array."""
+    return bool(options.logit_bias or options.min_new_tokens or options.forbidden is not None)
+
+
 def constrain_logits(
     options: SamplingOptions, vocab_size: int, drawn_B: jax.Array, forbidden_B: jax.Array
 ) -> jax.Array | None:

@@ -88,14 +88,19 @@ def trained_shapes(config: Config, nets: Networks, mesh: Mesh) -> dict[str, Any]
     trained = _with_train_layout(params | {"optimizer": optimizers}, mesh)
     for role, options in _role_options(config).items():
         if role in params and options.optimizer_offload:
-            kind = placement.host_memory_kind(mesh)
-            trained["optimizer"][role] = placement.in_memory(trained["optimizer"][role], kind)
+            trained["optimizer"][role] = _in_host_memory(trained["optimizer"][role], mesh)
+    if "critic" in params and config.critic.param_offload:
+        trained["critic"] = _in_host_memory(trained["critic"], mesh)
     return {
         **trained,
         "control": jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), control
         ),
     }
+
+
+def _in_host_memory(shapes: Any, mesh: Mesh) -> Any:
+    return placement.in_memory(shapes, placement.host_memory_kind(mesh))
 
 
 def state_shapes(config: Config, nets: Networks, mesh: Mesh) -> TrainState:
@@ -113,8 +118,12 @@ def state_shapes(config: Config, nets: Networks, mesh: Mesh) -> TrainState:
     reference = reward = None
     if config.keeps_reference:
         reference = frozen(_base_shapes(nets.actor, "lm"))
+        if config.algorithm.reference_offload:
+            reference = _in_host_memory(reference, mesh)
     if nets.reward is not None:
         reward = frozen(_init_shapes(nets.reward, "scalar"))
+        if config.reward.param_offload:
+            reward = _in_host_memory(reward, mesh)
     return TrainState(
         step=jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(mesh)),
         actor=trained["actor"],
@@ -268,9 +277,7 @@ def _create_trained(
     }
     # Optimizer states are created in their shards: they may fit no single device.
     optimizers = {
-        role: jax.jit(_role_optimizer(options).init, out_shardings=optimizer_shardings[role])(
-            params[role]
-        )
+        role: _create_optimizer_state(options, params[role], optimizer_shardings[role])
         for role, options in _role_options(config).items()
         if role in params
     }
@@ -280,6 +287,13 @@ def _create_trained(
         "optimizer": optimizers,
         "control": placement.place(jax.device_get(control), shardings.step),
     }
+
+
+def _create_optimizer_state(options: Actor | Critic, params: Params, shardings: Any) -> Any:
+    def init(params: Params) -> optax.OptState:
+        return _role_optimizer(options).init(placement.to_device(params))
+
+    return jax.jit(init, out_shardings=shardings)(params)
 
 
 def _load_role(

@@ -4,16 +4,24 @@ import dataclasses
 
 import jax
 import numpy as np
+import pytest
 
 import tiny
 from jax_ppo.models import heads
 from jax_ppo.models.hf.save import export_checkpoint
-from jax_ppo.ppo import memory_check
+from jax_ppo.ppo import memory_check, scoring
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.networks import Folders
 from jax_ppo.training.state import create_state, trained_shapes, trained_trees
 
 OPTIONS = {"algorithm__adv_estimator": "reinforce_plus_plus", "algorithm__use_reference": False}
+OFFLOADED_ROLES = {
+    "critic__param_offload": True,
+    "critic__optimizer_offload": True,
+    "algorithm__reference_offload": True,
+    "reward__param_offload": True,
+    "reward__model_path": "a folder",
+}
 OFFLOADED = {**OPTIONS, "actor__optimizer_offload": True}
 
 
@@ -49,6 +57,56 @@ def test_an_offloaded_optimizer_trains_alike_and_stays_on_the_host(tmp_path):
             restored, _ = checkpoints.restore(1, shapes)
     assert memory_kinds(restored["optimizer"]) == {"pinned_host"}
     jax.tree.map(np.testing.assert_array_equal, restored["optimizer"]["actor"], results[1][1])
+
+
+def test_idle_roles_wait_in_the_host_memory_and_train_alike(tmp_path):
+    """The reference, the critic and its optimizer, and the reward model."""
+    mesh = tiny.make_mesh(4, data=2, fsdp=2)
+    model = tiny.networks(tiny.config()).actor
+    for head in ("lm", "scalar"):
+        params = tiny.random_params(tiny.ARCHITECTURE, seed=0, stream=1, head=head)
+        if head == "scalar":  # it starts from zeros
+            params = {**params, "score": {"kernel": np.ones_like(params["score"]["kernel"])}}
+        export_checkpoint(params, tiny.ARCHITECTURE, tmp_path / head)
+    results = []
+    with jax.set_mesh(mesh):
+        for changes in ({}, OFFLOADED_ROLES):
+            config = tiny.config(actor__use_kl_loss=True, **changes)
+            nets = dataclasses.replace(tiny.networks(config), reward=model)
+            folders = Folders(tmp_path / "lm", tmp_path / "scalar", tmp_path / "scalar")
+            state = create_state(config, nets, folders, mesh, lambda name: None)
+            idle = (state.reference, state.reward, state.critic, state.critic_optimizer)
+            kinds = [memory_kinds(tree) for tree in idle]
+            assert kinds == [{"pinned_host"} if changes else {"device"}] * 4
+            rollout = tiny.make_rollout(mesh)
+            batches = tiny.plan(config, mesh, rollout, [np.arange(tiny.B)], rows=4)
+            experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=4)
+            rows = jax.tree.map(lambda x: x[0], batches.packing)
+            inputs = (experience.sequences, rows, batches.counts[0])
+            rewards = scoring.reward_model_scores(nets.reward, state.reward, *inputs, "auto")
+            after, _ = tiny.update_state(config, nets, 4, state, experience, batches, batches)
+            assert memory_kinds(after.actor) == memory_kinds(rewards) == {"device"}
+            idle = (after.reference, after.reward, after.critic, after.critic_optimizer)
+            assert [memory_kinds(tree) for tree in idle] == kinds
+            results.append((experience, rewards, trained_trees(after)))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    assert np.abs(results[0][1]).sum() > 0
+
+
+def test_only_the_phases_that_read_it_need_room_for_an_idle_role():
+    mesh = tiny.make_mesh(4, data=2, fsdp=2)
+    kept, offloaded = (
+        memory_check.measure_least_memory(config, tiny.networks(config), mesh)
+        for config in (tiny.config(), tiny.config(**OFFLOADED_ROLES))
+    )
+    # Actor and critic have the same trunk, of which the reference is a third copy.
+    assert offloaded.frozen == 0 < kept.frozen
+    assert kept.parameters / 2 <= offloaded.parameters + tiny.ARCHITECTURE.hidden_size * 4
+    assert offloaded.optimizer < kept.optimizer
+    # The critic's update has its parameters and two moments on the device.
+    critic = kept.parameters - offloaded.parameters
+    assert 3 * critic == pytest.approx(offloaded.fetched, rel=0.01)
+    assert offloaded.peak < kept.peak
 
 
 def test_only_the_update_needs_room_for_an_offloaded_optimizer():
