@@ -1333,6 +1333,26 @@ UPDATES = [
         ),
     ),
     Exhibit(
+        name="the_router_loss_counts_once_per_micro_batch",
+        source=(
+            "NVIDIA-NeMo/Automodel#3359: each model-provided loss of MoE routers entered every "
+            "micro-batch's backward pass without the normalization of accumulation"
+        ),
+        holds="the weight of a sequence's router loss is fixed by the whole mini-batch",
+        test=(
+            "tests/ppo/test_router_loss.py::"
+            "test_micro_batches_and_packing_do_not_change_the_routers_loss"
+        ),
+        where="Role.gradients",
+        old=(
+            "weights = dataclasses.replace(weights, sequence=own_share * sequence_B[rows.samples])"
+        ),
+        new=(
+            "weights = dataclasses.replace(weights, "
+            "sequence=own_share / jnp.maximum(own_share.sum(), 1))"
+        ),
+    ),
+    Exhibit(
         name="the_entropy_bonus_grows_with_the_micro_batches",
         source=(
             "RLinf#1564, verl#4711: bonus and metrics were scaled by the number or size of "

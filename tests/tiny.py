@@ -1,5 +1,6 @@
 """A tiny random actor, critic and rollout for the tests of scoring and update."""
 
+import dataclasses
 import functools
 
 import jax
@@ -35,6 +36,15 @@ ARCHITECTURE = Architecture(
     max_position_embeddings=64,
     eos_ids=(1,),
     pad_id=0,
+)
+# Two layers, so that means over layers differ from sums.
+MIXTURE = dataclasses.replace(
+    ARCHITECTURE,
+    family="mixtral",
+    num_layers=2,
+    num_experts=4,
+    experts_per_token=2,
+    normalized_expert_weights=True,
 )
 P, T, B = 8, 10, 8
 

@@ -456,6 +456,12 @@ class Actor:
         "schedule of that weight as STEP:WEIGHT points joined by lines, `0:0.01,200:0`; empty: "
         "entropy_coeff throughout",
     )
+    router_aux_loss_coef: float = option(
+        0.0,
+        "weight of the load-balancing loss of a mixture of experts, a mean over sequences and "
+        "layers, k if its experts are used alike",
+        at_least=0,
+    )
     use_kl_loss: bool = option(
         False, "add the KL to the reference to the actor's loss", requires=(USES_REFERENCE,)
     )
@@ -576,6 +582,12 @@ class Critic:
         1.0,
         "weight of the value loss (it scales the reported loss and the gradient norm)",
         above=0,
+    )
+    router_aux_loss_coef: float = option(
+        0.0,
+        "weight of the load-balancing loss of the critic's experts, as for the actor",
+        at_least=0,
+        effective_when=(HAS_OWN_CRITIC,),
     )
     huber_delta: float | None = option(
         None,
@@ -1111,6 +1123,13 @@ class Supervised:
         "answer",
         "the response in rows in verl's form: a column, or a name in extra_info",
         read_by=("sft",),
+        fixed_on_resume=True,
+    )
+    router_aux_loss_coef: float = option(
+        0.0,
+        "weight of the load-balancing loss of a mixture of experts, a mean over sequences and "
+        "layers",
+        at_least=0,
         fixed_on_resume=True,
     )
     center_coef: float = option(

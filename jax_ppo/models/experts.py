@@ -67,23 +67,32 @@ class ExpertMLP(nn.Module):
       architecture: The architecture.
       dtype: Type of the experts' computation.
       activation: Activation of the experts' gates.
+      router_loss: Whether `balance_losses` is returned as "router_loss".
     """
 
     architecture: Architecture
     dtype: DTypeLike
     activation: Activation
+    router_loss: bool = False
 
     @nn.compact
-    def __call__(self, x_RxLxD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the output [R, L, D] and auxiliary outputs, of which this block has none."""
+    def __call__(
+        self, x_RxLxD: jax.Array, segments_RxL: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return the output [R, L, D] and auxiliary outputs by name."""
         a = self.architecture
         router = Kernel((a.hidden_size, a.num_experts), name="router")()["kernel"]
+        probabilities = router_probabilities(x_RxLxD, router)
         weights, experts = select_experts(
-            router_probabilities(x_RxLxD, router), a.experts_per_token, a.normalized_expert_weights
+            probabilities, a.experts_per_token, a.normalized_expert_weights
         )
+        auxiliary = {}
+        if self.router_loss:
+            assert segments_RxL is not None, "the balance is that of a segment"
+            auxiliary["router_loss"] = balance_losses(probabilities, experts, segments_RxL)
         projections = Experts(a, name="experts")()
         compute = functools.partial(run_experts, dtype=self.dtype, activation=self.activation)
-        return split_experts(compute)(x_RxLxD, weights, experts, projections), {}
+        return split_experts(compute)(x_RxLxD, weights, experts, projections), auxiliary
 
 
 def router_probabilities(
@@ -104,6 +113,37 @@ def select_experts(
     if is_normalized:
         weights /= weights.sum(-1, keepdims=True)
     return weights, experts
+
+
+def balance_losses(
+    probabilities_RxLxE: Float[Array, "R L E"],
+    experts_RxLxk: Int[Array, "R L k"],
+    segments_RxL: Int[Array, "R L"],
+) -> Float[Array, "R L"]:
+    """Return each token's term of a load-balancing loss, k if all experts are used alike.
+
+    For token t of sequence s it is E sum_e f_se p_te. f_se is the number of times that expert e was
+    selected per token of s, k / E on average; it has no gradient. The mean of the terms over s is
+    the loss of Switch Transformer (arXiv 2101.03961, equation 4) within one sequence, as in
+    DeepSeek-V2 and V3 (arXiv 2412.19437, equation 17): the loss of a sequence does not depend on
+    the sequences beside it.
+
+    Args:
+      probabilities_RxLxE: Of each expert for each token.
+      experts_RxLxk: The selected experts.
+      segments_RxL: Number of the sequence that each token belongs to; a sequence has no gap.
+    """
+    R, L, E = probabilities_RxLxE.shape
+    # Segments are numbered from 0 in each row, whatever their names.
+    begins = segments_RxL[:, 1:] != segments_RxL[:, :-1]
+    number_RxL = jnp.pad(jnp.cumsum(begins, axis=1), ((0, 0), (1, 0)))
+    counts_RxLxE = jax.nn.one_hot(experts_RxLxk, E, dtype=probabilities_RxLxE.dtype).sum(-2)
+    segment_sums = jax.vmap(functools.partial(jax.ops.segment_sum, num_segments=L))
+    totals_RxLxE = segment_sums(counts_RxLxE, number_RxL)
+    lengths_RxL = segment_sums(jnp.ones((R, L), totals_RxLxE.dtype), number_RxL)
+    shares_RxLxE = totals_RxLxE / jnp.maximum(lengths_RxL, 1)[..., None]
+    own_RxLxE = jnp.take_along_axis(shares_RxLxE, number_RxL[..., None], axis=1)
+    return E * jnp.sum(own_RxLxE * probabilities_RxLxE, axis=-1)
 
 
 def run_experts(

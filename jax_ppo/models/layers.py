@@ -1,5 +1,6 @@
 """Layers of the decoder: norms, dense layers with adapters, attention and the MLP."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -285,6 +286,7 @@ class Layer(nn.Module):
       keep_cache: Whether keys and values are returned; a scan would stack them for nothing.
       kind: Kind of the layer; `None` if layers of a scan differ and each is passed its own.
       lora_scale: Scale of the adapters, if there are any.
+      router_loss: Whether experts return the loss of their router.
     """
 
     architecture: Architecture
@@ -294,6 +296,7 @@ class Layer(nn.Module):
     keep_cache: bool
     kind: LayerKind | None
     lora_scale: float | None
+    router_loss: bool = False
 
     @nn.compact
     def __call__(
@@ -319,11 +322,13 @@ class Layer(nn.Module):
             lora_scale=self.lora_scale,
             name="attention",
         )
-        mlp: MLP | ExpertMLP
+        run_mlp: Callable[[jax.Array], tuple[jax.Array, Auxiliary]]
         if a.num_experts:
-            mlp = ExpertMLP(a, self.dtype, ACTIVATION_FUNCTIONS[a.activation], name="mlp")
+            activation = ACTIVATION_FUNCTIONS[a.activation]
+            experts = ExpertMLP(a, self.dtype, activation, self.router_loss, name="mlp")
+            run_mlp = functools.partial(experts, segments_RxL=segments_BxT)
         else:
-            mlp = MLP(a, self.dtype, self.lora_scale, name="mlp")
+            run_mlp = MLP(a, self.dtype, self.lora_scale, name="mlp")
         # Layers that differ get their kind from the scan, others have it in their code.
         own_kind: Any = kind if self.kind is None else self.kind
         attended, cache = attend(
@@ -341,7 +346,7 @@ class Layer(nn.Module):
         mlp_input = x
         if a.pre_norms:
             mlp_input = norm("pre_feedforward_norm" if a.post_norms else "post_attention_norm", x)
-        out, auxiliary = mlp(mlp_input)
+        out, auxiliary = run_mlp(mlp_input)
         if a.post_norms:
             out = norm("post_feedforward_norm", out)
         x = x + multiply(out, a.residual_multiplier)

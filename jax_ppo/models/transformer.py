@@ -66,7 +66,8 @@ class TransformerOutput(NamedTuple):
     Attributes:
       hidden: Hidden states after the last norm, [B, T, D] in the type of the computation.
       cache: Keys and values of each layer (cache.py) in the unrolled form, `None` otherwise.
-      auxiliary: Further outputs of the layers by name, [L, ...]; empty for the present layers.
+      auxiliary: Further outputs of the layers by name, [L, ...]: with `router_loss`, "router_loss"
+        [L, B, T] (experts.balance_losses).
     """
 
     hidden: jax.Array
@@ -91,6 +92,7 @@ class Transformer(nn.Module):
         the cache.
       lora: Shape of the adapters in the parameters (lora.join_adapters), if there are any.
       quantized: Whether decoding reads kernels as int8 (quantization.py).
+      router_loss: Whether the loss of the routers is returned, for training with experts.
     """
 
     architecture: Architecture
@@ -102,6 +104,7 @@ class Transformer(nn.Module):
     lora: Lora | None = None
     quantized: bool = False
     remat_policy: str = "full"
+    router_loss: bool = False
 
     @nn.compact
     def __call__(
@@ -160,6 +163,7 @@ class Transformer(nn.Module):
             "attention": self.attention,
             "decoding": self.decoding,
             "lora_scale": None if self.lora is None else self.lora.scale,
+            "router_loss": self.router_loss,
         }
 
     def _layer_class(self, prevent_cse: bool) -> type[Layer]:

@@ -141,10 +141,13 @@ class Weights:
     Attributes:
       loss: in the loss, according to `loss_agg_mode`.
       mean: in means over the mini-batch's tokens.
+      sequence: of every token, prompts included, in means over tokens and then over the
+        mini-batch's sequences.
     """
 
     loss: Float32[Array, "R L"]
     mean: Float32[Array, "R L"]
+    sequence: Float32[Array, "R L"] | None = None
 
 
 @pytree
@@ -200,8 +203,10 @@ def actor_loss(
       experience: of the whole rollout.
       weights: of the tokens of these rows.
     """
-    hidden = forward.hidden_states(net, params, rows)
-    return _actor_loss(options, net, params, hidden, context, rows, experience, weights)
+    coef = options.actor.router_aux_loss_coef
+    hidden, router_loss = forward.run_decoder(net, params, rows, with_router_loss=coef > 0)
+    result = _actor_loss(options, net, params, hidden, context, rows, experience, weights)
+    return _add_router_loss(result, "actor", coef, router_loss, weights)
 
 
 def critic_loss(
@@ -214,8 +219,11 @@ def critic_loss(
     weights: Weights,
 ) -> LossAndMetrics:
     """Return the value loss; arguments as for `actor_loss`."""
-    values = forward.scalar_outputs(net, params, rows)
-    return _critic_loss(options, values, rows, experience, weights)
+    coef = options.router_aux_loss_coef
+    hidden, router_loss = forward.run_decoder(net, params, rows, with_router_loss=coef > 0)
+    values = compute_scalars(params, hidden)
+    result = _critic_loss(options, values, rows, experience, weights)
+    return _add_router_loss(result, "critic", coef, router_loss, weights)
 
 
 def shared_loss(
@@ -229,13 +237,30 @@ def shared_loss(
     weights: Weights,
 ) -> LossAndMetrics:
     """Return the sum of the policy and the value loss from one pass through a shared trunk."""
-    hidden = forward.hidden_states(net, params, rows)
-    policy_part, actor_metrics = _actor_loss(
-        actor_options, net, params, hidden, context, rows, experience, weights
-    )
+    coef = actor_options.actor.router_aux_loss_coef
+    hidden, router_loss = forward.run_decoder(net, params, rows, with_router_loss=coef > 0)
+    policy = _actor_loss(actor_options, net, params, hidden, context, rows, experience, weights)
+    policy_part, actor_metrics = _add_router_loss(policy, "actor", coef, router_loss, weights)
     values = compute_scalars(params, hidden)
     value_part, critic_metrics = _critic_loss(critic_options, values, rows, experience, weights)
     return policy_part + value_part, actor_metrics | critic_metrics
+
+
+def _add_router_loss(
+    result: LossAndMetrics,
+    role: str,
+    coef: float,
+    router_loss: Float[Array, "R L"] | None,
+    weights: Weights,
+) -> LossAndMetrics:
+    """Return loss and metrics with the load-balancing loss of the routers, if there is one."""
+    if router_loss is None:
+        return result
+    loss, metrics = result
+    assert weights.sequence is not None, "sequences need weights"
+    mean = jnp.sum(weights.sequence * router_loss)
+    loss += coef * mean
+    return loss, metrics | {f"{role}/loss": loss, f"{role}/router_loss": mean}
 
 
 def _actor_loss(

@@ -154,6 +154,7 @@ class Role:
         counts_B = count_learned_tokens(experience, batch)
         loss_B = losses.loss_weights(counts_B, self.aggregation, self.loss_scale)
         mean_B = losses.loss_weights(counts_B, "token-mean")
+        sequence_B = (counts_B > 0) / jnp.maximum(jnp.sum(counts_B > 0), 1)
 
         def micro_batch(i: jax.Array, carry: tuple[Params, Metrics]) -> tuple[Params, Metrics]:
             # The devices split the plan, so that each gathers its own rows only.
@@ -163,6 +164,8 @@ class Role:
                 loss=jnp.where(rows.mask, loss_B[rows.samples], 0),
                 mean=jnp.where(rows.mask, mean_B[rows.samples], 0),
             )
+            own_share = packing.sequence_weights(experience.sequences, rows)
+            weights = dataclasses.replace(weights, sequence=own_share * sequence_B[rows.samples])
 
             def objective(learned: Params) -> objectives.LossAndMetrics:
                 # Inside the gradient, so that adapters receive theirs through the join.

@@ -253,6 +253,8 @@ def actor_role(options: ActorOptions, net: Transformer, base: Params | None = No
     """Return the actor's role; with a shared trunk, that of actor and critic together."""
     actor = options.loss.actor
     metrics = objectives.ACTOR_METRICS
+    if actor.router_aux_loss_coef:
+        metrics = {**metrics, "actor/router_loss": objectives.Metric.MEAN}
     # With a shared trunk one objective serves both roles, and both report their metrics.
     objective: Callable[..., objectives.LossAndMetrics]
     if options.shared_critic is None:
@@ -282,11 +284,14 @@ def actor_role(options: ActorOptions, net: Transformer, base: Params | None = No
 
 def critic_role(options: CriticOptions, net: Transformer, base: Params | None = None) -> Role:
     """Return the role of a critic of its own."""
+    metrics = objectives.CRITIC_METRICS
+    if options.critic.router_aux_loss_coef:
+        metrics = {**metrics, "critic/router_loss": objectives.Metric.MEAN}
     return Role(
         name="critic",
         net=net,
         objective=functools.partial(objectives.critic_loss, options.critic, net),
-        metrics=objectives.CRITIC_METRICS,
+        metrics=metrics,
         optim=options.critic.optim,
         grad_clip=options.critic.grad_clip,
         aggregation=options.aggregation,

@@ -24,7 +24,7 @@ from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.supervised.memory_check import validate_memory
 from jax_ppo.supervised.tasks import Task
 from jax_ppo.training import packing
-from jax_ppo.training.networks import build_decoder, describe_attention
+from jax_ppo.training.networks import build_decoder, describe_attention, refuse_router_loss
 from jax_ppo.training.setup import (
     count_steps,
     load_examples,
@@ -176,6 +176,8 @@ def set_up_run(config: Config, task: Task, mesh: Mesh) -> SupervisedRun:
         model=build_decoder(architecture, config.model, row_length),
         total_steps=count_steps(config.trainer, steps_per_epoch),
     )
+    coef = config.supervised.router_aux_loss_coef
+    refuse_router_loss("config.supervised", coef, run.model)
     console.print_on_main(describe_attention(config.model, run.model, row_length))
     console.print_on_main(
         f"{len(run.training)} training and {len(run.held_out or ())} held-out {task.unit}, "

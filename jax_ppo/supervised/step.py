@@ -14,6 +14,7 @@ import optax
 
 from jax_ppo.config.schema import Supervised
 from jax_ppo.kernels import preferences
+from jax_ppo.models.heads import compute_scalars
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.sharding import TRAIN_RULES, constrain_rows, constrain_tree
 from jax_ppo.training import forward
@@ -35,7 +36,8 @@ class Objective:
       head: the head on the decoder, "lm" or "scalar".
       units: (sequences, packing of the whole batch) -> how many units the loss is a mean over.
       sums: (options, model, params, sequences, rows of a micro-batch) -> sums over its units by
-        name, of which "loss" is minimized.
+        name, of which "loss" is minimized; and, with `options.router_aux_loss_coef`, "router_loss",
+        the sum over sequences.
       names: the names of all sums.
     """
 
@@ -52,20 +54,38 @@ def _count_response_tokens(sequences: Sequences, plan: Packing) -> jax.Array:
 def _sum_negative_log_likelihood(
     options: Supervised, model: Transformer, params: Params, sequences: Sequences, rows: Rows
 ) -> Metrics:
-    hidden = forward.hidden_states(model, params, rows)
+    hidden, router_loss = _run_decoder(options, model, params, sequences, rows)
     # At temperature 1, and without the entropy, which this loss does not read.
     logprobs, _ = forward.token_logprobs(model, params, hidden, rows, 1.0, with_entropy=False)
-    return {"loss": -logprobs.sum()}
+    return {"loss": -logprobs.sum()} | router_loss
+
+
+def _run_decoder(
+    options: Supervised, model: Transformer, params: Params, sequences: Sequences, rows: Rows
+) -> tuple[jax.Array, Metrics]:
+    """Return hidden states and, if it is trained on, the sum of the sequences' router losses."""
+    with_router_loss = options.router_aux_loss_coef > 0
+    hidden, router_loss = forward.run_decoder(model, params, rows, with_router_loss)
+    if router_loss is None:
+        return hidden, {}
+    weights = packing_lib.sequence_weights(sequences, rows)
+    return hidden, {"router_loss": jnp.sum(weights * router_loss)}
+
+
+def _packed_samples(sequences: Sequences, plan: Packing) -> jax.Array:
+    """Return which samples a packing holds, bool [B]."""
+    samples = len(sequences.lengths)
+    return (
+        jnp.zeros(samples, bool)
+        .at[jnp.where(plan.sample >= 0, plan.sample, samples)]
+        .set(True, mode="drop")
+    )
 
 
 def _count_pairs(sequences: Sequences, plan: Packing) -> jax.Array:
-    samples = len(sequences.lengths)
-    is_packed = jnp.zeros(samples, bool)
-    is_packed = is_packed.at[jnp.where(plan.sample >= 0, plan.sample, samples)].set(
-        True, mode="drop"
-    )
+    is_packed = _packed_samples(sequences, plan)
     # Both sequences of a pair are packed or neither is: the first half counts pairs.
-    return is_packed[: samples // 2].sum()
+    return is_packed[: len(is_packed) // 2].sum()
 
 
 def _sum_preferences(
@@ -75,7 +95,8 @@ def _sum_preferences(
 
     The sequences of pair b are b and pairs + b; both are in one row (`packing.split_pairs`).
     """
-    scores_RxL = forward.scalar_outputs(model, params, rows)
+    hidden, router_loss = _run_decoder(options, model, params, sequences, rows)
+    scores_RxL = compute_scalars(params, hidden)
     zeros = jnp.zeros(len(sequences.lengths), jnp.float32)
     # The exported model is read at these positions, by transformers and by PPO.
     positions_B = forward.score_positions(sequences, model.architecture.pad_id)
@@ -92,7 +113,7 @@ def _sum_preferences(
         "margin": chosen - rejected,
         "score": (chosen + rejected) / 2,
     }
-    return {name: jnp.where(is_in_rows, x, 0).sum() for name, x in values.items()}
+    return {name: jnp.where(is_in_rows, x, 0).sum() for name, x in values.items()} | router_loss
 
 
 # The mean negative log-likelihood of response tokens; prompts are masked.
@@ -187,14 +208,18 @@ def gradients(
     """
     # Counted over the whole batch, before anything is cut into micro-batches.
     units = objective.units(sequences, plan)
+    divisors = dict.fromkeys(objective.names, units)
+    if options.router_aux_loss_coef:
+        divisors["router_loss"] = _packed_samples(sequences, plan).sum()
 
     def micro_batch(i: jax.Array, carry: tuple[Params, Metrics]) -> tuple[Params, Metrics]:
         rows = _gather_micro_batch(sequences, plan, i)
 
         def loss(params: Params) -> tuple[jax.Array, Metrics]:
             sums = objective.sums(options, model, params, sequences, rows)
-            means = {name: x / units for name, x in sums.items()}
-            return means["loss"], means
+            means = {name: x / divisors[name] for name, x in sums.items()}
+            router_loss = means.get("router_loss", 0)
+            return means["loss"] + options.router_aux_loss_coef * router_loss, means
 
         gradient_sum, mean_sums = carry
         grads, means = jax.grad(loss, has_aux=True)(params)
@@ -206,7 +231,7 @@ def gradients(
 
     zeros = (
         zero_gradients(params, options.optim.gradient_dtype),
-        dict.fromkeys(objective.names, jnp.float32(0)),
+        dict.fromkeys(divisors, jnp.float32(0)),
     )
     return jax.lax.fori_loop(0, micro_batches, micro_batch, zeros)
 
@@ -223,8 +248,9 @@ def measure_batch(
 ) -> Metrics:
     """Return the objective's sums over a batch, and the number of its `units`.
 
-    Arguments are those of `train_step`.
+    Arguments are those of `train_step`. The routers' loss is none of them.
     """
+    options = dataclasses.replace(options, router_aux_loss_coef=0.0)
 
     def micro_batch(i: jax.Array, sums: Metrics) -> Metrics:
         rows = _gather_micro_batch(sequences, plan, i)

@@ -28,12 +28,26 @@ UNEMBEDDING = logprobs.UnembeddingLayout(gather_columns, scatter_group_sum)
 def hidden_states(model: Transformer, params: Params, rows: Rows) -> Float[Array, "R L D"]:
     """Return the decoder's output in the computation dtype, the input of the heads.
 
-    All passes of scoring and update go through this function. Auxiliary outputs of layers, such as
-    the load-balancing loss of a router, are fields of the decoder's result beside `hidden`; a loss
-    that uses them would take them from here.
+    All passes of scoring and update go through this function or the next one.
     """
+    hidden, _ = run_decoder(model, params, rows, with_router_loss=False)
+    return hidden
+
+
+def run_decoder(
+    model: Transformer, params: Params, rows: Rows, with_router_loss: bool
+) -> tuple[Float[Array, "R L D"], Float[Array, "R L"] | None]:
+    """Return the decoder's output and each token's router loss, the mean over layers.
+
+    Args:
+      model: the decoder; with experts if its routers' loss is asked for.
+      params: its parameters.
+      rows: the micro-batch.
+      with_router_loss: `False` returns `None` for the loss (experts.balance_losses).
+    """
+    model = model.clone(router_loss=with_router_loss)
     output: Any = model.apply({"params": params}, rows.tokens, rows.positions, rows.segments)
-    return output.hidden
+    return output.hidden, output.auxiliary["router_loss"].mean(0) if with_router_loss else None
 
 
 def token_logprobs(

@@ -94,11 +94,22 @@ def read_networks(config: Config, folders: Folders, needs_weights: bool = True) 
         quantized=config.rollout.quantization == "int8",
         lora=_read_actor_lora(config.model, folders, architecture) if config.has_adapters else None,
     )
+    critic = _read_critic(config, folders, actor, needs_weights)
+    refuse_router_loss("config.actor", config.actor.router_aux_loss_coef, actor)
+    refuse_router_loss("config.critic", config.critic.router_aux_loss_coef, critic)
     return Networks(
         actor=actor,
-        critic=_read_critic(config, folders, actor, needs_weights),
+        critic=critic,
         reward=_read_reward_model(config, folders, actor, needs_weights),
     )
+
+
+def refuse_router_loss(section: str, coef: float, net: Transformer | None) -> None:
+    """Raise `UserError` if a role without experts is to be trained on the loss of its routers."""
+    if coef and net is not None and not net.architecture.num_experts:
+        raise UserError(
+            f"{section}.router_aux_loss_coef={coef}: must be 0, since the model has no experts"
+        )
 
 
 def packed_row_length(config: Config) -> int:

@@ -234,6 +234,12 @@ def sample_sums(values_RxL: Float[Array, "R L"], rows: Rows, samples: int) -> Fl
     return jnp.where(rows.mask, sums_B[rows.samples], 0)
 
 
+def sequence_weights(sequences: Sequences, rows: Rows) -> Float[Array, "R L"]:
+    """Return weights of all tokens of sequences, prompts included, that sum to 1 per sequence."""
+    lengths_B = sequences.prompt_lengths + sequences.lengths
+    return jnp.where(rows.segments >= 0, 1 / lengths_B[rows.samples], 0)
+
+
 def to_samples(
     values_RxL: jax.Array, rows: Rows, into_BxT: Float[Array, "B T"]
 ) -> Float[Array, "B T"]:

@@ -13,7 +13,7 @@ from jax_ppo.config.schema import MeshShape
 from jax_ppo.errors import UserError
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.experts import run_experts, select_experts
+from jax_ppo.models.experts import balance_losses, run_experts, select_experts
 from jax_ppo.models.flops import count_forward_flops
 from jax_ppo.models.hf.config import from_hf_config
 from jax_ppo.models.hf.names import adapter_tensor_table
@@ -84,6 +84,29 @@ def test_weights_are_probabilities_that_may_be_divided_by_their_sum():
     np.testing.assert_allclose(weights, [[[0.5, 0.25]]])
     weights, _ = select_experts(probabilities, 2, is_normalized=True)
     np.testing.assert_allclose(weights, [[[2 / 3, 1 / 3]]], rtol=1e-6)
+
+
+def test_the_router_loss_of_a_packed_sequence_is_transformers_loss_of_it_alone():
+    """transformers' loss of one layer is a mean over its tokens; empty places are a segment."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    rng = np.random.default_rng(1)
+    logits = rng.normal(size=(2, 12, 4)).astype(np.float32)
+    segments = np.array([[5] * 3 + [2] * 7 + [-1] * 2, [2] * 12])
+    probabilities = jax.nn.softmax(logits)
+    _, experts = select_experts(probabilities, 2, is_normalized=True)
+    losses = balance_losses(probabilities, experts, segments)
+    for row, first, last in ((0, 0, 3), (0, 3, 10), (1, 0, 12)):
+        alone = reference.torch.from_numpy(logits[row, first:last])
+        expected = float(load_balancing_loss_func((alone,), 4, 2))
+        assert losses[row, first:last].mean() == pytest.approx(expected, rel=1e-5)
+    # Experts that are used alike: k.
+    even = balance_losses(
+        np.full((1, 2, 4), 0.25, np.float32),
+        np.array([[[0, 1], [2, 3]]]),
+        np.zeros((1, 2), np.int32),
+    )
+    np.testing.assert_allclose(even, [[2.0, 2.0]])
 
 
 def test_int8_experts_have_a_scale_per_column_and_the_router_keeps_its_type(params):

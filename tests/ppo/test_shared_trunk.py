@@ -88,13 +88,13 @@ def test_one_pass_serves_both(options, monkeypatch):
     """The trunk is traced three times: for scoring the policy, the reference, and both losses."""
     config = tiny.config(actor__ppo_epochs=2, algorithm__lam=0.95, **SHARED, **options)
     mesh = tiny.make_mesh()
-    traces, run = [], forward.hidden_states
+    traces, run = [], forward.run_decoder
 
-    def count_traces(model, params, rows):
+    def count_traces(model, params, rows, with_router_loss):
         traces.append("score" in params)
-        return run(model, params, rows)
+        return run(model, params, rows, with_router_loss)
 
-    monkeypatch.setattr(forward, "hidden_states", count_traces)
+    monkeypatch.setattr(forward, "run_decoder", count_traces)
     jax.clear_caches()
     with jax.set_mesh(mesh):
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)

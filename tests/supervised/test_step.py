@@ -69,10 +69,10 @@ def plan_rows(objective, sequences, rows, packed=True):
     return (packing.split_pairs(packed, lengths[0]) if len(lengths) > 1 else packed), counts[0]
 
 
-def gradients(objective, sequences, params, rows=2, packed=True):
+def gradients(objective, sequences, params, rows=2, packed=True, options=OPTIONS, model=MODEL):
     compiled = jax.jit(step.gradients, static_argnums=(0, 1, 2))
     return compiled(
-        objective, OPTIONS, MODEL, params, sequences, *plan_rows(objective, sequences, rows, packed)
+        objective, options, model, params, sequences, *plan_rows(objective, sequences, rows, packed)
     )
 
 
@@ -186,7 +186,7 @@ def test_prompt_tokens_carry_no_gradient(monkeypatch):
     packed, _ = plan_rows(LANGUAGE, sequences, rows=1)
     rows = packing.gather_rows(sequences, Packing(packed.sample[0], packed.position[0]))
     hidden = forward.hidden_states(MODEL, params, rows)
-    monkeypatch.setattr(forward, "hidden_states", lambda model, params, rows: params["hidden"])
+    monkeypatch.setattr(forward, "run_decoder", lambda model, params, *_: (params["hidden"], None))
 
     def loss(hidden):
         return LANGUAGE.sums(OPTIONS, MODEL, params | {"hidden": hidden}, sequences, rows)["loss"]
@@ -209,6 +209,34 @@ def test_packing_and_micro_batches_change_nothing(objective):
     expected = gradients(objective, sequences, params, rows=N, packed=False)
     for rows, packed in ((1, True), (2, True), (4, True), (1, False), (4, False)):
         assert_close(gradients(objective, sequences, params, rows, packed), expected)
+
+
+@pytest.mark.slow
+def test_the_loss_of_a_router_is_a_mean_over_sequences_however_they_are_cut():
+    sequences, _ = make_sequences(LANGUAGE)
+    model = Transformer(tiny.MIXTURE, jnp.float32)
+    params = heads.init_params(model, jax.random.key(0), "lm")
+    params = jax.tree.map(lambda x: 5 * x if x.ndim > 1 else x, params)
+
+    def run(coef, rows, packed):
+        options = dataclasses.replace(OPTIONS, router_aux_loss_coef=coef)
+        return gradients(LANGUAGE, sequences, params, rows, packed, options, model)
+
+    grads, means = run(0.5, rows=N, packed=False)
+    assert_close(run(0.5, rows=1, packed=True), (grads, means))
+    # Each sequence in a row of its own, with its tail as a segment of its own.
+    columns = np.broadcast_to(np.arange(18), sequences.tokens.shape)
+    lengths = (sequences.prompt_lengths + sequences.lengths)[:, None]
+    output = jax.jit(model.clone(router_loss=True).apply)(
+        {"params": params}, sequences.tokens, columns, columns < lengths
+    )
+    losses = output.auxiliary["router_loss"].mean(0)
+    expected = (np.where(columns < lengths, losses, 0).sum(1) / lengths[:, 0]).mean()
+    assert means["router_loss"] == pytest.approx(expected, rel=1e-4)
+    without, plain_means = run(0.0, rows=N, packed=False)
+    assert plain_means.keys() == {"loss"} and plain_means["loss"] == pytest.approx(means["loss"])
+    router = [tree["layers"]["mlp"]["router"]["kernel"] for tree in (grads, without)]
+    assert np.abs(router[0] - router[1]).max() > 1e-3
 
 
 @OBJECTIVES
