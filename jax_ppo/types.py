@@ -56,10 +56,13 @@ class Prompts:
     Attributes:
       tokens: each prompt starts at column 0.
       lengths: number of tokens, 1..P.
+      rows: the row of the data that each prompt is from, by which an environment is reset; `None`
+        without an environment.
     """
 
     tokens: Int32[Array, "B P"]
     lengths: Int32[Array, " B"]
+    rows: Int32[Array, " B"] | None = None
 
 
 @pytree
@@ -82,6 +85,8 @@ class Rollout:
         losses, advantages and token metrics count only the actions.
       slot_steps: one entry per decoder queue: the number of tokens that its slots could have
         drawn. `None` if the engine does not count them.
+      turn_rewards: what an environment rewarded, each at the last token of its turn, which is an
+        action; `None` without an environment.
     """
 
     prompts: Prompts
@@ -91,6 +96,7 @@ class Rollout:
     truncated: Bool[Array, " B"]
     action_mask: Bool[Array, "B T"]
     slot_steps: Int32[Array, " queues"] | None = None
+    turn_rewards: Float32[Array, "B T"] | None = None
 
 
 @pytree

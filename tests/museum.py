@@ -60,8 +60,8 @@ END_OF_RESPONSE = [
         ),
         test=f"{TEST_GENERATE}::test_eos_is_kept_and_nothing_comes_after_it",
         where="decode_step",
-        old="state.lengths.at[slots.sample].set(drawn_B, mode='drop')",
-        new="state.lengths.at[slots.sample].set(drawn_B - finishes_B, mode='drop')",
+        old="state.lengths.at[written_B].set(drawn_B, mode='drop')",
+        new="state.lengths.at[written_B].set(drawn_B - finishes_B, mode='drop')",
     ),
     Exhibit(
         name="the_loss_mask_excludes_the_eos",
@@ -2065,6 +2065,53 @@ SURVIVORS = [
     ),
 ]
 
+DIALOGUES = [
+    Exhibit(
+        name="the_mask_of_the_environment_is_ignored",
+        source=(
+            "trl#4975: one path of the loss took the mask of the whole completion, so that the "
+            "tokens of tools were learned"
+        ),
+        holds="the action mask of a dialogue is False on the tokens of observations",
+        test="tests/sampler/test_dialogues.py::test_dialogues_are_those_of_a_loop_over_one_sequence",
+        where="generate_responses",
+        old="action_mask if talks is None else talks.is_action",
+        new="action_mask",
+    ),
+    Exhibit(
+        name="the_mask_of_the_environment_is_inverted",
+        source="RAGEN#71: the gradient went to the states and not to the actions",
+        holds="the action mask of a dialogue is True on the tokens that the policy drew",
+        test="tests/sampler/test_dialogues.py::test_dialogues_are_those_of_a_loop_over_one_sequence",
+        where="end_turns",
+        old="dialogues.is_action.at[written_B, before.drawn].set(~is_given_B, mode='drop')",
+        new="dialogues.is_action.at[written_B, before.drawn].set(is_given_B, mode='drop')",
+    ),
+    Exhibit(
+        name="rewards_stop_at_an_observation",
+        source=(
+            "verl#7278: REINFORCE++ lost the rewards that come after an observation; miles#1827: "
+            "GAE decayed them across it"
+        ),
+        holds="advantages and returns cross the tokens of an observation unchanged",
+        test="tests/ppo/test_two_turns.py::test_reward_to_go_counts_what_a_turn_can_still_change",
+        where="gae",
+        old=(
+            "(jnp.where(chosen, advantage, next_advantage), jnp.where(chosen, value, next_value))"
+        ),
+        new="(jnp.where(chosen, advantage, 0.0), jnp.where(chosen, value, 0.0))",
+    ),
+    Exhibit(
+        name="the_kl_counts_observations",
+        source="Search-R1#21: the reported KL included the tokens of search results",
+        holds="the KL to the reference is averaged over the policy's own tokens",
+        test="tests/ppo/test_two_turns.py::test_the_measured_kl_is_that_of_the_policys_own_tokens",
+        where="add_kl_penalty",
+        old="masked.masked_mean(kl_tokens, actions)",
+        new="kl_tokens.mean()",
+    ),
+]
+
 EXHIBITS = [
     *END_OF_RESPONSE,
     *SAMPLING_AND_CACHE,
@@ -2084,5 +2131,6 @@ EXHIBITS = [
     *STOPS,
     *MOMENTS_AND_SHAPING,
     *RUNS,
+    *DIALOGUES,
     *SURVIVORS,
 ]

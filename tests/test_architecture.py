@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "reporting": {"errors", "config", "runtime", "training"},
 }
 MAY_IMPORT["supervised"] = MAY_IMPORT["training"] | {"training", "reporting"}
-MAY_IMPORT["ppo"] = MAY_IMPORT["supervised"] | {"supervised", "sampler", "rewards"}
+MAY_IMPORT["environments"] = {"errors", "types", "config", "data", "runtime", "sampler"}
+MAY_IMPORT["ppo"] = MAY_IMPORT["supervised"] | {"supervised", "sampler", "rewards", "environments"}
 MAY_IMPORT["planning"] = MAY_IMPORT["ppo"] | {"ppo"}
 MAY_IMPORT["plan"] = {"errors", "config", "runtime", "planning"}
 MAY_IMPORT["command"] = {"errors", "config", "storage", "runtime", "reporting"}

@@ -100,7 +100,11 @@ VERL = {
     "rollout.enable_chunked_prefill": _NO_SERVER,
     "rollout.do_sample": "config.rollout.temperature=0 is greedy",
     "rollout.val_kwargs.do_sample": "config.rollout.val_kwargs.temperature=0 is greedy",
-    "rollout.multi_turn.enable": "one response per prompt",
+    "rollout.multi_turn.enable": "set config.rollout.multi_turn.environment",
+    "rollout.multi_turn.tool_config_path": "config.rollout.multi_turn.environment=FILE.py:CLASS",
+    "rollout.multi_turn.max_tool_response_length": (
+        "config.rollout.multi_turn.max_observation_length, in tokens"
+    ),
     "rollout.quantization_config_file": "config.rollout.quantization",
     "reward_model.enable": "set config.reward.model_path",
     "reward_model.path": "config.reward.model_path",

@@ -139,6 +139,40 @@ NOT_ONE_STEP_OFF = Requirement(
     "`rollout.one_step_off` is off",
     "samples are selected by the newest weights; set config.rollout.one_step_off=False",
 )
+HAS_ENVIRONMENT = Condition(
+    lambda config: bool(config.rollout.multi_turn.environment),
+    "`rollout.multi_turn.environment` is set",
+)
+ENVIRONMENT_HAS_ENGINE = Requirement(
+    lambda config: config.rollout.engine == "built-in",
+    "`rollout.engine` is built-in",
+    "config.rollout.engine={config.rollout.engine!r} has no environment; use the built-in engine",
+)
+DECODES_IN_ONE_STAGE = Requirement(
+    lambda config: config.rollout.stage_length is None,
+    "`rollout.stage_length` is not set",
+    "dialogues are decoded in one stage; unset config.rollout.stage_length",
+)
+NO_PROCESS_REWARDS = Requirement(
+    lambda config: not config.reward.process_rewards,
+    "`reward.process_rewards` is off",
+    "the environment rewards turns; set config.reward.process_rewards=False",
+)
+NO_OTHER_REWARD = Requirement(
+    lambda config: (
+        not any(
+            (
+                config.reward.function,
+                config.reward.terms,
+                config.reward.url,
+                config.reward.model_path,
+            )
+        )
+    ),
+    "no other reward is set",
+    "leaves out what config.reward sets; unset function, terms, url and model_path there, or "
+    "set config.rollout.multi_turn.reward='sum'",
+)
 IS_GRPO = Condition(
     lambda config: config.algorithm.adv_estimator == "grpo", "`algorithm.adv_estimator` is grpo"
 )
@@ -816,6 +850,50 @@ class RolloutMesh:
 
 
 @dataclasses.dataclass(frozen=True)
+class MultiTurn:
+    """Dialogues: responses of several turns, which an environment answers."""
+
+    environment: str = option(
+        "",
+        "class of the environment, `module:Class` or `file.py:Class`, as in "
+        "environments/protocol.py; its observations become tokens of the response, which no loss "
+        "counts. Empty: a response is one turn",
+        requires=(ENVIRONMENT_HAS_ENGINE, DECODES_IN_ONE_STAGE, NO_PROCESS_REWARDS),
+    )
+    max_assistant_turns: int | None = option(
+        None,
+        "turns of the policy after which a response is cut off; unset: until the environment ends "
+        "it or data.max_response_length is reached",
+        unit="turns",
+        at_least=1,
+        effective_when=(HAS_ENVIRONMENT,),
+    )
+    max_turn_length: int | None = option(
+        None,
+        "tokens after which a turn ends without an EOS or a string of rollout.stop; unset: "
+        "data.max_response_length",
+        unit="tokens",
+        at_least=1,
+        effective_when=(HAS_ENVIRONMENT,),
+    )
+    max_observation_length: int = option(
+        64,
+        "tokens of an observation of an environment on the host; longer ones are cut at their end",
+        unit="tokens",
+        at_least=1,
+        effective_when=(HAS_ENVIRONMENT,),
+    )
+    reward: str = option(
+        "sum",
+        "sum: the environment's rewards of turns and the reward of the whole response; "
+        "environment: the environment's alone",
+        choices=("sum", "environment"),
+        requires=(NO_OTHER_REWARD,),
+        effective_when=(HAS_ENVIRONMENT,),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class RolloutOptions(Sampling):
     """Sampling for training."""
 
@@ -849,7 +927,8 @@ class RolloutOptions(Sampling):
     )
     stop: str = option(
         "",
-        "strings that end a response, in training and in evaluations: one as it is, or a JSON list "
+        "strings that end a response (a turn, with rollout.multi_turn.environment), in training "
+        "and in evaluations: one as it is, or a JSON list "
         'such as ["Question:", "\\n\\n"]. They are found wherever tokens begin and end; the token '
         "that completes one is the last of the response",
         is_json=True,
@@ -923,6 +1002,7 @@ class RolloutOptions(Sampling):
         choices=("spread", "best"),
         effective_when=(KEEPS_SOME,),
     )
+    multi_turn: MultiTurn = section(MultiTurn)
     mesh: RolloutMesh = section(RolloutMesh)
     val_kwargs: Sampling = section(Sampling)
 
@@ -1377,6 +1457,17 @@ class Config:
     def selects_samples(self) -> bool:
         """Return whether rewards decide which of the samples the update learns from."""
         return self.algorithm.filter_groups.enable or self.rollout.keep is not None
+
+    @property
+    def has_step_rewards(self) -> bool:
+        """Return whether rewards are earned within responses, and not only by the whole."""
+        return self.reward.process_rewards or bool(self.rollout.multi_turn.environment)
+
+    @property
+    def rewards_by_environment_alone(self) -> bool:
+        """Return whether an environment's rewards are the only ones."""
+        turns = self.rollout.multi_turn
+        return bool(turns.environment) and turns.reward == "environment"
 
     @property
     def updates_once(self) -> bool:

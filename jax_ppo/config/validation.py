@@ -218,6 +218,16 @@ def require_known_rollout_engine(config: Config) -> None:
         )
 
 
+def require_known_environment(config: Config) -> None:
+    """Raise `UserError` unless `rollout.multi_turn.environment` is empty or `module:Class`."""
+    environment = config.rollout.multi_turn.environment
+    if environment and ":" not in environment:
+        raise UserError(
+            f"config.rollout.multi_turn.environment={environment!r}: expected module:Class or "
+            "path/to/file.py:Class"
+        )
+
+
 def require_valid_constraints(config: Config) -> None:
     """Raise `UserError` for a malformed constraint on sampling, or a minimum that is too long."""
     rollout = config.rollout
@@ -361,6 +371,7 @@ TRAIN_RULES: tuple[Rule, ...] = (
     require_dual_clip_above_one,
     require_known_policy_loss,
     require_known_rollout_engine,
+    require_known_environment,
     require_valid_constraints,
     require_several_responses_to_compare,
     require_several_responses_to_filter,

@@ -27,12 +27,15 @@ class PromptDataset:
       tokens: int32 [length] per example, length 1..max_prompt_length.
       max_prompt_length: tokens; no batch is wider.
       name: the option that names the data, for messages.
+      first_row: the number of the first example among those that an environment is reset to; `None`
+        without an environment.
     """
 
     examples: Sequence[Example]
     tokens: Sequence[np.ndarray]
     max_prompt_length: int
     name: str = "config.data.train_files"
+    first_row: int | None = None
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -324,9 +327,12 @@ def make_batch(dataset: PromptDataset, indices: np.ndarray, count: int) -> Promp
     tokens = np.zeros((len(rows), width), np.int32)
     for padded, row in zip(tokens, rows, strict=True):
         padded[: len(row)] = row
+    numbers = None
+    if dataset.first_row is not None:
+        numbers = (dataset.first_row + indices).astype(np.int32)
     return PromptBatch(
         examples=tuple(dataset.examples[index] for index in indices),
-        prompts=Prompts(tokens=tokens, lengths=lengths),
+        prompts=Prompts(tokens=tokens, lengths=lengths, rows=numbers),
         indices=indices,
         count=count,
     )

@@ -128,7 +128,8 @@ def _find_problems(
 ) -> list[str]:
     problems = []
     options = config.reward
-    if registry.has_rules(options) and (options.terms or not options.url):
+    scores_rows = registry.has_rules(options) and not config.rewards_by_environment_alone
+    if scores_rows and (options.terms or not options.url):
         obstacles = list(
             registry.find_obstacles([*training, *held_out], options.function, options.terms)
         )

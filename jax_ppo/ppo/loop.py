@@ -262,7 +262,8 @@ def restore_sampled_batch(
 def rollout_arrays(rollout: Rollout) -> dict[str, Any]:
     """Return a rollout as the tree of arrays that a checkpoint holds."""
     arrays = {name: value for name, value in vars(rollout).items() if value is not None}
-    return {**arrays, "prompts": dict(vars(rollout.prompts))}
+    prompts = {name: value for name, value in vars(rollout.prompts).items() if value is not None}
+    return {**arrays, "prompts": prompts}
 
 
 def finish_step(

@@ -161,7 +161,7 @@ def compile_programs(
     rewards = jax.ShapeDtypeStruct((step.samples,), jnp.float32, sharding=rows)
     # Rewards arrive from the host, so no program's result has their shape.
     step_rewards = None
-    if config.reward.process_rewards:
+    if config.has_step_rewards:
         step_rewards = jax.ShapeDtypeStruct(rollout.logprobs.shape, jnp.float32, sharding=rows)
     experience, _ = compile_ahead(
         estimate_experience,

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 
 from jax_ppo.config.schema import Reward
 from jax_ppo.data.prompts import PromptBatch
+from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.errors import UserError
 from jax_ppo.ppo import scoring
 from jax_ppo.ppo.reward_inputs import ModelInputs, RewardInputs
@@ -25,6 +26,7 @@ from jax_ppo.rewards.samples import RewardFunction
 from jax_ppo.rewards.step_rewards import assign_step_rewards
 from jax_ppo.rewards.worker_pool import RewardWorkers
 from jax_ppo.runtime import distributed, placement, signals, stragglers
+from jax_ppo.sampler.environment import Environment
 from jax_ppo.training.networks import Networks, full_parameters
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Rollout
@@ -36,7 +38,8 @@ class RuleRewards:
 
     Attributes:
       scores: float32 [B].
-      steps: float32 [B, T], rewards within the responses; `None` without `reward.process_rewards`.
+      steps: float32 [B, T], rewards within the responses, by `reward.process_rewards` or of turns
+        by an environment; `None` without either.
       correct: float32 [B], 1 or 0; NaN if the rules do not define correctness.
       failures: number of samples whose rule failed.
       scored: number of samples that were scored; more than B if these were selected from them.
@@ -73,6 +76,7 @@ class RuleScorer:
         is the only reward.
       model_weight: of the reward model's score.
       reward_inputs: makes the input of a reward model with its own tokenizer; `None` otherwise.
+      environment: answers the policy's turns; `None` if responses are one turn.
     """
 
     mesh: Mesh
@@ -81,6 +85,7 @@ class RuleScorer:
     rule: RewardFunction | BatchFunction | RewardWorkers | None
     model_weight: float
     reward_inputs: RewardInputs | None
+    environment: Environment | None = None
 
     def running(self) -> contextlib.AbstractContextManager[object]:
         """Return the context in which the worker processes run, if there are any."""
@@ -90,6 +95,9 @@ class RuleScorer:
 
     def score(self, batch: PromptBatch, rollout: Rollout) -> RuleRewards:
         """Score this process's responses.
+
+        Rules read the policy's own tokens: the answer that a tool has given is not the policy's. A
+        reward model reads observations, too.
 
         Args:
           batch: the prompts and their examples.
@@ -105,13 +113,19 @@ class RuleScorer:
         total, max_length = rollout.responses.shape
         n = total // len(batch.examples)
         examples = [batch.examples[i // n] for i in indices]
-        # Without a rule the reward model's score is the whole reward.
+        own_texts = texts
+        if rollout.turn_rewards is not None:
+            _, masks = placement.local_rows(rollout.action_mask)
+            own_texts = self._own_texts(responses, masks)
+        if isinstance(self.environment, HostEnvironment):
+            self.environment.raise_if_all_failed()
+        # Without a rule, all of the reward is a reward model's or an environment's.
         rule = self.rule or (lambda row, text: RewardResult(0.0))
         # A hung function must not keep the run from ending.
         with signals.limited("scoring the rewards"):
-            scored = score_batch(rule, examples, texts, self.options.fallback_score)
+            scored = score_batch(rule, examples, own_texts, self.options.fallback_score)
 
-        steps = None
+        steps = rollout.turn_rewards
         if self.options.process_rewards:
             token_rewards = self._token_rewards(scored, responses, max_length)
             steps = placement.from_local_rows(self.mesh, indices, token_rewards, total)
@@ -146,8 +160,19 @@ class RuleScorer:
             first_failure=scored.first_failure,
             model_inputs=model_inputs,
             answers=answers,
-            misses=describe_misses(examples, texts, scored),
+            misses=describe_misses(examples, own_texts, scored),
         )
+
+    def _own_texts(self, responses: list[np.ndarray], masks: np.ndarray) -> list[str]:
+        """Return what the policy wrote in each response, a line for each turn."""
+        texts = []
+        for response, mask in zip(responses, masks, strict=True):
+            actions = mask[: len(response)]
+            turns = np.split(response, np.flatnonzero(np.diff(actions)) + 1)
+            # Turns and observations take turns; the policy has the first one.
+            decoded = self.tokenizer.batch_decode(turns[::2], skip_special_tokens=True)
+            texts.append("\n".join(decoded))
+        return texts
 
     def _token_rewards(
         self, scored: ScoredBatch, responses: list[np.ndarray], max_length: int

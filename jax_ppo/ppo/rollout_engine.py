@@ -9,6 +9,7 @@ from jax_ppo.config.parsing import parse_logit_bias, parse_strings
 from jax_ppo.config.schema import Config, Sampling
 from jax_ppo.data.token_bytes import token_bytes
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
+from jax_ppo.sampler.environment import Environment
 from jax_ppo.sampler.other_mesh import OtherMeshEngine
 from jax_ppo.sampler.text_search import TextSearch, search_for
 from jax_ppo.training.networks import Networks
@@ -68,6 +69,7 @@ def sampling_options(
     options: Sampling,
     eos_ids: Iterable[int | None],
     searches: tuple[TextSearch | None, TextSearch | None] = (None, None),
+    environment: Environment | None = None,
 ) -> SamplingOptions:
     """Return the engine's options for `rollout` or `rollout.val_kwargs`.
 
@@ -76,6 +78,7 @@ def sampling_options(
       options: the section.
       eos_ids: ids that end a response; repeated ones and `None` are left out.
       searches: of `make_searches`.
+      environment: answers the policy's turns, if there is one.
     """
     stop, forbidden = searches
     return SamplingOptions(
@@ -91,4 +94,7 @@ def sampling_options(
         stop=stop,
         forbidden=forbidden,
         logit_bias=parse_logit_bias(config.rollout.logit_bias),
+        environment=environment,
+        max_turns=config.rollout.multi_turn.max_assistant_turns,
+        max_turn_length=config.rollout.multi_turn.max_turn_length,
     )

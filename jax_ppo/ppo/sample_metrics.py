@@ -23,8 +23,10 @@ def measure_sampling(
 
     They are the shares of correct answers (NaN if the rules do not define correctness), of
     truncated responses and, for an engine that counts them, of slot-steps that drew a token; of
-    responses that repeat another one to the same prompt, and of the most common response; and, for
-    several responses per prompt, the share of prompts whose responses all earned the same.
+    responses that repeat another one to the same prompt, and of the most common response; with an
+    environment, the number of turns of a response, the share of its tokens that are observations,
+    and what the turns earned; and, for several responses per prompt, the share of prompts whose
+    responses all earned the same.
 
     Args:
       rollout: B responses, those to a prompt one after the other.
@@ -44,6 +46,13 @@ def measure_sampling(
     }
     if rollout.slot_steps is not None:
         metrics["rollout/slot_use"] = rollout.action_mask.sum() / rollout.slot_steps.sum()
+    if rollout.turn_rewards is not None:
+        actions_BxT = rollout.action_mask
+        # A turn that is answered without a word runs on into the next.
+        is_last_BxT = actions_BxT & ~jnp.pad(actions_BxT, ((0, 0), (0, 1)))[:, 1:]
+        metrics["rollout/turns"] = is_last_BxT.sum(1).mean()
+        metrics["rollout/observed_share"] = 1 - actions_BxT.sum() / rollout.lengths.sum()
+        metrics["reward/turns"] = rollout.turn_rewards.sum(1).mean()
     if responses_per_prompt > 1:
         hashes_Gxn = _hash_responses(rollout.responses, rollout.lengths).reshape(
             -1, responses_per_prompt

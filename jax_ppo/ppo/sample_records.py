@@ -60,6 +60,7 @@ def describe_step(
         "returns": experience.returns,
         "reference": experience.ref_logprobs,
         "steps": samples.rule_rewards.steps,
+        "turn_rewards": rollout.turn_rewards,
     }
     # On the host, where a difference compiles no program.
     figures = {
@@ -119,6 +120,8 @@ def describe_samples(
         placement.to_host(array)
         for array in (rollout.responses, rollout.lengths, rollout.truncated)
     )
+    has_turns = rollout.turn_rewards is not None
+    action_mask = placement.to_host(rollout.action_mask) if has_turns else None
     n = len(rewards) // len(batch.examples)
     records = []
     for row in map(int, rows):
@@ -141,6 +144,9 @@ def describe_samples(
                 "tokens": [tokenizer.decode([token]) for token in response_ids],
             }
         )
+        if action_mask is not None:
+            # 0 at the tokens of observations.
+            records[-1]["action_mask"] = action_mask[row, : lengths[row]].astype(int).tolist()
     return records
 
 

@@ -195,7 +195,7 @@ def compile_selection(mesh: Mesh, config: Config, rollout: Rollout) -> Rollout:
     drawn = _rollout_arrays(rollout)
     per_sample = jax.ShapeDtypeStruct(rollout.lengths.shape, jnp.float32, sharding=draw_layout)
     drawn |= {"scores": per_sample, "correct": per_sample}
-    if config.reward.process_rewards:
+    if config.has_step_rewards:
         drawn["steps"] = jax.ShapeDtypeStruct(
             rollout.logprobs.shape, jnp.float32, sharding=draw_layout
         )

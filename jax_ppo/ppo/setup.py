@@ -14,6 +14,7 @@ from jax_ppo.data import prompts as prompts_lib
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.prompts import PromptBatch, PromptBatches, PromptDataset
 from jax_ppo.data.sources import source_weights
+from jax_ppo.environments.loading import load_environment_class, make_environment
 from jax_ppo.errors import UserError
 from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.ppo import advantages, kl_estimators, objectives
@@ -167,6 +168,7 @@ def set_up_run(
     objectives.get_policy_loss(config.actor.policy_loss)
     advantages.load_estimator(config.algorithm.adv_estimator)
     kl_estimators.load_kl_estimators(config)
+    environment_class = load_environment_class(config.rollout.multi_turn)
     engine_class = resolve_engine(config.rollout.engine)
     rollout_mesh = meshes.make_rollout_mesh(mesh, config.rollout.mesh)
 
@@ -206,6 +208,14 @@ def set_up_run(
     held_out_prompts = None
     if held_out:
         held_out_prompts = _tokenize(config, held_out, tokenizer, "config.data.val_files")
+    environment = None
+    if environment_class is not None:
+        training_prompts, held_out_prompts, examples = _number_rows(
+            training_prompts, held_out_prompts
+        )
+        environment = make_environment(
+            environment_class, config.rollout.multi_turn, tokenizer, examples, rollout_mesh
+        )
     steps_per_epoch = _training_batches(config, training_prompts, position=0).steps_per_epoch
     total_steps = count_steps(config.trainer, steps_per_epoch)
     long_warmup = notes.note_long_warmup(config, total_steps)
@@ -217,11 +227,13 @@ def set_up_run(
     vocab_size = nets.actor.architecture.vocab_size
     _validate_biased_tokens(config, vocab_size)
     searches = make_searches(config, tokenizer, vocab_size)
-    sampling = sampling_options(config, config.rollout, eos_ids, searches)
+    sampling = sampling_options(config, config.rollout, eos_ids, searches, environment)
     slots = count_decoding_slots(config, nets, mesh, rollout_mesh, sampling)
     if not config.rollout.max_num_seqs:
         report(f"rollout.max_num_seqs: {slots} samples are decoded at once on a device")
-    held_out_sampling = sampling_options(config, config.rollout.val_kwargs, eos_ids, searches)
+    held_out_sampling = sampling_options(
+        config, config.rollout.val_kwargs, eos_ids, searches, environment
+    )
     run = PPORun(
         config=config,
         mesh=mesh,
@@ -243,6 +255,7 @@ def set_up_run(
             rule=rule,
             model_weight=model_weight,
             reward_inputs=reward_inputs,
+            environment=environment,
         ),
     )
     if not trains:
@@ -259,9 +272,11 @@ def _resolve_rule(
 ) -> RewardFunction | BatchFunction | RewardWorkers | None:
     """Return the reward function or the worker processes that apply it.
 
-    Returns `None` if a reward model is the only reward.
+    Returns `None` if a reward model or an environment is the only reward.
     """
     options = config.reward
+    if config.rewards_by_environment_alone:
+        return None
     # Without a function of the user's or terms, a reward model replaces the built-in rule.
     if not registry.has_rules(options):
         return None
@@ -331,6 +346,17 @@ def _tokenize(
         chat_template=data.chat_template,
         name=option,
     )
+
+
+def _number_rows(
+    training: PromptDataset, held_out: PromptDataset | None
+) -> tuple[PromptDataset, PromptDataset | None, list[Example]]:
+    """Return the data with rows that are numbered throughout, and the examples of these rows."""
+    examples = list(training.examples)
+    if held_out is not None:
+        held_out = dataclasses.replace(held_out, first_row=len(examples))
+        examples += held_out.examples
+    return dataclasses.replace(training, first_row=0), held_out, examples
 
 
 def _training_batches(config: Config, training: PromptDataset, position: int) -> PromptBatches:

@@ -171,7 +171,7 @@ def drop_padded_rows(x: jax.Array, count: int) -> jax.Array:
     return jax.lax.with_sharding_constraint(x[:count], layout)
 
 
-def split_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+def split_rows(function: Callable[..., Any], calls_host: bool = False) -> Callable[..., Any]:
     """Make each shard of rows run `function` on its own rows.
 
     The loops inside may differ in length from shard to shard, unless another axis than those of
@@ -180,6 +180,7 @@ def split_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
       function: of (params, rows, rows, key, any_shard); what it returns has rows in front.
+      calls_host: whether `function` calls the host, which only rows may then be split for.
     """
 
     def run(params: Any, *rows_and_key: Any) -> Any:
@@ -188,11 +189,13 @@ def split_rows(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(params, *rows_and_key)
         in_step = any(mesh.shape[axis] > 1 for axis in mesh.axis_names if axis not in ROWS)
         split = functools.partial(function, any_shard=_any_shard) if in_step else function
+        assert not (calls_host and in_step), "an environment's options refuse this mesh"
         return jax.shard_map(
             split,
             in_specs=(P(), P(ROWS), P(ROWS), P()),
             out_specs=P(ROWS),
-            axis_names=set(ROWS),
+            # JAX calls the host only from programs in which no axis is left to the compiler.
+            axis_names=set(mesh.axis_names) if calls_host else set(ROWS),
             check_vma=False,
         )(params, *rows_and_key)
 
@@ -215,6 +218,8 @@ def split_heads(attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]
     def run(q: jax.Array, k: jax.Array, v: jax.Array, per_row: jax.Array | None) -> jax.Array:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:
+            return attention(q, k, v, per_row)
+        if set(mesh.axis_names) == set(mesh.manual_axes):
             return attention(q, k, v, per_row)
         # Inside `split_rows` the rows are this device's own already.
         first = None if set(ROWS) <= set(mesh.manual_axes) else ROWS
@@ -331,6 +336,8 @@ def split_experts(function: Callable[..., jax.Array]) -> Callable[..., jax.Array
             # XLA keeps a sum over a single device.
             return jax.lax.psum(out, "model") if mesh.shape["model"] > 1 else out
 
+        if set(mesh.axis_names) == set(mesh.manual_axes):
+            return run_part(x, weights, experts, projections)
         rows = P(None if has_own_rows else ROWS)
         parts = {
             name: {kind: _EXPERT_PARTS[name][kind] for kind in arrays}

@@ -131,5 +131,10 @@ class BuiltInEngine:
         """Return the sampler of these options, the same one to every caller."""
         with self._lock:
             if options not in self._samplers:
-                self._samplers[options] = Sampler(self._model, options, sharding.split_rows)
+                environment = options.environment
+                split_rows = functools.partial(
+                    sharding.split_rows,
+                    calls_host=environment is not None and environment.needs_host,
+                )
+                self._samplers[options] = Sampler(self._model, options, split_rows)
             return self._samplers[options]

@@ -3,9 +3,11 @@
 One `while_loop` per number of slots. No slot waits for the longest response: slots whose response
 has ended are refilled from the queue (`slots.py`), and once the queue is empty and a quarter of the
 slots are idle, the others move into fewer. With stages (`stages.py`), samples that outgrow a stage
-wait until the next one, whose fewer slots have more room.
+wait until the next one, whose fewer slots have more room. With an environment a response may have
+several turns (`dialogues.py`).
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer, TransformerOutput
 from jax_ppo.runtime.sharding import split_vocabulary
-from jax_ppo.sampler import sampling, text_search
+from jax_ppo.sampler import dialogues, sampling, text_search
 from jax_ppo.sampler.constraints import constrain_logits
 from jax_ppo.sampler.engine import Params, SamplingOptions
 from jax_ppo.sampler.slots import (
@@ -74,24 +76,39 @@ def generate_responses(
     first = plan_job(
         model, options, params, prompts, keys_N, any_shard, limit=limits[0], count=count
     )
-    state = initial_state(first)
+    own_prompts = jax.tree.map(lambda x: jnp.repeat(x, options.n, axis=0), prompts)
+    begun = initial_state(first)
     if has_padding:
         # Later stages continue what is not finished.
-        state = state._replace(finished=indices_N == PADDING)
-    state = decode_queue(first, state)
-    own_prompts = jax.tree.map(lambda x: jnp.repeat(x, options.n, axis=0), prompts)
+        begun = begun._replace(finished=indices_N == PADDING)
+    if options.environment is not None:
+        assert len(limits) == 1, "the options refuse stages with an environment"
+        assert own_prompts.rows is not None, "an environment is reset to the rows of the data"
+        begun = begun._replace(
+            dialogues=dialogues.start_dialogues(
+                options.environment,
+                options.max_response_length,
+                keys_N,
+                own_prompts.rows,
+                indices_N,
+            )
+        )
+    state = decode_queue(first, begun)
     for start, limit in itertools.pairwise(limits):
         job, state, order_N = plan_next_stage(first, own_prompts, state, start, limit)
         state = reorder_results(decode_queue(job, state), jnp.argsort(order_N))
-    # Every token up to the length was chosen by the policy: this engine inserts none.
+    # Without an environment, every token up to the length was chosen by the policy.
+    action_mask = jnp.arange(options.max_response_length) < state.lengths[:, None]
+    talks = state.dialogues
     return Rollout(
-        prompts=own_prompts,
+        prompts=dataclasses.replace(own_prompts, rows=None),
         responses=state.responses,
         lengths=state.lengths,
         logprobs=state.logprobs,
         truncated=~state.finished,
-        action_mask=jnp.arange(options.max_response_length) < state.lengths[:, None],
+        action_mask=action_mask if talks is None else talks.is_action,
         slot_steps=state.slot_steps[None],
+        turn_rewards=None if talks is None else talks.rewards,
     )
 
 
@@ -104,7 +121,7 @@ def decode_queue(job: DecodeJob, state: DecodeState) -> DecodeState:
             step = functools.partial(refill_and_decode, job, narrower)
         else:
             state = compact_slots(job, state, width)
-            step = functools.partial(decode_step, job)
+            step = functools.partial(decode_and_answer, job)
         state = jax.lax.while_loop(functools.partial(_uses_width, job, narrower), step, state)
     return state
 
@@ -142,7 +159,7 @@ def refill_and_decode(job: DecodeJob, narrower: int, state: DecodeState) -> Deco
     # Loops of one turn or none instead of conditionals: XLA copies nothing on their way.
     state = jax.lax.while_loop(can_stage, functools.partial(prefill_group, job), state)
     state = jax.lax.while_loop(can_fill, functools.partial(fill_slots, job), state)
-    return jax.lax.while_loop(can_decode, functools.partial(decode_step, job), state)
+    return jax.lax.while_loop(can_decode, functools.partial(decode_and_answer, job), state)
 
 
 def prefill_group(job: DecodeJob, state: DecodeState) -> DecodeState:
@@ -162,6 +179,19 @@ def prefill_group(job: DecodeJob, state: DecodeState) -> DecodeState:
         lambda new, old: jnp.where(used_up, new, old), prefilled.cache, state.stage
     )
     return state._replace(staged=state.staged + used_up * job.group, stage=stage)
+
+
+def decode_and_answer(job: DecodeJob, state: DecodeState) -> DecodeState:
+    """Decode one token per slot; then have turns answered, if there is an environment."""
+    state = decode_step(job, state)
+    if state.dialogues is None:
+        return state
+    # A loop of one turn or none, as above: once answered, no turn waits.
+    return jax.lax.while_loop(
+        functools.partial(dialogues.should_answer, job),
+        functools.partial(dialogues.answer_turns, job),
+        state,
+    )
 
 
 def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
@@ -184,6 +214,13 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     forbidden_B = state.forbidden_states[sample_B]
     added_BxV = constrain_logits(options, logits_BxV.shape[1], slots.drawn, forbidden_B)
     tokens_B, logprobs_B = _sample_tokens(options, logits_BxV, uniforms_Bx2, added_BxV)
+    written_B = slots.sample
+    if state.dialogues is not None:
+        # Observations take the place of what is drawn; slots that wait write nothing.
+        is_given_B = dialogues.given_tokens(state, sample_B)
+        tokens_B = jnp.where(is_given_B, state.responses[sample_B, slots.drawn], tokens_B)
+        logprobs_B = jnp.where(is_given_B, 0.0, logprobs_B)
+        written_B = jnp.where(dialogues.waiting_slots(job, state), job.samples, written_B)
     # A response ends with an EOS, a stop string, or at the limit, which alone is not `finished`.
     finishes_B = (tokens_B[:, None] == jnp.array(options.eos_ids, jnp.int32)).any(-1)
     drawn_B = slots.drawn + 1
@@ -195,23 +232,22 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     if options.forbidden is not None:
         forbidden_B = options.forbidden.advance(forbidden_B, tokens_B)
     ended_B = finishes_B | (drawn_B == job.limit)
-    # An ended sample leaves its slot at once: N marks the slot as idle.
-    next_slots = Slots(
-        sample=jnp.where(ended_B, job.samples, slots.sample),
-        drawn=drawn_B,
-        token=tokens_B,
-        cache=decoded.cache,
-    )
     # An idle slot's sample is N, past the end of these arrays.
-    return state._replace(
-        slots=next_slots,
-        responses=state.responses.at[slots.sample, slots.drawn].set(tokens_B, mode="drop"),
-        logprobs=state.logprobs.at[slots.sample, slots.drawn].set(logprobs_B, mode="drop"),
-        lengths=state.lengths.at[slots.sample].set(drawn_B, mode="drop"),
-        finished=state.finished.at[slots.sample].set(finishes_B, mode="drop"),
-        stop_states=state.stop_states.at[slots.sample].set(stop_B, mode="drop"),
-        forbidden_states=state.forbidden_states.at[slots.sample].set(forbidden_B, mode="drop"),
+    recorded = state._replace(
+        slots=Slots(sample=slots.sample, drawn=drawn_B, token=tokens_B, cache=decoded.cache),
+        responses=state.responses.at[written_B, slots.drawn].set(tokens_B, mode="drop"),
+        logprobs=state.logprobs.at[written_B, slots.drawn].set(logprobs_B, mode="drop"),
+        lengths=state.lengths.at[written_B].set(drawn_B, mode="drop"),
+        stop_states=state.stop_states.at[written_B].set(stop_B, mode="drop"),
+        forbidden_states=state.forbidden_states.at[written_B].set(forbidden_B, mode="drop"),
         slot_steps=state.slot_steps + len(busy_B),
+    )
+    if state.dialogues is not None:
+        return dialogues.end_turns(job, slots, recorded, is_given_B, ended_B)
+    # An ended sample leaves its slot at once: N marks the slot as idle.
+    return recorded._replace(
+        slots=recorded.slots._replace(sample=jnp.where(ended_B, job.samples, slots.sample)),
+        finished=state.finished.at[slots.sample].set(finishes_B, mode="drop"),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from jax_ppo.sampler.environment import Environment
 from jax_ppo.sampler.text_search import TextSearch
 from jax_ppo.types import Params, Prompts, Rollout
 
@@ -32,6 +33,10 @@ class SamplingOptions:
       forbidden: strings that no response contains: no token that would complete one is drawn.
       logit_bias: (token, number added to its logit) pairs. As with top-k, recorded log-probs are
         those of the policy without it.
+      environment: answers the policy's turns with observations, which become tokens of the
+        response; `None`: a response is one turn.
+      max_turns: turns of the policy after which a response ends; `None`: no limit.
+      max_turn_length: tokens of a turn after which it ends without an EOS; `None`: no limit.
     """
 
     max_response_length: int
@@ -46,6 +51,9 @@ class SamplingOptions:
     stop: TextSearch | None = None
     forbidden: TextSearch | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
+    environment: Environment | None = None
+    max_turns: int | None = None
+    max_turn_length: int | None = None
 
 
 class RolloutEngine(Protocol):

@@ -62,6 +62,7 @@ class Sampler:
             prompts = Prompts(
                 tokens=jnp.pad(prompts.tokens, ((0, missing), (0, 0))),
                 lengths=jnp.pad(prompts.lengths, (0, missing), constant_values=1),
+                rows=None if prompts.rows is None else jnp.pad(prompts.rows, (0, missing)),
             )
             indices_N = jnp.pad(indices_N, (0, missing * options.n), constant_values=PADDING)
             rollout = split_rows(generate)(params, prompts, indices_N, key)
@@ -138,7 +139,7 @@ def split_prompts(
     parts = []
     for lane in range(lanes):
         rows = slice(lane * count, (lane + 1) * count)
-        part = Prompts(tokens=prompts.tokens[rows], lengths=prompts.lengths[rows])
+        part = jax.tree.map(lambda x, rows=rows: x[rows], prompts)
         parts.append((part, first + lane * count * n))
     return parts
 

@@ -21,6 +21,7 @@ from jax_ppo.models.cache import empty_cache, write_rows
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.sharding import num_split_kv_heads
 from jax_ppo.sampler import text_search
+from jax_ppo.sampler.dialogues import Dialogues
 from jax_ppo.sampler.engine import Params, SamplingOptions
 from jax_ppo.types import Prompts
 
@@ -62,6 +63,7 @@ class DecodeState(NamedTuple):
       stop_states: int32 [N], how far each response has got towards a stop string.
       forbidden_states: int32 [N], how far it has got towards a forbidden string.
       slot_steps: int32 scalar, tokens that the slots could have drawn so far: steps times slots.
+      dialogues: what is kept of dialogues; `None` without an environment.
     """
 
     slots: Slots
@@ -75,6 +77,7 @@ class DecodeState(NamedTuple):
     stop_states: jax.Array
     forbidden_states: jax.Array
     slot_steps: jax.Array
+    dialogues: Dialogues | None = None
 
 
 @dataclasses.dataclass(frozen=True)

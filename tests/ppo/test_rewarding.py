@@ -10,13 +10,18 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
-from jax_ppo.config.schema import Reward
+from jax_ppo.config.schema import MeshShape, Reward
+from jax_ppo.data.prompts import PromptBatch
 from jax_ppo.errors import UserError
 from jax_ppo.ppo import rewarding
-from jax_ppo.ppo.rewarding import FailedSteps, RuleRewards
+from jax_ppo.ppo.rewarding import FailedSteps, RuleRewards, RuleScorer
+from jax_ppo.rewards.rules import RewardResult
+from jax_ppo.runtime import meshes, placement, sharding
+from jax_ppo.types import Example, Prompts, Rollout
 
 
 def rewards(failures):
@@ -188,3 +193,57 @@ def test_a_sample_is_scored_once_where_tensor_parallelism_spans_processes():
                 "length": 3.5,
             }
         )
+
+
+class Words:
+    """A tokenizer whose token i is the letter i."""
+
+    def batch_decode(self, responses, skip_special_tokens):
+        return ["".join(chr(token) for token in response) for response in responses]
+
+
+def test_rules_do_not_read_what_a_tool_has_answered():
+    """The environment writes the right answer; only the second response repeats it."""
+    answered, repeated = "2*3=|6|#### 5", "2*3=|6|#### 6"
+    responses, mask = np.zeros((2, 16), np.int32), np.zeros((2, 16), bool)
+    for row, text in enumerate((answered, repeated)):
+        characters = text.replace("|", "")
+        responses[row, : len(characters)] = [ord(c) for c in characters]
+        mask[row, : len(characters)] = True
+        mask[row, 4] = False
+    turn_rewards = np.zeros((2, 16), np.float32)
+    turn_rewards[1, 3] = 0.5
+    mesh = meshes.make_mesh(MeshShape(), jax.devices()[:1])
+    read = []
+
+    def rule(row, text):
+        read.append(text)
+        return RewardResult(score=float("6" in text))
+
+    rollout = Rollout(
+        prompts=Prompts(tokens=np.ones((2, 1), np.int32), lengths=np.ones(2, np.int32)),
+        logprobs=None,
+        truncated=None,
+        **placement.place(
+            {
+                "responses": responses,
+                "lengths": np.full(2, 11, np.int32),
+                "action_mask": mask,
+                "turn_rewards": turn_rewards,
+            },
+            sharding.rows(mesh),
+        ),
+    )
+    scorer = RuleScorer(
+        mesh=mesh,
+        tokenizer=Words(),
+        options=Reward(),
+        rule=rule,
+        model_weight=1.0,
+        reward_inputs=None,
+    )
+    examples = (Example("prompt", "mine"), Example("prompt", "mine"))
+    rewards = scorer.score(PromptBatch(examples, rollout.prompts, np.arange(2), 2), rollout)
+    assert read == ["2*3=\n#### 5", "2*3=\n#### 6"]
+    assert np.asarray(rewards.scores).tolist() == [0.0, 1.0]
+    np.testing.assert_array_equal(rewards.steps, turn_rewards)

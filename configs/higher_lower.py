@@ -1,0 +1,22 @@
+"""PPO over dialogues without the host: a guessing game whose rules are traced into the decode loop.
+
+    python -m jax_ppo.train --config=configs/higher_lower.py
+"""
+
+from ml_collections import ConfigDict
+
+from jax_ppo.config import read_config_file
+
+
+def get_config() -> ConfigDict:
+    """Return the configuration."""
+    config = read_config_file("arithmetic")
+    config.experiment_name = "higher_lower"
+    # Five guesses of one token, and an answer to each.
+    config.data.max_response_length = 10
+    config.rollout.multi_turn.environment = "jax_ppo.environments.higher_lower:HigherLower"
+    config.rollout.multi_turn.max_assistant_turns = 5
+    config.rollout.multi_turn.max_turn_length = 1
+    config.rollout.multi_turn.reward = "environment"
+    config.trainer.best_metric = "reward_mean"
+    return config

@@ -1,0 +1,1 @@
+"""Environments that answer the policy's turns: their protocols, the host's side, two examples."""

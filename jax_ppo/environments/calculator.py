@@ -1,0 +1,86 @@
+"""A calculator: it continues an arithmetic expression that the policy ends with `=`.
+
+    policy    Natalia sold 48/2=
+    answer    24
+    policy     clips in May. #### 72
+
+The turn ends at the `=`, which `rollout.stop` names. Also GSM8K's own notation is answered,
+`<<48/2=24>>`. A turn that does not end with `=` is the last one. The environment itself rewards
+nothing: the reward is that of the response.
+"""
+
+import ast
+import operator
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+from jax_ppo.types import Example
+
+LONGEST = 64  # characters of an expression
+
+_EXPRESSION = re.compile(r"([\d.,+\-*/() $]+)=\s*\Z")
+_OPERATORS: dict[type[ast.AST], Callable[..., Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+
+
+class Calculator:
+    """A `TextEnvironment` that answers expressions with their values."""
+
+    def reset(self, example: Example, seed: int) -> None:
+        """Do nothing: a calculator has no state."""
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        """Answer a turn. See `TextEnvironment.step`."""
+        is_call = text.rstrip().endswith("=")
+        return (calculate(text) if is_call else ""), 0.0, not is_call
+
+
+def calculate(text: str) -> str:
+    """Return the value of the expression before the `=` at the end of a text; "" if it has none.
+
+    Of what precedes the expression, numbers are left out as far as they do not belong to it. Values
+    are rounded to four decimal places.
+    """
+    match = _EXPRESSION.search(text[-LONGEST:])
+    if match is None:
+        return ""
+    # Thousands have commas, prices a dollar sign.
+    characters = re.sub(r"(?<=\d),(?=\d{3})|\$", "", match[1])
+    words = characters.split()
+    for first in range(len(words)):
+        try:
+            parsed = ast.parse(" ".join(words[first:]), mode="eval")
+            return _format(_evaluate(parsed.body))
+        except (SyntaxError, ValueError, ZeroDivisionError):
+            continue
+    return ""
+
+
+def _format(value: Fraction) -> str:
+    # Not as a float, which would round long integers.
+    scaled = round(value * 10**4)
+    whole, decimals = divmod(abs(scaled), 10**4)
+    sign = "-" if scaled < 0 else ""
+    return f"{sign}{whole}.{decimals:04d}".rstrip("0").rstrip(".")
+
+
+def _evaluate(node: ast.AST) -> Fraction:
+    """Return the value of numbers joined by + - * /; nothing else is evaluated.
+
+    Raises:
+      ValueError: the expression holds something else.
+    """
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        return Fraction(str(node.value))
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_evaluate(node.operand))
+    raise ValueError(ast.dump(node))

@@ -1,0 +1,57 @@
+"""A game in JAX: guess the digit that answers a word problem, and be told where it lies.
+
+    policy       4
+    environment  +     the digit is larger
+    policy       7     right: the dialogue ends
+
+A right guess earns 1, a wrong one -0.25. The host takes no part: the rules are traced into the
+decode loop. Guesses are turns of one token: `rollout.multi_turn.max_turn_length=1`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ppo.types import Example
+
+MISS = -0.25  # reward of a wrong guess
+NO_DIGIT = -1
+
+
+class HigherLower:
+    """A `TokenEnvironment` for prompts whose `ground_truth` is a digit."""
+
+    observation_length = 1
+
+    def __init__(self, tokenizer: Any, examples: Sequence[Example]) -> None:
+        """Look up the digits of tokens and of the examples."""
+        texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
+        self._digits = np.array([_read_digit(text) for text in texts], np.int32)
+        self._secrets = np.array([_read_digit(x.ground_truth) for x in examples], np.int32)
+        self._higher, self._lower = (
+            tokenizer.encode(sign, add_special_tokens=False)[0] for sign in "+-"
+        )
+
+    def reset(self, row: jax.Array, key: jax.Array) -> jax.Array:
+        """Return the digit to guess; nothing is left to chance."""
+        return jnp.asarray(self._secrets)[row]
+
+    def step(
+        self, state: jax.Array, turn: jax.Array, length: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Answer a guess. See `TokenEnvironment.step`."""
+        # Tokens past the tokenizer's, to which a vocabulary may be rounded up, are no digits.
+        guess = jnp.asarray(self._digits).at[turn[0]].get(mode="fill", fill_value=NO_DIGIT)
+        is_right = guess == state
+        sign = jnp.where(guess < state, self._higher, self._lower)
+        # What is no guess is not answered.
+        observed = (guess != NO_DIGIT).astype(jnp.int32)
+        return state, sign[None], observed, jnp.where(is_right, 1.0, MISS), is_right
+
+
+def _read_digit(text: str) -> int:
+    text = text.strip()
+    return int(text) if len(text) == 1 and text in "0123456789" else NO_DIGIT

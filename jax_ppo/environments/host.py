@@ -1,0 +1,168 @@
+"""Environments on the host, called by the decode loop.
+
+The loop calls the host once for all turns that wait, and decodes on with the answers. Threads step
+the dialogues of a call side by side, since environments mostly wait for something else; their
+answers do not depend on that.
+"""
+
+import logging
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+
+from jax_ppo.data.tokenizer import encode_text
+from jax_ppo.environments.protocol import TextEnvironment
+from jax_ppo.errors import UserError
+from jax_ppo.sampler.environment import Answers, DialogueAddresses
+from jax_ppo.types import Example
+
+log = logging.getLogger(__name__)
+
+THREADS = 16  # dialogues that are stepped side by side
+
+
+class HostState(NamedTuple):
+    """What the mesh keeps of a dialogue whose state is on the host; int32 [N], seed uint32 [N].
+
+    Attributes:
+      rows: index of the dialogue's example.
+      samples: index of the sample, under which the host keeps the dialogue.
+      seeds: of the dialogue's randomness.
+      turns: turns that have been answered.
+    """
+
+    rows: jax.Array
+    samples: jax.Array
+    seeds: jax.Array
+    turns: jax.Array
+
+
+class HostEnvironment:
+    """`Environment` of dialogues that objects on the host keep.
+
+    A dialogue whose environment raises an exception ends with a reward of 0.
+    """
+
+    needs_host = True
+
+    def __init__(
+        self,
+        environment_class: Callable[[], TextEnvironment],
+        tokenizer: Any,
+        examples: Sequence[Example],
+        observation_length: int,
+    ) -> None:
+        """Keep the parts.
+
+        Args:
+          environment_class: makes the environment of one dialogue.
+          tokenizer: the policy's.
+          examples: what the rows of dialogues index.
+          observation_length: O; longer observations are cut at their end.
+        """
+        self.observation_length = observation_length
+        self._class = environment_class
+        self._tokenizer = tokenizer
+        self._examples = examples
+        # By the index of the sample: the next batch's dialogues replace those of the last.
+        self._dialogues: dict[int, TextEnvironment] = {}
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="environment")
+        self._steps = self._failures = 0
+        self._first_failure = ""
+
+    def reset(self, addresses: DialogueAddresses) -> HostState:
+        """Return the addresses; the host resets a dialogue at its first turn."""
+        return HostState(
+            rows=addresses.rows,
+            samples=addresses.samples.astype(jnp.int32),
+            seeds=jax.vmap(jax.random.bits)(addresses.keys),
+            turns=jnp.zeros_like(addresses.rows),
+        )
+
+    def step(self, state: HostState, turns: jax.Array, lengths: jax.Array) -> Answers:
+        """Answer turns on the host. See `Environment.step`."""
+        B = len(lengths)
+        shapes = (
+            jax.ShapeDtypeStruct((B, self.observation_length), jnp.int32),
+            jax.ShapeDtypeStruct((B,), jnp.int32),
+            jax.ShapeDtypeStruct((B,), jnp.float32),
+            jax.ShapeDtypeStruct((B,), jnp.bool_),
+        )
+        answers = io_callback(self._answer, shapes, *state, turns, lengths)
+        return Answers(state._replace(turns=state.turns + 1), *answers)
+
+    def raise_if_all_failed(self) -> None:
+        """Raise if each of this process's turns since the last call has failed.
+
+        Raises:
+          UserError: with the first failure.
+        """
+        steps, failures, cause = self._steps, self._failures, self._first_failure
+        self._steps = self._failures = 0
+        self._first_failure = ""
+        if steps and failures == steps:
+            raise UserError(
+                f"config.rollout.multi_turn.environment: {self._class.__name__} failed at every "
+                f"turn of a batch, {failures} times. The first failure was",
+                details=cause,
+            )
+
+    def _answer(
+        self,
+        *arrays: jax.Array,
+    ) -> tuple[np.ndarray, ...]:
+        """Answer the turns of a call, whose arguments are those of `step`.
+
+        Turns of length 0 are left out.
+        """
+        rows, samples, seeds, answered, turns, lengths = (np.asarray(x) for x in arrays)
+        B = len(lengths)
+        observations = np.zeros((B, self.observation_length), np.int32)
+        observed, rewards = np.zeros(B, np.int32), np.zeros(B, np.float32)
+        done = np.ones(B, bool)
+        (waiting,) = np.nonzero(lengths)
+        texts = self._tokenizer.batch_decode(
+            [turns[b, : lengths[b]] for b in waiting], skip_special_tokens=True
+        )
+        # Made in order, before the threads step them.
+        for b in waiting[answered[waiting] == 0]:
+            self._dialogues[int(samples[b])] = self._class()
+
+        def step(b: int, text: str) -> tuple[list[int], float, bool]:
+            dialogue = self._dialogues[int(samples[b])]
+            if answered[b] == 0:
+                dialogue.reset(self._examples[int(rows[b])], int(seeds[b]))
+            observation, reward, is_done = dialogue.step(text)
+            tokens = encode_text(self._tokenizer, observation, special=False)
+            return tokens[: self.observation_length], float(reward), bool(is_done)
+
+        futures = [
+            self._threads.submit(step, int(b), text) for b, text in zip(waiting, texts, strict=True)
+        ]
+        for b, future in zip(waiting, futures, strict=True):
+            self._steps += 1
+            try:
+                tokens, rewards[b], done[b] = future.result()
+            except Exception:
+                self._count_failure(traceback.format_exc(limit=-4))
+                continue
+            observed[b] = len(tokens)
+            observations[b, : len(tokens)] = tokens
+        return observations, observed, rewards, done
+
+    def _count_failure(self, cause: str) -> None:
+        self._failures += 1
+        if not self._first_failure:
+            self._first_failure = cause
+            log.warning(
+                "%s failed; the dialogue ends with a reward of 0. The first failure of each batch "
+                "is logged:\n%s",
+                self._class.__name__,
+                cause,
+            )

@@ -1,0 +1,79 @@
+"""The environment that `rollout.multi_turn.environment` names."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jax_ppo.config import plugins
+from jax_ppo.config.schema import MultiTurn
+from jax_ppo.environments.host import HostEnvironment
+from jax_ppo.errors import UserError
+from jax_ppo.runtime.meshes import ROWS
+from jax_ppo.sampler.environment import Environment, PerDialogue
+from jax_ppo.types import Example
+
+_OPTION = "rollout.multi_turn.environment"
+
+
+def load_environment_class(options: MultiTurn) -> Callable[..., Any] | None:
+    """Return the class of the environment; `None` if responses are one turn.
+
+    Raises:
+      UserError: it cannot be imported or constructed, or lacks a method.
+    """
+    name = options.environment
+    if not name:
+        return None
+    found = plugins.load_plugin(
+        name,
+        _OPTION,
+        (),
+        by_name=True,
+        other_arguments=lambda plugin: ("tokenizer", "examples") if _is_in_jax(plugin) else None,
+    )
+    for method in ("reset", "step"):
+        if not callable(getattr(found, method, None)):
+            raise UserError(
+                f"config.{_OPTION}={name!r}: has no method {method}; expected a class as in "
+                "jax_ppo/environments/protocol.py"
+            )
+    return found
+
+
+def make_environment(
+    environment_class: Callable[..., Any],
+    options: MultiTurn,
+    tokenizer: Any,
+    examples: Sequence[Example],
+    mesh: Mesh,
+) -> Environment:
+    """Return the environment as the decode loop takes it.
+
+    Args:
+      environment_class: of `load_environment_class`.
+      options: `config.rollout.multi_turn`.
+      tokenizer: the policy's.
+      examples: the rows of the training data, then those of the held-out data.
+      mesh: the mesh that decodes.
+
+    Raises:
+      UserError: the host cannot be called on this mesh.
+    """
+    if _is_in_jax(environment_class):
+        dialogues = environment_class(tokenizer=tokenizer, examples=examples)
+        return PerDialogue(
+            dialogues.reset, dialogues.step, observation_length=dialogues.observation_length
+        )
+    split = [axis for axis in mesh.axis_names if axis not in ROWS and mesh.shape[axis] > 1]
+    if split:
+        raise UserError(
+            f"config.{_OPTION}={options.environment!r}: JAX cannot call the host from a program "
+            f"that is split over {split[0]!r}, {mesh.shape[split[0]]} devices here; decode with "
+            f"config.rollout.mesh.{split[0]}=1, or write the environment in JAX"
+        )
+    return HostEnvironment(environment_class, tokenizer, examples, options.max_observation_length)
+
+
+def _is_in_jax(environment_class: Callable[..., Any]) -> bool:
+    return hasattr(environment_class, "observation_length")

@@ -1,0 +1,76 @@
+"""What a user's environment must have. `rollout.multi_turn.environment` names its class."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+
+from jax_ppo.types import Example
+
+
+class TextEnvironment(Protocol):
+    """One dialogue, on the host. The class is constructed without arguments, once per dialogue."""
+
+    def reset(self, example: Example, seed: int) -> None:
+        """Begin the dialogue.
+
+        Args:
+          example: the row of the data, whose prompt the policy has been given.
+          seed: 0..2^32 - 1, for all randomness; it depends on the run's seed, the step and the
+            sample only, so that a run can be repeated.
+        """
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        """Answer a turn.
+
+        Args:
+          text: the turn, without special tokens such as the EOS that ended it.
+
+        Returns:
+          The observation, which becomes part of the response as it is; the reward of the turn; and
+          whether the dialogue has ended, so that the observation is not read.
+        """
+
+
+class TokenEnvironment(Protocol):
+    """All dialogues, in JAX: the methods are traced, and the host takes no part in decoding.
+
+    The class has an attribute `observation_length`, by which it is told from a `TextEnvironment`.
+    The methods are of one dialogue, and are mapped over all of them with `jax.vmap`.
+
+    Attributes:
+      observation_length: O, the most tokens of an observation.
+    """
+
+    observation_length: int
+
+    def __init__(self, tokenizer: Any, examples: Sequence[Example]) -> None:
+        """Prepare tables of tokens.
+
+        Args:
+          tokenizer: the policy's.
+          examples: the rows of the training data, then those of the held-out data.
+        """
+
+    def reset(self, row: jax.Array, key: jax.Array) -> Any:
+        """Return the first state, a pytree of arrays.
+
+        Args:
+          row: int32, index of the dialogue's example.
+          key: for all randomness of the dialogue.
+        """
+
+    def step(
+        self, state: Any, turn: jax.Array, length: jax.Array
+    ) -> tuple[Any, jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Answer a turn.
+
+        Args:
+          state: of the dialogue.
+          turn: int32 [U], the tokens of the turn, with the EOS that ended it; 0 past its length.
+          length: int32, the number of these tokens.
+
+        Returns:
+          The next state; the observation, int32 [O]; its number of tokens; the reward of the turn;
+          and whether the dialogue has ended.
+        """

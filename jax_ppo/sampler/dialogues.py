@@ -1,0 +1,192 @@
+"""Responses of several turns: what the decode loop keeps of each dialogue, and when it is answered.
+
+A turn ends with an EOS, a stop string, after `max_turn_length` tokens, or when the response is
+full. Its slot then waits until the environment has answered: the other slots decode on, and the
+turns that wait are answered together once as many wait as the loop refills at once, or all do. The
+observation becomes the next tokens of the response. Its slot runs them one per step, like tokens
+that it drew, into the cache that it has; the policy's next turn follows.
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_ppo.sampler import text_search
+from jax_ppo.sampler.environment import Environment, address_dialogues
+
+if TYPE_CHECKING:
+    from jax_ppo.sampler.slots import DecodeJob, DecodeState, Slots
+
+
+class Dialogues(NamedTuple):
+    """The dialogues of N samples.
+
+    Attributes:
+      environment: the environment's states, a pytree of arrays with N rows.
+      turns: int32 [N], turns of the policy that have been answered.
+      turn_start: int32 [N], the column of the response in which the current turn starts.
+      waits: bool [N], whether the turn has ended and is not answered yet.
+      is_action: bool [N, T], the response tokens that the policy chose.
+      rewards: float32 [N, T], rewards of turns, each at the last token of its turn.
+    """
+
+    environment: Any
+    turns: jax.Array
+    turn_start: jax.Array
+    waits: jax.Array
+    is_action: jax.Array
+    rewards: jax.Array
+
+
+def start_dialogues(
+    environment: Environment,
+    max_response_length: int,
+    keys_N: jax.Array,
+    rows_N: jax.Array,
+    samples_N: jax.Array,
+) -> Dialogues:
+    """Return the dialogues before their first turn.
+
+    Args:
+      environment: answers the turns.
+      max_response_length: T.
+      keys_N: one random key per sample.
+      rows_N: int32, the row of the data that each sample's prompt is from.
+      samples_N: int32, the samples' indices.
+    """
+    N, T = len(keys_N), max_response_length
+    return Dialogues(
+        environment=environment.reset(address_dialogues(keys_N, rows_N, samples_N)),
+        turns=jnp.zeros(N, jnp.int32),
+        turn_start=jnp.zeros(N, jnp.int32),
+        waits=jnp.zeros(N, bool),
+        is_action=jnp.zeros((N, T), bool),
+        rewards=jnp.zeros((N, T)),
+    )
+
+
+def waiting_slots(job: "DecodeJob", state: "DecodeState") -> jax.Array:
+    """Return which slots hold a turn that is to be answered, bool [B]."""
+    assert state.dialogues is not None
+    waits_N = state.dialogues.waits
+    # An idle slot's sample is N, past the end.
+    sample_B = state.slots.sample
+    return waits_N[jnp.minimum(sample_B, job.samples - 1)] & (sample_B < job.samples)
+
+
+def given_tokens(state: "DecodeState", sample_B: jax.Array) -> jax.Array:
+    """Return which slots take the next token of an observation instead of drawing one, bool [B]."""
+    assert state.dialogues is not None
+    return state.slots.drawn < state.dialogues.turn_start[sample_B]
+
+
+def end_turns(
+    job: "DecodeJob",
+    before: "Slots",
+    recorded: "DecodeState",
+    is_given_B: jax.Array,
+    ended_B: jax.Array,
+) -> "DecodeState":
+    """Record who chose the tokens of a decode step, and let the turns that they end wait.
+
+    Args:
+      job: what the loops do not change.
+      before: the slots before the step.
+      recorded: the state after it, with its tokens.
+      is_given_B: which tokens are of an observation.
+      ended_B: which tokens would end a turn of their own.
+    """
+    dialogues, slots = recorded.dialogues, recorded.slots
+    assert dialogues is not None
+    N = job.samples
+    sample_B = jnp.minimum(before.sample, N - 1)
+    # A slot that waits runs its last token once more: nothing of it has changed.
+    waits_B = waiting_slots(job, recorded)
+    written_B = jnp.where(waits_B, N, before.sample)
+    if job.options.max_turn_length is not None:
+        ended_B |= slots.drawn - dialogues.turn_start[sample_B] == job.options.max_turn_length
+    # Strings are searched for in the policy's own turns only.
+    given_B = jnp.where(is_given_B, written_B, N)
+    return recorded._replace(
+        slots=slots._replace(
+            drawn=jnp.where(waits_B, before.drawn, slots.drawn),
+            token=jnp.where(waits_B, before.token, slots.token),
+        ),
+        stop_states=recorded.stop_states.at[given_B].set(text_search.START, mode="drop"),
+        forbidden_states=recorded.forbidden_states.at[given_B].set(text_search.START, mode="drop"),
+        dialogues=dialogues._replace(
+            waits=dialogues.waits.at[written_B].set(ended_B & ~is_given_B, mode="drop"),
+            is_action=dialogues.is_action.at[written_B, before.drawn].set(~is_given_B, mode="drop"),
+        ),
+    )
+
+
+def should_answer(job: "DecodeJob", state: "DecodeState") -> jax.Array:
+    """Return whether enough turns wait, or nothing else is being decoded, bool scalar."""
+    waits_B = waiting_slots(job, state)
+    count = waits_B.sum()
+    none_decodes = (state.slots.sample < job.samples).sum() == count
+    return job.any_shard((count > 0) & ((count >= job.refill) | none_decodes))
+
+
+def answer_turns(job: "DecodeJob", state: "DecodeState") -> "DecodeState":
+    """Answer all turns that wait: insert observations, or end the dialogues."""
+    options, slots, dialogues = job.options, state.slots, state.dialogues
+    environment = options.environment
+    assert dialogues is not None and environment is not None
+    N, T = state.responses.shape
+    waits_B = waiting_slots(job, state)
+    sample_B = jnp.minimum(slots.sample, N - 1)
+    turns_BxU, lengths_B = _current_turns(job, state, sample_B, waits_B)
+    before = jax.tree.map(lambda x: x[sample_B], dialogues.environment)
+    answers = environment.step(before, turns_BxU, lengths_B)
+
+    answered_B = dialogues.turns[sample_B] + 1
+    observed_B = slots.drawn + answers.lengths
+    # An observation is only inserted where the policy has room for a token after it.
+    goes_on_B = waits_B & ~answers.done & (observed_B < T)
+    if options.max_turns is not None:
+        goes_on_B &= answered_B < options.max_turns
+
+    # Writes to sample N, which does not exist, are dropped.
+    at_B = jnp.where(waits_B, slots.sample, N)
+    observation_O = jnp.arange(answers.observations.shape[1])
+    is_observed_BxO = goes_on_B[:, None] & (observation_O < answers.lengths[:, None])
+    columns_BxO = jnp.where(is_observed_BxO, slots.drawn[:, None] + observation_O, T)
+
+    def put(x_N: jax.Array, new_B: jax.Array | int | bool) -> jax.Array:
+        return x_N.at[at_B].set(new_B, mode="drop")
+
+    return state._replace(
+        slots=slots._replace(sample=jnp.where(waits_B & ~goes_on_B, N, slots.sample)),
+        responses=state.responses.at[at_B[:, None], columns_BxO].set(
+            answers.observations, mode="drop"
+        ),
+        # A dialogue that runs out of room or turns is cut off.
+        finished=put(state.finished, answers.done),
+        # Strings are searched for within a turn.
+        stop_states=put(state.stop_states, text_search.START),
+        forbidden_states=put(state.forbidden_states, text_search.START),
+        dialogues=dialogues._replace(
+            environment=jax.tree.map(put, dialogues.environment, answers.state),
+            turns=put(dialogues.turns, answered_B),
+            turn_start=put(dialogues.turn_start, observed_B),
+            waits=put(dialogues.waits, False),
+            rewards=dialogues.rewards.at[at_B, slots.drawn - 1].set(answers.rewards, mode="drop"),
+        ),
+    )
+
+
+def _current_turns(
+    job: "DecodeJob", state: "DecodeState", sample_B: jax.Array, waits_B: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the tokens of the turns that wait, int32 [B, U], and their number; 0 elsewhere."""
+    assert state.dialogues is not None
+    T = state.responses.shape[1]
+    U = min(job.options.max_turn_length or T, T)
+    start_B = state.dialogues.turn_start[sample_B]
+    lengths_B = jnp.where(waits_B, state.slots.drawn - start_B, 0)
+    columns_BxU = start_B[:, None] + jnp.arange(U)
+    tokens_BxU = state.responses[sample_B[:, None], jnp.minimum(columns_BxU, T - 1)]
+    return jnp.where(jnp.arange(U) < lengths_B[:, None], tokens_BxU, 0), lengths_B

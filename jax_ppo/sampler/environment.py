@@ -1,0 +1,122 @@
+"""The contract between the decode loop and an environment that answers the policy's turns.
+
+A response may be a dialogue: the policy writes a turn, the environment answers with an observation,
+the policy writes the next turn. `dialogues.py` holds what the decode loop keeps of it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+# Position under which an environment's random key is derived from its sample's; no token has it.
+_ENVIRONMENT_POSITION = 2**31 - 1
+
+
+class DialogueAddresses(NamedTuple):
+    """What tells N samples apart, whichever slot decodes them.
+
+    Attributes:
+      rows: int32 [N], the row of the data that the sample's prompt is from.
+      samples: int32 [N], the sample's index, unique among those that are decoded together.
+      keys: one random key per sample, which no token is drawn with.
+    """
+
+    rows: jax.Array
+    samples: jax.Array
+    keys: jax.Array
+
+
+class Answers(NamedTuple):
+    """The environment's answers to B turns.
+
+    Attributes:
+      state: the state of each dialogue after the turn.
+      observations: int32 [B, O], tokens to insert, each row's from column 0.
+      lengths: int32 [B], number of these tokens, 0..O.
+      rewards: float32 [B], rewards of the turns.
+      done: bool [B], whether the dialogue has ended; its observation is then not read.
+    """
+
+    state: Any
+    observations: jax.Array
+    lengths: jax.Array
+    rewards: jax.Array
+    done: jax.Array
+
+
+class Environment(Protocol):
+    """An environment of many dialogues; its methods are traced into the decode loop.
+
+    Its hash is its identity: programs are compiled for one object.
+
+    Attributes:
+      observation_length: O, the most tokens of an observation.
+      needs_host: whether `step` calls the host.
+    """
+
+    observation_length: int
+    needs_host: bool
+
+    def reset(self, addresses: DialogueAddresses) -> Any:
+        """Return the first states of N dialogues: a pytree of arrays with N rows."""
+
+    def step(self, state: Any, turns: jax.Array, lengths: jax.Array) -> Answers:
+        """Answer B turns.
+
+        Args:
+          state: of the dialogues.
+          turns: int32 [B, U], the tokens of each turn from column 0, with the EOS that ended it;
+            0 past its length.
+          lengths: int32 [B]; 0 where there is nothing to answer and the answer is not read.
+        """
+
+
+class PerDialogue:
+    """`Environment` from functions of one dialogue, which JAX maps over all of them."""
+
+    needs_host = False
+
+    def __init__(
+        self,
+        reset: Callable[[jax.Array, jax.Array], Any],
+        step: Callable[[Any, jax.Array, jax.Array], tuple[Any, ...]],
+        observation_length: int,
+    ) -> None:
+        """Keep the functions.
+
+        Args:
+          reset: of (row, key): the first state, a pytree of arrays.
+          step: of (state, turn, length): (state, observation, its length, reward, done), where turn
+            and observation are int32 [U] and int32 [O].
+          observation_length: O.
+        """
+        self._reset = reset
+        self._step = step
+        self.observation_length = observation_length
+
+    def reset(self, addresses: DialogueAddresses) -> Any:
+        """Return the first states. See `Environment.reset`."""
+        return jax.vmap(self._reset)(addresses.rows, addresses.keys)
+
+    def step(self, state: Any, turns: jax.Array, lengths: jax.Array) -> Answers:
+        """Answer turns. See `Environment.step`."""
+        state, observations, observed, rewards, done = jax.vmap(self._step)(state, turns, lengths)
+        return Answers(
+            state=state,
+            observations=observations.astype(jnp.int32),
+            lengths=jnp.asarray(observed, jnp.int32),
+            rewards=jnp.asarray(rewards, jnp.float32),
+            done=jnp.asarray(done, bool),
+        )
+
+
+def address_dialogues(
+    keys_N: jax.Array, rows_N: jax.Array, samples_N: jax.Array
+) -> DialogueAddresses:
+    """Return the addresses of samples; `keys_N` are those that their tokens are drawn with."""
+    derive = jax.vmap(jax.random.fold_in, in_axes=(0, None))
+    return DialogueAddresses(
+        rows=rows_N, samples=samples_N, keys=derive(keys_N, _ENVIRONMENT_POSITION)
+    )

@@ -1,0 +1,233 @@
+"""Dialogues in the decode loop against a Python loop over one sequence at a time."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_actor import ARCHITECTURE, make_prompts
+
+from jax_ppo.config.schema import MeshShape
+from jax_ppo.environments.host import HostEnvironment
+from jax_ppo.errors import UserError
+from jax_ppo.runtime import meshes, placement, sharding
+from jax_ppo.sampler import sampling
+from jax_ppo.sampler.built_in import BuiltInEngine
+from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.sampler.environment import PerDialogue, address_dialogues
+from jax_ppo.types import Prompts
+
+V, T = ARCHITECTURE.vocab_size, 24
+LONGEST = 3  # tokens of an observation
+EOS = (3, 7, 11, 30, 41, 42, 43, 50, 51)
+LENGTHS = (5, 16, 1, 9, 2, 12, 7)
+
+
+def reset(row, key):
+    """Return the row, a random number and the number of turns."""
+    return row, (jax.random.bits(key) % V).astype(jnp.int32), jnp.int32(0)
+
+
+def step(state, turn, length):
+    """Answer with up to three tokens that depend on everything that the environment has seen."""
+    row, number, turns = state
+    total = turn.sum() + row + number
+    observation = (total + jnp.arange(LONGEST) * 5) % V
+    done = (turns == 3) | (total % 7 == 0)
+    return (row, number, turns + 1), observation, total % (LONGEST + 1), 0.5 * length + turns, done
+
+
+ENVIRONMENT = PerDialogue(reset, step, observation_length=LONGEST)
+
+
+class Expected(NamedTuple):
+    """The rollout of one sample, by a Python loop."""
+
+    tokens: list
+    logprobs: list
+    actions: list
+    rewards: dict
+    finished: bool
+
+
+def talk(actor, prompt, row, sample, max_turns, max_turn_length):
+    """Return the dialogue that follows a prompt, drawn with one forward pass per token."""
+    keys = sampling.sample_keys(jax.random.key(0), jnp.array([sample]))
+    addresses = address_dialogues(keys, jnp.array([row]), jnp.array([sample]))
+    state = jax.tree.map(lambda x: x[0], ENVIRONMENT.reset(addresses))
+    tokens, logprobs, actions, rewards = [], [], [], {}
+    turns, turn = 0, []
+    while True:
+        padded = np.zeros((1, 16 + T), np.int32)
+        padded[0, : len(prompt) + len(tokens)] = [*prompt, *tokens]
+        logits = actor.logits(padded)[:, len(prompt) + len(tokens) - 1]
+        token, logprob = draw(logits, keys, len(tokens))
+        tokens.append(int(token[0]))
+        logprobs.append(float(logprob[0]))
+        actions.append(True)
+        turn.append(tokens[-1])
+        ends = tokens[-1] in EOS or len(tokens) == T or len(turn) == max_turn_length
+        if not ends:
+            continue
+        state, observation, length, reward, done = jitted_step(
+            state, np.array([*turn, *[0] * (T - len(turn))]), len(turn)
+        )
+        rewards[len(tokens) - 1] = float(reward)
+        turns, turn = turns + 1, []
+        if done or turns == max_turns or len(tokens) + int(length) >= T:
+            return Expected(tokens, logprobs, actions, rewards, bool(done))
+        tokens += observation[: int(length)].tolist()
+        logprobs += [0.0] * int(length)
+        actions += [False] * int(length)
+
+
+@jax.jit
+def draw(logits, keys, position):
+    return sampling.sample_tokens(logits, sampling.token_uniforms(keys, position), 1.0)
+
+
+jitted_step = jax.jit(step)
+
+
+def with_rows(prompts):
+    rows = np.arange(len(prompts.lengths), dtype=np.int32) * 3 + 1
+    return Prompts(prompts.tokens, prompts.lengths, rows)
+
+
+@pytest.fixture(scope="module")
+def reference(actor):
+    """Return the expected dialogues of two samples per prompt under limits of turns."""
+
+    @functools.cache
+    def dialogues(max_turns, max_turn_length):
+        prompts = with_rows(make_prompts(LENGTHS))
+        return [
+            talk(
+                actor,
+                prompts.tokens[i // 2][: prompts.lengths[i // 2]].tolist(),
+                int(prompts.rows[i // 2]),
+                i,
+                max_turns,
+                max_turn_length,
+            )
+            for i in range(2 * len(LENGTHS))
+        ]
+
+    return dialogues
+
+
+def assert_equal(rollout, expected):
+    for row, dialogue in enumerate(expected):
+        length = len(dialogue.tokens)
+        assert rollout.lengths[row] == length
+        assert rollout.responses[row, :length].tolist() == dialogue.tokens
+        assert not rollout.responses[row, length:].any()
+        np.testing.assert_allclose(rollout.logprobs[row, :length], dialogue.logprobs, atol=1e-4)
+        assert rollout.action_mask[row].tolist() == dialogue.actions + [False] * (T - length)
+        earned = np.zeros(T)
+        earned[list(dialogue.rewards)] = list(dialogue.rewards.values())
+        np.testing.assert_allclose(rollout.turn_rewards[row], earned)
+        assert rollout.truncated[row] == (not dialogue.finished)
+
+
+@pytest.mark.parametrize(
+    ("slots", "limits"), [(None, (None, None)), (3, (None, None)), (3, (2, 4))]
+)
+def test_dialogues_are_those_of_a_loop_over_one_sequence(actor, reference, slots, limits):
+    """Tokens, log-probs, mask and rewards are the same, in as few slots as there may be."""
+    expected = reference(*limits)
+    prompts = with_rows(make_prompts(LENGTHS))
+    max_turns, max_turn_length = limits
+    rollout = actor.sample(
+        prompts,
+        max_response_length=T,
+        n=2,
+        eos_ids=EOS,
+        slots=slots,
+        environment=ENVIRONMENT,
+        max_turns=max_turns,
+        max_turn_length=max_turn_length,
+    )
+    assert_equal(rollout, expected)
+    # The cases that differ: observations, dialogues that ended, that were cut, and long turns.
+    assert any(not all(dialogue.actions) for dialogue in expected)
+    assert len({dialogue.finished for dialogue in expected}) == 2
+    assert len({len(dialogue.rewards) for dialogue in expected}) > 1
+
+
+class Numbers:
+    """A tokenizer of texts that hold the ids of tokens."""
+
+    def batch_decode(self, rows, skip_special_tokens):
+        return [" ".join(map(str, row)) for row in rows]
+
+    def encode(self, text, add_special_tokens, verbose):
+        return [int(word) for word in text.split()]
+
+    eos_token_id = None
+
+
+class OnTheHost:
+    """The same environment in Python."""
+
+    def reset(self, example, seed):
+        self.row, self.number, self.turns = example, seed % V, 0
+
+    def step(self, text):
+        turn = [int(word) for word in text.split()]
+        total = sum(turn) + self.row + self.number
+        observation = [(total + i * 5) % V for i in range(total % (LONGEST + 1))]
+        reward, done = 0.5 * len(turn) + self.turns, self.turns == 3 or total % 7 == 0
+        self.turns += 1
+        return " ".join(map(str, observation)), reward, done
+
+
+EXAMPLES = range(3 * len(LENGTHS) + 1)  # each example is its own number
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_environment_on_the_host_gives_the_same_dialogues(actor, reference, devices):
+    """Also where each device has samples, and calls to the host, of its own."""
+    environment = HostEnvironment(OnTheHost, Numbers(), EXAMPLES, observation_length=LONGEST)
+    options = SamplingOptions(T, 1.0, n=2, eos_ids=EOS, slots=3, environment=environment)
+    mesh = meshes.make_mesh(MeshShape(), jax.devices()[:devices])
+    prompts = with_rows(make_prompts(LENGTHS))
+    # An eighth prompt, so that two devices have as many each.
+    prompts = jax.tree.map(lambda x: np.concatenate([x, x[-1:]]), prompts)
+    with jax.set_mesh(mesh):
+        engine = BuiltInEngine(mesh, actor.scored, jax.eval_shape(lambda: actor.stacked))
+        engine.update_weights(placement.place(actor.stacked, sharding.replicated(mesh)))
+        placed = placement.place(prompts, sharding.rows(mesh))
+        rollout = jax.device_get(engine.generate(placed, jax.random.key(0), options))
+    assert_equal(rollout, reference(None, None))
+    environment.raise_if_all_failed()
+
+
+class Broken(OnTheHost):
+    """An environment that fails, from its second dialogue on if `spares` is set."""
+
+    spares: set[int] = set()
+
+    def step(self, text):
+        if self.row in self.spares:
+            return super().step(text)
+        raise RuntimeError(f"row {self.row}")
+
+
+def test_an_environment_that_raises_ends_its_own_dialogue():
+    environment = HostEnvironment(Broken, Numbers(), EXAMPLES, observation_length=LONGEST)
+    arguments = (np.array([4, 8]), np.arange(2), np.array([2, 3]), np.zeros(2, np.int32))
+    turns, lengths = np.array([[5, 9, 0], [6, 0, 0]]), np.array([2, 1])
+    Broken.spares = {8}
+    observations, observed, rewards, done = environment._answer(*arguments, turns, lengths)
+    # Row 8: 6 + 8 + 3 = 17 leaves one token of observation, and 3 when divided by 7.
+    assert observations.tolist() == [[0, 0, 0], [17, 0, 0]] and observed.tolist() == [0, 1]
+    assert rewards.tolist() == [0.0, 0.5] and done.tolist() == [True, False]
+    environment.raise_if_all_failed()
+    Broken.spares = set()
+    environment._answer(*arguments, turns, lengths)
+    with pytest.raises(UserError, match="Broken failed at every turn of a batch, 2 times"):
+        environment.raise_if_all_failed()
+    environment.raise_if_all_failed()  # counts anew
