@@ -104,8 +104,8 @@ HAS_REWARD_MODEL = Requirement(
 REFERENCE_IS_IDLE = Requirement(
     lambda config: config.algorithm.use_reference and not config.has_adapters,
     "`algorithm.use_reference` is on, without adapters",
-    "there is no reference that could wait there: it is off, or the base of adapters, which is read "
-    "all the time",
+    "there is no reference that could wait there: it is off, or the base of adapters, which is "
+    "read all the time",
 )
 HAS_ADAPTERS = Condition(
     lambda config: config.has_adapters, "`model.lora.rank` or `model.lora.path` is set"

@@ -189,17 +189,15 @@ EXAMPLES = range(3 * len(LENGTHS) + 1)  # each example is its own number
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_an_environment_on_the_host_gives_the_same_dialogues(actor, reference, devices):
-    """Also where each device has samples, and calls to the host, of its own."""
+    """Also where two devices call the host, each for samples of its own, and one has fewer."""
     environment = HostEnvironment(OnTheHost, Numbers(), EXAMPLES, observation_length=LONGEST)
     options = SamplingOptions(T, 1.0, n=2, eos_ids=EOS, slots=3, environment=environment)
     mesh = meshes.make_mesh(MeshShape(), jax.devices()[:devices])
     prompts = with_rows(make_prompts(LENGTHS))
-    # An eighth prompt, so that two devices have as many each.
-    prompts = jax.tree.map(lambda x: np.concatenate([x, x[-1:]]), prompts)
     with jax.set_mesh(mesh):
         engine = BuiltInEngine(mesh, actor.scored, jax.eval_shape(lambda: actor.stacked))
         engine.update_weights(placement.place(actor.stacked, sharding.replicated(mesh)))
-        placed = placement.place(prompts, sharding.rows(mesh))
+        placed = placement.place(prompts, sharding.batch_rows(mesh, len(LENGTHS)))
         rollout = jax.device_get(engine.generate(placed, jax.random.key(0), options))
     assert_equal(rollout, reference(None, None))
     environment.raise_if_all_failed()
