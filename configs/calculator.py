@@ -1,6 +1,8 @@
 """PPO over dialogues: the model writes expressions, and a calculator writes their values.
 
     python -m jax_ppo.train --config=configs/calculator.py
+
+The model of `arithmetic`, taught too briefly to know sums. A turn ends with `=`.
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,8 @@
 """PPO over dialogues without the host: a guessing game whose rules are traced into the decode loop.
 
     python -m jax_ppo.train --config=configs/higher_lower.py
+
+The model of `arithmetic` guesses the answers to its problems, up to five times each.
 """
 
 from ml_collections import ConfigDict
