@@ -201,7 +201,7 @@ def update_actor(
     context = objectives.actor_context(actor, step, fixed_state.control, reference)
     start = placement.to_device((params, optimizer_state))
     new_params, new_optimizer_state, metrics = actor_role(options, net, base=reference).train(
-        *start, rate, update_enabled, context, experience, batches
+        start[0], start[1], rate, update_enabled, context, experience, batches
     )
     # A rate of 0 shows in the log that the actor did not learn in this step.
     metrics["actor/lr"] = jnp.where(update_enabled, rate, 0.0)
@@ -232,7 +232,7 @@ def update_critic(
     base = placement.to_device(fixed_state.reference)
     start = placement.to_device((params, optimizer_state))
     new_params, new_optimizer_state, metrics = critic_role(options, net, base=base).train(
-        *start, rate, True, None, experience, batches
+        start[0], start[1], rate, True, None, experience, batches
     )
     new_params, new_optimizer_state = _constrain_to_train_layout(new_params, new_optimizer_state)
     new_params = placement.to_memory_of(new_params, params)
