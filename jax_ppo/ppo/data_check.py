@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_ppo.config.schema import Config
+from jax_ppo.config.schema import Config, Data, Model, Reward
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.prompts import bucket_width
 from jax_ppo.errors import UserError, printable_lines
@@ -36,13 +36,13 @@ def check_data(config: Config) -> dict[str, Any]:
       UserError: the data cannot be read.
     """
     training, held_out = load_examples(config.data, config.seed)
-    tokenizer = _load_tokenizer(config)
+    tokenizer = _load_tokenizer(config.model)
     described = _describe(training, tokenizer, config)
     return {
         "training": described,
         "held_out": _describe(held_out, tokenizer, config) if held_out else None,
         "overlap": len({_key(example) for example in training} & {_key(e) for e in held_out}),
-        "first_prompt": _render(training[0], tokenizer, config),
+        "first_prompt": _render(training[0], tokenizer, config.data.chat_template),
         "problems": _find_problems(config, training, held_out, described),
     }
 
@@ -62,11 +62,12 @@ def format_report(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _load_tokenizer(config: Config) -> Any:
-    path = config.model.tokenizer_path or config.model.path
+def _load_tokenizer(options: Model) -> Any:
+    """Return the tokenizer that a run would use, `None` if no model is named."""
+    path = options.tokenizer_path or options.path
     if not path:
         return None
-    option = "config.model.tokenizer_path" if config.model.tokenizer_path else "config.model.path"
+    option = "config.model.tokenizer_path" if options.tokenizer_path else "config.model.path"
     return tokenizer_lib.load_tokenizer(path, option=option)
 
 
@@ -81,16 +82,15 @@ def _describe(examples: Sequence[Example], tokenizer: Any, config: Config) -> di
         "chats": sum(not isinstance(example.prompt, str) for example in examples),
         "with_ground_truth": sum(bool(example.ground_truth) for example in examples),
         "with_response": sum(example.response is not None for example in examples),
-        "rejected_solutions": _count_rejected(examples, config),
+        "rejected_solutions": _count_rejected(examples, config.reward),
         "preferences": sum(example.rejected is not None for example in examples),
         "duplicates": len(examples) - len(prompts),
-        "prompt_tokens": _count_tokens(examples, tokenizer, config) if tokenizer else None,
+        "prompt_tokens": _count_tokens(examples, tokenizer, config.data) if tokenizer else None,
     }
 
 
-def _count_rejected(examples: Sequence[Example], config: Config) -> int:
+def _count_rejected(examples: Sequence[Example], options: Reward) -> int:
     """Return how many of the data's own responses their rule scores as wrong."""
-    options = config.reward
     solved = [example for example in examples if example.response and example.rejected is None]
     # A function of the user's, or a rule that may take any time, is not run here.
     if not registry.has_rules(options) or registry.needs_workers(solved, options):
@@ -103,15 +103,15 @@ def _count_rejected(examples: Sequence[Example], config: Config) -> int:
     return sum(result.correct is False for result in results)
 
 
-def _count_tokens(examples: Sequence[Example], tokenizer: Any, config: Config) -> dict[str, Any]:
+def _count_tokens(examples: Sequence[Example], tokenizer: Any, options: Data) -> dict[str, Any]:
     """Return quantiles of the prompts' lengths, a histogram, and the share that is too long."""
     lengths = np.array(
         [
-            len(tokenizer_lib.encode_prompt(tokenizer, e.prompt, config.data.chat_template))
+            len(tokenizer_lib.encode_prompt(tokenizer, e.prompt, options.chat_template))
             for e in examples
         ]
     )
-    limit = config.data.max_prompt_length
+    limit = options.max_prompt_length
     buckets = collections.Counter(bucket_width(int(length), 10**9) for length in lengths)
     return {
         "mean": float(lengths.mean()),
@@ -119,7 +119,7 @@ def _count_tokens(examples: Sequence[Example], tokenizer: Any, config: Config) -
         "histogram": {str(width): buckets[width] for width in sorted(buckets)},
         "limit": limit,
         "too_long": float((lengths > limit).mean()),
-        "dropped": config.data.filter_overlong_prompts,
+        "dropped": options.filter_overlong_prompts,
     }
 
 
@@ -191,11 +191,11 @@ def _key(example: Example) -> str:
     return prompt_text(example)
 
 
-def _render(example: Example, tokenizer: Any, config: Config) -> str:
+def _render(example: Example, tokenizer: Any, chat_template: bool) -> str:
     """Return a prompt as the model reads it, or its messages without a tokenizer."""
     if tokenizer is None:
         return _key(example)
     try:
-        return tokenizer_lib.render_prompt(tokenizer, example.prompt, config.data.chat_template)[0]
+        return tokenizer_lib.render_prompt(tokenizer, example.prompt, chat_template)[0]
     except Exception as error:
         raise UserError(f"the first prompt cannot be rendered: {error}") from error

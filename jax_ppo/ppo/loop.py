@@ -22,7 +22,7 @@ from jax_ppo.ppo.plans import sample_lengths
 from jax_ppo.ppo.precompilation import precompile_in_background
 from jax_ppo.ppo.report import Reporter
 from jax_ppo.ppo.reward_moments import measure_first_rewards
-from jax_ppo.ppo.rewarding import FailedSteps, add_reward_model_scores
+from jax_ppo.ppo.rewarding import FailedSteps, RuleRewards, add_reward_model_scores
 from jax_ppo.ppo.sample_metrics import measure_sampling
 from jax_ppo.ppo.sample_records import StepSamples
 from jax_ppo.ppo.sample_selection import sample_selected_batch
@@ -69,111 +69,134 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
             run.rules.running(),
             Reporter(run, workdir, progress, compiled) as reporter,
         ):
-            # Sections of the options that compiled functions take as static arguments.
-            failed_steps = FailedSteps(config.reward)
-            scoring_options = scoring.ScoringOptions.from_config(config)
-            experience_options = ExperienceOptions.from_config(config)
-            update_options = UpdateOptions.from_config(config)
-            state = start_state(run, checkpoints, progress, reporter)
-            batches = run.batches(progress.position, progress.solve_rates)
-            # What the run had sampled one step ahead when it was saved.
-            next_sampled = restore_sampled_batch(run, checkpoints, progress, batches)
-            for step in range(progress.step, run.total_steps):
-                # 1. Sample responses, unless that was done during the last step.
-                sample = sample_selected_batch if config.selects_samples else sample_batch
-                sampled = next_sampled or sample(run, state, batches, step, reporter)
-                batch, rollout = sampled.batch, sampled.rollout
-                # This waits for the lengths of the responses: the one wait of a step.
-                with reporter.phase("rollout"):
-                    lengths = sample_lengths(batch, rollout)
-                    plans = run.planner.plan(step, lengths)
+            state, was_preempted = take_steps(run, checkpoints, progress, reporter)
+            # A preempted run ends without an export: the next start resumes it.
+            return reporter.finish(state, export=config.trainer.export and not was_preempted)
 
-                # 2. Dispatch the scoring passes; their results are not waited for.
-                sequences = scoring.join_sequences(rollout, config.sequence_length)
-                scores = scoring.score_rollout(
-                    scoring_options, run.nets, state, sequences, *plans.scoring
-                )
 
-                # One step off: sample with the weights from before this step's update.
-                next_sampled = None
-                if config.rollout.one_step_off and step + 1 < run.total_steps:
-                    next_sampled = sample_batch(run, state, batches, step + 1, reporter)
-                reporter.flush()  # unless sampling ahead has done it
+def take_steps(
+    run: PPORun, checkpoints: Checkpointer, progress: Progress, reporter: Reporter
+) -> tuple[TrainState, bool]:
+    """Take the remaining steps of a run.
 
-                # 3. Apply the rules on the host while the mesh scores; add a reward model's scores.
-                with reporter.phase("reward"):
-                    # Samples that were selected by their rewards have been scored.
-                    rule_rewards = sampled.rule_rewards
-                    if rule_rewards is None:
-                        rule_rewards = run.rules.score(batch, rollout)
-                        observe_solve_rates(batches, batch, rule_rewards)
-                failed_steps.count(step, rule_rewards)
-                # A reward model with its own tokenizer has inputs of its own.
-                model_inputs = rule_rewards.model_inputs or (sequences, *plans.scoring)
-                rewards = add_reward_model_scores(
-                    run.nets,
-                    state,
-                    rule_rewards.scores,
-                    model_inputs,
-                    config.reward.score_position,
-                    run.rules.model_weight,
-                )
+    Args:
+      run: the parts of the run.
+      checkpoints: where the state is restored from and saved.
+      progress: how far the run has come.
+      reporter: writes metrics and evaluations.
 
-                # 4. Dispatch advantages and update, which takes over the buffers of `state`.
-                experience, rollout_metrics = estimate_experience(
-                    experience_options,
-                    state.step,
-                    state.control,
-                    sequences,
-                    rollout.logprobs,
-                    scores,
-                    rewards,
-                    rule_rewards.steps,
-                )
-                state, update_metrics = update_state(
-                    update_options,
-                    run.nets,
-                    run.total_steps,
-                    state,
-                    experience,
-                    plans.actor,
-                    plans.critic,
-                )
-                # The mesh has the update to do next: timing the scores leaves no gap.
-                with reporter.phase("score"):
-                    jax.block_until_ready(scores)
-                sampling_metrics = measure_sampling(
-                    rollout,
-                    rule_rewards.correct,
-                    rewards,
-                    rule_rewards.steps,
-                    responses_per_prompt=config.responses_per_prompt,
-                )
-                reporter.report_later(
-                    step,
-                    rollout_metrics | update_metrics | sampling_metrics,
-                    rule_rewards,
-                    flops=count_step_flops(config, run.nets, step, batch.prompts.lengths, lengths),
-                    samples=StepSamples(
-                        batch=batch,
-                        rollout=rollout,
-                        experience=experience,
-                        rule_rewards=rule_rewards,
-                        rewards=rewards,
-                        addresses=sampled.addresses,
-                    ),
-                    on_host={"update/padding": plans.padding, **sampled.metrics},
-                )
+    Returns:
+      The last state, and whether a signal has ended the run after its current step was saved.
+    """
+    config = run.config
+    # Sections of the options that compiled functions take as static arguments.
+    scoring_options = scoring.ScoringOptions.from_config(config)
+    experience_options = ExperienceOptions.from_config(config)
+    update_options = UpdateOptions.from_config(config)
+    sample = sample_selected_batch if config.selects_samples else sample_batch
+    failed_steps = FailedSteps(config.reward)
 
-                # 5. Evaluate and save.
-                finish_step(
-                    run, state, step + 1, sampled.position, next_sampled, reporter, checkpoints
-                )
-                # A preempted run ends here without an export: the next start resumes it.
-                if checkpoints.should_stop(step + 1):
-                    checkpoints.wait()
-                    return reporter.finish(state, export=False)
-            return reporter.finish(state, export=config.trainer.export)
+    state = start_state(run, checkpoints, progress, reporter)
+    batches = run.batches(progress.position, progress.solve_rates)
+    # What the run had sampled one step ahead when it was saved.
+    next_sampled = restore_sampled_batch(run, checkpoints, progress, batches)
+    for step in range(progress.step, run.total_steps):
+        # 1. Sample responses, unless that was done during the last step.
+        sampled = next_sampled or sample(run, state, batches, step, reporter)
+        batch, rollout = sampled.batch, sampled.rollout
+        # This waits for the lengths of the responses: the one wait of a step.
+        with reporter.phase("rollout"):
+            lengths = sample_lengths(batch, rollout)
+            plans = run.planner.plan(step, lengths)
+
+        # 2. Dispatch the scoring passes; their results are not waited for.
+        sequences = scoring.join_sequences(rollout, config.sequence_length)
+        scores = scoring.score_rollout(scoring_options, run.nets, state, sequences, *plans.scoring)
+
+        # One step off: sample with the weights from before this step's update.
+        next_sampled = None
+        if config.rollout.one_step_off and step + 1 < run.total_steps:
+            next_sampled = sample_batch(run, state, batches, step + 1, reporter)
+        reporter.flush()  # unless sampling ahead has done it
+
+        # 3. Apply the rules on the host while the mesh scores; add a reward model's scores.
+        with reporter.phase("reward"):
+            rule_rewards = apply_rules(run, sampled, batches)
+        failed_steps.count(step, rule_rewards)
+        rewards = add_reward_model_scores(
+            run.nets,
+            state,
+            rule_rewards.scores,
+            # A reward model with its own tokenizer has inputs of its own.
+            rule_rewards.model_inputs or (sequences, *plans.scoring),
+            config.reward.score_position,
+            run.rules.model_weight,
+        )
+
+        # 4. Dispatch advantages and update, which takes over the buffers of `state`.
+        experience, rollout_metrics = estimate_experience(
+            experience_options,
+            state.step,
+            state.control,
+            sequences,
+            rollout.logprobs,
+            scores,
+            rewards,
+            rule_rewards.steps,
+        )
+        state, update_metrics = update_state(
+            update_options,
+            run.nets,
+            run.total_steps,
+            state,
+            experience,
+            plans.actor,
+            plans.critic,
+        )
+        # The mesh has the update to do next: timing the scores leaves no gap.
+        with reporter.phase("score"):
+            jax.block_until_ready(scores)
+
+        # 5. Report, one step late; evaluate and save.
+        sampling_metrics = measure_sampling(
+            rollout,
+            rule_rewards.correct,
+            rewards,
+            rule_rewards.steps,
+            responses_per_prompt=config.responses_per_prompt,
+        )
+        reporter.report_later(
+            step,
+            rollout_metrics | update_metrics | sampling_metrics,
+            rule_rewards,
+            flops=count_step_flops(config, run.nets, step, batch.prompts.lengths, lengths),
+            samples=StepSamples(
+                batch=batch,
+                rollout=rollout,
+                experience=experience,
+                rule_rewards=rule_rewards,
+                rewards=rewards,
+                addresses=sampled.addresses,
+            ),
+            on_host={"update/padding": plans.padding, **sampled.metrics},
+        )
+        finish_step(run, state, step + 1, sampled.position, next_sampled, reporter, checkpoints)
+        if checkpoints.should_stop(step + 1):
+            checkpoints.wait()
+            return state, True
+    return state, False
+
+
+def apply_rules(run: PPORun, sampled: SampledBatch, batches: TrainingBatches) -> RuleRewards:
+    """Return the rules' rewards of a batch, and update the solve rates of its prompts.
+
+    Samples that were selected by their rewards have been scored, and their prompts observed.
+    """
+    if sampled.rule_rewards is not None:
+        return sampled.rule_rewards
+    rule_rewards = run.rules.score(sampled.batch, sampled.rollout)
+    observe_solve_rates(batches, sampled.batch, rule_rewards)
+    return rule_rewards
 
 
 def open_checkpoints(options: Trainer, workdir: Path) -> Checkpointer:

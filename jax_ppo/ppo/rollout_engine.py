@@ -6,7 +6,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jax_ppo.config.parsing import parse_logit_bias, parse_strings
-from jax_ppo.config.schema import Config, Sampling
+from jax_ppo.config.schema import Config, RolloutOptions, Sampling
 from jax_ppo.data.token_bytes import token_bytes
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.sampler.environment import Environment
@@ -41,12 +41,12 @@ def make_engine(
 
 
 def make_searches(
-    config: Config, tokenizer: Any, vocab_size: int
+    options: RolloutOptions, tokenizer: Any, vocab_size: int
 ) -> tuple[TextSearch | None, TextSearch | None]:
     """Return the searches for `rollout.stop` and for `rollout.bad_words`, `None` where unset.
 
     Args:
-      config: all options.
+      options: the section of the config.
       tokenizer: the actor's.
       vocab_size: the number of the actor's logits.
 
@@ -55,7 +55,7 @@ def make_searches(
     """
     searches = []
     for name in ("stop", "bad_words"):
-        strings = parse_strings(getattr(config.rollout, name))
+        strings = parse_strings(getattr(options, name))
         search = None
         if strings:
             tokens = token_bytes(tokenizer, f"config.rollout.{name}={strings}")[:vocab_size]

@@ -1,7 +1,7 @@
 """The parts of a PPO run that stay the same from step to step; what changes is in `TrainState`."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jax_ppo.config import notes
 from jax_ppo.config.parsing import parse_logit_bias
-from jax_ppo.config.schema import Config, option_value
+from jax_ppo.config.schema import Config, Critic, Data, Reward, RolloutOptions, option_value
 from jax_ppo.data import prompts as prompts_lib
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.prompts import PromptBatch, PromptBatches, PromptDataset
@@ -17,6 +17,7 @@ from jax_ppo.data.sources import source_weights
 from jax_ppo.environments.loading import load_environment_class, make_environment
 from jax_ppo.errors import UserError
 from jax_ppo.models.deberta.encoder import Deberta
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import advantages, kl_estimators, objectives
 from jax_ppo.ppo.curriculum import CurriculumBatches, SolveRates
 from jax_ppo.ppo.decoding_slots import count_decoding_slots
@@ -35,6 +36,7 @@ from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
 from jax_ppo.runtime import meshes, placement, sharding, work_directory
 from jax_ppo.sampler.built_in import resolve_engine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
+from jax_ppo.sampler.environment import Environment
 from jax_ppo.supervised import warmup
 from jax_ppo.training.networks import (
     Folders,
@@ -150,20 +152,12 @@ def set_up_run(
     """
     # 1. Data, rules and plugins: nothing of a model is read yet.
     training, held_out = load_examples(config.data, config.seed)
-    for note in notes.train_notes(config) if trains else ():
-        report(f"note: {note}")
-    offloads = [name for name in OFFLOADS if option_value(config, name)]
-    if offloads and mesh.devices.flat[0].platform == "cpu":
-        names = " and ".join(offloads)
-        report(f"note: {names}: saves nothing, as the memory of CPU devices is the host's")
-    mixes = source_weights(config.data.train_files, "config.data.train_files") is not None
-    if mixes and config.data.curriculum != "none":
-        raise UserError(
-            f"config.data.curriculum={config.data.curriculum!r}: draws prompts by their solve "
-            "rates; give the sources of config.data.train_files no weights"
-        )
+    _report_notes(config, mesh, report, trains)
+    _reject_weights_with_curriculum(config.data)
     model_weight = registry.model_weight(config.reward)
-    rule = _resolve_rule(config, [*training, *held_out])
+    rule = None
+    if not config.rewards_by_environment_alone:
+        rule = _resolve_rule(config.reward, [*training, *held_out])
     # Plugins are imported before models are read.
     objectives.get_policy_loss(config.actor.policy_loss)
     advantages.load_estimator(config.algorithm.adv_estimator)
@@ -180,9 +174,14 @@ def set_up_run(
     folders = resolve_role_folders(config, workdir, make_model)
     nets = read_networks(config, folders)
     tokenizer = load_model_tokenizer(config.model, folders.actor)
-    decodes = config.rollout.engine == "built-in"
-    row_length = packed_row_length(config)
-    report(describe_attention(config.model, nets.actor, row_length, decodes))
+    report(
+        describe_attention(
+            config.model,
+            nets.actor,
+            packed_row_length(config),
+            decodes=config.rollout.engine == "built-in",
+        )
+    )
     reward_inputs = None
     if nets.reward is not None and folders.reward is not None:
         reward_inputs = make_reward_inputs(
@@ -195,19 +194,22 @@ def set_up_run(
             report=report,
             prompts_are_chats=not isinstance(training[0].prompt, str),
         )
-    _validate_models(config, mesh, nets, tokenizer, has_reward_tokenizer=reward_inputs is not None)
+    # A reward model with its own tokenizer was checked where its inputs were set up.
+    reward = nets.reward if reward_inputs is None else None
+    token_readers = {"actor": nets.actor, "critic": nets.critic, "reward model": reward}
+    _validate_models(token_readers, mesh, tokenizer, config.sequence_length)
     meshes.validate_architecture(
         rollout_mesh, nets.actor.architecture, option="config.rollout.mesh"
     )
-    _validate_critic_tokenizer(config, folders, tokenizer)
+    _validate_critic_tokenizer(config.critic, folders, tokenizer)
     if trains:
         validate_memory(config, folders, nets, mesh)
 
     # 3. Prompts as tokens, which fix the number of steps.
-    training_prompts = _tokenize(config, training, tokenizer, "config.data.train_files")
+    training_prompts = _tokenize(config.data, training, tokenizer, "config.data.train_files")
     held_out_prompts = None
     if held_out:
-        held_out_prompts = _tokenize(config, held_out, tokenizer, "config.data.val_files")
+        held_out_prompts = _tokenize(config.data, held_out, tokenizer, "config.data.val_files")
     environment = None
     if environment_class is not None:
         training_prompts, held_out_prompts, examples = _number_rows(
@@ -221,19 +223,12 @@ def set_up_run(
     long_warmup = notes.note_long_warmup(config, total_steps)
     if long_warmup is not None and trains:
         report(f"note: {long_warmup}")
-    # config.json may name only the end of text and the tokenizer the end of a chat turn: a
-    # response ends at either.
-    eos_ids = (*nets.actor.architecture.eos_ids, tokenizer.eos_token_id)
-    vocab_size = nets.actor.architecture.vocab_size
-    _validate_biased_tokens(config, vocab_size)
-    searches = make_searches(config, tokenizer, vocab_size)
-    sampling = sampling_options(config, config.rollout, eos_ids, searches, environment)
+
+    # 4. How the engine samples.
+    sampling, held_out_sampling = _sampling_options(config, nets, tokenizer, environment)
     slots = count_decoding_slots(config, nets, mesh, rollout_mesh, sampling)
     if not config.rollout.max_num_seqs:
         report(f"rollout.max_num_seqs: {slots} samples are decoded at once on a device")
-    held_out_sampling = sampling_options(
-        config, config.rollout.val_kwargs, eos_ids, searches, environment
-    )
     run = PPORun(
         config=config,
         mesh=mesh,
@@ -258,25 +253,59 @@ def set_up_run(
             environment=environment,
         ),
     )
-    if not trains:
-        return run
-    report(
-        f"{len(run.training)} training and {len(run.held_out or ())} held-out prompts, "
-        f"{run.total_steps} steps of {config.data.train_batch_size} prompts x {config.rollout.n}"
-    )
+    if trains:
+        report(
+            f"{len(run.training)} training and {len(run.held_out or ())} held-out prompts, "
+            f"{run.total_steps} steps of {config.data.train_batch_size} prompts x "
+            f"{config.rollout.n}"
+        )
     return run
 
 
+def _report_notes(config: Config, mesh: Mesh, report: Report, trains: bool) -> None:
+    """Report options that are valid, but unlikely to do what they seem to."""
+    for note in notes.train_notes(config) if trains else ():
+        report(f"note: {note}")
+    offloads = [name for name in OFFLOADS if option_value(config, name)]
+    if offloads and mesh.devices.flat[0].platform == "cpu":
+        names = " and ".join(offloads)
+        report(f"note: {names}: saves nothing, as the memory of CPU devices is the host's")
+
+
+def _reject_weights_with_curriculum(data: Data) -> None:
+    """Raise `UserError` for weighted sources of prompts that are drawn by their solve rates."""
+    is_weighted = source_weights(data.train_files, "config.data.train_files") is not None
+    if is_weighted and data.curriculum != "none":
+        raise UserError(
+            f"config.data.curriculum={data.curriculum!r}: draws prompts by their solve "
+            "rates; give the sources of config.data.train_files no weights"
+        )
+
+
+def _sampling_options(
+    config: Config, nets: Networks, tokenizer: Any, environment: Environment | None
+) -> tuple[SamplingOptions, SamplingOptions]:
+    """Return the engine's options for training and for evaluations."""
+    architecture = nets.actor.architecture
+    _validate_biased_tokens(config.rollout, architecture.vocab_size)
+    # config.json may name only the end of text and the tokenizer the end of a chat turn: a
+    # response ends at either.
+    eos_ids = (*architecture.eos_ids, tokenizer.eos_token_id)
+    searches = make_searches(config.rollout, tokenizer, architecture.vocab_size)
+    training, held_out = (
+        sampling_options(config, options, eos_ids, searches, environment)
+        for options in (config.rollout, config.rollout.val_kwargs)
+    )
+    return training, held_out
+
+
 def _resolve_rule(
-    config: Config, examples: list[Example]
+    options: Reward, examples: list[Example]
 ) -> RewardFunction | BatchFunction | RewardWorkers | None:
     """Return the reward function or the worker processes that apply it.
 
-    Returns `None` if a reward model or an environment is the only reward.
+    Returns `None` if a reward model is the only reward.
     """
-    options = config.reward
-    if config.rewards_by_environment_alone:
-        return None
     # Without a function of the user's or terms, a reward model replaces the built-in rule.
     if not registry.has_rules(options):
         return None
@@ -296,30 +325,31 @@ def _resolve_rule(
 
 
 def _validate_models(
-    config: Config, mesh: Mesh, nets: Networks, tokenizer: Any, has_reward_tokenizer: bool
+    models: Mapping[str, Transformer | Deberta | None],
+    mesh: Mesh,
+    tokenizer: Any,
+    sequence_length: int,
 ) -> None:
-    """Check every model that reads the actor's tokens."""
-    # A reward model with its own tokenizer is checked where its input is set up.
-    reward = None if has_reward_tokenizer else nets.reward
-    roles = {"actor": nets.actor, "critic": nets.critic, "reward model": reward}
-    for role, net in roles.items():
+    """Validate every model that reads the actor's tokens; `models` holds them by role."""
+    for role, net in models.items():
         if net is not None:
             assert not isinstance(net, Deberta), "encoders have tokenizers of their own"
-            validate_model(role, mesh, net.architecture, tokenizer, config.sequence_length)
+            validate_model(role, mesh, net.architecture, tokenizer, sequence_length)
 
 
-def _validate_biased_tokens(config: Config, vocab_size: int) -> None:
+def _validate_biased_tokens(options: RolloutOptions, vocab_size: int) -> None:
     """Raise `UserError` for a `rollout.logit_bias` of a token that the model does not have."""
-    for token, _ in parse_logit_bias(config.rollout.logit_bias):
+    for token, _ in parse_logit_bias(options.logit_bias):
         if token >= vocab_size:
             raise UserError(
-                f"config.rollout.logit_bias={config.rollout.logit_bias!r}: the model has no token "
+                f"config.rollout.logit_bias={options.logit_bias!r}: the model has no token "
                 f"{token}, only 0 to {vocab_size - 1}"
             )
 
 
-def _validate_critic_tokenizer(config: Config, folders: Folders, tokenizer: Any) -> None:
-    path = config.critic.path
+def _validate_critic_tokenizer(options: Critic, folders: Folders, tokenizer: Any) -> None:
+    """Raise `UserError` if `critic.path` names a model of another vocabulary than the actor's."""
+    path = options.path
     # A folder without a tokenizer gives nothing to compare.
     if not path or folders.critic is None or not tokenizer_lib.has_tokenizer(folders.critic):
         return
@@ -333,10 +363,8 @@ def _validate_critic_tokenizer(config: Config, folders: Folders, tokenizer: Any)
         )
 
 
-def _tokenize(
-    config: Config, examples: list[Example], tokenizer: Any, option: str
-) -> PromptDataset:
-    data = config.data
+def _tokenize(data: Data, examples: list[Example], tokenizer: Any, option: str) -> PromptDataset:
+    """Return the examples with their prompts as tokens; errors name `option`."""
     return prompts_lib.tokenize_prompts(
         examples,
         tokenizer,
@@ -360,6 +388,7 @@ def _number_rows(
 
 
 def _training_batches(config: Config, training: PromptDataset, position: int) -> PromptBatches:
+    """Return the batches that follow a position, in the order of the data or by its weights."""
     data = config.data
     return PromptBatches(
         training,

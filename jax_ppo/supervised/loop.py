@@ -23,7 +23,7 @@ from jax_ppo.supervised.report import Reporter
 from jax_ppo.supervised.setup import SupervisedRun, set_up_run
 from jax_ppo.supervised.step import measure_batch, train_step
 from jax_ppo.supervised.tasks import Task
-from jax_ppo.training.checkpoint import Checkpointer, EvaluationInterrupted
+from jax_ppo.training.checkpoint import Checkpointer, EvaluationInterrupted, Progress
 from jax_ppo.training.optimizer import make_optimizer, rounding_seed
 from jax_ppo.training.resume import find_progress, is_due
 from jax_ppo.types import Params
@@ -53,59 +53,82 @@ def train(config: Config, workdir: Path, task: Task) -> dict[str, Any]:
             config, run.total_steps, checkpoints, console.print_on_main, task.command
         )
         with Reporter(run, workdir, progress, compiled) as reporter:
-            params, optimizer_state = start_parameters(run, checkpoints, progress.step)
-            reporter.restart_clock()
-            evaluates_first = progress.step == 0 and trainer.val_before_train
-            if run.held_out and (evaluates_first or progress.evaluation_pending):
-                reporter.report_evaluation(progress.step, evaluate(run, params))
-                progress.evaluation_pending = False
-            batches = run.batches(progress.position)
-            for step in range(progress.step, run.total_steps):
-                # The host packs this batch while the mesh still computes the step before.
-                batch = run.place_batch(run.training, next(batches).indices)
-                params, optimizer_state, metrics = train_step(
-                    task.objective,
-                    config.supervised,
-                    run.model,
-                    run.total_steps,
-                    params,
-                    optimizer_state,
-                    run.replicate(np.int32(step)),
-                    *batch,
-                    rounding_seed=rounding_seed(config.supervised.optim, config.seed),
-                )
-                reporter.flush()  # of the step before, while this one is computed
-                completed_steps = step + 1
-                reporter.report_later(completed_steps, metrics)
-
-                quality = None
-                if run.held_out and is_due(completed_steps, run.total_steps, trainer.test_freq):
-                    reporter.flush()  # the evaluation is not part of the step's time
-                    interrupt = functools.partial(checkpoints.interrupt_evaluation, completed_steps)
-                    try:
-                        means = evaluate(run, params, interrupt)
-                        quality = reporter.report_evaluation(completed_steps, means)
-                    except EvaluationInterrupted:
-                        progress.evaluation_pending = True
-                # A preempted run saves even if no checkpoint is due, and does not export.
-                stops = checkpoints.should_stop(completed_steps)
-                if stops or is_due(completed_steps, run.total_steps, trainer.save_freq):
-                    reporter.flush()
-                    meta = {
-                        "position": batches.position,
-                        **progress.history(),
-                        "config": dataclasses.asdict(config),
-                    }
-                    trees = {"params": params, "optimizer": optimizer_state}
-                    checkpoints.save(completed_steps, trees, meta, {"quality": quality})
-                    reporter.restart_clock()
-                if stops:
-                    checkpoints.wait()
-                    return reporter.finish(completed_steps)
-            if trainer.export:
+            params, completed_steps, was_preempted = take_steps(
+                run, checkpoints, progress, reporter
+            )
+            # A preempted run ends without an export: the next start resumes it.
+            if trainer.export and not was_preempted:
                 with signals.limited("exporting the model"):
                     export_model(run, params, workdir)
-            return reporter.finish(run.total_steps)
+            return reporter.finish(completed_steps)
+
+
+def take_steps(
+    run: SupervisedRun, checkpoints: Checkpointer, progress: Progress, reporter: Reporter
+) -> tuple[Params, int, bool]:
+    """Take the remaining steps of a run.
+
+    Args:
+      run: the parts of the run.
+      checkpoints: where the parameters are restored from and saved.
+      progress: how far the run has come.
+      reporter: writes metrics and evaluations.
+
+    Returns:
+      The trained parameters, the number of completed steps, and whether a signal has ended the run
+      after its current step was saved.
+    """
+    config, trainer = run.config, run.config.trainer
+    params, optimizer_state = start_parameters(run, checkpoints, progress.step)
+    reporter.restart_clock()
+    evaluates_first = progress.step == 0 and trainer.val_before_train
+    if run.held_out and (evaluates_first or progress.evaluation_pending):
+        reporter.report_evaluation(progress.step, evaluate(run, params))
+        progress.evaluation_pending = False
+    batches = run.batches(progress.position)
+    for step in range(progress.step, run.total_steps):
+        # The host packs this batch while the mesh still computes the step before.
+        batch = run.place_batch(run.training, next(batches).indices)
+        params, optimizer_state, metrics = train_step(
+            run.task.objective,
+            config.supervised,
+            run.model,
+            run.total_steps,
+            params,
+            optimizer_state,
+            run.replicate(np.int32(step)),
+            *batch,
+            rounding_seed=rounding_seed(config.supervised.optim, config.seed),
+        )
+        reporter.flush()  # of the step before, while this one is computed
+        completed_steps = step + 1
+        reporter.report_later(completed_steps, metrics)
+
+        quality = None
+        if run.held_out and is_due(completed_steps, run.total_steps, trainer.test_freq):
+            reporter.flush()  # the evaluation is not part of the step's time
+            interrupt = functools.partial(checkpoints.interrupt_evaluation, completed_steps)
+            try:
+                means = evaluate(run, params, interrupt)
+                quality = reporter.report_evaluation(completed_steps, means)
+            except EvaluationInterrupted:
+                progress.evaluation_pending = True
+        # A preempted run saves even if no checkpoint is due.
+        is_preempted = checkpoints.should_stop(completed_steps)
+        if is_preempted or is_due(completed_steps, run.total_steps, trainer.save_freq):
+            reporter.flush()
+            meta = {
+                "position": batches.position,
+                **progress.history(),
+                "config": dataclasses.asdict(config),
+            }
+            trees = {"params": params, "optimizer": optimizer_state}
+            checkpoints.save(completed_steps, trees, meta, {"quality": quality})
+            reporter.restart_clock()
+        if is_preempted:
+            checkpoints.wait()
+            return params, completed_steps, True
+    return params, run.total_steps, False
 
 
 def start_parameters(
@@ -120,7 +143,7 @@ def start_parameters(
     """
     head = run.task.objective.head
     # Shapes first: both a checkpoint and a model's folder are read into their shards.
-    shapes = trained_shapes(run.config, run.model, head, run.mesh)
+    shapes = trained_shapes(run.config.supervised, run.model, head, run.mesh)
     if step:
         arrays, _ = checkpoints.restore(step, shapes)
         return arrays["params"], arrays["optimizer"]

@@ -56,7 +56,7 @@ def measure_least_memory(
     config: Config, model: Transformer, head: str, mesh: Mesh
 ) -> dict[str, int]:
     """Return the bytes on each device of the arrays that an optimizer step needs, by name."""
-    shapes: dict[str, Any] = trained_shapes(config, model, head, mesh)
+    shapes: dict[str, Any] = trained_shapes(config.supervised, model, head, mesh)
     gradients = gradient_shapes(shapes["params"], config.supervised.optim.gradient_dtype)
     return {
         "parameters": bytes_per_device(shapes["params"]),

@@ -7,18 +7,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jax_ppo.config.schema import Config
+from jax_ppo.config.schema import Supervised
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import sharding
 from jax_ppo.training.optimizer import make_optimizer
 
 
-def trained_shapes(config: Config, model: Transformer, head: str, mesh: Mesh) -> dict[str, Any]:
+def trained_shapes(
+    options: Supervised, model: Transformer, head: str, mesh: Mesh
+) -> dict[str, Any]:
     """Return shapes and shardings of parameters and optimizer state, as a checkpoint names them.
 
     Args:
-      config: all options.
+      options: the section of the config.
       model: the network.
       head: "lm" or "scalar".
       mesh: the run's mesh.
@@ -26,7 +28,6 @@ def trained_shapes(config: Config, model: Transformer, head: str, mesh: Mesh) ->
     Returns:
       Trees of `jax.ShapeDtypeStruct` under "params" and "optimizer".
     """
-    options = config.supervised
     key = jax.eval_shape(lambda: jax.random.key(0))
     initial = jax.eval_shape(functools.partial(heads.init_params, model, head=head), key)
     dtype = jnp.dtype(options.optim.param_dtype)

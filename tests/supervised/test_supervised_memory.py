@@ -30,7 +30,7 @@ def test_parameters_two_moments_and_gradients_are_counted():
 
 def test_the_shapes_have_the_layout_of_training():
     mesh = tiny.make_mesh(8, fsdp=8)
-    shapes = trained_shapes(CONFIG, MODEL, "scalar", mesh)
+    shapes = trained_shapes(CONFIG.supervised, MODEL, "scalar", mesh)
     assert all(x.sharding.mesh == mesh for x in jax.tree.leaves(shapes))
     assert "score" in shapes["params"] and bytes_per_device(shapes) > 0
 
