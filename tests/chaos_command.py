@@ -89,10 +89,10 @@ def announce_examples() -> None:
         return call
 
     def wrap_train_step(function: Callable) -> Callable:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             step = int(arguments[6])
             announce(f"step {step} of examples {' '.join(map(str, placed))}")
-            return function(*arguments)
+            return function(*arguments, **options)
 
         return call
 
