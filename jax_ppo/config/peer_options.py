@@ -4,8 +4,6 @@ Names are those of verl 0.9.1, TRL 1.12.0, OpenRLHF 0.11.2, tunix 0.1.7 and NeMo
 compared without `actor_rollout_ref.`. docs/migrating.md has the differences in words.
 """
 
-from collections.abc import Iterator
-
 # Answers that several options share.
 _ONE_PROGRAM = "all roles run in one program; config.mesh.* says how they are split"
 _NO_SERVER = "there is no inference server; the sampler is built in"
@@ -22,12 +20,12 @@ _BETAS = "config.actor.optim.beta1 and config.actor.optim.beta2"
 _GRAD_CLIP = "config.actor.grad_clip and config.critic.grad_clip"
 _SPLIT = "config.mesh.fsdp is the number of devices that split parameters"
 _FILES = "files in config.data.train_files, such as hf:OWNER/NAME/FILE"
+_REMOTE_REWARD = "config.reward.url for a server; config.reward.function for FILE.py:NAME"
 _ENGINE = "the sampler is built in; config.rollout.engine=module:Class takes one of your own"
 _LENGTHS = "the sum of config.data.max_prompt_length and config.data.max_response_length"
 _MESH = "config.mesh.data, config.mesh.fsdp and config.mesh.model"
 
 VERL = {
-    "data.train_max_samples": "a range of rows in config.data.train_files, FILE[:N]",
     "data.reward_fn_key": "always the column data_source",
     "data.return_raw_chat": "chats are read as they are",
     "data.tokenizer": "config.model.tokenizer_path",
@@ -250,12 +248,12 @@ OPENRLHF = {
     "reward_pretrain": "config.reward.model_path",
     "critic_pretrain": "config.critic.path",
     "reward.model_name_or_path": "config.reward.model_path",
-    "reward.remote_url": "config.reward.function=FILE.py:NAME",
-    "remote_rm_url": "config.reward.function=FILE.py:NAME",
+    "reward.remote_url": _REMOTE_REWARD,
+    "remote_rm_url": _REMOTE_REWARD,
     "critic.model_name_or_path": "config.critic.path",
     "data.prompt_dataset": _FILES,
     "prompt_data": _FILES,
-    "data.prompt_probs": "files are not mixed by probability",
+    "data.prompt_probs": "weights in config.data.train_files, as in a.jsonl*0.7,b.csv*0.3",
     "data.input_key": "config.data.prompt_key",
     "input_key": "config.data.prompt_key",
     "data.label_key": "the row forms of docs/data-and-rewards.md",
@@ -324,8 +322,8 @@ OPENRLHF = {
     "algo.kl.use_loss": "config.actor.use_kl_loss",
     "use_kl_loss": "config.actor.use_kl_loss",
     "algo.kl.estimator": "config.algorithm.kl_penalty, in the loss config.actor.kl_loss_type",
-    "algo.dynamic_filtering_enable": "groups are not filtered",
-    "dynamic_filtering": "groups are not filtered",
+    "algo.dynamic_filtering_enable": "config.algorithm.filter_groups.enable",
+    "dynamic_filtering": "config.algorithm.filter_groups.enable",
     "reward.normalize_enable": "config.reward.normalize=running",
     "normalize_reward": "config.reward.normalize=running",
     "reward.clip_range": "config.reward.clip",
@@ -503,12 +501,3 @@ def explain_peer_option(name: str) -> str | None:
         f"{' and '.join(frameworks)}'s {normalized}: {answer}"
         for answer, frameworks in answers.items()
     )
-
-
-def mentioned_options() -> Iterator[tuple[str, str]]:
-    """Yield each peer's option with each option of ours that its answer names."""
-    for options in FRAMEWORKS.values():
-        for name, answer in options.items():
-            for word in answer.replace(",", " ").replace(";", " ").split():
-                if word.startswith("config.") and not word.endswith("*"):
-                    yield name, word.removeprefix("config.").partition("=")[0]

@@ -480,9 +480,9 @@ class Actor:
     )
     policy_loss: str = option(
         "vanilla",
-        "vanilla (PPO's clip), importance (unclipped ratio), gspo (sequence-level ratio), gmpo, "
-        "cispo, reinforce (no ratio), or your own: `module:function` or `file.py:function`, "
-        "called as described in kernels/policy_losses.py",
+        "loss of each token: vanilla (PPO's clip), importance (unclipped ratio), gspo "
+        "(sequence-level ratio), gmpo, cispo, reinforce (no ratio), or your own: `module:function` "
+        "or `file.py:function`, called as described in kernels/policy_losses.py",
     )
     entropy_coeff: float = option(0.0, "weight of the entropy bonus", at_least=0)
     entropy_schedule: str = option(
@@ -645,8 +645,8 @@ class KLControl:
 
     type: str = option(
         "fixed",
-        "fixed; adaptive towards target_kl; or by `schedule`: linear joins its points by lines, "
-        "step holds each value until the next point",
+        "how the coefficient changes: fixed; adaptive, towards target_kl; or by `schedule`: linear "
+        "joins its points by lines, step holds each value until the next point",
         choices=("fixed", "adaptive", "linear", "step"),
         requires=(USES_KL_COEFFICIENT,),
     )
@@ -669,8 +669,8 @@ class KLControl:
     )
     target_unit: str = option(
         "token",
-        "token: mean KL per token (verl); sequence: KL summed over a response, averaged over "
-        "responses (OpenAI's 6)",
+        "what target_kl is the target of: token, the mean KL per token (verl); sequence, the KL "
+        "summed over a response, averaged over responses (OpenAI's 6)",
         choices=("token", "sequence"),
     )
     horizon: int = option(
@@ -714,9 +714,10 @@ class Algorithm:
 
     adv_estimator: str = option(
         "gae",
-        "gae; or without a critic: grpo, rloo and reinforce_plus_plus_baseline (compared with a "
-        "prompt's other responses), reinforce_plus_plus (discounted reward to go), or your own: "
-        "`module:function` or `file.py:function`, called as described in ppo/advantages.py",
+        "how advantages are estimated: gae, with a critic; without one grpo, rloo and "
+        "reinforce_plus_plus_baseline (compared with a prompt's other responses), "
+        "reinforce_plus_plus (discounted reward to go), or your own: `module:function` or "
+        "`file.py:function`, called as described in ppo/advantages.py",
         choices=("gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
         is_plugin=True,
         fixed_on_resume=True,
@@ -960,10 +961,10 @@ class RolloutOptions(Sampling):
     )
     quantization: str = option(
         "none",
-        "int8: the copy of the weights that decodes stores the layers' kernels as int8 with a "
-        "float32 scale per column, in half the memory of bfloat16; the samples, of training and of "
-        "evaluations, are then drawn from a slightly different policy than the one that is scored, "
-        "which `algorithm.rollout_is` corrects. none: the type of model.dtype",
+        "how the copy of the weights that decodes stores the layers' kernels: none, in the type of "
+        "model.dtype; int8, with a float32 scale per column, in half the memory of bfloat16; "
+        "samples are then drawn from a slightly different policy than the one that is scored, "
+        "which `algorithm.rollout_is` corrects, and so are those of evaluations",
         choices=("none", "int8"),
         requires=(HAS_BUILT_IN_ENGINE,),
     )
@@ -1060,7 +1061,7 @@ class Reward:
     )
     gsm8k_method: str = option(
         "strict",
-        "strict expects `#### N`; flexible takes the last number",
+        "which number is the answer: strict, the one after `####`; flexible, the last one",
         choices=("strict", "flexible"),
     )
     fallback_score: float = option(
@@ -1266,7 +1267,8 @@ class Distributed:
 
     coordinator_address: str = option(
         "",
-        "host:port of process 0; empty: read from the TPU pod or Slurm, or a single process",
+        "address of process 0, HOST:PORT; empty: read from the TPU pod or Slurm, or a single "
+        "process",
     )
     num_processes: int = option(
         0, "number of processes, with coordinator_address", unit="processes", at_least=0
