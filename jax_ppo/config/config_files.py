@@ -55,8 +55,14 @@ def find_config_file(value: str) -> tuple[Path, str]:
     raise UserError(f"--config={value}: there is no such file{hint}")
 
 
-def call_get_config(value: str) -> "ml_collections.ConfigDict":
+def call_get_config(
+    value: str, defaults: "ml_collections.ConfigDict"
+) -> "ml_collections.ConfigDict":
     """Return the configuration that a value of `--config` names.
+
+    Args:
+      value: `FILE[:ARG]`, see `find_config_file`.
+      defaults: all options at their defaults.
 
     Raises:
       UserError: There is no such file, it has no `get_config`, or it raised an exception; the
@@ -72,7 +78,7 @@ def call_get_config(value: str) -> "ml_collections.ConfigDict":
         if not callable(getattr(module, "get_config", None)):
             raise UserError(f"--config={value}: the file has no function get_config")
         if argument == smoke.ARGUMENT:
-            config = smoke.shrink(module.get_config(), value)
+            config = smoke.shrink(module.get_config(), defaults, value)
         else:
             config = module.get_config(argument) if argument else module.get_config()
     except UserError:

@@ -112,8 +112,9 @@ def read_config_file(value: str) -> "ml_collections.ConfigDict":
     Raises:
       UserError: There is no such file, or it raised an exception.
     """
-    values = config_files.call_get_config(value)
-    _add_missing_options(values, default_config())
+    defaults = default_config()
+    values = config_files.call_get_config(value, defaults)
+    _add_missing_options(values, defaults)
     return values
 
 

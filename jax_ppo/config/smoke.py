@@ -17,17 +17,20 @@ _BATCH = 8  # prompts
 _RESPONSE = 24  # tokens
 
 
-def shrink(config: "ml_collections.ConfigDict", value: str) -> "ml_collections.ConfigDict":
+def shrink(
+    config: "ml_collections.ConfigDict", defaults: "ml_collections.ConfigDict", value: str
+) -> "ml_collections.ConfigDict":
     """Return the smoke form of a configuration, which is changed in place.
 
     Args:
       config: as its file returns it.
+      defaults: all options at their defaults.
       value: the value of `--config`, for messages.
 
     Raises:
       UserError: the configuration is that of supervised training, which has no small model.
     """
-    if "rollout" not in config or config.supervised != _defaults().supervised:
+    if "rollout" not in config or config.supervised != defaults.supervised:
         raise UserError(f"--config={value}: supervised training has no smoke form")
     config.experiment_name = f"{config.experiment_name}-smoke"
     mini_batches = max(1, config.data.train_batch_size // config.actor.ppo_mini_batch_size)
@@ -43,8 +46,7 @@ def shrink(config: "ml_collections.ConfigDict", value: str) -> "ml_collections.C
         prompt_template="",
     )
     config.actor.ppo_mini_batch_size = max(1, _BATCH // mini_batches)
-    for path in (config.model, config.critic):
-        path.path = ""
+    config.model.path = config.critic.path = ""
     config.model.tokenizer_path = ""
     config.model.dtype = "float32"
     config.model.create.update(steps=60, habit_steps=10)
@@ -52,15 +54,8 @@ def shrink(config: "ml_collections.ConfigDict", value: str) -> "ml_collections.C
     config.reward.update(function="", terms="", url="", model_path="")
     config.reward.overlong_buffer_len = min(config.reward.overlong_buffer_len, _RESPONSE // 3)
     config.rollout.n = min(config.rollout.n, 4)
-    defaults = _defaults()
     config.mesh = defaults.mesh
     config.rollout.mesh = defaults.rollout.mesh
     config.packing = defaults.packing
     config.trainer.update(total_training_steps=4, test_freq=2, save_freq=0, export=False)
     return config
-
-
-def _defaults() -> "ml_collections.ConfigDict":
-    from jax_ppo.config.loading import default_config
-
-    return default_config()
