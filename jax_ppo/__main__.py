@@ -12,9 +12,9 @@ COMMANDS = {
     "sft": "fine-tune a language model on responses, before PPO",
     "reward_model": "train a reward model on preferences, for PPO",
     "prepare": "write data sets as Parquet that verl reads too",
-    "check": "state what data hold, and whether a run could train on them",
-    "plan": "state the memory and time of a training step on a machine that is not there",
-    "translate": "turn a command of verl, TRL or OpenRLHF into one of ours",
+    "check": "describe data, and whether a run could train on them",
+    "plan": "predict memory and time of a training step, without the machine",
+    "translate": "translate a command of verl, TRL or OpenRLHF",
     "config": "print the table of options",
 }
 USAGE = """\

@@ -230,12 +230,12 @@ def _validate_value(name: str, value: Any, annotation: Any, facts: Facts) -> Any
     # Names that other programs use for a choice become the name used here.
     if isinstance(value, str):
         value = facts.aliases.get(value, value)
-    # bool is a subclass of int, but True is no number of prompts.
+    # bool is a subclass of int, but True is not a number of prompts.
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
         raise UserError(
             f"{name}={value!r}: expected {expected.__name__}, got {type(value).__name__}"
         )
-    # A function of the user's is imported where it is used.
+    # A user-defined function is imported where it is used.
     names_function = facts.is_plugin and isinstance(value, str) and ":" in value
     if facts.choices is not None and value not in facts.choices and not names_function:
         known = ", ".join(map(repr, facts.choices)) + (" or module:function" * facts.is_plugin)

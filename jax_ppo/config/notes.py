@@ -22,7 +22,7 @@ def _unread(config: Config, command: str) -> Iterator[str]:
     """Yield a note for each changed option that belongs to other commands."""
     for option in all_options():
         value = option_value(config, option.name)
-        # An option at its default is no statement of the user's.
+        # The user said nothing about an option at its default.
         if value != option.default and command not in option.read_by:
             readers = " and ".join(f"jax_ppo.{reader}" for reader in option.read_by)
             yield f"config.{option.name}={value!r} is not read: it belongs to {readers}"
@@ -35,7 +35,7 @@ def _ineffective(config: Config) -> Iterator[str]:
         unmet = [c.summary for c in option.facts.effective_when if not c.is_met(config)]
         if value != option.default and unmet:
             yield (
-                f"config.{option.name}={value!r} has no effect beside the other options: it is "
+                f"config.{option.name}={value!r} has no effect with the other options: it is "
                 f"read only where {' and '.join(unmet)}"
             )
 

@@ -36,7 +36,7 @@ def parse_strings(text: str) -> tuple[str, ...]:
     """Return the strings of a JSON list such as `["END", "Question:"]`; other text is one string.
 
     Raises:
-      ValueError: The list is not JSON, or an item is no text or empty.
+      ValueError: The list is not JSON, or an item is empty or not text.
     """
     if not text.startswith("["):
         return (text,) if text else ()
@@ -46,7 +46,7 @@ def parse_strings(text: str) -> tuple[str, ...]:
         raise ValueError(f"{text!r} is not a JSON list: {error}") from None
     for item in items:
         if not isinstance(item, str) or not item:
-            raise ValueError(f"{item!r} in {text!r} is no text, or empty")
+            raise ValueError(f"{item!r} in {text!r} is empty or not text")
     return tuple(items)
 
 

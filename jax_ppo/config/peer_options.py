@@ -1,4 +1,4 @@
-"""Options of other frameworks: what each is here, for those who arrive with a command of theirs.
+"""Options of other frameworks and their counterparts here, for users who migrate.
 
 Names are those of verl 0.9.1, TRL 1.12.0, OpenRLHF 0.11.2, tunix 0.1.7 and NeMo-RL 0.7, which are
 compared without `actor_rollout_ref.`. docs/migrating.md has the differences in words.

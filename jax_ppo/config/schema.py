@@ -266,7 +266,7 @@ class Data:
         "", "text appended to the question, after a space, in rows in GSM8K's and MATH's forms"
     )
     chat_template: bool = option(True, "apply the tokenizer's chat template if it has one")
-    shuffle: bool = option(True, "shuffle anew in each epoch, from `seed`")
+    shuffle: bool = option(True, "reshuffle in each epoch, from `seed`")
     curriculum: str = option(
         "none",
         "how training prompts are drawn: none, each once per epoch; solve_rate, by the share of "
@@ -1071,7 +1071,7 @@ class Reward:
         None,
         "worker processes that the reward function runs in, per process of the run; a worker that "
         "hangs or dies is replaced and costs its sample only; 0: the function runs in the run's "
-        "own process; unset: 1 for functions of the user's and for rules that may take any time "
+        "own process; unset: 1 for user-defined functions and for rules without a time bound "
         "(math, regex, json_schema), 0 for others",
         unit="processes",
         at_least=0,

@@ -54,7 +54,7 @@ def translate(framework: str, text: str) -> Translation:
       text: the command, also of several lines that end in a backslash.
 
     Raises:
-      UserError: the framework is unknown, or the text is no command.
+      UserError: the framework is unknown, or the text is not a command.
     """
     if framework not in _TABLES:
         raise UserError(f"{framework}: expected one of {', '.join(_TABLES)}")

@@ -27,7 +27,7 @@ def validate_train_config(config: Config) -> None:
 def validate_supervised_config(config: Config, command: str) -> None:
     """Validate an `sft` or `reward_model` config; raise `UserError` on the first problem."""
     require_set(config, "data.train_files")
-    # There is no small model to start from, as PPO has for its arithmetic.
+    # Only PPO makes a small model to start from, for its arithmetic data.
     require_set(config, "model.path")
     require_row_holds_example(config, command)
     reject_center_coef_in_sft(config, command)
@@ -128,7 +128,7 @@ def require_heads_divide_width(config: Config) -> None:
 
 
 def require_known_lora_targets(config: Config) -> None:
-    """Raise `UserError` for a target of adapters that is no projection."""
+    """Raise `UserError` for an adapter target that is not a projection."""
     targets = config.model.lora.targets
     try:
         parsing.parse_lora_targets(targets)

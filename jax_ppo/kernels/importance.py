@@ -59,7 +59,7 @@ def truncated_weights(
         # A product of ratios is a sum of logs; every token of the response gets it.
         log_weights = jnp.broadcast_to(log_weights.sum(-1, keepdims=True), mask.shape)
     elif level != "token":
-        raise ValueError(f"importance weights of {level!r} are none of {LEVELS}")
+        raise ValueError(f"importance weights of {level!r} are not one of {LEVELS}")
     # exp may overflow to infinity, which the threshold cuts off.
     return jax.lax.stop_gradient(zero_outside(jnp.minimum(jnp.exp(log_weights), threshold), mask))
 

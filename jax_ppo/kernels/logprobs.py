@@ -345,7 +345,7 @@ class MaskedChunks:
 
     count: Int32[Array, ""]
 
-    def __init__(self, mask_GxN: Bool[Array, " G N"], size: int):
+    def __init__(self, mask_GxN: Bool[Array, " G N"], size: int) -> None:
         self._size = size
         positions = mask_GxN.shape[1]
         selected_counts = jnp.sum(mask_GxN, axis=1, keepdims=True)

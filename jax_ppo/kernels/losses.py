@@ -70,11 +70,11 @@ def loss_weights(
     sum_i sum_t w_i loss_it is then the loss of these B samples together.
 
         "token-mean"               1 / sum_j count_j
-                                   every token alike (DAPO, arXiv 2503.14476), long responses more
+                                   tokens equal (DAPO, arXiv 2503.14476), long responses more
         "seq-mean-token-sum"       1 / n
                                    the policy gradient of the expected return; scales with counts
         "seq-mean-token-mean"      1 / (count_i n)
-                                   every sample alike (GRPO), tokens of long responses less
+                                   samples equal (GRPO), tokens of long responses less
         "seq-mean-token-sum-norm"  1 / (n scale)
                                    the policy gradient over a constant (Dr. GRPO, arXiv 2503.20783)
 

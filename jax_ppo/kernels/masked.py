@@ -56,7 +56,7 @@ def masked_variance(
 ) -> Float[Array, " *reduced"]:
     """Return E[(x - E[x])^2] over `axis`.
 
-    The sum is divided by n and not by n - 1, hence biased low by the factor (n - 1) / n: Bessel's
+    The sum is divided by n and not by n - 1, so it is low by the factor (n - 1) / n: Bessel's
     correction would divide by 0 for a single element, whose variance is 0 here. Two passes,
     because E[x^2] - E[x]^2 loses every digit in float32 once the mean is large relative to the
     spread.

@@ -73,6 +73,6 @@ def moments_std(moments: Moments, epsilon: float = 1e-8) -> Float[Array, ""]:
     biased one of `masked.masked_variance`: low by the factor (count - 1) / count.
     """
     variance = moments.m2 / jnp.maximum(moments.count, 1.0)
-    # float32 rounds at 1e-7 of the mean: a deviation below 1e-6 of it is no spread.
+    # float32 rounds at 1e-7 of the mean: a deviation below 1e-6 of it is rounding.
     spread = variance > 1e-12 * jnp.square(moments.mean)
     return jnp.where(spread, jnp.sqrt(variance + epsilon), 1.0)

@@ -48,7 +48,7 @@ def normalize_scores(
 
     The shift adds one constant to every score. Where gamma = 1 and every response ends with such
     a score, that is a baseline and moves no optimum. It moves the optimum where the constant does
-    not reach all responses alike: at gamma < 1, where a response below the mean gains by ending
+    not reach all responses equally: at gamma < 1, where a response below the mean gains by ending
     late and one above it by ending early; and if fixed rewards replace some scores (a penalty for
     a missing end, 0 for a response that is left out), which a score of zero exceeds before the
     shift and may fall below after it. Without shift 0 stays 0.

@@ -1,6 +1,6 @@
 """Advantages and returns of a rollout's tokens.
 
-An estimator of the user's own, `algorithm.adv_estimator=module:function`, has no critic. It is
+A user-defined estimator, `algorithm.adv_estimator=module:function`, has no critic. It is
 called as f(rewards, mask, n): the rewards of tokens [B, T], with the KL penalty if there is one and
 0 under the mask; the mask [B, T] of the tokens that the policy chose; and n, the responses per
 prompt, which are adjacent. It returns an advantage per response [B] or per token [B, T].

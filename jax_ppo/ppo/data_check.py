@@ -1,4 +1,4 @@
-"""What the data of a run hold, and what would keep the run from training on them."""
+"""Describe the data of a run, and find what would keep the run from training on them."""
 
 import collections
 from collections.abc import Sequence
@@ -92,13 +92,13 @@ def _describe(examples: Sequence[Example], tokenizer: Any, config: Config) -> di
 def _count_rejected(examples: Sequence[Example], options: Reward) -> int:
     """Return how many of the data's own responses their rule scores as wrong."""
     solved = [example for example in examples if example.response and example.rejected is None]
-    # A function of the user's, or a rule that may take any time, is not run here.
+    # A user-defined function, or a rule without a time bound, is not run here.
     if not registry.has_rules(options) or registry.needs_workers(solved, options):
         return 0
     if next(registry.find_obstacles(solved, options.function, options.terms), None) is not None:
         return 0
     rule = registry.resolve_reward_function("", options.gsm8k_method, options.terms)
-    assert not isinstance(rule, BatchFunction), "functions of the user's are not run here"
+    assert not isinstance(rule, BatchFunction), "user-defined functions are not run here"
     results = (rule(RewardRow.from_example(e), e.response or "") for e in solved)
     return sum(result.correct is False for result in results)
 

@@ -1,4 +1,4 @@
-"""How many samples a device decodes at once, from the memory that is left beside the weights."""
+"""Choose how many samples a device decodes at once, from the memory that the weights leave."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Diagnostics: what the metrics of the last steps say is wrong with a run, and what may help.
+"""Diagnose problems of a run from the metrics of its last steps, and suggest remedies.
 
 A diagnostic is an entry of `DIAGNOSTICS`: a name, the number of steps that it looks back on, and a
 function of their metrics. It is shown when its condition becomes true, with numbers and a remedy.
@@ -25,7 +25,7 @@ class Diagnostic:
 
     Attributes:
       name: identifies it.
-      steps: how many steps the check looks at; it is not called before there are so many.
+      steps: how many steps the check looks at; it is not called before there are that many.
       check: returns the message, or `None` if all is well. It is not called for metrics that lack
         one of `reads`.
       reads: the metrics that the check reads.
@@ -171,7 +171,7 @@ def _check_flat_critic(config: Config, history: Sequence[Metrics]) -> str | None
 def _check_clipped_gradients(config: Config, history: Sequence[Metrics]) -> str | None:
     limit = config.actor.grad_clip
     norm = min(row["actor/grad_norm"] for row in history)
-    # With Adam a gradient that is always clipped alike changes nothing; one far above does.
+    # Adam is invariant to a constant scale of the gradient; only extreme clipping matters.
     if limit <= 0 or norm <= 10 * limit:
         return None
     return (
@@ -237,7 +237,7 @@ def _check_host_bound(config: Config, history: Sequence[Metrics]) -> str | None:
 def _check_equal_groups(config: Config, history: Sequence[Metrics]) -> str | None:
     share = _mean(history, "reward/uniform_groups")
     rewards = {row[name] for row in history for name in ("reward/min", "reward/max")}
-    # Equal rewards in all groups alike are said by `constant_reward`.
+    # `constant_reward` reports rewards that are equal across all groups.
     compares = config.algorithm.adv_estimator in GROUP_ESTIMATORS
     if share <= 0.9 or not compares or len(rewards) == 1 or _is_solved(history):
         return None

@@ -96,7 +96,7 @@ def _ways_to_lose(counts: list[int], votes: int, largest: int) -> np.ndarray:
 
 
 def bootstrap_interval(values_P: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """Return the percentile interval of the mean at `LEVEL`, with prompts drawn anew.
+    """Return the percentile interval of the mean at `LEVEL`, with prompts resampled.
 
     Args:
       values_P: one value per prompt.

@@ -174,7 +174,7 @@ def _next_kl_coefficient(
     if options.type != "adaptive":
         return kl_coefficient(options, step + 1)
     samples = len(actions)
-    # The target is per token or per response, so the measured KL is averaged alike.
+    # The target is per token or per response, so the measured KL is averaged the same way.
     if options.target_unit == "token":
         current = masked.masked_mean(kl_tokens, actions)
     else:

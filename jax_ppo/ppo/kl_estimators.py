@@ -1,4 +1,4 @@
-"""The KL estimators that options name: built-in kinds, or functions of the user's own."""
+"""The KL estimators that options name: built-in kinds, or user-defined functions."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ Estimator = Callable[[jax.Array], jax.Array]
 def get_kl_estimator(name: str, option: str) -> str | Estimator:
     """Return what `kernels.kl.kl_estimate` takes for the value of an option.
 
-    A function of the user's own gets d = log actor(token) - log reference(token), of any shape and
+    A user-defined function gets d = log actor(token) - log reference(token), of any shape and
     0 at tokens that do not count, and returns one number per token. In the loss it is
     differentiated through d.
 

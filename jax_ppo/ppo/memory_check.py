@@ -89,7 +89,7 @@ def validate_memory(config: Config, folders: Folders, nets: Networks, mesh: Mesh
 
 
 def measure_least_memory(config: Config, nets: Networks, mesh: Mesh) -> LeastMemory:
-    """Return the bytes on each device that the arrays of a run take, apart from temporary ones."""
+    """Return the bytes on each device that the persistent arrays of a run take."""
     state = state_shapes(config, nets, mesh)
     decoding = 0
     if config.rollout.engine == "built-in":

@@ -1,4 +1,4 @@
-"""The message for a run that a device has no memory for: what holds it, and what takes less."""
+"""Explain that a device ran out of memory: what holds the memory, and which options take less."""
 
 import contextlib
 from collections.abc import Iterator

@@ -87,7 +87,7 @@ class RolloutPlanner:
           lengths: int [B], tokens of each sample's prompt and response.
         """
         actor, places = self._mini_batches(step, lengths, self.actor)
-        # Roles that divide a rollout alike share one plan, which is made and sent once.
+        # Roles that divide a rollout in the same way share one plan, which is made and sent once.
         critic = None
         if self.critic == self.actor:
             critic = actor
@@ -118,7 +118,7 @@ class RolloutPlanner:
     def _mini_batches(
         self, step: int, lengths: np.ndarray, partition: Partition
     ) -> tuple[MiniBatches, int]:
-        """Divide the whole rollout anew in each epoch, and pack each mini-batch on its own.
+        """Divide the whole rollout again in each epoch, and pack each mini-batch on its own.
 
         Returns:
           (the mini-batches, the number of places for tokens in the micro-batches that hold any).

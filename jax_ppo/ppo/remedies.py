@@ -44,7 +44,7 @@ def rank_remedies(
     measure: Measure,
     available: float | None = None,
 ) -> list[Remedy]:
-    """Return changes of options that save memory, those that leave the least to be needed first.
+    """Return changes of options that save memory, most effective first.
 
     Args:
       config: all options.
@@ -78,7 +78,7 @@ def _possible_remedies(
 ) -> Iterator[Remedy]:
     """Yield the single changes after which less than `needed` is needed."""
     for options, changed in _possible_changes(config, mesh):
-        # A change that other options do not allow is no remedy.
+        # Skip a change that other options do not allow.
         try:
             validation.validate_train_config(changed)
             changed_mesh = meshes.make_mesh(changed.mesh, list(mesh.devices.flat))
@@ -149,7 +149,7 @@ def _bfloat16_storage(config: Config) -> Iterator[tuple[str, Config]]:
 
 
 def smaller_batches(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]]:
-    """Yield changes that run fewer tokens at once; they only matter beside the weights."""
+    """Yield changes that process fewer tokens at once, which save temporary memory only."""
     rows = dataclasses.replace(config.actor, ppo_micro_batch_size_per_device=1)
     yield (
         "config.actor.ppo_micro_batch_size_per_device=1",

@@ -231,7 +231,7 @@ class Reporter(journal.Journal):
         """
         run = self._run
         architecture, lora = run.nets.actor.architecture, run.nets.actor.lora
-        # A critic's head on a shared trunk is no part of the policy.
+        # A critic's head on a shared trunk is not part of the policy.
         actor = heads.without_scalar_head(state.actor)
         export = functools.partial(
             export_checkpoint,

@@ -94,7 +94,7 @@ def sample_selected_batch(
         if not filters.enable:
             selected = drawn
             break
-        # The places that the draws before have filled stay; the others are chosen anew.
+        # Places that earlier draws have filled stay; the others are chosen again.
         groups, filled = choose_groups(differs, filled)
         selected = _merge(run.mesh, drawn if selected is None else selected, drawn, groups)
         if filled == len(groups):

@@ -306,7 +306,7 @@ def _resolve_rule(
 
     Returns `None` if a reward model is the only reward.
     """
-    # Without a function of the user's or terms, a reward model replaces the built-in rule.
+    # Without a user-defined function or terms, a reward model replaces the built-in rule.
     if not registry.has_rules(options):
         return None
     # Resolved here even if workers import it again: errors should surface before a run starts.

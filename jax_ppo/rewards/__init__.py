@@ -1,1 +1,1 @@
-"""Scores of responses on the host: built-in rules and reward functions of the user's own."""
+"""Scores of responses on the host: built-in rules and user-defined reward functions."""

@@ -1,4 +1,4 @@
-"""Reward functions of the user's own that take all responses of a rollout at once.
+"""User-defined reward functions that take all responses of a rollout at once.
 
 Two signatures, told apart by the names of the arguments: verl's for batches, f(data_sources=,
 solution_strs=, ground_truths=, extra_infos=), and TRL's, f(prompts=, completions=, **columns).

@@ -1,7 +1,7 @@
 r"""The rule for MATH and its relatives: the last `\boxed{...}`, compared as mathematics.
 
 Answers that are not the same text are compared by math-verify, which parses LaTeX with sympy. That
-may take any time, so the rule runs in worker processes with a time limit.
+may take unbounded time, so the rule runs in worker processes with a time limit.
 """
 
 import re

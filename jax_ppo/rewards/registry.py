@@ -42,7 +42,7 @@ class Rule:
         raises `ValueError` for a wrong one.
       sources: the values of `data_source` that select the rule.
       obstacle: returns what is wrong with a ground truth, "" if nothing is.
-      is_isolated: whether it may take any time, so that it runs in worker processes only.
+      is_isolated: whether its time is unbounded, so that it runs in worker processes only.
     """
 
     bind: Callable[[str], RewardFunction]
@@ -93,14 +93,14 @@ def _number_obstacle(ground_truth: Any) -> str:
 
 
 def _text_obstacle(ground_truth: Any) -> str:
-    return "" if isinstance(ground_truth, str) and ground_truth.strip() else "is empty or no text"
+    return "" if isinstance(ground_truth, str) and ground_truth.strip() else "is empty or not text"
 
 
 def _pattern_obstacle(ground_truth: Any) -> str:
     try:
         re.compile(ground_truth)
     except (re.error, TypeError, RecursionError, OverflowError) as error:
-        return f"is no regular expression: {error}"
+        return f"is not a regular expression: {error}"
     return _text_obstacle(ground_truth)
 
 
@@ -109,7 +109,7 @@ def _schema_obstacle(ground_truth: Any) -> str:
         schema = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     except (ValueError, RecursionError) as error:
         return f"is not JSON: {error}"
-    return "" if isinstance(schema, dict) else "is no JSON schema"
+    return "" if isinstance(schema, dict) else "is not a JSON schema"
 
 
 RULES = {
@@ -142,7 +142,7 @@ RULES = {
     "exact": Rule(
         bind=_without_argument(text_rules.score_exact), sources=("exact",), obstacle=_text_obstacle
     ),
-    # The pattern is the data's and the text a model's: together they may take any time.
+    # The pattern comes from the data and the text from a model: matching has no time bound.
     "regex": Rule(
         bind=_without_argument(text_rules.score_regex),
         sources=("regex",),
@@ -315,7 +315,7 @@ def has_rules(options: Reward) -> bool:
 
 
 def needs_workers(examples: Sequence["Example"], options: Reward) -> bool:
-    """Return whether scores come from a user's function or from a rule that may take any time."""
+    """Return whether scores come from a user's function or from a rule without a time bound."""
     if (
         options.function
         or options.url

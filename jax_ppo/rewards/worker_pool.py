@@ -71,7 +71,7 @@ def count_workers(options: Reward, needs_workers: bool) -> int:
 
     Args:
       options: `config.reward`.
-      needs_workers: whether a function or a rule may take any time.
+      needs_workers: whether a function or a rule has no time bound.
     """
     if options.workers is not None:
         return options.workers

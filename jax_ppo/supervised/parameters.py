@@ -1,4 +1,4 @@
-"""What supervised training changes: the parameters of the model and the optimizer's state."""
+"""The arrays that supervised training changes: the model's parameters and the optimizer state."""
 
 import functools
 from typing import Any

@@ -105,8 +105,8 @@ def test_a_model_may_be_one_term_or_the_only_one():
     ("terms", "source", "ground_truth", "message"),
     [
         ("gsm8k:1", "mine", "four", "'four' is not a number, as the rule 'gsm8k' requires"),
-        ("", "math", "", "is empty or no text, as data_source='math' requires"),
-        ("", "regex", "(", "is no regular expression"),
+        ("", "math", "", "is empty or not text, as data_source='math' requires"),
+        ("", "regex", "(", "is not a regular expression"),
         ("", "json_schema", "{", "is not JSON"),
         ("auto:1", "", "", "the rows have no such column"),
     ],
