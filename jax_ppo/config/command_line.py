@@ -31,8 +31,12 @@ usage: python -m jax_ppo.{command} --config=FILE[:ARG]
            [--config.OPTION=VALUE ...] [--workdir=FOLDER]
 
 FILE is a Python file with a function get_config(ARG) that returns a configuration, or the name of a
-shipped one: {names}. FOLDER defaults to output/EXPERIMENT_NAME; a run resumes
-from the checkpoint that it finds there. The options:
+shipped one:
+
+{names}
+
+FOLDER defaults to output/EXPERIMENT_NAME; a run resumes from the checkpoint that it finds there.
+The options:
 """
 
 
@@ -50,7 +54,8 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
     """
     # Before any validation: help is for those whose command line is wrong.
     if {"--help", "-h", "-help"} & set(arguments[1:]):
-        print(USAGE.format(command=command, names=", ".join(config_files.shipped_names())))
+        names = textwrap.fill(", ".join(config_files.shipped_names()), width=96)
+        print(USAGE.format(command=command, names=textwrap.indent(names, "  ")))
         reference.print_options()
         raise SystemExit(0)
     config_values = []

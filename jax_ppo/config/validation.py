@@ -57,7 +57,9 @@ def require_set(config: Config, name: str) -> None:
     """Raise `UserError` if a text option is empty."""
     if not option_value(config, name):
         doc = next(option.facts.doc for option in all_options() if option.name == name)
-        raise UserError(f"config.{name}='': must be set ({doc})")
+        # What an empty value means to other commands is no help here.
+        meaning = doc.partition("; empty")[0]
+        raise UserError(f"config.{name}='': must be set ({meaning})")
 
 
 def require_train_files(config: Config) -> None:
