@@ -24,6 +24,9 @@ from jax_ppo.training.optimizer import descend, make_optimizer, rounding_keys
 from jax_ppo.training.stochastic_rounding import add_gradients, zero_gradients
 from jax_ppo.types import Experience, MiniBatches, Params
 
+# Parameters, optimizer state, and whether the policy is still within `target_kl`.
+Carry = tuple[Params, optax.OptState, jax.Array]
+
 
 @dataclasses.dataclass(frozen=True)
 class EarlyStop:
@@ -94,7 +97,9 @@ class Role:
         """
         transform = make_optimizer(self.optim, self.grad_clip)
 
-        def mini_batch(carry, batch: MiniBatches):
+        def mini_batch(
+            carry: Carry, batch: MiniBatches
+        ) -> tuple[Carry, tuple[Metrics, jax.Array, jax.Array]]:
             params, optimizer_state, within_target_kl = carry
             # Past the target, or without any token to learn from, no micro-batch is run.
             any_tokens = jnp.any(count_learned_tokens(experience, batch) > 0)

@@ -97,7 +97,7 @@ class Checkpointer:
         report: Callable[[str], None] = print,
         before_save: Callable[[], None] = lambda: None,
         read_only: bool = False,
-    ):
+    ) -> None:
         """Open a directory, creating it if necessary.
 
         Args:

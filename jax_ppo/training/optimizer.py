@@ -1,5 +1,7 @@
 """AdamW, its learning rate schedule, and the optimizer step that skips non-finite gradients."""
 
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -7,6 +9,8 @@ import optax
 from jax_ppo.config.schema import Optim
 from jax_ppo.training.stochastic_rounding import store_like, widen
 from jax_ppo.types import Params
+
+T = TypeVar("T")  # a pytree
 
 # Streams of the random numbers that round what is stored in bfloat16. Others have lower numbers.
 ROUNDING_STREAMS = {"actor": 5, "critic": 6, "supervised": 7}
@@ -142,7 +146,7 @@ def descend(
         assert key is not None, "what is stored in bfloat16 is rounded with a key"
         new_params, new_opt_state = store_like((new_params, new_opt_state), stored, key)
 
-    def select(new, old):
+    def select(new: T, old: T) -> T:
         return jax.tree.map(lambda n, o: jnp.where(is_finite & update_enabled, n, o), new, old)
 
     return select(new_params, params), select(new_opt_state, opt_state), norm, is_finite
