@@ -58,7 +58,9 @@ def _sections() -> Iterator[str]:
         section = option.name.rpartition(".")[0] or "Top level"
         if section != current:
             title = section if section == "Top level" else f"`{section}`"
-            yield f"{'' if current is None else chr(10)}## {title}\n"
+            if current is not None:
+                yield ""
+            yield f"## {title}\n"
             yield "| option | default | values | meaning |"
             yield "| --- | --- | --- | --- |"
             current = section

@@ -1,6 +1,7 @@
 """Translate a command of another framework into one of ours, by the table of peers' options."""
 
 import dataclasses
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -94,13 +95,11 @@ def _read_flags(words: list[str]) -> Iterator[tuple[str, str]]:
         if not word.startswith("--") or word == "--":
             continue
         name, equals, value = word.removeprefix("--").partition("=")
-        values = []
-        # A flag takes the words up to the next flag.
-        for following in words[place + 1 :] if not equals else ():
-            if following.startswith("--"):
-                break
-            values.append(following)
-        yield name.replace("-", "_"), value if equals else ",".join(values) or "True"
+        if not equals:
+            # A flag takes the words up to the next flag; one without any is a switch.
+            values = itertools.takewhile(lambda word: not word.startswith("--"), words[place + 1 :])
+            value = ",".join(values) or "True"
+        yield name.replace("-", "_"), value
 
 
 def _find_targets(

@@ -96,7 +96,9 @@ def sample_selected_batch(
             break
         # Places that earlier draws have filled stay; the others are chosen again.
         groups, filled = choose_groups(differs, filled)
-        selected = _merge(run.mesh, drawn if selected is None else selected, drawn, groups)
+        if selected is None:
+            selected = drawn
+        selected = _merge(run.mesh, selected, drawn, groups)
         if filled == len(groups):
             break
     assert selected is not None, "there is at least one draw"

@@ -333,7 +333,9 @@ def needs_workers(examples: Sequence["Example"], options: Reward) -> bool:
 
 def _rules_of_source(source: str, terms: tuple[Term, ...]) -> Iterator[tuple[str, Rule | None]]:
     """Yield name and rule of each term that a built-in rule scores; `None` if there is none."""
-    for name in [term.rule for term in terms] if terms else [AUTO]:
+    # Without terms, the rule of the row's source is the only one.
+    names = [term.rule for term in terms] or [AUTO]
+    for name in names:
         if name == AUTO:
             yield AUTO, RULES.get(RULE_OF_SOURCE.get(source, ""))
         elif name not in (MODEL, JUDGE) and ":" not in name:

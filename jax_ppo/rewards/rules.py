@@ -88,7 +88,10 @@ def extract_gsm8k(text: str, method: str) -> str | None:
     tail = text[-CLIP:]
     if method == "strict":
         answers = _STRICT.findall(tail)
-        return answers[-1].replace(",", "") or None if answers else None
+        if not answers:
+            return None
+        # "#### ," holds no number either.
+        return answers[-1].replace(",", "") or None
     if method == "flexible":
         numbers = _NUMBER.findall(tail)
         if not numbers:

@@ -80,9 +80,11 @@ def open_filesystem(address: str) -> Any:
     # tensorstore writes and deletes objects behind the client's back, so that the client's cache of
     # listings, which also serves `etils.epath` and Orbax, would be out of date.
     scheme = address.partition(":")[0]
-    for name in ("gcs", "gs") if scheme == "gs" else (scheme,):
-        fsspec.config.conf.setdefault(name, {})["use_listings_cache"] = False
-    return fsspec.filesystem("gcs" if scheme == "gs" else scheme)
+    # fsspec has two names for one client: it reads the settings of either.
+    protocols = {"gs": ("gcs", "gs")}.get(scheme, (scheme,))
+    for protocol in protocols:
+        fsspec.config.conf.setdefault(protocol, {})["use_listings_cache"] = False
+    return fsspec.filesystem(protocols[0])
 
 
 @contextlib.contextmanager
