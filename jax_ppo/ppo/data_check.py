@@ -169,7 +169,7 @@ def _format_part(part: dict[str, Any]) -> list[str]:
     ]
     tokens = part["prompt_tokens"]
     if tokens is None:
-        return [*lines, "  tokens: not counted; name a model with --config"]
+        return [*lines, "  tokens: not counted; config.model.path names no model"]
     fate = "dropped" if tokens["dropped"] else "truncated or refused"
     lines += [
         f"  tokens of a prompt: mean {tokens['mean']:.1f}, median {tokens['p50']}, 90 % "

@@ -55,7 +55,7 @@ def find_progress(
         report(f"resuming after step {latest} of {total_steps}")
     else:
         report(
-            f"all {total_steps} steps are done: no more is learned; set "
+            f"all {total_steps} steps are done; to train further, set "
             "config.trainer.total_training_steps higher, or give another --workdir"
         )
     # An older checkpoint may lack some of it.
