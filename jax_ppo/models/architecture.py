@@ -4,9 +4,29 @@ models/hf/config.py converts it to and from Hugging Face's config.json.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu")
+
+
+class Block(NamedTuple):
+    """The parameters of a type of layer; its computation is in blocks.py.
+
+    Attributes:
+      norm_parameters: Names of the parameters of each norm.
+      mlp_inputs: Names of the MLP's projections of its input.
+    """
+
+    norm_parameters: tuple[str, ...]
+    mlp_inputs: tuple[str, ...]
+
+
+BLOCKS = {
+    # Llama's: RMSNorm and a gated MLP.
+    "gated": Block(("scale",), ("gate_proj", "up_proj")),
+    # That of the first decoders: LayerNorm and an MLP without a gate.
+    "ungated": Block(("scale", "bias"), ("up_proj",)),
+}
 # Kinds of rotary position embeddings (rope.py), and the parameters that each one requires.
 ROPE_KINDS = {
     "default": (),
@@ -38,19 +58,20 @@ class Architecture:
       experts_per_token: k, number of experts that each token passes through.
       normalized_expert_weights: Whether the weights of a token's k experts are divided by their
         sum.
-      activation: Activation of the MLP's gate, one of `ACTIVATIONS`.
+      activation: Activation of the MLP, or of its gate, one of `ACTIVATIONS`.
       scaled_embedding: Whether the input embedding is multiplied by sqrt(D).
       embedding_multiplier: Factor on the input embedding.
       residual_multiplier: Factor on the outputs of attention and MLP before they are added to the
         residual stream.
       logit_divisor: The product of hidden states and output embedding is divided by this number.
-      norm_epsilon: Epsilon of RMSNorm.
+      norm_epsilon: Epsilon of the norms.
       norm_plus_one: Whether RMSNorm multiplies by 1 + scale instead of scale.
       qk_norm: Whether queries and keys are normalized per head before they are rotated.
       qk_norm_over_heads: With `qk_norm`, whether all heads of a token are normalized together.
       pre_norms: Whether the inputs of attention and MLP are normalized.
       post_norms: Whether the outputs of attention and MLP are normalized before they are added to
         the residual stream.
+      parallel_residual: Whether attention and MLP of an ungated block have the same input.
       query_pre_attn_scalar: Queries are multiplied by this number to the power -1/2; `None`: by
         `head_dim` to that power.
       attention_multiplier: Factor on the product of a query and a key in place of that power.
@@ -63,14 +84,17 @@ class Architecture:
         with lists as tuples.
       local_rope_theta: Base of local layers, whose frequencies are not scaled; `None`: local
         layers rotate like the others.
-      partial_rotary_factor: Share of each head that is rotated, its first numbers.
+      partial_rotary_factor: Share of each head that is rotated, its first numbers; 0: no layer has
+        a rotary embedding.
       rope_interleaved: Whether the pairs (2i, 2i + 1) are rotated instead of (i, i + half).
       unrotated_layers: Which layers have no rotary embedding, one bool per layer; (): none.
+      learned_positions: Whether the embedding of a token's position is added to that of the token.
       max_position_embeddings: Longest sequence that the model was made for, in tokens.
       tied: Whether the output embedding is the input embedding.
       bos_id: BOS token id, or `None`.
       eos_ids: EOS token ids.
       pad_id: Padding token id, or `None`.
+      block: Type of the layers, one of `BLOCKS`.
     """
 
     family: str
@@ -98,6 +122,7 @@ class Architecture:
     qk_norm_over_heads: bool = False
     pre_norms: bool = True
     post_norms: bool = False
+    parallel_residual: bool = False
     query_pre_attn_scalar: float | None = None
     attention_multiplier: float | None = None
     attention_softcap: float | None = None
@@ -110,11 +135,18 @@ class Architecture:
     partial_rotary_factor: float = 1.0
     rope_interleaved: bool = False
     unrotated_layers: tuple[bool, ...] = ()
+    learned_positions: bool = False
     max_position_embeddings: int = 2048
     tied: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
+    block: str = "gated"
+
+    @property
+    def mlp_projections(self) -> tuple[str, ...]:
+        """Names of the MLP's projections."""
+        return (*BLOCKS[self.block].mlp_inputs, "down_proj")
 
     @property
     def active_width(self) -> int:

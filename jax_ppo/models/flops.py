@@ -30,7 +30,8 @@ def count_forward_flops(
     D = architecture.hidden_size
     heads_width = architecture.num_heads * architecture.head_dim
     kv_width = architecture.num_kv_heads * architecture.head_dim
-    matrices = 2 * D * heads_width + 2 * D * kv_width + 3 * D * architecture.active_width
+    matrices = 2 * D * heads_width + 2 * D * kv_width
+    matrices += len(architecture.mlp_projections) * D * architecture.active_width
     matrices += D * architecture.num_experts  # the router
     flops = architecture.num_layers * 2 * matrices * lengths.sum()
     for is_local in architecture.layers_are_local:

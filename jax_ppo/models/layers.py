@@ -17,7 +17,11 @@ from jax_ppo.models.cache import LayerCache, attend_to_cache, cache_layout, writ
 from jax_ppo.models.experts import ExpertMLP
 from jax_ppo.runtime.sharding import copy_kv_heads, drop_padded_heads, pad_query_heads
 
-ACTIVATION_FUNCTIONS = {"silu": nn.silu, "gelu_pytorch_tanh": nn.gelu}
+ACTIVATION_FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": nn.silu,
+    "gelu_pytorch_tanh": nn.gelu,
+    "gelu": functools.partial(nn.gelu, approximate=False),
+}
 
 # Name of the output of attention, [B, T, H, d], for policies of gradient checkpointing.
 ATTENTION_OUTPUT = "attention_output"

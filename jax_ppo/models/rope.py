@@ -186,6 +186,8 @@ def rotate(
       interleaved: Whether the pairs are (2i, 2i + 1) instead of (i, i + half).
     """
     half = cos.shape[-1]
+    if half == 0:
+        return x_BxTxHxd
     wide = x_BxTxHxd[..., : 2 * half].astype(jnp.float32)
     if interleaved:
         first, second = wide[..., 0::2], wide[..., 1::2]

@@ -1,8 +1,9 @@
-"""The decoder of all families: grouped-query attention, RoPE, RMSNorm and a gated MLP.
+"""The decoder of all families: an embedding, layers of one type (blocks.py) and a norm.
 
 `Architecture` holds everything in which the families differ. The parameters are a nested dict:
 
     embed/embedding [V, D]
+    positions/embedding [max_position_embeddings, D] (with learned_positions)
     layers/{input_norm, post_attention_norm}/scale [L, D] (input_norm with pre_norms)
     layers/{pre_feedforward_norm, post_feedforward_norm}/scale [L, D] (with post_norms; the first
         of them with pre_norms too)
@@ -12,6 +13,8 @@
     or, with experts (experts.py), layers/mlp/router/kernel [L, D, E] and
     layers/mlp/experts/{gate_proj, up_proj, down_proj}/kernel [L, E, in, out]
     norm/scale [D]
+
+An ungated block has no gate_proj, and each norm/scale has a norm/bias beside it.
 
 L is the axis of the stacked layers. The unrolled form has `layer_0`, `layer_1`, ... instead of
 `layers`, without this axis. Heads are stored in the same dict (heads.py) and adapters next to the
@@ -32,13 +35,13 @@ from jaxtyping import Array, Int
 
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.blocks import MODULES
 from jax_ppo.models.cache import LayerCache, num_columns
 from jax_ppo.models.layers import (
     ATTENTION_OUTPUT,
     Auxiliary,
     Layer,
     LayerKind,
-    RMSNorm,
     layer_kinds,
     multiply,
 )
@@ -138,6 +141,11 @@ class Transformer(nn.Module):
             # The factor is rounded to the computation dtype, as in transformers.
             x = x * jnp.float32(a.hidden_size**0.5).astype(self.dtype)
         x = multiply(x, a.embedding_multiplier)
+        if a.learned_positions:
+            rows = a.max_position_embeddings
+            table = self.param("positions", _init_embedding, rows, a.hidden_size)["embedding"]
+            # As with rotary embeddings, a position beyond the table becomes NaN.
+            x += table.at[positions_BxT].get(mode="fill").astype(self.dtype)
         length = tokens_BxT.shape[1]
         if cache is not None:
             # While decoding, positions reach up to the cache's last column, not to T.
@@ -154,7 +162,8 @@ class Transformer(nn.Module):
         else:
             x, auxiliary = self._scanned_layers(x, rotations, segments_BxT)
             new_cache = None
-        return TransformerOutput(RMSNorm(a, name="norm")(x), new_cache, auxiliary)
+        norm = MODULES[a.block].norm(a, name="norm")
+        return TransformerOutput(norm(x), new_cache, auxiliary)
 
     def _layer_options(self) -> dict[str, Any]:
         return {
@@ -167,11 +176,12 @@ class Transformer(nn.Module):
         }
 
     def _layer_class(self, prevent_cse: bool) -> type[Layer]:
-        """Return `Layer`, recomputed in the backward pass if configured."""
+        """Return the block's layer, recomputed in the backward pass if configured."""
+        layer = MODULES[self.architecture.block].layer
         if not self.remat:
-            return Layer
+            return layer
         policy = REMAT_POLICIES[self.remat_policy]
-        return nn.remat(Layer, prevent_cse=prevent_cse, policy=policy)
+        return nn.remat(layer, prevent_cse=prevent_cse, policy=policy)
 
     def _scanned_layers(
         self,

@@ -222,7 +222,9 @@ def _layer_bytes(role: Role, tokens: int, parts: int) -> int:
         width += heads // parts
         # Each expert of a token has its own copy of it, and its own output.
         width += 2 * architecture.experts_per_token * architecture.hidden_size
-        mlp = 3 * architecture.active_width // parts
+        # A gated MLP has gate, up and their product, another one the input of its activation and
+        # its output.
+        mlp = len(architecture.mlp_projections) * architecture.active_width // parts
     # The steps of a gelu are in float32; those of a silu are fused into the products.
     is_silu = getattr(architecture, "activation", "") == "silu"
     mlp_itemsize = role.itemsize if is_silu else _FLOAT32

@@ -175,7 +175,8 @@ def _pass_work(step: AbstractStep, role: Role, tokens: float) -> PhaseWork:
         return PhaseWork(memory_bytes=weights)
     parts, gathered = mesh.shape["model"], mesh.shape["fsdp"]
     heads = (architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim
-    outputs = (heads + 3 * architecture.active_width) / parts
+    mlp = len(architecture.mlp_projections) * architecture.active_width
+    outputs = (heads + mlp) / parts
     moved = _HIDDEN_MOVES * architecture.hidden_size + _OUTPUT_MOVES * outputs
     received = weights * (gathered - 1) / gathered
     return PhaseWork(

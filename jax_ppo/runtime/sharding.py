@@ -39,8 +39,9 @@ TRAIN_RULES: Rules = (
     (r"layers/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/lora_b", P(None, None, "model")),
     (r"layers/.*(o_proj|down_proj)/lora_a", P(None, "model", None)),
     (r"layers/.*(o_proj|down_proj)/lora_b", P(None, None, "fsdp")),
-    (r"layers/.*norm/scale", P()),
-    (r"norm/scale", P()),
+    (r"(layers/.*)?norm/(scale|bias)", P()),
+    # Learned positions are few.
+    (r"positions/embedding", P()),
     (r"score/kernel", P("fsdp", None)),
     # An encoder. Its words are not split over `model`: DeBERTa-v3 has 128,100 of them.
     (r"(words|places|relative)/embedding", P(None, "fsdp")),
@@ -68,8 +69,8 @@ DECODE_RULES: Rules = (
     (r"layer_\d+/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/lora_b", P(None, "model")),
     (r"layer_\d+/.*(o_proj|down_proj)/lora_a", P("model", None)),
     (r"layer_\d+/.*(o_proj|down_proj)/lora_b", P()),
-    (r"layer_\d+/.*norm/scale", P()),
-    (r"norm/scale", P()),
+    (r"(layer_\d+/.*)?norm/(scale|bias)", P()),
+    (r"positions/embedding", P()),
 )
 
 

@@ -43,20 +43,46 @@ MODELS = {
     "gemma": ("GemmaConfig", "GemmaFor"),
     "gemma2": ("Gemma2Config", "Gemma2For"),
     "gemma3_text": ("Gemma3TextConfig", "Gemma3For"),
+    "gpt2": ("GPT2Config", "GPT2For"),
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXFor"),
 }
+
+
+# Names of classes, fields and tensors that do not follow the rule.
+CLASSES = {"GPT2ForCausalLM": "GPT2LMHeadModel"}
+FIELDS = {
+    "gpt2": {
+        "hidden_size": "n_embd",
+        "intermediate_size": "n_inner",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "num_key_value_heads": None,
+        "max_position_embeddings": "n_positions",
+    },
+    "gpt_neox": {"num_key_value_heads": None},
+}
+STORED_NAMES = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
+
+
+def fields(family, values):
+    """Return fields of a config.json, given by Llama's names, under the family's names."""
+    names = FIELDS.get(family, {})
+    return {names.get(name, name): x for name, x in values.items() if names.get(name, name)}
 
 
 def make(family="llama", task="CausalLM", **changes):
     """Return a float32 model of transformers with all parameters far from their initial values."""
     config_class, model_class = MODELS[family]
     # Not "sdpa", which silently ignores soft caps.
-    config = getattr(transformers, config_class)(attn_implementation="eager", **(SIZES | changes))
-    model = getattr(transformers, model_class + task)(config).eval()
+    values = fields(family, SIZES | changes)
+    config = getattr(transformers, config_class)(attn_implementation="eager", **values)
+    name = model_class + task
+    model = getattr(transformers, CLASSES.get(name, name))(config).eval()
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(std=0.15, generator=generator)
-            if "norm" in name:
+            if "norm" in name or ".ln_" in name:
                 parameter += 1
     return model
 

@@ -163,6 +163,44 @@ VARIANTS = {
         "gemma3_text",
         GEMMA_3 | {"num_hidden_layers": MAX_UNROLLED_LAYERS + 1, "layer_types": None},
     ),
+    "gpt2": ("gpt2", {}),
+    "gpt2, odd heads, untied": (
+        "gpt2",
+        {
+            "hidden_size": 21,
+            "num_attention_heads": 3,
+            "n_inner": None,
+            "tie_word_embeddings": False,
+            "activation_function": "gelu",
+            "reorder_and_upcast_attn": True,
+        },
+    ),
+    "gpt2, in a loop": (
+        "gpt2",
+        {"num_hidden_layers": MAX_UNROLLED_LAYERS + 1, "num_attention_heads": 1},
+    ),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox, one after the other": (
+        "gpt_neox",
+        {
+            "hidden_size": 30,
+            "num_attention_heads": 3,
+            "intermediate_size": 31,
+            "use_parallel_residual": False,
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu_new",
+            "rope_parameters": {
+                "rope_type": "linear",
+                "factor": 2.0,
+                "rope_theta": 300.0,
+                "partial_rotary_factor": 0.8,
+            },
+        },
+    ),
+    "gpt_neox, in a loop": (
+        "gpt_neox",
+        {"num_hidden_layers": MAX_UNROLLED_LAYERS + 1, "attention_bias": False},
+    ),
     "mistral, in a loop": (
         "mistral",
         {"sliding_window": WINDOW, "num_hidden_layers": MAX_UNROLLED_LAYERS + 1},
@@ -186,6 +224,10 @@ SLOW = (
     "olmo2, one key head",
     "glm",
     "glm4, a quarter of each head",
+    "gpt2, odd heads, untied",
+    "gpt2, in a loop",
+    "gpt_neox, one after the other",
+    "gpt_neox, in a loop",
 )
 
 
@@ -213,8 +255,9 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes(family):
     """config.json on the hub contains what differed from the defaults when it was written."""
     few = {name: reference.SIZES[name] for name in ("vocab_size", "intermediate_size")}
     # The default number of key and value heads of each family divides this number of heads.
-    few |= {"num_attention_heads": 32, "hidden_size": 128}
+    few |= {"num_attention_heads": 32, "hidden_size": 256}
     few |= {"num_hidden_layers": 30, "model_type": family}
+    few = reference.fields(family, few)
     full = getattr(reference.transformers, reference.MODELS[family][0])(**few).to_dict()
     # Those belong to the tokenizer and must not be guessed.
     special = (
@@ -388,15 +431,16 @@ def test_exported_it_is_the_same_model(checkpoint, tmp_path):
     assert type(theirs) is type(model)
     for name, tensor in theirs.state_dict().items():
         assert reference.torch.equal(tensor, model.state_dict()[name]), name
-    np.testing.assert_array_equal(
-        reference.their_logits(theirs, ids), reference.their_logits(model, ids)
+    # torch sums odd widths in an order that depends on where the weights are in memory.
+    np.testing.assert_allclose(
+        reference.their_logits(theirs, ids), reference.their_logits(model, ids), atol=1e-5
     )
 
 
 def test_transformers_4_reads_the_configuration(checkpoint):
     """transformers 4 does not know rope_parameters."""
     config = to_hf_config(checkpoint[2])
-    del config["rope_parameters"]
+    config.pop("rope_parameters", None)
     assert from_hf_config(config) == checkpoint[2]
 
 
@@ -460,7 +504,11 @@ def test_the_samplers_logprobs_are_those_of_transformers(tmp_path):
         "qwen3, local layers",
         "qwen3_moe",
         "gemma3, in a loop",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("phi3", "gemma2, in a loop")),
+        "gpt_neox",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("phi3", "gemma2, in a loop", "gpt2")
+        ),
     ],
 )
 def test_split_over_eight_devices_it_is_the_same_model(name, tmp_path):

@@ -31,7 +31,7 @@ def from_hf_config(config: Config) -> Architecture:
     """
     kind, family = _read_family(config)
     refuse_quantization(config)
-    reader = ConfigReader(config, family.defaults)
+    reader = ConfigReader(config, family.defaults, names=family.field_names)
     reader.string("model_type")
     hidden_size = reader.integer("hidden_size")
     num_layers = reader.integer("num_hidden_layers", maximum=MAX_LAYERS)
@@ -58,12 +58,13 @@ def from_hf_config(config: Config) -> Architecture:
         local_rope_theta=rope.local_theta,
         partial_rotary_factor=rope.partial_factor,
         unrotated_layers=_read_unrotated_layers(reader, family, num_layers),
+        learned_positions=family.learned_positions,
         max_position_embeddings=reader.integer("max_position_embeddings"),
         tied=reader.boolean("tie_word_embeddings"),
         bos_id=reader.token_id("bos_token_id"),
         eos_ids=reader.token_ids("eos_token_id"),
         pad_id=reader.token_id("pad_token_id", maximum=vocab_size - 1),
-        **_read_mlp(reader, family),
+        **_read_mlp(reader, family, hidden_size),
         **_read_family_fields(reader, family),
     )
     reader.refuse_unread()
@@ -101,22 +102,35 @@ def _read_family(config: Config) -> tuple[str, Family]:
 
 
 def _read_head_dim(reader: ConfigReader, family: Family, hidden_size: int, num_heads: int) -> int:
-    head_dim = reader.optional_integer("head_dim", nullable="head_dim" in family.nullable)
+    head_dim = None
+    if "head_dim" not in family.absent:
+        head_dim = reader.optional_integer("head_dim", nullable="head_dim" in family.nullable)
     if head_dim is None:
-        require_divisor("num_attention_heads", num_heads, "hidden_size", hidden_size)
+        names = map(reader.name, ("num_attention_heads", "hidden_size"))
+        require_divisor(next(names), num_heads, next(names), hidden_size)
         head_dim = hidden_size // num_heads
-    if head_dim % 2:
+    # Pairs of numbers are rotated.
+    if head_dim % 2 and not family.learned_positions:
         raise reader.error(f"head_dim {head_dim} is not supported, only even numbers are")
     return head_dim
 
 
 def _read_num_kv_heads(reader: ConfigReader, family: Family, num_heads: int) -> int:
     name = "num_key_value_heads"
+    if name in family.absent:
+        return num_heads
     num_kv_heads = reader.optional_integer(name, nullable=name in family.nullable)
     if num_kv_heads is None:
         return num_heads
     require_divisor(name, num_kv_heads, "num_attention_heads", num_heads)
     return num_kv_heads
+
+
+def _read_intermediate_size(reader: ConfigReader, family: Family, hidden_size: int) -> int:
+    name = "intermediate_size"
+    if reader.name(name) in family.nullable:
+        return reader.optional_integer(name) or 4 * hidden_size
+    return reader.integer(name)
 
 
 def _read_family_fields(reader: ConfigReader, family: Family) -> dict[str, Any]:
@@ -131,9 +145,9 @@ def _read_family_fields(reader: ConfigReader, family: Family) -> dict[str, Any]:
     return values
 
 
-def _read_mlp(reader: ConfigReader, family: Family) -> dict[str, Any]:
+def _read_mlp(reader: ConfigReader, family: Family, hidden_size: int) -> dict[str, Any]:
     """Return the fields of `Architecture` that describe the MLP and its experts."""
-    width = reader.integer("intermediate_size")
+    width = _read_intermediate_size(reader, family, hidden_size)
     if not family.expert_fields:
         return {"intermediate_size": width}
     experts = _read_num_experts(reader, family)
@@ -283,7 +297,7 @@ def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str =
     a = architecture
     family = FAMILIES[a.family]
     config = {
-        "architectures": [f"{family.class_prefix}ForCausalLM"],
+        "architectures": [family.decoder_class or f"{family.class_prefix}ForCausalLM"],
         "model_type": a.family,
         "vocab_size": a.vocab_size,
         "hidden_size": a.hidden_size,
@@ -300,7 +314,15 @@ def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str =
         "pad_token_id": a.pad_id,
         "dtype": dtype,
     }
-    config |= dict.fromkeys(("hidden_act", *family.activation_fields), a.activation)
+    config = {
+        family.field_names.get(name, name): value
+        for name, value in config.items()
+        if name not in family.absent
+    }
+    activation = a.activation
+    if family.activation_aliases.get(family.activation) == activation:
+        activation = family.activation  # the family's own word
+    config |= dict.fromkeys(("hidden_act", *family.activation_fields), activation)
     config |= {name: getattr(a, field) for name, field in family.fields.items()}
     config |= {name: getattr(a, biases[-1]) for name, biases in family.bias_fields.items()}
     if family.expert_fields:

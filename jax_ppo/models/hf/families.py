@@ -25,11 +25,15 @@ class Family:
     Attributes:
       class_prefix: Prefix of the classes in transformers: {class_prefix}ForCausalLM.
       classifier_prefix: Prefix of ...ForSequenceClassification; "" if it is `class_prefix`.
+      decoder_class: Name of the language model's class; "" if it is {class_prefix}ForCausalLM.
+      field_names: Names of fields of config.json that differ from Llama's, by Llama's name. The
+        names in the attributes below are the family's own.
+      absent: Fields of Llama that the family does not have.
       fixed: Fields of `Architecture` that are the same in all models of the family.
       fields: Fields of config.json and the field of `Architecture` that each one sets, besides
         those that all families have.
-      bias_fields: Boolean fields of config.json, `False` by default, and the biases of
-        `Architecture` that each one turns on.
+      bias_fields: Boolean fields of config.json, `False` by default, and the biases, or other
+        switches, of `Architecture` that each one turns on.
       defaults: Values that transformers uses for fields missing from config.json.
       integers: Those of `fields` that are whole numbers.
       nullable: Sizes and numbers of config.json that transformers accepts as null.
@@ -49,6 +53,7 @@ class Family:
         all are written.
       activation: Default activation of the MLP.
       activation_aliases: The family's names of activations, and the usual names.
+      learned_positions: Whether positions are embedded instead of rotated.
       rope_theta: Base of the rotary embedding unless config.json has one.
       partial_rotary_factor: Share of a head that is rotated unless config.json says so; `None` if
         it cannot.
@@ -59,13 +64,20 @@ class Family:
       rope_length_outside: Whether `original_max_position_embeddings` is stored outside the rotary
         parameters.
       fused_projections: Projections that the checkpoint stores as one tensor, and its name.
+      fused_by_head: Whether such a tensor holds all projections of one head, then of the next.
+      input_first: Whether kernels are stored [in, out] instead of [out, in].
       module_names: Names of modules in the checkpoint that differ from Llama's, by Llama's name:
         {"self_attn.o_proj": "self_attn.dense"}.
+      older_prefixes: Prefixes of tensors in other files on the hub, and the usual prefixes.
+      buffers: Ends of the names of tensors that are no parameters, such as causal masks.
       unsupported: Fields of config.json that are refused unless null, and the reason.
     """
 
     class_prefix: str
     classifier_prefix: str = ""
+    decoder_class: str = ""
+    field_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    absent: frozenset[str] = frozenset()
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
     bias_fields: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -81,6 +93,7 @@ class Family:
     activation_fields: tuple[str, ...] = ("hidden_act",)
     activation: str = SILU
     activation_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    learned_positions: bool = False
     rope_theta: float = 10_000.0
     partial_rotary_factor: float | None = None
     unrotated_period: int = 0
@@ -88,12 +101,23 @@ class Family:
     rope_by_layer_type: bool = False
     rope_length_outside: bool = False
     fused_projections: Mapping[tuple[str, ...], str] = dataclasses.field(default_factory=dict)
+    fused_by_head: bool = False
+    input_first: bool = False
     module_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    older_prefixes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    buffers: tuple[str, ...] = ()
     unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Add the defaults that all families share."""
-        object.__setattr__(self, "defaults", {"rms_norm_eps": 1e-6, **self.defaults})
+        epsilon = self.field_names.get("rms_norm_eps", "rms_norm_eps")
+        object.__setattr__(self, "defaults", {epsilon: 1e-6, **self.defaults})
+
+    def usual_name(self, name: str) -> str:
+        """Return the usual name of a tensor; "" if it is no parameter."""
+        if name.endswith(self.buffers):
+            return ""
+        return _replace_prefix(name, self.older_prefixes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,10 +156,14 @@ class Multimodal:
         """Return a tensor's name in the decoder's own family; "" if it is left out."""
         if name.startswith(self.other_prefixes):
             return ""
-        for prefix, own in self.text_prefixes.items():
-            if name.startswith(prefix):
-                return own + name.removeprefix(prefix)
-        return name
+        return _replace_prefix(name, self.text_prefixes)
+
+
+def _replace_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    for prefix, other in prefixes.items():
+        if name.startswith(prefix):
+            return other + name.removeprefix(prefix)
+    return name
 
 
 _ATTENTION_BIAS = {"attention_bias": ("qkv_bias", "output_bias")}
@@ -181,6 +209,9 @@ _GEMMA_2_FIELDS = {
     "final_logit_softcapping": "logit_softcap",
 }
 _SOFTCAPS = frozenset({"attn_logit_softcapping", "final_logit_softcapping"})
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+_UNGATED = {"block": "ungated", "mlp_bias": True}
 
 # Family of the models that are created from scratch.
 CREATED_FAMILY = "llama"
@@ -264,7 +295,7 @@ FAMILIES = {
         rope_aliases={"su": "longrope", "yarn": "longrope"},
         rope_length_outside=True,
         fused_projections={
-            ("q_proj", "k_proj", "v_proj"): "qkv_proj",
+            _QKV: "qkv_proj",
             ("gate_proj", "up_proj"): "gate_up_proj",
         },
     ),
@@ -371,6 +402,84 @@ FAMILIES = {
             "attn_logit_softcapping": "transformers reads it but caps nothing, so it is unclear "
             "whether the weights were trained with it"
         },
+    ),
+    "gpt2": Family(
+        class_prefix="GPT2",
+        decoder_class="GPT2LMHeadModel",
+        field_names={
+            "hidden_size": "n_embd",
+            "intermediate_size": "n_inner",
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "max_position_embeddings": "n_positions",
+            "rms_norm_eps": "layer_norm_epsilon",
+        },
+        absent=frozenset({"head_dim", "num_key_value_heads"}),
+        fixed=_UNGATED | {"qkv_bias": True, "output_bias": True},
+        defaults={
+            "layer_norm_epsilon": 1e-5,
+            "n_positions": 1024,
+            "tie_word_embeddings": True,
+        },
+        nullable=frozenset({"n_inner"}),
+        activation_fields=("activation_function",),
+        activation="gelu_new",
+        activation_aliases={"gelu_new": GELU_TANH},
+        learned_positions=True,
+        fused_projections={_QKV: "c_attn"},
+        input_first=True,
+        module_names={
+            "model.embed_tokens": "transformer.wte",
+            "model.embed_positions": "transformer.wpe",
+            "model.layers": "transformer.h",
+            "model.norm": "transformer.ln_f",
+            "input_layernorm": "ln_1",
+            "post_attention_layernorm": "ln_2",
+            "self_attn.c_attn": "attn.c_attn",
+            "self_attn.o_proj": "attn.c_proj",
+            "mlp.up_proj": "mlp.c_fc",
+            "mlp.down_proj": "mlp.c_proj",
+        },
+        # The first files on the hub are those of the model without a head.
+        older_prefixes={
+            prefix: f"transformer.{prefix}" for prefix in ("wte.", "wpe.", "h.", "ln_f.")
+        },
+        buffers=(".attn.bias", ".attn.masked_bias"),
+    ),
+    "gpt_neox": Family(
+        class_prefix="GPTNeoX",
+        field_names={
+            "rms_norm_eps": "layer_norm_eps",
+            "rope_theta": "rotary_emb_base",
+            "partial_rotary_factor": "rotary_pct",
+        },
+        absent=frozenset({"head_dim", "num_key_value_heads"}),
+        fixed=_UNGATED,
+        bias_fields=_ATTENTION_BIAS | {"use_parallel_residual": ("parallel_residual",)},
+        defaults={
+            "layer_norm_eps": 1e-5,
+            "max_position_embeddings": 2048,
+            "attention_bias": True,
+            "use_parallel_residual": True,
+        },
+        activation="gelu",
+        activation_aliases={"gelu_new": GELU_TANH},
+        partial_rotary_factor=0.25,
+        fused_projections={_QKV: "query_key_value"},
+        fused_by_head=True,
+        module_names={
+            "model.embed_tokens": "gpt_neox.embed_in",
+            "model.layers": "gpt_neox.layers",
+            "model.norm": "gpt_neox.final_layer_norm",
+            "lm_head": "embed_out",
+            "self_attn.query_key_value": "attention.query_key_value",
+            "self_attn.o_proj": "attention.dense",
+            "mlp.up_proj": "mlp.dense_h_to_4h",
+            "mlp.down_proj": "mlp.dense_4h_to_h",
+        },
+        # transformers 5 calls the head so, but writes its older name.
+        older_prefixes={"lm_head.": "embed_out."},
+        buffers=(".attention.bias", ".attention.masked_bias"),
     ),
 }
 

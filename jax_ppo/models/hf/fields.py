@@ -35,7 +35,10 @@ HARMLESS_FIELDS = frozenset(
     attention_dropout attention_probs_dropout_prob classifier_dropout cls_dropout embd_pdrop
     activation_dropout attn_pdrop embedding_dropout hidden_dropout hidden_dropout_prob mlp_dropout
     pooler_dropout resid_pdrop residual_dropout
-    summary_last_dropout
+    summary_first_dropout summary_last_dropout
+
+    n_ctx reorder_and_upcast_attn summary_activation summary_proj_to_labels summary_type
+    summary_use_proj
 
     cls_token_id decoder_start_token_id mask_token_id sep_token_id unk_token_id
 
@@ -66,6 +69,8 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "pruned_heads": ({}, None),
     "quantization_config": (None, {}),
     "rope_interleaved": (False,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "scale_attn_weights": (True,),
     "sliding_window": (None,),
     "tie_encoder_decoder": (False,),
     "use_mrope": (False, None),
@@ -84,6 +89,7 @@ class ConfigReader:
         values: Config,
         defaults: Mapping[str, Any] | None = None,
         where: str = "config.json: ",
+        names: Mapping[str, str] | None = None,
     ) -> None:
         """Start to read.
 
@@ -91,18 +97,24 @@ class ConfigReader:
           values: The fields.
           defaults: Values of fields that are missing.
           where: Precedes the name of a field in error messages.
+          names: Names in the file of fields that callers call by other names.
         """
         self._values = values
         self._defaults = defaults or {}
         self._where = where
+        self._names = names or {}
         self._read: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._values
+        return self.name(name) in self._values
+
+    def name(self, name: str) -> str:
+        """Return the name of a field in the file."""
+        return self._names.get(name, name)
 
     def is_string(self, name: str) -> bool:
         """Return whether a field holds a string."""
-        return isinstance(self._values.get(name), str)
+        return isinstance(self._values.get(self.name(name)), str)
 
     def error(self, message: str) -> UserError:
         """Return an error about these fields."""
@@ -119,7 +131,7 @@ class ConfigReader:
     ) -> int | None:
         """Return a whole number, or `None` if it is missing or, if `nullable`, null."""
         value = self._get(name)
-        if value is None and (nullable or name not in self._values):
+        if value is None and (nullable or name not in self):
             return None
         self._validate_integer(name, value, minimum, maximum)
         return value
@@ -155,9 +167,17 @@ class ConfigReader:
     def optional_number(self, name: str, above: float = 0.0, nullable: bool = True) -> float | None:
         """Return a finite number, or `None` if it is missing or, if `nullable`, null."""
         value = self._get(name)
-        if value is None and (nullable or name not in self._values):
+        if value is None and (nullable or name not in self):
             return None
         self._validate_number(name, value, above)
+        return value
+
+    def exact_number(self, name: str) -> float | None:
+        """Return a number as `optional_number` does, of a field that has this name in the file."""
+        self._read.add(name)
+        value = self._values.get(name)
+        if name in self._values and not _is_number(value):
+            raise self.error(f"{name} must be a finite number, it is {quote_value(value)}")
         return value
 
     def boolean(self, name: str, default: bool = False, nullable: bool = False) -> bool:
@@ -241,6 +261,7 @@ class ConfigReader:
             )
 
     def _get(self, name: str, default: Any = None) -> Any:
+        name = self.name(name)
         self._read.add(name)
         if name in self._values:
             return self._values[name]
@@ -260,6 +281,7 @@ class ConfigReader:
             raise self._mismatch(name, f"a number greater than {above:g}", value)
 
     def _mismatch(self, name: str, expected: str, value: Any) -> UserError:
+        name = self.name(name)
         if name not in self._values:
             return self.error(f"{name} must be {expected}, it is missing")
         return self.error(f"{name} must be {expected}, it is {quote_value(value)}")

@@ -10,6 +10,7 @@ from jax_ppo.models.hf.families import ENCODERS
 from jax_ppo.models.hf.files import SAFETENSORS_DTYPES, SafetensorsCheckpoint
 from jax_ppo.models.hf.names import tensor_table
 
+OUTPUT_EMBEDDINGS = ("lm_head.weight", "embed_out.weight")
 # Score heads of a decoder and of an encoder.
 SCORE_WEIGHTS = ("score.weight", "classifier.weight")
 SCORE_BIASES = ("score.bias", "classifier.bias")
@@ -38,7 +39,7 @@ def is_ignorable(
         return expected is not None and _has_values(checkpoint, name, expected(architecture))
     if name.endswith(ROTARY_FREQUENCIES):
         return _has_computed_frequencies(checkpoint, name, architecture)
-    if name == "lm_head.weight":
+    if name in OUTPUT_EMBEDDINGS:
         if head not in ("lm", "both"):
             return True
         # `read_architecture` unties a model whose output embedding differs.

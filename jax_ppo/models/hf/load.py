@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from jax_ppo.models.hf import tensors
 from jax_ppo.models.hf.config import from_hf_config, read_eos_ids, text_config
 from jax_ppo.models.hf.families import ENCODERS, FAMILIES, MULTIMODAL
 from jax_ppo.models.hf.files import SAFETENSORS_DTYPES, SafetensorsCheckpoint, weight_files
-from jax_ppo.models.hf.ignored import SCORE_WEIGHTS, is_ignorable
+from jax_ppo.models.hf.ignored import OUTPUT_EMBEDDINGS, SCORE_WEIGHTS, is_ignorable
 from jax_ppo.models.hf.json_files import read_json_object
 from jax_ppo.models.hf.names import tensor_table
 from jax_ppo.models.hf.tensors import TensorMapping, TensorTable
@@ -132,9 +133,13 @@ def _read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def _open_checkpoint(folder: str | Path) -> SafetensorsCheckpoint:
-    """Open the weights; a decoder inside another model has the names of its own family."""
+    """Open the weights, of which the tensors have their family's usual names."""
     kind = str(_read_config(folder).get("model_type"))
-    rename = MULTIMODAL[kind].text_name if kind in MULTIMODAL else str
+    rename: Callable[[str], str] = str
+    if kind in MULTIMODAL:
+        rename = MULTIMODAL[kind].text_name
+    elif kind in FAMILIES:
+        rename = FAMILIES[kind].usual_name
     return SafetensorsCheckpoint(folder, rename=rename)
 
 
@@ -273,8 +278,8 @@ def _read_tensors(
     blocks: dict[tuple, np.ndarray] = {}
 
     def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
-        values = checkpoint.read_finite(name, row.hf_index(index))
-        return np.ascontiguousarray(values.T if row.transposed else values, dtype)
+        values = row.read(functools.partial(checkpoint.read_finite, name), index)
+        return np.ascontiguousarray(values, dtype)
 
     def read_experts(experts: list[str], index: tuple[slice, ...]) -> np.ndarray:
         first = read(experts[0], index)
@@ -382,9 +387,9 @@ def _missing_tensor(name: str, names: set[str]) -> str:
             f"there is no {name} in it: it is not a sequence-classification checkpoint, so not a "
             "reward model"
         )
-    if name == "lm_head.weight" and "score.weight" in names:
+    if name in OUTPUT_EMBEDDINGS and "score.weight" in names:
         return (
-            "there is no lm_head.weight in it but score.weight: it is a reward model or critic, "
+            f"there is no {name} in it but score.weight: it is a reward model or critic, "
             "not a language model"
         )
     nearest = difflib.get_close_matches(name, names, n=1)

@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Sequence
 
-from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.architecture import BLOCKS, Architecture
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.hf.families import ENCODERS, FAMILIES
-from jax_ppo.models.hf.tensors import TensorMapping, TensorTable
+from jax_ppo.models.hf.tensors import Fused, TensorMapping, TensorTable
 
 HEADS = ("lm", "scalar", "reward", "both")
 PEFT_PREFIX = "base_model.model."
@@ -37,14 +37,19 @@ def tensor_table(architecture: Architecture | DebertaArchitecture, head: str) ->
         ("embed", "embedding"): TensorMapping(
             f"{_hf_name(a, 'model.embed_tokens')}.weight", (a.vocab_size, a.hidden_size)
         ),
-        ("norm", "scale"): TensorMapping(f"{_hf_name(a, 'model.norm')}.weight", (a.hidden_size,)),
+        **_norm(a, ("norm",), _hf_name(a, "model.norm")),
     }
+    if a.learned_positions:
+        rows["positions", "embedding"] = TensorMapping(
+            f"{_hf_name(a, 'model.embed_positions')}.weight",
+            (a.max_position_embeddings, a.hidden_size),
+        )
     rows |= _norms(a) | _attention(a) | (_experts(a) if a.num_experts else _mlp(a))
     if head != "lm":
         rows["score", "kernel"] = TensorMapping("score.weight", (a.hidden_size, 1), transposed=True)
     if head in ("lm", "both") and not a.tied:
         rows["lm_head", "embedding"] = TensorMapping(
-            "lm_head.weight", (a.vocab_size, a.hidden_size)
+            f"{_hf_name(a, 'lm_head')}.weight", (a.vocab_size, a.hidden_size)
         )
     return rows
 
@@ -96,12 +101,9 @@ def _norms(a: Architecture) -> TensorTable:
         names["post_feedforward_norm"] = "post_feedforward_layernorm"
     if a.pre_norms and a.post_norms:
         names["pre_feedforward_norm"] = "pre_feedforward_layernorm"
-    rows: TensorTable = {
-        ("layers", name, "scale"): TensorMapping(
-            f"{_layer_name(a, hf_name)}.weight", (a.hidden_size,), layers=a.num_layers
-        )
-        for name, hf_name in names.items()
-    }
+    rows: TensorTable = {}
+    for name, hf_name in names.items():
+        rows |= _norm(a, ("layers", name), _layer_name(a, hf_name), layers=a.num_layers)
     if a.qk_norm:
         for name, heads in (("q_norm", a.num_heads), ("k_norm", a.num_kv_heads)):
             width = heads * a.head_dim if a.qk_norm_over_heads else a.head_dim
@@ -111,6 +113,17 @@ def _norms(a: Architecture) -> TensorTable:
                 layers=a.num_layers,
             )
     return rows
+
+
+def _norm(
+    a: Architecture, path: tuple[str, ...], hf_name: str, layers: int | None = None
+) -> TensorTable:
+    """Return the parameters of a norm of hidden states."""
+    hf_names = {"scale": "weight", "bias": "bias"}
+    return {
+        (*path, name): TensorMapping(f"{hf_name}.{hf_names[name]}", (a.hidden_size,), layers=layers)
+        for name in BLOCKS[a.block].norm_parameters
+    }
 
 
 def _attention(a: Architecture) -> TensorTable:
@@ -130,7 +143,7 @@ def _attention(a: Architecture) -> TensorTable:
 
 
 def _mlp(a: Architecture) -> TensorTable:
-    widths = {"gate_proj": a.intermediate_size, "up_proj": a.intermediate_size}
+    widths = dict.fromkeys(BLOCKS[a.block].mlp_inputs, a.intermediate_size)
     inputs = _shared_input_projections(a, "mlp", MLP, widths, a.mlp_bias)
     output = _dense(
         a,
@@ -168,9 +181,11 @@ def _shared_input_projections(
     a: Architecture, module: str, hf_module: str, widths: dict[str, int], bias: bool
 ) -> TensorTable:
     """Return projections of the same input, which some families store as one tensor."""
-    fused = FAMILIES[a.family].fused_projections.get(tuple(widths))
+    family = FAMILIES[a.family]
+    fused = family.fused_projections.get(tuple(widths))
+    groups = a.num_heads if family.fused_by_head else 1
     rows: TensorTable = {}
-    first_row = 0
+    first = 0
     for name, width in widths.items():
         own = _dense(
             a,
@@ -181,10 +196,10 @@ def _shared_input_projections(
             bias=bias,
         )
         if fused:
-            place = (first_row, sum(widths.values()))
+            place = Fused(first // groups, sum(widths.values()), groups)
             own = {path: dataclasses.replace(row, fused=place) for path, row in own.items()}
         rows |= own
-        first_row += width
+        first += width
     return rows
 
 
@@ -194,7 +209,10 @@ def _dense(
     prefix = _layer_name(a, hf_name)
     rows: TensorTable = {
         ("layers", *path, "kernel"): TensorMapping(
-            f"{prefix}.weight", (inputs, outputs), transposed=True, layers=a.num_layers
+            f"{prefix}.weight",
+            (inputs, outputs),
+            transposed=not FAMILIES[a.family].input_first,
+            layers=a.num_layers,
         )
     }
     if bias:

@@ -41,12 +41,18 @@ class RopeFields(NamedTuple):
     local_theta: float | None = None
 
 
+# Of families without rotary embeddings.
+NO_ROPE = RopeFields(10_000.0, (("rope_type", "default"),), partial_factor=0.0)
+
+
 def read_rope(reader: ConfigReader, family: Family, head_dim: int) -> RopeFields:
     """Return the rotary parameters.
 
     transformers 5 writes `rope_parameters`. `rope_scaling` is transformers 4's name; where a file
     has both, transformers 5 uses `rope_scaling`, so they must agree.
     """
+    if family.learned_positions:
+        return NO_ROPE
     parameters = reader.table("rope_parameters")
     scaling = reader.table("rope_scaling")
     if family.rope_by_layer_type:
@@ -64,7 +70,25 @@ def read_rope(reader: ConfigReader, family: Family, head_dim: int) -> RopeFields
         if parameters and other != fields:
             raise _disagreement(reader)
         fields = other
+    _refuse_other_values(reader, fields)
     return fields
+
+
+def _refuse_other_values(reader: ConfigReader, fields: RopeFields) -> None:
+    """Raise `UserError` if a field under Llama's name differs from that of the family.
+
+    Some versions of transformers write both, but read the family's.
+    """
+    values = {"rope_theta": fields.theta, PARTIAL_FACTOR: fields.partial_factor}
+    for name, value in values.items():
+        if reader.name(name) == name:
+            continue
+        other = reader.exact_number(name)
+        if other is not None and other != value:
+            raise reader.error(
+                f"{name}={other} differs from the {value} of {reader.name(name)} or "
+                "rope_parameters: keep the one that is meant and remove the other"
+            )
 
 
 def _disagreement(reader: ConfigReader) -> Exception:
@@ -149,8 +173,9 @@ class _OneRope:
         rotary_dim = int(self._head_dim * partial_factor)
         if rotary_dim < 2 or rotary_dim % 2:
             raise self._reader.error(
-                f"{PARTIAL_FACTOR}={partial_factor} with head_dim={self._head_dim} rotates "
-                f"{rotary_dim} numbers of a head, which must be an even number"
+                f"{self._reader.name(PARTIAL_FACTOR)}={partial_factor} with heads of "
+                f"{self._head_dim} numbers rotates {rotary_dim} of them, which must be an even "
+                "number"
             )
         values: dict[str, Any] = {"rope_type": kind}
         for entry in ROPE_KINDS[kind]:
@@ -192,18 +217,19 @@ class _OneRope:
         outer = self._reader.optional_number(PARTIAL_FACTOR, nullable=False)
         inner = entries.optional_number(PARTIAL_FACTOR, nullable=False)
         default = self._family.partial_rotary_factor
+        name = self._reader.name(PARTIAL_FACTOR)
         if default is None:
             if {outer, inner} - {None, 1}:
                 raise self._reader.error(f"{PARTIAL_FACTOR} is not supported, only 1 is")
             return 1.0
         if None not in (outer, inner) and outer != inner:
             raise self._reader.error(
-                f"{PARTIAL_FACTOR} is {outer} outside of the rotary parameters and {inner} among "
+                f"{name} is {outer} outside of the rotary parameters and {inner} among "
                 "them: keep the one that is meant and remove the other"
             )
         factor = float(inner or outer or default)
         if factor > 1:
-            raise self._reader.error(f"{PARTIAL_FACTOR} must be at most 1, it is {factor}")
+            raise self._reader.error(f"{name} must be at most 1, it is {factor}")
         return factor
 
     def _read_theta(self, entries: ConfigReader, name: str) -> float:
@@ -211,8 +237,8 @@ class _OneRope:
         inner = entries.optional_number("rope_theta", above=1, nullable=False)
         if inner is not None and self._theta is not None and inner != self._theta:
             raise self._reader.error(
-                f"{self._theta_field}={self._theta} and {name}.rope_theta={inner} differ: keep the "
-                "one that is meant and remove the other"
+                f"{self._reader.name(self._theta_field)}={self._theta} and "
+                f"{name}.rope_theta={inner} differ: keep the one that is meant and remove the other"
             )
         return float(inner or self._theta or self._default_theta)
 
@@ -224,6 +250,8 @@ def _read_original_length(reader: ConfigReader) -> int | None:
 
 def write_rope(a: Architecture, family: Family) -> Config:
     """Return the rotary parameters in the spellings of transformers 4 and 5."""
+    if family.learned_positions:
+        return {}
     rope = {name: list(v) if isinstance(v, tuple) else v for name, v in a.rope_scaling}
     config: Config = {
         "rope_parameters": {**rope, "rope_theta": a.rope_theta},
@@ -238,6 +266,8 @@ def write_rope(a: Architecture, family: Family) -> Config:
     if family.partial_rotary_factor is not None:
         config[PARTIAL_FACTOR] = a.partial_rotary_factor
         config["rope_parameters"][PARTIAL_FACTOR] = a.partial_rotary_factor
+    for name in {"rope_theta", PARTIAL_FACTOR} & family.field_names.keys():
+        config[family.field_names[name]] = config.pop(name)
     if a.local_rope_theta is not None:
         config["rope_local_base_freq"] = a.local_rope_theta
         config["rope_parameters"] = {

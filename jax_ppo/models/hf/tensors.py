@@ -1,12 +1,27 @@
 """Description of how one of our parameters is stored in a Hugging Face checkpoint."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 from flax import traverse_util
 
 Path = tuple[str, ...]
+
+
+class Fused(NamedTuple):
+    """The place of a parameter in a tensor that holds several, along the axis of their outputs.
+
+    Attributes:
+      first: Its first output in the tensor, or in each of its groups.
+      total: Number of the tensor's outputs.
+      groups: With n, the tensor holds the first n-th of each parameter, then the second, ...
+    """
+
+    first: int
+    total: int
+    groups: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +36,7 @@ class TensorMapping:
         [in, out].
       layers: Number of layers stacked along the first axis of our parameter; `None` if the
         parameter does not belong to a layer.
-      fused: (first row, total rows) if the checkpoint's tensor holds several of our parameters,
-        stacked along its first axis.
+      fused: Where the parameter is in a checkpoint's tensor that holds several of ours.
       experts: Number of experts of a layer, stacked along the axis after that of the layers;
         the checkpoint has a tensor for each. `None` if the parameter does not belong to an expert.
     """
@@ -31,7 +45,7 @@ class TensorMapping:
     shape: tuple[int, ...]
     transposed: bool = False
     layers: int | None = None
-    fused: tuple[int, int] | None = None
+    fused: Fused | None = None
     experts: int | None = None
 
     @property
@@ -40,18 +54,58 @@ class TensorMapping:
         shape = self.shape[::-1] if self.transposed else self.shape
         if self.fused is None:
             return shape
-        _, total_rows = self.fused
-        return (total_rows, *shape[1:])
+        axis = self.output_axis
+        return (*shape[:axis], self.fused.total, *shape[axis + 1 :])
 
-    def hf_index(self, index: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Return the index into the checkpoint's tensor that matches `index` into our parameter."""
-        index = index[::-1] if self.transposed else index
+    @property
+    def output_axis(self) -> int:
+        """Axis of the checkpoint's tensor along which a fused one holds its parameters."""
+        return 0 if self.transposed else len(self.shape) - 1
+
+    def read(
+        self, read: Callable[[tuple[slice, ...]], np.ndarray], index: tuple[slice, ...]
+    ) -> np.ndarray:
+        """Return a block of our parameter.
+
+        Args:
+          read: Reads a block of the checkpoint's tensor.
+          index: One slice per axis of our parameter, without the axis of layers.
+        """
+        hf_index = list(index[::-1] if self.transposed else index)
         if self.fused is None:
-            return index
-        first_row, _ = self.fused
-        own_rows = self.shape[-1] if self.transposed else self.shape[0]
-        start, stop, _ = index[0].indices(own_rows)
-        return (slice(first_row + start, first_row + stop), *index[1:])
+            values = read(tuple(hf_index))
+        else:
+            axis, outputs = self.output_axis, self._fused_outputs(index[-1])
+            # What lies between the first and the last is read, too.
+            first, last = int(outputs[0]), int(outputs[-1])
+            hf_index[axis] = slice(first, last + 1)
+            values = read(tuple(hf_index))
+            if len(outputs) < last + 1 - first:
+                values = np.take(values, outputs - first, axis)
+        return values.T if self.transposed else values
+
+    def _fused_outputs(self, own: slice) -> np.ndarray:
+        """Return the indices of some of our outputs in a fused tensor, in ascending order."""
+        assert self.fused is not None
+        first, total, groups = self.fused
+        width = self.shape[-1] // groups
+        outputs = np.arange(self.shape[-1])[own]
+        return outputs // width * (total // groups) + first + outputs % width
+
+    def join(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the checkpoint's tensor of the parameters, in order, that it holds."""
+        values = [part.T if self.transposed else part for part in parts]
+        if self.fused is None:
+            return values[0]
+        axis, groups = self.output_axis, self.fused.groups
+        if groups == 1:
+            return np.concatenate(values, axis)
+        # [.., groups, width, ..] next to each other.
+        split = [
+            value.reshape(*value.shape[:axis], groups, -1, *value.shape[axis + 1 :])
+            for value in values
+        ]
+        return np.concatenate(split, axis + 1).reshape(self.hf_shape)
 
     @property
     def full_shape(self) -> tuple[int, ...]:

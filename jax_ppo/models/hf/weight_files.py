@@ -20,7 +20,7 @@ from jax_ppo.models.hf.files import (
     write_safetensors,
 )
 from jax_ppo.models.hf.json_files import write_json
-from jax_ppo.models.hf.tensors import TensorMapping, TensorTable
+from jax_ppo.models.hf.tensors import TensorTable
 from jax_ppo.models.lora import merge_kernel
 from jax_ppo.runtime import distributed, sharding, work_directory
 from jax_ppo.storage import disk_space
@@ -52,7 +52,7 @@ class ExportedTensor:
 
     Attributes:
       name: Its name in the checkpoint.
-      paths: Our parameters that it holds, in order along its first axis.
+      paths: Our parameters that it holds, in order.
       layer: The layer that it belongs to, or `None`.
       expert: The expert that it belongs to, or `None`.
     """
@@ -149,7 +149,7 @@ def _gather_round(
                 continue
             parts = [_gather(arrays[path], tensor, dtype) for path in tensor.paths]
             if process == own:
-                values = _to_checkpoint_tensor(parts, rows[tensor.paths[0]])
+                values = rows[tensor.paths[0]].join([np.asarray(part) for part in parts])
             # The devices' copies go before the next tensor is gathered.
             del parts
         if values is not None:
@@ -186,12 +186,6 @@ def _in_order(rows: TensorTable) -> Iterator[ExportedTensor]:
             row = rows[paths[0]]
             for expert, name in enumerate(row.layer_names(layer)):
                 yield ExportedTensor(name, paths, layer, None if row.experts is None else expert)
-
-
-def _to_checkpoint_tensor(parts: Sequence[jax.Array], row: TensorMapping) -> np.ndarray:
-    """Return a checkpoint tensor, which may consist of several of our parameters."""
-    values = [np.asarray(part).T if row.transposed else np.asarray(part) for part in parts]
-    return values[0] if len(values) == 1 else np.concatenate(values)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

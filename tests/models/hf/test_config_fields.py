@@ -68,6 +68,8 @@ MODELS = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
         }
     },
+    "gpt2": {},
+    "gpt_neox": {},
 }
 # Fields that a configuration may get by hand or from another program.
 ADDED = {
@@ -102,6 +104,11 @@ ADDED = {
         {"full_attention": {"rope_type": "linear", "factor": 2.0}},
     ],
     "rope_theta": [10_000.0, 10_000, 300.0, None],
+    "rotary_emb_base": [10_000, 300.0, None],
+    "rotary_pct": [0.25, 0.5, 1, None],
+    "scale_attn_weights": [True, False],
+    "n_inner": [None, 48, 16],
+    "use_parallel_residual": [True, False],
     "sliding_window": [None, 5],
     "sliding_window_pattern": [2, 6],
     "use_bidirectional_attention": [None, False, True],
@@ -158,8 +165,9 @@ def test_every_change_of_a_field_is_read_or_refused_in_one_line(family):
                 refused.append(description)
                 assert "\n" not in str(error) and len(str(error)) < 400
     assert len(refused) > 200
-    assert {"num_hidden_layers=100000000", "tie_word_embeddings='x'"} <= set(refused)
-    assert {"is_causal=False", "rope_theta=None", "hidden_size='missing'"} <= set(refused)
+    layers, width = reference.fields(family, dict.fromkeys(("num_hidden_layers", "hidden_size")))
+    assert {f"{layers}=100000000", "tie_word_embeddings='x'"} <= set(refused)
+    assert {"is_causal=False", "rope_theta=None", f"{width}='missing'"} <= set(refused)
 
 
 @pytest.mark.slow

@@ -304,7 +304,7 @@ def test_files_that_are_cut_short_or_missing(tmp_path):
             f"model_type 'lama' is not supported, only {', '.join((*FAMILIES, *MULTIMODAL))} are; "
             "the nearest is llama",
         ),
-        ({"model_type": "gpt_neox"}, "model_type 'gpt_neox' is not supported"),
+        ({"model_type": "gpt_bigcode"}, "model_type 'gpt_bigcode' is not supported"),
         ({"hidden_size": None}, "hidden_size must be a whole number, it is None"),
         ({"max_position_embeddings": None}, "max_position_embeddings must be a whole number"),
         ({"hidden_size": True}, "hidden_size must be a whole number, it is True"),
@@ -372,8 +372,8 @@ def test_files_that_are_cut_short_or_missing(tmp_path):
             "rope_scaling and rope_parameters differ",
         ),
         (
-            {"hidden_act": "gelu"},
-            "hidden_act 'gelu' is not supported, only 'silu', 'gelu_pytorch_tanh' are",
+            {"hidden_act": "relu"},
+            "hidden_act 'relu' is not supported, only 'silu', 'gelu_pytorch_tanh', 'gelu' are",
         ),
         (
             {"use_sliding_window": True},
@@ -402,8 +402,8 @@ def test_files_that_are_cut_short_or_missing(tmp_path):
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         ({"model_type": "gemma3"}, "model_type 'gemma3' is not supported"),
         (
-            {"model_type": "gemma2", "hidden_activation": "gelu"},
-            "hidden_activation 'gelu' is not supported",
+            {"model_type": "gemma2", "hidden_activation": "relu"},
+            "hidden_activation 'relu' is not supported",
         ),
         (
             {"model_type": "gemma2", "sliding_window": None},

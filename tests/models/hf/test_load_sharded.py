@@ -30,6 +30,7 @@ from flax import traverse_util
 from jax_ppo.models.hf.files import SafetensorsCheckpoint
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture
 from jax_ppo.models.hf.names import tensor_table
+from jax_ppo.models.hf.tensors import TensorMapping
 from jax_ppo.models.hf import save, weight_files
 
 devices = len(jax.devices())
@@ -66,8 +67,8 @@ def recording_write(path, *arguments):
 weight_files.write_safetensors = recording_write
 held, most = collections.Counter(), 0
 
-def counting_copy(parts, row):
-    values = copy(parts, row)
+def counting_join(row, parts):
+    values = join(row, parts)
     global most
     key = len(held)
     held[key] = values.nbytes
@@ -75,7 +76,7 @@ def counting_copy(parts, row):
     most = max(most, held.total())
     return values
 
-copy, weight_files._to_checkpoint_tensor = weight_files._to_checkpoint_tensor, counting_copy
+join, TensorMapping.join = TensorMapping.join, counting_join
 save.export_checkpoint(params, architecture, out, max_shard_bytes=30_000)
 print(json.dumps({"blocks": blocks, "files": files, "most bytes": most}))
 """

@@ -1,0 +1,178 @@
+"""The ungated block: fused projections, positions that are learned, and files of the hub."""
+
+import json
+
+import hf_reference as reference
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import tiny
+from jax_ppo.errors import UserError
+from jax_ppo.models.hf.config import from_hf_config
+from jax_ppo.models.hf.load import load_checkpoint, read_architecture, read_reward_architecture
+from jax_ppo.models.hf.save import export_checkpoint
+from jax_ppo.models.hf.tensors import Fused, TensorMapping
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.models.ungated import LayerNorm
+from jax_ppo.runtime import sharding
+
+
+def test_projections_of_one_head_after_the_other():
+    """Two heads of two numbers: the tensor has q0 k0 v0 q1 k1 v1."""
+    tensor = np.arange(12)[:, None] * np.ones(3)
+    rows = [
+        TensorMapping("qkv", (3, 4), transposed=True, fused=Fused(first, 12, groups=2))
+        for first in (0, 2, 4)
+    ]
+    whole = (slice(None), slice(None))
+    q, k, v = parts = [row.read(tensor.__getitem__, whole) for row in rows]
+    assert (q[0].tolist(), k[0].tolist(), v[0].tolist()) == (
+        [0, 1, 6, 7],
+        [2, 3, 8, 9],
+        [4, 5, 10, 11],
+    )
+    np.testing.assert_array_equal(rows[0].join(parts), tensor)
+    # A part of the second head's keys is all that is read.
+    read = []
+    block = rows[1].read(lambda index: read.append(index) or tensor[index], (slice(0, 2), slice(3)))
+    assert block[0].tolist() == [2, 3, 8] and read == [(slice(2, 9), slice(0, 2))]
+
+
+def test_projections_that_are_stored_input_first():
+    tensor = np.arange(12) + np.zeros((3, 1))
+    rows = [TensorMapping("qkv", (3, 4), fused=Fused(first, 12)) for first in (0, 4, 8)]
+    parts = [row.read(tensor.__getitem__, (slice(1), slice(None))) for row in rows]
+    assert [part.tolist() for part in parts] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]], [[8, 9, 10, 11]]]
+    assert rows[0].hf_shape == (3, 12)
+
+
+def test_layer_norm_is_that_of_torch():
+    x = np.random.default_rng(0).normal(3, 2, (2, 7)).astype(np.float32)
+    scale, bias = np.linspace(-1, 2, 7, dtype=np.float32), np.linspace(3, 1, 7, dtype=np.float32)
+    architecture = from_hf_config(
+        reference.fields("gpt2", reference.SIZES) | {"model_type": "gpt2"}
+    )
+    ours = LayerNorm(architecture).apply({"params": {"scale": scale, "bias": bias}}, x)
+    torch = reference.torch
+    theirs = torch.nn.functional.layer_norm(
+        torch.from_numpy(x), (7,), torch.from_numpy(scale), torch.from_numpy(bias), 1e-5
+    )
+    np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_position_beyond_the_table_is_not_a_number():
+    """Commands refuse longer sequences; nothing else may look like a result."""
+    config = reference.fields("gpt2", reference.SIZES | {"max_position_embeddings": 8})
+    model = Transformer(from_hf_config(config | {"model_type": "gpt2"}))
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    params = model.init(jax.random.key(0), tokens, tokens)
+    inside, outside = (model.apply(params, tokens, tokens + position).hidden for position in (7, 8))
+    assert jnp.isfinite(inside).all() and jnp.isnan(outside).all()
+
+
+@pytest.fixture(scope="module", params=["gpt2", "gpt_neox"])
+def checkpoint(request, tmp_path_factory):
+    """Return a family, its folder, and the tensors and parameters in it."""
+    folder = tmp_path_factory.mktemp("ungated")
+    reference.save(folder, request.param, vocab_size=96)
+    return request.param, folder, load_file(folder / "model.safetensors"), reference.load(folder)[1]
+
+
+def test_files_of_the_hub_with_older_names_and_masks(checkpoint, tmp_path):
+    """Those of GPT-2 have no prefix; both have masks, in half a dozen types and shapes."""
+    family, folder, tensors, params = checkpoint
+    mask = np.tril(np.ones((1, 1, 64, 64)))
+    for layer in range(2):
+        if family == "gpt2":
+            tensors = tensors | {f"transformer.h.{layer}.attn.bias": mask.astype(np.float32)}
+        else:
+            prefix = f"gpt_neox.layers.{layer}.attention."
+            frequencies = np.float32([1.0])
+            tensors = tensors | {
+                f"{prefix}bias": mask.astype(bool),
+                f"{prefix}masked_bias": np.array(-1e9, np.float32),
+                f"{prefix}rotary_emb.inv_freq": frequencies,
+            }
+    if family == "gpt2":
+        tensors = {name.removeprefix("transformer."): x for name, x in tensors.items()}
+    else:
+        tensors["lm_head.weight"] = tensors.pop("embed_out.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    jax.tree.map(np.testing.assert_array_equal, reference.load(tmp_path)[1], params)
+
+
+def test_each_device_reads_its_part_of_a_fused_tensor(checkpoint):
+    """Parts of heads, too: with model=8 each device has half a head of 8."""
+    _, folder, _, params = checkpoint
+    architecture = read_architecture(folder)
+    mesh = tiny.make_mesh(8, model=8)
+    where = sharding.tree_shardings(mesh, params, sharding.TRAIN_RULES)
+    split = load_checkpoint(folder, architecture, where)
+    jax.tree.map(np.testing.assert_array_equal, split, params)
+
+
+def test_exported_tensors_are_bitwise_those_of_the_source(checkpoint, tmp_path):
+    _, folder, tensors, params = checkpoint
+    export_checkpoint(params, read_architecture(folder), tmp_path / "out", source_folder=folder)
+    written = load_file(tmp_path / "out/model.safetensors")
+    assert written.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert written[name].tobytes() == tensor.tobytes(), name
+    same = [json.loads((x / "config.json").read_text()) for x in (folder, tmp_path / "out")]
+    assert same[0] == same[1]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_mixed_types_on_disk(checkpoint, tmp_path, dtype):
+    family, _, _, params = checkpoint
+    model = reference.make(family, vocab_size=96)
+    for i, parameter in enumerate(model.parameters()):
+        if i % 2:
+            parameter.data = parameter.data.to(getattr(reference.torch, dtype))
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    loaded = reference.load(tmp_path)[1]
+    jax.tree.map(
+        lambda ours, exact: np.testing.assert_allclose(ours, exact, rtol=8e-3, atol=1e-6),
+        loaded,
+        params,
+    )
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
+def test_a_reward_model_with_two_labels_is_refused(family, tmp_path):
+    reference.save(tmp_path, family, "SequenceClassification", num_labels=2)
+    with pytest.raises(UserError, match="has 2 labels; a reward model has num_labels = 1"):
+        read_reward_architecture(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("gpt2", {"n_embd": 30}, "n_head=4 must divide n_embd=30"),
+        ("gpt2", {"n_inner": 0}, "n_inner must be a whole number from 1 to"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "only False is"),
+        ("gpt2", {"scale_attn_weights": False}, "only True is"),
+        ("gpt2", {"add_cross_attention": True}, "only False is"),
+        ("gpt2", {"hidden_size": 64}, "'?hidden_size'? is an unknown field"),
+        ("gpt_neox", {"rotary_pct": 0.4}, "rotary_pct=0.4 with heads of 8 numbers rotates 3"),
+        ("gpt_neox", {"rope_theta": 300}, "rope_theta=300 differs from the 10000.0 of rotary_emb"),
+        ("gpt_neox", {"rotary_emb_base": "x"}, "rotary_emb_base must be a finite number"),
+        ("gpt_neox", {"num_key_value_heads": 2}, "num_key_value_heads is an unknown field"),
+    ],
+)
+def test_unsupported_configurations_are_refused_by_name(family, changes, message):
+    config = reference.fields(family, reference.SIZES) | {"model_type": family}
+    with pytest.raises(UserError, match=message):
+        from_hf_config(config | changes)
+
+
+def test_both_spellings_of_rotary_fields_are_read():
+    """transformers 4.48 and later write both."""
+    config = reference.fields("gpt_neox", reference.SIZES) | {"model_type": "gpt_neox"}
+    config |= {"rotary_pct": 0.5, "partial_rotary_factor": 0.5, "rotary_emb_base": 300}
+    architecture = from_hf_config(config | {"rope_theta": 300, "rope_scaling": None})
+    assert (architecture.rotary_dim, architecture.rope_theta) == (4, 300.0)
