@@ -138,6 +138,22 @@ def test_every_option_has_a_meaning():
             r"config\.critic\.path='x': a critic that shares the actor's trunk",
         ),
         (
+            {"rollout__multi_turn__environment": "Calculator"},
+            r"multi_turn\.environment='Calculator': expected module:Class",
+        ),
+        (
+            {"rollout__multi_turn__environment": "a:B", "rollout__stage_length": 64},
+            r"multi_turn\.environment='a:B': dialogues are decoded in one stage",
+        ),
+        (
+            {"rollout__multi_turn__environment": "a:B", "rollout__engine": "c:D"},
+            r"multi_turn\.environment='a:B': config\.rollout\.engine='c:D' has no environment",
+        ),
+        (
+            {"rollout__multi_turn__reward": "environment", "reward__function": "a:f"},
+            r"multi_turn\.reward='environment': leaves out what config\.reward sets",
+        ),
+        (
             {"reward__overlong_buffer_len": 513},
             r"overlong_buffer_len=513: expected at most .*max_response_length=512",
         ),

@@ -1,0 +1,65 @@
+"""Environments by name: what is accepted, and what is refused in one line."""
+
+import jax
+import pytest
+
+from jax_ppo.config.schema import MeshShape, MultiTurn
+from jax_ppo.environments.host import HostEnvironment
+from jax_ppo.environments.loading import load_environment_class, make_environment
+from jax_ppo.errors import UserError
+from jax_ppo.runtime import meshes
+from jax_ppo.sampler.environment import PerDialogue
+
+FILE = """
+class Tool:
+    def reset(self, example, seed): ...
+    def step(self, text): ...
+
+class Game(Tool):
+    observation_length = 2
+    def __init__(self, tokenizer, examples): ...
+
+class Silent:
+    def reset(self, example, seed): ...
+
+class Needy(Tool):
+    def __init__(self, address): ...
+"""
+
+
+def load(tmp_path, name):
+    (tmp_path / "mine.py").write_text(FILE)
+    options = MultiTurn(environment=f"{tmp_path / 'mine.py'}:{name}")
+    return load_environment_class(options), options
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Silent", "has no method step; expected a class as in"),
+        ("Needy", "expected signature f\\(\\), got \\(address\\)"),
+        ("Toll", "has no function 'Toll'.*Did you mean 'Tool'"),
+    ],
+)
+def test_a_class_that_is_no_environment_is_refused(tmp_path, name, message):
+    with pytest.raises(UserError, match=message):
+        load(tmp_path, name)
+
+
+def test_responses_are_one_turn_without_a_name():
+    assert load_environment_class(MultiTurn()) is None
+
+
+def test_the_host_is_called_only_where_no_matrix_product_is_split(tmp_path):
+    """An environment in JAX runs on any mesh."""
+    split = meshes.make_mesh(MeshShape(data=2, model=2), jax.devices()[:4])
+    rows = meshes.make_mesh(MeshShape(data=4), jax.devices()[:4])
+    tool, options = load(tmp_path, "Tool")
+    made = make_environment(tool, options, None, (), rows)
+    assert isinstance(made, HostEnvironment)
+    assert made.observation_length == options.max_observation_length
+    with pytest.raises(UserError, match="split over 'model', 2 devices here; decode with config"):
+        make_environment(tool, options, None, (), split)
+    game, options = load(tmp_path, "Game")
+    made = make_environment(game, options, None, (), split)
+    assert isinstance(made, PerDialogue) and made.observation_length == 2
