@@ -430,6 +430,39 @@ def test_one_step_off_lags_weighs_and_is_resumed_bit_equal(files, tmp_path):
         assert float(row["actor/first_log_ratio"]) < 1e-5
 
 
+DICE = """
+import random
+
+class Dice:
+    def reset(self, example, seed):
+        self.random, self.turns = random.Random(seed), 0
+
+    def step(self, text):
+        self.turns += 1
+        thrown = self.random.randint(0, 9)
+        return f"{thrown}", thrown / 10 + len(text) / 100, self.turns == 3
+"""
+
+
+@pytest.mark.slow
+def test_dialogues_are_resumed_bit_equal(files, tmp_path):
+    """Also those sampled ahead, with an environment that draws random numbers on the host."""
+    (tmp_path / "dice.py").write_text(DICE)
+    options = (
+        *ONE_STEP_OFF,
+        f"--config.rollout.multi_turn.environment={tmp_path}/dice.py:Dice",
+        "--config.rollout.multi_turn.max_turn_length=3",
+        "--config.trainer.save_freq=4",
+    )
+    run(files, tmp_path / "undisturbed", *options)
+    kill_and_resume(files, tmp_path / "stopped", *options, number=signal.SIGTERM)
+    assert_equal_runs(tmp_path / "stopped", tmp_path / "undisturbed")
+    rows = read_step_rows(tmp_path / "undisturbed")
+    assert all(float(row["rollout/turns"]) > 2 for row in rows)
+    # What the turns earned is part of the reward that is learned from.
+    assert all(float(row["reward/mean"]) > float(row["reward/turns"]) > 1 for row in rows)
+
+
 @pytest.mark.slow
 def test_without_a_critic_none_is_kept(files, tmp_path):
     """A run with another loss and estimator, step rewards and initially measured moments."""
