@@ -42,7 +42,7 @@ def test_supervised_training_has_no_smoke_form(name):
 
 @pytest.mark.slow
 # One of each kind of step; the others differ from these in models, data and single coefficients.
-@pytest.mark.parametrize("name", ["dapo", "gsm8k_lora", "hh_rlhf", "qwen2_5_7b"])
+@pytest.mark.parametrize("name", ["dapo", "gsm8k_lora", "hh_rlhf", "higher_lower", "qwen2_5_7b"])
 def test_the_smoke_form_trains(name, tmp_path):
     options = {
         "trainer.total_training_steps": 2,
