@@ -243,7 +243,7 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
         slot_steps=state.slot_steps + len(busy_B),
     )
     if state.dialogues is not None:
-        return dialogues.end_turns(job, slots, recorded, is_given_B, ended_B)
+        return dialogues.end_turns(job, slots, recorded, is_given_B, finishes_B)
     # An ended sample leaves its slot at once: N marks the slot as idle.
     return recorded._replace(
         slots=recorded.slots._replace(sample=jnp.where(ended_B, job.samples, slots.sample)),

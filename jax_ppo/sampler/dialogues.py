@@ -86,7 +86,7 @@ def end_turns(
     before: "Slots",
     recorded: "DecodeState",
     is_given_B: jax.Array,
-    ended_B: jax.Array,
+    finishes_B: jax.Array,
 ) -> "DecodeState":
     """Record who chose the tokens of a decode step, and let the turns that they end wait.
 
@@ -95,7 +95,7 @@ def end_turns(
       before: the slots before the step.
       recorded: the state after it, with its tokens.
       is_given_B: which tokens are of an observation.
-      ended_B: which tokens would end a turn of their own.
+      finishes_B: which tokens would end a turn, by an EOS or a stop string.
     """
     dialogues, slots = recorded.dialogues, recorded.slots
     assert dialogues is not None
@@ -104,11 +104,14 @@ def end_turns(
     # A slot that waits runs its last token once more: nothing of it has changed.
     waits_B = waiting_slots(job, recorded)
     written_B = jnp.where(waits_B, N, before.sample)
+    ended_B = finishes_B | (slots.drawn == job.limit)
     if job.options.max_turn_length is not None:
         ended_B |= slots.drawn - dialogues.turn_start[sample_B] == job.options.max_turn_length
     # Strings are searched for in the policy's own turns only.
     given_B = jnp.where(is_given_B, written_B, N)
     return recorded._replace(
+        # Of the turn, until it is answered.
+        finished=recorded.finished.at[written_B].set(finishes_B & ~is_given_B, mode="drop"),
         slots=slots._replace(
             drawn=jnp.where(waits_B, before.drawn, slots.drawn),
             token=jnp.where(waits_B, before.token, slots.token),
@@ -163,8 +166,8 @@ def answer_turns(job: "DecodeJob", state: "DecodeState") -> "DecodeState":
         responses=state.responses.at[at_B[:, None], columns_BxO].set(
             answers.observations, mode="drop"
         ),
-        # A dialogue that runs out of room or turns is cut off.
-        finished=put(state.finished, answers.done),
+        # A dialogue is cut off by the number of turns, for want of room, or within its last turn.
+        finished=put(state.finished, answers.done & (state.finished[sample_B] | (slots.drawn < T))),
         # Strings are searched for within a turn.
         stop_states=put(state.stop_states, text_search.START),
         forbidden_states=put(state.forbidden_states, text_search.START),

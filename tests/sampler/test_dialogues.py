@@ -77,7 +77,8 @@ def talk(actor, prompt, row, sample, max_turns, max_turn_length):
         rewards[len(tokens) - 1] = float(reward)
         turns, turn = turns + 1, []
         if done or turns == max_turns or len(tokens) + int(length) >= T:
-            return Expected(tokens, logprobs, actions, rewards, bool(done))
+            was_cut = len(tokens) == T and tokens[-1] not in EOS
+            return Expected(tokens, logprobs, actions, rewards, bool(done) and not was_cut)
         tokens += observation[: int(length)].tolist()
         logprobs += [0.0] * int(length)
         actions += [False] * int(length)
