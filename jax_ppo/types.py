@@ -79,7 +79,8 @@ class Rollout:
       lengths: number of response tokens, 1..T.
       logprobs: log-probability of each token under the distribution it was drawn from, before
         top-k and top-p: log_softmax(logits / temperature). 0 past the length.
-      truncated: True if T tokens were drawn without an EOS.
+      truncated: True if T tokens were drawn without an EOS; with an environment, if that did not
+        end the dialogue.
       action_mask: True on the response tokens that the policy chose. False past the length, and on
         tokens inserted by the environment, such as the output of a tool. Models read all tokens;
         losses, advantages and token metrics count only the actions.

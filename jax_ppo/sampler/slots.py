@@ -59,7 +59,7 @@ class DecodeState(NamedTuple):
       responses: int32 [N, T], tokens drawn; 0 past the length.
       logprobs: float32 [N, T], their log-probabilities; 0 past the length.
       lengths: int32 [N], tokens of each response so far.
-      finished: bool [N], whether an EOS ended the response.
+      finished: bool [N], whether an EOS ended the response, or the environment the dialogue.
       stop_states: int32 [N], how far each response has got towards a stop string.
       forbidden_states: int32 [N], how far it has got towards a forbidden string.
       slot_steps: int32 scalar, tokens that the slots could have drawn so far: steps times slots.
