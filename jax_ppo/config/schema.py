@@ -1259,6 +1259,14 @@ class MeshShape:
         unit="devices",
         at_least=-1,
     )
+    stage: int = option(
+        1,
+        "stages that split the layers (pipeline parallelism) in scoring and training: each has as "
+        "many of them, and passes the hidden states of one packed row per device after the other "
+        "on to the next; in decoding, and outside the layers, they split rows as data does",
+        unit="devices",
+        at_least=1,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

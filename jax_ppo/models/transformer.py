@@ -46,6 +46,7 @@ from jax_ppo.models.layers import (
     multiply,
 )
 from jax_ppo.models.lora import Lora
+from jax_ppo.runtime.pipeline import num_stages, run_stages
 from jax_ppo.runtime.sharding import look_up_embedding
 from jax_ppo.types import Params
 
@@ -150,20 +151,29 @@ class Transformer(nn.Module):
         if cache is not None:
             # While decoding, positions reach up to the cache's last column, not to T.
             length = num_columns(self.decoding, cache[0])
-        rotations: tuple[rope.Rotation, ...] = (rope.rotation_tables(a, positions_BxT, length),)
-        if a.local_rope_theta is not None:
-            rotations = (*rotations, rope.rotation_tables(a, positions_BxT, length, local=True))
         if self.unrolled:
             # The token at position i belongs in column i of its row.
             columns_B = positions_BxT[:, 0]
+            rotations = self._rotations(positions_BxT, length)
             x, new_cache, auxiliary = self._unrolled_layers(
                 x, rotations, segments_BxT, cache, columns_B
             )
         else:
-            x, auxiliary = self._scanned_layers(x, rotations, segments_BxT)
+            # Parameters are created by the plain loop.
+            in_stages = num_stages() > 1 and not self.is_initializing()
+            run_layers = self._staged_layers if in_stages else self._scanned_layers
+            x, auxiliary = run_layers(x, positions_BxT, segments_BxT)
             new_cache = None
         norm = MODULES[a.block].norm(a, name="norm")
         return TransformerOutput(norm(x), new_cache, auxiliary)
+
+    def _rotations(self, positions_BxT: jax.Array, length: int) -> tuple[rope.Rotation, ...]:
+        """Return the rotations of global layers, and those of local ones if they differ."""
+        a = self.architecture
+        global_rotation = rope.rotation_tables(a, positions_BxT, length)
+        if a.local_rope_theta is None:
+            return (global_rotation,)
+        return global_rotation, rope.rotation_tables(a, positions_BxT, length, local=True)
 
     def _layer_options(self) -> dict[str, Any]:
         return {
@@ -184,17 +194,37 @@ class Transformer(nn.Module):
         return nn.remat(layer, prevent_cse=prevent_cse, policy=policy)
 
     def _scanned_layers(
-        self,
-        x: jax.Array,
-        rotations: tuple[rope.Rotation, ...],
-        segments_BxT: jax.Array | None,
+        self, x: jax.Array, positions_BxT: jax.Array, segments_BxT: jax.Array | None
     ) -> tuple[jax.Array, Auxiliary]:
         """Run all layers as one scan over stacked parameters."""
-        num_layers = self.architecture.num_layers
-        kinds = layer_kinds(self.architecture)
+        layers = self._layer_stack(self.architecture.num_layers, name="layers")
+        rotations = self._rotations(positions_BxT, positions_BxT.shape[1])
+        x, output = layers(x, self._kind_of_each(), rotations, segments_BxT)
+        return x, output.auxiliary
+
+    def _staged_layers(
+        self, x: jax.Array, positions_BxT: jax.Array, segments_BxT: jax.Array | None
+    ) -> tuple[jax.Array, Auxiliary]:
+        """Run the layers of each stage as a scan, one micro-batch after the other."""
+        # A stage's layers are a module of their own, without a name in this one.
+        stack = self._layer_stack(self.architecture.num_layers // num_stages(), parent=None)
+
+        def run_stage(layers: Any, x: jax.Array, rows: Any) -> tuple[jax.Array, Auxiliary]:
+            params, kind_of_each = layers
+            positions, segments = rows
+            rotations = self._rotations(positions, positions.shape[1])
+            x, output = stack.apply({"params": params}, x, kind_of_each, rotations, segments)
+            return x, output.auxiliary
+
+        layers: Any = (self.get_variable("params", "layers"), self._kind_of_each())
+        return run_stages(run_stage, layers, x, (positions_BxT, segments_BxT))
+
+    def _layer_stack(self, num_layers: int, **options: Any) -> Any:
+        """Return layers with stacked parameters, run one after the other."""
+        kinds = set(layer_kinds(self.architecture))
         in_loop = num_layers > MAX_UNROLLED_LAYERS
         # With layers of one kind it is a constant of the program, and no branch is compiled.
-        all_alike = len(set(kinds)) == 1
+        all_alike = len(kinds) == 1
         # Inside a loop XLA cannot merge the second computation with the first.
         layer = self._layer_class(prevent_cse=not in_loop)
         stack = nn.scan(
@@ -206,15 +236,15 @@ class Transformer(nn.Module):
             in_axes=(nn.broadcast if all_alike else 0, nn.broadcast, nn.broadcast),
             unroll=1 if in_loop else num_layers,
         )
-        layers = stack(
-            **self._layer_options(),
-            keep_cache=False,
-            kind=kinds[0] if all_alike else None,
-            name="layers",
-        )
-        kind_of_each = None if all_alike else LayerKind(*map(jnp.array, zip(*kinds, strict=True)))
-        x, output = layers(x, kind_of_each, rotations, segments_BxT)
-        return x, output.auxiliary
+        kind = next(iter(kinds)) if all_alike else None
+        return stack(**self._layer_options(), keep_cache=False, kind=kind, **options)
+
+    def _kind_of_each(self) -> LayerKind | None:
+        """Return the kinds of all layers, [L]; `None` if they are alike."""
+        kinds = layer_kinds(self.architecture)
+        if len(set(kinds)) == 1:
+            return None
+        return LayerKind(*map(jnp.array, zip(*kinds, strict=True)))
 
     def _unrolled_layers(
         self,

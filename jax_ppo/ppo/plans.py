@@ -155,7 +155,7 @@ class RolloutPlanner:
             self.row_length,
             groups.shape[1],
             meshes.row_shards(self.mesh),
-            meshes.gathers_weights(self.mesh),
+            meshes.needs_large_micro_batches(self.mesh),
         )
         return packing.plan_packing(lengths, groups, rows_at_once, self.row_length, self.packed)
 

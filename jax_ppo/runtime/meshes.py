@@ -1,8 +1,8 @@
 """Meshes: the devices of a run, arranged along named axes.
 
 Axes: `data` replicates the parameters; `fsdp` splits parameters and optimizer states, which are
-gathered layer by layer; `model` splits each matrix product (tensor parallelism). The rows of a
-batch are split over data x fsdp.
+gathered layer by layer; `model` splits each matrix product (tensor parallelism); `stage` splits the
+layers (pipeline.py). The rows of a batch are split over stage x data x fsdp.
 
 A further axis is a field of `config.schema.MeshShape`, which `AXES` follows; it is named in `ROWS`
 if it splits the rows of a batch, and in the rules of the parameters that it splits (sharding.py).
@@ -22,8 +22,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax_ppo.config.schema import MeshShape, RolloutMesh
 from jax_ppo.errors import UserError
 
-AXES = tuple(field.name for field in dataclasses.fields(MeshShape))
-ROWS = ("data", "fsdp")  # the axes that split the rows of a batch
+# In the order of the devices: neighbours split a matrix, and stages exchange the least.
+AXES = tuple(
+    sorted((field.name for field in dataclasses.fields(MeshShape)), key=lambda x: x != "stage")
+)
+ROWS = ("stage", "data", "fsdp")  # the axes that split the rows of a batch
 
 
 def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh:
@@ -64,9 +67,9 @@ def _devices_per_slice(devices: Sequence[jax.Device]) -> collections.Counter[int
 def arrange_slices(sizes: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
     """Return the devices of several slices in the shape of the mesh.
 
-    The slow network between slices is left to the first axes, `data` before `fsdp` before `model`,
-    which exchange the least: a mesh with `data` = the number of slices sends nothing but gradients
-    from one to another.
+    The slow network between slices is left to the first axes, `stage` before `data` before `fsdp`
+    before `model`, which exchange the least: a mesh with `data` = the number of slices sends
+    nothing but gradients from one to another, one with `stage` = that number mostly hidden states.
 
     Args:
       sizes: the size of each axis, the most frequent exchanges last.
@@ -112,8 +115,8 @@ def make_rollout_mesh(mesh: Mesh, shape: RolloutMesh) -> Mesh:
             f"config.rollout.mesh.data={shape.data} x config.rollout.mesh.model={shape.model}: "
             f"must multiply to the number of devices, {mesh.size}"
         )
-    sizes = {"data": data, "fsdp": 1, "model": shape.model}
-    devices = mesh.devices.reshape([sizes[axis] for axis in AXES])
+    sizes = {"data": data, "model": shape.model}
+    devices = mesh.devices.reshape([sizes.get(axis, 1) for axis in AXES])
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -130,6 +133,11 @@ def rows_per_shard(mesh: Mesh | AbstractMesh, count: int) -> int:
 def gathers_weights(mesh: Mesh | AbstractMesh) -> bool:
     """Return whether devices gather the parameters for each pass, layer by layer."""
     return mesh.shape["fsdp"] > 1
+
+
+def needs_large_micro_batches(mesh: Mesh | AbstractMesh) -> bool:
+    """Return whether each micro-batch costs time of its own: weights to gather, stages to fill."""
+    return gathers_weights(mesh) or mesh.shape["stage"] > 1
 
 
 def validate_architecture(
@@ -158,6 +166,7 @@ def validate_architecture(
         sizes["model"]["attention heads"] = architecture.num_heads
     else:
         sizes["model"]["vocabulary"] = architecture.vocab_size
+        sizes["stage"] = {"number of layers": architecture.num_layers}
     for axis, dimensions in sizes.items():
         parts = mesh.shape[axis]
         indivisible = [f"{name} ({size})" for name, size in dimensions.items() if size % parts]

@@ -23,8 +23,8 @@ Rules = tuple[tuple[str, P], ...]
 
 # (path pattern, layout). The first pattern that matches the end of a parameter's path decides; a
 # parameter without a match raises. Parameters below "layers/" have the stacked layers' axis in
-# front, which is never split.
-TRAIN_RULES: Rules = (
+# front. Stages split it in a decoder (`TRAIN_RULES`); an encoder's is never split.
+ENCODER_RULES: Rules = (
     (r"(embed|lm_head)/embedding", P("model", "fsdp")),
     # Before the rules of other kernels: experts have an axis of their own.
     (r"layers/.*experts/(gate_proj|up_proj)/kernel", P(None, None, "fsdp", "model")),
@@ -51,6 +51,10 @@ TRAIN_RULES: Rules = (
     (r"(conv|pooler|score)/bias", P()),
     (r"(layers/)?\w+_norm/(scale|bias)", P()),
     (r"count", P()),  # of the optimizer
+)
+TRAIN_RULES: Rules = tuple(
+    (pattern, P("stage", *spec[1:]) if pattern.startswith("layers/") else spec)
+    for pattern, spec in ENCODER_RULES
 )
 # Decoding reads every weight once per token: nothing is split along fsdp, so that nothing is
 # gathered inside the loop.
@@ -92,7 +96,7 @@ def tree_shardings(mesh: Mesh | AbstractMesh, tree: Any, rules: Rules) -> Any:
     Args:
       mesh: the mesh of the shardings.
       tree: arrays or shapes.
-      rules: `TRAIN_RULES` or `DECODE_RULES`.
+      rules: `TRAIN_RULES`, `ENCODER_RULES` or `DECODE_RULES`.
 
     Raises:
       ValueError: a path matches no rule.
@@ -222,8 +226,7 @@ def split_heads(attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]
             return attention(q, k, v, per_row)
         if set(mesh.axis_names) == set(mesh.manual_axes):
             return attention(q, k, v, per_row)
-        # Inside `split_rows` the rows are this device's own already.
-        first = None if set(ROWS) <= set(mesh.manual_axes) else ROWS
+        first = _remaining_row_axes(mesh)
         heads = P(first, None, "model", None)
         return jax.shard_map(
             attention,
@@ -234,6 +237,11 @@ def split_heads(attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]
         )(q, k, v, per_row)
 
     return run
+
+
+def _remaining_row_axes(mesh: AbstractMesh) -> tuple[str, ...] | None:
+    """Return the axes that still split rows: inside `split_rows` none, in a stage `fsdp` alone."""
+    return tuple(axis for axis in ROWS if axis not in mesh.manual_axes) or None
 
 
 def num_split_kv_heads(heads: int) -> int:
@@ -327,9 +335,9 @@ def split_experts(function: Callable[..., jax.Array]) -> Callable[..., jax.Array
 
     def run(x: jax.Array, weights: jax.Array, experts: jax.Array, projections: Any) -> jax.Array:
         mesh = jax.sharding.get_abstract_mesh()
-        # Inside `split_rows` the rows are this device's own already.
-        has_own_rows = set(ROWS) <= set(mesh.manual_axes)
-        if mesh.empty or not has_own_rows and len(x) % row_shards(mesh):
+        row_axes = None if mesh.empty else _remaining_row_axes(mesh)
+        row_parts = math.prod(mesh.shape[axis] for axis in row_axes or ())
+        if mesh.empty or len(x) % row_parts:
             return function(x, weights, experts, projections)
 
         def run_part(*arguments: Any) -> jax.Array:
@@ -339,7 +347,7 @@ def split_experts(function: Callable[..., jax.Array]) -> Callable[..., jax.Array
 
         if set(mesh.axis_names) == set(mesh.manual_axes):
             return run_part(x, weights, experts, projections)
-        rows = P(None if has_own_rows else ROWS)
+        rows = P(row_axes)
         parts = {
             name: {kind: _EXPERT_PARTS[name][kind] for kind in arrays}
             for name, arrays in projections.items()
@@ -371,8 +379,7 @@ def split_vocabulary(function: Callable[..., Any]) -> Callable[..., Any]:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.shape["model"] == 1:
             return function(logits_BxV, per_row, *others_BxV, axis=None)
-        # Inside `split_rows` the rows are this device's own already.
-        first = None if set(ROWS) <= set(mesh.manual_axes) else ROWS
+        first = _remaining_row_axes(mesh)
         return jax.shard_map(
             functools.partial(function, axis="model"),
             in_specs=(P(first, "model"), P(first), *[P(first, "model")] * len(others_BxV)),
@@ -442,7 +449,7 @@ def look_up_embedding(
         return jax.lax.psum(x_rxLxD, "model") if "model" in split else x_rxLxD
 
     # The gradient is summed over the axes that the table's layout does not name.
-    columns = "fsdp" if "data" in split else ROWS
+    columns = tuple(axis for axis in ROWS if axis == "fsdp" or axis not in split)
     table = P("model" if "model" in split else None, columns)
     return jax.shard_map(look_up, in_specs=(table, P(ROWS)), out_specs=P(ROWS))(
         embedding_VxD, tokens_RxL
@@ -464,8 +471,8 @@ def scatter_group_sum(gradient_GxVxD: jax.Array) -> jax.Array:
     """Return the sum over groups, [V, D], laid out like an embedding in training.
 
     The groups are those of `split_by_device`. Each device receives only its columns of the sum (a
-    reduce-scatter over `fsdp`), and only these are summed over `data`; the compiler for the CPU
-    would sum and send all columns.
+    reduce-scatter over `fsdp`), and only these are summed over the other axes of rows; the compiler
+    for the CPU would sum and send all columns.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -476,7 +483,8 @@ def scatter_group_sum(gradient_GxVxD: jax.Array) -> jax.Array:
         if mesh.shape["fsdp"] > 1:
             columns = jax.lax.psum_scatter(columns, "fsdp", scatter_dimension=1, tiled=True)
         # XLA keeps a sum over a single device.
-        return jax.lax.psum(columns, "data") if mesh.shape["data"] > 1 else columns
+        others = tuple(axis for axis in ROWS if axis != "fsdp" and mesh.shape[axis] > 1)
+        return jax.lax.psum(columns, others) if others else columns
 
     return jax.shard_map(
         exchange, in_specs=P(ROWS, "model", None), out_specs=P("model", "fsdp"), check_vma=False
@@ -508,3 +516,63 @@ def embedding_layouts(mesh: Mesh, params: Any) -> Any:
         return None
 
     return jax.tree_util.tree_map_with_path(layout, params)
+
+
+def split_stages(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    """Make each stage run `function` on its own layers, and each device of `data` on its own rows.
+
+    The compiler splits what the other axes split. Gradients of layers are summed over `data` once,
+    after the function: a compiler would do so after each micro-batch.
+
+    Args:
+      function: of (arrays with layers in front, any tree of arrays [1, M, r, ...] as
+        `gather_micro_batches` returns them); it returns such an array, and arrays
+        [layers, M, r, ...].
+    """
+
+    def run(layers: Any, micro_batches: Any) -> tuple[Any, Any]:
+        # XLA keeps a sum over a single device.
+        data = "data" if jax.sharding.get_abstract_mesh().shape["data"] > 1 else None
+        of_stage = P("stage", None, data)
+        return jax.shard_map(
+            function,
+            in_specs=(P("stage"), of_stage),
+            out_specs=(of_stage, of_stage),
+            axis_names={"stage"} | ({data} if data else set()),
+            check_vma=False,
+        )(layers, micro_batches)
+
+    return run
+
+
+# Of [S, M, r, ...]: a copy of the micro-batches per stage, and the rows of each that are not split
+# over stages.
+_MICRO_BATCHES = P("stage", None, tuple(axis for axis in ROWS if axis != "stage"))
+
+
+def gather_micro_batches(x_Rx: jax.Array) -> jax.Array:
+    """Give each of S stages a copy of all rows as micro-batches, [S, M, r, ...].
+
+    A micro-batch has r rows, one on each device of a stage. No stage sees the others' copies.
+
+    Args:
+      x_Rx: rows [R, ...], where R is a multiple of `row_shards`.
+    """
+
+    def gather(own: jax.Array) -> jax.Array:
+        every = jax.lax.all_gather(own, "stage", tiled=True)
+        return every[None, :, None]
+
+    return jax.shard_map(gather, in_specs=P(ROWS), out_specs=_MICRO_BATCHES)(x_Rx)
+
+
+def scatter_micro_batches(x_SxMxr: jax.Array) -> jax.Array:
+    """Return the last stage's copy as rows [R, ...], in the order before `gather_micro_batches`."""
+
+    def scatter(own: jax.Array) -> jax.Array:
+        # Every stage sends, the last one's part counts: unlike a sum this rounds nothing.
+        stages = jax.lax.axis_size("stage")
+        parts = own.reshape(stages, -1, *own.shape[3:])
+        return jax.lax.all_to_all(parts, "stage", split_axis=0, concat_axis=0)[-1]
+
+    return jax.shard_map(scatter, in_specs=_MICRO_BATCHES, out_specs=P(ROWS))(x_SxMxr)

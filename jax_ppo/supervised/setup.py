@@ -104,7 +104,7 @@ class SupervisedRun:
             self.row_length,
             num_rows,
             meshes.row_shards(self.mesh),
-            meshes.gathers_weights(self.mesh),
+            meshes.needs_large_micro_batches(self.mesh),
         )
         # A length of 0 takes no place in a row.
         is_real = np.arange(num_rows) < (num_rows if count is None else count)

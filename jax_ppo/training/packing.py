@@ -25,27 +25,28 @@ def rows_per_micro_batch(
     row_length: int,
     samples: int,
     shards: int,
-    gathers_weights: bool = False,
+    has_fixed_cost: bool = False,
 ) -> int:
     """Return the number of rows R of a micro-batch over all devices.
 
     Without `per_device` a device takes a sixteenth of its samples, since the last micro-batch is
     half empty on average; up to a quarter if that is at most MIN_MICRO_BATCH_TOKENS, since small
     matrix products are slow; and at most MAX_MICRO_BATCH_TOKENS. Where each micro-batch gathers the
-    weights (`fsdp`), it takes up to a quarter whatever their tokens, so that it does so rarely.
+    weights (`fsdp`) or fills a pipeline (`stage`), it takes up to a quarter whatever their tokens,
+    so that it does so rarely.
 
     Args:
       per_device: configured rows per device; `None` to choose.
       row_length: L.
       samples: number of samples to pack.
       shards: number of parts that the mesh splits rows into.
-      gathers_weights: whether devices gather the weights for each micro-batch.
+      has_fixed_cost: whether each micro-batch costs time of its own, whatever its size.
 
     Returns:
       A multiple of `shards`, no larger than needed for one row per sample.
     """
     max_rows = -(-samples // shards)
-    worthwhile_tokens = MAX_MICRO_BATCH_TOKENS if gathers_weights else MIN_MICRO_BATCH_TOKENS
+    worthwhile_tokens = MAX_MICRO_BATCH_TOKENS if has_fixed_cost else MIN_MICRO_BATCH_TOKENS
     default = max(max_rows // 16, min(max_rows // 4, worthwhile_tokens // row_length))
     default = max(1, min(default, MAX_MICRO_BATCH_TOKENS // row_length))
     return shards * min(per_device or default, max_rows)

@@ -109,10 +109,10 @@ def state_shapes(config: Config, nets: Networks, mesh: Mesh) -> TrainState:
     # Frozen models need no float32 master copy.
     frozen_dtype = jnp.dtype(config.model.dtype)
 
-    def frozen(shapes: Params) -> Params:
+    def frozen(shapes: Params, rules: sharding.Rules = sharding.TRAIN_RULES) -> Params:
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, frozen_dtype, sharding=x.sharding),
-            _with_train_layout(shapes, mesh),
+            _with_train_layout(shapes, mesh, rules),
         )
 
     reference = reward = None
@@ -121,7 +121,9 @@ def state_shapes(config: Config, nets: Networks, mesh: Mesh) -> TrainState:
         if config.algorithm.reference_offload:
             reference = _in_host_memory(reference, mesh)
     if nets.reward is not None:
-        reward = frozen(_init_shapes(nets.reward, "scalar"))
+        is_encoder = isinstance(nets.reward, Deberta)
+        rules = sharding.ENCODER_RULES if is_encoder else sharding.TRAIN_RULES
+        reward = frozen(_init_shapes(nets.reward, "scalar"), rules)
         if config.reward.param_offload:
             reward = _in_host_memory(reward, mesh)
     return TrainState(
@@ -373,10 +375,12 @@ def _key_shape() -> jax.ShapeDtypeStruct:
     return jax.eval_shape(lambda: jax.random.key(0))
 
 
-def _with_train_layout(shapes: Params, mesh: Mesh) -> Params:
+def _with_train_layout(
+    shapes: Params, mesh: Mesh, rules: sharding.Rules = sharding.TRAIN_RULES
+) -> Params:
     """Return the same shapes with the shardings of training."""
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         shapes,
-        sharding.tree_shardings(mesh, shapes, sharding.TRAIN_RULES),
+        sharding.tree_shardings(mesh, shapes, rules),
     )

@@ -22,7 +22,11 @@ import test_update  # noqa: E402
 
 import tiny  # noqa: E402
 
-SHAPES = ({"data": 2, "fsdp": 2, "model": 2}, {"data": 1, "model": 2})
+SHAPES = (
+    {"data": 2, "fsdp": 2, "model": 2},
+    {"data": 1, "model": 2},
+    {"data": 1, "stage": 2, "fsdp": 2, "model": 2},
+)
 make_config = tiny.config
 
 
@@ -45,6 +49,8 @@ def wide_config(**changes: Any) -> Any:
 def main() -> None:
     """Compare each mesh with one device."""
     tiny.config = wide_config
+    # A layer for each of two stages.
+    tiny.ARCHITECTURE = dataclasses.replace(tiny.ARCHITECTURE, num_layers=2)
     options = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1, "actor__ppo_epochs": 2}
     config = tiny.config(**options, actor__optim__eps=1e-3)
 

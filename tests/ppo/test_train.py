@@ -329,8 +329,11 @@ def assert_same_run(workdir, other, tolerance):
         ("--config.mesh.fsdp=2", "--config.mesh.model=2"),
         # Training splits parameters over eight devices, decoding splits matrices over four.
         ("--config.mesh.data=1", "--config.mesh.fsdp=8", "--config.rollout.mesh.model=4"),
+        ("--config.mesh.stage=2", "--config.mesh.model=4", "--config.rollout.mesh.model=4"),
+        # Decoding on the run's mesh: stages have different rows.
+        ("--config.mesh.stage=2", "--config.mesh.fsdp=2", "--config.mesh.model=2"),
     ],
-    ids=["one mesh", "a rollout mesh"],
+    ids=["one mesh", "a rollout mesh", "stages and a rollout mesh", "stages"],
 )
 def test_eight_devices_train_as_one_does(files, undisturbed, tmp_path, options):
     run(files, tmp_path, *options, devices=8)

@@ -25,6 +25,7 @@ def test_impossible_meshes(shape, devices):
 
 def test_free_axis_takes_what_is_left():
     assert dict(meshes.make_mesh(MeshShape(model=2), jax.devices()[:8]).shape) == {
+        "stage": 1,
         "data": 4,
         "fsdp": 1,
         "model": 2,

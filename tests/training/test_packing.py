@@ -61,7 +61,7 @@ def test_rows_at_once():
 
 def test_rows_at_once_where_each_micro_batch_gathers_the_weights():
     """8,192 tokens instead of a sixteenth of the samples, but no more than a quarter of them."""
-    at_once = functools.partial(packing.rows_per_micro_batch, gathers_weights=True)
+    at_once = functools.partial(packing.rows_per_micro_batch, has_fixed_cost=True)
     assert at_once(None, 1024, samples=64, shards=1) == 8
     assert packing.rows_per_micro_batch(None, 1024, samples=64, shards=1) == 4
     assert at_once(None, 1024, samples=16, shards=1) == 4

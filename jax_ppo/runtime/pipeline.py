@@ -1,0 +1,96 @@
+"""Pipeline stages: each runs its own layers on one micro-batch after the other.
+
+With S stages and M micro-batches the loop has M + S - 1 ticks. In tick t stage s works on
+micro-batch t - s: it runs its layers and passes the hidden states on to stage s + 1. While the
+pipeline fills and drains a stage has no micro-batch, and what it computes is dropped: the bubble,
+(S - 1) / (M + S - 1) of the ticks (GPipe; Huang et al. 2019, arXiv:1811.06965). The gradient of the
+loop is the pipeline in reverse.
+
+A micro-batch has one row per device of `data` and `fsdp`. The rows of a batch are split over stages
+too, outside of the layers: no stage repeats another's embeddings and logits.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ppo.runtime import meshes, sharding
+
+
+def num_stages() -> int:
+    """Return the number of stages of the mesh in the context; 1 without one or inside a stage."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty or "stage" in mesh.manual_axes else mesh.shape["stage"]
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """Return the share of a stage's time in which it has no micro-batch, 0..1."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def run_stages(
+    run_stage: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]],
+    layers: Any,
+    x_RxLxD: jax.Array,
+    rows: Any,
+) -> tuple[jax.Array, Any]:
+    """Run all layers on all rows, inside a compiled function with a mesh of several stages.
+
+    Args:
+      run_stage: of (a stage's layers, hidden states [r, L, D], rows); returns hidden states and any
+        further outputs, arrays [a stage's layers, r, ...].
+      layers: arrays with the stacked layers' axis in front, which the stages split.
+      x_RxLxD: hidden states, the input of the first layer.
+      rows: arrays [R, ...] that each layer needs.
+
+    Returns:
+      The output of the last layer, [R, L, D], and the further outputs of all layers,
+      [layers, R, ...].
+
+    Raises:
+      ValueError: R is no multiple of the number of parts that the mesh splits rows into.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    stages = mesh.shape["stage"]
+    if len(x_RxLxD) % meshes.row_shards(mesh):
+        raise ValueError(
+            f"{len(x_RxLxD)} rows cannot be split into {meshes.row_shards(mesh)} equal parts"
+        )
+
+    def run(own_layers: Any, micro_batches: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        stage = jax.lax.axis_index("stage")
+        x_MxrxLxD, rows = jax.tree.map(lambda x: x[0], micro_batches)
+        M = len(x_MxrxLxD)
+
+        def tick(
+            received: jax.Array, inputs: tuple[jax.Array, jax.Array]
+        ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+            t, first = inputs
+            # Outside of its range a stage repeats an end of it, and the result is dropped.
+            own = jnp.clip(t - stage, 0, M - 1)
+            x = jnp.where(stage == 0, first, received)
+            x, others = run_stage(own_layers, x, jax.tree.map(lambda array: array[own], rows))
+            passed_on = jax.lax.ppermute(x, "stage", [(s, s + 1) for s in range(stages - 1)])
+            return passed_on, (x, others)
+
+        ticks = jnp.arange(M + stages - 1)
+        inputs = x_MxrxLxD[jnp.minimum(ticks, M - 1)]
+        # A stage that waits for its first micro-batch computes with any finite numbers.
+        _, (outputs, others) = jax.lax.scan(tick, x_MxrxLxD[0], (ticks, inputs))
+        # A stage begins with its first micro-batch in the tick of its own number.
+        others = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, stage, M), others)
+        return outputs[None, stages - 1 :], jax.tree.map(lambda x: x.swapaxes(0, 1), others)
+
+    micro_batches = jax.tree.map(sharding.gather_micro_batches, (x_RxLxD, rows))
+    hidden, others = sharding.split_stages(run)(layers, micro_batches)
+    others = jax.tree.map(lambda x: _to_rows(x, stages), others)
+    return sharding.scatter_micro_batches(hidden), others
+
+
+def _to_rows(x_NxMxr: jax.Array, stages: int) -> jax.Array:
+    """Return the micro-batches [N, M, r, ...] of N layers as rows [N, R, ...]."""
+    N, M, r, *rest = x_NxMxr.shape
+    # Rows are split over stages first, and each device has some in a row.
+    return x_NxMxr.reshape(N, stages, M // stages, r, *rest).swapaxes(2, 3).reshape(N, M * r, *rest)
