@@ -44,6 +44,7 @@ TEST_METRICS = "tests/reporting/test_sinks.py"
 TEST_CHECKPOINT = "tests/training/test_checkpoint.py"
 TEST_MASKED = "tests/kernels/test_masked.py"
 TEST_LOGPROBS = "tests/kernels/test_logprobs.py"
+TEST_STAGES = "tests/models/test_pipeline_stages.py"
 TEST_UPDATE = "tests/ppo/test_update.py"
 TEST_EXPERIENCE = "tests/ppo/test_experience.py"
 
@@ -809,6 +810,18 @@ PACKED_ROWS = [
         where="plan_packing",
         old="-(-len(rows) // R)",
         new="len(rows) // R",
+    ),
+    Exhibit(
+        name="every_micro_batch_of_a_pipeline_gets_the_mask_of_the_first",
+        source=(
+            "pytorch/torchtitan#1723: the mask is built for the batch and not split with it; "
+            "KempnerForge#204: stages get no segments at all"
+        ),
+        holds="a stage reads the positions and segments of the micro-batch that it works on",
+        test=f"{TEST_STAGES}::test_stages_change_no_hidden_state_and_no_gradient[four_stages]",
+        where="run_stages",
+        old="jnp.clip(t - stage, 0, M - 1)",
+        new="0",
     ),
 ]
 
@@ -2109,6 +2122,15 @@ DIALOGUES = [
         where="add_kl_penalty",
         old="masked.masked_mean(kl_tokens, actions)",
         new="kl_tokens.mean()",
+    ),
+    Exhibit(
+        name="every_stage_works_on_the_micro_batch_of_the_first",
+        source=MUTATION,
+        holds="in tick t stage s has the rows of micro-batch t - s",
+        test=f"{TEST_STAGES}::test_stages_change_no_hidden_state_and_no_gradient[four_stages]",
+        where="run_stages",
+        old="t - stage",
+        new="t",
     ),
 ]
 

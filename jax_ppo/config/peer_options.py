@@ -64,6 +64,8 @@ VERL = {
     "actor.fsdp_config.optimizer_offload": "config.actor.optimizer_offload",
     "actor.fsdp_config.model_dtype": "config.actor.optim.param_dtype",
     "actor.strategy": _MESH,
+    "actor.megatron.tensor_model_parallel_size": "config.mesh.model",
+    "actor.megatron.pipeline_model_parallel_size": "config.mesh.stage",
     "actor.ulysses_sequence_parallel_size": "sequences are not split over devices",
     "actor.use_torch_compile": "everything is compiled",
     "actor.checkpoint.save_contents": "checkpoints hold everything that a resumed run needs",

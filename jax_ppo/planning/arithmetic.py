@@ -10,6 +10,7 @@ from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.planning.phases import PhaseMemory
 from jax_ppo.planning.setup import AbstractStep, Role
+from jax_ppo.planning.stages import schedule_rows
 from jax_ppo.ppo.memory_check import Fetched, fetched_by_phase
 from jax_ppo.ppo.scoring import ScoringOptions
 from jax_ppo.runtime import meshes
@@ -113,9 +114,11 @@ def _sampling_temporaries(step: AbstractStep) -> int:
 def _scoring_temporaries(step: AbstractStep, role: Role) -> int:
     """Return what a forward pass over a micro-batch needs."""
     packing, _ = step.plans.scoring
-    tokens = _device_tokens(step, packing.sample.shape[1:])
+    shape = packing.sample.shape[1:]
+    tokens = _device_tokens(step, shape)
     parts = step.programs.mesh.shape["model"]
-    layers = _layer_bytes(role, tokens, parts) + _gathered_layers(step, role)
+    layers = _layer_bytes(role, _layer_tokens(step, role, shape), parts)
+    layers += _gathered_layers(step, role) + _pipeline_bytes(step, role, shape)
     head = _logits_bytes(step, role, tokens) if role.has_logits else 0
     return _cast_weights(step, role) + _join(step, layers, head)
 
@@ -124,13 +127,22 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
     """Return what an optimizer step needs beside the sum of gradients."""
     architecture, parts = role.architecture, step.programs.mesh.shape["model"]
     assert isinstance(role.net, Transformer), "encoders are not trained"
-    tokens = _device_tokens(step, batches.packing.sample.shape[2:])
-    # The gradients of a micro-batch; those outside the layers are added to the sum at once.
-    gradients = bytes_per_device(role.trained["layers"])
-    layer = _layer_bytes(role, tokens, parts)
-    # The input of each layer is kept and the layer computed again, or all of it is kept.
-    kept = tokens * architecture.hidden_size * role.itemsize if role.net.remat else layer
-    layers = layer * 3 // 2 + _gathered_layers(step, role, with_gradient=True)
+    shape = batches.packing.sample.shape[2:]
+    tokens = _device_tokens(step, shape)
+    schedule = schedule_rows(step.programs.mesh, shape[0])
+    # The gradients of a micro-batch; those outside the layers are added to the sum at once. In
+    # stages there are those of a tick, too.
+    gradients = bytes_per_device(role.trained["layers"]) * min(schedule.stages, 2)
+    # The input of each layer is kept and the layer computed again, or all of it is kept; in stages,
+    # of a device's part of the layers in each tick.
+    kept = _layer_bytes(role, tokens, parts)
+    if role.net.remat:
+        kept = tokens * architecture.hidden_size * role.itemsize
+    kept = round(kept * schedule.slowdown)
+    layers = _layer_bytes(role, _layer_tokens(step, role, shape), parts) * 3 // 2
+    layers += _gathered_layers(step, role, with_gradient=True)
+    # Hidden states, and their gradients.
+    layers += 2 * _pipeline_bytes(step, role, shape)
     head = 0
     if role.has_logits:
         head = _logits_bytes(step, role, tokens) + _chunk_bytes(role, tokens, parts) // 2
@@ -155,6 +167,27 @@ def _join(step: AbstractStep, layers: int, head: int) -> int:
 def _device_tokens(step: AbstractStep, shape: tuple[int, ...]) -> int:
     """Return the tokens of a device in a micro-batch of [R, L]."""
     return int(np.prod(shape)) // meshes.row_shards(step.programs.mesh)
+
+
+def _layer_tokens(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
+    """Return the tokens that a layer has at once on a device, of a micro-batch of [R, L].
+
+    In stages they are those of one row.
+    """
+    is_encoder = isinstance(role.architecture, DebertaArchitecture)
+    if step.programs.mesh.shape["stage"] == 1 or is_encoder:
+        return _device_tokens(step, shape)
+    return shape[-1]
+
+
+def _pipeline_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
+    """Return the bytes of the hidden states that enter and leave a stage, of rows [R, L]."""
+    schedule = schedule_rows(step.programs.mesh, shape[0])
+    if schedule.stages == 1 or isinstance(role.architecture, DebertaArchitecture):
+        return 0
+    # Gathered rows, the input of each tick and its output.
+    hidden_rows = schedule.micro_batches + 2 * schedule.ticks
+    return hidden_rows * shape[-1] * role.architecture.hidden_size * role.itemsize
 
 
 def _cast_weights(step: AbstractStep, role: Role) -> int:

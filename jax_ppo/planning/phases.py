@@ -91,6 +91,7 @@ class Phase:
       memory: bytes per device; temporaries are the compiler's where there is one.
       estimated_peak: the peak by arithmetic alone.
       is_refused: whether the compiler refused the program for its memory.
+      bubble: share of the time in the layers in which a pipeline stage waits, 0..1.
       work: of one device.
       seconds: predicted by the device's peak rates; `None` if they are unknown.
     """
@@ -101,6 +102,7 @@ class Phase:
     work: PhaseWork
     seconds: float | None
     is_refused: bool = False
+    bubble: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +175,7 @@ class StepPlan:
                     "peak": phase.memory.peak,
                     "estimated_peak": phase.estimated_peak,
                     "is_refused": phase.is_refused,
+                    "bubble": phase.bubble,
                     **vars(phase.work),
                     "predicted_seconds": phase.seconds,
                 }

@@ -21,6 +21,7 @@ _PREDICTION = (
     "are slower."
 )
 _MOST_REMEDIES = 8
+_USUAL_AXES = ("data", "fsdp", "model")
 
 
 def format_plan(plan: StepPlan) -> str:
@@ -37,11 +38,17 @@ def _heading(plan: StepPlan) -> str:
     shape = _mesh_text(plan.mesh)
     if plan.rollout_mesh != plan.mesh:
         shape += f", decoding on {_mesh_text(plan.rollout_mesh)}"
-    return f"{plan.topology.name}, mesh {shape}\ntemporaries: {plan.source}"
+    lines = [f"{plan.topology.name}, mesh {shape}", f"temporaries: {plan.source}"]
+    bubbles = [f"{TITLES[x.name]} {x.bubble:.1%}" for x in plan.phases if x.bubble]
+    if bubbles:
+        lines.append(f"stages wait for this part of the time in the layers: {'; '.join(bubbles)}")
+    return "\n".join(lines)
 
 
 def _mesh_text(shape: dict[str, int]) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in shape.items())
+    # Axes that few runs have are left out where they split nothing.
+    shown = {axis: size for axis, size in shape.items() if size > 1 or axis in _USUAL_AXES}
+    return " x ".join(f"{axis} {size}" for axis, size in shown.items())
 
 
 def _memory_table(plan: StepPlan) -> str:

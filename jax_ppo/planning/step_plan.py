@@ -11,6 +11,7 @@ from jax_ppo.planning.arithmetic import estimate_phases
 from jax_ppo.planning.compiled import measure_phases
 from jax_ppo.planning.phases import TITLES, Phase, StepPlan
 from jax_ppo.planning.setup import read_descriptions, set_up_step
+from jax_ppo.planning.stages import count_bubbles
 from jax_ppo.planning.work import count_work, predict_seconds
 from jax_ppo.ppo.remedies import rank_remedies
 from jax_ppo.runtime import meshes
@@ -55,6 +56,7 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
             step = set_up_step(config, nets, mesh)
             estimated = estimate_phases(step)
             work = count_work(step)
+            bubbles = count_bubbles(mesh, step.plans)
         measured, refused = measure_phases(step) if is_compiled else (estimated, set())
         rates = PEAK_RATES.get(topology.device_type.jax_kind)
         phases = tuple(
@@ -63,6 +65,7 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
                 memory=measured[name],
                 estimated_peak=estimated[name].peak,
                 is_refused=name in refused,
+                bubble=bubbles.get(name, 0.0),
                 work=work[name],
                 seconds=predict_seconds(
                     work[name], rates, topology.network_bytes(mesh.shape["model"])

@@ -5,6 +5,7 @@ its matrix products, its memory traffic and its exchanges takes at the device's 
 et al. 2009, doi 10.1145/1498765.1498785): a bound that no run undercuts, not a measurement.
 """
 
+import jax
 import numpy as np
 
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
@@ -12,6 +13,7 @@ from jax_ppo.models.flops import count_forward_flops
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.planning.phases import PhaseWork
 from jax_ppo.planning.setup import AbstractStep, Role
+from jax_ppo.planning.stages import StageSchedule, schedule_rows
 from jax_ppo.ppo.scoring import ScoringOptions
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.device_memory import bytes_per_device
@@ -126,22 +128,21 @@ def _score(step: AbstractStep, role: Role) -> PhaseWork:
     """Return the work of a forward pass over all packed rows."""
     packing, _ = step.plans.scoring
     micro_batches, rows, length = packing.sample.shape
-    tokens = rows * length / meshes.row_shards(step.programs.mesh)
-    products = PhaseWork(flops=_rollout_flops(step, role))
-    return _pass_work(step, role, tokens) * micro_batches + products
+    products = PhaseWork(flops=_rollout_flops(step, role, rows))
+    return _pass_work(step, role, rows, length) * micro_batches + products
 
 
 def _update(step: AbstractStep, role: Role, batches: MiniBatches, epochs: int) -> PhaseWork:
     """Return the work of all optimizer steps of a role."""
     assert isinstance(role.net, Transformer), "encoders are not trained"
-    mesh = step.programs.mesh
     steps, micro_batches, rows, length = batches.packing.sample.shape
-    forward = _pass_work(step, role, rows * length / meshes.row_shards(mesh))
+    forward = _pass_work(step, role, rows, length)
     # The backward pass has products for the gradients of inputs and, unless only adapters learn,
     # of weights. With gradient checkpointing, the forward products are computed twice.
     recomputed = int(role.net.remat)
     backward = 2 if role.net.lora is None else 1
-    products = PhaseWork(flops=_rollout_flops(step, role) * (1 + recomputed + backward) * epochs)
+    flops = _rollout_flops(step, role, rows)
+    products = PhaseWork(flops=flops * (1 + recomputed + backward) * epochs)
     # The backward pass moves what the forward pass moves twice, and gathers the weights again.
     passes = PhaseWork(
         memory_bytes=forward.memory_bytes * (3 + recomputed),
@@ -150,7 +151,7 @@ def _update(step: AbstractStep, role: Role, batches: MiniBatches, epochs: int) -
     )
     gradient = bytes_per_device(role.trained)
     elements = gradient / _GRADIENT_ITEMSIZE
-    summed = _gradient_link_bytes(step, role, gradient)
+    summed = _gradient_link_bytes(step, role, gradient, _schedule(step, role, rows))
     sums = PhaseWork(
         memory_bytes=elements * _ACCUMULATION_BYTES, link_bytes=summed, row_bytes=summed
     )
@@ -158,27 +159,47 @@ def _update(step: AbstractStep, role: Role, batches: MiniBatches, epochs: int) -
     return products + ((passes + sums) * micro_batches + optimizer) * steps
 
 
-def _rollout_flops(step: AbstractStep, role: Role) -> float:
-    """Return the operations per device of a forward pass over all samples."""
+def _rollout_flops(step: AbstractStep, role: Role, rows: int) -> float:
+    """Return the operations per device of a forward pass over all samples.
+
+    A stage without a micro-batch counts as if it had one.
+    """
     config, samples = step.programs.config, step.programs.samples
     lengths = np.full(samples, config.sequence_length)
     num_logits = samples * config.data.max_response_length if role.has_logits else 0
-    flops = count_forward_flops(role.architecture, lengths, num_logits)
-    return flops / step.programs.mesh.size
+    layers = count_forward_flops(role.architecture, lengths)
+    logits = count_forward_flops(role.architecture, lengths, num_logits) - layers
+    layers *= _schedule(step, role, rows).slowdown
+    return (layers + logits) / step.programs.mesh.size
 
 
-def _pass_work(step: AbstractStep, role: Role, tokens: float) -> PhaseWork:
-    """Return memory traffic and exchanges of a forward pass over `tokens` of a device."""
+def _schedule(step: AbstractStep, role: Role, rows: int) -> StageSchedule:
+    """Return how the stages run a pass; an encoder has none."""
+    if isinstance(role.architecture, DebertaArchitecture):
+        return StageSchedule(stages=1, micro_batches=1)
+    return schedule_rows(step.programs.mesh, rows)
+
+
+def _pass_work(step: AbstractStep, role: Role, rows: int, length: int) -> PhaseWork:
+    """Return memory traffic and exchanges of a device in a forward pass over all `rows`."""
     mesh, architecture = step.programs.mesh, role.architecture
-    weights = _gathered_bytes(step, role)
+    schedule = _schedule(step, role, rows)
+    weights = _gathered_bytes(step, role, schedule)
     if isinstance(architecture, DebertaArchitecture):
         return PhaseWork(memory_bytes=weights)
+    own_tokens = rows * length / meshes.row_shards(mesh)
+    # A device runs its part of the layers on the rows of all stages.
+    tokens = own_tokens * schedule.slowdown
     parts, gathered = mesh.shape["model"], mesh.shape["fsdp"]
     heads = (architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim
     mlp = len(architecture.mlp_projections) * architecture.active_width
     outputs = (heads + mlp) / parts
     moved = _HIDDEN_MOVES * architecture.hidden_size + _OUTPUT_MOVES * outputs
     received = weights * (gathered - 1) / gathered
+    if schedule.stages > 1:
+        # One row of hidden states per tick, and the rows to the first stage and from the last.
+        hidden_rows = schedule.ticks + 2 * schedule.micro_batches
+        received += hidden_rows * length * architecture.hidden_size * role.itemsize
     return PhaseWork(
         memory_bytes=weights + tokens * architecture.num_layers * moved * role.itemsize,
         link_bytes=received + _tensor_parallel_bytes(role, tokens, parts),
@@ -186,9 +207,11 @@ def _pass_work(step: AbstractStep, role: Role, tokens: float) -> PhaseWork:
     )
 
 
-def _gathered_bytes(step: AbstractStep, role: Role) -> float:
-    """Return the bytes of a role's weights that a device multiplies with."""
-    return role.elements * role.itemsize / step.programs.mesh.shape["model"]
+def _gathered_bytes(step: AbstractStep, role: Role, schedule: StageSchedule) -> float:
+    """Return the bytes of weights that a device multiplies with in a pass, in each tick anew."""
+    layers = sum(x.size for x in jax.tree.leaves(role.params["layers"]))
+    elements = role.elements - layers + layers / schedule.stages * schedule.ticks
+    return elements * role.itemsize / step.programs.mesh.shape["model"]
 
 
 def _tensor_parallel_bytes(role: Role, tokens: float, parts: int) -> float:
@@ -201,11 +224,13 @@ def _tensor_parallel_bytes(role: Role, tokens: float, parts: int) -> float:
     return architecture.num_layers * _SUMS_PER_LAYER * hidden * 2 * (parts - 1) / parts
 
 
-def _gradient_link_bytes(step: AbstractStep, role: Role, gradient: int) -> float:
+def _gradient_link_bytes(
+    step: AbstractStep, role: Role, gradient: int, schedule: StageSchedule
+) -> float:
     """Return the bytes that a device sends to sum the gradient of a micro-batch."""
     gathered, copies = (step.programs.mesh.shape[axis] for axis in ("fsdp", "data"))
     scattered = 0.0
     # Adapters are too small to matter.
     if role.params is role.trained or role.net.lora is None:
-        scattered = _gathered_bytes(step, role) * (gathered - 1) / gathered
+        scattered = _gathered_bytes(step, role, schedule) * (gathered - 1) / gathered
     return scattered + gradient * 2 * (copies - 1) / copies

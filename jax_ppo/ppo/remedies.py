@@ -114,8 +114,8 @@ def _possible_changes(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]
 
 def _other_meshes(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]]:
     """Yield changes of the meshes; the number of devices stays."""
-    devices, parts = mesh.size, mesh.shape["model"]
-    split = MeshShape(data=1, fsdp=devices // parts, model=parts)
+    devices, parts, stages = mesh.size, mesh.shape["model"], mesh.shape["stage"]
+    split = MeshShape(data=1, fsdp=devices // (parts * stages), model=parts, stage=stages)
     words = f"config.mesh.data=1 with config.mesh.fsdp={split.fsdp}"
     yield words, dataclasses.replace(config, mesh=split)
     size = 2

@@ -67,8 +67,8 @@ def measure_least_memory(
 
 def _possible_changes(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config, Mesh]]:
     """Yield the words of each change on the command line, the options and the mesh after it."""
-    parts = mesh.shape["model"]
-    split = MeshShape(data=1, fsdp=mesh.size // parts, model=parts)
+    parts, stages = mesh.shape["model"], mesh.shape["stage"]
+    split = MeshShape(data=1, fsdp=mesh.size // (parts * stages), model=parts, stage=stages)
     yield (
         f"config.mesh.data=1 with config.mesh.fsdp={split.fsdp}",
         dataclasses.replace(config, mesh=split),

@@ -21,7 +21,7 @@ from jax_ppo.planning.phases import PhaseWork
 from jax_ppo.planning.setup import read_descriptions, set_up_step
 from jax_ppo.planning.work import count_work, predict_seconds
 from jax_ppo.ppo.memory_check import measure_least_memory
-from jax_ppo.runtime import topologies
+from jax_ppo.runtime import meshes, topologies
 from jax_ppo.runtime.device_speed import PEAK_RATES, PeakRates
 from jax_ppo.runtime.topologies import parse_topology
 
@@ -183,9 +183,7 @@ def test_json_holds_all_figures(folder):
 
 def work(folder, **changes):
     config = tiny.config(model__path=folder, **changes)
-    mesh = tiny.make_mesh(
-        8, **{axis: getattr(config.mesh, axis) for axis in ("data", "fsdp", "model")}
-    )
+    mesh = meshes.make_mesh(config.mesh, jax.devices()[:8])
     nets = read_descriptions(config, mesh)
     with jax.set_mesh(mesh):
         return count_work(set_up_step(config, nets, mesh))
