@@ -24,7 +24,12 @@ usage: {program} COMMAND --config=FILE[:ARG] [--config.OPTION=VALUE ...] [--work
 
 {commands}
 
-{program} COMMAND --help prints the options. For example: {program} train --config=arithmetic
+{program} COMMAND --help prints the options.
+
+to begin with:
+  {program} train --config=arithmetic          PPO from nothing, in minutes, without a download
+  {program} check FILE --config=gsm8k          what data of your own hold
+  {program} train --config=gsm8k:smoke         a recipe with a small model; then without :smoke
 """
 
 

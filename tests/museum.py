@@ -510,9 +510,9 @@ DATA = [
         source="verl: data.truncation has no effect",
         holds="an overlong prompt is truncated as configured",
         test=f"{TEST_PROMPTS}::test_truncation_is_applied",
-        where="tokenize_prompts",
-        old="ids = _truncate(ids, max_prompt_length, truncation, where)",
-        new="ids = (_truncate(ids, max_prompt_length, truncation, where), ids)[1]",
+        where="encode_prompts",
+        old="ids = _truncate(ids, limit, encoding.truncation, where)",
+        new="ids = (_truncate(ids, limit, encoding.truncation, where), ids)[1]",
     ),
     Exhibit(
         name="truncation_error_raises_no_error",

@@ -233,6 +233,13 @@ class Data:
         at_least=1,
         fixed_on_resume=True,
     )
+    cache_dir: str = option(
+        "",
+        "local folder for the tokenized prompts of `train_files`, which are Parquet then: worker "
+        "processes fill it once, and steps look their rows up there, so that memory does not grow "
+        "with the data; empty keeps them in memory",
+        read_by=PPO,
+    )
     max_prompt_length: int = option(
         512,
         "maximum prompt length in tokens; longer prompts are dropped, cut or refused",

@@ -6,16 +6,21 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jax_ppo.errors import UserError, did_you_mean, shorten
+
+if TYPE_CHECKING:
+    import pyarrow
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 # Rows are copied, printed and sent to other processes by functions that call themselves for each
 # level, so that a deeper row would fail far from here. Parquet has the same limit.
 MAX_NESTING = 100
+
+_PARQUET_BATCH = 1024  # rows in memory at once
 
 # The first half of a pair of escapes, or half of one alone, which is not text.
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -37,8 +42,7 @@ def read_rows(path: Path, option: str) -> Iterator[tuple[str, dict[str, Any]]]:
         that is not a JSON object. Errors of the contents are raised while iterating.
     """
     path = Path(path)
-    if not path.is_file():
-        raise _missing_file_error(path, option)
+    require_file(path, option)
     if path.name.endswith(".parquet"):
         return _read_parquet_rows(path)
     if path.name.endswith(".csv"):
@@ -46,6 +50,12 @@ def read_rows(path: Path, option: str) -> Iterator[tuple[str, dict[str, Any]]]:
     if path.name.endswith(".json"):
         return _read_json_rows(path)
     return _read_jsonl_rows(path)
+
+
+def require_file(path: Path, option: str) -> None:
+    """Raise `UserError` unless a path, which an option names, is a file."""
+    if not path.is_file():
+        raise _missing_file_error(path, option)
 
 
 def _missing_file_error(path: Path, option: str) -> UserError:
@@ -199,24 +209,57 @@ def _require_text(row: dict[str, Any], location: str) -> None:
 
 
 def _read_parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    number = 0
+    for batch in read_parquet_batches(path):
+        for row in _to_python(batch, path, number):
+            number += 1
+            yield f"{path}, row {number}", row
+
+
+def read_parquet_batches(
+    path: Path,
+    row_groups: Sequence[int] | None = None,
+    columns: Sequence[str] | None = None,
+) -> Iterator["pyarrow.RecordBatch"]:
+    """Yield the rows of a Parquet file in batches, so that not all of it is in memory.
+
+    Args:
+      path: the file.
+      row_groups: those to read; `None`: all.
+      columns: those to read; `None`: all.
+
+    Raises:
+      UserError: it is no Parquet file, or two columns have the same name.
+    """
     import pyarrow.parquet
 
     number = 0
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        # Without `pre_buffer`, which reads a whole row group ahead.
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
             names = file.schema_arrow.names
             if len(set(names)) < len(names):
                 raise UserError(f"{path}: several columns have the same name: {', '.join(names)}")
-            # In batches, so that the whole file is not in memory as Arrow arrays, too.
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path}, row {number}", row
+            for batch in file.iter_batches(_PARQUET_BATCH, row_groups, columns):
+                yield batch
+                number += batch.num_rows
     except UserError:
         raise
-    # Besides Arrow's own exceptions: those of the conversion to Python, such as OverflowError for a
-    # date after the year 9999, and UnicodeDecodeError.
     except Exception as error:
-        raise UserError(
-            f"{path}, after row {number}: cannot be read as Parquet: {' '.join(str(error).split())}"
-        ) from error
+        raise parquet_error(path, number, error) from error
+
+
+def parquet_error(path: Path, number: int, error: Exception) -> UserError:
+    """Return the error of a Parquet file that cannot be read after row `number`."""
+    return UserError(
+        f"{path}, after row {number}: cannot be read as Parquet: {' '.join(str(error).split())}"
+    )
+
+
+def _to_python(batch: "pyarrow.RecordBatch", path: Path, number: int) -> list[dict[str, Any]]:
+    try:
+        return batch.to_pylist()
+    # Besides Arrow's own exceptions: OverflowError for a date after the year 9999, and
+    # UnicodeDecodeError.
+    except Exception as error:
+        raise parquet_error(path, number, error) from error

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jax_ppo.data.cached_rows import CachedExamples
 from jax_ppo.data.length_bound import LengthBound
 from jax_ppo.data.tokenizer import encode_text, render_prompt
 from jax_ppo.errors import UserError
@@ -23,8 +24,8 @@ class PromptDataset:
     """Examples with the token ids of their prompts.
 
     Attributes:
-      examples: one or more.
-      tokens: int32 [length] per example, length 1..max_prompt_length.
+      examples: one or more; they may be read from a disk when they are looked up.
+      tokens: int32 [length] per example, length 1..max_prompt_length; as the examples.
       max_prompt_length: tokens; no batch is wider.
       name: the option that names the data, for messages.
       first_row: the number of the first example among those that an environment is reset to; `None`
@@ -39,6 +40,12 @@ class PromptDataset:
 
     def __len__(self) -> int:
         return len(self.examples)
+
+    def sources(self) -> np.ndarray:
+        """Return the number of the source of each example, int [rows]."""
+        if isinstance(self.examples, CachedExamples):
+            return self.examples.sources()
+        return np.array([example.source for example in self.examples])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +66,24 @@ class PromptBatch:
     count: int
 
 
+@dataclasses.dataclass(frozen=True)
+class PromptEncoding:
+    """How prompts become tokens.
+
+    Attributes:
+      max_prompt_length: tokens.
+      filter_overlong_prompts: drop longer prompts.
+      truncation: otherwise, what to do with longer prompts: "error" raises; "left" keeps the last
+        tokens, "right" the first, "middle" the first half and the last half.
+      chat_template: apply the tokenizer's chat template if it has one and the prompt is a chat.
+    """
+
+    max_prompt_length: int
+    filter_overlong_prompts: bool = True
+    truncation: str = "error"
+    chat_template: bool = True
+
+
 def tokenize_prompts(
     examples: Sequence[Example],
     tokenizer: "PreTrainedTokenizerBase",
@@ -74,56 +99,84 @@ def tokenize_prompts(
     Args:
       examples: the rows.
       tokenizer: a transformers tokenizer.
-      max_prompt_length: tokens.
-      filter_overlong_prompts: drop longer prompts and log their number.
-      truncation: otherwise, what to do with longer prompts: "error" raises; "left" keeps the last
-        tokens, "right" the first, "middle" the first half and the last half.
-      chat_template: apply the tokenizer's chat template if it has one and the prompt is a chat.
+      max_prompt_length: see `PromptEncoding`.
+      filter_overlong_prompts: see `PromptEncoding`; the number of dropped prompts is logged.
+      truncation: see `PromptEncoding`.
+      chat_template: see `PromptEncoding`.
       name: the option that names the data, for messages.
 
     Raises:
       UserError: a prompt is empty or cannot be encoded, a prompt is too long and truncation is
         "error", or no prompt is left.
     """
-    # A prompt that will not be used needs no exact length.
-    refuses = filter_overlong_prompts or truncation == "error"
-    bound = LengthBound(tokenizer) if refuses else None
+    encoding = PromptEncoding(max_prompt_length, filter_overlong_prompts, truncation, chat_template)
     kept: list[Example] = []
     tokens: list[np.ndarray] = []
-    dropped = 0
+    encoded = encode_prompts(examples, tokenizer, encoding, name)
+    for example, ids in zip(examples, encoded, strict=True):
+        if ids is not None:
+            kept.append(example)
+            tokens.append(ids)
+    report_dropped(len(examples) - len(kept), len(examples), max_prompt_length, name)
+    return PromptDataset(
+        examples=tuple(kept), tokens=tokens, max_prompt_length=max_prompt_length, name=name
+    )
+
+
+def encode_prompts(
+    examples: Sequence[Example],
+    tokenizer: "PreTrainedTokenizerBase",
+    encoding: PromptEncoding,
+    name: str,
+) -> Iterator[np.ndarray | None]:
+    """Yield the token ids of each prompt, int32 [length], and `None` for one that is dropped.
+
+    Args:
+      examples: the rows.
+      tokenizer: a transformers tokenizer.
+      encoding: how prompts become tokens.
+      name: what the rows are of, for messages.
+
+    Raises:
+      UserError: see `tokenize_prompts`.
+    """
+    limit = encoding.max_prompt_length
+    # A prompt that will not be used needs no exact length.
+    refuses = encoding.filter_overlong_prompts or encoding.truncation == "error"
+    bound = LengthBound(tokenizer) if refuses else None
     for row, example in enumerate(examples, 1):
         # Every error names the example, counted from 1.
         where = f"{name}, example {row}"
-        text, special = _render_example(example, tokenizer, chat_template, where)
-        exceeds = bound is not None and bound.certainly_exceeds(text, max_prompt_length)
+        text, special = _render_example(example, tokenizer, encoding.chat_template, where)
+        exceeds = bound is not None and bound.certainly_exceeds(text, limit)
         ids = [] if exceeds else _encode_rendered(tokenizer, text, special, where)
         # Too long: drop it, raise, or truncate, in this order of precedence.
-        if exceeds or len(ids) > max_prompt_length:
-            if filter_overlong_prompts:
-                dropped += 1
+        if exceeds or len(ids) > limit:
+            if encoding.filter_overlong_prompts:
+                yield None
                 continue
             if exceeds:
-                raise _overlong_error(f"more than {max_prompt_length}", max_prompt_length, where)
-            ids = _truncate(ids, max_prompt_length, truncation, where)
-        kept.append(example)
-        tokens.append(np.asarray(ids, np.int32))
+                raise _overlong_error(f"more than {limit}", limit, where)
+            ids = _truncate(ids, limit, encoding.truncation, where)
+        yield np.asarray(ids, np.int32)
+
+
+def report_dropped(dropped: int, total: int, max_prompt_length: int, name: str) -> None:
+    """Log the number of dropped prompts; raise `UserError` if none is left."""
     if dropped:
         log.warning(
             "%s: dropped %d of %d prompts, longer than config.data.max_prompt_length=%d tokens",
             name,
             dropped,
-            len(examples),
+            total,
             max_prompt_length,
         )
-    if not kept:
+    if dropped == total:
         raise UserError(
-            f"{name}: no prompt is left of {len(examples)}; {dropped} are longer than "
+            f"{name}: no prompt is left of {total}; {dropped} are longer than "
             f"config.data.max_prompt_length={max_prompt_length} tokens. Set it higher, or use "
             "other data"
         )
-    return PromptDataset(
-        examples=tuple(kept), tokens=tokens, max_prompt_length=max_prompt_length, name=name
-    )
 
 
 def bucket_width(length: int, cap: int) -> int:
@@ -259,7 +312,7 @@ class Mixture:
         Raises:
           UserError: a source has no row, or so small a share that an epoch has no row of it.
         """
-        sources = np.array([example.source for example in dataset.examples])
+        sources = dataset.sources()
         self._rows = [np.flatnonzero(sources == source) for source in range(len(weights))]
         self._shuffle = shuffle
         self._seed = seed

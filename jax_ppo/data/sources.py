@@ -19,6 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -38,6 +39,22 @@ FORMS = (
 )
 # More examples would fill the memory of the host.
 MAX_GENERATED_DIGITS = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class ParquetSource:
+    """The rows of one source.
+
+    Attributes:
+      paths: local Parquet files, one after the other.
+      start: the first row of all of them that belongs to the source.
+      end: the row after the last; `None`: all.
+    """
+
+    paths: tuple[Path, ...]
+    start: int
+    end: int | None
+
 
 LocatedRows = Iterator[tuple[str, dict[str, Any]]]
 
@@ -152,8 +169,41 @@ def _parse_count_and_split(scheme: str, arguments: str, option: str) -> tuple[in
     return int(count), split or "train"
 
 
+def locate_parquet(spec: str, option: str) -> list[ParquetSource]:
+    """Return the Parquet files that a specification names, downloaded if necessary.
+
+    Raises:
+      UserError: a source is none of Parquet, or does not exist.
+    """
+    located = []
+    for source, _ in _split_weights(spec):
+        scheme = source.partition(":")[0]
+        paths_of_source: list[Path] = []
+        if scheme not in (*GENERATED, "tfds"):
+            paths_of_source, start, end = _locate_files(source, option)
+        if not paths_of_source or any(path.suffix != ".parquet" for path in paths_of_source):
+            raise UserError(
+                f"{option}={shorten(source)!r}: config.data.cache_dir keeps the prompts of Parquet "
+                "files; leave it unset for other data"
+            )
+        for path in paths_of_source:
+            files.require_file(path, option)
+        located.append(ParquetSource(tuple(paths_of_source), start or 0, end))
+    if not located:
+        raise UserError(f"{option}={spec!r}: expected Parquet files")
+    return located
+
+
 def _read_file_rows(source: str, option: str) -> LocatedRows:
     """Return the (location, row) pairs of a file, local or downloaded, or of its slice."""
+    located, start, end = _locate_files(source, option)
+    # Sliced while reading: rows after the end are never parsed.
+    rows = itertools.chain.from_iterable(files.read_rows(path, option) for path in located)
+    return itertools.islice(rows, start, end)
+
+
+def _locate_files(source: str, option: str) -> tuple[list[Path], int | None, int | None]:
+    """Return the local paths of a source's files, and the bounds of its slice."""
     sliced = _SLICE.fullmatch(source)
     name, start, end = sliced.groups() if sliced else (source, "", "")
     scheme, colon, arguments = name.partition(":")
@@ -167,9 +217,7 @@ def _read_file_rows(source: str, option: str) -> LocatedRows:
         raise UserError(
             f"{option}={shorten(source)!r}: expected {FORMS}.{did_you_mean(scheme, SCHEMES)}"
         )
-    # Sliced while reading: rows after the end are never parsed.
-    rows = itertools.chain.from_iterable(files.read_rows(path, option) for path in located)
-    return itertools.islice(rows, _slice_bound(start), _slice_bound(end))
+    return located, _slice_bound(start), _slice_bound(end)
 
 
 def _slice_bound(digits: str) -> int | None:

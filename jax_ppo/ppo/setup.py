@@ -19,6 +19,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import advantages, kl_estimators, objectives
+from jax_ppo.ppo.cached_prompts import cache_training_prompts, load_run_examples
 from jax_ppo.ppo.curriculum import CurriculumBatches, SolveRates
 from jax_ppo.ppo.decoding_slots import count_decoding_slots
 from jax_ppo.ppo.memory_check import validate_memory
@@ -47,7 +48,6 @@ from jax_ppo.training.networks import (
 )
 from jax_ppo.training.setup import (
     count_steps,
-    load_examples,
     load_model_tokenizer,
     validate_model,
 )
@@ -151,7 +151,7 @@ def set_up_run(
       UserError: an option does not fit the data, the models or the machine.
     """
     # 1. Data, rules and plugins: nothing of a model is read yet.
-    training, held_out = load_examples(config.data, config.seed)
+    training, held_out = load_run_examples(config)
     _report_notes(config, mesh, report, trains)
     _reject_weights_with_curriculum(config.data)
     model_weight = registry.model_weight(config.reward)
@@ -206,7 +206,10 @@ def set_up_run(
         validate_memory(config, folders, nets, mesh)
 
     # 3. Prompts as tokens, which fix the number of steps.
-    training_prompts = _tokenize(config.data, training, tokenizer, "config.data.train_files")
+    if config.data.cache_dir:
+        training_prompts = cache_training_prompts(config, folders.actor)
+    else:
+        training_prompts = _tokenize(config.data, training, tokenizer, "config.data.train_files")
     held_out_prompts = None
     if held_out:
         held_out_prompts = _tokenize(config.data, held_out, tokenizer, "config.data.val_files")

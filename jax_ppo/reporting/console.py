@@ -77,29 +77,43 @@ def format_step_line(
 def make_loading_reporter(role: str) -> Callable[[int, int], None]:
     """Return a callback that shows how many of a role's weight tensors have been loaded.
 
-    It shows a progress bar on a terminal, and otherwise prints one line at the end.
-
     Args:
       role: name for the output, such as "actor".
 
     Returns:
-      A function of (tensors loaded, tensors in total), to be called after each tensor.
+      See `make_count_reporter`.
+    """
+    return make_count_reporter(f"loading the {role}", "tensor", f"loaded the {role}")
+
+
+def make_count_reporter(work: str, unit: str, done: str = "") -> Callable[[int, int], None]:
+    """Return a callback that shows the progress of a piece of work.
+
+    It shows a progress bar on a terminal, and otherwise prints one line at the end.
+
+    Args:
+      work: what is done, such as "loading the actor".
+      unit: what is counted, such as "tensor".
+      done: the same at the end, such as "loaded the actor"; "": as `work`.
+
+    Returns:
+      A function of (units done, units in total), to be called after each advance.
     """
     # Carriage returns would fill a log file, so bars are for terminals only.
     bar = tqdm.tqdm(
-        desc=f"loading the {role}",
-        unit="tensor",
+        desc=work,
+        unit=unit,
         leave=False,
         disable=not (distributed.is_main() and sys.stderr.isatty()),
     )
 
-    def report_progress(loaded: int, total: int) -> None:
-        watchdog.report_progress(f"loading the {role}")
+    def report_progress(count: int, total: int) -> None:
+        watchdog.report_progress(work)
         bar.total = total
-        bar.update()
-        if loaded == total:
+        bar.update(count - bar.n)
+        if count == total:
             bar.close()
-            print_on_main(f"loaded the {role}: {total} tensors")
+            print_on_main(f"{done or work}: {total} {unit}s")
 
     return report_progress
 

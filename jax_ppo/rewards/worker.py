@@ -3,19 +3,16 @@
 A worker imports the reward function by its name in the options. It does not load JAX.
 """
 
-import ctypes
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from types import FrameType
 
+from jax_ppo import processes
 from jax_ppo.errors import UserError, printable_lines
 from jax_ppo.rewards import registry, samples
 from jax_ppo.rewards.batch_functions import BatchFunction, score_whole_batch
 from jax_ppo.rewards.judge import Judge
-
-_PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 _function: samples.RewardFunction | BatchFunction | None = None
 _obstacle: UserError | None = None
@@ -38,7 +35,7 @@ def initialize_worker(
     # and it can be killed together with the processes that the reward function started.
     os.setsid()
     _ignore_sigterm()
-    _end_with_parent(parent)
+    processes.end_with_parent(parent)
     # A reward function that uses JAX must not take the accelerator of the run.
     os.environ["JAX_PLATFORMS"] = "cpu"
     try:
@@ -81,14 +78,3 @@ def _ignore_sigterm() -> None:
             os.kill(os.getpid(), signum)
 
     signal.signal(signal.SIGTERM, handle)
-
-
-def _end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process as soon as its parent has ended, by whatever signal.
-
-    A thread that waits for the parent would not run while a reward function holds the interpreter.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)

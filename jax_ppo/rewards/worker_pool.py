@@ -3,16 +3,13 @@
 import multiprocessing.context
 import os
 import signal
-import sys
-import threading
-import types
 from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pebble
 
+from jax_ppo import processes
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import printable_lines
 from jax_ppo.rewards import worker
@@ -23,23 +20,10 @@ from jax_ppo.rewards.samples import Outcome, RewardRow, ScoringFailure
 _MAX_ATTEMPTS = 3
 # Exit code of a worker that ended with 0: Pebble takes code 0 for a worker that was asked to end.
 _ENDED_WITH_ZERO = 256
-_main_module_lock = threading.Lock()
 
 
-class _WorkerProcess(multiprocessing.context.SpawnProcess):
-    """A spawned process that does not import the run's main module."""
-
-    @staticmethod
-    def _Popen(process_obj: BaseProcess) -> Any:
-        # Spawned processes import the parent's main module again. A worker does not need it, and a
-        # script that trains at its top level would train in each worker.
-        with _main_module_lock:
-            main = sys.modules["__main__"]
-            sys.modules["__main__"] = types.ModuleType("__main__")
-            try:
-                return multiprocessing.context.SpawnProcess._Popen(process_obj)  # type: ignore[attr-defined]
-            finally:
-                sys.modules["__main__"] = main
+class _WorkerProcess(processes.WorkerProcess):
+    """A worker that is killed with all that it started, and that never ends by itself."""
 
     @property
     def exitcode(self) -> int | None:

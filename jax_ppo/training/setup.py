@@ -9,6 +9,7 @@ from jax_ppo.config.schema import Data, Model, Trainer
 from jax_ppo.data import prompt_shaping, sources
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.columns import Columns
+from jax_ppo.data.prompt_cache import RowParser
 from jax_ppo.errors import UserError
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
@@ -32,23 +33,20 @@ def load_examples(
     Raises:
       UserError: a source does not exist, or has rows of an unknown form.
     """
-    # PPO samples its responses: it reads no column of them.
-    columns = Columns(
-        prompt=data.prompt_key,
-        response=response_key or Columns().response,
-        ground_truth=data.ground_truth_key,
-    )
-
-    template = prompt_shaping.read_template(data.prompt_template)
+    parser = make_parser(data, response_key)
 
     def load(files: str, option: str, max_samples: int | None) -> list[Example]:
         if not files:
             return []
         examples = sources.load_examples(
-            files, columns=columns, instruction=data.instruction, seed=seed, option=option
+            files,
+            columns=parser.columns,
+            instruction=parser.instruction,
+            seed=seed,
+            option=option,
         )
         return prompt_shaping.shape_prompts(
-            examples[:max_samples], data.system_prompt, template, option
+            examples[:max_samples], parser.system_prompt, parser.template, option
         )
 
     if sources.source_weights(data.val_files, "config.data.val_files"):
@@ -58,6 +56,26 @@ def load_examples(
         )
     training = load(data.train_files, "config.data.train_files", data.train_max_samples)
     return training, load(data.val_files, "config.data.val_files", data.val_max_samples)
+
+
+def make_parser(data: Data, response_key: str | None = None) -> RowParser:
+    """Return how rows become examples, by the options.
+
+    Args:
+      data: `config.data`.
+      response_key: column of the responses; `None` if they are not read.
+
+    Raises:
+      UserError: the template cannot be read.
+    """
+    # PPO samples its responses: it reads no column of them.
+    columns = Columns(
+        prompt=data.prompt_key,
+        response=response_key or Columns().response,
+        ground_truth=data.ground_truth_key,
+    )
+    template = prompt_shaping.read_template(data.prompt_template)
+    return RowParser(columns, data.instruction, data.system_prompt, template)
 
 
 def load_model_tokenizer(options: Model, model_folder: Path) -> Any:

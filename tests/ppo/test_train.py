@@ -18,6 +18,8 @@ from unittest import mock
 import jax
 import jax.monitoring
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from safetensors.numpy import load_file
 
@@ -833,3 +835,29 @@ def test_resolved_options_are_hashable(files):
     assert isinstance(hash(load_config(files)), int) and isinstance(
         load_config(files), schema.Config
     )
+
+
+@pytest.mark.slow
+def test_cached_parquet_trains_as_the_same_rows_in_memory_also_when_resumed(
+    files, undisturbed, tmp_path
+):
+    rows = [
+        {
+            "prompt": example.prompt,
+            "data_source": example.data_source,
+            "ground_truth": example.ground_truth,
+        }
+        for example in arithmetic.generate_arithmetic_examples(64)
+    ]
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet", row_group_size=10
+    )
+    options = (
+        f"--config.data.train_files={tmp_path}/train.parquet",
+        f"--config.data.cache_dir={tmp_path}/cache",
+    )
+    workdir = tmp_path / "run"
+    output = run(files, workdir, *options, "--config.trainer.total_training_steps=4")
+    assert "tokenizing: 64 prompts" in output
+    run(files, workdir, *options)
+    assert read_step_rows(workdir) == read_step_rows(undisturbed[0])

@@ -1,0 +1,187 @@
+"""Rows that are looked up on a disk: Arrow files, of which a lookup decompresses a few rows."""
+
+import bisect
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from jax_ppo.types import Example
+
+if TYPE_CHECKING:
+    import pyarrow
+
+ROWS_PER_BATCH = 32  # a lookup decompresses that many
+TOKENS = "jax_ppo_prompt_tokens"  # the column of the prompts' tokens
+_OPEN_FILES = 64
+
+
+class CachedRows:
+    """The rows of several Arrow files, one after the other.
+
+    All batches of a file have `ROWS_PER_BATCH` rows but the last one.
+    """
+
+    def __init__(self, paths: Sequence[Path], sources: Sequence[int]) -> None:
+        """Open the files.
+
+        Args:
+          paths: the files.
+          sources: number of the source of each file.
+        """
+        self._paths = paths
+        self._sources = sources
+        self._readers = functools.lru_cache(_OPEN_FILES)(_open_reader)
+        self.ends = list(itertools.accumulate(map(count_rows, paths)))
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def sources(self) -> np.ndarray:
+        """Return the number of the source of each row, int [rows]."""
+        return np.repeat(self._sources, np.diff(self.ends, prepend=0))
+
+    def read_tokens(self, index: int) -> np.ndarray:
+        """Return the tokens of a row, int32 [length]."""
+        values = self._read(index, tokens=True)[TOKENS]
+        return np.array(values, np.int32)
+
+    def read_columns(self, index: int) -> tuple[dict[str, Any], int]:
+        """Return the other columns of a row, and the number of its source."""
+        return self._read(index, tokens=False), self._sources[self._file_of(index)]
+
+    def _file_of(self, index: int) -> int:
+        return bisect.bisect_right(self.ends, index)
+
+    def _read(self, index: int, tokens: bool) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        file = self._file_of(index)
+        start = self.ends[file - 1] if file else 0
+        batch, row = divmod(index - start, ROWS_PER_BATCH)
+        rows = self._readers(self._paths[file], tokens).get_batch(batch).slice(row, 1)
+        return dict(rows.to_pylist()[0])
+
+
+class CachedTokens(Sequence[np.ndarray]):
+    """The tokens of cached rows, each int32 [length]."""
+
+    def __init__(self, rows: CachedRows) -> None:
+        """Refer to the rows."""
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> np.ndarray: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
+    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self._rows.read_tokens(int(index))
+
+
+class CachedExamples(Sequence[Example]):
+    """The examples of cached rows, parsed when they are looked up."""
+
+    def __init__(self, rows: CachedRows, parse: Callable[[dict[str, Any], str], Example]) -> None:
+        """Refer to the rows.
+
+        Args:
+          rows: the rows.
+          parse: takes columns and a location for messages.
+        """
+        self._rows = rows
+        self._parse = parse
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def sources(self) -> np.ndarray:
+        """Return the number of the source of each example, int [rows]."""
+        return self._rows.sources()
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        columns, source = self._rows.read_columns(int(index))
+        example = self._parse(columns, f"config.data.cache_dir, row {index + 1}")
+        return dataclasses.replace(example, source=source)
+
+
+class RowWriter:
+    """Writes batches of rows with their tokens to an Arrow file."""
+
+    def __init__(self, path: Path) -> None:
+        """Begin a file; it is complete when the context ends."""
+        self._path = path
+        self._writer: Any = None
+        self._rest: Any = None
+
+    def __enter__(self) -> "RowWriter":
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if self._writer is not None:
+            if kind is None:
+                self._flush(self._rest.num_rows)
+            self._writer.close()
+
+    def write(self, batch: "pyarrow.RecordBatch", tokens: Sequence[np.ndarray | None]) -> None:
+        """Append the rows that have tokens.
+
+        Args:
+          batch: rows.
+          tokens: int32 [length] of each row, `None` for one that is dropped.
+        """
+        import pyarrow as pa
+
+        kept = [row for row, ids in enumerate(tokens) if ids is not None]
+        table = pa.Table.from_batches([batch.take(pa.array(kept, pa.int64()))])
+        for number, field in enumerate(table.schema):
+            # A file takes one dictionary per column, and a Parquet file has several.
+            if pa.types.is_dictionary(field.type):
+                values = table.column(number).cast(field.type.value_type)
+                table = table.set_column(number, field.name, values)
+        ids = pa.array([ids for ids in tokens if ids is not None], pa.list_(pa.int32()))
+        table = table.append_column(TOKENS, ids)
+        if self._writer is None:
+            options = pa.ipc.IpcWriteOptions(compression="zstd")
+            self._writer = pa.ipc.new_file(str(self._path), table.schema, options=options)
+            self._rest = table.slice(0, 0)
+        self._rest = pa.concat_tables([self._rest, table])
+        self._flush(self._rest.num_rows // ROWS_PER_BATCH * ROWS_PER_BATCH)
+
+    def _flush(self, rows: int) -> None:
+        whole = self._rest.slice(0, rows).combine_chunks()
+        self._writer.write_table(whole, max_chunksize=ROWS_PER_BATCH)
+        self._rest = self._rest.slice(rows)
+
+
+def count_rows(path: Path) -> int:
+    """Return the number of rows of a cached file."""
+    reader = _open_reader(path, tokens=True)
+    batches = reader.num_record_batches
+    if not batches:
+        return 0
+    return (batches - 1) * ROWS_PER_BATCH + int(reader.get_batch(batches - 1).num_rows)
+
+
+def _open_reader(path: Path, tokens: bool) -> "pyarrow.RecordBatchFileReader":
+    """Open a file to read its tokens alone, or all other columns."""
+    import pyarrow as pa
+
+    file = pa.memory_map(str(path))
+    names = pa.ipc.open_file(file).schema.names
+    fields = [number for number, name in enumerate(names) if (name == TOKENS) == tokens]
+    return pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=fields))

@@ -1,0 +1,98 @@
+"""The training prompts of `data.cache_dir`."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+from jax_ppo.config.schema import Config, Data
+from jax_ppo.data.prompt_cache import cache_prompts, representative_examples
+from jax_ppo.data.prompts import PromptDataset, PromptEncoding
+from jax_ppo.data.sources import locate_parquet
+from jax_ppo.errors import UserError
+from jax_ppo.reporting import console
+from jax_ppo.rewards import registry
+from jax_ppo.rewards.judge import Judge
+from jax_ppo.runtime import signals
+from jax_ppo.storage import paths
+from jax_ppo.training.setup import load_examples, make_parser
+from jax_ppo.types import Example
+
+_TRAIN_FILES = "config.data.train_files"
+
+
+def load_run_examples(config: Config) -> tuple[list[Example], list[Example]]:
+    """Return training and held-out examples; of training data in a cache one per `data_source`.
+
+    Raises:
+      UserError: a source does not exist, or has rows of an unknown form.
+    """
+    data = config.data
+    if not data.cache_dir:
+        return load_examples(data, config.seed)
+    _, held_out = load_examples(dataclasses.replace(data, train_files=""), config.seed)
+    return _find_representatives(data), held_out
+
+
+def _find_representatives(data: Data) -> list[Example]:
+    """Return a training example of each `data_source`, of which rules and workers follow.
+
+    Raises:
+      UserError: the files do not exist, are not Parquet, or have rows of an unknown form.
+    """
+    located = locate_parquet(data.train_files, _TRAIN_FILES)
+    examples = list(representative_examples(located, make_parser(data)))
+    if not examples:
+        raise UserError(f"{_TRAIN_FILES}={data.train_files!r}: the files hold no rows")
+    return examples
+
+
+def cache_training_prompts(config: Config, actor_folder: Path) -> PromptDataset:
+    """Return the training prompts, tokenized by worker processes where that is not done yet.
+
+    Args:
+      config: all options.
+      actor_folder: of the model whose tokenizer is used if no other is named.
+
+    Raises:
+      UserError: a row cannot be used or scored, or no prompt is left.
+    """
+    data = config.data
+    show = console.make_count_reporter("tokenizing", "prompt")
+
+    def on_progress(done: int, total: int) -> None:
+        show(done, total)
+        signals.raise_if_stopped(console.print_on_main)
+
+    return cache_prompts(
+        paths.expand_local_path(data.cache_dir, "config.data.cache_dir"),
+        locate_parquet(data.train_files, _TRAIN_FILES),
+        make_parser(data),
+        PromptEncoding(
+            max_prompt_length=data.max_prompt_length,
+            filter_overlong_prompts=data.filter_overlong_prompts,
+            truncation=data.truncation,
+            chat_template=data.chat_template,
+        ),
+        config.model.tokenizer_path or str(actor_folder),
+        _make_validation(config),
+        max_samples=data.train_max_samples,
+        on_progress=on_progress,
+        name=_TRAIN_FILES,
+    )
+
+
+def _make_validation(config: Config) -> functools.partial[None]:
+    """Return the check that the reward can score examples."""
+    options = config.reward
+    function, terms = options.function, options.terms
+    # A reward model, or a judge that is the whole reward, scores rows of any source.
+    is_any = not registry.has_rules(options) or (
+        Judge.from_options(options) is not None and not terms
+    )
+    if is_any:
+        return functools.partial(_accept)
+    return functools.partial(registry.validate_data_sources, function=function, terms=terms)
+
+
+def _accept(examples: object) -> None:
+    """Accept all examples."""

@@ -1,0 +1,50 @@
+"""Worker processes that start from a new interpreter and end with the run."""
+
+import ctypes
+import multiprocessing.context
+import os
+import signal
+import sys
+import threading
+import types
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+_main_module_lock = threading.Lock()
+
+
+class WorkerProcess(multiprocessing.context.SpawnProcess):
+    """A spawned process that does not import the run's main module."""
+
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> Any:
+        # Spawned processes import the parent's main module again. A worker does not need it, and a
+        # script that trains at its top level would train in each worker.
+        with _main_module_lock:
+            main = sys.modules["__main__"]
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            try:
+                return multiprocessing.context.SpawnProcess._Popen(process_obj)  # type: ignore[attr-defined]
+            finally:
+                sys.modules["__main__"] = main
+
+
+class WorkerContext(multiprocessing.context.SpawnContext):
+    """Starts worker processes from a new interpreter: nothing of the run is inherited."""
+
+    Process = WorkerProcess  # type: ignore[assignment]
+
+
+def end_with_parent(parent: int) -> None:
+    """Let the kernel kill this process as soon as its parent has ended, by whatever signal.
+
+    A thread that waits for the parent would not run while other code holds the interpreter.
+
+    Args:
+      parent: the process id of the run.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

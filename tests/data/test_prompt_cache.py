@@ -1,0 +1,175 @@
+import functools
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jax_ppo.data import prompt_cache, sources
+from jax_ppo.data.cached_rows import ROWS_PER_BATCH
+from jax_ppo.data.columns import Columns
+from jax_ppo.data.prompt_cache import RowParser, cache_prompts, representative_examples
+from jax_ppo.data.prompts import PromptBatches, PromptEncoding, tokenize_prompts
+from jax_ppo.errors import UserError
+from jax_ppo.rewards import registry
+
+ROWS = 700
+ENCODING = PromptEncoding(max_prompt_length=40)
+PARSER = RowParser(Columns())
+VALIDATE = functools.partial(registry.validate_data_sources, function="", terms="")
+
+
+def verl_row(number, source="openai/gsm8k", truth=None):
+    return {
+        "data_source": source,
+        # Every seventh prompt is too long.
+        "prompt": [{"role": "user", "content": f"{number} " * (40 if number % 7 == 0 else 3)}],
+        "reward_model": {"style": "rule", "ground_truth": truth or str(number)},
+        "extra_info": {"index": number, "split": "train"},
+        "unused": "x" * 10,
+    }
+
+
+def write(path, rows, row_group_size=100):
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=row_group_size)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch):
+    monkeypatch.setattr(prompt_cache, "_ROWS_PER_FILE", 150)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("data") / "a.parquet", [verl_row(n) for n in range(ROWS)])
+
+
+def located(spec):
+    return sources.locate_parquet(str(spec), "config.data.train_files")
+
+
+def cached(folder, spec, trained, *, parser=PARSER, workers=0, **options):
+    tokenizer_folder = str(trained[1])
+    return cache_prompts(
+        folder,
+        located(spec),
+        parser,
+        ENCODING,
+        tokenizer_folder,
+        VALIDATE,
+        workers=workers,
+        **options,
+    )
+
+
+def in_memory(spec, trained):
+    return tokenize_prompts(sources.load_examples(str(spec)), trained[0], max_prompt_length=40)
+
+
+def assert_same(cache, memory):
+    assert list(cache.examples) == list(memory.examples)
+    assert len(cache.tokens) == len(memory.tokens)
+    for cached_ids, ids in zip(cache.tokens, memory.tokens, strict=True):
+        np.testing.assert_array_equal(cached_ids, ids)
+        assert cached_ids.dtype == np.int32
+
+
+@pytest.mark.parametrize("form", ["{0}", "{0}[130:517]", "{0}[:50],{0}[300:]"])
+def test_rows_tokens_and_order_are_those_of_the_same_data_in_memory(data, trained, tmp_path, form):
+    spec = form.format(data)
+    memory = in_memory(spec, trained)
+    assert ROWS_PER_BATCH < len(memory) < ROWS, "several batches, and some prompts are dropped"
+    assert_same(cached(tmp_path, spec, trained), memory)
+
+
+def test_a_batch_from_the_middle_of_an_epoch_is_the_one_in_memory(data, trained, tmp_path):
+    spec = f"{data}[:200]*1,{data}[200:]*3"
+    sides = (cached(tmp_path, spec, trained), in_memory(spec, trained))
+    batches = [
+        next(PromptBatches(side, 16, seed=3, position=417, weights=(1.0, 3.0))) for side in sides
+    ]
+    assert batches[0].examples == batches[1].examples
+    np.testing.assert_array_equal(batches[0].prompts.tokens, batches[1].prompts.tokens)
+
+
+def test_other_forms_keep_their_columns_and_train_max_samples_counts_rows(trained, tmp_path):
+    rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}", "n": n} for n in range(400)]
+    path = write(tmp_path / "b.parquet", rows)
+    memory = sources.load_examples(str(path))[:333]
+    cache = cached(tmp_path / "cache", path, trained, max_samples=333)
+    assert list(cache.examples) == memory
+    assert cache.examples[332].extra_info["n"] == 332
+
+
+def test_worker_processes_continue_what_was_interrupted(data, trained, tmp_path):
+    folder = tmp_path / "cache"
+
+    class Killed(Exception):
+        pass
+
+    def stop_early(done, total):
+        if done >= 400:
+            raise Killed
+
+    with pytest.raises(Killed):
+        cached(folder, data, trained, on_progress=stop_early)
+    first = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert len(first) == 2
+    shown = []
+    cache = cached(folder, data, trained, workers=1, on_progress=lambda *now: shown.append(now))
+    assert shown == [(400, 700), (600, 700), (700, 700)]
+    assert_same(cache, in_memory(data, trained))
+    assert {path: path.stat().st_mtime_ns for path in first} == first
+
+
+def test_other_tokens_other_options_and_changed_files_are_cached_apart(data, trained, tmp_path):
+    folder = tmp_path / "cache"
+    path = write(tmp_path / "c.parquet", [verl_row(n) for n in range(100)])
+    cached(folder, path, trained)
+    cached(folder, path, trained)
+    assert len(list(folder.iterdir())) == 1
+    cached(folder, path, trained, parser=RowParser(Columns(), template="Solve {prompt}"))
+    assert len(list(folder.iterdir())) == 2
+    write(path, [verl_row(n) for n in range(1, 100)])
+    assert len(cached(folder, path, trained)) == len(in_memory(path, trained))
+    assert len(list(folder.iterdir())) == 3
+
+
+def test_an_unusable_row_ends_the_work_with_its_place_and_leaves_no_file(trained, tmp_path):
+    rows = [verl_row(n, truth="no number" if n == 120 else None) for n in range(140)]
+    path = write(tmp_path / "d.parquet", rows)
+    with pytest.raises(UserError, match=r"d\.parquet, from row 1: example 121: .*'no number'"):
+        cached(tmp_path / "cache", path, trained)
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_an_example_of_each_data_source_is_found_without_reading_all(tmp_path):
+    rows = [
+        verl_row(n, source="lighteval/MATH" if n == 350 else "openai/gsm8k") for n in range(400)
+    ]
+    path = write(tmp_path / "e.parquet", rows)
+    found = list(representative_examples(located(path), PARSER))
+    assert [(e.data_source, e.extra_info["index"]) for e in found] == [
+        ("openai/gsm8k", 0),
+        ("lighteval/MATH", 350),
+    ]
+
+
+def test_categories_with_several_dictionaries_become_text(trained, tmp_path):
+    path = tmp_path / "f.parquet"
+    schema = pa.schema([("prompt", pa.string()), ("kind", pa.dictionary(pa.int8(), pa.string()))])
+    with pq.ParquetWriter(path, schema) as writer:
+        for kinds in (["a", "b"], ["c", "d"]):
+            kind = pa.array(kinds).dictionary_encode().cast(schema.field("kind").type)
+            writer.write_table(pa.table([pa.array(["1+1", "2+2"]), kind], schema))
+    accept = functools.partial(len)
+    cache = cache_prompts(
+        tmp_path / "cache", located(path), PARSER, ENCODING, str(trained[1]), accept, workers=0
+    )
+    assert [example.extra_info["kind"] for example in cache.examples] == ["a", "b", "c", "d"]
+
+
+def test_other_data_than_parquet_are_refused():
+    with pytest.raises(UserError, match=r"'arithmetic:8': config\.data\.cache_dir keeps"):
+        located("arithmetic:8")
