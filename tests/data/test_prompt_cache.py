@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jax_ppo.data import prompt_cache, sources
+from jax_ppo.data import files, prompt_cache, sources
 from jax_ppo.data.cached_rows import ROWS_PER_BATCH
 from jax_ppo.data.columns import Columns
 from jax_ppo.data.prompt_cache import RowParser, cache_prompts, representative_examples
@@ -159,7 +159,8 @@ def test_an_example_of_each_data_source_is_found_without_reading_all(tmp_path):
     ]
 
 
-def test_categories_with_several_dictionaries_become_text(trained, tmp_path):
+def test_categories_with_several_dictionaries_become_text(trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_PARQUET_BATCH", 2)  # a dictionary for each
     path = tmp_path / "f.parquet"
     schema = pa.schema([("prompt", pa.string()), ("kind", pa.dictionary(pa.int8(), pa.string()))])
     with pq.ParquetWriter(path, schema) as writer:
