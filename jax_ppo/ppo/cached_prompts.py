@@ -85,11 +85,9 @@ def _make_validation(config: Config) -> functools.partial[None]:
     """Return the check that the reward can score examples."""
     options = config.reward
     function, terms = options.function, options.terms
-    # A reward model, or a judge that is the whole reward, scores rows of any source.
-    is_any = not registry.has_rules(options) or (
-        Judge.from_options(options) is not None and not terms
-    )
-    if is_any:
+    # A reward model, a judge that is the whole reward, and an environment score any row.
+    is_judged = Judge.from_options(options) is not None and not terms
+    if is_judged or config.rewards_by_environment_alone or not registry.has_rules(options):
         return functools.partial(_accept)
     return functools.partial(registry.validate_data_sources, function=function, terms=terms)
 
