@@ -245,12 +245,19 @@ LLAMA = {
 def model_config(r: random.Random, folder: Path) -> None:
     """One field of a decoder's config.json."""
     from jax_ppo.models.architecture import Architecture
+    from jax_ppo.models.hf.families import FAMILIES
     from jax_ppo.models.hf.load import read_architecture
 
-    config: dict[str, Any] = dict(LLAMA)
-    config["model_type"] = r.choice(
-        ("llama", "llama", "qwen2", "qwen3", "mistral", "gemma", "phi3")
-    )
+    kind = r.choice(("llama", *FAMILIES))
+    family = FAMILIES[kind]
+    config: dict[str, Any] = {
+        family.field_names.get(name, name): value
+        for name, value in LLAMA.items()
+        if name not in family.absent
+    }
+    config["model_type"] = kind
+    if family.learned_positions:
+        del config["rope_parameters"]
     where: dict[str, Any] = config
     if r.random() < 0.2:
         where = config["rope_parameters"] = dict(LLAMA["rope_parameters"])
@@ -277,12 +284,14 @@ def model_config(r: random.Random, folder: Path) -> None:
         "num_attention_heads": architecture.num_heads,
         "vocab_size": architecture.vocab_size,
     }
+    own = {family.field_names.get(name, name): size for name, size in own.items()}
     if field in own and own[field] != where[field]:
         raise Wrong(f"{field}={where[field]!r} was read as {own[field]!r}")
 
 
 def adapter_config(r: random.Random, folder: Path) -> None:
     """One field of a PEFT adapter_config.json."""
+    from jax_ppo.models.hf.config import from_hf_config
     from jax_ppo.models.hf.peft import read_adapter_config
 
     config: dict[str, Any] = {
@@ -304,7 +313,7 @@ def adapter_config(r: random.Random, folder: Path) -> None:
     (folder / "adapter_config.json").write_text(to_json(config))
     write_safetensors(folder / "adapter_model.safetensors", adapter_tensors())
     with naming("adapter_config.json", "adapter", str(folder)):
-        lora, _ = read_adapter_config(folder)
+        lora, _ = read_adapter_config(folder, from_hf_config(LLAMA))
     if field == "r" and lora.rank != config["r"]:
         raise Wrong(f"r={config['r']!r} was read as {lora.rank}")
 

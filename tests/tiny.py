@@ -46,6 +46,20 @@ MIXTURE = dataclasses.replace(
     experts_per_token=2,
     normalized_expert_weights=True,
 )
+# Everything that the second type of block can have; no family has all of it.
+UNGATED = dataclasses.replace(
+    ARCHITECTURE,
+    family="gpt_neox",
+    block="ungated",
+    num_kv_heads=4,
+    qkv_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+    activation="gelu",
+    parallel_residual=True,
+    partial_rotary_factor=0.5,
+    learned_positions=True,
+)
 P, T, B = 8, 10, 8
 
 

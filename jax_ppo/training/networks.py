@@ -325,8 +325,25 @@ def _read_actor_lora(options: Model, folders: Folders, architecture: Architectur
     if architecture.num_experts:
         targets = targets_beside_experts(options.lora.targets)
     else:
-        targets = parsing.parse_lora_targets(options.lora.targets)
+        targets = existing_targets(options.lora.targets, architecture)
     return Lora(rank=options.lora.rank, alpha=options.lora.alpha, targets=targets)
+
+
+def existing_targets(text: str, architecture: Architecture) -> tuple[str, ...]:
+    """Return the projections that `model.lora.targets` names; all-linear names those there are.
+
+    Raises:
+      UserError: the model lacks a projection that is named.
+    """
+    targets = parsing.parse_lora_targets(text)
+    existing = ("q_proj", "k_proj", "v_proj", "o_proj", *architecture.mlp_projections)
+    missing = [name for name in targets if name not in existing]
+    if missing and text.strip() != "all-linear":
+        raise UserError(
+            f"config.model.lora.targets={text!r}: this model has no {', '.join(missing)}, only "
+            f"{', '.join(existing)}"
+        )
+    return tuple(name for name in targets if name in existing)
 
 
 def targets_beside_experts(text: str) -> tuple[str, ...]:
@@ -376,7 +393,7 @@ def _read_adapters(
             f"{option}: {folder} holds no adapters ({ADAPTER_CONFIG}); with config.model.lora they "
             "must stand on config.model.path's weights, which all roles share"
         )
-    lora, named_base = read_adapter_config(folder)
+    lora, named_base = read_adapter_config(folder, architecture)
     described = (
         f"the adapters in {folder} stand on {named_base!r} "
         f"(base_model_name_or_path in {ADAPTER_CONFIG})"

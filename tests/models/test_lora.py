@@ -202,7 +202,7 @@ def test_there_and_back(head, tmp_path):
     mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
     split = jax.jit(lambda tree: tree, out_shardings=shardings(adapters, mesh))(adapters)
     save_adapters(split, architecture, shape, tmp_path / "out", "some/model")
-    assert read_adapter_config(tmp_path / "out") == (shape, "some/model")
+    assert read_adapter_config(tmp_path / "out", architecture) == (shape, "some/model")
     validate_adapters(tmp_path / "out", architecture, shape, "reward" if head == "scalar" else "lm")
     reported = []
     loaded = load_adapters(
@@ -264,7 +264,7 @@ def test_peft_loads_ours_and_we_load_what_it_saves(checkpoint, tmp_path):
     library.PeftModel.from_pretrained(base, str(tmp_path / "reward")).save_pretrained(
         tmp_path / "again"
     )
-    assert read_adapter_config(tmp_path / "again") == (TWO, str(folder))
+    assert read_adapter_config(tmp_path / "again", architecture) == (TWO, str(folder))
     again = load_adapters(tmp_path / "again", architecture, TWO, shardings(adapters), head="reward")
     jax.tree.map(np.testing.assert_array_equal, again, adapters)
 
@@ -312,7 +312,7 @@ def edit_folder(folder, tensors=lambda tensors: tensors, **changes):
 
 
 def read_all(folder):
-    shape, _ = read_adapter_config(folder)
+    shape, _ = read_adapter_config(folder, ARCHITECTURE)
     tree = jax.eval_shape(lambda: init_adapters(ARCHITECTURE, shape, jax.random.key(0), "lm"))
     return shape, load_adapters(folder, ARCHITECTURE, shape, shardings(tree))
 
@@ -364,12 +364,12 @@ def test_tensors_that_are_missing_or_too_many_are_named(saved):
 
 def test_pickles_and_other_folders_are_refused(saved, tmp_path):
     with pytest.raises(UserError, match="has no adapter_config.json"):
-        read_adapter_config(tmp_path)
+        read_adapter_config(tmp_path, ARCHITECTURE)
     with pytest.raises(UserError, match="holds adapters, which stand on another model's weights"):
         reference.load(saved)
     (saved / "adapter_model.safetensors").rename(saved / "adapter_model.bin")
     with pytest.raises(UserError, match="adapter_model.bin is a pickle, and is not read"):
-        read_adapter_config(saved)
+        read_adapter_config(saved, ARCHITECTURE)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").touch()
     shape = Lora(2, 3.0, ("q_proj",))

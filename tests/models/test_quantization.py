@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import tiny
 from jax_ppo.config.schema import MeshShape
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
@@ -35,7 +36,11 @@ MODEL = Transformer(ARCHITECTURE, quantized=True)
 
 @pytest.fixture(scope="module")
 def params():
-    init = jax.jit(lambda key: heads.init_params(Transformer(ARCHITECTURE), key, "lm"))
+    return make_params(ARCHITECTURE)
+
+
+def make_params(architecture):
+    init = jax.jit(lambda key: heads.init_params(Transformer(architecture), key, "lm"))
     return jax.tree.map(lambda x: 5 * x if x.ndim > 1 else x + 0.1, init(jax.random.key(0)))
 
 
@@ -78,9 +83,19 @@ def test_a_column_of_zeros_stays_one():
     np.testing.assert_allclose(entry["kernel_scale"], [1.0, 6 / 127])
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2), (1, 2, 4)], ids=str)
-def test_an_engine_samples_from_the_rounded_weights(params, shape):
-    """On one and on several devices, two of which share a key-value head in the last case."""
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (MODEL, (1, 1, 1)),
+        (MODEL, (2, 2, 2)),
+        (MODEL, (1, 2, 4)),
+        pytest.param(Transformer(tiny.UNGATED, quantized=True), (1, 2, 4), marks=pytest.mark.slow),
+    ],
+    ids=["one device", "eight devices", "shared heads", "ungated"],
+)
+def test_an_engine_samples_from_the_rounded_weights(model, shape):
+    """On one and on several devices, two of which share a key-value head in the last but one."""
+    params = make_params(model.architecture)
     devices = jax.devices()[: shape[0] * shape[1] * shape[2]]
     options = SamplingOptions(8, 1.0, eos_ids=(3,), slots=4)
     prompts = Prompts(np.arange(24, dtype=np.int32).reshape(8, 3), np.full(8, 3, np.int32))
@@ -95,8 +110,8 @@ def test_an_engine_samples_from_the_rounded_weights(params, shape):
             key = jax.device_put(jax.random.key(0), sharding.replicated(mesh))
             return engine.generate(own, key, options)
 
-    plain = MODEL.clone(quantized=False)
-    rollout = sample(shape, MODEL, params, devices)
+    plain = model.clone(quantized=False)
+    rollout = sample(shape, model, params, devices)
     expected = sample((1, 1, 1), plain, dequantize(params), devices[:1])
     np.testing.assert_array_equal(rollout.responses, expected.responses)
     np.testing.assert_allclose(rollout.logprobs, expected.logprobs, atol=1e-4)

@@ -11,13 +11,22 @@ from safetensors.numpy import load_file, save_file
 
 import tiny
 from jax_ppo.errors import UserError
+from jax_ppo.models import heads
 from jax_ppo.models.hf.config import from_hf_config
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture, read_reward_architecture
+from jax_ppo.models.hf.peft import (
+    load_adapters,
+    peft_obstacle,
+    read_adapter_config,
+    save_adapters,
+)
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.hf.tensors import Fused, TensorMapping
+from jax_ppo.models.lora import Lora, init_adapters, join_adapters
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.models.ungated import LayerNorm
 from jax_ppo.runtime import sharding
+from jax_ppo.training import networks
 
 
 def test_projections_of_one_head_after_the_other():
@@ -176,3 +185,81 @@ def test_both_spellings_of_rotary_fields_are_read():
     config |= {"rotary_pct": 0.5, "partial_rotary_factor": 0.5, "rotary_emb_base": 300}
     architecture = from_hf_config(config | {"rope_theta": 300, "rope_scaling": None})
     assert (architecture.rotary_dim, architecture.rope_theta) == (4, 300.0)
+
+
+PEFT_MODULES = {
+    "gpt2": ["c_attn", "attn.c_proj", "c_fc"],
+    "gpt_neox": ["query_key_value", "dense_4h_to_h"],
+    "phi3": ["qkv_proj", "gate_up_proj", "down_proj"],
+}
+PROJECTIONS = {
+    "gpt2": ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj"),
+    "gpt_neox": ("q_proj", "k_proj", "v_proj", "down_proj"),
+    "phi3": ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"),
+}
+
+
+def adapted_logits(folder, adapters, lora):
+    architecture, params = reference.load(folder)
+    ids = reference.tokens(rows=1, length=9)
+    positions = jnp.arange(9)[None]
+    full = join_adapters(params, adapters)
+    hidden = Transformer(architecture, lora=lora).apply({"params": full}, ids, positions).hidden
+    return heads.compute_logits(architecture, full, hidden), ids
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT's use of transformers is not tested here
+@pytest.mark.parametrize(
+    "family", ["gpt2", "gpt_neox", pytest.param("phi3", marks=pytest.mark.slow)]
+)
+def test_adapters_of_peft_on_fused_projections_are_read(family, tmp_path):
+    """PEFT's A of a fused tensor is that of each of its projections, which have their own B."""
+    library = pytest.importorskip("peft")
+    base = reference.save(tmp_path, family)
+    config = library.LoraConfig(r=3, lora_alpha=5, target_modules=PEFT_MODULES[family])
+    theirs = library.get_peft_model(base, config).eval()
+    generator = reference.torch.Generator().manual_seed(1)
+    for name, parameter in theirs.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(std=0.3, generator=generator)
+    theirs.save_pretrained(tmp_path / "adapter")
+    architecture = read_architecture(tmp_path)
+    lora, _ = read_adapter_config(tmp_path / "adapter", architecture)
+    assert lora == Lora(3, 5.0, PROJECTIONS[family])
+    tree = jax.eval_shape(lambda: init_adapters(architecture, lora, jax.random.key(0), "lm"))
+    where = sharding.tree_shardings(tiny.make_mesh(), tree, sharding.TRAIN_RULES)
+    adapters = load_adapters(tmp_path / "adapter", architecture, lora, where)
+    ours, ids = adapted_logits(tmp_path, adapters, lora)
+    expected = reference.their_logits(theirs, ids)
+    assert np.abs(expected - reference.their_logits(reference.reload(tmp_path), ids)).max() > 0.5
+    np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
+def test_peft_reads_adapters_on_the_other_projections(family, tmp_path):
+    """GPT-2 calls two of them c_proj, and stores kernels input first (fan_in_fan_out)."""
+    library = pytest.importorskip("peft")
+    reference.save(tmp_path, family)
+    architecture = read_architecture(tmp_path)
+    assert "q_proj" in peft_obstacle(architecture, Lora(2, 4.0, ("q_proj", "o_proj")))
+    lora = Lora(2, 4.0, ("o_proj", "down_proj"))
+    assert peft_obstacle(architecture, lora) == ""
+    tree = init_adapters(architecture, lora, jax.random.key(0), "lm")
+    keys = iter(jax.random.split(jax.random.key(1), 9))
+    adapters = jax.tree.map(lambda x: 0.3 * jax.random.normal(next(keys), x.shape), tree)
+    save_adapters(adapters, architecture, lora, tmp_path / "adapter", str(tmp_path))
+    assert read_adapter_config(tmp_path / "adapter", architecture) == (lora, str(tmp_path))
+    theirs = library.PeftModel.from_pretrained(
+        reference.reload(tmp_path), str(tmp_path / "adapter")
+    ).eval()
+    ours, ids = adapted_logits(tmp_path, adapters, lora)
+    np.testing.assert_allclose(ours, reference.their_logits(theirs, ids), rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_on_a_projection_that_the_model_lacks_are_refused():
+    config = reference.fields("gpt2", reference.SIZES) | {"model_type": "gpt2"}
+    architecture = from_hf_config(config)
+    assert "gate_proj" not in networks.existing_targets("all-linear", architecture)
+    with pytest.raises(UserError, match="this model has no gate_proj, only q_proj, k_proj"):
+        networks.existing_targets("q_proj,gate_proj", architecture)

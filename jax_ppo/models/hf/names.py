@@ -59,7 +59,8 @@ def adapter_tensor_table(
 ) -> TensorTable:
     """Return the tensor of each adapter parameter (lora.py) under the names that PEFT uses.
 
-    A scalar head is stored next to the adapters, as PEFT does.
+    A scalar head is stored next to the adapters, as PEFT does. Projections that a checkpoint holds
+    as one tensor have the same A in PEFT's format, and each its own outputs of B.
 
     Args:
       architecture: The decoder that the adapters belong to.
@@ -78,9 +79,34 @@ def adapter_tensor_table(
                 f"{prefix}lora_A.weight", (inputs, rank), transposed=True, layers=row.layers
             )
             rows[*path[:-1], "lora_b"] = TensorMapping(
-                f"{prefix}lora_B.weight", (rank, outputs), transposed=True, layers=row.layers
+                f"{prefix}lora_B.weight",
+                (rank, outputs),
+                transposed=True,
+                layers=row.layers,
+                fused=row.fused,
             )
     return rows
+
+
+def module_names(architecture: Architecture, projections: Sequence[str]) -> list[str]:
+    """Return the names by which PEFT finds projections: their modules', as short as they can be.
+
+    Where two projections of a layer have the same name, as in "attn.c_proj" and "mlp.c_proj", it is
+    that of the outer module too.
+    """
+    rows = tensor_table(architecture, "lm")
+    full = {
+        path[-2]: row.name.removesuffix(".weight")
+        for path, row in rows.items()
+        if path[-1] == "kernel"
+    }
+    short = {name: hf_name.rpartition(".")[2] for name, hf_name in full.items()}
+    used = list(short.values())
+    return [
+        short[name] if used.count(short[name]) == 1 else ".".join(full[name].split(".")[-2:])
+        for name in projections
+        if name in full
+    ]
 
 
 def _hf_name(a: Architecture, name: str) -> str:

@@ -5,7 +5,6 @@ A folder holds adapter_config.json and adapter_model.safetensors, and
 """
 
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from jax_ppo.models.hf.load import (
     tensors_to_read,
     validate_tensors,
 )
-from jax_ppo.models.hf.names import PEFT_PREFIX, adapter_tensor_table
+from jax_ppo.models.hf.names import PEFT_PREFIX, adapter_tensor_table, module_names
 from jax_ppo.models.hf.save import atomic_folder
 from jax_ppo.models.hf.tensors import TensorTable, abbreviate, flatten_like
 from jax_ppo.models.hf.weight_files import write_weights
@@ -71,10 +70,14 @@ def peft_obstacle(architecture: Architecture, lora: Lora) -> str:
     )
 
 
-def read_adapter_config(folder: str | Path) -> tuple[Lora, str]:
+def read_adapter_config(folder: str | Path, architecture: Architecture) -> tuple[Lora, str]:
     """Return the shape of the adapters in a folder and the name of their base model.
 
     The shape follows from adapter_config.json and the names of the tensors.
+
+    Args:
+      folder: Folder in PEFT's format.
+      architecture: The decoder that the adapters belong to.
 
     Raises:
       UserError: The folder holds no adapters, or unsupported ones.
@@ -84,22 +87,26 @@ def read_adapter_config(folder: str | Path) -> tuple[Lora, str]:
         raise UserError(f"{folder} has no {ADAPTER_CONFIG}: it holds no adapters in PEFT's format")
     config = read_json_object(folder / ADAPTER_CONFIG)
     reader = ConfigReader(config, where=f"{folder / ADAPTER_CONFIG}: ")
-    _refuse_unsupported(reader, config)
+    _refuse_unsupported(reader, config, architecture)
     rank = reader.integer("r")
     alpha = reader.number("lora_alpha", above=-math.inf)
     if reader.boolean("use_rslora", nullable=True):
         # The rank-stabilized scale is alpha / sqrt(r) instead of alpha / r.
         alpha *= rank**0.5
-    targets = _adapted_projections(folder)
+    targets = _adapted_projections(folder, architecture)
     base_model = ""
     if config.get("base_model_name_or_path") is not None:
         base_model = reader.string("base_model_name_or_path")
     return Lora(rank, float(alpha), targets), base_model
 
 
-def _refuse_unsupported(reader: ConfigReader, config: dict[str, Any]) -> None:
+def _refuse_unsupported(
+    reader: ConfigReader, config: dict[str, Any], architecture: Architecture
+) -> None:
     """Raise `UserError` for adapters that would be computed differently."""
     for name, neutral in NEUTRAL_VALUES.items():
+        if name == "fan_in_fan_out" and FAMILIES[architecture.family].input_first:
+            neutral = (True, *neutral)  # it describes the base's kernels
         if name in config and config[name] not in neutral:
             raise reader.error(f"{name}={config[name]!r} is not supported, only {neutral[0]!r} is")
     trained_modules = reader.strings("modules_to_save") or ()
@@ -111,11 +118,12 @@ def _refuse_unsupported(reader: ConfigReader, config: dict[str, Any]) -> None:
         )
 
 
-def _adapted_projections(folder: Path) -> tuple[str, ...]:
+def _adapted_projections(folder: Path, architecture: Architecture) -> tuple[str, ...]:
     """Return the projections that have adapters, by the names of the tensors."""
+    rows = adapter_tensor_table(architecture, 1, LORA_TARGETS, "lm")
     with _open_adapters(folder) as checkpoint:
-        matches = (re.search(r"\.(\w+)\.lora_A\.weight$", name) for name in checkpoint.names())
-        adapted = {match[1] for match in matches if match}
+        names = checkpoint.names()
+    adapted = {path[-2] for path, row in rows.items() if not names.isdisjoint(row.names())}
     targets = tuple(name for name in LORA_TARGETS if name in adapted)
     if not targets:
         raise UserError(
@@ -242,7 +250,7 @@ def save_adapters(
     total_bytes = sum(4 * int(np.prod(row.full_shape)) for row in rows.values())
     with atomic_folder(folder, ADAPTER_CONFIG, ADAPTER_WEIGHTS) as temporary:
         if distributed.is_main():
-            config = to_adapter_config(lora, head, base_model, revision)
+            config = to_adapter_config(architecture, lora, head, base_model, revision)
             write_json(temporary / ADAPTER_CONFIG, config)
         write_weights(
             temporary,
@@ -255,11 +263,16 @@ def save_adapters(
 
 
 def to_adapter_config(
-    lora: Lora, head: str, base_model: str, revision: str | None = None
+    architecture: Architecture,
+    lora: Lora,
+    head: str,
+    base_model: str,
+    revision: str | None = None,
 ) -> dict[str, Any]:
     """Return the contents of adapter_config.json.
 
     Args:
+      architecture: The decoder that the adapters belong to.
       lora: Shape of the adapters.
       head: "lm", or "scalar" for a sequence classifier.
       base_model: Hub name or path of the base model.
@@ -275,10 +288,10 @@ def to_adapter_config(
         "r": lora.rank,
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
-        "target_modules": list(lora.targets),
+        "target_modules": module_names(architecture, lora.targets),
         "modules_to_save": None if head == "lm" else ["score"],
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": FAMILIES[architecture.family].input_first,
         "init_lora_weights": True,
         "use_rslora": False,
         "use_dora": False,
