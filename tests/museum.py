@@ -319,9 +319,22 @@ MODELS = [
         source="trl#784, trl#3526: packing without an attention mask between the samples of a row",
         holds="a packed sample has the same hidden states as it has alone",
         test="tests/models/test_decoder.py::test_packed_sequences_do_not_see_each_other",
-        where="_visible",
-        old="visible &= segments_BxT[:, queries, None] == segments_BxT[:, None, keys]",
-        new="visible = jnp.broadcast_to(visible, (len(segments_BxT), *visible.shape[1:]))",
+        where="visible_keys",
+        old="visible &= own_segments[:, :, None] == key_segments[:, None]",
+        new="visible = jnp.broadcast_to(visible, (len(own_segments), *visible.shape[1:]))",
+    ),
+    Exhibit(
+        name="context_parallel_attention_ignores_the_samples_of_a_row",
+        source=(
+            "trl#6843, axolotl#3608: with context parallelism, packed samples attend to all "
+            "earlier ones of the row; the loss was 1.83 times as high"
+        ),
+        holds="the devices of a row attend inside its samples, as one device does",
+        test="tests/models/test_attention_over_parts.py"
+        "::test_parts_of_rows_attend_to_their_samples_in_the_whole_row",
+        where="_xla_part",
+        old="own_segments_BxQ[:, own]",
+        new="None",
     ),
     Exhibit(
         name="positions_continue_through_a_packed_row",
@@ -339,22 +352,16 @@ MODELS = [
         ),
         holds="query head h reads key head h // (query heads per key head)",
         test="tests/models/test_attention.py::test_xla_is_the_definition",
-        where="xla_attention",
-        old=(
-            "(q_BxTxHxd[:, start:stop] * _scale(scale, d)).reshape(B, stop - start, K, "
-            "-1, d).transpose(0, 2, 3, 1, 4)"
-        ),
-        new=(
-            "(q_BxTxHxd[:, start:stop] * _scale(scale, d)).reshape(B, stop - start, -1, "
-            "K, d).transpose(0, 3, 2, 1, 4)"
-        ),
+        where="attend_block_of_queries",
+        old=("(q_BxQxHxd * _scale(scale, d)).reshape(B, Q, K, -1, d).transpose(0, 2, 3, 1, 4)"),
+        new=("(q_BxQxHxd * _scale(scale, d)).reshape(B, Q, -1, K, d).transpose(0, 3, 2, 1, 4)"),
     ),
     Exhibit(
         name="key_heads_are_tiled_when_decoding",
         source="axlearn#842: the cached path mapped heads differently from the whole-sequence path",
         holds="attention with the cache equals attention over the whole sequence",
         test="tests/models/test_cache.py::test_it_is_that_of_the_last_token",
-        where="_products",
+        where="cache_scores",
         old="(q_Bx1xHxd * (d ** (-0.5) if scale is None else scale)).reshape(B, K, -1, d)",
         new=(
             "(q_Bx1xHxd * (d ** (-0.5) if scale is None else scale)).reshape(B, -1, K, "

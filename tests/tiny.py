@@ -179,6 +179,8 @@ def plan(config, mesh, rollout, groups, rows):
     packed, counts = packing.plan_packing(
         total, groups, rows, packed_row_length(config), config.packing.enabled
     )
+    parts = meshes.row_parts(mesh)
+    packed = packing.split_columns(packed, meshes.row_shards(mesh) // parts, parts)
     members = np.zeros((len(groups), len(total)), bool)
     np.put_along_axis(members, np.asarray(groups), True, 1)
     return MiniBatches(placement.place(packed, sharding.rows(mesh, 2)), counts, members)

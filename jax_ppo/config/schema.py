@@ -850,9 +850,17 @@ class RolloutMesh:
     data: int = option(
         -1,
         "groups of devices, each with a whole copy of the weights, that decode samples of their "
-        "own; -1 uses the devices that rollout.mesh.model leaves",
+        "own; -1 uses the devices that the other two leave",
         unit="groups",
         at_least=-1,
+        requires=(HAS_ROLLOUT_MESH,),
+    )
+    context: int = option(
+        1,
+        "devices that split the keys and values of each sequence in the cache, for responses whose "
+        "cache a device has no room for; weights are repeated on them",
+        unit="devices",
+        at_least=1,
         requires=(HAS_ROLLOUT_MESH,),
     )
 
@@ -1271,6 +1279,13 @@ class MeshShape:
         "stages that split the layers (pipeline parallelism) in scoring and training: each has as "
         "many of them, and passes the hidden states of one packed row per device after the other "
         "on to the next; in decoding, and outside the layers, they split rows as data does",
+        unit="devices",
+        at_least=1,
+    )
+    context: int = option(
+        1,
+        "devices that split the tokens of each packed row (context parallelism) in scoring and "
+        "training, for long responses; otherwise they are like those of fsdp",
         unit="devices",
         at_least=1,
     )

@@ -92,6 +92,38 @@ def require_row_holds_sample(config: Config) -> None:
         )
 
 
+def require_row_divides(config: Config) -> None:
+    """Raise `UserError` unless the devices of `mesh.context` can split a packed row evenly."""
+    row_length, parts = config.packing.row_length, config.mesh.context
+    # Each part has two blocks of columns.
+    if row_length is not None and parts > 1 and row_length % (2 * parts):
+        raise UserError(
+            f"config.packing.row_length={row_length}: expected a multiple of {2 * parts}, twice "
+            f"config.mesh.context={parts}, or leave it unset"
+        )
+
+
+def reject_stages_of_parts(config: Config) -> None:
+    """Raise `UserError` for parts of rows in pipeline stages, which has not been tried."""
+    if config.mesh.context > 1 and config.mesh.stage > 1:
+        raise UserError(
+            f"config.mesh.context={config.mesh.context}: is not combined with config.mesh.stage="
+            f"{config.mesh.stage}; set one of them to 1"
+        )
+
+
+def reject_router_loss_of_parts(config: Config) -> None:
+    """Raise `UserError` for a router loss, a mean over sequences, where devices hold parts."""
+    for name in ("actor", "critic", "supervised"):
+        coef = option_value(config, f"{name}.router_aux_loss_coef")
+        if coef and config.mesh.context > 1:
+            raise UserError(
+                f"config.{name}.router_aux_loss_coef={coef}: is computed from whole sequences, of "
+                f"which config.mesh.context={config.mesh.context} devices hold parts; set one of "
+                "them to its default"
+            )
+
+
 def require_row_holds_example(config: Config, command: str) -> None:
     """Raise `UserError` unless a packed row holds the longest example of supervised training."""
     row_length = config.packing.row_length
@@ -360,6 +392,9 @@ def require_known_loggers(config: Config) -> None:
 
 
 MACHINE_RULES: tuple[Rule, ...] = (
+    require_row_divides,
+    reject_stages_of_parts,
+    reject_router_loss_of_parts,
     require_one_remaining_axis,
     require_positive_axes,
     require_process_id,

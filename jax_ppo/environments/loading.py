@@ -9,7 +9,7 @@ from jax_ppo.config import plugins
 from jax_ppo.config.schema import MultiTurn
 from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.errors import UserError
-from jax_ppo.runtime.meshes import ROWS
+from jax_ppo.runtime.meshes import COLUMNS, ROWS
 from jax_ppo.sampler.environment import Environment, PerDialogue
 from jax_ppo.types import Example
 
@@ -67,10 +67,12 @@ def make_environment(
         )
     split = [axis for axis in mesh.axis_names if axis not in ROWS and mesh.shape[axis] > 1]
     if split:
+        # Options name the axis that splits a cache's columns by what it is for.
+        axis = "context" if split[0] == COLUMNS else split[0]
         raise UserError(
             f"config.{_OPTION}={options.environment!r}: JAX cannot call the host from a program "
             f"that is split over {split[0]!r}, {mesh.shape[split[0]]} devices here; decode with "
-            f"config.rollout.mesh.{split[0]}=1, or write the environment in JAX"
+            f"config.rollout.mesh.{axis}=1, or write the environment in JAX"
         )
     return HostEnvironment(environment_class, tokenizer, examples, options.max_observation_length)
 

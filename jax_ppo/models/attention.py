@@ -15,6 +15,8 @@ and the programs
             no query of a block reads
     cudnn   NVIDIA only, with 16-bit types only, without soft cap
     splash  TPU only; it stores no scores
+
+Where a mesh splits packed rows, attention_over_parts.py runs them.
 """
 
 import functools
@@ -23,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -90,17 +93,22 @@ def select_attention_program(
     return program
 
 
-def round_row_length(wanted: str, platform: str, length: int) -> int:
+def round_row_length(wanted: str, platform: str, length: int, parts: int = 1) -> int:
     """Return the least length of packed rows, at least `length`, that the program takes.
 
     Splash attention takes a multiple of 128 tokens, and is faster in blocks of 256 or 512: rows are
-    rounded up to one of these if that adds at most `MAX_ROUNDING`. cuDNN takes even lengths.
+    rounded up to one of these if that adds at most `MAX_ROUNDING`. cuDNN takes even lengths, and
+    parts of rows have two blocks.
 
     Args:
       wanted: as for `select_attention_program`.
       platform: as for `select_attention_program`.
       length: tokens of the longest sample.
+      parts: number of devices that a row is split over, each with as many tokens.
     """
+    if parts > 1:
+        part = round_row_length(wanted, platform, -(-length // parts))
+        return parts * (part + part % 2)
     program = PLATFORM_PROGRAMS.get(platform, "xla") if wanted == "auto" else wanted
     if program == "cudnn":
         return length + length % 2
@@ -221,8 +229,7 @@ def xla_attention(
     fast as jax.nn.dot_product_attention. Long rows are split into blocks of queries; a block is
     not multiplied with the keys after it or before its first query's sliding window.
     """
-    B, T, H, d = q_BxTxHxd.shape
-    K = k_BxTxKxd.shape[2]
+    T = q_BxTxHxd.shape[1]
     k_BxKxTxd = k_BxTxKxd.swapaxes(1, 2)
     v_BxKxTxd = v_BxTxKxd.swapaxes(1, 2)
 
@@ -230,33 +237,53 @@ def xla_attention(
         """Return the attention of the queries from `start` to `stop`."""
         # From the window of the block's first query to the block's last query.
         keys = slice(max(0, start + 1 - (sliding_window or stop)), stop)
-        # All queries of a group, one after the other: one matrix product per key head.
-        q_BxKxGQxd = (
-            (q_BxTxHxd[:, start:stop] * _scale(scale, d))
-            .reshape(B, stop - start, K, -1, d)
-            .transpose(0, 2, 3, 1, 4)
-            .reshape(B, K, -1, d)
+        own_segments = None if segments_BxT is None else segments_BxT[:, start:stop]
+        key_segments = None if segments_BxT is None else segments_BxT[:, keys]
+        visible = visible_keys(
+            jnp.arange(start, stop), keys, own_segments, key_segments, sliding_window
         )
-        scores = jnp.einsum(
-            "bkqd,bksd->bkqs", q_BxKxGQxd, k_BxKxTxd[:, :, keys], preferred_element_type=jnp.float32
-        )
-        scores = kernel.softcap(scores, softcap).reshape(B, K, -1, stop - start, stop - keys.start)
-        visible = _visible(slice(start, stop), keys, segments_BxT, sliding_window)
-        scores = jnp.where(visible[:, None, None], scores, MASKED_SCORE)
-        weights = jax.nn.softmax(scores, axis=-1).reshape(B, K, -1, stop - keys.start)
-        out_BxKxGQxd = jnp.einsum(
-            "bkqs,bksd->bkqd", weights.astype(v_BxTxKxd.dtype), v_BxKxTxd[:, :, keys]
-        )
-        return (
-            out_BxKxGQxd.reshape(B, K, -1, stop - start, d)
-            .transpose(0, 3, 1, 2, 4)
-            .reshape(B, -1, H, d)
+        return attend_block_of_queries(
+            q_BxTxHxd[:, start:stop],
+            k_BxKxTxd[:, :, keys],
+            v_BxKxTxd[:, :, keys],
+            visible,
+            scale=scale,
+            softcap=softcap,
         )
 
     # In long rows, four blocks skip three quarters of the products above the diagonal.
     size = max(MIN_QUERY_BLOCK, -(-T // MAX_QUERY_BLOCKS))
     blocks = [attend_block(start, min(start + size, T)) for start in range(0, T, size)]
     return jnp.concatenate(blocks, axis=1)
+
+
+def attend_block_of_queries(
+    q_BxQxHxd: Float[Array, "B Q H d"],
+    k_BxKxSxd: Float[Array, "B K S d"],
+    v_BxKxSxd: Float[Array, "B K S d"],
+    visible: Bool[Array, "B_or_1 Q S"],
+    *,
+    scale: float | None,
+    softcap: float | None,
+) -> Float[Array, "B Q H d"]:
+    """Compute the attention of a block of queries to the keys that they read."""
+    B, Q, H, d = q_BxQxHxd.shape
+    K, S = k_BxKxSxd.shape[1:3]
+    # All queries of a group, one after the other: one matrix product per key head.
+    q_BxKxGQxd = (
+        (q_BxQxHxd * _scale(scale, d))
+        .reshape(B, Q, K, -1, d)
+        .transpose(0, 2, 3, 1, 4)
+        .reshape(B, K, -1, d)
+    )
+    scores = jnp.einsum(
+        "bkqd,bksd->bkqs", q_BxKxGQxd, k_BxKxSxd, preferred_element_type=jnp.float32
+    )
+    scores = kernel.softcap(scores, softcap).reshape(B, K, -1, Q, S)
+    scores = jnp.where(visible[:, None, None], scores, MASKED_SCORE)
+    weights = jax.nn.softmax(scores, axis=-1).reshape(B, K, -1, S)
+    out_BxKxGQxd = jnp.einsum("bkqs,bksd->bkqd", weights.astype(v_BxKxSxd.dtype), v_BxKxSxd)
+    return out_BxKxGQxd.reshape(B, K, -1, Q, d).transpose(0, 3, 1, 2, 4).reshape(B, -1, H, d)
 
 
 def cudnn_attention(
@@ -274,8 +301,9 @@ def cudnn_attention(
     # The causal mask is built in; segments or a window need one as an array.
     mask = None
     if segments_BxT is not None or sliding_window is not None:
-        row = slice(0, q_BxTxHxd.shape[1])
-        mask = _visible(row, row, segments_BxT, sliding_window)[:, None]
+        T = q_BxTxHxd.shape[1]
+        mask = visible_keys(jnp.arange(T), slice(T), segments_BxT, segments_BxT, sliding_window)
+        mask = mask[:, None]
     return jax.nn.dot_product_attention(
         q_BxTxHxd,
         k_BxTxKxd,
@@ -302,20 +330,43 @@ def splash_attention(
 
     `interpret` runs the Python code of the kernel on any platform, slowly.
     """
+    _, T, H, _ = q_BxTxHxd.shape
+    attend_heads = make_splash_kernel(
+        H, T, softcap=softcap, sliding_window=sliding_window, interpret=interpret
+    )
+    return run_splash_kernel(
+        attend_heads, q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, segments_BxT, segments_BxT, scale
+    )
+
+
+def make_splash_kernel(
+    heads: int,
+    length: int,
+    parts: int = 1,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    interpret: bool = False,
+) -> Any:
+    """Return JAX's kernel for all queries of a row, in the order of the parts of the row."""
     # This import takes a fifth of a second, which other programs do not need.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash_lib
 
-    _, T, H, d = q_BxTxHxd.shape
-    size = next(size for size in SPLASH_BLOCKS if T % size == 0)
+    size = next(size for size in SPLASH_BLOCKS if length // parts % size == 0)
     mask: splash_lib.CausalMask | splash_lib.LocalMask
     if sliding_window is None:
-        mask = splash_lib.CausalMask((T, T))
+        mask = splash_lib.CausalMask((length, length))
     else:
-        mask = splash_lib.LocalMask((T, T), (sliding_window - 1, 0), 0)
-    attend_heads = splash_lib.make_splash_mha(
-        splash_lib.MultiHeadMask([mask] * H),
+        mask = splash_lib.LocalMask((length, length), (sliding_window - 1, 0), 0)
+    if parts > 1:
+        # The mask is a function of these columns.
+        blocks = np.arange(length, dtype=np.int32).reshape(2 * parts, -1)
+        mask.q_sequence = np.stack([blocks[:parts], blocks[::-1][:parts]], axis=1).reshape(-1)
+    return splash_lib.make_splash_mha(
+        splash_lib.MultiHeadMask([mask] * heads),
         head_shards=1,
-        q_seq_shards=1,
+        q_seq_shards=parts,
         attn_logits_soft_cap=softcap,
         block_sizes=splash_lib.BlockSizes(
             block_q=size,
@@ -329,13 +380,27 @@ def splash_attention(
         ),
         interpret=interpret,
     )
+
+
+def run_splash_kernel(
+    attend_heads: Any,
+    q_BxQxHxd: Queries,
+    k_BxTxKxd: Keys,
+    v_BxTxKxd: Keys,
+    own_segments: Segments,
+    segments_BxT: Segments,
+    scale: float | None,
+) -> Queries:
+    """Run a splash kernel for each row."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash_lib
+
     # The kernel has no option for the scale, so the queries are scaled.
-    q = (q_BxTxHxd * _scale(scale, d)).swapaxes(1, 2)
+    q = (q_BxQxHxd * _scale(scale, q_BxQxHxd.shape[-1])).swapaxes(1, 2)
     k = k_BxTxKxd.swapaxes(1, 2)
     v = v_BxTxKxd.swapaxes(1, 2)
     segments = None
-    if segments_BxT is not None:
-        segments = splash_lib.SegmentIds(segments_BxT, segments_BxT)
+    if own_segments is not None and segments_BxT is not None:
+        segments = splash_lib.SegmentIds(own_segments, segments_BxT)
     return jax.vmap(attend_heads)(q, k, v, segments).swapaxes(1, 2)
 
 
@@ -343,15 +408,19 @@ def _scale(scale: float | None, head_dim: int) -> float:
     return head_dim**-0.5 if scale is None else scale
 
 
-def _visible(
-    queries: slice, keys: slice, segments_BxT: Segments, sliding_window: int | None
-) -> Bool[Array, "B_or_1 queries keys"]:
-    """Return which keys each query reads; both are slices of a row."""
-    # Positions in the row serve as well as positions in the segment: only differences count.
-    distance = jnp.arange(queries.start, queries.stop)[:, None] - jnp.arange(keys.start, keys.stop)
+def visible_keys(
+    columns_Q: Int[Array, " Q"],
+    keys: slice,
+    own_segments: Int[Array, "B Q"] | None,
+    key_segments: Int[Array, "B S"] | None,
+    sliding_window: int | None,
+) -> Bool[Array, "B_or_1 Q S"]:
+    """Return which keys, a slice of a row, each query reads, from its column in the row."""
+    # Columns of the row serve as well as positions in the segment: only differences count.
+    distance = columns_Q[:, None] - jnp.arange(keys.start or 0, keys.stop)
     visible = (distance >= 0)[None]
     if sliding_window is not None:
         visible &= distance < sliding_window
-    if segments_BxT is not None:
-        visible &= segments_BxT[:, queries, None] == segments_BxT[:, None, keys]
+    if own_segments is not None and key_segments is not None:
+        visible &= own_segments[:, :, None] == key_segments[:, None]
     return visible

@@ -34,7 +34,12 @@ LayerCache = tuple[jax.Array, jax.Array]
 
 
 def select_cache_program(
-    wanted: str, platform: str, attention: str, architecture: Architecture, max_columns: int
+    wanted: str,
+    platform: str,
+    attention: str,
+    architecture: Architecture,
+    max_columns: int,
+    is_split: bool = False,
 ) -> str:
     """Return the program for one new token per row.
 
@@ -44,6 +49,7 @@ def select_cache_program(
       attention: Program for whole sequences (attention.py).
       architecture: The decoder.
       max_columns: Maximum of S.
+      is_split: Whether devices hold parts of the columns (split_cache.py).
 
     Raises:
       ValueError: `wanted` cannot run; the message says why.
@@ -56,6 +62,8 @@ def select_cache_program(
             "cuDNN reads the cache only where whole sequences take its attention, these take "
             f"{attention}"
         )
+    elif is_split:
+        obstacle = "cuDNN reads whole sequences, config.rollout.mesh.context splits them"
     elif any(architecture.layers_are_local) and window is not None and window < max_columns:
         obstacle = (
             "cuDNN reads the cache of layers without a sliding window, this model's is "
@@ -88,11 +96,11 @@ def cache_layout(
 def num_columns(program: str, layer: LayerCache) -> int:
     """Return S."""
     keys, _ = layer
-    keys_axis, _ = _column_axes(program)
+    keys_axis, _ = column_axes(program)
     return keys.shape[keys_axis]
 
 
-def _column_axes(program: str) -> tuple[int, int]:
+def column_axes(program: str) -> tuple[int, int]:
     """Return the axis of columns in keys and in values."""
     return (3, 2) if program in TRANSPOSED else (1, 1)
 
@@ -114,7 +122,7 @@ def write_rows(
         place = (rows_g, *[slice(None)] * (axis - 1), slice(new.shape[axis]))
         return cache.at[place].set(new, mode="drop")
 
-    keys_axis, values_axis = _column_axes(program)
+    keys_axis, values_axis = column_axes(program)
     keys = write(layer[0], new_rows[0], keys_axis)
     return keys, write(layer[1], new_rows[1], values_axis)
 
@@ -125,16 +133,20 @@ def write_tokens(
     k_bx1xKxd: Float[Array, "b 1 K d"],
     v_bx1xKxd: Float[Array, "b 1 K d"],
     columns_b: Int[Array, " b"],
+    mode: str = "promise_in_bounds",
 ) -> LayerCache:
-    """Write one token per row into that row's column; rows from the b-th on are left alone."""
+    """Write one token per row into that row's column; rows from the b-th on are left alone.
+
+    `mode` says what becomes of columns outside the cache, as for JAX's indexed updates.
+    """
 
     def write(cache: jax.Array, new: jax.Array, axis: int) -> jax.Array:
-        # One column per row, all within the cache by construction: no bounds are checked.
+        # One column per row, within the cache by construction unless `mode` says otherwise.
         place = (jnp.arange(len(new)), *[slice(None)] * (axis - 1), columns_b)
-        return cache.at[place].set(new.squeeze(axis).astype(cache.dtype), mode="promise_in_bounds")
+        return cache.at[place].set(new.squeeze(axis).astype(cache.dtype), mode=mode)
 
     new_keys, new_values = cache_layout(program, k_bx1xKxd, v_bx1xKxd)
-    keys_axis, values_axis = _column_axes(program)
+    keys_axis, values_axis = column_axes(program)
     keys = write(layer[0], new_keys, keys_axis)
     return keys, write(layer[1], new_values, values_axis)
 
@@ -176,8 +188,8 @@ def attend_to_cache(
         )
     # The other programs run for all rows of the cache.
     idle_rows = len(keys) - len(q_bx1xHxd)
-    q_Bx1xHxd = _pad_rows(q_bx1xHxd, idle_rows)
-    columns_B = _pad_rows(columns_b, idle_rows)
+    q_Bx1xHxd = pad_rows(q_bx1xHxd, idle_rows)
+    columns_B = pad_rows(columns_b, idle_rows)
     if program == "cudnn":
         assert sliding_window is None, "select_cache_program refuses it"
         attend = split_heads(functools.partial(_cudnn, scale=scale, softcap=softcap))
@@ -190,7 +202,8 @@ def attend_to_cache(
     return out_Bx1xHxd[: len(q_bx1xHxd)]
 
 
-def _pad_rows(x: jax.Array, rows: int) -> jax.Array:
+def pad_rows(x: jax.Array, rows: int) -> jax.Array:
+    """Return `x` with this number of rows of zeros behind it."""
     return jnp.pad(x, ((0, rows), *[(0, 0)] * (x.ndim - 1)))
 
 
@@ -260,19 +273,32 @@ def _products(
     softcap: float | None = None,
 ) -> Float[Array, "B 1 H d"]:
     """Compute attention with matrix products, in the program's layout."""
-    B, _, H, d = q_Bx1xHxd.shape
-    keys_axes, values_axes = ("bkds", "bksd") if program in TRANSPOSED else ("bskd", "bskd")
+    scores_BxKxGxS = kernel.softcap(cache_scores(program, q_Bx1xHxd, keys, scale), softcap)
+    scores_BxKxGxS = jnp.where(readable_BxS[:, None, None], scores_BxKxGxS, MASKED_SCORE)
+    weights_BxKxGxS = jax.nn.softmax(scores_BxKxGxS, axis=-1).astype(values.dtype)
+    return weighted_values(program, weights_BxKxGxS, values).reshape(q_Bx1xHxd.shape)
+
+
+def cache_scores(
+    program: str, q_Bx1xHxd: jax.Array, keys: jax.Array, scale: float | None
+) -> Float[Array, "B K G S"]:
+    """Return the scaled products of queries and keys in float32, in the program's layout."""
+    B, _, _, d = q_Bx1xHxd.shape
+    keys_axes = "bkds" if program in TRANSPOSED else "bskd"
     K = keys.shape[keys_axes.index("k")]
     # Query heads are grouped by the key head that they read, which is not repeated.
     q_BxKxGxd = (q_Bx1xHxd * (d**-0.5 if scale is None else scale)).reshape(B, K, -1, d)
-    scores_BxKxGxS = jnp.einsum(
+    return jnp.einsum(
         f"bkgd,{keys_axes}->bkgs", q_BxKxGxd, keys, preferred_element_type=jnp.float32
     )
-    scores_BxKxGxS = kernel.softcap(scores_BxKxGxS, softcap)
-    scores_BxKxGxS = jnp.where(readable_BxS[:, None, None], scores_BxKxGxS, MASKED_SCORE)
-    weights_BxKxGxS = jax.nn.softmax(scores_BxKxGxS, axis=-1).astype(values.dtype)
-    out_BxKxGxd = jnp.einsum(f"bkgs,{values_axes}->bkgd", weights_BxKxGxS, values)
-    return out_BxKxGxd.reshape(B, 1, H, d)
+
+
+def weighted_values(
+    program: str, weights_BxKxGxS: jax.Array, values: jax.Array
+) -> Float[Array, "B K G d"]:
+    """Return the weighted sums of values, in the program's layout."""
+    values_axes = "bksd" if program in TRANSPOSED else "bskd"
+    return jnp.einsum(f"bkgs,{values_axes}->bkgd", weights_BxKxGxS, values)
 
 
 def _cudnn(

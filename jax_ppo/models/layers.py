@@ -10,12 +10,20 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jax_ppo.models import rope
+from jax_ppo.models import cache as whole_cache
+from jax_ppo.models import rope, split_cache
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention import run_attention
-from jax_ppo.models.cache import LayerCache, attend_to_cache, cache_layout, write_tokens
+from jax_ppo.models.attention_over_parts import run_attention_over_parts
+from jax_ppo.models.cache import LayerCache, cache_layout
 from jax_ppo.models.experts import ExpertMLP
-from jax_ppo.runtime.sharding import copy_kv_heads, drop_padded_heads, pad_query_heads
+from jax_ppo.runtime.sharding import (
+    copy_kv_heads,
+    drop_padded_heads,
+    num_cache_parts,
+    num_row_parts,
+    pad_query_heads,
+)
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": nn.silu,
@@ -166,8 +174,9 @@ class Attention(nn.Module):
             # Keys are cached after rotation: it depends on their own position only.
             cache = cache_layout(self.decoding, k, v)
         else:
-            cache = write_tokens(self.decoding, cache, k, v, columns_B)
-            out = attend_to_cache(
+            layout = split_cache if num_cache_parts() > 1 else whole_cache
+            cache = layout.write_tokens(self.decoding, cache, k, v, columns_B)
+            out = layout.attend_to_cache(
                 self.decoding,
                 q,
                 cache,
@@ -230,9 +239,11 @@ class Attention(nn.Module):
     ) -> jax.Array:
         """Return the attention of whole sequences, [B, T, H, d]."""
         a = self.architecture
+        parts = num_row_parts()
+        run = run_attention if parts == 1 else run_attention_over_parts
 
         def attend(sliding_window: int | None) -> jax.Array:
-            return run_attention(
+            return run(
                 self.program,
                 q,
                 k,
@@ -244,7 +255,7 @@ class Attention(nn.Module):
             )
 
         # A window that holds the whole row changes nothing.
-        if a.sliding_window is None or q.shape[1] <= a.sliding_window:
+        if a.sliding_window is None or q.shape[1] * parts <= a.sliding_window:
             return attend(None)
         return _if_local(is_local, lambda: attend(a.sliding_window), lambda: attend(None))
 

@@ -47,7 +47,7 @@ from jax_ppo.models.layers import (
 )
 from jax_ppo.models.lora import Lora
 from jax_ppo.runtime.pipeline import num_stages, run_stages
-from jax_ppo.runtime.sharding import look_up_embedding
+from jax_ppo.runtime.sharding import look_up_embedding, num_row_parts
 from jax_ppo.types import Params
 
 # Up to this number of layers the loop over stacked parameters is unrolled: on a CPU the gradient
@@ -147,7 +147,8 @@ class Transformer(nn.Module):
             table = self.param("positions", _init_embedding, rows, a.hidden_size)["embedding"]
             # As with rotary embeddings, a position beyond the table becomes NaN.
             x += table.at[positions_BxT].get(mode="fill").astype(self.dtype)
-        length = tokens_BxT.shape[1]
+        # Tokens of a row, of which this may be a part.
+        length = tokens_BxT.shape[1] * num_row_parts()
         if cache is not None:
             # While decoding, positions reach up to the cache's last column, not to T.
             length = num_columns(self.decoding, cache[0])
@@ -198,7 +199,7 @@ class Transformer(nn.Module):
     ) -> tuple[jax.Array, Auxiliary]:
         """Run all layers as one scan over stacked parameters."""
         layers = self._layer_stack(self.architecture.num_layers, name="layers")
-        rotations = self._rotations(positions_BxT, positions_BxT.shape[1])
+        rotations = self._rotations(positions_BxT, positions_BxT.shape[1] * num_row_parts())
         x, output = layers(x, self._kind_of_each(), rotations, segments_BxT)
         return x, output.auxiliary
 
@@ -212,7 +213,7 @@ class Transformer(nn.Module):
         def run_stage(layers: Any, x: jax.Array, rows: Any) -> tuple[jax.Array, Auxiliary]:
             params, kind_of_each = layers
             positions, segments = rows
-            rotations = self._rotations(positions, positions.shape[1])
+            rotations = self._rotations(positions, positions.shape[1] * num_row_parts())
             x, output = stack.apply({"params": params}, x, kind_of_each, rotations, segments)
             return x, output.auxiliary
 

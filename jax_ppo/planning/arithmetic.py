@@ -119,6 +119,7 @@ def _scoring_temporaries(step: AbstractStep, role: Role) -> int:
     parts = step.programs.mesh.shape["model"]
     layers = _layer_bytes(role, _layer_tokens(step, role, shape), parts)
     layers += _gathered_layers(step, role) + _pipeline_bytes(step, role, shape)
+    layers += _row_bytes(step, role, shape)
     head = _logits_bytes(step, role, tokens) if role.has_logits else 0
     return _cast_weights(step, role) + _join(step, layers, head)
 
@@ -143,6 +144,7 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
     layers += _gathered_layers(step, role, with_gradient=True)
     # Hidden states, and their gradients.
     layers += 2 * _pipeline_bytes(step, role, shape)
+    layers += 2 * _row_bytes(step, role, shape)
     head = 0
     if role.has_logits:
         head = _logits_bytes(step, role, tokens) + _chunk_bytes(role, tokens, parts) // 2
@@ -188,6 +190,18 @@ def _pipeline_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> i
     # Gathered rows, the input of each tick and its output.
     hidden_rows = schedule.micro_batches + 2 * schedule.ticks
     return hidden_rows * shape[-1] * role.architecture.hidden_size * role.itemsize
+
+
+def _row_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
+    """Return the bytes of the keys and values of whole rows, if devices hold parts of them."""
+    mesh, architecture = step.programs.mesh, role.architecture
+    row_parts = meshes.row_parts(mesh)
+    if row_parts == 1 or isinstance(architecture, DebertaArchitecture):
+        return 0
+    # With fewer key heads than devices that split them, each device has copies.
+    heads = max(architecture.num_kv_heads // int(mesh.shape["model"]), 1)
+    tokens = _device_tokens(step, shape) * row_parts
+    return 2 * tokens * heads * architecture.head_dim * role.itemsize
 
 
 def _cast_weights(step: AbstractStep, role: Role) -> int:

@@ -25,7 +25,7 @@ from jax_ppo.ppo.role_folders import resolve_role_folders
 from jax_ppo.ppo.rollout_engine import make_engine, sampling_options
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine, shape_decoding_weights
-from jax_ppo.sampler.stages import cache_shapes
+from jax_ppo.sampler.stages import cache_bytes_per_device, cache_shapes
 from jax_ppo.supervised import warmup
 from jax_ppo.training.networks import Networks, full_parameters, read_networks
 from jax_ppo.training.state import TrainState, policy_params, state_shapes
@@ -111,11 +111,8 @@ class AbstractStep:
     @property
     def cache_bytes(self) -> int:
         """Return the bytes per device of the larger stage's cache."""
-        sizes = (
-            sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stage)) for stage in self.caches
-        )
-        # Heads are split over `model`, and each shard of rows has a queue of its own.
-        return max(sizes) // self.rollout_mesh.shape["model"]
+        # Each shard of rows has a queue of its own.
+        return max(cache_bytes_per_device(stage, self.rollout_mesh) for stage in self.caches)
 
 
 def set_up_step(config: Config, nets: Networks, mesh: Mesh) -> AbstractStep:

@@ -80,7 +80,7 @@ def predict_seconds(
 
 def _prepare_weights(step: AbstractStep) -> PhaseWork:
     weights = bytes_per_device(step.decoding_weights)
-    gathered = step.programs.mesh.shape["fsdp"]
+    gathered = meshes.weight_shards(step.programs.mesh)
     received = weights * (gathered - 1) / gathered
     return PhaseWork(
         memory_bytes=float(bytes_per_device(step.state.actor) + 2 * weights),
@@ -190,7 +190,7 @@ def _pass_work(step: AbstractStep, role: Role, rows: int, length: int) -> PhaseW
     own_tokens = rows * length / meshes.row_shards(mesh)
     # A device runs its part of the layers on the rows of all stages.
     tokens = own_tokens * schedule.slowdown
-    parts, gathered = mesh.shape["model"], mesh.shape["fsdp"]
+    parts, gathered = mesh.shape["model"], meshes.weight_shards(mesh)
     heads = (architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim
     mlp = len(architecture.mlp_projections) * architecture.active_width
     outputs = (heads + mlp) / parts
@@ -202,7 +202,11 @@ def _pass_work(step: AbstractStep, role: Role, rows: int, length: int) -> PhaseW
         received += hidden_rows * length * architecture.hidden_size * role.itemsize
     return PhaseWork(
         memory_bytes=weights + tokens * architecture.num_layers * moved * role.itemsize,
-        link_bytes=received + _tensor_parallel_bytes(role, tokens, parts),
+        link_bytes=(
+            received
+            + _tensor_parallel_bytes(role, tokens, parts)
+            + _gathered_keys_bytes(role, tokens, meshes.row_parts(mesh), parts)
+        ),
         row_bytes=received,
     )
 
@@ -224,11 +228,22 @@ def _tensor_parallel_bytes(role: Role, tokens: float, parts: int) -> float:
     return architecture.num_layers * _SUMS_PER_LAYER * hidden * 2 * (parts - 1) / parts
 
 
+def _gathered_keys_bytes(role: Role, tokens: float, row_parts: int, parts: int) -> float:
+    """Return the bytes that a device receives of keys and values of its rows' other parts."""
+    architecture = role.architecture
+    assert not isinstance(architecture, DebertaArchitecture), "encoders read whole rows"
+    # With fewer key heads than devices that split them, each device has copies.
+    heads = max(architecture.num_kv_heads / parts, 1)
+    own = 2 * tokens * heads * architecture.head_dim * role.itemsize
+    return architecture.num_layers * own * (row_parts - 1)
+
+
 def _gradient_link_bytes(
     step: AbstractStep, role: Role, gradient: int, schedule: StageSchedule
 ) -> float:
     """Return the bytes that a device sends to sum the gradient of a micro-batch."""
-    gathered, copies = (step.programs.mesh.shape[axis] for axis in ("fsdp", "data"))
+    mesh = step.programs.mesh
+    gathered, copies = meshes.weight_shards(mesh), mesh.shape["data"]
     scattered = 0.0
     # Adapters are too small to matter.
     if role.params is role.trained or role.net.lora is None:

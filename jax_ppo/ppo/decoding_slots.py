@@ -14,7 +14,7 @@ from jax_ppo.runtime import meshes
 from jax_ppo.runtime.device_memory import read_memory_limit
 from jax_ppo.sampler.constraints import constrains_logits
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.stages import cache_shapes
+from jax_ppo.sampler.stages import cache_bytes_per_device, cache_shapes
 from jax_ppo.training.networks import Networks
 from jax_ppo.types import Prompts
 
@@ -76,9 +76,9 @@ def _slot_bytes(
     # Key-value heads are copied until the mesh in context can split them.
     with jax.sharding.use_abstract_mesh(rollout_mesh.abstract_mesh):
         stages = cache_shapes(model, sampling, prompts)
-    cache = max(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(s)) for s in stages)
+    cache = max(cache_bytes_per_device(stage, rollout_mesh) for stage in stages)
     # Drawing a token sorts or masks a second copy of the float32 logits, and constraints are added.
     arrays = 3 if constrains_logits(sampling) else 2
     logits = arrays * sampling.slots * model.architecture.vocab_size * 4
-    # Heads and the vocabulary are split over `model`.
-    return (cache + logits) // rollout_mesh.shape["model"]
+    # The vocabulary is split over `model`.
+    return cache + logits // rollout_mesh.shape["model"]

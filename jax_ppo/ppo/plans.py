@@ -150,14 +150,19 @@ class RolloutPlanner:
         self, lengths: np.ndarray, groups: np.ndarray, rows_per_device: int | None
     ) -> tuple[Packing, np.ndarray]:
         # The devices split a micro-batch's rows evenly: their number is a multiple of the shards.
+        parts = meshes.row_parts(self.mesh)
+        shards = meshes.row_shards(self.mesh) // parts
         rows_at_once = packing.rows_per_micro_batch(
             rows_per_device,
-            self.row_length,
+            self.row_length // parts,
             groups.shape[1],
-            meshes.row_shards(self.mesh),
+            shards,
             meshes.needs_large_micro_batches(self.mesh),
         )
-        return packing.plan_packing(lengths, groups, rows_at_once, self.row_length, self.packed)
+        packed, counts = packing.plan_packing(
+            lengths, groups, rows_at_once, self.row_length, self.packed
+        )
+        return packing.split_columns(packed, shards, parts), counts
 
     def _replicate(self, array: np.ndarray) -> jax.Array:
         return self.place(array, sharding.replicated(self.mesh))

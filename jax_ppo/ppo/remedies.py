@@ -115,7 +115,9 @@ def _possible_changes(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]
 def _other_meshes(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]]:
     """Yield changes of the meshes; the number of devices stays."""
     devices, parts, stages = mesh.size, mesh.shape["model"], mesh.shape["stage"]
-    split = MeshShape(data=1, fsdp=devices // (parts * stages), model=parts, stage=stages)
+    context = mesh.shape["context"]
+    fsdp = devices // (parts * stages * context)
+    split = MeshShape(data=1, fsdp=fsdp, model=parts, stage=stages, context=context)
     words = f"config.mesh.data=1 with config.mesh.fsdp={split.fsdp}"
     yield words, dataclasses.replace(config, mesh=split)
     size = 2

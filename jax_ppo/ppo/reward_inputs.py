@@ -98,6 +98,8 @@ def make_reward_inputs(
         actor_tokenizer=actor_tokenizer,
         rows_per_device=options.micro_batch_size_per_device,
         packed=packed,
+        # An encoder reads whole rows: context devices take rows of their own.
+        row_parts=1 if is_encoder else meshes.row_parts(mesh),
     )
 
 
@@ -198,6 +200,7 @@ class RewardInputs:
         actor_tokenizer: Any,
         rows_per_device: int | None,
         packed: bool,
+        row_parts: int,
     ) -> None:
         """Keep the parts.
 
@@ -207,12 +210,14 @@ class RewardInputs:
           actor_tokenizer: the tokenizer of the samples.
           rows_per_device: packed rows that a device scores at once; `None` chooses automatically.
           packed: whether several inputs share a row.
+          row_parts: number of devices that a row is split over.
         """
         self.reader = reader
         self._mesh = mesh
         self._actor_tokenizer = actor_tokenizer
         self._rows_per_device = rows_per_device
         self._packed = packed
+        self._row_parts = row_parts
         self._warned = False
 
     def __call__(
@@ -265,13 +270,15 @@ class RewardInputs:
         # All processes plan the packing of all samples, and so need every length.
         lengths = placement.all_rows(mesh, indices, local_lengths, total)
         # Few widths, since each compiles the reward model once more.
-        width = packing.row_width(int(lengths.max()))
+        parts = self._row_parts
+        width = packing.row_width(int(lengths.max()), parts)
         # Tokens stay with the process that made them; only lengths are exchanged.
         local_tokens = np.zeros((len(ids), width), np.int32)
         for tokens, row in zip(local_tokens, ids, strict=True):
             tokens[: len(row)] = row
+        shards = meshes.row_shards(mesh) // parts
         rows_at_once = packing.rows_per_micro_batch(
-            self._rows_per_device, width, total, meshes.row_shards(mesh)
+            self._rows_per_device, width // parts, total, shards
         )
         packed, counts = packing.plan_packing(
             lengths, np.arange(total)[None], rows_at_once, width, self._packed
@@ -288,7 +295,7 @@ class RewardInputs:
             truncated=truncated,
             action_mask=action_mask,
         )
-        first_group = jax.tree.map(lambda x: x[0], packed)
+        first_group = packing.split_columns(jax.tree.map(lambda x: x[0], packed), shards, parts)
         return (
             sequences,
             placement.place(first_group, sharding.rows(mesh, axis=1)),

@@ -1,15 +1,15 @@
 """Meshes: the devices of a run, arranged along named axes.
 
 Axes: `data` replicates the parameters; `fsdp` splits parameters and optimizer states, which are
-gathered layer by layer; `model` splits each matrix product (tensor parallelism); `stage` splits the
-layers (pipeline.py). The rows of a batch are split over stage x data x fsdp.
+gathered layer by layer; `context` does the same, and its devices hold parts of the same packed
+rows; `model` splits each matrix product (tensor parallelism); `stage` splits the layers
+(pipeline.py). The rows of a batch are split over stage x data x fsdp x context.
 
 A further axis is a field of `config.schema.MeshShape`, which `AXES` follows; it is named in `ROWS`
 if it splits the rows of a batch, and in the rules of the parameters that it splits (sharding.py).
 """
 
 import collections
-import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -22,11 +22,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax_ppo.config.schema import MeshShape, RolloutMesh
 from jax_ppo.errors import UserError
 
-# In the order of the devices: neighbours split a matrix, and stages exchange the least.
-AXES = tuple(
-    sorted((field.name for field in dataclasses.fields(MeshShape)), key=lambda x: x != "stage")
-)
-ROWS = ("stage", "data", "fsdp")  # the axes that split the rows of a batch
+# In the order of the devices: neighbours exchange the most, stages the least.
+AXES = ("stage", "data", "fsdp", "context", "model")
+COLUMNS = "columns"  # a further axis of meshes to decode on, which splits the cache's columns
+ROWS = ("stage", "data", "fsdp", "context")  # the axes that split the rows of a batch
+WEIGHTS = ("fsdp", "context")  # those that split parameters, which are gathered layer by layer
 
 
 def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh:
@@ -67,9 +67,9 @@ def _devices_per_slice(devices: Sequence[jax.Device]) -> collections.Counter[int
 def arrange_slices(sizes: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
     """Return the devices of several slices in the shape of the mesh.
 
-    The slow network between slices is left to the first axes, `stage` before `data` before `fsdp`
-    before `model`, which exchange the least: a mesh with `data` = the number of slices sends
-    nothing but gradients from one to another, one with `stage` = that number mostly hidden states.
+    The slow network between slices is left to the first axes, in the order of `AXES`, which
+    exchange the least: a mesh with `data` = the number of slices sends nothing but gradients from
+    one to another, one with `stage` = that number mostly hidden states.
 
     Args:
       sizes: the size of each axis, the most frequent exchanges last.
@@ -109,15 +109,24 @@ def make_rollout_mesh(mesh: Mesh, shape: RolloutMesh) -> Mesh:
     """
     if shape.model is None:
         return mesh
-    data = mesh.size // shape.model if shape.data == -1 else shape.data
-    if data * shape.model != mesh.size:
+    others = shape.context * shape.model
+    data = mesh.size // others if shape.data == -1 else shape.data
+    if data * others != mesh.size:
+        context = f" x config.rollout.mesh.context={shape.context}" if shape.context > 1 else ""
         raise UserError(
-            f"config.rollout.mesh.data={shape.data} x config.rollout.mesh.model={shape.model}: "
-            f"must multiply to the number of devices, {mesh.size}"
+            f"config.rollout.mesh.data={shape.data}{context} x config.rollout.mesh.model="
+            f"{shape.model}: must multiply to the number of devices, {mesh.size}"
         )
-    sizes = {"data": data, "model": shape.model}
-    devices = mesh.devices.reshape([sizes.get(axis, 1) for axis in AXES])
-    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    sizes = {"data": data, COLUMNS: shape.context, "model": shape.model}
+    # Neighbours split matrices, as in a run's mesh.
+    axes = AXES if shape.context == 1 else (*AXES[:-1], COLUMNS, AXES[-1])
+    devices = mesh.devices.reshape([sizes.get(axis, 1) for axis in axes])
+    return Mesh(devices, axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def cache_parts(mesh: Mesh | AbstractMesh) -> int:
+    """Return the number of devices that split the columns of a cache."""
+    return int(mesh.shape.get(COLUMNS, 1))
 
 
 def row_shards(mesh: Mesh | AbstractMesh) -> int:
@@ -130,9 +139,19 @@ def rows_per_shard(mesh: Mesh | AbstractMesh, count: int) -> int:
     return -(-count // row_shards(mesh))
 
 
+def row_parts(mesh: Mesh | AbstractMesh) -> int:
+    """Return the number of devices that a packed row is split over."""
+    return int(mesh.shape["context"])
+
+
+def weight_shards(mesh: Mesh | AbstractMesh) -> int:
+    """Return the number of devices that share one copy of the parameters, beside `model`."""
+    return math.prod(mesh.shape[axis] for axis in WEIGHTS)
+
+
 def gathers_weights(mesh: Mesh | AbstractMesh) -> bool:
     """Return whether devices gather the parameters for each pass, layer by layer."""
-    return mesh.shape["fsdp"] > 1
+    return weight_shards(mesh) > 1
 
 
 def needs_large_micro_batches(mesh: Mesh | AbstractMesh) -> bool:
@@ -168,12 +187,15 @@ def validate_architecture(
         sizes["model"]["vocabulary"] = architecture.vocab_size
         sizes["stage"] = {"number of layers": architecture.num_layers}
     for axis, dimensions in sizes.items():
-        parts = mesh.shape[axis]
+        parts = weight_shards(mesh) if axis == "fsdp" else mesh.shape[axis]
         indivisible = [f"{name} ({size})" for name, size in dimensions.items() if size % parts]
         if indivisible:
             possible = _common_divisors(dimensions.values(), of=mesh.size)
+            context = row_parts(mesh)
+            is_product = axis == "fsdp" and context > 1
+            name = f"{option}.fsdp x {option}.context" if is_product else f"{option}.{axis}"
             raise UserError(
-                f"{option}.{axis}={parts}: must divide the model's {' and '.join(indivisible)}; "
+                f"{name}={parts}: must divide the model's {' and '.join(indivisible)}; "
                 f"on {mesh.size} devices it may be {' or '.join(map(str, possible))}"
             )
 

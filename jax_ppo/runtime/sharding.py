@@ -17,7 +17,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from jax_ppo.runtime.meshes import AXES, ROWS, row_shards
+from jax_ppo.runtime.meshes import (
+    AXES,
+    COLUMNS,
+    ROWS,
+    WEIGHTS,
+    cache_parts,
+    row_parts,
+    row_shards,
+    weight_shards,
+)
 
 Rules = tuple[tuple[str, P], ...]
 
@@ -25,29 +34,29 @@ Rules = tuple[tuple[str, P], ...]
 # parameter without a match raises. Parameters below "layers/" have the stacked layers' axis in
 # front. Stages split it in a decoder (`TRAIN_RULES`); an encoder's is never split.
 ENCODER_RULES: Rules = (
-    (r"(embed|lm_head)/embedding", P("model", "fsdp")),
+    (r"(embed|lm_head)/embedding", P("model", WEIGHTS)),
     # Before the rules of other kernels: experts have an axis of their own.
-    (r"layers/.*experts/(gate_proj|up_proj)/kernel", P(None, None, "fsdp", "model")),
-    (r"layers/.*experts/down_proj/kernel", P(None, None, "model", "fsdp")),
-    (r"layers/.*router/kernel", P(None, "fsdp", None)),
-    (r"layers/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/kernel", P(None, "fsdp", "model")),
+    (r"layers/.*experts/(gate_proj|up_proj)/kernel", P(None, None, WEIGHTS, "model")),
+    (r"layers/.*experts/down_proj/kernel", P(None, None, "model", WEIGHTS)),
+    (r"layers/.*router/kernel", P(None, WEIGHTS, None)),
+    (r"layers/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/kernel", P(None, WEIGHTS, "model")),
     (r"layers/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/bias", P(None, "model")),
-    (r"layers/.*(o_proj|down_proj)/kernel", P(None, "model", "fsdp")),
+    (r"layers/.*(o_proj|down_proj)/kernel", P(None, "model", WEIGHTS)),
     (r"layers/.*(o_proj|down_proj)/bias", P()),
     # Adapters are split like the sides of the kernel that they touch; their rank is never split.
-    (r"layers/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/lora_a", P(None, "fsdp", None)),
+    (r"layers/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/lora_a", P(None, WEIGHTS, None)),
     (r"layers/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/lora_b", P(None, None, "model")),
     (r"layers/.*(o_proj|down_proj)/lora_a", P(None, "model", None)),
-    (r"layers/.*(o_proj|down_proj)/lora_b", P(None, None, "fsdp")),
+    (r"layers/.*(o_proj|down_proj)/lora_b", P(None, None, WEIGHTS)),
     (r"(layers/.*)?norm/(scale|bias)", P()),
     # Learned positions are few.
     (r"positions/embedding", P()),
-    (r"score/kernel", P("fsdp", None)),
+    (r"score/kernel", P(WEIGHTS, None)),
     # An encoder. Its words are not split over `model`: DeBERTa-v3 has 128,100 of them.
-    (r"(words|places|relative)/embedding", P(None, "fsdp")),
-    (r"embed_proj/kernel", P("fsdp", None)),
-    (r"conv/kernel", P(None, "fsdp", "model")),
-    (r"pooler/kernel", P("fsdp", "model")),
+    (r"(words|places|relative)/embedding", P(None, WEIGHTS)),
+    (r"embed_proj/kernel", P(WEIGHTS, None)),
+    (r"conv/kernel", P(None, WEIGHTS, "model")),
+    (r"pooler/kernel", P(WEIGHTS, "model")),
     (r"(conv|pooler|score)/bias", P()),
     (r"(layers/)?\w+_norm/(scale|bias)", P()),
     (r"count", P()),  # of the optimizer
@@ -240,8 +249,121 @@ def split_heads(attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]
 
 
 def _remaining_row_axes(mesh: AbstractMesh) -> tuple[str, ...] | None:
-    """Return the axes that still split rows: inside `split_rows` none, in a stage `fsdp` alone."""
+    """Return the axes that still split rows: none inside `split_rows`, some in a stage."""
     return tuple(axis for axis in ROWS if axis not in mesh.manual_axes) or None
+
+
+def num_row_parts() -> int:
+    """Return the number of devices that each packed row is split over, in a compiled function.
+
+    It is 1 inside `split_rows`, where rows are whole.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty or "context" in mesh.manual_axes else row_parts(mesh)
+
+
+def attend_over_parts(attention: Callable[..., jax.Array], shared: Any = None) -> Any:
+    """Make each device run `attention` on its own queries and heads, and the keys of whole rows.
+
+    The devices of `context` hold the parts of packed rows that `packing.split_columns` made: part i
+    of C has the i-th and the i-th last of 2 C blocks of columns. Keys, values and segments are
+    gathered over `context`; the gradients of keys and values are reduce-scattered.
+
+    Args:
+      attention: of (q [R, L / C, H, d], keys and values [R, L, K, d] and segments [R, L] in the
+        order of the row, the segments of the queries [R, L / C], their columns [L / C], and
+        `shared` if it is not `None`).
+      shared: an object with `manual_sharding_spec`, such as JAX's splash kernel, of which each
+        device gets the part for its queries.
+    """
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+        mesh = jax.sharding.get_abstract_mesh()
+        parts = row_parts(mesh)
+
+        def attend(
+            q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, *shared: Any
+        ) -> jax.Array:
+            block = q.shape[1] // 2
+            part = jax.lax.axis_index("context")
+            # The columns of the first block and of its mirror image.
+            starts = jnp.array([part, 2 * parts - 1 - part]) * block
+            columns = (starts[:, None] + jnp.arange(block)).reshape(-1)
+            keys, values, row_segments = (_gather_row(x) for x in (k, v, segments))
+            return attention(q, keys, values, row_segments, segments, columns, *shared)
+
+        first = _remaining_row_axes(mesh)
+        heads = P(first, None, "model", None)
+        extra: tuple[Any, ...] = ()
+        extra_specs: tuple[Any, ...] = ()
+        if shared is not None:
+            extra = (shared,)
+            extra_specs = (shared.manual_sharding_spec(NamedSharding(mesh, P(None, "context"))),)
+        return jax.shard_map(
+            attend,
+            in_specs=(heads, heads, heads, P(first), *extra_specs),
+            out_specs=heads,
+            check_vma=False,
+            axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+        )(q, k, v, segments, *extra)
+
+    return run
+
+
+def _gather_row(part_RxT: jax.Array) -> jax.Array:
+    """Return [R, C T, ...] in the order of the columns, from the part [R, T, ...] of each device.
+
+    Part i of C has blocks i and 2 C - 1 - i.
+    """
+    parts_CxRxT = jax.lax.all_gather(part_RxT, "context")
+    first, mirrored = jnp.split(parts_CxRxT, 2, axis=2)
+    blocks = jnp.moveaxis(jnp.concatenate([first, mirrored[::-1]]), 0, 1)
+    return blocks.reshape(len(part_RxT), -1, *part_RxT.shape[2:])
+
+
+def num_cache_parts() -> int:
+    """Return the number of devices that split a cache's columns, in a compiled function."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else cache_parts(mesh)
+
+
+def split_cache(x: jax.Array, heads_axis: int, columns_axis: int) -> jax.Array:
+    """Split an array of a cache, inside a compiled function."""
+    return jax.lax.with_sharding_constraint(x, _cache_spec((heads_axis, columns_axis)))
+
+
+def on_cache_parts(function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Any:
+    """Make each device run `function` on its own heads and columns, inside `split_rows`.
+
+    Args:
+      function: of (the device's number along the axis of columns, further arguments).
+      in_axes: for each further argument a tree of pairs: the axis of heads and that of columns, or
+        `None` for an axis that the array does not have; `None` for arrays that are not split.
+      out_axes: the same for the result.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def is_axes(x: Any) -> bool:
+        return x is None or isinstance(x, tuple) and not isinstance(x[0], tuple)
+
+    in_specs = jax.tree.map(_cache_spec, in_axes, is_leaf=is_axes)
+    out_specs = jax.tree.map(_cache_spec, out_axes, is_leaf=is_axes)
+    return jax.shard_map(
+        lambda *x: function(jax.lax.axis_index(COLUMNS), *x),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=False,
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+    )
+
+
+def _cache_spec(axes: tuple[int | None, int | None] | None) -> P:
+    """Return the layout of an array with these axes of heads and of columns."""
+    if axes is None:
+        return P()
+    names = {axes[0]: "model", axes[1]: COLUMNS}
+    last = max(axis for axis in axes if axis is not None)
+    return P(*(names.get(axis) for axis in range(last + 1)))
 
 
 def num_split_kv_heads(heads: int) -> int:
@@ -417,9 +539,9 @@ def look_up_embedding(
 ) -> jax.Array:
     """Return the embeddings of tokens, [R, L, D] in `dtype`, inside a compiled function.
 
-    No device gathers the table: each looks up its own columns for the tokens of all `fsdp` devices
-    and sends them to the devices of the rows. The gradient of the table takes the same way back. A
-    compiler would gather the table and sum its gradient over all devices.
+    No device gathers the table: each looks up its own columns for the tokens of all devices that
+    split them, and sends them to the devices of the rows. The gradient of the table takes the same
+    way back. A compiler would gather the table and sum its gradient over all devices.
 
     Without a mesh in the context, inside `split_rows`, or for rows that the mesh cannot split, the
     compiler splits the look-up.
@@ -429,12 +551,13 @@ def look_up_embedding(
         return embedding_VxD[tokens_RxL].astype(dtype)
     # XLA keeps exchanges of a device with itself.
     split = {axis for axis in mesh.axis_names if mesh.shape[axis] > 1}
-    if not split & {"fsdp", "model"}:
+    weight_axes = tuple(axis for axis in WEIGHTS if axis in split)
+    if not weight_axes and "model" not in split:
         return embedding_VxD[tokens_RxL].astype(dtype)
 
     def look_up(own_VxD: jax.Array, tokens_rxL: jax.Array) -> jax.Array:
-        if "fsdp" in split:
-            tokens_rxL = jax.lax.all_gather(tokens_rxL, "fsdp", tiled=True)
+        if weight_axes:
+            tokens_rxL = jax.lax.all_gather(tokens_rxL, weight_axes, tiled=True)
         if "model" not in split:
             x_rxLxD = own_VxD[tokens_rxL].astype(dtype)
         else:
@@ -444,12 +567,14 @@ def look_up_embedding(
             is_own_rxL = (index_rxL >= 0) & (index_rxL < V)
             x_rxLxD = own_VxD[jnp.clip(index_rxL, 0, V - 1)].astype(dtype)
             x_rxLxD = jnp.where(is_own_rxL[..., None], x_rxLxD, 0)
-        if "fsdp" in split:
-            x_rxLxD = jax.lax.all_to_all(x_rxLxD, "fsdp", split_axis=0, concat_axis=2, tiled=True)
+        if weight_axes:
+            x_rxLxD = jax.lax.all_to_all(
+                x_rxLxD, weight_axes, split_axis=0, concat_axis=2, tiled=True
+            )
         return jax.lax.psum(x_rxLxD, "model") if "model" in split else x_rxLxD
 
     # The gradient is summed over the axes that the table's layout does not name.
-    columns = tuple(axis for axis in ROWS if axis == "fsdp" or axis not in split)
+    columns = tuple(axis for axis in ROWS if axis in WEIGHTS or axis not in split)
     table = P("model" if "model" in split else None, columns)
     return jax.shard_map(look_up, in_specs=(table, P(ROWS)), out_specs=P(ROWS))(
         embedding_VxD, tokens_RxL
@@ -457,7 +582,7 @@ def look_up_embedding(
 
 
 def gather_columns(embedding_VxD: jax.Array) -> jax.Array:
-    """Gather the columns of an embedding over `fsdp`, inside a compiled function.
+    """Gather the columns of an embedding, inside a compiled function.
 
     Its rows, which are tokens, stay split over `model`. Without a mesh in the context, return the
     argument.
@@ -471,8 +596,8 @@ def scatter_group_sum(gradient_GxVxD: jax.Array) -> jax.Array:
     """Return the sum over groups, [V, D], laid out like an embedding in training.
 
     The groups are those of `split_by_device`. Each device receives only its columns of the sum (a
-    reduce-scatter over `fsdp`), and only these are summed over the other axes of rows; the compiler
-    for the CPU would sum and send all columns.
+    reduce-scatter over `WEIGHTS`), and only these are summed over the other axes of rows; the
+    compiler for the CPU would sum and send all columns.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -480,14 +605,14 @@ def scatter_group_sum(gradient_GxVxD: jax.Array) -> jax.Array:
 
     def exchange(own: jax.Array) -> jax.Array:
         columns = own.sum(0)
-        if mesh.shape["fsdp"] > 1:
-            columns = jax.lax.psum_scatter(columns, "fsdp", scatter_dimension=1, tiled=True)
+        if weight_shards(mesh) > 1:
+            columns = jax.lax.psum_scatter(columns, WEIGHTS, scatter_dimension=1, tiled=True)
         # XLA keeps a sum over a single device.
-        others = tuple(axis for axis in ROWS if axis != "fsdp" and mesh.shape[axis] > 1)
+        others = tuple(axis for axis in ROWS if axis not in WEIGHTS and mesh.shape[axis] > 1)
         return jax.lax.psum(columns, others) if others else columns
 
     return jax.shard_map(
-        exchange, in_specs=P(ROWS, "model", None), out_specs=P("model", "fsdp"), check_vma=False
+        exchange, in_specs=P(ROWS, "model", None), out_specs=P("model", WEIGHTS), check_vma=False
     )(gradient_GxVxD)
 
 
@@ -505,14 +630,15 @@ def embedding_layouts(mesh: Mesh, params: Any) -> Any:
       A `NamedSharding` for each embedding that can be split so, else `None`, in the structure of
       `params`.
     """
+    others = tuple(axis for axis in mesh.axis_names if axis != "model")
 
     def layout(path: tuple[Any, ...], x: Any) -> NamedSharding | None:
         is_table = jax.tree_util.keystr(path, simple=True, separator="/") in (
             "embed/embedding",
             "lm_head/embedding",
         )
-        if is_table and x.shape[1] % mesh.shape["data"] == 0:
-            return NamedSharding(mesh, P("model", "data"))
+        if is_table and x.shape[1] % math.prod(mesh.shape[axis] for axis in others) == 0:
+            return NamedSharding(mesh, P("model", others))
         return None
 
     return jax.tree_util.tree_map_with_path(layout, params)

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.models.cache import empty_cache, write_rows
+from jax_ppo.models import cache as whole_cache
+from jax_ppo.models import split_cache
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime.sharding import num_split_kv_heads
+from jax_ppo.runtime.sharding import num_cache_parts, num_split_kv_heads
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.dialogues import Dialogues
 from jax_ppo.sampler.engine import Params, SamplingOptions
@@ -180,9 +181,9 @@ def initial_state(job: DecodeJob) -> DecodeState:
     T, P = job.options.max_response_length, job.prompts.tokens.shape[1]
     N, B = job.samples, job.width
 
-    def cache(rows: int, columns: int) -> Cache:
+    def cache(rows: int, columns: int, layout: Any = whole_cache) -> Cache:
         return tuple(
-            empty_cache(
+            layout.empty_cache(
                 job.model.decoding,
                 rows,
                 columns,
@@ -198,7 +199,7 @@ def initial_state(job: DecodeJob) -> DecodeState:
             sample=jnp.full(B, N, jnp.int32),
             drawn=jnp.zeros(B, jnp.int32),
             token=jnp.zeros(B, jnp.int32),
-            cache=cache(B, P + job.limit - job.start),
+            cache=cache(B, P + job.limit - job.start, slot_cache()),
         ),
         entered=jnp.int32(0),
         staged=jnp.int32(0),
@@ -211,6 +212,11 @@ def initial_state(job: DecodeJob) -> DecodeState:
         forbidden_states=jnp.full(N, text_search.START, jnp.int32),
         slot_steps=jnp.int32(0),
     )
+
+
+def slot_cache() -> Any:
+    """Return the module of the slots' cache; the stage of prompts is never split."""
+    return split_cache if num_cache_parts() > 1 else whole_cache
 
 
 def slot_widths(width: int) -> tuple[int, ...]:
@@ -257,7 +263,7 @@ def fill_slots(job: DecodeJob, state: DecodeState) -> DecodeState:
 
     entering = jax.tree.map(lambda x: x[staged_g], state.stage)
     cache = tuple(
-        write_rows(job.model.decoding, layer, slot_g, new)
+        slot_cache().write_rows(job.model.decoding, layer, slot_g, new)
         for layer, new in zip(slots.cache, entering, strict=True)
     )
     # The decode step runs the last prompt token again, to draw the first response token.

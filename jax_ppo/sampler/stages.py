@@ -12,8 +12,10 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jax_ppo.models.transformer import Transformer
+from jax_ppo.runtime import meshes
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.slots import Cache, DecodeJob, DecodeState, initial_state, plan_job
 from jax_ppo.types import Prompts
@@ -109,6 +111,18 @@ def cache_shapes(
         return caches
 
     return jax.eval_shape(all_caches, prompts)
+
+
+def cache_bytes_per_device(stage: tuple[Cache, Cache], mesh: Mesh) -> int:
+    """Return the bytes per device of the caches of a stage, as `cache_shapes` returns them.
+
+    Heads are split over `model`, and the slots' columns perhaps further.
+    """
+    slots, prompts = (
+        sum(int(x.size) * int(x.dtype.itemsize) for x in jax.tree.leaves(caches))
+        for caches in stage
+    )
+    return (slots // meshes.cache_parts(mesh) + prompts) // int(mesh.shape["model"])
 
 
 def _append_responses(prompts: Prompts, responses_NxT: jax.Array, start: int) -> Prompts:

@@ -67,8 +67,9 @@ def measure_least_memory(
 
 def _possible_changes(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config, Mesh]]:
     """Yield the words of each change on the command line, the options and the mesh after it."""
-    parts, stages = mesh.shape["model"], mesh.shape["stage"]
-    split = MeshShape(data=1, fsdp=mesh.size // (parts * stages), model=parts, stage=stages)
+    parts, stages, context = (mesh.shape[axis] for axis in ("model", "stage", "context"))
+    fsdp = mesh.size // (parts * stages * context)
+    split = MeshShape(data=1, fsdp=fsdp, model=parts, stage=stages, context=context)
     yield (
         f"config.mesh.data=1 with config.mesh.fsdp={split.fsdp}",
         dataclasses.replace(config, mesh=split),

@@ -99,11 +99,13 @@ class SupervisedRun:
         sequences = dataset.sequences(rows.tolist())
         # The sequences of a pair are packed as one, so that both are in one row.
         lengths = (sequences.prompt_lengths + sequences.lengths).reshape(num_responses, -1)
+        parts = meshes.row_parts(self.mesh)
+        shards = meshes.row_shards(self.mesh) // parts
         rows_at_once = packing.rows_per_micro_batch(
             self.config.supervised.micro_batch_size_per_device,
-            self.row_length,
+            self.row_length // parts,
             num_rows,
-            meshes.row_shards(self.mesh),
+            shards,
             meshes.needs_large_micro_batches(self.mesh),
         )
         # A length of 0 takes no place in a row.
@@ -118,6 +120,7 @@ class SupervisedRun:
         plan = jax.tree.map(lambda x: x[0], plans)
         if num_responses > 1:
             plan = packing.split_pairs(plan, lengths[0])
+        plan = packing.split_columns(plan, shards, parts)
         return (
             self.replicate(sequences),
             placement.place(plan, sharding.rows(self.mesh, axis=1)),
@@ -162,7 +165,8 @@ def set_up_run(config: Config, task: Task, mesh: Mesh) -> SupervisedRun:
     if held_out:
         held_out_set = _tokenize(config.data, task, held_out, tokenizer, "config.data.val_files")
     longest = max(dataset.longest for dataset in (training_set, held_out_set) if dataset)
-    row_length = config.packing.row_length or packing.row_width(longest)
+    parts = meshes.row_parts(mesh)
+    row_length = config.packing.row_length or packing.row_width(longest, parts)
     steps_per_epoch = _training_batches(config, training_set, position=0).steps_per_epoch
     run = SupervisedRun(
         config=config,

@@ -171,7 +171,9 @@ def train_on_responses(
     shardings = sharding.tree_shardings(mesh, jax.eval_shape(init, params), sharding.TRAIN_RULES)
     opt_state = jax.jit(init, out_shardings=shardings)(params)
     # All examples are packed once; a step takes some of the rows.
-    plan, rows_at_once = _pack_rows(sequences, batch_size, meshes.row_shards(mesh))
+    parts = meshes.row_parts(mesh)
+    shards = meshes.row_shards(mesh) // parts
+    plan, rows_at_once = _pack_rows(sequences, batch_size, shards, parts)
     sequences = placement.place(sequences, sharding.replicated(mesh))
     rng, order = np.random.default_rng(seed), np.empty(0, np.int64)
     for i in range(steps):
@@ -180,9 +182,9 @@ def train_on_responses(
         if len(order) < rows_at_once:
             order = np.concatenate([order, rng.permutation(len(plan.sample))])
         drawn, order = order[:rows_at_once], order[rows_at_once:]
-        rows = placement.place(
-            jax.tree.map(lambda x, drawn=drawn: x[drawn][None], plan), sharding.rows(mesh, axis=1)
-        )
+        batch = jax.tree.map(lambda x, drawn=drawn: x[drawn][None], plan)
+        batch = packing_lib.split_columns(batch, shards, parts)
+        rows = placement.place(batch, sharding.rows(mesh, axis=1))
         params, opt_state, metrics = train_step(
             LANGUAGE,
             options,
@@ -200,7 +202,9 @@ def train_on_responses(
     return params
 
 
-def _pack_rows(sequences: Sequences, batch_size: int, row_shards: int) -> tuple[Packing, int]:
+def _pack_rows(
+    sequences: Sequences, batch_size: int, row_shards: int, parts: int
+) -> tuple[Packing, int]:
     """Pack all examples.
 
     Returns:
@@ -211,6 +215,7 @@ def _pack_rows(sequences: Sequences, batch_size: int, row_shards: int) -> tuple[
     examples_per_row = max(1, ROW_LENGTH // int(lengths.mean()))
     rows_at_once = -(-batch_size // (examples_per_row * row_shards)) * row_shards
     row_length = max(ROW_LENGTH, int(lengths.max()))
+    row_length += -row_length % (2 * parts)
     plans, _ = packing_lib.plan_packing(lengths, np.arange(len(lengths))[None], 1, row_length)
     plan = jax.tree.map(lambda x: x[0, :, 0], plans)
     is_used = (plan.sample >= 0).any(1)

@@ -26,6 +26,7 @@ from jax_ppo.models.hf.peft import (
 )
 from jax_ppo.models.lora import Lora, join_adapters
 from jax_ppo.models.transformer import Transformer
+from jax_ppo.runtime.sharding import num_row_parts
 from jax_ppo.storage import hub
 from jax_ppo.types import Params
 
@@ -119,7 +120,7 @@ def packed_row_length(config: Config) -> int:
     program runs. Packed rows hold further samples in the rest.
     """
     return config.packing.row_length or attention.round_row_length(
-        config.model.attention, _platform(), config.sequence_length
+        config.model.attention, _platform(), config.sequence_length, config.mesh.context
     )
 
 
@@ -143,11 +144,13 @@ def describe_attention(
             platform,
             decoder.dtype,
             architecture.head_dim,
-            row_length,
+            row_length // num_row_parts(),
             architecture.attention_softcap,
             gpu_generation=_gpu_generation(),
         )
     line = f"attention: {program} for packed rows of {row_length} tokens"
+    if num_row_parts() > 1:
+        line += f" in {num_row_parts()} parts"
     if reason:
         line += f" ({reason})"
     if decodes:
@@ -170,7 +173,7 @@ def build_decoder(architecture: Architecture, options: Model, row_length: int) -
             _platform(),
             dtype,
             architecture.head_dim,
-            row_length,
+            row_length // num_row_parts(),
             architecture.attention_softcap,
             gpu_generation=_gpu_generation(),
         )
@@ -218,6 +221,7 @@ def _cache_program(config: Config, decoder: Transformer) -> str:
             decoder.attention,
             decoder.architecture,
             config.sequence_length,
+            is_split=config.rollout.mesh.context > 1,
         )
     except ValueError as obstacle:
         raise UserError(f"config.rollout.attention={wanted!r}: {obstacle}; set 'auto'") from None

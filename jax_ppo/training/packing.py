@@ -7,6 +7,7 @@ therefore have one shape for all lengths and skip the empty ones.
 
 import bisect
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,12 +53,19 @@ def rows_per_micro_batch(
     return shards * min(per_device or default, max_rows)
 
 
-def row_width(longest: int) -> int:
+def row_width(longest: int, parts: int = 1) -> int:
     """Return the row length L for samples of at most `longest` tokens: 128, 256, 384, 512, 768, ...
 
     The widths are powers of two and the means of neighbours: few, so that few shapes are compiled,
-    and multiples of 128, which every attention program accepts.
+    and multiples of 128, which every attention program accepts. With several parts, each is a
+    multiple of 128.
+
+    Args:
+      longest: tokens.
+      parts: number of devices that a row is split over.
     """
+    if parts > 1:
+        return parts * row_width(-(-longest // parts))
     power = 128
     while power < longest:
         power *= 2
@@ -144,6 +152,35 @@ def plan_packing(
     shape = (U, A, R, row_length)
     packing = Packing(sample=sample.reshape(shape), position=position.reshape(shape))
     return packing, counts
+
+
+def split_columns(plan: Packing, shards: int, parts: int) -> Packing:
+    """Return the packing in which the devices of `mesh.context` hold parts of the same rows.
+
+    A row is cut into 2 C blocks of columns. Part i has blocks i and 2 C - 1 - i, in this order: a
+    token reads the earlier ones, so these two blocks together have as much to read as those of any
+    other part (as in ring attention with striped or mirrored blocks).
+
+    Args:
+      plan: NumPy arrays [..., R, L], with L a multiple of 2 C.
+      shards: number of groups of C devices; each has R / shards rows.
+      parts: C.
+
+    Returns:
+      Packing [..., R C, L / C]: for each group, part 0 of its rows, then part 1, ...
+    """
+    if parts == 1:
+        return plan
+
+    def split(x: Any) -> np.ndarray:
+        *outer, R, L = x.shape
+        blocks = x.reshape(*outer, shards, R // shards, 2 * parts, L // (2 * parts))
+        mirrored = blocks[..., ::-1, :]
+        # [..., group, row, part, its two blocks]
+        pairs = np.concatenate([blocks[..., :parts, :], mirrored[..., :parts, :]], axis=-1)
+        return np.swapaxes(pairs, -3, -2).reshape(*outer, R * parts, L // parts)
+
+    return Packing(sample=split(plan.sample), position=split(plan.position))
 
 
 def split_pairs(plan: Packing, first_lengths: Sequence[int] | np.ndarray) -> Packing:

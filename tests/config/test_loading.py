@@ -55,6 +55,15 @@ def test_every_option_has_a_meaning():
         ({"mesh__model": -1}, r"config\.mesh\.model=-1: only one axis.*set config\.mesh\.data"),
         ({"mesh__model": 0}, r"config\.mesh\.model=0: expected -1 or at least 1"),
         (
+            {"mesh__context": 4, "packing__row_length": 1028},
+            r"config\.packing\.row_length=1028: expected a multiple of 8, twice "
+            r"config\.mesh\.context=4",
+        ),
+        (
+            {"mesh__context": 2, "actor__router_aux_loss_coef": 0.1},
+            r"config\.actor\.router_aux_loss_coef=0\.1: .*config\.mesh\.context=2",
+        ),
+        (
             {"algorithm__use_kl_in_reward": True, "algorithm__use_reference": False},
             r"use_kl_in_reward=True: needs the reference",
         ),

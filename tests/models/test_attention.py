@@ -240,6 +240,20 @@ def test_rows_are_rounded_up_so_that_the_platforms_program_runs(wanted, platform
     assert chosen == (own if wanted == "auto" else wanted)
 
 
+@pytest.mark.parametrize(
+    ("platform", "length", "parts", "rounded"),
+    [
+        ("cpu", 18, 2, 20),
+        ("cpu", 24, 2, 24),
+        ("cuda", 1001, 4, 1008),
+        # Eight parts of 4,160 tokens, rounded up to 9 x 512.
+        ("tpu", 33280, 8, 8 * 4608),
+    ],
+)
+def test_each_part_of_a_row_has_two_blocks(platform, length, parts, rounded):
+    assert attention.round_row_length("auto", platform, length, parts) == rounded
+
+
 def test_a_run_on_a_tpu_packs_rounded_rows_and_prints_what_attends(monkeypatch):
     monkeypatch.setattr(networks, "read_architecture", lambda folder, *_: tiny.ARCHITECTURE)
     monkeypatch.setattr(networks, "_platform", lambda: "tpu")

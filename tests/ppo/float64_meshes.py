@@ -26,7 +26,11 @@ SHAPES = (
     {"data": 2, "fsdp": 2, "model": 2},
     {"data": 1, "model": 2},
     {"data": 1, "stage": 2, "fsdp": 2, "model": 2},
+    {"data": 1, "fsdp": 2, "context": 2, "model": 2},
+    {"data": 2, "context": 4},
 )
+# For one to four parts of rows alike.
+ROW_LENGTH = 24
 make_config = tiny.config
 
 
@@ -52,7 +56,7 @@ def main() -> None:
     # A layer for each of two stages.
     tiny.ARCHITECTURE = dataclasses.replace(tiny.ARCHITECTURE, num_layers=2)
     options = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1, "actor__ppo_epochs": 2}
-    config = tiny.config(**options, actor__optim__eps=1e-3)
+    config = tiny.config(**options, actor__optim__eps=1e-3, packing__row_length=ROW_LENGTH)
 
     def run(mesh) -> tuple[object, object, object]:
         gradients, _ = test_update.run_gradients(config, mesh, rows=8)

@@ -151,15 +151,25 @@ def test_micro_batches_and_packing_do_not_change_the_gradient(undivided, packed,
         {"data": 2, "fsdp": 2, "model": 2},
         # Four devices share two key-value heads.
         {"data": 1, "model": 4},
+        {"data": 1, "fsdp": 2, "context": 2, "model": 2},
         *(
             pytest.param(more, marks=pytest.mark.slow)
-            for more in ({"data": 8}, {"data": 2}, {"data": 1, "fsdp": 2}, {"data": 1, "model": 2})
+            for more in (
+                {"data": 8},
+                {"data": 2},
+                {"data": 1, "fsdp": 2},
+                {"data": 1, "model": 2},
+                {"data": 2, "context": 4},
+            )
         ),
     ],
 )
 def test_devices_do_not_change_the_gradient(undivided, shape):
     config = tiny.config(
-        actor__use_kl_loss=True, actor__kl_loss_coef=0.1, actor__entropy_coeff=0.01
+        actor__use_kl_loss=True,
+        actor__kl_loss_coef=0.1,
+        actor__entropy_coeff=0.01,
+        mesh__context=shape.get("context", 1),
     )
     mesh = tiny.make_mesh(int(np.prod(list(shape.values()))), **shape)
     gradients, metrics = run_gradients(config, mesh, rows=8)

@@ -15,6 +15,7 @@ from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler import sampling
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 
+SHAPE_AXES = ("data", "fsdp", "model")
 OPTIONS = SamplingOptions(12, 1.0, n=2, eos_ids=(3, 7, 11), slots=3)
 
 
@@ -27,7 +28,7 @@ def actor():
 @pytest.fixture(scope="module", params=[(8, 1, 1), (2, 2, 2), (2, 1, 4)], ids=str)
 def split(actor, request):
     """Return the samples on a mesh of eight devices, and the compiled text."""
-    shape = dict(zip(meshes.AXES, request.param, strict=True))
+    shape = dict(zip(SHAPE_AXES, request.param, strict=True))
     mesh = meshes.make_mesh(MeshShape(**shape))
     replicated = NamedSharding(mesh, PartitionSpec())
     rules = sharding.decode_rules(mesh, ARCHITECTURE.num_kv_heads)
@@ -122,8 +123,8 @@ def test_devices_that_split_the_vocabulary_draw_the_tokens_of_one(options, shape
         shards = sampling.VocabularyShards(axis)
         return sampling.sample_tokens(logits, uniforms, *options, shards=shards)
 
-    mesh = meshes.make_mesh(MeshShape(**dict(zip(meshes.AXES, shape, strict=True))))
-    layout = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "model"))
+    mesh = meshes.make_mesh(MeshShape(**dict(zip(SHAPE_AXES, shape, strict=True))))
+    layout = NamedSharding(mesh, PartitionSpec(meshes.ROWS, "model"))
     with jax.set_mesh(mesh):
         program = jax.jit(sharding.split_vocabulary(split))
         arguments = jax.device_put(logits, layout), placement.place(uniforms, sharding.rows(mesh))
@@ -157,7 +158,7 @@ def test_a_nan_on_one_device_gives_a_token_of_the_vocabulary_and_shows_in_the_lo
 @pytest.mark.parametrize("shape", [(2, 2, 2), (2, 1, 4)], ids=str)
 def test_attention_that_no_compiler_can_split_is_run_by_each_device(actor, cudnn_anywhere, shape):
     """Rows and heads are split; each device runs its own."""
-    mesh = meshes.make_mesh(MeshShape(**dict(zip(meshes.AXES, shape, strict=True))))
+    mesh = meshes.make_mesh(MeshShape(**dict(zip(SHAPE_AXES, shape, strict=True))))
     rules = sharding.decode_rules(mesh, ARCHITECTURE.num_kv_heads)
     layout = sharding.tree_shardings(mesh, actor.params, rules)
     prompts = make_prompts(range(1, 17))

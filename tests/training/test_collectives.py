@@ -5,6 +5,7 @@ over micro-batches. The TPU's moves both out of it: compiled for eight v5e, the 
 7B gathers once and reduce-scatters once per mini-batch.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -15,8 +16,9 @@ import pytest
 import tiny
 from hlo import read_collectives
 from jax_ppo.kernels import logprobs, vocabulary_kl
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import placement, sharding
-from jax_ppo.training import forward
+from jax_ppo.training import forward, packing
 
 G, N, V, D, CHUNK = 8, 12, 96, 16, 4
 
@@ -143,3 +145,42 @@ def test_embeddings_are_looked_up_without_a_copy_of_the_table(shape):
     tables = [size for size in sizes if size > 4 * 8 * L * D]
     assert tables == ([own_bytes] if mesh.shape["data"] > 1 else [])
     assert sizes
+
+
+def test_parts_of_rows_exchange_keys_and_values_alone():
+    """Two layers on rows of 256 tokens in 8 parts: no device receives the row's hidden states."""
+    L, parts = 256, 8
+    architecture = dataclasses.replace(tiny.ARCHITECTURE, num_layers=2)
+    model = Transformer(architecture)
+    mesh = tiny.make_mesh(8, data=1, context=parts)
+    params = dict(tiny.random_params(architecture, 0, 0, "lm"))
+    params = jax.device_put(params, sharding.tree_shardings(mesh, params, sharding.TRAIN_RULES))
+    tokens = np.arange(L, dtype=np.int32).reshape(parts, -1)
+    rows = placement.place(
+        packing.Rows(
+            tokens=tokens % 32,
+            positions=tokens,
+            segments=tokens // 100,
+            targets=tokens % 31,
+            samples=tokens * 0,
+            steps=tokens * 0,
+            mask=tokens >= 0,
+        ),
+        sharding.rows(mesh),
+    )
+
+    def loss(params, rows):
+        hidden = forward.hidden_states(model, params, rows)
+        return forward.token_logprobs(model, params, hidden, rows, 1.0)[0].sum()
+
+    with jax.set_mesh(mesh):
+        text = jax.jit(jax.grad(loss)).lower(params, rows).compile().as_text()
+    collectives = read_collectives(text)
+    keys = (parts, 1, L // parts, architecture.num_kv_heads, architecture.head_dim)
+    gathered = [x.shapes for x in collectives if x.kind == "all-gather"]
+    scattered = [x.shapes for x in collectives if x.kind == "reduce-scatter"]
+    # Keys and values of each layer, and the sums of their gradients.
+    assert sum(shapes.count(keys) for shapes in gathered) == 2 * architecture.num_layers
+    assert sum(shapes.count((1, *keys[1:])) for shapes in scattered) == 2 * architecture.num_layers
+    sizes = [np.prod(shape) for x in collectives for shape in x.shapes]
+    assert max(sizes) < L * architecture.hidden_size < L * architecture.vocab_size

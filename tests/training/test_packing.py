@@ -83,6 +83,19 @@ def make_rows():
     return packing.gather_rows(sequences, plan)
 
 
+def test_parts_of_rows_have_mirrored_blocks_of_columns():
+    """Rows of 8 in 2 parts: blocks of 2 columns, the first and the last of them together."""
+    columns = np.broadcast_to(np.arange(8), (1, 4, 8))
+    rows = np.broadcast_to(np.arange(4)[:, None], (1, 4, 8))
+    split = packing.split_columns(Packing(sample=rows, position=columns), shards=2, parts=2)
+    # Two groups of two devices: the first group has rows 0 and 1, in two parts each.
+    assert split.sample[0].tolist() == [[row] * 4 for row in (0, 1, 0, 1, 2, 3, 2, 3)]
+    outer, inner = [0, 1, 6, 7], [2, 3, 4, 5]
+    assert split.position[0].tolist() == [outer, outer, inner, inner] * 2
+    # Tokens read themselves and those before: both parts have 18 of the 36 pairs.
+    assert sum(x + 1 for x in outer) == sum(x + 1 for x in inner) == 18
+
+
 def test_gather_by_hand():
     rows = make_rows()
     assert rows.tokens.tolist() == [[10, 11, 12, 20, 21, 22, 0, 0]]
@@ -116,6 +129,11 @@ def test_a_sample_that_fills_the_row_and_the_sequence():
     plan, _ = packing.plan_packing([3], [[0]], 1, 3)
     rows = packing.gather_rows(sequences, jax.tree.map(lambda x: jnp.asarray(x[0, 0]), plan))
     assert rows.targets.tolist() == [[0, 7, 0]] and rows.mask.tolist() == [[False, True, False]]
+
+
+@pytest.mark.parametrize("parts", [2, 3, 8])
+def test_the_width_of_a_split_row_is_that_of_its_parts(parts):
+    assert packing.row_width(1000, parts) == parts * packing.row_width(-(-1000 // parts))
 
 
 def test_rows_have_few_widths():
