@@ -239,7 +239,8 @@ class Attention(nn.Module):
     ) -> jax.Array:
         """Return the attention of whole sequences, [B, T, H, d]."""
         a = self.architecture
-        parts = num_row_parts()
+        # Parameters are created from one token, which has no parts.
+        parts = 1 if self.is_initializing() else num_row_parts()
         run = run_attention if parts == 1 else run_attention_over_parts
 
         def attend(sliding_window: int | None) -> jax.Array:

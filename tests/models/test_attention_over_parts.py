@@ -1,5 +1,7 @@
 """Devices that hold parts of packed rows compute the attention of whole rows."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,8 @@ import pytest
 from test_attention import OPTIONS, make_inputs
 
 import tiny
-from jax_ppo.models import attention, attention_over_parts
+from jax_ppo.models import attention, attention_over_parts, heads
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.training import packing
 from jax_ppo.types import Packing
 
@@ -71,6 +74,15 @@ def test_parts_of_rows_attend_to_their_samples_in_the_whole_row(options):
     """Three samples in rows of 64 tokens lie across the blocks of 8 of four devices."""
     mesh = tiny.make_mesh(8, data=1, context=4, model=2)
     assert_devices_agree_with_whole_rows("xla", mesh, make_inputs(length=64), **options)
+
+
+def test_parameters_are_created_where_rows_have_parts():
+    """One token, from which they are created, has no parts."""
+    create = functools.partial(heads.init_params, Transformer(tiny.ARCHITECTURE), head="lm")
+    expected = jax.eval_shape(create, jax.random.key(0))
+    with jax.set_mesh(tiny.make_mesh(8, data=1, context=8)):
+        shapes = jax.eval_shape(create, jax.random.key(0))
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, expected)
 
 
 def test_cudnn_reads_the_mask_of_a_part(cudnn_anywhere):
