@@ -127,6 +127,10 @@ NORMALIZES_LENGTH = Condition(
 FILTERS_GROUPS = Condition(
     lambda config: config.algorithm.filter_groups.enable, "`algorithm.filter_groups.enable` is on"
 )
+SAMPLES_HELD_OUT = Condition(
+    lambda config: config.rollout.val_kwargs.temperature > 0,
+    "`rollout.val_kwargs.temperature` is more than 0: evaluations are not greedy already",
+)
 KEEPS_SOME = Condition(lambda config: config.rollout.keep is not None, "`rollout.keep` is set")
 REWARDS_BY_RULE = Requirement(
     lambda config: not config.reward.model_path,
@@ -834,6 +838,18 @@ class Sampling:
 
 
 @dataclasses.dataclass(frozen=True)
+class EvaluationSampling(Sampling):
+    """Sampling for evaluations."""
+
+    and_greedy: bool = option(
+        False,
+        "evaluations also take one greedy response per prompt, and report its figures as "
+        "eval/greedy/NAME beside those of the sampled ones",
+        effective_when=(SAMPLES_HELD_OUT,),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class RolloutMesh:
     """The mesh of the decoding, over the devices of `mesh`.
 
@@ -1020,7 +1036,7 @@ class RolloutOptions(Sampling):
     )
     multi_turn: MultiTurn = section(MultiTurn)
     mesh: RolloutMesh = section(RolloutMesh)
-    val_kwargs: Sampling = section(Sampling)
+    val_kwargs: EvaluationSampling = section(EvaluationSampling)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from jax_ppo.ppo.rewarding import RuleRewards, add_reward_model_scores
 from jax_ppo.ppo.sample_records import describe_samples
 from jax_ppo.ppo.setup import PPORun
 from jax_ppo.runtime import placement, sharding, watchdog
+from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Prompts, Rollout
 
@@ -37,6 +38,7 @@ class Evaluation:
       figures: further statistics by name: see `evaluation_statistics.describe_prompts`.
       records: all responses, those to a prompt one after the other: see `sample_records`.
       responses_per_prompt: how many.
+      greedy: the same of one greedy response per prompt; `None` unless that was asked for.
     """
 
     accuracy: float | None
@@ -45,6 +47,7 @@ class Evaluation:
     figures: dict[str, float]
     records: list[dict[str, Any]]
     responses_per_prompt: int
+    greedy: "Evaluation | None" = None
 
     def samples(self, count: int) -> list[dict[str, Any]]:
         """Return the records of the first responses to different prompts."""
@@ -56,6 +59,8 @@ def evaluate_policy(
 ) -> Evaluation:
     """Evaluate the policy on the held-out prompts, sampled as `rollout.val_kwargs` says.
 
+    With `rollout.val_kwargs.and_greedy` they are then answered greedily, too.
+
     The random draws are the same at every step, so that only the policy makes a difference.
 
     Args:
@@ -63,10 +68,27 @@ def evaluate_policy(
       state: holds the policy.
       before_batch: called before each batch; it may raise an exception to end the evaluation.
     """
+    sampling, options = run.held_out_sampling, run.config.rollout.val_kwargs
     run.engine.update_weights(run.policy_params(state))
+    try:
+        evaluation = _evaluate_sampled(run, state, sampling, before_batch)
+        if not options.and_greedy or sampling.temperature == 0:
+            return evaluation
+        greedy = dataclasses.replace(sampling, temperature=0.0, n=1)
+        return dataclasses.replace(
+            evaluation, greedy=_evaluate_sampled(run, state, greedy, before_batch)
+        )
+    finally:
+        run.engine.release_weights()
+
+
+def _evaluate_sampled(
+    run: PPORun, state: TrainState, sampling: SamplingOptions, before_batch: Callable[[], None]
+) -> Evaluation:
+    """Evaluate the weights that the engine holds; `sampling` says how responses are drawn."""
 
     def sample(prompts: Prompts, key: jax.Array, first_sample_index: int) -> Rollout:
-        return run.engine.generate(prompts, key, run.held_out_sampling, first_sample_index)
+        return run.engine.generate(prompts, key, sampling, first_sample_index)
 
     def reward(
         batch: PromptBatch, rollout: Rollout, first_sample_index: int
@@ -99,16 +121,13 @@ def evaluate_policy(
             before_batch()
             yield batch
 
-    try:
-        return evaluate(
-            sample=sample,
-            reward=reward,
-            batches=batches(),
-            mesh=run.mesh,
-            key=run.sample_keys(EVALUATION, 0),
-        )
-    finally:
-        run.engine.release_weights()
+    return evaluate(
+        sample=sample,
+        reward=reward,
+        batches=batches(),
+        mesh=run.mesh,
+        key=run.sample_keys(EVALUATION, 0),
+    )
 
 
 def evaluate(

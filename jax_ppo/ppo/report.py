@@ -38,12 +38,20 @@ PANELS = (
     Panel(
         title="reward",
         unit="score",
-        curves={"mean": "reward/mean", "evaluation": "eval/reward_mean"},
+        curves={
+            "mean": "reward/mean",
+            "evaluation": "eval/reward_mean",
+            "greedy evaluation": "eval/greedy/reward_mean",
+        },
     ),
     Panel(
         title="accuracy",
         unit="share of responses",
-        curves={"training": "reward/accuracy", "evaluation": "eval/accuracy"},
+        curves={
+            "training": "reward/accuracy",
+            "evaluation": "eval/accuracy",
+            "greedy evaluation": "eval/greedy/accuracy",
+        },
     ),
     Panel(title="KL to the reference", unit="nats per token", curves={"KL": "kl/reference"}),
     Panel(title="entropy", unit="nats per token", curves={"entropy": "actor/entropy"}),
@@ -191,25 +199,15 @@ class Reporter(journal.Journal):
 
     def report_evaluation(self, completed_steps: int, evaluation: Evaluation) -> None:
         """Write an evaluation and show some responses."""
-        shown = f"reward {evaluation.reward_mean:.3f}"
-        if evaluation.accuracy is not None:
-            shown = f"accuracy {evaluation.accuracy:.3f}, {shown}"
-        # Intervals are in the files: the console names the figures themselves.
-        figures = [
-            f"{name} {value:.3f}"
-            for name, value in evaluation.figures.items()
-            if not name.endswith(("_low", "_high"))
-        ]
-        shown = ", ".join([shown, *figures])
+        shown, means = _describe_evaluation(evaluation)
+        self.write_samples("evaluation", completed_steps, evaluation.records)
+        if evaluation.greedy is not None:
+            shown_greedy, greedy_means = _describe_evaluation(evaluation.greedy)
+            shown += f"; greedy: {shown_greedy}"
+            means |= {f"greedy/{name}": value for name, value in greedy_means.items()}
+            self.write_samples("evaluation_greedy", completed_steps, evaluation.greedy.records)
         if samples := evaluation.samples(self._run.config.trainer.log_samples):
             shown += "\n" + console.format_sample_table(samples)
-        means = {
-            "accuracy": evaluation.accuracy,
-            "reward_mean": evaluation.reward_mean,
-            "response_length": evaluation.length_mean,
-            **evaluation.figures,
-        }
-        self.write_samples("evaluation", completed_steps, evaluation.records)
         self.write_evaluation(completed_steps, means, shown)
 
     def finish(self, state: TrainState, export: bool) -> dict[str, Any]:
@@ -251,3 +249,23 @@ class Reporter(journal.Journal):
         # PEFT finds the base by this name; a hub name works on other machines, too.
         base_model, revision = shareable_model_name(run.config.model.path, run.folders.actor)
         save_adapters(actor, architecture, lora, self._workdir / "adapter", base_model, revision)
+
+
+def _describe_evaluation(evaluation: Evaluation) -> tuple[str, dict[str, float | None]]:
+    """Return the text for the console, and all figures by name."""
+    shown = f"reward {evaluation.reward_mean:.3f}"
+    if evaluation.accuracy is not None:
+        shown = f"accuracy {evaluation.accuracy:.3f}, {shown}"
+    # Intervals are in the files: the console names the figures themselves.
+    figures = [
+        f"{name} {value:.3f}"
+        for name, value in evaluation.figures.items()
+        if not name.endswith(("_low", "_high"))
+    ]
+    means = {
+        "accuracy": evaluation.accuracy,
+        "reward_mean": evaluation.reward_mean,
+        "response_length": evaluation.length_mean,
+        **evaluation.figures,
+    }
+    return ", ".join([shown, *figures]), means

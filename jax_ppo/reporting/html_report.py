@@ -50,7 +50,7 @@ class HTMLReport:
         """Show responses; the scores and lengths of training are shown as distributions too.
 
         Args:
-          kind: "training" or "evaluation".
+          kind: "training", "evaluation" or "evaluation_greedy".
           step: completed steps.
           records: as `ppo.sample_records` makes them.
         """

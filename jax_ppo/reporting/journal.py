@@ -245,7 +245,7 @@ class Journal:
         """Write sampled responses to a file and to the report.
 
         Args:
-          kind: "training" or "evaluation".
+          kind: "training", "evaluation" or "evaluation_greedy".
           step: completed steps.
           records: JSON objects.
         """

@@ -16,7 +16,7 @@ def write_samples(workdir: Path, kind: str, step: int, records: list[dict[str, A
 
     Args:
       workdir: the run's folder.
-      kind: "training" or "evaluation".
+      kind: "training", "evaluation" or "evaluation_greedy".
       step: completed steps.
       records: JSON objects. NaN and infinities become null.
     """

@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 import tiny
 from jax_ppo.ppo import report
+from jax_ppo.ppo.evaluation import Evaluation
 from jax_ppo.reporting.sinks import read_metrics_csv
 from jax_ppo.runtime import device_speed, stragglers
 from jax_ppo.runtime.compilation import Compilations
@@ -200,3 +201,24 @@ def test_samples_are_written_of_the_first_step_and_every_nth(
     run = types.SimpleNamespace(config=config, total_steps=20)
     with report.Reporter(run, tmp_path, checkpoint.Progress(), Compilations()) as reporter:
         assert reporter._logs_samples(step) is is_logged
+
+
+def test_greedy_figures_stand_beside_the_sampled_ones(tmp_path, capsys):
+    def evaluation(accuracy, greedy=None):
+        return Evaluation(
+            accuracy=accuracy,
+            reward_mean=accuracy,
+            length_mean=4.0,
+            figures={"accuracy_low": 0.0},
+            records=[],
+            responses_per_prompt=1,
+            greedy=greedy,
+        )
+
+    run = types.SimpleNamespace(config=tiny.config(), total_steps=1)
+    with report.Reporter(run, tmp_path, checkpoint.Progress(), Compilations()) as reporter:
+        reporter.report_evaluation(0, evaluation(0.25, greedy=evaluation(0.75)))
+    (row,) = read_metrics_csv(tmp_path / "training_metrics.csv")
+    assert (row["eval/accuracy"], row["eval/greedy/accuracy"]) == ("0.25", "0.75")
+    assert row["eval/greedy/accuracy_low"] == "0.0"
+    assert "accuracy 0.250, reward 0.250; greedy: accuracy 0.750" in capsys.readouterr().out
