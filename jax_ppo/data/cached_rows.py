@@ -168,6 +168,17 @@ class RowWriter:
         self._rest = self._rest.slice(rows)
 
 
+def is_readable(path: Path) -> bool:
+    """Return whether a cached file is there and has not been cut off."""
+    import pyarrow as pa
+
+    try:
+        count_rows(path)
+    except (OSError, pa.ArrowInvalid):
+        return False
+    return True
+
+
 def count_rows(path: Path) -> int:
     """Return the number of rows of a cached file."""
     reader = _open_reader(path, tokens=True)

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import json
 import os
+import secrets
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,11 +22,19 @@ from typing import Any
 from jax_ppo import processes
 from jax_ppo.data import files, prompt_shaping, row_formats
 from jax_ppo.data import tokenizer as tokenizer_lib
-from jax_ppo.data.cached_rows import CachedExamples, CachedRows, CachedTokens, RowWriter, count_rows
+from jax_ppo.data.cached_rows import (
+    CachedExamples,
+    CachedRows,
+    CachedTokens,
+    RowWriter,
+    count_rows,
+    is_readable,
+)
 from jax_ppo.data.columns import Columns
 from jax_ppo.data.prompts import PromptDataset, PromptEncoding, encode_prompts, report_dropped
 from jax_ppo.data.sources import ParquetSource
 from jax_ppo.errors import UserError
+from jax_ppo.storage import disk_space
 from jax_ppo.types import Example
 
 _FORMAT = 1  # of the cache; a new number makes every file anew
@@ -151,17 +160,22 @@ def cache_prompts(
       name: the option that names the data, for messages.
 
     Raises:
-      UserError: a row cannot be used, or no prompt is left.
+      UserError: a row cannot be used, no prompt is left, or the folder cannot be written to.
     """
     job = _Job(parser, encoding, tokenizer_path, validate)
     parts = list(_divide(sources, max_samples))
     total = sum(part.end - part.start for part in parts)
     if not total:
         raise UserError(f"{name}: the files hold no rows")
-    folder.mkdir(parents=True, exist_ok=True)
     common = _fingerprint(job)
     paths = [folder / f"{_hash([common, *_identity(part)])}.arrow" for part in parts]
-    missing = [(part, path) for part, path in zip(parts, paths, strict=True) if not path.exists()]
+    # A file that a crash of the machine has cut off is written again.
+    missing = [
+        (part, path) for part, path in zip(parts, paths, strict=True) if not is_readable(path)
+    ]
+    # A complete cache may be on a disk that cannot be written to.
+    if missing:
+        _make_folder(folder)
     done = total - sum(part.end - part.start for part, _ in missing)
     on_progress(done, total)
     if workers is None:
@@ -178,6 +192,22 @@ def cache_prompts(
         max_prompt_length=encoding.max_prompt_length,
         name=name,
     )
+
+
+def _make_folder(folder: Path) -> None:
+    """Create the cache and write to it; raise `UserError` where that is impossible."""
+    probe = folder / f"{secrets.token_hex(8)}.unfinished"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        # The command explains a full disk.
+        if disk_space.is_disk_full(error):
+            raise
+        raise UserError(
+            f"config.data.cache_dir={str(folder)!r}: cannot be written to: {error.strerror}"
+        ) from error
 
 
 def _fill(job: _Job, missing: list[tuple[_Part, Path]], workers: int) -> Iterator[_Part]:
@@ -295,8 +325,9 @@ def _set_job(job: _Job) -> None:
 
 def _write_part(part: _Part, path: Path) -> int:
     """Write the file of a part in an initialized worker; return its number of rows."""
-    # Complete or absent, also if two runs write the same file.
-    unfinished = path.with_suffix(f".{os.getpid()}.unfinished")
+    # Complete or absent, also if two runs write the same file; containers of several hosts may
+    # have equal process ids.
+    unfinished = path.with_suffix(f".{secrets.token_hex(8)}.unfinished")
     columns = _columns_read(part.path, _job.parser.columns)
     row = 0  # of these row groups
     try:

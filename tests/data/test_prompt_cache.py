@@ -1,5 +1,6 @@
 import functools
 import os
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -145,6 +146,21 @@ def test_an_unusable_row_ends_the_work_with_its_place_and_leaves_no_half_file(tr
         cached(tmp_path / "cache", path, trained)
     # The rows before it stay for the next attempt.
     assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+@pytest.mark.parametrize("size", [0, 300])
+def test_a_file_that_was_cut_off_is_written_again(data, trained, tmp_path, size):
+    cached(tmp_path, data, trained)
+    path = sorted(tmp_path.iterdir())[0]
+    path.write_bytes(path.read_bytes()[:size])
+    assert_same(cached(tmp_path, data, trained), in_memory(data, trained))
+
+
+@pytest.mark.parametrize("folder", ["/proc/cache", "/dev/full/cache"])
+def test_a_folder_that_cannot_be_made_is_named_before_any_work(data, trained, folder):
+    expected = rf"config\.data\.cache_dir='{folder}': cannot be written to: "
+    with pytest.raises(UserError, match=expected):
+        cached(Path(folder), data, trained)
 
 
 def test_an_example_of_each_data_source_is_found_without_reading_all(tmp_path):
