@@ -22,7 +22,7 @@ class Columns:
 def parse_ground_truth(value: Any) -> Any:
     """Return text, with numbers converted to text.
 
-    Lists and dicts are kept, for reward functions of the user's own.
+    Lists and dicts are kept, for user-defined reward functions.
     """
     if value is None:
         return ""

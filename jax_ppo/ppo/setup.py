@@ -9,7 +9,15 @@ from jax.sharding import Mesh
 
 from jax_ppo.config import notes
 from jax_ppo.config.parsing import parse_logit_bias
-from jax_ppo.config.schema import Config, Critic, Data, Reward, RolloutOptions, option_value
+from jax_ppo.config.schema import (
+    Config,
+    Critic,
+    Data,
+    MultiTurn,
+    Reward,
+    RolloutOptions,
+    option_value,
+)
 from jax_ppo.data import prompts as prompts_lib
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.prompts import PromptBatch, PromptBatches, PromptDataset
@@ -215,11 +223,13 @@ def set_up_run(
         held_out_prompts = _tokenize(config.data, held_out, tokenizer, "config.data.val_files")
     environment = None
     if environment_class is not None:
-        training_prompts, held_out_prompts, examples = _number_rows(
-            training_prompts, held_out_prompts
-        )
-        environment = make_environment(
-            environment_class, config.rollout.multi_turn, tokenizer, examples, rollout_mesh
+        training_prompts, held_out_prompts, environment = _set_up_environment(
+            environment_class,
+            config.rollout.multi_turn,
+            tokenizer,
+            training_prompts,
+            held_out_prompts,
+            rollout_mesh,
         )
     steps_per_epoch = _training_batches(config, training_prompts, position=0).steps_per_epoch
     total_steps = count_steps(config.trainer, steps_per_epoch)
@@ -379,15 +389,33 @@ def _tokenize(data: Data, examples: list[Example], tokenizer: Any, option: str) 
     )
 
 
-def _number_rows(
-    training: PromptDataset, held_out: PromptDataset | None
-) -> tuple[PromptDataset, PromptDataset | None, list[Example]]:
-    """Return the data with rows that are numbered throughout, and the examples of these rows."""
+def _set_up_environment(
+    environment_class: Callable[..., Any],
+    options: MultiTurn,
+    tokenizer: Any,
+    training: PromptDataset,
+    held_out: PromptDataset | None,
+    mesh: Mesh,
+) -> tuple[PromptDataset, PromptDataset | None, Environment]:
+    """Return the data with rows that are numbered throughout, and the environment of these rows.
+
+    Args:
+      environment_class: of `load_environment_class`.
+      options: `config.rollout.multi_turn`.
+      tokenizer: the policy's.
+      training: the training prompts.
+      held_out: the held-out prompts; `None` without validation files.
+      mesh: the mesh that decodes.
+
+    Raises:
+      UserError: the host cannot be called on this mesh.
+    """
     examples = list(training.examples)
     if held_out is not None:
         held_out = dataclasses.replace(held_out, first_row=len(examples))
         examples += held_out.examples
-    return dataclasses.replace(training, first_row=0), held_out, examples
+    environment = make_environment(environment_class, options, tokenizer, examples, mesh)
+    return dataclasses.replace(training, first_row=0), held_out, environment
 
 
 def _training_batches(config: Config, training: PromptDataset, position: int) -> PromptBatches:

@@ -77,7 +77,7 @@ class UpdateOptions:
     @classmethod
     def from_config(cls, config: Config) -> "UpdateOptions":
         """Collect the options from all sections."""
-        # Both roles divide by the same number of tokens, so that their losses scale alike.
+        # Both roles divide by the same number of tokens: their losses have the same scale.
         loss_scale = config.actor.loss_scale_factor or config.data.max_response_length
         return cls(
             actor=ActorOptions(

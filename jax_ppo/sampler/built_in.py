@@ -19,7 +19,7 @@ def resolve_engine(name: str) -> Callable[..., RolloutEngine]:
     """Return the class that `rollout.engine` names, called with `mesh`, `actor` and `params`.
 
     Raises:
-      UserError: a class of the user's own cannot be imported or does not take these arguments.
+      UserError: a user-defined class cannot be imported or does not take these arguments.
     """
     if name == "built-in":
         return BuiltInEngine

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jax_ppo.sampler.environment import Environment
 from jax_ppo.sampler.text_search import TextSearch
@@ -150,7 +151,7 @@ def rollout_shapes(
     prompt_count, P = prompts.tokens.shape
     B, T = prompt_count * options.n, options.max_response_length
 
-    def shape(dtype, *dimensions: int) -> jax.ShapeDtypeStruct:
+    def shape(dtype: DTypeLike, *dimensions: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dimensions, dtype, sharding=rows)
 
     return Rollout(

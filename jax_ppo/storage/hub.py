@@ -131,7 +131,7 @@ def _explain_refusal(error: Exception, endpoint: str, url: str, revision: str) -
             "HF_TOKEN, or `hf auth login`)"
         )
     if isinstance(error, errors.HFValidationError):
-        return f"it is no hub name, OWNER/NAME ({_format_error(error)})"
+        return f"it is not a hub name, OWNER/NAME ({_format_error(error)})"
     return ""
 
 

@@ -214,7 +214,7 @@ class Convolution(nn.Module):
         out = bias.astype(self.dtype)
         reach = taps // 2
         x = jnp.pad(x_BxTxD, ((0, 0), (reach, reach), (0, 0)))
-        # -2 is no text's segment.
+        # No text has segment -2.
         segments = jnp.pad(segments_BxT, ((0, 0), (reach, reach)), constant_values=-2)
         for tap in range(taps):
             same_text = (segments[:, tap : tap + T] == segments_BxT)[..., None]

@@ -168,7 +168,7 @@ def test_what_the_hub_refuses(online):
     assert "has no revision 'v9'" in refusal("ada/tiny@v9")
     assert "is gated: accept its terms there and set HF_TOKEN" in refusal("ada/locked")
     assert "/ada/shut is gated: accept its terms there and set HF_TOKEN" in refusal("ada/shut")
-    assert "it is no hub name" in refusal("ada..x/tiny")
+    assert "it is not a hub name" in refusal("ada..x/tiny")
 
 
 def test_no_network(offline, tmp_path):
@@ -204,7 +204,7 @@ def test_wrong_paths_name_the_nearest_folder(tmp_path, offline):
     models = f"{tmp_path}/models"
     assert refusal(f"{models}/qwen-05b") == (
         f"config.model.path='{models}/qwen-05b': there is no such folder "
-        "(and it is no hub name, OWNER/NAME); "
+        "(and it is not a hub name, OWNER/NAME); "
         "set config.model.path to a folder with config.json and model.safetensors "
         f"(the nearest one here is {models}/qwen-0.5b)"
     )
