@@ -357,6 +357,18 @@ MODELS = [
         new=("(q_BxQxHxd * _scale(scale, d)).reshape(B, Q, -1, K, d).transpose(0, 3, 2, 1, 4)"),
     ),
     Exhibit(
+        name="fused_projections_of_heads_are_read_as_thirds",
+        source=(
+            "lablup/mlxcel#928: a three-way split of Pythia's query_key_value, as of GPT-2's, has "
+            "the right shapes and scrambles attention without an error"
+        ),
+        holds="Pythia's tensor has query, key and value of a head, then those of the next",
+        test="tests/models/test_families.py::test_logits_logprobs_and_gradients[gpt_neox]",
+        where="_shared_input_projections",
+        old="a.num_heads if family.fused_by_head else 1",
+        new="1",
+    ),
+    Exhibit(
         name="key_heads_are_tiled_when_decoding",
         source="axlearn#842: the cached path mapped heads differently from the whole-sequence path",
         holds="attention with the cache equals attention over the whole sequence",

@@ -49,7 +49,11 @@ MODELS = {
 
 
 # Names of classes, fields and tensors that do not follow the rule.
-CLASSES = {"GPT2ForCausalLM": "GPT2LMHeadModel"}
+CLASSES = {
+    "GPT2ForCausalLM": "GPT2LMHeadModel",
+    # The classifier without "Text" is multimodal.
+    "Gemma3ForSequenceClassification": "Gemma3TextForSequenceClassification",
+}
 FIELDS = {
     "gpt2": {
         "hidden_size": "n_embd",

@@ -96,13 +96,19 @@ def test_files_of_the_hub_with_older_names_and_masks(checkpoint, tmp_path):
     mask = np.tril(np.ones((1, 1, 64, 64)))
     for layer in range(2):
         if family == "gpt2":
-            tensors = tensors | {f"transformer.h.{layer}.attn.bias": mask.astype(np.float32)}
+            prefix = f"transformer.h.{layer}.attn."
+            tensors = tensors | {
+                f"{prefix}bias": mask.astype(np.float32),
+                f"{prefix}masked_bias": np.array(-1e4, np.float16),
+            }
         else:
             prefix = f"gpt_neox.layers.{layer}.attention."
             frequencies = np.float32([1.0])
+            # -1e9, which was rounded to float16 with some weights.
+            masked = [np.array(-1e9, np.float32), np.array(-np.inf, np.float16)][layer]
             tensors = tensors | {
-                f"{prefix}bias": mask.astype(bool),
-                f"{prefix}masked_bias": np.array(-1e9, np.float32),
+                f"{prefix}bias": mask.astype([bool, np.uint8][layer]),
+                f"{prefix}masked_bias": masked,
                 f"{prefix}rotary_emb.inv_freq": frequencies,
             }
     if family == "gpt2":
@@ -112,6 +118,45 @@ def test_files_of_the_hub_with_older_names_and_masks(checkpoint, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     jax.tree.map(np.testing.assert_array_equal, reference.load(tmp_path)[1], params)
+
+
+def test_files_of_the_model_without_a_head(checkpoint, tmp_path):
+    """Their names lack the prefix of transformers' model with a head."""
+    family, folder, tensors, params = checkpoint
+    prefix, head = {"gpt2": ("transformer.", ""), "gpt_neox": ("gpt_neox.", "embed_out.weight")}[
+        family
+    ]
+    bare = {name.removeprefix(prefix): x for name, x in tensors.items() if name != head}
+    save_file(bare, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    critic = reference.load(tmp_path, "scalar")[1]
+    del critic["score"]
+    trunk = {name: x for name, x in params.items() if name != "lm_head"}
+    jax.tree.map(np.testing.assert_array_equal, critic, trunk)
+    if head:
+        with pytest.raises(UserError, match="tensor embed_out.weight is missing"):
+            reference.load(tmp_path)
+    else:
+        jax.tree.map(np.testing.assert_array_equal, reference.load(tmp_path)[1], params)
+
+
+@pytest.mark.parametrize(
+    ("end", "values"),
+    [
+        ("bias", np.ones((1, 1, 64, 64), bool)),
+        ("bias", np.tril(np.ones((1, 1, 64, 64), np.float32), -1)),
+        ("bias", np.ones(64, np.float32)),
+        ("masked_bias", np.array(-1, np.float32)),
+    ],
+)
+def test_a_stored_mask_that_is_not_causal_is_refused(checkpoint, tmp_path, end, values):
+    """The model would compute something else than the one that was trained."""
+    family, folder, tensors, _ = checkpoint
+    attention = {"gpt2": "transformer.h.1.attn", "gpt_neox": "gpt_neox.layers.1.attention"}[family]
+    save_file(tensors | {f"{attention}.{end}": values}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(UserError, match=f"would not use: {attention}.{end}. It is another kind"):
+        reference.load(tmp_path)
 
 
 def test_each_device_reads_its_part_of_a_fused_tensor(checkpoint):

@@ -6,6 +6,7 @@ orders of magnitude smaller, tells rounding from a mistake in a program.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ np.float32 = np.float64  # type: ignore[misc]
 import test_update  # noqa: E402
 
 import tiny  # noqa: E402
+from jax_ppo.models.architecture import Architecture  # noqa: E402
 
 SHAPES = (
     {"data": 2, "fsdp": 2, "model": 2},
@@ -29,6 +31,7 @@ SHAPES = (
     {"data": 1, "fsdp": 2, "context": 2, "model": 2},
     {"data": 2, "context": 4},
 )
+UNGATED_SHAPES = ({"data": 1, "model": 2},)
 # For one to four parts of rows alike.
 ROW_LENGTH = 24
 make_config = tiny.config
@@ -51,10 +54,16 @@ def wide_config(**changes: Any) -> Any:
 
 
 def main() -> None:
-    """Compare each mesh with one device."""
+    """Compare meshes with one device, for both types of block."""
     tiny.config = wide_config
     # A layer for each of two stages.
-    tiny.ARCHITECTURE = dataclasses.replace(tiny.ARCHITECTURE, num_layers=2)
+    compare(dataclasses.replace(tiny.ARCHITECTURE, num_layers=2), SHAPES)
+    compare(tiny.UNGATED, UNGATED_SHAPES)
+
+
+def compare(architecture: Architecture, shapes: Sequence[dict[str, int]]) -> None:
+    """Compare meshes of these shapes with one device."""
+    tiny.ARCHITECTURE = architecture
     options = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1, "actor__ppo_epochs": 2}
     config = tiny.config(**options, actor__optim__eps=1e-3, packing__row_length=ROW_LENGTH)
 
@@ -73,7 +82,7 @@ def main() -> None:
     gradients, before, after = run(tiny.make_mesh())
     step = largest(difference(after, before))
     assert step > 1e-3
-    for shape in SHAPES:
+    for shape in shapes:
         mesh = tiny.make_mesh(int(np.prod(list(shape.values()))), **shape)
         mesh_gradients, _, mesh_after = run(mesh)
         assert jax.tree.leaves(mesh_gradients)[0].dtype == np.float64

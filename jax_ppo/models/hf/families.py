@@ -69,7 +69,6 @@ class Family:
       module_names: Names of modules in the checkpoint that differ from Llama's, by Llama's name:
         {"self_attn.o_proj": "self_attn.dense"}.
       older_prefixes: Prefixes of tensors in other files on the hub, and the usual prefixes.
-      buffers: Ends of the names of tensors that are no parameters, such as causal masks.
       unsupported: Fields of config.json that are refused unless null, and the reason.
     """
 
@@ -105,7 +104,6 @@ class Family:
     input_first: bool = False
     module_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     older_prefixes: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    buffers: tuple[str, ...] = ()
     unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -114,9 +112,7 @@ class Family:
         object.__setattr__(self, "defaults", {epsilon: 1e-6, **self.defaults})
 
     def usual_name(self, name: str) -> str:
-        """Return the usual name of a tensor; "" if it is no parameter."""
-        if name.endswith(self.buffers):
-            return ""
+        """Return the usual name of a tensor."""
         return _replace_prefix(name, self.older_prefixes)
 
 
@@ -444,7 +440,6 @@ FAMILIES = {
         older_prefixes={
             prefix: f"transformer.{prefix}" for prefix in ("wte.", "wpe.", "h.", "ln_f.")
         },
-        buffers=(".attn.bias", ".attn.masked_bias"),
     ),
     "gpt_neox": Family(
         class_prefix="GPTNeoX",
@@ -477,9 +472,12 @@ FAMILIES = {
             "mlp.up_proj": "mlp.dense_h_to_4h",
             "mlp.down_proj": "mlp.dense_4h_to_h",
         },
-        # transformers 5 calls the head so, but writes its older name.
-        older_prefixes={"lm_head.": "embed_out."},
-        buffers=(".attention.bias", ".attention.masked_bias"),
+        # transformers 5 calls the head so, but writes its older name. Without a head, the other
+        # tensors have no prefix.
+        older_prefixes={"lm_head.": "embed_out."}
+        | {
+            prefix: f"gpt_neox.{prefix}" for prefix in ("embed_in.", "layers.", "final_layer_norm.")
+        },
     ),
 }
 

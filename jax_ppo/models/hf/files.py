@@ -105,7 +105,7 @@ class SafetensorsCheckpoint:
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """Read a block of a tensor: one slice per dimension, or () for the whole tensor."""
-        return self._slice(name)[index or (slice(None),)]
+        return self._slice(name)[index or ...]
 
     def read_finite(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """Read a block of a tensor as `read` does; raise `UserError` if it has NaN or infinity."""

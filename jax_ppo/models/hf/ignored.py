@@ -15,6 +15,12 @@ OUTPUT_EMBEDDINGS = ("lm_head.weight", "embed_out.weight")
 SCORE_WEIGHTS = ("score.weight", "classifier.weight")
 SCORE_BIASES = ("score.bias", "classifier.bias")
 ROTARY_FREQUENCIES = "rotary_emb.inv_freq"
+# Ends of the names of what old versions of transformers stored with each attention: which keys
+# take part, and the attention score of the others.
+CAUSAL_MASKS = (".attn.bias", ".attention.bias")
+MASKED_SCORES = (".attn.masked_bias", ".attention.masked_bias")
+# Any score below it has a weight of 0 after the softmax. They stored -1e4, later -1e9.
+LARGEST_MASKED_SCORE = -9e3
 
 
 def is_ignorable(
@@ -39,6 +45,10 @@ def is_ignorable(
         return expected is not None and _has_values(checkpoint, name, expected(architecture))
     if name.endswith(ROTARY_FREQUENCIES):
         return _has_computed_frequencies(checkpoint, name, architecture)
+    if name.endswith(CAUSAL_MASKS):
+        return _is_causal_mask(checkpoint.read(name))
+    if name.endswith(MASKED_SCORES):
+        return bool(np.all(checkpoint.read(name) < LARGEST_MASKED_SCORE))
     if name in OUTPUT_EMBEDDINGS:
         if head not in ("lm", "both"):
             return True
@@ -58,6 +68,13 @@ def _has_values(checkpoint: SafetensorsCheckpoint, name: str, expected: np.ndarr
         return not np.any(checkpoint.read(name) != expected)
     return checkpoint.shape(name)[-1:] == expected.shape and not np.any(
         checkpoint.read(name) != expected
+    )
+
+
+def _is_causal_mask(mask: np.ndarray) -> bool:
+    """Return whether a mask [..., queries, keys] lets each token see itself and those before it."""
+    return mask.ndim >= 2 and np.array_equal(
+        mask != 0, np.broadcast_to(np.tri(*mask.shape[-2:], dtype=bool), mask.shape)
     )
 
 
