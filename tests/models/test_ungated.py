@@ -72,6 +72,21 @@ def test_layer_norm_is_that_of_torch():
     np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-5, atol=1e-6)
 
 
+def test_the_norm_rounds_where_torch_does():
+    """Rounding inside the norm, or not rounding its weights, changes a quarter of the numbers."""
+    torch, rng = reference.torch, np.random.default_rng(5)
+    x, scale, bias = (rng.normal(1, 2, shape).astype(np.float32) for shape in ((64, 96), 96, 96))
+    architecture = from_hf_config(
+        reference.fields("gpt2", reference.SIZES) | {"model_type": "gpt2"}
+    )
+    params = {"scale": scale, "bias": bias}
+    ours = LayerNorm(architecture).apply({"params": params}, jnp.asarray(x, jnp.bfloat16))
+    x, scale, bias = (torch.from_numpy(a).bfloat16() for a in (x, scale, bias))
+    theirs = torch.nn.functional.layer_norm(x, (96,), scale, bias, 1e-5).float().numpy()
+    # Sums in another order may round to a neighbour.
+    assert (np.asarray(ours, np.float32) != theirs).mean() < 0.01
+
+
 def test_a_position_beyond_the_table_is_not_a_number():
     """Commands refuse longer sequences; nothing else may look like a result."""
     config = reference.fields("gpt2", reference.SIZES | {"max_position_embeddings": 8})

@@ -74,7 +74,7 @@ def _has_values(checkpoint: SafetensorsCheckpoint, name: str, expected: np.ndarr
 def _is_causal_mask(mask: np.ndarray) -> bool:
     """Return whether a mask [..., queries, keys] lets each token see itself and those before it."""
     return mask.ndim >= 2 and np.array_equal(
-        mask != 0, np.broadcast_to(np.tri(*mask.shape[-2:], dtype=bool), mask.shape)
+        mask != 0, np.broadcast_to(np.tri(*mask.shape[-2:], dtype=np.bool_), mask.shape)
     )
 
 
