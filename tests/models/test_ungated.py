@@ -97,6 +97,19 @@ def test_a_position_beyond_the_table_is_not_a_number():
     assert jnp.isfinite(inside).all() and jnp.isnan(outside).all()
 
 
+@pytest.mark.parametrize(
+    "architecture", [tiny.ARCHITECTURE, tiny.UNGATED], ids=["gated", "ungated"]
+)
+def test_layers_of_a_scan_return_hidden_states_alone(architecture):
+    """Keys and values of all layers would be stacked for nothing."""
+    model = Transformer(architecture)
+    tokens = jnp.zeros((1, 3), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens, tokens)
+    equations = jax.make_jaxpr(model.apply)(params, tokens, tokens).eqns
+    scan = next(equation for equation in equations if equation.primitive.name == "scan")
+    assert [output.aval.shape for output in scan.outvars] == [(1, 3, architecture.hidden_size)]
+
+
 @pytest.fixture(scope="module", params=["gpt2", "gpt_neox"])
 def checkpoint(request, tmp_path_factory):
     """Return a family, its folder, and the tensors and parameters in it."""
