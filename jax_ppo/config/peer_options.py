@@ -73,6 +73,11 @@ VERL = {
     "critic.model.path": "config.critic.path",
     "critic.model.lora_rank": "config.model.lora.rank",
     "critic.ppo_micro_batch_size_per_gpu": "config.critic.ppo_micro_batch_size_per_device",
+    "critic.model.use_remove_padding": "config.packing.enabled, on by default",
+    "critic.model.enable_gradient_checkpointing": "config.model.gradient_checkpointing",
+    "critic.fsdp.param_offload": "config.critic.param_offload",
+    "critic.fsdp.optimizer_offload": "config.critic.optimizer_offload",
+    "critic.use_dynamic_bsz": _PACKED,
     "critic.ppo_max_token_len_per_gpu": _PACKED,
     "critic.forward_micro_batch_size_per_gpu": (
         "config.rollout.logprob_micro_batch_size_per_device"
@@ -84,6 +89,10 @@ VERL = {
     "rollout.log_prob_micro_batch_size_per_gpu": (
         "config.rollout.logprob_micro_batch_size_per_device"
     ),
+    "ref.log_prob_use_dynamic_bsz": _PACKED,
+    "ref.log_prob_max_token_len_per_gpu": _PACKED,
+    "rollout.log_prob_use_dynamic_bsz": _PACKED,
+    "rollout.log_prob_max_token_len_per_gpu": _PACKED,
     "rollout.name": _ENGINE,
     "rollout.mode": "config.rollout.one_step_off samples ahead",
     "rollout.gpu_memory_utilization": _NO_SERVER,
