@@ -251,10 +251,15 @@ def xla_attention(
             softcap=softcap,
         )
 
-    # In long rows, four blocks skip three quarters of the products above the diagonal.
-    size = max(MIN_QUERY_BLOCK, -(-T // MAX_QUERY_BLOCKS))
+    size = query_block_size(T)
     blocks = [attend_block(start, min(start + size, T)) for start in range(0, T, size)]
     return jnp.concatenate(blocks, axis=1)
+
+
+def query_block_size(length: int) -> int:
+    """Return the number of queries that `xla_attention` multiplies with their keys at once."""
+    # In long rows, four blocks skip three quarters of the products above the diagonal.
+    return max(MIN_QUERY_BLOCK, -(-length // MAX_QUERY_BLOCKS))
 
 
 def attend_block_of_queries(

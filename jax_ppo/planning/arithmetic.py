@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from jax_ppo.kernels import logprobs
+from jax_ppo.models.attention import query_block_size
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.planning.phases import PhaseMemory
@@ -119,7 +120,7 @@ def _scoring_temporaries(step: AbstractStep, role: Role) -> int:
     parts = step.programs.mesh.shape["model"]
     layers = _layer_bytes(role, _layer_tokens(step, role, shape), parts)
     layers += _gathered_layers(step, role) + _pipeline_bytes(step, role, shape)
-    layers += _row_bytes(step, role, shape)
+    layers += _row_bytes(step, role, shape) + _pair_bytes(step, role, shape)
     head = _logits_bytes(step, role, tokens) if role.has_logits else 0
     return _cast_weights(step, role) + _join(step, layers, head)
 
@@ -145,6 +146,7 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
     # Hidden states, and their gradients.
     layers += 2 * _pipeline_bytes(step, role, shape)
     layers += 2 * _row_bytes(step, role, shape)
+    layers += _pair_bytes(step, role, shape, with_gradient=True)
     head = 0
     if role.has_logits:
         head = _logits_bytes(step, role, tokens) + _chunk_bytes(role, tokens, parts) // 2
@@ -202,6 +204,29 @@ def _row_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
     heads = max(architecture.num_kv_heads // int(mesh.shape["model"]), 1)
     tokens = _device_tokens(step, shape) * row_parts
     return 2 * tokens * heads * architecture.head_dim * role.itemsize
+
+
+def _pair_bytes(
+    step: AbstractStep, role: Role, shape: tuple[int, ...], with_gradient: bool = False
+) -> int:
+    """Return the bytes of what attention makes for each pair of a query and a key.
+
+    cuDNN reads a mask in the type of the computation, the same for all heads and for gradients. xla
+    has scores and weights of each head in float32, for a block of queries at once, and their
+    gradients. Splash has none of these.
+    """
+    mesh, net = step.programs.mesh, role.net
+    if not isinstance(net, Transformer) or net.attention == "splash":
+        return 0
+    queries, row_parts = shape[-1], meshes.row_parts(mesh)
+    rows = _layer_tokens(step, role, shape) // queries
+    keys = queries * row_parts
+    if net.attention == "cudnn":
+        return rows * queries * keys * role.itemsize
+    block = min(queries, query_block_size(queries)) if row_parts == 1 else queries // 2
+    heads = -(-net.architecture.num_heads // int(mesh.shape["model"]))
+    arrays = 4 if with_gradient else 2
+    return arrays * rows * heads * block * keys * _FLOAT32
 
 
 def _cast_weights(step: AbstractStep, role: Role) -> int:

@@ -120,6 +120,12 @@ def _other_meshes(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]]:
     split = MeshShape(data=1, fsdp=fsdp, model=parts, stage=stages, context=context)
     words = f"config.mesh.data=1 with config.mesh.fsdp={split.fsdp}"
     yield words, dataclasses.replace(config, mesh=split)
+    if context == 1 and fsdp > 1:
+        parted = dataclasses.replace(split, fsdp=1, context=fsdp)
+        yield (
+            f"config.mesh.data=1 with config.mesh.fsdp=1 and config.mesh.context={fsdp}",
+            dataclasses.replace(config, mesh=parted),
+        )
     size = 2
     while size <= _MAX_MODEL_PARALLELISM:
         if devices % size == 0:

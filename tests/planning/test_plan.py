@@ -1,5 +1,6 @@
 """The plan of a step: its memory, its work, what it says and what it refuses."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -81,6 +82,43 @@ def test_the_cache_is_that_of_the_slots_and_the_first_stage(folder):
     # A later stage has more room in fewer slots, and prompts that are longer.
     staged = memory(estimate(folder, "v5e:1x1", rollout__stage_length=5), "sample").cache
     assert token_bytes * tiny.B * (tiny.P + 5) < staged < expected + token_bytes * tiny.B * 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "per_device"),
+    [
+        # Two rows of 512 tokens: two heads of a block of 128 queries with 512 keys.
+        ({"mesh__data": 4, "mesh__model": 2}, 2 * 2 * 128 * 512),
+        # Two rows of 512 in four parts, each with 2 blocks of 64: four heads.
+        ({"mesh__data": 2, "mesh__context": 4}, 2 * 4 * 64 * 512),
+    ],
+)
+def test_scores_of_each_pair_of_tokens_are_counted(folder, changes, per_device):
+    """xla has scores and weights in float32, and their gradients; splash has none."""
+    options = changes | {
+        "packing__row_length": 512,
+        "packing__enabled": False,
+        "rollout__logprob_micro_batch_size_per_device": 2,
+        "actor__ppo_micro_batch_size_per_device": 2,
+    }
+    splash, xla = (estimate(folder, **options, model__attention=name) for name in ("splash", "xla"))
+    for phase, arrays in (("score_critic", 2), ("update_critic", 4)):
+        difference = memory(xla, phase).temporaries - memory(splash, phase).temporaries
+        assert difference == arrays * 4 * per_device
+
+
+def test_cudnns_mask_is_counted_once_for_all_heads(tmp_path):
+    """A row of 512 tokens on each device, and bfloat16."""
+    architecture = dataclasses.replace(tiny.ARCHITECTURE, head_dim=16)
+    (tmp_path / "config.json").write_text(json.dumps(to_hf_config(architecture)))
+    options = {"packing__row_length": 512, "packing__enabled": False, "model__dtype": "bfloat16"}
+    cudnn, xla = (
+        estimate(str(tmp_path), "h100:8", **options, model__attention=name)
+        for name in ("cudnn", "xla")
+    )
+    for phase, arrays in (("score_critic", 2), ("update_critic", 4)):
+        difference = memory(xla, phase).temporaries - memory(cudnn, phase).temporaries
+        assert difference == arrays * 4 * (4 * 128 * 512) - 2 * 512 * 512
 
 
 def test_int8_kernels_shrink_the_decoding_copy(folder):
