@@ -48,7 +48,8 @@ ENCODER_RULES: Rules = (
     (r"layers/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/lora_b", P(None, None, "model")),
     (r"layers/.*(o_proj|down_proj)/lora_a", P(None, "model", None)),
     (r"layers/.*(o_proj|down_proj)/lora_b", P(None, None, WEIGHTS)),
-    (r"(layers/.*)?norm/(scale|bias)", P()),
+    (r"layers/.*norm/(scale|bias)", P()),
+    (r"norm/(scale|bias)", P()),
     # Learned positions are few.
     (r"positions/embedding", P()),
     (r"score/kernel", P(WEIGHTS, None)),
