@@ -365,8 +365,23 @@ def assert_same_run(workdir, other, tolerance):
         ("--config.mesh.stage=2", "--config.mesh.model=4", "--config.rollout.mesh.model=4"),
         # Decoding on the run's mesh: stages have different rows.
         ("--config.mesh.stage=2", "--config.mesh.fsdp=2", "--config.mesh.model=2"),
+        # Two devices hold parts of the same rows, and decode samples of their own.
+        ("--config.mesh.context=2", "--config.mesh.fsdp=2", "--config.mesh.model=2"),
+        # Prompts are longer than a part of a row; two devices split each cache.
+        (
+            "--config.mesh.context=8",
+            "--config.rollout.mesh.model=2",
+            "--config.rollout.mesh.context=2",
+        ),
     ],
-    ids=["one mesh", "a rollout mesh", "stages and a rollout mesh", "stages"],
+    ids=[
+        "one mesh",
+        "a rollout mesh",
+        "stages and a rollout mesh",
+        "stages",
+        "parts of rows",
+        "parts of rows and a split cache",
+    ],
 )
 def test_eight_devices_train_as_one_does(files, undisturbed, tmp_path, options):
     run(files, tmp_path, *options, devices=8)

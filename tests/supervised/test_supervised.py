@@ -235,6 +235,25 @@ def test_resumed_is_bit_equal(files, tmp_path, command, task, monkeypatch, capsy
     assert ours.read_bytes() == theirs.read_bytes()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["sft", "reward_model"])
+def test_parts_of_rows_train_as_one_device_does(files, sft, reward_model, tmp_path, command):
+    task, model, (whole, _) = {
+        "sft": (tasks.SFT, files / "llama", sft),
+        "reward_model": (tasks.REWARD_MODEL, sft[0] / "actor", reward_model),
+    }[command]
+    mesh = "--config.mesh.fsdp=2", "--config.mesh.context=4"
+    options = load(files, *mesh, f"--config.model.path={model}", command=command)
+    loop.train(options, tmp_path, task)
+    for ours, theirs in zip(evaluations(tmp_path), evaluations(whole), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-3)
+    rows = zip(read_metrics(tmp_path), read_metrics(whole), strict=True)
+    losses = [(float(x["train/loss"]), float(y["train/loss"])) for x, y in rows if x["train/loss"]]
+    assert len(losses) == 12
+    for ours, theirs in losses:
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-3)
+
+
 @pytest.mark.parametrize(
     ("command", "override", "message"),
     [
