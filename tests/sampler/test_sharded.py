@@ -55,13 +55,13 @@ def test_eight_devices_draw_the_samples_of_one(actor, split):
     assert 0 < np.asarray(rollout.truncated).sum() < 32
 
 
-@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [{"data": 8}, {"data": 2, "fsdp": 2, "model": 2}], ids=str)
 def test_prompts_that_the_devices_do_not_divide_get_the_samples_of_one(actor, shape):
     """Thirteen prompts: some devices have padding, which costs no decoding, in no stage."""
     options = dataclasses.replace(OPTIONS, stage_length=5)
     prompts = make_prompts(range(1, 14))
     alone = Sampler(actor.decoded, OPTIONS)(actor.params, prompts, jax.random.key(0))
-    mesh = meshes.make_mesh(MeshShape(**dict(zip(meshes.AXES, shape, strict=True))))
+    mesh = meshes.make_mesh(MeshShape(**shape))
     rules = sharding.decode_rules(mesh, ARCHITECTURE.num_kv_heads)
     params = jax.device_put(actor.params, sharding.tree_shardings(mesh, actor.params, rules))
     with jax.set_mesh(mesh):
@@ -74,7 +74,7 @@ def test_prompts_that_the_devices_do_not_divide_get_the_samples_of_one(actor, sh
     for name in ("responses", "lengths", "truncated", "action_mask"):
         np.testing.assert_array_equal(getattr(rollout, name), getattr(alone, name))
     np.testing.assert_array_equal(rollout.prompts.tokens, alone.prompts.tokens)
-    if shape == (8, 1, 1):
+    if shape == {"data": 8}:
         # Two prompts on each device but the seventh, which has one, and the last.
         steps = np.asarray(rollout.slot_steps)
         assert steps[7] == 0 and (steps[:7] > 0).all()
