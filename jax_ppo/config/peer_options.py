@@ -66,6 +66,7 @@ VERL = {
     "actor.strategy": _MESH,
     "actor.megatron.tensor_model_parallel_size": "config.mesh.model",
     "actor.megatron.pipeline_model_parallel_size": "config.mesh.stage",
+    "actor.megatron.expert_model_parallel_size": "config.mesh.expert",
     "actor.ulysses_sequence_parallel_size": "config.mesh.context",
     "actor.use_torch_compile": "everything is compiled",
     "actor.checkpoint.save_contents": "checkpoints hold everything that a resumed run needs",

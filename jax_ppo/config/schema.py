@@ -1305,6 +1305,13 @@ class MeshShape:
         unit="devices",
         at_least=1,
     )
+    expert: int = option(
+        1,
+        "devices that share out the experts of a mixture of experts; to all other parameters they "
+        "are like those of fsdp",
+        unit="devices",
+        at_least=1,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,8 +38,12 @@ class Kernel(nn.Module):
     @nn.compact
     def __call__(self) -> dict[str, jax.Array]:
         """Return the kernel and, if there is one, its scale, by name."""
-        init = nn.initializers.normal(0.02)
-        parts = {"kernel": self.param("kernel", init, self.shape, jnp.float32)}
+        if self.has_variable("params", "kernel"):
+            # Where decoding has shared experts out, there are fewer than `shape` says.
+            parts: dict[str, jax.Array] = {"kernel": self.get_variable("params", "kernel")}
+        else:
+            init = nn.initializers.normal(0.02)
+            parts = {"kernel": self.param("kernel", init, self.shape, jnp.float32)}
         if self.has_variable("params", "kernel_scale"):
             parts["kernel_scale"] = self.get_variable("params", "kernel_scale")
         return parts
@@ -151,17 +155,33 @@ def run_experts(
     weights_RxLxk: jax.Array,
     experts_RxLxk: jax.Array,
     projections: Projections,
+    first_expert: jax.Array | None = None,
     *,
     dtype: DTypeLike,
     activation: Activation,
 ) -> jax.Array:
-    """Return the weighted sum of the experts' outputs for each token, [R, L, D] in `dtype`."""
+    """Return the weighted sum of the experts' outputs for each token, [R, L, D] in `dtype`.
+
+    Args:
+      x_RxLxD: Input of the MLP.
+      weights_RxLxk: Weights of each token's experts.
+      experts_RxLxk: Their indices.
+      projections: Of all experts, or of some that follow each other: others add nothing.
+      first_expert: Index of the first of these; `None` if they are all.
+      dtype: Type of the products.
+      activation: Activation of the gates.
+    """
     k = experts_RxLxk.shape[-1]
     D = x_RxLxD.shape[-1]
+    num_experts = len(projections["down_proj"]["kernel"])
     expert_N = experts_RxLxk.reshape(-1)
+    if first_expert is not None:
+        # The others' places come last, in no group.
+        expert_N = expert_N - first_expert
+        is_own_N = (expert_N >= 0) & (expert_N < num_experts)
+        expert_N = jnp.where(is_own_N, expert_N, num_experts)
     # Each token has k places among the N; places are sorted by expert.
     order_N = jnp.argsort(expert_N, stable=True)
-    num_experts = len(projections["down_proj"]["kernel"])
     group_sizes = jnp.bincount(expert_N, length=num_experts).astype(jnp.int32)
     sorted_N = expert_N[order_N]
 
@@ -173,10 +193,15 @@ def run_experts(
         return out
 
     x_NxD = x_RxLxD.reshape(-1, D).astype(dtype)[order_N // k]
+    if first_expert is not None:
+        # What a product is in no group is undefined, and so is its gradient.
+        x_NxD = jnp.where((sorted_N < num_experts)[:, None], x_NxD, 0)
     hidden = activation(project("gate_proj", x_NxD)) * project("up_proj", x_NxD)
-    out_NxD = project("down_proj", hidden)
-    # Back to the places of tokens, and summed with at least the bits of the weights.
-    places = out_NxD[jnp.argsort(order_N)].reshape(*experts_RxLxk.shape, D)
+    out_NxD = project("down_proj", hidden)[jnp.argsort(order_N)]
+    if first_expert is not None:
+        out_NxD = jnp.where(is_own_N[:, None], out_NxD, 0)
+    # The places of each token are summed with at least the bits of the weights.
+    places = out_NxD.reshape(*experts_RxLxk.shape, D)
     return jnp.einsum("rlkd,rlk->rld", places.astype(weights_RxLxk.dtype), weights_RxLxk).astype(
         dtype
     )

@@ -4,11 +4,13 @@ import dataclasses
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jax_ppo.kernels import logprobs
 from jax_ppo.models.attention import query_block_size
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.transformer import Transformer
+from jax_ppo.planning.experts import multiplied_elements, tokens_at_experts
 from jax_ppo.planning.phases import PhaseMemory
 from jax_ppo.planning.setup import AbstractStep, Role
 from jax_ppo.planning.stages import schedule_rows
@@ -84,7 +86,7 @@ def _resharding_temporaries(step: AbstractStep) -> int:
     # devices share out the result, too.
     if step.rollout_mesh != programs.mesh:
         return step.least.decoding
-    layers = sum(x.size for x in jax.tree.leaves(role.params["layers"]))
+    layers = multiplied_elements(role.params["layers"], programs.mesh)
     return layers * _FLOAT32 // programs.mesh.shape["model"]
 
 
@@ -99,7 +101,7 @@ def _sampling_temporaries(step: AbstractStep) -> int:
     slots = min(step.programs.sampling.slots or queue, queue)
     prompt = config.data.max_prompt_length
     prompts = max(1, min(PREFILL_TOKENS // prompt, queue // config.rollout.n))
-    prefill = _layer_bytes(role, prompts * prompt, parts)
+    prefill = _layer_bytes(role, prompts * prompt, mesh)
     # Forbidden strings are found with a tokenizer, which a plan does not have.
     is_constrained = bool(config.rollout.bad_words) or constrains_logits(step.programs.sampling)
     arrays = 3 if is_constrained else 2
@@ -117,8 +119,7 @@ def _scoring_temporaries(step: AbstractStep, role: Role) -> int:
     packing, _ = step.plans.scoring
     shape = packing.sample.shape[1:]
     tokens = _device_tokens(step, shape)
-    parts = step.programs.mesh.shape["model"]
-    layers = _layer_bytes(role, _layer_tokens(step, role, shape), parts)
+    layers = _layer_bytes(role, _layer_tokens(step, role, shape), step.programs.mesh)
     layers += _gathered_layers(step, role) + _pipeline_bytes(step, role, shape)
     layers += _row_bytes(step, role, shape) + _pair_bytes(step, role, shape)
     head = _logits_bytes(step, role, tokens) if role.has_logits else 0
@@ -127,21 +128,22 @@ def _scoring_temporaries(step: AbstractStep, role: Role) -> int:
 
 def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) -> int:
     """Return what an optimizer step needs beside the sum of gradients."""
-    architecture, parts = role.architecture, step.programs.mesh.shape["model"]
+    architecture, mesh = role.architecture, step.programs.mesh
+    parts = mesh.shape["model"]
     assert isinstance(role.net, Transformer), "encoders are not trained"
     shape = batches.packing.sample.shape[2:]
     tokens = _device_tokens(step, shape)
-    schedule = schedule_rows(step.programs.mesh, shape[0])
+    schedule = schedule_rows(mesh, shape[0])
     # The gradients of a micro-batch; those outside the layers are added to the sum at once. In
     # stages there are those of a tick, too.
     gradients = bytes_per_device(role.trained["layers"]) * min(schedule.stages, 2)
     # The input of each layer is kept and the layer computed again, or all of it is kept; in stages,
     # of a device's part of the layers in each tick.
-    kept = _layer_bytes(role, tokens, parts)
+    kept = _layer_bytes(role, tokens, mesh)
     if role.net.remat:
         kept = tokens * architecture.hidden_size * role.itemsize
     kept = round(kept * schedule.slowdown)
-    layers = _layer_bytes(role, _layer_tokens(step, role, shape), parts) * 3 // 2
+    layers = _layer_bytes(role, _layer_tokens(step, role, shape), mesh) * 3 // 2
     layers += _gathered_layers(step, role, with_gradient=True)
     # Hidden states, and their gradients.
     layers += 2 * _pipeline_bytes(step, role, shape)
@@ -154,7 +156,7 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
         embedding = architecture.vocab_size * architecture.hidden_size // parts
         if role.net.lora is None:
             head += embedding * _FLOAT32
-        if role.net.lora is None and _is_tpu() and meshes.gathers_weights(step.programs.mesh):
+        if role.net.lora is None and _is_tpu() and meshes.gathers_weights(mesh):
             head += embedding * role.itemsize
     fixed = gradients + _cast_weights(step, role) + architecture.num_layers * kept
     return fixed + _join(step, layers, head)
@@ -244,8 +246,9 @@ def _gathered_layers(step: AbstractStep, role: Role, with_gradient: bool = False
     """Return the bytes of gathered layers, in the compilers' order of gathering and rounding."""
     if not meshes.gathers_weights(step.programs.mesh):
         return 0
-    layers = sum(x.size for x in jax.tree.leaves(role.params["layers"]))
-    elements = layers // role.architecture.num_layers // step.programs.mesh.shape["model"]
+    mesh = step.programs.mesh
+    layers = multiplied_elements(role.params["layers"], mesh)
+    elements = layers // role.architecture.num_layers // mesh.shape["model"]
     # For GPUs the present layer and the next are gathered in float32.
     if not _is_tpu():
         return 2 * elements * _stored_itemsize(role)
@@ -284,19 +287,20 @@ def _chunk_bytes(role: Role, tokens: int, parts: int) -> int:
     return min(chunk, tokens) * architecture.vocab_size * _FLOAT32 // parts
 
 
-def _layer_bytes(role: Role, tokens: int, parts: int) -> int:
+def _layer_bytes(role: Role, tokens: int, mesh: Mesh) -> int:
     """Return the bytes of the outputs of a layer's products for `tokens`."""
-    architecture = role.architecture
+    architecture, parts = role.architecture, mesh.shape["model"]
     width = 4 * architecture.hidden_size
     mlp = 3 * architecture.intermediate_size // parts
     if not isinstance(architecture, DebertaArchitecture):
         heads = (2 * architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim
         width += heads // parts
         # Each expert of a token has its own copy of it, and its own output.
-        width += 2 * architecture.experts_per_token * architecture.hidden_size
+        copies = tokens_at_experts(architecture, mesh)
+        width += 2 * copies * architecture.experts_per_token * architecture.hidden_size
         # A gated MLP has gate, up and their product, another one the input of its activation and
         # its output.
-        mlp = len(architecture.mlp_projections) * architecture.active_width // parts
+        mlp = copies * len(architecture.mlp_projections) * architecture.active_width // parts
     # The steps of a gelu are in float32; those of a silu are fused into the products.
     is_silu = getattr(architecture, "activation", "") == "silu"
     mlp_itemsize = role.itemsize if is_silu else _FLOAT32

@@ -5,12 +5,12 @@ its matrix products, its memory traffic and its exchanges takes at the device's 
 et al. 2009, doi 10.1145/1498765.1498785): a bound that no run undercuts, not a measurement.
 """
 
-import jax
 import numpy as np
 
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.flops import count_forward_flops
 from jax_ppo.models.transformer import Transformer
+from jax_ppo.planning.experts import exchanged_bytes, multiplied_elements, received_share
 from jax_ppo.planning.phases import PhaseWork
 from jax_ppo.planning.setup import AbstractStep, Role
 from jax_ppo.planning.stages import StageSchedule, schedule_rows
@@ -80,8 +80,7 @@ def predict_seconds(
 
 def _prepare_weights(step: AbstractStep) -> PhaseWork:
     weights = bytes_per_device(step.decoding_weights)
-    gathered = meshes.weight_shards(step.programs.mesh)
-    received = weights * (gathered - 1) / gathered
+    received = weights * received_share(step.decoding_weights, step.programs.mesh)
     return PhaseWork(
         memory_bytes=float(bytes_per_device(step.state.actor) + 2 * weights),
         link_bytes=received,
@@ -118,7 +117,10 @@ def _sample(step: AbstractStep) -> PhaseWork:
             flops=flops / step.programs.mesh.size,
             # Each step reads all weights and the whole cache; cuDNN reads it up to the tokens.
             memory_bytes=steps * float(weights + step.cache_bytes),
-            link_bytes=_tensor_parallel_bytes(role, tokens, parts),
+            link_bytes=(
+                _tensor_parallel_bytes(role, tokens, parts)
+                + exchanged_bytes(architecture, tokens, role.itemsize, mesh)
+            ),
         )
         start = limit
     return total
@@ -190,12 +192,12 @@ def _pass_work(step: AbstractStep, role: Role, rows: int, length: int) -> PhaseW
     own_tokens = rows * length / meshes.row_shards(mesh)
     # A device runs its part of the layers on the rows of all stages.
     tokens = own_tokens * schedule.slowdown
-    parts, gathered = mesh.shape["model"], meshes.weight_shards(mesh)
+    parts = mesh.shape["model"]
     heads = (architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim
     mlp = len(architecture.mlp_projections) * architecture.active_width
     outputs = (heads + mlp) / parts
     moved = _HIDDEN_MOVES * architecture.hidden_size + _OUTPUT_MOVES * outputs
-    received = weights * (gathered - 1) / gathered
+    received = weights * received_share(role.params, mesh)
     if schedule.stages > 1:
         # One row of hidden states per tick, and the rows to the first stage and from the last.
         hidden_rows = schedule.ticks + 2 * schedule.micro_batches
@@ -206,6 +208,7 @@ def _pass_work(step: AbstractStep, role: Role, rows: int, length: int) -> PhaseW
             received
             + _tensor_parallel_bytes(role, tokens, parts)
             + _gathered_keys_bytes(role, tokens, meshes.row_parts(mesh), parts)
+            + exchanged_bytes(architecture, tokens, role.itemsize, mesh)
         ),
         row_bytes=received,
     )
@@ -213,9 +216,11 @@ def _pass_work(step: AbstractStep, role: Role, rows: int, length: int) -> PhaseW
 
 def _gathered_bytes(step: AbstractStep, role: Role, schedule: StageSchedule) -> float:
     """Return the bytes of weights that a device multiplies with in a pass, in each tick anew."""
-    layers = sum(x.size for x in jax.tree.leaves(role.params["layers"]))
-    elements = role.elements - layers + layers / schedule.stages * schedule.ticks
-    return elements * role.itemsize / step.programs.mesh.shape["model"]
+    mesh = step.programs.mesh
+    layers = multiplied_elements(role.params["layers"], mesh)
+    elements = multiplied_elements(role.params, mesh) - layers
+    elements += layers / schedule.stages * schedule.ticks
+    return elements * role.itemsize / mesh.shape["model"]
 
 
 def _tensor_parallel_bytes(role: Role, tokens: float, parts: int) -> float:
@@ -243,9 +248,9 @@ def _gradient_link_bytes(
 ) -> float:
     """Return the bytes that a device sends to sum the gradient of a micro-batch."""
     mesh = step.programs.mesh
-    gathered, copies = meshes.weight_shards(mesh), mesh.shape["data"]
+    copies = mesh.shape["data"]
     scattered = 0.0
     # Adapters are too small to matter.
     if role.params is role.trained or role.net.lora is None:
-        scattered = _gathered_bytes(step, role, schedule) * (gathered - 1) / gathered
+        scattered = _gathered_bytes(step, role, schedule) * received_share(role.params, mesh)
     return scattered + gradient * 2 * (copies - 1) / copies

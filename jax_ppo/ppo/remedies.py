@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from jax.sharding import Mesh
 
 from jax_ppo.config import validation
-from jax_ppo.config.schema import Config, MeshShape, RolloutMesh
+from jax_ppo.config.schema import Config, RolloutMesh
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import meshes
 from jax_ppo.training.networks import Networks
@@ -114,21 +114,18 @@ def _possible_changes(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]
 
 def _other_meshes(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]]:
     """Yield changes of the meshes; the number of devices stays."""
-    devices, parts, stages = mesh.size, mesh.shape["model"], mesh.shape["stage"]
-    context = mesh.shape["context"]
-    fsdp = devices // (parts * stages * context)
-    split = MeshShape(data=1, fsdp=fsdp, model=parts, stage=stages, context=context)
+    split = meshes.split_copies(mesh)
     words = f"config.mesh.data=1 with config.mesh.fsdp={split.fsdp}"
     yield words, dataclasses.replace(config, mesh=split)
-    if context == 1 and fsdp > 1:
-        parted = dataclasses.replace(split, fsdp=1, context=fsdp)
+    if split.context == 1 and split.fsdp > 1:
+        parted = dataclasses.replace(split, fsdp=1, context=split.fsdp)
         yield (
-            f"config.mesh.data=1 with config.mesh.fsdp=1 and config.mesh.context={fsdp}",
+            f"config.mesh.data=1 with config.mesh.fsdp=1 and config.mesh.context={parted.context}",
             dataclasses.replace(config, mesh=parted),
         )
     size = 2
     while size <= _MAX_MODEL_PARALLELISM:
-        if devices % size == 0:
+        if mesh.size % size == 0:
             rollout = dataclasses.replace(config.rollout, mesh=RolloutMesh(model=size))
             yield (
                 f"{words} and config.rollout.mesh.model={size}",

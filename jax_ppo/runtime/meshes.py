@@ -1,12 +1,13 @@
 """Meshes: the devices of a run, arranged along named axes.
 
 Axes: `data` replicates the parameters; `fsdp` splits parameters and optimizer states, which are
-gathered layer by layer; `context` does the same, and its devices hold parts of the same packed
-rows; `model` splits each matrix product (tensor parallelism); `stage` splits the layers
-(pipeline.py). The rows of a batch are split over stage x data x fsdp x context.
+gathered layer by layer; `expert` shares out the experts of a mixture of experts, and does the same
+with other parameters; `context` does the same with all, and its devices hold parts of the same
+packed rows; `model` splits each matrix product (tensor parallelism); `stage` splits the layers
+(pipeline.py). The rows of a batch are split over stage x data x fsdp x expert x context.
 
-A further axis is a field of `config.schema.MeshShape`, which `AXES` follows; it is named in `ROWS`
-if it splits the rows of a batch, and in the rules of the parameters that it splits (sharding.py).
+A further axis is a field of `config.schema.MeshShape` and named in `AXES`; in `ROWS` if it splits
+the rows of a batch, and in the rules of the parameters that it splits (sharding.py).
 """
 
 import collections
@@ -23,10 +24,14 @@ from jax_ppo.config.schema import MeshShape, RolloutMesh
 from jax_ppo.errors import UserError
 
 # In the order of the devices: neighbours exchange the most, stages the least.
-AXES = ("stage", "data", "fsdp", "context", "model")
+AXES = ("stage", "data", "fsdp", "expert", "context", "model")
 COLUMNS = "columns"  # a further axis of meshes to decode on, which splits the cache's columns
-ROWS = ("stage", "data", "fsdp", "context")  # the axes that split the rows of a batch
-WEIGHTS = ("fsdp", "context")  # those that split parameters, which are gathered layer by layer
+# The axes that split the rows of a batch; the parts of a row are on neighbouring devices.
+ROWS = ("stage", "data", "fsdp", "expert", "context")
+# Those that split parameters, which are gathered layer by layer. Experts are split over `expert` in
+# another way: they are not gathered over it.
+WEIGHTS = ("fsdp", "expert", "context")
+EXPERT_WEIGHTS = ("fsdp", "context")
 
 
 def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh:
@@ -139,6 +144,12 @@ def rows_per_shard(mesh: Mesh | AbstractMesh, count: int) -> int:
     return -(-count // row_shards(mesh))
 
 
+def split_copies(mesh: Mesh | AbstractMesh) -> MeshShape:
+    """Return the shape in which `fsdp` has the devices of `data`, too, and nothing is repeated."""
+    copies = {"data": 1, "fsdp": mesh.shape["data"] * mesh.shape["fsdp"]}
+    return MeshShape(**dict(mesh.shape) | copies)
+
+
 def row_parts(mesh: Mesh | AbstractMesh) -> int:
     """Return the number of devices that a packed row is split over."""
     return int(mesh.shape["context"])
@@ -186,14 +197,14 @@ def validate_architecture(
     else:
         sizes["model"]["vocabulary"] = architecture.vocab_size
         sizes["stage"] = {"number of layers": architecture.num_layers}
+        sizes["expert"] = {"number of experts": architecture.num_experts}
     for axis, dimensions in sizes.items():
         parts = weight_shards(mesh) if axis == "fsdp" else mesh.shape[axis]
         indivisible = [f"{name} ({size})" for name, size in dimensions.items() if size % parts]
         if indivisible:
             possible = _common_divisors(dimensions.values(), of=mesh.size)
-            context = row_parts(mesh)
-            is_product = axis == "fsdp" and context > 1
-            name = f"{option}.fsdp x {option}.context" if is_product else f"{option}.{axis}"
+            split = [other for other in WEIGHTS[1:] if axis == "fsdp" and mesh.shape[other] > 1]
+            name = " x ".join(f"{option}.{factor}" for factor in (axis, *split))
             raise UserError(
                 f"{name}={parts}: must divide the model's {' and '.join(indivisible)}; "
                 f"on {mesh.size} devices it may be {' or '.join(map(str, possible))}"

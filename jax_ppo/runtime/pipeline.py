@@ -6,8 +6,8 @@ pipeline fills and drains a stage has no micro-batch, and what it computes is dr
 (S - 1) / (M + S - 1) of the ticks (GPipe; Huang et al. 2019, arXiv:1811.06965). The gradient of the
 loop is the pipeline in reverse.
 
-A micro-batch has one row per device of `data` and `fsdp`. The rows of a batch are split over stages
-too, outside of the layers: no stage repeats another's embeddings and logits.
+A micro-batch has one row per device of the other axes of rows. The rows of a batch are split over
+stages too, outside of the layers: no stage repeats another's embeddings and logits.
 """
 
 from collections.abc import Callable

@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jax_ppo.runtime.meshes import (
     AXES,
     COLUMNS,
+    EXPERT_WEIGHTS,
     ROWS,
     WEIGHTS,
     cache_parts,
@@ -36,8 +37,8 @@ Rules = tuple[tuple[str, P], ...]
 ENCODER_RULES: Rules = (
     (r"(embed|lm_head)/embedding", P("model", WEIGHTS)),
     # Before the rules of other kernels: experts have an axis of their own.
-    (r"layers/.*experts/(gate_proj|up_proj)/kernel", P(None, None, WEIGHTS, "model")),
-    (r"layers/.*experts/down_proj/kernel", P(None, None, "model", WEIGHTS)),
+    (r"layers/.*experts/(gate_proj|up_proj)/kernel", P(None, "expert", EXPERT_WEIGHTS, "model")),
+    (r"layers/.*experts/down_proj/kernel", P(None, "expert", "model", EXPERT_WEIGHTS)),
     (r"layers/.*router/kernel", P(None, WEIGHTS, None)),
     (r"layers/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/kernel", P(None, WEIGHTS, "model")),
     (r"layers/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/bias", P(None, "model")),
@@ -70,10 +71,10 @@ TRAIN_RULES: Rules = tuple(
 # gathered inside the loop.
 DECODE_RULES: Rules = (
     (r"(embed|lm_head)/embedding", P("model", None)),
-    (r"layer_\d+/.*experts/(gate_proj|up_proj)/kernel", P(None, None, "model")),
-    (r"layer_\d+/.*experts/(gate_proj|up_proj)/kernel_scale", P(None, "model")),
-    (r"layer_\d+/.*experts/down_proj/kernel", P(None, "model", None)),
-    (r"layer_\d+/.*experts/down_proj/kernel_scale", P()),
+    (r"layer_\d+/.*experts/(gate_proj|up_proj)/kernel", P("expert", None, "model")),
+    (r"layer_\d+/.*experts/(gate_proj|up_proj)/kernel_scale", P("expert", "model")),
+    (r"layer_\d+/.*experts/down_proj/kernel", P("expert", "model", None)),
+    (r"layer_\d+/.*experts/down_proj/kernel_scale", P("expert")),
     (r"layer_\d+/.*router/kernel", P()),
     (r"layer_\d+/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/kernel", P(None, "model")),
     (r"layer_\d+/.*(q_proj|k_proj|v_proj|gate_proj|up_proj)/(bias|kernel_scale)", P("model")),
@@ -190,8 +191,9 @@ def split_rows(function: Callable[..., Any], calls_host: bool = False) -> Callab
     """Make each shard of rows run `function` on its own rows.
 
     The loops inside may differ in length from shard to shard, unless another axis than those of
-    rows is split: its devices must then meet in every matrix product, and any_shard(bool) tells
-    whether the bool holds on any shard. Without a mesh in the context the result is `function`.
+    rows is split, or experts are: the devices must then meet in every matrix product, and
+    any_shard(bool) tells whether the bool holds on any shard. Without a mesh in the context the
+    result is `function`.
 
     Args:
       function: of (params, rows, rows, key, any_shard); what it returns has rows in front.
@@ -202,12 +204,15 @@ def split_rows(function: Callable[..., Any], calls_host: bool = False) -> Callab
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:
             return function(params, *rows_and_key)
-        in_step = any(mesh.shape[axis] > 1 for axis in mesh.axis_names if axis not in ROWS)
+        has_shared_experts = mesh.shape["expert"] > 1
+        in_step = has_shared_experts or any(
+            mesh.shape[axis] > 1 for axis in mesh.axis_names if axis not in ROWS
+        )
         split = functools.partial(function, any_shard=_any_shard) if in_step else function
         assert not (calls_host and in_step), "an environment's options refuse this mesh"
         return jax.shard_map(
             split,
-            in_specs=(P(), P(ROWS), P(ROWS), P()),
+            in_specs=(_row_parts(params) if has_shared_experts else P(), P(ROWS), P(ROWS), P()),
             out_specs=P(ROWS),
             # JAX calls the host only from programs in which no axis is left to the compiler.
             axis_names=set(mesh.axis_names) if calls_host else set(ROWS),
@@ -215,6 +220,16 @@ def split_rows(function: Callable[..., Any], calls_host: bool = False) -> Callab
         )(params, *rows_and_key)
 
     return run
+
+
+def _row_parts(params: Any) -> Any:
+    """Return how the axes of rows split parameters in decoding: they share out experts."""
+
+    def only_rows(layout: NamedSharding) -> P:
+        return P(*[axis if axis in ROWS else None for axis in layout.spec])
+
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.tree.map(only_rows, tree_shardings(mesh, params, DECODE_RULES))
 
 
 def _any_shard(condition: jax.Array) -> jax.Array:
@@ -435,25 +450,28 @@ def drop_padded_heads(out_BxTxHxd: jax.Array, heads: int, kv_heads: int) -> jax.
     return groups[:, :, :, : heads // kv_heads].reshape(B, T, heads, d)
 
 
-# How a device's part of each projection of all experts is split inside `split_experts`.
-_EXPERT_PARTS = {
-    "gate_proj": {"kernel": P(None, None, "model"), "kernel_scale": P(None, "model")},
-    "up_proj": {"kernel": P(None, None, "model"), "kernel_scale": P(None, "model")},
-    "down_proj": {"kernel": P(None, "model", None), "kernel_scale": P()},
-}
+def _expert_parts(expert: str | None) -> dict[str, dict[str, P]]:
+    """Return how a device's part of each projection is split inside `split_experts`."""
+    inwards = {"kernel": P(expert, None, "model"), "kernel_scale": P(expert, "model")}
+    outwards = {"kernel": P(expert, "model", None), "kernel_scale": P(expert)}
+    return {"gate_proj": inwards, "up_proj": inwards, "down_proj": outwards}
 
 
 def split_experts(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Make each device run `function` on its own rows and its part of each expert's width.
+    """Make each device run `function` on its own experts and its part of each one's width.
 
-    No token leaves the devices of its row, and each device sorts only its own. What the devices of
-    a row compute is summed. Without a mesh in the context, or for rows that the mesh cannot split,
-    the compiler splits `function`.
+    Along `expert`, devices have experts of their own: the tokens of their rows are gathered there,
+    each device adds what its experts make of them, and a reduce-scatter returns the sums to the
+    devices of the rows. No kernel of another device's experts is gathered. Along the other axes of
+    rows no token leaves its device, which sorts only its own. What the devices of `model` compute
+    is summed. Without a mesh in the context, or for rows that the mesh cannot split, the compiler
+    splits `function`.
 
     Args:
       function: of (x [R, L, D], two arrays [R, L, k], projections by name, each with a `kernel`
-        [E, in, out] and perhaps a `kernel_scale` [E, out]); what it returns, [R, L, D], is a sum
-        over the experts' width.
+        [E, in, out] and perhaps a `kernel_scale` [E, out], and the index of the first of these E
+        experts, `None` if they are all); what it returns, [R, L, D], is a sum over experts and
+        their width.
     """
 
     def run(x: jax.Array, weights: jax.Array, experts: jax.Array, projections: Any) -> jax.Array:
@@ -461,18 +479,29 @@ def split_experts(function: Callable[..., jax.Array]) -> Callable[..., jax.Array
         row_axes = None if mesh.empty else _remaining_row_axes(mesh)
         row_parts = math.prod(mesh.shape[axis] for axis in row_axes or ())
         if mesh.empty or len(x) % row_parts:
-            return function(x, weights, experts, projections)
+            return function(x, weights, experts, projections, None)
 
-        def run_part(*arguments: Any) -> jax.Array:
-            out = function(*arguments)
+        def run_part(*rows_and_projections: Any) -> jax.Array:
+            *rows, own = rows_and_projections
+            first = None
+            if mesh.shape["expert"] > 1:
+                rows = [jax.lax.all_gather(x, "expert", tiled=True) for x in rows]
+                first = jax.lax.axis_index("expert") * len(own["down_proj"]["kernel"])
+            out = function(*rows, own, first)
             # XLA keeps a sum over a single device.
-            return jax.lax.psum(out, "model") if mesh.shape["model"] > 1 else out
+            if mesh.shape["model"] > 1:
+                out = jax.lax.psum(out, "model")
+            if mesh.shape["expert"] > 1:
+                out = jax.lax.psum_scatter(out, "expert", tiled=True)
+            return out
 
         if set(mesh.axis_names) == set(mesh.manual_axes):
             return run_part(x, weights, experts, projections)
         rows = P(row_axes)
+        # Inside `split_rows` experts are shared out already, as rows are.
+        specs = _expert_parts("expert" if "expert" in (row_axes or ()) else None)
         parts = {
-            name: {kind: _EXPERT_PARTS[name][kind] for kind in arrays}
+            name: {kind: specs[name][kind] for kind in arrays}
             for name, arrays in projections.items()
         }
         return jax.shard_map(

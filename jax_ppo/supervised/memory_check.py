@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jax_ppo.config.schema import Config, MeshShape
+from jax_ppo.config.schema import Config
 from jax_ppo.errors import UserError
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes
@@ -67,9 +67,7 @@ def measure_least_memory(
 
 def _possible_changes(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config, Mesh]]:
     """Yield the words of each change on the command line, the options and the mesh after it."""
-    parts, stages, context = (mesh.shape[axis] for axis in ("model", "stage", "context"))
-    fsdp = mesh.size // (parts * stages * context)
-    split = MeshShape(data=1, fsdp=fsdp, model=parts, stage=stages, context=context)
+    split = meshes.split_copies(mesh)
     yield (
         f"config.mesh.data=1 with config.mesh.fsdp={split.fsdp}",
         dataclasses.replace(config, mesh=split),

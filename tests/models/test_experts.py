@@ -16,12 +16,13 @@ from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.experts import balance_losses, run_experts, select_experts
 from jax_ppo.models.flops import count_forward_flops
 from jax_ppo.models.hf.config import from_hf_config
+from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.hf.names import adapter_tensor_table
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.quantization import quantize_kernels
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.runtime import sharding
-from jax_ppo.runtime.meshes import make_mesh
+from jax_ppo.runtime.meshes import make_mesh, validate_architecture
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.networks import targets_beside_experts
@@ -134,7 +135,7 @@ def dequantize(params):
 
 @pytest.mark.parametrize("quantized", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_engine_samples_the_same_on_several_devices(params, quantized):
-    """Each device has its part of every expert's width."""
+    """Each device has half of the experts, and its part of their width."""
     options = SamplingOptions(8, 1.0, eos_ids=(3,), slots=4)
     prompts = Prompts(np.arange(24, dtype=np.int32).reshape(8, 3), np.full(8, 3, np.int32))
 
@@ -151,7 +152,8 @@ def test_an_engine_samples_the_same_on_several_devices(params, quantized):
     model = Transformer(ARCHITECTURE)
     one_device = {"data": 1, "fsdp": 1, "model": 1}
     expected = sample(one_device, model, dequantize(params) if quantized else params)
-    rollout = sample({"data": 2, "fsdp": 2, "model": 2}, model.clone(quantized=quantized), params)
+    shape = {"data": 1, "fsdp": 2, "expert": 2, "model": 2}
+    rollout = sample(shape, model.clone(quantized=quantized), params)
     np.testing.assert_array_equal(rollout.responses, expected.responses)
     np.testing.assert_allclose(rollout.logprobs, expected.logprobs, atol=1e-4)
 
@@ -205,6 +207,21 @@ def test_a_checkpoint_has_a_tensor_per_expert_and_may_be_split_anywhere(tmp_path
     )
     assert ours.keys() == theirs.keys() and len(set(ours.values())) > 3
     jax.tree.map(np.testing.assert_array_equal, reference.load(tmp_path / "ours")[1], params)
+
+
+def test_split_over_devices_they_are_read_and_written_as_they_are(tmp_path):
+    reference.save(tmp_path / "theirs", "qwen3_moe", **EXPERTS, vocab_size=96)
+    architecture, params = reference.load(tmp_path / "theirs")
+    mesh = make_mesh(MeshShape(data=1, fsdp=2, expert=4), jax.devices())
+    where = sharding.tree_shardings(mesh, params, sharding.TRAIN_RULES)
+    split = load_checkpoint(tmp_path / "theirs", architecture, where)
+    kernel = split["layers"]["mlp"]["experts"]["up_proj"]["kernel"]
+    assert kernel.addressable_shards[0].data.shape == (2, 1, 16, 24)
+    jax.tree.map(np.testing.assert_array_equal, split, params)
+    export_checkpoint(split, architecture, tmp_path / "ours")
+    jax.tree.map(np.testing.assert_array_equal, reference.load(tmp_path / "ours")[1], params)
+    with pytest.raises(UserError, match=r"expert=4: must divide .* number of experts \(6\)"):
+        validate_architecture(mesh, dataclasses.replace(architecture, num_experts=6))
 
 
 def test_a_token_costs_the_experts_that_it_passes_through():

@@ -32,6 +32,12 @@ SHAPES = (
     {"data": 2, "context": 4},
 )
 UNGATED_SHAPES = ({"data": 1, "model": 2},)
+# Those of experts with a router loss, and where devices hold parts of sequences, without.
+EXPERT_SHAPES = (
+    {"data": 2, "expert": 2, "model": 2},
+    {"data": 1, "stage": 2, "fsdp": 2, "expert": 2},
+)
+PART_SHAPES = ({"data": 1, "fsdp": 2, "expert": 2, "context": 2},)
 # For one to four parts of rows alike.
 ROW_LENGTH = 24
 make_config = tiny.config
@@ -54,17 +60,20 @@ def wide_config(**changes: Any) -> Any:
 
 
 def main() -> None:
-    """Compare meshes with one device, for both types of block."""
+    """Compare meshes with one device, for both types of block and for a mixture of experts."""
     tiny.config = wide_config
     # A layer for each of two stages.
     compare(dataclasses.replace(tiny.ARCHITECTURE, num_layers=2), SHAPES)
     compare(tiny.UNGATED, UNGATED_SHAPES)
+    compare(tiny.MIXTURE, EXPERT_SHAPES, actor__router_aux_loss_coef=0.5)
+    compare(tiny.MIXTURE, PART_SHAPES)
 
 
-def compare(architecture: Architecture, shapes: Sequence[dict[str, int]]) -> None:
-    """Compare meshes of these shapes with one device."""
+def compare(architecture: Architecture, shapes: Sequence[dict[str, int]], **changes: Any) -> None:
+    """Compare meshes of these shapes with one device; changes are those of `tiny.config`."""
     tiny.ARCHITECTURE = architecture
     options = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1, "actor__ppo_epochs": 2}
+    options |= changes
     config = tiny.config(**options, actor__optim__eps=1e-3, packing__row_length=ROW_LENGTH)
 
     def run(mesh) -> tuple[object, object, object]:

@@ -1,15 +1,17 @@
 """The loss of routers in the update of mixtures of experts, and gradients on meshes."""
 
+import jax
 import pytest
 from test_update import assert_close, run_gradients
 
+import hlo
 import tiny
 from jax_ppo.errors import UserError
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.training.networks import refuse_router_loss
 
 LOSS = {"actor__router_aux_loss_coef": 0.5, "critic__router_aux_loss_coef": 0.5}
-EVERYWHERE = {"data": 2, "fsdp": 2, "model": 2}
+EVERYWHERE = {"data": 1, "fsdp": 2, "expert": 2, "model": 2}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,6 +47,27 @@ def test_devices_do_not_change_the_gradient_of_experts(undivided):
     )
     assert_close(undivided[0], gradients)
     assert metrics == pytest.approx(undivided[1], rel=1e-4, abs=1e-5)
+
+
+def test_no_device_gathers_the_kernels_of_all_experts():
+    """Two of four experts are a device's own: it gathers their rows over fsdp, and tokens."""
+    config, mesh = tiny.config(**LOSS), tiny.make_mesh(8, data=1, fsdp=4, expert=2)
+    with jax.set_mesh(mesh):
+        state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
+        experience = tiny.make_experience(config, mesh, state, rollout, rows=8)[0]
+        batches = tiny.plan(config, mesh, rollout, [range(8)], 8)
+        nets = tiny.networks(config)
+        (program, arguments), *_ = tiny.update_programs(
+            config, nets, 10, state, experience, batches, None
+        )
+        text = program.lower(*arguments).compile().as_text()
+    collectives = hlo.read_collectives(text)
+    gathered = {shape for one in collectives if one.kind == "all-gather" for shape in one.shapes}
+    E, D, F = 4, tiny.MIXTURE.hidden_size, tiny.MIXTURE.intermediate_size
+    kernels = {shape for shape in gathered if sorted(shape[-2:]) == [D, F]}
+    assert any(E // 2 in shape for shape in kernels), gathered
+    assert not any(E in shape[:-2] for shape in kernels), kernels
+    assert "reduce-scatter" in {one.kind for one in collectives}
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ def test_free_axis_takes_what_is_left():
         "stage": 1,
         "data": 4,
         "fsdp": 1,
+        "expert": 1,
         "context": 1,
         "model": 2,
     }
