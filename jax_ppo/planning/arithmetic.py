@@ -79,15 +79,14 @@ def _is_tpu() -> bool:
 
 def _resharding_temporaries(step: AbstractStep) -> int:
     """Return what it takes to lay the weights out for decoding, beside the result."""
-    programs, role = step.programs, step.role("actor")
+    programs = step.programs
     if not _is_tpu() or not meshes.gathers_weights(programs.mesh):
         return 0
-    # The compiler for TPUs gathers the stacked layers before it takes them apart: rounded ones if
-    # devices share out the result, too.
-    if step.rollout_mesh != programs.mesh:
-        return step.least.decoding
-    layers = multiplied_elements(role.params["layers"], programs.mesh)
-    return layers * _FLOAT32 // programs.mesh.shape["model"]
+    # Layers follow one another. The compiler for TPUs holds an embedding, whose columns and rows
+    # change places, once more; three times if devices share out the result, too.
+    tables = [x for name, x in step.decoding_weights.items() if not name.startswith("layer_")]
+    table = max(bytes_per_device(x) for x in tables)
+    return table if step.rollout_mesh == programs.mesh else 3 * table
 
 
 def _sampling_temporaries(step: AbstractStep) -> int:

@@ -47,7 +47,7 @@ def measure_phases(step: AbstractStep) -> tuple[dict[str, PhaseMemory], set[str]
             # Small programs that prepare arguments belong to the phase that reads them.
             largest = max(compiled, key=lambda program: program.temporary_bytes)
             if name == "prepare_weights":
-                counted |= {id(x) for x in largest.results}
+                counted |= {id(x) for program in compiled for x in program.results}
             if largest.is_refused:
                 refused.add(name)
             phase = _measure_phase(step, name, largest, counted)
@@ -128,6 +128,10 @@ class _Recorder:
         structure = jax.tree.structure(results)
         if structure == jax.tree.structure(self._decoding_weights):  # type: ignore[operator]
             return self._decoding_weights
+        # On several devices, a program makes one layer of them.
+        layer = (self._decoding_weights["layer_0"], jax.ShapeDtypeStruct((), "int32"))
+        if structure == jax.tree.structure(layer):  # type: ignore[operator]
+            return layer
         parts = meshes.row_shards(self._mesh)
 
         def lay_out(x: Any) -> jax.ShapeDtypeStruct:

@@ -24,7 +24,8 @@ from jax_ppo.ppo.precompilation import StepPrograms
 from jax_ppo.ppo.role_folders import resolve_role_folders
 from jax_ppo.ppo.rollout_engine import make_engine, sampling_options
 from jax_ppo.runtime import meshes, placement, sharding
-from jax_ppo.sampler.built_in import BuiltInEngine, shape_decoding_weights
+from jax_ppo.sampler.built_in import BuiltInEngine
+from jax_ppo.sampler.decoding_weights import shape_decoding_weights
 from jax_ppo.sampler.stages import cache_bytes_per_device, cache_shapes
 from jax_ppo.supervised import warmup
 from jax_ppo.training.networks import Networks, full_parameters, read_networks

@@ -218,8 +218,8 @@ def _gathered_bytes(step: AbstractStep, role: Role, schedule: StageSchedule) -> 
     """Return the bytes of weights that a device multiplies with in a pass, in each tick anew."""
     mesh = step.programs.mesh
     layers = multiplied_elements(role.params["layers"], mesh)
-    elements = multiplied_elements(role.params, mesh) - layers
-    elements += layers / schedule.stages * schedule.ticks
+    others = multiplied_elements(role.params, mesh) - layers
+    elements = others + layers / schedule.stages * schedule.ticks
     return elements * role.itemsize / mesh.shape["model"]
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Generator
 import jax
 
 from jax_ppo.config import plugins
-from jax_ppo.models.quantization import quantize_kernels
-from jax_ppo.models.transformer import Transformer, unroll_params
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import compilation, sharding
+from jax_ppo.sampler.decoding_weights import WeightPreparation
 from jax_ppo.sampler.engine import Params, RolloutEngine, SamplingOptions
 from jax_ppo.sampler.generate import Sampler, concatenate_rollouts
 from jax_ppo.types import Prompts, Rollout
@@ -24,32 +24,6 @@ def resolve_engine(name: str) -> Callable[..., RolloutEngine]:
     if name == "built-in":
         return BuiltInEngine
     return plugins.load_plugin(name, "rollout.engine", ("mesh", "actor", "params"), by_name=True)
-
-
-def shape_decoding_weights(mesh: jax.sharding.Mesh, actor: Transformer, params: Params) -> Params:
-    """Return shapes and shardings of the copy of the weights that decoding reads.
-
-    Args:
-      mesh: the mesh to decode on.
-      actor: the policy's model, as it is trained.
-      params: its parameters, or their shapes.
-    """
-    shapes = jax.eval_shape(functools.partial(_to_decoding_form, actor), params)
-    # Decoding reads every weight per token, so it has a layout of its own.
-    rules = sharding.decode_rules(mesh, actor.architecture.num_kv_heads)
-    return jax.tree.map(
-        lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
-        shapes,
-        sharding.tree_shardings(mesh, shapes, rules),
-    )
-
-
-def _to_decoding_form(actor: Transformer, params: Params) -> Params:
-    """Return stacked parameters as decoding reads them."""
-    if actor.quantized:
-        # Rounded once, from what is trained.
-        return quantize_kernels(unroll_params(params), actor.dtype)
-    return unroll_params(params, dtype=actor.dtype)
 
 
 class BuiltInEngine:
@@ -76,11 +50,7 @@ class BuiltInEngine:
             quantized=actor.quantized,
             lora=actor.lora,
         )
-        weights = shape_decoding_weights(mesh, actor, params)
-        self._prepare_weights = jax.jit(
-            functools.partial(_to_decoding_form, actor),
-            out_shardings=jax.tree.map(lambda x: x.sharding, weights),
-        )
+        self._prepare_weights = WeightPreparation(mesh, actor, params)
         self._samplers: dict[SamplingOptions, Sampler] = {}
         self._lock = threading.Lock()  # the programs are compiled ahead in a thread
         self._weights: Params | None = None
@@ -116,7 +86,7 @@ class BuiltInEngine:
         self, params: Params, prompts: Prompts, key: jax.Array, options: SamplingOptions
     ) -> Generator[str, None, Rollout]:
         """Compile the resharding and the decode loop. See `RolloutEngine.precompile`."""
-        weights = compilation.compile_ahead(self._prepare_weights, params)
+        weights = self._prepare_weights.compile(params)
         yield "prepare_weights"
         # Several programs if prompts are split: their rollouts are concatenated as in a call.
         parts = []

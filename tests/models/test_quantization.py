@@ -15,7 +15,8 @@ from jax_ppo.models.quantization import quantize_kernels
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.meshes import make_mesh
-from jax_ppo.sampler.built_in import BuiltInEngine, shape_decoding_weights
+from jax_ppo.sampler.built_in import BuiltInEngine
+from jax_ppo.sampler.decoding_weights import shape_decoding_weights
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.generate import Sampler
 from jax_ppo.types import Prompts

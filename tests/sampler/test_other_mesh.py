@@ -100,9 +100,16 @@ def test_no_device_receives_a_whole_matrix_while_weights_are_laid_out(run):
     inner = run.wrapped._engine
     with jax.set_mesh(run.wrapped._mesh):
         moved = run.wrapped._move_embeddings(run.params)
-        text = inner._prepare_weights.lower(moved).compile().as_text()
+        index = jax.device_put(np.int32(0), sharding.replicated(run.wrapped._mesh))
+        others = {name: value for name, value in moved.items() if name != "layers"}
+        preparation = inner._prepare_weights
+        programs = (
+            preparation._others.lower(others),
+            preparation._layer.lower(moved["layers"], index, 1),
+        )
+        texts = [program.compile().as_text() for program in programs]
     # The largest weights are embeddings, [68, 32] in float32: a device keeps a quarter.
-    collectives = read_collectives(text)
+    collectives = [x for text in texts for x in read_collectives(text)]
     assert max(x.bytes for x in collectives) == 4 * 68 * 32 // 4
     table = moved["embed"]["embedding"]
     assert table.addressable_shards[0].data.shape == (17, 16)

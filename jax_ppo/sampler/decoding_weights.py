@@ -1,0 +1,126 @@
+"""The copy of the actor's weights that decoding reads: its shapes, and what makes it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jax_ppo.models.quantization import quantize_kernels
+from jax_ppo.models.transformer import Transformer, unroll_params
+from jax_ppo.runtime import sharding
+from jax_ppo.runtime.compilation import compile_ahead
+from jax_ppo.types import Params
+
+
+def shape_decoding_weights(mesh: jax.sharding.Mesh, actor: Transformer, params: Params) -> Params:
+    """Return shapes and shardings of the copy of the weights that decoding reads.
+
+    Args:
+      mesh: the mesh to decode on.
+      actor: the policy's model, as it is trained.
+      params: its parameters, or their shapes.
+    """
+    shapes = jax.eval_shape(functools.partial(_to_decoding_form, actor), params)
+    # Decoding reads every weight per token, so it has a layout of its own.
+    rules = sharding.decode_rules(mesh, actor.architecture.num_kv_heads)
+    return jax.tree.map(
+        lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
+        shapes,
+        sharding.tree_shardings(mesh, shapes, rules),
+    )
+
+
+def _to_decoding_form(actor: Transformer, params: Params) -> Params:
+    """Return stacked parameters as decoding reads them."""
+    if actor.quantized:
+        # Rounded once, from what is trained.
+        return quantize_kernels(unroll_params(params), actor.dtype)
+    return unroll_params(params, dtype=actor.dtype)
+
+
+class WeightPreparation:
+    """Makes the copy from stacked parameters.
+
+    On several devices layers are laid out one after the other, by one program that runs for each. A
+    program for all of them would hold what it has gathered of all, as much as the copy itself.
+    """
+
+    def __init__(self, mesh: jax.sharding.Mesh, actor: Transformer, params: Params) -> None:
+        """Prepare the programs; the arguments are those of `shape_decoding_weights`."""
+        weights = shape_decoding_weights(mesh, actor, params)
+        layouts = jax.tree.map(lambda x: x.sharding, weights)
+        self._num_layers = sum(name.startswith("layer_") for name in weights)
+        self._is_split = mesh.size > 1
+        self._whole = jax.jit(functools.partial(_to_decoding_form, actor), out_shardings=layouts)
+        others = {name: layout for name, layout in layouts.items() if name not in self._layer_names}
+        index = sharding.replicated(mesh)
+        self._others = jax.jit(
+            functools.partial(_others_in_decoding_form, actor), out_shardings=(others, index)
+        )
+        self._layer = jax.jit(
+            functools.partial(_layer_in_decoding_form, actor),
+            static_argnums=2,  # stages
+            out_shardings=(layouts["layer_0"], index),
+        )
+
+    def __call__(self, params: Params) -> Params:
+        """Dispatch the programs, and return the copy."""
+        if not self._is_split:
+            return self._whole(params)
+        weights, index = self._others(_without_layers(params))
+        stages = _count_stages(params["layers"])
+        for name in self._layer_names:
+            weights[name], index = self._layer(params["layers"], index, stages)
+        return weights
+
+    def compile(self, params: Params) -> Params:
+        """Compile the programs for parameters or their shapes, and return the copy's shapes."""
+        if not self._is_split:
+            return compile_ahead(self._whole, params)
+        weights, index = compile_ahead(self._others, _without_layers(params))
+        stages = _count_stages(params["layers"])
+        layer, _ = compile_ahead(self._layer, params["layers"], index, stages)
+        return weights | dict.fromkeys(self._layer_names, layer)
+
+    @property
+    def _layer_names(self) -> list[str]:
+        return [f"layer_{i}" for i in range(self._num_layers)]
+
+
+def _without_layers(params: Params) -> Params:
+    return {name: value for name, value in params.items() if name != "layers"}
+
+
+def _others_in_decoding_form(actor: Transformer, params: Params) -> tuple[Params, jax.Array]:
+    """Return all but the layers as decoding reads them, and the index of the first layer."""
+    return jax.tree.map(lambda x: x.astype(actor.dtype), params), jnp.int32(0)
+
+
+def _count_stages(layers: Params) -> int:
+    """Return the number of parts that training splits the stacked layers into."""
+    layout = getattr(jax.tree.leaves(layers)[0], "sharding", None)
+    return layout.mesh.shape["stage"] if isinstance(layout, jax.sharding.NamedSharding) else 1
+
+
+def _layer_in_decoding_form(
+    actor: Transformer, layers: Params, index: jax.Array, stages: int
+) -> tuple[Params, jax.Array]:
+    """Return a layer of the stack as decoding reads it, and the index of the next one.
+
+    The index stays on the devices: nothing is sent from the host for a layer.
+    """
+    one = jax.tree.map(lambda x: _take_layer(x, index, stages)[None], layers)
+    return _to_decoding_form(actor, {"layers": one})["layer_0"], index + 1
+
+
+def _take_layer(x: jax.Array, index: jax.Array, stages: int) -> jax.Array:
+    """Return `x[index]` of stacked layers, each stage of which is on devices of its own."""
+    if stages == 1:
+        return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
+    # An index into what is split would gather all layers. Instead each stage takes one of its own,
+    # and all but one of them count as zeros.
+    of_stage = x.reshape(stages, -1, *x.shape[1:])
+    stage, own = jnp.divmod(index, of_stage.shape[1])
+    taken = jax.lax.dynamic_index_in_dim(of_stage, own, axis=1, keepdims=False)
+    is_owner = jnp.arange(stages) == stage
+    return jnp.sum(taken, axis=0, where=is_owner.reshape(-1, *[1] * (x.ndim - 1)))
