@@ -259,68 +259,81 @@ def test_an_evaluation_reports_sampled_and_greedy_responses(files, tmp_path):
 
 
 def test_killed_and_resumed_is_bit_equal(files, undisturbed, tmp_path):
-    kill_and_resume(files, tmp_path)
-    assert_equal_runs(tmp_path, undisturbed[0])
+    killed, resumed = interrupt_and_resume(files, tmp_path / "run", IN_STEP_6, signal.SIGKILL)
+    assert killed.returncode == -signal.SIGKILL and "resuming after step 4" in resumed.stdout
+    assert_equal_runs(tmp_path / "run", undisturbed[0])
 
 
 @pytest.mark.slow
 def test_killed_and_resumed_is_bit_equal_on_eight_devices(files, tmp_path):
     shape = "--config.mesh.fsdp=2", "--config.mesh.model=2"
     run(files, tmp_path / "undisturbed", *shape, devices=8)
-    kill_and_resume(files, tmp_path / "killed", *shape, devices=8)
+    killed, resumed = interrupt_and_resume(
+        files, tmp_path / "killed", IN_STEP_6, signal.SIGKILL, *shape, devices=8
+    )
+    assert killed.returncode == -signal.SIGKILL and "resuming after step 4" in resumed.stdout
     assert_equal_runs(tmp_path / "killed", tmp_path / "undisturbed")
-
-
-STOPPING_REWARD = """
-import os, pathlib, signal
-calls, stopped = 0, pathlib.Path(__file__).with_name("stopped")
-
-def interrupt():
-    global calls
-    calls += 1
-    # 16 of the first evaluation, 16 of each of 4 steps, and some of the second evaluation's 16.
-    if calls == 85 and not stopped.exists():
-        stopped.touch()
-        os.kill(os.getpid(), signal.SIGINT)
-"""
 
 
 @pytest.mark.slow
 def test_stopped_during_an_evaluation_and_resumed_is_bit_equal(files, undisturbed, tmp_path):
     """The evaluation ends between two batches; the resumed run begins with it."""
-    reward = tmp_path / "reward.py"
-    reward.write_text(STOPPING_REWARD + REWARD.replace("    return", "    interrupt()\n    return"))
-    arguments = command(files, tmp_path / "run", f"--config.reward.function={reward}:reward")
-    stopped, resumed = [
-        subprocess.run(arguments, env=environment(), cwd=ROOT, text=True, capture_output=True)
-        for _ in range(2)
-    ]
-    assert stopped.returncode == 130 and resumed.returncode == 0, stopped.stderr + resumed.stderr
+    stopped, resumed = interrupt_and_resume(
+        files, tmp_path / "run", IN_THE_SECOND_EVALUATION, signal.SIGINT
+    )
+    assert stopped.returncode == 130, stopped.stderr
     assert stopped.stdout.endswith("\nstopped by SIGINT, saved step 4\n")
     assert "evaluation after step 4" not in stopped.stdout
     assert "evaluation after step 4" in resumed.stdout
     assert_equal_runs(tmp_path / "run", undisturbed[0])
 
 
-def kill_and_resume(files, workdir, *overrides, devices=1, number=signal.SIGKILL):
-    """Signal a run and resume it; return the exit code and what it printed after the signal."""
-    process = subprocess.Popen(
-        command(files, workdir, *overrides),
-        env=environment(devices),
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+# The number of a reward function's call, of which there are 16 in each evaluation and 16 in each
+# step. A machine's speed does not change what a run has done by then. At the sixth step's rewards,
+# the fourth step's checkpoint is the newest one, and a run one step off has sampled the seventh
+# step's responses.
+IN_THE_SECOND_EVALUATION = 16 + 4 * 16 + 5
+IN_STEP_6 = 16 + 4 * 16 + 16 + 16 + 5
+INTERRUPTING_REWARD = """
+import os, pathlib, time
+calls, workdir = 0, pathlib.Path({workdir!r})
+interrupted = workdir.with_suffix(".interrupted")
+
+def interrupt():
+    global calls
+    calls += 1
+    if calls == {call} and not interrupted.exists():
+        # A kill ends the writing of a checkpoint, too; its folder is renamed once it is complete.
+        while {number} == 9 and not (workdir / "checkpoints" / "4").exists():
+            time.sleep(0.01)
+        interrupted.touch()
+        os.kill(os.getpid(), {number})
+"""
+
+
+def interrupt_and_resume(files, workdir, call, number, *overrides, devices=1):
+    """Run a command that signals itself in a call of its reward function, and run it again.
+
+    Returns:
+      The interrupted process and the resumed one, which has succeeded.
+    """
+    reward = workdir.with_suffix(".py")
+    reward.write_text(
+        INTERRUPTING_REWARD.format(workdir=str(workdir), call=call, number=int(number))
+        + REWARD.replace("    return", "    interrupt()\n    return")
     )
-    for line in process.stdout:
-        # A checkpoint's folder gets its final name once it is complete.
-        if line.startswith("step") and list(workdir.glob("checkpoints/[0-9]")):
-            process.send_signal(number)
-            break
-    output, _ = process.communicate()
-    assert not (workdir / "actor").exists()  # it was not at its end
-    assert "resuming after step" in run(files, workdir, *overrides, devices=devices)
-    return process.returncode, output
+    processes = [
+        subprocess.run(
+            command(files, workdir, f"--config.reward.function={reward}:reward", *overrides),
+            env=environment(devices),
+            cwd=ROOT,
+            text=True,
+            capture_output=True,
+        )
+        for _ in range(2)
+    ]
+    assert processes[1].returncode == 0, "".join(p.stdout + p.stderr for p in processes)
+    return processes
 
 
 def assert_equal_runs(workdir, other):
@@ -463,7 +476,12 @@ def test_one_step_off_lags_weighs_and_is_resumed_bit_equal(files, tmp_path):
         "--config.trainer.total_training_steps=12",
     )
     run(files, tmp_path / "undisturbed", *options)
-    kill_and_resume(files, tmp_path / "stopped", *options, number=signal.SIGTERM)
+    stopped, resumed = interrupt_and_resume(
+        files, tmp_path / "stopped", IN_STEP_6, signal.SIGTERM, *options
+    )
+    # The fourth step's checkpoint is older, and the eighth step's would be the next one.
+    assert stopped.stdout.endswith("\nstopped by SIGTERM, saved step 6\n"), stopped.stderr
+    assert stopped.returncode == 143 and "resuming after step 6" in resumed.stdout
     assert_equal_runs(tmp_path / "stopped", tmp_path / "undisturbed")
     rows = read_step_rows(tmp_path / "undisturbed")
     assert [int(row["step"]) for row in rows] == list(range(1, 13))
@@ -506,7 +524,12 @@ def test_dialogues_are_resumed_bit_equal(files, tmp_path):
         "--config.trainer.save_freq=4",
     )
     run(files, tmp_path / "undisturbed", *options)
-    kill_and_resume(files, tmp_path / "stopped", *options, number=signal.SIGTERM)
+    stopped, resumed = interrupt_and_resume(
+        files, tmp_path / "stopped", IN_STEP_6, signal.SIGTERM, *options
+    )
+    # The fourth step's checkpoint is older, and the eighth step's would be the next one.
+    assert stopped.stdout.endswith("\nstopped by SIGTERM, saved step 6\n"), stopped.stderr
+    assert stopped.returncode == 143 and "resuming after step 6" in resumed.stdout
     assert_equal_runs(tmp_path / "stopped", tmp_path / "undisturbed")
     rows = read_step_rows(tmp_path / "undisturbed")
     assert all(float(row["rollout/turns"]) > 2 for row in rows)
