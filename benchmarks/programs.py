@@ -24,6 +24,7 @@ from jax_ppo.ppo import scoring, update
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.experience_types import ExperienceOptions
 from jax_ppo.runtime import meshes, placement, sharding
+from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.training import packing
 from jax_ppo.training.kl_schedule import first_control
@@ -155,7 +156,7 @@ class Step:
     def sampler(self) -> Sampler:
         endings = tuple(range(2, 2 + self.endings))
         options = SamplingOptions(self.response, 1.0, eos_ids=endings, slots=self.slots)
-        return Sampler(self.decoder, options, sharding.split_rows)
+        return Sampler(self.decoder, options, split_rows)
 
     def state(self) -> TrainState:
         return state_shapes(self.config, self.nets, self.mesh)

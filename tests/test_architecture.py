@@ -50,6 +50,17 @@ COMMANDS = {
     "reward_model",
     "plan",
 }
+# The files that say how arrays are split: layouts, and what devices exchange.
+PARTITION_SPECS = {
+    "jax_ppo/runtime/sharding.py",
+    "jax_ppo/runtime/parallelism/cache_columns.py",
+    "jax_ppo/runtime/parallelism/context.py",
+    "jax_ppo/runtime/parallelism/experts.py",
+    "jax_ppo/runtime/parallelism/heads.py",
+    "jax_ppo/runtime/parallelism/pipeline.py",
+    "jax_ppo/runtime/parallelism/rows.py",
+    "jax_ppo/runtime/parallelism/vocabulary.py",
+}
 # Loaded before the options are validated, so they load nothing heavy.
 LATE = ("jax_ppo/config/", "jax_ppo/__init__.py", "jax_ppo/command.py", "jax_ppo/errors.py")
 KERNEL_LIBRARIES = {"jax", "jaxtyping", "jax_ppo", *sys.stdlib_module_names}
@@ -114,15 +125,20 @@ def _outside_functions(node):
 
 
 def _partition_specs(path, tree):
-    if path == "jax_ppo/runtime/sharding.py":
+    if path in PARTITION_SPECS:
         return
+    for line in _lines_with_partition_spec(tree):
+        yield line, "PartitionSpec stays in runtime/sharding.py and runtime/parallelism"
+
+
+def _lines_with_partition_spec(tree):
     for node in ast.walk(tree):
         names = {getattr(node, "id", None), getattr(node, "attr", None)}
         names |= {
             alias.name for alias in getattr(node, "names", []) if isinstance(alias, ast.alias)
         }
         if "PartitionSpec" in names:
-            yield node.lineno, "PartitionSpec stays in sharding.py"
+            yield node.lineno
 
 
 def _unsafe(tree):
@@ -162,6 +178,11 @@ def test_the_files_are_looked_at():
         path.split("/")[1].removesuffix(".py") for path in SOURCES if path.startswith("jax_ppo/")
     }
     assert MAY_IMPORT.keys() == packages - {"__init__", "__main__"}, "list every package"
+
+
+@pytest.mark.parametrize("path", sorted(PARTITION_SPECS))
+def test_every_file_that_may_split_arrays_does(path):
+    assert list(_lines_with_partition_spec(ast.parse((ROOT / path).read_text())))
 
 
 @pytest.mark.parametrize(
@@ -221,12 +242,17 @@ def test_the_files_are_looked_at():
         (
             "jax_ppo/training/state.py",
             "from jax.sharding import PartitionSpec as P",
-            "PartitionSpec stays in sharding.py",
+            "PartitionSpec stays in runtime/sharding.py and runtime/parallelism",
+        ),
+        (
+            "jax_ppo/runtime/placement.py",
+            "from jax.sharding import PartitionSpec",
+            "PartitionSpec stays in runtime/sharding.py and runtime/parallelism",
         ),
         (
             "jax_ppo/training/state.py",
             "import jax\nx = jax.sharding.PartitionSpec()",
-            "PartitionSpec stays in sharding.py",
+            "PartitionSpec stays in runtime/sharding.py and runtime/parallelism",
         ),
         (
             "jax_ppo/config/loading.py",

@@ -30,7 +30,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_ppo.kernels import softcap as kernel
-from jax_ppo.runtime.sharding import split_heads
+from jax_ppo.runtime.parallelism.heads import split_heads
 
 # Queries per block and blocks per row in `xla_attention`.
 MIN_QUERY_BLOCK = 64

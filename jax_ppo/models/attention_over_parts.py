@@ -25,7 +25,7 @@ from jax_ppo.models.attention import (
     run_splash_kernel,
     visible_keys,
 )
-from jax_ppo.runtime.sharding import attend_over_parts, num_row_parts
+from jax_ppo.runtime.parallelism.context import attend_over_parts, num_row_parts
 
 
 def run_attention_over_parts(

@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_ppo.kernels import softcap as kernel
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention import MASKED_SCORE
-from jax_ppo.runtime.sharding import split_heads
+from jax_ppo.runtime.parallelism.heads import split_heads
 
 # Programs whose keys have the columns last.
 TRANSPOSED = ("cpu", "gpu")

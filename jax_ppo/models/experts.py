@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.runtime.sharding import split_experts
+from jax_ppo.runtime.parallelism.experts import split_experts
 
 Activation = Callable[[jax.Array], jax.Array]
 # By name, each with a `kernel` [E, in, out] and, if it is int8, a `kernel_scale` [E, out].

@@ -4,8 +4,8 @@ The device with number p of C along the mesh's axis of columns holds columns p, 
 one after the other: sequences of any length are split evenly. Each device reads its own columns,
 and one largest score, one sum of weights and one weighted sum of values per head are combined.
 
-The functions are those of cache.py; they run inside `sharding.split_rows`. The stage of prompts is
-not split: its columns are copied from the device's own copy.
+The functions are those of cache.py; they run inside `split_rows`. The stage of prompts is not
+split: its columns are copied from the device's own copy.
 """
 
 import jax
@@ -18,7 +18,7 @@ from jax_ppo.models import cache as whole
 from jax_ppo.models.attention import MASKED_SCORE
 from jax_ppo.models.cache import LayerCache
 from jax_ppo.runtime.meshes import COLUMNS
-from jax_ppo.runtime.sharding import num_cache_parts, on_cache_parts, split_cache
+from jax_ppo.runtime.parallelism.cache_columns import num_cache_parts, on_cache_parts, split_cache
 
 # The axes of heads and of columns in queries, new tokens and outputs: [B, 1, heads, d].
 _TOKEN = (2, None)

@@ -46,8 +46,9 @@ from jax_ppo.models.layers import (
     multiply,
 )
 from jax_ppo.models.lora import Lora
-from jax_ppo.runtime.pipeline import num_stages, run_stages
-from jax_ppo.runtime.sharding import look_up_embedding, num_row_parts
+from jax_ppo.runtime.parallelism.context import num_row_parts
+from jax_ppo.runtime.parallelism.pipeline import num_stages, run_stages
+from jax_ppo.runtime.parallelism.vocabulary import look_up_embedding
 from jax_ppo.types import Params
 
 # Up to this number of layers the loop over stacked parameters is unrolled: on a CPU the gradient

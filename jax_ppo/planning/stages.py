@@ -5,7 +5,8 @@ import dataclasses
 from jax.sharding import AbstractMesh, Mesh
 
 from jax_ppo.ppo.plans import Plans
-from jax_ppo.runtime import meshes, pipeline
+from jax_ppo.runtime import meshes
+from jax_ppo.runtime.parallelism import pipeline
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,8 +3,9 @@
 Axes: `data` replicates the parameters; `fsdp` splits parameters and optimizer states, which are
 gathered layer by layer; `expert` shares out the experts of a mixture of experts, and does the same
 with other parameters; `context` does the same with all, and its devices hold parts of the same
-packed rows; `model` splits each matrix product (tensor parallelism); `stage` splits the layers
-(pipeline.py). The rows of a batch are split over stage x data x fsdp x expert x context.
+packed rows; `model` splits each matrix product (tensor parallelism); `stage` splits the layers. The
+rows of a batch are split over stage x data x fsdp x expert x context. What the devices of an axis
+compute and exchange is the subject of a file in parallelism/.
 
 A further axis is a field of `config.schema.MeshShape` and named in `AXES`; in `ROWS` if it splits
 the rows of a batch, and in the rules of the parameters that it splits (sharding.py).

@@ -8,7 +8,8 @@ import jax
 
 from jax_ppo.config import plugins
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime import compilation, sharding
+from jax_ppo.runtime import compilation
+from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.sampler.decoding_weights import WeightPreparation
 from jax_ppo.sampler.engine import Params, RolloutEngine, SamplingOptions
 from jax_ppo.sampler.generate import Sampler, concatenate_rollouts
@@ -102,9 +103,8 @@ class BuiltInEngine:
         with self._lock:
             if options not in self._samplers:
                 environment = options.environment
-                split_rows = functools.partial(
-                    sharding.split_rows,
-                    calls_host=environment is not None and environment.needs_host,
+                split = functools.partial(
+                    split_rows, calls_host=environment is not None and environment.needs_host
                 )
-                self._samplers[options] = Sampler(self._model, options, split_rows)
+                self._samplers[options] = Sampler(self._model, options, split)
             return self._samplers[options]

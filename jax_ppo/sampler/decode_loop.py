@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer, TransformerOutput
-from jax_ppo.runtime.sharding import split_vocabulary
+from jax_ppo.runtime.parallelism.vocabulary import split_vocabulary
 from jax_ppo.sampler import dialogues, sampling, text_search
 from jax_ppo.sampler.constraints import constrain_logits
 from jax_ppo.sampler.engine import Params, SamplingOptions

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jax_ppo.runtime import sharding
+from jax_ppo.runtime.parallelism.vocabulary import embedding_layouts
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.types import Params, Prompts, Rollout
 
@@ -80,7 +81,7 @@ class OtherMeshEngine:
         return self._to_run_mesh(rollout)
 
     def _move_embeddings(self, params: Params) -> Params:
-        layouts = sharding.embedding_layouts(self._mesh, params)
+        layouts = embedding_layouts(self._mesh, params)
         return jax.tree.map(
             lambda x, layout: x if layout is None else _move(x, layout), params, layouts
         )

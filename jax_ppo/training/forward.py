@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jax_ppo.kernels import logprobs, vocabulary_kl
 from jax_ppo.models.heads import compute_scalars, output_embedding, product_scaling
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime.sharding import (
+from jax_ppo.runtime.parallelism.vocabulary import (
     gather_columns,
     scatter_group_sum,
     split_by_device,

@@ -26,7 +26,7 @@ from jax_ppo.models.hf.peft import (
 )
 from jax_ppo.models.lora import Lora, join_adapters
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime.sharding import num_row_parts
+from jax_ppo.runtime.parallelism.context import num_row_parts
 from jax_ppo.storage import hub
 from jax_ppo.types import Params
 

@@ -11,6 +11,12 @@ import tiny
 from hlo import read_collectives
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import placement, sharding
+from jax_ppo.runtime.parallelism.heads import (
+    copy_kv_heads,
+    drop_padded_heads,
+    num_padded_query_heads,
+    pad_query_heads,
+)
 
 # Three queries per key head, as Qwen2.5-0.5B has seven: an odd number, which four devices pad.
 ARCHITECTURE = dataclasses.replace(
@@ -28,11 +34,11 @@ def test_padded_query_heads_read_the_same_key_head(heads, kv_heads, parts, padde
     keys = np.arange(kv_heads)[None, None, :, None] * np.ones((2, 3, 1, 2))
 
     def pad(queries, keys):
-        more = sharding.pad_query_heads(queries, kv_heads)
-        return more, sharding.copy_kv_heads(keys), sharding.drop_padded_heads(more, heads, kv_heads)
+        more = pad_query_heads(queries, kv_heads)
+        return more, copy_kv_heads(keys), drop_padded_heads(more, heads, kv_heads)
 
     with jax.set_mesh(tiny.make_mesh(8, model=parts)):
-        assert sharding.num_padded_query_heads(heads, kv_heads) == padded
+        assert num_padded_query_heads(heads, kv_heads) == padded
         more, copied, dropped = (np.asarray(x) for x in jax.jit(pad)(queries, keys))
     assert more.shape[2] == padded and padded % parts == 0
     np.testing.assert_array_equal(dropped, queries)
@@ -45,8 +51,8 @@ def test_padded_query_heads_read_the_same_key_head(heads, kv_heads, parts, padde
 
 def test_without_a_mesh_nothing_is_padded():
     queries = jnp.ones((2, 3, 6, 4))
-    assert sharding.pad_query_heads(queries, 2) is queries
-    assert sharding.drop_padded_heads(queries, 6, 2) is queries
+    assert pad_query_heads(queries, 2) is queries
+    assert drop_padded_heads(queries, 6, 2) is queries
 
 
 def gradient(params, tokens, slope):

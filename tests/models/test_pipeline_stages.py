@@ -12,7 +12,8 @@ import tiny
 from hlo import read_collectives
 from jax_ppo.errors import UserError
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime import meshes, pipeline, sharding
+from jax_ppo.runtime import meshes, sharding
+from jax_ppo.runtime.parallelism import pipeline
 
 R, T = 16, 12
 ARCHITECTURE = dataclasses.replace(tiny.ARCHITECTURE, num_layers=4, qk_norm=True, qkv_bias=True)

@@ -7,6 +7,7 @@ import pytest
 
 import tiny
 from jax_ppo.runtime import sharding
+from jax_ppo.runtime.parallelism.heads import copy_kv_heads, num_split_kv_heads
 
 
 def test_a_parameter_without_a_rule_raises():
@@ -32,8 +33,8 @@ def test_copied_key_heads_are_read_by_the_same_query_heads(query_heads, heads):
     """Query head h reads key head h // (H / K), before and after."""
     keys = np.arange(heads)[None, None, :, None] * np.ones((2, 3, 1, 2))
     with jax.set_mesh(tiny.make_mesh(8, model=4)):
-        copied = np.asarray(jax.jit(sharding.copy_kv_heads)(keys))
-        assert copied.shape[2] % 4 == 0 and copied.shape[2] == sharding.num_split_kv_heads(heads)
+        copied = np.asarray(jax.jit(copy_kv_heads)(keys))
+        assert copied.shape[2] % 4 == 0 and copied.shape[2] == num_split_kv_heads(heads)
     for h in range(query_heads):
         read = copied[:, :, h // (query_heads // copied.shape[2])]
         np.testing.assert_array_equal(read, keys[:, :, h // (query_heads // heads)])

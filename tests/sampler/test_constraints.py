@@ -10,6 +10,7 @@ from tiny_actor import ARCHITECTURE, Actor, make_prompts
 from jax_ppo.config.schema import MeshShape
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.meshes import make_mesh
+from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.sampler.text_search import search_for
@@ -137,9 +138,7 @@ def test_devices_that_split_rows_and_vocabulary_constrain_alike():
         "logit_bias": ((5, 2.0), (60, -3.0)),
     }
     with jax.set_mesh(mesh):
-        split = Sampler(
-            actor.decoded, SamplingOptions(12, 1.0, slots=3, **options), sharding.split_rows
-        )(
+        split = Sampler(actor.decoded, SamplingOptions(12, 1.0, slots=3, **options), split_rows)(
             jax.device_put(actor.params, sharding.tree_shardings(mesh, actor.params, rules)),
             jax.device_put(prompts, sharding.rows(mesh)),
             jax.device_put(jax.random.key(0), sharding.replicated(mesh)),

@@ -6,7 +6,8 @@ import pytest
 from tiny_actor import make_prompts
 
 from jax_ppo.config import schema
-from jax_ppo.runtime import meshes, sharding
+from jax_ppo.runtime import meshes
+from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.sampler import generate
 
 EOS = (3, 7, 11, 30)
@@ -17,7 +18,7 @@ def sample(actor, lengths, first=None, devices=None, **options):
     sampler = generate.Sampler(
         actor.decoded,
         generate.SamplingOptions(12, 1.0, eos_ids=EOS, **options),
-        sharding.split_rows,
+        split_rows,
     )
     arguments = actor.params, make_prompts(lengths), jax.random.key(0), first
     if devices is None:

@@ -12,6 +12,8 @@ from tiny_actor import ARCHITECTURE, Actor, make_prompts
 from hlo import read_collectives
 from jax_ppo.config.schema import MeshShape
 from jax_ppo.runtime import meshes, placement, sharding
+from jax_ppo.runtime.parallelism.rows import split_rows
+from jax_ppo.runtime.parallelism.vocabulary import split_vocabulary
 from jax_ppo.sampler import sampling
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 
@@ -39,7 +41,7 @@ def split(actor, request):
         jax.device_put(jax.random.key(0), replicated),
     )
     with jax.set_mesh(mesh):
-        sampler = Sampler(actor.decoded, OPTIONS, sharding.split_rows)
+        sampler = Sampler(actor.decoded, OPTIONS, split_rows)
         rollout = sampler(*args)
         return rollout, sampler.program.lower(*args).compile().as_text()
 
@@ -65,7 +67,7 @@ def test_prompts_that_the_devices_do_not_divide_get_the_samples_of_one(actor, sh
     rules = sharding.decode_rules(mesh, ARCHITECTURE.num_kv_heads)
     params = jax.device_put(actor.params, sharding.tree_shardings(mesh, actor.params, rules))
     with jax.set_mesh(mesh):
-        rollout = Sampler(actor.decoded, options, sharding.split_rows)(
+        rollout = Sampler(actor.decoded, options, split_rows)(
             params,
             placement.place(prompts, sharding.batch_rows(mesh, 13)),
             jax.device_put(jax.random.key(0), sharding.replicated(mesh)),
@@ -126,7 +128,7 @@ def test_devices_that_split_the_vocabulary_draw_the_tokens_of_one(options, shape
     mesh = meshes.make_mesh(MeshShape(**dict(zip(SHAPE_AXES, shape, strict=True))))
     layout = NamedSharding(mesh, PartitionSpec(meshes.ROWS, "model"))
     with jax.set_mesh(mesh):
-        program = jax.jit(sharding.split_vocabulary(split))
+        program = jax.jit(split_vocabulary(split))
         arguments = jax.device_put(logits, layout), placement.place(uniforms, sharding.rows(mesh))
         compiled = program.lower(*arguments).compile()
         tokens, logprobs = compiled(*arguments)
@@ -150,7 +152,7 @@ def test_a_nan_on_one_device_gives_a_token_of_the_vocabulary_and_shows_in_the_lo
                 shards = sampling.VocabularyShards(axis)
                 return sampling.sample_tokens(logits, uniforms, temperature, shards=shards)
 
-            program = jax.jit(sharding.split_vocabulary(sample))
+            program = jax.jit(split_vocabulary(sample))
             tokens, logprobs = program(jnp.asarray(logits), jnp.full((2, 2), 0.5))
             assert 0 <= tokens[0] < 64 and np.isnan(logprobs[0]) and np.isfinite(logprobs[1])
 
@@ -163,7 +165,7 @@ def test_attention_that_no_compiler_can_split_is_run_by_each_device(actor, cudnn
     layout = sharding.tree_shardings(mesh, actor.params, rules)
     prompts = make_prompts(range(1, 17))
     with jax.set_mesh(mesh):
-        sampler = Sampler(actor.decoded.clone(decoding="cudnn"), OPTIONS, sharding.split_rows)
+        sampler = Sampler(actor.decoded.clone(decoding="cudnn"), OPTIONS, split_rows)
         rollout = sampler(
             jax.device_put(actor.params, layout),
             jax.device_put(prompts, sharding.rows(mesh)),

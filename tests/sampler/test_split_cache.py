@@ -11,6 +11,7 @@ import tiny
 from hlo import read_collectives
 from jax_ppo.config.schema import RolloutMesh
 from jax_ppo.runtime import meshes, placement, sharding
+from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.sampler.stages import cache_bytes_per_device, cache_shapes
 
@@ -58,7 +59,7 @@ def test_devices_that_split_the_cache_draw_the_samples_of_one(
         jax.device_put(jax.random.key(0), sharding.replicated(mesh)),
     )
     with jax.set_mesh(mesh):
-        sampler = Sampler(model, OPTIONS, sharding.split_rows)
+        sampler = Sampler(model, OPTIONS, split_rows)
         compiled = sampler.program.lower(*arguments).compile()
         rollout = compiled(*arguments)
     for name in ("responses", "lengths", "truncated"):

@@ -11,6 +11,7 @@ from tiny_actor import ARCHITECTURE, Actor, make_prompts
 from jax_ppo.config.schema import MeshShape
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.meshes import make_mesh
+from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.sampler.slots import initial_state, plan_job
 from jax_ppo.sampler.stages import plan_next_stage, stage_limits
@@ -62,7 +63,7 @@ def test_eight_devices_decode_stages_like_one():
     prompts = make_prompts(range(1, 17))
     options = SamplingOptions(12, 1.0, n=2, eos_ids=EOS, slots=3, stage_length=4)
     with jax.set_mesh(mesh):
-        split = Sampler(actor.decoded, options, sharding.split_rows)(
+        split = Sampler(actor.decoded, options, split_rows)(
             jax.device_put(actor.params, sharding.tree_shardings(mesh, actor.params, rules)),
             jax.device_put(prompts, sharding.rows(mesh)),
             jax.device_put(jax.random.key(0), sharding.replicated(mesh)),

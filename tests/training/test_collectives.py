@@ -18,6 +18,7 @@ from hlo import read_collectives
 from jax_ppo.kernels import logprobs, vocabulary_kl
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import placement, sharding
+from jax_ppo.runtime.parallelism.vocabulary import look_up_embedding
 from jax_ppo.training import forward, packing
 
 G, N, V, D, CHUNK = 8, 12, 96, 16, 4
@@ -122,7 +123,7 @@ def test_embeddings_are_looked_up_without_a_copy_of_the_table(shape):
     slope = r.normal(size=(8, L, D)).astype(np.float32)
 
     def look_up(table, tokens, slope):
-        out = sharding.look_up_embedding(table, tokens, jnp.bfloat16)
+        out = look_up_embedding(table, tokens, jnp.bfloat16)
         return jnp.sum(out.astype(jnp.float32) * slope), out
 
     gradient = jax.grad(look_up, has_aux=True)

@@ -15,8 +15,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from jax_ppo.runtime import meshes, sharding
+from jax_ppo.runtime.meshes import ROWS, row_shards
+
+# Of [S, M, r, ...]: a copy of the micro-batches per stage, and the rows of each that are not split
+# over stages.
+_MICRO_BATCHES = P("stage", None, tuple(axis for axis in ROWS if axis != "stage"))
 
 
 def num_stages() -> int:
@@ -54,10 +59,8 @@ def run_stages(
     """
     mesh = jax.sharding.get_abstract_mesh()
     stages = mesh.shape["stage"]
-    if len(x_RxLxD) % meshes.row_shards(mesh):
-        raise ValueError(
-            f"{len(x_RxLxD)} rows cannot be split into {meshes.row_shards(mesh)} equal parts"
-        )
+    if len(x_RxLxD) % row_shards(mesh):
+        raise ValueError(f"{len(x_RxLxD)} rows cannot be split into {row_shards(mesh)} equal parts")
 
     def run(own_layers: Any, micro_batches: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         stage = jax.lax.axis_index("stage")
@@ -83,10 +86,10 @@ def run_stages(
         others = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, stage, M), others)
         return outputs[None, stages - 1 :], jax.tree.map(lambda x: x.swapaxes(0, 1), others)
 
-    micro_batches = jax.tree.map(sharding.gather_micro_batches, (x_RxLxD, rows))
-    hidden, others = sharding.split_stages(run)(layers, micro_batches)
+    micro_batches = jax.tree.map(_gather_micro_batches, (x_RxLxD, rows))
+    hidden, others = _split_stages(run)(layers, micro_batches)
     others = jax.tree.map(lambda x: _to_rows(x, stages), others)
-    return sharding.scatter_micro_batches(hidden), others
+    return _scatter_micro_batches(hidden), others
 
 
 def _to_rows(x_NxMxr: jax.Array, stages: int) -> jax.Array:
@@ -94,3 +97,58 @@ def _to_rows(x_NxMxr: jax.Array, stages: int) -> jax.Array:
     N, M, r, *rest = x_NxMxr.shape
     # Rows are split over stages first, and each device has some in a row.
     return x_NxMxr.reshape(N, stages, M // stages, r, *rest).swapaxes(2, 3).reshape(N, M * r, *rest)
+
+
+def _split_stages(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    """Make each stage run `function` on its own layers, and each device of `data` on its own rows.
+
+    The compiler splits what the other axes split. Gradients of layers are summed over `data` once,
+    after the function: a compiler would do so after each micro-batch.
+
+    Args:
+      function: of (arrays with layers in front, any tree of arrays [1, M, r, ...] as
+        `_gather_micro_batches` returns them); it returns such an array, and arrays
+        [layers, M, r, ...].
+    """
+
+    def run(layers: Any, micro_batches: Any) -> tuple[Any, Any]:
+        # XLA keeps a sum over a single device.
+        data = "data" if jax.sharding.get_abstract_mesh().shape["data"] > 1 else None
+        of_stage = P("stage", None, data)
+        return jax.shard_map(
+            function,
+            in_specs=(P("stage"), of_stage),
+            out_specs=(of_stage, of_stage),
+            axis_names={"stage"} | ({data} if data else set()),
+            check_vma=False,
+        )(layers, micro_batches)
+
+    return run
+
+
+def _gather_micro_batches(x_Rx: jax.Array) -> jax.Array:
+    """Give each of S stages a copy of all rows as micro-batches, [S, M, r, ...].
+
+    A micro-batch has r rows, one on each device of a stage. No stage sees the others' copies.
+
+    Args:
+      x_Rx: rows [R, ...], where R is a multiple of `row_shards`.
+    """
+
+    def gather(own: jax.Array) -> jax.Array:
+        every = jax.lax.all_gather(own, "stage", tiled=True)
+        return every[None, :, None]
+
+    return jax.shard_map(gather, in_specs=P(ROWS), out_specs=_MICRO_BATCHES)(x_Rx)
+
+
+def _scatter_micro_batches(x_SxMxr: jax.Array) -> jax.Array:
+    """Return the last stage's copy as rows [R, ...], ordered as before the gather."""
+
+    def scatter(own: jax.Array) -> jax.Array:
+        # Every stage sends, the last one's part counts: unlike a sum this rounds nothing.
+        stages = jax.lax.axis_size("stage")
+        parts = own.reshape(stages, -1, *own.shape[3:])
+        return jax.lax.all_to_all(parts, "stage", split_axis=0, concat_axis=0)[-1]
+
+    return jax.shard_map(scatter, in_specs=_MICRO_BATCHES, out_specs=P(ROWS))(x_SxMxr)

@@ -1,0 +1,75 @@
+"""Context parallelism: the devices of `context` hold parts of the same packed rows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_ppo.runtime.meshes import row_parts
+from jax_ppo.runtime.parallelism.devices import on_each_device, remaining_row_axes
+
+
+def num_row_parts() -> int:
+    """Return the number of devices that each packed row is split over, in a compiled function.
+
+    It is 1 inside `split_rows`, where rows are whole.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty or "context" in mesh.manual_axes else row_parts(mesh)
+
+
+def attend_over_parts(attention: Callable[..., jax.Array], shared: Any = None) -> Any:
+    """Make each device run `attention` on its own queries and heads, and the keys of whole rows.
+
+    The devices of `context` hold the parts of packed rows that `packing.split_columns` made: part i
+    of C has the i-th and the i-th last of 2 C blocks of columns. Keys, values and segments are
+    gathered over `context`; the gradients of keys and values are reduce-scattered.
+
+    Args:
+      attention: of (q [R, L / C, H, d], keys and values [R, L, K, d] and segments [R, L] in the
+        order of the row, the segments of the queries [R, L / C], their columns [L / C], and
+        `shared` if it is not `None`).
+      shared: an object with `manual_sharding_spec`, such as JAX's splash kernel, of which each
+        device gets the part for its queries.
+    """
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+        mesh = jax.sharding.get_abstract_mesh()
+        parts = row_parts(mesh)
+
+        def attend(
+            q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, *shared: Any
+        ) -> jax.Array:
+            block = q.shape[1] // 2
+            part = jax.lax.axis_index("context")
+            # The columns of the first block and of its mirror image.
+            starts = jnp.array([part, 2 * parts - 1 - part]) * block
+            columns = (starts[:, None] + jnp.arange(block)).reshape(-1)
+            keys, values, row_segments = (_gather_row(x) for x in (k, v, segments))
+            return attention(q, keys, values, row_segments, segments, columns, *shared)
+
+        first = remaining_row_axes(mesh)
+        heads = P(first, None, "model", None)
+        extra: tuple[Any, ...] = ()
+        extra_specs: tuple[Any, ...] = ()
+        if shared is not None:
+            extra = (shared,)
+            extra_specs = (shared.manual_sharding_spec(NamedSharding(mesh, P(None, "context"))),)
+        in_specs = (heads, heads, heads, P(first), *extra_specs)
+        return on_each_device(attend, in_specs, heads)(q, k, v, segments, *extra)
+
+    return run
+
+
+def _gather_row(part_RxT: jax.Array) -> jax.Array:
+    """Return [R, C T, ...] in the order of the columns, from the part [R, T, ...] of each device.
+
+    Part i of C has blocks i and 2 C - 1 - i.
+    """
+    parts_CxRxT = jax.lax.all_gather(part_RxT, "context")
+    first, mirrored = jnp.split(parts_CxRxT, 2, axis=2)
+    blocks = jnp.moveaxis(jnp.concatenate([first, mirrored[::-1]]), 0, 1)
+    return blocks.reshape(len(part_RxT), -1, *part_RxT.shape[2:])

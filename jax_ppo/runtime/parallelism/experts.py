@@ -1,0 +1,70 @@
+"""Expert parallelism: the devices of `expert` have experts of their own, and gather tokens."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from jax_ppo.runtime.parallelism.devices import on_each_device, remaining_axes, remaining_row_axes
+
+
+def split_experts(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Make each device run `function` on its own experts and its part of each one's width.
+
+    Along `expert`, devices have experts of their own: the tokens of their rows are gathered there,
+    each device adds what its experts make of them, and a reduce-scatter returns the sums to the
+    devices of the rows. No kernel of another device's experts is gathered. Along the other axes of
+    rows no token leaves its device, which sorts only its own. What the devices of `model` compute
+    is summed. Without a mesh in the context, or for rows that the mesh cannot split, the compiler
+    splits `function`.
+
+    Args:
+      function: of (x [R, L, D], two arrays [R, L, k], projections by name, each with a `kernel`
+        [E, in, out] and perhaps a `kernel_scale` [E, out], and the index of the first of these E
+        experts, `None` if they are all); what it returns, [R, L, D], is a sum over experts and
+        their width.
+    """
+
+    def run(x: jax.Array, weights: jax.Array, experts: jax.Array, projections: Any) -> jax.Array:
+        mesh = jax.sharding.get_abstract_mesh()
+        row_axes = None if mesh.empty else remaining_row_axes(mesh)
+        row_parts = math.prod(mesh.shape[axis] for axis in row_axes or ())
+        if mesh.empty or len(x) % row_parts:
+            return function(x, weights, experts, projections, None)
+
+        def run_part(*rows_and_projections: Any) -> jax.Array:
+            *rows, own = rows_and_projections
+            first = None
+            if mesh.shape["expert"] > 1:
+                rows = [jax.lax.all_gather(x, "expert", tiled=True) for x in rows]
+                first = jax.lax.axis_index("expert") * len(own["down_proj"]["kernel"])
+            out = function(*rows, own, first)
+            # XLA keeps a sum over a single device.
+            if mesh.shape["model"] > 1:
+                out = jax.lax.psum(out, "model")
+            if mesh.shape["expert"] > 1:
+                out = jax.lax.psum_scatter(out, "expert", tiled=True)
+            return out
+
+        if not remaining_axes(mesh):
+            return run_part(x, weights, experts, projections)
+        rows = P(row_axes)
+        # Inside `split_rows` experts are shared out already, as rows are.
+        specs = _expert_parts("expert" if "expert" in (row_axes or ()) else None)
+        parts = {
+            name: {kind: specs[name][kind] for kind in arrays}
+            for name, arrays in projections.items()
+        }
+        split = on_each_device(run_part, in_specs=(rows, rows, rows, parts), out_specs=rows)
+        return split(x, weights, experts, projections)
+
+    return run
+
+
+def _expert_parts(expert: str | None) -> dict[str, dict[str, P]]:
+    """Return how a device's part of each projection is split inside `split_experts`."""
+    inwards = {"kernel": P(expert, None, "model"), "kernel_scale": P(expert, "model")}
+    outwards = {"kernel": P(expert, "model", None), "kernel_scale": P(expert)}
+    return {"gate_proj": inwards, "up_proj": inwards, "down_proj": outwards}

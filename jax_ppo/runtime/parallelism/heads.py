@@ -1,0 +1,105 @@
+"""Tensor parallelism of attention: each device of `model` computes whole heads.
+
+Heads of queries that the devices do not divide are padded, those of keys and values copied.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jax_ppo.runtime.parallelism.devices import on_each_device, remaining_axes, remaining_row_axes
+
+# Of [B, T, heads, d].
+_SPLIT_HEADS = P(P.UNCONSTRAINED, P.UNCONSTRAINED, "model", P.UNCONSTRAINED)
+
+
+def split_heads(attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Make each device run `attention` on its own rows and heads.
+
+    Inside `split_rows`, where rows are split already, on its own heads.
+
+    Args:
+      attention: of (q, k, v [R, L, heads, d], an array [R, ...] or `None`).
+    """
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, per_row: jax.Array | None) -> jax.Array:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or not remaining_axes(mesh):
+            return attention(q, k, v, per_row)
+        first = remaining_row_axes(mesh)
+        heads = P(first, None, "model", None)
+        run_part = on_each_device(
+            attention, in_specs=(heads, heads, heads, P(first)), out_specs=heads
+        )
+        return run_part(q, k, v, per_row)
+
+    return run
+
+
+def num_split_kv_heads(heads: int) -> int:
+    """Return the number of key-value heads after `copy_kv_heads`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return heads if mesh.empty else math.lcm(heads, mesh.shape["model"])
+
+
+def copy_kv_heads(x_BxTxKxd: jax.Array) -> jax.Array:
+    """Copy key-value heads until the mesh can split them, inside a compiled function.
+
+    Query head h of H reads key head h // (H / K). As many copies of each key head as are needed
+    keep this true, and each device has those heads that its own query heads read.
+
+    Without a mesh in the context, or if it can split the heads, return the argument.
+    """
+    K = x_BxTxKxd.shape[2]
+    copies = num_split_kv_heads(K) // K
+    if copies == 1:
+        return x_BxTxKxd
+    return jax.lax.with_sharding_constraint(jnp.repeat(x_BxTxKxd, copies, axis=2), _SPLIT_HEADS)
+
+
+def num_padded_query_heads(heads: int, kv_heads: int) -> int:
+    """Return the number of query heads after `pad_query_heads`."""
+    copies = num_split_kv_heads(kv_heads) // kv_heads
+    group = heads // kv_heads
+    return kv_heads * copies * -(-group // copies)
+
+
+def pad_query_heads(q_BxTxHxd: jax.Array, kv_heads: int) -> jax.Array:
+    """Add query heads of zeros until the mesh can split them, inside a compiled function.
+
+    Each group of queries that read the same key head is padded at its end, so that after
+    `copy_kv_heads` query head h still reads key head h // (H / K), and each device has whole heads
+    with the key heads that they read. Parameters keep their shapes.
+
+    Without a mesh in the context, or if it can split the heads, return the argument.
+
+    Args:
+      q_BxTxHxd: queries.
+      kv_heads: K, before `copy_kv_heads`.
+    """
+    B, T, H, d = q_BxTxHxd.shape
+    padded = num_padded_query_heads(H, kv_heads)
+    if padded == H:
+        return q_BxTxHxd
+    missing = (padded - H) // kv_heads
+    q = q_BxTxHxd.reshape(B, T, kv_heads, -1, d)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, missing), (0, 0)))
+    return jax.lax.with_sharding_constraint(q.reshape(B, T, padded, d), _SPLIT_HEADS)
+
+
+def drop_padded_heads(out_BxTxHxd: jax.Array, heads: int, kv_heads: int) -> jax.Array:
+    """Return the `heads` heads that `pad_query_heads` received, of the output of attention.
+
+    Args:
+      out_BxTxHxd: output of attention for padded queries.
+      heads: number of query heads before `pad_query_heads`.
+      kv_heads: K, before `copy_kv_heads`.
+    """
+    B, T, padded, d = out_BxTxHxd.shape
+    if padded == heads:
+        return out_BxTxHxd
+    groups = out_BxTxHxd.reshape(B, T, kv_heads, -1, d)
+    return groups[:, :, :, : heads // kv_heads].reshape(B, T, heads, d)

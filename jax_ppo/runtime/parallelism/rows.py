@@ -1,0 +1,62 @@
+"""Data parallelism of loops: each shard of rows runs a function of its own rows."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_ppo.runtime.meshes import ROWS
+from jax_ppo.runtime.sharding import DECODE_RULES, tree_shardings
+
+
+def split_rows(function: Callable[..., Any], calls_host: bool = False) -> Callable[..., Any]:
+    """Make each shard of rows run `function` on its own rows.
+
+    The loops inside may differ in length from shard to shard, unless another axis than those of
+    rows is split, or experts are: the devices must then meet in every matrix product, and
+    any_shard(bool) tells whether the bool holds on any shard. Without a mesh in the context the
+    result is `function`.
+
+    Args:
+      function: of (params, rows, rows, key, any_shard); what it returns has rows in front.
+      calls_host: whether `function` calls the host, which only rows may then be split for.
+    """
+
+    def run(params: Any, *rows_and_key: Any) -> Any:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            return function(params, *rows_and_key)
+        has_shared_experts = mesh.shape["expert"] > 1
+        in_step = has_shared_experts or any(
+            mesh.shape[axis] > 1 for axis in mesh.axis_names if axis not in ROWS
+        )
+        split = functools.partial(function, any_shard=_any_shard) if in_step else function
+        assert not (calls_host and in_step), "an environment's options refuse this mesh"
+        return jax.shard_map(
+            split,
+            in_specs=(_row_parts(params) if has_shared_experts else P(), P(ROWS), P(ROWS), P()),
+            out_specs=P(ROWS),
+            # JAX calls the host only from programs in which no axis is left to the compiler.
+            axis_names=set(mesh.axis_names) if calls_host else set(ROWS),
+            check_vma=False,
+        )(params, *rows_and_key)
+
+    return run
+
+
+def _row_parts(params: Any) -> Any:
+    """Return how the axes of rows split parameters in decoding: they share out experts."""
+
+    def only_rows(layout: NamedSharding) -> P:
+        return P(*[axis if axis in ROWS else None for axis in layout.spec])
+
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.tree.map(only_rows, tree_shardings(mesh, params, DECODE_RULES))
+
+
+def _any_shard(condition: jax.Array) -> jax.Array:
+    return jax.lax.pmax(condition.astype(np.int32), ROWS) > 0

@@ -1,0 +1,164 @@
+"""The vocabulary over devices: the look-up of embeddings, their gradient, and the logits."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from jax_ppo.runtime.meshes import ROWS, WEIGHTS, row_shards, weight_shards
+from jax_ppo.runtime.parallelism.devices import on_each_device, remaining_row_axes
+from jax_ppo.runtime.sharding import constrain_rows
+
+
+def look_up_embedding(
+    embedding_VxD: jax.Array, tokens_RxL: jax.Array, dtype: DTypeLike
+) -> jax.Array:
+    """Return the embeddings of tokens, [R, L, D] in `dtype`, inside a compiled function.
+
+    No device gathers the table: each looks up its own columns for the tokens of all devices that
+    split them, and sends them to the devices of the rows. The gradient of the table takes the same
+    way back. A compiler would gather the table and sum its gradient over all devices.
+
+    Without a mesh in the context, inside `split_rows`, or for rows that the mesh cannot split, the
+    compiler splits the look-up.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes or len(tokens_RxL) % row_shards(mesh):
+        return embedding_VxD[tokens_RxL].astype(dtype)
+    # XLA keeps exchanges of a device with itself.
+    split = {axis for axis in mesh.axis_names if mesh.shape[axis] > 1}
+    weight_axes = tuple(axis for axis in WEIGHTS if axis in split)
+    if not weight_axes and "model" not in split:
+        return embedding_VxD[tokens_RxL].astype(dtype)
+
+    def look_up(own_VxD: jax.Array, tokens_rxL: jax.Array) -> jax.Array:
+        if weight_axes:
+            tokens_rxL = jax.lax.all_gather(tokens_rxL, weight_axes, tiled=True)
+        if "model" not in split:
+            x_rxLxD = own_VxD[tokens_rxL].astype(dtype)
+        else:
+            # The tokens of other devices are zeros here, until the sum below.
+            V = len(own_VxD)
+            index_rxL = tokens_rxL - jax.lax.axis_index("model") * V
+            is_own_rxL = (index_rxL >= 0) & (index_rxL < V)
+            x_rxLxD = own_VxD[jnp.clip(index_rxL, 0, V - 1)].astype(dtype)
+            x_rxLxD = jnp.where(is_own_rxL[..., None], x_rxLxD, 0)
+        if weight_axes:
+            x_rxLxD = jax.lax.all_to_all(
+                x_rxLxD, weight_axes, split_axis=0, concat_axis=2, tiled=True
+            )
+        return jax.lax.psum(x_rxLxD, "model") if "model" in split else x_rxLxD
+
+    # The gradient is summed over the axes that the table's layout does not name.
+    columns = tuple(axis for axis in ROWS if axis in WEIGHTS or axis not in split)
+    table = P("model" if "model" in split else None, columns)
+    return jax.shard_map(look_up, in_specs=(table, P(ROWS)), out_specs=P(ROWS))(
+        embedding_VxD, tokens_RxL
+    )
+
+
+def split_by_device(x_RxL: jax.Array) -> jax.Array:
+    """Reshape [R, L, ...] to [G, R * L / G, ...], inside a compiled function.
+
+    G is the number of parts that the mesh splits rows into; 1 without a mesh.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    groups = 1 if mesh.empty else row_shards(mesh)
+    return constrain_rows(x_RxL.reshape(groups, -1, *x_RxL.shape[2:]))
+
+
+def gather_columns(embedding_VxD: jax.Array) -> jax.Array:
+    """Gather the columns of an embedding, inside a compiled function.
+
+    Its rows, which are tokens, stay split over `model`. Without a mesh in the context, return the
+    argument.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return embedding_VxD
+    return jax.lax.with_sharding_constraint(embedding_VxD, P("model", None))
+
+
+def scatter_group_sum(gradient_GxVxD: jax.Array) -> jax.Array:
+    """Return the sum over groups, [V, D], laid out like an embedding in training.
+
+    The groups are those of `split_by_device`. Each device receives only its columns of the sum (a
+    reduce-scatter over `WEIGHTS`), and only these are summed over the other axes of rows; the
+    compiler for the CPU would sum and send all columns.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return gradient_GxVxD.sum(0)
+
+    def exchange(own: jax.Array) -> jax.Array:
+        columns = own.sum(0)
+        if weight_shards(mesh) > 1:
+            columns = jax.lax.psum_scatter(columns, WEIGHTS, scatter_dimension=1, tiled=True)
+        # XLA keeps a sum over a single device.
+        others = tuple(axis for axis in ROWS if axis not in WEIGHTS and mesh.shape[axis] > 1)
+        return jax.lax.psum(columns, others) if others else columns
+
+    return jax.shard_map(
+        exchange, in_specs=P(ROWS, "model", None), out_specs=P("model", WEIGHTS), check_vma=False
+    )(gradient_GxVxD)
+
+
+def split_vocabulary(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make each device run `function` on its own columns of the logits.
+
+    Without a mesh in the context, or if it does not split the vocabulary, `function` runs on all
+    columns with axis None.
+
+    Args:
+      function: of (logits [B, V], an array [B, ...], any number of arrays [B, V], and by name the
+        axis that splits V or `None`); what it returns has B in front and is the same on all devices
+        that split a row's logits.
+    """
+
+    def run(logits_BxV: jax.Array, per_row: jax.Array, *others_BxV: jax.Array) -> Any:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or mesh.shape["model"] == 1:
+            return function(logits_BxV, per_row, *others_BxV, axis=None)
+        first = remaining_row_axes(mesh)
+        columns = P(first, "model")
+        run_part = on_each_device(
+            functools.partial(function, axis="model"),
+            in_specs=(columns, P(first), *[columns] * len(others_BxV)),
+            out_specs=P(first),
+        )
+        return run_part(logits_BxV, per_row, *others_BxV)
+
+    return run
+
+
+def embedding_layouts(mesh: Mesh, params: Any) -> Any:
+    """Return the layout in which embeddings reach a mesh that other parameters are read on.
+
+    From columns split over all devices the compiler cannot go to rows split over `model` without a
+    copy of the table on each device, but it can go to this layout, and from there.
+
+    Args:
+      mesh: the mesh to decode on.
+      params: arrays or shapes on another mesh of the same devices.
+
+    Returns:
+      A `NamedSharding` for each embedding that can be split so, else `None`, in the structure of
+      `params`.
+    """
+    others = tuple(axis for axis in mesh.axis_names if axis != "model")
+
+    def layout(path: tuple[Any, ...], x: Any) -> NamedSharding | None:
+        is_table = jax.tree_util.keystr(path, simple=True, separator="/") in (
+            "embed/embedding",
+            "lm_head/embedding",
+        )
+        if is_table and x.shape[1] % math.prod(mesh.shape[axis] for axis in others) == 0:
+            return NamedSharding(mesh, P("model", others))
+        return None
+
+    return jax.tree_util.tree_map_with_path(layout, params)
