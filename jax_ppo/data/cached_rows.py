@@ -4,12 +4,14 @@ import bisect
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, BinaryIO, overload
 
 import numpy as np
 
+from jax_ppo.errors import UserError
 from jax_ppo.types import Example
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ class CachedRows:
         self._paths = paths
         self._sources = sources
         self._readers = functools.lru_cache(_OPEN_FILES)(_open_reader)
+        # Arrow does not say that threads may share a reader.
+        self._lock = threading.Lock()
         self.ends = list(itertools.accumulate(map(count_rows, paths)))
 
     def __len__(self) -> int:
@@ -54,17 +58,42 @@ class CachedRows:
         """Return the other columns of a row, and the number of its source."""
         return self._read(index, tokens=False), self._sources[self._file_of(index)]
 
+    def iterate_columns(self) -> Iterator[tuple[dict[str, Any], int]]:
+        """Yield what `read_columns` returns for each row; each batch is decompressed once."""
+        for file, source in enumerate(self._sources):
+            for batch in range(self._count_batches(file)):
+                for columns in self._read_batch(file, batch, tokens=False).to_pylist():
+                    yield columns, source
+
     def _file_of(self, index: int) -> int:
         return bisect.bisect_right(self.ends, index)
+
+    def _first_row(self, file: int) -> int:
+        return self.ends[file - 1] if file else 0
+
+    def _count_batches(self, file: int) -> int:
+        return -(-(self.ends[file] - self._first_row(file)) // ROWS_PER_BATCH)
 
     def _read(self, index: int, tokens: bool) -> dict[str, Any]:
         if not 0 <= index < len(self):
             raise IndexError(index)
         file = self._file_of(index)
-        start = self.ends[file - 1] if file else 0
-        batch, row = divmod(index - start, ROWS_PER_BATCH)
-        rows = self._readers(self._paths[file], tokens).get_batch(batch).slice(row, 1)
+        batch, row = divmod(index - self._first_row(file), ROWS_PER_BATCH)
+        rows = self._read_batch(file, batch, tokens).slice(row, 1)
         return dict(rows.to_pylist()[0])
+
+    def _read_batch(self, file: int, batch: int, tokens: bool) -> "pyarrow.RecordBatch":
+        import pyarrow as pa
+
+        path = self._paths[file]
+        try:
+            with self._lock:
+                return self._readers(path, tokens).get_batch(batch)
+        except (OSError, pa.ArrowException) as error:
+            raise UserError(
+                f"config.data.cache_dir: {path} can no longer be read: {error}. Start the run "
+                "again, which writes the file again"
+            ) from error
 
 
 class CachedTokens(Sequence[np.ndarray]):
@@ -115,6 +144,13 @@ class CachedExamples(Sequence[Example]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         columns, source = self._rows.read_columns(int(index))
+        return self._parse_row(index, columns, source)
+
+    def __iter__(self) -> Iterator[Example]:
+        for index, (columns, source) in enumerate(self._rows.iterate_columns()):
+            yield self._parse_row(index, columns, source)
+
+    def _parse_row(self, index: int, columns: dict[str, Any], source: int) -> Example:
         example = self._parse(columns, f"config.data.cache_dir, row {index + 1}")
         return dataclasses.replace(example, source=source)
 
@@ -122,9 +158,9 @@ class CachedExamples(Sequence[Example]):
 class RowWriter:
     """Writes batches of rows with their tokens to an Arrow file."""
 
-    def __init__(self, path: Path) -> None:
-        """Begin a file; it is complete when the context ends."""
-        self._path = path
+    def __init__(self, file: BinaryIO) -> None:
+        """Begin an open, empty file; it is complete when the context ends."""
+        self._file = file
         self._writer: Any = None
         self._rest: Any = None
 
@@ -157,7 +193,7 @@ class RowWriter:
         table = table.append_column(TOKENS, ids)
         if self._writer is None:
             options = pa.ipc.IpcWriteOptions(compression="zstd")
-            self._writer = pa.ipc.new_file(str(self._path), table.schema, options=options)
+            self._writer = pa.ipc.new_file(self._file, table.schema, options=options)
             self._rest = table.slice(0, 0)
         self._rest = pa.concat_tables([self._rest, table])
         self._flush(self._rest.num_rows // ROWS_PER_BATCH * ROWS_PER_BATCH)
@@ -166,17 +202,6 @@ class RowWriter:
         whole = self._rest.slice(0, rows).combine_chunks()
         self._writer.write_table(whole, max_chunksize=ROWS_PER_BATCH)
         self._rest = self._rest.slice(rows)
-
-
-def is_readable(path: Path) -> bool:
-    """Return whether a cached file is there and has not been cut off."""
-    import pyarrow as pa
-
-    try:
-        count_rows(path)
-    except (OSError, pa.ArrowInvalid):
-        return False
-    return True
 
 
 def count_rows(path: Path) -> int:

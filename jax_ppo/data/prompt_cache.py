@@ -4,32 +4,27 @@ A file is read by row groups. The rows that stay, with the tokens of their promp
 Arrow files in `data.cache_dir`, of a few row groups each, and a batch looks its rows up there. So
 the memory does not grow with the data, and order, dropped prompts and positions are those of the
 same data in memory. A file of the cache is named after all that its contents follow from, so that
-any run with the same data and tokenizer uses it, and one that was interrupted continues there.
+any run with the same data and tokenizer uses it, and one that was interrupted continues there. It
+is verified before it is used.
 """
 
 import concurrent.futures
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import os
-import secrets
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 from jax_ppo import processes
-from jax_ppo.data import files, prompt_shaping, row_formats
+from jax_ppo.data import cache_folder, files, prompt_shaping, row_formats
 from jax_ppo.data import tokenizer as tokenizer_lib
-from jax_ppo.data.cached_rows import (
-    CachedExamples,
-    CachedRows,
-    CachedTokens,
-    RowWriter,
-    count_rows,
-    is_readable,
-)
+from jax_ppo.data.cached_rows import CachedExamples, CachedRows, CachedTokens, RowWriter
 from jax_ppo.data.columns import Columns
 from jax_ppo.data.prompts import PromptDataset, PromptEncoding, encode_prompts, report_dropped
 from jax_ppo.data.sources import ParquetSource
@@ -37,7 +32,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.storage import disk_space
 from jax_ppo.types import Example
 
-_FORMAT = 1  # of the cache; a new number makes every file anew
+_FORMAT = 2  # of the cache; a new number makes every file anew
 _ROWS_PER_FILE = 8192  # at least, unless the Parquet file has fewer
 _SOURCE_COLUMN = "data_source"
 
@@ -168,23 +163,23 @@ def cache_prompts(
     if not total:
         raise UserError(f"{name}: the files hold no rows")
     common = _fingerprint(job)
-    paths = [folder / f"{_hash([common, *_identity(part)])}.arrow" for part in parts]
-    # A file that a crash of the machine has cut off is written again.
-    missing = [
-        (part, path) for part, path in zip(parts, paths, strict=True) if not is_readable(path)
-    ]
+    identities = [_hash([common, *_identity(part)]) for part in parts]
+    cache_folder.remove_abandoned_files(folder)
+    paths = cache_folder.find_intact_files(folder, identities)
+    missing = [number for number, path in enumerate(paths) if path is None]
     # A complete cache may be on a disk that cannot be written to.
     if missing:
         _make_folder(folder)
-    done = total - sum(part.end - part.start for part, _ in missing)
+    done = total - sum(parts[number].end - parts[number].start for number in missing)
     on_progress(done, total)
     if workers is None:
         workers = len(os.sched_getaffinity(0))
-    for part in _fill(job, missing, workers):
-        done += part.end - part.start
+    tasks = [(parts[number], folder, identities[number]) for number in missing]
+    for number, path in zip(missing, _fill(job, tasks, workers), strict=True):
+        paths[number] = path
+        done += parts[number].end - parts[number].start
         on_progress(done, total)
-    kept = [(path, part.source) for path, part in zip(paths, parts, strict=True)]
-    rows = CachedRows([path for path, _ in kept], [source for _, source in kept])
+    rows = CachedRows([path for path in paths if path is not None], [part.source for part in parts])
     report_dropped(total - len(rows), total, encoding.max_prompt_length, name)
     return PromptDataset(
         examples=CachedExamples(rows, parser.parse),
@@ -196,11 +191,10 @@ def cache_prompts(
 
 def _make_folder(folder: Path) -> None:
     """Create the cache and write to it; raise `UserError` where that is impossible."""
-    probe = folder / f"{secrets.token_hex(8)}.unfinished"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
+        with cache_folder.open_unfinished(folder):
+            pass
     except OSError as error:
         # The command explains a full disk.
         if disk_space.is_disk_full(error):
@@ -210,27 +204,29 @@ def _make_folder(folder: Path) -> None:
         ) from error
 
 
-def _fill(job: _Job, missing: list[tuple[_Part, Path]], workers: int) -> Iterator[_Part]:
-    """Write the missing files; yield each part when all before it are written, too."""
+def _fill(job: _Job, tasks: Sequence[tuple[_Part, Path, str]], workers: int) -> Iterator[Path]:
+    """Write files, each with the arguments of `_write_part`; yield their paths in order."""
+    if not tasks:
+        return
     if not workers:
         _set_job(job)
-        for part, path in missing:
-            _write_part(part, path)
-            yield part
-        return
-    if not missing:
+        yield from itertools.starmap(_write_part, tasks)
         return
     pool = concurrent.futures.ProcessPoolExecutor(
-        min(workers, len(missing)),
+        min(workers, len(tasks)),
         mp_context=processes.WorkerContext(),
         initializer=_initialize_worker,
         initargs=(os.getpid(), job),
     )
     try:
-        futures = [pool.submit(_write_part, part, path) for part, path in missing]
-        for (part, _), future in zip(missing, futures, strict=True):
-            future.result()
-            yield part
+        for future in [pool.submit(_write_part, *task) for task in tasks]:
+            yield future.result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            "config.data.cache_dir: a worker process was killed, which happens when memory runs "
+            f"out; {min(workers, len(tasks))} worked at once. Finished files are kept: start the "
+            "run again"
+        ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -323,15 +319,12 @@ def _set_job(job: _Job) -> None:
     _job, _tokenizer = job, tokenizer_lib.load_tokenizer(job.tokenizer_path)
 
 
-def _write_part(part: _Part, path: Path) -> int:
-    """Write the file of a part in an initialized worker; return its number of rows."""
-    # Complete or absent, also if two runs write the same file; containers of several hosts may
-    # have equal process ids.
-    unfinished = path.with_suffix(f".{secrets.token_hex(8)}.unfinished")
+def _write_part(part: _Part, folder: Path, identity: str) -> Path:
+    """Write the file of a part in an initialized worker; return its path."""
     columns = _columns_read(part.path, _job.parser.columns)
     row = 0  # of these row groups
-    try:
-        with RowWriter(unfinished) as writer:
+    with cache_folder.open_unfinished(folder) as file:
+        with RowWriter(file) as writer:
             for batch in files.read_parquet_batches(part.path, part.row_groups, columns):
                 start, end = (min(max(x - row, 0), batch.num_rows) for x in (part.start, part.end))
                 first = part.first_row + row + start
@@ -347,10 +340,7 @@ def _write_part(part: _Part, path: Path) -> int:
                 except UserError as error:
                     raise UserError(f"{where}: {error}") from error
                 writer.write(used, list(encode_prompts(examples, _tokenizer, _job.encoding, where)))
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return count_rows(path)
+        return cache_folder.publish(file, identity)
 
 
 def _columns_read(path: Path, columns: Columns) -> list[str] | None:

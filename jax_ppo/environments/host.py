@@ -130,14 +130,16 @@ class HostEnvironment:
         texts = self._tokenizer.batch_decode(
             [turns[b, : lengths[b]] for b in waiting], skip_special_tokens=True
         )
-        # Made in order, before the threads step them.
+        # Made in order, before the threads step them. Examples may be read from a disk.
+        examples = {}
         for b in waiting[answered[waiting] == 0]:
             self._dialogues[int(samples[b])] = self._class()
+            examples[int(b)] = self._examples[int(rows[b])]
 
         def step(b: int, text: str) -> tuple[list[int], float, bool]:
             dialogue = self._dialogues[int(samples[b])]
             if answered[b] == 0:
-                dialogue.reset(self._examples[int(rows[b])], int(seeds[b]))
+                dialogue.reset(examples[b], int(seeds[b]))
             observation, reward, is_done = dialogue.step(text)
             tokens = encode_text(self._tokenizer, observation, special=False)
             return tokens[: self.observation_length], float(reward), bool(is_done)

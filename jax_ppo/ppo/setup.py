@@ -13,7 +13,6 @@ from jax_ppo.config.schema import (
     Config,
     Critic,
     Data,
-    MultiTurn,
     Reward,
     RolloutOptions,
     option_value,
@@ -22,7 +21,7 @@ from jax_ppo.data import prompts as prompts_lib
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.prompts import PromptBatch, PromptBatches, PromptDataset
 from jax_ppo.data.sources import source_weights
-from jax_ppo.environments.loading import load_environment_class, make_environment
+from jax_ppo.environments.loading import load_environment_class
 from jax_ppo.errors import UserError
 from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.models.transformer import Transformer
@@ -30,6 +29,7 @@ from jax_ppo.ppo import advantages, kl_estimators, objectives
 from jax_ppo.ppo.cached_prompts import cache_training_prompts, load_run_examples
 from jax_ppo.ppo.curriculum import CurriculumBatches, SolveRates
 from jax_ppo.ppo.decoding_slots import count_decoding_slots
+from jax_ppo.ppo.environment_rows import set_up_environment
 from jax_ppo.ppo.memory_check import validate_memory
 from jax_ppo.ppo.plans import RolloutPlanner, make_planner
 from jax_ppo.ppo.random_keys import SampleKeys
@@ -223,7 +223,7 @@ def set_up_run(
         held_out_prompts = _tokenize(config.data, held_out, tokenizer, "config.data.val_files")
     environment = None
     if environment_class is not None:
-        training_prompts, held_out_prompts, environment = _set_up_environment(
+        training_prompts, held_out_prompts, environment = set_up_environment(
             environment_class,
             config.rollout.multi_turn,
             tokenizer,
@@ -387,35 +387,6 @@ def _tokenize(data: Data, examples: list[Example], tokenizer: Any, option: str) 
         chat_template=data.chat_template,
         name=option,
     )
-
-
-def _set_up_environment(
-    environment_class: Callable[..., Any],
-    options: MultiTurn,
-    tokenizer: Any,
-    training: PromptDataset,
-    held_out: PromptDataset | None,
-    mesh: Mesh,
-) -> tuple[PromptDataset, PromptDataset | None, Environment]:
-    """Return the data with rows that are numbered throughout, and the environment of these rows.
-
-    Args:
-      environment_class: of `load_environment_class`.
-      options: `config.rollout.multi_turn`.
-      tokenizer: the policy's.
-      training: the training prompts.
-      held_out: the held-out prompts; `None` without validation files.
-      mesh: the mesh that decodes.
-
-    Raises:
-      UserError: the host cannot be called on this mesh.
-    """
-    examples = list(training.examples)
-    if held_out is not None:
-        held_out = dataclasses.replace(held_out, first_row=len(examples))
-        examples += held_out.examples
-    environment = make_environment(environment_class, options, tokenizer, examples, mesh)
-    return dataclasses.replace(training, first_row=0), held_out, environment
 
 
 def _training_batches(config: Config, training: PromptDataset, position: int) -> PromptBatches:

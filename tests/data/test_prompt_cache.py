@@ -1,5 +1,6 @@
 import functools
 import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jax_ppo.data import files, prompt_cache, sources
+from jax_ppo.data import cache_folder, files, prompt_cache, sources
 from jax_ppo.data.cached_rows import ROWS_PER_BATCH
 from jax_ppo.data.columns import Columns
 from jax_ppo.data.prompt_cache import RowParser, cache_prompts, representative_examples
@@ -148,12 +149,57 @@ def test_an_unusable_row_ends_the_work_with_its_place_and_leaves_no_half_file(tr
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
-@pytest.mark.parametrize("size", [0, 300])
-def test_a_file_that_was_cut_off_is_written_again(data, trained, tmp_path, size):
+def cut_off(contents):
+    return contents[:300]
+
+
+def change_the_middle(contents):
+    middle = len(contents) // 2
+    return contents[:middle] + bytes([contents[middle] ^ 1]) + contents[middle + 1 :]
+
+
+@pytest.mark.parametrize("damage", [cut_off, change_the_middle, lambda contents: b""])
+def test_a_damaged_file_is_named_and_written_again(data, trained, tmp_path, caplog, damage):
     cached(tmp_path, data, trained)
     path = sorted(tmp_path.iterdir())[0]
-    path.write_bytes(path.read_bytes()[:size])
+    intact = path.read_bytes()
+    path.write_bytes(damage(intact))
     assert_same(cached(tmp_path, data, trained), in_memory(data, trained))
+    lines = [message for message in caplog.messages if "damaged" in message]
+    assert lines == [f"config.data.cache_dir: {path} is damaged and is written again"]
+    assert path.read_bytes() == intact and len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_file_that_is_damaged_during_a_run_ends_it_in_one_line(data, trained, tmp_path):
+    cache = cached(tmp_path, data, trained)
+    for path in tmp_path.iterdir():
+        os.truncate(path, 300)
+    with pytest.raises(UserError, match=r"config\.data\.cache_dir: .*Start the run again, which"):
+        list(cache.examples)
+
+
+def test_unfinished_files_of_ended_processes_are_removed(data, trained, tmp_path):
+    """Those that a process writes hold a lock."""
+    (tmp_path / "0123.unfinished").write_bytes(b"killed")
+    with cache_folder.open_unfinished(tmp_path) as alive:
+        cached(tmp_path, data, trained)
+        assert [path.name for path in tmp_path.glob("*.unfinished")] == [Path(alive.name).name]
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+def die(examples):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_ends_the_work_in_one_line(data, trained, tmp_path):
+    folder, deadly = tmp_path / "cache", functools.partial(die)
+    arguments = (folder, located(data), PARSER, ENCODING, str(trained[1]))
+    with pytest.raises(UserError, match="a worker process was killed, which happens when memory"):
+        cache_prompts(*arguments, deadly, workers=1)
+    assert len(list(folder.glob("*.unfinished"))) == 1
+    cached(folder, data, trained)
+    assert not list(folder.glob("*.unfinished"))
 
 
 @pytest.mark.parametrize("folder", ["/proc/cache", "/dev/full/cache"])
@@ -176,18 +222,20 @@ def test_an_example_of_each_data_source_is_found_without_reading_all(tmp_path):
 
 
 def test_categories_with_several_dictionaries_become_text(trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_PARQUET_BATCH", 2)  # a dictionary for each
+    """A file takes one dictionary per column, and each flush of rows comes with its own."""
+    monkeypatch.setattr(files, "_PARQUET_BATCH", ROWS_PER_BATCH)
     path = tmp_path / "f.parquet"
-    schema = pa.schema([("prompt", pa.string()), ("kind", pa.dictionary(pa.int8(), pa.string()))])
-    with pq.ParquetWriter(path, schema) as writer:
-        for kinds in (["a", "b"], ["c", "d"]):
-            kind = pa.array(kinds).dictionary_encode().cast(schema.field("kind").type)
-            writer.write_table(pa.table([pa.array(["1+1", "2+2"]), kind], schema))
+    kind = pa.dictionary(pa.int8(), pa.string())
+    halves = [["a", "b"] * (ROWS_PER_BATCH // 2), ["c", "d"] * (ROWS_PER_BATCH // 2)]
+    with pq.ParquetWriter(path, pa.schema([("prompt", pa.string()), ("kind", kind)])) as writer:
+        for kinds in halves:
+            columns = {"prompt": ["1+1"] * ROWS_PER_BATCH, "kind": pa.array(kinds, kind)}
+            writer.write_table(pa.table(columns))
     accept = functools.partial(len)
     cache = cache_prompts(
         tmp_path / "cache", located(path), PARSER, ENCODING, str(trained[1]), accept, workers=0
     )
-    assert [example.extra_info["kind"] for example in cache.examples] == ["a", "b", "c", "d"]
+    assert [example.extra_info["kind"] for example in cache.examples] == [*halves[0], *halves[1]]
 
 
 def test_other_data_than_parquet_are_refused():
