@@ -915,6 +915,14 @@ class MultiTurn:
         at_least=1,
         effective_when=(HAS_ENVIRONMENT,),
     )
+    timeout: float = option(
+        60.0,
+        "longest time that a `step` of an environment on the host may take, the first one with its "
+        "`reset`; the dialogue then ends with a reward of 0 for that turn",
+        unit="seconds",
+        above=0,
+        effective_when=(HAS_ENVIRONMENT,),
+    )
     reward: str = option(
         "sum",
         "sum: the environment's rewards of turns and the reward of the whole response; "

@@ -2,13 +2,14 @@
 
 The loop calls the host once for all turns that wait, and decodes on with the answers. Threads step
 the dialogues of a call side by side, since environments mostly wait for something else; their
-answers do not depend on that.
+answers do not depend on that, unless a step exceeds the time limit.
 """
 
+import concurrent.futures
+import functools
 import logging
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -18,13 +19,16 @@ from jax.experimental import io_callback
 
 from jax_ppo.data.tokenizer import encode_text
 from jax_ppo.environments.protocol import TextEnvironment
-from jax_ppo.errors import UserError
+from jax_ppo.environments.timed_threads import CallTimeout, Finished, TimedThreads
+from jax_ppo.errors import UserError, shorten
 from jax_ppo.sampler.environment import Answers, DialogueAddresses
 from jax_ppo.types import Example
 
 log = logging.getLogger(__name__)
 
 THREADS = 16  # dialogues that are stepped side by side
+# If as many turns of a batch take too long and none is answered, no further turns are tried.
+HOPELESS = 4 * THREADS
 
 
 class HostState(NamedTuple):
@@ -46,7 +50,7 @@ class HostState(NamedTuple):
 class HostEnvironment:
     """`Environment` of dialogues that objects on the host keep.
 
-    A dialogue whose environment raises an exception ends with a reward of 0.
+    A dialogue whose environment raises an exception, or takes too long, ends with a reward of 0.
     """
 
     needs_host = True
@@ -57,6 +61,7 @@ class HostEnvironment:
         tokenizer: Any,
         examples: Sequence[Example],
         observation_length: int,
+        timeout: float,
     ) -> None:
         """Keep the parts.
 
@@ -65,15 +70,16 @@ class HostEnvironment:
           tokenizer: the policy's.
           examples: what the rows of dialogues index.
           observation_length: O; longer observations are cut at their end.
+          timeout: seconds that a `step` may take, the first one with its `reset`.
         """
         self.observation_length = observation_length
         self._class = environment_class
         self._tokenizer = tokenizer
         self._examples = examples
         # By the index of the sample: the next batch's dialogues replace those of the last.
-        self._dialogues: dict[int, TextEnvironment] = {}
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="environment")
-        self._steps = self._failures = 0
+        self._dialogues: dict[int, Finished] = {}
+        self._threads = TimedThreads(THREADS, timeout)
+        self._steps = self._failures = self._timeouts = 0
         self._first_failure = ""
 
     def reset(self, addresses: DialogueAddresses) -> HostState:
@@ -104,7 +110,7 @@ class HostEnvironment:
           UserError: with the first failure.
         """
         steps, failures, cause = self._steps, self._failures, self._first_failure
-        self._steps = self._failures = 0
+        self._steps = self._failures = self._timeouts = 0
         self._first_failure = ""
         if steps and failures == steps:
             raise UserError(
@@ -133,38 +139,61 @@ class HostEnvironment:
         # Made in order, before the threads step them. Examples may be read from a disk.
         examples = {}
         for b in waiting[answered[waiting] == 0]:
-            self._dialogues[int(samples[b])] = self._class()
+            self._dialogues[int(samples[b])] = self._make()
             examples[int(b)] = self._examples[int(rows[b])]
 
         def step(b: int, text: str) -> tuple[list[int], float, bool]:
-            dialogue = self._dialogues[int(samples[b])]
+            self._require_hope()
+            dialogue: TextEnvironment = self._dialogues[int(samples[b])].result()
             if answered[b] == 0:
                 dialogue.reset(examples[b], int(seeds[b]))
             observation, reward, is_done = dialogue.step(text)
             tokens = encode_text(self._tokenizer, observation, special=False)
             return tokens[: self.observation_length], float(reward), bool(is_done)
 
-        futures = [
-            self._threads.submit(step, int(b), text) for b, text in zip(waiting, texts, strict=True)
+        calls = [
+            functools.partial(step, int(b), text) for b, text in zip(waiting, texts, strict=True)
         ]
-        for b, future in zip(waiting, futures, strict=True):
+        for b, result in zip(waiting, self._threads.call_all(calls), strict=True):
             self._steps += 1
             try:
-                tokens, rewards[b], done[b] = future.result()
-            except Exception:
-                self._count_failure(traceback.format_exc(limit=-4))
+                tokens, rewards[b], done[b] = result.result()
+            except (Exception, SystemExit) as error:
+                self._count_failure(error, int(rows[b]))
                 continue
             observed[b] = len(tokens)
             observations[b, : len(tokens)] = tokens
         return observations, observed, rewards, done
 
-    def _count_failure(self, cause: str) -> None:
+    def _make(self) -> Finished:
+        made: Finished = concurrent.futures.Future()
+        try:
+            made.set_result(self._class())
+        except Exception as error:
+            made.set_exception(error)
+        return made
+
+    def _require_hope(self) -> None:
+        if HOPELESS <= self._timeouts == self._steps:
+            raise CallTimeout(f"none of the first {self._steps} turns was answered in time")
+
+    def _count_failure(self, error: BaseException, row: int) -> None:
         self._failures += 1
+        self._timeouts += isinstance(error, CallTimeout)
         if not self._first_failure:
-            self._first_failure = cause
+            prompt = self._examples[row].prompt
+            asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+            self._first_failure = f"prompt {shorten(asked)!r}: {_describe(error)}"
             log.warning(
                 "%s failed; the dialogue ends with a reward of 0. The first failure of each batch "
-                "is logged:\n%s",
+                "is logged: %s",
                 self._class.__name__,
-                cause,
+                self._first_failure,
             )
+
+
+def _describe(error: BaseException) -> str:
+    """Return a traceback of the environment's own lines, or what took too long."""
+    if isinstance(error, CallTimeout):
+        return f"{error} (config.rollout.multi_turn.timeout)"
+    return "\n" + "".join(traceback.format_exception(error, limit=-4))

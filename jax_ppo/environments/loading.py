@@ -65,16 +65,28 @@ def make_environment(
         return PerDialogue(
             dialogues.reset, dialogues.step, observation_length=dialogues.observation_length
         )
-    split = [axis for axis in mesh.axis_names if axis not in ROWS and mesh.shape[axis] > 1]
+    # Devices that share experts out meet in every layer, too.
+    split = [
+        axis
+        for axis in mesh.axis_names
+        if (axis not in ROWS or axis == "expert") and mesh.shape[axis] > 1
+    ]
     if split:
         # Options name the axis that splits a cache's columns by what it is for.
         axis = "context" if split[0] == COLUMNS else split[0]
+        instead = "model" if axis == "expert" else axis
         raise UserError(
             f"config.{_OPTION}={options.environment!r}: JAX cannot call the host from a program "
             f"that is split over {split[0]!r}, {mesh.shape[split[0]]} devices here; decode with "
-            f"config.rollout.mesh.{axis}=1, or write the environment in JAX"
+            f"config.rollout.mesh.{instead}=1, or write the environment in JAX"
         )
-    return HostEnvironment(environment_class, tokenizer, examples, options.max_observation_length)
+    return HostEnvironment(
+        environment_class,
+        tokenizer,
+        examples,
+        observation_length=options.max_observation_length,
+        timeout=options.timeout,
+    )
 
 
 def _is_in_jax(environment_class: Callable[..., Any]) -> bool:

@@ -60,6 +60,9 @@ def test_the_host_is_called_only_where_no_matrix_product_is_split(tmp_path):
     assert made.observation_length == options.max_observation_length
     with pytest.raises(UserError, match="split over 'model', 2 devices here; decode with config"):
         make_environment(tool, options, None, (), split)
+    experts = meshes.make_mesh(MeshShape(data=2, expert=2), jax.devices()[:4])
+    with pytest.raises(UserError, match=r"'expert', 2 devices here; .*rollout\.mesh\.model=1"):
+        make_environment(tool, options, None, (), experts)
     game, options = load(tmp_path, "Game")
     made = make_environment(game, options, None, (), split)
     assert isinstance(made, PerDialogue) and made.observation_length == 2

@@ -1,6 +1,9 @@
 """Dialogues in the decode loop against a Python loop over one sequence at a time."""
 
 import functools
+import subprocess
+import sys
+import threading
 from typing import NamedTuple
 
 import jax
@@ -10,6 +13,7 @@ import pytest
 from tiny_actor import ARCHITECTURE, make_prompts
 
 from jax_ppo.config.schema import MeshShape
+from jax_ppo.environments import host
 from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import meshes, placement, sharding
@@ -17,7 +21,7 @@ from jax_ppo.sampler import sampling
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.environment import PerDialogue, address_dialogues
-from jax_ppo.types import Prompts
+from jax_ppo.types import Example, Prompts
 
 V, T = ARCHITECTURE.vocab_size, 24
 LONGEST = 3  # tokens of an observation
@@ -174,7 +178,7 @@ class OnTheHost:
     """The same environment in Python."""
 
     def reset(self, example, seed):
-        self.row, self.number, self.turns = example, seed % V, 0
+        self.row, self.number, self.turns = int(example.prompt), seed % V, 0
 
     def step(self, text):
         turn = [int(word) for word in text.split()]
@@ -185,13 +189,13 @@ class OnTheHost:
         return " ".join(map(str, observation)), reward, done
 
 
-EXAMPLES = range(3 * len(LENGTHS) + 1)  # each example is its own number
+EXAMPLES = [Example(str(row), "mine") for row in range(3 * len(LENGTHS) + 1)]
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_an_environment_on_the_host_gives_the_same_dialogues(actor, reference, devices):
     """Also where two devices call the host, each for samples of its own, and one has fewer."""
-    environment = HostEnvironment(OnTheHost, Numbers(), EXAMPLES, observation_length=LONGEST)
+    environment = HostEnvironment(OnTheHost, Numbers(), EXAMPLES, LONGEST, timeout=60.0)
     options = SamplingOptions(T, 1.0, n=2, eos_ids=EOS, slots=3, environment=environment)
     mesh = meshes.make_mesh(MeshShape(), jax.devices()[:devices])
     prompts = with_rows(make_prompts(LENGTHS))
@@ -216,7 +220,7 @@ class Broken(OnTheHost):
 
 
 def test_an_environment_that_raises_ends_its_own_dialogue():
-    environment = HostEnvironment(Broken, Numbers(), EXAMPLES, observation_length=LONGEST)
+    environment = HostEnvironment(Broken, Numbers(), EXAMPLES, LONGEST, timeout=60.0)
     arguments = (np.array([4, 8]), np.arange(2), np.array([2, 3]), np.zeros(2, np.int32))
     turns, lengths = np.array([[5, 9, 0], [6, 0, 0]]), np.array([2, 1])
     Broken.spares = {8}
@@ -227,6 +231,99 @@ def test_an_environment_that_raises_ends_its_own_dialogue():
     environment.raise_if_all_failed()
     Broken.spares = set()
     environment._answer(*arguments, turns, lengths)
-    with pytest.raises(UserError, match="Broken failed at every turn of a batch, 2 times"):
+    with pytest.raises(UserError, match="Broken failed at every turn of a batch, 2 times") as error:
         environment.raise_if_all_failed()
+    assert "prompt '4': \nTraceback" in str(error.value) and "RuntimeError: row 4" in str(
+        error.value
+    )
     environment.raise_if_all_failed()  # counts anew
+
+
+class Unmakeable(OnTheHost):
+    """An environment whose dialogues cannot begin."""
+
+    def __init__(self):
+        raise RuntimeError("no sandbox")
+
+
+def test_an_environment_that_cannot_be_made_fails_at_its_turn():
+    environment = HostEnvironment(Unmakeable, Numbers(), EXAMPLES, LONGEST, timeout=60.0)
+    one = (np.array([4]), np.arange(1), np.array([2]), np.zeros(1, np.int32))
+    assert environment._answer(*one, np.array([[5]]), np.array([1]))[3].tolist() == [True]
+    with pytest.raises(UserError, match=r"(?s)Unmakeable failed .*RuntimeError: no sandbox"):
+        environment.raise_if_all_failed()
+
+
+class Hanging(OnTheHost):
+    """An environment that waits, but for one row, until the test is over."""
+
+    answers: int
+    tried: list[int]
+    over: threading.Event
+
+    def step(self, text):
+        self.tried.append(self.row)
+        if self.row != self.answers:
+            self.over.wait()
+        return super().step(text)
+
+
+@pytest.fixture
+def hanging(monkeypatch):
+    """Return a function that makes an environment of a row that answers, and answers all rows."""
+    Hanging.tried, Hanging.over = [], threading.Event()
+    monkeypatch.setattr(host, "THREADS", 2)
+
+    def answer(answers, rows):
+        Hanging.answers = answers
+        environment = HostEnvironment(Hanging, Numbers(), EXAMPLES, LONGEST, timeout=0.05)
+        count = len(rows)
+        state = (np.array(rows), np.arange(count), np.full(count, 3), np.zeros(count, np.int32))
+        return environment, environment._answer(*state, np.full((count, 1), 6), np.ones(count, int))
+
+    yield answer
+    Hanging.over.set()
+
+
+def test_a_step_that_hangs_ends_its_own_dialogue_and_names_its_prompt(hanging, caplog):
+    """Also where more steps hang than there are threads."""
+    environment, answers = hanging(8, [4, 5, 6, 8, 7])
+    observations, observed, rewards, done = answers
+    # Row 8: 6 + 8 + 3 = 17 leaves one token of observation, and 3 when divided by 7.
+    assert observations[3].tolist() == [17, 0, 0] and observed.tolist() == [0, 0, 0, 1, 0]
+    assert rewards.tolist() == [0, 0, 0, 0.5, 0] and done.tolist() == [
+        True,
+        True,
+        True,
+        False,
+        True,
+    ]
+    environment.raise_if_all_failed()
+    [line] = caplog.messages
+    assert line.endswith(
+        "prompt '4': no answer within 0.05 seconds (config.rollout.multi_turn.timeout)"
+    )
+
+
+def test_a_batch_of_which_nothing_is_answered_is_given_up(hanging, monkeypatch):
+    """The run ends after a few time limits, not after one for each turn."""
+    monkeypatch.setattr(host, "HOPELESS", 4)
+    environment, answers = hanging(None, list(range(20)))
+    assert 4 <= len(Hanging.tried) <= 4 + 2 and answers[3].all()
+    with pytest.raises(
+        UserError, match=r"Hanging failed at every turn of a batch, 20 times.*\n.*0'"
+    ):
+        environment.raise_if_all_failed()
+
+
+def test_a_step_that_hangs_does_not_keep_the_process_from_ending():
+    script = (
+        "import threading\n"
+        "from jax_ppo.environments.timed_threads import TimedThreads\n"
+        "[late] = TimedThreads(1, 0.01).call_all([threading.Event().wait])\n"
+        "print(late.exception())"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert ended.stdout == "no answer within 0.01 seconds\n"

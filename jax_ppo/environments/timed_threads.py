@@ -1,0 +1,87 @@
+"""Calls in threads, side by side, each with a time limit.
+
+Python cannot end a thread. One whose call takes too long is left to itself, and another takes its
+place; none of them keeps the process from ending.
+"""
+
+import concurrent.futures
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+Finished = concurrent.futures.Future[Any]
+
+
+class CallTimeout(Exception):
+    """A call has not returned within the limit."""
+
+
+class _Call:
+    """A call, when it began, and its result."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function = function
+        self.result: Finished = concurrent.futures.Future()
+        self.has_started = threading.Event()
+        self.started_at = 0.0
+        self.is_abandoned = False
+
+    def run(self) -> None:
+        self.started_at = time.monotonic()
+        self.has_started.set()
+        try:
+            self.result.set_result(self.function())
+        except BaseException as error:
+            self.result.set_exception(error)
+
+
+class TimedThreads:
+    """A number of threads that make calls."""
+
+    def __init__(self, threads: int, timeout: float) -> None:
+        """Start the threads.
+
+        Args:
+          threads: calls that are made side by side.
+          timeout: seconds that one call may take.
+        """
+        self._timeout = timeout
+        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        for _ in range(threads):
+            self._start_thread()
+
+    def call_all(self, functions: Sequence[Callable[[], Any]]) -> Iterator[Finished]:
+        """Call functions without arguments; yield their results in order, while others run.
+
+        The result of a call that takes too long is the exception `CallTimeout`.
+        """
+        calls = [_Call(function) for function in functions]
+        for call in calls:
+            self._calls.put(call)
+        for call in calls:
+            yield self._wait(call)
+
+    def _wait(self, call: _Call) -> Finished:
+        # It starts: of those before it, each has returned or has lost its thread to another.
+        call.has_started.wait()
+        left = call.started_at + self._timeout - time.monotonic()
+        concurrent.futures.wait([call.result], max(left, 0.0))
+        if call.result.done():
+            return call.result
+        call.is_abandoned = True
+        self._start_thread()
+        late: Finished = concurrent.futures.Future()
+        late.set_exception(CallTimeout(f"no answer within {self._timeout:g} seconds"))
+        return late
+
+    def _start_thread(self) -> None:
+        threading.Thread(target=self._work, name="environment", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            call = self._calls.get()
+            call.run()
+            if call.is_abandoned:
+                return
