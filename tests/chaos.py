@@ -159,6 +159,7 @@ class Chaos:
         workdir = self._folder / f"undisturbed_{name.replace(' ', '_')}"
         processes = Processes(VARIANTS[name], self._folder / "inputs", workdir, server=None)
         codes = processes.wait()
+        processes.kill()
         if any(codes):
             raise RuntimeError(f"the undisturbed run failed: {''.join(processes.lines)}")
         validate_examples(processes.examples)

@@ -8,7 +8,6 @@ import random
 import re
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from chaos_server import ForkServer, WarmProcess
 from chaos_variants import Variant
+from waiting import keep_port
 
 ROOT = Path(__file__).parents[1]
 COMMAND = ROOT / "tests" / "chaos_command.py"
@@ -69,8 +69,10 @@ class Processes:
         environment = {**os.environ, **ENVIRONMENT, "JAX_NUM_CPU_DEVICES": str(variant.devices)}
         # What killed processes leave there goes with the folder.
         environment["TMPDIR"] = str(inputs / "temporary")
+        self._kept_port = contextlib.ExitStack()
         if variant.processes > 1:
-            environment["JAX_COORDINATOR_ADDRESS"] = f"localhost:{_free_port()}"
+            kept = self._kept_port.enter_context(keep_port())
+            environment["JAX_COORDINATOR_ADDRESS"] = f"localhost:{kept.getsockname()[1]}"
             environment["JAX_NUM_PROCESSES"] = str(variant.processes)
         self.phase = STARTING
         self.durations: dict[str, float] = collections.defaultdict(float)
@@ -151,6 +153,7 @@ class Processes:
         for process in self._processes:
             process.kill()
             process.wait()
+        self._kept_port.close()
         self._filler.unlink(missing_ok=True)
 
     def _read(self, number: int) -> None:
@@ -232,9 +235,3 @@ def _start_interpreter(arguments: list[str], environment: dict[str, str]) -> sub
 
 def _process_id(variant: Variant, number: int) -> dict[str, str]:
     return {"JAX_PROCESS_ID": str(number)} if variant.processes > 1 else {}
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("localhost", 0))
-        return server.getsockname()[1]

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-START_SECONDS = 120.0
+START_SECONDS = 600.0
 # What commands import beside the package's own modules.
 LIBRARIES = (
     "matplotlib.pyplot",

@@ -24,6 +24,8 @@ os.environ.setdefault(
 import jax
 import pytest
 
+import waiting
+
 # A shell ignores SIGINT for what it runs in the background, and the runs that tests start and
 # interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -86,6 +88,13 @@ def bounded_memory_maps() -> Iterator[None]:
     if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture
+def coordinator_address() -> Iterator[str]:
+    """Yield an address, for the coordination service of a run, that nothing else can take."""
+    with waiting.keep_port() as kept:
+        yield f"localhost:{kept.getsockname()[1]}"
 
 
 @pytest.fixture

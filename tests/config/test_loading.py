@@ -7,7 +7,6 @@ import pathlib
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -315,11 +314,9 @@ def test_a_mistake_costs_no_heavy_import(config_file):
         "except SystemExit as error: print(error)\n"
         "print(sorted({'jax', 'flax', 'transformers', 'orbax'} & set(sys.modules)))"
     )
-    started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
     assert "config.actor.clip_ratio" in done.stdout
-    assert time.monotonic() - started < 20  # 0.2 s on a quiet machine
 
 
 def test_resolved_configuration_is_written(config_file, tmp_path, capsys):

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from jax_ppo.ppo.rewarding import FailedSteps, RuleRewards, RuleScorer
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.types import Example, Prompts, Rollout
+from waiting import HANG_SECONDS, finish_all
 
 
 def rewards(failures):
@@ -54,7 +54,7 @@ class TwoProcesses:
     """The collectives of two processes, which are threads here."""
 
     def __init__(self):
-        self.barrier = threading.Barrier(2, timeout=10)
+        self.barrier = threading.Barrier(2, timeout=HANG_SECONDS)
         self.process = threading.local()
         self.values = [None, None]
 
@@ -157,14 +157,11 @@ print(json.dumps(found))
 
 
 @pytest.mark.slow
-def test_a_sample_is_scored_once_where_tensor_parallelism_spans_processes():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+def test_a_sample_is_scored_once_where_tensor_parallelism_spans_processes(coordinator_address):
     common = {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "2",
-        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+        "JAX_COORDINATOR_ADDRESS": coordinator_address,
         "JAX_NUM_PROCESSES": "2",
     }
     processes = [
@@ -177,7 +174,7 @@ def test_a_sample_is_scored_once_where_tensor_parallelism_spans_processes():
         )
         for index in (0, 1)
     ]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    outputs = [output for output, _ in finish_all(processes)]
     assert [process.returncode for process in processes] == [0, 0]
     first, second = (json.loads(output.splitlines()[-1]) for output in outputs)
     texts = ["10", "12 13", "14", "16 17", "18", "20 21", "22", "24 25"]

@@ -44,7 +44,7 @@ def exits(completions, **kwargs):
     os._exit(3)
 
 def hangs(completions, **kwargs):
-    time.sleep(60)
+    time.sleep(3600)
 
 def wrong(solution_strs):
     return []
@@ -88,10 +88,11 @@ def test_a_function_that_fails_costs_its_batch(module, name, failed, words):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("exits", "exit code 3"), ("hangs", "config.reward.timeout=0.5")]
+    ("name", "timeout", "words"),
+    [("exits", 3600.0, "exit code 3"), ("hangs", 0.2, "config.reward.timeout=0.2")],
 )
-def test_a_worker_that_dies_or_hangs_costs_the_batch_and_not_the_run(module, name, words):
-    options = Reward(function=f"{module}:{name}", timeout=0.5)
+def test_a_worker_that_dies_or_hangs_costs_the_batch_and_not_the_run(module, name, timeout, words):
+    options = Reward(function=f"{module}:{name}", timeout=timeout)
     with RewardWorkers(options, 1, takes_batches=True) as pool:
         scored = score_batch(pool, EXAMPLES, RESPONSES)
     assert scored.failures == 2 and words in scored.first_failure

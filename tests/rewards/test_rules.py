@@ -108,9 +108,9 @@ def test_only_the_end_of_a_response_is_looked_at():
     "text", ["1," * 200_000, "#" * 99_999, "1" * 99_999, "#### " + "1,111" * 100_000, "$-" * 9999]
 )
 def test_long_junk_takes_no_time(method, text):
-    start = time.perf_counter()
+    start = time.thread_time()  # the processor's: other programs may run meanwhile
     score_gsm8k(text, "1", method)
-    assert time.perf_counter() - start < 0.5
+    assert time.thread_time() - start < 0.5
 
 
 @pytest.mark.parametrize(

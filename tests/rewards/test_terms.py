@@ -163,7 +163,7 @@ def test_answers_are_compared_as_mathematics(answer, ground_truth, correct):
 @pytest.mark.slow
 def test_an_endless_power_costs_its_own_sample_only():
     pytest.importorskip("math_verify")
-    options = Reward(terms="math:1", timeout=20.0)
+    options = Reward(terms="math:1", timeout=60.0)
     rows = [RewardRow("math", "2")] * 3
     with RewardWorkers(options, 1) as workers:
         outcomes = workers.score(

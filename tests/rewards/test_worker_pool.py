@@ -6,32 +6,40 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
+import pebble.pool.process
 import pytest
 
 from jax_ppo.config.schema import Reward
 from jax_ppo.rewards.batch import score_batch
 from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
 from jax_ppo.types import Example
+from waiting import is_running, wait_until
 
 ROOT = pathlib.Path(__file__).parents[2]
 MODULE = """
 import os
+import pathlib
 import re
 import subprocess
 import sys
 import time
 
+def announce_hang():
+    pathlib.Path(__file__).with_name(f"{os.getpid()}.hangs").touch()
+
 def misbehaves(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "sleep":
-        time.sleep(1000)
+        announce_hang()
+        time.sleep(3600)
     if solution_str == "regex":  # holds the interpreter: no handler of a signal runs
+        announce_hang()
         re.match(r"(a+)+$", "a" * 60 + "b")
     if solution_str == "children":
-        subprocess.Popen(["sleep", f"1000.{os.getppid()}"])
-        time.sleep(1000)
+        subprocess.Popen(["sleep", f"3600.{os.getppid()}"])
+        announce_hang()
+        time.sleep(3600)
     if solution_str.startswith("exit"):
         os._exit(int(solution_str[4:]))
     if solution_str == "leave":
@@ -49,6 +57,7 @@ RESPONSES = [
     *("abc", "sleep", "x", "exit0", "fine", "exit7", "leave", "interrupt", "regex", "children"),
     "last one",
 ]
+LIMIT = 3600.0  # seconds for a sample; no test waits for as long
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +68,25 @@ def module(tmp_path_factory):
 
 
 def options(function, **changes):
-    return dataclasses.replace(Reward(), function=function, **{"timeout": 0.4} | changes)
+    return dataclasses.replace(Reward(), function=function, **{"timeout": LIMIT} | changes)
 
 
+@pytest.fixture
+def hangs_are_over_at_once(module, monkeypatch):
+    """Let the time of a sample be over once its worker has announced that it hangs."""
+
+    def is_over(task):
+        assert task.timeout == LIMIT
+        return task.started and hangs(module, task.worker_id)
+
+    monkeypatch.setattr(pebble.pool.process.TaskManager, "timeout", staticmethod(is_over))
+
+
+def hangs(module, worker):
+    return pathlib.Path(module).with_name(f"{worker}.hangs").exists()
+
+
+@pytest.mark.usefixtures("hangs_are_over_at_once")
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_hung_or_dead_worker_costs_its_sample_only(module, workers, caplog):
     """Results are in the order of the responses and do not depend on the number of workers."""
@@ -79,10 +104,11 @@ def test_a_hung_or_dead_worker_costs_its_sample_only(module, workers, caplog):
         "7 of 11 responses could not be scored",
         "row 1 of the batch, data_source='mine'",
         "response ending in 'sleep'",
-        "no result within config.reward.timeout=0.4 seconds; its worker process was replaced",
+        "no result within config.reward.timeout=3600 seconds; its worker process was replaced",
     ):
         assert words in record.getMessage()
-    assert f"sleep\x001000.{os.getpid()}\x00" not in _commands_of_processes()
+    # The system may take a while to end what was killed.
+    wait_until(lambda: f"sleep\x003600.{os.getpid()}\x00" not in _commands_of_processes())
 
 
 def _commands_of_processes():
@@ -105,14 +131,7 @@ def test_workers_survive_signals_load_no_jax_and_are_replaced_while_idle(module)
         os.kill(worker, signal.SIGKILL)
         batch = score_batch(pool, [Example("q", "mine")] * 2, ["a", "b"])
         assert batch.failures == 0 and worker not in batch.scores
-    assert not _is_running(int(batch.scores[0]))
-
-
-def _is_running(process):
-    try:
-        return "State:\tZ" not in pathlib.Path(f"/proc/{process}/status").read_text()
-    except OSError:
-        return False
+    wait_until(lambda: not is_running(int(batch.scores[0])))
 
 
 PROGRAM = """
@@ -124,7 +143,8 @@ from jax_ppo.rewards.worker_pool import RewardWorkers
 folder = sys.argv[1]
 # Without a guard against being imported as the main module of a worker.
 for function in ("process", "misbehaves"):
-    pool = RewardWorkers(dataclasses.replace(Reward(), function=f"{folder}:{function}"), 1)
+    options = dataclasses.replace(Reward(), function=f"{folder}:{function}", timeout=3600.0)
+    pool = RewardWorkers(options, 1)
     if function == "process":
         print(int(pool.score([RewardRow("x")], ["a"])[0].score), flush=True)
     else:
@@ -140,17 +160,14 @@ def test_no_worker_outlives_a_killed_run(module):
         [sys.executable, "-c", PROGRAM, module], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     idle = int(run.stdout.readline())
-    assert run.stdout.readline() == "hanging\n" and _is_running(idle)
+    assert run.stdout.readline() == "hanging\n" and is_running(idle)
+    wait_until(lambda: any(hangs(module, child) for child in _children(run.pid)))
     children = _children(run.pid)
     assert idle in children and len(children) >= 2
-    time.sleep(0.2)  # the worker takes the sample that hangs
     run.kill()
     run.wait()
     run.stdout.close()
-    deadline = time.monotonic() + 10
-    while any(map(_is_running, children)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not any(map(_is_running, children))
+    wait_until(lambda: not any(map(is_running, children)))
 
 
 def _children(parent):
@@ -174,7 +191,7 @@ def test_user_functions_run_in_one_worker_unless_configured_otherwise():
 
 
 def test_built_in_rules_can_run_in_workers():
-    with RewardWorkers(options("", gsm8k_method="flexible", timeout=60.0), 1) as pool:
+    with RewardWorkers(options("", gsm8k_method="flexible"), 1) as pool:
         batch = score_batch(pool, [Example("q", "openai/gsm8k", "42")], ["so it is 42"])
     assert batch.scores.tolist() == [1] and batch.extra["answered"].tolist() == [1]
 

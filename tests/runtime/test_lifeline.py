@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from jax_ppo.runtime.lifeline import WITHOUT_A_WORD, Lifeline
+from waiting import HANG_SECONDS
 
 
 class Store:
@@ -44,7 +45,7 @@ def close_connections(line):
 
 
 def collect(news, count):
-    return sorted(news.get(timeout=10) for _ in range(count))
+    return sorted(news.get(timeout=HANG_SECONDS) for _ in range(count))
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
@@ -76,7 +77,8 @@ def test_the_others_go_on_after_one_that_is_done(processes):
 def test_a_stranger_is_not_listened_to(processes, text):
     lines, news, store = processes
     address = json.loads(next(iter(store.values.values())))
-    with socket.create_connection((address["host"], address["port"]), timeout=10) as stranger:
+    place = address["host"], address["port"]
+    with socket.create_connection(place, timeout=HANG_SECONDS) as stranger:
         stranger.sendall(text + b'{"process": 1, "reason": "all must end"}\n')
         assert stranger.recv(1) == b""
     lines[1].announce("failed")

@@ -12,6 +12,7 @@ import pytest
 from jax_ppo import command
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import work_directory
+from waiting import finish_all
 
 ROOT = pathlib.Path(__file__).parents[2]
 HOLDER = """
@@ -19,7 +20,7 @@ import pathlib, sys, time
 from jax_ppo.runtime import work_directory
 with work_directory.open_work_directory(pathlib.Path(sys.argv[1]), print):
     print("locked", flush=True)
-    time.sleep(60)
+    time.sleep(3600)
 """
 
 FORKING_HOLDER = """
@@ -28,7 +29,7 @@ from jax_ppo.runtime import work_directory
 with work_directory.open_work_directory(pathlib.Path(sys.argv[1]), print):
     if os.fork() == 0:
         os.write(1, b"%d\\n" % os.getpid())
-    time.sleep(60)
+    time.sleep(3600)
 """
 
 
@@ -121,13 +122,10 @@ distributed.run_or_abort(main)
 """
 
 
-def run_two(folders):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+def run_two(folders, coordinator_address):
     common = {
         "JAX_PLATFORMS": "cpu",
-        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+        "JAX_COORDINATOR_ADDRESS": coordinator_address,
         "JAX_NUM_PROCESSES": "2",
     }
     processes = [
@@ -140,26 +138,25 @@ def run_two(folders):
         )
         for number, folder in enumerate(folders)
     ]
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
-    lines = [output.splitlines() for output in outputs]
+    lines = [output.splitlines() for output, _ in finish_all(processes)]
     return [[line for line in own if not line.startswith("[Gloo]")] for own in lines]
 
 
 @pytest.mark.slow
-def test_two_processes_share_one_directory(tmp_path):
-    assert run_two([tmp_path, tmp_path]) == [["shared"], ["shared"]]
+def test_two_processes_share_one_directory(tmp_path, coordinator_address):
+    assert run_two([tmp_path, tmp_path], coordinator_address) == [["shared"], ["shared"]]
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 @pytest.mark.slow
-def test_separate_local_disks_are_named_in_every_process(tmp_path):
-    for (line,) in run_two([tmp_path / "a", tmp_path / "b"]):
+def test_separate_local_disks_are_named_in_every_process(tmp_path, coordinator_address):
+    for (line,) in run_two([tmp_path / "a", tmp_path / "b"], coordinator_address):
         assert "process 1 of 2 cannot see what process 0 writes there" in line
         assert "a disk that all hosts share" in line
 
 
 @pytest.mark.slow
-def test_an_error_of_process_0_ends_all(tmp_path):
+def test_an_error_of_process_0_ends_all(tmp_path, coordinator_address):
     (tmp_path / "file").write_text("")
-    for (line,) in run_two([tmp_path / "file", tmp_path / "file"]):
+    for (line,) in run_two([tmp_path / "file", tmp_path / "file"], coordinator_address):
         assert "cannot be written to: " in line

@@ -6,7 +6,6 @@ process writes files of its own and holds no more than two tensors.
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import hf_reference as reference
 import pytest
 
 from jax_ppo.models.hf.save import export_checkpoint
+from waiting import finish_all
 
 PROGRAM = """
 import collections, json, sys, weakref
@@ -100,11 +100,7 @@ def start(arguments, devices):
 
 def finish(processes):
     """Wait for the processes and return the last line that each printed."""
-    try:
-        printed = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    printed = finish_all(processes)
     for process, (_, errors) in zip(processes, printed, strict=True):
         assert process.returncode == 0, errors
     return [json.loads(out.splitlines()[-1]) for out, _ in printed]
@@ -137,11 +133,10 @@ def test_eight_devices(source, tmp_path):
     assert blocks["model.norm.weight"] == [[32]]
 
 
-def test_two_processes(source, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    processes = [start([i, 2, address, source, tmp_path / "two"], devices=2) for i in range(2)]
+def test_two_processes(source, tmp_path, coordinator_address):
+    processes = [
+        start([i, 2, coordinator_address, source, tmp_path / "two"], devices=2) for i in range(2)
+    ]
     reports = finish(processes)
     for report in reports:  # each process reads the half that its devices hold
         assert report["blocks"]["model.layers.1.self_attn.q_proj.weight"] == [[16, 16]] * 2
