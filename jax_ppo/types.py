@@ -10,7 +10,7 @@ import typing
 from typing import Any
 
 import jax
-from jaxtyping import Bool, Float32, Int32
+from jaxtyping import Bool, Float32, Int32, UInt
 
 Array = Any  # jax.Array or numpy.ndarray: the same contract holds on the host and on the mesh
 Params = dict[str, Any]  # nested dicts of arrays: a role's parameters, or a tree of its structure
@@ -88,6 +88,9 @@ class Rollout:
         drawn. `None` if the engine does not count them.
       turn_rewards: what an environment rewarded, each at the last token of its turn, which is an
         action; `None` without an environment.
+      routed_experts: the experts that each token of prompt and response, joined without a gap,
+        passed through in each layer; the number of experts where a token was not run, such as the
+        last one. `None` unless the sampling options ask for it.
     """
 
     prompts: Prompts
@@ -98,6 +101,7 @@ class Rollout:
     action_mask: Bool[Array, "B T"]
     slot_steps: Int32[Array, " queues"] | None = None
     turn_rewards: Float32[Array, "B T"] | None = None
+    routed_experts: UInt[Array, "B S layers k"] | None = None
 
 
 @pytree
@@ -110,6 +114,7 @@ class Sequences:
       lengths: number of response tokens, 1..T.
       truncated: True if the response was cut off at its maximum length.
       action_mask: as in `Rollout`; column t is the response's token t.
+      routed_experts: as in `Rollout`; column i is the token at position i.
     """
 
     tokens: Int32[Array, "B S"]
@@ -117,6 +122,7 @@ class Sequences:
     lengths: Int32[Array, " B"]
     truncated: Bool[Array, " B"]
     action_mask: Bool[Array, "B T"]
+    routed_experts: UInt[Array, "B S layers k"] | None = None
 
 
 @pytree

@@ -1385,6 +1385,55 @@ UPDATES = [
         ),
     ),
     Exhibit(
+        name="replayed_experts_are_those_of_the_next_token",
+        source=(
+            "NovaSky-AI/SkyRL#1908, vllm#37094: recorded experts were padded or cut to other "
+            "tokens than those that had passed through them"
+        ),
+        holds="column i of the record is the token at position i, prompt tokens included",
+        test=(
+            "tests/ppo/test_router_replay.py::"
+            "test_the_record_is_what_one_pass_over_the_whole_sequence_selects"
+        ),
+        where="routing.record_tokens",
+        old="record.sequences.at[sample_B, positions_B]",
+        new="record.sequences.at[sample_B, positions_B + 1]",
+    ),
+    Exhibit(
+        name="the_experts_of_prompts_are_not_replayed",
+        source=(
+            "THUDM/slime#1145, vllm#37094: the record began with the response, or was missing for "
+            "some requests"
+        ),
+        holds="prompts are recorded by their prefill, for each of their samples",
+        test=(
+            "tests/ppo/test_router_replay.py::"
+            "test_the_record_is_what_one_pass_over_the_whole_sequence_selects"
+        ),
+        where="routing.record_entries",
+        old="return record._replace(sequences=sequences)",
+        new="return record",
+    ),
+    Exhibit(
+        name="replayed_experts_outside_the_top_k_weigh_nothing",
+        source=(
+            "ISEEKYAN/Megatron-LM#79: weights were taken from probabilities that are zero outside "
+            "of the router's own selection, and with them their gradient"
+        ),
+        holds="the weights of replayed experts are a softmax over them, with its gradient",
+        test=(
+            "tests/ppo/test_router_replay.py::"
+            "test_the_gradient_of_replayed_experts_is_that_of_a_softmax_over_them"
+        ),
+        where="experts.select_experts",
+        old="weights = jnp.take_along_axis(probabilities, experts, axis=-1)",
+        new=(
+            "weights = jnp.take_along_axis("
+            "jnp.where(probabilities >= weights.min(-1, keepdims=True), probabilities, 0), "
+            "experts, axis=-1)"
+        ),
+    ),
+    Exhibit(
         name="the_entropy_bonus_grows_with_the_micro_batches",
         source=(
             "RLinf#1564, verl#4711: bonus and metrics were scaled by the number or size of "

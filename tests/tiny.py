@@ -173,6 +173,15 @@ def make_rollout(mesh, seed=0, samples=B):
     return placement.place(rollout, sharding.rows(mesh))
 
 
+def random_routing(mesh, seed=0, samples=B):
+    """Return experts of each token of `make_rollout` by chance, on the mesh."""
+    a = ARCHITECTURE
+    r = np.random.default_rng(seed)
+    shape = (samples, P + T, a.num_layers, a.num_experts)
+    experts = r.permuted(np.broadcast_to(np.arange(a.num_experts, dtype=np.uint8), shape), axis=-1)
+    return placement.place(experts[..., : a.experts_per_token], sharding.rows(mesh))
+
+
 def plan(config, mesh, rollout, groups, rows):
     """The groups' MiniBatches, packed on the mesh."""
     total = np.asarray(rollout.prompts.lengths) + np.asarray(rollout.lengths)

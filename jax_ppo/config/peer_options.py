@@ -116,6 +116,7 @@ VERL = {
         "config.rollout.multi_turn.max_observation_length, in tokens"
     ),
     "rollout.quantization_config_file": "config.rollout.quantization",
+    "rollout.enable_rollout_routing_replay": "config.actor.router_replay.mode=R3",
     "reward_model.enable": "set config.reward.model_path",
     "reward_model.path": "config.reward.model_path",
     "reward_model.model.path": "config.reward.model_path",

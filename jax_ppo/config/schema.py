@@ -147,6 +147,11 @@ HAS_ENVIRONMENT = Condition(
     lambda config: bool(config.rollout.multi_turn.environment),
     "`rollout.multi_turn.environment` is set",
 )
+ENGINE_RECORDS_ROUTING = Requirement(
+    lambda config: config.rollout.engine == "built-in",
+    "`rollout.engine` is built-in",
+    "config.rollout.engine={config.rollout.engine!r} does not record it; use the built-in engine",
+)
 ENVIRONMENT_HAS_ENGINE = Requirement(
     lambda config: config.rollout.engine == "built-in",
     "`rollout.engine` is built-in",
@@ -453,10 +458,25 @@ class CriticOptim(Optim):
 
 
 @dataclasses.dataclass(frozen=True)
+class RouterReplay:
+    """Replay of the experts that the sampler selected, in the actor's scoring and update."""
+
+    mode: str = option(
+        "disabled",
+        "R3: each token passes through the experts that it passed through in sampling, weighted by "
+        "the trained router's probabilities, in the actor's scoring and update (routing replay); "
+        "for a mixture of experts; disabled: its routers select anew in each pass",
+        choices=("disabled", "R3"),
+        requires=(ENGINE_RECORDS_ROUTING,),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class Actor:
     """The policy's loss and update."""
 
     optim: Optim = section(Optim)
+    router_replay: RouterReplay = section(RouterReplay)
     grad_clip: float = option(1.0, "maximum global gradient norm", above=0)
     optimizer_offload: bool = option(
         False,

@@ -16,7 +16,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt
 
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.runtime.parallelism.experts import split_experts
@@ -72,25 +72,32 @@ class ExpertMLP(nn.Module):
       dtype: Type of the experts' computation.
       activation: Activation of the experts' gates.
       router_loss: Whether `balance_losses` is returned as "router_loss".
+      returns_routed_experts: Whether the selected experts are returned as "routed_experts".
     """
 
     architecture: Architecture
     dtype: DTypeLike
     activation: Activation
     router_loss: bool = False
+    returns_routed_experts: bool = False
 
     @nn.compact
     def __call__(
-        self, x_RxLxD: jax.Array, segments_RxL: jax.Array | None
+        self,
+        x_RxLxD: jax.Array,
+        segments_RxL: jax.Array | None,
+        routed_experts_RxLxk: jax.Array | None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the output [R, L, D] and auxiliary outputs by name."""
+        """Return the output [R, L, D] and auxiliary outputs by name; see `select_experts`."""
         a = self.architecture
         router = Kernel((a.hidden_size, a.num_experts), name="router")()["kernel"]
         probabilities = router_probabilities(x_RxLxD, router)
         weights, experts = select_experts(
-            probabilities, a.experts_per_token, a.normalized_expert_weights
+            probabilities, a.experts_per_token, a.normalized_expert_weights, routed_experts_RxLxk
         )
         auxiliary = {}
+        if self.returns_routed_experts:
+            auxiliary["routed_experts"] = experts.astype(routed_experts_dtype(a.num_experts))
         if self.router_loss:
             assert segments_RxL is not None, "the balance is that of a segment"
             auxiliary["router_loss"] = balance_losses(probabilities, experts, segments_RxL)
@@ -109,11 +116,36 @@ def router_probabilities(
     return jax.nn.softmax(logits)
 
 
+def routed_experts_dtype(num_experts: int) -> DTypeLike:
+    """Return the smallest type that holds the indices of experts, and one more: E itself."""
+    return jnp.uint8 if num_experts < 2**8 else jnp.uint16
+
+
 def select_experts(
-    probabilities: Float[Array, "R L E"], k: int, is_normalized: bool
+    probabilities: Float[Array, "R L E"],
+    k: int,
+    is_normalized: bool,
+    routed_experts: UInt[Array, "R L k"] | None = None,
 ) -> tuple[Float[Array, "R L k"], Int[Array, "R L k"]]:
-    """Return the weights and indices of the k most probable experts of each token."""
+    """Return the weights and indices of the experts of each token.
+
+    They are the k most probable ones, or those that were recorded in another pass (routing replay;
+    Ma et al. 2025, arXiv 2510.11370). Their weights are computed from the present probabilities
+    alike, and have a gradient: normalized ones are a softmax over the k experts.
+
+    Args:
+      probabilities: Of each expert for each token.
+      k: Number of experts of each token.
+      is_normalized: Whether the weights of a token are divided by their sum.
+      routed_experts: The recorded experts, E and above where there is no record; `None`: there is
+        none at all.
+    """
     weights, experts = jax.lax.top_k(probabilities, k)
+    if routed_experts is not None:
+        is_recorded = routed_experts < probabilities.shape[-1]
+        experts = jnp.where(is_recorded, routed_experts.astype(experts.dtype), experts)
+        # From all probabilities: a recorded expert need not be among the k most probable.
+        weights = jnp.take_along_axis(probabilities, experts, axis=-1)
     if is_normalized:
         weights /= weights.sum(-1, keepdims=True)
     return weights, experts

@@ -299,6 +299,7 @@ class Layer(nn.Module):
       kind: Kind of the layer; `None` if layers of a scan differ and each is passed its own.
       lora_scale: Scale of the adapters, if there are any.
       router_loss: Whether experts return the loss of their router.
+      returns_routed_experts: Whether they return which of them each token passes through.
     """
 
     architecture: Architecture
@@ -309,6 +310,7 @@ class Layer(nn.Module):
     kind: LayerKind | None
     lora_scale: float | None
     router_loss: bool = False
+    returns_routed_experts: bool = False
 
     @nn.compact
     def __call__(
@@ -317,6 +319,7 @@ class Layer(nn.Module):
         kind: LayerKind | None,
         rotations: tuple[rope.Rotation, ...],
         segments_BxT: jax.Array | None,
+        routed_experts_BxTxk: jax.Array | None = None,
         cache: LayerCache | None = None,
         columns_B: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerOutput]:
@@ -337,8 +340,17 @@ class Layer(nn.Module):
         run_mlp: Callable[[jax.Array], tuple[jax.Array, Auxiliary]]
         if a.num_experts:
             activation = ACTIVATION_FUNCTIONS[a.activation]
-            experts = ExpertMLP(a, self.dtype, activation, self.router_loss, name="mlp")
-            run_mlp = functools.partial(experts, segments_RxL=segments_BxT)
+            experts = ExpertMLP(
+                architecture=a,
+                dtype=self.dtype,
+                activation=activation,
+                router_loss=self.router_loss,
+                returns_routed_experts=self.returns_routed_experts,
+                name="mlp",
+            )
+            run_mlp = functools.partial(
+                experts, segments_RxL=segments_BxT, routed_experts_RxLxk=routed_experts_BxTxk
+            )
         else:
             run_mlp = MLP(a, self.dtype, self.lora_scale, name="mlp")
         # Layers that differ get their kind from the scan, others have it in their code.

@@ -31,7 +31,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, UInt
 
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
@@ -72,7 +72,8 @@ class TransformerOutput(NamedTuple):
       hidden: Hidden states after the last norm, [B, T, D] in the type of the computation.
       cache: Keys and values of each layer (cache.py) in the unrolled form, `None` otherwise.
       auxiliary: Further outputs of the layers by name, [L, ...]: with `router_loss`, "router_loss"
-        [L, B, T] (experts.balance_losses).
+        [L, B, T] (experts.balance_losses), and with `returns_routed_experts` "routed_experts"
+        [L, B, T, k] (experts.select_experts).
     """
 
     hidden: jax.Array
@@ -98,6 +99,7 @@ class Transformer(nn.Module):
       lora: Shape of the adapters in the parameters (lora.join_adapters), if there are any.
       quantized: Whether decoding reads kernels as int8 (quantization.py).
       router_loss: Whether the loss of the routers is returned, for training with experts.
+      returns_routed_experts: Whether the experts that each token passes through are returned.
     """
 
     architecture: Architecture
@@ -110,6 +112,7 @@ class Transformer(nn.Module):
     quantized: bool = False
     remat_policy: str = "full"
     router_loss: bool = False
+    returns_routed_experts: bool = False
 
     @nn.compact
     def __call__(
@@ -119,6 +122,7 @@ class Transformer(nn.Module):
         segments_BxT: Int[Array, "B T"] | None = None,
         *,
         cache: tuple[LayerCache, ...] | None = None,
+        routed_experts: UInt[Array, "B T L k"] | None = None,
     ) -> TransformerOutput:
         """Compute the hidden states of tokens.
 
@@ -131,6 +135,8 @@ class Transformer(nn.Module):
           cache: Keys and values of each layer (cache.py), for one new token per row (T = 1,
             unrolled). Its rows beyond B are left alone. The token at position i of a sequence is
             in column i; the new token is written to its own column and attends up to it.
+          routed_experts: The experts of each token, recorded in another pass
+            (experts.select_experts); `None`: the routers select them.
 
         Returns:
           Hidden states and, if unrolled, the cache: that of these tokens with S = T, or the one
@@ -158,13 +164,13 @@ class Transformer(nn.Module):
             columns_B = positions_BxT[:, 0]
             rotations = self._rotations(positions_BxT, length)
             x, new_cache, auxiliary = self._unrolled_layers(
-                x, rotations, segments_BxT, cache, columns_B
+                x, rotations, segments_BxT, routed_experts, cache, columns_B
             )
         else:
             # Parameters are created by the plain loop.
             in_stages = num_stages() > 1 and not self.is_initializing()
             run_layers = self._staged_layers if in_stages else self._scanned_layers
-            x, auxiliary = run_layers(x, positions_BxT, segments_BxT)
+            x, auxiliary = run_layers(x, positions_BxT, segments_BxT, routed_experts)
             new_cache = None
         norm = MODULES[a.block].norm(a, name="norm")
         return TransformerOutput(norm(x), new_cache, auxiliary)
@@ -185,6 +191,7 @@ class Transformer(nn.Module):
             "decoding": self.decoding,
             "lora_scale": None if self.lora is None else self.lora.scale,
             "router_loss": self.router_loss,
+            "returns_routed_experts": self.returns_routed_experts,
         }
 
     def _layer_class(self, prevent_cse: bool) -> type[Layer]:
@@ -196,30 +203,47 @@ class Transformer(nn.Module):
         return nn.remat(layer, prevent_cse=prevent_cse, policy=policy)
 
     def _scanned_layers(
-        self, x: jax.Array, positions_BxT: jax.Array, segments_BxT: jax.Array | None
+        self,
+        x: jax.Array,
+        positions_BxT: jax.Array,
+        segments_BxT: jax.Array | None,
+        routed_experts_BxTxLxk: jax.Array | None,
     ) -> tuple[jax.Array, Auxiliary]:
         """Run all layers as one scan over stacked parameters."""
         layers = self._layer_stack(self.architecture.num_layers, name="layers")
         rotations = self._rotations(positions_BxT, positions_BxT.shape[1] * num_row_parts())
-        x, output = layers(x, self._kind_of_each(), rotations, segments_BxT)
+        routed_LxBxTxk = _layers_first(routed_experts_BxTxLxk)
+        x, output = layers(x, self._kind_of_each(), rotations, segments_BxT, routed_LxBxTxk)
         return x, output.auxiliary
 
     def _staged_layers(
-        self, x: jax.Array, positions_BxT: jax.Array, segments_BxT: jax.Array | None
+        self,
+        x: jax.Array,
+        positions_BxT: jax.Array,
+        segments_BxT: jax.Array | None,
+        routed_experts_BxTxLxk: jax.Array | None,
     ) -> tuple[jax.Array, Auxiliary]:
         """Run the layers of each stage as a scan, one micro-batch after the other."""
+        layers_per_stage = self.architecture.num_layers // num_stages()
         # A stage's layers are a module of their own, without a name in this one.
-        stack = self._layer_stack(self.architecture.num_layers // num_stages(), parent=None)
+        stack = self._layer_stack(layers_per_stage, parent=None)
 
         def run_stage(layers: Any, x: jax.Array, rows: Any) -> tuple[jax.Array, Auxiliary]:
             params, kind_of_each = layers
-            positions, segments = rows
+            positions, segments, routed = rows
             rotations = self._rotations(positions, positions.shape[1] * num_row_parts())
-            x, output = stack.apply({"params": params}, x, kind_of_each, rotations, segments)
+            routed = _layers_first(routed)
+            if routed is not None:
+                # A micro-batch has the experts of all layers.
+                first = jax.lax.axis_index("stage") * layers_per_stage
+                routed = jax.lax.dynamic_slice_in_dim(routed, first, layers_per_stage)
+            inputs = (kind_of_each, rotations, segments, routed)
+            x, output = stack.apply({"params": params}, x, *inputs)
             return x, output.auxiliary
 
         layers: Any = (self.get_variable("params", "layers"), self._kind_of_each())
-        return run_stages(run_stage, layers, x, (positions_BxT, segments_BxT))
+        rows = (positions_BxT, segments_BxT, routed_experts_BxTxLxk)
+        return run_stages(run_stage, layers, x, rows)
 
     def _layer_stack(self, num_layers: int, **options: Any) -> Any:
         """Return layers with stacked parameters, run one after the other."""
@@ -235,7 +259,8 @@ class Transformer(nn.Module):
             split_rngs={"params": True},
             length=num_layers,
             # One kind per layer, or none; rotations and segments are the same for all layers.
-            in_axes=(nn.broadcast if all_alike else 0, nn.broadcast, nn.broadcast),
+            # Recorded experts, if there are any, are a layer's own.
+            in_axes=(nn.broadcast if all_alike else 0, nn.broadcast, nn.broadcast, 0),
             unroll=1 if in_loop else num_layers,
         )
         kind = next(iter(kinds)) if all_alike else None
@@ -253,6 +278,7 @@ class Transformer(nn.Module):
         x: jax.Array,
         rotations: tuple[rope.Rotation, ...],
         segments_BxT: jax.Array | None,
+        routed_experts_BxTxLxk: jax.Array | None,
         cache: tuple[LayerCache, ...] | None,
         columns_B: jax.Array,
     ) -> tuple[jax.Array, tuple[LayerCache, ...], Auxiliary]:
@@ -263,12 +289,20 @@ class Transformer(nn.Module):
         for i, kind in enumerate(layer_kinds(self.architecture)):
             block = layer(**self._layer_options(), keep_cache=True, kind=kind, name=f"layer_{i}")
             layer_cache = None if cache is None else cache[i]
-            x, output = block(x, None, rotations, segments_BxT, layer_cache, columns_B)
+            routed = None if routed_experts_BxTxLxk is None else routed_experts_BxTxLxk[:, :, i]
+            x, output = block(x, None, rotations, segments_BxT, routed, layer_cache, columns_B)
             assert output.cache is not None  # because of keep_cache
             new_cache.append(output.cache)
             # Stacked below, to the same form that a scan returns.
             auxiliary.append(output.auxiliary)
         return x, tuple(new_cache), jax.tree.map(lambda *x: jnp.stack(x), *auxiliary)
+
+
+def _layers_first(routed_experts_BxTxLxk: jax.Array | None) -> jax.Array | None:
+    """Return the experts of each token with the axis of layers in front, if there are any."""
+    if routed_experts_BxTxLxk is None:
+        return None
+    return jnp.moveaxis(routed_experts_BxTxLxk, 2, 0)
 
 
 def _init_embedding(key: jax.Array, rows: int, width: int) -> Params:

@@ -74,6 +74,7 @@ class UngatedLayer(Layer):
         kind: LayerKind | None,
         rotations: tuple[rope.Rotation, ...],
         segments_BxT: jax.Array | None,
+        routed_experts_BxTxk: jax.Array | None = None,
         cache: LayerCache | None = None,
         columns_B: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerOutput]:

@@ -257,7 +257,7 @@ def restore_sampled_batch(
 
     Returns:
       The batch, which is taken from `batches`, or `None` if the checkpoint holds no rollout of the
-      size of this run's.
+      size of this run's, or one without the routing that this run replays.
     """
     config, step = run.config, progress.step
     if not (step and config.rollout.one_step_off):
@@ -265,6 +265,8 @@ def restore_sampled_batch(
     saved = checkpoints.saved_tree(step, ROLLOUT)
     samples = config.data.train_batch_size * config.rollout.n
     if saved is None or saved["responses"].shape != (samples, config.data.max_response_length):
+        return None
+    if ("routed_experts" in saved) != run.sampling.returns_routed_experts:
         return None
     rows, everywhere = sharding.batch_rows(run.mesh, samples), sharding.replicated(run.mesh)
 

@@ -204,7 +204,9 @@ def actor_loss(
       weights: of the tokens of these rows.
     """
     coef = options.actor.router_aux_loss_coef
-    hidden, router_loss = forward.run_decoder(net, params, rows, with_router_loss=coef > 0)
+    hidden, router_loss = forward.run_decoder(
+        net, params, rows, with_router_loss=coef > 0, replays_routing=True
+    )
     result = _actor_loss(options, net, params, hidden, context, rows, experience, weights)
     return _add_router_loss(result, "actor", coef, router_loss, weights)
 
@@ -238,7 +240,9 @@ def shared_loss(
 ) -> LossAndMetrics:
     """Return the sum of the policy and the value loss from one pass through a shared trunk."""
     coef = actor_options.actor.router_aux_loss_coef
-    hidden, router_loss = forward.run_decoder(net, params, rows, with_router_loss=coef > 0)
+    hidden, router_loss = forward.run_decoder(
+        net, params, rows, with_router_loss=coef > 0, replays_routing=True
+    )
     policy = _actor_loss(actor_options, net, params, hidden, context, rows, experience, weights)
     policy_part, actor_metrics = _add_router_loss(policy, "actor", coef, router_loss, weights)
     values = compute_scalars(params, hidden)

@@ -97,4 +97,8 @@ def sampling_options(
         environment=environment,
         max_turns=config.rollout.multi_turn.max_assistant_turns,
         max_turn_length=config.rollout.multi_turn.max_turn_length,
+        # Evaluations are not learned from.
+        returns_routed_experts=(
+            options is config.rollout and config.actor.router_replay.mode == "R3"
+        ),
     )

@@ -115,12 +115,18 @@ def join_sequences(rollout: Rollout, length: int) -> Sequences:
     from_prompt = pick(rollout.prompts.tokens, jnp.broadcast_to(column, (prompts.shape[0], length)))
     from_response = pick(rollout.responses, column - prompts)
     response_or_padding = jnp.where(column < prompts + lengths, from_response, 0)
+    routed_experts = rollout.routed_experts
+    if routed_experts is not None:
+        # Columns beyond those of the rollout are never read.
+        missing = length - routed_experts.shape[1]
+        routed_experts = jnp.pad(routed_experts, ((0, 0), (0, missing), (0, 0), (0, 0)))
     return Sequences(
         tokens=jnp.where(column < prompts, from_prompt, response_or_padding),
         prompt_lengths=rollout.prompts.lengths,
         lengths=rollout.lengths,
         truncated=rollout.truncated,
         action_mask=rollout.action_mask,
+        routed_experts=routed_experts,
     )
 
 
@@ -269,11 +275,12 @@ def _score_policy(
 
     # The actor's hidden states serve its log-probs, the full KL and a shared critic.
     if scores.old_logprobs is not None or scores.kl is not None or options.shared_trunk:
-        hidden = forward.hidden_states(net, actor, rows)
+        hidden = forward.hidden_states(net, actor, rows, replays_routing=True)
     if scores.old_logprobs is not None:
         logprobs = packing.to_samples(compute_logprobs(actor, hidden), rows, scores.old_logprobs)
         scores = dataclasses.replace(scores, old_logprobs=logprobs)
     if scores.ref_logprobs is not None:
+        # A frozen model with routing of its own.
         ref_hidden = forward.hidden_states(net, state.reference, rows)
         # The reference is divided by the same temperature: equal policies have a KL of exactly 0.
         logprobs = compute_logprobs(state.reference, ref_hidden)

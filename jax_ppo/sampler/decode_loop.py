@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer, TransformerOutput
 from jax_ppo.runtime.parallelism.vocabulary import split_vocabulary
-from jax_ppo.sampler import dialogues, sampling, text_search
+from jax_ppo.sampler import dialogues, routing, sampling, text_search
 from jax_ppo.sampler.constraints import constrain_logits
 from jax_ppo.sampler.engine import Params, SamplingOptions
 from jax_ppo.sampler.slots import (
@@ -70,6 +70,7 @@ def generate_responses(
     """
     if not model.unrolled:
         raise ValueError("the sampler needs Transformer(unrolled=True), which returns a cache")
+    model = model.clone(returns_routed_experts=options.returns_routed_experts)
     keys_N = sampling.sample_keys(key, indices_N)
     limits = stage_limits(options)
     count = (indices_N != PADDING).sum() if has_padding else None
@@ -109,6 +110,7 @@ def generate_responses(
         action_mask=action_mask if talks is None else talks.is_action,
         slot_steps=state.slot_steps[None],
         turn_rewards=None if talks is None else talks.rewards,
+        routed_experts=None if state.routing is None else state.routing.sequences,
     )
 
 
@@ -170,15 +172,27 @@ def prefill_group(job: DecodeJob, state: DecodeState) -> DecodeState:
     )
     columns_GxP = jnp.broadcast_to(jnp.arange(tokens_GxP.shape[1]), tokens_GxP.shape)
     is_prompt_GxP = (columns_GxP < lengths_G[:, None]).astype(jnp.int32)
+    record, replayed = state.routing, None
+    if record is not None and job.start:
+        # An earlier stage has run these tokens: they pass through the same experts again.
+        replayed = routing.recorded_prompts(record, state.staged)
     prefilled: TransformerOutput = job.model.apply(  # type: ignore[assignment]
-        {"params": job.params}, tokens_GxP, columns_GxP, is_prompt_GxP
+        {"params": job.params}, tokens_GxP, columns_GxP, is_prompt_GxP, routed_experts=replayed
     )
     # Shards whose loops run in step with this one may need the prefill when this one does not.
     used_up = needs_prefill(job, state)
     stage = jax.tree.map(
         lambda new, old: jnp.where(used_up, new, old), prefilled.cache, state.stage
     )
-    return state._replace(staged=state.staged + used_up * job.group, stage=stage)
+    if record is not None:
+        record = routing.record_prefill(
+            record,
+            job.model.architecture.num_experts,
+            prefilled.auxiliary["routed_experts"],
+            is_prompt_GxP > 0,
+            used_up,
+        )
+    return state._replace(staged=state.staged + used_up * job.group, stage=stage, routing=record)
 
 
 def decode_and_answer(job: DecodeJob, state: DecodeState) -> DecodeState:
@@ -241,6 +255,7 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
         stop_states=state.stop_states.at[written_B].set(stop_B, mode="drop"),
         forbidden_states=state.forbidden_states.at[written_B].set(forbidden_B, mode="drop"),
         slot_steps=state.slot_steps + len(busy_B),
+        routing=_record_routing(state, decoded, positions_B),
     )
     if state.dialogues is not None:
         return dialogues.end_turns(job, slots, recorded, is_given_B, finishes_B)
@@ -249,6 +264,16 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
         slots=recorded.slots._replace(sample=jnp.where(ended_B, job.samples, slots.sample)),
         finished=state.finished.at[slots.sample].set(finishes_B, mode="drop"),
     )
+
+
+def _record_routing(
+    state: DecodeState, decoded: TransformerOutput, positions_B: jax.Array
+) -> routing.RoutingRecord | None:
+    """Return the record with the tokens that were run, if there is one."""
+    if state.routing is None:
+        return None
+    routed_experts = decoded.auxiliary["routed_experts"]
+    return routing.record_tokens(state.routing, routed_experts, state.slots.sample, positions_B)
 
 
 def _sample_tokens(

@@ -38,6 +38,7 @@ class SamplingOptions:
         response; `None`: a response is one turn.
       max_turns: turns of the policy after which a response ends; `None`: no limit.
       max_turn_length: tokens of a turn after which it ends without an EOS; `None`: no limit.
+      returns_routed_experts: the rollout holds the experts that each token passed through.
     """
 
     max_response_length: int
@@ -55,6 +56,7 @@ class SamplingOptions:
     environment: Environment | None = None
     max_turns: int | None = None
     max_turn_length: int | None = None
+    returns_routed_experts: bool = False
 
 
 class RolloutEngine(Protocol):

@@ -25,6 +25,7 @@ from jax_ppo.runtime.parallelism.heads import num_split_kv_heads
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.dialogues import Dialogues
 from jax_ppo.sampler.engine import Params, SamplingOptions
+from jax_ppo.sampler.routing import RoutingRecord, empty_record, record_entries
 from jax_ppo.types import Prompts
 
 PREFILL_TOKENS = 8192  # prompt tokens that one prefill runs
@@ -66,6 +67,7 @@ class DecodeState(NamedTuple):
       forbidden_states: int32 [N], how far it has got towards a forbidden string.
       slot_steps: int32 scalar, tokens that the slots could have drawn so far: steps times slots.
       dialogues: what is kept of dialogues; `None` without an environment.
+      routing: the experts that tokens have passed through; `None` unless they are asked for.
     """
 
     slots: Slots
@@ -80,6 +82,7 @@ class DecodeState(NamedTuple):
     forbidden_states: jax.Array
     slot_steps: jax.Array
     dialogues: Dialogues | None = None
+    routing: RoutingRecord | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +198,11 @@ def initial_state(job: DecodeJob) -> DecodeState:
             for _ in range(architecture.num_layers)
         )
 
+    routing = None
+    if job.options.returns_routed_experts:
+        routing = empty_record(
+            architecture, prompts=job.group, prompt_length=P, samples=N, length=P + T
+        )
     return DecodeState(
         slots=Slots(
             sample=jnp.full(B, N, jnp.int32),
@@ -212,6 +220,7 @@ def initial_state(job: DecodeJob) -> DecodeState:
         stop_states=jnp.full(N, text_search.START, jnp.int32),
         forbidden_states=jnp.full(N, text_search.START, jnp.int32),
         slot_steps=jnp.int32(0),
+        routing=routing,
     )
 
 
@@ -275,7 +284,10 @@ def fill_slots(job: DecodeJob, state: DecodeState) -> DecodeState:
         token=put(slots.token, last_g),
         cache=cache,
     )
-    return state._replace(slots=filled, entered=state.entered + enters_g.sum())
+    routing = state.routing
+    if routing is not None:
+        routing = record_entries(routing, jnp.where(enters_g, sample_g, job.samples), staged_g)
+    return state._replace(slots=filled, entered=state.entered + enters_g.sum(), routing=routing)
 
 
 def compact_slots(job: DecodeJob, state: DecodeState, width: int) -> DecodeState:

@@ -72,11 +72,18 @@ def plan_next_stage(
         forbidden_states=state.forbidden_states,
         slot_steps=state.slot_steps,
     )
+    if begun.routing is not None and state.routing is not None:
+        # The stage has room for longer prompts.
+        routing = begun.routing._replace(sequences=state.routing.sequences)
+        begun = begun._replace(routing=routing)
     return job, reorder_results(begun, order_N), order_N
 
 
 def reorder_results(state: DecodeState, order_N: jax.Array) -> DecodeState:
     """Return a state whose results are those of the samples `order_N`."""
+    routing = state.routing
+    if routing is not None:
+        routing = routing._replace(sequences=routing.sequences[order_N])
     return state._replace(
         responses=state.responses[order_N],
         logprobs=state.logprobs[order_N],
@@ -84,6 +91,7 @@ def reorder_results(state: DecodeState, order_N: jax.Array) -> DecodeState:
         finished=state.finished[order_N],
         stop_states=state.stop_states[order_N],
         forbidden_states=state.forbidden_states[order_N],
+        routing=routing,
     )
 
 

@@ -25,17 +25,25 @@ from jax_ppo.types import Params, Sequences
 UNEMBEDDING = logprobs.UnembeddingLayout(gather_columns, scatter_group_sum)
 
 
-def hidden_states(model: Transformer, params: Params, rows: Rows) -> Float[Array, "R L D"]:
+def hidden_states(
+    model: Transformer, params: Params, rows: Rows, replays_routing: bool = False
+) -> Float[Array, "R L D"]:
     """Return the decoder's output in the computation dtype, the input of the heads.
 
     All passes of scoring and update go through this function or the next one.
     """
-    hidden, _ = run_decoder(model, params, rows, with_router_loss=False)
+    hidden, _ = run_decoder(
+        model, params, rows, with_router_loss=False, replays_routing=replays_routing
+    )
     return hidden
 
 
 def run_decoder(
-    model: Transformer, params: Params, rows: Rows, with_router_loss: bool
+    model: Transformer,
+    params: Params,
+    rows: Rows,
+    with_router_loss: bool,
+    replays_routing: bool = False,
 ) -> tuple[Float[Array, "R L D"], Float[Array, "R L"] | None]:
     """Return the decoder's output and each token's router loss, the mean over layers.
 
@@ -44,9 +52,17 @@ def run_decoder(
       params: its parameters.
       rows: the micro-batch.
       with_router_loss: `False` returns `None` for the loss (experts.balance_losses).
+      replays_routing: whether tokens pass through the experts that the sampler recorded, if it
+        recorded any: those of the actor, which no other model would have selected.
     """
     model = model.clone(router_loss=with_router_loss)
-    output: Any = model.apply({"params": params}, rows.tokens, rows.positions, rows.segments)
+    output: Any = model.apply(
+        {"params": params},
+        rows.tokens,
+        rows.positions,
+        rows.segments,
+        routed_experts=rows.routed_experts if replays_routing else None,
+    )
     return output.hidden, output.auxiliary["router_loss"].mean(0) if with_router_loss else None
 
 

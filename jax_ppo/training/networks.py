@@ -98,6 +98,7 @@ def read_networks(config: Config, folders: Folders, needs_weights: bool = True) 
     critic = _read_critic(config, folders, actor, needs_weights)
     refuse_router_loss("config.actor", config.actor.router_aux_loss_coef, actor)
     refuse_router_loss("config.critic", config.critic.router_aux_loss_coef, critic)
+    refuse_router_replay(config.actor.router_replay.mode, actor)
     return Networks(
         actor=actor,
         critic=critic,
@@ -110,6 +111,15 @@ def refuse_router_loss(section: str, coef: float, net: Transformer | None) -> No
     if coef and net is not None and not net.architecture.num_experts:
         raise UserError(
             f"{section}.router_aux_loss_coef={coef}: must be 0, since the model has no experts"
+        )
+
+
+def refuse_router_replay(mode: str, actor: Transformer) -> None:
+    """Raise `UserError` if the routing of an actor without experts is to be replayed."""
+    if mode != "disabled" and not actor.architecture.num_experts:
+        raise UserError(
+            f"config.actor.router_replay.mode={mode!r}: must be 'disabled', since the model has no "
+            "experts"
         )
 
 

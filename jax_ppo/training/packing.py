@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jax_ppo.types import Packing, Sequences, pytree
 
@@ -218,6 +218,8 @@ class Rows:
       steps: index of the target in its response; any valid index where it is no response token.
       mask: True where the target is a token that the policy chose (`action_mask`). Log-probs,
         values and losses are defined there.
+      routed_experts: the experts of each token that the sampler recorded, any in empty places;
+        `None` if it recorded none.
     """
 
     tokens: Int[Array, "R L"]
@@ -227,6 +229,7 @@ class Rows:
     samples: Int[Array, "R L"]
     steps: Int[Array, "R L"]
     mask: Bool[Array, "R L"]
+    routed_experts: UInt[Array, "R L layers k"] | None = None
 
 
 def gather_rows(sequences: Sequences, packing: Packing) -> Rows:
@@ -242,6 +245,10 @@ def gather_rows(sequences: Sequences, packing: Packing) -> Rows:
     steps = jnp.where(in_response, steps, 0)
     mask = in_response & sequences.action_mask[samples, steps]
     next_tokens = sequences.tokens[samples, jnp.minimum(packing.position + 1, last)]
+    routed_experts = sequences.routed_experts
+    if routed_experts is not None:
+        # Those of the tokens that the places hold, not of the targets.
+        routed_experts = routed_experts[samples, packing.position]
     return Rows(
         tokens=jnp.where(filled, sequences.tokens[samples, packing.position], 0),
         positions=packing.position,
@@ -250,6 +257,7 @@ def gather_rows(sequences: Sequences, packing: Packing) -> Rows:
         samples=samples,
         steps=steps,
         mask=mask,
+        routed_experts=routed_experts,
     )
 
 

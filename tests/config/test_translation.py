@@ -54,6 +54,18 @@ OPENRLHF = """python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m
    --actor.adam.betas 0.9 0.95 --algo.kl.init_coef 0.01 --ds.zero_stage 3 --ds.packing_samples"""
 
 
+def test_verls_replay_of_routing():
+    """R3 is one option here; R2, which records in the old policy's scoring, is none."""
+    switch = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+    mode = "actor_rollout_ref.actor.router_replay.mode"
+    expected = {"actor.router_replay.mode": "R3"}
+    for command in (f"{switch}=True", f"{mode}=R3"):
+        assert translate("verl", command).options == expected
+    for command in (f"{switch}=False", f"{mode}=R2"):
+        translated = translate("verl", command)
+        assert translated.options == {} and len(translated.notes) == 1
+
+
 def test_a_command_of_verl():
     translated = translate("verl", VERL)
     options, notes = translated.options, "\n".join(translated.notes)

@@ -32,15 +32,20 @@ SHAPES = (
     {"data": 2, "context": 4},
 )
 UNGATED_SHAPES = ({"data": 1, "model": 2},)
-# Those of experts with a router loss, and where devices hold parts of sequences, without.
+# Those of experts with a router loss; and without one, which parts of sequences have not, with
+# replayed experts.
 EXPERT_SHAPES = (
     {"data": 2, "expert": 2, "model": 2},
     {"data": 1, "stage": 2, "fsdp": 2, "expert": 2},
 )
-PART_SHAPES = ({"data": 1, "fsdp": 2, "expert": 2, "context": 2},)
+REPLAY_SHAPES = (
+    {"data": 1, "fsdp": 2, "expert": 2, "context": 2},
+    {"data": 1, "stage": 2, "fsdp": 2, "expert": 2},
+)
 # For one to four parts of rows alike.
 ROW_LENGTH = 24
 make_config = tiny.config
+make_rollout = tiny.make_rollout
 
 
 def wide_config(**changes: Any) -> Any:
@@ -59,6 +64,12 @@ def wide_config(**changes: Any) -> Any:
     )
 
 
+def make_recorded_rollout(mesh: Any, *arguments: Any) -> Any:
+    """Return a rollout with recorded experts of each token."""
+    rollout = make_rollout(mesh, *arguments)
+    return dataclasses.replace(rollout, routed_experts=tiny.random_routing(mesh))
+
+
 def main() -> None:
     """Compare meshes with one device, for both types of block and for a mixture of experts."""
     tiny.config = wide_config
@@ -66,7 +77,8 @@ def main() -> None:
     compare(dataclasses.replace(tiny.ARCHITECTURE, num_layers=2), SHAPES)
     compare(tiny.UNGATED, UNGATED_SHAPES)
     compare(tiny.MIXTURE, EXPERT_SHAPES, actor__router_aux_loss_coef=0.5)
-    compare(tiny.MIXTURE, PART_SHAPES)
+    tiny.make_rollout = make_recorded_rollout
+    compare(tiny.MIXTURE, REPLAY_SHAPES)
 
 
 def compare(architecture: Architecture, shapes: Sequence[dict[str, int]], **changes: Any) -> None:

@@ -1,0 +1,107 @@
+"""The record of the experts that sampled tokens pass through, to be replayed in training.
+
+A prompt's experts are recorded by its prefill, those of all later tokens by the decode step that
+runs them. The last token of a response is not run, so nothing is recorded for it.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.experts import routed_experts_dtype
+
+
+class RoutingRecord(NamedTuple):
+    """Experts by layer, k of each token; E, the number of experts, where there is no record.
+
+    Attributes:
+      staged: [G, P, layers, k], of the prompts on the stage.
+      sequences: [N, S, layers, k], of the samples: column i is the token at position i.
+    """
+
+    staged: jax.Array
+    sequences: jax.Array
+
+
+def empty_record(
+    architecture: Architecture, prompts: int, prompt_length: int, samples: int, length: int
+) -> RoutingRecord:
+    """Return the record before anything has been run.
+
+    Args:
+      architecture: of a model with experts.
+      prompts: G.
+      prompt_length: P.
+      samples: N.
+      length: S.
+    """
+    a = architecture
+
+    def empty(rows: int, columns: int) -> jax.Array:
+        shape = (rows, columns, a.num_layers, a.experts_per_token)
+        return jnp.full(shape, a.num_experts, routed_experts_dtype(a.num_experts))
+
+    return RoutingRecord(staged=empty(prompts, prompt_length), sequences=empty(samples, length))
+
+
+def record_prefill(
+    record: RoutingRecord,
+    num_experts: int,
+    routed_experts_LxGxPxk: jax.Array,
+    is_prompt_GxP: jax.Array,
+    is_new: jax.Array,
+) -> RoutingRecord:
+    """Return the record with the experts of the prompts on the stage, if these are new ones."""
+    routed_GxPxLxk = jnp.moveaxis(routed_experts_LxGxPxk, 0, 2)
+    # A column of padding may be that of a response's token.
+    routed_GxPxLxk = jnp.where(is_prompt_GxP[..., None, None], routed_GxPxLxk, num_experts)
+    staged = routed_GxPxLxk.astype(record.staged.dtype)
+    return record._replace(staged=jnp.where(is_new, staged, record.staged))
+
+
+def record_entries(
+    record: RoutingRecord, sample_g: jax.Array, staged_g: jax.Array
+) -> RoutingRecord:
+    """Return the record with the prompts of samples that enter slots.
+
+    Args:
+      record: with the prompts on the stage.
+      sample_g: the samples; N for none.
+      staged_g: the row of the stage that holds the prompt of each.
+    """
+    P = record.staged.shape[1]
+    sequences = record.sequences.at[sample_g, :P].set(record.staged[staged_g], mode="drop")
+    return record._replace(sequences=sequences)
+
+
+def record_tokens(
+    record: RoutingRecord,
+    routed_experts_LxBx1xk: jax.Array,
+    sample_B: jax.Array,
+    positions_B: jax.Array,
+) -> RoutingRecord:
+    """Return the record with the tokens that a decode step has run, one per slot.
+
+    Args:
+      record: of the tokens before.
+      routed_experts_LxBx1xk: what the model returned.
+      sample_B: the slots' samples; N for idle slots.
+      positions_B: the position of each token in its sequence.
+    """
+    routed_BxLxk = jnp.swapaxes(routed_experts_LxBx1xk[:, :, 0], 0, 1)
+    sequences = record.sequences.at[sample_B, positions_B].set(routed_BxLxk, mode="drop")
+    return record._replace(sequences=sequences)
+
+
+def recorded_prompts(record: RoutingRecord, first: jax.Array) -> jax.Array:
+    """Return what is recorded of the next prompts to be staged, if each has one sample.
+
+    Args:
+      record: with stage and samples in the order of the queue.
+      first: the first of the samples; those past the end have no meaning.
+    """
+    G, P = record.staged.shape[:2]
+    rows_G = jnp.minimum(first + jnp.arange(G), len(record.sequences) - 1)
+    return record.sequences[rows_G, :P]
