@@ -23,7 +23,8 @@ from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.experience_types import ExperienceOptions
 from jax_ppo.ppo.plans import sample_lengths
 from jax_ppo.ppo.random_keys import TRAINING
-from jax_ppo.ppo.setup import PPORun, set_up_run
+from jax_ppo.ppo.run import PPORun
+from jax_ppo.ppo.setup import set_up_run
 from jax_ppo.ppo.update import UpdateOptions, update_state
 from jax_ppo.reporting import console
 from jax_ppo.runtime import meshes

@@ -17,7 +17,7 @@ from turnstile import Turnstile
 from jax_ppo.config import loading, schema
 from jax_ppo.data import prompts as prompts_lib
 from jax_ppo.ppo import loop as ppo
-from jax_ppo.ppo import rewarding, scoring, setup
+from jax_ppo.ppo import rewarding, run, scoring
 from jax_ppo.sampler import generate
 
 PROMPTS = 1024
@@ -93,7 +93,7 @@ def stop_between_steps(turnstile: Turnstile, prompt_tokens: int) -> None:
 
     # Precompilation would interfere with the turnstile.
     ppo.precompile_in_background = lambda *_: contextlib.nullcontext()
-    setup.PromptBatches = Batches
+    run.PromptBatches = Batches
     sample_lengths, ppo.sample_lengths = ppo.sample_lengths, lengths
     original_update, ppo.update_state = turnstile.phase("update", ppo.update_state), update
     for owner, name, phase in (

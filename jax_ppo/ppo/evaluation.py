@@ -14,8 +14,8 @@ from jax_ppo.ppo.evaluation_statistics import describe_prompts
 from jax_ppo.ppo.plans import sample_lengths
 from jax_ppo.ppo.random_keys import EVALUATION
 from jax_ppo.ppo.rewarding import RuleRewards, add_reward_model_scores
+from jax_ppo.ppo.run import PPORun
 from jax_ppo.ppo.sample_records import describe_samples
-from jax_ppo.ppo.setup import PPORun
 from jax_ppo.runtime import placement, sharding, watchdog
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.state import TrainState

@@ -23,6 +23,7 @@ from jax_ppo.ppo.precompilation import precompile_in_background
 from jax_ppo.ppo.report import Reporter
 from jax_ppo.ppo.reward_moments import measure_first_rewards
 from jax_ppo.ppo.rewarding import FailedSteps, RuleRewards, add_reward_model_scores
+from jax_ppo.ppo.run import PPORun
 from jax_ppo.ppo.sample_metrics import measure_sampling
 from jax_ppo.ppo.sample_records import StepSamples
 from jax_ppo.ppo.sample_selection import sample_selected_batch
@@ -32,7 +33,7 @@ from jax_ppo.ppo.sampled_batch import (
     observe_solve_rates,
     sample_batch,
 )
-from jax_ppo.ppo.setup import PPORun, set_up_run
+from jax_ppo.ppo.setup import set_up_run
 from jax_ppo.ppo.step_flops import count_step_flops
 from jax_ppo.ppo.update import UpdateOptions, update_state
 from jax_ppo.reporting import console

@@ -20,8 +20,8 @@ from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.experience_types import ExperienceOptions
 from jax_ppo.ppo.plans import Plans
 from jax_ppo.ppo.random_keys import TRAINING
+from jax_ppo.ppo.run import PPORun
 from jax_ppo.ppo.sample_selection import compile_selection
-from jax_ppo.ppo.setup import PPORun
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions

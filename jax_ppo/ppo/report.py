@@ -15,8 +15,8 @@ from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.ppo.diagnostics import Diagnosis
 from jax_ppo.ppo.evaluation import Evaluation
 from jax_ppo.ppo.rewarding import RuleRewards
+from jax_ppo.ppo.run import PPORun
 from jax_ppo.ppo.sample_records import StepSamples, describe_step
-from jax_ppo.ppo.setup import PPORun
 from jax_ppo.reporting import console, journal
 from jax_ppo.reporting.curves import Panel
 from jax_ppo.runtime import compilation, signals

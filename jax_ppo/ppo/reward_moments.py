@@ -9,7 +9,7 @@ from jax_ppo.kernels import moments as moments_lib
 from jax_ppo.kernels.moments import Moments
 from jax_ppo.ppo.evaluation import total_rewards
 from jax_ppo.ppo.random_keys import REFERENCE
-from jax_ppo.ppo.setup import PPORun
+from jax_ppo.ppo.run import PPORun
 from jax_ppo.reporting import console
 from jax_ppo.training.state import TrainState
 

@@ -22,13 +22,13 @@ from jax_ppo.data.prompts import make_batch
 from jax_ppo.errors import UserError
 from jax_ppo.ppo.report import Reporter
 from jax_ppo.ppo.rewarding import RuleRewards
+from jax_ppo.ppo.run import PPORun
 from jax_ppo.ppo.sampled_batch import (
     SampledBatch,
     TrainingBatches,
     observe_solve_rates,
     sample_batch,
 )
-from jax_ppo.ppo.setup import PPORun
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.training.state import TrainState

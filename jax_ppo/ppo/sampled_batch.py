@@ -10,7 +10,7 @@ from jax_ppo.ppo.curriculum import CurriculumBatches
 from jax_ppo.ppo.random_keys import training_stream
 from jax_ppo.ppo.report import Reporter
 from jax_ppo.ppo.rewarding import RuleRewards
-from jax_ppo.ppo.setup import PPORun
+from jax_ppo.ppo.run import PPORun
 from jax_ppo.runtime import placement
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Rollout

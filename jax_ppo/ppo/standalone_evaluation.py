@@ -12,7 +12,8 @@ from jax_ppo.config.schema import Config
 from jax_ppo.errors import UserError
 from jax_ppo.ppo.evaluation import evaluate_policy
 from jax_ppo.ppo.report import Reporter
-from jax_ppo.ppo.setup import PPORun, set_up_run
+from jax_ppo.ppo.run import PPORun
+from jax_ppo.ppo.setup import set_up_run
 from jax_ppo.reporting import console
 from jax_ppo.runtime import compilation, meshes, work_directory
 from jax_ppo.sampler import engine

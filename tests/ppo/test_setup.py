@@ -9,7 +9,7 @@ import pytest
 
 import tiny
 from jax_ppo.data.prompts import PromptBatch
-from jax_ppo.ppo import plans, setup
+from jax_ppo.ppo import plans, run_models, setup
 from jax_ppo.ppo.random_keys import EVALUATION, TRAINING, sample_key
 from jax_ppo.ppo.rewarding import RuleScorer
 from jax_ppo.rewards.rules import RewardResult
@@ -111,7 +111,7 @@ def test_filters_are_said_to_make_what_is_learned_off_policy(options, reported, 
     def stop(*_):
         raise KeyError("folders")
 
-    monkeypatch.setattr(setup, "resolve_role_folders", stop)
+    monkeypatch.setattr(run_models, "resolve_role_folders", stop)
     lines = []
     with pytest.raises(KeyError, match="folders"):
         setup.set_up_run(tiny.config(**options), None, tiny.make_mesh(), lines.append)
