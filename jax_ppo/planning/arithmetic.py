@@ -19,6 +19,7 @@ from jax_ppo.ppo.scoring import ScoringOptions
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.device_memory import bytes_per_device
 from jax_ppo.sampler.constraints import constrains_logits
+from jax_ppo.sampler.routing import record_bytes
 from jax_ppo.sampler.slots import PREFILL_TOKENS
 from jax_ppo.types import MiniBatches
 
@@ -67,10 +68,26 @@ def estimate_phases(step: AbstractStep) -> dict[str, PhaseMemory]:
             temporaries[f"update_{name}"] = _update_temporaries(step, step.role(name), plan)
     plans = step.plans
     batch = bytes_per_device((step.prompts, plans.scoring, plans.actor, plans.critic))
+    routing = _routing_bytes(step)
     return {
-        name: dataclasses.replace(resident_memory(step, name), batch=batch, temporaries=value)
+        name: dataclasses.replace(
+            resident_memory(step, name),
+            # While responses are sampled, there is also the record of the step before.
+            batch=batch + (2 if name == "sample" else 1) * routing,
+            temporaries=value,
+        )
         for name, value in temporaries.items()
     }
+
+
+def _routing_bytes(step: AbstractStep) -> int:
+    """Return the bytes of the experts that a step's tokens passed through, if they are recorded."""
+    programs = step.programs
+    if not programs.sampling.returns_routed_experts:
+        return 0
+    samples = programs.samples // meshes.row_shards(programs.mesh)
+    architecture = programs.nets.actor.architecture
+    return record_bytes(architecture, samples, programs.config.sequence_length)
 
 
 def _is_tpu() -> bool:

@@ -14,6 +14,7 @@ from jax_ppo.runtime import meshes
 from jax_ppo.runtime.device_memory import read_memory_limit
 from jax_ppo.sampler.constraints import constrains_logits
 from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.sampler.routing import record_bytes
 from jax_ppo.sampler.stages import cache_bytes_per_device, cache_shapes
 from jax_ppo.training.networks import Networks
 from jax_ppo.types import Prompts
@@ -48,6 +49,9 @@ def count_decoding_slots(
     least = measure_least_memory(config, nets, mesh)
     resident = least.parameters + least.optimizer + least.frozen + least.decoding
     queue = meshes.rows_per_shard(rollout_mesh, config.data.train_batch_size) * config.rollout.n
+    if sampling.returns_routed_experts:
+        # That of the step before is kept until the step is reported.
+        resident += 2 * record_bytes(nets.actor.architecture, queue, config.sequence_length)
     one, every = (
         _slot_bytes(config, nets, rollout_mesh, dataclasses.replace(sampling, slots=slots))
         for slots in (1, queue)

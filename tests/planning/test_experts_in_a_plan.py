@@ -47,6 +47,23 @@ def test_kernels_of_experts_stay_where_they_are_and_hidden_states_travel(folder)
     assert shared.work.link_bytes == pytest.approx(4 * 3 / 4 * others + hidden)
 
 
+def test_a_plan_counts_the_record_of_replayed_experts(folder):
+    """One byte for each of two experts in two layers, of each token of a device's 16 samples."""
+
+    def batches(mode):
+        config = tiny.config(model__path=folder, rollout__n=4, actor__router_replay__mode=mode)
+        plan = step_plan.plan_step(config, parse_topology("h100:2"), compiles=False)
+        return {phase.name: phase.memory.batch for phase in plan.phases}
+
+    record = 16 * (tiny.P + tiny.T) * 2 * 2
+    plain, recorded = batches("disabled"), batches("R3")
+    assert recorded == {
+        # With that of the step before.
+        name: value + record * (2 if name == "sample" else 1)
+        for name, value in plain.items()
+    }
+
+
 def test_a_devices_experts_have_room_for_all_tokens_of_the_devices_that_share_them(folder):
     """Without a plan of more rows, four times the copies at experts are what grows."""
     alone, shared = score_critic(folder, data=8), score_critic(folder, data=2, expert=4)
