@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo.config import schema
-from jax_ppo.models import attention, cache, heads
+from jax_ppo.models import cache, heads
 from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.attention_programs import round_row_length, select_attention_program
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import scoring, update
 from jax_ppo.ppo.experience import estimate_experience
@@ -124,11 +125,11 @@ class Step:
 
     @property
     def row_length(self) -> int:
-        return attention.round_row_length("auto", self.platform, self.config.sequence_length)
+        return round_row_length("auto", self.platform, self.config.sequence_length)
 
     @functools.cached_property
     def nets(self) -> Networks:
-        program = attention.select_attention_program(
+        program = select_attention_program(
             "auto", self.platform, self.dtype, self.architecture.head_dim, self.row_length
         )
         model = Transformer(

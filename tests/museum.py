@@ -307,7 +307,7 @@ SAMPLING_AND_CACHE = [
         ),
         holds="a row reads the cache only up to its own position",
         test=f"{TEST_GENERATE}::test_logprobs_are_those_of_a_full_forward_pass",
-        where="_readable",
+        where="readable_columns",
         old="columns_B[:, None]",
         new="jnp.broadcast_to(columns_B.max(), columns_B.shape)[:, None]",
     ),
@@ -332,8 +332,8 @@ MODELS = [
         holds="the devices of a row attend inside its samples, as one device does",
         test="tests/models/test_attention_over_parts.py"
         "::test_parts_of_rows_attend_to_their_samples_in_the_whole_row",
-        where="_xla_part",
-        old="own_segments_BxQ[:, own]",
+        where="_masked_part",
+        old="own_segments_BxQ",
         new="None",
     ),
     Exhibit(

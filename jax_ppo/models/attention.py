@@ -16,7 +16,8 @@ and the programs
     cudnn   NVIDIA only, with 16-bit types only, without soft cap
     splash  TPU only; it stores no scores
 
-Where a mesh splits packed rows, attention_over_parts.py runs them.
+attention_programs.py selects one of them. Where a mesh splits packed rows, attention_over_parts.py
+runs them.
 """
 
 import functools
@@ -26,158 +27,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_ppo.kernels import softcap as kernel
+from jax_ppo.models.attention_programs import SPLASH_BLOCKS
 from jax_ppo.runtime.parallelism.heads import split_heads
 
 # Queries per block and blocks per row in `xla_attention`.
 MIN_QUERY_BLOCK = 64
 MAX_QUERY_BLOCKS = 4
-# Block sizes of splash attention in tokens; the largest that divides the row is used.
-SPLASH_BLOCKS = (512, 256, 128)
-# Rounding a row up to a larger block may add at most this part of its length.
-MAX_ROUNDING = 1 / 8
-# Greatest head size of cuDNN's attention and its gradient: on Hopper (compute capability 9.x), and
-# on other GPUs.
-MAX_CUDNN_HEAD = {9: 256}
-MAX_CUDNN_HEAD_ELSEWHERE = 128
-# The program of a platform, if it can run; xla on the others.
-PLATFORM_PROGRAMS = {"cuda": "cudnn", "tpu": "splash"}
 MASKED_SCORE = -1e30
 
 Queries = Float[Array, "B T H d"]
 Keys = Float[Array, "B T K d"]
 Segments = Int[Array, "B T"] | None
-
-
-def select_attention_program(
-    wanted: str,
-    platform: str,
-    dtype: DTypeLike,
-    head_dim: int,
-    length: int,
-    softcap: float | None = None,
-    gpu_generation: int | None = None,
-) -> str:
-    """Return the program for whole sequences.
-
-    Args:
-      wanted: "xla", "cudnn", "splash", or "auto": the platform's own program if it can run, else
-        xla.
-      platform: "cpu", "cuda", "rocm" or "tpu".
-      dtype: Type of the computation.
-      head_dim: d.
-      length: T, number of tokens per row.
-      softcap: Soft cap of the scores, or `None`.
-      gpu_generation: Major part of an NVIDIA GPU's compute capability; `None` if it is unknown.
-
-    Raises:
-      ValueError: `wanted` cannot run; the message says why.
-    """
-    program = PLATFORM_PROGRAMS.get(platform, "xla") if wanted == "auto" else wanted
-    reason = program_obstacle(
-        program,
-        platform,
-        dtype,
-        head_dim=head_dim,
-        length=length,
-        softcap=softcap,
-        gpu_generation=gpu_generation,
-    )
-    if wanted == "auto":
-        return "xla" if reason else program
-    if reason:
-        raise ValueError(reason)
-    return program
-
-
-def round_row_length(wanted: str, platform: str, length: int, parts: int = 1) -> int:
-    """Return the least length of packed rows, at least `length`, that the program takes.
-
-    Splash attention takes a multiple of 128 tokens, and is faster in blocks of 256 or 512: rows are
-    rounded up to one of these if that adds at most `MAX_ROUNDING`. cuDNN takes even lengths, and
-    parts of rows have two blocks.
-
-    Args:
-      wanted: as for `select_attention_program`.
-      platform: as for `select_attention_program`.
-      length: tokens of the longest sample.
-      parts: number of devices that a row is split over, each with as many tokens.
-    """
-    if parts > 1:
-        part = round_row_length(wanted, platform, -(-length // parts))
-        return parts * (part + part % 2)
-    program = PLATFORM_PROGRAMS.get(platform, "xla") if wanted == "auto" else wanted
-    if program == "cudnn":
-        return length + length % 2
-    if program != "splash":
-        return length
-    rounded = [-(-length // block) * block for block in SPLASH_BLOCKS]
-    return next((x for x in rounded if x - length <= MAX_ROUNDING * length), rounded[-1])
-
-
-def program_obstacle(
-    program: str,
-    platform: str,
-    dtype: DTypeLike,
-    head_dim: int,
-    length: int,
-    softcap: float | None,
-    gpu_generation: int | None = None,
-) -> str | None:
-    """Return why a program cannot run, or `None` if it can.
-
-    The arguments after `program` are those of `select_attention_program`.
-    """
-    if program == "cudnn":
-        return _cudnn_obstacle(
-            platform,
-            dtype,
-            head_dim=head_dim,
-            length=length,
-            softcap=softcap,
-            gpu_generation=gpu_generation,
-        )
-    if program == "splash":
-        if platform != "tpu":
-            return f"splash attention needs a TPU, this is {platform}"
-        if length % SPLASH_BLOCKS[-1]:
-            return (
-                f"splash attention takes rows of a multiple of {SPLASH_BLOCKS[-1]} tokens, these "
-                f"have {length}"
-            )
-    return None
-
-
-def _cudnn_obstacle(
-    platform: str,
-    dtype: DTypeLike,
-    *,
-    head_dim: int,
-    length: int,
-    softcap: float | None,
-    gpu_generation: int | None,
-) -> str | None:
-    """Return why cuDNN's attention cannot run, or `None` if it can."""
-    if platform != "cuda":
-        return f"cuDNN needs an NVIDIA GPU, this is {platform}"
-    if jnp.dtype(dtype).itemsize != 2:
-        return f"cuDNN's attention takes 16-bit types, not {jnp.dtype(dtype).name}"
-    max_head = MAX_CUDNN_HEAD_ELSEWHERE
-    if gpu_generation is not None:
-        max_head = MAX_CUDNN_HEAD.get(gpu_generation, max_head)
-    if head_dim % 8 or head_dim > max_head:
-        return (
-            f"cuDNN's attention takes heads of a multiple of 8 up to {max_head} on this GPU, the "
-            f"model's have {head_dim}"
-        )
-    if length % 2:
-        return f"cuDNN's attention takes rows of an even length, these have {length} tokens"
-    if softcap is not None:
-        return f"cuDNN's attention has no soft cap of scores, the model's is {softcap}"
-    return None
 
 
 def run_attention(

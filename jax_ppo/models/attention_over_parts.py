@@ -10,11 +10,12 @@ xla skips the second half of the row for the queries of the first, and cuDNN not
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from jax_ppo.models.attention import (
     Keys,
@@ -36,15 +37,17 @@ def run_attention_over_parts(
     if program == "splash":
         length = q.shape[1] * num_row_parts()
         kernel = make_splash_kernel(q.shape[2], length, num_row_parts(), **options)
-        attend = attend_over_parts(functools.partial(_splash_part, **options), kernel)
+        run_part = functools.partial(_splash_part, scale=options.get("scale"))
+        attend = attend_over_parts(run_part, kernel)
     else:
-        programs = {"xla": _xla_part, "cudnn": _cudnn_part}
-        attend = attend_over_parts(functools.partial(programs[program], **options))
+        products = {"xla": _xla_part, "cudnn": _cudnn_part}[program]
+        attend = attend_over_parts(functools.partial(_masked_part, products, **options))
     out: jax.Array = attend(q, k, v, segments)
     return out
 
 
-def _xla_part(
+def _masked_part(
+    products: Callable[..., jax.Array],
     q_BxQxHxd: Queries,
     k_BxTxKxd: Keys,
     v_BxTxKxd: Keys,
@@ -52,11 +55,25 @@ def _xla_part(
     own_segments_BxQ: Int[Array, "B Q"],
     columns_Q: Int[Array, " Q"],
     *,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> Queries:
+    """Compute the attention of a device's queries with a program that takes a mask."""
+    row = slice(k_BxTxKxd.shape[1])
+    visible_BxQxT = visible_keys(columns_Q, row, own_segments_BxQ, segments_BxT, sliding_window)
+    return products(q_BxQxHxd, k_BxTxKxd, v_BxTxKxd, visible_BxQxT, **options)
+
+
+def _xla_part(
+    q_BxQxHxd: Queries,
+    k_BxTxKxd: Keys,
+    v_BxTxKxd: Keys,
+    visible_BxQxT: Bool[Array, "B Q T"],
+    *,
     scale: float | None = None,
     softcap: float | None = None,
-    sliding_window: int | None = None,
 ) -> Queries:
-    """Compute the attention of a device's queries with matrix products alone.
+    """Compute the attention with matrix products alone.
 
     The queries of the first block are in the first half of the row, and are not multiplied with the
     second half. Which earlier blocks a device could skip differs from device to device, but the
@@ -66,26 +83,20 @@ def _xla_part(
     k_BxKxTxd = k_BxTxKxd.swapaxes(1, 2)
     v_BxKxTxd = v_BxTxKxd.swapaxes(1, 2)
 
-    def attend_block(start: int, stop: int, end: int) -> jax.Array:
-        """Return the attention of some queries to the keys up to `end`."""
-        keys, own = slice(end), slice(start, stop)
-        visible = visible_keys(
-            columns_Q[own],
-            keys,
-            own_segments_BxQ[:, own],
-            segments_BxT[:, keys],
-            sliding_window,
-        )
+    def attend_block(own: slice, keys: slice) -> jax.Array:
         return attend_block_of_queries(
             q_BxQxHxd[:, own],
             k_BxKxTxd[:, :, keys],
             v_BxKxTxd[:, :, keys],
-            visible,
+            visible_BxQxT[:, own, keys],
             scale=scale,
             softcap=softcap,
         )
 
-    blocks = [attend_block(0, block, T // 2), attend_block(block, 2 * block, T)]
+    blocks = [
+        attend_block(own=slice(block), keys=slice(T // 2)),
+        attend_block(own=slice(block, None), keys=slice(T)),
+    ]
     return jnp.concatenate(blocks, axis=1)
 
 
@@ -93,23 +104,18 @@ def _cudnn_part(
     q_BxQxHxd: Queries,
     k_BxTxKxd: Keys,
     v_BxTxKxd: Keys,
-    segments_BxT: Int[Array, "B T"],
-    own_segments_BxQ: Int[Array, "B Q"],
-    columns_Q: Int[Array, " Q"],
+    visible_BxQxT: Bool[Array, "B Q T"],
     *,
     scale: float | None = None,
     softcap: float | None = None,
-    sliding_window: int | None = None,
 ) -> Queries:
-    """Compute the attention of a device's queries with cuDNN, which reads all keys of the row."""
+    """Compute the attention with cuDNN, which reads all keys of the row."""
     assert softcap is None, "select_attention_program refuses it"
-    row = slice(k_BxTxKxd.shape[1])
-    mask = visible_keys(columns_Q, row, own_segments_BxQ, segments_BxT, sliding_window)
     return jax.nn.dot_product_attention(
         q_BxQxHxd,
         k_BxTxKxd,
         v_BxTxKxd,
-        mask=mask[:, None],
+        mask=visible_BxQxT[:, None],
         scale=scale,
         implementation="cudnn",
     )
@@ -124,8 +130,7 @@ def _splash_part(
     columns_Q: Int[Array, " Q"],
     attend_heads: Any,
     *,
-    scale: float | None = None,
-    **of_kernel: Any,
+    scale: float | None,
 ) -> Queries:
     """Compute the attention of a device's queries with its part of JAX's kernel for TPUs.
 

@@ -195,7 +195,8 @@ def attend_to_cache(
         attend = split_heads(functools.partial(_cudnn, scale=scale, softcap=softcap))
         out_Bx1xHxd = attend(q_Bx1xHxd, keys, values, columns_B)
     else:
-        readable_BxS = _readable(columns_B, num_columns(program, layer), sliding_window)
+        held_S = jnp.arange(num_columns(program, layer))
+        readable_BxS = readable_columns(columns_B, held_S, sliding_window)
         out_Bx1xHxd = _products(
             program, q_Bx1xHxd, keys, values, readable_BxS, scale=scale, softcap=softcap
         )
@@ -235,7 +236,7 @@ def _attend_up_to_longest(
             q,
             keys[:num_rows, ..., :width],
             values[:num_rows, :, :width],
-            _readable(columns_b, width, sliding_window),
+            readable_columns(columns_b, jnp.arange(width), sliding_window),
             scale=scale,
             softcap=softcap,
         )
@@ -251,11 +252,11 @@ def _attend_up_to_longest(
     return jax.lax.switch(branch, branches, q_bx1xHxd, keys_BxKxdxS, values_BxKxSxd)
 
 
-def _readable(
-    columns_B: jax.Array, width: int, sliding_window: int | None
-) -> Bool[Array, "B width"]:
-    """Return which columns each new token reads."""
-    distance = columns_B[:, None] - jnp.arange(width)
+def readable_columns(
+    columns_B: jax.Array, held_S: jax.Array, sliding_window: int | None
+) -> Bool[Array, "B S"]:
+    """Return which of the columns `held_S` the new tokens in columns `columns_B` read."""
+    distance = columns_B[:, None] - held_S
     readable = distance >= 0
     if sliding_window is not None:
         readable &= distance < sliding_window
@@ -273,24 +274,33 @@ def _products(
     softcap: float | None = None,
 ) -> Float[Array, "B 1 H d"]:
     """Compute attention with matrix products, in the program's layout."""
-    scores_BxKxGxS = kernel.softcap(cache_scores(program, q_Bx1xHxd, keys, scale), softcap)
-    scores_BxKxGxS = jnp.where(readable_BxS[:, None, None], scores_BxKxGxS, MASKED_SCORE)
+    scores_BxKxGxS = cache_scores(
+        program, q_Bx1xHxd, keys, readable_BxS, scale=scale, softcap=softcap
+    )
     weights_BxKxGxS = jax.nn.softmax(scores_BxKxGxS, axis=-1).astype(values.dtype)
     return weighted_values(program, weights_BxKxGxS, values).reshape(q_Bx1xHxd.shape)
 
 
 def cache_scores(
-    program: str, q_Bx1xHxd: jax.Array, keys: jax.Array, scale: float | None
+    program: str,
+    q_Bx1xHxd: jax.Array,
+    keys: jax.Array,
+    readable_BxS: jax.Array,
+    *,
+    scale: float | None,
+    softcap: float | None,
 ) -> Float[Array, "B K G S"]:
-    """Return the scaled products of queries and keys in float32, in the program's layout."""
+    """Return the masked scores of queries and keys in float32; keys in the program's layout."""
     B, _, _, d = q_Bx1xHxd.shape
     keys_axes = "bkds" if program in TRANSPOSED else "bskd"
     K = keys.shape[keys_axes.index("k")]
     # Query heads are grouped by the key head that they read, which is not repeated.
     q_BxKxGxd = (q_Bx1xHxd * (d**-0.5 if scale is None else scale)).reshape(B, K, -1, d)
-    return jnp.einsum(
+    scores = jnp.einsum(
         f"bkgd,{keys_axes}->bkgs", q_BxKxGxd, keys, preferred_element_type=jnp.float32
     )
+    scores = kernel.softcap(scores, softcap)
+    return jnp.where(readable_BxS[:, None, None], scores, MASKED_SCORE)
 
 
 def weighted_values(

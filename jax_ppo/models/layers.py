@@ -329,14 +329,6 @@ class Layer(nn.Module):
         def norm(name: str, x: jax.Array) -> jax.Array:
             return RMSNorm(a, name=name)(x)
 
-        attend = Attention(
-            architecture=a,
-            dtype=self.dtype,
-            program=self.attention,
-            decoding=self.decoding,
-            lora_scale=self.lora_scale,
-            name="attention",
-        )
         run_mlp: Callable[[jax.Array], tuple[jax.Array, Auxiliary]]
         if a.num_experts:
             activation = ACTIVATION_FUNCTIONS[a.activation]
@@ -353,16 +345,8 @@ class Layer(nn.Module):
             )
         else:
             run_mlp = MLP(a, self.dtype, self.lora_scale, name="mlp")
-        # Layers that differ get their kind from the scan, others have it in their code.
-        own_kind: Any = kind if self.kind is None else self.kind
-        attended, cache = attend(
-            norm("input_norm", x) if a.pre_norms else x,
-            own_kind,
-            rotations,
-            segments_BxT,
-            cache,
-            columns_B,
-        )
+        normed = norm("input_norm", x) if a.pre_norms else x
+        attended, cache = self._attend(normed, kind, rotations, segments_BxT, cache, columns_B)
         # The names are Hugging Face's; post_attention_norm is another place with post_norms.
         if a.post_norms:
             attended = norm("post_attention_norm", attended)
@@ -375,3 +359,19 @@ class Layer(nn.Module):
             out = norm("post_feedforward_norm", out)
         x = x + multiply(out, a.residual_multiplier)
         return x, LayerOutput(cache if self.keep_cache else None, auxiliary)
+
+    def _attend(
+        self, x: jax.Array, kind: LayerKind | None, *inputs: Any
+    ) -> tuple[jax.Array, LayerCache]:
+        """Return the output of the layer's attention; `inputs` are those of `Attention`."""
+        attention = Attention(
+            architecture=self.architecture,
+            dtype=self.dtype,
+            program=self.attention,
+            decoding=self.decoding,
+            lora_scale=self.lora_scale,
+            name="attention",
+        )
+        # Layers that differ get their kind from the scan, others have it in their code.
+        own_kind: Any = kind if self.kind is None else self.kind
+        return attention(x, own_kind, *inputs)

@@ -13,9 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jax_ppo.kernels import softcap as kernel
 from jax_ppo.models import cache as whole
-from jax_ppo.models.attention import MASKED_SCORE
 from jax_ppo.models.cache import LayerCache
 from jax_ppo.runtime.meshes import COLUMNS
 from jax_ppo.runtime.parallelism.cache_columns import num_cache_parts, on_cache_parts, split_cache
@@ -111,13 +109,8 @@ def attend_to_cache(
     def attend(part: jax.Array, q: jax.Array, layer: LayerCache, columns: jax.Array) -> jax.Array:
         keys, values = layer
         own = jnp.arange(whole.num_columns(program, layer)) * parts + part
-        distance_BxS = columns[:, None] - own
-        readable_BxS = distance_BxS >= 0
-        if sliding_window is not None:
-            readable_BxS &= distance_BxS < sliding_window
-        scores = whole.cache_scores(program, q, keys, scale)
-        scores = kernel.softcap(scores, softcap)
-        scores = jnp.where(readable_BxS[:, None, None], scores, MASKED_SCORE)
+        readable_BxS = whole.readable_columns(columns, own, sliding_window)
+        scores = whole.cache_scores(program, q, keys, readable_BxS, scale=scale, softcap=softcap)
         # Some device holds the new token's own column: the largest score is not a masked one.
         top = jax.lax.pmax(scores.max(-1, keepdims=True), COLUMNS)
         weights = jnp.exp(scores - top)

@@ -3,8 +3,6 @@
 Attention is layers.py's. Its biases and positions are those of the architecture.
 """
 
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -15,7 +13,6 @@ from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.cache import LayerCache
 from jax_ppo.models.layers import (
     ACTIVATION_FUNCTIONS,
-    Attention,
     Dense,
     Layer,
     LayerKind,
@@ -80,17 +77,8 @@ class UngatedLayer(Layer):
     ) -> tuple[jax.Array, LayerOutput]:
         """Return the hidden states after this layer and its other outputs."""
         a = self.architecture
-        attend = Attention(
-            architecture=a,
-            dtype=self.dtype,
-            program=self.attention,
-            decoding=self.decoding,
-            lora_scale=self.lora_scale,
-            name="attention",
-        )
-        own_kind: Any = kind if self.kind is None else self.kind
         normed = LayerNorm(a, name="input_norm")(x)
-        attended, cache = attend(normed, own_kind, rotations, segments_BxT, cache, columns_B)
+        attended, cache = self._attend(normed, kind, rotations, segments_BxT, cache, columns_B)
         mlp_input = x if a.parallel_residual else x + attended
         normed = LayerNorm(a, name="post_attention_norm")(mlp_input)
         out = UngatedMLP(a, self.dtype, self.lora_scale, name="mlp")(normed)

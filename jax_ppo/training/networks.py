@@ -12,7 +12,7 @@ from jax_ppo.config import parsing
 from jax_ppo.config.schema import Config, Model
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import logprobs
-from jax_ppo.models import attention, cache
+from jax_ppo.models import attention_programs, cache
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.deberta.encoder import Deberta
@@ -129,7 +129,7 @@ def packed_row_length(config: Config) -> int:
     Unless configured it is that of the longest sample, rounded up so that the platform's attention
     program runs. Packed rows hold further samples in the rest.
     """
-    return config.packing.row_length or attention.round_row_length(
+    return config.packing.row_length or attention_programs.round_row_length(
         config.model.attention, _platform(), config.sequence_length, config.mesh.context
     )
 
@@ -149,8 +149,8 @@ def describe_attention(
     reason = None
     if options.attention == "auto":
         architecture = decoder.architecture
-        reason = attention.program_obstacle(
-            attention.PLATFORM_PROGRAMS.get(platform, "xla"),
+        reason = attention_programs.program_obstacle(
+            attention_programs.PLATFORM_PROGRAMS.get(platform, "xla"),
             platform,
             decoder.dtype,
             architecture.head_dim,
@@ -178,7 +178,7 @@ def build_decoder(architecture: Architecture, options: Model, row_length: int) -
     dtype = jnp.dtype(options.dtype)
     try:
         # Chosen once, by what this machine and this model can run.
-        program = attention.select_attention_program(
+        program = attention_programs.select_attention_program(
             options.attention,
             _platform(),
             dtype,

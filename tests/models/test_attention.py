@@ -12,6 +12,11 @@ import pytest
 import tiny
 from jax_ppo.errors import UserError
 from jax_ppo.models import attention
+from jax_ppo.models.attention_programs import (
+    PLATFORM_PROGRAMS,
+    round_row_length,
+    select_attention_program,
+)
 from jax_ppo.training import networks
 from jax_ppo.training.networks import Folders, read_networks
 
@@ -214,7 +219,7 @@ def test_each_device_runs_its_rows_and_heads():
     ],
 )
 def test_auto(platform, dtype, head_dim, length, chosen):
-    assert attention.select_attention_program("auto", platform, dtype, head_dim, length) == chosen
+    assert select_attention_program("auto", platform, dtype, head_dim, length) == chosen
 
 
 @pytest.mark.parametrize(
@@ -234,9 +239,9 @@ def test_auto(platform, dtype, head_dim, length, chosen):
     ],
 )
 def test_rows_are_rounded_up_so_that_the_platforms_program_runs(wanted, platform, length, rounded):
-    assert attention.round_row_length(wanted, platform, length) == rounded
-    chosen = attention.select_attention_program(wanted, platform, "bfloat16", 64, rounded)
-    own = attention.PLATFORM_PROGRAMS.get(platform, "xla")
+    assert round_row_length(wanted, platform, length) == rounded
+    chosen = select_attention_program(wanted, platform, "bfloat16", 64, rounded)
+    own = PLATFORM_PROGRAMS.get(platform, "xla")
     assert chosen == (own if wanted == "auto" else wanted)
 
 
@@ -251,7 +256,7 @@ def test_rows_are_rounded_up_so_that_the_platforms_program_runs(wanted, platform
     ],
 )
 def test_each_part_of_a_row_has_two_blocks(platform, length, parts, rounded):
-    assert attention.round_row_length("auto", platform, length, parts) == rounded
+    assert round_row_length("auto", platform, length, parts) == rounded
 
 
 def test_a_run_on_a_tpu_packs_rounded_rows_and_prints_what_attends(monkeypatch):
@@ -279,7 +284,7 @@ def test_a_run_on_a_tpu_packs_rounded_rows_and_prints_what_attends(monkeypatch):
 )
 def test_heads_of_256_run_on_hopper(generation, chosen):
     """Gemma's; on other GPUs cuDNN has no gradient for them."""
-    select = functools.partial(attention.select_attention_program, gpu_generation=generation)
+    select = functools.partial(select_attention_program, gpu_generation=generation)
     assert select("auto", "cuda", "bfloat16", 256, 128) == chosen
     assert select("auto", "cuda", "bfloat16", 128, 128) == "cudnn"
     limit = 256 if chosen == "cudnn" else 128
@@ -305,18 +310,12 @@ def test_the_generation_is_that_of_this_machines_gpu(monkeypatch, platform, vers
 
 
 def test_soft_caps_choose_too():
-    assert (
-        attention.select_attention_program("auto", "cuda", "bfloat16", 64, 128, softcap=50.0)
-        == "xla"
-    )
-    assert (
-        attention.select_attention_program("auto", "tpu", "bfloat16", 64, 128, softcap=50.0)
-        == "splash"
-    )
+    assert select_attention_program("auto", "cuda", "bfloat16", 64, 128, softcap=50.0) == "xla"
+    assert select_attention_program("auto", "tpu", "bfloat16", 64, 128, softcap=50.0) == "splash"
     with pytest.raises(
         ValueError, match="cuDNN's attention has no soft cap of scores, the model's is 50.0"
     ):
-        attention.select_attention_program("cudnn", "cuda", "bfloat16", 64, 128, softcap=50.0)
+        select_attention_program("cudnn", "cuda", "bfloat16", 64, 128, softcap=50.0)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +329,7 @@ def test_soft_caps_choose_too():
 )
 def test_what_cannot_run_says_why(requested, platform, dtype, length, why):
     with pytest.raises(ValueError, match=why):
-        attention.select_attention_program(requested, platform, dtype, 64, length)
+        select_attention_program(requested, platform, dtype, 64, length)
 
 
 def test_an_impossible_choice_names_the_option(monkeypatch):
