@@ -126,44 +126,47 @@ def tokenize_responses(
     # The tokens of a truncated prompt are not all those that are encoded before a response.
     keeps_prompts = filter_overlong_prompts or truncation == "error"
     bound = LengthBound(tokenizer) if keeps_prompts else None
-    responses: list[list[np.ndarray]] = []
-    kept: list[int] = []
+    responses: dict[int, list[np.ndarray]] = {}  # by row; of examples that fit
     for row, example in enumerate(prompts.examples):
         texts = [getattr(example, field) for field in fields]
         # An upper limit: response and prompt may share a token at their border.
         longest_fit = len(prompts.tokens[row]) + max_response_length
-        encoded: list[list[int]] = []
-        if not any(bound and bound.certainly_exceeds(text, longest_fit) for text in texts):
-            encoded = encode_responses(tokenizer, example.prompt, texts, chat_template)
-        responses.append([np.array(ids, np.int32) for ids in encoded])
+        if any(bound and bound.certainly_exceeds(text, longest_fit) for text in texts):
+            continue
+        encoded = encode_responses(tokenizer, example.prompt, texts, chat_template)
         # A pair is kept only if both of its responses fit.
-        if encoded and max(map(len, encoded)) <= max_response_length:
-            kept.append(row)
+        if max(map(len, encoded)) <= max_response_length:
+            responses[row] = [np.array(ids, np.int32) for ids in encoded]
+    _report_long_responses(len(prompts), len(responses), max_response_length, name)
+    kept_prompts = dataclasses.replace(
+        prompts,
+        examples=tuple(prompts.examples[row] for row in responses),
+        tokens=[prompts.tokens[row] for row in responses],
+    )
+    # From one list per example to one per field.
+    by_field = tuple(zip(*responses.values(), strict=True))
+    return ResponseDataset(
+        prompts=kept_prompts, responses=by_field, max_response_length=max_response_length
+    )
+
+
+def _report_long_responses(total: int, kept: int, max_response_length: int, name: str) -> None:
+    """Log how many of `total` examples are dropped; raise `UserError` if none is kept."""
     if not kept:
         raise UserError(
-            f"{name}: no example is left of {len(prompts)}: all responses are longer than "
+            f"{name}: no example is left of {total}: all responses are longer than "
             f"config.data.max_response_length={max_response_length} tokens. Set it higher, or use "
             "other data"
         )
-    if dropped := len(prompts) - len(kept):
+    if dropped := total - kept:
         log.warning(
             "%s: dropped %d of %d examples, whose responses are longer than "
             "config.data.max_response_length=%d tokens",
             name,
             dropped,
-            len(prompts),
+            total,
             max_response_length,
         )
-    kept_prompts = dataclasses.replace(
-        prompts,
-        examples=tuple(prompts.examples[row] for row in kept),
-        tokens=[prompts.tokens[row] for row in kept],
-    )
-    # From one list per example to one per field.
-    by_field = tuple(zip(*(responses[row] for row in kept), strict=True))
-    return ResponseDataset(
-        prompts=kept_prompts, responses=by_field, max_response_length=max_response_length
-    )
 
 
 def validate_responses(
