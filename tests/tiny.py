@@ -17,8 +17,9 @@ from jax_ppo.ppo.experience import estimate_experience as estimate
 from jax_ppo.ppo.experience_types import ExperienceOptions
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.training import packing
+from jax_ppo.training.decoders import packed_row_length
 from jax_ppo.training.kl_schedule import first_control
-from jax_ppo.training.networks import Networks, actor_head, packed_row_length
+from jax_ppo.training.networks import Networks, actor_head
 from jax_ppo.training.optimizer import make_optimizer
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import MiniBatches, Prompts, Rollout

@@ -12,7 +12,7 @@ from jax_ppo.config.schema import Config
 from jax_ppo.data.prompts import PromptBatch
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.training import packing
-from jax_ppo.training.networks import packed_row_length
+from jax_ppo.training.decoders import packed_row_length
 from jax_ppo.types import MiniBatches, Packing, Rollout
 
 ScoringPlan = tuple[Packing, jax.Array]  # rows, and how many of their micro-batches hold tokens

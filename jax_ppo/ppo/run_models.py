@@ -15,13 +15,8 @@ from jax_ppo.ppo.reward_inputs import RewardInputs, make_reward_inputs
 from jax_ppo.ppo.role_folders import resolve_role_folders
 from jax_ppo.runtime import meshes, work_directory
 from jax_ppo.supervised import warmup
-from jax_ppo.training.networks import (
-    Folders,
-    Networks,
-    describe_attention,
-    packed_row_length,
-    read_networks,
-)
+from jax_ppo.training.decoders import describe_attention, packed_row_length
+from jax_ppo.training.networks import Folders, Networks, read_networks
 from jax_ppo.training.setup import load_model_tokenizer, validate_model
 
 Report = Callable[[str], None]  # takes a line for the user

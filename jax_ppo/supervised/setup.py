@@ -24,7 +24,8 @@ from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.supervised.memory_check import validate_memory
 from jax_ppo.supervised.tasks import Task
 from jax_ppo.training import packing
-from jax_ppo.training.networks import build_decoder, describe_attention, refuse_router_loss
+from jax_ppo.training.decoders import build_decoder, describe_attention
+from jax_ppo.training.networks import refuse_router_loss
 from jax_ppo.training.setup import (
     count_steps,
     load_examples,

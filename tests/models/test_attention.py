@@ -17,7 +17,7 @@ from jax_ppo.models.attention_programs import (
     round_row_length,
     select_attention_program,
 )
-from jax_ppo.training import networks
+from jax_ppo.training import decoders, networks
 from jax_ppo.training.networks import Folders, read_networks
 
 
@@ -261,19 +261,19 @@ def test_each_part_of_a_row_has_two_blocks(platform, length, parts, rounded):
 
 def test_a_run_on_a_tpu_packs_rounded_rows_and_prints_what_attends(monkeypatch):
     monkeypatch.setattr(networks, "read_architecture", lambda folder, *_: tiny.ARCHITECTURE)
-    monkeypatch.setattr(networks, "_platform", lambda: "tpu")
+    monkeypatch.setattr(decoders, "_platform", lambda: "tpu")
     config = tiny.config(data__max_prompt_length=500, data__max_response_length=500)
     actor = read_networks(config, Folders(None, None, None)).actor
-    assert networks.packed_row_length(config) == 1024
+    assert decoders.packed_row_length(config) == 1024
     assert actor.attention == "splash"
-    assert networks.describe_attention(config.model, actor, 1024, decodes=True) == (
+    assert decoders.describe_attention(config.model, actor, 1024, decodes=True) == (
         "attention: splash for packed rows of 1024 tokens, xla for prompts, xla for decoding"
     )
     # A length that the user sets is kept, and what it costs is printed.
     config = tiny.config(packing__row_length=1000)
     actor = read_networks(config, Folders(None, None, None)).actor
-    assert networks.packed_row_length(config) == 1000
-    assert networks.describe_attention(config.model, actor, 1000) == (
+    assert decoders.packed_row_length(config) == 1000
+    assert decoders.describe_attention(config.model, actor, 1000) == (
         "attention: xla for packed rows of 1000 tokens (splash attention takes rows of a multiple "
         "of 128 tokens, these have 1000)"
     )
@@ -302,11 +302,11 @@ def test_the_generation_is_that_of_this_machines_gpu(monkeypatch, platform, vers
         platform=platform, platform_version=version, local_devices=lambda: [device]
     )
     monkeypatch.setattr(jax.extend.backend, "get_backend", lambda: backend)
-    monkeypatch.setattr(networks.logprobs, "target_platform", lambda: platform)
-    assert networks._gpu_generation() == generation
+    monkeypatch.setattr(decoders.logprobs, "target_platform", lambda: platform)
+    assert decoders._gpu_generation() == generation
     # A plan for GPUs on another machine does not know.
-    monkeypatch.setattr(networks.logprobs, "target_platform", lambda: "cuda")
-    assert networks._gpu_generation() is None
+    monkeypatch.setattr(decoders.logprobs, "target_platform", lambda: "cuda")
+    assert decoders._gpu_generation() is None
 
 
 def test_soft_caps_choose_too():

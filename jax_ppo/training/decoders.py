@@ -1,0 +1,130 @@
+"""Decoders for a machine: the programs that compute their attention, and the rows these take."""
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+
+from jax_ppo.config.schema import Config, Model
+from jax_ppo.errors import UserError
+from jax_ppo.kernels import logprobs
+from jax_ppo.models import attention_programs, cache
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.runtime.parallelism.context import num_row_parts
+
+
+def packed_row_length(config: Config) -> int:
+    """Return L, the number of tokens of a packed row in PPO.
+
+    Unless configured it is that of the longest sample, rounded up so that the platform's attention
+    program runs. Packed rows hold further samples in the rest.
+    """
+    return config.packing.row_length or attention_programs.round_row_length(
+        config.model.attention, _platform(), config.sequence_length, config.mesh.context
+    )
+
+
+def build_decoder(architecture: Architecture, options: Model, row_length: int) -> Transformer:
+    """Return the decoder for packed rows of `row_length` tokens.
+
+    Raises:
+      UserError: the attention program of `options` cannot run on this machine.
+    """
+    dtype = jnp.dtype(options.dtype)
+    try:
+        # Chosen once, by what this machine and this model can run.
+        program = attention_programs.select_attention_program(
+            options.attention,
+            _platform(),
+            dtype,
+            architecture.head_dim,
+            row_length // num_row_parts(),
+            architecture.attention_softcap,
+            gpu_generation=_gpu_generation(),
+        )
+    except ValueError as obstacle:
+        raise UserError(
+            f"config.model.attention={options.attention!r}: {obstacle}; set 'auto'"
+        ) from None
+    return Transformer(
+        architecture,
+        dtype,
+        remat=options.gradient_checkpointing,
+        remat_policy=options.gradient_checkpointing_policy,
+        attention=program,
+    )
+
+
+def decoding_program(config: Config, decoder: Transformer) -> str:
+    """Return the program that reads the actor's cache while decoding."""
+    wanted = config.rollout.attention
+    try:
+        return cache.select_cache_program(
+            wanted,
+            _platform(),
+            decoder.attention,
+            decoder.architecture,
+            config.sequence_length,
+            is_split=config.rollout.mesh.context > 1,
+        )
+    except ValueError as obstacle:
+        raise UserError(f"config.rollout.attention={wanted!r}: {obstacle}; set 'auto'") from None
+
+
+def describe_attention(
+    options: Model, decoder: Transformer, row_length: int, decodes: bool = False
+) -> str:
+    """Return a line that names the attention program of each phase.
+
+    Args:
+      options: the section of the config.
+      decoder: the decoder.
+      row_length: L, tokens per packed row.
+      decodes: whether the built-in engine samples from this decoder.
+    """
+    program, platform = decoder.attention, _platform()
+    reason = None
+    if options.attention == "auto":
+        architecture = decoder.architecture
+        reason = attention_programs.program_obstacle(
+            attention_programs.PLATFORM_PROGRAMS.get(platform, "xla"),
+            platform,
+            decoder.dtype,
+            architecture.head_dim,
+            row_length // num_row_parts(),
+            architecture.attention_softcap,
+            gpu_generation=_gpu_generation(),
+        )
+    line = f"attention: {program} for packed rows of {row_length} tokens"
+    if num_row_parts() > 1:
+        line += f" in {num_row_parts()} parts"
+    if reason:
+        line += f" ({reason})"
+    if decodes:
+        reader = "cudnn" if decoder.decoding == "cudnn" else "xla"
+        line += f", xla for prompts, {reader} for decoding"
+    return line
+
+
+def _platform() -> str:
+    """Return cpu, cuda, rocm or tpu: the platform of the mesh in context, else of this machine."""
+    backend = jax.extend.backend.get_backend()
+    platform = logprobs.target_platform()
+    # A mesh of another machine, which programs are only compiled for.
+    if platform != backend.platform:
+        return {"gpu": "cuda"}.get(platform, platform)
+    # JAX calls both kinds of GPU "gpu"; the version names CUDA or ROCm.
+    return backend.platform_version.split()[0] if backend.platform == "gpu" else backend.platform
+
+
+def _gpu_generation() -> int | None:
+    """Return the major part of the compute capability of this machine's GPUs.
+
+    `None` without NVIDIA GPUs, and where programs are only compiled for another machine: JAX
+    decides by this machine which head sizes cuDNN takes.
+    """
+    backend = jax.extend.backend.get_backend()
+    if _platform() != "cuda" or logprobs.target_platform() != backend.platform:
+        return None
+    # A string such as "9.0".
+    return int(backend.local_devices()[0].compute_capability.split(".")[0])
