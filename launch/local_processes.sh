@@ -57,7 +57,8 @@ stop_all() {
   wait 2>/dev/null || true
 }
 
-trap 'kill -TERM "${!running[@]}" 2>/dev/null || true' TERM
+# Of the shell's jobs: a process that has just been started may not be in `running` yet.
+trap 'kill -TERM $(jobs -pr) 2>/dev/null || true' TERM
 trap 'exit 130' INT
 trap stop_all EXIT
 

@@ -78,10 +78,11 @@ supervise() {
     source ../jax_ppo.env
     set +a
   fi
+  # Before the run is started: the signal would otherwise end this shell and not the run.
+  trap 'kill -TERM $(jobs -pr) 2>/dev/null || true' TERM
   while :; do
     .venv/bin/python -m "jax_ppo.${COMMAND:-train}" "$@" &
     child=$!
-    trap 'kill -TERM "$child" 2>/dev/null || true' TERM
     code=0
     wait "$child" || code=$?
     # The trap interrupts `wait` while the run saves.

@@ -11,6 +11,7 @@ import yaml
 from stand_ins import LAUNCH, TRICKY, script
 
 from jax_ppo.config import command_line
+from waiting import HANG_SECONDS
 
 JOBSET = LAUNCH / "gke" / "jobset.py"
 # It records its arguments and its input. States of the JobSet are read from $HOME/states, one line
@@ -47,7 +48,7 @@ def gke(tmp_path):
             env=environment,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=HANG_SECONDS,
         )
 
     return call

@@ -6,7 +6,9 @@ import signal
 import subprocess
 
 import pytest
-from stand_ins import LAUNCH, TRICKY, script, wait_until
+from stand_ins import LAUNCH, TRICKY, script
+
+from waiting import HANG_SECONDS, wait_until
 
 
 def processes(tmp_path, body, *arguments, count=3, **popen):
@@ -31,7 +33,7 @@ class TestLocalProcesses:
             'printf "[%s]" "$@"'
         )
         run = processes(tmp_path, body, *TRICKY)
-        output, errors = run.communicate(timeout=30)
+        output, errors = run.communicate(timeout=HANG_SECONDS)
         assert (run.returncode, errors) == (0, "")
         seen = [output, *((tmp_path / f"logs/process_{i}.log").read_text() for i in (1, 2))]
         addresses = {text.split()[1] for text in seen}
@@ -45,17 +47,18 @@ class TestLocalProcesses:
         monkeypatch.setenv("COMMAND", "sft")
         monkeypatch.setenv("EXPECTED", "sft")
         run = processes(tmp_path, "exit 0")
-        run.communicate(timeout=30)
+        run.communicate(timeout=HANG_SECONDS)
         assert run.returncode == 0
 
     def test_a_failure_stops_the_others_and_is_returned(self, tmp_path):
         body = """
             trap "" TERM; echo $$ >>"$0.pids"
-            [[ $JAX_PROCESS_ID != 1 ]] || { sleep 0.3; echo why; exit 7; }
-            exec sleep 60
+            [[ $JAX_PROCESS_ID == 1 ]] || exec sleep 3600
+            until (($(wc -l <"$0.pids") == 3)); do sleep 0.02; done
+            echo why; exit 7
         """
         run = processes(tmp_path, body)
-        _, errors = run.communicate(timeout=30)
+        _, errors = run.communicate(timeout=HANG_SECONDS)
         assert run.returncode == 7
         assert "process 1 of 3 ended with code 7" in errors and "why" in errors
         pids = (tmp_path / "python.pids").read_text().split()
@@ -73,19 +76,19 @@ class TestLocalProcesses:
             echo "$@" >>"$0.starts"; (($(wc -l <"$0.starts") > 2)) || exit {code}
         """
         run = processes(tmp_path, body, "a  b")
-        _, errors = run.communicate(timeout=30)
+        _, errors = run.communicate(timeout=HANG_SECONDS)
         assert run.returncode == end, errors
         assert (tmp_path / "python.starts").read_text() == "a  b\n" * starts
 
     def test_sigterm_reaches_every_process(self, tmp_path):
         body = """
             trap "sleep 0.$JAX_PROCESS_ID; echo saved; exit 143" TERM; touch "$0.$JAX_PROCESS_ID"
-            for i in {1..300}; do sleep 0.1; done; exit 3
+            for i in {1..3000}; do sleep 0.1; done; exit 3
         """
         run = processes(tmp_path, body, count=2)
         wait_until(lambda: all((tmp_path / f"python.{number}").exists() for number in (0, 1)))
         run.send_signal(signal.SIGTERM)
-        output, errors = run.communicate(timeout=30)
+        output, errors = run.communicate(timeout=HANG_SECONDS)
         assert (run.returncode, output, errors) == (143, "saved\n", "")
         assert (tmp_path / "logs/process_1.log").read_text() == "saved\n"
 

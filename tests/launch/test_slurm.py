@@ -5,7 +5,9 @@ import signal
 import subprocess
 
 import pytest
-from stand_ins import LAUNCH, TRICKY, script, wait_until
+from stand_ins import LAUNCH, TRICKY, script
+
+from waiting import HANG_SECONDS, wait_until
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def job(tmp_path):
 
 @pytest.mark.parametrize(("option", "command"), [("", "train"), ("reward_model", "reward_model")])
 def test_the_command_gets_the_arguments(job, option, command):
-    output, _ = job('printf "[%s]" "$@"', *TRICKY, COMMAND=option).communicate(timeout=10)
+    output, _ = job('printf "[%s]" "$@"', *TRICKY, COMMAND=option).communicate(timeout=HANG_SECONDS)
     assert output.endswith(
         "".join(f"[{word}]" for word in ("python", "-m", f"jax_ppo.{command}", *TRICKY))
     )
@@ -44,7 +46,7 @@ def test_what_is_requeued_and_how_often(job, tmp_path, monkeypatch, code, requeu
     monkeypatch.chdir(tmp_path)
     for _ in range(4):
         run = job(f"exit {code}")
-        run.communicate(timeout=10)
+        run.communicate(timeout=HANG_SECONDS)
         assert run.returncode == code
     record = tmp_path / "requeued"
     assert (record.read_text() if record.exists() else "") == requeued * "requeue 17\n"
@@ -54,14 +56,14 @@ def test_what_is_requeued_and_how_often(job, tmp_path, monkeypatch, code, requeu
 def test_a_run_that_the_user_stops_saves_and_is_not_requeued(job, tmp_path, number):
     body = f"""
         trap "sleep 0.1; echo saved; exit 143" TERM; echo $$ >{tmp_path}/pid
-        for i in {{1..300}}; do sleep 0.02; done
+        for i in {{1..3000}}; do sleep 0.1; done
     """
     run = job(body)
-    wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    wait_until((tmp_path / "pid").read_text)
     run.send_signal(number)
     if number == signal.SIGTERM:  # scancel sends it to the processes itself
         os.kill(int((tmp_path / "pid").read_text()), number)
-    output, _ = run.communicate(timeout=10)
+    output, _ = run.communicate(timeout=HANG_SECONDS)
     assert (run.returncode, output) == (143, "saved\n")
     assert not (tmp_path / "requeued").exists()
 

@@ -7,7 +7,9 @@ import signal
 import subprocess
 
 import pytest
-from stand_ins import LAUNCH, TRICKY, script, wait_until
+from stand_ins import LAUNCH, TRICKY, script
+
+from waiting import HANG_SECONDS, wait_until
 
 # Accepts what gcloud 528 documents for each subcommand. The states of the queued resource are read
 # from $HOME/states, one line per call of `describe`; the last line is repeated.
@@ -72,7 +74,7 @@ def pod(tmp_path):
         "HOME": str(tmp_path),
         "PATH": f"{tools}:{os.environ['PATH']}",
         "POLL_SECONDS": "0.01",
-        "START_SECONDS": "1",
+        "START_SECONDS": "300",  # which `start` waits only if the run does not end
     }
 
     def call(command, *arguments, **more):
@@ -82,7 +84,7 @@ def pod(tmp_path):
             env=environment | more,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=HANG_SECONDS,
         )
 
     yield call
@@ -177,6 +179,7 @@ class TestStart:
     def test_a_second_start_is_refused_and_leaves_the_first_alone(self, pod, tmp_path):
         (tmp_path / "behaviour").write_text(FOREVER)
         assert pod("start", START_SECONDS="0").returncode == 0
+        wait_until((tmp_path / "calls").exists)
         again = pod("start")
         assert again.returncode == 3 and "in progress" in again.stderr
         assert len(calls(tmp_path)) == 1 and not (tmp_path / "jax_ppo/train.exit").exists()
@@ -235,8 +238,12 @@ class TestEnd:
     @pytest.mark.parametrize("code", [1, 2])
     def test_a_run_that_failed_is_not(self, pod, tmp_path, code):
         pod("create", "--type", "v6e-8")
-        (tmp_path / "behaviour").write_text(f"sleep 0.3; exit {code}")
+        may_end = tmp_path / "may_end"
+        (tmp_path / "behaviour").write_text(
+            f"until [[ -e {may_end} ]]; do sleep 0.02; done; exit {code}"
+        )
         assert pod("start", START_SECONDS="0").returncode == 0
+        may_end.touch()
         run = pod("watch", "--recover")
         assert run.returncode == code
         assert f"the run ended with exit code {code}" in run.stderr, run.stderr
