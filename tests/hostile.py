@@ -35,7 +35,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, whatever is installed
 
 SECONDS = 2.0  # of one input: of the processor's time, so that a busy machine changes nothing
-HANG = 30.0  # seconds without an answer after which a child is killed
+HANG = 300.0  # seconds without an answer after which a child is killed; imports are slow
 ACCEPTED, REFUSED, FAILED = "accepted", "refused", "failed"
 
 

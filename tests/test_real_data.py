@@ -18,6 +18,7 @@ from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
+from waiting import RUN_SECONDS
 
 ROOT = pathlib.Path(__file__).parents[1]
 DATA = pathlib.Path(os.environ.get("JAX_PPO_DATA", ROOT.parent / "shared" / "data"))
@@ -38,7 +39,7 @@ def run(*arguments, check=True):
         text=True,
         capture_output=True,
         env=environment,
-        timeout=560,
+        timeout=RUN_SECONDS,
     )
     assert not check or process.returncode == 0, process.stdout + process.stderr
     return process

@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 
 # Nothing takes as long, even where ten busy processes share a processor.
 HANG_SECONDS = 300.0
+# Of a whole training run.
+RUN_SECONDS = 1800.0
 _POLL_SECONDS = 0.02
 
 
-def wait_until(condition: Callable[[], object]) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = HANG_SECONDS) -> None:
     """Wait until a condition holds; one that needs a file that is not there yet does not."""
-    deadline = time.monotonic() + HANG_SECONDS
+    deadline = time.monotonic() + seconds
     while True:
         try:
             if condition():

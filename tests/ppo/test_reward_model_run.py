@@ -18,6 +18,7 @@ from jax_ppo.config import command_line
 from jax_ppo.errors import UserError
 from jax_ppo.ppo import loop
 from llama_folder import write_llama
+from waiting import RUN_SECONDS
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = """
@@ -151,7 +152,7 @@ def test_two_processes_and_eight_devices_score_the_same(files, tmp_path):
             "LOG_DIR": str(tmp_path),
         },
         capture_output=True,
-        timeout=300,
+        timeout=RUN_SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     with open(tmp_path / "two" / "training_metrics.csv") as file:

@@ -4,22 +4,43 @@ import csv
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
 import bucket_server
+from waiting import RUN_SECONDS, wait_until
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 4
 TIMINGS = ("seconds", "perf/", "tokens_per_second", "rollout/samples_per_second")
 
 
-def command_line(bucket, workdir):
+REWARD = """
+import pathlib, time
+samples, may_go_on = 0, pathlib.Path(__file__).with_name("may_go_on")
+
+def reward(data_source, solution_str, ground_truth, extra_info):
+    global samples
+    samples += extra_info.get("split") == "train"
+    # The run waits within a step until the test has interrupted it.
+    while samples > {samples} and not may_go_on.exists():
+        time.sleep(0.02)
+    return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)
+"""
+
+
+def write_reward(folder, samples):
+    """Write a reward function that waits after this many samples; return its option's value."""
+    (folder / "reward.py").write_text(REWARD.format(samples=samples))
+    return f"{folder}/reward.py:reward"
+
+
+def command_line(bucket, workdir, reward):
     options = {
+        "reward.function": reward,
+        "reward.workers": 0,
         # Machines share compiled programs, which saves time, and nothing else.
         "trainer.compilation_cache": f"{os.environ['XDG_CACHE_HOME']}/bucket_runs",
         "data.train_files": "arithmetic:200",
@@ -39,9 +60,9 @@ def command_line(bucket, workdir):
     ]
 
 
-def start(bucket, workdir, environment):
+def start(bucket, workdir, reward, environment):
     return subprocess.Popen(
-        command_line(bucket, workdir),
+        command_line(bucket, workdir, reward),
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -51,7 +72,7 @@ def start(bucket, workdir, environment):
 
 
 def finish(process):
-    output, _ = process.communicate(timeout=600)
+    output, _ = process.communicate(timeout=RUN_SECONDS)
     assert process.returncode == 0, output
     return output
 
@@ -89,12 +110,13 @@ def arithmetic_rows():
 
 def wait_for(server, workdir, name, processes):
     """Wait until an object is in the work directory of running processes."""
-    deadline = time.monotonic() + 500
-    while name not in bucket_server.names(server, workdir):
+
+    def is_there():
         for process in processes:
             assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+        return name in bucket_server.names(server, workdir)
+
+    wait_until(is_there, RUN_SECONDS)
 
 
 @pytest.mark.slow
@@ -102,19 +124,25 @@ def test_a_killed_run_in_a_bucket_resumes_bit_equal_on_another_machine(server, b
     bucket_server.put(server, f"{bucket}/val.jsonl", arithmetic_rows())
     environment = bucket_server.environment(server)
 
+    # Two steps have been scored: the third one waits.
+    reward = write_reward(tmp_path, samples=2 * 16)
+
     # Another cache: nothing but the bucket is left of the machine of the killed run.
     whole, halves = f"{bucket}/whole", f"{bucket}/halves"
-    finish(start(bucket, whole, environment | {"XDG_CACHE_HOME": str(tmp_path / "one")}))
+    (tmp_path / "may_go_on").touch()
+    finish(start(bucket, whole, reward, environment | {"XDG_CACHE_HOME": str(tmp_path / "one")}))
 
-    killed = start(bucket, halves, environment | {"XDG_CACHE_HOME": str(tmp_path / "two")})
+    (tmp_path / "may_go_on").unlink()
+    killed = start(bucket, halves, reward, environment | {"XDG_CACHE_HOME": str(tmp_path / "two")})
     wait_for(server, halves, "checkpoints/2/commit_success.txt", [killed])
     killed.kill()
     killed.communicate()
+    (tmp_path / "may_go_on").touch()
     assert "lock" in bucket_server.names(server, halves)
     assert "summary.json" not in bucket_server.names(server, halves)
 
     output = finish(
-        start(bucket, halves, environment | {"XDG_CACHE_HOME": str(tmp_path / "three")})
+        start(bucket, halves, reward, environment | {"XDG_CACHE_HOME": str(tmp_path / "three")})
     )
     assert "supervised warm-up" not in output, "the small model is fetched, not made again"
     assert metric_rows(server, halves) == metric_rows(server, whole)
@@ -152,11 +180,8 @@ distributed.run_or_abort(main)
 """
 
 
-def start_two(command, environment, caches):
+def start_two(command, environment, coordinator_address, caches):
     """Start two processes of one run, each with a cache, as if on a machine, of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
     return [
         subprocess.Popen(
             command,
@@ -164,7 +189,7 @@ def start_two(command, environment, caches):
             env=environment
             | {
                 "JAX_PLATFORMS": "cpu",
-                "JAX_COORDINATOR_ADDRESS": address,
+                "JAX_COORDINATOR_ADDRESS": coordinator_address,
                 "JAX_NUM_PROCESSES": "2",
                 "JAX_PROCESS_ID": str(process),
                 "PYTHONPATH": str(ROOT / "tests"),
@@ -179,13 +204,14 @@ def start_two(command, environment, caches):
 
 
 @pytest.mark.slow
-def test_two_processes_write_an_export_together(server, bucket, tmp_path):
+def test_two_processes_write_an_export_together(server, bucket, tmp_path, coordinator_address):
     """To a bucket without a shared disk, and to a shared disk: the same files."""
     from jax_ppo.storage.downloads import download_folder
 
     command = [sys.executable, "-c", EXPORTS, f"{bucket}/run", str(tmp_path / "run")]
     caches = (tmp_path / "one", tmp_path / "two")
-    processes = start_two(command, bucket_server.environment(server), caches)
+    environment = bucket_server.environment(server)
+    processes = start_two(command, environment, coordinator_address, caches)
     for process in processes:
         assert finish(process).count("sees True") == 2
     local = {path.name: path.read_bytes() for path in (tmp_path / "run" / "actor").iterdir()}
@@ -195,21 +221,25 @@ def test_two_processes_write_an_export_together(server, bucket, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_without_a_shared_disk_train_and_resume(server, bucket, tmp_path):
+def test_two_processes_without_a_shared_disk_train_and_resume(
+    server, bucket, tmp_path, coordinator_address
+):
     bucket_server.put(server, f"{bucket}/val.jsonl", arithmetic_rows())
     environment = bucket_server.environment(server)
-    command = command_line(bucket, f"{bucket}/run")
+    # Each process has scored its half of one step: the second one waits.
+    command = command_line(bucket, f"{bucket}/run", write_reward(tmp_path, samples=8))
     caches = [tmp_path / name for name in ("one", "two", "three", "four")]
-    stopped = start_two(command, environment, caches[:2])
+    stopped = start_two(command, environment, coordinator_address, caches[:2])
     wait_for(server, f"{bucket}/run", "checkpoints/1/commit_success.txt", stopped)
     stopped[1].terminate()
+    (tmp_path / "may_go_on").touch()
     for process in stopped:
-        process.communicate(timeout=300)
-        assert process.returncode == 143
+        output, _ = process.communicate(timeout=RUN_SECONDS)
+        assert process.returncode == 143, output
     names = bucket_server.names(server, f"{bucket}/run")
     assert "lock" not in names and "summary.json" in names
     # The new machines have nothing but the bucket.
-    for process in start_two(command, environment, caches[2:]):
+    for process in start_two(command, environment, coordinator_address, caches[2:]):
         finish(process)
     assert [row["step"] for row in metric_rows(server, f"{bucket}/run")] == [
         "0",

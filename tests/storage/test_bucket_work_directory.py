@@ -5,7 +5,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 import types
 
 import jax
@@ -23,13 +22,14 @@ from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.runtime import work_directory
 from jax_ppo.storage import bucket_lock, remote, staging
 from jax_ppo.training.checkpoint import Checkpointer
+from waiting import wait_until
 
 HOLDER = """
 import sys, time
 from jax_ppo.storage.bucket_lock import BucketLock
 BucketLock(sys.argv[1]).acquire(print)
 print("locked", flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 
@@ -65,9 +65,8 @@ def test_a_second_run_is_refused_and_a_killed_one_leaves_no_lock(server, bucket)
         assert "waiting up to 60 s" in lines[0]
         holder.kill()
         holder.wait()
-        started = time.monotonic()
-        waiting.acquire(print)
-        assert time.monotonic() - started < 5, "a dead process of this machine is not waited for"
+        # It reports a wait: a dead process of this machine is not waited for.
+        waiting.acquire(pytest.fail)
         waiting.release()
 
 
@@ -159,11 +158,8 @@ def test_files_are_uploaded_while_the_run_goes_on(server, bucket, monkeypatch):
     with work_directory.open_work_directory(bucket, print) as folder:
         first = bucket_server.get(server, f"{bucket}/lock")
         (folder / "training_metrics.csv").write_text("step\n")
-        deadline = time.monotonic() + 20
-        while "training_metrics.csv" not in bucket_server.names(server, bucket):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        assert bucket_server.get(server, f"{bucket}/lock") != first, "renewed"
+        wait_until(lambda: "training_metrics.csv" in bucket_server.names(server, bucket))
+        wait_until(lambda: bucket_server.get(server, f"{bucket}/lock") != first)  # renewed
 
 
 def test_a_run_whose_lock_was_taken_saves_and_uploads_nothing(server, bucket):
