@@ -363,7 +363,7 @@ def assert_same_run(workdir, other, tolerance):
             "response_length/mean",
             "eval/reward_mean",
         ):
-            if theirs[name]:
+            if theirs.get(name):
                 assert float(ours[name]) == pytest.approx(
                     float(theirs[name]), rel=tolerance, abs=tolerance
                 ), name
@@ -590,6 +590,29 @@ def test_two_processes_train_as_one_does(files, undisturbed, tmp_path):
     assert process.returncode == 0, process.stdout + process.stderr
     assert json.loads((tmp_path / "summary.json").read_text())["versions"]["process_count"] == 2
     assert_same_run(tmp_path, undisturbed[0], 1e-3)
+
+
+@pytest.mark.slow
+def test_two_processes_hold_the_dialogues_of_one(files, tmp_path):
+    """Each process steps the environments of its own samples, with the same random numbers."""
+    (tmp_path / "dice.py").write_text(DICE)
+    arguments = [
+        f"--config.rollout.multi_turn.environment={tmp_path}/dice.py:Dice",
+        "--config.rollout.multi_turn.max_turn_length=3",
+        "--config.trainer.total_training_steps=2",
+        "--config.trainer.save_freq=0",
+        "--config.data.val_files=",
+    ]
+    run(files, tmp_path / "one", *arguments)
+    process = run_two_processes(command(files, tmp_path / "two", *arguments)[3:], tmp_path)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert json.loads((tmp_path / "two/summary.json").read_text())["versions"]["process_count"] == 2
+    assert_same_run(tmp_path / "two", tmp_path / "one", 1e-3)
+    for ours, theirs in zip(
+        *map(read_step_rows, (tmp_path / "two", tmp_path / "one")), strict=True
+    ):
+        for name in ("rollout/turns", "reward/turns"):
+            assert float(ours[name]) == pytest.approx(float(theirs[name]), rel=1e-3), name
 
 
 @pytest.mark.slow
