@@ -1,7 +1,9 @@
 """Options of other frameworks and their counterparts here, for users who migrate.
 
-Names are those of verl 0.9.1, TRL 1.12.0, OpenRLHF 0.11.2, tunix 0.1.7 and NeMo-RL 0.7, which are
-compared without `actor_rollout_ref.`. docs/migrating.md has the differences in words.
+Names are those of verl 0.9.1, TRL 1.12.0, OpenRLHF 0.11.2 and those with underscores before it,
+tunix 0.1.7 and NeMo-RL 0.7, which are compared without `actor_rollout_ref.`. A name that ends in
+`.*` stands for the options of a group that have no answer of their own. docs/migrating.md has the
+differences in words.
 """
 
 # Answers that several options share.
@@ -24,6 +26,27 @@ _REMOTE_REWARD = "config.reward.url for a server; config.reward.function for FIL
 _ENGINE = "the sampler is built in; config.rollout.engine=module:Class takes one of your own"
 _LENGTHS = "the sum of config.data.max_prompt_length and config.data.max_response_length"
 _MESH = "config.mesh.data, config.mesh.fsdp and config.mesh.model"
+_SAME_MESH = "all roles are split as the actor is: config.mesh.*"
+_NO_MEGATRON = "Megatron is not used; config.mesh.* says how all roles are split"
+_NO_FSDP_ENGINE = "FSDP's engine is not used; config.mesh.fsdp splits parameters"
+_SPLIT_PARAMETERS = "config.mesh.fsdp splits parameters"
+_GRADIENTS_STAY = "gradients stay on the devices; config.mesh.fsdp splits them"
+_NO_CODE = "no code of a data set or model is run"
+_MODEL_FOLDER = "the model folder says what the model is"
+_PROFILER = "there is no option for a profiler; the time of each phase is in the report"
+_NO_QUANTIZED_TRAINING = "weights are not quantized in training"
+_ENVIRONMENT = "config.rollout.multi_turn.environment=FILE.py:CLASS"
+_ONE_REWARD_PROGRAM = "a reward model is scored by the program that trains"
+_ADAMW = "AdamW with config.actor.optim.* and config.critic.optim.*"
+_DECAY = (
+    "config.actor.optim.lr_schedule and min_lr_ratio, until the last step; the critic's likewise"
+)
+_TEXT_ONLY = "models read text only"
+_NO_SANDBOX = "there is no sandbox; config.reward.function may call one"
+_NO_DISTILLATION = "there is no teacher; config.actor.use_kl_loss keeps to the reference"
+_NO_DROPOUT = "adapters have no dropout"
+_NO_EMA = "there is no moving average of the weights"
+_WHOLE_CHECKPOINT = "checkpoints hold everything that a resumed run needs"
 
 VERL = {
     "data.reward_fn_key": "always the column data_source",
@@ -33,7 +56,7 @@ VERL = {
     "data.gen_batch_size": "config.data.train_batch_size",
     "data.return_raw_input_ids": "prompts are tokenized once",
     "data.custom_cls.path": "write rows in a form of docs/data-and-rewards.md",
-    "data.trust_remote_code": "no code of a data set or model is run",
+    "data.trust_remote_code": _NO_CODE,
     "model.enable_gradient_checkpointing": "config.model.gradient_checkpointing",
     "model.lora_rank": "config.model.lora.rank",
     "model.lora_alpha": "config.model.lora.alpha",
@@ -41,9 +64,9 @@ VERL = {
     "model.lora_adapter_path": "config.model.lora.path",
     "model.use_remove_padding": "config.packing.enabled, on by default",
     "model.external_lib": "config.rollout.engine and other options take module:name",
-    "model.override_config": "the model folder says what the model is",
+    "model.override_config": _MODEL_FOLDER,
     "model.use_shm": "weights are read directly into their shards",
-    "model.trust_remote_code": "no code of a data set or model is run",
+    "model.trust_remote_code": _NO_CODE,
     "model.use_liger": "the kernels are compiled by XLA",
     "actor.ppo_micro_batch_size": "config.actor.ppo_micro_batch_size_per_device, in packed rows",
     "actor.ppo_micro_batch_size_per_gpu": (
@@ -60,16 +83,106 @@ VERL = {
     "actor.optim.total_training_steps": "config.trainer.total_training_steps",
     "actor.policy_loss.loss_mode": "config.actor.policy_loss",
     "actor.fsdp_config.fsdp_size": "config.mesh.fsdp",
-    "actor.fsdp_config.param_offload": "config.mesh.fsdp splits parameters",
+    "actor.fsdp_config.param_offload": _SPLIT_PARAMETERS,
     "actor.fsdp_config.optimizer_offload": "config.actor.optimizer_offload",
     "actor.fsdp_config.model_dtype": "config.actor.optim.param_dtype",
     "actor.strategy": _MESH,
     "actor.megatron.tensor_model_parallel_size": "config.mesh.model",
     "actor.megatron.pipeline_model_parallel_size": "config.mesh.stage",
     "actor.megatron.expert_model_parallel_size": "config.mesh.expert",
+    "actor.megatron.context_parallel_size": "config.mesh.context",
+    "actor.megatron.param_offload": _SPLIT_PARAMETERS,
+    "actor.megatron.optimizer_offload": "config.actor.optimizer_offload",
+    "actor.megatron.grad_offload": _GRADIENTS_STAY,
+    "actor.megatron.dtype": "config.model.dtype",
+    "actor.megatron.override_transformer_config.*": _MODEL_FOLDER,
+    "actor.megatron.qat.*": _NO_QUANTIZED_TRAINING,
+    "actor.megatron.*": _NO_MEGATRON,
+    "actor.fsdp_config.dtype": "config.model.dtype",
+    "actor.fsdp_config.ulysses_sequence_parallel_size": "config.mesh.context",
+    "actor.fsdp_config.qat.*": _NO_QUANTIZED_TRAINING,
+    "actor.fsdp_config.*": _NO_FSDP_ENGINE,
+    "actor.qat.*": _NO_QUANTIZED_TRAINING,
+    "actor.profiler.*": _PROFILER,
+    "actor.checkpoint.*": _WHOLE_CHECKPOINT,
+    "critic.megatron.param_offload": "config.critic.param_offload",
+    "critic.megatron.optimizer_offload": "config.critic.optimizer_offload",
+    "critic.megatron.grad_offload": _GRADIENTS_STAY,
+    "critic.megatron.override_transformer_config.*": _MODEL_FOLDER,
+    "critic.megatron.*": _NO_MEGATRON,
+    "critic.fsdp.*": _NO_FSDP_ENGINE,
+    "critic.profiler.*": _PROFILER,
+    "critic.checkpoint.*": _WHOLE_CHECKPOINT,
+    "critic.model.trust_remote_code": _NO_CODE,
+    "critic.model.override_config": _MODEL_FOLDER,
+    "critic.ulysses_sequence_parallel_size": _SAME_MESH,
+    "critic.shuffle": "mini-batches are always shuffled",
+    "critic.optim.betas": "config.critic.optim.beta1 and config.critic.optim.beta2",
+    "critic.optim.clip_grad": "config.critic.grad_clip",
+    "critic.optim.lr_scheduler_type": "config.critic.optim.lr_schedule",
+    "critic.optim.warmup_style": "config.critic.optim.lr_schedule",
+    "critic.optim.total_training_steps": "config.trainer.total_training_steps",
+    "ref.megatron.param_offload": "config.algorithm.reference_offload",
+    "ref.megatron.*": _NO_MEGATRON,
+    "ref.fsdp_config.*": _NO_FSDP_ENGINE,
+    "ref.profiler.*": _PROFILER,
+    "ref.strategy": _SAME_MESH,
+    "ref.ulysses_sequence_parallel_size": _SAME_MESH,
+    "critic.ppo_micro_batch_size": (
+        "config.critic.ppo_micro_batch_size_per_device, in packed rows"
+    ),
+    "critic.forward_micro_batch_size": "config.rollout.logprob_micro_batch_size_per_device",
+    "critic.loss_scale_factor": "of the policy loss alone: config.actor.loss_scale_factor",
+    "ref.log_prob_micro_batch_size": "config.rollout.logprob_micro_batch_size_per_device",
+    "rollout.log_prob_micro_batch_size": "config.rollout.logprob_micro_batch_size_per_device",
+    "data.filter_overlong_prompts_workers": (
+        "prompts are tokenized once, with config.data.cache_dir by a worker per core"
+    ),
+    "data.image_key": _TEXT_ONLY,
+    "data.image_patch_size": _TEXT_ONLY,
+    "data.video_key": _TEXT_ONLY,
+    "data.audio_key": _TEXT_ONLY,
+    "algorithm.filter_groups.max_inflight_gen_batches": (
+        "batches are drawn one after the other; "
+        "config.algorithm.filter_groups.max_num_gen_batches bounds them"
+    ),
+    "algorithm.rollout_correction.*": (
+        "config.algorithm.rollout_is weights tokens or sequences; none is rejected"
+    ),
+    "global_profiler.*": _PROFILER,
+    "rollout.profiler.*": _PROFILER,
+    "rollout.agent.*": _ENVIRONMENT,
+    "rollout.checkpoint_engine.*": _NO_SERVER,
+    "rollout.disaggregation.*": _NO_SERVER,
+    "rollout.engine_kwargs.*": _NO_SERVER,
+    "rollout.prometheus.*": _NO_SERVER,
+    "rollout.trace.*": "rollouts/ in the work directory",
+    "rollout.multi_turn.interaction_config_path": _ENVIRONMENT,
+    "rollout.multi_turn.function_tool_path": _ENVIRONMENT,
+    "rollout.multi_turn.max_user_turns": "config.rollout.multi_turn.max_assistant_turns",
+    "rollout.multi_turn.tool_response_truncate_side": "observations are cut at their end",
+    "rollout.enable_prefix_caching": "the samples of a prompt share its prefill",
+    "rollout.seed": "config.seed",
+    "reward.reward_model.rollout.*": _ONE_REWARD_PROGRAM,
+    "reward.reward_model.*": _ONE_REWARD_PROGRAM,
+    "reward_model.rollout.*": _ONE_REWARD_PROGRAM,
+    "reward_model.n_gpus_per_node": _ONE_REWARD_PROGRAM,
+    "reward_model.nnodes": _ONE_REWARD_PROGRAM,
+    "reward.num_workers": "config.reward.workers",
+    "reward_model.num_workers": "config.reward.workers",
+    "reward.sandbox_fusion.*": _NO_SANDBOX,
+    "sandbox_fusion.*": _NO_SANDBOX,
+    "distillation.*": _NO_DISTILLATION,
+    "ray_kwargs.*": _ONE_PROGRAM,
+    "transfer_queue.*": _ONE_PROGRAM,
+    "trainer.v1.*": _ONE_PROGRAM,
+    "hybrid_engine": _ONE_PROGRAM,
+    "model_engine": _ONE_PROGRAM,
+    "config_name": "verl's defaults; the translated command starts from another configuration",
+    "config_path": "verl's defaults; the translated command starts from another configuration",
     "actor.ulysses_sequence_parallel_size": "config.mesh.context",
     "actor.use_torch_compile": "everything is compiled",
-    "actor.checkpoint.save_contents": "checkpoints hold everything that a resumed run needs",
+    "actor.checkpoint.save_contents": _WHOLE_CHECKPOINT,
     "actor.entropy_checkpointing": "logits are never built for a whole batch",
     "critic.model.path": "config.critic.path",
     "critic.model.lora_rank": "config.model.lora.rank",
@@ -111,7 +224,7 @@ VERL = {
     "rollout.do_sample": "config.rollout.temperature=0 is greedy",
     "rollout.val_kwargs.do_sample": "config.rollout.val_kwargs.temperature=0 is greedy",
     "rollout.multi_turn.enable": "set config.rollout.multi_turn.environment",
-    "rollout.multi_turn.tool_config_path": "config.rollout.multi_turn.environment=FILE.py:CLASS",
+    "rollout.multi_turn.tool_config_path": _ENVIRONMENT,
     "rollout.multi_turn.max_tool_response_length": (
         "config.rollout.multi_turn.max_observation_length, in tokens"
     ),
@@ -150,7 +263,32 @@ VERL = {
     "trainer.balance_batch": "rows are packed to equal lengths",
     "trainer.ray_wait_register_center_timeout": _ONE_PROGRAM,
 }
+# Megatron's optimizers and schedules, of both roles.
+for _role in ("actor", "critic"):
+    for _name in ("lr_decay_steps", "lr_decay_style", "lr_wsd_decay_steps", "lr_wsd_decay_style"):
+        VERL[f"{_role}.optim.{_name}"] = _DECAY
+    for _name in ("optimizer", "optimizer_impl", "override_optimizer_config", "num_cycles"):
+        VERL[f"{_role}.optim.{_name}"] = _ADAMW
+    for _name in ("muon_coefficient_type", "muon_tp_mode", "weight_decay_incr_style"):
+        VERL[f"{_role}.optim.{_name}"] = _ADAMW
+    for _name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        VERL[f"{_role}.optim.{_name}"] = f"config.{_role}.optim.moments_dtype"
+    VERL[f"{_role}.optim.main_grads_dtype"] = f"config.{_role}.optim.gradient_dtype"
+    VERL[f"{_role}.optim.min_lr"] = f"config.{_role}.optim.min_lr_ratio is a share of lr"
+    VERL[f"{_role}.optim.lr_warmup_init"] = "the warm-up begins at 0"
 TRL = {
+    "auto_find_batch_size": "micro-batches are chosen",
+    "local_batch_size": "config.data.train_batch_size, in prompts of all devices",
+    "local_mini_batch_size": "config.actor.ppo_mini_batch_size, in prompts of all devices",
+    "micro_batch_size": "config.actor.ppo_micro_batch_size_per_device, in packed rows",
+    "chat_template_kwargs": "a template gets no arguments; config.data.chat_template applies it",
+    "ddp_timeout": _LAUNCHER,
+    "entropy_coef": "config.actor.entropy_coeff",
+    "entropy_coef_delta": "the coefficient is constant: config.actor.entropy_coeff",
+    "entropy_coef_max": "the coefficient is constant: config.actor.entropy_coeff",
+    "entropy_coef_min": "the coefficient is constant: config.actor.entropy_coeff",
+    "fraction": "weights in config.data.train_files, as in a.jsonl*0.7,b.csv*0.3",
+    "path": _FILES,
     "sft_model_path": "config.model.path",
     "model_name_or_path": "config.model.path",
     "reward_model_path": "config.reward.model_path",
@@ -221,12 +359,12 @@ TRL = {
     "lora_r": "config.model.lora.rank",
     "lora_alpha": "config.model.lora.alpha",
     "lora_target_modules": "config.model.lora.targets",
-    "lora_dropout": "adapters have no dropout",
+    "lora_dropout": _NO_DROPOUT,
     "load_in_4bit": "weights are not quantized in training; config.model.lora.rank saves memory",
     "attn_implementation": "config.model.attention",
     "torch_dtype": "config.model.dtype",
     "dtype": "config.model.dtype",
-    "trust_remote_code": "no code of a data set or model is run",
+    "trust_remote_code": _NO_CODE,
     "num_generations": "config.rollout.n",
     "num_generations_eval": "config.rollout.val_kwargs.n",
     "beta": _KL_LOSS,
@@ -256,6 +394,7 @@ TRL = {
     "world_size": _LAUNCHER,
 }
 OPENRLHF = {
+    "max_len": _LENGTHS,
     "actor.model_name_or_path": "config.model.path",
     "pretrain": "config.model.path",
     "reward_pretrain": "config.reward.model_path",
@@ -269,8 +408,8 @@ OPENRLHF = {
     "data.prompt_probs": "weights in config.data.train_files, as in a.jsonl*0.7,b.csv*0.3",
     "data.input_key": "config.data.prompt_key",
     "input_key": "config.data.prompt_key",
-    "data.label_key": "the row forms of docs/data-and-rewards.md",
-    "label_key": "the row forms of docs/data-and-rewards.md",
+    "data.label_key": "config.data.ground_truth_key",
+    "label_key": "config.data.ground_truth_key",
     "data.apply_chat_template": "config.data.chat_template",
     "apply_chat_template": "config.data.chat_template",
     "data.max_len": _LENGTHS,
@@ -360,9 +499,10 @@ OPENRLHF = {
     "adam_offload": "config.actor.optimizer_offload and config.critic.optimizer_offload",
     "train.async_enable": "config.rollout.one_step_off with config.algorithm.rollout_is=token",
     "async_train": "config.rollout.one_step_off with config.algorithm.rollout_is=token",
-    "train.enable_ema": "there is no moving average of the weights",
-    "enable_ema": "there is no moving average of the weights",
-    "train.agent_func_path": "one response per prompt",
+    "train.enable_ema": _NO_EMA,
+    "enable_ema": _NO_EMA,
+    "train.agent_func_path": _ENVIRONMENT,
+    "agent_func_path": _ENVIRONMENT,
     "eval.dataset": "a file of config.data.val_files",
     "eval_dataset": "a file of config.data.val_files",
     "eval.temperature": "config.rollout.val_kwargs.temperature",
@@ -384,10 +524,111 @@ OPENRLHF = {
     "use_tensorboard": "config.trainer.logger=tensorboard",
     "vllm.num_engines": _NO_SERVER,
     "vllm_num_engines": _NO_SERVER,
+    "vllm_gpu_memory_utilization": _NO_SERVER,
+    "vllm_enable_sleep": _NO_SERVER,
+    "vllm_sync_backend": _NO_SERVER,
+    "vllm_sync_with_ray": _NO_SERVER,
+    "vllm_generate_batch_size": "config.rollout.max_num_seqs, of each device",
+    "vllm_tensor_parallel_size": "config.rollout.mesh.model",
+    "vllm.sync_backend": _NO_SERVER,
+    "vllm.sync_with_ray": _NO_SERVER,
+    "inference_tp_size": "config.rollout.mesh.model",
+    "enable_vllm_is_correction": "config.algorithm.rollout_is=token",
+    "vllm_is_truncated_threshold": "config.algorithm.rollout_is_threshold",
+    "algo.advantage.is_correction_enable": "config.algorithm.rollout_is=token",
+    "enable_prefix_caching": "the samples of a prompt share its prefill",
+    "enforce_eager": "everything is compiled",
+    "deepspeed_enable_sleep": _ONE_PROGRAM,
+    "ds.enable_sleep": _ONE_PROGRAM,
+    "deepcompile": "everything is compiled",
+    "ds.deepcompile": "everything is compiled",
+    "overlap_comm": "the compiler overlaps communication",
+    "ds.overlap_comm": "the compiler overlaps communication",
+    "ds.zpg": _SPLIT,
+    "zpg": _SPLIT,
+    "ring_head_stride": "keys and values are gathered; config.mesh.context has no heads to stride",
+    "ds.ring_attn_head_stride": (
+        "keys and values are gathered; config.mesh.context has no heads to stride"
+    ),
+    "bf16": "config.model.dtype=bfloat16",
+    "param_dtype": "config.model.dtype",
+    "fsdp.param_dtype": "config.model.dtype",
+    "fsdp.attn_implementation": "config.model.attention",
+    "fsdp.*": _NO_FSDP_ENGINE,
+    "grad_accum_dtype": "config.actor.optim.gradient_dtype",
+    "attn_implementation": "config.model.attention",
+    "gradient_checkpointing": "config.model.gradient_checkpointing",
+    "gradient_checkpointing_use_reentrant": "config.model.gradient_checkpointing",
+    "actor.gradient_checkpointing_reentrant": "config.model.gradient_checkpointing",
+    "use_liger_kernel": "the kernels are compiled by XLA",
+    "load_in_4bit": "weights are not quantized in training; config.model.lora.rank saves memory",
+    "lora_alpha": "config.model.lora.alpha",
+    "lora_dropout": _NO_DROPOUT,
+    "use_dynamic_batch": _PACKED,
+    "train_max_tokens_per_gpu": _PACKED,
+    "rollout_max_tokens_per_gpu": _PACKED,
+    "ref_reward_offload": "config.algorithm.reference_offload and config.reward.param_offload",
+    "ref.offload": "config.algorithm.reference_offload",
+    "reward.offload": "config.reward.param_offload",
+    "gamma": "config.algorithm.gamma",
+    "temperature": "config.rollout.temperature",
+    "top_p": "config.rollout.top_p",
+    "lr_scheduler": _SCHEDULE,
+    "kl_estimator": "config.algorithm.kl_penalty, in the loss config.actor.kl_loss_type",
+    "use_kl_estimator_k3": "config.algorithm.kl_penalty=k3",
+    "no_advantage_std_norm": "config.algorithm.norm_adv_by_std_in_grpo=False",
+    "stop_properly_penalty_coef": "config.reward.missing_eos_penalty",
+    "dynamic_filtering_reward_range": (
+        "config.algorithm.filter_groups.enable drops groups of equal rewards, without a range"
+    ),
+    "algo.dynamic_filtering_range": (
+        "config.algorithm.filter_groups.enable drops groups of equal rewards, without a range"
+    ),
+    "aux_loss_coef": "config.actor.router_aux_loss_coef",
+    "actor.aux_loss_coef": "config.actor.router_aux_loss_coef",
+    "ptx_coef": "there is no loss on other data; run python -m jax_ppo.sft first",
+    "pretrain_data": "there is no loss on other data; run python -m jax_ppo.sft first",
+    "async_queue_size": "config.rollout.one_step_off is one batch ahead",
+    "train.async_queue_size": "config.rollout.one_step_off is one batch ahead",
+    "full_determinism": "runs are always repeatable",
+    "train.full_determinism_enable": "runs are always repeatable",
+    "ema_beta": _NO_EMA,
+    "train.ema_beta": _NO_EMA,
+    "dataset": _FILES,
+    "dataset_probs": "weights in config.data.train_files, as in a.jsonl*0.7,b.csv*0.3",
+    "prompt_data_probs": "weights in config.data.train_files, as in a.jsonl*0.7,b.csv*0.3",
+    "prompt_split": _FILES,
+    "eval_split": "a file of config.data.val_files",
+    "input_template": "config.data.prompt_template, a text with {prompt}",
+    "sft_model_path": "config.model.path",
+    "reward_model_path": "config.reward.model_path",
+    "save_steps": "config.trainer.save_freq",
+    "eval_steps": "config.trainer.test_freq",
+    "logging_steps": "every step is logged",
+    "save_hf_ckpt": "config.trainer.export",
+    "disable_ds_ckpt": "config.trainer.save_freq=0 writes no checkpoints",
+    "ckpt.disable_ds": "config.trainer.save_freq=0 writes no checkpoints",
+    "use_ds_universal_ckpt": _WHOLE_CHECKPOINT,
+    "ds.use_universal_ckpt": _WHOLE_CHECKPOINT,
+    "save_value_network": "checkpoints hold the critic, too",
+    "critic.save_value_network": "checkpoints hold the critic, too",
+    "wandb_project": "config.trainer.project_name",
+    "logger.wandb.project": "config.trainer.project_name",
+    "wandb_run_name": "config.experiment_name",
+    "wandb_org": "config.trainer.wandb_entity",
+    "logger.wandb.org": "config.trainer.wandb_entity",
     "colocate_all_models": _ONE_PROGRAM,
     "actor_num_nodes": _ONE_PROGRAM,
     "actor_num_gpus_per_node": _ONE_PROGRAM,
-    "flash_attn": "config.model.attention",
+    "critic_num_nodes": _ONE_PROGRAM,
+    "critic_num_gpus_per_node": _ONE_PROGRAM,
+    "ref_num_nodes": _ONE_PROGRAM,
+    "ref_num_gpus_per_node": _ONE_PROGRAM,
+    "reward_num_nodes": _ONE_PROGRAM,
+    "reward_num_gpus_per_node": _ONE_PROGRAM,
+    "colocate_actor_ref": _ONE_PROGRAM,
+    "colocate_critic_reward": _ONE_PROGRAM,
+    "flash_attn": "config.model.attention=auto",
     "actor.gradient_checkpointing_enable": "config.model.gradient_checkpointing",
     "actor.num_nodes": _ONE_PROGRAM,
     "actor.num_gpus_per_node": _ONE_PROGRAM,
@@ -403,14 +644,15 @@ OPENRLHF = {
     "algo.advantage.no_std_norm": "config.algorithm.norm_adv_by_std_in_grpo=False",
     "ckpt.path": _WORKDIR,
     "ckpt.save_hf": "config.trainer.export",
-    "data.input_template": "config.data.instruction is put after each prompt",
-    "data.max_samples": "a range of rows in config.data.train_files, FILE[:N]",
+    "data.input_template": "config.data.prompt_template, a text with {prompt}",
+    "data.max_samples": "config.data.train_max_samples",
+    "max_samples": "config.data.train_max_samples",
     "data.prompt_split": "a file of config.data.train_files",
     "ds.attn_implementation": "config.model.attention",
     "ds.param_dtype": "config.model.dtype",
     "ds.grad_accum_dtype": "config.actor.optim.gradient_dtype",
     "ds.lora.alpha": "config.model.lora.alpha",
-    "ds.lora.dropout": "adapters have no dropout",
+    "ds.lora.dropout": _NO_DROPOUT,
     "ds.load_in_4bit": "weights are not quantized in training; config.model.lora.rank saves memory",
     "ds.use_liger_kernel": "the kernels are compiled by XLA",
     "eval.steps": "config.trainer.test_freq",
@@ -429,6 +671,7 @@ OPENRLHF = {
     "vllm.enable_prefix_caching": "the samples of a prompt share its prefill",
 }
 TUNIX = {
+    "max_target_length": _LENGTHS,
     "actor_optimizer": "config.actor.optim.*, an AdamW",
     "critic_optimizer": "config.critic.optim.*, an AdamW",
     "training_config.max_steps": "config.trainer.total_training_steps",
@@ -450,6 +693,9 @@ TUNIX = {
     "offload_to_cpu": "config.actor.optimizer_offload and config.critic.optimizer_offload",
 }
 NEMO_RL = {
+    "checkpointing.enabled": "config.trainer.save_freq=0 writes no checkpoints",
+    "data.max_input_seq_length": "config.data.max_prompt_length",
+    "policy.draft.*": "there is no draft model",
     "policy.model_name": "config.model.path",
     "policy.train_global_batch_size": "config.actor.ppo_mini_batch_size x config.rollout.n",
     "policy.train_micro_batch_size": "config.actor.ppo_micro_batch_size_per_device",
@@ -497,6 +743,15 @@ FRAMEWORKS = {
 _VERL_PREFIX = "actor_rollout_ref."
 
 
+def find_answer(options: dict[str, str], name: str) -> str | None:
+    """Return the answer of a table to a name, or to the smallest group `a.b.*` that it is of."""
+    if name in options:
+        return options[name]
+    parts = name.split(".")
+    groups = (".".join(parts[:end]) + ".*" for end in range(len(parts) - 1, 0, -1))
+    return next((options[group] for group in groups if group in options), None)
+
+
 def explain_peer_option(name: str) -> str | None:
     """Return what an option of another framework is here, as a sentence; `None` if none has it.
 
@@ -506,8 +761,9 @@ def explain_peer_option(name: str) -> str | None:
     normalized = name.replace("-", "_").removeprefix(_VERL_PREFIX)
     answers: dict[str, list[str]] = {}
     for framework, options in FRAMEWORKS.items():
-        if normalized in options:
-            answers.setdefault(options[normalized], []).append(framework)
+        answer = find_answer(options, normalized)
+        if answer is not None:
+            answers.setdefault(answer, []).append(framework)
     if not answers:
         return None
     return "; ".join(

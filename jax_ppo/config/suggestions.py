@@ -50,7 +50,9 @@ def find_nearest(name: str, known: Iterable[str]) -> list[str]:
     def similarity(option: str) -> float:
         ratio = difflib.SequenceMatcher(None, name, option).ratio()
         has_same_last_part = option.rpartition(".")[2] == last_part
-        return ratio + _SAME_LAST_PART * has_same_last_part
+        # A name that is deeper than an option is of another framework's section.
+        is_deeper = name.count(".") > option.count(".")
+        return ratio + _SAME_LAST_PART * (has_same_last_part and not is_deeper)
 
     best = max(names, key=similarity)
     return [best] if similarity(best) >= _CUTOFF else []

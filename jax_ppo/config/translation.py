@@ -22,8 +22,44 @@ _TABLES = {
 _PART = re.compile(r"config\.([\w.]+)(?:=([\w.]+))?")
 _ANSWER = re.compile(rf"{_PART.pattern}(?: (?:and|with) {_PART.pattern})*")
 # Units that the value keeps: the answer mentions them for people.
-_SAME_VALUE = (", in prompts", ", in packed rows", ", in prompts of all devices", ", on by default")
+_SAME_VALUE = (
+    ", in prompts",
+    ", in packed rows",
+    ", in prompts of all devices",
+    ", of each device",
+    ", on by default",
+    ", in the loss config.actor.kl_loss_type",
+)
 _NO_VALUE = ("null", "none", "")
+# What TRL counts the sizes of a step and the number of steps by.
+_TRL_SIZES = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "num_mini_batches",
+    "total_episodes",
+)
+# Values that have another name here.
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+_SCHEDULES = {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"}
+_VALUES = {
+    "algorithm.adv_estimator": {
+        "reinforce": "reinforce_plus_plus",
+        "reinforce_baseline": "reinforce_plus_plus_baseline",
+        "group_norm": "grpo",
+    },
+    "model.attention": {
+        "flash_attention_2": "auto",
+        "flash_attention_3": "auto",
+        "sdpa": "auto",
+        "eager": "xla",
+    },
+    "actor.policy_loss": {"ppo": "vanilla"},
+    "actor.optim.lr_schedule": _SCHEDULES,
+    "critic.optim.lr_schedule": _SCHEDULES,
+    "model.dtype": _DTYPES,
+    "actor.optim.param_dtype": _DTYPES,
+    "actor.optim.gradient_dtype": _DTYPES,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +103,10 @@ def translate(framework: str, text: str) -> Translation:
     known = {option.name: option for option in all_options()}
     options: dict[str, str] = {}
     notes: list[str] = []
-    for name, value in read(words):
+    flags = dict(read(words))
+    for name, value in flags.items():
+        if name in _TRL_SIZES and _TRL_SIZES[0] in flags:
+            continue
         targets = _find_targets(name, value, _TABLES[framework], known)
         if isinstance(targets, str):
             notes.append(f"{name}={value}: {targets}")
@@ -77,6 +116,12 @@ def translate(framework: str, text: str) -> Translation:
             if target_value.startswith("$"):
                 notes.append(f"config.{target}: a variable of the shell")
     _join_reward_function(options)
+    if framework == "trl":
+        notes += _count_trl_batches(flags, options)
+    if framework == "openrlhf":
+        notes += _adapt_openrlhf(options)
+    if framework in ("trl", "openrlhf"):
+        _begin_critic_as_reward_model(options)
     notes += _remove_refused(options, BASE_CONFIGS[framework])
     return Translation(options=options, notes=notes)
 
@@ -84,13 +129,15 @@ def translate(framework: str, text: str) -> Translation:
 def _read_hydra(words: list[str]) -> Iterator[tuple[str, str]]:
     """Yield the overrides of a command of verl, without `actor_rollout_ref.`."""
     for word in words:
-        match = re.fullmatch(r"\+{0,2}([\w.]+)=(.*)", word, re.DOTALL)
-        if match and ("." in match[1] or match[1] in peer_options.VERL):
-            yield match[1].removeprefix("actor_rollout_ref."), match[2]
+        match = re.fullmatch(r"(?:\+{0,2}|--)([\w.-]+)=(.*)", word, re.DOTALL)
+        name = match[1].replace("-", "_") if match else ""
+        if match and ("." in name or name in peer_options.VERL):
+            yield name.removeprefix("actor_rollout_ref."), match[2]
 
 
 def _read_flags(words: list[str]) -> Iterator[tuple[str, str]]:
     """Yield the flags of a command, `--name value`, `--name=value` or `--name`."""
+    words = words[_count_launcher_words(words) :]
     for place, word in enumerate(words):
         if not word.startswith("--") or word == "--":
             continue
@@ -102,16 +149,26 @@ def _read_flags(words: list[str]) -> Iterator[tuple[str, str]]:
         yield name.replace("-", "_"), value
 
 
+def _count_launcher_words(words: list[str]) -> int:
+    """Return how many words come before the script's own, such as `accelerate launch`."""
+    if words and words[0].startswith("--"):
+        return 0
+    for place, word in enumerate(words, 1):
+        if word.endswith(".py") or words[place - 2 : place - 1] == ["-m"]:
+            return place
+    return 0
+
+
 def _find_targets(
     name: str, value: str, table: dict[str, str], known: dict[str, Option]
 ) -> dict[str, str] | str:
     """Return our options with their values, or why there is none."""
     if value.lower() in _NO_VALUE:
         return {}
-    answer = table.get(name)
+    if name in known and name not in table:
+        return {name: _convert(known[name], value)}
+    answer = peer_options.find_answer(table, name)
     if answer is None:
-        if name in known:
-            return {name: _convert(known[name], value)}
         return "there is no such option"
     for suffix in _SAME_VALUE:
         answer = answer.removesuffix(suffix)
@@ -142,6 +199,7 @@ def _convert(option: Option, value: str) -> str:
     text = ",".join(items)
     if option.name in ("trainer.test_freq", "trainer.save_freq") and text == "-1":
         return "0"
+    text = _VALUES.get(option.name, {}).get(text, text)
     if option.value_type is bool:
         return text.lower()
     if option.value_type is int and re.fullmatch(r"\d+\.0*|\d+e\d+", text):
@@ -161,6 +219,60 @@ def _join_reward_function(options: dict[str, str]) -> None:
     name = options.pop("reward.function:name", "compute_score")
     if "reward.function" in options:
         options["reward.function"] += f":{name}"
+
+
+def _count_trl_batches(flags: dict[str, str], options: dict[str, str]) -> list[str]:
+    """Set the sizes that follow from several of TRL's, for one process; return notes."""
+    if _TRL_SIZES[0] not in flags:
+        return []
+    sizes = [flags.get(name, "1") for name in _TRL_SIZES]
+    if not all(size.isdecimal() and int(size) for size in sizes):
+        return [f"{', '.join(_TRL_SIZES)}: set config.data.train_batch_size, in prompts"]
+    per_device, accumulated, mini_batches, episodes = map(int, sizes)
+    batch = per_device * accumulated
+    options["data.train_batch_size"] = str(batch)
+    options["actor.ppo_mini_batch_size"] = str(max(batch // mini_batches, 1))
+    if "total_episodes" in flags:
+        options["trainer.total_training_steps"] = str(-(-episodes // batch))
+    return [
+        f"config.data.train_batch_size={batch}: {_TRL_SIZES[0]} x {_TRL_SIZES[1]}, of one process; "
+        "multiply it and config.actor.ppo_mini_batch_size by their number, and divide "
+        "config.trainer.total_training_steps by it"
+    ]
+
+
+def _adapt_openrlhf(options: dict[str, str]) -> list[str]:
+    """Count mini-batches in prompts, and move the KL penalty into the loss; return notes."""
+    # It has no reward model unless one is named.
+    options.setdefault("reward.model_path", "")
+    notes = []
+    n, size = (options.get(x, "1") for x in ("rollout.n", "actor.ppo_mini_batch_size"))
+    if n.isdecimal() and size.isdecimal() and int(n) > 1 and "actor.ppo_mini_batch_size" in options:
+        options["actor.ppo_mini_batch_size"] = str(max(int(size) // int(n), 1))
+        if int(size) % int(n):
+            notes.append(
+                f"config.actor.ppo_mini_batch_size={options['actor.ppo_mini_batch_size']}: "
+                f"{size} samples are no whole number of prompts with {n} each"
+            )
+    if options.get("actor.use_kl_loss") == "true":
+        # One coefficient and one estimator, of the reward or of the loss.
+        options.pop("algorithm.use_kl_in_reward", None)
+        for ours, in_loss in (
+            ("algorithm.kl_ctrl.kl_coef", "actor.kl_loss_coef"),
+            ("algorithm.kl_penalty", "actor.kl_loss_type"),
+        ):
+            if ours in options:
+                options[in_loss] = options.pop(ours)
+    return notes
+
+
+def _begin_critic_as_reward_model(options: dict[str, str]) -> None:
+    """Set the critic's first weights, which TRL and OpenRLHF take from the reward model."""
+    first = options.get("reward.model_path") or options.get("model.path")
+    if options.get("algorithm.adv_estimator", "gae") != "gae":
+        options["critic.path"] = ""
+    elif "reward.model_path" in options and first:
+        options.setdefault("critic.path", first)
 
 
 def _remove_refused(options: dict[str, str], base: str) -> list[str]:

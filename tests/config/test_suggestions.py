@@ -46,6 +46,8 @@ def test_misspelled_options_are_recognized():
         ("rollouts.temperature", ["rollout.temperature"]),
         ("temprature", ["rollout.temperature", "rollout.val_kwargs.temperature"]),
         ("modeldtype", ["model.dtype"]),
+        # Another framework's section, which is like none, with a last part that many have.
+        ("grpo.reward_scaling.enabled", []),
         ("foo.bar", []),
         ("xyz", []),
         ("engine.max_batch_tokens", []),
@@ -65,6 +67,30 @@ def test_options_of_other_frameworks_are_explained():
             text = suggest_option(name, NAMES)
             assert framework in text and name in text and answer in text
     assert sum(map(len, peer_options.FRAMEWORKS.values())) >= 200
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        (
+            "ref.megatron.router_replay.mode",
+            "verl's ref.megatron.router_replay.mode: Megatron is not",
+        ),
+        ("critic.optim.min_lr", "config.critic.optim.min_lr_ratio is a share of lr"),
+        ("critic.optim.lr_decay_style", "config.actor.optim.lr_schedule"),
+        ("ref_num_gpus_per_node", "all roles run in one program"),
+    ],
+)
+def test_options_of_megatron_and_of_earlier_versions_are_not_taken_for_typos(name, answer):
+    text = suggest_option(name, NAMES)
+    assert answer in text and "Did you mean" not in text
+
+
+def test_the_answer_of_a_group_is_for_options_without_their_own():
+    table = {"a.*": "all", "a.b.*": "some", "a.b.c": "one"}
+    names = ["a.b.c", "a.b.d", "a.d", "a", "b.a"]
+    answers = [peer_options.find_answer(table, name) for name in names]
+    assert answers == ["one", "some", "all", None, None]
 
 
 def test_a_name_of_two_frameworks_is_explained_for_both():
