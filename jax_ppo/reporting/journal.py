@@ -31,6 +31,8 @@ SPEED_COLUMNS = (
 WAITING_PHASES = ("rollout", "score", "update")
 # A process that is behind by more than this share of a step is named on the console.
 MAX_STRAGGLER_SHARE = 0.1
+# Drawing curves keeps the host from dispatching steps; it gets at most this share of its time.
+MAX_PLOT_SHARE = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +107,7 @@ class Journal:
         # Monotonic: a change of the system's clock does not affect durations.
         self._started = time.monotonic()
         self._step_started = self._started
+        self._next_plot = self._started
 
     def __enter__(self) -> Self:
         self._log.__enter__()
@@ -297,7 +300,7 @@ class Journal:
             "compilations": dataclasses.asdict(self._compiled),
             "versions": collect_versions(),
         }
-        self._plot(steps_done)
+        self._plot(steps_done, always=True)
         if distributed.is_main():
             write_summary_file(self._workdir, summary)
         return summary
@@ -318,15 +321,21 @@ class Journal:
             "best": {name: best[name] for name in ("step", layout.best_metric)},
         }
 
-    def _plot(self, step: int) -> None:
-        if distributed.is_main():
+    def _plot(self, step: int, always: bool = False) -> None:
+        """Draw the curves, if that is `always` to be done or not too soon, and write the report."""
+        if not distributed.is_main():
+            return
+        started = time.monotonic()
+        if always or started >= self._next_plot:
             plot_curves(
                 csv_path=self._workdir / "training_metrics.csv",
                 evaluations=self.progress.evaluations,
                 png_path=self._workdir / "training_curves.png",
                 panels=self._layout.panels,
             )
-            self._write_report(step)
+            now = time.monotonic()
+            self._next_plot = now + (now - started) / MAX_PLOT_SHARE
+        self._write_report(step)
 
     def _write_report(self, step: int) -> None:
         status = f"{step} of {self._total_steps} steps"

@@ -2,9 +2,9 @@
 
 One `while_loop` per number of slots. No slot waits for the longest response: slots whose response
 has ended are refilled from the queue (`slots.py`), and once the queue is empty and a quarter of the
-slots are idle, the others move into fewer. With stages (`stages.py`), samples that outgrow a stage
-wait until the next one, whose fewer slots have more room. With an environment a response may have
-several turns (`dialogues.py`).
+slots are idle, the others move into fewer, unless responses are short. With stages (`stages.py`),
+samples that outgrow a stage wait until the next one, whose fewer slots have more room. With an
+environment a response may have several turns (`dialogues.py`).
 """
 
 import dataclasses
@@ -116,7 +116,7 @@ def generate_responses(
 
 def decode_queue(job: DecodeJob, state: DecodeState) -> DecodeState:
     """Decode all samples of a job, up to its limit."""
-    widths = slot_widths(job.width)
+    widths = slot_widths(job.width, job.limit - job.start)
     # The first loop refills its slots; the narrower ones only finish what is left.
     for width, narrower in zip(widths, (*widths[1:], 0), strict=True):
         if width == job.width:

@@ -30,6 +30,8 @@ from jax_ppo.types import Prompts
 
 PREFILL_TOKENS = 8192  # prompt tokens that one prefill runs
 MIN_SLOTS = 8  # the slots are not narrowed below this: each width is one more loop to compile
+# Nor at all for responses of fewer tokens, which waste less than the compilation takes.
+MIN_NARROWED_TOKENS = 64
 
 Cache = tuple[Any, ...]  # one entry per layer (models/cache.py)
 
@@ -229,12 +231,15 @@ def slot_cache() -> Any:
     return split_cache if num_cache_parts() > 1 else whole_cache
 
 
-def slot_widths(width: int) -> tuple[int, ...]:
+def slot_widths(width: int, tokens: int) -> tuple[int, ...]:
     """Return the numbers of slots that the loop passes through, widest first.
 
     They are `width`, three quarters, half and a quarter of it; only the first may be below
-    `MIN_SLOTS`.
+    `MIN_SLOTS`, and it is the only one if a slot draws at most `tokens` tokens of a response, fewer
+    than `MIN_NARROWED_TOKENS`.
     """
+    if tokens < MIN_NARROWED_TOKENS:
+        return (width,)
     narrower = (width * 3 // 4, width // 2, width // 4)
     return width, *(part for part in narrower if part >= MIN_SLOTS)
 

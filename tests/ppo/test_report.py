@@ -12,6 +12,7 @@ from safetensors import safe_open
 import tiny
 from jax_ppo.ppo import report
 from jax_ppo.ppo.evaluation import Evaluation
+from jax_ppo.reporting import journal
 from jax_ppo.reporting.sinks import read_metrics_csv
 from jax_ppo.runtime import device_speed, stragglers
 from jax_ppo.runtime.compilation import Compilations
@@ -121,6 +122,21 @@ def test_curves_and_report_are_written_while_a_run_goes_on(tmp_path, monkeypatch
     monkeypatch.setattr(report.Reporter, "_write_report", lambda self, step: reported.append(step))
     report_steps(tmp_path, [{}] * 7, trainer__plot_freq=3)
     assert reported[:2] == [3, 6]
+
+
+@pytest.mark.parametrize(("share", "drawn"), [(0.05, 1), (1000.0, 6)])
+def test_drawing_curves_takes_a_bounded_share_of_the_time(tmp_path, monkeypatch, share, drawn):
+    drawings = []
+
+    def plot_slowly(**arguments):
+        time.sleep(0.05)
+        drawings.append(arguments)
+
+    monkeypatch.setattr(journal, "MAX_PLOT_SHARE", share)
+    monkeypatch.setattr(journal, "plot_curves", plot_slowly)
+    report_steps(tmp_path, [{}] * 7, trainer__plot_freq=1)
+    # The curves of the end are those of the summary, which is not written here.
+    assert len(drawings) == drawn
 
 
 def test_the_time_left_is_that_of_as_many_median_steps(tmp_path):

@@ -26,6 +26,7 @@ EOS = (3, 7, 11, 30)
 def sample_narrowing(actor, monkeypatch, least, slots, decoding):
     """Return a rollout whose slots narrow down to `~least`."""
     monkeypatch.setattr(slots_lib, "MIN_SLOTS", least)
+    monkeypatch.setattr(slots_lib, "MIN_NARROWED_TOKENS", 1)
     sampler = generate.Sampler(
         actor.decoded.clone(decoding=decoding),
         generate.SamplingOptions(12, 1.0, eos_ids=EOS, slots=slots),
@@ -117,10 +118,15 @@ def test_samples_of_a_prompt_share_its_prefill(actor, monkeypatch):
 
 
 def test_the_widths():
-    assert slots_lib.slot_widths(256) == (256, 192, 128, 64)
-    assert slots_lib.slot_widths(40) == (40, 30, 20, 10)
-    assert slots_lib.slot_widths(16) == (16, 12, 8)
-    assert slots_lib.slot_widths(10) == (10,)
+    assert slots_lib.slot_widths(256, 224) == (256, 192, 128, 64)
+    assert slots_lib.slot_widths(40, 224) == (40, 30, 20, 10)
+    assert slots_lib.slot_widths(16, 224) == (16, 12, 8)
+    assert slots_lib.slot_widths(10, 224) == (10,)
+
+
+def test_slots_of_short_responses_keep_their_number_so_that_one_loop_is_compiled():
+    assert slots_lib.slot_widths(256, 64) == (256, 192, 128, 64)
+    assert slots_lib.slot_widths(256, 63) == (256,)
 
 
 # Counted steps: verl's lengths
@@ -294,5 +300,5 @@ def test_an_accelerators_cache_is_there_once_and_whole(actor, cudnn_anywhere, de
         }
         assert not rows or "stablehlo.slice" not in line
         slot_counts |= rows if "stablehlo.while" in line else set()
-    assert slot_counts == {16} and slots_lib.slot_widths(16) == (16, 12, 8)
+    assert slot_counts == {16} and slots_lib.slot_widths(16, 224) == (16, 12, 8)
     assert "stablehlo.case" not in text and "stablehlo.if" not in text
