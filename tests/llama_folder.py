@@ -1,7 +1,9 @@
 """A random tiny Llama with a trained tokenizer, as a folder that the commands read."""
 
+import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -13,7 +15,7 @@ from jax_ppo.models.transformer import Transformer
 
 
 def write_llama(
-    folder: Path, texts: Iterable[str], tokens: int, vocab_size: int = 192
+    folder: Path, texts: Iterable[str], tokens: int, vocab_size: int = 192, **changes: Any
 ) -> Architecture:
     """Write the tokenizer to `folder/tokenizer` and the model with it to `folder/llama`.
 
@@ -22,6 +24,7 @@ def write_llama(
         texts: what the tokenizer is trained on.
         tokens: size of the tokenizer.
         vocab_size: rows of the model's embedding.
+        changes: fields of the architecture that differ.
 
     Returns:
         The model's architecture.
@@ -41,6 +44,7 @@ def write_llama(
         eos_ids=(tokenizer.eos_token_id,),
         pad_id=tokenizer.pad_token_id,
     )
+    architecture = dataclasses.replace(architecture, **changes)
     params = heads.init_params(Transformer(architecture), jax.random.key(0), "lm")
     export_checkpoint(params, architecture, folder / "llama", source_folder=folder / "tokenizer")
     return architecture

@@ -140,8 +140,9 @@ def _check_mismatch(config: Config, history: Sequence[Metrics]) -> str | None:
     return (
         f"sampler and trainer disagree by {difference:.2g} nats per token on average over the last "
         f"{len(history)} steps: the update learns from another policy's samples. "
-        "config.algorithm.rollout_is=token corrects for it; without config.rollout.quantization "
-        "and with config.model.dtype=float32 it gets smaller"
+        "config.algorithm.rollout_is=token corrects for it; without config.rollout.quantization, "
+        "with config.model.dtype=float32, and for a mixture of experts with "
+        "config.actor.router_replay.mode=R3 it gets smaller"
     )
 
 

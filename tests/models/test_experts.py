@@ -136,7 +136,7 @@ def dequantize(params):
 @pytest.mark.parametrize("quantized", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_engine_samples_the_same_on_several_devices(params, quantized):
     """Each device has half of the experts, and its part of their width."""
-    options = SamplingOptions(8, 1.0, eos_ids=(3,), slots=4)
+    options = SamplingOptions(8, 1.0, eos_ids=(3,), slots=4, returns_routed_experts=True)
     prompts = Prompts(np.arange(24, dtype=np.int32).reshape(8, 3), np.full(8, 3, np.int32))
 
     def sample(shape, model, weights):
@@ -156,6 +156,7 @@ def test_an_engine_samples_the_same_on_several_devices(params, quantized):
     rollout = sample(shape, model.clone(quantized=quantized), params)
     np.testing.assert_array_equal(rollout.responses, expected.responses)
     np.testing.assert_allclose(rollout.logprobs, expected.logprobs, atol=1e-4)
+    np.testing.assert_array_equal(rollout.routed_experts, expected.routed_experts)
 
 
 def test_all_linear_leaves_experts_out_and_naming_them_is_refused():

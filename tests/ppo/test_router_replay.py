@@ -1,7 +1,9 @@
 """Routing replay: the sampler records each token's experts, and the actor's passes repeat them."""
 
+import csv
 import dataclasses
 import functools
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +13,18 @@ from test_update import assert_close, run_gradients
 
 import tiny
 from jax_ppo.config.loading import load_config
+from jax_ppo.data import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.models.experts import ExpertMLP
 from jax_ppo.models.quantization import quantize_kernels
 from jax_ppo.models.transformer import Transformer, unroll_params
-from jax_ppo.ppo import scoring
+from jax_ppo.ppo import loop, scoring
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.environment import PerDialogue
 from jax_ppo.sampler.generate import Sampler
 from jax_ppo.training.networks import refuse_router_replay
 from jax_ppo.types import Prompts
+from llama_folder import write_llama
 
 E, K = 16, 4
 # Of many experts, some are nearly equally probable.
@@ -209,3 +213,48 @@ def test_a_model_without_experts_has_no_routing_to_replay():
     refuse_router_replay("disabled", dense)
     with pytest.raises(UserError, match=r"router_replay\.mode='R3': must be 'disabled'"):
         refuse_router_replay("R3", dense)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm__adv_estimator": "grpo", "rollout__n": 4, "rollout__keep": 2},
+        {"rollout__one_step_off": True, "algorithm__rollout_is": "token"},
+    ],
+    ids=["selected", "one step off"],
+)
+def test_a_run_replays_the_routing_of_its_own_samples(changes, tmp_path):
+    """In float32 both programs compute the same, unless the record is another sample's."""
+    texts = [
+        prompt + response for prompt, response in arithmetic.generate_worked_solutions(100, 0.5, 0)
+    ]
+    mixture = {"family": "mixtral", "num_experts": E, "experts_per_token": K, "tied": False}
+    write_llama(tmp_path, texts, 192, **mixture, normalized_expert_weights=True)
+    config = tiny.config(
+        model__path=str(tmp_path / "llama"),
+        data__train_files="arithmetic:32",
+        data__max_prompt_length=80,
+        actor__router_replay__mode="R3",
+        rollout__stage_length=4,
+        trainer__export=False,
+        trainer__save_freq=1,
+        trainer__max_checkpoints=4,
+        trainer__total_training_steps=4,
+        **changes,
+    )
+    workdir = tmp_path / "run"
+
+    def run():
+        loop.train(config, workdir)
+        with (workdir / "training_metrics.csv").open() as file:
+            return [float(row["rollout/logprob_difference"]) for row in csv.DictReader(file)]
+
+    differences = run()
+    # One step off, weights are older than the trained ones from the third step on.
+    exact = differences[:2] if config.rollout.one_step_off else differences
+    assert len(differences) == 4 and max(exact) < 1e-5
+    # The second step's checkpoint holds what had been sampled for the third one.
+    for step in (3, 4):
+        shutil.rmtree(workdir / "checkpoints" / str(step))
+    assert run() == differences
