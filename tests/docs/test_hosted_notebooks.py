@@ -54,7 +54,7 @@ class TestNotebooks:
         validation.validate_train_config(config)
         assert config.model.path == "Qwen/Qwen2.5-0.5B-Instruct"
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_it_trains_resumes_and_samples(self, notebook, tmp_path):
         """Cells run in their order as one program; the second time, the run is over already."""
         (tmp_path / "tiny.py").write_text(TINY)

@@ -1,4 +1,4 @@
-"""The code of the recipes runs: Python always, whole commands in the slow suite."""
+"""The code of the recipes runs: Python always, whole commands in the exhaustive suite."""
 
 import os
 import shlex
@@ -102,7 +102,7 @@ def training_commands(page) -> list[list[str]]:
     return [words[1:] for words in split if words[:3] == ["python", "-m", "jax_ppo.train"]]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "page", list(filter(training_commands, doc_pages.RECIPES)), ids=lambda page: page.stem
 )

@@ -48,9 +48,10 @@ def other_values(value):
     return [other for other in values if type(other) is not type(value) or other != value]
 
 
-def change_each_field(config):
-    """Yield (description, changed configuration) for each field, also of nested objects."""
-    yield from _change_each_field(config, config, ())
+def change_each_field(config, names):
+    """Yield (description, changed configuration) for each named field, also of nested objects."""
+    table = {name: value for name, value in config.items() if name in names}
+    yield from _change_each_field(config, table, ())
 
 
 def _change_each_field(config, table, path):

@@ -6,6 +6,7 @@ orders of magnitude smaller, tells rounding from a mistake in a program.
 """
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ SHAPES = (
     {"data": 1, "fsdp": 2, "context": 2, "model": 2},
     {"data": 2, "context": 4},
 )
+FEW_SHAPES = SHAPES[2:4]
 UNGATED_SHAPES = ({"data": 1, "model": 2},)
 # Those of experts with a router loss; and without one, which parts of sequences have not, with
 # replayed experts.
@@ -70,11 +72,20 @@ def make_recorded_rollout(mesh: Any, *arguments: Any) -> Any:
     return dataclasses.replace(rollout, routed_experts=tiny.random_routing(mesh))
 
 
-def main() -> None:
-    """Compare meshes with one device, for both types of block and for a mixture of experts."""
+def main(arguments: Sequence[str]) -> None:
+    """Compare meshes with one device, for both types of block and for a mixture of experts.
+
+    Args:
+      arguments: `--few` for a few meshes, which have each axis once.
+    """
     tiny.config = wide_config
     # A layer for each of two stages.
-    compare(dataclasses.replace(tiny.ARCHITECTURE, num_layers=2), SHAPES)
+    two_layers = dataclasses.replace(tiny.ARCHITECTURE, num_layers=2)
+    if "--few" in arguments:
+        compare(two_layers, FEW_SHAPES)
+        compare(tiny.MIXTURE, EXPERT_SHAPES[:1], actor__router_aux_loss_coef=0.5)
+        return
+    compare(two_layers, SHAPES)
     compare(tiny.UNGATED, UNGATED_SHAPES)
     compare(tiny.MIXTURE, EXPERT_SHAPES, actor__router_aux_loss_coef=0.5)
     tiny.make_rollout = make_recorded_rollout
@@ -116,4 +127,4 @@ def compare(architecture: Architecture, shapes: Sequence[dict[str, int]], **chan
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

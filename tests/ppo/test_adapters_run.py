@@ -132,7 +132,7 @@ def test_a_run_learns_adapters_alone(files, undisturbed):
         np.testing.assert_allclose(weight, base[name] + change, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_stopped_and_resumed_is_bit_equal(files, undisturbed, tmp_path):
     run(files, tmp_path, "--config.trainer.total_training_steps=1")
     assert "resuming after step 1 of 2" in run(files, tmp_path)
@@ -256,7 +256,7 @@ def test_adapters_of_another_folder_are_refused(
     assert (f"stand on '{base}'" in caplog.text) == warned
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_with_a_shared_trunk_too(files, tmp_path):
     """The critic's head is trained and stored with the actor's adapters, but not exported."""
     shared = (

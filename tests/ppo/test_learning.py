@@ -1,4 +1,4 @@
-"""The results that the shipped configurations promise, in full runs of minutes (slow suite)."""
+"""The results that the shipped configurations promise, in full runs of minutes."""
 
 import csv
 import json
@@ -9,8 +9,6 @@ import sys
 import pytest
 
 from test_real_data import DATA, ROOT, needs
-
-pytestmark = pytest.mark.slow
 
 
 def train(workdir, *arguments):
@@ -30,6 +28,7 @@ def train(workdir, *arguments):
     return json.loads((workdir / "summary.json").read_text())["evaluations"], steps
 
 
+@pytest.mark.slow
 def test_arithmetic_goes_from_hasty_to_right(tmp_path):
     """The first 15 of the configuration's 50 steps; from 0.28 it reaches 0.95 at the end."""
     evaluations, _ = train(
@@ -40,6 +39,7 @@ def test_arithmetic_goes_from_hasty_to_right(tmp_path):
     assert evaluations[-1]["accuracy"] >= 0.70
 
 
+@pytest.mark.exhaustive
 @needs("tinystories-260k")
 def test_tinystories_become_joyful_and_stay_near_the_reference(tmp_path):
     """Half of the configuration's steps suffice."""

@@ -127,7 +127,7 @@ def test_the_rewards_are_those_of_transformers(files, tmp_path):
         assert f"{expected:8.3f}" in output
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_and_eight_devices_score_the_same(files, tmp_path):
     options = "--config.trainer.total_training_steps=1", "--config.data.val_files="
     _, _, [one] = run(files, tmp_path / "one", *options)

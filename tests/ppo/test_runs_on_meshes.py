@@ -13,14 +13,23 @@ import tiny
 HERE = Path(__file__).parent
 
 
-@pytest.mark.slow
-def test_the_mesh_changes_nothing_beyond_the_rounding_of_float64() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "meshes"),
+    [
+        pytest.param(("--few",), 3, marks=pytest.mark.slow),
+        pytest.param((), 10, marks=pytest.mark.exhaustive),
+    ],
+    ids=["few", "all"],
+)
+def test_the_mesh_changes_nothing_beyond_the_rounding_of_float64(
+    arguments: tuple[str, ...], meshes: int
+) -> None:
     environment = os.environ | {"PYTHONPATH": f"{HERE.parents[1]}:{HERE.parent}:{HERE}"}
-    command = [sys.executable, HERE / "float64_meshes.py"]
+    command = [sys.executable, HERE / "float64_meshes.py", *arguments]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     print(result.stdout)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("gradients") == result.stdout.count("four steps") == 10
+    assert result.stdout.count("gradients") == result.stdout.count("four steps") == meshes
 
 
 def test_rows_are_looked_up_without_a_copy_of_the_batch_on_each_device(

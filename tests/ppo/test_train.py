@@ -369,32 +369,39 @@ def assert_same_run(workdir, other, tolerance):
                 ), name
 
 
-@pytest.mark.slow
+def mesh_case(name, suite, *options):
+    return pytest.param(
+        [f"--config.{option}" for option in options], id=name, marks=getattr(pytest.mark, suite)
+    )
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        ("--config.mesh.fsdp=2", "--config.mesh.model=2"),
+        mesh_case("one mesh", "exhaustive", "mesh.fsdp=2", "mesh.model=2"),
         # Training splits parameters over eight devices, decoding splits matrices over four.
-        ("--config.mesh.data=1", "--config.mesh.fsdp=8", "--config.rollout.mesh.model=4"),
-        ("--config.mesh.stage=2", "--config.mesh.model=4", "--config.rollout.mesh.model=4"),
-        # Decoding on the run's mesh: stages have different rows.
-        ("--config.mesh.stage=2", "--config.mesh.fsdp=2", "--config.mesh.model=2"),
-        # Two devices hold parts of the same rows, and decode samples of their own.
-        ("--config.mesh.context=2", "--config.mesh.fsdp=2", "--config.mesh.model=2"),
-        # Prompts are longer than a part of a row; two devices split each cache.
-        (
-            "--config.mesh.context=8",
-            "--config.rollout.mesh.model=2",
-            "--config.rollout.mesh.context=2",
+        mesh_case(
+            "a rollout mesh", "exhaustive", "mesh.data=1", "mesh.fsdp=8", "rollout.mesh.model=4"
         ),
-    ],
-    ids=[
-        "one mesh",
-        "a rollout mesh",
-        "stages and a rollout mesh",
-        "stages",
-        "parts of rows",
-        "parts of rows and a split cache",
+        mesh_case(
+            "stages and a rollout mesh",
+            "slow",
+            "mesh.stage=2",
+            "mesh.model=4",
+            "rollout.mesh.model=4",
+        ),
+        # Decoding on the run's mesh: stages have different rows.
+        mesh_case("stages", "exhaustive", "mesh.stage=2", "mesh.fsdp=2", "mesh.model=2"),
+        # Two devices hold parts of the same rows, and decode samples of their own.
+        mesh_case("parts of rows", "slow", "mesh.context=2", "mesh.fsdp=2", "mesh.model=2"),
+        # Prompts are longer than a part of a row; two devices split each cache.
+        mesh_case(
+            "parts of rows and a split cache",
+            "exhaustive",
+            "mesh.context=8",
+            "rollout.mesh.model=2",
+            "rollout.mesh.context=2",
+        ),
     ],
 )
 def test_eight_devices_train_as_one_does(files, undisturbed, tmp_path, options):
@@ -468,7 +475,7 @@ def test_few_slots_in_stages_sample_the_same(files, undisturbed, tmp_path):
 ONE_STEP_OFF = "--config.rollout.one_step_off=True", "--config.algorithm.rollout_is=token"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_one_step_off_lags_weighs_and_is_resumed_bit_equal(files, tmp_path):
     """The batch sampled ahead is in the checkpoint that a signal asks for."""
     options = (
@@ -936,7 +943,7 @@ def test_resolved_options_are_hashable(files):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_cached_parquet_trains_as_the_same_rows_in_memory_also_when_resumed(
     files, undisturbed, tmp_path
 ):

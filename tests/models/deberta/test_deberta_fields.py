@@ -26,7 +26,7 @@ ADDED = {
 UNUSED_VALUES = [None, True, 0, 3, "x", []]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_change_of_a_field_gives_equal_scores_or_a_refusal(tmp_path):
     make(tmp_path)
 
@@ -42,7 +42,7 @@ def test_every_change_of_a_field_gives_equal_scores_or_a_refusal(tmp_path):
         theirs=their_scores,
         harmless=HARMLESS_FIELDS | UNUSED_FIELDS,
     )
-    accepted, refused = sweep.run(config_sweep.change_each_field(sweep.config))
+    accepted, refused = sweep.run(config_sweep.change_each_field(sweep.config, sweep.config))
     assert accepted > 50 and refused > 100
     accepted, refused = sweep.run(config_sweep.add_fields(sweep.config, ADDED))
     assert accepted > 5 and refused > 10
