@@ -5,7 +5,7 @@
 Trains a tokenizer and a small Llama: first to solve word problems in GSM8K's form step by step, and
 then into the habit of giving the answer at once, which is usually wrong. PPO discovers which of the
 two pays; its only signal is a reward of 1 for a correct answer. Expect held-out accuracy, sampled
-at temperature 1, to rise from about 0.3 to above 0.9, in three minutes on 2 cores.
+at temperature 1, to rise from about 0.3 to above 0.9, in 90 seconds of processor time.
 """
 
 from ml_collections import ConfigDict
@@ -20,7 +20,7 @@ def get_config() -> ConfigDict:
     config.data.train_files = "arithmetic:8192"
     config.data.val_files = "arithmetic:512:heldout"
     config.data.train_batch_size = 128
-    config.data.val_batch_size = 512
+    config.data.val_batch_size = 128  # that of training: one program samples for both
     config.data.max_prompt_length = 48
     config.data.max_response_length = 24
     config.packing.row_length = 144  # three samples
@@ -36,7 +36,7 @@ def get_config() -> ConfigDict:
     config.trainer.critic_warmup = 3
     config.algorithm.lam = 0.95
     config.rollout.val_kwargs.temperature = 1.0
-    config.trainer.total_training_steps = 50
+    config.trainer.total_training_steps = 30
     config.trainer.test_freq = 10
-    config.trainer.save_freq = 25
+    config.trainer.save_freq = 15
     return config

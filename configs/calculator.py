@@ -2,10 +2,10 @@
 
     python -m jax_ppo.train --config=configs/calculator.py
 
-The model of `arithmetic`, made in 200 instead of 500 supervised steps, gives answers at once that
+The model of `arithmetic`, made in 70 instead of 140 supervised steps, gives answers at once that
 are usually wrong. PPO discovers that steps pay, whose sums the calculator does: a turn ends with
 `=`, and the calculator continues. In a run of 30 steps held-out accuracy, sampled at temperature 1,
-rose from 0.18 to 0.89.
+rose from 0.28 to 0.98.
 """
 
 from ml_collections import ConfigDict
@@ -17,7 +17,7 @@ def get_config() -> ConfigDict:
     """Return the configuration."""
     config = read_config_file("arithmetic")
     config.experiment_name = "calculator"
-    config.model.create.steps = 200
+    config.model.create.steps = 70
     config.rollout.stop = "="
     config.rollout.multi_turn.environment = "jax_ppo.environments.calculator:Calculator"
     config.rollout.multi_turn.max_observation_length = 4

@@ -3,8 +3,8 @@
     python -m jax_ppo.train --config=configs/higher_lower.py
 
 The model of `arithmetic` guesses the answers to its problems, up to five times each; a right guess
-earns 1, a wrong one -0.25. In a run of 30 steps the mean held-out reward rose from -0.77 to -0.27,
-and was still rising.
+earns 1, a wrong one -0.25. In a run of 30 steps the mean held-out reward rose from -0.69 to -0.42,
+and was still rising; the policy moves far from its reference, of which the run warns.
 """
 
 from ml_collections import ConfigDict

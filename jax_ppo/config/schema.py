@@ -311,21 +311,23 @@ class Create:
     num_heads: int = option(4, "number of query heads", at_least=1)
     num_kv_heads: int = option(2, "number of key and value heads", at_least=1)
     steps: int = option(
-        500,
+        140,
         "supervised steps on examples that are all solved step by step",
         unit="steps",
         at_least=1,
     )
     habit_steps: int = option(
-        50,
+        30,
         "supervised steps after those, on examples of which only careful_share are solved step "
         "by step",
         unit="steps",
         at_least=1,
     )
     batch_size: int = option(32, "worked examples per supervised step", unit="examples", at_least=1)
-    lr: float = option(2e-3, "peak learning rate of the first supervised steps", above=0)
-    habit_lr: float = option(3e-4, "peak learning rate of the habit_steps", above=0)
+    lr: float = option(
+        6e-3, "peak learning rate of the first supervised steps, which falls to habit_lr", above=0
+    )
+    habit_lr: float = option(3e-4, "learning rate of the habit_steps", above=0)
     careful_share: float = option(
         0.25,
         "share of the examples of the habit_steps that are solved step by step",

@@ -5,7 +5,7 @@ It gives the embedded arithmetic task something to start from without a download
 
 import functools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,19 @@ from jax_ppo.training import packing as packing_lib
 from jax_ppo.training.optimizer import make_optimizer
 from jax_ppo.types import Packing, Params, Sequences
 
-NUM_EXAMPLES = 20_000
+NUM_EXAMPLES = 8_192  # of each kind, at most
 TOKENIZER_EXAMPLES = 2_000
 ROW_LENGTH = 144  # three worked examples
+WEIGHT_DECAY = 0.5  # without it the model learns examples by heart, not the skill
+BETA2 = 0.95  # with a few hundred steps, moments over a thousand would be those of the beginning
+
+# Factors on the initial weights, whose standard deviation of 0.02 is that of wide models. Without
+# them attention takes twice as many steps to find the operands. Kernels that write to the residual
+# stream get a smaller one, as in GPT-2.
+EMBEDDING_SCALE = 5
+KERNEL_SCALE = 3
+RESIDUAL_SCALE = 2
+RESIDUAL_KERNELS = ("o_proj", "down_proj")
 
 
 def make_model(config: Config, folder: Path, mesh: Mesh, report: Callable[[str], None]) -> None:
@@ -51,8 +61,10 @@ def make_model(config: Config, folder: Path, mesh: Mesh, report: Callable[[str],
     if (folder / "config.json").exists():
         return
     create, seed = config.model.create, config.seed
-    careful = arithmetic.generate_worked_solutions(NUM_EXAMPLES, 1.0, seed)
-    mostly_hasty = arithmetic.generate_worked_solutions(NUM_EXAMPLES, create.careful_share, seed)
+    careful = _generate_pairs(create.steps, 1.0, create.batch_size, seed)
+    mostly_hasty = _generate_pairs(
+        create.habit_steps, create.careful_share, create.batch_size, seed
+    )
     # Each process writes a folder of its own: they may share a disk.
     tokenizer_folder = folder.with_name(f"{folder.name}_tokenizer_{jax.process_index()}")
     texts = [prompt + response for prompt, response in careful[:TOKENIZER_EXAMPLES]]
@@ -66,30 +78,45 @@ def make_model(config: Config, folder: Path, mesh: Mesh, report: Callable[[str],
     )
     meshes.validate_architecture(mesh, architecture)
     model = Transformer(architecture, jnp.dtype(config.model.dtype))
-    init = functools.partial(heads.init_params, model, head="lm")
+    init = functools.partial(_init_params, model)
     shapes = jax.eval_shape(init, jax.random.key(0))
     shardings = sharding.tree_shardings(mesh, shapes, sharding.TRAIN_RULES)
     # Created in its shards, as weights from a checkpoint are.
     params = jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
-    # First the skill, then the habit: careful solutions are learned well before most examples no
-    # longer show them.
-    for pairs, steps, lr in (
-        (careful, create.steps, create.lr),
-        (mostly_hasty, create.habit_steps, create.habit_lr),
-    ):
-        params = train_on_responses(
-            model,
-            params,
-            tokenize_pairs(pairs, tokenizer),
-            batch_size=create.batch_size,
-            steps=steps,
-            lr=lr,
-            seed=seed,
-            mesh=mesh,
-            report=report,
-        )
+    params = train_on_responses(
+        model,
+        params,
+        tokenize_pairs([*careful, *mostly_hasty], tokenizer),
+        num_careful=len(careful),
+        create=create,
+        seed=seed,
+        mesh=mesh,
+        report=report,
+    )
     export_checkpoint(params, architecture, folder, source_folder=tokenizer_folder)
     shutil.rmtree(tokenizer_folder)
+
+
+def _generate_pairs(
+    steps: int, careful_share: float, batch_size: int, seed: int
+) -> list[tuple[str, str]]:
+    """Return as many prompts with their responses as some steps see, at most `NUM_EXAMPLES`."""
+    count = max(min(steps * batch_size, NUM_EXAMPLES), batch_size)
+    return arithmetic.generate_worked_solutions(count, careful_share, seed)
+
+
+def _init_params(model: Transformer, key: jax.Array) -> Params:
+    """Return the parameters that training starts from."""
+
+    def scale(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array:
+        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        if "embedding" in names:
+            return EMBEDDING_SCALE * x
+        if any(name in names for name in RESIDUAL_KERNELS):
+            return RESIDUAL_SCALE * x
+        return KERNEL_SCALE * x if "kernel" in names else x
+
+    return jax.tree_util.tree_map_with_path(scale, heads.init_params(model, key, head="lm"))
 
 
 def make_architecture(create: Create, tokens: int, **token_ids: Any) -> Architecture:
@@ -141,30 +168,35 @@ def train_on_responses(
     params: Params,
     sequences: Sequences,
     *,
-    batch_size: int,
-    steps: int,
-    lr: float,
+    num_careful: int,
+    create: Create,
     seed: int,
     mesh: Mesh,
     report: Callable[[str], None],
 ) -> Params:
     """Minimize the mean negative log-likelihood of response tokens over packed rows.
 
-    AdamW with a cosine schedule to 0.
+    First the skill, then the habit: careful solutions are learned well before most examples no
+    longer show them. The learning rate of AdamW falls linearly to that of the habit, which is
+    constant: one schedule, and so one program, for both.
 
     Args:
       model: the network.
       params: its parameters, which are donated.
       sequences: all examples, host arrays.
-      batch_size: examples per step, approximately: whole rows are drawn.
-      steps: number of steps.
-      lr: the peak learning rate.
+      num_careful: how many of them, the first ones, teach the skill; the others teach the habit.
+      create: steps, learning rates, and examples per step, approximately: whole rows are drawn.
       seed: of the order of the rows.
       mesh: the mesh to train on.
       report: called with lines for the user.
     """
     optim = CriticOptim(
-        lr=lr, lr_warmup_steps=max(steps // 20, 1), lr_schedule="cosine", weight_decay=0.0
+        lr=create.lr,
+        lr_warmup_steps=max(create.steps // 20, 1),
+        lr_schedule="linear",
+        min_lr_ratio=create.habit_lr / create.lr,
+        beta2=BETA2,
+        weight_decay=WEIGHT_DECAY,
     )
     options = Supervised(optim)
     init = make_optimizer(options.optim, options.grad_clip).init
@@ -173,50 +205,65 @@ def train_on_responses(
     # All examples are packed once; a step takes some of the rows.
     parts = meshes.row_parts(mesh)
     shards = meshes.row_shards(mesh) // parts
-    plan, rows_at_once = _pack_rows(sequences, batch_size, shards, parts)
+    plans, rows_at_once = _pack_rows(sequences, num_careful, create.batch_size, shards, parts)
     sequences = placement.place(sequences, sharding.replicated(mesh))
-    rng, order = np.random.default_rng(seed), np.empty(0, np.int64)
-    for i in range(steps):
-        # Packing sorts by length, so batches are drawn from all rows instead of cut from
-        # neighbors.
-        if len(order) < rows_at_once:
-            order = np.concatenate([order, rng.permutation(len(plan.sample))])
-        drawn, order = order[:rows_at_once], order[rows_at_once:]
-        batch = jax.tree.map(lambda x, drawn=drawn: x[drawn][None], plan)
+    rng = np.random.default_rng(seed)
+    careful_batches, habit_batches = (_draw_rows(plan, rows_at_once, rng) for plan in plans)
+    last_steps = (create.steps, create.steps + create.habit_steps)
+    for step in range(1, last_steps[-1] + 1):
+        batch = next(careful_batches if step <= create.steps else habit_batches)
         batch = packing_lib.split_columns(batch, shards, parts)
         rows = placement.place(batch, sharding.rows(mesh, axis=1))
         params, opt_state, metrics = train_step(
             LANGUAGE,
             options,
             model,
-            steps,
+            create.steps,  # at which the schedule ends
             params,
             opt_state,
-            np.int32(i),
+            np.int32(step - 1),
             sequences,
             rows,
             np.int32(1),
         )
-        if i % 100 == 99 or i + 1 == steps:
-            report(f"supervised warm-up: step {i + 1}/{steps}, loss {float(metrics['loss']):.3f}")
+        if step % 100 == 0 or step in last_steps:
+            loss = float(metrics["loss"])
+            report(f"supervised warm-up: step {step}/{last_steps[-1]}, loss {loss:.3f}")
     return params
 
 
+def _draw_rows(plan: Packing, count: int, rng: np.random.Generator) -> Iterator[Packing]:
+    """Yield batches [1, count, L] of rows without end, each row once before any returns.
+
+    Packing sorts by length, so batches are drawn from all rows instead of cut from neighbors.
+    """
+    order = np.empty(0, np.int64)
+    while True:
+        while len(order) < count:
+            order = np.concatenate([order, rng.permutation(len(plan.sample))])
+        drawn, order = order[:count], order[count:]
+        yield jax.tree.map(lambda x, drawn=drawn: x[drawn][None], plan)
+
+
 def _pack_rows(
-    sequences: Sequences, batch_size: int, row_shards: int, parts: int
-) -> tuple[Packing, int]:
-    """Pack all examples.
+    sequences: Sequences, num_careful: int, batch_size: int, row_shards: int, parts: int
+) -> tuple[list[Packing], int]:
+    """Pack the first `num_careful` examples, and the others.
 
     Returns:
-      Packing [rows, L] without empty rows, host arrays, and the number of rows per batch.
+      Of both parts Packing [rows, L] without empty rows, host arrays, and the number of rows per
+      batch.
     """
-    # One row per "micro-batch" in the plan, so that rows can be drawn one by one.
     lengths = sequences.prompt_lengths + sequences.lengths
-    examples_per_row = max(1, ROW_LENGTH // int(lengths.mean()))
+    examples_per_row = max(1, ROW_LENGTH // int(lengths[:num_careful].mean()))
     rows_at_once = -(-batch_size // (examples_per_row * row_shards)) * row_shards
     row_length = max(ROW_LENGTH, int(lengths.max()))
     row_length += -row_length % (2 * parts)
-    plans, _ = packing_lib.plan_packing(lengths, np.arange(len(lengths))[None], 1, row_length)
-    plan = jax.tree.map(lambda x: x[0, :, 0], plans)
-    is_used = (plan.sample >= 0).any(1)
-    return jax.tree.map(lambda x: x[is_used], plan), rows_at_once
+    packed = []
+    for examples in np.split(np.arange(len(lengths)), [num_careful]):
+        # One row per "micro-batch" in the plan, so that rows can be drawn one by one.
+        plans, _ = packing_lib.plan_packing(lengths, examples[None], 1, row_length)
+        plan = jax.tree.map(lambda x: x[0, :, 0], plans)
+        is_used = (plan.sample >= 0).any(1)
+        packed.append(jax.tree.map(lambda x, is_used=is_used: x[is_used], plan))
+    return packed, rows_at_once

@@ -3,11 +3,13 @@
 import dataclasses
 import types
 
+import numpy as np
 import pytest
 
 import tiny
 from jax_ppo.errors import UserError
 from jax_ppo.supervised import warmup
+from jax_ppo.training.optimizer import learning_rate
 
 
 @pytest.mark.parametrize(("tokens", "vocab_size"), [(97, 112), (112, 112), (113, 128)])
@@ -22,18 +24,39 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize(("steps", "warmup_steps"), [(10, 1), (400, 20)])
-def test_a_twentieth_of_the_steps_warm_up(steps, warmup_steps, monkeypatch):
+def test_a_twentieth_of_the_steps_warm_up_and_the_rate_falls_to_the_habits(
+    steps, warmup_steps, monkeypatch
+):
     def read_options(optim, grad_clip):
-        raise Stop(dataclasses.asdict(optim))
+        raise Stop(optim)
 
     monkeypatch.setattr(warmup, "make_optimizer", read_options)
+    create = dataclasses.replace(tiny.config().model.create, steps=steps, lr=0.1, habit_lr=0.02)
     nothing = types.SimpleNamespace()
     with pytest.raises(Stop) as stop:
         warmup.train_on_responses(
-            nothing, {}, nothing, batch_size=1, steps=steps, lr=0.1, seed=0, mesh=None, report=print
+            nothing, {}, nothing, num_careful=1, create=create, seed=0, mesh=None, report=print
         )
     [options] = stop.value.args
-    assert (options["lr"], options["lr_warmup_steps"]) == (0.1, warmup_steps)
+    assert options.lr_warmup_steps == warmup_steps
+    rates = [float(learning_rate(options, step, steps)) for step in (0, warmup_steps, steps, 999)]
+    assert rates == pytest.approx([0.1 / warmup_steps, 0.1, 0.02, 0.02])
+
+
+def test_batches_of_the_skill_and_of_the_habit_have_one_shape_and_their_own_examples():
+    lengths = np.array([50, 60, 40, 50, 50, 45, 20, 25, 30, 20], np.int32)
+    sequences = types.SimpleNamespace(prompt_lengths=lengths - 5, lengths=np.full(10, 5, np.int32))
+    plans, rows = warmup._pack_rows(sequences, num_careful=6, batch_size=5, row_shards=1, parts=1)
+    # Careful ones have 49.2 tokens, so two or three of them fill a row of 144.
+    assert rows == 3
+    batches = [
+        [next(drawn) for _ in range(4)]
+        for drawn in (warmup._draw_rows(plan, rows, np.random.default_rng(0)) for plan in plans)
+    ]
+    for drawn, examples in zip(batches, (range(6), range(6, 10)), strict=True):
+        assert {batch.sample.shape for batch in drawn} == {(1, rows, 144)}
+        seen = np.unique(np.concatenate([batch.sample for batch in drawn]))
+        np.testing.assert_array_equal(seen, [-1, *examples])
 
 
 def test_a_mesh_that_cannot_split_the_model_is_refused(tmp_path):
