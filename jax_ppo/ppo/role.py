@@ -16,7 +16,8 @@ from jax_ppo.config.schema import Optim
 from jax_ppo.kernels import losses
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import objectives
-from jax_ppo.ppo.objectives import ActorContext, Metric, Metrics, Weights
+from jax_ppo.ppo.loss_metrics import Metric
+from jax_ppo.ppo.objectives import ActorContext, Metrics, Weights
 from jax_ppo.runtime.sharding import constrain_rows
 from jax_ppo.training import packing
 from jax_ppo.training.networks import full_parameters

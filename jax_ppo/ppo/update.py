@@ -17,7 +17,7 @@ from jaxtyping import Array, Int32
 
 from jax_ppo.config.schema import Config, Critic
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.ppo import objectives
+from jax_ppo.ppo import loss_metrics, objectives
 from jax_ppo.ppo.objectives import ActorLossOptions, Metrics
 from jax_ppo.ppo.role import EarlyStop, Role
 from jax_ppo.runtime import dispatch, placement
@@ -118,7 +118,7 @@ def update_state(
 
     Returns:
       The new state, and metrics: scalars on the mesh, reduced over a role's optimizer steps as
-      `objectives.Metric` states; NaN if no step had tokens to learn from. During the critic's
+      `loss_metrics.Metric` states; NaN if no step had tokens to learn from. During the critic's
       warm-up the actor's metrics describe the step that it did not take.
     """
     # The critic's program does not need the actor's result: both are dispatched together.
@@ -252,15 +252,15 @@ def _constrain_to_train_layout(*trees: Any) -> Any:
 def actor_role(options: ActorOptions, net: Transformer, base: Params | None = None) -> Role:
     """Return the actor's role; with a shared trunk, that of actor and critic together."""
     actor = options.loss.actor
-    metrics = objectives.ACTOR_METRICS
+    metrics = loss_metrics.ACTOR_METRICS
     if actor.router_aux_loss_coef:
-        metrics = {**metrics, "actor/router_loss": objectives.Metric.MEAN}
+        metrics = {**metrics, "actor/router_loss": loss_metrics.Metric.MEAN}
     # With a shared trunk one objective serves both roles, and both report their metrics.
     objective: Callable[..., objectives.LossAndMetrics]
     if options.shared_critic is None:
         objective = functools.partial(objectives.actor_loss, options.loss, net)
     else:
-        metrics = {**metrics, **objectives.CRITIC_METRICS}
+        metrics = {**metrics, **loss_metrics.CRITIC_METRICS}
         objective = functools.partial(
             objectives.shared_loss, options.loss, options.shared_critic, net
         )
@@ -284,9 +284,9 @@ def actor_role(options: ActorOptions, net: Transformer, base: Params | None = No
 
 def critic_role(options: CriticOptions, net: Transformer, base: Params | None = None) -> Role:
     """Return the role of a critic of its own."""
-    metrics = objectives.CRITIC_METRICS
+    metrics = loss_metrics.CRITIC_METRICS
     if options.critic.router_aux_loss_coef:
-        metrics = {**metrics, "critic/router_loss": objectives.Metric.MEAN}
+        metrics = {**metrics, "critic/router_loss": loss_metrics.Metric.MEAN}
     return Role(
         name="critic",
         net=net,

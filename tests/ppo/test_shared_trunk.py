@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tiny
-from jax_ppo.ppo import objectives
+from jax_ppo.ppo import loss_metrics, objectives
 from jax_ppo.training import forward
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.state import state_shapes, trained_shapes, trained_trees
@@ -39,13 +39,13 @@ def gradients(config, mesh, role, nets, rows=4):
                 learner = dataclasses.replace(
                     learner,
                     objective=functools.partial(role, options, nets.actor),
-                    metrics=objectives.ACTOR_METRICS,
+                    metrics=loss_metrics.ACTOR_METRICS,
                 )
             elif role is objectives.critic_loss:
                 learner = dataclasses.replace(
                     learner,
                     objective=functools.partial(role, config.critic, nets.critic),
-                    metrics=objectives.CRITIC_METRICS,
+                    metrics=loss_metrics.CRITIC_METRICS,
                 )
             return learner.gradients(params, context, experience, batch)
 
@@ -90,9 +90,9 @@ def test_one_pass_serves_both(options, monkeypatch):
     mesh = tiny.make_mesh()
     traces, run = [], forward.run_decoder
 
-    def count_traces(model, params, rows, with_router_loss):
+    def count_traces(model, params, *rows, **options):
         traces.append("score" in params)
-        return run(model, params, rows, with_router_loss)
+        return run(model, params, *rows, **options)
 
     monkeypatch.setattr(forward, "run_decoder", count_traces)
     jax.clear_caches()
