@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_ppo import command
 from jax_ppo.config import schema, validation
-from jax_ppo.data import prompts as prompts_lib
+from jax_ppo.data import prompt_batches
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.token_bytes import token_bytes
 from jax_ppo.errors import UserError
@@ -241,7 +241,7 @@ def _pad_batch(policy: Policy, prompt_ids: Sequence[Sequence[int]]) -> Prompts:
     lengths = np.array([len(ids) for ids in rows], np.int32)
     longest = int(lengths.max())
     cap = rope.max_sequence_length(policy.model.architecture)
-    tokens = np.zeros((len(rows), prompts_lib.bucket_width(longest, cap)), np.int32)
+    tokens = np.zeros((len(rows), prompt_batches.bucket_width(longest, cap)), np.int32)
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids
     return Prompts(tokens=tokens, lengths=lengths)

@@ -15,7 +15,7 @@ import workload
 from turnstile import Turnstile
 
 from jax_ppo.config import loading, schema
-from jax_ppo.data import prompts as prompts_lib
+from jax_ppo.data import prompt_batches
 from jax_ppo.ppo import loop as ppo
 from jax_ppo.ppo import rewarding, run, scoring
 from jax_ppo.sampler import generate
@@ -73,7 +73,7 @@ def stop_between_steps(turnstile: Turnstile, prompt_tokens: int) -> None:
     """Insert the turnstile where ppo.train takes its next batch, and time the phases."""
     current_step = {}  # metrics and response tokens of the current step
 
-    class Batches(prompts_lib.PromptBatches):
+    class Batches(prompt_batches.PromptBatches):
         def __next__(self):
             if "metrics" in current_step:
                 jax.block_until_ready(current_step["metrics"])

@@ -1,4 +1,4 @@
-"""Tokenized prompts, and batches of them."""
+"""Prompts as tokens: those that fit, and what becomes of the others."""
 
 import dataclasses
 import logging
@@ -11,7 +11,7 @@ from jax_ppo.data.cached_rows import CachedExamples
 from jax_ppo.data.length_bound import LengthBound
 from jax_ppo.data.tokenizer import encode_text, render_prompt
 from jax_ppo.errors import UserError
-from jax_ppo.types import Example, Prompts
+from jax_ppo.types import Example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,24 +46,6 @@ class PromptDataset:
         if isinstance(self.examples, CachedExamples):
             return self.examples.sources()
         return np.array([example.source for example in self.examples])
-
-
-@dataclasses.dataclass(frozen=True)
-class PromptBatch:
-    """A batch of prompts.
-
-    Attributes:
-      examples: B examples.
-      prompts: NumPy arrays: tokens int32 [B, P] with P from `bucket_width`, lengths int32 [B].
-      indices: int64 [B], rows of the data set.
-      count: number of real rows. Later rows repeat others to fill the batch; ignore them in
-        averages.
-    """
-
-    examples: tuple[Example, ...]
-    prompts: Prompts
-    indices: np.ndarray
-    count: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,218 +159,6 @@ def report_dropped(dropped: int, total: int, max_prompt_length: int, name: str) 
             f"config.data.max_prompt_length={max_prompt_length} tokens. Set it higher, or use "
             "other data"
         )
-
-
-def bucket_width(length: int, cap: int) -> int:
-    """Return the width of a batch whose longest prompt has `length` tokens.
-
-    It is the smallest of 16, 32, 64, 96, 128, 192, 256, 384, 512, ... that is not below `length`,
-    and at most `cap`. The widths are few so that few shapes are compiled.
-    """
-    power = 16
-    while power < length:
-        power *= 2
-    # Above 64 there is a width between two powers of two.
-    between = power * 3 // 4
-    width = between if power > 64 and length <= between else power
-    return min(width, cap)
-
-
-class PromptBatches:
-    """Endless iterator over training batches that can resume from a saved position.
-
-    The order of an epoch follows from (seed, epoch) alone. An incomplete batch at the end of an
-    epoch is dropped.
-
-    Attributes:
-      position: rows of the data set consumed so far, over all epochs. Save it to resume. It is
-        valid for another batch size too: the epoch continues with the rows not yet consumed.
-    """
-
-    def __init__(
-        self,
-        dataset: PromptDataset,
-        batch_size: int,
-        shuffle: bool = True,
-        seed: int = 0,
-        position: int = 0,
-        repeat: bool = True,
-        weights: Sequence[float] | None = None,
-    ) -> None:
-        """Create the iterator.
-
-        Args:
-          dataset: the prompts.
-          batch_size: prompts per batch, B.
-          shuffle: use a new order in each epoch; False keeps the order of the rows.
-          seed: seed of the orders.
-          position: where to start, a saved `position`.
-          repeat: False stops after the first epoch.
-          weights: of the sources of the data set; an epoch has as many rows as the data set, in
-            these shares. `None`: each row once.
-
-        Raises:
-          UserError: the data set is smaller than a batch, a source has no row or no share, or the
-            position is negative.
-        """
-        if not 1 <= batch_size <= len(dataset):
-            raise UserError(
-                f"{dataset.name} has {len(dataset)} prompts, and "
-                f"config.data.train_batch_size={batch_size} asks for that many per step; set it to "
-                f"1 to {len(dataset)}, or use more data"
-            )
-        if position < 0:
-            raise UserError(f"position={position} in {dataset.name}: expected 0 or more")
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.seed = seed
-        self.repeat = repeat
-        self.position = position
-        self._mixture = None if weights is None else Mixture(dataset, weights, shuffle, seed)
-        # The epoch that `_order` belongs to, and the order of its rows.
-        self._ordered_epoch = -1
-        self._order = np.arange(0)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Number of full batches in an epoch."""
-        return len(self.dataset) // self.batch_size
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next batch belongs to, from 0."""
-        # An epoch without room for another full batch is over.
-        epoch, offset = divmod(self.position, len(self.dataset))
-        is_exhausted = offset + self.batch_size > len(self.dataset)
-        return epoch + is_exhausted
-
-    def __iter__(self) -> Iterator[PromptBatch]:
-        return self
-
-    def __next__(self) -> PromptBatch:
-        # The position alone decides epoch and offset, so that a resumed run continues exactly.
-        epoch = self.epoch
-        if epoch and not self.repeat:
-            raise StopIteration
-        epoch_start = epoch * len(self.dataset)
-        start = max(self.position, epoch_start)
-        offset = start - epoch_start
-        indices = self._epoch_order(epoch)[offset : offset + self.batch_size]
-        self.position = start + self.batch_size
-        return make_batch(self.dataset, indices, self.batch_size)
-
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        if self._ordered_epoch != epoch:
-            rows = len(self.dataset)
-            if self._mixture is not None:
-                self._order = self._mixture.epoch_order(epoch)
-            elif self.shuffle:
-                self._order = np.random.default_rng([self.seed, epoch]).permutation(rows)
-            else:
-                self._order = np.arange(rows)
-            self._ordered_epoch = epoch
-        return self._order
-
-
-class Mixture:
-    """The order of rows that are mixed from several sources in given shares.
-
-    A source is passed through as often as its share needs, shuffled anew each time; rows that an
-    epoch leaves begin the next one.
-    """
-
-    def __init__(
-        self, dataset: PromptDataset, weights: Sequence[float], shuffle: bool, seed: int
-    ) -> None:
-        """Divide the rows of an epoch among the sources.
-
-        Args:
-          dataset: the prompts of all sources.
-          weights: of each source, above 0.
-          shuffle: use a new order in each pass; False keeps the order of the rows.
-          seed: seed of the orders.
-
-        Raises:
-          UserError: a source has no row, or so small a share that an epoch has no row of it.
-        """
-        sources = dataset.sources()
-        self._rows = [np.flatnonzero(sources == source) for source in range(len(weights))]
-        self._shuffle = shuffle
-        self._seed = seed
-        # Largest remainders: the counts add up to the rows of the data set.
-        shares = np.array(weights) / np.sum(weights) * len(dataset)
-        counts = np.floor(shares).astype(int)
-        counts[np.argsort(counts - shares, kind="stable")[: len(dataset) - counts.sum()]] += 1
-        self._counts = counts
-        for source, (rows, count) in enumerate(zip(self._rows, counts, strict=True), 1):
-            if not len(rows) or not count:
-                raise UserError(
-                    f"{dataset.name}: source {source} of {len(weights)} has {len(rows)} prompts "
-                    f"and a share of {count} of {len(dataset)} per epoch; remove it, or give it "
-                    "more of both"
-                )
-
-    def epoch_order(self, epoch: int) -> np.ndarray:
-        """Return the rows of an epoch, int [rows of the data set]."""
-        drawn = [
-            self._draw(source, epoch * count, (epoch + 1) * count)
-            for source, count in enumerate(self._counts.tolist())
-        ]
-        if self._shuffle:
-            order = np.random.default_rng([self._seed, epoch]).permutation(self._counts.sum())
-        else:
-            # Evenly: the k-th row of a source comes after that share of the epoch.
-            places = [(np.arange(len(rows)) + 0.5) / len(rows) for rows in drawn]
-            order = np.argsort(np.concatenate(places), kind="stable")
-        return np.concatenate(drawn)[order]
-
-    def _draw(self, source: int, start: int, end: int) -> np.ndarray:
-        """Return the draws `start` to `end` of a source, counted over all epochs."""
-        rows = self._rows[source]
-        first_pass, last_pass = start // len(rows), (end - 1) // len(rows)
-        passes = [self._pass_order(source, number) for number in range(first_pass, last_pass + 1)]
-        offset = first_pass * len(rows)
-        return np.concatenate(passes)[start - offset : end - offset]
-
-    def _pass_order(self, source: int, number: int) -> np.ndarray:
-        rows = self._rows[source]
-        if not self._shuffle:
-            return rows
-        # Three numbers, so that no pass has the seed of an epoch.
-        return np.random.default_rng([self._seed, number, source + 1]).permutation(rows)
-
-
-def evaluation_batches(dataset: PromptDataset, batch_size: int) -> Iterator[PromptBatch]:
-    """Yield all rows once, in order.
-
-    The last batch is filled up by repeating its rows; its `count` tells how many are real.
-    """
-    if batch_size < 1:
-        raise UserError(f"config.data.val_batch_size={batch_size}: expected 1 or more")
-    for start in range(0, len(dataset), batch_size):
-        # All batches have one size, so that the last one needs no program of its own.
-        real = np.arange(start, min(start + batch_size, len(dataset)))
-        yield make_batch(dataset, np.resize(real, batch_size), len(real))
-
-
-def make_batch(dataset: PromptDataset, indices: np.ndarray, count: int) -> PromptBatch:
-    """Return the batch of the data set's rows `indices`, of which the first `count` are real."""
-    rows = [dataset.tokens[index] for index in indices]
-    lengths = np.array([len(row) for row in rows], np.int32)
-    width = bucket_width(int(lengths.max()), dataset.max_prompt_length)
-    tokens = np.zeros((len(rows), width), np.int32)
-    for padded, row in zip(tokens, rows, strict=True):
-        padded[: len(row)] = row
-    numbers = None
-    if dataset.first_row is not None:
-        numbers = (dataset.first_row + indices).astype(np.int32)
-    return PromptBatch(
-        examples=tuple(dataset.examples[index] for index in indices),
-        prompts=Prompts(tokens=tokens, lengths=lengths, rows=numbers),
-        indices=indices,
-        count=count,
-    )
 
 
 def _render_example(

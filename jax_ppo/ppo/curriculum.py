@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jax_ppo.data.prompts import PromptBatch, PromptDataset, make_batch
+from jax_ppo.data.prompt_batches import PromptBatch, make_batch
+from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.errors import UserError
 
 # Solve rates by the row of the data set, as text, so that a checkpoint's JSON holds them.

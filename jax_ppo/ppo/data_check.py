@@ -8,7 +8,7 @@ import numpy as np
 
 from jax_ppo.config.schema import Config, Data, Model, Reward
 from jax_ppo.data import tokenizer as tokenizer_lib
-from jax_ppo.data.prompts import bucket_width
+from jax_ppo.data.prompt_batches import bucket_width
 from jax_ppo.errors import UserError, printable_lines
 from jax_ppo.ppo.sample_records import prompt_text
 from jax_ppo.rewards import registry

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ppo.data.prompts import PromptBatch
+from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.ppo import scoring
 from jax_ppo.ppo.evaluation_statistics import describe_prompts
 from jax_ppo.ppo.plans import sample_lengths

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
 from jax_ppo.config.schema import Reward
-from jax_ppo.data.prompts import PromptBatch
+from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.errors import UserError
 from jax_ppo.ppo import scoring

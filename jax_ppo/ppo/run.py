@@ -7,8 +7,9 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config
-from jax_ppo.data import prompts as prompts_lib
-from jax_ppo.data.prompts import PromptBatch, PromptBatches, PromptDataset
+from jax_ppo.data import prompt_batches
+from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches
+from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.data.sources import source_weights
 from jax_ppo.ppo.curriculum import CurriculumBatches, SolveRates
 from jax_ppo.ppo.plans import RolloutPlanner
@@ -81,7 +82,7 @@ class PPORun:
     def held_out_batches(self) -> Iterator[PromptBatch]:
         """Return the batches of an evaluation."""
         assert self.held_out is not None, "there are no validation files"
-        return prompts_lib.evaluation_batches(self.held_out, self.config.data.val_batch_size)
+        return prompt_batches.evaluation_batches(self.held_out, self.config.data.val_batch_size)
 
     def place_prompts(self, prompts: Prompts) -> Prompts:
         """Return the prompts on the mesh, their rows split if the devices divide them."""

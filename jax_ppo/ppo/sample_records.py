@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jax_ppo.data.prompts import PromptBatch
+from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.runtime import placement
 from jax_ppo.types import Example, Experience, Rollout

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jax_ppo.config.schema import Config
-from jax_ppo.data.prompts import make_batch
+from jax_ppo.data.prompt_batches import make_batch
 from jax_ppo.errors import UserError
 from jax_ppo.ppo.report import Reporter
 from jax_ppo.ppo.rewarding import RuleRewards

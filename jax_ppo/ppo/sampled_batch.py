@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_ppo.data.prompts import PromptBatch, PromptBatches
+from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches
 from jax_ppo.ppo.curriculum import CurriculumBatches
 from jax_ppo.ppo.random_keys import training_stream
 from jax_ppo.ppo.report import Reporter

@@ -10,8 +10,7 @@ from jax.sharding import Mesh
 from jax_ppo.config import notes
 from jax_ppo.config.parsing import parse_logit_bias
 from jax_ppo.config.schema import Config, Data, Reward, RolloutOptions, option_value
-from jax_ppo.data import prompts as prompts_lib
-from jax_ppo.data.prompts import PromptDataset
+from jax_ppo.data.prompts import PromptDataset, tokenize_prompts
 from jax_ppo.data.sources import source_weights
 from jax_ppo.environments.loading import load_environment_class
 from jax_ppo.errors import UserError
@@ -207,7 +206,7 @@ def _tokenize_prompts(
 
 def _tokenize(data: Data, examples: list[Example], tokenizer: Any, option: str) -> PromptDataset:
     """Return the examples with their prompts as tokens; errors name `option`."""
-    return prompts_lib.tokenize_prompts(
+    return tokenize_prompts(
         examples,
         tokenizer,
         max_prompt_length=data.max_prompt_length,

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from jax_ppo.config.schema import Config
-from jax_ppo.data import prompts as prompts_lib
+from jax_ppo.data import prompt_batches
 from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.reporting import console
@@ -174,7 +174,7 @@ def evaluate(
     assert run.held_out is not None, "there are no validation files"
     objective = run.task.objective
     sums: collections.Counter[str] = collections.Counter()
-    for batch in prompts_lib.evaluation_batches(
+    for batch in prompt_batches.evaluation_batches(
         run.held_out.prompts, run.config.data.val_batch_size
     ):
         before_batch()

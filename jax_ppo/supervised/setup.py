@@ -11,8 +11,7 @@ from jax.sharding import Mesh
 
 from jax_ppo.config import notes
 from jax_ppo.config.schema import Config, Data
-from jax_ppo.data import prompts as prompts_lib
-from jax_ppo.data import responses
+from jax_ppo.data import prompt_batches, responses
 from jax_ppo.data.responses import ResponseDataset
 from jax_ppo.data.sources import source_weights
 from jax_ppo.models.architecture import Architecture
@@ -74,7 +73,7 @@ class SupervisedRun:
         eos_ids = (*architecture.eos_ids, self.tokenizer.eos_token_id)
         return dataclasses.replace(architecture, eos_ids=tuple(dict.fromkeys(eos_ids)))
 
-    def batches(self, position: int) -> prompts_lib.PromptBatches:
+    def batches(self, position: int) -> prompt_batches.PromptBatches:
         """Return the training batches that follow a position, counted in examples consumed.
 
         Only their `indices` matter here.
@@ -209,9 +208,9 @@ def _tokenize(
 
 def _training_batches(
     config: Config, training: ResponseDataset, position: int
-) -> prompts_lib.PromptBatches:
+) -> prompt_batches.PromptBatches:
     data = config.data
-    return prompts_lib.PromptBatches(
+    return prompt_batches.PromptBatches(
         training.prompts,
         data.train_batch_size,
         data.shuffle,

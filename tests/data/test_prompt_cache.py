@@ -11,8 +11,9 @@ import pytest
 from jax_ppo.data import cache_folder, files, prompt_cache, sources
 from jax_ppo.data.cached_rows import ROWS_PER_BATCH
 from jax_ppo.data.columns import Columns
+from jax_ppo.data.prompt_batches import PromptBatches
 from jax_ppo.data.prompt_cache import RowParser, cache_prompts, representative_examples
-from jax_ppo.data.prompts import PromptBatches, PromptEncoding, tokenize_prompts
+from jax_ppo.data.prompts import PromptEncoding, tokenize_prompts
 from jax_ppo.errors import UserError
 from jax_ppo.rewards import registry
 

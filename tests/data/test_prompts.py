@@ -3,13 +3,8 @@ import logging
 import numpy as np
 import pytest
 
-from jax_ppo.data.prompts import (
-    PromptBatches,
-    PromptDataset,
-    bucket_width,
-    evaluation_batches,
-    tokenize_prompts,
-)
+from jax_ppo.data.prompt_batches import PromptBatches, bucket_width, evaluation_batches
+from jax_ppo.data.prompts import PromptDataset, tokenize_prompts
 from jax_ppo.errors import UserError
 from jax_ppo.types import Example
 

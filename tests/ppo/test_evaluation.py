@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import tiny
-from jax_ppo.data.prompts import PromptDataset, evaluation_batches
+from jax_ppo.data.prompt_batches import evaluation_batches
+from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.ppo.evaluation import evaluate
 from jax_ppo.ppo.sample_metrics import measure_sampling
 from jax_ppo.types import Example, Rollout

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jax_ppo.config.schema import MeshShape, Reward
-from jax_ppo.data.prompts import PromptBatch
+from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.errors import UserError
 from jax_ppo.ppo import rewarding
 from jax_ppo.ppo.rewarding import FailedSteps, RuleRewards, RuleScorer
@@ -111,7 +111,7 @@ PROGRAM = """
 import json, sys
 import jax, numpy as np
 from jax_ppo.config.schema import Distributed, MeshShape, Reward
-from jax_ppo.data.prompts import PromptBatch
+from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.ppo.rewarding import RuleScorer
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.runtime import distributed, meshes, placement, sharding

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tiny
-from jax_ppo.data.prompts import PromptBatch
+from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.ppo import plans, run_models, setup
 from jax_ppo.ppo.random_keys import EVALUATION, TRAINING, sample_key
 from jax_ppo.ppo.rewarding import RuleScorer
