@@ -3,14 +3,19 @@
 Skipped without verl; `pip install --no-deps verl` is enough, its scorer reads no other package.
 """
 
+import collections
 import importlib.util
 import itertools
+import json
+import os
 import random
 from pathlib import Path
 
 import pytest
 
 from jax_ppo.rewards.rules import GSM8K_METHODS, score_gsm8k
+
+DATA = Path(os.environ.get("JAX_PPO_DATA", Path(__file__).parents[3] / "shared" / "data"))
 
 # How the right answer is written: (ours strict, verl's strict, ours flexible, verl's flexible) give
 # a reward. docs/data-and-rewards.md lists the differences.
@@ -71,3 +76,21 @@ def test_rewards_differ_from_verls_only_as_listed(form, verl_score):
         ]
         seen.add(tuple(itertools.chain(*rewards)))
     assert seen == {FORMS[form]}
+
+
+def test_of_the_real_solutions_verls_flexible_rule_rejects_those_with_commas(verl_score):
+    """All others are accepted by both, and by both strict rules."""
+    files = [DATA / "gsm8k" / f"{split}.jsonl" for split in ("train", "test")]
+    if not all(file.exists() for file in files):
+        pytest.skip(f"needs gsm8k in {DATA} (JAX_PPO_DATA)")
+    counts = collections.Counter()
+    for line in "".join(file.read_text() for file in files).strip().split("\n"):
+        text = json.loads(line)["answer"]
+        written = text.rpartition("#### ")[2]
+        truth = written.replace(",", "")
+        rewards = [
+            (score_gsm8k(text, truth, method).score, verl_score(text, truth, method))
+            for method in GSM8K_METHODS
+        ]
+        counts["," in written, tuple(itertools.chain(*rewards))] += 1
+    assert counts == {(True, (1, 1, 1, 0)): 93, (False, (1, 1, 1, 1)): 8699}
