@@ -8,15 +8,16 @@ from collections.abc import Iterator
 
 from jax_ppo.config import loading, peer_options
 from jax_ppo.config.option import Option
+from jax_ppo.config.peers import openrlhf, trl, verl
 from jax_ppo.config.schema import all_options
 from jax_ppo.errors import UserError
 
 # The configuration that a translated command starts from: the sizes of the framework's example.
 BASE_CONFIGS = {"verl": "gsm8k", "trl": "hh_rlhf", "openrlhf": "hh_rlhf"}
 _TABLES = {
-    "verl": peer_options.VERL,
-    "trl": peer_options.TRL,
-    "openrlhf": peer_options.OPENRLHF,
+    "verl": verl.OPTIONS,
+    "trl": trl.OPTIONS,
+    "openrlhf": openrlhf.OPTIONS,
 }
 # "config.A", "config.A=V", and such parts joined by "and" or "with".
 _PART = re.compile(r"config\.([\w.]+)(?:=([\w.]+))?")
@@ -131,7 +132,7 @@ def _read_hydra(words: list[str]) -> Iterator[tuple[str, str]]:
     for word in words:
         match = re.fullmatch(r"(?:\+{0,2}|--)([\w.-]+)=(.*)", word, re.DOTALL)
         name = match[1].replace("-", "_") if match else ""
-        if match and ("." in name or name in peer_options.VERL):
+        if match and ("." in name or name in verl.OPTIONS):
             yield name.removeprefix("actor_rollout_ref."), match[2]
 
 
