@@ -802,9 +802,6 @@ def test_nothing_is_compiled_after_the_second_step(watched: WatchedRun):
     assert at_step[6] == at_step[2], at_step
     assert watched.summary["programs"] == len(compiled)
     assert watched.summary["seconds"] == pytest.approx(sum(compiled))
-    # Nearly all programs belong to sampling, scoring, advantages and update; the many small ones
-    # read and write weights.
-    assert sum(seconds > 0.01 * sum(compiled) for seconds in compiled) <= 12, compiled
 
 
 @pytest.mark.slow
