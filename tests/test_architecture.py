@@ -57,6 +57,7 @@ PARTITION_SPECS = {
     "jax_ppo/runtime/parallelism/context.py",
     "jax_ppo/runtime/parallelism/experts.py",
     "jax_ppo/runtime/parallelism/heads.py",
+    "jax_ppo/runtime/parallelism/host_calls.py",
     "jax_ppo/runtime/parallelism/pipeline.py",
     "jax_ppo/runtime/parallelism/rows.py",
     "jax_ppo/runtime/parallelism/vocabulary.py",

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import io_callback
 
 from jax_ppo.data.tokenizer import encode_text
 from jax_ppo.environments.protocol import TextEnvironment
 from jax_ppo.environments.timed_threads import CallTimeout, Finished, TimedThreads
 from jax_ppo.errors import UserError, shorten
+from jax_ppo.runtime.parallelism.host_calls import call_host
 from jax_ppo.sampler.environment import Answers, DialogueAddresses
 from jax_ppo.types import Example
 
@@ -52,8 +52,6 @@ class HostEnvironment:
 
     A dialogue whose environment raises an exception, or takes too long, ends with a reward of 0.
     """
-
-    needs_host = True
 
     def __init__(
         self,
@@ -100,7 +98,7 @@ class HostEnvironment:
             jax.ShapeDtypeStruct((B,), jnp.float32),
             jax.ShapeDtypeStruct((B,), jnp.bool_),
         )
-        answers = io_callback(self._answer, shapes, *state, turns, lengths)
+        answers = call_host(self._answer, shapes, *state, turns, lengths)
         return Answers(state._replace(turns=state.turns + 1), *answers)
 
     def raise_if_all_failed(self) -> None:

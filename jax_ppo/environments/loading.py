@@ -3,13 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.sharding import Mesh
-
 from jax_ppo.config import plugins
 from jax_ppo.config.schema import MultiTurn
 from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.errors import UserError
-from jax_ppo.runtime.meshes import COLUMNS, ROWS
 from jax_ppo.sampler.environment import Environment, PerDialogue
 from jax_ppo.types import Example
 
@@ -46,7 +43,6 @@ def make_environment(
     options: MultiTurn,
     tokenizer: Any,
     examples: Sequence[Example],
-    mesh: Mesh,
 ) -> Environment:
     """Return the environment as the decode loop takes it.
 
@@ -55,30 +51,11 @@ def make_environment(
       options: `config.rollout.multi_turn`.
       tokenizer: the policy's.
       examples: the rows of the training data, then those of the held-out data.
-      mesh: the mesh that decodes.
-
-    Raises:
-      UserError: the host cannot be called on this mesh.
     """
     if _is_in_jax(environment_class):
         dialogues = environment_class(tokenizer=tokenizer, examples=examples)
         return PerDialogue(
             dialogues.reset, dialogues.step, observation_length=dialogues.observation_length
-        )
-    # Devices that share experts out meet in every layer, too.
-    split = [
-        axis
-        for axis in mesh.axis_names
-        if (axis not in ROWS or axis == "expert") and mesh.shape[axis] > 1
-    ]
-    if split:
-        # Options name the axis that splits a cache's columns by what it is for.
-        axis = "context" if split[0] == COLUMNS else split[0]
-        instead = "model" if axis == "expert" else axis
-        raise UserError(
-            f"config.{_OPTION}={options.environment!r}: JAX cannot call the host from a program "
-            f"that is split over {split[0]!r}, {mesh.shape[split[0]]} devices here; decode with "
-            f"config.rollout.mesh.{instead}=1, or write the environment in JAX"
         )
     return HostEnvironment(
         environment_class,

@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
-from jax.sharding import Mesh
-
 from jax_ppo.config.schema import MultiTurn
 from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.environments.loading import make_environment
@@ -48,7 +46,6 @@ def set_up_environment(
     tokenizer: Any,
     training: PromptDataset,
     held_out: PromptDataset | None,
-    mesh: Mesh,
 ) -> tuple[PromptDataset, PromptDataset | None, Environment]:
     """Return the data with rows that are numbered throughout, and the environment of these rows.
 
@@ -58,15 +55,11 @@ def set_up_environment(
       tokenizer: the policy's.
       training: the training prompts.
       held_out: the held-out prompts; `None` without validation files.
-      mesh: the mesh that decodes.
-
-    Raises:
-      UserError: the host cannot be called on this mesh.
     """
     parts = [training.examples]
     if held_out is not None:
         held_out = dataclasses.replace(held_out, first_row=len(training))
         parts.append(held_out.examples)
     examples = ConcatenatedExamples(parts)
-    environment = make_environment(environment_class, options, tokenizer, examples, mesh)
+    environment = make_environment(environment_class, options, tokenizer, examples)
     return dataclasses.replace(training, first_row=0), held_out, environment

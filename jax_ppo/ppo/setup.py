@@ -89,7 +89,6 @@ def set_up_run(
             models.tokenizer,
             training,
             held_out,
-            rollout_mesh,
         )
     steps_per_epoch = batches_in_order(config, training, position=0).steps_per_epoch
     total_steps = count_steps(config.trainer, steps_per_epoch)

@@ -1,6 +1,5 @@
 """The built-in rollout engine: the decode loop of `generate.py` on the run's own mesh."""
 
-import functools
 import threading
 from collections.abc import Callable, Generator
 
@@ -102,9 +101,5 @@ class BuiltInEngine:
         """Return the sampler of these options, the same one to every caller."""
         with self._lock:
             if options not in self._samplers:
-                environment = options.environment
-                split = functools.partial(
-                    split_rows, calls_host=environment is not None and environment.needs_host
-                )
-                self._samplers[options] = Sampler(self._model, options, split)
+                self._samplers[options] = Sampler(self._model, options, split_rows)
             return self._samplers[options]

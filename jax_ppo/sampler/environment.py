@@ -53,11 +53,9 @@ class Environment(Protocol):
 
     Attributes:
       observation_length: O, the most tokens of an observation.
-      needs_host: whether `step` calls the host.
     """
 
     observation_length: int
-    needs_host: bool
 
     def reset(self, addresses: DialogueAddresses) -> Any:
         """Return the first states of N dialogues: a pytree of arrays with N rows."""
@@ -75,8 +73,6 @@ class Environment(Protocol):
 
 class PerDialogue:
     """`Environment` from functions of one dialogue, which JAX maps over all of them."""
-
-    needs_host = False
 
     def __init__(
         self,

@@ -1,13 +1,11 @@
 """Environments by name: what is accepted, and what is refused in one line."""
 
-import jax
 import pytest
 
-from jax_ppo.config.schema import MeshShape, MultiTurn
+from jax_ppo.config.schema import MultiTurn
 from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.environments.loading import load_environment_class, make_environment
 from jax_ppo.errors import UserError
-from jax_ppo.runtime import meshes
 from jax_ppo.sampler.environment import PerDialogue
 
 FILE = """
@@ -50,19 +48,11 @@ def test_responses_are_one_turn_without_a_name():
     assert load_environment_class(MultiTurn()) is None
 
 
-def test_the_host_is_called_only_where_no_matrix_product_is_split(tmp_path):
-    """An environment in JAX runs on any mesh."""
-    split = meshes.make_mesh(MeshShape(data=2, model=2), jax.devices()[:4])
-    rows = meshes.make_mesh(MeshShape(data=4), jax.devices()[:4])
+def test_a_class_with_the_length_of_its_observations_is_traced_and_any_other_is_called(tmp_path):
     tool, options = load(tmp_path, "Tool")
-    made = make_environment(tool, options, None, (), rows)
+    made = make_environment(tool, options, None, ())
     assert isinstance(made, HostEnvironment)
     assert made.observation_length == options.max_observation_length
-    with pytest.raises(UserError, match="split over 'model', 2 devices here; decode with config"):
-        make_environment(tool, options, None, (), split)
-    experts = meshes.make_mesh(MeshShape(data=2, expert=2), jax.devices()[:4])
-    with pytest.raises(UserError, match=r"'expert', 2 devices here; .*rollout\.mesh\.model=1"):
-        make_environment(tool, options, None, (), experts)
     game, options = load(tmp_path, "Game")
-    made = make_environment(game, options, None, (), split)
+    made = make_environment(game, options, None, ())
     assert isinstance(made, PerDialogue) and made.observation_length == 2

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-import tiny
 from jax_ppo.config.schema import MultiTurn
 from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.environments.calculator import Calculator
@@ -31,7 +30,7 @@ def make_dataset(names):
 
 def test_rows_are_numbered_throughout_and_none_is_read_before_its_dialogue():
     training, held_out, environment = set_up_environment(
-        Calculator, MultiTurn(), None, make_dataset("abc"), make_dataset("de"), tiny.make_mesh()
+        Calculator, MultiTurn(), None, make_dataset("abc"), make_dataset("de")
     )
     assert (training.first_row, held_out.first_row) == (0, 3)
     assert Watched.read == ()

@@ -1,5 +1,6 @@
 """Dialogues in the decode loop against a Python loop over one sequence at a time."""
 
+import dataclasses
 import functools
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_actor import ARCHITECTURE, make_prompts
+from tiny_actor import ARCHITECTURE, Actor, make_prompts
 
 from jax_ppo.config.schema import MeshShape
 from jax_ppo.environments import host
@@ -192,20 +193,46 @@ class OnTheHost:
 EXAMPLES = [Example(str(row), "mine") for row in range(3 * len(LENGTHS) + 1)]
 
 
+def talk_to_the_host(actor, shape):
+    """Return the rollout of a mesh, and what each of its dialogues began with."""
+    begun = []
+
+    class Counted(OnTheHost):
+        def reset(self, example, seed):
+            begun.append((example.prompt, seed))
+            super().reset(example, seed)
+
+    environment = HostEnvironment(Counted, Numbers(), EXAMPLES, LONGEST, timeout=60.0)
+    options = SamplingOptions(T, 1.0, n=2, eos_ids=EOS, slots=3, environment=environment)
+    mesh = meshes.make_mesh(shape, jax.devices()[: shape.data * shape.model])
+    prompts = with_rows(make_prompts(LENGTHS))
+    with jax.set_mesh(mesh):
+        layouts = sharding.tree_shardings(mesh, actor.stacked, sharding.TRAIN_RULES)
+        engine = BuiltInEngine(mesh, actor.scored, jax.eval_shape(lambda: actor.stacked))
+        engine.update_weights(jax.device_put(actor.stacked, layouts))
+        placed = placement.place(prompts, sharding.batch_rows(mesh, len(LENGTHS)))
+        rollout = jax.device_get(engine.generate(placed, jax.random.key(0), options))
+    environment.raise_if_all_failed()
+    return rollout, begun
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_an_environment_on_the_host_gives_the_same_dialogues(actor, reference, devices):
     """Also where two devices call the host, each for samples of its own, and one has fewer."""
-    environment = HostEnvironment(OnTheHost, Numbers(), EXAMPLES, LONGEST, timeout=60.0)
-    options = SamplingOptions(T, 1.0, n=2, eos_ids=EOS, slots=3, environment=environment)
-    mesh = meshes.make_mesh(MeshShape(), jax.devices()[:devices])
-    prompts = with_rows(make_prompts(LENGTHS))
-    with jax.set_mesh(mesh):
-        engine = BuiltInEngine(mesh, actor.scored, jax.eval_shape(lambda: actor.stacked))
-        engine.update_weights(placement.place(actor.stacked, sharding.replicated(mesh)))
-        placed = placement.place(prompts, sharding.batch_rows(mesh, len(LENGTHS)))
-        rollout = jax.device_get(engine.generate(placed, jax.random.key(0), options))
+    rollout, begun = talk_to_the_host(actor, MeshShape(data=devices))
     assert_equal(rollout, reference(None, None))
-    environment.raise_if_all_failed()
+    assert len(begun) == len(set(begun)) == 2 * len(LENGTHS)
+
+
+def test_devices_that_decode_the_same_samples_call_the_host_once():
+    """Two shards of rows, and two devices that split the matrices of each."""
+    even = Actor(dataclasses.replace(ARCHITECTURE, vocab_size=64))
+    expected, begun = talk_to_the_host(even, MeshShape(data=1))
+    rollout, begun_on_mesh = talk_to_the_host(even, MeshShape(data=2, model=2))
+    assert sorted(begun_on_mesh) == sorted(begun)
+    for name in ("responses", "lengths", "truncated", "action_mask", "turn_rewards"):
+        np.testing.assert_array_equal(getattr(rollout, name), getattr(expected, name))
+    np.testing.assert_allclose(rollout.logprobs, expected.logprobs, atol=1e-4)
 
 
 class Broken(OnTheHost):

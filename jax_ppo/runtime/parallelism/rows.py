@@ -13,7 +13,7 @@ from jax_ppo.runtime.meshes import ROWS
 from jax_ppo.runtime.sharding import DECODE_RULES, tree_shardings
 
 
-def split_rows(function: Callable[..., Any], calls_host: bool = False) -> Callable[..., Any]:
+def split_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make each shard of rows run `function` on its own rows.
 
     The loops inside may differ in length from shard to shard, unless another axis than those of
@@ -23,7 +23,6 @@ def split_rows(function: Callable[..., Any], calls_host: bool = False) -> Callab
 
     Args:
       function: of (params, rows, rows, key, any_shard); what it returns has rows in front.
-      calls_host: whether `function` calls the host, which only rows may then be split for.
     """
 
     def run(params: Any, *rows_and_key: Any) -> Any:
@@ -35,13 +34,11 @@ def split_rows(function: Callable[..., Any], calls_host: bool = False) -> Callab
             mesh.shape[axis] > 1 for axis in mesh.axis_names if axis not in ROWS
         )
         split = functools.partial(function, any_shard=_any_shard) if in_step else function
-        assert not (calls_host and in_step), "an environment's options refuse this mesh"
         return jax.shard_map(
             split,
             in_specs=(_row_parts(params) if has_shared_experts else P(), P(ROWS), P(ROWS), P()),
             out_specs=P(ROWS),
-            # JAX calls the host only from programs in which no axis is left to the compiler.
-            axis_names=set(mesh.axis_names) if calls_host else set(ROWS),
+            axis_names=set(ROWS),
             check_vma=False,
         )(params, *rows_and_key)
 
