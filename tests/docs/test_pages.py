@@ -190,5 +190,5 @@ def test_the_number_of_exhibits_is_the_museums():
     mutations = len(museum.EXHIBITS) - published
     readme = (doc_pages.ROOT / "README.md").read_text()
     page = (doc_pages.ROOT / "docs" / "reproducibility.md").read_text()
-    assert f"| published bugs of the field with a test each | {published} |" in readme
+    assert f"| published bugs with a test each | {published} |" in readme
     assert f"lists {published} published bugs of such programs and {mutations} mutations" in page
