@@ -26,7 +26,7 @@ _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 @dataclasses.dataclass(frozen=True)
 class DataSet:
-    """What the rows of a data set become.
+    """The form in which the rows of a data set are written.
 
     Attributes:
       data_source: name that selects the rule.

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jax_ppo.data.prompts import PromptDataset
+from jax_ppo.data.token_rows import pad_rows
 from jax_ppo.errors import UserError
 from jax_ppo.types import Example, Prompts
 
@@ -210,10 +211,7 @@ def make_batch(dataset: PromptDataset, indices: np.ndarray, count: int) -> Promp
     """Return the batch of the data set's rows `indices`, of which the first `count` are real."""
     rows = [dataset.tokens[index] for index in indices]
     lengths = np.array([len(row) for row in rows], np.int32)
-    width = bucket_width(int(lengths.max()), dataset.max_prompt_length)
-    tokens = np.zeros((len(rows), width), np.int32)
-    for padded, row in zip(tokens, rows, strict=True):
-        padded[: len(row)] = row
+    tokens = pad_rows(rows, bucket_width(int(lengths.max()), dataset.max_prompt_length))
     numbers = None
     if dataset.first_row is not None:
         numbers = (dataset.first_row + indices).astype(np.int32)

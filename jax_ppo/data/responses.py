@@ -9,6 +9,7 @@ import numpy as np
 
 from jax_ppo.data.length_bound import LengthBound
 from jax_ppo.data.prompts import PromptDataset, tokenize_prompts
+from jax_ppo.data.token_rows import pad_rows
 from jax_ppo.data.tokenizer import encode_responses
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.types import Example, Sequences
@@ -68,12 +69,10 @@ class ResponseDataset:
         prompts = [self.prompts.tokens[row] for row in rows] * len(self.responses)
         responses = [field[row] for field in self.responses for row in rows]
         width = self.prompts.max_prompt_length + self.max_response_length
-        tokens = np.zeros((len(prompts), width), np.int32)
-        for padded, prompt, response in zip(tokens, prompts, responses, strict=True):
-            padded[: len(prompt) + len(response)] = np.concatenate([prompt, response])
+        joined = [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
         lengths = np.array([len(ids) for ids in responses], np.int32)
         return Sequences(
-            tokens=tokens,
+            tokens=pad_rows(joined, width),
             prompt_lengths=np.array([len(ids) for ids in prompts], np.int32),
             lengths=lengths,
             truncated=np.zeros(len(prompts), bool),

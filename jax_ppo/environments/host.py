@@ -18,7 +18,7 @@ import numpy as np
 
 from jax_ppo.data.tokenizer import encode_text
 from jax_ppo.environments.protocol import TextEnvironment
-from jax_ppo.environments.timed_threads import CallTimeout, Finished, TimedThreads
+from jax_ppo.environments.timed_threads import CallResult, CallTimeout, TimedThreads
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.runtime.parallelism.host_calls import call_host
 from jax_ppo.sampler.environment import Answers, DialogueAddresses
@@ -27,12 +27,12 @@ from jax_ppo.types import Example
 log = logging.getLogger(__name__)
 
 THREADS = 16  # dialogues that are stepped side by side
-# If as many turns of a batch take too long and none is answered, no further turns are tried.
-HOPELESS = 4 * THREADS
+# If as many turns of a batch time out before any is answered, no further turns are tried.
+MAX_UNANSWERED_TURNS = 4 * THREADS
 
 
 class HostState(NamedTuple):
-    """What the mesh keeps of a dialogue whose state is on the host; int32 [N], seed uint32 [N].
+    """Addresses of dialogues whose states are on the host; int32 [N], seeds uint32 [N].
 
     Attributes:
       rows: index of the dialogue's example.
@@ -75,7 +75,7 @@ class HostEnvironment:
         self._tokenizer = tokenizer
         self._examples = examples
         # By the index of the sample: the next batch's dialogues replace those of the last.
-        self._dialogues: dict[int, Finished] = {}
+        self._dialogues: dict[int, CallResult] = {}
         self._threads = TimedThreads(THREADS, timeout)
         self._steps = self._failures = self._timeouts = 0
         self._first_failure = ""
@@ -137,11 +137,11 @@ class HostEnvironment:
         # Made in order, before the threads step them. Examples may be read from a disk.
         examples = {}
         for b in waiting[answered[waiting] == 0]:
-            self._dialogues[int(samples[b])] = self._make()
+            self._dialogues[int(samples[b])] = self._make_dialogue()
             examples[int(b)] = self._examples[int(rows[b])]
 
         def step(b: int, text: str) -> tuple[list[int], float, bool]:
-            self._require_hope()
+            self._give_up_if_none_answers()
             dialogue: TextEnvironment = self._dialogues[int(samples[b])].result()
             if answered[b] == 0:
                 dialogue.reset(examples[b], int(seeds[b]))
@@ -163,16 +163,16 @@ class HostEnvironment:
             observations[b, : len(tokens)] = tokens
         return observations, observed, rewards, done
 
-    def _make(self) -> Finished:
-        made: Finished = concurrent.futures.Future()
+    def _make_dialogue(self) -> CallResult:
+        made: CallResult = concurrent.futures.Future()
         try:
             made.set_result(self._class())
         except Exception as error:
             made.set_exception(error)
         return made
 
-    def _require_hope(self) -> None:
-        if HOPELESS <= self._timeouts == self._steps:
+    def _give_up_if_none_answers(self) -> None:
+        if MAX_UNANSWERED_TURNS <= self._timeouts == self._steps:
             raise CallTimeout(f"none of the first {self._steps} turns was answered in time")
 
     def _count_failure(self, error: BaseException, row: int) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-Finished = concurrent.futures.Future[Any]
+CallResult = concurrent.futures.Future[Any]
 
 
 class CallTimeout(Exception):
@@ -23,7 +23,7 @@ class _Call:
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self.function = function
-        self.result: Finished = concurrent.futures.Future()
+        self.result: CallResult = concurrent.futures.Future()
         self.has_started = threading.Event()
         self.started_at = 0.0
         self.is_abandoned = False
@@ -52,7 +52,7 @@ class TimedThreads:
         for _ in range(threads):
             self._start_thread()
 
-    def call_all(self, functions: Sequence[Callable[[], Any]]) -> Iterator[Finished]:
+    def call_all(self, functions: Sequence[Callable[[], Any]]) -> Iterator[CallResult]:
         """Call functions without arguments; yield their results in order, while others run.
 
         The result of a call that takes too long is the exception `CallTimeout`.
@@ -63,7 +63,7 @@ class TimedThreads:
         for call in calls:
             yield self._wait(call)
 
-    def _wait(self, call: _Call) -> Finished:
+    def _wait(self, call: _Call) -> CallResult:
         # It starts: of those before it, each has returned or has lost its thread to another.
         call.has_started.wait()
         left = call.started_at + self._timeout - time.monotonic()
@@ -72,7 +72,7 @@ class TimedThreads:
             return call.result
         call.is_abandoned = True
         self._start_thread()
-        late: Finished = concurrent.futures.Future()
+        late: CallResult = concurrent.futures.Future()
         late.set_exception(CallTimeout(f"no answer within {self._timeout:g} seconds"))
         return late
 

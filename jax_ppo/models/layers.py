@@ -35,7 +35,7 @@ Auxiliary = dict[str, jax.Array]
 
 
 class LayerKind(NamedTuple):
-    """What may differ from layer to layer.
+    """The properties in which layers of a model may differ.
 
     Attributes:
       is_local: Whether the layer has a sliding window.

@@ -35,7 +35,7 @@ THREAD_NAME = "precompilation"
 
 @dataclasses.dataclass(frozen=True)
 class StepPrograms:
-    """What the programs of a step depend on, none of it data, a tokenizer or weights.
+    """The inputs that determine the programs of a step: no data, tokenizer or weights.
 
     Attributes:
       config: all options.

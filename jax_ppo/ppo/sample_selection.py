@@ -50,7 +50,7 @@ class Selected(NamedTuple):
 
 
 class DrawStatistics(NamedTuple):
-    """What a draw looked like before the selection.
+    """Statistics of a draw before the selection.
 
     Attributes:
       rule_rewards: the rewards of all its samples.

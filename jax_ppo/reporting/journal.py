@@ -322,7 +322,12 @@ class Journal:
         }
 
     def _plot(self, step: int, always: bool = False) -> None:
-        """Draw the curves, if that is `always` to be done or not too soon, and write the report."""
+        """Write the report, and draw the curves unless they were drawn recently.
+
+        Args:
+          step: number of completed steps.
+          always: draw the curves in any case.
+        """
         if not distributed.is_main():
             return
         started = time.monotonic()

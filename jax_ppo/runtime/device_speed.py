@@ -7,7 +7,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class PeakRates:
-    """What one JAX device can do per second at most.
+    """Peak rates of one JAX device, per second.
 
     Attributes:
       flops: dense bfloat16 floating point operations.

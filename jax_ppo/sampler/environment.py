@@ -15,7 +15,7 @@ _ENVIRONMENT_POSITION = 2**31 - 1
 
 
 class DialogueAddresses(NamedTuple):
-    """What tells N samples apart, whichever slot decodes them.
+    """Addresses of N samples, the same whichever slots decode them.
 
     Attributes:
       rows: int32 [N], the row of the data that the sample's prompt is from.

@@ -235,8 +235,11 @@ def slot_widths(width: int, tokens: int) -> tuple[int, ...]:
     """Return the numbers of slots that the loop passes through, widest first.
 
     They are `width`, three quarters, half and a quarter of it; only the first may be below
-    `MIN_SLOTS`, and it is the only one if a slot draws at most `tokens` tokens of a response, fewer
-    than `MIN_NARROWED_TOKENS`.
+    `MIN_SLOTS`. For responses of few tokens it is the only one.
+
+    Args:
+      width: the number of slots at first.
+      tokens: the most tokens that a slot draws of a response.
     """
     if tokens < MIN_NARROWED_TOKENS:
         return (width,)

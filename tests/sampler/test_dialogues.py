@@ -334,7 +334,7 @@ def test_a_step_that_hangs_ends_its_own_dialogue_and_names_its_prompt(hanging, c
 
 def test_a_batch_of_which_nothing_is_answered_is_given_up(hanging, monkeypatch):
     """The run ends after a few time limits, not after one for each turn."""
-    monkeypatch.setattr(host, "HOPELESS", 4)
+    monkeypatch.setattr(host, "MAX_UNANSWERED_TURNS", 4)
     environment, answers = hanging(None, list(range(20)))
     assert 4 <= len(Hanging.tried) <= 4 + 2 and answers[3].all()
     with pytest.raises(

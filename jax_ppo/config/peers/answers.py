@@ -1,4 +1,4 @@
-"""What is said of options of more than one framework."""
+"""Answers that several options of other frameworks share."""
 
 ONE_PROGRAM = "all roles run in one program; config.mesh.* says how they are split"
 NO_SERVER = "there is no inference server; the sampler is built in"

@@ -26,9 +26,10 @@ def call_host(function: Callable[..., Any], result_shapes: Any, *arguments: jax.
     call = functools.partial(io_callback, function, result_shapes)
     mesh = jax.sharding.get_abstract_mesh()
     left = set() if mesh.empty else remaining_axes(mesh)
-    axes = tuple(axis for axis in mesh.axis_names if axis in left)
-    if not axes:
+    if not left:
         return call(*arguments)
+    # XLA keeps a sum over a single device.
+    split = tuple(axis for axis in mesh.axis_names if axis in left and mesh.shape[axis] > 1)
 
     def skip(*_: jax.Array) -> Any:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), result_shapes)
@@ -36,10 +37,11 @@ def call_host(function: Callable[..., Any], result_shapes: Any, *arguments: jax.
     def share(result: jax.Array) -> jax.Array:
         # All but one are 0. Booleans have no sum.
         summed = result.astype(jnp.int32) if result.dtype == bool else result
-        return jax.lax.psum(summed, axes).astype(result.dtype)
+        return jax.lax.psum(summed, split).astype(result.dtype)
 
-    def run(*arguments: jax.Array) -> Any:
-        is_first = jax.lax.axis_index(axes) == 0
+    def call_on_first(*arguments: jax.Array) -> Any:
+        is_first = jax.lax.axis_index(split) == 0
         return jax.tree.map(share, jax.lax.cond(is_first, call, skip, *arguments))
 
-    return on_each_device(run, in_specs=P(), out_specs=P())(*arguments)
+    on_each = on_each_device(call_on_first if split else call, in_specs=P(), out_specs=P())
+    return on_each(*arguments)
