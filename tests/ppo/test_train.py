@@ -409,31 +409,59 @@ def test_eight_devices_train_as_one_does(files, undisturbed, tmp_path, options):
     assert_same_run(tmp_path, undisturbed[0], 1e-3)
 
 
+# Process 1 of two scores 8 responses of each step: it is at the third one.
+STOPPED_IN_PROCESS_1 = """
+import os, signal
+import jax
+calls = 0
+
+def reward(data_source, solution_str, ground_truth, extra_info):
+    global calls
+    if jax.process_index() == 1 and extra_info["split"] == "train":
+        calls += 1
+        if calls == 2 * 8 + 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+    return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)
+"""
+
+
 @pytest.mark.slow
-def test_a_run_moves_from_eight_devices_to_four_to_three_to_one(
+def test_a_run_moves_from_two_processes_to_one_and_from_eight_devices_to_one(
     files, undisturbed, tmp_path, monkeypatch
 ):
-    """Two steps on each; three devices do not divide the batch of eight prompts."""
+    """Two hosts of four devices are stopped; one goes on with four devices, then three, then one.
+
+    Three devices do not divide the batch of eight prompts.
+    """
+    workdir, reward = tmp_path / "run", tmp_path / "reward.py"
+    reward.write_text(STOPPED_IN_PROCESS_1)
+    options = f"--config.reward.function={reward}:reward", "--config.trainer.log_rollouts_freq=1"
+    # Each host holds one half of the parameters.
+    shape = "--config.mesh.data=1", "--config.mesh.fsdp=4", "--config.mesh.model=2"
+    arguments = command(files, workdir, *options, *shape)[3:]
+    stopped = run_two_processes(arguments, tmp_path, devices=4)
+    assert stopped.returncode == 143, stopped.stdout + stopped.stderr
+    # Process 0 learns of the signal after this step or the next one.
+    assert re.search(r"\nstopped by SIGTERM, saved step [34]\n$", stopped.stdout), stopped.stdout
+
     make_mesh = meshes.make_mesh
     moves = (
-        (8, ("--config.mesh.fsdp=2", "--config.mesh.model=2")),
-        (4, ("--config.mesh.data=1", "--config.mesh.fsdp=4")),
-        (3, ("--config.mesh.data=3",)),
-        (1, ()),
+        (4, 5, ("--config.mesh.data=2", "--config.mesh.fsdp=2")),
+        (3, 7, ("--config.mesh.data=3",)),
+        (1, 8, ()),
     )
-    for number, (devices, shape) in enumerate(moves, 1):
+    for devices, last_step, shape in moves:
         monkeypatch.setattr(
             meshes, "make_mesh", functools.partial(make_mesh, devices=jax.devices()[:devices])
         )
-        steps = f"--config.trainer.total_training_steps={2 * number}"
-        records = "--config.trainer.log_rollouts_freq=1"
-        loop.train(load_config(files, steps, records, *shape), tmp_path)
-    rows, expected = read_step_rows(tmp_path), read_step_rows(undisturbed[0])
+        steps = f"--config.trainer.total_training_steps={last_step}"
+        loop.train(load_config(files, steps, *options, *shape), workdir)
+    rows, expected = read_step_rows(workdir), read_step_rows(undisturbed[0])
     assert [row["step"] for row in rows] == [str(step) for step in range(1, 9)]
     for ours, theirs in zip(rows, expected, strict=True):
         for name in ("reward/mean", "response_length/mean", "kl/reference", "critic/loss"):
             assert float(ours[name]) == pytest.approx(float(theirs[name]), rel=1e-3, abs=1e-3)
-    ours, theirs = drawn_tokens(tmp_path), drawn_tokens(undisturbed[0])
+    ours, theirs = drawn_tokens(workdir), drawn_tokens(undisturbed[0])
     assert max(theirs) >= 6
     assert {step: ours[step] for step in theirs} == theirs
 
@@ -579,12 +607,12 @@ def test_without_a_critic_none_is_kept(files, tmp_path):
     )
 
 
-def run_two_processes(arguments, logs):
+def run_two_processes(arguments, logs, devices=1):
     return subprocess.run(
         ["bash", str(ROOT / "launch" / "local_processes.sh"), "2", "--", *arguments],
         cwd=ROOT,
         text=True,
-        env=environment() | {"PYTHON": sys.executable, "LOG_DIR": str(logs)},
+        env=environment(devices) | {"PYTHON": sys.executable, "LOG_DIR": str(logs)},
         capture_output=True,
         timeout=RUN_SECONDS,
     )
