@@ -59,7 +59,7 @@ MOST_MAPS = 20_000
 # The first tests to run after an edit: each layer of the package once, without a whole run.
 SMOKE = (
     "config/test_loading.py",
-    "config/test_validation.py",
+    "config/test_option.py",
     "data/test_prompts.py",
     "kernels/test_action_mask.py",
     "kernels/test_advantages.py",
@@ -72,8 +72,19 @@ SMOKE = (
 )
 
 
+def require_smoke_tests_exist() -> None:
+    """Raise `pytest.UsageError` for an entry of `SMOKE` whose file or function does not exist."""
+    for entry in SMOKE:
+        path, _, test = entry.partition("::")
+        file = Path(__file__).parent / path
+        definition = f"def {test.partition('[')[0]}" if test else ""
+        if not file.exists() or definition not in file.read_text():
+            raise pytest.UsageError(f"SMOKE in tests/conftest.py: there is no test {entry!r}")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the smoke tests."""
+    require_smoke_tests_exist()
     prefixes = tuple(f"tests/{name}" for name in SMOKE)
     for item in items:
         if item.nodeid.startswith(prefixes) and not item.get_closest_marker("slow"):
