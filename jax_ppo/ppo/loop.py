@@ -39,9 +39,11 @@ from jax_ppo.ppo.update import UpdateOptions, update_state
 from jax_ppo.reporting import console
 from jax_ppo.runtime import compilation, meshes, sharding, work_directory
 from jax_ppo.sampler import engine
-from jax_ppo.training.checkpoint import Checkpointer, EvaluationInterrupted, Progress
+from jax_ppo.training.checkpoint import Checkpointer
+from jax_ppo.training.progress import Progress
 from jax_ppo.training.resume import find_progress, is_due
 from jax_ppo.training.state import TrainState, create_state, trained_shapes, trained_trees
+from jax_ppo.training.stopping import EvaluationInterrupted, StopRequest
 from jax_ppo.types import Prompts, Rollout
 
 ROLLOUT = "rollout"  # a checkpoint's tree of what was sampled one step ahead
@@ -96,6 +98,7 @@ def take_steps(
     update_options = UpdateOptions.from_config(config)
     sample = sample_selected_batch if config.selects_samples else sample_batch
     failed_steps = FailedSteps(config.reward)
+    stop_request = StopRequest()
 
     state = start_state(run, checkpoints, progress, reporter)
     batches = run.batches(progress.position, progress.solve_rates)
@@ -181,8 +184,17 @@ def take_steps(
             ),
             on_host={"update/padding": plans.padding, **sampled.metrics},
         )
-        finish_step(run, state, step + 1, sampled.position, next_sampled, reporter, checkpoints)
-        if checkpoints.should_stop(step + 1):
+        finish_step(
+            run,
+            state,
+            completed_steps=step + 1,
+            position=sampled.position,
+            next_sampled=next_sampled,
+            reporter=reporter,
+            checkpoints=checkpoints,
+            stop_request=stop_request,
+        )
+        if stop_request.should_stop(step + 1):
             checkpoints.wait()
             return state, True
     return state, False
@@ -300,8 +312,9 @@ def finish_step(
     next_sampled: SampledBatch | None,
     reporter: Reporter,
     checkpoints: Checkpointer,
+    stop_request: StopRequest,
 ) -> None:
-    """Evaluate and save if either is due.
+    """Evaluate if that is due; save if that is due or the run is to stop.
 
     Args:
       run: the parts of the run.
@@ -311,6 +324,7 @@ def finish_step(
       next_sampled: the batch sampled one step ahead, if any.
       reporter: writes the evaluation.
       checkpoints: where the state is saved.
+      stop_request: decides whether the run ends after this step.
     """
     trainer = run.config.trainer
     evaluation = None
@@ -318,13 +332,13 @@ def finish_step(
         reporter.flush()
         try:
             evaluation = evaluate_policy(
-                run, state, functools.partial(checkpoints.interrupt_evaluation, completed_steps)
+                run, state, functools.partial(stop_request.interrupt_evaluation, completed_steps)
             )
             reporter.report_evaluation(completed_steps, evaluation)
         except EvaluationInterrupted:
             reporter.progress.evaluation_pending = True
     saves = is_due(completed_steps, run.total_steps, trainer.save_freq)
-    if saves or checkpoints.should_stop(completed_steps):
+    if saves or stop_request.should_stop(completed_steps):
         reporter.flush()
         with reporter.phase("checkpoint"):
             meta = {

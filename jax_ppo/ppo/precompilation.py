@@ -25,8 +25,8 @@ from jax_ppo.ppo.sample_selection import compile_selection
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
-from jax_ppo.training.checkpoint import Progress
 from jax_ppo.training.networks import Networks, full_parameters
+from jax_ppo.training.progress import Progress
 from jax_ppo.training.state import TrainState, policy_params, state_shapes
 from jax_ppo.types import Prompts
 

@@ -20,7 +20,7 @@ from jax_ppo.ppo.sample_records import StepSamples, describe_step
 from jax_ppo.reporting import console, journal
 from jax_ppo.reporting.curves import Panel
 from jax_ppo.runtime import compilation, signals
-from jax_ppo.training.checkpoint import Progress
+from jax_ppo.training.progress import Progress
 from jax_ppo.training.state import TrainState
 
 COLUMNS = (

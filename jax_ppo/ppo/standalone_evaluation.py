@@ -18,7 +18,8 @@ from jax_ppo.reporting import console
 from jax_ppo.runtime import compilation, meshes, work_directory
 from jax_ppo.sampler import engine
 from jax_ppo.storage import staging
-from jax_ppo.training.checkpoint import Checkpointer, Progress
+from jax_ppo.training.checkpoint import Checkpointer
+from jax_ppo.training.progress import Progress
 from jax_ppo.training.state import (
     TrainState,
     create_policy_state,

@@ -21,7 +21,7 @@ from jax_ppo.reporting.sinks import MetricsLog, read_metrics_csv
 from jax_ppo.reporting.summary import collect_versions, write_summary_file
 from jax_ppo.runtime import compilation, device_speed, distributed, stragglers
 from jax_ppo.runtime.device_memory import measure_device_memory
-from jax_ppo.training.checkpoint import Progress
+from jax_ppo.training.progress import Progress
 
 SPEED_COLUMNS = (
     console.Column(metric="seconds/step", width=5, format=".2f", unit=" s"),

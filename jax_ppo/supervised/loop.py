@@ -23,9 +23,11 @@ from jax_ppo.supervised.report import Reporter
 from jax_ppo.supervised.setup import SupervisedRun, set_up_run
 from jax_ppo.supervised.step import measure_batch, train_step
 from jax_ppo.supervised.tasks import Task
-from jax_ppo.training.checkpoint import Checkpointer, EvaluationInterrupted, Progress
+from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.optimizer import make_optimizer, rounding_seed
+from jax_ppo.training.progress import Progress
 from jax_ppo.training.resume import find_progress, is_due
+from jax_ppo.training.stopping import EvaluationInterrupted, StopRequest
 from jax_ppo.types import Params
 
 
@@ -86,6 +88,7 @@ def take_steps(
         reporter.report_evaluation(progress.step, evaluate(run, params))
         progress.evaluation_pending = False
     batches = run.batches(progress.position)
+    stop_request = StopRequest()
     for step in range(progress.step, run.total_steps):
         # The host packs this batch while the mesh still computes the step before.
         batch = run.place_batch(run.training, next(batches).indices)
@@ -107,14 +110,14 @@ def take_steps(
         quality = None
         if run.held_out and is_due(completed_steps, run.total_steps, trainer.test_freq):
             reporter.flush()  # the evaluation is not part of the step's time
-            interrupt = functools.partial(checkpoints.interrupt_evaluation, completed_steps)
+            interrupt = functools.partial(stop_request.interrupt_evaluation, completed_steps)
             try:
                 means = evaluate(run, params, interrupt)
                 quality = reporter.report_evaluation(completed_steps, means)
             except EvaluationInterrupted:
                 progress.evaluation_pending = True
         # A preempted run saves even if no checkpoint is due.
-        is_preempted = checkpoints.should_stop(completed_steps)
+        is_preempted = stop_request.should_stop(completed_steps)
         if is_preempted or is_due(completed_steps, run.total_steps, trainer.save_freq):
             reporter.flush()
             meta = {

@@ -8,7 +8,7 @@ import jax
 from jax_ppo.reporting import journal
 from jax_ppo.runtime import compilation
 from jax_ppo.supervised.setup import SupervisedRun
-from jax_ppo.training.checkpoint import Progress
+from jax_ppo.training.progress import Progress
 
 
 class Reporter(journal.Journal):

@@ -9,14 +9,9 @@ directory is opened, and the next older one is used.
 """
 
 import contextlib
-import copy
-import dataclasses
 import json
-import logging
 import math
 import os
-import sys
-import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,56 +24,10 @@ from orbax.checkpoint import checkpoint_managers
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import distributed, signals
 from jax_ppo.storage import disk_space, remote
-from jax_ppo.training import checksums
+from jax_ppo.training import checksums, orbax_messages
 
-_show_uncaught = sys.unraisablehook
 META = "meta"
-HISTORY = (
-    "evaluations",
-    "evaluation_pending",
-    "started_at",
-    "kept_seconds",
-    "solve_rates",
-)  # fields of `Progress`
 MAX_SHOWN = 5  # mismatched parameters named in an error
-
-
-@dataclasses.dataclass
-class Progress:
-    """How far a run has come.
-
-    Together with the trained arrays and the options, this is everything that a checkpoint holds.
-
-    Attributes:
-      step: number of completed steps.
-      position: training examples consumed.
-      evaluations: for each evaluation so far a dict of `step` and the means by name; `None` for a
-        mean that is undefined.
-      evaluation_pending: whether a signal interrupted the evaluation after this step, so that a
-        resumed run begins with it.
-      started_at: when the run was set up for the first time, in seconds since 1970.
-      kept_seconds: time of the steps that still count: not of those that were repeated after an
-        interruption, nor of those whose update was skipped.
-      solve_rates: the share of correct responses by the row of the training data, as text, for
-        `data.curriculum`; empty without one.
-    """
-
-    step: int = 0
-    position: int = 0
-    evaluations: list[dict] = dataclasses.field(default_factory=list)
-    evaluation_pending: bool = False
-    started_at: float = dataclasses.field(default_factory=time.time)
-    kept_seconds: float = 0.0
-    solve_rates: dict[str, float] = dataclasses.field(default_factory=dict)
-
-    def history(self) -> dict[str, Any]:
-        """Return the part of a checkpoint's `meta` that reports of the run continue from."""
-        # Copies: a checkpoint is written while the run continues.
-        return {name: copy.copy(getattr(self, name)) for name in HISTORY}
-
-
-class EvaluationInterrupted(Exception):
-    """A signal asked the run to end between two batches of an evaluation."""
 
 
 class Checkpointer:
@@ -132,9 +81,7 @@ class Checkpointer:
             if newest is not None:
                 self._intact_steps.add(newest)
         distributed.barrier("damaged checkpoints")
-        for library in ("absl", "asyncio"):
-            logging.getLogger(library).addFilter(_is_worth_showing)
-        sys.unraisablehook = _show_unless_of_closed_loop
+        orbax_messages.hide_repeated_errors()
         # Without best_fn no metrics are written, and a restart forgets the best checkpoint.
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policy,
@@ -145,11 +92,8 @@ class Checkpointer:
         if read_only:
             options = ocp.CheckpointManagerOptions(best_fn=self._quality, read_only=True)
         self._manager = ocp.CheckpointManager(self._directory, options=options)
-        # What `save` and `should_stop` last did, since the loop may ask twice about one step.
         self._saved_step: int | None = None
         self._saving: tuple[int, int] = (0, 0)  # the step that is being saved, and its bytes
-        self._asked_step: int | None = None
-        self._stop = False
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -282,35 +226,6 @@ class Checkpointer:
         arrays, _ = self.restore(step, {name: abstract})
         return arrays[name]
 
-    def should_stop(self, step: int) -> bool:
-        """Return whether SIGTERM or Ctrl-C asked the run to save and end.
-
-        Call it after every step; before the first call, a signal ends the run without saving. All
-        processes get the same answer: they agree on a step that none of them has passed yet. The
-        answer for a step does not change.
-        """
-        if step != self._asked_step:
-            self._asked_step = step
-            signals.defer_signals()
-            # A signal may come at any time: the answer is fixed at the first question about a step.
-            if jax.process_count() == 1:
-                self._stop = signals.received_signal() is not None
-            else:
-                self._stop = self._agree_to_stop()
-        return self._stop
-
-    def interrupt_evaluation(self, step: int) -> None:
-        """Raise if the run is to end, for between the batches of the evaluation after a step.
-
-        All processes must call it equally often. `should_stop` of the step agrees with it.
-
-        Raises:
-          EvaluationInterrupted: SIGTERM or Ctrl-C asked the run to save and end.
-        """
-        self._asked_step = None  # a signal may have come since the last question
-        if self.should_stop(step):
-            raise EvaluationInterrupted
-
     def wait(self) -> None:
         """Wait until everything saved is on disk, and raise what went wrong."""
         # Background errors of the last save surface here.
@@ -346,14 +261,6 @@ class Checkpointer:
             )
             # Without the cause, whose frames hold the writers that were not awaited.
             raise full from None
-
-    def _agree_to_stop(self) -> bool:
-        """Return whether the processes agreed to stop now, and record the signal."""
-        agreed = distributed.agree_on_signal(signals.received_signal())
-        if agreed is None:
-            return False
-        signals.record_signal(agreed)
-        return True
 
     def _quality(self, metrics: dict[str, float] | None) -> float:
         return (metrics or {}).get(self._best_metric, -math.inf)
@@ -401,19 +308,6 @@ def _num_bytes(array: Any) -> int:
     return array.size * array.dtype.itemsize
 
 
-def _is_worth_showing(record: logging.LogRecord) -> bool:
-    """Return whether to show a log record of Orbax.
-
-    A full disk is reported by `Checkpointer`. Orbax's threads fail if the command ends before them,
-    after an error that has been reported. Directories of other runs are read only on purpose.
-    """
-    error = record.exc_info[1] if record.exc_info else None
-    text = record.getMessage()
-    is_of_full_disk = disk_space.is_disk_full(error) or disk_space.is_disk_full(Exception(text))
-    expected = ("cannot schedule new futures", "Given directory is read only")
-    return not is_of_full_disk and not any(part in text for part in expected)
-
-
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     """Return the shape of each array by its path, for trees of arrays or Orbax's metadata."""
     shapes = {}
@@ -422,13 +316,3 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
             leaf = jax.eval_shape(jax.random.key_data, leaf)  # keys are saved as their data
         shapes[jax.tree_util.keystr(path, simple=True, separator="/")] = tuple(leaf.shape)
     return shapes
-
-
-def _show_unless_of_closed_loop(report: "sys.UnraisableHookArgs") -> None:
-    """Show an error that no caller can catch, unless it follows from a save that failed.
-
-    After the first error tensorstore reports here, from its threads, each array that was still
-    being written: that nothing waits for it any more.
-    """
-    if str(report.exc_value) != "Event loop is closed":
-        _show_uncaught(report)

@@ -5,7 +5,8 @@ from typing import Any
 
 from jax_ppo.config.schema import Config, all_options, option_value
 from jax_ppo.errors import UserError
-from jax_ppo.training.checkpoint import HISTORY, Checkpointer, Progress
+from jax_ppo.training.checkpoint import Checkpointer
+from jax_ppo.training.progress import HISTORY, Progress
 
 
 def is_due(completed_steps: int, total_steps: int, frequency: int) -> bool:

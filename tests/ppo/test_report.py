@@ -16,7 +16,7 @@ from jax_ppo.reporting import journal
 from jax_ppo.reporting.sinks import read_metrics_csv
 from jax_ppo.runtime import device_speed, stragglers
 from jax_ppo.runtime.compilation import Compilations
-from jax_ppo.training import checkpoint
+from jax_ppo.training.progress import Progress
 
 HEALTHY = {
     "actor/entropy": 1.0,
@@ -32,7 +32,7 @@ def report_steps(workdir, steps, progress=None, flops=None, **changes):
     """Write steps with a Reporter; each has the metrics HEALTHY with these replacements."""
     rewarded = types.SimpleNamespace(failures=0, extra={}, misses=())
     run = types.SimpleNamespace(config=tiny.config(**changes), total_steps=len(steps))
-    progress = progress or checkpoint.Progress()
+    progress = progress or Progress()
     with report.Reporter(run, workdir, progress, Compilations()) as reporter:
         for step, metrics in enumerate(steps):
             reporter.report_later(
@@ -151,7 +151,7 @@ def test_the_time_left_is_that_of_as_many_median_steps(tmp_path):
 
 def test_goodput_is_the_share_of_steps_that_still_count(tmp_path):
     """4,000 of 10,000 s counted until the checkpoint; a skipped step adds nothing."""
-    progress = checkpoint.Progress(started_at=time.time() - 10_000, kept_seconds=4_000)
+    progress = Progress(started_at=time.time() - 10_000, kept_seconds=4_000)
     report_steps(tmp_path, [{"actor/skipped": 1.0}, {"actor/skipped": 0.0}], progress=progress)
     skipped, kept = (
         float(row["perf/goodput"]) for row in read_metrics_csv(tmp_path / "training_metrics.csv")
@@ -199,7 +199,7 @@ def test_the_actor_is_exported_in_the_type_of_the_option(dtype, code, tmp_path):
         tokenizer=types.SimpleNamespace(name_or_path=str(tmp_path / "no_tokenizer")),
     )
     state = types.SimpleNamespace(actor=tiny.random_params(tiny.ARCHITECTURE, 0, 0, "lm"))
-    with report.Reporter(run, tmp_path, checkpoint.Progress(), Compilations()) as reporter:
+    with report.Reporter(run, tmp_path, Progress(), Compilations()) as reporter:
         reporter._export_actor(state)
     with safe_open(tmp_path / "actor" / "model.safetensors", framework="numpy") as weights:
         assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {code}
@@ -216,7 +216,7 @@ def test_samples_are_written_of_the_first_step_and_every_nth(
 ):
     config = tiny.config(trainer__log_rollouts=count, trainer__log_rollouts_freq=frequency)
     run = types.SimpleNamespace(config=config, total_steps=20)
-    with report.Reporter(run, tmp_path, checkpoint.Progress(), Compilations()) as reporter:
+    with report.Reporter(run, tmp_path, Progress(), Compilations()) as reporter:
         assert reporter._logs_samples(step) is is_logged
 
 
@@ -233,7 +233,7 @@ def test_greedy_figures_stand_beside_the_sampled_ones(tmp_path, capsys):
         )
 
     run = types.SimpleNamespace(config=tiny.config(), total_steps=1)
-    with report.Reporter(run, tmp_path, checkpoint.Progress(), Compilations()) as reporter:
+    with report.Reporter(run, tmp_path, Progress(), Compilations()) as reporter:
         reporter.report_evaluation(0, evaluation(0.25, greedy=evaluation(0.75)))
     (row,) = read_metrics_csv(tmp_path / "training_metrics.csv")
     assert (row["eval/accuracy"], row["eval/greedy/accuracy"]) == ("0.25", "0.75")

@@ -33,7 +33,7 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import loop, precompilation, standalone_evaluation
 from jax_ppo.reporting.sample_files import read_samples
 from jax_ppo.runtime import compilation, meshes, placement
-from jax_ppo.training.checkpoint import Progress
+from jax_ppo.training.progress import Progress
 from llama_folder import write_llama
 from waiting import HANG_SECONDS, RUN_SECONDS
 

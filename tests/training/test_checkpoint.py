@@ -1,12 +1,9 @@
 """Saving and restoring checkpoints.
 
-They are restored bit for bit, onto other meshes, from several processes, and through SIGTERM and
-SIGKILL.
+They are restored bit for bit, onto other meshes, and after SIGKILL.
 """
 
-import os
 import pathlib
-import signal
 import subprocess
 import sys
 import time
@@ -20,9 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ppo.errors import UserError
-from jax_ppo.runtime import signals
-from jax_ppo.training.checkpoint import Checkpointer, EvaluationInterrupted
-from waiting import finish_all
+from jax_ppo.training.checkpoint import Checkpointer
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -213,28 +208,6 @@ class TestErrors:
             checkpoints.save(1, small_tree(1), {"kl": np.float32(1)})
 
 
-def test_a_signal_asks_for_an_end_at_the_next_step(tmp_path):
-    with (
-        signals.handle_stop_signals(ends_process=False),
-        Checkpointer(tmp_path) as checkpoints,
-    ):
-        assert not checkpoints.should_stop(1)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert not checkpoints.should_stop(1)  # the answer for a step does not change
-        # Unless its evaluation asks, which may take long.
-        with pytest.raises(EvaluationInterrupted):
-            checkpoints.interrupt_evaluation(1)
-        assert (
-            checkpoints.should_stop(1) and checkpoints.should_stop(2) and checkpoints.should_stop(2)
-        )
-        checkpoints.save(2, small_tree(2), {})
-        checkpoints.wait()
-        lines = []
-        with pytest.raises(SystemExit, match="143"):
-            signals.raise_if_stopped(lines.append)
-    assert lines == ["stopped by SIGTERM, saved step 2"]
-
-
 KILLED = """
 import sys, jax, jax.numpy as jnp
 from jax_ppo.training.checkpoint import Checkpointer
@@ -267,96 +240,3 @@ def test_killed_while_saving_the_last_whole_one_is_there(tmp_path, pause):
         assert_same(arrays["actor"], expected)
         checkpoints.save(step + 1, {"actor": expected}, {})
     assert saved_steps(tmp_path) == [step, step + 1]  # the incomplete checkpoint is gone
-
-
-PROCESSES = """
-import os, sys, time, jax, jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jax_ppo.config import schema
-from jax_ppo.runtime import distributed, signals
-from jax_ppo.training.checkpoint import Checkpointer
-
-def main():
-    with signals.handle_stop_signals(ends_process=True):
-        train()
-        signals.raise_if_stopped(print)
-
-def train():
-    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,))
-    step_fn = jax.jit(lambda w: w + 1, out_shardings=NamedSharding(mesh, P("fsdp")))
-    weights = step_fn(jnp.zeros((8, 4)))
-    with Checkpointer(sys.argv[1]) as checkpoints:
-        if len(sys.argv) > 2:
-            print(0, flush=True)
-            time.sleep(3600)  # as if it compiled
-        for step in range(1, 100_000):
-            weights = step_fn(weights)
-            weights.block_until_ready()
-            print(step, flush=True)
-            if checkpoints.should_stop(step):
-                checkpoints.save(step, {"actor": {"w": weights}}, {"step": step})
-                return
-            time.sleep(0.01)
-        raise TimeoutError("nobody sent SIGTERM")
-
-distributed.initialize(schema.Distributed())
-distributed.run_or_abort(main)
-"""
-
-
-def start_two_processes(coordinator_address, *arguments):
-    common = {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COORDINATOR_ADDRESS": coordinator_address,
-        "JAX_NUM_PROCESSES": "2",
-    }
-    command = [sys.executable, "-c", PROCESSES, *arguments]
-    return [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | common | {"JAX_PROCESS_ID": str(index)},
-        )
-        for index in (0, 1)
-    ]
-
-
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
-def test_a_signal_to_one_of_two_processes_saves_the_same_step_in_both(
-    tmp_path, number, coordinator_address
-):
-    processes = start_two_processes(coordinator_address, tmp_path)
-    while processes[1].stdout.readline() != "5\n":
-        assert processes[1].poll() is None
-    processes[1].send_signal(number)
-    outputs = [output for output, _ in finish_all(processes)]
-    assert [process.returncode for process in processes] == [128 + number] * 2
-    with Checkpointer(tmp_path) as checkpoints:
-        step = checkpoints.latest_step()
-        for output in outputs:
-            assert output.endswith(f"stopped by {number.name}, saved step {step}\n")
-        expected = jax.ShapeDtypeStruct(
-            (8, 4), jnp.float32, sharding=NamedSharding(make_mesh(8), P("fsdp"))
-        )
-        arrays, meta = checkpoints.restore(step, {"actor": {"w": expected}})
-    assert meta == {"step": step}
-    np.testing.assert_array_equal(np.asarray(arrays["actor"]["w"]), step + 1)
-
-
-@pytest.mark.slow
-def test_a_signal_to_both_processes_before_the_first_step_ends_both_at_once(
-    tmp_path, coordinator_address
-):
-    processes = start_two_processes(coordinator_address, tmp_path, "slow start")
-    for process in processes:
-        while process.stdout.readline() != "0\n":
-            assert process.poll() is None
-    for process in processes:
-        process.send_signal(signal.SIGTERM)
-    outputs = [output for output, _ in finish_all(processes)]
-    assert [process.returncode for process in processes] == [143, 143]
-    assert outputs == ["", ""]
