@@ -228,8 +228,8 @@ class Chaos:
         if (workdir / "checkpoints" / str(len(reference.examples))).exists():
             phases &= LAST_PHASES
         weighted = sorted(phases)
-        # A model is made before anything else, and once.
-        if (workdir / "model" / "config.json").exists():
+        # A model is made once.
+        if (workdir / "model" / "model.safetensors").exists():
             weighted = sorted(phases - {"making the model"})
         elif "making the model" in phases:
             weighted += ["making the model"] * 3

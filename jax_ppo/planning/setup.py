@@ -203,7 +203,7 @@ def read_descriptions(config: Config, mesh: Mesh) -> Networks:
         folders = resolve_role_folders(
             config,
             Path(folder),
-            make_model=lambda actor: _describe_small_model(config, actor),
+            describe_model=lambda actor: _describe_small_model(config, actor),
             files=DESCRIPTIONS,
         )
         with jax.set_mesh(mesh):

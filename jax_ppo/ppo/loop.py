@@ -24,6 +24,7 @@ from jax_ppo.ppo.report import Reporter
 from jax_ppo.ppo.reward_moments import measure_first_rewards
 from jax_ppo.ppo.rewarding import FailedSteps, RuleRewards, add_reward_model_scores
 from jax_ppo.ppo.run import PPORun
+from jax_ppo.ppo.run_models import train_missing_actor
 from jax_ppo.ppo.sample_metrics import measure_sampling
 from jax_ppo.ppo.sample_records import StepSamples
 from jax_ppo.ppo.sample_selection import sample_selected_batch
@@ -228,7 +229,7 @@ def start_state(
 ) -> TrainState:
     """Return the state to start from, evaluated if it is untrained.
 
-    Meanwhile the programs of a step are compiled.
+    Meanwhile the programs of a step are compiled, also while a small actor is trained.
     """
     config, step = run.config, progress.step
     # A finished run only exports: no program of a step is needed.
@@ -237,6 +238,7 @@ def start_state(
         contextlib.nullcontext() if is_finished else precompile_in_background(run, progress)
     )
     with precompilation:
+        train_missing_actor(config, run.folders, run.mesh, console.print_on_main)
         # A checkpoint holds what training changes; frozen models are read from their folders.
         trained = None
         if step:

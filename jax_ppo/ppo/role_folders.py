@@ -1,4 +1,4 @@
-"""The checkpoint folder of each role: local, downloaded, or a small model made for the run."""
+"""The checkpoint folder of each role: local, downloaded, or of a small model made for the run."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,15 +13,15 @@ from jax_ppo.training.networks import Folders
 def resolve_role_folders(
     config: Config,
     workdir: Path,
-    make_model: Callable[[Path], None],
+    describe_model: Callable[[Path], None],
     files: Sequence[str] = HUB_FILES,
 ) -> Folders:
-    """Find or download every role's checkpoint, and make a small actor if none is named.
+    """Find or download every role's checkpoint, and describe a small actor if none is named.
 
     Args:
       config: the options.
       workdir: the small actor is written to its folder `model`.
-      make_model: writes the small actor to a folder.
+      describe_model: writes the small actor, but for its weights, to a folder.
       files: patterns of the files to download.
     """
     model = config.model
@@ -30,7 +30,7 @@ def resolve_role_folders(
         actor = resolve_model_folder(model.path, files=files)
     else:
         actor = workdir / work_directory.WARM_UP_MODEL
-        make_model(actor)
+        describe_model(actor)
     critic = _critic_folder(config, actor, files)
     adapters = reward = None
     if config.reward.model_path:

@@ -43,7 +43,7 @@ class RunModels:
 def read_run_models(
     config: Config, workdir: Path, mesh: Mesh, report: Report, prompts_are_chats: bool
 ) -> RunModels:
-    """Read what the folders of the roles say; make a small actor if none is named.
+    """Read what the folders of the roles say; describe a small actor if none is named.
 
     Args:
       config: all options.
@@ -57,11 +57,11 @@ def read_run_models(
       UserError: a folder does not exist, or holds no model that can take the role.
     """
 
-    def make_model(folder: Path) -> None:
-        warmup.make_model(config, folder, mesh, report)
+    def describe_model(folder: Path) -> None:
+        warmup.describe_model(config, folder)
         work_directory.share_with_all(workdir, folder.name)
 
-    folders = resolve_role_folders(config, workdir, make_model)
+    folders = resolve_role_folders(config, workdir, describe_model)
     nets = read_networks(config, folders)
     tokenizer = load_model_tokenizer(config.model, folders.actor)
     report(
@@ -85,6 +85,20 @@ def read_run_models(
             prompts_are_chats=prompts_are_chats,
         )
     return RunModels(folders, nets, tokenizer, reward_inputs)
+
+
+def train_missing_actor(config: Config, folders: Folders, mesh: Mesh, report: Report) -> None:
+    """Train the weights of the small actor that a run makes for itself, unless it has them.
+
+    Args:
+      config: all options.
+      folders: each role's checkpoint; the actor's gets the weights.
+      mesh: the run's mesh.
+      report: called with lines for the user.
+    """
+    if not config.model.path:
+        warmup.train_weights(config, folders.actor, mesh, report)
+        work_directory.share_with_all(folders.actor.parent, folders.actor.name)
 
 
 def validate_run_models(config: Config, models: RunModels, mesh: Mesh, rollout_mesh: Mesh) -> None:

@@ -13,6 +13,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.ppo.evaluation import evaluate_policy
 from jax_ppo.ppo.report import Reporter
 from jax_ppo.ppo.run import PPORun
+from jax_ppo.ppo.run_models import train_missing_actor
 from jax_ppo.ppo.setup import set_up_run
 from jax_ppo.reporting import console
 from jax_ppo.runtime import compilation, meshes, work_directory
@@ -108,6 +109,7 @@ def _read_run(config: Config, checkpoint: Path) -> Config:
 def _create_state(run: PPORun, checkpoint: Path | None) -> TrainState:
     """Return the state to evaluate, without optimizers."""
     config, progress = run.config, console.make_loading_reporter
+    train_missing_actor(config, run.folders, run.mesh, console.print_on_main)
     if checkpoint is None:
         return create_policy_state(config, run.nets, run.folders, run.mesh, progress)
     step = int(checkpoint.name)

@@ -22,7 +22,8 @@ from jax_ppo.data.token_rows import pad_rows
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.families import CREATED_FAMILY
-from jax_ppo.models.hf.save import export_checkpoint
+from jax_ppo.models.hf.load import has_weights, read_architecture
+from jax_ppo.models.hf.save import export_checkpoint, export_description
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.supervised.step import LANGUAGE, train_step
@@ -45,31 +46,27 @@ RESIDUAL_SCALE = 2
 RESIDUAL_KERNELS = ("o_proj", "down_proj")
 
 
-def make_model(config: Config, folder: Path, mesh: Mesh, report: Callable[[str], None]) -> None:
-    """Train a tokenizer and a model on worked arithmetic problems, and write both.
+def describe_model(config: Config, folder: Path) -> None:
+    """Write the tokenizer and config.json of a small model, which `train_weights` completes.
 
-    Does nothing if the folder already holds a model.
+    Does nothing if the folder already holds a complete model.
 
     Args:
       config: `model.create` describes the model and its training.
       folder: where the Hugging Face folder is written.
-      mesh: the mesh to train on.
-      report: called with lines for the user.
 
     Raises:
-      UserError: the mesh cannot split the model.
+      UserError: the vocabulary is too small for the characters of the problems.
     """
-    if (folder / "config.json").exists():
+    if has_weights(folder):
         return
-    create, seed = config.model.create, config.seed
-    careful = _generate_pairs(create.steps, 1.0, create.batch_size, seed)
-    mostly_hasty = _generate_pairs(
-        create.habit_steps, create.careful_share, create.batch_size, seed
-    )
+    create = config.model.create
+    texts = [prompt + response for prompt, response in _careful_pairs(create, config.seed)]
     # Each process writes a folder of its own: they may share a disk.
     tokenizer_folder = folder.with_name(f"{folder.name}_tokenizer_{jax.process_index()}")
-    texts = [prompt + response for prompt, response in careful[:TOKENIZER_EXAMPLES]]
-    tokenizer = tokenizer_lib.train_tokenizer(texts, create.vocab_size, tokenizer_folder)
+    tokenizer = tokenizer_lib.train_tokenizer(
+        texts[:TOKENIZER_EXAMPLES], create.vocab_size, tokenizer_folder
+    )
     architecture = make_architecture(
         create,
         len(tokenizer),
@@ -77,25 +74,51 @@ def make_model(config: Config, folder: Path, mesh: Mesh, report: Callable[[str],
         eos_ids=(tokenizer.eos_token_id,),
         pad_id=tokenizer.pad_token_id,
     )
-    meshes.validate_architecture(mesh, architecture)
+    export_description(architecture, folder, source_folder=tokenizer_folder)
+    shutil.rmtree(tokenizer_folder)
+
+
+def train_weights(config: Config, folder: Path, mesh: Mesh, report: Callable[[str], None]) -> None:
+    """Train the weights of the model that `describe_model` described, and add them to its folder.
+
+    Does nothing if the folder already holds weights.
+
+    Args:
+      config: `model.create` describes the training.
+      folder: the folder of the description.
+      mesh: the mesh to train on.
+      report: called with lines for the user.
+    """
+    if has_weights(folder):
+        return
+    create, seed = config.model.create, config.seed
+    architecture = read_architecture(folder, needs_weights=False)
     model = Transformer(architecture, jnp.dtype(config.model.dtype))
     init = functools.partial(_init_params, model)
     shapes = jax.eval_shape(init, jax.random.key(0))
     shardings = sharding.tree_shardings(mesh, shapes, sharding.TRAIN_RULES)
     # Created in its shards, as weights from a checkpoint are.
     params = jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
+    careful = _careful_pairs(create, seed)
+    mostly_hasty = _generate_pairs(
+        create.habit_steps, create.careful_share, create.batch_size, seed
+    )
     params = train_on_responses(
         model,
         params,
-        tokenize_pairs([*careful, *mostly_hasty], tokenizer),
+        tokenize_pairs([*careful, *mostly_hasty], tokenizer_lib.load_tokenizer(str(folder))),
         num_careful=len(careful),
         create=create,
         seed=seed,
         mesh=mesh,
         report=report,
     )
-    export_checkpoint(params, architecture, folder, source_folder=tokenizer_folder)
-    shutil.rmtree(tokenizer_folder)
+    export_checkpoint(params, architecture, folder, source_folder=folder)
+
+
+def _careful_pairs(create: Create, seed: int) -> list[tuple[str, str]]:
+    """Return the prompts and worked solutions that teach the skill."""
+    return _generate_pairs(create.steps, 1.0, create.batch_size, seed)
 
 
 def _generate_pairs(

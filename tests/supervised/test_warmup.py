@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 import tiny
+from jax_ppo.data.tokenizer import load_tokenizer
 from jax_ppo.errors import UserError
+from jax_ppo.models.hf.load import has_weights, read_architecture
+from jax_ppo.ppo.setup import set_up_run
 from jax_ppo.supervised import warmup
 from jax_ppo.training.optimizer import learning_rate
 
@@ -59,9 +62,33 @@ def test_batches_of_the_skill_and_of_the_habit_have_one_shape_and_their_own_exam
         np.testing.assert_array_equal(seen, [-1, *examples])
 
 
-def test_a_mesh_that_cannot_split_the_model_is_refused(tmp_path):
-    config = tiny.config()
-    create = dataclasses.replace(config.model.create, intermediate_size=36)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, create=create))
+def test_a_mesh_that_cannot_split_the_model_is_refused_before_its_weights_are_trained(tmp_path):
+    config = tiny.config(model__create__intermediate_size=36)
+    mesh = tiny.make_mesh(8, model=8)
     with pytest.raises(UserError, match="config.mesh.model=8: must divide .*MLP width .36."):
-        warmup.make_model(config, tmp_path / "model", tiny.make_mesh(8, model=8), print)
+        set_up_run(config, tmp_path, mesh, print)
+    assert (tmp_path / "model" / "config.json").exists()
+    assert not has_weights(tmp_path / "model")
+
+
+def test_a_model_is_described_anew_until_it_has_its_weights(tmp_path, monkeypatch):
+    """Options may have changed since a run that was stopped before; later they change nothing."""
+
+    def export_first_weights(model, params, *_, **__):
+        return params
+
+    monkeypatch.setattr(warmup, "train_on_responses", export_first_weights)
+    folder, mesh = tmp_path / "model", tiny.make_mesh()
+    for hidden_size in (64, 32):
+        config = tiny.config(model__create__hidden_size=hidden_size, model__create__steps=1)
+        warmup.describe_model(config, folder)
+        assert read_architecture(folder, needs_weights=False).hidden_size == hidden_size
+        assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    warmup.train_weights(config, folder, mesh, print)
+    weights = (folder / "model.safetensors").read_bytes()
+    monkeypatch.setattr(warmup, "train_on_responses", None)
+    warmup.describe_model(tiny.config(model__create__hidden_size=64), folder)
+    warmup.train_weights(config, folder, mesh, print)
+    assert read_architecture(folder).hidden_size == 32
+    assert (folder / "model.safetensors").read_bytes() == weights
+    assert load_tokenizer(str(folder)).decode(load_tokenizer(str(folder))("1+2").input_ids) == "1+2"

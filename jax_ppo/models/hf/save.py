@@ -25,6 +25,7 @@ from jax_ppo.models.lora import Lora
 from jax_ppo.runtime import distributed, work_directory
 
 GIB = 1024**3
+DESCRIPTION = ("config.json", "generation_config.json")  # what tells an export from other folders
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -80,18 +81,42 @@ def export_checkpoint(
     _validate_shapes(arrays, rows)
     if adapters is not None and lora is not None:
         arrays |= _merged_kernels(arrays, adapters, architecture, lora)
-    with atomic_folder(Path(folder), "config.json", "model*.safetensors") as temporary:
+    with atomic_folder(Path(folder), *DESCRIPTION) as temporary:
         if distributed.is_main():
-            write_json(
-                temporary / "config.json", _model_config(architecture, dtype, head, source_folder)
+            _write_description(
+                temporary, architecture, dtype, head, source_folder, tokenizer_folder
             )
-            write_json(
-                temporary / "generation_config.json",
-                _generation_config(architecture, source_folder),
-            )
-            if tokenizer := tokenizer_folder or source_folder:
-                _copy_tokenizer(Path(tokenizer), temporary)
         write_weights(temporary, rows, arrays, dtype, max_shard_bytes)
+
+
+def export_description(architecture: Architecture, folder: Path, source_folder: Path) -> None:
+    """Write a causal language model's folder without its weights, all or nothing.
+
+    In a run of several processes, all of them must call this.
+
+    Args:
+      architecture: The model's architecture.
+      folder: The folder; an export in it is replaced.
+      source_folder: Folder whose tokenizer files are copied.
+    """
+    with atomic_folder(folder, *DESCRIPTION) as temporary:
+        if distributed.is_main():
+            _write_description(temporary, architecture, "float32", "lm", source_folder, None)
+
+
+def _write_description(
+    folder: Path,
+    architecture: Architecture,
+    dtype: str,
+    head: str,
+    source_folder: str | Path | None,
+    tokenizer_folder: str | Path | None,
+) -> None:
+    """Write all files of an export but its weights; the arguments are those of the export."""
+    write_json(folder / "config.json", _model_config(architecture, dtype, head, source_folder))
+    write_json(folder / "generation_config.json", _generation_config(architecture, source_folder))
+    if tokenizer := tokenizer_folder or source_folder:
+        _copy_tokenizer(Path(tokenizer), folder)
 
 
 def _validate_shapes(arrays: Mapping[tensors.Path, jax.Array], rows: TensorTable) -> None:
@@ -105,15 +130,14 @@ def _validate_shapes(arrays: Mapping[tensors.Path, jax.Array], rows: TensorTable
 
 
 @contextlib.contextmanager
-def atomic_folder(folder: Path, config: str, weights: str) -> Iterator[Path]:
+def atomic_folder(folder: Path, *members: str) -> Iterator[Path]:
     """Yield a temporary folder that replaces `folder` on exit, so that it is never incomplete.
 
     Every process of a run must call it, and waits on exit until `folder` exists.
 
     Args:
       folder: The folder; it may hold an earlier export of the same kind, or nothing.
-      config: Name of a file that each such export has.
-      weights: Pattern of other files that each such export has.
+      *members: Names of files that each such export has.
 
     Yields:
       The folder to write to.
@@ -121,7 +145,7 @@ def atomic_folder(folder: Path, config: str, weights: str) -> Iterator[Path]:
     Raises:
       FileExistsError: `folder` holds something else.
     """
-    _refuse_foreign_folder(folder, config, weights)
+    _refuse_foreign_folder(folder, members)
     temporary = temporary_folder(folder)
     if distributed.is_main():
         shutil.rmtree(temporary, ignore_errors=True)  # left by a killed run
@@ -194,9 +218,9 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
                 shutil.copyfile(file, copy)  # follows the links of the hub's cache
 
 
-def _refuse_foreign_folder(folder: Path, config: str, weights: str) -> None:
+def _refuse_foreign_folder(folder: Path, members: tuple[str, ...]) -> None:
     """Raise `FileExistsError` if the folder holds anything but an earlier export."""
-    is_export = (folder / config).exists() and any(folder.glob(weights))
+    is_export = all((folder / name).exists() for name in members)
     if folder.exists() and not is_export and (folder.is_file() or any(folder.iterdir())):
         raise FileExistsError(
             f"{folder} exists and holds something else; remove it or export to another folder"
