@@ -103,15 +103,6 @@ def require_row_divides(config: Config) -> None:
         )
 
 
-def reject_stages_of_parts(config: Config) -> None:
-    """Raise `UserError` for parts of rows in pipeline stages, which has not been tried."""
-    if config.mesh.context > 1 and config.mesh.stage > 1:
-        raise UserError(
-            f"config.mesh.context={config.mesh.context}: is not combined with config.mesh.stage="
-            f"{config.mesh.stage}; set one of them to 1"
-        )
-
-
 def reject_router_loss_of_parts(config: Config) -> None:
     """Raise `UserError` for a router loss, a mean over sequences, where devices hold parts."""
     for name in ("actor", "critic", "supervised"):
@@ -393,7 +384,6 @@ def require_known_loggers(config: Config) -> None:
 
 MACHINE_RULES: tuple[Rule, ...] = (
     require_row_divides,
-    reject_stages_of_parts,
     reject_router_loss_of_parts,
     require_one_remaining_axis,
     require_positive_axes,

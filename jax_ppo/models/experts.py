@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt
 
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.runtime.parallelism.experts import split_experts
+from jax_ppo.runtime.parallelism.experts import run_on_own_rows, split_experts
 
 Activation = Callable[[jax.Array], jax.Array]
 # By name, each with a `kernel` [E, in, out] and, if it is int8, a `kernel_scale` [E, out].
@@ -140,12 +140,14 @@ def select_experts(
       routed_experts: The recorded experts, E and above where there is no record; `None`: there is
         none at all.
     """
-    weights, experts = jax.lax.top_k(probabilities, k)
+    # A compiler would gather the probabilities of all devices to sort them.
+    select = run_on_own_rows(lambda probabilities: jax.lax.top_k(probabilities, k)[1])
+    experts = select(jax.lax.stop_gradient(probabilities))
     if routed_experts is not None:
         is_recorded = routed_experts < probabilities.shape[-1]
         experts = jnp.where(is_recorded, routed_experts.astype(experts.dtype), experts)
-        # From all probabilities: a recorded expert need not be among the k most probable.
-        weights = jnp.take_along_axis(probabilities, experts, axis=-1)
+    # A recorded expert need not be among the k most probable.
+    weights = jnp.take_along_axis(probabilities, experts, axis=-1)
     if is_normalized:
         weights /= weights.sum(-1, keepdims=True)
     return weights, experts

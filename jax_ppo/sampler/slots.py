@@ -295,7 +295,9 @@ def fill_slots(job: DecodeJob, state: DecodeState) -> DecodeState:
     routing = state.routing
     if routing is not None:
         routing = record_entries(routing, jnp.where(enters_g, sample_g, job.samples), staged_g)
-    return state._replace(slots=filled, entered=state.entered + enters_g.sum(), routing=routing)
+    return state._replace(
+        slots=filled, entered=state.entered + enters_g.sum(dtype=jnp.int32), routing=routing
+    )
 
 
 def compact_slots(job: DecodeJob, state: DecodeState, width: int) -> DecodeState:

@@ -31,6 +31,7 @@ SHAPES = (
     {"data": 1, "stage": 2, "fsdp": 2, "model": 2},
     {"data": 1, "fsdp": 2, "context": 2, "model": 2},
     {"data": 2, "context": 4},
+    {"data": 1, "stage": 2, "context": 2, "model": 2},
 )
 FEW_SHAPES = SHAPES[2:4]
 UNGATED_SHAPES = ({"data": 1, "model": 2},)

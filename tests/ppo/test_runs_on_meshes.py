@@ -17,19 +17,32 @@ HERE = Path(__file__).parent
     ("arguments", "meshes"),
     [
         pytest.param(("--few",), 3, marks=pytest.mark.slow),
-        pytest.param((), 10, marks=pytest.mark.exhaustive),
+        pytest.param((), 11, marks=pytest.mark.exhaustive),
     ],
     ids=["few", "all"],
 )
 def test_the_mesh_changes_nothing_beyond_the_rounding_of_float64(
     arguments: tuple[str, ...], meshes: int
 ) -> None:
+    printed = run_script("float64_meshes.py", *arguments)
+    assert printed.count("gradients") == printed.count("four steps") == meshes
+
+
+@pytest.mark.exhaustive
+def test_meshes_of_eight_and_sixteen_devices_compute_what_one_does() -> None:
+    """A part of them, in the order of a seed; the script alone runs all."""
+    printed = run_script("mesh_sweep.py", "--part", "24", "--seed", "0")
+    assert printed.splitlines()[-1] == "equal: 24"
+
+
+def run_script(name: str, *arguments: str) -> str:
+    """Run a script beside this file and return what it printed."""
     environment = os.environ | {"PYTHONPATH": f"{HERE.parents[1]}:{HERE.parent}:{HERE}"}
-    command = [sys.executable, HERE / "float64_meshes.py", *arguments]
+    command = [sys.executable, HERE / name, *arguments]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     print(result.stdout)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("gradients") == result.stdout.count("four steps") == meshes
+    return result.stdout
 
 
 def test_rows_are_looked_up_without_a_copy_of_the_batch_on_each_device(

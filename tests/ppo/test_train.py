@@ -392,6 +392,9 @@ def mesh_case(name, suite, *options):
         ),
         # Decoding on the run's mesh: stages have different rows.
         mesh_case("stages", "exhaustive", "mesh.stage=2", "mesh.fsdp=2", "mesh.model=2"),
+        mesh_case(
+            "stages of parts of rows", "exhaustive", "mesh.stage=2", "mesh.context=2", "mesh.fsdp=2"
+        ),
         # Two devices hold parts of the same rows, and decode samples of their own.
         mesh_case("parts of rows", "slow", "mesh.context=2", "mesh.fsdp=2", "mesh.model=2"),
         # Prompts are longer than a part of a row; two devices split each cache.

@@ -5,9 +5,31 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from jax_ppo.runtime.parallelism.devices import on_each_device, remaining_axes, remaining_row_axes
+
+
+def run_on_own_rows(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    """Make each device run `function`, of an array [R, ...] and without a gradient, on its rows.
+
+    Without a mesh in the context, or for rows that the mesh cannot split, the compiler splits it.
+    """
+
+    def run(x: jax.Array) -> jax.Array:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or not remaining_axes(mesh) or len(x) % _count_row_parts(mesh):
+            return function(x)
+        rows = P(remaining_row_axes(mesh))
+        return on_each_device(function, in_specs=rows, out_specs=rows)(x)
+
+    return run
+
+
+def _count_row_parts(mesh: AbstractMesh) -> int:
+    """Return the number of parts that the remaining axes split rows into."""
+    return math.prod(mesh.shape[axis] for axis in remaining_row_axes(mesh) or ())
 
 
 def split_experts(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -29,10 +51,9 @@ def split_experts(function: Callable[..., jax.Array]) -> Callable[..., jax.Array
 
     def run(x: jax.Array, weights: jax.Array, experts: jax.Array, projections: Any) -> jax.Array:
         mesh = jax.sharding.get_abstract_mesh()
-        row_axes = None if mesh.empty else remaining_row_axes(mesh)
-        row_parts = math.prod(mesh.shape[axis] for axis in row_axes or ())
-        if mesh.empty or len(x) % row_parts:
+        if mesh.empty or len(x) % _count_row_parts(mesh):
             return function(x, weights, experts, projections, None)
+        row_axes = remaining_row_axes(mesh)
 
         def run_part(*rows_and_projections: Any) -> jax.Array:
             *rows, own = rows_and_projections
