@@ -4,8 +4,9 @@
     environment  +     the digit is larger
     policy       7     right: the dialogue ends
 
-A right guess earns 1, a wrong one -0.25. The host takes no part: the rules are traced into the
-decode loop. Guesses are turns of one token: `rollout.multi_turn.max_turn_length=1`.
+A right guess earns 1, a wrong one -0.25; the fifth is the last. The host takes no part: the rules
+are traced into the decode loop. Guesses are turns of one token:
+`rollout.multi_turn.max_turn_length=1`.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ import numpy as np
 from jax_ppo.types import Example
 
 MISS = -0.25  # reward of a wrong guess
+GUESSES = 5
 NO_DIGIT = -1
 
 
@@ -35,21 +37,25 @@ class HigherLower:
             tokenizer.encode(sign, add_special_tokens=False)[0] for sign in "+-"
         )
 
-    def reset(self, row: jax.Array, key: jax.Array) -> jax.Array:
-        """Return the digit to guess; nothing is left to chance."""
-        return jnp.asarray(self._secrets)[row]
+    def reset(self, row: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the digit to guess and the number of guesses; nothing is left to chance."""
+        return jnp.asarray(self._secrets)[row], jnp.int32(0)
 
     def step(
-        self, state: jax.Array, turn: jax.Array, length: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+        self, state: tuple[jax.Array, jax.Array], turn: jax.Array, length: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array, jax.Array, jax.Array]:
         """Answer a guess. See `TokenEnvironment.step`."""
+        secret, guesses = state
         # Tokens past the tokenizer's, to which a vocabulary may be rounded up, are no digits.
         guess = jnp.asarray(self._digits).at[turn[0]].get(mode="fill", fill_value=NO_DIGIT)
-        is_right = guess == state
-        sign = jnp.where(guess < state, self._higher, self._lower)
+        is_right = guess == secret
+        sign = jnp.where(guess < secret, self._higher, self._lower)
         # What is no guess is not answered.
         observed = (guess != NO_DIGIT).astype(jnp.int32)
-        return state, sign[None], observed, jnp.where(is_right, 1.0, MISS), is_right
+        reward = jnp.where(is_right, 1.0, MISS)
+        # The game has ended then, also for lack of guesses: the response is not cut off.
+        ends = is_right | (guesses + 1 == GUESSES)
+        return (secret, guesses + 1), sign[None], observed, reward, ends
 
 
 def _read_digit(text: str) -> int:

@@ -111,10 +111,12 @@ def _check_truncation(config: Config, history: Sequence[Metrics]) -> str | None:
     share = _mean(history, "response_length/truncated_share")
     if share <= 0.5:
         return None
+    limit = f"config.data.max_response_length={config.data.max_response_length} tokens"
+    if turns := config.rollout.multi_turn.max_assistant_turns:
+        limit += f" or config.rollout.multi_turn.max_assistant_turns={turns}"
     return (
-        f"{share:.0%} of the responses of the last {len(history)} steps were cut off at "
-        f"config.data.max_response_length={config.data.max_response_length} tokens before they "
-        "ended: their answers are missing; allow longer ones, or penalize length "
+        f"{share:.0%} of the responses of the last {len(history)} steps were cut off at {limit} "
+        "before they ended: their answers are missing; allow longer ones, or penalize length "
         "(config.reward.overlong_buffer_len)"
     )
 

@@ -45,3 +45,13 @@ def test_what_is_no_digit_is_a_miss_without_an_answer():
     for token in (12, 10, 99):  # a letter, a sign, and a token that the tokenizer does not have
         _, _, length, reward, done = game.step(state, np.array([token]), jnp.int32(1))
         assert (int(length), float(reward), bool(done)) == (0, -0.25, False)
+
+
+def test_the_game_ends_with_the_fifth_guess():
+    game = HigherLower(Characters(), [Example("prompt", "arithmetic", "3")])
+    state = game.reset(jnp.int32(0), None)
+    ends = []
+    for _ in range(5):
+        state, *_, done = game.step(state, jnp.array([9]), jnp.int32(1))
+        ends.append(bool(done))
+    assert ends == [False] * 4 + [True]

@@ -121,3 +121,15 @@ def test_metrics_that_a_run_does_not_have_are_no_problem():
     diagnosis = Diagnosis(tiny.config())
     for _ in range(STEPS):
         assert diagnosis.observe({"actor/entropy": 1.0}) == {}
+
+
+@pytest.mark.parametrize(("turns", "named"), [(None, False), (5, True)])
+def test_dialogues_that_are_cut_off_name_the_limit_of_turns_too(turns, named):
+    config = tiny.config(
+        rollout__multi_turn__environment="jax_ppo.environments.calculator:Calculator",
+        rollout__multi_turn__max_assistant_turns=turns,
+    )
+    diagnosis = Diagnosis(config)
+    rows = [diagnosis.observe(HEALTHY | PROBLEMS["truncation"]) for _ in range(STEPS)]
+    [message] = [row["truncation"] for row in rows if row]
+    assert ("or config.rollout.multi_turn.max_assistant_turns=5 before" in message) == named
