@@ -17,12 +17,12 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import conftest  # noqa: F401  (for its XLA_FLAGS)
 import float64_meshes
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import conftest  # noqa: F401  (for its XLA_FLAGS)
 import tiny
 from jax_ppo.config import validation
 from jax_ppo.errors import UserError
@@ -75,7 +75,7 @@ def mesh_shapes(devices: int) -> Iterator[Shape]:
 
 
 def make_architecture(shape: Shape) -> Architecture:
-    """Return a mixture of experts for devices that share out experts, with layers for each stage."""
+    """Return a mixture where devices share out experts, else a dense model."""
     model = MIXTURE if shape["expert"] > 1 else DENSE
     return dataclasses.replace(model, num_layers=max(2, shape["stage"]))
 
