@@ -3,7 +3,7 @@
     python -m jax_ppo.train --config=qwen2_5_7b
 
 Parameters, moments and gradient sums are stored in bfloat16 with stochastic rounding; decoding
-splits each matrix over the devices of a host (13.08 of 15.75 GiB on v5e-16, compiled;
+splits each matrix over the devices of a host (11.29 of 15.75 GiB on v5e-16, compiled;
 docs/scaling.md). Not run here at this size; its `:smoke` form was.
 """
 

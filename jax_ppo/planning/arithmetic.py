@@ -138,7 +138,10 @@ def _scoring_temporaries(step: AbstractStep, role: Role) -> int:
     layers = _layer_bytes(role, _layer_tokens(step, role, shape), step.programs.mesh)
     layers += _gathered_layers(step, role) + _pipeline_bytes(step, role, shape)
     layers += _row_bytes(step, role, shape) + _pair_bytes(step, role, shape)
-    head = _logits_bytes(step, role, tokens) if role.has_logits else 0
+    head = 0
+    if role.has_logits:
+        head = _chunk_bytes(role, tokens, step.programs.mesh.shape["model"])
+        head += _head_bytes(step, role)
     return _cast_weights(step, role) + _join(step, layers, head)
 
 
@@ -160,22 +163,23 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
         kept = tokens * architecture.hidden_size * role.itemsize
     kept = round(kept * schedule.slowdown)
     layers = _layer_bytes(role, _layer_tokens(step, role, shape), mesh) * 3 // 2
-    layers += _gathered_layers(step, role, with_gradient=True)
+    layers += _gathered_layers(step, role)
     # Hidden states, and their gradients.
     layers += 2 * _pipeline_bytes(step, role, shape)
     layers += 2 * _row_bytes(step, role, shape)
     layers += _pair_bytes(step, role, shape, with_gradient=True)
-    head = 0
+    head = gathered_head = 0
     if role.has_logits:
-        head = _logits_bytes(step, role, tokens) + _chunk_bytes(role, tokens, parts) // 2
+        head = _chunk_bytes(role, tokens, parts) * 3 // 2
+        gathered_head = _head_bytes(step, role)
         # The whole output embedding has a gradient in float32, unless only adapters learn.
-        embedding = architecture.vocab_size * architecture.hidden_size // parts
         if role.net.lora is None:
-            head += embedding * _FLOAT32
-        if role.net.lora is None and _is_tpu() and meshes.gathers_weights(mesh):
-            head += embedding * role.itemsize
-    fixed = gradients + _cast_weights(step, role) + architecture.num_layers * kept
-    return fixed + _join(step, layers, head)
+            head += architecture.vocab_size * architecture.hidden_size // parts * _FLOAT32
+    fixed = _cast_weights(step, role) + architecture.num_layers * kept
+    if _is_tpu():
+        # The layers' gradients begin when the head's are done, of which the weights alone stay.
+        return fixed + gathered_head + max(gradients + layers, head)
+    return fixed + gradients + _join(step, layers, head + gathered_head)
 
 
 def _join(step: AbstractStep, layers: int, head: int) -> int:
@@ -250,44 +254,40 @@ def _pair_bytes(
 def _cast_weights(step: AbstractStep, role: Role) -> int:
     """Return the bytes of weights in the type of the computation, made from float32.
 
-    The compiler for TPUs converts all layers before it runs the first, unless it gathers them.
+    The compiler for TPUs converts a device's part of all layers before it runs, or gathers, the
+    first.
     """
-    if not _is_tpu() or meshes.gathers_weights(step.programs.mesh) or role.itemsize == _FLOAT32:
+    if not _is_tpu() or role.itemsize == _FLOAT32:
         return 0
     wide = [x for x in jax.tree.leaves(role.params) if x.dtype.itemsize == _FLOAT32]
     return bytes_per_device(wide) * role.itemsize // _FLOAT32
 
 
-def _gathered_layers(step: AbstractStep, role: Role, with_gradient: bool = False) -> int:
+def _gathered_layers(step: AbstractStep, role: Role) -> int:
     """Return the bytes of gathered layers, in the compilers' order of gathering and rounding."""
     if not meshes.gathers_weights(step.programs.mesh):
         return 0
     mesh = step.programs.mesh
     layers = multiplied_elements(role.params["layers"], mesh)
     elements = layers // role.architecture.num_layers // mesh.shape["model"]
-    # For GPUs the present layer and the next are gathered in float32.
-    if not _is_tpu():
-        return 2 * elements * _stored_itemsize(role)
-    # For TPUs a layer is rounded first. In the backward pass there are the next one, too, and the
-    # layer's gradient, rounded and in float32.
-    if not with_gradient:
+    # For TPUs a layer is rounded first, and each of its matrices arrives, or its gradient leaves,
+    # while it is multiplied: there is never more than one layer, in the backward pass neither.
+    if _is_tpu():
         return elements * role.itemsize
-    return elements * (3 * role.itemsize + _FLOAT32)
+    # For GPUs the present layer and the next are gathered in float32.
+    return 2 * elements * _stored_itemsize(role)
 
 
-def _logits_bytes(step: AbstractStep, role: Role, tokens: int) -> int:
-    """Return the bytes of a chunk of logits and of the output embedding beside it."""
+def _head_bytes(step: AbstractStep, role: Role) -> int:
+    """Return the bytes of the output embedding in the type of the computation."""
     mesh, architecture = step.programs.mesh, role.architecture
     assert not isinstance(architecture, DebertaArchitecture), "encoders have no logits"
     elements = architecture.vocab_size * architecture.hidden_size // mesh.shape["model"]
-    # Trained weights are gathered in float32, in which they are stored, and then rounded.
+    # For GPUs trained weights are gathered in float32, in which they are stored, and then rounded.
+    # For TPUs they are rounded first.
     is_wide = _stored_itemsize(role) > role.itemsize
-    gathered = elements * _FLOAT32 if meshes.gathers_weights(mesh) and is_wide else 0
-    rounded = elements * role.itemsize
-    # For TPUs a tied embedding that was gathered is rounded for the look-up, too.
-    if _is_tpu() and gathered and architecture.tied:
-        rounded *= 2
-    return _chunk_bytes(role, tokens, mesh.shape["model"]) + rounded + gathered
+    is_gathered_wide = meshes.gathers_weights(mesh) and is_wide and not _is_tpu()
+    return elements * (role.itemsize + (_FLOAT32 if is_gathered_wide else 0))
 
 
 def _stored_itemsize(role: Role) -> int:

@@ -15,6 +15,7 @@ import pytest
 import tiny
 from jax_ppo import plan as plan_command
 from jax_ppo.errors import UserError
+from jax_ppo.kernels import logprobs
 from jax_ppo.models.hf.config import to_hf_config
 from jax_ppo.planning import arithmetic, report, step_plan
 from jax_ppo.planning import work as work_counts
@@ -23,6 +24,7 @@ from jax_ppo.planning.setup import read_descriptions, set_up_step
 from jax_ppo.planning.work import count_work, predict_seconds
 from jax_ppo.ppo.memory_check import measure_least_memory
 from jax_ppo.runtime import meshes, topologies
+from jax_ppo.runtime.device_memory import bytes_per_device
 from jax_ppo.runtime.device_speed import PEAK_RATES, PeakRates
 from jax_ppo.runtime.topologies import parse_topology
 
@@ -285,19 +287,39 @@ def test_gathered_weights_of_the_head_are_there_while_the_layers_run():
     assert join(fsdp=8) == 8 and join(data=8) == 5 and join(data=4, model=2) == 5
 
 
-def test_a_tpus_backward_pass_gathers_five_times_as_much_as_its_forward_pass(monkeypatch):
-    """Beside the layer there are the next one and the layer's gradient, in two types."""
-    monkeypatch.setattr(arithmetic, "_is_tpu", lambda: True)
-    step = types.SimpleNamespace(
-        programs=types.SimpleNamespace(mesh=tiny.make_mesh(8, data=1, fsdp=8))
-    )
-    role = types.SimpleNamespace(
-        params=tiny.random_params(tiny.ARCHITECTURE, 0, 0, "lm"),
-        architecture=tiny.ARCHITECTURE,
-        itemsize=2,
-    )
-    forward = arithmetic._gathered_layers(step, role)
-    assert 0 < forward * 5 == arithmetic._gathered_layers(step, role, with_gradient=True)
+def test_weights_are_gathered_in_the_type_that_the_platforms_compiler_gathers(folder):
+    """For GPUs in float32, then rounded; for TPUs each device rounds its own part of all first."""
+    architecture = tiny.ARCHITECTURE
+    embedding = architecture.vocab_size * architecture.hidden_size
+    config = tiny.config(model__path=folder, model__dtype="bfloat16", mesh__data=1, mesh__fsdp=8)
+    mesh = meshes.make_mesh(config.mesh, jax.devices()[:8])
+    with jax.set_mesh(mesh):
+        step = set_up_step(config, read_descriptions(config, mesh), mesh)
+        role = step.role("actor")
+        stored = sum(bytes_per_device(x) for x in jax.tree.leaves(role.params))
+        with logprobs.assume_platform("tpu"):
+            assert arithmetic._head_bytes(step, role) == embedding * 2
+            assert arithmetic._cast_weights(step, role) == stored // 2
+            one_layer = arithmetic._gathered_layers(step, role)
+        with logprobs.assume_platform("gpu"):
+            assert arithmetic._head_bytes(step, role) == embedding * (2 + 4)
+            assert arithmetic._cast_weights(step, role) == 0
+            # The next layer, too.
+            assert 0 < one_layer * 2 * 2 == arithmetic._gathered_layers(step, role)
+
+
+def test_a_tpus_update_has_the_gradients_of_the_head_or_those_of_the_layers(folder, monkeypatch):
+    """In a small model the layers' are larger; for GPUs the head's weights arrive early."""
+    options = {"mesh__data": 1, "mesh__fsdp": 8}
+    count_chunk = arithmetic._chunk_bytes
+
+    def temporaries(topology, added):
+        monkeypatch.setattr(arithmetic, "_chunk_bytes", lambda *args: count_chunk(*args) + added)
+        return memory(estimate(folder, topology, **options), "update_actor").temporaries
+
+    assert temporaries("v5e:2x4", added=2) == temporaries("v5e:2x4", added=0)
+    assert temporaries("h100:8", added=2) == temporaries("h100:8", added=0) + 3
+    assert temporaries("v5e:2x4", added=2**30) > 2**30
 
 
 def test_a_phase_takes_as_long_as_its_slowest_resource():
