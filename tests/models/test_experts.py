@@ -19,6 +19,7 @@ from jax_ppo.models.hf.config import from_hf_config
 from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.hf.names import adapter_tensor_table
 from jax_ppo.models.hf.save import export_checkpoint
+from jax_ppo.models.lora import Lora, init_adapters, join_adapters
 from jax_ppo.models.quantization import quantize_kernels
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.runtime import sharding
@@ -167,6 +168,26 @@ def test_all_linear_leaves_experts_out_and_naming_them_is_refused():
         targets_beside_experts("q_proj,up_proj")
     rows = adapter_tensor_table(ARCHITECTURE, 2, attention, "lm")
     assert {path[2] for path in rows} == set(attention)
+
+
+def test_adapters_of_attention_are_merged_for_transformers(tmp_path):
+    """Logits with separate adapters are those of the merged export."""
+    reference.save(tmp_path / "base", "qwen3_moe", **EXPERTS)
+    architecture, params = reference.load(tmp_path / "base")
+    lora = Lora(3, 6.0, targets_beside_experts("all-linear"))
+    shapes = jax.eval_shape(lambda: init_adapters(architecture, lora, jax.random.key(0), "lm"))
+    rng = np.random.default_rng(0)
+    adapters = jax.tree.map(lambda x: 0.1 * rng.normal(size=x.shape).astype(np.float32), shapes)
+    ids = reference.tokens()
+    model = Transformer(architecture, lora=lora)
+    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    joined = join_adapters(params, adapters)
+    hidden = jax.jit(model.apply)({"params": joined}, ids, positions).hidden
+    ours = heads.compute_logits(architecture, params, hidden)
+    assert np.abs(ours - reference.our_logits(architecture, params, ids)).max() > 0.1
+    export_checkpoint(params, architecture, tmp_path / "merged", adapters=adapters, lora=lora)
+    merged = reference.reload(tmp_path / "merged")
+    np.testing.assert_allclose(reference.their_logits(merged, ids), ours, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

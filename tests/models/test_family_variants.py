@@ -40,6 +40,8 @@ ONE_KEY_HEAD = {
     "num_key_value_heads": 1,
     "head_dim": 6,
 }
+# PyTorch's product of experts takes multiples of 4 only.
+WIDTHS_OF_EXPERTS = {"hidden_size": 20, "intermediate_size": 28}
 ONE_HEAD = {
     "hidden_size": 18,
     "intermediate_size": 7,
@@ -48,6 +50,22 @@ ONE_HEAD = {
 }
 LAYERS_OF_GEMMA_3 = {"num_hidden_layers": 3, "layer_types": [FULL, SLIDING, FULL], "head_dim": 6}
 UNUSUAL = (
+    ("llama", {"rope_parameters": DYNAMIC, **ONE_KEY_HEAD, "hidden_size": 21}),
+    ("mistral", {"sliding_window": 2, "rope_parameters": LINEAR, **ONE_KEY_HEAD}),
+    (
+        "mixtral",
+        {"sliding_window": 4, "rope_parameters": LLAMA3, "num_local_experts": 3}
+        | ONE_KEY_HEAD
+        | WIDTHS_OF_EXPERTS,
+    ),
+    (
+        "qwen3_moe",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0}
+        | {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
+        | {"rope_parameters": YARN}
+        | ONE_KEY_HEAD
+        | WIDTHS_OF_EXPERTS,
+    ),
     ("ministral", {"sliding_window": 1, "layer_types": None, **ONE_KEY_HEAD}),
     ("ministral", {"sliding_window": 7, "rope_parameters": YARN, "head_dim": 8}),
     ("smollm3", {"no_rope_layers": [0, 0]}),
