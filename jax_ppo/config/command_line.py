@@ -159,7 +159,18 @@ def _validate_argument(argument: str) -> str | None:
             return None
         if "." in name or explain_peer_option(name) is not None:
             raise UserError(f"--{name}: there is no such option. {suggest_option(name, known)}")
+    elif equals and not argument.startswith("-"):
+        _refuse_bare_option(name.lstrip("+").removeprefix("config."), value)
     return None
+
+
+def _refuse_bare_option(name: str, value: str) -> None:
+    """Raise `UserError` for an option without `--config.`, as commands of verl write theirs."""
+    known = [option.name for option in all_options()]
+    if name in known:
+        raise UserError(f"{name}={value}: write --config.{name}={value}")
+    if "." in name or explain_peer_option(name) is not None:
+        raise UserError(f"{name}: there is no such option. {suggest_option(name, known)}")
 
 
 def _validate_override(name: str, value: str, *, has_value: bool) -> None:

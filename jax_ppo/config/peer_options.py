@@ -15,7 +15,7 @@ FRAMEWORKS = {
     "tunix": tunix.OPTIONS,
     "NeMo-RL": nemo_rl.OPTIONS,
 }
-_VERL_PREFIX = "actor_rollout_ref."
+VERL_PREFIX = "actor_rollout_ref."
 
 
 def find_answer(options: dict[str, str], name: str) -> str | None:
@@ -33,7 +33,7 @@ def explain_peer_option(name: str) -> str | None:
     Args:
       name: as written, without `config.`; hyphens count as underscores.
     """
-    normalized = name.replace("-", "_").removeprefix(_VERL_PREFIX)
+    normalized = name.replace("-", "_").removeprefix(VERL_PREFIX)
     answers: dict[str, list[str]] = {}
     for framework, options in FRAMEWORKS.items():
         answer = find_answer(options, normalized)

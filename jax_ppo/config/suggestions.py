@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
-from jax_ppo.config.peer_options import explain_peer_option
+from jax_ppo.config.peer_options import VERL_PREFIX, explain_peer_option
 
 # The similarity, 0..1, below which nothing is suggested.
 _CUTOFF = 0.75
@@ -21,6 +21,11 @@ def suggest_option(name: str, known: Iterable[str]) -> str:
     if (explanation := explain_peer_option(name)) is not None:
         return f"{explanation}."
     names = list(known)
+    # Some of verl's options have their names here, but for the section around the actor's.
+    if name.startswith(VERL_PREFIX):
+        name = name.removeprefix(VERL_PREFIX)
+        if name in names:
+            return f"verl's {name}: config.{name}."
     if any(option.startswith(f"{name}.") for option in names):
         return f"It is a section; its options are config.{name}.NAME."
     nearest = find_nearest(name, names)

@@ -165,7 +165,7 @@ def _format_part(part: dict[str, Any]) -> list[str]:
         f"response {part['with_response']}, preferences {part['preferences']}",
         f"  own responses that the rule scores as wrong: {part['rejected_solutions']}",
         f"  data sources: {_format_counts(part['data_sources'])}",
-        f"  columns: {_format_counts(part['columns'])}",
+        f"  columns besides the prompt: {_format_counts(part['columns'])}",
     ]
     tokens = part["prompt_tokens"]
     if tokens is None:

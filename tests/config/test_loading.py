@@ -269,7 +269,11 @@ def test_overrides_and_argument(config_file):
             "--config.model.path=['a','b']",
             r"lists are written as one text, --config\.model\.path=a,b",
         ),
-        ("rollout.n=2", "rollout.n=2: not an option"),
+        ("rollout.n=2", r"rollout\.n=2: write --config\.rollout\.n=2"),
+        ("+data.train_batchsize=4", "Did you mean config.data.train_batch_size"),
+        ("actor_rollout_ref.rollout.n=5", "verl's rollout.n: config.rollout.n"),
+        ("trainer.nnodes=2", "verl's trainer.nnodes: the launcher starts"),
+        ("more.jsonl", "more.jsonl: not an option"),
     ],
 )
 def test_command_line_mistakes(config_file, argument, message):

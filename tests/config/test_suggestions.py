@@ -57,6 +57,18 @@ def test_the_nearest_option_is_that_of_the_whole_name(name, nearest):
     assert find_nearest(name, NAMES) == nearest
 
 
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("actor.clip_ratio", "verl's actor.clip_ratio: config.actor.clip_ratio."),
+        ("model.path", "verl's model.path: config.model.path."),
+        ("actor.clip_rato", "Did you mean config.actor.clip_ratio?"),
+    ],
+)
+def test_verls_section_around_the_actors_is_left_out(name, answer):
+    assert suggest_option(f"actor_rollout_ref.{name}", NAMES) == answer
+
+
 def test_a_section_is_no_option():
     assert suggest_option("actor.optim", NAMES).startswith("It is a section")
 
