@@ -43,8 +43,15 @@ def runner():
     runner.stop()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("exhibit", EXHIBITS, ids=lambda exhibit: exhibit.name)
+@pytest.mark.parametrize(
+    "exhibit",
+    # The slow suite re-injects every fourth bug, the exhaustive suite the others.
+    [
+        pytest.param(exhibit, marks=pytest.mark.slow if index % 4 == 0 else pytest.mark.exhaustive)
+        for index, exhibit in enumerate(EXHIBITS)
+    ],
+    ids=lambda exhibit: exhibit.name,
+)
 def test_the_bug_is_caught(exhibit, runner):
     file, edited = syntax_edit.apply_edit(ROOT / "jax_ppo", exhibit.where, exhibit.old, exhibit.new)
     # Plain asserts: rewriting those of each copy takes longer than many of the tests.

@@ -40,9 +40,17 @@ def test_supervised_training_has_no_smoke_form(name):
         load_config(f"{name}:smoke", command=COMMANDS[name])
 
 
-@pytest.mark.slow
-# One of each kind of step; the others differ from these in models, data and single coefficients.
-@pytest.mark.parametrize("name", ["dapo", "gsm8k_lora", "hh_rlhf", "higher_lower", "qwen2_5_7b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Without and with a critic; the exhaustive suite has the other kinds of steps.
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("dapo", "hh_rlhf")),
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ("gsm8k_lora", "higher_lower", "qwen2_5_7b")
+        ),
+    ],
+)
 def test_the_smoke_form_trains(name, tmp_path):
     options = {
         "trainer.total_training_steps": 2,

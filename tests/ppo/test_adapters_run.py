@@ -148,7 +148,7 @@ def test_stopped_and_resumed_is_bit_equal(files, undisturbed, tmp_path):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_eight_devices_begin_where_the_first_run_ended(files, undisturbed, tmp_path):
     """A run can start from exported adapters and takes over their rank and targets."""
     run(

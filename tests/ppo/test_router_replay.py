@@ -225,14 +225,20 @@ def test_a_model_without_experts_has_no_routing_to_replay():
         refuse_router_replay("R3", dense)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
-        {"algorithm__adv_estimator": "grpo", "rollout__n": 4, "rollout__keep": 2},
-        {"rollout__one_step_off": True, "algorithm__rollout_is": "token"},
+        pytest.param(
+            {"algorithm__adv_estimator": "grpo", "rollout__n": 4, "rollout__keep": 2},
+            marks=pytest.mark.exhaustive,
+            id="selected",
+        ),
+        pytest.param(
+            {"rollout__one_step_off": True, "algorithm__rollout_is": "token"},
+            marks=pytest.mark.slow,
+            id="one step off",
+        ),
     ],
-    ids=["selected", "one step off"],
 )
 def test_a_run_replays_the_routing_of_its_own_samples(changes, tmp_path):
     """In float32 both programs compute the same, unless the record is another sample's."""

@@ -630,7 +630,7 @@ def test_two_processes_train_as_one_does(files, undisturbed, tmp_path):
     assert_same_run(tmp_path, undisturbed[0], 1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_hold_the_dialogues_of_one(files, tmp_path):
     """Each process steps the environments of its own samples, with the same random numbers."""
     (tmp_path / "dice.py").write_text(DICE)

@@ -93,8 +93,13 @@ def our_logits(folder, ids):
     return heads.compute_logits(architecture, params, hidden)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("gpt2", marks=pytest.mark.exhaustive),
+        pytest.param("gpt_neox", marks=pytest.mark.slow),
+    ],
+)
 def test_two_steps_from_a_folder_of_transformers(family, tmp_path):
     source, workdir = tmp_path / "source", tmp_path / "run"
     reward_models.save(make_model(family, write_tokenizer(source) + 5), source)

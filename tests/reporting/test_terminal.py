@@ -52,8 +52,10 @@ def run_in_terminal(arguments, columns, cwd):
     return screen
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("columns", [80, 200])
+@pytest.mark.parametrize(
+    "columns",
+    [pytest.param(80, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.exhaustive)],
+)
 def test_nothing_tears_the_lines_of_a_run(columns, tmp_path, request):
     screen = run_in_terminal(command(tmp_path / "run"), columns, request.config.rootpath)
     rows = [row.rstrip() for row in screen.display]
