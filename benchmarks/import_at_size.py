@@ -45,7 +45,7 @@ def qwen_7b(layers: int) -> "Architecture":
 
 def write_checkpoint(folder: Path, layers: int) -> None:
     """Write a random checkpoint in files of at most 4 GiB, as an export does."""
-    from jax_ppo.models.hf import config as hf_config
+    from jax_ppo.models.hf import config_export
     from jax_ppo.models.hf.files import INDEX_FILE, write_safetensors
     from jax_ppo.models.hf.names import tensor_table
     from jax_ppo.models.hf.save import GIB
@@ -75,7 +75,7 @@ def write_checkpoint(folder: Path, layers: int) -> None:
         weight_map |= {name: file for name, _ in shard}
     (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (folder / "config.json").write_text(
-        json.dumps(hf_config.to_hf_config(architecture, "bfloat16"))
+        json.dumps(config_export.to_hf_config(architecture, "bfloat16"))
     )
 
 

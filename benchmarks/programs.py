@@ -31,7 +31,8 @@ from jax_ppo.training import packing
 from jax_ppo.training.kl_schedule import first_control
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.optimizer import make_optimizer
-from jax_ppo.training.state import TrainState, state_shapes
+from jax_ppo.training.state import TrainState
+from jax_ppo.training.state_shapes import state_shapes
 from jax_ppo.types import Experience, MiniBatches, Packing, Prompts, Sequences
 
 

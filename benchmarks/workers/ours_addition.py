@@ -28,7 +28,7 @@ from jax_ppo.ppo.setup import set_up_run
 from jax_ppo.ppo.update import UpdateOptions, update_state
 from jax_ppo.reporting import console
 from jax_ppo.runtime import meshes
-from jax_ppo.training.state import create_state
+from jax_ppo.training.state_creation import create_state
 
 WARM_UP_STEPS = 2  # the second takes the state that the first one's update returned
 

@@ -8,84 +8,23 @@ Shape letters: G groups (one per device: no data moves between groups), N positi
 positions per chunk, V vocabulary, D model width.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32, Integer, Shaped
+from jaxtyping import Array, Float, Float32, Integer, Shaped
 
 from jax_ppo.kernels.masked import zero_outside
-from jax_ppo.kernels.softcap import softcap, softcap_slope
-
-# Bytes of float32 logits per chunk. On CPU they should stay in the cache. Elsewhere a chunk must be
-# long enough that reading and writing the sum of the unembedding gradient once per chunk costs less
-# than the matrix products.
-CHUNK_BYTES = {"cpu": 4 * 2**20}
-CHUNK_BYTES_ELSEWHERE = 512 * 2**20
-MIN_CHUNK_SIZE = 128
-
-_assumed_platform: ContextVar[str | None] = ContextVar("assumed_platform", default=None)
-
-
-def _sum_groups(gradient_GxVxD: jax.Array) -> jax.Array:
-    return gradient_GxVxD.sum(0)
-
-
-class UnembeddingLayout(NamedTuple):
-    """The steps by which an unembedding that is split over devices reaches the chunks and back.
-
-    Both run once per pass, outside the loop over chunks. Functions without a name of their own
-    would compile another program per call.
-
-    Attributes:
-      gather: maps the weights [V, D], in the dtype of the products, to those that chunks read.
-      sum_groups: maps the float32 gradient [G, V, D] to its sum over groups, [V, D].
-    """
-
-    gather: Callable[[jax.Array], jax.Array] = jnp.asarray
-    sum_groups: Callable[[jax.Array], jax.Array] = _sum_groups
-
-
-NOT_SPLIT = UnembeddingLayout()
-
-
-def target_platform() -> str:
-    """Return the platform that is compiled for.
-
-    This is the platform of the mesh in context, which may differ from this machine's, or that of
-    the default backend if there is no mesh.
-    """
-    assumed = _assumed_platform.get()
-    if assumed is not None:
-        return assumed
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device.platform if device else jax.default_backend()
-
-
-@contextlib.contextmanager
-def assume_platform(platform: str) -> Iterator[None]:
-    """Trace programs as for `platform` while the context is open, whatever they are compiled for.
-
-    An estimate of a machine's memory is compiled for CPU devices if the machine's own compiler is
-    missing.
-    """
-    token = _assumed_platform.set(platform)
-    try:
-        yield
-    finally:
-        _assumed_platform.reset(token)
-
-
-def default_chunk_size(vocabulary: int, platform: str) -> int:
-    """Return the positions per chunk whose logits fill the chunk budget of the platform.
-
-    At least MIN_CHUNK_SIZE, however large the vocabulary is.
-    """
-    return max(CHUNK_BYTES.get(platform, CHUNK_BYTES_ELSEWHERE) // (4 * vocabulary), MIN_CHUNK_SIZE)
+from jax_ppo.kernels.platform import target_platform
+from jax_ppo.kernels.vocabulary_chunks import (
+    NOT_SPLIT,
+    MaskedChunks,
+    UnembeddingLayout,
+    chunk_logits,
+    default_chunk_size,
+    hidden_and_weight_grad,
+)
 
 
 def token_logprobs(
@@ -275,111 +214,8 @@ def _backward(
 _token_logprobs.defvjp(_forward_and_residuals, _backward, symbolic_zeros=True)
 
 
-def hidden_and_weight_grad(
-    mask: Bool[Array, " G N"],
-    chunks: "MaskedChunks",
-    hidden: Float[Array, " G N D"],
-    unembedding: Float[Array, " V D"],
-    cap: float | None,
-    logits_grad: Callable[[jax.Array, jax.Array], jax.Array],
-    layout: UnembeddingLayout,
-) -> tuple[Float[Array, " G N D"], Float[Array, " V D"]]:
-    """Return the gradients by hidden states and output embedding, chunk by chunk.
-
-    Args:
-      mask: positions that have logits.
-      chunks: of this mask.
-      hidden: hidden states; the gradient is 0 outside the mask.
-      unembedding: the output embedding.
-      cap: soft cap of the logits, if any.
-      logits_grad: from the index of a chunk and its soft-capped logits [G, C, V] to the gradient
-        by these logits.
-      layout: of the output embedding.
-    """
-    weight = layout.gather(unembedding.astype(hidden.dtype))
-    groups, width = len(hidden), hidden.shape[-1]
-
-    def process_chunk(
-        i: jax.Array, sums: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        states = chunks.gather(hidden, i)
-        logits = chunk_logits(states, weight, cap)
-        # From the gradient by soft-capped logits to that by plain products.
-        slope = (logits_grad(i, logits) * softcap_slope(logits, cap)).astype(hidden.dtype)
-        states_grad = jnp.einsum("gcv,vd->gcd", slope, weight, preferred_element_type=jnp.float32)
-        weight_grad = jnp.einsum("gcv,gcd->gvd", slope, states, preferred_element_type=jnp.float32)
-        hidden_buffer, weight_sum = sums
-        hidden_buffer = chunks.write(hidden_buffer, states_grad.astype(hidden.dtype), i)
-        return hidden_buffer, weight_sum + weight_grad
-
-    # The sum over chunks is kept in float32: in bfloat16 small shares would be lost.
-    weight_sum = jnp.zeros((groups, *unembedding.shape), jnp.float32)
-    start = (chunks.buffer(hidden.dtype, width), weight_sum)
-    hidden_grad, weight_sum = jax.lax.fori_loop(0, chunks.count, process_chunk, start)
-    hidden_grad = jnp.where(mask[..., None], chunks.scatter(hidden_grad), 0)
-    # Groups are on different devices: this sum is their one exchange.
-    return hidden_grad, layout.sum_groups(weight_sum).astype(unembedding.dtype)
-
-
 def _masked_cotangent(cotangent: Any, mask: jax.Array) -> jax.Array | None:
     """Return the cotangent, 0 outside the mask; None if nothing is differentiated through it."""
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return None
     return zero_outside(cotangent, mask)
-
-
-def chunk_logits(
-    states_GxCxD: Float[Array, " G C D"], weight_VxD: Float[Array, " V D"], cap: float | None
-) -> Float32[Array, " G C V"]:
-    """Return the logits of one chunk, soft-capped unless `cap` is None."""
-    logits = jnp.einsum("gcd,vd->gcv", states_GxCxD, weight_VxD, preferred_element_type=jnp.float32)
-    return softcap(logits, cap)
-
-
-class MaskedChunks:
-    """The positions that a mask [G, N] selects, moved to the front of each group, in chunks of C.
-
-    Attributes:
-      count: number of chunks that the fullest group needs.
-    """
-
-    count: Int32[Array, ""]
-
-    def __init__(self, mask_GxN: Bool[Array, " G N"], size: int) -> None:
-        self._size = size
-        positions = mask_GxN.shape[1]
-        selected_counts = jnp.sum(mask_GxN, axis=1, keepdims=True)
-        # Selected positions first, in their order: False sorts before True.
-        order = jnp.argsort(~mask_GxN, axis=1, stable=True)
-        # Padded to whole chunks, since a slice past the end would be moved back inside.
-        self._order = jnp.pad(order, ((0, 0), (0, -positions % size)))
-        self._selected = jnp.arange(self._order.shape[1]) < selected_counts
-        # The inverse of the order: where each selected position was moved to.
-        self._rank = jnp.maximum(jnp.cumsum(mask_GxN, axis=1) - 1, 0)
-        self.count = (jnp.max(selected_counts) + size - 1) // size
-
-    def _slice(self, x: jax.Array, i: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(x, i * self._size, self._size, axis=1)
-
-    def gather(self, x_GxN: Shaped[Array, " G N *rest"], i: jax.Array) -> jax.Array:
-        """Return chunk i of x, [G, C, ...].
-
-        It is 0 where the group has no more positions, so that the padding adds nothing to a sum.
-        """
-        order = self._slice(self._order, i)
-        selected = self._slice(self._selected, i)
-        expand = (slice(None),) * 2 + (None,) * (x_GxN.ndim - 2)
-        return jnp.where(selected[expand], jnp.take_along_axis(x_GxN, order[expand], axis=1), 0)
-
-    def buffer(self, dtype: Any, *trailing: int) -> jax.Array:
-        """Return zeros to write chunks into, [G, N rounded up to whole chunks, ...]."""
-        return jnp.zeros((*self._order.shape, *trailing), dtype)
-
-    def write(self, buffer: jax.Array, chunk: jax.Array, i: jax.Array) -> jax.Array:
-        """Return the buffer with chunk i replaced."""
-        return jax.lax.dynamic_update_slice_in_dim(buffer, chunk, i * self._size, axis=1)
-
-    def scatter(self, buffer: jax.Array) -> jax.Array:
-        """Return the buffer in the original order, [G, N, ...]; unspecified where the mask is 0."""
-        expand = (slice(None),) * 2 + (None,) * (buffer.ndim - 2)
-        return jnp.take_along_axis(buffer, self._rank[expand], axis=1)

@@ -11,16 +11,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Shaped
 
-from jax_ppo.kernels.logprobs import (
+from jax_ppo.kernels.masked import zero_outside
+from jax_ppo.kernels.platform import target_platform
+from jax_ppo.kernels.vocabulary_chunks import (
     NOT_SPLIT,
     MaskedChunks,
     UnembeddingLayout,
     chunk_logits,
     default_chunk_size,
     hidden_and_weight_grad,
-    target_platform,
 )
-from jax_ppo.kernels.masked import zero_outside
 
 
 def full_kl(

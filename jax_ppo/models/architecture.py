@@ -1,6 +1,6 @@
 """Description of a decoder: everything in which one decoder differs from another.
 
-models/hf/config.py converts it to and from Hugging Face's config.json.
+models/hf/config.py reads it from Hugging Face's config.json, models/hf/config_export.py writes it.
 """
 
 import dataclasses

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ppo.kernels import logprobs
+from jax_ppo.kernels import vocabulary_chunks
+from jax_ppo.kernels.platform import target_platform
 from jax_ppo.models.attention import query_block_size
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.transformer import Transformer
@@ -91,7 +92,7 @@ def _routing_bytes(step: AbstractStep) -> int:
 
 
 def _is_tpu() -> bool:
-    return logprobs.target_platform() == "tpu"
+    return target_platform() == "tpu"
 
 
 def _resharding_temporaries(step: AbstractStep) -> int:
@@ -306,7 +307,7 @@ def _chunk_bytes(role: Role, tokens: int, parts: int) -> int:
     """Return the bytes of a chunk of the logits of `tokens`, in float32."""
     architecture = role.architecture
     assert not isinstance(architecture, DebertaArchitecture), "encoders have no logits"
-    chunk = logprobs.default_chunk_size(architecture.vocab_size, logprobs.target_platform())
+    chunk = vocabulary_chunks.default_chunk_size(architecture.vocab_size, target_platform())
     return min(chunk, tokens) * architecture.vocab_size * _FLOAT32 // parts
 
 

@@ -16,7 +16,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.deberta.encoder import Deberta
-from jax_ppo.models.hf.config import to_hf_config
+from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo.memory_check import LeastMemory, measure_least_memory
 from jax_ppo.ppo.plans import Plans, make_planner
@@ -29,7 +29,8 @@ from jax_ppo.sampler.decoding_weights import shape_decoding_weights
 from jax_ppo.sampler.stages import cache_bytes_per_device, cache_shapes
 from jax_ppo.supervised import warmup
 from jax_ppo.training.networks import Networks, full_parameters, read_networks
-from jax_ppo.training.state import TrainState, policy_params, state_shapes
+from jax_ppo.training.state import TrainState, policy_params
+from jax_ppo.training.state_shapes import state_shapes
 from jax_ppo.types import Params, Prompts
 
 # The files of a model that a plan reads; none holds weights.

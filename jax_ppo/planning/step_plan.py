@@ -6,7 +6,7 @@ import jax
 from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config
-from jax_ppo.kernels import logprobs
+from jax_ppo.kernels.platform import assume_platform
 from jax_ppo.planning.arithmetic import estimate_phases
 from jax_ppo.planning.compiled import measure_phases
 from jax_ppo.planning.phases import TITLES, Phase, StepPlan
@@ -50,7 +50,7 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
     is_compiled = devices is not None
     # Without a compiler CPU devices stand for the machine's; nothing is compiled for them.
     mesh = meshes.make_mesh(config.mesh, devices or cpu_devices(topology))
-    with logprobs.assume_platform(_JAX_PLATFORMS.get(platform, platform)):
+    with assume_platform(_JAX_PLATFORMS.get(platform, platform)):
         nets = read_descriptions(config, mesh)
         with jax.set_mesh(mesh):
             step = set_up_step(config, nets, mesh)

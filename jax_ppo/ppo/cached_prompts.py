@@ -10,7 +10,7 @@ from jax_ppo.data.prompts import PromptDataset, PromptEncoding
 from jax_ppo.data.sources import locate_parquet
 from jax_ppo.errors import UserError
 from jax_ppo.reporting import console
-from jax_ppo.rewards import registry
+from jax_ppo.rewards import registry, row_validation
 from jax_ppo.rewards.judge import Judge
 from jax_ppo.runtime import signals
 from jax_ppo.storage import paths
@@ -89,7 +89,7 @@ def _make_validation(config: Config) -> functools.partial[None]:
     is_judged = Judge.from_options(options) is not None and not terms
     if is_judged or config.rewards_by_environment_alone or not registry.has_rules(options):
         return functools.partial(_accept)
-    return functools.partial(registry.validate_data_sources, function=function, terms=terms)
+    return functools.partial(row_validation.validate_data_sources, function=function, terms=terms)
 
 
 def _accept(examples: object) -> None:

@@ -11,7 +11,7 @@ from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.prompt_batches import bucket_width
 from jax_ppo.errors import UserError, printable_lines
 from jax_ppo.ppo.sample_records import prompt_text
-from jax_ppo.rewards import registry
+from jax_ppo.rewards import registry, row_validation
 from jax_ppo.rewards.batch_functions import BatchFunction
 from jax_ppo.rewards.samples import RewardRow
 from jax_ppo.training.setup import load_examples
@@ -95,7 +95,10 @@ def _count_rejected(examples: Sequence[Example], options: Reward) -> int:
     # A user-defined function, or a rule without a time bound, is not run here.
     if not registry.has_rules(options) or registry.needs_workers(solved, options):
         return 0
-    if next(registry.find_obstacles(solved, options.function, options.terms), None) is not None:
+    if (
+        next(row_validation.find_obstacles(solved, options.function, options.terms), None)
+        is not None
+    ):
         return 0
     rule = registry.resolve_reward_function("", options.gsm8k_method, options.terms)
     assert not isinstance(rule, BatchFunction), "user-defined functions are not run here"
@@ -131,7 +134,7 @@ def _find_problems(
     scores_rows = registry.has_rules(options) and not config.rewards_by_environment_alone
     if scores_rows and (options.terms or not options.url):
         obstacles = list(
-            registry.find_obstacles([*training, *held_out], options.function, options.terms)
+            row_validation.find_obstacles([*training, *held_out], options.function, options.terms)
         )
         problems += obstacles[:_MAX_SHOWN]
         if len(obstacles) > _MAX_SHOWN:

@@ -1,10 +1,9 @@
-"""Diagnose problems of a run from the metrics of its last steps, and suggest remedies.
+"""The table of problems that the metrics of a run's last steps show, with remedies.
 
 A diagnostic is an entry of `DIAGNOSTICS`: a name, the number of steps that it looks back on, and a
-function of their metrics. It is shown when its condition becomes true, with numbers and a remedy.
+function of their metrics. `Diagnosis` shows its message when its condition becomes true.
 """
 
-import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -37,40 +36,6 @@ class Diagnostic:
     check: Check
     reads: tuple[str, ...]
     shows_misses: bool = False
-
-
-class Diagnosis:
-    """Watches the metrics of a run."""
-
-    def __init__(self, config: Config) -> None:
-        """Start to watch; `config` has all options."""
-        self._config = config
-        self._history = collections.deque[Metrics](maxlen=max(d.steps for d in DIAGNOSTICS))
-        self._present: set[str] = set()
-
-    def observe(self, metrics: Metrics, misses: Sequence[str] = ()) -> dict[str, str]:
-        """Take the next step; return the messages of what has become wrong.
-
-        Args:
-          metrics: of the step.
-          misses: descriptions of some of its wrong responses.
-        """
-        self._history.append(metrics)
-        messages = {}
-        for diagnostic in DIAGNOSTICS:
-            history = list(self._history)[-diagnostic.steps :]
-            is_complete = all(name in row for row in history for name in diagnostic.reads)
-            message = None
-            if len(history) == diagnostic.steps and is_complete:
-                message = diagnostic.check(self._config, history)
-            if message is None:
-                self._present.discard(diagnostic.name)
-            elif diagnostic.name not in self._present:
-                # Shown when it becomes true, not at every step.
-                self._present.add(diagnostic.name)
-                shown = misses if diagnostic.shows_misses else ()
-                messages[diagnostic.name] = "\n  ".join([message, *shown])
-        return messages
 
 
 def _check_entropy(config: Config, history: Sequence[Metrics]) -> str | None:

@@ -16,7 +16,8 @@ from jax_ppo.runtime import meshes, placement
 from jax_ppo.runtime.device_memory import bytes_per_device, read_memory_limit
 from jax_ppo.sampler.decoding_weights import shape_decoding_weights
 from jax_ppo.training.networks import Folders, Networks, read_networks
-from jax_ppo.training.state import TrainState, policy_params, state_shapes
+from jax_ppo.training.state import TrainState, policy_params
+from jax_ppo.training.state_shapes import state_shapes
 from jax_ppo.training.stochastic_rounding import gradient_shapes
 
 GIB = 2**30

@@ -27,7 +27,8 @@ from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.training.networks import Networks, full_parameters
 from jax_ppo.training.progress import Progress
-from jax_ppo.training.state import TrainState, policy_params, state_shapes
+from jax_ppo.training.state import TrainState, policy_params
+from jax_ppo.training.state_shapes import state_shapes
 from jax_ppo.types import Prompts
 
 THREAD_NAME = "precompilation"

@@ -12,7 +12,7 @@ from jax_ppo.models import heads
 from jax_ppo.models.hf.hub import shareable_model_name
 from jax_ppo.models.hf.peft import peft_obstacle, save_adapters
 from jax_ppo.models.hf.save import export_checkpoint
-from jax_ppo.ppo.diagnostics import Diagnosis
+from jax_ppo.ppo.diagnosis import Diagnosis
 from jax_ppo.ppo.evaluation import Evaluation
 from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.ppo.run import PPORun

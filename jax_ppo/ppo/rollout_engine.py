@@ -13,7 +13,8 @@ from jax_ppo.sampler.environment import Environment
 from jax_ppo.sampler.other_mesh import OtherMeshEngine
 from jax_ppo.sampler.text_search import TextSearch, search_for
 from jax_ppo.training.networks import Networks
-from jax_ppo.training.state import policy_params, state_shapes
+from jax_ppo.training.state import policy_params
+from jax_ppo.training.state_shapes import state_shapes
 
 
 def make_engine(

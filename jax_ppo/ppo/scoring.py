@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from jax_ppo.config.schema import Config
-from jax_ppo.kernels.logprobs import target_platform
+from jax_ppo.kernels.platform import target_platform
 from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.models.heads import compute_scalars
 from jax_ppo.models.transformer import Transformer

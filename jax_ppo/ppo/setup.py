@@ -25,7 +25,7 @@ from jax_ppo.ppo.rewarding import RuleScorer
 from jax_ppo.ppo.rollout_engine import make_engine, make_searches, sampling_options
 from jax_ppo.ppo.run import PPORun, batches_in_order
 from jax_ppo.ppo.run_models import Report, RunModels, read_run_models, validate_run_models
-from jax_ppo.rewards import registry
+from jax_ppo.rewards import registry, row_validation
 from jax_ppo.rewards.batch_functions import BatchFunction
 from jax_ppo.rewards.judge import Judge
 from jax_ppo.rewards.samples import RewardFunction
@@ -165,7 +165,7 @@ def _resolve_rule(
     )
     # A judge that is the whole reward scores rows of any source.
     if judge is None or options.terms:
-        registry.validate_data_sources(examples, options.function, options.terms)
+        row_validation.validate_data_sources(examples, options.function, options.terms)
     workers = count_workers(options, registry.needs_workers(examples, options))
     if not workers:
         return rule

@@ -2,164 +2,31 @@
 
 A reward function takes a RewardRow and the text of a response and returns a RewardResult.
 `resolve_reward_function` returns the built-in one, which applies a rule by each row's data_source,
-wraps a user-defined one, or adds up the terms of `reward.terms`. A rule is an entry of `RULES`.
+wraps a user-defined one, or adds up the terms of `reward.terms`.
 """
 
-import dataclasses
-import json
-import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from jax_ppo.config import plugins
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError, did_you_mean
-from jax_ppo.rewards import math_rules, rules, text_rules
+from jax_ppo.rewards import rules
 from jax_ppo.rewards.batch_functions import (
     BatchFunction,
     batch_arguments,
     wrap_batch_function,
 )
+from jax_ppo.rewards.built_in_rules import RULE_OF_SOURCE, RULES, SOURCES
 from jax_ppo.rewards.custom import REWARD_ARGUMENTS, parse_reward_output
 from jax_ppo.rewards.judge import Judge
+from jax_ppo.rewards.row_validation import rules_of_source
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction, RewardRow
-from jax_ppo.rewards.terms import MODEL, Term, parse_terms
+from jax_ppo.rewards.terms import AUTO, JUDGE, MODEL, Term, parse_terms
 
 if TYPE_CHECKING:  # `jax_ppo.types` imports jax, which reward workers do not load
     from jax_ppo.types import Example
-
-AUTO = "auto"  # the term of each row's own rule
-JUDGE = "judge"  # the term of the server of `reward.url`
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """A built-in rule.
-
-    Attributes:
-      bind: returns the reward function for the argument in a term's brackets, "" without one;
-        raises `ValueError` for a wrong one.
-      sources: the values of `data_source` that select the rule.
-      obstacle: returns what is wrong with a ground truth, "" if nothing is.
-      is_isolated: whether its time is unbounded, so that it runs in worker processes only.
-    """
-
-    bind: Callable[[str], RewardFunction]
-    sources: tuple[str, ...] = ()
-    obstacle: Callable[[Any], str] = lambda ground_truth: ""
-    is_isolated: bool = False
-
-
-def _without_argument(score: Callable[[str, Any], RewardResult]) -> Callable[[str], RewardFunction]:
-    """Return the `bind` of a rule that takes the response, the ground truth and no argument."""
-
-    def bind(argument: str) -> RewardFunction:
-        if argument:
-            raise ValueError("takes no argument")
-        return lambda row, response: score(response, row.ground_truth)
-
-    return bind
-
-
-def _bind_gsm8k(argument: str) -> RewardFunction:
-    method = argument or "strict"
-    if method not in rules.GSM8K_METHODS:
-        raise ValueError(f"expected one of {', '.join(rules.GSM8K_METHODS)}")
-    return lambda row, response: rules.score_gsm8k(response, row.ground_truth, method)
-
-
-def _bind_story(argument: str) -> RewardFunction:
-    return lambda row, response: rules.score_story(response)
-
-
-def _bind_format(argument: str) -> RewardFunction:
-    tags = tuple(tag.strip() for tag in argument.split(",")) if argument else ("think", "answer")
-    if not all(re.fullmatch(r"[\w-]+", tag) for tag in tags):
-        raise ValueError("expected names of tags, as in format[think,answer]")
-    return lambda row, response: text_rules.score_format(response, tags)
-
-
-def _bind_length(argument: str) -> RewardFunction:
-    bounds = re.fullmatch(r"(\d{1,9}):(\d{1,9})", argument)
-    if bounds is None or int(bounds[1]) > int(bounds[2]):
-        raise ValueError("expected the least and the greatest number of words, as in length[5:200]")
-    least, most = map(int, bounds.groups())
-    return lambda row, response: text_rules.score_length(response, least, most)
-
-
-def _number_obstacle(ground_truth: Any) -> str:
-    return "" if rules.parse_number(str(ground_truth)) is not None else "is not a number"
-
-
-def _text_obstacle(ground_truth: Any) -> str:
-    return "" if isinstance(ground_truth, str) and ground_truth.strip() else "is empty or not text"
-
-
-def _pattern_obstacle(ground_truth: Any) -> str:
-    try:
-        re.compile(ground_truth)
-    except (re.error, TypeError, RecursionError, OverflowError) as error:
-        return f"is not a regular expression: {error}"
-    return _text_obstacle(ground_truth)
-
-
-def _schema_obstacle(ground_truth: Any) -> str:
-    try:
-        schema = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
-    except (ValueError, RecursionError) as error:
-        return f"is not JSON: {error}"
-    return "" if isinstance(schema, dict) else "is not a JSON schema"
-
-
-RULES = {
-    "gsm8k": Rule(bind=_bind_gsm8k, sources=("openai/gsm8k",), obstacle=_number_obstacle),
-    "arithmetic": Rule(
-        bind=_without_argument(rules.score_arithmetic),
-        sources=("arithmetic",),
-        obstacle=_number_obstacle,
-    ),
-    "stories": Rule(bind=_bind_story, sources=("stories",)),
-    "math": Rule(
-        bind=_without_argument(math_rules.score_math),
-        sources=(
-            "lighteval/MATH",
-            "DigitalLearningGmbH/MATH-lighteval",
-            "EleutherAI/hendrycks_math",
-            "HuggingFaceH4/MATH-500",
-            "HuggingFaceH4/aime_2024",
-            "math_dapo",
-            "math",
-        ),
-        obstacle=_text_obstacle,
-        is_isolated=True,
-    ),
-    "multiple_choice": Rule(
-        bind=_without_argument(text_rules.score_choice),
-        sources=("multiple_choice",),
-        obstacle=_text_obstacle,
-    ),
-    "exact": Rule(
-        bind=_without_argument(text_rules.score_exact), sources=("exact",), obstacle=_text_obstacle
-    ),
-    # The pattern comes from the data and the text from a model: matching has no time bound.
-    "regex": Rule(
-        bind=_without_argument(text_rules.score_regex),
-        sources=("regex",),
-        obstacle=_pattern_obstacle,
-        is_isolated=True,
-    ),
-    "json_schema": Rule(
-        bind=_without_argument(text_rules.score_json),
-        sources=("json_schema",),
-        obstacle=_schema_obstacle,
-        is_isolated=True,
-    ),
-    "format": Rule(bind=_bind_format),
-    "length": Rule(bind=_bind_length),
-}
-RULE_OF_SOURCE = {source: name for name, rule in RULES.items() for source in rule.sources}
-SOURCES = tuple(RULE_OF_SOURCE)
 
 
 def resolve_reward_function(
@@ -326,68 +193,9 @@ def needs_workers(examples: Sequence["Example"], options: Reward) -> bool:
     return any(
         rule.is_isolated
         for source in sources
-        for _, rule in _rules_of_source(source, parse_terms(options.terms))
+        for _, rule in rules_of_source(source, parse_terms(options.terms))
         if rule is not None
     )
-
-
-def _rules_of_source(source: str, terms: tuple[Term, ...]) -> Iterator[tuple[str, Rule | None]]:
-    """Yield name and rule of each term that a built-in rule scores; `None` if there is none."""
-    # Without terms, the rule of the row's source is the only one.
-    names = [term.rule for term in terms] or [AUTO]
-    for name in names:
-        if name == AUTO:
-            yield AUTO, RULES.get(RULE_OF_SOURCE.get(source, ""))
-        elif name not in (MODEL, JUDGE) and ":" not in name:
-            yield name, RULES.get(name)
-
-
-def validate_data_sources(
-    examples: Sequence["Example"], function: str = "", terms: str = ""
-) -> None:
-    """Raise UserError for the first example that the reward function cannot score.
-
-    Call it before a run. A user-defined function accepts everything. Otherwise each data_source
-    must have a built-in rule, unless terms name the rules, and the ground truth must be what the
-    rule compares with.
-
-    Args:
-      examples: the rows.
-      function: config.reward.function.
-      terms: config.reward.terms.
-    """
-    obstacle = next(find_obstacles(examples, function, terms), None)
-    if obstacle is not None:
-        raise UserError(obstacle)
-
-
-def find_obstacles(
-    examples: Sequence["Example"], function: str = "", terms: str = ""
-) -> Iterator[str]:
-    """Yield what keeps the reward function from scoring examples, a line for each.
-
-    The arguments are those of `validate_data_sources`.
-    """
-    if function:
-        return
-    parsed = parse_terms(terms)
-    for row, example in enumerate(examples, 1):
-        source = example.data_source
-        for name, rule in _rules_of_source(source, parsed):
-            if rule is None:
-                shown = repr(source) if source else "'' (the rows have no such column)"
-                yield (
-                    f"example {row}: data_source={shown} has no built-in rule; expected one of "
-                    f"{SOURCES}, or config.reward.function=module:function."
-                    f"{did_you_mean(source, SOURCES)}"
-                )
-            elif obstacle := rule.obstacle(example.ground_truth):
-                required = f"data_source={source!r}" if name == AUTO else f"the rule {name!r}"
-                yield (
-                    f"example {row}: ground_truth={example.ground_truth!r} {obstacle}, as "
-                    f"{required} requires; correct the data, or set "
-                    "config.reward.function=module:function"
-                )
 
 
 def _apply_built_in_rule(row: RewardRow, response: str, gsm8k_method: str) -> RewardResult:

@@ -6,7 +6,9 @@ import re
 
 from jax_ppo.errors import UserError
 
+AUTO = "auto"  # the term of each row's own rule
 MODEL = "model"  # the term of the reward model
+JUDGE = "judge"  # the term of the server of `reward.url`
 
 # Commas within square brackets belong to an argument.
 _COMMA = re.compile(r",(?![^\[\]]*\])")

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from jax_ppo.config.schema import Config, Model
 from jax_ppo.errors import UserError
-from jax_ppo.kernels import logprobs
+from jax_ppo.kernels.platform import target_platform
 from jax_ppo.models import attention_programs, cache
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer
@@ -109,7 +109,7 @@ def describe_attention(
 def _platform() -> str:
     """Return cpu, cuda, rocm or tpu: the platform of the mesh in context, else of this machine."""
     backend = jax.extend.backend.get_backend()
-    platform = logprobs.target_platform()
+    platform = target_platform()
     # A mesh of another machine, which programs are only compiled for.
     if platform != backend.platform:
         return {"gpu": "cuda"}.get(platform, platform)
@@ -124,7 +124,7 @@ def _gpu_generation() -> int | None:
     decides by this machine which head sizes cuDNN takes.
     """
     backend = jax.extend.backend.get_backend()
-    if _platform() != "cuda" or logprobs.target_platform() != backend.platform:
+    if _platform() != "cuda" or target_platform() != backend.platform:
         return None
     # A string such as "9.0".
     return int(backend.local_devices()[0].compute_capability.split(".")[0])

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_ppo.kernels import logprobs, vocabulary_kl
+from jax_ppo.kernels import logprobs, vocabulary_chunks, vocabulary_kl
 from jax_ppo.models.heads import compute_scalars, output_embedding, product_scaling
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.parallelism.vocabulary import (
@@ -22,7 +22,7 @@ from jax_ppo.training.packing import Rows
 from jax_ppo.types import Params, Sequences
 
 # Gathered before the loop over chunks of logits: inside it, every chunk would gather it again.
-UNEMBEDDING = logprobs.UnembeddingLayout(gather_columns, scatter_group_sum)
+UNEMBEDDING = vocabulary_chunks.UnembeddingLayout(gather_columns, scatter_group_sum)
 
 
 def hidden_states(

@@ -15,12 +15,12 @@ from jax_ppo.data.prompt_batches import PromptBatches
 from jax_ppo.data.prompt_cache import RowParser, cache_prompts, representative_examples
 from jax_ppo.data.prompts import PromptEncoding, tokenize_prompts
 from jax_ppo.errors import UserError
-from jax_ppo.rewards import registry
+from jax_ppo.rewards import row_validation
 
 ROWS = 700
 ENCODING = PromptEncoding(max_prompt_length=40)
 PARSER = RowParser(Columns())
-VALIDATE = functools.partial(registry.validate_data_sources, function="", terms="")
+VALIDATE = functools.partial(row_validation.validate_data_sources, function="", terms="")
 
 
 def verl_row(number, source="openai/gsm8k", truth=None):

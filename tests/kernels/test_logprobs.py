@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jax_ppo.kernels import logprobs as kernel
+from jax_ppo.kernels import vocabulary_chunks
 
 jitted = jax.jit(
     kernel.token_logprobs, static_argnames=("temperature", "chunk_size", "with_entropy")
@@ -150,9 +151,9 @@ def test_an_empty_mask_gives_zeros(rng):
 def test_work_follows_the_mask(rng):
     """The fullest group sets the number of chunks: 3 positions in chunks of 2 need two."""
     mask = jnp.array([[0, 1, 0, 0, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 1]], bool)
-    assert int(kernel.MaskedChunks(mask, 2).count) == 2
-    assert int(kernel.MaskedChunks(~mask, 2).count) == 4
-    assert int(kernel.MaskedChunks(mask & False, 2).count) == 0
+    assert int(vocabulary_chunks.MaskedChunks(mask, 2).count) == 2
+    assert int(vocabulary_chunks.MaskedChunks(~mask, 2).count) == 4
+    assert int(vocabulary_chunks.MaskedChunks(mask & False, 2).count) == 0
 
 
 @pytest.mark.parametrize("chunk_size", [3, 128])
@@ -237,7 +238,7 @@ def temporaries(score, groups, places, width, vocabulary):
 
 @pytest.mark.parametrize(("vocabulary", "width"), [(4096, 16), (151_936, 8)])
 def test_never_holds_places_by_vocabulary(vocabulary, width):
-    places = 64 * kernel.default_chunk_size(vocabulary, "cpu")
+    places = 64 * vocabulary_chunks.default_chunk_size(vocabulary, "cpu")
     whole = 4 * places * vocabulary  # bytes of the logits in float32
     short, long = (
         temporaries(kernel.token_logprobs, 1, n, width, vocabulary) for n in (places // 4, places)

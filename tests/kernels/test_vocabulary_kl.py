@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ppo.kernels import kl, logprobs
+from jax_ppo.kernels import kl, logprobs, vocabulary_chunks
 from jax_ppo.kernels import vocabulary_kl as kernel
 
 jitted = jax.jit(kernel.full_kl, static_argnames=("temperature", "chunk_size"))
@@ -193,7 +193,7 @@ def temporaries(places, width, vocabulary, chunk_size=None):
 @pytest.mark.parametrize(("vocabulary", "width"), [(4096, 16), (151_936, 8)])
 def test_never_holds_places_by_vocabulary(vocabulary, width):
     """Neither the logits nor one unembedding gradient per chunk are held in memory."""
-    places = 64 * logprobs.default_chunk_size(2 * vocabulary, "cpu")
+    places = 64 * vocabulary_chunks.default_chunk_size(2 * vocabulary, "cpu")
     whole = 4 * places * vocabulary  # bytes of the logits of one of the two in float32
     short, long = (temporaries(n, width, vocabulary) for n in (places // 4, places))
     assert long < 1.25 * short and long < whole / 8, (short, long, whole)

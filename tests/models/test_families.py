@@ -16,7 +16,8 @@ import pytest
 import tiny
 from jax_ppo.kernels.logprobs import token_logprobs
 from jax_ppo.models import heads, rope
-from jax_ppo.models.hf.config import from_hf_config, to_hf_config
+from jax_ppo.models.hf.config import from_hf_config
+from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.models.hf.families import FAMILIES
 from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.hf.save import export_checkpoint

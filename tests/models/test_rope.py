@@ -7,7 +7,8 @@ import pytest
 from jax_ppo.errors import UserError
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import ROPE_KINDS
-from jax_ppo.models.hf.config import from_hf_config, to_hf_config
+from jax_ppo.models.hf.config import from_hf_config
+from jax_ppo.models.hf.config_export import to_hf_config
 
 rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
 

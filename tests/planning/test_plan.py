@@ -15,8 +15,8 @@ import pytest
 import tiny
 from jax_ppo import plan as plan_command
 from jax_ppo.errors import UserError
-from jax_ppo.kernels import logprobs
-from jax_ppo.models.hf.config import to_hf_config
+from jax_ppo.kernels.platform import assume_platform
+from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.planning import arithmetic, report, step_plan
 from jax_ppo.planning import work as work_counts
 from jax_ppo.planning.phases import PhaseWork
@@ -297,11 +297,11 @@ def test_weights_are_gathered_in_the_type_that_the_platforms_compiler_gathers(fo
         step = set_up_step(config, read_descriptions(config, mesh), mesh)
         role = step.role("actor")
         stored = sum(bytes_per_device(x) for x in jax.tree.leaves(role.params))
-        with logprobs.assume_platform("tpu"):
+        with assume_platform("tpu"):
             assert arithmetic._head_bytes(step, role) == embedding * 2
             assert arithmetic._cast_weights(step, role) == stored // 2
             one_layer = arithmetic._gathered_layers(step, role)
-        with logprobs.assume_platform("gpu"):
+        with assume_platform("gpu"):
             assert arithmetic._head_bytes(step, role) == embedding * (2 + 4)
             assert arithmetic._cast_weights(step, role) == 0
             # The next layer, too.

@@ -8,7 +8,7 @@ import pytest
 
 import tiny
 from jax_ppo.models import heads
-from jax_ppo.models.hf.config import to_hf_config
+from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.planning import report, step_plan
 from jax_ppo.planning.stages import StageSchedule, schedule_rows

@@ -18,7 +18,9 @@ from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import scoring
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.training.networks import Folders, full_parameters
-from jax_ppo.training.state import create_state, state_shapes, trained_shapes, trained_trees
+from jax_ppo.training.state import trained_trees
+from jax_ppo.training.state_creation import create_state
+from jax_ppo.training.state_shapes import state_shapes, trained_shapes
 
 LORA = {"model__lora__rank": 4, "model__lora__alpha": 8.0}
 HALVES = [[0, 2, 4, 6], [1, 3, 5, 7]]

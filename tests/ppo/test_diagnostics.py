@@ -3,7 +3,8 @@
 import pytest
 
 import tiny
-from jax_ppo.ppo.diagnostics import DIAGNOSTICS, Diagnosis
+from jax_ppo.ppo.diagnosis import Diagnosis
+from jax_ppo.ppo.diagnostics import DIAGNOSTICS
 
 HEALTHY = {
     "actor/entropy": 1.0,

@@ -11,7 +11,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.ppo import reward_inputs, scoring
 from jax_ppo.training.networks import Folders, read_networks
-from jax_ppo.training.state import state_shapes
+from jax_ppo.training.state_shapes import state_shapes
 from jax_ppo.types import Example
 
 CHAT = (

@@ -12,7 +12,8 @@ import tiny
 from jax_ppo.ppo import loss_metrics, objectives
 from jax_ppo.training import forward
 from jax_ppo.training.networks import Networks
-from jax_ppo.training.state import state_shapes, trained_shapes, trained_trees
+from jax_ppo.training.state import trained_trees
+from jax_ppo.training.state_shapes import state_shapes, trained_shapes
 
 HALVES = [[0, 2, 4, 6], [1, 3, 5, 7]]
 SHARED = {"critic__shared_trunk": True, "critic__value_loss_coef": 0.3}

@@ -20,7 +20,8 @@ from jax_ppo.runtime import compilation
 from jax_ppo.sampler.generate import Sampler, SamplingOptions
 from jax_ppo.training.kl_schedule import first_control
 from jax_ppo.training.optimizer import descend, learning_rate, make_optimizer
-from jax_ppo.training.state import TrainState, trained_shapes, trained_trees
+from jax_ppo.training.state import TrainState, trained_trees
+from jax_ppo.training.state_shapes import trained_shapes
 from jax_ppo.types import Params, Sequences
 
 ALL = [list(range(tiny.B))]

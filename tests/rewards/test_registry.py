@@ -8,7 +8,8 @@ from jax_ppo.errors import UserError
 from jax_ppo.rewards import step_rewards
 from jax_ppo.rewards.batch import score_batch
 from jax_ppo.rewards.custom import parse_reward_output
-from jax_ppo.rewards.registry import resolve_reward_function, validate_data_sources
+from jax_ppo.rewards.registry import resolve_reward_function
+from jax_ppo.rewards.row_validation import validate_data_sources
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.types import Example
 

@@ -4,7 +4,7 @@ import pytest
 
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError
-from jax_ppo.rewards import math_rules, registry, text_rules
+from jax_ppo.rewards import math_rules, registry, row_validation, text_rules
 from jax_ppo.rewards.samples import RewardRow
 from jax_ppo.rewards.terms import Term, parse_terms
 from jax_ppo.rewards.worker_pool import RewardWorkers
@@ -113,7 +113,7 @@ def test_a_model_may_be_one_term_or_the_only_one():
 )
 def test_ground_truths_that_a_rule_cannot_use_are_refused(terms, source, ground_truth, message):
     with pytest.raises(UserError, match=message):
-        registry.validate_data_sources([Example("q", source, ground_truth)], terms=terms)
+        row_validation.validate_data_sources([Example("q", source, ground_truth)], terms=terms)
 
 
 def test_rules_that_may_take_any_time_run_in_workers():

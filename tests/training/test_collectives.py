@@ -15,7 +15,7 @@ import pytest
 
 import tiny
 from hlo import read_collectives
-from jax_ppo.kernels import logprobs, vocabulary_kl
+from jax_ppo.kernels import logprobs, vocabulary_chunks, vocabulary_kl
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.parallelism.vocabulary import look_up_embedding
@@ -102,7 +102,7 @@ def test_a_split_unembedding_has_the_gradient_of_a_whole_one(loss, shape):
     compiled, arguments = compile_gradient(
         loss, tiny.make_mesh(8, **{"data": 1} | shape), jnp.float32
     )
-    whole = functools.partial(loss, logprobs.NOT_SPLIT, jnp.float32)
+    whole = functools.partial(loss, vocabulary_chunks.NOT_SPLIT, jnp.float32)
     expected = jax.jit(jax.grad(whole, argnums=(0, 1)))(*inputs())
     for one, other in zip(compiled(*arguments), expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)

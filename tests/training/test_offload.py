@@ -12,7 +12,9 @@ from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.ppo import memory_check, scoring
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.networks import Folders
-from jax_ppo.training.state import create_state, trained_shapes, trained_trees
+from jax_ppo.training.state import trained_trees
+from jax_ppo.training.state_creation import create_state
+from jax_ppo.training.state_shapes import trained_shapes
 
 OPTIONS = {"algorithm__adv_estimator": "reinforce_plus_plus", "algorithm__use_reference": False}
 OFFLOADED_ROLES = {

@@ -14,7 +14,8 @@ from jax_ppo.models import heads
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.training.networks import Folders, read_networks
-from jax_ppo.training.state import create_state, trained_trees
+from jax_ppo.training.state import trained_trees
+from jax_ppo.training.state_creation import create_state
 
 
 def test_a_state_from_a_checkpoint_is_the_one_that_was_saved():

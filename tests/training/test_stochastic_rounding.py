@@ -15,7 +15,9 @@ from jax_ppo.runtime import sharding
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.networks import Folders
 from jax_ppo.training.optimizer import descend, make_optimizer, rounding_keys
-from jax_ppo.training.state import create_state, trained_shapes, trained_trees
+from jax_ppo.training.state import trained_trees
+from jax_ppo.training.state_creation import create_state
+from jax_ppo.training.state_shapes import trained_shapes
 from jax_ppo.training.stochastic_rounding import (
     add_gradients,
     round_stochastically,

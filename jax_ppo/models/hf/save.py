@@ -11,7 +11,7 @@ import jax
 
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf import tensors
-from jax_ppo.models.hf.config import to_hf_config, update_hf_config
+from jax_ppo.models.hf.config_export import to_hf_config, update_hf_config
 from jax_ppo.models.hf.json_files import read_json_object, write_json
 from jax_ppo.models.hf.names import adapter_tensor_table, tensor_table
 from jax_ppo.models.hf.tensors import TensorTable, flatten_like

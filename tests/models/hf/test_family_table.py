@@ -12,8 +12,9 @@ from safetensors.numpy import load_file
 from jax_ppo.errors import UserError
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.hf.config import to_hf_config
-from jax_ppo.models.hf.families import ENCODERS, FAMILIES, Family
+from jax_ppo.models.hf.config_export import to_hf_config
+from jax_ppo.models.hf.families import ENCODERS, FAMILIES
+from jax_ppo.models.hf.family import Family
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from jax_ppo.models.hf.config import to_hf_config
+from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.models.hf.save import export_checkpoint
 
 

@@ -1,0 +1,160 @@
+"""Rules of sampling, rewards and the algorithm."""
+
+from jax_ppo.config import parsing
+from jax_ppo.config.schema import POLICY_LOSSES, Config
+from jax_ppo.errors import UserError, did_you_mean
+
+# Sampling, rewards and the algorithm
+
+
+def require_valid_top_k(config: Config) -> None:
+    """Raise `UserError` for a top_k of 0, which lies inside the range of the option."""
+    samplings = {"rollout": config.rollout, "rollout.val_kwargs": config.rollout.val_kwargs}
+    for name, sampling in samplings.items():
+        if sampling.top_k == 0:
+            raise UserError(f"config.{name}.top_k=0: expected -1 (all tokens) or at least 1")
+
+
+def reject_reuse_with_importance_weights(config: Config) -> None:
+    """Raise `UserError` for importance weights that would all be 1."""
+    rollout_is = config.algorithm.rollout_is
+    if config.rollout.reuse_logprobs == "always" and rollout_is != "none":
+        raise UserError(
+            "config.rollout.reuse_logprobs='always': leaves "
+            f"config.algorithm.rollout_is={rollout_is!r} nothing to weigh against the sampler's "
+            "log-probs; set it to 'auto'"
+        )
+
+
+def require_dual_clip_above_one(config: Config) -> None:
+    """Raise `UserError` for a dual clip's constant of at most 1."""
+    constant = config.actor.clip_ratio_c
+    if constant and constant <= 1:
+        raise UserError(
+            f"config.actor.clip_ratio_c={constant}: the dual clip's constant must be above 1; 0 "
+            "turns it off"
+        )
+
+
+def require_known_policy_loss(config: Config) -> None:
+    """Raise `UserError` for a policy loss that is neither built in nor a function's name."""
+    loss = config.actor.policy_loss
+    if loss not in POLICY_LOSSES and ":" not in loss:
+        raise UserError(
+            f"config.actor.policy_loss={loss!r}: expected one of "
+            f"{', '.join(map(repr, POLICY_LOSSES))} or "
+            f"module:function.{did_you_mean(loss, POLICY_LOSSES)}"
+        )
+
+
+def require_known_rollout_engine(config: Config) -> None:
+    """Raise `UserError` unless `rollout.engine` is built in or named `module:Class`."""
+    engine = config.rollout.engine
+    if engine != "built-in" and ":" not in engine:
+        raise UserError(
+            f"config.rollout.engine={engine!r}: expected 'built-in' or module:Class."
+            f"{did_you_mean(engine, ['built-in'])}"
+        )
+
+
+def require_known_environment(config: Config) -> None:
+    """Raise `UserError` unless `rollout.multi_turn.environment` is empty or `module:Class`."""
+    environment = config.rollout.multi_turn.environment
+    if environment and ":" not in environment:
+        raise UserError(
+            f"config.rollout.multi_turn.environment={environment!r}: expected module:Class or "
+            "path/to/file.py:Class"
+        )
+
+
+def require_valid_constraints(config: Config) -> None:
+    """Raise `UserError` for a malformed constraint on sampling, or a minimum that is too long."""
+    rollout = config.rollout
+    for name, parse in (
+        ("stop", parsing.parse_strings),
+        ("bad_words", parsing.parse_strings),
+        ("logit_bias", parsing.parse_logit_bias),
+    ):
+        try:
+            parse(getattr(rollout, name))
+        except ValueError as error:
+            raise UserError(f"config.rollout.{name}: {error}") from error
+    longest = config.data.max_response_length
+    if rollout.min_new_tokens > longest:
+        raise UserError(
+            f"config.rollout.min_new_tokens={rollout.min_new_tokens}: must be at most "
+            f"config.data.max_response_length={longest}"
+        )
+
+
+def require_several_responses_to_compare(config: Config) -> None:
+    """Raise `UserError` for an estimator that compares a prompt's responses if there is one."""
+    estimator = config.algorithm.adv_estimator
+    # The advantage of a single response within its group is always 0.
+    compares = estimator in ("grpo", "rloo", "reinforce_plus_plus_baseline")
+    if compares and config.responses_per_prompt < 2:
+        raise UserError(
+            f"{_describe_responses(config)}: config.algorithm.adv_estimator={estimator!r} "
+            "compares responses to one prompt; set it to 2 or more"
+        )
+
+
+def require_several_responses_to_filter(config: Config) -> None:
+    """Raise `UserError` if groups of one response are filtered: none of them differs."""
+    if config.algorithm.filter_groups.enable and config.responses_per_prompt < 2:
+        raise UserError(
+            f"{_describe_responses(config)}: config.algorithm.filter_groups.enable=True compares "
+            "the rewards of a prompt's responses; set it to 2 or more"
+        )
+
+
+def _describe_responses(config: Config) -> str:
+    """Return the option that decides how many responses to a prompt are trained on."""
+    if config.rollout.keep is None:
+        return f"config.rollout.n={config.rollout.n}"
+    return f"config.rollout.keep={config.rollout.keep}"
+
+
+def require_kept_responses_to_be_sampled(config: Config) -> None:
+    """Raise `UserError` if more responses are kept than sampled."""
+    keep, n = config.rollout.keep, config.rollout.n
+    if keep is not None and keep > n:
+        raise UserError(f"config.rollout.keep={keep}: expected at most config.rollout.n={n}")
+
+
+def require_overlong_buffer_within_response(config: Config) -> None:
+    """Raise `UserError` for a buffer that is longer than a response (verl#2107)."""
+    reward = config.reward
+    if reward.overlong_buffer_len > config.data.max_response_length:
+        raise UserError(
+            f"config.reward.overlong_buffer_len={reward.overlong_buffer_len}: expected at most "
+            f"config.data.max_response_length={config.data.max_response_length}"
+        )
+
+
+def require_valid_schedules(config: Config) -> None:
+    """Raise `UserError` for schedules that are read but cannot be parsed."""
+    if config.actor.entropy_schedule:
+        _require_schedule("actor.entropy_schedule", config.actor.entropy_schedule)
+    control = config.algorithm.kl_ctrl
+    if control.type in ("linear", "step"):
+        _require_schedule("algorithm.kl_ctrl.schedule", control.schedule)
+
+
+def require_horizon_holds_step(config: Config) -> None:
+    """Raise `UserError` for an adaptive KL controller that could overshoot in one step."""
+    control = config.algorithm.kl_ctrl
+    samples = config.data.train_batch_size * config.responses_per_prompt
+    # The coefficient stays positive while error_clip x samples < horizon (kernels/kl.py).
+    if control.type == "adaptive" and control.horizon < samples:
+        raise UserError(
+            f"config.algorithm.kl_ctrl.horizon={control.horizon}: must be at least the {samples} "
+            "samples of a step, or one step could take the coefficient far past its target"
+        )
+
+
+def _require_schedule(name: str, text: str) -> None:
+    try:
+        parsing.parse_schedule(text)
+    except ValueError as error:
+        raise UserError(f"config.{name}={text!r}: {error}") from None

@@ -1,0 +1,68 @@
+"""Rules of the models and their adapters."""
+
+import dataclasses
+
+from jax_ppo.config import parsing
+from jax_ppo.config.schema import Config, Lora
+from jax_ppo.errors import UserError
+
+# The model
+
+
+def require_model_or_arithmetic(config: Config) -> None:
+    """Raise `UserError` without a model, except for the data that comes with one."""
+    # The model that is made knows nothing but arithmetic.
+    if not config.model.path and not config.data.train_files.startswith("arithmetic:"):
+        raise UserError(
+            "config.model.path='': must be set to a Hugging Face folder or hub name; only the "
+            "`arithmetic` data makes a model of its own"
+        )
+
+
+def require_heads_divide_width(config: Config) -> None:
+    """Raise `UserError` unless the small model's heads divide its width."""
+    create = config.model.create
+    if create.hidden_size % create.num_heads or create.num_heads % create.num_kv_heads:
+        raise UserError(
+            f"config.model.create: num_heads={create.num_heads} must divide "
+            f"hidden_size={create.hidden_size}, and num_kv_heads={create.num_kv_heads} must divide "
+            "num_heads"
+        )
+
+
+def require_known_lora_targets(config: Config) -> None:
+    """Raise `UserError` for an adapter target that is not a projection."""
+    targets = config.model.lora.targets
+    try:
+        parsing.parse_lora_targets(targets)
+    except ValueError as error:
+        raise UserError(f"config.model.lora.targets={targets!r}: {error}") from None
+
+
+def require_lora_path_alone(config: Config) -> None:
+    """Raise `UserError` for a rank, alpha or targets besides the adapters that determine them."""
+    lora = config.model.lora
+    if lora.path and lora != dataclasses.replace(Lora(), path=lora.path):
+        raise UserError(
+            f"config.model.lora.path={lora.path!r}: determines rank, alpha and targets; leave "
+            "config.model.lora.rank, alpha and targets at their defaults"
+        )
+
+
+def reject_adapters(config: Config, command: str) -> None:
+    """Raise `UserError` for adapters in supervised training."""
+    for name in ("rank", "path"):
+        if value := getattr(config.model.lora, name):
+            raise UserError(
+                f"config.model.lora.{name}={value!r}: jax_ppo.{command} trains all parameters, "
+                "only jax_ppo.train trains adapters; leave it unset"
+            )
+
+
+def reject_center_coef_in_sft(config: Config, command: str) -> None:
+    """Raise `UserError` for the reward model's loss term in fine-tuning."""
+    center_coef = config.supervised.center_coef
+    if command == "sft" and center_coef:
+        raise UserError(
+            f"config.supervised.center_coef={center_coef}: only jax_ppo.reward_model reads it"
+        )

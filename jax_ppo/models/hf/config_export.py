@@ -1,0 +1,131 @@
+"""Conversion of `Architecture` to Hugging Face's config.json."""
+
+import dataclasses
+
+from jax_ppo.errors import UserError
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.hf.config import from_hf_config
+from jax_ppo.models.hf.families import FAMILIES, Family
+from jax_ppo.models.hf.fields import (
+    Config,
+)
+from jax_ppo.models.hf.rope_config import FULL, LOCAL, write_rope
+
+
+def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str = "lm") -> Config:
+    """Return the contents of a config.json that transformers reads as the same model.
+
+    Args:
+      architecture: The decoder.
+      dtype: Type of the exported weights.
+      head: "lm", or "scalar" for a sequence classifier with one label.
+    """
+    a = architecture
+    family = FAMILIES[a.family]
+    config = {
+        "architectures": [family.decoder_class or f"{family.class_prefix}ForCausalLM"],
+        "model_type": a.family,
+        "vocab_size": a.vocab_size,
+        "hidden_size": a.hidden_size,
+        "intermediate_size": a.intermediate_size,
+        "num_hidden_layers": a.num_layers,
+        "num_attention_heads": a.num_heads,
+        "num_key_value_heads": a.num_kv_heads,
+        "head_dim": a.head_dim,
+        "rms_norm_eps": a.norm_epsilon,
+        "max_position_embeddings": a.max_position_embeddings,
+        "tie_word_embeddings": a.tied,
+        "bos_token_id": a.bos_id,
+        "eos_token_id": a.eos_ids[0] if len(a.eos_ids) == 1 else list(a.eos_ids) or None,
+        "pad_token_id": a.pad_id,
+        "dtype": dtype,
+    }
+    config = {
+        family.field_names.get(name, name): value
+        for name, value in config.items()
+        if name not in family.absent
+    }
+    activation = a.activation
+    if family.activation_aliases.get(family.activation) == activation:
+        activation = family.activation  # the family's own word
+    config |= dict.fromkeys(("hidden_act", *family.activation_fields), activation)
+    config |= {name: getattr(a, field) for name, field in family.fields.items()}
+    config |= {name: getattr(a, biases[-1]) for name, biases in family.bias_fields.items()}
+    if family.expert_fields:
+        config |= {
+            family.expert_fields[0]: a.num_experts,
+            family.expert_width: a.intermediate_size,
+            "num_experts_per_tok": a.experts_per_token,
+        }
+    if family.expert_weights_field:
+        config[family.expert_weights_field] = a.normalized_expert_weights
+    config |= _write_windows(a, family)
+    if family.unrotated_period:
+        # The field lists the layers that are rotated, in spite of its name.
+        config["no_rope_layers"] = [int(rotated) for rotated in a.layers_are_rotated]
+    config |= write_rope(a, family)
+    if head == "scalar":
+        prefix = family.classifier_prefix or family.class_prefix
+        config["architectures"] = [f"{prefix}ForSequenceClassification"]
+        # This is how transformers writes num_labels = 1.
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return config
+
+
+def update_hf_config(source: Config, architecture: Architecture, dtype: str, head: str) -> Config:
+    """Return the config.json of a trained model, which is that of its source where possible.
+
+    Args:
+      source: Contents of config.json of the checkpoint that the model started from.
+      architecture: The decoder.
+      dtype: Type of the exported weights.
+      head: As in `to_hf_config`.
+
+    Returns:
+      `source` with the fields changed that an export must change, or the result of `to_hf_config`
+      if `source` describes another model.
+    """
+    ours = to_hf_config(architecture, dtype, head)
+    try:
+        described = from_hf_config(source)
+    except UserError:
+        return ours
+    # The export has none of the source's files of code.
+    changed = {name: value for name, value in source.items() if name != "auto_map"}
+    changed["architectures"] = ours["architectures"]
+    for name in {"dtype", "torch_dtype"} & source.keys() or {"dtype"}:
+        changed[name] = dtype
+    if described.tied != architecture.tied:
+        changed["tie_word_embeddings"] = architecture.tied
+    for name, before, after in (
+        ("bos_token_id", described.bos_id, architecture.bos_id),
+        ("pad_token_id", described.pad_id, architecture.pad_id),
+        # Further EOS ids are those of generation_config.json.
+        ("eos_token_id", described.eos_ids, architecture.eos_ids[: len(described.eos_ids)]),
+    ):
+        if before != after:
+            changed[name] = ours[name]
+    if head == "scalar":
+        changed |= {name: ours[name] for name in ("id2label", "label2id")}
+        for name in ("num_labels", "problem_type"):
+            changed.pop(name, None)
+    exported = dataclasses.replace(from_hf_config(changed), eos_ids=architecture.eos_ids)
+    return changed if exported == architecture else ours
+
+
+def _write_windows(a: Architecture, family: Family) -> Config:
+    config: Config = {}
+    if family.sliding_windows in ("pattern", "listed"):
+        # transformers cannot make the masks of these families without a window, even if no layer
+        # uses it.
+        config["sliding_window"] = a.sliding_window or family.defaults["sliding_window"]
+    elif family.sliding_windows != "none":
+        config["sliding_window"] = a.sliding_window
+    if family.sliding_windows in ("last", "pattern", "listed"):
+        config["layer_types"] = [LOCAL if local else FULL for local in a.layers_are_local]
+    if family.sliding_windows in ("last", "switched"):
+        config["use_sliding_window"] = a.sliding_window is not None
+    if family.sliding_windows == "last":
+        # transformers 4.49 and earlier read this field instead of layer_types.
+        config["max_window_layers"] = (*a.layers_are_local, True).index(True)
+    return config

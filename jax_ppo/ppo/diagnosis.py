@@ -1,0 +1,41 @@
+"""Watch a run for the problems of the table `DIAGNOSTICS`."""
+
+import collections
+from collections.abc import Sequence
+
+from jax_ppo.config.schema import Config
+from jax_ppo.ppo.diagnostics import DIAGNOSTICS, Metrics
+
+
+class Diagnosis:
+    """Watches the metrics of a run."""
+
+    def __init__(self, config: Config) -> None:
+        """Start to watch; `config` has all options."""
+        self._config = config
+        self._history = collections.deque[Metrics](maxlen=max(d.steps for d in DIAGNOSTICS))
+        self._present: set[str] = set()
+
+    def observe(self, metrics: Metrics, misses: Sequence[str] = ()) -> dict[str, str]:
+        """Take the next step; return the messages of what has become wrong.
+
+        Args:
+          metrics: of the step.
+          misses: descriptions of some of its wrong responses.
+        """
+        self._history.append(metrics)
+        messages = {}
+        for diagnostic in DIAGNOSTICS:
+            history = list(self._history)[-diagnostic.steps :]
+            is_complete = all(name in row for row in history for name in diagnostic.reads)
+            message = None
+            if len(history) == diagnostic.steps and is_complete:
+                message = diagnostic.check(self._config, history)
+            if message is None:
+                self._present.discard(diagnostic.name)
+            elif diagnostic.name not in self._present:
+                # Shown when it becomes true, not at every step.
+                self._present.add(diagnostic.name)
+                shown = misses if diagnostic.shows_misses else ()
+                messages[diagnostic.name] = "\n  ".join([message, *shown])
+        return messages

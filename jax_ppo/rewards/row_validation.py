@@ -1,0 +1,70 @@
+"""Validation of rows before a run: whether the reward function can score each of them."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from jax_ppo.errors import UserError, did_you_mean
+from jax_ppo.rewards.built_in_rules import RULE_OF_SOURCE, RULES, SOURCES, Rule
+from jax_ppo.rewards.terms import AUTO, JUDGE, MODEL, Term, parse_terms
+
+if TYPE_CHECKING:  # `jax_ppo.types` imports jax, which reward workers do not load
+    from jax_ppo.types import Example
+
+
+def validate_data_sources(
+    examples: Sequence["Example"], function: str = "", terms: str = ""
+) -> None:
+    """Raise UserError for the first example that the reward function cannot score.
+
+    Call it before a run. A user-defined function accepts everything. Otherwise each data_source
+    must have a built-in rule, unless terms name the rules, and the ground truth must be what the
+    rule compares with.
+
+    Args:
+      examples: the rows.
+      function: config.reward.function.
+      terms: config.reward.terms.
+    """
+    obstacle = next(find_obstacles(examples, function, terms), None)
+    if obstacle is not None:
+        raise UserError(obstacle)
+
+
+def find_obstacles(
+    examples: Sequence["Example"], function: str = "", terms: str = ""
+) -> Iterator[str]:
+    """Yield what keeps the reward function from scoring examples, a line for each.
+
+    The arguments are those of `validate_data_sources`.
+    """
+    if function:
+        return
+    parsed = parse_terms(terms)
+    for row, example in enumerate(examples, 1):
+        source = example.data_source
+        for name, rule in rules_of_source(source, parsed):
+            if rule is None:
+                shown = repr(source) if source else "'' (the rows have no such column)"
+                yield (
+                    f"example {row}: data_source={shown} has no built-in rule; expected one of "
+                    f"{SOURCES}, or config.reward.function=module:function."
+                    f"{did_you_mean(source, SOURCES)}"
+                )
+            elif obstacle := rule.obstacle(example.ground_truth):
+                required = f"data_source={source!r}" if name == AUTO else f"the rule {name!r}"
+                yield (
+                    f"example {row}: ground_truth={example.ground_truth!r} {obstacle}, as "
+                    f"{required} requires; correct the data, or set "
+                    "config.reward.function=module:function"
+                )
+
+
+def rules_of_source(source: str, terms: tuple[Term, ...]) -> Iterator[tuple[str, Rule | None]]:
+    """Yield name and rule of each term that a built-in rule scores; `None` if there is none."""
+    # Without terms, the rule of the row's source is the only one.
+    names = [term.rule for term in terms] or [AUTO]
+    for name in names:
+        if name == AUTO:
+            yield AUTO, RULES.get(RULE_OF_SOURCE.get(source, ""))
+        elif name not in (MODEL, JUDGE) and ":" not in name:
+            yield name, RULES.get(name)
