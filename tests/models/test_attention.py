@@ -302,10 +302,10 @@ def test_the_generation_is_that_of_this_machines_gpu(monkeypatch, platform, vers
         platform=platform, platform_version=version, local_devices=lambda: [device]
     )
     monkeypatch.setattr(jax.extend.backend, "get_backend", lambda: backend)
-    monkeypatch.setattr(decoders.logprobs, "target_platform", lambda: platform)
+    monkeypatch.setattr(decoders, "target_platform", lambda: platform)
     assert decoders._gpu_generation() == generation
     # A plan for GPUs on another machine does not know.
-    monkeypatch.setattr(decoders.logprobs, "target_platform", lambda: "cuda")
+    monkeypatch.setattr(decoders, "target_platform", lambda: "cuda")
     assert decoders._gpu_generation() is None
 
 
