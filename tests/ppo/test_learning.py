@@ -30,13 +30,17 @@ def train(workdir, *arguments):
 
 @pytest.mark.slow
 def test_arithmetic_goes_from_hasty_to_right(tmp_path):
-    """Half of the configuration's 30 steps; from 0.32 it reaches 0.96 at the end."""
+    """Half of the configuration's 30 steps.
+
+    The habit at the start depends on how a processor rounds: 0.32 and 0.42 were seen, with 0.96 and
+    0.97 after 30 steps.
+    """
     evaluations, _ = train(
         tmp_path, "--config=configs/arithmetic.py", "--config.trainer.total_training_steps=15"
     )
     assert evaluations[0]["step"] == 0
-    assert evaluations[0]["accuracy"] <= 0.40
-    assert evaluations[-1]["accuracy"] >= 0.70
+    assert evaluations[0]["accuracy"] <= 0.50
+    assert evaluations[-1]["accuracy"] >= 0.75
 
 
 @pytest.mark.exhaustive
