@@ -87,9 +87,9 @@ def test_a_column_of_zeros_stays_one():
 @pytest.mark.parametrize(
     ("model", "shape"),
     [
-        (MODEL, (1, 1, 1)),
+        pytest.param(MODEL, (1, 1, 1), marks=pytest.mark.slow),
         (MODEL, (2, 2, 2)),
-        (MODEL, (1, 2, 4)),
+        pytest.param(MODEL, (1, 2, 4), marks=pytest.mark.slow),
         pytest.param(Transformer(tiny.UNGATED, quantized=True), (1, 2, 4), marks=pytest.mark.slow),
     ],
     ids=["one device", "eight devices", "shared heads", "ungated"],

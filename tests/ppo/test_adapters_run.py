@@ -98,6 +98,7 @@ def undisturbed(files, tmp_path_factory):
     return workdir, run(files, workdir)
 
 
+@pytest.mark.slow
 def test_a_run_learns_adapters_alone(files, undisturbed):
     workdir, output = undisturbed
     assert "loaded the base: 20 tensors" in output and "loaded the reference" not in output

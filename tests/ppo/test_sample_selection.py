@@ -116,6 +116,7 @@ def filtered(files, tmp_path_factory):
     return workdir
 
 
+@pytest.mark.slow
 def test_every_group_of_a_filtered_run_has_different_rewards(filtered):
     steps = records_of_steps(filtered)
     assert sorted(steps) == [1, 2, 3, 4]
@@ -131,6 +132,7 @@ def test_every_group_of_a_filtered_run_has_different_rewards(filtered):
     assert {record["address"]["draw"] for records in steps.values() for record in records} > {0}
 
 
+@pytest.mark.slow
 def test_metrics_tell_how_many_draws_were_needed_and_what_all_of_them_earned(filtered):
     lines = (filtered / "training_metrics.csv").read_text().splitlines()
     rows = [dict(zip(lines[0].split(","), line.split(","), strict=True)) for line in lines[1:]]
@@ -143,6 +145,7 @@ def test_metrics_tell_how_many_draws_were_needed_and_what_all_of_them_earned(fil
         assert float(row["rollout/uniform_groups"]) >= float(row["reward/odd"]) > 0 or draws == 1
 
 
+@pytest.mark.slow
 def test_no_two_samples_of_a_step_share_random_numbers(filtered):
     records = records_of_steps(filtered)[1]
     keys = {

@@ -792,11 +792,12 @@ def watched(files: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Wa
 
     finish = loop.finish_step
 
-    def finish_and_count(run, state, step: int, *rest) -> None:
-        compiled_at_step[step] = len(compiled)
-        calls_at_step[step] = calls.copy()
-        finish(run, state, step, *rest)
-        jax.config.update("jax_transfer_guard", "disallow" if step in (3, 4) else "allow")
+    def finish_and_count(run, state, *, completed_steps: int, **named) -> None:
+        compiled_at_step[completed_steps] = len(compiled)
+        calls_at_step[completed_steps] = calls.copy()
+        finish(run, state, completed_steps=completed_steps, **named)
+        guard = "disallow" if completed_steps in (3, 4) else "allow"
+        jax.config.update("jax_transfer_guard", guard)
 
     workdir = tmp_path_factory.mktemp("watched")
     config = load_config(

@@ -343,6 +343,7 @@ def test_a_batch_of_which_nothing_is_answered_is_given_up(hanging, monkeypatch):
         environment.raise_if_all_failed()
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_does_not_keep_the_process_from_ending():
     script = (
         "import threading\n"

@@ -130,6 +130,7 @@ def config(tmp_path):
     return command_line.read_command_line(["train", f"--config={tmp_path}/config.py"])[0]
 
 
+@pytest.mark.slow
 def test_a_ppo_step_with_an_engine_named_by_an_option(config, tmp_path):
     """The loop transfers weights once per step, and evaluation uses its own options."""
     summary = loop.train(config, tmp_path / "run")

@@ -208,12 +208,9 @@ def load(files, *overrides, command="sft"):
     )[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("command", "task"),
-    [
-        pytest.param("sft", tasks.SFT, marks=pytest.mark.slow),
-        ("reward_model", tasks.REWARD_MODEL),
-    ],
+    ("command", "task"), [("sft", tasks.SFT), ("reward_model", tasks.REWARD_MODEL)]
 )
 def test_resumed_is_bit_equal(files, tmp_path, command, task, monkeypatch, capsys):
     """The run is stopped in the evaluation after step 4, which the resumed run repeats."""
