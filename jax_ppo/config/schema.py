@@ -44,6 +44,15 @@ CRITIC_HAS_PATH = Requirement(
     "`critic.path` is set",
     "needs a config.critic.path that has a head",
 )
+HAS_LOCAL_DIR = Condition(
+    lambda config: bool(config.trainer.local_dir), "`trainer.local_dir` is set"
+)
+SAMPLES_WITHIN_STEP = Requirement(
+    lambda config: not config.rollout.one_step_off,
+    "`rollout.one_step_off` is off",
+    "the states that it holds are without the batch that config.rollout.one_step_off=True samples "
+    "ahead",
+)
 HAS_ROLLOUT_MESH = Requirement(
     lambda config: config.rollout.mesh.model is not None,
     "`rollout.mesh.model` is set",
@@ -1402,6 +1411,22 @@ class Trainer:
     )
     max_checkpoints: int = option(
         2, "number of recent checkpoints to keep, besides the best one", at_least=1
+    )
+    local_dir: str = option(
+        "",
+        "folder on a disk of each machine, in which each process keeps its part of the newest "
+        "states between checkpoints; a restart of the processes on the same machines resumes from "
+        "it; empty: none",
+        read_by=PPO,
+        requires=(SAMPLES_WITHIN_STEP,),
+    )
+    local_save_freq: int = option(
+        5,
+        "steps between states kept in local_dir",
+        unit="steps",
+        at_least=1,
+        read_by=PPO,
+        effective_when=(HAS_LOCAL_DIR,),
     )
     best_metric: str = option(
         "accuracy",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config, Trainer
 from jax_ppo.ppo import scoring
@@ -62,7 +63,7 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
     with (
         jax.set_mesh(mesh),
         compilation.count_compilations() as compiled,
-        open_checkpoints(config.trainer, workdir) as checkpoints,
+        open_checkpoints(config.trainer, workdir, mesh) as checkpoints,
     ):
         # Most user errors surface in these two lines, before any weights are loaded.
         run = set_up_run(config, workdir, mesh, console.print_on_main)
@@ -215,15 +216,18 @@ def apply_rules(run: PPORun, sampled: SampledBatch, batches: TrainingBatches) ->
     return rule_rewards
 
 
-def open_checkpoints(options: Trainer, workdir: Path) -> Checkpointer:
-    """Return the checkpoints of the run in `workdir`."""
-    return Checkpointer(
+def open_checkpoints(options: Trainer, workdir: Path, mesh: Mesh) -> Checkpointer:
+    """Return the checkpoints of the run in `workdir`, and on the local disks if there are any."""
+    checkpoints = Checkpointer(
         work_directory.checkpoint_directory(workdir),
         max_to_keep=options.max_checkpoints,
         best_metric=options.best_metric,
         report=console.print_on_main,
         before_save=functools.partial(work_directory.publish, workdir),
     )
+    if options.local_dir:
+        checkpoints.keep_local(options.local_dir, mesh)
+    return checkpoints
 
 
 def start_state(
@@ -342,7 +346,9 @@ def finish_step(
         except EvaluationInterrupted:
             reporter.progress.evaluation_pending = True
     saves = is_due(completed_steps, run.total_steps, trainer.save_freq)
-    if saves or stop_request.should_stop(completed_steps):
+    saves = saves or stop_request.should_stop(completed_steps)
+    saves_locally = bool(trainer.local_dir) and completed_steps % trainer.local_save_freq == 0
+    if saves or saves_locally:
         reporter.flush()
         with reporter.phase("checkpoint"):
             meta = {
@@ -353,7 +359,10 @@ def finish_step(
             trees = trained_trees(state)
             if next_sampled is not None:
                 trees[ROLLOUT] = rollout_arrays(next_sampled.rollout)
-            checkpoints.save(completed_steps, trees, meta, _checkpoint_metrics(evaluation))
+            if saves:
+                checkpoints.save(completed_steps, trees, meta, _checkpoint_metrics(evaluation))
+            else:
+                checkpoints.save_local(completed_steps, trees, meta)
         # The next step's time does not include the checkpoint.
         reporter.restart_clock()
 

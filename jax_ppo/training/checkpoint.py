@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import os
+import secrets
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,14 +20,17 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh
 from orbax.checkpoint import checkpoint_managers
 
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import distributed, signals
 from jax_ppo.storage import disk_space, remote
 from jax_ppo.training import checksums, orbax_messages
+from jax_ppo.training.local_checkpoints import LocalCheckpoints, leaf_name
 
 META = "meta"
+RUN_ID = "run_id"  # the file that tells the local checkpoints of runs apart
 MAX_SHOWN = 5  # mismatched parameters named in an error
 
 
@@ -64,6 +68,8 @@ class Checkpointer:
         if not self._is_remote:
             self._directory = os.path.abspath(directory)  # Orbax takes absolute paths only
         self._before_save = before_save
+        self._report = report
+        self._local: LocalCheckpoints | None = None
         self._best_metric = best_metric
         policy = checkpoint_managers.AnyPreservationPolicy(
             [
@@ -158,8 +164,41 @@ class Checkpointer:
             self._manager.save(step, args=ocp.args.Composite(**items), metrics=finite, force=True)
         self._saved_step = step
 
+    def keep_local(self, directory: str, mesh: Mesh) -> None:
+        """Add local checkpoints; the newest that all processes have counts as one of this run's.
+
+        Raises:
+          UserError: the directory cannot be used.
+        """
+        # In the directory of the checkpoints: who removes it begins another run.
+        path = self._manager.directory / RUN_ID
+
+        def name_run() -> None:
+            if not path.exists():
+                path.write_text(secrets.token_hex(8))
+
+        distributed.run_on_main(name_run)
+        run_id = distributed.allgather_json(path.read_text() if distributed.is_main() else "")[0]
+        self._local = LocalCheckpoints(
+            directory, run_id, mesh, self._manager.latest_step(), self._report
+        )
+
+    def save_local(self, step: int, arrays: dict[str, Any], meta: dict) -> None:
+        """Copy the arrays and return; each process writes its shards to its local disk.
+
+        Arguments are those of `save`. It needs `keep_local`.
+
+        Raises:
+          UserError: the disk has too little space, or the previous save failed.
+        """
+        assert self._local is not None
+        distributed.run_on_main(self._before_save)
+        self._local.save(step, arrays, meta)
+
     def latest_step(self) -> int | None:
         """Return the step of the newest checkpoint, or `None` if there is none."""
+        if self._local is not None and self._local.step is not None:
+            return self._local.step  # those of the work directory were older
         return self._manager.latest_step()
 
     def best_step(self) -> int | None:
@@ -194,6 +233,10 @@ class Checkpointer:
         self.wait()
         # Validate files, names and shapes first: Orbax's own errors do not name what is wrong.
         wanted = {name: tree for name, tree in abstract.items() if tree is not None}
+        if self._local is not None and step == self._local.step:
+            for name, tree in wanted.items():
+                self._validate_shapes(step, name, self._local.saved_shapes(name), tree)
+            return self._local.restore(wanted)
         saved_steps = self._manager.all_steps()
         if step not in saved_steps:
             raise FileNotFoundError(
@@ -201,7 +244,9 @@ class Checkpointer:
             )
         self._validate_files(step)
         for name, tree in wanted.items():
-            self._validate_shapes(step, name, tree)
+            saved_tree = self.saved_tree(step, name)
+            saved = None if saved_tree is None else _shapes(saved_tree)
+            self._validate_shapes(step, name, saved, tree)
         items = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
         restored = self._manager.restore(
             step, args=ocp.args.Composite(**items, **{META: ocp.args.JsonRestore()})
@@ -231,12 +276,16 @@ class Checkpointer:
         # Background errors of the last save surface here.
         with self._disk_errors():
             self._manager.wait_until_finished()
+        if self._local is not None:
+            self._local.wait()
         if self._saved_step is not None:
             signals.record_saved_step(self._saved_step)
 
     def close(self) -> None:
         """Wait for a save in progress; nothing can be called afterwards."""
         self.wait()
+        if self._local is not None:
+            self._local.close(self._manager.latest_step())
         self._manager.close()
 
     def _prepare_save(self) -> None:
@@ -282,12 +331,12 @@ class Checkpointer:
         distributed.run_on_main(compare)
         self._intact_steps.add(step)
 
-    def _validate_shapes(self, step: int, name: str, abstract: Any) -> None:
+    def _validate_shapes(
+        self, step: int, name: str, saved: dict[str, tuple[int, ...]] | None, abstract: Any
+    ) -> None:
         """Compare names and shapes before Orbax does, whose errors name no parameter."""
-        saved_tree = self.saved_tree(step, name)
-        if saved_tree is None:
+        if saved is None:
             raise UserError(f"checkpoint {step} in {self._directory} holds no {name!r}")
-        saved = _shapes(saved_tree)
         wanted = _shapes(abstract)
         # Names of both sides: a parameter that only one of them has is a mismatch, too.
         wrong = [
@@ -314,5 +363,5 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.eval_shape(jax.random.key_data, leaf)  # keys are saved as their data
-        shapes[jax.tree_util.keystr(path, simple=True, separator="/")] = tuple(leaf.shape)
+        shapes[leaf_name(path)] = tuple(leaf.shape)
     return shapes
