@@ -25,7 +25,8 @@ class WorkerProcess(multiprocessing.context.SpawnProcess):
             main = sys.modules["__main__"]
             sys.modules["__main__"] = types.ModuleType("__main__")
             try:
-                return multiprocessing.context.SpawnProcess._Popen(process_obj)  # type: ignore[attr-defined]
+                spawn: Any = multiprocessing.context.SpawnProcess
+                return spawn._Popen(process_obj)
             finally:
                 sys.modules["__main__"] = main
 
