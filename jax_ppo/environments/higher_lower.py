@@ -53,7 +53,7 @@ class HigherLower:
         # What is no guess is not answered.
         observed = (guess != NO_DIGIT).astype(jnp.int32)
         reward = jnp.where(is_right, 1.0, MISS)
-        # The game has ended then, also for lack of guesses: the response is not cut off.
+        # The game itself ends after the last guess, so that its response does not count as cut off.
         ends = is_right | (guesses + 1 == GUESSES)
         return (secret, guesses + 1), sign[None], observed, reward, ends
 

@@ -178,13 +178,12 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
             head += architecture.vocab_size * architecture.hidden_size // parts * _FLOAT32
     fixed = _cast_weights(step, role) + architecture.num_layers * kept
     if _is_tpu():
-        if role.has_logits and role.net.lora is None and meshes.gathers_weights(mesh):
-            # A sum of the output embedding's gradients in float32 is whole on each device: devices
-            # add theirs up once per mini-batch.
-            is_whole = step.programs.config.actor.optim.gradient_dtype == "float32"
-            fixed += (
-                architecture.vocab_size * architecture.hidden_size // parts * _FLOAT32 * is_whole
-            )
+        sums_in_float32 = step.programs.config.actor.optim.gradient_dtype == "float32"
+        learns_head = role.has_logits and role.net.lora is None
+        if learns_head and sums_in_float32 and meshes.gathers_weights(mesh):
+            # Each device has a whole sum of the output embedding's gradients: devices add theirs
+            # up once per mini-batch.
+            fixed += architecture.vocab_size * architecture.hidden_size // parts * _FLOAT32
         # The layers' gradients begin when the head's are done, of which the weights alone stay.
         return fixed + gathered_head + max(gradients + layers, head)
     return fixed + gradients + _join(step, layers, head + gathered_head)

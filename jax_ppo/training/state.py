@@ -50,3 +50,19 @@ def trained_trees(state: TrainState) -> dict[str, Any]:
         trees["critic"] = state.critic
         optimizers["critic"] = state.critic_optimizer
     return {**trees, "optimizer": optimizers, "control": state.control}
+
+
+def assemble_state(
+    trained: dict[str, Any], *, step: Any, reference: Any, reward: Any
+) -> TrainState:
+    """Return the state, or its shapes, of the trees that `trained_trees` names and the others."""
+    return TrainState(
+        step=step,
+        actor=trained["actor"],
+        critic=trained.get("critic"),
+        reference=reference,
+        reward=reward,
+        actor_optimizer=trained["optimizer"]["actor"],
+        critic_optimizer=trained["optimizer"].get("critic"),
+        control=trained["control"],
+    )

@@ -21,7 +21,7 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.training.kl_schedule import first_control, resumed_control
 from jax_ppo.training.networks import Folders, Networks, actor_head
-from jax_ppo.training.state import TrainState
+from jax_ppo.training.state import TrainState, assemble_state
 from jax_ppo.training.state_shapes import param_dtype, role_optimizer, role_options, state_shapes
 from jax_ppo.types import Params
 
@@ -83,15 +83,11 @@ def create_state(
             seed=config.seed,
             progress=progress,
         )
-    return TrainState(
+    return assemble_state(
+        trained,
         step=placement.place(np.int32(step), sharding.replicated(mesh)),
-        actor=trained["actor"],
-        critic=trained.get("critic"),
         reference=reference,
         reward=reward,
-        actor_optimizer=trained["optimizer"]["actor"],
-        critic_optimizer=trained["optimizer"].get("critic"),
-        control=trained["control"],
     )
 
 

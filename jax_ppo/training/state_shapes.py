@@ -17,7 +17,7 @@ from jax_ppo.runtime import placement, sharding
 from jax_ppo.training.kl_schedule import first_control
 from jax_ppo.training.networks import Networks, actor_head
 from jax_ppo.training.optimizer import make_optimizer
-from jax_ppo.training.state import TrainState
+from jax_ppo.training.state import TrainState, assemble_state
 from jax_ppo.types import Params
 
 
@@ -81,15 +81,11 @@ def state_shapes(config: Config, nets: Networks, mesh: Mesh) -> TrainState:
         reward = frozen(_init_shapes(nets.reward, "scalar"), rules)
         if config.reward.param_offload:
             reward = _in_host_memory(reward, mesh)
-    return TrainState(
+    return assemble_state(
+        trained,
         step=jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(mesh)),
-        actor=trained["actor"],
-        critic=trained.get("critic"),
         reference=reference,
         reward=reward,
-        actor_optimizer=trained["optimizer"]["actor"],
-        critic_optimizer=trained["optimizer"].get("critic"),
-        control=trained["control"],
     )
 
 

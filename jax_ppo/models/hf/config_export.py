@@ -5,10 +5,9 @@ import dataclasses
 from jax_ppo.errors import UserError
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.config import from_hf_config
-from jax_ppo.models.hf.families import FAMILIES, Family
-from jax_ppo.models.hf.fields import (
-    Config,
-)
+from jax_ppo.models.hf.families import FAMILIES
+from jax_ppo.models.hf.family import Family
+from jax_ppo.models.hf.fields import Config
 from jax_ppo.models.hf.rope_config import FULL, LOCAL, write_rope
 
 
