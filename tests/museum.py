@@ -44,7 +44,7 @@ TEST_METRICS = "tests/reporting/test_sinks.py"
 TEST_CHECKPOINT = "tests/training/test_checkpoint.py"
 TEST_MASKED = "tests/kernels/test_masked.py"
 TEST_LOGPROBS = "tests/kernels/test_logprobs.py"
-TEST_STAGES = "tests/models/test_pipeline_stages.py"
+TEST_STAGES = "tests/runtime/parallelism/test_pipeline.py"
 TEST_UPDATE = "tests/ppo/test_update.py"
 TEST_EXPERIENCE = "tests/ppo/test_experience.py"
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from test_pipeline_stages import ARCHITECTURE, EXPERTS, T, compiled_on_mesh
+from test_pipeline import ARCHITECTURE, EXPERTS, T, compiled_on_mesh
 
 import tiny
 from hlo import read_collectives

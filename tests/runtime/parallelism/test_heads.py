@@ -1,4 +1,4 @@
-"""Query heads that `mesh.model` does not divide: same values and gradients, same parameters."""
+"""Heads that `mesh.model` does not divide: same values and gradients, same parameters."""
 
 import dataclasses
 
@@ -15,6 +15,7 @@ from jax_ppo.runtime.parallelism.heads import (
     copy_kv_heads,
     drop_padded_heads,
     num_padded_query_heads,
+    num_split_kv_heads,
     pad_query_heads,
 )
 
@@ -47,6 +48,18 @@ def test_padded_query_heads_read_the_same_key_head(heads, kv_heads, parts, padde
         if query:
             read = copied[0, 0, h // group, 0]
             assert read == (int(query) - 1) // (heads // kv_heads)
+
+
+@pytest.mark.parametrize(("query_heads", "heads"), [(4, 1), (4, 2), (12, 6)])
+def test_copied_key_heads_are_read_by_the_same_query_heads(query_heads, heads):
+    """Query head h reads key head h // (H / K), before and after."""
+    keys = np.arange(heads)[None, None, :, None] * np.ones((2, 3, 1, 2))
+    with jax.set_mesh(tiny.make_mesh(8, model=4)):
+        copied = np.asarray(jax.jit(copy_kv_heads)(keys))
+        assert copied.shape[2] % 4 == 0 and copied.shape[2] == num_split_kv_heads(heads)
+    for h in range(query_heads):
+        read = copied[:, :, h // (query_heads // copied.shape[2])]
+        np.testing.assert_array_equal(read, keys[:, :, h // (query_heads // heads)])
 
 
 def test_without_a_mesh_nothing_is_padded():
