@@ -234,8 +234,9 @@ class Checkpointer:
         # Validate files, names and shapes first: Orbax's own errors do not name what is wrong.
         wanted = {name: tree for name, tree in abstract.items() if tree is not None}
         if self._local is not None and step == self._local.step:
+            checkpoint = f"local checkpoint {self._local.path}"
             for name, tree in wanted.items():
-                self._validate_shapes(step, name, self._local.saved_shapes(name), tree)
+                _validate_shapes(checkpoint, name, self._local.saved_shapes(name), tree)
             return self._local.restore(wanted)
         saved_steps = self._manager.all_steps()
         if step not in saved_steps:
@@ -243,10 +244,11 @@ class Checkpointer:
                 f"{self._directory} has no checkpoint of step {step}, only of {saved_steps}"
             )
         self._validate_files(step)
+        checkpoint = f"checkpoint {step} in {self._directory}"
         for name, tree in wanted.items():
             saved_tree = self.saved_tree(step, name)
             saved = None if saved_tree is None else _shapes(saved_tree)
-            self._validate_shapes(step, name, saved, tree)
+            _validate_shapes(checkpoint, name, saved, tree)
         items = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
         restored = self._manager.restore(
             step, args=ocp.args.Composite(**items, **{META: ocp.args.JsonRestore()})
@@ -331,26 +333,36 @@ class Checkpointer:
         distributed.run_on_main(compare)
         self._intact_steps.add(step)
 
-    def _validate_shapes(
-        self, step: int, name: str, saved: dict[str, tuple[int, ...]] | None, abstract: Any
-    ) -> None:
-        """Compare names and shapes before Orbax does, whose errors name no parameter."""
-        if saved is None:
-            raise UserError(f"checkpoint {step} in {self._directory} holds no {name!r}")
-        wanted = _shapes(abstract)
-        # Names of both sides: a parameter that only one of them has is a mismatch, too.
-        wrong = [
-            f"{name}/{key}: {saved.get(key, 'absent')} in the checkpoint, "
-            f"{wanted.get(key, 'absent')} in the model"
-            for key in sorted(saved.keys() | wanted.keys())
-            if saved.get(key) != wanted.get(key)
-        ]
-        if wrong:
-            more = f" and {len(wrong) - MAX_SHOWN} more" if len(wrong) > MAX_SHOWN else ""
-            raise UserError(
-                f"checkpoint {step} in {self._directory} is of another model or optimizer: "
-                f"{'; '.join(wrong[:MAX_SHOWN])}{more}"
-            )
+
+def _validate_shapes(
+    checkpoint: str, name: str, saved: dict[str, tuple[int, ...]] | None, abstract: Any
+) -> None:
+    """Compare names and shapes before anything is read: other errors name no parameter.
+
+    Args:
+      checkpoint: what messages call it.
+      name: that of the tree.
+      saved: the shapes in the checkpoint; `None` if it has no such tree.
+      abstract: the tree to read.
+
+    Raises:
+      UserError: they differ.
+    """
+    if saved is None:
+        raise UserError(f"{checkpoint} holds no {name!r}")
+    wanted = _shapes(abstract)
+    # Names of both sides: a parameter that only one of them has is a mismatch, too.
+    wrong = [
+        f"{name}/{key}: {saved.get(key, 'absent')} in the checkpoint, "
+        f"{wanted.get(key, 'absent')} in the model"
+        for key in sorted(saved.keys() | wanted.keys())
+        if saved.get(key) != wanted.get(key)
+    ]
+    if wrong:
+        more = f" and {len(wrong) - MAX_SHOWN} more" if len(wrong) > MAX_SHOWN else ""
+        raise UserError(
+            f"{checkpoint} is of another model or optimizer: {'; '.join(wrong[:MAX_SHOWN])}{more}"
+        )
 
 
 def _num_bytes(array: Any) -> int:

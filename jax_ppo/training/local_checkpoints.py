@@ -85,7 +85,7 @@ class LocalCheckpoints:
 
         Args:
           step: number of the checkpoint.
-          arrays: trees of arrays by name.
+          arrays: trees of arrays by name; typed PRNG keys are allowed.
           meta: what JSON can hold.
 
         Raises:
@@ -111,8 +111,16 @@ class LocalCheckpoints:
         self._writing = self._writer.submit(self._write, step, manifest, shards)
         self._saved_step = step
 
+    @property
+    def path(self) -> Path:
+        """Return the folder of this process's part of the checkpoint of `step`."""
+        return self._folder / str(self.step)
+
     def saved_shapes(self, name: str) -> dict[str, tuple[int, ...]] | None:
-        """Return the shape of each array of a tree of `step`, `None` if it is not there."""
+        """Return the shape of each array of a tree of `step`, `None` if it is not there.
+
+        PRNG keys have the shape of their data.
+        """
         trees = self._read_manifest(self.step)["trees"]
         if name not in trees:
             return None
@@ -134,19 +142,11 @@ class LocalCheckpoints:
         manifest = self._read_manifest(self.step)
 
         def read(entry: dict[str, Any], x: jax.ShapeDtypeStruct) -> jax.Array:
-            def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
-                bounds = _bounds(index or (), x.shape)
-                if str(bounds) not in entry["shards"]:
-                    raise UserError(
-                        f"the local checkpoint of step {self.step} is of another layout; without "
-                        f"{self._folder.parent} the run resumes from its work directory"
-                    )
-                path = self._folder / str(self.step) / f"{entry['shards'][str(bounds)]}.bin"
-                shape = [stop - start for start, stop in bounds]
-                stored = np.fromfile(path, np.uint8).view(jnp.dtype(entry["dtype"]))
-                return stored.reshape(shape).astype(x.dtype)
-
-            return jax.make_array_from_callback(x.shape, x.sharding, read_shard)
+            if "key_impl" not in entry:
+                return self._read_array(entry, x)
+            data = jax.eval_shape(jax.random.key_data, x)
+            data = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=x.sharding)
+            return jax.random.wrap_key_data(self._read_array(entry, data), impl=entry["key_impl"])
 
         arrays = {
             name: jax.tree_util.tree_map_with_path(
@@ -175,6 +175,23 @@ class LocalCheckpoints:
             # The processes of one machine share the run's folder: the last one removes it.
             if self._folder.parent.is_dir() and not any(self._folder.parent.iterdir()):
                 shutil.rmtree(self._folder.parent, ignore_errors=True)
+
+    def _read_array(self, entry: dict[str, Any], x: jax.ShapeDtypeStruct) -> jax.Array:
+        """Read an array of the checkpoint of `step`, in the layout and memory of its sharding."""
+
+        def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
+            bounds = _bounds(index or (), x.shape)
+            if str(bounds) not in entry["shards"]:
+                raise UserError(
+                    f"the local checkpoint of step {self.step} is of another layout; without "
+                    f"{self._folder.parent} the run resumes from its work directory"
+                )
+            shape = [stop - start for start, stop in bounds]
+            file = self.path / f"{entry['shards'][str(bounds)]}.bin"
+            stored = np.fromfile(file, np.uint8).view(jnp.dtype(entry["dtype"]))
+            return stored.reshape(shape).astype(x.dtype)
+
+        return jax.make_array_from_callback(x.shape, x.sharding, read_shard)
 
     def _agree_on_step(self, shared_step: int, report: Callable[[str], None]) -> int | None:
         steps = [step for step in self._saved_steps() if step > shared_step]
@@ -223,6 +240,9 @@ def leaf_name(path: jax.tree_util.KeyPath) -> str:
 
 def _take_shards(array: jax.Array, shards: list[np.ndarray]) -> dict[str, Any]:
     """Append copies of this process's shards, each once, and return how to find them."""
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        data = _take_shards(jax.random.key_data(array), shards)
+        return data | {"key_impl": str(jax.random.key_impl(array))}
     numbers: dict[str, int] = {}
     for shard in array.addressable_shards:
         bounds = str(_bounds(shard.index, array.shape))

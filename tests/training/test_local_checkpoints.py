@@ -9,6 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 import tiny
 from jax_ppo.errors import UserError
+from jax_ppo.runtime import placement
+from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.local_checkpoints import LocalCheckpoints
 
 NOT_USED = "local checkpoints are not used: no step is whole on every process, with the run's mesh"
@@ -67,6 +69,59 @@ def test_a_state_is_restored_bit_for_bit(saved, mesh):
     jax.tree.map(np.testing.assert_array_equal, arrays, state)
     jax.tree.map(lambda x, y: x.sharding == y.sharding or pytest.fail(str(x)), arrays, state)
     assert arrays["actor"]["norm"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("saved_in", ["device", placement.PINNED_HOST])
+@pytest.mark.parametrize("restored_in", ["device", placement.PINNED_HOST])
+def test_a_state_is_restored_to_the_memory_where_it_belongs(mesh, tmp_path, saved_in, restored_in):
+    """Optimizer states may be offloaded, or no longer, from one start to the next."""
+
+    def shapes(memory):
+        return placement.in_memory(abstract(make_state(mesh)), memory)
+
+    state = jax.tree.map(
+        lambda x, shape: jax.device_put(x, shape.sharding), make_state(mesh), shapes(saved_in)
+    )
+    checkpoints = open_checkpoints(tmp_path, mesh)
+    checkpoints.save(1, state, {})
+    checkpoints.close(shared_step=None)
+    arrays, _ = open_checkpoints(tmp_path, mesh).restore(shapes(restored_in))
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(arrays)} == {restored_in}
+    jax.tree.map(np.testing.assert_array_equal, arrays, state)
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_random_keys_are_restored(mesh, tmp_path, impl):
+    keys = jax.random.split(jax.random.key(3, impl=impl), 4)
+    state = {"keys": {"split": jax.device_put(keys, NamedSharding(mesh, P("fsdp")))}}
+    checkpoints = open_checkpoints(tmp_path, mesh)
+    checkpoints.save(1, state, {})
+    checkpoints.close(shared_step=None)
+    arrays, _ = open_checkpoints(tmp_path, mesh).restore(abstract(state))
+    restored = arrays["keys"]["split"]
+    assert (restored.dtype, restored.sharding) == (keys.dtype, state["keys"]["split"].sharding)
+    data = jax.random.key_data(restored)
+    np.testing.assert_array_equal(data, jax.random.key_data(keys))
+
+
+def test_a_mismatch_names_the_local_checkpoint(mesh, tmp_path):
+    state = make_state(mesh)
+    local = tmp_path / "local"
+    for _ in range(2):
+        with Checkpointer(tmp_path / "shared") as checkpoints:
+            checkpoints.keep_local(str(local), mesh)
+            if checkpoints.latest_step() is None:
+                checkpoints.save_local(1, state, {})
+                continue
+            checkpoints.restore(1, abstract(state))
+            wider = jax.ShapeDtypeStruct((9,), jnp.float32, sharding=NamedSharding(mesh, P()))
+            with pytest.raises(UserError) as error:
+                checkpoints.restore(1, {"actor": {"kernel": wider, "norm": wider}})
+            with pytest.raises(UserError, match="holds no 'critic'"):
+                checkpoints.restore(1, {"critic": abstract(state["actor"])})
+    assert "actor/kernel: (8, 6) in the checkpoint, (9,) in the model" in str(error.value)
+    path = next(local.glob("*/process_0")) / "1"
+    assert str(error.value).startswith(f"local checkpoint {path} is of another model")
 
 
 def test_only_the_one_that_the_run_resumes_from_is_kept(saved, mesh):
