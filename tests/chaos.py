@@ -270,7 +270,7 @@ def judge_fault(fault: Fault, output: str) -> None:
     if fault.phase == FINISHING:
         expected.add(0)
     if fault.phase == STARTING and fault.kind == "kill one":
-        expected.add(1)  # it had not yet connected
+        expected.add(1)  # it had no lifeline yet
     if fault.phase in (STARTING, FINISHING):
         expected |= WITHOUT_HANDLERS_EXIT_CODES.get(fault.kind, set())
     if not set(fault.codes) <= expected:

@@ -20,7 +20,9 @@ from waiting import keep_port
 
 ROOT = Path(__file__).parents[1]
 COMMAND = ROOT / "tests" / "chaos_command.py"
-TIMEOUT = 300.0  # seconds of a start or of an end before a run counts as hung
+# Seconds of a start or of an end before a run counts as hung. Processes that wait for one that has
+# ended before it connected end by themselves after 300.
+TIMEOUT = 600.0
 STARTING = "starting"
 # Like the tests: compiling quickly matters more than running quickly.
 XLA_FLAGS = (

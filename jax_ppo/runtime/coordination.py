@@ -1,9 +1,10 @@
-"""JAX's coordination service in a process of its own, which outlives process 0 by a second.
+"""JAX's coordination service in a process of its own, which outlives process 0.
 
 In process 0 itself the service would be gone when that process is killed. JAX ends a process whose
-connection to the service breaks, at once and without naming the one that has ended; here the
-lifeline comes first, which does. The service itself notices a process that is alive but frozen, by
-its missing heartbeats. JAX then aborts the others; the service's process says which one it was.
+connection to the service breaks, at once and without naming the one that has ended. Here the
+service stays until the lifeline, which does name it, has ended the others. The service itself
+notices a process that is alive but frozen, by its missing heartbeats. JAX then aborts the others;
+the service's process says which one it was.
 """
 
 import contextlib
@@ -11,11 +12,13 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import IO, Any
 
 from jaxlib import _jax
@@ -24,7 +27,10 @@ from jax_ppo.errors import UserError
 
 _READY = "ready\n"
 _STOP = "stop\n"
-# Long enough for the lifelines of the others, shorter than a restart of process 0.
+_POLL_SECONDS = 0.05
+_PROBE_SECONDS = 5  # more than a connection within one machine takes
+_ESTABLISHED = "01"  # the state of a connection in /proc/net/tcp
+# Where the system does not list connections.
 _GRACE_SECONDS = 1.0
 
 
@@ -74,13 +80,65 @@ def _serve(arguments: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     options = json.loads(arguments)
-    _name_silent_processes(options["heartbeat_timeout"])
+    seconds = options["heartbeat_timeout"]
+    _name_silent_processes(seconds)
+    _require_free(options["address"], seconds)
     service = _jax.get_distributed_runtime_service(**options)
     print(_READY, end="", flush=True)
     if sys.stdin.read() == _STOP:
         service.shutdown()
+    elif sys.platform == "linux":
+        # After `seconds` without a sign of life from process 0, the service has JAX end the others.
+        _wait_while(_has_connections, seconds)
     else:
         time.sleep(_GRACE_SECONDS)
+
+
+def _require_free(address: str, seconds: float) -> None:
+    """Wait until nothing listens on the address; exit if that takes longer than `seconds`.
+
+    The service of an earlier start may still be there, for a process that is slow to end. The
+    system would let both listen, and give each of them some of the connections.
+    """
+    host, _, port = address.rpartition(":")
+
+    def is_in_use() -> bool:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS).close()
+        except OSError:
+            return False
+        return True
+
+    if is_in_use():
+        print(f"something listens on {address}: waiting for its end", file=sys.stderr, flush=True)
+        if _wait_while(is_in_use, seconds):
+            sys.exit(1)
+
+
+def _wait_while(holds: Callable[[], bool], seconds: float) -> bool:
+    """Wait while a condition holds, at most for `seconds`; return whether it still holds."""
+    deadline = time.monotonic() + seconds
+    while holds():
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(_POLL_SECONDS)
+    return False
+
+
+def _has_connections() -> bool:
+    """Return whether another process is connected to this one by TCP."""
+    own = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        # Another thread may close it meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            own.add(os.readlink(descriptor))
+    rows = [
+        line.split()
+        for table in Path("/proc/self/net").glob("tcp*")
+        for line in table.read_text().splitlines()[1:]
+    ]
+    # The fourth column is the state, the tenth the number of the socket.
+    return any(row[3] == _ESTABLISHED and f"socket:[{row[9]}]" in own for row in rows)
 
 
 def _name_silent_processes(seconds: int) -> None:

@@ -14,11 +14,12 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -43,6 +44,8 @@ _stop_questions = itertools.count()
 # A collective that fails because another process has ended waits so long for the reason.
 _REASON_SECONDS = 5
 _lifeline: Lifeline | None = None
+# Hosts may start minutes apart. JAX's own limit is as long, but aborts with a stack trace.
+_START_SECONDS = 300
 EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -62,9 +65,38 @@ def initialize(options: schema.Distributed) -> None:
     # JAX's own handler of SIGTERM would replace that of `signals`. Its processes agree on the step
     # number after the largest one, which a run that resumes, or has yet to start, never asks for.
     jax.config.update("jax_enable_preemption_service", False)
-    with coordination.service_in_own_process():
-        jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=options.heartbeat_seconds)
-    _start_lifeline(options.heartbeat_seconds)
+    with _limited_start():
+        with coordination.service_in_own_process():
+            jax.distributed.initialize(
+                **arguments,
+                initialization_timeout=2 * _START_SECONDS,
+                heartbeat_timeout_seconds=options.heartbeat_seconds,
+            )
+        _start_lifeline(options.heartbeat_seconds)
+
+
+@contextlib.contextmanager
+def _limited_start() -> Iterator[None]:
+    """End this process with one line if the block, in which it connects, takes too long.
+
+    A process that ends before it has connected is missed by no lifeline: the others wait for it.
+    """
+
+    def end() -> None:
+        address = jax_distributed.global_state.coordinator_address
+        _end_abruptly(
+            f"not all processes have connected to {address} within {_START_SECONDS} s: one has not "
+            "started, has ended since, or cannot reach it",
+            signals.LOST_EXIT_CODE,
+        )
+
+    timer = threading.Timer(_START_SECONDS, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def is_main() -> bool:

@@ -22,6 +22,8 @@ _KEY = "jax_ppo/lifeline"  # in the store that JAX's coordination service shares
 _WELCOME = b"\n"
 _MAX_MESSAGE = 4096  # bytes of a reason
 _CONNECT_SECONDS = 30
+# Process 0, which has just connected to the store, is about to answer, however slow its machine is.
+_ANSWER_SECONDS = 3600
 
 
 class Lifeline:
@@ -69,10 +71,11 @@ class Lifeline:
         Raises:
           OSError: process 0 cannot be reached.
         """
-        address = json.loads(store.blocking_key_value_get(_KEY, 1000 * _CONNECT_SECONDS))
+        address = json.loads(store.blocking_key_value_get(_KEY, 1000 * _ANSWER_SECONDS))
         connection = socket.create_connection(
             (address["host"], address["port"]), timeout=_CONNECT_SECONDS
         )
+        connection.settimeout(_ANSWER_SECONDS)
         self._send(connection, {"process": self._process, "token": address["token"]})
         if connection.recv(len(_WELCOME)) != _WELCOME:
             raise OSError("the connection was refused")

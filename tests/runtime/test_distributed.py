@@ -1,5 +1,6 @@
 """Processes connect by options or environment, and none hangs when another fails."""
 
+import concurrent.futures
 import http.server
 import os
 import pathlib
@@ -15,7 +16,7 @@ from jax_ppo.config import schema
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import coordination, distributed
 from jax_ppo.runtime.lifeline import WITHOUT_A_WORD
-from waiting import HANG_SECONDS, finish_all, keep_port
+from waiting import HANG_SECONDS, finish_all, keep_port, wait_until
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXPLICIT = {"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
@@ -307,8 +308,61 @@ def test_an_error_of_the_main_process_is_raised_whatever_its_text(error):
     assert str(caught.value) == (str(error) or "OSError")
 
 
+def test_a_process_that_the_others_do_not_join_ends_with_one_line(coordinator_address):
+    program = f"""
+from jax_ppo.config import schema
+from jax_ppo.runtime import distributed
+distributed._START_SECONDS = 1
+options = schema.Distributed(
+    coordinator_address={coordinator_address!r}, num_processes=2, process_id=1
+)
+distributed.initialize(options)
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    assert process.returncode == 75
+    (line,) = process.stderr.splitlines()
+    assert line.endswith(
+        f": not all processes have connected to {coordinator_address} within 1 s: one has not "
+        "started, has ended since, or cannot reach it"
+    )
+
+
 def test_a_coordinator_address_in_use_is_one_line():
     with socket.create_server(("localhost", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"
         with pytest.raises(UserError, match="is the port in use"):
-            coordination.ServiceProcess(address, 2)
+            coordination.ServiceProcess(address, 2, heartbeat_timeout=0)
+
+
+HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+
+
+def test_the_service_waits_for_the_others_and_the_next_one_for_it(coordinator_address, capfd):
+    """As after the death of process 0, while the machine of another process is slow."""
+    forever = {"heartbeat_timeout": 100_000}
+    first = coordination.ServiceProcess(coordinator_address, 2, **forever)
+    host, port = coordinator_address.split(":")
+    with (
+        concurrent.futures.ThreadPoolExecutor() as pool,
+        socket.create_connection((host, int(port))) as connection,
+    ):
+        connection.sendall(HTTP2_GREETING)  # the service closes a silent connection after minutes
+        for pipe in (first._process.stdin, first._process.stdout):
+            pipe.close()
+        second = pool.submit(coordination.ServiceProcess, coordinator_address, 2, **forever)
+        errors = []
+
+        def waits():
+            errors.append(capfd.readouterr().err)
+            return f"something listens on {coordinator_address}" in "".join(errors)
+
+        wait_until(waits)
+        assert first._process.poll() is None and not second.done()
+    second.result().shutdown()
+    assert first._process.wait(HANG_SECONDS) == 0
