@@ -352,7 +352,9 @@ def test_the_service_waits_for_the_others_and_the_next_one_for_it(coordinator_ad
         concurrent.futures.ThreadPoolExecutor() as pool,
         socket.create_connection((host, int(port))) as connection,
     ):
-        connection.sendall(HTTP2_GREETING)  # the service closes a silent connection after minutes
+        # Its answer shows that the service has accepted the connection.
+        connection.sendall(HTTP2_GREETING)
+        assert connection.recv(1)
         for pipe in (first._process.stdin, first._process.stdout):
             pipe.close()
         second = pool.submit(coordination.ServiceProcess, coordinator_address, 2, **forever)
