@@ -1,4 +1,4 @@
-"""Scores of a batch of responses: arrays of scores, and what the user is told of failures."""
+"""Scores of a batch of responses as arrays, and the warning about those that failed."""
 
 import dataclasses
 import logging
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jax_ppo.errors import printable_lines
+from jax_ppo.errors import printable_lines, shorten
 from jax_ppo.rewards.batch_functions import BatchFunction, score_whole_batch
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import (
@@ -98,10 +98,7 @@ def score_batch(
     names = sorted({name for result in results for name in result.extra})
     return ScoredBatch(
         scores=np.array([result.score for result in results], np.float32),
-        correct=np.array(
-            [math.nan if result.correct is None else result.correct for result in results],
-            np.float32,
-        ),
+        correct=np.array([_correctness(result) for result in results], np.float32),
         failed=failed,
         extra={
             name: np.array([result.extra.get(name, math.nan) for result in results], np.float32)
@@ -131,15 +128,17 @@ def _score_samples(
     ]
 
 
+def _correctness(result: RewardResult) -> float:
+    """Return 1 or 0; NaN if the rule does not define correctness."""
+    if result.correct is None:
+        return math.nan
+    return float(result.correct)
+
+
 def _describe_failure(row: int, example: Example, response: str, failure: ScoringFailure) -> str:
-    """Return the sample and the cause, in printable characters."""
+    """Describe a sample and why it failed, in printable characters."""
     return printable_lines(
         f"row {row} of the batch, data_source={example.data_source!r}, "
-        f"extra_info={_shorten_repr(example.extra_info)}, "
+        f"extra_info={shorten(repr(example.extra_info), 200)}, "
         f"response ending in {response[-200:]!r}:\n{failure.cause}"
     )
-
-
-def _shorten_repr(value: object, width: int = 200) -> str:
-    text = repr(value)
-    return text if len(text) <= width else text[:width] + "..."

@@ -1,7 +1,8 @@
 """User-defined reward functions that take all responses of a rollout at once.
 
-Two signatures, told apart by the names of the arguments: verl's for batches, f(data_sources=,
-solution_strs=, ground_truths=, extra_infos=), and TRL's, f(prompts=, completions=, **columns).
+There are two signatures, distinguished by the names of the arguments: verl's for batches,
+f(data_sources=, solution_strs=, ground_truths=, extra_infos=), and TRL's, f(prompts=, completions=,
+**columns).
 """
 
 import inspect
@@ -31,9 +32,9 @@ class BatchFunction(NamedTuple):
 
 
 def batch_arguments(function: Callable[..., Any]) -> tuple[str, ...] | None:
-    """Return the arguments that a function for batches is called with, `None` for any other.
+    """Return the arguments that a batch function is called with; `None` for any other function.
 
-    TRL's also take columns of the data by name: those that the function requires.
+    A function with TRL's signature also gets the columns of the data that it requires by name.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -53,7 +54,7 @@ def batch_arguments(function: Callable[..., Any]) -> tuple[str, ...] | None:
 
 
 def wrap_batch_function(function: Callable[..., Any], arguments: tuple[str, ...]) -> BatchFunction:
-    """Return a user's function for batches, whose `batch_arguments` are `arguments`."""
+    """Wrap a user's batch function, whose `batch_arguments` are `arguments`."""
     if arguments == VERL_ARGUMENTS:
         return BatchFunction(lambda rows, responses: function(**_verl_arguments(rows, responses)))
     return BatchFunction(lambda rows, responses: function(**_trl_arguments(rows, responses)))
@@ -73,7 +74,7 @@ def score_whole_batch(
             )
     except KeyboardInterrupt:
         raise
-    # SystemExit, too: a reward function must not end the run as if it had succeeded.
+    # This includes SystemExit: a reward function must not end the run as if it had succeeded.
     except BaseException:
         failure = ScoringFailure(printable_lines(traceback.format_exc())[-_MAX_TRACEBACK:])
         return [failure] * len(responses)
@@ -81,7 +82,7 @@ def score_whole_batch(
 
 
 def _parse(value: Any, response: str) -> Outcome:
-    # TRL's functions return None for samples that they have nothing to say about.
+    # TRL's functions return None for samples that they do not apply to.
     if value is None:
         return RewardResult(score=0.0)
     try:
@@ -100,7 +101,7 @@ def _verl_arguments(rows: Sequence[RewardRow], responses: Sequence[str]) -> dict
 
 
 def _trl_arguments(rows: Sequence[RewardRow], responses: Sequence[str]) -> dict[str, Any]:
-    """Return prompts, completions and the columns of the rows; chats are lists of messages."""
+    """Return prompts, completions and columns of the rows; chats are lists of messages."""
     columns: dict[str, list[Any]] = {
         "data_source": [row.data_source for row in rows],
         "ground_truth": [row.ground_truth for row in rows],
@@ -109,11 +110,20 @@ def _trl_arguments(rows: Sequence[RewardRow], responses: Sequence[str]) -> dict[
         columns[name] = [row.extra_info.get(name) for row in rows]
     return {
         **columns,
-        "prompts": [
-            row.prompt if isinstance(row.prompt, str) else list(row.prompt) for row in rows
-        ],
+        "prompts": [_trl_prompt(row) for row in rows],
         "completions": [
-            text if isinstance(row.prompt, str) else [{"role": "assistant", "content": text}]
-            for row, text in zip(rows, responses, strict=True)
+            _trl_completion(row, response) for row, response in zip(rows, responses, strict=True)
         ],
     }
+
+
+def _trl_prompt(row: RewardRow) -> str | list[dict[str, str]]:
+    if isinstance(row.prompt, str):
+        return row.prompt
+    return list(row.prompt)
+
+
+def _trl_completion(row: RewardRow, response: str) -> str | list[dict[str, str]]:
+    if isinstance(row.prompt, str):
+        return response
+    return [{"role": "assistant", "content": response}]

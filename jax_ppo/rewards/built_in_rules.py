@@ -1,17 +1,13 @@
-"""The table of built-in rules: how each one is bound to its argument, and which rows it scores."""
+"""The table of built-in rules: how each is bound to its argument, and which rows it scores."""
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax_ppo.rewards import math_rules, rules, text_rules
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction
-
-if TYPE_CHECKING:  # `jax_ppo.types` imports jax, which reward workers do not load
-    pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,10 +16,10 @@ class Rule:
 
     Attributes:
       bind: returns the reward function for the argument in a term's brackets, "" without one;
-        raises `ValueError` for a wrong one.
+        raises `ValueError` if the argument is invalid.
       sources: the values of `data_source` that select the rule.
       obstacle: returns what is wrong with a ground truth, "" if nothing is.
-      is_isolated: whether its time is unbounded, so that it runs in worker processes only.
+      is_isolated: whether its time is unbounded, so that it runs only in worker processes.
     """
 
     bind: Callable[[str], RewardFunction]
@@ -55,26 +51,30 @@ def _bind_story(argument: str) -> RewardFunction:
 
 
 def _bind_format(argument: str) -> RewardFunction:
-    tags = tuple(tag.strip() for tag in argument.split(",")) if argument else ("think", "answer")
+    tags = tuple(tag.strip() for tag in (argument or "think,answer").split(","))
     if not all(re.fullmatch(r"[\w-]+", tag) for tag in tags):
-        raise ValueError("expected names of tags, as in format[think,answer]")
+        raise ValueError("expected tag names, as in format[think,answer]")
     return lambda row, response: text_rules.score_format(response, tags)
 
 
 def _bind_length(argument: str) -> RewardFunction:
     bounds = re.fullmatch(r"(\d{1,9}):(\d{1,9})", argument)
     if bounds is None or int(bounds[1]) > int(bounds[2]):
-        raise ValueError("expected the least and the greatest number of words, as in length[5:200]")
+        raise ValueError("expected the minimum and maximum number of words, as in length[5:200]")
     least, most = map(int, bounds.groups())
     return lambda row, response: text_rules.score_length(response, least, most)
 
 
 def _number_obstacle(ground_truth: Any) -> str:
-    return "" if rules.parse_number(str(ground_truth)) is not None else "is not a number"
+    if rules.parse_number(str(ground_truth)) is None:
+        return "is not a number"
+    return ""
 
 
 def _text_obstacle(ground_truth: Any) -> str:
-    return "" if isinstance(ground_truth, str) and ground_truth.strip() else "is empty or not text"
+    if not isinstance(ground_truth, str) or not ground_truth.strip():
+        return "is empty or not text"
+    return ""
 
 
 def _pattern_obstacle(ground_truth: Any) -> str:
@@ -87,10 +87,12 @@ def _pattern_obstacle(ground_truth: Any) -> str:
 
 def _schema_obstacle(ground_truth: Any) -> str:
     try:
-        schema = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+        schema = text_rules.parse_schema(ground_truth)
     except (ValueError, RecursionError) as error:
         return f"is not JSON: {error}"
-    return "" if isinstance(schema, dict) else "is not a JSON schema"
+    if not isinstance(schema, dict):
+        return "is not a JSON schema"
+    return ""
 
 
 RULES = {
@@ -123,7 +125,7 @@ RULES = {
     "exact": Rule(
         bind=_without_argument(text_rules.score_exact), sources=("exact",), obstacle=_text_obstacle
     ),
-    # The pattern comes from the data and the text from a model: matching has no time bound.
+    # The data choose the pattern and a model the text, so that the time to match has no bound.
     "regex": Rule(
         bind=_without_argument(text_rules.score_regex),
         sources=("regex",),
@@ -140,8 +142,6 @@ RULES = {
     "length": Rule(bind=_bind_length),
 }
 
-
 RULE_OF_SOURCE = {source: name for name, rule in RULES.items() for source in rule.sources}
-
 
 SOURCES = tuple(RULE_OF_SOURCE)

@@ -17,7 +17,7 @@ def parse_reward_output(value: Any) -> RewardResult:
     Args:
       value: a number (of Python or NumPy, or an array with one element) is the score. A dict must
         hold "score". It may hold "acc", which means correct from 0.5 on; "step_rewards", pairs of
-        (characters up to the end of a step, reward); "pred", the answer that it read in the
+        (characters up to the end of a step, reward); "pred", the answer extracted from the
         response; and other numbers to report. Other entries are ignored.
 
     Raises:
@@ -29,8 +29,11 @@ def parse_reward_output(value: Any) -> RewardResult:
     if "score" not in value:
         keys = ", ".join(map(repr, value)) or "nothing"
         raise TypeError(f"the reward function returned a dict with {keys}; expected 'score'")
-    accuracy = math.nan if value.get("acc") is None else _to_float(value["acc"])
+    correct = _parse_accuracy(value.get("acc"))
     step_rewards = value.get("step_rewards")
+    if step_rewards is None:
+        step_rewards = ()
+    answer = value.get("pred")
     extra = {
         str(name): _to_float(item)
         for name, item in value.items()
@@ -38,22 +41,32 @@ def parse_reward_output(value: Any) -> RewardResult:
     }
     return RewardResult(
         score=_to_float(value["score"]),
-        correct=None if math.isnan(accuracy) else accuracy >= 0.5,
+        correct=correct,
         extra=extra,
-        step_rewards=() if step_rewards is None else tuple(map(_parse_step_reward, step_rewards)),
-        answer=None if value.get("pred") is None else str(value["pred"]),
+        step_rewards=tuple(map(_parse_step_reward, step_rewards)),
+        answer=None if answer is None else str(answer),
     )
 
 
+def _parse_accuracy(value: Any) -> bool | None:
+    """Return whether an accuracy means correct; `None` if it is missing or NaN."""
+    if value is None:
+        return None
+    accuracy = _to_float(value)
+    if math.isnan(accuracy):
+        return None
+    return accuracy >= 0.5
+
+
 def _parse_step_reward(pair: Any) -> tuple[int, float]:
-    is_pair = hasattr(pair, "__len__") and len(pair) == 2
-    end, reward = map(_to_float, pair) if is_pair else (math.nan, 0.0)
-    if not end.is_integer():
-        raise TypeError(
-            f"the reward function returned {pair!r} among its step_rewards; expected (characters, "
-            "reward)"
-        )
-    return int(end), reward
+    if hasattr(pair, "__len__") and len(pair) == 2:
+        end, reward = map(_to_float, pair)
+        if end.is_integer():
+            return int(end), reward
+    raise TypeError(
+        f"the reward function returned {pair!r} among its step_rewards; expected (characters, "
+        "reward)"
+    )
 
 
 def _is_number(value: Any) -> bool:
@@ -68,4 +81,6 @@ def _to_float(value: Any) -> float:
             f"the reward function returned {value!r} of type {type(value).__name__}; expected a "
             "number"
         )
-    return float(value.item() if hasattr(value, "item") else value)
+    if hasattr(value, "item"):
+        value = value.item()
+    return float(value)

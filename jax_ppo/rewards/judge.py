@@ -1,10 +1,10 @@
-"""A reward from a server: a language model that judges, or a reward model behind HTTP.
+"""Rewards from a server: a language model as the judge, or a reward model behind HTTP.
 
 With `reward.url_model` the server speaks OpenAI's chat completions, and its reply holds the score
 as JSON or as its last number. Without it the server takes a JSON object with prompt, response,
 ground_truth and data_source, and returns a number or an object with `score`.
 
-A call blocks, so the rule runs in worker processes: `reward.workers` calls are under way at a time.
+A call blocks, so the rule runs in worker processes: `reward.workers` calls are made at a time.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from jax_ppo.rewards.custom import parse_reward_output
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction, RewardRow
 
-# Sent as a bearer token; never part of an option, a message or a file of the run.
+# Sent as a bearer token. It never occurs in an option, a message or a file of the run.
 KEY_VARIABLE = "JAX_PPO_REWARD_KEY"
 PLACEHOLDERS = ("{prompt}", "{response}", "{ground_truth}")
 
@@ -38,7 +38,7 @@ _NUMBER = re.compile(r"-?(?:\d+(?:\.\d+)?|\.\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class Judge:
-    """Where and how responses are judged; the fields are those of `config.reward`."""
+    """How responses are judged, and by which server; the fields are those of `config.reward`."""
 
     url: str
     url_model: str
@@ -51,7 +51,7 @@ class Judge:
         """Return the judge of the options, `None` without `reward.url`.
 
         Raises:
-          UserError: the address is not one of HTTP, or the prompt shows no response.
+          UserError: the address is not an HTTP address, or the prompt lacks `{response}`.
         """
         if not options.url:
             return None
@@ -62,13 +62,13 @@ class Judge:
             )
         if parts.username or parts.password:
             raise UserError(
-                "config.reward.url: has a password in it; set the environment variable "
-                f"{KEY_VARIABLE} instead"
+                "config.reward.url: the address contains a user name or a password; set the "
+                f"environment variable {KEY_VARIABLE} instead"
             )
         if "{response}" not in options.url_prompt:
             raise UserError(
                 f"config.reward.url_prompt={shorten(options.url_prompt)!r}: expected text with "
-                "{response}, and {prompt} and {ground_truth} if any"
+                "{response}, and optionally {prompt} and {ground_truth}"
             )
         return cls(
             url=options.url,
@@ -85,7 +85,9 @@ class Judge:
         def score(row: RewardRow, response: str) -> RewardResult:
             request = json.dumps(self._request(row, response), ensure_ascii=False)
             value = ask(request)
-            return parse_reward_output(_read_score(value) if self.url_model else value)
+            if self.url_model:
+                value = _read_score(value)
+            return parse_reward_output(value)
 
         return score
 
@@ -98,10 +100,10 @@ class Judge:
                 "data_source": row.data_source,
             }
         values = (_as_text(row.prompt), response, str(row.ground_truth))
-        # In one pass: a response that contains a placeholder stays as it is.
-        known = dict(zip(PLACEHOLDERS, values, strict=True))
+        replacements = dict(zip(PLACEHOLDERS, values, strict=True))
         pattern = "|".join(map(re.escape, PLACEHOLDERS))
-        content = re.sub(pattern, lambda match: known[match[0]], self.url_prompt)
+        # A single pass leaves a placeholder that the response itself contains unchanged.
+        content = re.sub(pattern, lambda match: replacements[match[0]], self.url_prompt)
         return {
             "model": self.url_model,
             "messages": [{"role": "user", "content": content}],
@@ -109,7 +111,7 @@ class Judge:
         }
 
     def _ask(self, request: str) -> Any:
-        """Return the server's reply; try again where that may help.
+        """Return the server's reply; retry after errors that may be temporary.
 
         Raises:
           RuntimeError: no attempt succeeded.
@@ -122,7 +124,7 @@ class Judge:
                 return self._send(request)
             except urllib.error.HTTPError as error:
                 problem = f"HTTP {error.code} {error.reason}"
-                # What the server refuses it will refuse again, unless it is busy or broken.
+                # A refusal is final, unless the server is busy or broken.
                 if error.code != 429 and error.code < 500:
                     break
             except (OSError, http.client.HTTPException) as error:
@@ -136,7 +138,7 @@ class Judge:
         if key := os.environ.get(KEY_VARIABLE):
             headers["Authorization"] = f"Bearer {key}"
         message = urllib.request.Request(self.url, request.encode(), headers, method="POST")
-        opener = urllib.request.build_opener(_KeepKey)
+        opener = urllib.request.build_opener(_RefuseRedirects)
         with opener.open(message, timeout=self.url_timeout) as reply:
             value = json.loads(reply.read(_MAX_REPLY))
         if not self.url_model:
@@ -147,8 +149,8 @@ class Judge:
             raise ValueError("no choices[0].message.content") from None
 
 
-class _KeepKey(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects: the key and the data are for the host that the user named."""
+class _RefuseRedirects(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects: key and data are sent only to the host that the user named."""
 
     def redirect_request(
         self,
@@ -159,11 +161,11 @@ class _KeepKey(urllib.request.HTTPRedirectHandler):
         headers: email.message.Message,
         newurl: str,
     ) -> None:
-        """Return `None`, which makes an error of the redirect."""
+        """Return `None`, which turns the redirect into an error."""
 
 
 def _read_score(text: str) -> Any:
-    """Return a score as JSON, or the last number of a text."""
+    """Return the score that a reply holds as JSON, or else its last number."""
     try:
         value = json.loads(text)
     except (ValueError, TypeError, RecursionError):
@@ -183,5 +185,5 @@ def _as_text(prompt: str | tuple[dict[str, str], ...]) -> str:
 
 
 def _without_query(url: str) -> str:
-    """Return an address without its query, which may hold a key."""
+    """Return an address without its query, which may contain a key."""
     return urllib.parse.urlunsplit(urllib.parse.urlsplit(url)._replace(query="", fragment=""))

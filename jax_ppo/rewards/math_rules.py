@@ -12,12 +12,12 @@ from jax_ppo.rewards.rules import RewardResult
 MAX_ANSWER = 500  # characters; a longer answer is not compared
 
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
-# What LaTeX writes in several ways without a meaning of its own.
+# Spacing and delimiters of LaTeX that do not change the meaning.
 _LAYOUT = re.compile(r"\\(?:left|right|[,;!:]|text(?=\{))|\$|\s+")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return what the last complete `\boxed{...}` of a text holds, or `None`."""
+    r"""Return the contents of the last complete `\boxed{...}` of a text, or `None`."""
     for match in reversed(list(_BOXED.finditer(text))):
         depth = 0
         for end in range(match.end(), len(text)):
@@ -40,21 +40,28 @@ def score_math(solution: str, ground_truth: str) -> RewardResult:
       UserError: math-verify is not installed.
     """
     answer = last_boxed(solution)
-    correct = answer is not None and answers_agree(answer, last_boxed(ground_truth) or ground_truth)
+    if answer is None:
+        return RewardResult(score=0.0, correct=False, extra={"answered": 0.0})
+    correct = answers_agree(answer, last_boxed(ground_truth) or ground_truth)
     return RewardResult(
         score=float(correct),
         correct=correct,
-        extra={"answered": float(answer is not None)},
-        answer=None if answer is None else _LAYOUT.sub("", answer).rstrip("."),
+        extra={"answered": 1.0},
+        answer=_strip_layout(answer),
     )
 
 
 def answers_agree(answer: str, ground_truth: str) -> bool:
     """Return whether two answers in LaTeX are the same text or the same mathematics."""
-    texts = [_LAYOUT.sub("", text).rstrip(".") for text in (answer, ground_truth)]
-    if not texts[0] or len(texts[0]) > MAX_ANSWER:
+    text = _strip_layout(answer)
+    if not text or len(text) > MAX_ANSWER:
         return False
-    return texts[0] == texts[1] or _are_equal(answer, ground_truth)
+    return text == _strip_layout(ground_truth) or _are_equal(answer, ground_truth)
+
+
+def _strip_layout(answer: str) -> str:
+    """Return an answer without spacing, dollar signs and a final full stop."""
+    return _LAYOUT.sub("", answer).rstrip(".")
 
 
 def _are_equal(answer: str, ground_truth: str) -> bool:
@@ -64,7 +71,7 @@ def _are_equal(answer: str, ground_truth: str) -> bool:
         raise UserError(
             "the rule `math` needs the package math-verify: pip install 'jax_ppo[math]'"
         ) from error
-    # Its own time limits use signals; a worker's time limit is the pool's.
+    # math-verify's own time limits use signals; the worker pool limits the time instead.
     gold, parsed = (
         math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=None)
         for text in (ground_truth, answer)

@@ -107,13 +107,18 @@ class RewardInputEncoder:
                 for prompt, response in zip(prompts, responses, strict=True)
             ]
             encoded = self._tokenizer(joined, verbose=False)["input_ids"]
-            # The tokenizer may have added the EOS itself.
-            return [ids if ids[-1:] == self._end else ids + self._end for ids in encoded]
+            return [self._append_end(ids) for ids in encoded]
         rendered = []
         for prompt, response in zip(prompts, responses, strict=True):
             chat = [*_to_messages(prompt), {"role": "assistant", "content": response}]
             rendered.append(self._tokenizer.apply_chat_template(chat, tokenize=False))
         return self._tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def _append_end(self, ids: list[int]) -> list[int]:
+        """Return an input with its EOS, which the tokenizer may have added itself."""
+        if ids[-1:] == self._end:
+            return ids
+        return ids + self._end
 
     def _encode_truncated(self, prompt: Prompt, response: str) -> list[int]:
         prompt_length = _count_characters(prompt)
@@ -156,7 +161,9 @@ class RewardInputEncoder:
 
 
 def _to_messages(prompt: Prompt) -> list[dict[str, str]]:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return list(prompt)
 
 
 def _join_contents(prompt: Prompt) -> str:

@@ -41,9 +41,9 @@ def resolve_reward_function(
       function: "" for the built-in rule of each row's data_source, or `module:function`, where the
         module is importable or a path to a .py file. It is called as f(data_source=, solution_str=,
         ground_truth=, extra_info=) and returns a number, or a dict with "score", optionally "acc",
-        and other numbers to report; or, for a whole batch, as batch_functions.py says.
+        and other numbers to report. For functions that take a whole batch, see batch_functions.py.
       gsm8k_method: "strict" or "flexible".
-      terms: what the reward adds up; the term of a reward model is left out.
+      terms: the terms that the reward adds up; that of a reward model is left out.
       judge: the server of `reward.url`; without a function or terms it is the whole reward.
 
     Raises:
@@ -103,7 +103,8 @@ def _add_terms(text: str, gsm8k_method: str, judge: Judge | None) -> RewardFunct
             total += term.weight * result.score
             # The first term that defines correctness decides it, and reads the answer.
             if correct is None:
-                correct, answer = result.correct, result.answer
+                correct = result.correct
+                answer = result.answer
             extra = {**result.extra, **extra, term.metric: result.score}
             steps += [(end, term.weight * reward) for end, reward in result.step_rewards]
         return RewardResult(
@@ -115,7 +116,7 @@ def _add_terms(text: str, gsm8k_method: str, judge: Judge | None) -> RewardFunct
 
 def _resolve_term(term: Term, gsm8k_method: str, judge: Judge | None) -> RewardFunction:
     if term.rule == JUDGE:
-        assert judge is not None, "`model_weight` refuses the term without an address"
+        assert judge is not None, "`model_weight` rejects the term without an address"
         return judge.reward_function()
     if term.rule == AUTO:
         return lambda row, response: _apply_built_in_rule(row, response, gsm8k_method)
@@ -133,7 +134,7 @@ def _resolve_term(term: Term, gsm8k_method: str, judge: Judge | None) -> RewardF
             f"config.reward.terms: there is no rule {term.rule!r}; expected {', '.join(known)} or "
             f"module:function.{did_you_mean(term.rule, known)}"
         )
-    argument = term.argument or (gsm8k_method if term.rule == "gsm8k" else "")
+    argument = term.argument or _default_argument(term.rule, gsm8k_method)
     try:
         return RULES[term.rule].bind(argument)
     except ValueError as error:
@@ -144,8 +145,8 @@ def model_weight(options: Reward) -> float:
     """Return the weight of the reward model's score: 1 without `reward.terms`.
 
     Raises:
-      UserError: the terms name a reward model or a judge and there is none, or the other way
-        round, or there is a reward function beside terms or a judge.
+      UserError: the terms name a reward model or a judge that is not configured, or leave out one
+        that is, or there is a reward function as well as terms or a judge.
     """
     if options.url and options.function:
         raise UserError(
@@ -165,8 +166,8 @@ def model_weight(options: Reward) -> float:
             f"config.reward.terms={options.terms!r}: the term `model:WEIGHT` and "
             "config.reward.model_path belong together"
         )
-    asks = any(term.rule == JUDGE for term in parse_terms(options.terms))
-    if asks != bool(options.url):
+    has_judge = any(term.rule == JUDGE for term in parse_terms(options.terms))
+    if has_judge != bool(options.url):
         raise UserError(
             f"config.reward.terms={options.terms!r}: the term `judge:WEIGHT` and config.reward.url "
             "belong together"
@@ -175,7 +176,7 @@ def model_weight(options: Reward) -> float:
 
 
 def has_rules(options: Reward) -> bool:
-    """Return whether rules score the responses, alone or beside a reward model."""
+    """Return whether rules score the responses, alone or together with a reward model."""
     if options.terms:
         return any(term.rule != MODEL for term in parse_terms(options.terms))
     return bool(options.function or options.url) or not options.model_path
@@ -183,19 +184,14 @@ def has_rules(options: Reward) -> bool:
 
 def needs_workers(examples: Sequence["Example"], options: Reward) -> bool:
     """Return whether scores come from a user's function or from a rule without a time bound."""
-    if (
-        options.function
-        or options.url
-        or any(":" in term.rule for term in parse_terms(options.terms))
-    ):
+    if options.function or options.url:
+        return True
+    terms = parse_terms(options.terms)
+    if any(":" in term.rule for term in terms):
         return True
     sources = {example.data_source for example in examples}
-    return any(
-        rule.is_isolated
-        for source in sources
-        for _, rule in rules_of_source(source, parse_terms(options.terms))
-        if rule is not None
-    )
+    built_in_rules = [rule for source in sources for _, rule in rules_of_source(source, terms)]
+    return any(rule.is_isolated for rule in built_in_rules if rule is not None)
 
 
 def _apply_built_in_rule(row: RewardRow, response: str, gsm8k_method: str) -> RewardResult:
@@ -204,4 +200,11 @@ def _apply_built_in_rule(row: RewardRow, response: str, gsm8k_method: str) -> Re
         raise UserError(
             f"data_source={row.data_source!r} has no built-in rule; expected one of {SOURCES}"
         )
-    return RULES[name].bind(gsm8k_method if name == "gsm8k" else "")(row, response)
+    return RULES[name].bind(_default_argument(name, gsm8k_method))(row, response)
+
+
+def _default_argument(rule: str, gsm8k_method: str) -> str:
+    """Return the argument of a built-in rule that no brackets follow."""
+    if rule == "gsm8k":
+        return gsm8k_method
+    return ""

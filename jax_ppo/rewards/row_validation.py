@@ -17,8 +17,8 @@ def validate_data_sources(
     """Raise UserError for the first example that the reward function cannot score.
 
     Call it before a run. A user-defined function accepts everything. Otherwise each data_source
-    must have a built-in rule, unless terms name the rules, and the ground truth must be what the
-    rule compares with.
+    must have a built-in rule, unless terms name the rules, and the ground truth must have the form
+    that the rule requires.
 
     Args:
       examples: the rows.
@@ -33,23 +33,18 @@ def validate_data_sources(
 def find_obstacles(
     examples: Sequence["Example"], function: str = "", terms: str = ""
 ) -> Iterator[str]:
-    """Yield what keeps the reward function from scoring examples, a line for each.
+    """Yield one line for each reason why the reward function cannot score an example.
 
     The arguments are those of `validate_data_sources`.
     """
     if function:
         return
-    parsed = parse_terms(terms)
+    parsed_terms = parse_terms(terms)
     for row, example in enumerate(examples, 1):
         source = example.data_source
-        for name, rule in rules_of_source(source, parsed):
+        for name, rule in rules_of_source(source, parsed_terms):
             if rule is None:
-                shown = repr(source) if source else "'' (the rows have no such column)"
-                yield (
-                    f"example {row}: data_source={shown} has no built-in rule; expected one of "
-                    f"{SOURCES}, or config.reward.function=module:function."
-                    f"{did_you_mean(source, SOURCES)}"
-                )
+                yield f"example {row}: {_describe_missing_rule(source)}"
             elif obstacle := rule.obstacle(example.ground_truth):
                 required = f"data_source={source!r}" if name == AUTO else f"the rule {name!r}"
                 yield (
@@ -59,8 +54,18 @@ def find_obstacles(
                 )
 
 
+def _describe_missing_rule(source: str) -> str:
+    described = f"data_source={source!r}"
+    if not source:
+        described += " (the rows have no such column)"
+    return (
+        f"{described} has no built-in rule; expected one of {SOURCES}, or "
+        f"config.reward.function=module:function.{did_you_mean(source, SOURCES)}"
+    )
+
+
 def rules_of_source(source: str, terms: tuple[Term, ...]) -> Iterator[tuple[str, Rule | None]]:
-    """Yield name and rule of each term that a built-in rule scores; `None` if there is none."""
+    """Yield name and rule of each term that needs a built-in rule, `None` for an unknown one."""
     # Without terms, the rule of the row's source is the only one.
     names = [term.rule for term in terms] or [AUTO]
     for name in names:

@@ -59,8 +59,8 @@ class RewardResult:
       extra: other numbers to report, by name.
       step_rewards: rewards within the response: (characters of its text up to the end of a step,
         reward of the step).
-      answer: the answer that the rule read in the response, where equal answers are equal texts;
-        `None` if there is none, or if the rule reads no answers.
+      answer: the answer that the rule extracted from the response, in a form in which equal answers
+        are equal texts; `None` if there is none, or if the rule extracts no answers.
     """
 
     score: float
@@ -90,7 +90,7 @@ def extract_gsm8k(text: str, method: str) -> str | None:
         answers = _STRICT.findall(tail)
         if not answers:
             return None
-        # "#### ," holds no number either.
+        # "#### ," has no number either.
         return answers[-1].replace(",", "") or None
     if method == "flexible":
         numbers = _NUMBER.findall(tail)
@@ -106,7 +106,9 @@ def parse_number(text: str) -> decimal.Decimal | None:
         number = decimal.Decimal(text.replace(",", "").strip())
     except decimal.InvalidOperation:
         return None
-    return number if number.is_finite() else None
+    if not number.is_finite():
+        return None
+    return number
 
 
 def score_gsm8k(solution: str, ground_truth: str, method: str = "strict") -> RewardResult:
@@ -115,14 +117,15 @@ def score_gsm8k(solution: str, ground_truth: str, method: str = "strict") -> Rew
     `extra` holds `answered`, 1 if there is an answer and 0 otherwise.
     """
     answer = extract_gsm8k(solution, method)
-    number = None if answer is None else parse_number(answer)
+    if answer is None:
+        return RewardResult(score=0.0, correct=False, extra={"answered": 0.0})
+    number = parse_number(answer)
     correct = number is not None and number == parse_number(ground_truth)
-    return RewardResult(
-        score=float(correct),
-        correct=correct,
-        extra={"answered": float(answer is not None)},
+    if number is not None:
         # One text for 42, 42.0 and 42.00.
-        answer=answer if number is None else f"{number.normalize():f}",
+        answer = f"{number.normalize():f}"
+    return RewardResult(
+        score=float(correct), correct=correct, extra={"answered": 1.0}, answer=answer
     )
 
 
@@ -131,8 +134,9 @@ def score_arithmetic(solution: str, ground_truth: str) -> RewardResult:
 
     A response must end as the worked solutions do.
     """
-    ends_in_answer = re.search(r"#### -?\d+\s*\Z", solution) is not None
-    return score_gsm8k(solution if ends_in_answer else "", ground_truth, "strict")
+    if re.search(r"#### -?\d+\s*\Z", solution) is None:
+        solution = ""
+    return score_gsm8k(solution, ground_truth, "strict")
 
 
 def score_story(solution: str) -> RewardResult:

@@ -1,4 +1,4 @@
-"""Score one response: the columns that a reward function reads, and what counts as a failure."""
+"""Scoring of one response: the columns that a reward function reads, and its failures."""
 
 import copy
 import traceback
@@ -57,12 +57,12 @@ Outcome = RewardResult | ScoringFailure
 
 
 def score_sample(function: RewardFunction, row: RewardRow, response: str) -> Outcome:
-    """Return the result of a reward function, or its failure if it raised or is not valid."""
+    """Return the result of a reward function; a failure if it raised or its result is invalid."""
     try:
         return validate_result(function(row, response), response)
     except KeyboardInterrupt:
         raise
-    # SystemExit, too: a reward function must not end the run as if it had succeeded.
+    # This includes SystemExit: a reward function must not end the run as if it had succeeded.
     except BaseException:
         text = printable_lines(traceback.format_exc())
         if len(text) > _MAX_TRACEBACK:

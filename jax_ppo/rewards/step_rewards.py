@@ -1,4 +1,4 @@
-"""Rewards of steps within a response: mapping from positions in its text to its tokens."""
+"""Rewards of steps within a response, assigned to its tokens by positions in its text."""
 
 import bisect
 from collections.abc import Callable, Sequence

@@ -16,7 +16,7 @@ _FENCE = re.compile(r"\A```(?:json)?\s*\n(.*)\n```\Z", re.DOTALL)
 
 
 def score_exact(solution: str, ground_truth: str) -> RewardResult:
-    """Return 1 if the response is the ground truth, without surrounding blanks, otherwise 0."""
+    """Return 1 if the response is the ground truth, ignoring surrounding blanks, otherwise 0."""
     answer = solution.strip()
     correct = answer == ground_truth.strip()
     return RewardResult(score=float(correct), correct=correct, answer=answer)
@@ -25,16 +25,17 @@ def score_exact(solution: str, ground_truth: str) -> RewardResult:
 def score_choice(solution: str, ground_truth: str) -> RewardResult:
     """Return 1 if the letter that the response chooses is the ground truth, otherwise 0.
 
-    Read are `answer is B`, `Answer: (B)`, `(B)`, `#### B`, a boxed letter, and a letter at the very
-    end; the last of them counts. `extra` holds `answered`.
+    A choice is `answer is B`, `Answer: (B)`, `(B)`, `#### B`, a boxed letter, or a letter at the
+    very end; the last one counts. `extra` holds `answered`.
     """
-    letters = ["".join(groups).upper() for groups in _CHOICE.findall(solution[-1000:])]
-    correct = bool(letters) and letters[-1] == ground_truth.strip().strip("()").upper()
+    choices = _CHOICE.findall(solution[-1000:])
+    if not choices:
+        return RewardResult(score=0.0, correct=False, extra={"answered": 0.0})
+    # Each alternative of the pattern has a group of its own; all others are empty.
+    letter = "".join(choices[-1]).upper()
+    correct = letter == ground_truth.strip().strip("()").upper()
     return RewardResult(
-        score=float(correct),
-        correct=correct,
-        extra={"answered": float(bool(letters))},
-        answer=letters[-1] if letters else None,
+        score=float(correct), correct=correct, extra={"answered": 1.0}, answer=letter
     )
 
 
@@ -45,7 +46,7 @@ def score_regex(solution: str, ground_truth: str) -> RewardResult:
 
 
 def score_json(solution: str, ground_truth: Any) -> RewardResult:
-    """Return 1 if the response is JSON that meets the schema of the ground truth, otherwise 0.
+    """Return 1 if the response is JSON that satisfies the ground truth's schema, otherwise 0.
 
     The JSON may be fenced as code. `extra` holds `is_json`.
 
@@ -63,20 +64,29 @@ def score_json(solution: str, ground_truth: Any) -> RewardResult:
             "the rule `json_schema` needs the package jsonschema: pip install 'jax_ppo[json]'"
         ) from error
     text = solution.strip()
-    fenced = _FENCE.match(text)
+    if fenced := _FENCE.match(text):
+        text = fenced[1]
     try:
-        value = json.loads(fenced[1] if fenced else text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return RewardResult(score=0.0, correct=False, extra={"is_json": 0.0})
-    schema = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    schema = parse_schema(ground_truth)
     correct = jsonschema.Draft202012Validator(schema).is_valid(value)
     return RewardResult(score=float(correct), correct=correct, extra={"is_json": 1.0})
+
+
+def parse_schema(ground_truth: Any) -> Any:
+    """Return a JSON schema from an object or from text."""
+    if isinstance(ground_truth, str):
+        return json.loads(ground_truth)
+    return ground_truth
 
 
 def score_format(solution: str, tags: tuple[str, ...]) -> RewardResult:
     """Return 1 if the response consists of these tags in order, each once, otherwise 0.
 
-    `<think>...</think><answer>...</answer>` for the tags think and answer; blanks may be between.
+    The form is `<think>...</think><answer>...</answer>` for the tags think and answer, optionally
+    with blanks between them.
     """
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
     once = all(solution.count(mark) == 1 for mark in marks)

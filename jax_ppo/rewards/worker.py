@@ -1,4 +1,4 @@
-"""The part of a reward worker process: it resolves the reward function and scores samples with it.
+"""The code of a reward worker process, which resolves the reward function and scores samples.
 
 A worker imports the reward function by its name in the options. It does not load JAX.
 """
@@ -31,8 +31,8 @@ def initialize_worker(
       judge: the server of `config.reward.url`, if there is one.
     """
     global _function, _obstacle
-    # In a session of its own, signals to the run's process group (Ctrl-C) do not reach the worker,
-    # and it can be killed together with the processes that the reward function started.
+    # In a session of its own, the worker does not receive signals to the run's process group
+    # (Ctrl-C), and can be killed together with the processes that the reward function started.
     os.setsid()
     _ignore_sigterm()
     processes.end_with_parent(parent)

@@ -18,18 +18,20 @@ from jax_ppo.rewards.samples import Outcome, RewardRow, ScoringFailure
 
 # Attempts to score a sample whose pool broke before a worker took it.
 _MAX_ATTEMPTS = 3
-# Exit code of a worker that ended with 0: Pebble takes code 0 for a worker that was asked to end.
+# Reported for a worker that ended with 0, by which Pebble means that it was asked to end.
 _ENDED_WITH_ZERO = 256
 
 
 class _WorkerProcess(processes.WorkerProcess):
-    """A worker that is killed with all that it started, and that never ends by itself."""
+    """A worker that is killed with all processes that it started, and never ends by itself."""
 
     @property
     def exitcode(self) -> int | None:
         """The exit code, never 0: workers do not end by themselves."""
         code = super().exitcode
-        return _ENDED_WITH_ZERO if code == 0 else code
+        if code == 0:
+            return _ENDED_WITH_ZERO
+        return code
 
     def terminate(self) -> None:
         """Kill the worker and the processes that it started; it ignores SIGTERM."""
@@ -41,7 +43,7 @@ class _WorkerProcess(processes.WorkerProcess):
 
 
 class _WorkerContext(multiprocessing.context.SpawnContext):
-    """Starts worker processes from a new interpreter: nothing of the run is inherited."""
+    """Starts worker processes as new interpreters, which inherit nothing from the run."""
 
     Process = _WorkerProcess  # type: ignore[assignment]
 
@@ -49,9 +51,9 @@ class _WorkerContext(multiprocessing.context.SpawnContext):
 def count_workers(options: Reward, needs_workers: bool) -> int:
     """Return the number of worker processes that the options ask for.
 
-    One worker is enough to survive a function that hangs or ends its process, and it keeps the
-    order of the calls; more are faster but multiply the function's memory. Most built-in rules can
-    do neither, so they need no worker.
+    One worker is enough to survive a function that hangs or ends its process, and preserves the
+    order of the calls; more are faster but multiply the function's memory. Most built-in rules
+    neither hang nor end the process, so they need no worker.
 
     Args:
       options: `config.reward`.
@@ -59,7 +61,7 @@ def count_workers(options: Reward, needs_workers: bool) -> int:
     """
     if options.workers is not None:
         return options.workers
-    return 1 if needs_workers else 0
+    return int(needs_workers)
 
 
 class RewardWorkers:
@@ -116,7 +118,7 @@ class RewardWorkers:
             for index, future in futures.items():
                 outcomes[index] = self._wait(future)
         died_early = ScoringFailure("the worker processes ended before they took this sample")
-        return [died_early if outcome is None else outcome for outcome in outcomes]
+        return [outcome or died_early for outcome in outcomes]
 
     def _score_batch(self, rows: Sequence[RewardRow], responses: Sequence[str]) -> list[Outcome]:
         """Score all responses in one call, with the time limit of all of them together."""
@@ -150,7 +152,7 @@ class RewardWorkers:
                 ),
                 context=_WorkerContext(),
             )
-            assert self._pool.active, "this property starts the workers"
+            assert self._pool.active, "reading `active` starts the workers"
         return self._pool
 
     def _wait(self, future: pebble.ProcessFuture) -> Any:
