@@ -13,7 +13,7 @@ from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.planning.experts import multiplied_elements, tokens_at_experts
 from jax_ppo.planning.phases import PhaseMemory
-from jax_ppo.planning.setup import AbstractStep, Role
+from jax_ppo.planning.setup import SCORING_ROLES, AbstractStep, Role
 from jax_ppo.planning.stages import schedule_rows
 from jax_ppo.ppo.memory_check import Fetched, fetched_by_phase
 from jax_ppo.ppo.scoring import ScoringOptions
@@ -32,12 +32,17 @@ _TPU_LANES = 128
 def resident_memory(step: AbstractStep, name: str) -> PhaseMemory:
     """Return the bytes of arrays of known shapes in a phase; `name` is that of its program.
 
-    The sums of weights are those of the check at the start of a run.
+    The sums of weights are those that the check at the start of a run computes.
     """
     least = step.least
-    samples = name in ("prepare_weights", "sample")
     fetched = fetched_by_phase(step.programs.config, step.state).get(name, Fetched())
     gradients = 0
+    decoding_copy = 0
+    cache = 0
+    if name in ("prepare_weights", "sample"):
+        decoding_copy = least.decoding
+    if name == "sample":
+        cache = step.cache_bytes
     if name.startswith("update_"):
         gradients = bytes_per_device(step.role(name.removeprefix("update_")).trained)
     return PhaseMemory(
@@ -45,8 +50,8 @@ def resident_memory(step: AbstractStep, name: str) -> PhaseMemory:
         optimizer=least.optimizer + fetched.optimizer,
         frozen=least.frozen + fetched.frozen,
         gradients=gradients,
-        decoding_copy=least.decoding if samples else 0,
-        cache=step.cache_bytes if name == "sample" else 0,
+        decoding_copy=decoding_copy,
+        cache=cache,
     )
 
 
@@ -59,8 +64,7 @@ def estimate_phases(step: AbstractStep) -> dict[str, PhaseMemory]:
         "sample": _sampling_temporaries(step),
     }
     for part in options.parts:
-        role = step.role("actor" if part == "policy" else "critic")
-        temporaries[f"score_{part}"] = _scoring_temporaries(step, role)
+        temporaries[f"score_{part}"] = _scoring_temporaries(step, step.role(SCORING_ROLES[part]))
     if programs.nets.reward is not None and programs.reads_rollout:
         temporaries["score_reward"] = _scoring_temporaries(step, step.role("reward"))
     temporaries["estimate"] = 0
@@ -70,19 +74,20 @@ def estimate_phases(step: AbstractStep) -> dict[str, PhaseMemory]:
     plans = step.plans
     batch = bytes_per_device((step.prompts, plans.scoring, plans.actor, plans.critic))
     routing = _routing_bytes(step)
-    return {
+    phases = {
         name: dataclasses.replace(
-            resident_memory(step, name),
-            # While responses are sampled, there is also the record of the step before.
-            batch=batch + (2 if name == "sample" else 1) * routing,
-            temporaries=value,
+            resident_memory(step, name), batch=batch + routing, temporaries=value
         )
         for name, value in temporaries.items()
     }
+    # During sampling, the record of the step before is in memory, too.
+    sample = phases["sample"]
+    phases["sample"] = dataclasses.replace(sample, batch=sample.batch + routing)
+    return phases
 
 
 def _routing_bytes(step: AbstractStep) -> int:
-    """Return the bytes of the experts that a step's tokens passed through, if they are recorded."""
+    """Return the bytes of the record of the experts that a step's tokens passed through."""
     programs = step.programs
     if not programs.sampling.returns_routed_experts:
         return 0
@@ -96,43 +101,44 @@ def _is_tpu() -> bool:
 
 
 def _resharding_temporaries(step: AbstractStep) -> int:
-    """Return what it takes to lay the weights out for decoding, beside the result."""
+    """Return the bytes, besides the result, that laying out weights for decoding takes."""
     programs = step.programs
     if not _is_tpu() or not meshes.gathers_weights(programs.mesh):
         return 0
-    # Layers follow one another. The compiler for TPUs holds an embedding, whose columns and rows
-    # change places, once more; three times if devices share out the result, too.
+    # Layers are laid out one after another. The compiler for TPUs holds a second copy of an
+    # embedding, which it transposes, and three copies if devices also divide the result.
     tables = [x for name, x in step.decoding_weights.items() if not name.startswith("layer_")]
     table = max(bytes_per_device(x) for x in tables)
-    return table if step.rollout_mesh == programs.mesh else 3 * table
+    if step.rollout_mesh == programs.mesh:
+        return table
+    return 3 * table
 
 
 def _sampling_temporaries(step: AbstractStep) -> int:
-    """Return what sampling needs beside weights and cache: a prefill, and logits of all slots."""
-    role, config = step.role("actor"), step.programs.config
-    architecture, mesh = role.architecture, step.rollout_mesh
+    """Return the bytes of a prefill and of the logits of all slots."""
+    role = step.role("actor")
+    config = step.programs.config
+    architecture = role.architecture
+    mesh = step.rollout_mesh
     assert not isinstance(architecture, DebertaArchitecture), "encoders do not decode"
     parts = mesh.shape["model"]
-    count = config.data.train_batch_size
-    queue = meshes.rows_per_shard(mesh, count) * (step.programs.samples // count)
-    slots = min(step.programs.sampling.slots or queue, queue)
     prompt = config.data.max_prompt_length
-    prompts = max(1, min(PREFILL_TOKENS // prompt, queue // config.rollout.n))
+    prompts = max(1, min(PREFILL_TOKENS // prompt, step.queue // config.rollout.n))
     prefill = _layer_bytes(role, prompts * prompt, mesh)
     # Forbidden strings are found with a tokenizer, which a plan does not have.
     is_constrained = bool(config.rollout.bad_words) or constrains_logits(step.programs.sampling)
     arrays = 3 if is_constrained else 2
-    logits = arrays * slots * architecture.vocab_size // parts * _FLOAT32
+    logits = arrays * step.slots * architecture.vocab_size // parts * _FLOAT32
     padding = 0
     if _is_tpu():
-        # Heads that are narrower than a lane take as much memory as wide ones.
+        # Heads narrower than a lane take as much memory as wide ones.
         width = architecture.head_dim
         padding = step.cache_bytes * (-width % _TPU_LANES) // width
     return padding + prefill + logits
 
 
 def _scoring_temporaries(step: AbstractStep, role: Role) -> int:
-    """Return what a forward pass over a micro-batch needs."""
+    """Return the bytes that a forward pass over a micro-batch needs."""
     packing, _ = step.plans.scoring
     shape = packing.sample.shape[1:]
     tokens = _device_tokens(step, shape)
@@ -147,65 +153,69 @@ def _scoring_temporaries(step: AbstractStep, role: Role) -> int:
 
 
 def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) -> int:
-    """Return what an optimizer step needs beside the sum of gradients."""
-    architecture, mesh = role.architecture, step.programs.mesh
+    """Return the bytes that an optimizer step needs besides the sum of gradients."""
+    architecture = role.architecture
+    mesh = step.programs.mesh
     parts = mesh.shape["model"]
     assert isinstance(role.net, Transformer), "encoders are not trained"
     shape = batches.packing.sample.shape[2:]
     tokens = _device_tokens(step, shape)
     schedule = schedule_rows(mesh, shape[0])
-    # The gradients of a micro-batch; those outside the layers are added to the sum at once. In
-    # stages there are those of a tick, too.
+    # The gradients of a micro-batch; those outside the layers are added to the sum at once. Stages
+    # also have those of a tick.
     gradients = bytes_per_device(role.trained["layers"]) * min(schedule.stages, 2)
-    # The input of each layer is kept and the layer computed again, or all of it is kept; in stages,
-    # of a device's part of the layers in each tick.
-    kept = _layer_bytes(role, tokens, mesh)
+    # Of each layer, all outputs are saved, or its input alone if it is computed again; in stages,
+    # for a device's part of the layers in each tick.
+    saved_per_layer = _layer_bytes(role, tokens, mesh)
     if role.net.remat:
-        kept = tokens * architecture.hidden_size * role.itemsize
-    kept = round(kept * schedule.slowdown)
+        saved_per_layer = tokens * architecture.hidden_size * role.itemsize
+    saved_per_layer = round(saved_per_layer * schedule.slowdown)
     layers = _layer_bytes(role, _layer_tokens(step, role, shape), mesh) * 3 // 2
     layers += _gathered_layers(step, role)
     # Hidden states, and their gradients.
     layers += 2 * _pipeline_bytes(step, role, shape)
     layers += 2 * _row_bytes(step, role, shape)
     layers += _pair_bytes(step, role, shape, with_gradient=True)
-    head = gathered_head = 0
+    head = 0
+    gathered_head = 0
     if role.has_logits:
         head = _chunk_bytes(role, tokens, parts) * 3 // 2
         gathered_head = _head_bytes(step, role)
-        # The whole output embedding has a gradient in float32, unless only adapters learn.
+        # The whole output embedding has a gradient in float32, unless only adapters are trained.
         if role.net.lora is None:
             head += architecture.vocab_size * architecture.hidden_size // parts * _FLOAT32
-    fixed = _cast_weights(step, role) + architecture.num_layers * kept
+    fixed = _cast_weights(step, role) + architecture.num_layers * saved_per_layer
     if _is_tpu():
         sums_in_float32 = step.programs.config.actor.optim.gradient_dtype == "float32"
-        learns_head = role.has_logits and role.net.lora is None
-        if learns_head and sums_in_float32 and meshes.gathers_weights(mesh):
+        trains_head = role.has_logits and role.net.lora is None
+        if trains_head and sums_in_float32 and meshes.gathers_weights(mesh):
             # Each device has a whole sum of the output embedding's gradients: devices add theirs
             # up once per mini-batch.
             fixed += architecture.vocab_size * architecture.hidden_size // parts * _FLOAT32
-        # The layers' gradients begin when the head's are done, of which the weights alone stay.
+        # The layers' gradients follow the head's; of the head, only the weights remain.
         return fixed + gathered_head + max(gradients + layers, head)
     return fixed + gradients + _join(step, layers, head + gathered_head)
 
 
 def _join(step: AbstractStep, layers: int, head: int) -> int:
-    """Return the memory of layers and head, which follow each other.
+    """Return the memory of layers and head, which run one after the other.
 
-    Where weights are gathered, the head's arrive while the layers run.
+    Gathered weights of the head arrive while the layers run, so that both are in memory.
     """
-    return layers + head if meshes.gathers_weights(step.programs.mesh) else max(layers, head)
+    if meshes.gathers_weights(step.programs.mesh):
+        return layers + head
+    return max(layers, head)
 
 
 def _device_tokens(step: AbstractStep, shape: tuple[int, ...]) -> int:
-    """Return the tokens of a device in a micro-batch of [R, L]."""
+    """Return a device's number of tokens in a micro-batch of [R, L]."""
     return int(np.prod(shape)) // meshes.row_shards(step.programs.mesh)
 
 
 def _layer_tokens(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
-    """Return the tokens that a layer has at once on a device, of a micro-batch of [R, L].
+    """Return the number of tokens of a micro-batch [R, L] that a device's layer processes at once.
 
-    In stages they are those of one row.
+    In stages these are the tokens of one row.
     """
     is_encoder = isinstance(role.architecture, DebertaArchitecture)
     if step.programs.mesh.shape["stage"] == 1 or is_encoder:
@@ -225,11 +235,12 @@ def _pipeline_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> i
 
 def _row_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
     """Return the bytes of the keys and values of whole rows, if devices hold parts of them."""
-    mesh, architecture = step.programs.mesh, role.architecture
+    mesh = step.programs.mesh
+    architecture = role.architecture
     row_parts = meshes.row_parts(mesh)
     if row_parts == 1 or isinstance(architecture, DebertaArchitecture):
         return 0
-    # With fewer key heads than devices that split them, each device has copies.
+    # If there are fewer key heads than devices that split them, each device has a copy.
     heads = max(architecture.num_kv_heads // int(mesh.shape["model"]), 1)
     tokens = _device_tokens(step, shape) * row_parts
     return 2 * tokens * heads * architecture.head_dim * role.itemsize
@@ -238,31 +249,35 @@ def _row_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
 def _pair_bytes(
     step: AbstractStep, role: Role, shape: tuple[int, ...], with_gradient: bool = False
 ) -> int:
-    """Return the bytes of what attention makes for each pair of a query and a key.
+    """Return the bytes of attention's arrays with an entry for each pair of a query and a key.
 
     cuDNN reads a mask in the type of the computation, the same for all heads and for gradients. xla
     has scores and weights of each head in float32, for a block of queries at once, and their
     gradients. Splash has none of these.
     """
-    mesh, net = step.programs.mesh, role.net
+    mesh = step.programs.mesh
+    net = role.net
     if not isinstance(net, Transformer) or net.attention == "splash":
         return 0
-    queries, row_parts = shape[-1], meshes.row_parts(mesh)
+    queries = shape[-1]
+    row_parts = meshes.row_parts(mesh)
     rows = _layer_tokens(step, role, shape) // queries
     keys = queries * row_parts
     if net.attention == "cudnn":
         return rows * queries * keys * role.itemsize
-    block = min(queries, query_block_size(queries)) if row_parts == 1 else queries // 2
+    block = queries // 2
+    if row_parts == 1:
+        block = min(queries, query_block_size(queries))
     heads = -(-net.architecture.num_heads // int(mesh.shape["model"]))
     arrays = 4 if with_gradient else 2
     return arrays * rows * heads * block * keys * _FLOAT32
 
 
 def _cast_weights(step: AbstractStep, role: Role) -> int:
-    """Return the bytes of weights in the type of the computation, made from float32.
+    """Return the bytes of weights that are converted from float32 to the type of the computation.
 
-    The compiler for TPUs converts a device's part of all layers before it runs, or gathers, the
-    first.
+    The compiler for TPUs converts a device's part of all layers before the first one is gathered or
+    runs.
     """
     if not _is_tpu() or role.itemsize == _FLOAT32:
         return 0
@@ -271,30 +286,32 @@ def _cast_weights(step: AbstractStep, role: Role) -> int:
 
 
 def _gathered_layers(step: AbstractStep, role: Role) -> int:
-    """Return the bytes of gathered layers, in the compilers' order of gathering and rounding."""
+    """Return the bytes of gathered layers; compilers gather and round them in different orders."""
     if not meshes.gathers_weights(step.programs.mesh):
         return 0
     mesh = step.programs.mesh
     layers = multiplied_elements(role.params["layers"], mesh)
     elements = layers // role.architecture.num_layers // mesh.shape["model"]
     # For TPUs a layer is rounded first, and each of its matrices arrives, or its gradient leaves,
-    # while it is multiplied: there is never more than one layer, in the backward pass neither.
+    # while it is multiplied: there is never more than one layer, even in the backward pass.
     if _is_tpu():
         return elements * role.itemsize
-    # For GPUs the present layer and the next are gathered in float32.
+    # For GPUs the current layer and the next are gathered in float32.
     return 2 * elements * _stored_itemsize(role)
 
 
 def _head_bytes(step: AbstractStep, role: Role) -> int:
     """Return the bytes of the output embedding in the type of the computation."""
-    mesh, architecture = step.programs.mesh, role.architecture
+    mesh = step.programs.mesh
+    architecture = role.architecture
     assert not isinstance(architecture, DebertaArchitecture), "encoders have no logits"
     elements = architecture.vocab_size * architecture.hidden_size // mesh.shape["model"]
-    # For GPUs trained weights are gathered in float32, in which they are stored, and then rounded.
-    # For TPUs they are rounded first.
+    # For GPUs trained weights are gathered as they are stored, in float32, and then rounded. For
+    # TPUs they are rounded first.
     is_wide = _stored_itemsize(role) > role.itemsize
-    is_gathered_wide = meshes.gathers_weights(mesh) and is_wide and not _is_tpu()
-    return elements * (role.itemsize + (_FLOAT32 if is_gathered_wide else 0))
+    if meshes.gathers_weights(mesh) and is_wide and not _is_tpu():
+        return elements * (role.itemsize + _FLOAT32)
+    return elements * role.itemsize
 
 
 def _stored_itemsize(role: Role) -> int:
@@ -312,7 +329,8 @@ def _chunk_bytes(role: Role, tokens: int, parts: int) -> int:
 
 def _layer_bytes(role: Role, tokens: int, mesh: Mesh) -> int:
     """Return the bytes of the outputs of a layer's products for `tokens`."""
-    architecture, parts = role.architecture, mesh.shape["model"]
+    architecture = role.architecture
+    parts = mesh.shape["model"]
     width = 4 * architecture.hidden_size
     mlp = 3 * architecture.intermediate_size // parts
     if not isinstance(architecture, DebertaArchitecture):
@@ -321,10 +339,11 @@ def _layer_bytes(role: Role, tokens: int, mesh: Mesh) -> int:
         # Each expert of a token has its own copy of it, and its own output.
         copies = tokens_at_experts(architecture, mesh)
         width += 2 * copies * architecture.experts_per_token * architecture.hidden_size
-        # A gated MLP has gate, up and their product, another one the input of its activation and
-        # its output.
+        # A gated MLP has gate, up and their product; an ungated one has the input and the output of
+        # its activation.
         mlp = copies * len(architecture.mlp_projections) * architecture.active_width // parts
     # The steps of a gelu are in float32; those of a silu are fused into the products.
-    is_silu = getattr(architecture, "activation", "") == "silu"
-    mlp_itemsize = role.itemsize if is_silu else _FLOAT32
+    mlp_itemsize = _FLOAT32
+    if getattr(architecture, "activation", "") == "silu":
+        mlp_itemsize = role.itemsize
     return tokens * (width * role.itemsize + mlp * mlp_itemsize)

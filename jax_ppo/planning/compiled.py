@@ -16,7 +16,7 @@ from jax_ppo.runtime import compilation, meshes, sharding
 from jax_ppo.runtime.device_memory import bytes_per_device
 from jax_ppo.types import Params
 
-# What compilers report of a program that needs more memory than the device has: all of it, or its
+# What a compiler reports if a program needs more memory than the device has: the total, or the
 # temporaries alone.
 _ALL_MEMORY = re.compile(r"Used ([\d.]+)([KMG]) of [\d.]+[KMG] hbm")
 _TEMPORARIES = re.compile(r"required for HLO temporaries \(([\d.]+)([KMG])\)")
@@ -33,18 +33,19 @@ def measure_phases(step: AbstractStep) -> tuple[dict[str, PhaseMemory], set[str]
     Raises:
       UserError: the compiler failed for another reason than memory.
     """
-    programs, state = step.programs, step.state
+    programs = step.programs
+    state = step.state
     recorder = _Recorder(programs.mesh, step.decoding_weights)
-    # Arrays that have a column of their own, by identity: shapes are passed from one program to
-    # the next.
+    # Arrays that have a column of their own, by identity: each program gets the shapes that the one
+    # before it returned.
     counted = {id(x) for x in jax.tree.leaves(state)}
     phases: dict[str, PhaseMemory] = {}
     refused = set()
     names = compile_programs(programs, state, step.prompts, step.key, step.plans)
     with jax.set_mesh(programs.mesh), compilation.compile_programs_with(recorder):
         for name in names:
-            compiled, recorder.programs = recorder.programs, []
-            # Small programs that prepare arguments belong to the phase that reads them.
+            compiled = recorder.take()
+            # Small programs that prepare arguments count for the phase that reads the arguments.
             largest = max(compiled, key=lambda program: program.temporary_bytes)
             if name == "prepare_weights":
                 counted |= {id(x) for program in compiled for x in program.results}
@@ -68,18 +69,24 @@ class _CompiledProgram:
 
 
 class _Recorder:
-    """Compiles programs and keeps what they need."""
+    """Compiles programs and records the memory that they need."""
 
     def __init__(self, mesh: Mesh, decoding_weights: Params) -> None:
-        """Make the recorder.
+        """Create the recorder.
 
         Args:
           mesh: the run's mesh.
-          decoding_weights: shapes and shardings of the copy of the weights that decodes.
+          decoding_weights: shapes and shardings of the copy of the weights for decoding.
         """
         self._mesh = mesh
         self._decoding_weights = decoding_weights
-        self.programs: list[_CompiledProgram] = []
+        self._programs: list[_CompiledProgram] = []
+
+    def take(self) -> list[_CompiledProgram]:
+        """Return the programs compiled since the last call."""
+        programs = self._programs
+        self._programs = []
+        return programs
 
     def __call__(self, lowered: jax.stages.Lowered, arguments: tuple[Any, ...]) -> Any:
         leaves = [x for x in jax.tree.leaves(arguments) if hasattr(x, "sharding")]
@@ -90,7 +97,7 @@ class _Recorder:
         shapes = compilation.output_shapes(lowered, compiled)
         memory = compiled.memory_analysis()
         assert memory is not None, "all of JAX's compilers state the memory of programs"
-        self.programs.append(
+        self._programs.append(
             _CompiledProgram(
                 arguments=leaves,
                 results=jax.tree.leaves(shapes),
@@ -103,16 +110,17 @@ class _Recorder:
     def _record_out_of_memory(
         self, lowered: jax.stages.Lowered, leaves: list[Any], message: str
     ) -> Any:
-        """Take the bytes from the compiler's refusal; raise `UserError` if it states none."""
-        everything, temporaries = _ALL_MEMORY.search(message), _TEMPORARIES.search(message)
-        if everything is not None:
-            used = _parse_bytes(everything) - bytes_per_device(leaves)
+        """Record the bytes in the compiler's error message; raise `UserError` if it has none."""
+        total = _ALL_MEMORY.search(message)
+        temporaries = _TEMPORARIES.search(message)
+        if total is not None:
+            used = _parse_bytes(total) - bytes_per_device(leaves)
         elif temporaries is not None:
             used = _parse_bytes(temporaries)
         else:
             raise UserError(f"the compiler failed: {message}")
         shapes = self._lay_out(lowered.out_info)
-        self.programs.append(
+        self._programs.append(
             _CompiledProgram(
                 arguments=leaves,
                 results=jax.tree.leaves(shapes),
@@ -124,19 +132,20 @@ class _Recorder:
         return shapes
 
     def _lay_out(self, results: Any) -> Any:
-        """Return results with shardings: a program that does not fit has not chosen any."""
+        """Return results with shardings, since a refused program has not chosen any."""
         structure = jax.tree.structure(results)
         if structure == jax.tree.structure(self._decoding_weights):  # type: ignore[operator]
             return self._decoding_weights
-        # On several devices, a program makes one layer of them.
+        # On several devices, each program lays out one layer.
         layer = (self._decoding_weights["layer_0"], jax.ShapeDtypeStruct((), "int32"))
         if structure == jax.tree.structure(layer):  # type: ignore[operator]
             return layer
         parts = meshes.row_shards(self._mesh)
 
         def lay_out(x: Any) -> jax.ShapeDtypeStruct:
-            has_rows = x.ndim > 0 and x.shape[0] % parts == 0
-            layout = sharding.rows(self._mesh) if has_rows else sharding.replicated(self._mesh)
+            layout = sharding.replicated(self._mesh)
+            if x.ndim > 0 and x.shape[0] % parts == 0:
+                layout = sharding.rows(self._mesh)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
 
         return jax.tree.map(lay_out, results)

@@ -1,4 +1,4 @@
-"""What sharing out experts changes in the work and the memory of a pass: `mesh.expert`.
+"""Effects of dividing experts among devices (`mesh.expert`) on work and memory of a pass.
 
 Kernels of experts are not gathered over `expert`; all other parameters are, as over `fsdp`.
 """
@@ -14,13 +14,13 @@ from jax_ppo.types import Params
 
 
 def multiplied_elements(params: Params, mesh: Mesh | AbstractMesh) -> int:
-    """Return the number of parameters that one group of devices of `model` multiplies with."""
+    """Return the number of parameters that the devices along `model` multiply with together."""
     others, experts = _count_elements(params)
     return others + experts // mesh.shape["expert"]
 
 
 def received_share(params: Params, mesh: Mesh | AbstractMesh) -> float:
-    """Return the part of `multiplied_elements` that other devices store, 0..1."""
+    """Return the share of `multiplied_elements` that other devices store, 0..1."""
     others, experts = _count_elements(params)
     own_experts = experts / mesh.shape["expert"]
     stored = others / meshes.weight_shards(mesh)
@@ -31,7 +31,7 @@ def received_share(params: Params, mesh: Mesh | AbstractMesh) -> float:
 def exchanged_bytes(
     architecture: Architecture, tokens: float, itemsize: int, mesh: Mesh | AbstractMesh
 ) -> float:
-    """Return the bytes of hidden states that a device receives for experts, and of their sums.
+    """Return the bytes of hidden states that a device receives for its experts, and of their sums.
 
     Args:
       architecture: of the model.
@@ -41,21 +41,26 @@ def exchanged_bytes(
     """
     if not architecture.num_experts:
         return 0.0
-    others = mesh.shape["expert"] - 1
-    return architecture.num_layers * 2 * others * tokens * architecture.hidden_size * itemsize
+    other_devices = mesh.shape["expert"] - 1
+    return (
+        architecture.num_layers * 2 * other_devices * tokens * architecture.hidden_size * itemsize
+    )
 
 
 def tokens_at_experts(architecture: Architecture, mesh: Mesh | AbstractMesh) -> int:
-    """Return the number of tokens that a device's experts may get, per token of its own.
+    """Return the maximum number of tokens that a device's experts get, per token of its own.
 
-    Any token of the devices of `expert` may select any expert.
+    Any token of the devices along `expert` may select any expert.
     """
-    return mesh.shape["expert"] if architecture.num_experts else 1
+    if not architecture.num_experts:
+        return 1
+    return mesh.shape["expert"]
 
 
 def _count_elements(params: Params) -> tuple[int, int]:
     """Return the number of parameters outside of experts, and of experts."""
-    experts = total = 0
+    experts = 0
+    total = 0
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         total += x.size
         if "experts" in jax.tree_util.keystr(path, simple=True, separator="/").split("/"):

@@ -1,11 +1,11 @@
-"""What a plan states of each phase of a step: memory, work and predicted time, per device."""
+"""The contents of a plan: memory, work and predicted time per device in each phase of a step."""
 
 import dataclasses
 from typing import Any
 
 from jax_ppo.runtime.topologies import Topology
 
-# The programs of a step, in its order, as the user reads them.
+# The programs of a step in their order, and the titles that the user sees.
 TITLES = {
     "prepare_weights": "decoding weights",
     "sample": "sampling",
@@ -27,7 +27,7 @@ class PhaseMemory:
       optimizer: their optimizer states.
       gradients: the sum of gradients over micro-batches.
       frozen: parameters of reference and reward model.
-      decoding_copy: the weights that are sampled with.
+      decoding_copy: the copy of the weights that sampling reads.
       cache: keys and values of the slots, and of the prompts on their stage.
       batch: prompts, rollout, scores and packing, as arguments and results.
       temporaries: everything else.
@@ -88,7 +88,7 @@ class Phase:
 
     Attributes:
       name: of the program, a key of `TITLES`.
-      memory: bytes per device; temporaries are the compiler's where there is one.
+      memory: bytes per device; temporaries are the compiler's figures if there is a compiler.
       estimated_peak: the peak by arithmetic alone.
       is_refused: whether the compiler refused the program for its memory.
       bubble: share of the time in the layers in which a pipeline stage waits, 0..1.
@@ -112,14 +112,15 @@ class StepPlan:
     Attributes:
       topology: the machine.
       mesh: size of each mesh axis.
-      rollout_mesh: the same of the mesh to decode on.
+      rollout_mesh: size of each axis of the mesh for decoding.
       available: bytes per device; `None` if unknown.
-      is_compiled: whether the machine's own compiler has measured the temporaries.
-      source: where the temporaries are from, for the user.
+      is_compiled: whether the machine's own compiler measured the temporaries.
+      source: origin of the temporaries, for the user.
       phases: in the order of a step.
       tokens: prompt and response tokens of a step.
       response_tokens: those of the responses alone.
-      remedies: changes of options, and the estimated bytes of a device after each, fewest first.
+      remedies: changes of options, and the estimated bytes per device after each, in ascending
+        order.
     """
 
     topology: Topology
@@ -140,23 +141,31 @@ class StepPlan:
 
     @property
     def estimated_peak(self) -> int:
-        """Return the same by arithmetic alone."""
+        """Return the bytes that the step needs on each device by arithmetic alone."""
         return max(phase.estimated_peak for phase in self.phases)
 
     @property
     def fits(self) -> bool | None:
         """Return whether every phase fits; `None` if the memory is unknown."""
-        return None if self.available is None else self.peak <= self.available
+        if self.available is None:
+            return None
+        return self.peak <= self.available
 
     @property
     def seconds(self) -> float | None:
         """Return the predicted seconds of all phases together; `None` if one is unknown."""
         known = [phase.seconds for phase in self.phases if phase.seconds is not None]
-        return sum(known) if len(known) == len(self.phases) else None
+        if len(known) < len(self.phases):
+            return None
+        return sum(known)
+
+    def _per_second(self, tokens: int) -> float | None:
+        if not self.seconds:
+            return None
+        return tokens / self.seconds
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures, in bytes, operations and seconds."""
-        seconds = self.seconds
         return {
             "topology": self.topology.name,
             "devices": self.topology.num_devices,
@@ -181,11 +190,9 @@ class StepPlan:
                 }
                 for phase in self.phases
             ],
-            "predicted_step_seconds": seconds,
-            "predicted_tokens_per_second": self.tokens / seconds if seconds else None,
-            "predicted_response_tokens_per_second": (
-                self.response_tokens / seconds if seconds else None
-            ),
+            "predicted_step_seconds": self.seconds,
+            "predicted_tokens_per_second": self._per_second(self.tokens),
+            "predicted_response_tokens_per_second": self._per_second(self.response_tokens),
             "remedies": [
                 {"options": options, "estimated_peak": needed} for options, needed in self.remedies
             ],

@@ -1,4 +1,4 @@
-"""The tables of a plan, for people."""
+"""The tables of a plan as text."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ _COLUMNS = {
 }
 _PREDICTION = (
     "A prediction, not a measurement: the slowest of products, memory and links at the device's\n"
-    "peak rates, all prompts and responses at their greatest lengths, no work of the host. Runs\n"
+    "peak rates, all prompts and responses at their maximum lengths, no work on the host. Runs\n"
     "are slower."
 )
 _MOST_REMEDIES = 8
@@ -41,14 +41,14 @@ def _heading(plan: StepPlan) -> str:
     lines = [f"{plan.topology.name}, mesh {shape}", f"temporaries: {plan.source}"]
     bubbles = [f"{TITLES[x.name]} {x.bubble:.1%}" for x in plan.phases if x.bubble]
     if bubbles:
-        lines.append(f"stages wait for this part of the time in the layers: {'; '.join(bubbles)}")
+        lines.append(f"stages wait for this share of the time in the layers: {'; '.join(bubbles)}")
     return "\n".join(lines)
 
 
 def _mesh_text(shape: dict[str, int]) -> str:
-    # Axes that few runs have are left out where they split nothing.
-    shown = {axis: size for axis, size in shape.items() if size > 1 or axis in _USUAL_AXES}
-    return " x ".join(f"{axis} {size}" for axis, size in shown.items())
+    # Rarely used axes are left out if they split nothing.
+    shown_axes = {axis: size for axis, size in shape.items() if size > 1 or axis in _USUAL_AXES}
+    return " x ".join(f"{axis} {size}" for axis, size in shown_axes.items())
 
 
 def _memory_table(plan: StepPlan) -> str:
@@ -70,7 +70,7 @@ def _verdict(plan: StepPlan) -> str:
     if plan.available is None:
         line = f"Peak {peak:.2f} GiB per device; the memory of the devices is unknown."
     else:
-        verdict = "fits" if plan.fits else "does not fit"
+        verdict = _fit_text(plan.peak, plan.available)
         line = f"Peak {peak:.2f} GiB of {plan.available / GIB:.2f} GiB per device: {verdict}."
     if plan.is_compiled:
         difference = plan.estimated_peak / plan.peak - 1
@@ -78,22 +78,26 @@ def _verdict(plan: StepPlan) -> str:
     refused = [TITLES[phase.name] for phase in plan.phases if phase.is_refused]
     if refused:
         line += (
-            f"\nThe compiler refused: {'; '.join(refused)}. What it states may count arrays that "
-            "are replaced twice."
+            f"\nThe compiler refused: {'; '.join(refused)}. Its figures may count replaced arrays "
+            "twice."
         )
     return line
 
 
 def _remedies(plan: StepPlan) -> str:
-    assert plan.available is not None, "nothing is refused where the memory is unknown"
+    assert plan.available is not None, "a plan is refused only if the memory is known"
     if not plan.remedies:
         return "No change of a single option saves memory: more devices are needed."
     lines = ["Changes that save the most (by arithmetic, GiB per device):"]
     for options, needed in plan.remedies[:_MOST_REMEDIES]:
-        fits = "fits" if needed <= plan.available else "does not fit"
         saved = plan.estimated_peak - needed
-        lines.append(f"  {options}: {needed / GIB:.2f}, saves {saved / GIB:.2f}; {fits}")
+        verdict = _fit_text(needed, plan.available)
+        lines.append(f"  {options}: {needed / GIB:.2f}, saves {saved / GIB:.2f}; {verdict}")
     return "\n".join(lines)
+
+
+def _fit_text(needed: int, available: float) -> str:
+    return "fits" if needed <= available else "does not fit"
 
 
 def _time_table(plan: StepPlan) -> str:

@@ -33,9 +33,11 @@ from jax_ppo.training.state import TrainState, policy_params
 from jax_ppo.training.state_shapes import state_shapes
 from jax_ppo.types import Params, Prompts
 
-# The files of a model that a plan reads; none holds weights.
+# The files of a model that a plan reads; none contains weights.
 DESCRIPTIONS = ["config.json", "generation_config.json"]
-# The number of a run's steps changes no shape.
+# The role whose model computes each part of the scores.
+SCORING_ROLES = {"policy": "actor", "critic": "critic"}
+# Any number will do: no shape depends on the number of steps.
 TOTAL_STEPS = 1000
 
 
@@ -45,8 +47,8 @@ class Role:
 
     Attributes:
       net: the model.
-      params: all that it runs on.
-      trained: its part of the train state; for adapters less than `params`.
+      params: all parameters that it computes with.
+      trained: its part of the train state; with adapters less than `params`.
       has_logits: whether it computes logits over the vocabulary.
     """
 
@@ -98,17 +100,35 @@ class AbstractStep:
     least: LeastMemory
 
     def role(self, name: str) -> "Role":
-        """Return the actor, the critic or the reward model, each with all that it runs on."""
-        nets, state = self.programs.nets, self.state
+        """Return the actor, the critic or the reward model, each with all its parameters."""
+        nets = self.programs.nets
+        state = self.state
         if name == "actor":
-            return Role(nets.actor, policy_params(nets, state), state.actor, has_logits=True)
+            return Role(
+                net=nets.actor,
+                params=policy_params(nets, state),
+                trained=state.actor,
+                has_logits=True,
+            )
         net, trained = {
             "critic": (nets.critic, state.critic),
             "reward": (nets.reward, state.reward),
         }[name]
         assert net is not None, f"there is no {name}"
         params = full_parameters(net, trained, state.reference)
-        return Role(net, params, trained, has_logits=False)
+        return Role(net=net, params=params, trained=trained, has_logits=False)
+
+    @property
+    def queue(self) -> int:
+        """Return the number of samples in the queue of each shard of rows."""
+        prompts = self.programs.config.data.train_batch_size
+        samples_per_prompt = self.programs.samples // prompts
+        return meshes.rows_per_shard(self.rollout_mesh, prompts) * samples_per_prompt
+
+    @property
+    def slots(self) -> int:
+        """Return the number of samples that each shard of rows decodes at a time."""
+        return min(self.programs.sampling.slots or self.queue, self.queue)
 
     @property
     def cache_bytes(self) -> int:
@@ -118,15 +138,15 @@ class AbstractStep:
 
 
 def set_up_step(config: Config, nets: Networks, mesh: Mesh) -> AbstractStep:
-    """Build the abstract programs of a step; nothing is placed on the mesh.
+    """Build the abstract programs of a step without placing anything on the mesh.
 
     Args:
       config: all options.
-      nets: each role's model, as `read_descriptions` returns them.
+      nets: the roles' models, as returned by `read_descriptions`.
       mesh: the mesh to plan for.
 
     Raises:
-      UserError: an option does not fit the models or the mesh, or a model has no config.json.
+      UserError: an option does not match the models or the mesh, or a model has no config.json.
     """
     if config.rollout.engine != "built-in":
         raise UserError(
@@ -194,7 +214,7 @@ def _shape_caches(programs: StepPrograms, prompts: Prompts, rollout_mesh: Mesh) 
 
 
 def read_descriptions(config: Config, mesh: Mesh) -> Networks:
-    """Return the roles' models, of which config.json is enough.
+    """Read the config.json of each role's model.
 
     Raises:
       UserError: a model has no config.json or cannot run on this machine, or the mesh cannot split
@@ -216,7 +236,7 @@ def read_descriptions(config: Config, mesh: Mesh) -> Networks:
 
 
 def _describe_small_model(config: Config, folder: Path) -> None:
-    """Write the config.json of the small model that a run makes, with the largest vocabulary."""
+    """Write the config.json of the small model that a run creates, with its largest vocabulary."""
     create = config.model.create
     folder.mkdir(parents=True)
     description = to_hf_config(warmup.make_architecture(create, create.vocab_size))

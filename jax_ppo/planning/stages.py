@@ -1,4 +1,4 @@
-"""What pipeline stages change in the work and the memory of a pass over packed rows."""
+"""Effects of pipeline stages on work and memory of a pass over packed rows."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from jax_ppo.runtime.parallelism import pipeline
 
 @dataclasses.dataclass(frozen=True)
 class StageSchedule:
-    """The micro-batches of one pass through the layers; without stages, one of all rows.
+    """The micro-batches of one pass through the layers; a single one without stages.
 
     Attributes:
       stages: S.
@@ -23,7 +23,7 @@ class StageSchedule:
 
     @property
     def ticks(self) -> int:
-        """Return how often a device runs its own layers, M + S - 1."""
+        """Return the number of times that a device runs its own layers, M + S - 1."""
         return self.micro_batches + self.stages - 1
 
     @property
@@ -38,11 +38,11 @@ class StageSchedule:
 
 
 def schedule_rows(mesh: Mesh | AbstractMesh, rows: int) -> StageSchedule:
-    """Return how the stages of a mesh run `rows` packed rows, over all devices."""
+    """Return the schedule of a mesh's stages for `rows` packed rows, over all devices."""
     stages = mesh.shape["stage"]
     if stages == 1:
         return StageSchedule(stages=1, micro_batches=1)
-    return StageSchedule(stages, stages * rows // meshes.row_shards(mesh))
+    return StageSchedule(stages=stages, micro_batches=stages * rows // meshes.row_shards(mesh))
 
 
 def count_bubbles(mesh: Mesh | AbstractMesh, plans: Plans) -> dict[str, float]:

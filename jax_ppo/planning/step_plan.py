@@ -34,20 +34,14 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
     Args:
       config: all options.
       topology: the machine.
-      compiles: False uses arithmetic alone.
+      compiles: whether to compile the step, if the machine's compiler is installed; otherwise all
+        figures are by arithmetic.
 
     Raises:
-      UserError: the options do not fit the machine or the models, or a model has no config.json.
+      UserError: the options do not match the machine or the models, or a model has no config.json.
     """
     platform = topology.device_type.platform
-    devices, source = None, "arithmetic alone; nothing was compiled"
-    if compiles:
-        try:
-            devices = described_devices(topology)
-            source = f"compiled for {devices[0].device_kind} ({devices[0].client.platform_version})"
-        except CompilerMissingError as missing:
-            source = f"arithmetic, because {missing}"
-    is_compiled = devices is not None
+    devices, source = _describe_machine(topology, compiles)
     # Without a compiler CPU devices stand for the machine's; nothing is compiled for them.
     mesh = meshes.make_mesh(config.mesh, devices or cpu_devices(topology))
     with assume_platform(_JAX_PLATFORMS.get(platform, platform)):
@@ -57,7 +51,10 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
             estimated = estimate_phases(step)
             work = count_work(step)
             bubbles = count_bubbles(mesh, step.plans)
-        measured, refused = measure_phases(step) if is_compiled else (estimated, set())
+        measured = estimated
+        refused: set[str] = set()
+        if devices is not None:
+            measured, refused = measure_phases(step)
         rates = PEAK_RATES.get(topology.device_type.jax_kind)
         phases = tuple(
             Phase(
@@ -79,7 +76,7 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
             mesh=dict(mesh.shape),
             rollout_mesh=dict(step.rollout_mesh.shape),
             available=topology.available_bytes,
-            is_compiled=is_compiled,
+            is_compiled=devices is not None,
             source=" ".join(source.split()),
             phases=phases,
             tokens=step.programs.samples * config.sequence_length,
@@ -90,8 +87,20 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
     return plan
 
 
+def _describe_machine(topology: Topology, compiles: bool) -> tuple[list[jax.Device] | None, str]:
+    """Return the devices to compile for, `None` without a compiler, and the plan's `source`."""
+    if not compiles:
+        return None, "arithmetic alone; nothing was compiled"
+    try:
+        devices = described_devices(topology)
+    except CompilerMissingError as missing:
+        return None, f"arithmetic, because {missing}"
+    kind = devices[0].device_kind
+    return devices, f"compiled for {kind} ({devices[0].client.platform_version})"
+
+
 def _rank_remedies(config: Config, mesh: Mesh, plan: StepPlan) -> tuple[tuple[str, int], ...]:
-    """Return the changes of options that save memory, and what is needed after each."""
+    """Return the changes of options that save memory, and the bytes needed after each."""
 
     def read_nets(changed: Config) -> Networks:
         changed_mesh = meshes.make_mesh(changed.mesh, list(mesh.devices.flat))

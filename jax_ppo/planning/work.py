@@ -1,8 +1,8 @@
 """Operations, bytes and exchanges of each phase of a step, and its seconds by the roofline model.
 
-All prompts and responses count with their greatest lengths. A phase takes as long as the slowest of
-its matrix products, its memory traffic and its exchanges takes at the device's peak rate (Williams
-et al. 2009, doi 10.1145/1498765.1498785): a bound that no run undercuts, not a measurement.
+All prompts and responses are assumed to have their maximum lengths. A phase takes as long as the
+slowest of its matrix products, its memory traffic and its exchanges at the device's peak rate
+(Williams et al. 2009, doi 10.1145/1498765.1498785): a lower bound, not a measurement.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ from jax_ppo.models.flops import count_forward_flops
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.planning.experts import exchanged_bytes, multiplied_elements, received_share
 from jax_ppo.planning.phases import PhaseWork
-from jax_ppo.planning.setup import AbstractStep, Role
+from jax_ppo.planning.setup import SCORING_ROLES, AbstractStep, Role
 from jax_ppo.planning.stages import StageSchedule, schedule_rows
 from jax_ppo.ppo.scoring import ScoringOptions
 from jax_ppo.runtime import meshes
@@ -37,14 +37,13 @@ _SUMS_PER_LAYER = 2
 def count_work(step: AbstractStep) -> dict[str, PhaseWork]:
     """Return the work of one device in each phase, by the program's name."""
     programs = step.programs
-    config, nets = programs.config, programs.nets
+    config = programs.config
+    nets = programs.nets
     work = {"prepare_weights": _prepare_weights(step), "sample": _sample(step)}
     options = ScoringOptions.from_config(config)
     for part in options.parts:
-        is_policy = part == "policy"
-        role = step.role("actor" if is_policy else "critic")
-        passes = max(1, options.old_logprobs + options.reference) if is_policy else 1
-        work[f"score_{part}"] = _score(step, role) * passes
+        passes = _count_scoring_passes(options, part)
+        work[f"score_{part}"] = _score(step, step.role(SCORING_ROLES[part])) * passes
     if nets.reward is not None and programs.reads_rollout:
         work["score_reward"] = _score(step, step.role("reward"))
     # A few passes over arrays of one number per token.
@@ -55,6 +54,13 @@ def count_work(step: AbstractStep) -> dict[str, PhaseWork]:
         epochs = config.critic.ppo_epochs or epochs
         work["update_critic"] = _update(step, step.role("critic"), step.plans.critic, epochs)
     return work
+
+
+def _count_scoring_passes(options: ScoringOptions, part: str) -> int:
+    """Return the number of forward passes: the reference's belong to the part of the policy."""
+    if part == "policy":
+        return max(1, options.old_logprobs + options.reference)
+    return 1
 
 
 def predict_seconds(
@@ -70,12 +76,14 @@ def predict_seconds(
     """
     if rates is None or not rates.memory_bytes or not rates.link_bytes:
         return None
-    return max(
+    seconds = [
         work.flops / rates.flops,
         work.memory_bytes / rates.memory_bytes,
         work.link_bytes / rates.link_bytes,
-        work.row_bytes / network_bytes if network_bytes else 0.0,
-    )
+    ]
+    if network_bytes:
+        seconds.append(work.row_bytes / network_bytes)
+    return max(seconds)
 
 
 def _prepare_weights(step: AbstractStep) -> PhaseWork:
@@ -90,35 +98,33 @@ def _prepare_weights(step: AbstractStep) -> PhaseWork:
 
 def _sample(step: AbstractStep) -> PhaseWork:
     """Return the work of prefill and decoding, stage by stage."""
-    config, mesh = step.programs.config, step.rollout_mesh
+    config = step.programs.config
+    mesh = step.rollout_mesh
     architecture = step.programs.nets.actor.architecture
-    prompt, samples = config.data.max_prompt_length, step.programs.samples
-    shards, parts = meshes.row_shards(mesh), mesh.shape["model"]
-    count = config.data.train_batch_size
-    queue = meshes.rows_per_shard(mesh, count) * (samples // count)
-    slots = min(step.programs.sampling.slots or queue, queue)
+    prompt = config.data.max_prompt_length
+    samples = step.programs.samples
     weights = bytes_per_device(step.decoding_weights)
     limits = stage_limits(step.programs.sampling)
     role = step.role("actor")
     total = PhaseWork()
     start = 0
     for limit in limits:
-        # Later stages run the tokens drawn before again, per sample.
+        # Later stages process the tokens drawn in earlier ones again, for each sample.
         prompts = config.data.train_batch_size if start == 0 else samples
         prefilled = np.full(prompts, prompt + start)
-        width = max(1, slots * (prompt + limits[0]) // (prompt + limit))
-        steps = (limit - start) * -(-queue // width)
+        width = max(1, step.slots * (prompt + limits[0]) // (prompt + limit))
+        steps = (limit - start) * -(-step.queue // width)
         whole = np.full(samples, prompt + limit)
         flops = count_forward_flops(architecture, prefilled)
         flops += count_forward_flops(architecture, whole, samples * (limit - start))
         flops -= count_forward_flops(architecture, np.full(samples, prompt + start))
-        tokens = prompts * (prompt + start) / shards + steps * width
+        tokens = prompts * (prompt + start) / meshes.row_shards(mesh) + steps * width
         total += PhaseWork(
             flops=flops / step.programs.mesh.size,
-            # Each step reads all weights and the whole cache; cuDNN reads it up to the tokens.
+            # Each step reads all weights and the whole cache; cuDNN reads only its used part.
             memory_bytes=steps * float(weights + step.cache_bytes),
             link_bytes=(
-                _tensor_parallel_bytes(role, tokens, parts)
+                _tensor_parallel_bytes(role, tokens, mesh.shape["model"])
                 + exchanged_bytes(architecture, tokens, role.itemsize, mesh)
             ),
         )
@@ -139,8 +145,8 @@ def _update(step: AbstractStep, role: Role, batches: MiniBatches, epochs: int) -
     assert isinstance(role.net, Transformer), "encoders are not trained"
     steps, micro_batches, rows, length = batches.packing.sample.shape
     forward = _pass_work(step, role, rows, length)
-    # The backward pass has products for the gradients of inputs and, unless only adapters learn,
-    # of weights. With gradient checkpointing, the forward products are computed twice.
+    # The backward pass has products for the gradients of inputs and, unless only adapters are
+    # trained, of weights. With gradient checkpointing, the forward products are computed twice.
     recomputed = int(role.net.remat)
     backward = 2 if role.net.lora is None else 1
     flops = _rollout_flops(step, role, rows)
@@ -166,9 +172,12 @@ def _rollout_flops(step: AbstractStep, role: Role, rows: int) -> float:
 
     A stage without a micro-batch counts as if it had one.
     """
-    config, samples = step.programs.config, step.programs.samples
+    config = step.programs.config
+    samples = step.programs.samples
     lengths = np.full(samples, config.sequence_length)
-    num_logits = samples * config.data.max_response_length if role.has_logits else 0
+    num_logits = 0
+    if role.has_logits:
+        num_logits = samples * config.data.max_response_length
     layers = count_forward_flops(role.architecture, lengths)
     logits = count_forward_flops(role.architecture, lengths, num_logits) - layers
     layers *= _schedule(step, role, rows).slowdown
@@ -176,7 +185,7 @@ def _rollout_flops(step: AbstractStep, role: Role, rows: int) -> float:
 
 
 def _schedule(step: AbstractStep, role: Role, rows: int) -> StageSchedule:
-    """Return how the stages run a pass; an encoder has none."""
+    """Return the schedule of the stages in a pass; an encoder has a single stage."""
     if isinstance(role.architecture, DebertaArchitecture):
         return StageSchedule(stages=1, micro_batches=1)
     return schedule_rows(step.programs.mesh, rows)
@@ -184,7 +193,8 @@ def _schedule(step: AbstractStep, role: Role, rows: int) -> StageSchedule:
 
 def _pass_work(step: AbstractStep, role: Role, rows: int, length: int) -> PhaseWork:
     """Return memory traffic and exchanges of a device in a forward pass over all `rows`."""
-    mesh, architecture = step.programs.mesh, role.architecture
+    mesh = step.programs.mesh
+    architecture = role.architecture
     schedule = _schedule(step, role, rows)
     weights = _gathered_bytes(step, role, schedule)
     if isinstance(architecture, DebertaArchitecture):
@@ -199,7 +209,7 @@ def _pass_work(step: AbstractStep, role: Role, rows: int, length: int) -> PhaseW
     moved = _HIDDEN_MOVES * architecture.hidden_size + _OUTPUT_MOVES * outputs
     received = weights * received_share(role.params, mesh)
     if schedule.stages > 1:
-        # One row of hidden states per tick, and the rows to the first stage and from the last.
+        # One row of hidden states per tick, the first stage's inputs and the last stage's outputs.
         hidden_rows = schedule.ticks + 2 * schedule.micro_batches
         received += hidden_rows * length * architecture.hidden_size * role.itemsize
     return PhaseWork(
@@ -215,7 +225,7 @@ def _pass_work(step: AbstractStep, role: Role, rows: int, length: int) -> PhaseW
 
 
 def _gathered_bytes(step: AbstractStep, role: Role, schedule: StageSchedule) -> float:
-    """Return the bytes of weights that a device multiplies with in a pass, in each tick anew."""
+    """Return the bytes of weights that a device reads in a pass; each tick reads its layers."""
     mesh = step.programs.mesh
     layers = multiplied_elements(role.params["layers"], mesh)
     others = multiplied_elements(role.params, mesh) - layers
@@ -234,10 +244,10 @@ def _tensor_parallel_bytes(role: Role, tokens: float, parts: int) -> float:
 
 
 def _gathered_keys_bytes(role: Role, tokens: float, row_parts: int, parts: int) -> float:
-    """Return the bytes that a device receives of keys and values of its rows' other parts."""
+    """Return the bytes of keys and values that a device receives of the other parts of its rows."""
     architecture = role.architecture
     assert not isinstance(architecture, DebertaArchitecture), "encoders read whole rows"
-    # With fewer key heads than devices that split them, each device has copies.
+    # If there are fewer key heads than devices that split them, each device has a copy.
     heads = max(architecture.num_kv_heads / parts, 1)
     own = 2 * tokens * heads * architecture.head_dim * role.itemsize
     return architecture.num_layers * own * (row_parts - 1)
