@@ -2113,7 +2113,7 @@ SURVIVORS = [
         source=MUTATION,
         holds="a pair is dropped if either of its responses is too long",
         test="tests/data/test_responses.py::test_a_pair_is_dropped_if_one_side_is_too_long",
-        where="tokenize_responses",
+        where="_encode_fitting_responses",
         old="max(map(len, encoded)) <= max_response_length",
         new="min(map(len, encoded)) <= max_response_length",
     ),

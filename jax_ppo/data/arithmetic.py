@@ -15,7 +15,7 @@ from jax_ppo.types import Example
 SPLITS = ("train", "heldout")
 GUESS_ACCURACY = 0.15  # probability that an answer without a worked solution is right
 
-# Seeds that keep the random streams apart: index 5 of one does not draw the numbers of the other.
+# Seeds of separate random streams: index 5 of one does not draw the numbers of the other.
 _PROBLEM_STREAM = 101
 _SOLUTION_STREAM = 202
 
@@ -70,13 +70,12 @@ class Problem:
     def intermediate(self) -> int:
         """The result of the first step, 0 to 9."""
         first, second, _ = self.numbers
-        return first + second if self.signs[0] == "+" else first - second
+        return _add_or_subtract(first, self.signs[0], second)
 
     @property
     def answer(self) -> int:
         """The final result, 0 to 9."""
-        third = self.numbers[2]
-        return self.intermediate + third if self.signs[1] == "+" else self.intermediate - third
+        return _add_or_subtract(self.intermediate, self.signs[1], self.numbers[2])
 
     @property
     def prompt(self) -> str:
@@ -92,6 +91,12 @@ class Problem:
             f"{self.intermediate}{self.signs[1]}{third}={self.answer}\n"
             f"#### {self.answer}"
         )
+
+
+def _add_or_subtract(left: int, sign: str, right: int) -> int:
+    if sign == "+":
+        return left + right
+    return left - right
 
 
 @functools.lru_cache(maxsize=2**14)
@@ -156,8 +161,8 @@ def generate_worked_solutions(count: int, careful_share: float, seed: int) -> li
     A model that is trained on them knows the format of an answer but seldom solves step by step.
 
     Args:
-      count: number of pairs; they are of the training problems 0 .. count - 1.
-      careful_share: probability that a response is a worked solution, and so is right. The other
+      count: number of pairs; they belong to the training problems 0 .. count - 1.
+      careful_share: probability that a response is a worked solution, which is right. The other
         responses answer at once: right with probability GUESS_ACCURACY, otherwise off by 1 to 3.
       seed: seed of the choice between the two, and of the wrong answers.
 

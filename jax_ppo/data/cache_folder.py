@@ -1,10 +1,10 @@
 """The files of a cache: each is complete and has the checksum of its contents in its name.
 
-    IDENTITY.CRC32.arrow    a file, named after what its contents follow from
-    RANDOM.unfinished       a file that a process writes, which holds a lock on it
+    IDENTITY.CRC32.arrow    a file, named after a hash of everything that determines its contents
+    RANDOM.unfinished       a file that a process is writing and holds a lock on
 
-The kernel releases the lock of a process that ends, by whatever signal: what a killed process has
-left is known from that, also among containers, which may have equal process ids.
+The kernel releases the locks of a process however it ends. That identifies the files that a killed
+process left, even if several containers, whose process ids may be equal, share the folder.
 """
 
 import collections
@@ -27,26 +27,26 @@ _UNFINISHED = ".unfinished"
 
 
 def find_intact_files(folder: Path, identities: Sequence[str]) -> list[Path | None]:
-    """Return the file of each identity; `None` where there is none, or a damaged one.
+    """Return the file of each identity, `None` if it is missing or damaged.
 
-    All files are read: CRC-32 detects every flipped bit and truncation. A damaged file is logged.
+    All files are read: CRC-32 detects flipped bits and truncation. Damaged files are logged.
     """
-    named = collections.defaultdict(list)
+    named: dict[str, list[Path]] = collections.defaultdict(list)
     for path in folder.glob("*.arrow"):
         named[path.name.partition(".")[0]].append(path)
 
-    def find(identity: str) -> Path | None:
+    def find_intact(identity: str) -> Path | None:
         return next(filter(_is_intact, named[identity]), None)
 
     # zlib releases the interpreter lock.
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
-        found = list(threads.map(find, identities))
-    for identity, intact in zip(identities, found, strict=True):
-        if intact is None and named[identity]:
+        intact_paths = list(threads.map(find_intact, identities))
+    for identity, intact_path in zip(identities, intact_paths, strict=True):
+        if intact_path is None and named[identity]:
             log.warning(
                 "config.data.cache_dir: %s is damaged and is written again", named[identity][0]
             )
-    return found
+    return intact_paths
 
 
 def _is_intact(path: Path) -> bool:
@@ -67,7 +67,7 @@ def _checksum(path: Path) -> str:
 
 @contextlib.contextmanager
 def open_unfinished(folder: Path) -> Iterator[BinaryIO]:
-    """Create a file to write to; when the context ends it is removed unless it has been published.
+    """Create a file to write to; the end of the context removes it unless it has been published.
 
     Raises:
       OSError: the folder cannot be written to.
@@ -81,11 +81,11 @@ def open_unfinished(folder: Path) -> Iterator[BinaryIO]:
 
 
 def publish(file: BinaryIO, identity: str) -> Path:
-    """Give a file of `open_unfinished`, whose contents are complete, its name; return its path."""
+    """Rename a completely written file of `open_unfinished` to its final name; return its path."""
     file.flush()
     unfinished = Path(file.name)
     path = unfinished.with_name(f"{identity}.{_checksum(unfinished)}.arrow")
-    # If two runs write the same file, either one is good.
+    # If two runs write the same file, either result is valid.
     unfinished.replace(path)
     return path
 
@@ -96,7 +96,7 @@ def _create_locked(folder: Path) -> BinaryIO:
         # Some shared disks have no locks; nothing is removed there.
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
-        # Another run may have removed it between these two calls.
+        # Another run may have removed it before it was locked.
         if os.path.exists(file.name):
             return file
         file.close()
@@ -105,7 +105,7 @@ def _create_locked(folder: Path) -> BinaryIO:
 def remove_abandoned_files(folder: Path) -> None:
     """Remove the unfinished files that no living process writes."""
     for path in folder.glob(f"*{_UNFINISHED}"):
-        # It is locked, another run has just removed it, or the folder cannot be written to.
+        # Errors mean that it is locked, already removed by another run, or in a read-only folder.
         with contextlib.suppress(OSError), path.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()

@@ -1,4 +1,4 @@
-"""Rows that are looked up on a disk: Arrow files, of which a lookup decompresses a few rows."""
+"""Rows that are looked up on a disk, in Arrow files; a lookup decompresses a few rows."""
 
 import bisect
 import dataclasses
@@ -17,15 +17,15 @@ from jax_ppo.types import Example
 if TYPE_CHECKING:
     import pyarrow
 
-ROWS_PER_BATCH = 32  # a lookup decompresses that many
+ROWS_PER_BATCH = 32  # rows that a lookup decompresses
 TOKENS = "jax_ppo_prompt_tokens"  # the column of the prompts' tokens
 _OPEN_FILES = 64
 
 
 class CachedRows:
-    """The rows of several Arrow files, one after the other.
+    """The concatenated rows of several Arrow files.
 
-    All batches of a file have `ROWS_PER_BATCH` rows but the last one.
+    All batches of a file except the last have `ROWS_PER_BATCH` rows.
     """
 
     def __init__(self, paths: Sequence[Path], sources: Sequence[int]) -> None:
@@ -38,7 +38,7 @@ class CachedRows:
         self._paths = paths
         self._sources = sources
         self._readers = functools.lru_cache(_OPEN_FILES)(_open_reader)
-        # Arrow does not say that threads may share a reader.
+        # Arrow does not document that threads may share a reader.
         self._lock = threading.Lock()
         self.ends = list(itertools.accumulate(map(count_rows, paths)))
 
@@ -69,7 +69,9 @@ class CachedRows:
         return bisect.bisect_right(self.ends, index)
 
     def _first_row(self, file: int) -> int:
-        return self.ends[file - 1] if file else 0
+        if file == 0:
+            return 0
+        return self.ends[file - 1]
 
     def _count_batches(self, file: int) -> int:
         return -(-(self.ends[file] - self._first_row(file)) // ROWS_PER_BATCH)
@@ -92,7 +94,7 @@ class CachedRows:
         except (OSError, pa.ArrowException) as error:
             raise UserError(
                 f"config.data.cache_dir: {path} can no longer be read: {error}. Start the run "
-                "again, which writes the file again"
+                "again to rewrite the file"
             ) from error
 
 
@@ -159,7 +161,7 @@ class RowWriter:
     """Writes batches of rows with their tokens to an Arrow file."""
 
     def __init__(self, file: BinaryIO) -> None:
-        """Begin an open, empty file; it is complete when the context ends."""
+        """Write to an open, empty file, which is complete when the context ends."""
         self._file = file
         self._writer: Any = None
         self._rest: Any = None
@@ -182,10 +184,10 @@ class RowWriter:
         """
         import pyarrow as pa
 
-        kept = [row for row, ids in enumerate(tokens) if ids is not None]
-        table = pa.Table.from_batches([batch.take(pa.array(kept, pa.int64()))])
+        rows = [row for row, ids in enumerate(tokens) if ids is not None]
+        table = pa.Table.from_batches([batch.take(pa.array(rows, pa.int64()))])
         for number, field in enumerate(table.schema):
-            # A file takes one dictionary per column, and a Parquet file has several.
+            # An Arrow file holds one dictionary per column; a Parquet file may have several.
             if pa.types.is_dictionary(field.type):
                 values = table.column(number).cast(field.type.value_type)
                 table = table.set_column(number, field.name, values)

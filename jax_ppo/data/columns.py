@@ -1,4 +1,4 @@
-"""The columns of data sets whose names are options."""
+"""Names of data set columns that options set."""
 
 import dataclasses
 from typing import Any
@@ -9,9 +9,9 @@ class Columns:
     """Names of columns.
 
     Attributes:
-      prompt: of the prompt, in rows of verl's form and in those of a prompt alone.
-      response: of the response to imitate, or its name in extra_info of verl's form.
-      ground_truth: of the reference answer, in rows of no other form.
+      prompt: column of the prompt, in verl's form and in rows that consist of a prompt.
+      response: column of the response to imitate, or its entry in extra_info of verl's form.
+      ground_truth: column of the reference answer, in rows without a form of their own.
     """
 
     prompt: str = "prompt"
@@ -20,10 +20,12 @@ class Columns:
 
 
 def parse_ground_truth(value: Any) -> Any:
-    """Return text, with numbers converted to text.
+    """Return a reference answer as text; "" if there is none.
 
-    Lists and dicts are kept, for user-defined reward functions.
+    Lists and dicts are returned unchanged, for user-defined reward functions.
     """
     if value is None:
         return ""
-    return value if isinstance(value, (str, list, dict)) else str(value)
+    if isinstance(value, (str, list, dict)):
+        return value
+    return str(value)

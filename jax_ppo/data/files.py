@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     import pyarrow
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
-# Rows are copied, printed and sent to other processes by functions that call themselves for each
-# level, so that a deeper row would fail far from here. Parquet has the same limit.
+# Recursive functions copy and print rows and send them to other processes, so that a deeper row
+# would fail far from here. Parquet has the same limit.
 MAX_NESTING = 100
 
 _PARQUET_BATCH = 1024  # rows in memory at once
+_BYTE_ORDER_MARK = "\ufeff"
 
-# The first half of a pair of escapes, or half of one alone, which is not text.
+# The first half of a surrogate pair, or an unpaired half, which is not text.
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -31,7 +32,7 @@ def read_rows(path: Path, option: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
     Args:
       path: a JSONL, gzipped JSONL, JSON, CSV or Parquet file. A JSON file holds a list of objects,
-        or an object whose only entry is such a list. The values of a CSV file are texts.
+        or an object whose only entry is such a list. All values of a CSV file are text.
       option: the option that names the file, for messages.
 
     Returns:
@@ -39,7 +40,7 @@ def read_rows(path: Path, option: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
     Raises:
       UserError: the file does not exist, does not have the format of its suffix, or contains a line
-        that is not a JSON object. Errors of the contents are raised while iterating.
+        that is not a JSON object. Errors in the contents are raised while iterating.
     """
     path = Path(path)
     require_file(path, option)
@@ -75,19 +76,20 @@ def _missing_file_error(path: Path, option: str) -> UserError:
 
 def _read_jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     is_gzipped = path.name.endswith(".gz")
+    kind = "gzipped text" if is_gzipped else "text"
     number = 0
     try:
         with gzip.open(path) if is_gzipped else path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
-                # The first line may begin with a byte order mark.
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                text = line.decode("utf-8")
+                if number == 1:
+                    text = text.removeprefix(_BYTE_ORDER_MARK)
                 if text.strip():
                     location = f"{path}:{number}"
                     yield location, _parse_json_object(text, location)
     except UnicodeDecodeError as error:
         raise UserError(f"{path}:{number}: cannot be read as UTF-8 text: {error}") from error
     except (OSError, EOFError, zlib.error) as error:
-        kind = "gzipped text" if is_gzipped else "text"
         raise UserError(
             f"{path}, after line {number}: cannot be read as {kind}: {error}"
         ) from error
@@ -122,7 +124,7 @@ def _read_json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _read_csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
-    # A long prompt is no mistake.
+    # A long prompt is not an error.
     csv.field_size_limit(sys.maxsize)
     try:
         with path.open(newline="", encoding="utf-8-sig") as lines:
@@ -132,7 +134,7 @@ def _read_csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 raise UserError(f"{path}: several columns have the same name: {', '.join(names)}")
             for number, row in enumerate(reader, 1):
                 location = f"{path}, row {number}"
-                # DictReader files surplus values under None, and None for missing ones.
+                # DictReader stores surplus values under the key None, and None for missing values.
                 if None in row or None in row.values():
                     raise UserError(
                         f"{location}: expected {len(names)} values, one for each column of the "
@@ -147,11 +149,7 @@ def _parse_json(text: str, location: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        line = f"line {error.lineno}, " if "\n" in text else ""
-        shown = shorten(error.doc.splitlines()[error.lineno - 1] if line else text)
-        raise UserError(
-            f"{location}: not JSON: {error.msg} at {line}column {error.colno} of {shown!r}"
-        ) from error
+        raise UserError(f"{location}: not JSON: {_describe_json_error(error)}") from error
     except RecursionError as error:
         raise _nesting_error(location) from error
     except ValueError as error:
@@ -162,13 +160,22 @@ def _parse_json(text: str, location: str) -> Any:
         ) from error
 
 
+def _describe_json_error(error: json.JSONDecodeError) -> str:
+    position = f"column {error.colno}"
+    line = error.doc
+    if "\n" in error.doc:
+        position = f"line {error.lineno}, {position}"
+        line = error.doc.splitlines()[error.lineno - 1]
+    return f"{error.msg} at {position} of {shorten(line)!r}"
+
+
 def _parse_json_object(line: str, location: str) -> dict[str, Any]:
     row = _parse_json(line.rstrip("\r\n"), location)
     if not isinstance(row, dict):
         raise UserError(
             f"{location}: expected a JSON object, got {type(row).__name__}: {shorten(line)!r}"
         )
-    # Counting brackets is cheap, and excludes nearly every row from the exact measure.
+    # Counting brackets is cheap and spares nearly every row the exact measurement.
     if line.count("[") + line.count("{") > MAX_NESTING and _nesting(row) > MAX_NESTING:
         raise _nesting_error(location)
     if _SURROGATE_ESCAPE.search(line):
@@ -182,13 +189,15 @@ def _nesting(row: dict[str, Any]) -> int:
     level: list[Any] = [row]
     while level:
         depth += 1
-        members = [
-            member
-            for value in level
-            for member in (value.values() if isinstance(value, dict) else value)
-        ]
+        members = [member for value in level for member in _members(value)]
         level = [member for member in members if isinstance(member, (dict, list))]
     return depth
+
+
+def _members(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value
 
 
 def _nesting_error(location: str) -> UserError:
@@ -198,13 +207,13 @@ def _nesting_error(location: str) -> UserError:
 
 
 def _require_text(row: dict[str, Any], location: str) -> None:
-    """Raise `UserError` if a text holds half of a surrogate pair, which no encoding can write."""
+    """Raise `UserError` if a text has half of a surrogate pair, which no encoding can write."""
     try:
         json.dumps(row, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise UserError(
-            f"{location}: {half!r} is half of a surrogate pair, and not a character"
+            f"{location}: {half!r} is half of a surrogate pair, not a character"
         ) from error
 
 
@@ -229,13 +238,13 @@ def read_parquet_batches(
       columns: those to read; `None`: all.
 
     Raises:
-      UserError: it is no Parquet file, or two columns have the same name.
+      UserError: it is not a Parquet file, or two columns have the same name.
     """
     import pyarrow.parquet
 
     number = 0
     try:
-        # Without `pre_buffer`, which reads a whole row group ahead.
+        # `pre_buffer` would read a whole row group ahead.
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
             names = file.schema_arrow.names
             if len(set(names)) < len(names):
@@ -259,7 +268,7 @@ def parquet_error(path: Path, number: int, error: Exception) -> UserError:
 def _to_python(batch: "pyarrow.RecordBatch", path: Path, number: int) -> list[dict[str, Any]]:
     try:
         return batch.to_pylist()
-    # Besides Arrow's own exceptions: OverflowError for a date after the year 9999, and
+    # Besides Arrow's own exceptions, this may be OverflowError, for a date after the year 9999, or
     # UnicodeDecodeError.
     except Exception as error:
         raise parquet_error(path, number, error) from error

@@ -1,10 +1,10 @@
-"""Files of a data set on the Hugging Face hub: one that is named, or those of a split.
+"""Files of a data set on the Hugging Face hub: a named file, or those of a split.
 
     OWNER/NAME[@REVISION]/PATH/IN/REPO          a file
     OWNER/NAME[@REVISION][/FOLDER][:SPLIT]      the files of a split, by default `train`
 
-The files of a split are named as the hub's own conversion and most uploads do: SPLIT.jsonl,
-SPLIT-00000-of-00002.parquet, or anything in a folder SPLIT.
+The files of a split are recognized by the names that the hub's own conversion and most uploads
+use: SPLIT.jsonl, SPLIT-00000-of-00002.parquet, or anything in a folder SPLIT.
 """
 
 import re
@@ -15,12 +15,12 @@ from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.storage import hub
 
 _DEFAULT_SPLIT = "train"
-# Revisions of the kinds refs/convert/... and refs/pr/... have slashes in their names.
+# Names of revisions such as refs/convert/... and refs/pr/... contain slashes.
 _REPOSITORY = r"([^/@:]+/[^/@:]+(?:@(?:refs/convert/[^/:]+|refs/pr/[^/:]+|[^/:]+))?)"
 _FILE = re.compile(rf"{_REPOSITORY}/(.+)")
 _SPLIT = re.compile(rf"{_REPOSITORY}(?:/([^:]+?))?/?(?::([\w.-]+))?")
 _SHARD = re.compile(r"-\d+-of-(\d+)(?:-[0-9a-f]+)?")
-# Every repository has the second; what is in the cache can be listed without a network.
+# Every repository has the second file. The cache can be listed without a network.
 _SMALL_FILES = ["README.md", ".gitattributes"]
 
 
@@ -40,7 +40,7 @@ def fetch_hub_files(location: str, option: str) -> list[Path]:
             return [_fetch_file(match[1], match[2], option)]
     elif match := _SPLIT.fullmatch(location):
         repository, folder, split = match.groups()
-        # A file that no reader knows, such as README.md.
+        # A name with a suffix, such as README.md, is a file that no reader supports.
         if split or not re.search(r"\.[A-Za-z]{2,5}$", folder or ""):
             return _fetch_split(repository, folder or "", split or _DEFAULT_SPLIT, option)
     raise UserError(
@@ -67,9 +67,10 @@ def _fetch_split(repository: str, folder: str, split: str, option: str) -> list[
     chosen = [path for path in inside if _split_of(path) == split]
     if not chosen:
         known = sorted({_split_of(path) for path in inside})
+        place = f" in the folder {folder}" if folder else ""
         raise UserError(
             f"{option}: the data set {repository} on the hub has no files of the split {split!r}"
-            f"{f' in the folder {folder}' if folder else ''}; it has "
+            f"{place}; it has "
             f"{', '.join(known) or 'none that can be read'}.{did_you_mean(split, known)}"
         )
     _require_one_table(repository, split, chosen, option)
@@ -81,17 +82,18 @@ def _fetch_split(repository: str, folder: str, split: str, option: str) -> list[
 def _split_of(path: PurePosixPath) -> str:
     """Return the name of the split that a file belongs to."""
     stem = path.name.partition(".")[0]
-    shard = _SHARD.search(stem)
-    if shard:
+    if shard := _SHARD.search(stem):
         return stem[: shard.start()]
-    # A number alone, as the hub's conversion names files, is in a folder of the split.
-    return path.parent.name if stem.isdecimal() else stem
+    # The hub's conversion numbers the files in a folder named after the split.
+    if stem.isdecimal():
+        return path.parent.name
+    return stem
 
 
 def _require_one_table(
     repository: str, split: str, paths: list[PurePosixPath], option: str
 ) -> None:
-    """Raise `UserError` if the files of a split lie in several folders, or if one is missing."""
+    """Raise `UserError` if the files of a split are in several folders, or if one is missing."""
     folders = sorted({str(path.parent) for path in paths})
     if len(folders) > 1:
         choices = " or ".join(f"hf:{repository}/{name}:{split}" for name in folders)
@@ -104,6 +106,6 @@ def _require_one_table(
     totals = {int(shard[1]) for shard in shards if shard}
     if totals and (len(totals) > 1 or totals.pop() != len(paths)):
         raise UserError(
-            f"{option}: of the split {split!r} of {repository} there are only "
-            f"{', '.join(path.name for path in paths)}; expected as many as their names say"
+            f"{option}: the split {split!r} of {repository} has only the files "
+            f"{', '.join(path.name for path in paths)}; expected as many as their names state"
         )

@@ -1,4 +1,4 @@
-"""Recognize texts that have too many tokens from their characters, without encoding them."""
+"""Recognition of overlong texts by their number of characters, without encoding them."""
 
 import functools
 import json
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 # Shorter texts are encoded in less time than it takes to read the tokenizer's definition.
 LONG_TEXT = 100_000
 
-# The most characters that a normalizer makes one of. A canonical decomposition has at most four
-# characters, and a text is at most as long as its decomposition.
+# The maximum number of characters that a normalizer merges into one. A canonical decomposition has
+# at most four characters, and a text is at most as long as its decomposition.
 _CHARACTERS_PER_NORMALIZED = {"NFC": 4, "NFD": 1, "Prepend": 1, "ByteLevel": 1}
 # Pre-tokenizers that never drop characters. Split and Punctuation are in `_keeps_characters`.
 _LOSSLESS_PRE_TOKENIZERS = ("ByteLevel", "Digits", "Metaspace")
@@ -22,7 +22,7 @@ class LengthBound:
 
     A text cannot have fewer tokens than its characters divided by those of the longest token. That
     holds only for tokenizers that drop no characters and never merge unknown ones. For others, such
-    as WordPiece with its one token for any long word, nothing is certain without encoding.
+    as WordPiece, which has one token for any long word, there is no bound.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -40,7 +40,7 @@ class LengthBound:
 
     @functools.cached_property
     def _characters_per_token(self) -> int | None:
-        """The most characters that one token can stand for; `None` if there is no bound."""
+        """The maximum number of characters that one token represents; `None` without a bound."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             return None
@@ -49,7 +49,7 @@ class LengthBound:
         pre_tokenizers = _steps(parts["pre_tokenizer"], "pretokenizers")
         vocabulary = self._tokenizer.get_vocab()
         is_byte_level = any(step["type"] == "ByteLevel" for step in normalizers + pre_tokenizers)
-        # A token that strips may take any amount of white space with it.
+        # A token that strips may absorb any amount of white space.
         strips = any(token["lstrip"] or token["rstrip"] for token in parts["added_tokens"])
         if (
             strips
@@ -59,10 +59,10 @@ class LengthBound:
             return None
         longest = max(map(len, vocabulary))
         for step in normalizers:
-            shrinks = _characters_per_normalized(step)
-            if shrinks is None:
+            factor = _characters_per_normalized(step)
+            if factor is None:
                 return None
-            longest *= shrinks
+            longest *= factor
         return longest
 
 
@@ -76,10 +76,12 @@ def _steps(part: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
 
 
 def _characters_per_normalized(step: dict[str, Any]) -> int | None:
-    """Return how many characters become one at most, or `None` if they may vanish."""
+    """Return the maximum number of characters that become one; `None` if they may vanish."""
     if step["type"] == "Replace":
         pattern = step["pattern"].get("String")
-        return 1 if pattern and len(step["content"]) >= len(pattern) else None
+        if pattern and len(step["content"]) >= len(pattern):
+            return 1
+        return None
     return _CHARACTERS_PER_NORMALIZED.get(step["type"])
 
 
@@ -92,7 +94,7 @@ def _keeps_characters(step: dict[str, Any]) -> bool:
 def _encodes_every_character(
     model: dict[str, Any], vocabulary: dict[str, int], is_byte_level: bool
 ) -> bool:
-    """Return whether each character has a token, or a part of one, of its own."""
+    """Return whether each character has its own token, or its own part of one."""
     from tokenizers import pre_tokenizers
 
     if model["type"] != "BPE":

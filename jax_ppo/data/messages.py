@@ -8,20 +8,20 @@ Messages = tuple[dict[str, str], ...]
 
 
 def parse_prompt(value: Any, where: str, prompt_key: str) -> str | Messages:
-    """Return text, or messages without entries that are None."""
+    """Return a prompt: text, or messages without entries that are None."""
     if isinstance(value, str):
         return value
     if isinstance(value, dict):
         value = _as_messages(value, where, prompt_key)
     if not isinstance(value, (list, tuple)) or not value:
         raise UserError(
-            f"{where}: {prompt_key} must be text or a list of messages, got {shown(value)}"
+            f"{where}: {prompt_key} must be text or a list of messages, got {quote_value(value)}"
         )
     for message in value:
         if not is_message(message):
             raise UserError(
-                f"{where}: each message of {prompt_key} must hold role and content as text, got "
-                f"{shown(message)}"
+                f"{where}: each message of {prompt_key} must have role and content as text, got "
+                f"{quote_value(message)}"
             )
     return tuple(
         {key: item for key, item in message.items() if item is not None} for message in value
@@ -39,7 +39,7 @@ def _as_messages(value: dict[str, Any], where: str, prompt_key: str) -> list[dic
     if not is_by_column or len(set(lengths.values())) > 1:
         raise UserError(
             f"{where}: {prompt_key} must be a message whose role and content are text, or hold "
-            f"lists of one length by column, got {shown(value)}"
+            f"lists of one length by column, got {quote_value(value)}"
         )
     rows = zip(*value.values(), strict=True)
     return [dict(zip(value, row, strict=True)) for row in rows]
@@ -52,6 +52,11 @@ def is_message(value: Any) -> bool:
     return isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 
-def shown(value: Any) -> str:
-    """Return a value for a message, cut to one short line."""
+def user_message(text: str) -> Messages:
+    """Return a chat that consists of one message of the user."""
+    return ({"role": "user", "content": text},)
+
+
+def quote_value(value: Any) -> str:
+    """Return a value as text for an error message, cut to one short line."""
     return shorten(repr(value))

@@ -59,8 +59,8 @@ class PromptBatches:
           seed: seed of the orders.
           position: where to start, a saved `position`.
           repeat: False stops after the first epoch.
-          weights: of the sources of the data set; an epoch has as many rows as the data set, in
-            these shares. `None`: each row once.
+          weights: weights of the data set's sources: an epoch has as many rows as the data set,
+            divided among the sources in these shares. `None`: each row once.
 
         Raises:
           UserError: the data set is smaller than a batch, a source has no row or no share, or the
@@ -80,7 +80,9 @@ class PromptBatches:
         self.seed = seed
         self.repeat = repeat
         self.position = position
-        self._mixture = None if weights is None else Mixture(dataset, weights, shuffle, seed)
+        self._mixture: Mixture | None = None
+        if weights is not None:
+            self._mixture = Mixture(dataset, weights, shuffle, seed)
         # The epoch that `_order` belongs to, and the order of its rows.
         self._ordered_epoch = -1
         self._order = np.arange(0)
@@ -102,7 +104,7 @@ class PromptBatches:
         return self
 
     def __next__(self) -> PromptBatch:
-        # The position alone decides epoch and offset, so that a resumed run continues exactly.
+        # Epoch and offset depend only on the position, so that a resumed run continues exactly.
         epoch = self.epoch
         if epoch and not self.repeat:
             raise StopIteration
@@ -129,8 +131,8 @@ class PromptBatches:
 class Mixture:
     """The order of rows that are mixed from several sources in given shares.
 
-    A source is passed through as often as its share needs, shuffled anew each time; rows that an
-    epoch leaves begin the next one.
+    A source is repeated as often as its share requires, in a new order each time. The rows of a
+    pass that one epoch does not use come first in the next.
     """
 
     def __init__(
@@ -145,13 +147,13 @@ class Mixture:
           seed: seed of the orders.
 
         Raises:
-          UserError: a source has no row, or so small a share that an epoch has no row of it.
+          UserError: a source has no rows, or too small a share for a row per epoch.
         """
         sources = dataset.sources()
         self._rows = [np.flatnonzero(sources == source) for source in range(len(weights))]
         self._shuffle = shuffle
         self._seed = seed
-        # Largest remainders: the counts add up to the rows of the data set.
+        # By the largest remainders, the counts add up to the rows of the data set.
         shares = np.array(weights) / np.sum(weights) * len(dataset)
         counts = np.floor(shares).astype(int)
         counts[np.argsort(counts - shares, kind="stable")[: len(dataset) - counts.sum()]] += 1
@@ -173,15 +175,16 @@ class Mixture:
         if self._shuffle:
             order = np.random.default_rng([self._seed, epoch]).permutation(self._counts.sum())
         else:
-            # Evenly: the k-th row of a source comes after that share of the epoch.
-            places = [(np.arange(len(rows)) + 0.5) / len(rows) for rows in drawn]
-            order = np.argsort(np.concatenate(places), kind="stable")
+            # The rows of each source are spread evenly over the epoch.
+            positions = [(np.arange(len(rows)) + 0.5) / len(rows) for rows in drawn]
+            order = np.argsort(np.concatenate(positions), kind="stable")
         return np.concatenate(drawn)[order]
 
     def _draw(self, source: int, start: int, end: int) -> np.ndarray:
         """Return the draws `start` to `end` of a source, counted over all epochs."""
         rows = self._rows[source]
-        first_pass, last_pass = start // len(rows), (end - 1) // len(rows)
+        first_pass = start // len(rows)
+        last_pass = (end - 1) // len(rows)
         passes = [self._pass_order(source, number) for number in range(first_pass, last_pass + 1)]
         offset = first_pass * len(rows)
         return np.concatenate(passes)[start - offset : end - offset]
@@ -190,14 +193,14 @@ class Mixture:
         rows = self._rows[source]
         if not self._shuffle:
             return rows
-        # Three numbers, so that no pass has the seed of an epoch.
+        # With three numbers, no pass has the seed of an epoch, which has two.
         return np.random.default_rng([self._seed, number, source + 1]).permutation(rows)
 
 
 def evaluation_batches(dataset: PromptDataset, batch_size: int) -> Iterator[PromptBatch]:
     """Yield all rows once, in order.
 
-    The last batch is filled up by repeating its rows; its `count` tells how many are real.
+    The last batch is filled up by repeating its rows; its `count` is the number of real ones.
     """
     if batch_size < 1:
         raise UserError(f"config.data.val_batch_size={batch_size}: expected 1 or more")
@@ -208,7 +211,7 @@ def evaluation_batches(dataset: PromptDataset, batch_size: int) -> Iterator[Prom
 
 
 def make_batch(dataset: PromptDataset, indices: np.ndarray, count: int) -> PromptBatch:
-    """Return the batch of the data set's rows `indices`, of which the first `count` are real."""
+    """Return the batch of the data set's rows `indices`; the first `count` of them are real."""
     rows = [dataset.tokens[index] for index in indices]
     lengths = np.array([len(row) for row in rows], np.int32)
     tokens = pad_rows(rows, bucket_width(int(lengths.max()), dataset.max_prompt_length))
@@ -234,5 +237,6 @@ def bucket_width(length: int, cap: int) -> int:
         power *= 2
     # Above 64 there is a width between two powers of two.
     between = power * 3 // 4
-    width = between if power > 64 and length <= between else power
-    return min(width, cap)
+    if power > 64 and length <= between:
+        return min(between, cap)
+    return min(power, cap)

@@ -1,11 +1,11 @@
-"""Prompts of large Parquet files, tokenized once by worker processes and kept on a disk.
+"""Prompts of large Parquet files, tokenized once by worker processes and cached on a disk.
 
-A file is read by row groups. The rows that stay, with the tokens of their prompts, are written to
-Arrow files in `data.cache_dir`, of a few row groups each, and a batch looks its rows up there. So
-the memory does not grow with the data, and order, dropped prompts and positions are those of the
-same data in memory. A file of the cache is named after all that its contents follow from, so that
-any run with the same data and tokenizer uses it, and one that was interrupted continues there. It
-is verified before it is used.
+A file is read by row groups. The rows that are not dropped, with the tokens of their prompts, are
+written to Arrow files in `data.cache_dir`, each for a few row groups, and a batch looks its rows up
+there. The memory does not grow with the data; the order, the dropped prompts and the positions are
+the same as for data in memory. The name of a cache file is a hash of everything that determines its
+contents: any run with the same data and tokenizer uses it, and an interrupted run continues where
+it stopped. Files are verified before they are used.
 """
 
 import concurrent.futures
@@ -32,20 +32,21 @@ from jax_ppo.errors import UserError
 from jax_ppo.storage import disk_space
 from jax_ppo.types import Example
 
-_FORMAT = 2  # of the cache; a new number makes every file anew
+_FORMAT = 2  # version of the cache's format; changing it invalidates all files
 _ROWS_PER_FILE = 8192  # at least, unless the Parquet file has fewer
 _SOURCE_COLUMN = "data_source"
 
-# Raises `UserError` for the first example that cannot be used; a module's function and arguments.
+# Raises `UserError` for the first unusable example. The function must be a module's own, since its
+# name and its arguments are part of a cache file's identity.
 Validate = functools.partial[None]
 
 
 @dataclasses.dataclass(frozen=True)
 class RowParser:
-    """How rows become examples.
+    """Conversion of rows to examples.
 
     Attributes:
-      columns: names that options choose.
+      columns: names of columns that options set.
       instruction: text added to the question in rows of some forms.
       system_prompt: message in front of every chat; "" adds none.
       template: text around every prompt; "" leaves it as it is.
@@ -65,14 +66,14 @@ class RowParser:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """Consecutive row groups of a Parquet file, and which of their rows to use.
+    """Consecutive row groups of a Parquet file, and the rows of them to use.
 
     Attributes:
       path: the file.
       row_groups: their numbers.
       first_row: row of the file that the first group begins with, from 0.
-      start: the first row to use, of these groups.
-      end: the row after the last.
+      start: the first row to use, counted within these groups.
+      end: the row after the last one to use.
       source: number of the source.
     """
 
@@ -86,7 +87,7 @@ class _Part:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """All that the contents of the cache follow from, besides the Parquet files."""
+    """Everything that determines the contents of the cache, besides the Parquet files."""
 
     parser: RowParser
     encoding: PromptEncoding
@@ -99,7 +100,7 @@ def representative_examples(
 ) -> Iterator[Example]:
     """Yield an example of each `data_source` of each file, without reading all columns.
 
-    Rows outside of a slice count, too.
+    Rows outside a slice are included.
 
     Raises:
       UserError: a file is not Parquet, or such a row has no known form.
@@ -107,23 +108,28 @@ def representative_examples(
     for path in dict.fromkeys(path for source in sources for path in source.paths):
         seen: set[str | None] = set()
         for group in range(len(_group_sizes(path))):
-            wanted = _sources_of_group(path, group) - seen
-            seen |= wanted
-            for batch in files.read_parquet_batches(path, [group]) if wanted else ():
+            unseen = _sources_of_group(path, group) - seen
+            seen |= unseen
+            if not unseen:
+                continue
+            for batch in files.read_parquet_batches(path, [group]):
                 for row in batch.to_pylist():
                     data_source = row.get(_SOURCE_COLUMN)
-                    if data_source in wanted:
-                        wanted.remove(data_source)
+                    if data_source in unseen:
+                        unseen.remove(data_source)
                         yield parser.parse(row, f"{path}, row group {group + 1}")
-                if not wanted:
+                if not unseen:
                     break
 
 
 def _sources_of_group(path: Path, group: int) -> set[str | None]:
-    """Return the values of `data_source`; `None` stands for a file without it."""
+    """Return the values of `data_source`; `None` stands for a file without this column."""
     values: set[str | None] = set()
     for batch in files.read_parquet_batches(path, [group], [_SOURCE_COLUMN]):
-        values.update(batch.column(0).unique().to_pylist() if batch.num_columns else [None])
+        if batch.num_columns:
+            values.update(batch.column(0).unique().to_pylist())
+        else:
+            values.add(None)
     return values
 
 
@@ -137,48 +143,48 @@ def cache_prompts(
     *,
     max_samples: int | None = None,
     workers: int | None = None,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: Callable[[int, int], None] = lambda rows_read, total: None,
     name: str = "config.data.train_files",
 ) -> PromptDataset:
-    """Return the prompts of Parquet files, looked up in a cache that is filled where it has gaps.
+    """Return the prompts of Parquet files from a cache, after adding the missing ones to it.
 
     Args:
-      folder: the cache; it is created.
+      folder: the cache; it is created if necessary.
       sources: the files.
-      parser: how rows become examples.
-      encoding: how prompts become tokens.
-      tokenizer_path: the tokenizer's folder, or another that `load_tokenizer` takes.
+      parser: converts rows to examples.
+      encoding: converts prompts to tokens.
+      tokenizer_path: the path of the tokenizer, as in `load_tokenizer`.
       validate: called with all examples, in a worker.
-      max_samples: use that many rows, from the start; `None`: all.
+      max_samples: number of rows to use, from the start; `None`: all.
       workers: number of processes; 0 uses this one, `None` one for each core.
-      on_progress: called with the rows read so far and in total; what it raises ends the work.
+      on_progress: called with the rows read so far and in total; it may end the work by raising.
       name: the option that names the data, for messages.
 
     Raises:
       UserError: a row cannot be used, no prompt is left, or the folder cannot be written to.
     """
-    job = _Job(parser, encoding, tokenizer_path, validate)
+    job = _Job(parser=parser, encoding=encoding, tokenizer_path=tokenizer_path, validate=validate)
     parts = list(_divide(sources, max_samples))
     total = sum(part.end - part.start for part in parts)
     if not total:
-        raise UserError(f"{name}: the files hold no rows")
+        raise UserError(f"{name}: the files have no rows")
     common = _fingerprint(job)
     identities = [_hash([common, *_identity(part)]) for part in parts]
     cache_folder.remove_abandoned_files(folder)
     paths = cache_folder.find_intact_files(folder, identities)
     missing = [number for number, path in enumerate(paths) if path is None]
-    # A complete cache may be on a disk that cannot be written to.
+    # A complete cache may be on a read-only disk.
     if missing:
         _make_folder(folder)
-    done = total - sum(parts[number].end - parts[number].start for number in missing)
-    on_progress(done, total)
+    rows_read = total - sum(parts[number].end - parts[number].start for number in missing)
+    on_progress(rows_read, total)
     if workers is None:
         workers = len(os.sched_getaffinity(0))
     tasks = [(parts[number], folder, identities[number]) for number in missing]
     for number, path in zip(missing, _fill(job, tasks, workers), strict=True):
         paths[number] = path
-        done += parts[number].end - parts[number].start
-        on_progress(done, total)
+        rows_read += parts[number].end - parts[number].start
+        on_progress(rows_read, total)
     rows = CachedRows([path for path in paths if path is not None], [part.source for part in parts])
     report_dropped(total - len(rows), total, encoding.max_prompt_length, name)
     return PromptDataset(
@@ -190,7 +196,7 @@ def cache_prompts(
 
 
 def _make_folder(folder: Path) -> None:
-    """Create the cache and write to it; raise `UserError` where that is impossible."""
+    """Create the folder of the cache; raise `UserError` if it cannot be written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with cache_folder.open_unfinished(folder):
@@ -205,7 +211,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _fill(job: _Job, tasks: Sequence[tuple[_Part, Path, str]], workers: int) -> Iterator[Path]:
-    """Write files, each with the arguments of `_write_part`; yield their paths in order."""
+    """Call `_write_part` with each task's arguments; yield the paths in order."""
     if not tasks:
         return
     if not workers:
@@ -224,33 +230,54 @@ def _fill(job: _Job, tasks: Sequence[tuple[_Part, Path, str]], workers: int) -> 
     except BrokenProcessPool as error:
         raise UserError(
             "config.data.cache_dir: a worker process was killed, which happens when memory runs "
-            f"out; {min(workers, len(tasks))} worked at once. Finished files are kept: start the "
-            "run again"
+            f"out; {min(workers, len(tasks))} were running at once. Finished files are kept: start "
+            "the run again"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _divide(sources: Sequence[ParquetSource], max_samples: int | None) -> Iterator[_Part]:
-    """Yield the parts of all sources, in their order."""
-    left = max_samples
+    """Yield the parts of all sources in their order, with at most `max_samples` rows."""
+    remaining = max_samples
     for number, source in enumerate(sources):
-        before = 0  # rows of the source's files before this one
-        for path in source.paths:
-            sizes = _group_sizes(path)
-            first_row = 0
-            for groups in _join_groups(sizes):
-                rows = sum(sizes[group] for group in groups)
-                offset = before + first_row
-                start = min(max(source.start - offset, 0), rows)
-                end = rows if source.end is None else min(max(source.end - offset, 0), rows)
-                if left is not None:
-                    end = min(end, start + left)
-                if start < end:
-                    yield _Part(path, groups, first_row, start, end, number)
-                    left = left if left is None else left - (end - start)
-                first_row += rows
-            before += first_row
+        for part in _divide_source(source, number):
+            if remaining is not None:
+                part = dataclasses.replace(part, end=min(part.end, part.start + remaining))
+                remaining -= part.end - part.start
+            if part.start < part.end:
+                yield part
+
+
+def _divide_source(source: ParquetSource, number: int) -> Iterator[_Part]:
+    """Yield the parts of one source that have rows of its slice."""
+    rows_of_earlier_files = 0
+    for path in source.paths:
+        sizes = _group_sizes(path)
+        first_row = 0
+        for groups in _join_groups(sizes):
+            rows = sum(sizes[group] for group in groups)
+            offset = rows_of_earlier_files + first_row
+            start = _clip(source.start - offset, rows)
+            end = rows
+            if source.end is not None:
+                end = _clip(source.end - offset, rows)
+            if start < end:
+                yield _Part(
+                    path=path,
+                    row_groups=groups,
+                    first_row=first_row,
+                    start=start,
+                    end=end,
+                    source=number,
+                )
+            first_row += rows
+        rows_of_earlier_files += first_row
+
+
+def _clip(row: int, rows: int) -> int:
+    """Return the number of a row, limited to 0..rows."""
+    return min(max(row, 0), rows)
 
 
 def _group_sizes(path: Path) -> list[int]:
@@ -265,7 +292,7 @@ def _group_sizes(path: Path) -> list[int]:
 
 
 def _join_groups(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield consecutive row groups that have enough rows for a file of the cache."""
+    """Yield consecutive row groups that together have enough rows for a file of the cache."""
     joined: list[int] = []
     for group in range(len(sizes)):
         joined.append(group)
@@ -275,10 +302,13 @@ def _join_groups(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _fingerprint(job: _Job) -> str:
-    """Return a hash of what all files of the cache follow from."""
+    """Return a hash of the facts that determine the contents of all files of the cache."""
     tokenizer = tokenizer_lib.load_tokenizer(job.tokenizer_path)
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    definition = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
+    if backend is None:
+        definition = sorted(tokenizer.get_vocab().items())
+    else:
+        definition = backend.to_str()
     return _hash(
         [
             _FORMAT,
@@ -291,24 +321,24 @@ def _fingerprint(job: _Job) -> str:
 
 
 def _identity(part: _Part) -> list[Any]:
-    """Return what the contents of a part follow from: a file that was changed has a new time."""
-    facts = part.path.stat()
-    place = [str(part.path.absolute()), facts.st_size, facts.st_mtime_ns]
-    return [*place, part.row_groups, part.start, part.end]
+    """Return the facts that determine a part's contents; a changed file has a new time."""
+    status = part.path.stat()
+    file_version = [str(part.path.absolute()), status.st_size, status.st_mtime_ns]
+    return [*file_version, part.row_groups, part.start, part.end]
 
 
 def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:32]
 
 
-# What a worker process works for, set when it starts.
+# The job of this worker process, set when it starts.
 _job: _Job
 _tokenizer: Any
 
 
 def _initialize_worker(parent: int, job: _Job) -> None:
     """Prepare this process to write files of the cache."""
-    # Ctrl-C reaches all processes of the command; the run decides what becomes of its workers.
+    # Ctrl-C reaches all processes of the command, but the run ends its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     processes.end_with_parent(parent)
     _set_job(job)
@@ -316,17 +346,19 @@ def _initialize_worker(parent: int, job: _Job) -> None:
 
 def _set_job(job: _Job) -> None:
     global _job, _tokenizer
-    _job, _tokenizer = job, tokenizer_lib.load_tokenizer(job.tokenizer_path)
+    _job = job
+    _tokenizer = tokenizer_lib.load_tokenizer(job.tokenizer_path)
 
 
 def _write_part(part: _Part, folder: Path, identity: str) -> Path:
     """Write the file of a part in an initialized worker; return its path."""
     columns = _columns_read(part.path, _job.parser.columns)
-    row = 0  # of these row groups
+    row = 0  # counted within these row groups
     with cache_folder.open_unfinished(folder) as file:
         with RowWriter(file) as writer:
             for batch in files.read_parquet_batches(part.path, part.row_groups, columns):
-                start, end = (min(max(x - row, 0), batch.num_rows) for x in (part.start, part.end))
+                start = _clip(part.start - row, batch.num_rows)
+                end = _clip(part.end - row, batch.num_rows)
                 first = part.first_row + row + start
                 row += batch.num_rows
                 used = batch.slice(start, end - start)
@@ -344,7 +376,7 @@ def _write_part(part: _Part, folder: Path, identity: str) -> Path:
 
 
 def _columns_read(path: Path, columns: Columns) -> list[str] | None:
-    """Return the columns that rows of verl's form are read from; `None`: all of another form's."""
+    """Return the columns to read of rows in verl's form; `None`, for all, in any other form."""
     import pyarrow.parquet
 
     names = pyarrow.parquet.read_schema(path).names

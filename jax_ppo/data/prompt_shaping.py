@@ -1,4 +1,4 @@
-"""What options add to every prompt: a system message, and a template around the question."""
+"""Additions to every prompt that options set: a system message, and a template around it."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ def shape_prompts(
     Args:
       examples: the rows.
       system_prompt: `data.system_prompt`; "" adds none.
-      template: of `read_template`; "" leaves prompts as they are.
+      template: as returned by `read_template`; "" leaves prompts unchanged.
       name: the option that names the rows, for messages.
 
     Raises:
-      UserError: a prompt of plain text would need a system message.
+      UserError: a system message is set, and a prompt is plain text.
     """
     shaped = []
     for row, example in enumerate(examples, 1):
@@ -35,7 +35,7 @@ def shape_prompts(
             if isinstance(prompt, str):
                 raise UserError(
                     f"config.data.system_prompt={shorten(system_prompt)!r}: the prompt of "
-                    f"{name}, example {row}, is plain text and takes no system message; use "
+                    f"{name}, example {row}, is plain text and cannot have a system message; use "
                     "config.data.prompt_template"
                 )
             prompt = _add_system_message(system_prompt, prompt)
@@ -61,13 +61,13 @@ def read_template(option: str) -> str:
     if text and PLACEHOLDER not in text:
         raise UserError(
             f"config.data.prompt_template={shorten(option)!r}: expected text with {PLACEHOLDER}, "
-            "or @FILE with such a text"
+            "or @FILE with such text"
         )
     return text
 
 
 def _fill_template(template: str, prompt: str | Messages) -> str | Messages:
-    """Put a prompt of plain text, or the last message of a chat, into the template."""
+    """Insert a plain-text prompt, or the last message of a chat, into the template."""
     if isinstance(prompt, str):
         return template.replace(PLACEHOLDER, prompt)
     last = prompt[-1] | {"content": template.replace(PLACEHOLDER, prompt[-1]["content"])}
@@ -75,6 +75,7 @@ def _fill_template(template: str, prompt: str | Messages) -> str | Messages:
 
 
 def _add_system_message(text: str, prompt: Messages) -> Messages:
-    """Put the message in front, or in the place of the chat's own."""
-    rest = prompt[1:] if prompt[0]["role"] == "system" else prompt
-    return ({"role": "system", "content": text}, *rest)
+    """Put the message first; it replaces the chat's own system message."""
+    if prompt[0]["role"] == "system":
+        prompt = prompt[1:]
+    return ({"role": "system", "content": text}, *prompt)

@@ -1,4 +1,4 @@
-"""Prompts as tokens: those that fit, and what becomes of the others."""
+"""Tokenized prompts, and the treatment of those that are too long."""
 
 import dataclasses
 import logging
@@ -24,11 +24,12 @@ class PromptDataset:
     """Examples with the token ids of their prompts.
 
     Attributes:
-      examples: one or more; they may be read from a disk when they are looked up.
-      tokens: int32 [length] per example, length 1..max_prompt_length; as the examples.
+      examples: one or more; they may be read from a disk on lookup.
+      tokens: int32 [length] per example, length 1..max_prompt_length; they may be read from a disk,
+        like the examples.
       max_prompt_length: tokens; no batch is wider.
       name: the option that names the data, for messages.
-      first_row: the number of the first example among those that an environment is reset to; `None`
+      first_row: the number of the first example among those that environments are reset to; `None`
         without an environment.
     """
 
@@ -50,7 +51,7 @@ class PromptDataset:
 
 @dataclasses.dataclass(frozen=True)
 class PromptEncoding:
-    """How prompts become tokens.
+    """Conversion of prompts to tokens.
 
     Attributes:
       max_prompt_length: tokens.
@@ -91,17 +92,25 @@ def tokenize_prompts(
       UserError: a prompt is empty or cannot be encoded, a prompt is too long and truncation is
         "error", or no prompt is left.
     """
-    encoding = PromptEncoding(max_prompt_length, filter_overlong_prompts, truncation, chat_template)
-    kept: list[Example] = []
+    encoding = PromptEncoding(
+        max_prompt_length=max_prompt_length,
+        filter_overlong_prompts=filter_overlong_prompts,
+        truncation=truncation,
+        chat_template=chat_template,
+    )
+    usable_examples: list[Example] = []
     tokens: list[np.ndarray] = []
     encoded = encode_prompts(examples, tokenizer, encoding, name)
     for example, ids in zip(examples, encoded, strict=True):
         if ids is not None:
-            kept.append(example)
+            usable_examples.append(example)
             tokens.append(ids)
-    report_dropped(len(examples) - len(kept), len(examples), max_prompt_length, name)
+    report_dropped(len(examples) - len(tokens), len(examples), max_prompt_length, name)
     return PromptDataset(
-        examples=tuple(kept), tokens=tokens, max_prompt_length=max_prompt_length, name=name
+        examples=tuple(usable_examples),
+        tokens=tokens,
+        max_prompt_length=max_prompt_length,
+        name=name,
     )
 
 
@@ -111,33 +120,35 @@ def encode_prompts(
     encoding: PromptEncoding,
     name: str,
 ) -> Iterator[np.ndarray | None]:
-    """Yield the token ids of each prompt, int32 [length], and `None` for one that is dropped.
+    """Yield the token ids of each prompt, int32 [length], or `None` if it is dropped.
 
     Args:
       examples: the rows.
       tokenizer: a transformers tokenizer.
-      encoding: how prompts become tokens.
-      name: what the rows are of, for messages.
+      encoding: converts prompts to tokens.
+      name: the origin of the rows, for messages.
 
     Raises:
       UserError: see `tokenize_prompts`.
     """
     limit = encoding.max_prompt_length
-    # A prompt that will not be used needs no exact length.
-    refuses = encoding.filter_overlong_prompts or encoding.truncation == "error"
-    bound = LengthBound(tokenizer) if refuses else None
+    # The exact length matters only for a prompt that is truncated.
+    truncates = not encoding.filter_overlong_prompts and encoding.truncation != "error"
+    bound = None if truncates else LengthBound(tokenizer)
     for row, example in enumerate(examples, 1):
         # Every error names the example, counted from 1.
         where = f"{name}, example {row}"
         text, special = _render_example(example, tokenizer, encoding.chat_template, where)
-        exceeds = bound is not None and bound.certainly_exceeds(text, limit)
-        ids = [] if exceeds else _encode_rendered(tokenizer, text, special, where)
+        certainly_exceeds = bound is not None and bound.certainly_exceeds(text, limit)
+        ids: list[int] = []
+        if not certainly_exceeds:
+            ids = _encode_rendered(tokenizer, text, special, where)
         # Too long: drop it, raise, or truncate, in this order of precedence.
-        if exceeds or len(ids) > limit:
+        if certainly_exceeds or len(ids) > limit:
             if encoding.filter_overlong_prompts:
                 yield None
                 continue
-            if exceeds:
+            if certainly_exceeds:
                 raise _overlong_error(f"more than {limit}", limit, where)
             ids = _truncate(ids, limit, encoding.truncation, where)
         yield np.asarray(ids, np.int32)
@@ -169,7 +180,7 @@ def _render_example(
         texts = [example.prompt]
     else:
         texts = [message["content"] for message in example.prompt]
-    # Checked before rendering: a chat template alone would make text of nothing.
+    # Checked before rendering, since a chat template renders an empty prompt as text.
     if not any(text.strip() for text in texts):
         raise UserError(f"{where}: the prompt is empty")
     try:
@@ -199,7 +210,7 @@ def _truncate(ids: list[int], width: int, truncation: str, where: str) -> list[i
     if truncation == "right":
         return ids[:width]
     if truncation == "middle":
-        # `first - width` is negative: it counts the last tokens that are kept.
+        # `first - width` is negative: it counts the tokens at the end.
         first = width // 2
         return ids[:first] + ids[first - width :]
     raise _overlong_error(str(len(ids)), width, where)

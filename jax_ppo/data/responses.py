@@ -1,4 +1,4 @@
-"""Prompts with given responses: the data of supervised training and reward models."""
+"""Prompts with responses: the data of supervised training and of reward models."""
 
 import dataclasses
 import logging
@@ -38,7 +38,7 @@ class ResponseDataset:
     """Examples with the token ids of their prompts and responses.
 
     Attributes:
-      prompts: the prompts. `PromptBatches` over them selects rows of the whole data set.
+      prompts: the prompts. `PromptBatches` of them select rows of the whole data set.
       responses: for each field (one for demonstrations, two for preferences), int32 [length] per
         example; each ends in an EOS and has length 1..max_response_length.
       max_response_length: tokens.
@@ -53,7 +53,7 @@ class ResponseDataset:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest example: all of its responses, each with the prompt."""
+        """Number of tokens of the longest example: all of its responses, each with the prompt."""
         return max(
             len(responses) * len(prompt) + sum(map(len, responses))
             for prompt, *responses in zip(self.prompts.tokens, *self.responses, strict=True)
@@ -112,7 +112,7 @@ def tokenize_responses(
       UserError: as in `tokenize_prompts`; no usable response; or a tokenizer without an EOS.
     """
     if tokenizer.eos_token_id is None:
-        raise UserError(f"{name}: the tokenizer has no EOS token, which is what ends a response")
+        raise UserError(f"{name}: the tokenizer has no EOS token to end responses with")
     prompts = tokenize_prompts(
         _drop_empty_responses(examples, fields, name),
         tokenizer,
@@ -122,42 +122,61 @@ def tokenize_responses(
         chat_template=chat_template,
         name=name,
     )
-    # The tokens of a truncated prompt are not all those that are encoded before a response.
-    keeps_prompts = filter_overlong_prompts or truncation == "error"
-    bound = LengthBound(tokenizer) if keeps_prompts else None
-    responses: dict[int, list[np.ndarray]] = {}  # by row; of examples that fit
+    # The bound counts all tokens of a prompt; a truncated prompt has fewer.
+    truncates = not filter_overlong_prompts and truncation != "error"
+    bound = None if truncates else LengthBound(tokenizer)
+    responses = _encode_fitting_responses(
+        prompts, tokenizer, fields, bound, max_response_length, chat_template
+    )
+    _report_long_responses(len(prompts), len(responses), max_response_length, name)
+    return ResponseDataset(
+        prompts=_select_prompts(prompts, list(responses)),
+        # From one list per example to one per field.
+        responses=tuple(zip(*responses.values(), strict=True)),
+        max_response_length=max_response_length,
+    )
+
+
+def _encode_fitting_responses(
+    prompts: PromptDataset,
+    tokenizer: "PreTrainedTokenizerBase",
+    fields: tuple[str, ...],
+    bound: LengthBound | None,
+    max_response_length: int,
+    chat_template: bool,
+) -> dict[int, list[np.ndarray]]:
+    """Return the token ids of each field's response, by the rows whose responses all fit."""
+    responses = {}
     for row, example in enumerate(prompts.examples):
         texts = [getattr(example, field) for field in fields]
-        # An upper limit: response and prompt may share a token at their border.
+        # This is an upper limit: response and prompt may share a token at their border.
         longest_fit = len(prompts.tokens[row]) + max_response_length
-        if any(bound and bound.certainly_exceeds(text, longest_fit) for text in texts):
+        if bound is not None and any(bound.certainly_exceeds(text, longest_fit) for text in texts):
             continue
         encoded = encode_responses(tokenizer, example.prompt, texts, chat_template)
-        # A pair is kept only if both of its responses fit.
+        # A pair is dropped unless both of its responses fit.
         if max(map(len, encoded)) <= max_response_length:
             responses[row] = [np.array(ids, np.int32) for ids in encoded]
-    _report_long_responses(len(prompts), len(responses), max_response_length, name)
-    kept_prompts = dataclasses.replace(
+    return responses
+
+
+def _select_prompts(prompts: PromptDataset, rows: Sequence[int]) -> PromptDataset:
+    return dataclasses.replace(
         prompts,
-        examples=tuple(prompts.examples[row] for row in responses),
-        tokens=[prompts.tokens[row] for row in responses],
-    )
-    # From one list per example to one per field.
-    by_field = tuple(zip(*responses.values(), strict=True))
-    return ResponseDataset(
-        prompts=kept_prompts, responses=by_field, max_response_length=max_response_length
+        examples=tuple(prompts.examples[row] for row in rows),
+        tokens=[prompts.tokens[row] for row in rows],
     )
 
 
-def _report_long_responses(total: int, kept: int, max_response_length: int, name: str) -> None:
-    """Log how many of `total` examples are dropped; raise `UserError` if none is kept."""
-    if not kept:
+def _report_long_responses(total: int, usable: int, max_response_length: int, name: str) -> None:
+    """Log how many of `total` examples are dropped; raise `UserError` if none is usable."""
+    if not usable:
         raise UserError(
             f"{name}: no example is left of {total}: all responses are longer than "
             f"config.data.max_response_length={max_response_length} tokens. Set it higher, or use "
             "other data"
         )
-    if dropped := total - kept:
+    if dropped := total - usable:
         log.warning(
             "%s: dropped %d of %d examples, whose responses are longer than "
             "config.data.max_response_length=%d tokens",

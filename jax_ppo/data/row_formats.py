@@ -1,12 +1,12 @@
 r"""Row formats of data sets, and their conversion to examples.
 
 GSM8K:   `question`, and `answer` that ends in `#### N`.
-MATH:    `problem`, and `solution` that has the answer in `\boxed{}`, or `answer` besides.
+MATH:    `problem`, and `solution` that has the answer in `\boxed{}`, or a separate `answer`.
 verl:    `data_source`, `prompt` (text, or a list of messages), `reward_model` {style,
          ground_truth} and optionally `extra_info`. A column `answer`, here or in extra_info, may be
          a response to imitate.
 HH-RLHF: `chosen` and `rejected`, two transcripts "\n\nHuman: ...\n\nAssistant: ..." with the
-         same beginning. They stay plain text, whatever chat template a tokenizer has. The prompt
+         same beginning. They are plain text, even if the tokenizer has a chat template. The prompt
          ends with the last "\n\nAssistant:" that both share.
 Others:  prompts alone, demonstrations and preferences; see open_rows.py.
 """
@@ -19,7 +19,7 @@ import numpy as np
 
 from jax_ppo.data import open_rows
 from jax_ppo.data.columns import Columns, parse_ground_truth
-from jax_ppo.data.messages import parse_prompt, shown
+from jax_ppo.data.messages import parse_prompt, quote_value, user_message
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.types import Example
 
@@ -45,13 +45,13 @@ def parse_row(
     columns: Columns | None = None,
     instruction: str = "",
 ) -> Example:
-    """Return the example of one row.
+    """Convert one row to an example.
 
     Args:
       row: columns by name. If several formats match, verl takes precedence over GSM8K, GSM8K over
         HH-RLHF, and HH-RLHF over the others.
       where: location of the row, for error messages.
-      columns: names that options choose; `None`: the defaults.
+      columns: names of columns that options set; `None`: the defaults.
       instruction: text added to the question in GSM8K's and MATH's format, after a space.
 
     Raises:
@@ -62,7 +62,7 @@ def parse_row(
     # The most specific set of columns comes first.
     if {"data_source", prompt_key, "reward_model"} <= row.keys():
         return _parse_verl_row(row, where, prompt_key, columns.response)
-    # Another column with the answer than GSM8K's was chosen.
+    # If `data.ground_truth_key` names a column of the row, the answer is there instead.
     if {"question", "answer"} <= row.keys() and columns.ground_truth not in row:
         return _parse_gsm8k_row(row, where, instruction)
     if {"problem", "solution"} <= row.keys() and columns.ground_truth not in row:
@@ -70,14 +70,15 @@ def parse_row(
     is_transcript = isinstance(row.get("chosen"), str) and prompt_key not in row
     if {"chosen", "rejected"} <= row.keys() and is_transcript:
         return _parse_hh_rlhf_row(row, where)
-    # verl's form except for the prompt is a mistake, even if another column could be one.
+    # verl's form without the prompt is a mistake, even if another column could be the prompt.
     lacks_prompt = {"data_source", "reward_model"} <= row.keys()
-    example = None if lacks_prompt else open_rows.parse_open_row(row, where, columns)
-    if example is not None:
-        return example
+    if not lacks_prompt:
+        example = open_rows.parse_open_row(row, where, columns)
+        if example is not None:
+            return example
     names = ", ".join(map(str, row)) or "(none)"
     message = f"{where}: found the columns {names}; {FORMS.format(prompt=prompt_key)}"
-    # verl's form except for the prompt: the option that names its column is probably wrong.
+    # The option that names the prompt's column is probably wrong.
     if lacks_prompt:
         raise UserError(
             f"{message}. config.data.prompt_key={prompt_key!r} names none of them."
@@ -96,7 +97,9 @@ def to_plain_python(value: Any) -> Any:
         return to_plain_python(value.tolist())
     if isinstance(value, (list, tuple)):
         return [to_plain_python(item) for item in value]
-    return value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, np.generic):
+        return value.item()
+    return value
 
 
 def _parse_gsm8k_row(row: Row, where: str, instruction: str) -> Example:
@@ -107,13 +110,12 @@ def _parse_gsm8k_row(row: Row, where: str, instruction: str) -> Example:
             f"{where}: question and answer must be text, got {type(question).__name__} and "
             f"{type(answer).__name__}"
         )
-    # The last one counts: a worked solution may quote the pattern earlier.
+    # The last match counts: a worked solution may contain the pattern earlier.
     gold_answers = _GOLD.findall(answer)
     if not gold_answers:
         raise UserError(f"{where}: the answer has no `#### N` (it ends in {answer[-60:]!r})")
-    content = f"{question} {instruction}" if instruction else question
     return Example(
-        prompt=({"role": "user", "content": content},),
+        prompt=user_message(_add_instruction(question, instruction)),
         data_source=GSM8K,
         ground_truth=gold_answers[-1].replace(",", "").rstrip("."),
         extra_info=dict(row),
@@ -122,21 +124,29 @@ def _parse_gsm8k_row(row: Row, where: str, instruction: str) -> Example:
 
 
 def _parse_math_row(row: Row, where: str, instruction: str) -> Example:
-    problem, solution = row["problem"], row["solution"]
+    problem = row["problem"]
+    solution = row["solution"]
     data_source = row.get("data_source") or MATH
     for name, value in (("problem", problem), ("solution", solution), ("data_source", data_source)):
         if not isinstance(value, str):
-            raise UserError(f"{where}: {name} must be text, got {shown(value)}")
-    content = f"{problem} {instruction}" if instruction else problem
-    # The rule finds the box in a solution.
-    answer = row.get("answer")
+            raise UserError(f"{where}: {name} must be text, got {quote_value(value)}")
+    ground_truth = row.get("answer")
+    if not isinstance(ground_truth, str):
+        # The rule extracts the boxed answer from the solution.
+        ground_truth = solution
     return Example(
-        prompt=({"role": "user", "content": content},),
+        prompt=user_message(_add_instruction(problem, instruction)),
         data_source=data_source,
-        ground_truth=answer if isinstance(answer, str) else solution,
+        ground_truth=ground_truth,
         extra_info=dict(row),
         response=solution,
     )
+
+
+def _add_instruction(question: str, instruction: str) -> str:
+    if not instruction:
+        return question
+    return f"{question} {instruction}"
 
 
 def _parse_hh_rlhf_row(row: Row, where: str) -> Example:
@@ -147,7 +157,7 @@ def _parse_hh_rlhf_row(row: Row, where: str) -> Example:
             f"{where}: chosen and rejected must be text, got {type(chosen).__name__} and "
             f"{type(rejected).__name__}"
         )
-    # The two may share the first words of their answers, so cut at the last turn and not there.
+    # The answers may begin with the same words, so the prompt ends at the last shared turn.
     shared = os.path.commonprefix([chosen, rejected])
     last_turn = shared.rfind(ASSISTANT)
     if last_turn < 0:
@@ -169,12 +179,15 @@ def _parse_verl_row(row: Row, where: str, prompt_key: str, response_key: str) ->
     extra_info = row.get("extra_info")
     if not isinstance(reward_model, dict):
         raise UserError(
-            f"{where}: reward_model must hold style and ground_truth, got {shown(reward_model)}"
+            f"{where}: reward_model must have style and ground_truth, got "
+            f"{quote_value(reward_model)}"
         )
     if not isinstance(data_source, str):
-        raise UserError(f"{where}: data_source must be text, got {shown(data_source)}")
+        raise UserError(f"{where}: data_source must be text, got {quote_value(data_source)}")
     if extra_info is not None and not isinstance(extra_info, dict):
-        raise UserError(f"{where}: extra_info must hold named values, got {shown(extra_info)}")
+        raise UserError(
+            f"{where}: extra_info must contain named values, got {quote_value(extra_info)}"
+        )
     return Example(
         prompt=parse_prompt(row[prompt_key], where, prompt_key),
         data_source=data_source,
@@ -191,7 +204,7 @@ def _find_response(row: Row, extra_info: Row, where: str, response_key: str) -> 
         response = extra_info.get(response_key)
     if response is None or isinstance(response, str):
         return response
-    # Only a name that the user chose promises a response: other data sets use `answer` freely.
+    # Data sets use the default name, `answer`, for other things; one that the user sets must match.
     if response_key == _DEFAULT_RESPONSE_KEY:
         return None
     raise UserError(

@@ -4,7 +4,7 @@
     gs://BUCKET/a.jsonl, s3://BUCKET/...    such files in a bucket
     hf:OWNER/NAME[@REVISION]/PATH/IN/REPO   such a file in a dataset repository of the hub
     hf:OWNER/NAME[/FOLDER][:SPLIT]          the files of a split of it, by default `train`
-    tfds:NAME/SPLIT                         TensorFlow Datasets, without TensorFlow
+    tfds:NAME/SPLIT                         TensorFlow Datasets; TensorFlow is not needed
     arithmetic:COUNT[:heldout]              generated word problems
     stories:COUNT[:heldout]                 generated story openings, each with a joyful and a sad
                                             continuation
@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax_ppo.data import arithmetic, files, hub_files, row_formats, stories
 from jax_ppo.data.columns import Columns
@@ -46,13 +46,21 @@ class ParquetSource:
     """The rows of one source.
 
     Attributes:
-      paths: local Parquet files, one after the other.
-      start: the first row of all of them that belongs to the source.
-      end: the row after the last; `None`: all.
+      paths: local Parquet files, whose rows are concatenated.
+      start: the first row of the source.
+      end: the row after the last one; `None`: all.
     """
 
     paths: tuple[Path, ...]
     start: int
+    end: int | None
+
+
+class _LocatedFiles(NamedTuple):
+    """The local files of a source, and the bounds of its slice; `None` is an open bound."""
+
+    paths: list[Path]
+    start: int | None
     end: int | None
 
 
@@ -75,9 +83,9 @@ def load_examples(
     """Read or generate all examples that a specification names, in its order.
 
     Args:
-      spec: the sources, separated by commas; see the module docstring. Weights are left to
-        `source_weights`.
-      columns: names that options choose; `None`: the defaults.
+      spec: the sources, separated by commas; see the module docstring. Weights are ignored here;
+        see `source_weights`.
+      columns: names of columns that options set; `None`: the defaults.
       instruction: text added to the question in rows of GSM8K's format, separated by a space.
       seed: seed of the generated stories. The arithmetic problems depend on their index alone.
       option: the option that holds the specification, for messages.
@@ -99,7 +107,7 @@ def source_weights(spec: str, option: str) -> tuple[float, ...] | None:
     """Return the weights of the sources in a specification, `None` if they are concatenated.
 
     Raises:
-      UserError: some have a weight and others have none, or a weight is 0.
+      UserError: only some of the sources have a weight, or a weight is 0.
     """
     weights = [weight for _, weight in _split_weights(spec)]
     known = [weight for weight in weights if weight is not None]
@@ -117,8 +125,7 @@ def _split_weights(spec: str) -> list[tuple[str, float | None]]:
     """Return the sources of a specification, each with its weight."""
     pairs: list[tuple[str, float | None]] = []
     for source in filter(None, map(str.strip, spec.split(","))):
-        weighted = _WEIGHT.fullmatch(source)
-        if weighted:
+        if weighted := _WEIGHT.fullmatch(source):
             pairs.append((weighted[1].strip(), float(weighted[2])))
         else:
             pairs.append((source, None))
@@ -140,9 +147,9 @@ def _load_source(
         row_formats.parse_row(row, where, columns=columns, instruction=instruction)
         for where, row in located_rows
     ]
-    # An empty source is a mistake, even beside others that have rows.
+    # An empty source is a mistake, even if others have rows.
     if not examples:
-        raise UserError(f"{option}: {source} holds no rows")
+        raise UserError(f"{option}: {source} has no rows")
     return examples
 
 
@@ -173,39 +180,44 @@ def locate_parquet(spec: str, option: str) -> list[ParquetSource]:
     """Return the Parquet files that a specification names, downloaded if necessary.
 
     Raises:
-      UserError: a source is none of Parquet, or does not exist.
+      UserError: a source is not a Parquet file, or does not exist.
     """
-    located = []
+    sources = []
     for source, _ in _split_weights(spec):
-        scheme = source.partition(":")[0]
-        paths_of_source: list[Path] = []
-        if scheme not in (*GENERATED, "tfds"):
-            paths_of_source, start, end = _locate_files(source, option)
-        if not paths_of_source or any(path.suffix != ".parquet" for path in paths_of_source):
+        has_files = source.partition(":")[0] not in (*GENERATED, "tfds")
+        located = _locate_files(source, option) if has_files else None
+        if located is None or any(path.suffix != ".parquet" for path in located.paths):
             raise UserError(
-                f"{option}={shorten(source)!r}: config.data.cache_dir keeps the prompts of Parquet "
-                "files; leave it unset for other data"
+                f"{option}={shorten(source)!r}: config.data.cache_dir caches only the prompts of "
+                "Parquet files; leave it unset for other data"
             )
-        for path in paths_of_source:
+        for path in located.paths:
             files.require_file(path, option)
-        located.append(ParquetSource(tuple(paths_of_source), start or 0, end))
-    if not located:
+        sources.append(
+            ParquetSource(paths=tuple(located.paths), start=located.start or 0, end=located.end)
+        )
+    if not sources:
         raise UserError(f"{option}={spec!r}: expected Parquet files")
-    return located
+    return sources
 
 
 def _read_file_rows(source: str, option: str) -> LocatedRows:
     """Return the (location, row) pairs of a file, local or downloaded, or of its slice."""
-    located, start, end = _locate_files(source, option)
-    # Sliced while reading: rows after the end are never parsed.
-    rows = itertools.chain.from_iterable(files.read_rows(path, option) for path in located)
-    return itertools.islice(rows, start, end)
+    located = _locate_files(source, option)
+    # The slice is taken while reading, so that rows after the end are never parsed.
+    rows = itertools.chain.from_iterable(files.read_rows(path, option) for path in located.paths)
+    return itertools.islice(rows, located.start, located.end)
 
 
-def _locate_files(source: str, option: str) -> tuple[list[Path], int | None, int | None]:
-    """Return the local paths of a source's files, and the bounds of its slice."""
-    sliced = _SLICE.fullmatch(source)
-    name, start, end = sliced.groups() if sliced else (source, "", "")
+def _locate_files(source: str, option: str) -> _LocatedFiles:
+    """Return the files of a source, downloaded if necessary, and the bounds of its slice."""
+    name = source
+    start = None
+    end = None
+    if sliced := _SLICE.fullmatch(source):
+        name = sliced[1]
+        start = _slice_bound(sliced[2])
+        end = _slice_bound(sliced[3])
     scheme, colon, arguments = name.partition(":")
     if colon and scheme == "hf":
         located = hub_files.fetch_hub_files(arguments, option)
@@ -217,14 +229,16 @@ def _locate_files(source: str, option: str) -> tuple[list[Path], int | None, int
         raise UserError(
             f"{option}={shorten(source)!r}: expected {FORMS}.{did_you_mean(scheme, SCHEMES)}"
         )
-    return located, _slice_bound(start), _slice_bound(end)
+    return _LocatedFiles(paths=located, start=start, end=end)
 
 
 def _slice_bound(digits: str) -> int | None:
-    """Return one bound of a slice, which no file reaches if it has more digits than an index."""
+    """Return one bound of a slice, limited to the largest index; `None` if it is open."""
+    if not digits:
+        return None
     if len(digits) > len(str(sys.maxsize)) - 1:
         return sys.maxsize
-    return int(digits) if digits else None
+    return int(digits)
 
 
 def _read_tfds_rows(name_and_split: str, option: str) -> LocatedRows:
@@ -235,12 +249,12 @@ def _read_tfds_rows(name_and_split: str, option: str) -> LocatedRows:
             f"{option}='tfds:{name_and_split}': expected tfds:NAME/SPLIT, as in tfds:gsm8k/train"
         )
     source = _open_tfds_source(name, split, option)
-    # A split that is prepared incompletely would otherwise train on fewer rows without a word.
+    # A split that is prepared incompletely would otherwise silently train on fewer rows.
     expected = source.dataset_info.splits[split].num_examples
     if len(source) != expected:
         raise UserError(
             f"{option}='tfds:{name_and_split}': {len(source)} rows can be read, but the data set's "
-            f"own record says {expected}. Prepare it again with file_format='array_record'"
+            f"metadata states {expected}. Prepare it again with file_format='array_record'"
         )
     for index in range(len(source)):
         row = row_formats.to_plain_python(source[index])
@@ -255,7 +269,7 @@ def _open_tfds_source(name: str, split: str, option: str) -> Any:
             f"{option}='tfds:{name}/{split}': needs the package tensorflow-datasets ({error}); "
             "`pip install tensorflow-datasets array_record importlib_resources`"
         ) from error
-    # tfds.builder reads this variable only at its import; passing it on works at any time.
+    # TFDS itself reads this variable only when it is imported.
     folder = os.environ.get("TFDS_DATA_DIR")
     _import_unlisted_builder(tfds, name)
     try:
@@ -267,7 +281,7 @@ def _open_tfds_source(name: str, split: str, option: str) -> Any:
         return builder.as_data_source(split)
     except tfds.core.DatasetNotFoundError as error:
         raise UserError(
-            f"{option}='tfds:{name}/{split}': TFDS knows no data set {name!r}, and none is "
+            f"{option}='tfds:{name}/{split}': TFDS has no data set {name!r}, and none is "
             f"prepared under {folder or _TFDS_DEFAULT_FOLDER} "
             f"(TFDS_DATA_DIR).{did_you_mean(name, _list_builders(tfds))}"
         ) from error
@@ -280,7 +294,7 @@ def _open_tfds_source(name: str, split: str, option: str) -> Any:
 
 
 def _import_unlisted_builder(tfds: ModuleType, name: str) -> None:
-    """Import a builder that TFDS ships but lists only after its import, such as GSM8K's."""
+    """Import a builder that TFDS ships but does not list before its import, such as GSM8K's."""
     import importlib
 
     base_name = name.partition("/")[0].partition(":")[0]

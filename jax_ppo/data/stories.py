@@ -1,7 +1,7 @@
 """Generated story openings for models of TinyStories, each with two continuations.
 
-Of the two continuing sentences the joyful one is preferred over the sad one. Training and held-out
-openings are disjoint by their names.
+The joyful continuation is preferred over the sad one. Training and held-out openings have
+different names.
 """
 
 from collections.abc import Sequence
@@ -62,10 +62,10 @@ _OPENINGS = (
 _ADJECTIVES = ("little", "small", "young", "big", "nice")
 _PLACES = ("park", "house", "forest", "garden", "farm", "town")
 _CONTINUATIONS = (
-    " {name} {what} all day.",
-    " In the morning {name} {what}.",
-    " {name} saw a {animal} and {what}.",
-    " Then {name} {what} with the {animal}.",
+    " {name} {mood} all day.",
+    " In the morning {name} {mood}.",
+    " {name} saw a {animal} and {mood}.",
+    " Then {name} {mood} with the {animal}.",
 )
 _JOYFUL = ("smiled", "laughed", "played", "was happy", "was glad", "was excited")
 _SAD = ("cried", "was sad", "was angry", "was scared", "was lost", "was hurt")
@@ -118,9 +118,13 @@ def _draw_item(rng: np.random.Generator, items: Sequence[str]) -> str:
 def _draw_opening(rng: np.random.Generator, names: Sequence[str]) -> tuple[str, str]:
     """Return an opening and the name in it."""
     name = _draw_item(rng, names)
-    # A girl's name goes with a girl; animals may have any name.
-    human = "girl" if name in GIRLS else "boy"
-    kind = human if rng.random() < 0.6 else _draw_item(rng, ANIMALS)
+    # Girls and boys have names of their own; an animal may have any name.
+    if rng.random() >= 0.6:
+        kind = _draw_item(rng, ANIMALS)
+    elif name in GIRLS:
+        kind = "girl"
+    else:
+        kind = "boy"
     template = _draw_item(rng, _OPENINGS)
     adjective = _draw_item(rng, _ADJECTIVES)
     place = _draw_item(rng, _PLACES)
@@ -130,4 +134,4 @@ def _draw_opening(rng: np.random.Generator, names: Sequence[str]) -> tuple[str, 
 def _draw_continuation(rng: np.random.Generator, name: str, moods: Sequence[str]) -> str:
     template = _draw_item(rng, _CONTINUATIONS)
     mood = _draw_item(rng, moods)
-    return template.format(name=name, what=mood, animal=_draw_item(rng, ANIMALS))
+    return template.format(name=name, mood=mood, animal=_draw_item(rng, ANIMALS))

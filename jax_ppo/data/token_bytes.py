@@ -22,7 +22,7 @@ def token_bytes(tokenizer: "PreTrainedTokenizerBase", option: str) -> list[bytes
       option: the option that needs them, for messages.
 
     Raises:
-      UserError: the tokenizer joins its tokens in another way.
+      UserError: the tokenizer joins its tokens in an unsupported way.
     """
     decoder = _decoder_types(tokenizer)
     if "ByteLevel" in decoder:
@@ -30,13 +30,17 @@ def token_bytes(tokenizer: "PreTrainedTokenizerBase", option: str) -> list[bytes
     elif {"Metaspace", "ByteFallback", "Replace"} & decoder:
         to_bytes = _read_sentence_piece
     else:
-        raise _unsupported(option, f"its decoder is {', '.join(sorted(decoder)) or 'not known'}")
+        raise _unsupported(option, f"its decoder is {', '.join(sorted(decoder)) or 'unknown'}")
     added = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items()}
     special = set(tokenizer.all_special_ids)
     contents = [b""] * (max(tokenizer.get_vocab().values()) + 1)
     for text, index in tokenizer.get_vocab().items():
-        if index not in special:
-            contents[index] = added[index].encode() if index in added else to_bytes(text)
+        if index in special:
+            continue
+        if index in added:
+            contents[index] = added[index].encode()
+        else:
+            contents[index] = to_bytes(text)
     _compare_with_decoding(tokenizer, contents, option)
     return contents
 
@@ -53,22 +57,20 @@ def _decoder_types(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
 def _read_byte_level(text: str) -> bytes:
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    values = {character: byte for byte, character in bytes_to_unicode().items()}
-    return b"".join(
-        bytes([values[character]]) if character in values else character.encode()
-        for character in text
-    )
+    values = {character: bytes([byte]) for byte, character in bytes_to_unicode().items()}
+    return b"".join(values.get(character, character.encode()) for character in text)
 
 
 def _read_sentence_piece(text: str) -> bytes:
-    byte = _BYTE_TOKEN.fullmatch(text)
-    return bytes.fromhex(byte[1]) if byte else text.replace(_BLANK, " ").encode()
+    if byte := _BYTE_TOKEN.fullmatch(text):
+        return bytes.fromhex(byte[1])
+    return text.replace(_BLANK, " ").encode()
 
 
 def _compare_with_decoding(
     tokenizer: "PreTrainedTokenizerBase", contents: list[bytes], option: str
 ) -> None:
-    """Raise `UserError` unless the tokenizer's own decoding joins these bytes."""
+    """Raise `UserError` unless the tokenizer decodes tokens to these bytes."""
     # Tokens of whole characters, spread over the vocabulary.
     ascii_ids = [index for index, content in enumerate(contents) if content and content.isascii()]
     ids = ascii_ids[:: max(1, len(ascii_ids) // _CHECKED_TOKENS)]

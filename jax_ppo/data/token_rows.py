@@ -13,6 +13,6 @@ def pad_rows(rows: Sequence[Sequence[int] | np.ndarray], width: int) -> np.ndarr
       width: length of the padded rows.
     """
     padded = np.zeros((len(rows), width), np.int32)
-    for place, row in zip(padded, rows, strict=True):
-        place[: len(row)] = row
+    for padded_row, row in zip(padded, rows, strict=True):
+        padded_row[: len(row)] = row
     return padded

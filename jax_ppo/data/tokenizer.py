@@ -60,7 +60,7 @@ def load_tokenizer(
     if remote.is_address(path):
         folder = downloads.download_folder(path, option, _DOWNLOADED_FILES)
     else:
-        # An existing folder wins over a model of that name on the hub.
+        # An existing folder takes precedence over a model of the same name on the hub.
         folder = paths.expand_local_path(path, option)
         if not folder.is_dir():
             folder = _download_tokenizer(path, option)
@@ -68,7 +68,7 @@ def load_tokenizer(
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-        # Some wrong values in the files only raise once the tokenizer is used.
+        # Some wrong values in the files raise an error only when the tokenizer is used.
         tokenizer.decode(tokenizer.encode("a"))
         return tokenizer
     except Exception as error:
@@ -86,7 +86,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def _download_tokenizer(path: str, option: str) -> Path:
-    # A path that cannot be a name on the hub is a folder that does not exist.
+    # A path that cannot be a name on the hub means a folder that does not exist.
     looks_local = path.startswith((".", "/", "~"))
     if looks_local or hub.split_revision(path)[0].count("/") > 1:
         parent = Path(path).expanduser().parent
@@ -125,7 +125,7 @@ def train_tokenizer(
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    # Digits are tokens of their own, so that numbers are spelled the same everywhere.
+    # Digits are separate tokens, so that numbers are spelled the same everywhere.
     tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -174,7 +174,7 @@ def decode_continuation(
       before: the last token of the prompt.
       ids: the tokens of the response.
     """
-    # Decoded behind the prompt's last token, whose text is then cut off.
+    # Decode with the prompt's last token in front, then cut its text off.
     prefix = _decode(tokenizer, [before])
     text = _decode(tokenizer, [before, *ids])
     if text.startswith(prefix):

@@ -144,7 +144,7 @@ def test_the_files_of_a_split_are_found(fake_hub, tmp_path, location, names, rea
     [
         (":tset", ["train.jsonl", "test.jsonl"], ["it has test, train", "Did you mean 'test'?"]),
         ("", ["a/train.jsonl", "b/train.jsonl"], ["hf:owner/name/a:train or hf:owner/name/b:tra"]),
-        ("", ["train-00000-of-00002.jsonl"], ["expected as many as their names say"]),
+        ("", ["train-00000-of-00002.jsonl"], ["expected as many as their names state"]),
         ("", ["train.arrow"], ["none that can be read"]),
         ("/main", ["train.jsonl"], ["in the folder main"]),
     ],

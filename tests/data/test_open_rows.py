@@ -113,7 +113,7 @@ def test_a_chosen_column_of_answers_wins_over_gsm8ks_form():
         ({"prompt": "p", "chosen": "yes", "rejected": None}, "must both be set"),
         (
             {"chosen": [user("A"), assistant("x")], "rejected": [user("B"), assistant("y")]},
-            "must differ in their last message alone",
+            "must differ only in their last message",
         ),
         (
             {"chosen": [user("A")], "rejected": [user("A"), assistant("y")]},
@@ -158,7 +158,7 @@ def test_a_csv_file_holds_texts(tmp_path):
         ("a.csv", "prompt,prompt\nx,y\n", "several columns have the same name"),
         ("a.csv", 'prompt\n"x\n', "after row 0: cannot be read as CSV"),
         ("a.csv", b"prompt\n\xff\n", "cannot be read as CSV: .*utf-8"),
-        ("a.csv", "", "holds no rows"),
+        ("a.csv", "", "has no rows"),
     ],
 )
 def test_broken_files_are_named(tmp_path, name, content, message):

@@ -240,5 +240,5 @@ def test_categories_with_several_dictionaries_become_text(trained, tmp_path, mon
 
 
 def test_other_data_than_parquet_are_refused():
-    with pytest.raises(UserError, match=r"'arithmetic:8': config\.data\.cache_dir keeps"):
+    with pytest.raises(UserError, match=r"'arithmetic:8': config\.data\.cache_dir caches"):
         located("arithmetic:8")

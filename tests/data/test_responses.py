@@ -103,7 +103,7 @@ def test_slices_of_files(tmp_path):
     )
     for spec, expected in (("[:2]", "01"), ("[3:]", "34"), ("[1:3]", "12"), ("", "01234")):
         assert "".join(e.ground_truth for e in sources.load_examples(path + spec)) == expected
-    with pytest.raises(UserError, match=r"a.jsonl\[9:\] holds no rows"):
+    with pytest.raises(UserError, match=r"a.jsonl\[9:\] has no rows"):
         sources.load_examples(path + "[9:]")
 
 

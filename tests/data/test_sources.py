@@ -178,7 +178,7 @@ def test_a_malformed_line_is_named(tmp_path):
         ),
         (
             {"data_source": "x", "prompt": "p", "reward_model": "4"},
-            ["a.jsonl:2", "reward_model must hold"],
+            ["a.jsonl:2", "reward_model must have"],
         ),
     ],
 )
@@ -228,7 +228,7 @@ def test_slices_may_end_after_every_file(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", GSM8K)
     for end in ("3", "9" * 19, "9" * 5000):
         assert len(load_examples(f"{path}[1:{end}]")) == 2
-    with pytest.raises(UserError, match="holds no rows"):
+    with pytest.raises(UserError, match="has no rows"):
         load_examples(f"{path}[{'9' * 30}:]")
 
 
@@ -272,7 +272,7 @@ def test_a_single_message_is_a_chat_of_one(tmp_path, name, write, content):
 def test_a_list_of_something_else_is_no_chat(tmp_path, prompt):
     path = tmp_path / "rows.jsonl"
     write_lines(path, [VERL[0] | {"prompt": prompt}])
-    with pytest.raises(UserError, match="message of prompt must hold role and content as text"):
+    with pytest.raises(UserError, match="message of prompt must have role and content as text"):
         load_examples(str(path))
 
 
@@ -318,7 +318,7 @@ def test_a_broken_file_is_named(tmp_path, name, kind):
 
 def test_an_empty_file_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n")
-    with pytest.raises(UserError, match="config.data.train_files: .*a.jsonl holds no rows"):
+    with pytest.raises(UserError, match="config.data.train_files: .*a.jsonl has no rows"):
         load_examples(str(tmp_path / "a.jsonl"))
 
 
@@ -403,7 +403,7 @@ def test_tfds_rows_that_got_lost_are_noticed(tfds_folder, monkeypatch):
             return 2
 
     monkeypatch.setattr(sources, "_open_tfds_source", lambda *_: Short())
-    with pytest.raises(UserError, match="2 rows can be read, but the data set's own record says 3"):
+    with pytest.raises(UserError, match="2 rows can be read, but the data set's metadata states 3"):
         load_examples("tfds:room_test_sums/train")
 
 
@@ -418,7 +418,7 @@ def test_tfds_rows_are_counted_from_one(tfds_folder, monkeypatch):
 def test_tfds_errors(tfds_folder, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", tfds_folder)
     with pytest.raises(
-        UserError, match="TFDS knows no data set 'room_test_sumz'.* Did you mean 'room_test_sums'"
+        UserError, match="TFDS has no data set 'room_test_sumz'.* Did you mean 'room_test_sums'"
     ):
         load_examples("tfds:room_test_sumz/train")
     with pytest.raises(
