@@ -175,7 +175,7 @@ def test_a_file_that_is_damaged_during_a_run_ends_it_in_one_line(data, trained, 
     cache = cached(tmp_path, data, trained)
     for path in tmp_path.iterdir():
         os.truncate(path, 300)
-    with pytest.raises(UserError, match=r"config\.data\.cache_dir: .*Start the run again, which"):
+    with pytest.raises(UserError, match=r"config\.data\.cache_dir: .*Start the run again to"):
         list(cache.examples)
 
 
