@@ -1657,7 +1657,7 @@ RULES_IN_A_RUN = [
         test=(
             "tests/ppo/test_setup.py::test_rules_see_each_response_beside_its_own_example_and_nothing_special"
         ),
-        where="RuleScorer.score",
+        where="RuleScorer._decode_local",
         old="self.tokenizer.batch_decode(responses, skip_special_tokens=True)",
         new="self.tokenizer.batch_decode(responses, skip_special_tokens=False)",
     ),
@@ -1671,7 +1671,7 @@ RULES_IN_A_RUN = [
         test=(
             "tests/ppo/test_setup.py::test_rules_see_each_response_beside_its_own_example_and_nothing_special"
         ),
-        where="RuleScorer.score",
+        where="RuleScorer._decode_local",
         old="batch.examples[i // n]",
         new="batch.examples[i % len(batch.examples)]",
     ),
@@ -2156,8 +2156,8 @@ DIALOGUES = [
         holds="the action mask of a dialogue is False on the tokens of observations",
         test="tests/sampler/test_dialogues.py::test_dialogues_are_those_of_a_loop_over_one_sequence",
         where="generate_responses",
-        old="action_mask if talks is None else talks.is_action",
-        new="action_mask",
+        old="state.dialogues.is_action",
+        new="rollout.action_mask",
     ),
     Exhibit(
         name="the_mask_of_the_environment_is_inverted",
@@ -2165,8 +2165,8 @@ DIALOGUES = [
         holds="the action mask of a dialogue is True on the tokens that the policy drew",
         test="tests/sampler/test_dialogues.py::test_dialogues_are_those_of_a_loop_over_one_sequence",
         where="end_turns",
-        old="dialogues.is_action.at[written_B, before.drawn].set(~is_given_B, mode='drop')",
-        new="dialogues.is_action.at[written_B, before.drawn].set(is_given_B, mode='drop')",
+        old="dialogues.is_action.at[written_B, before.drawn].set(~is_observed_B, mode='drop')",
+        new="dialogues.is_action.at[written_B, before.drawn].set(is_observed_B, mode='drop')",
     ),
     Exhibit(
         name="rewards_stop_at_an_observation",

@@ -98,7 +98,9 @@ def token_logprobs(
         logit_softcap,
         layout,
     )
-    return logprobs, entropy if with_entropy else None
+    if not with_entropy:
+        return logprobs, None
+    return logprobs, entropy
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))

@@ -83,7 +83,9 @@ def whiten(
     """
     mean = masked_mean(x, mask)
     whitened = (zero_outside(x, mask) - mean) * jax.lax.rsqrt(masked_variance(x, mask) + epsilon)
-    return zero_outside(whitened if shift_mean else whitened + mean, mask)
+    if not shift_mean:
+        whitened += mean
+    return zero_outside(whitened, mask)
 
 
 def explained_variance(

@@ -1,4 +1,4 @@
-"""The platform that programs are compiled for, which kernels choose their constants by."""
+"""The platform that programs are compiled for, by which kernels choose their constants."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ _assumed_platform: ContextVar[str | None] = ContextVar("assumed_platform", defau
 
 
 def target_platform() -> str:
-    """Return the platform that is compiled for.
+    """Return the platform that programs are compiled for.
 
     This is the platform of the mesh in context, which may differ from this machine's, or that of
     the default backend if there is no mesh.
@@ -19,12 +19,14 @@ def target_platform() -> str:
     if assumed is not None:
         return assumed
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return device.platform if device else jax.default_backend()
+    if device is not None:
+        return device.platform
+    return jax.default_backend()
 
 
 @contextlib.contextmanager
 def assume_platform(platform: str) -> Iterator[None]:
-    """Trace programs as for `platform` while the context is open, whatever they are compiled for.
+    """Trace programs as if for `platform` in the context, whatever they are compiled for.
 
     An estimate of a machine's memory is compiled for CPU devices if the machine's own compiler is
     missing.

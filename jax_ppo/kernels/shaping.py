@@ -57,5 +57,6 @@ def normalize_scores(
     run, which the critic has to follow.
     """
     scores_B = scores_B.astype(jnp.float32)
-    deviations_B = scores_B - moments.mean if shift else scores_B
-    return deviations_B / moments_lib.moments_std(moments)
+    if shift:
+        scores_B -= moments.mean
+    return scores_B / moments_lib.moments_std(moments)

@@ -13,10 +13,7 @@ from jax_ppo.kernels.softcap import softcap, softcap_slope
 # long enough that reading and writing the sum of the unembedding gradient once per chunk costs less
 # than the matrix products.
 CHUNK_BYTES = {"cpu": 4 * 2**20}
-
-
 CHUNK_BYTES_ELSEWHERE = 512 * 2**20
-
 
 MIN_CHUNK_SIZE = 128
 
@@ -28,8 +25,8 @@ def _sum_groups(gradient_GxVxD: jax.Array) -> jax.Array:
 class UnembeddingLayout(NamedTuple):
     """The steps by which an unembedding that is split over devices reaches the chunks and back.
 
-    Both run once per pass, outside the loop over chunks. Functions without a name of their own
-    would compile another program per call.
+    Both run once per pass, outside the loop over chunks. Use functions that are defined once: a new
+    lambda per call would compile another program each time.
 
     Attributes:
       gather: maps the weights [V, D], in the dtype of the products, to those that chunks read.
@@ -117,27 +114,26 @@ def hidden_and_weight_grad(
     logits_grad: Callable[[jax.Array, jax.Array], jax.Array],
     layout: UnembeddingLayout,
 ) -> tuple[Float[Array, " G N D"], Float[Array, " V D"]]:
-    """Return the gradients by hidden states and output embedding, chunk by chunk.
+    """Return the gradients with respect to hidden states and output embedding, chunk by chunk.
 
     Args:
       mask: positions that have logits.
-      chunks: of this mask.
+      chunks: the chunks of this mask.
       hidden: hidden states; the gradient is 0 outside the mask.
       unembedding: the output embedding.
       cap: soft cap of the logits, if any.
-      logits_grad: from the index of a chunk and its soft-capped logits [G, C, V] to the gradient
-        by these logits.
-      layout: of the output embedding.
+      logits_grad: maps the index of a chunk and its soft-capped logits [G, C, V] to the gradient
+        with respect to these logits.
+      layout: how the output embedding is split over devices.
     """
     weight = layout.gather(unembedding.astype(hidden.dtype))
-    groups, width = len(hidden), hidden.shape[-1]
 
     def process_chunk(
         i: jax.Array, sums: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
         states = chunks.gather(hidden, i)
         logits = chunk_logits(states, weight, cap)
-        # From the gradient by soft-capped logits to that by plain products.
+        # From the gradient with respect to soft-capped logits to that of the plain products.
         slope = (logits_grad(i, logits) * softcap_slope(logits, cap)).astype(hidden.dtype)
         states_grad = jnp.einsum("gcv,vd->gcd", slope, weight, preferred_element_type=jnp.float32)
         weight_grad = jnp.einsum("gcv,gcd->gvd", slope, states, preferred_element_type=jnp.float32)
@@ -146,8 +142,8 @@ def hidden_and_weight_grad(
         return hidden_buffer, weight_sum + weight_grad
 
     # The sum over chunks is kept in float32: in bfloat16 small shares would be lost.
-    weight_sum = jnp.zeros((groups, *unembedding.shape), jnp.float32)
-    start = (chunks.buffer(hidden.dtype, width), weight_sum)
+    weight_sum = jnp.zeros((len(hidden), *unembedding.shape), jnp.float32)
+    start = (chunks.buffer(hidden.dtype, hidden.shape[-1]), weight_sum)
     hidden_grad, weight_sum = jax.lax.fori_loop(0, chunks.count, process_chunk, start)
     hidden_grad = jnp.where(mask[..., None], chunks.scatter(hidden_grad), 0)
     # Groups are on different devices: this sum is their one exchange.

@@ -1,9 +1,10 @@
 """Advantages and returns of a rollout's tokens.
 
-A user-defined estimator, `algorithm.adv_estimator=module:function`, has no critic. It is
-called as f(rewards, mask, n): the rewards of tokens [B, T], with the KL penalty if there is one and
-0 under the mask; the mask [B, T] of the tokens that the policy chose; and n, the responses per
-prompt, which are adjacent. It returns an advantage per response [B] or per token [B, T].
+A user-defined estimator, `algorithm.adv_estimator=module:function`, works without a critic. It is
+called as f(rewards, mask, n) with the rewards of tokens [B, T], which include the KL penalty if
+there is one and are 0 under the mask; the mask [B, T] of the tokens that the policy chose; and n,
+the number of responses per prompt, which are adjacent. It returns an advantage per response [B] or
+per token [B, T].
 """
 
 import functools
@@ -73,7 +74,8 @@ def critic_values(
     # The critic predicts normalized returns; rewards are in their own unit.
     if options.normalizes_values:
         assert moments is not None, "normalized values need the moments of returns"
-        mean, std = moments.mean, running_moments.moments_std(moments)
+        mean = moments.mean
+        std = running_moments.moments_std(moments)
         values = mean + std * values
         final_values = mean + std * final_values
     return values, jnp.where(sequences.truncated & bootstraps, final_values, 0.0)
@@ -146,7 +148,8 @@ def plugin_advantages(
             f"config.algorithm.adv_estimator={name!r}: returned shape {jnp.shape(result)}; "
             f"expected one number per response, {actions.shape[:1]}, or per token, {actions.shape}"
         )
-    per_token = result if jnp.ndim(result) == 2 else jnp.reshape(result, (-1, 1))
+    # The advantage of a response holds at all of its tokens.
+    per_token = jnp.reshape(result, (len(actions), -1))
     # A policy gradient takes advantages as constants.
     advantages = jax.lax.stop_gradient(jnp.asarray(per_token, jnp.float32))
     return jnp.where(actions, advantages, 0.0)
@@ -157,10 +160,10 @@ def critic_free_advantages(
 ) -> Tokens:
     """Return each token's reward to go, or one advantage per response within its prompt's group."""
     algorithm = options.algorithm
-    own = load_estimator(algorithm.adv_estimator)
-    if own is not None:
+    plugin = load_estimator(algorithm.adv_estimator)
+    if plugin is not None:
         n = options.responses_per_prompt
-        return plugin_advantages(algorithm.adv_estimator, own, token_rewards, actions, n)
+        return plugin_advantages(algorithm.adv_estimator, plugin, token_rewards, actions, n)
     if algorithm.adv_estimator == "reinforce_plus_plus":
         reward_to_go = jax.vmap(estimators.reward_to_go, in_axes=(0, 0, None))
         return reward_to_go(token_rewards, actions, algorithm.gamma)

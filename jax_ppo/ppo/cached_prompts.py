@@ -34,7 +34,7 @@ def load_run_examples(config: Config) -> tuple[list[Example], list[Example]]:
 
 
 def _find_representatives(data: Data) -> list[Example]:
-    """Return a training example of each `data_source`, of which rules and workers follow.
+    """Return a training example of each `data_source`; rules and workers depend on nothing else.
 
     Raises:
       UserError: the files do not exist, are not Parquet, or have rows of an unknown form.
@@ -47,7 +47,7 @@ def _find_representatives(data: Data) -> list[Example]:
 
 
 def cache_training_prompts(config: Config, actor_folder: Path) -> PromptDataset:
-    """Return the training prompts, tokenized by worker processes where that is not done yet.
+    """Return the training prompts, tokenized by worker processes unless the cache has them.
 
     Args:
       config: all options.
@@ -57,10 +57,10 @@ def cache_training_prompts(config: Config, actor_folder: Path) -> PromptDataset:
       UserError: a row cannot be used or scored, or no prompt is left.
     """
     data = config.data
-    show = console.make_count_reporter("tokenizing", "prompt")
+    report_count = console.make_count_reporter("tokenizing", "prompt")
 
-    def on_progress(done: int, total: int) -> None:
-        show(done, total)
+    def on_progress(tokenized: int, total: int) -> None:
+        report_count(tokenized, total)
         signals.raise_if_stopped(console.print_on_main)
 
     return cache_prompts(
@@ -84,12 +84,13 @@ def cache_training_prompts(config: Config, actor_folder: Path) -> PromptDataset:
 def _make_validation(config: Config) -> functools.partial[None]:
     """Return the check that the reward can score examples."""
     options = config.reward
-    function, terms = options.function, options.terms
     # A reward model, a judge that is the whole reward, and an environment score any row.
-    is_judged = Judge.from_options(options) is not None and not terms
+    is_judged = Judge.from_options(options) is not None and not options.terms
     if is_judged or config.rewards_by_environment_alone or not registry.has_rules(options):
         return functools.partial(_accept)
-    return functools.partial(row_validation.validate_data_sources, function=function, terms=terms)
+    return functools.partial(
+        row_validation.validate_data_sources, function=options.function, terms=options.terms
+    )
 
 
 def _accept(examples: object) -> None:

@@ -1,6 +1,6 @@
-"""Draw prompts that are solved sometimes more often than those that are always or never solved.
+"""Draw prompts that are sometimes solved more often than those that always or never are.
 
-The variance of correctness is p (1 - p) at a solve rate of p: largest where half of the responses
+At a solve rate of p, the variance of correctness is p (1 - p): largest where half of the responses
 are correct, and 0 where comparing them teaches nothing.
 """
 
@@ -80,7 +80,8 @@ class CurriculumBatches:
             known = group[~np.isnan(group)]
             if not len(known):
                 continue
-            row, rate = str(index), float(known.mean())
+            row = str(index)
+            rate = float(known.mean())
             before = self._solve_rates.get(row)
             if before is not None:
                 rate = _MEMORY * before + (1 - _MEMORY) * rate

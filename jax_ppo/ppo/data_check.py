@@ -1,4 +1,4 @@
-"""Describe the data of a run, and find what would keep the run from training on them."""
+"""Describe the data of a run, and find the problems that would prevent training on them."""
 
 import collections
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def check_data(config: Config) -> dict[str, Any]:
     return {
         "training": described,
         "held_out": _describe(held_out, tokenizer, config) if held_out else None,
-        "overlap": len({_key(example) for example in training} & {_key(e) for e in held_out}),
+        "overlap": len(set(map(prompt_text, training)) & set(map(prompt_text, held_out))),
         "first_prompt": _render(training[0], tokenizer, config.data.chat_template),
         "problems": _find_problems(config, training, held_out, described),
     }
@@ -64,17 +64,19 @@ def format_report(report: dict[str, Any]) -> str:
 
 def _load_tokenizer(options: Model) -> Any:
     """Return the tokenizer that a run would use, `None` if no model is named."""
-    path = options.tokenizer_path or options.path
-    if not path:
-        return None
-    option = "config.model.tokenizer_path" if options.tokenizer_path else "config.model.path"
-    return tokenizer_lib.load_tokenizer(path, option=option)
+    if options.tokenizer_path:
+        return tokenizer_lib.load_tokenizer(
+            options.tokenizer_path, option="config.model.tokenizer_path"
+        )
+    if options.path:
+        return tokenizer_lib.load_tokenizer(options.path, option="config.model.path")
+    return None
 
 
 def _describe(examples: Sequence[Example], tokenizer: Any, config: Config) -> dict[str, Any]:
     """Return counts over examples; `prompt_tokens` is `None` without a tokenizer."""
     columns = collections.Counter(name for example in examples for name in example.extra_info)
-    prompts = collections.Counter(_key(example) for example in examples)
+    prompts = collections.Counter(map(prompt_text, examples))
     return {
         "rows": len(examples),
         "columns": dict(columns.most_common()),
@@ -85,7 +87,7 @@ def _describe(examples: Sequence[Example], tokenizer: Any, config: Config) -> di
         "rejected_solutions": _count_rejected(examples, config.reward),
         "preferences": sum(example.rejected is not None for example in examples),
         "duplicates": len(examples) - len(prompts),
-        "prompt_tokens": _count_tokens(examples, tokenizer, config.data) if tokenizer else None,
+        "prompt_tokens": _count_tokens(examples, tokenizer, config.data),
     }
 
 
@@ -95,10 +97,8 @@ def _count_rejected(examples: Sequence[Example], options: Reward) -> int:
     # A user-defined function, or a rule without a time bound, is not run here.
     if not registry.has_rules(options) or registry.needs_workers(solved, options):
         return 0
-    if (
-        next(row_validation.find_obstacles(solved, options.function, options.terms), None)
-        is not None
-    ):
+    obstacles = row_validation.find_obstacles(solved, options.function, options.terms)
+    if next(obstacles, None) is not None:
         return 0
     rule = registry.resolve_reward_function("", options.gsm8k_method, options.terms)
     assert not isinstance(rule, BatchFunction), "user-defined functions are not run here"
@@ -106,8 +106,15 @@ def _count_rejected(examples: Sequence[Example], options: Reward) -> int:
     return sum(result.correct is False for result in results)
 
 
-def _count_tokens(examples: Sequence[Example], tokenizer: Any, options: Data) -> dict[str, Any]:
-    """Return quantiles of the prompts' lengths, a histogram, and the share that is too long."""
+def _count_tokens(
+    examples: Sequence[Example], tokenizer: Any, options: Data
+) -> dict[str, Any] | None:
+    """Return quantiles of the prompts' lengths, a histogram, and the share that is too long.
+
+    Returns `None` without a tokenizer.
+    """
+    if tokenizer is None:
+        return None
     lengths = np.array(
         [
             len(tokenizer_lib.encode_prompt(tokenizer, e.prompt, options.chat_template))
@@ -139,7 +146,7 @@ def _find_problems(
         problems += obstacles[:_MAX_SHOWN]
         if len(obstacles) > _MAX_SHOWN:
             problems.append(f"{len(obstacles)} examples in all cannot be scored")
-    empty = [row for row, example in enumerate(training, 1) if not _key(example).strip()]
+    empty = [row for row, example in enumerate(training, 1) if not prompt_text(example).strip()]
     if empty:
         problems.append(f"{len(empty)} prompts are empty, the first is example {empty[0]}")
     usable = part["rows"]
@@ -190,14 +197,10 @@ def _format_counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{name or '(none)'} ({count})" for name, count in counts.items()) or "none"
 
 
-def _key(example: Example) -> str:
-    return prompt_text(example)
-
-
 def _render(example: Example, tokenizer: Any, chat_template: bool) -> str:
     """Return a prompt as the model reads it, or its messages without a tokenizer."""
     if tokenizer is None:
-        return _key(example)
+        return prompt_text(example)
     try:
         return tokenizer_lib.render_prompt(tokenizer, example.prompt, chat_template)[0]
     except Exception as error:

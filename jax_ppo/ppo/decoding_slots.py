@@ -21,9 +21,9 @@ from jax_ppo.types import Prompts
 
 # Where the platform does not report its memory, as on CPUs.
 FALLBACK_SLOTS = 256
-# Share of the memory for what the arithmetic leaves out: prefill, activations, fragmentation.
+# Share of the memory for what the arithmetic omits: prefill, activations, fragmentation.
 _RESERVE = 0.1
-# Larger numbers are rounded down to a multiple, which accelerators decode as fast.
+# Larger numbers are rounded down to a multiple of this, which accelerators decode efficiently.
 _MULTIPLE = 8
 
 
@@ -39,7 +39,7 @@ def count_decoding_slots(
       nets: each role's model.
       mesh: the run's mesh.
       rollout_mesh: the mesh to decode on.
-      sampling: how training samples.
+      sampling: how the engine samples for training.
     """
     if config.rollout.max_num_seqs:
         return config.rollout.max_num_seqs
@@ -50,15 +50,19 @@ def count_decoding_slots(
     resident = least.parameters + least.optimizer + least.frozen + least.decoding
     queue = meshes.rows_per_shard(rollout_mesh, config.data.train_batch_size) * config.rollout.n
     if sampling.returns_routed_experts:
-        # That of the step before is kept until the step is reported.
+        # The previous step's record of routing stays until that step is reported.
         resident += 2 * record_bytes(nets.actor.architecture, queue, config.sequence_length)
-    one, every = (
-        _slot_bytes(config, nets, rollout_mesh, dataclasses.replace(sampling, slots=slots))
-        for slots in (1, queue)
-    )
-    # A single sample has a single slot; else the bytes grow by the same amount with each.
-    per_slot = (every - one) / (queue - 1) if queue > 1 else every
-    left = limit * (1 - _RESERVE) - resident - (one - per_slot)
+
+    def slot_bytes(slots: int) -> int:
+        options = dataclasses.replace(sampling, slots=slots)
+        return _slot_bytes(config, nets, rollout_mesh, options)
+
+    # The bytes grow by the same amount with each slot after the first.
+    first_slot: float = slot_bytes(1)
+    per_slot = first_slot
+    if queue > 1:
+        per_slot = (slot_bytes(queue) - first_slot) / (queue - 1)
+    left = limit * (1 - _RESERVE) - resident - (first_slot - per_slot)
     slots = min(max(int(left // per_slot), 1), queue)
     if slots > _MULTIPLE and slots < queue:
         slots -= slots % _MULTIPLE
@@ -81,8 +85,10 @@ def _slot_bytes(
     with jax.sharding.use_abstract_mesh(rollout_mesh.abstract_mesh):
         stages = cache_shapes(model, sampling, prompts)
     cache = max(cache_bytes_per_device(stage, rollout_mesh) for stage in stages)
-    # Drawing a token sorts or masks a second copy of the float32 logits, and constraints are added.
-    arrays = 3 if constrains_logits(sampling) else 2
+    # Drawing a token sorts or masks a second copy of the float32 logits.
+    arrays = 2
+    if constrains_logits(sampling):
+        arrays += 1
     logits = arrays * sampling.slots * model.architecture.vocab_size * 4
     # The vocabulary is split over `model`.
     return cache + logits // rollout_mesh.shape["model"]

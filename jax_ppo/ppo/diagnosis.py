@@ -11,13 +11,13 @@ class Diagnosis:
     """Watches the metrics of a run."""
 
     def __init__(self, config: Config) -> None:
-        """Start to watch; `config` has all options."""
+        """Start to watch a run with these options."""
         self._config = config
         self._history = collections.deque[Metrics](maxlen=max(d.steps for d in DIAGNOSTICS))
         self._present: set[str] = set()
 
     def observe(self, metrics: Metrics, misses: Sequence[str] = ()) -> dict[str, str]:
-        """Take the next step; return the messages of what has become wrong.
+        """Record the next step; return the messages of problems that have newly appeared, by name.
 
         Args:
           metrics: of the step.
@@ -36,6 +36,8 @@ class Diagnosis:
             elif diagnostic.name not in self._present:
                 # Shown when it becomes true, not at every step.
                 self._present.add(diagnostic.name)
-                shown = misses if diagnostic.shows_misses else ()
-                messages[diagnostic.name] = "\n  ".join([message, *shown])
+                lines = [message]
+                if diagnostic.shows_misses:
+                    lines += misses
+                messages[diagnostic.name] = "\n  ".join(lines)
         return messages

@@ -39,7 +39,8 @@ class Diagnostic:
 
 
 def _check_entropy(config: Config, history: Sequence[Metrics]) -> str | None:
-    entropy, limit = history[-1]["actor/entropy"], config.trainer.warn_entropy_below
+    entropy = history[-1]["actor/entropy"]
+    limit = config.trainer.warn_entropy_below
     if entropy >= limit:
         return None
     return (
@@ -50,7 +51,8 @@ def _check_entropy(config: Config, history: Sequence[Metrics]) -> str | None:
 
 
 def _check_kl(config: Config, history: Sequence[Metrics]) -> str | None:
-    divergence, limit = history[-1]["kl/reference"], config.trainer.warn_kl_above
+    divergence = history[-1]["kl/reference"]
+    limit = config.trainer.warn_kl_above
     if not 0 < limit < divergence:
         return None
     return (
@@ -152,16 +154,20 @@ def _check_clipped_gradients(config: Config, history: Sequence[Metrics]) -> str 
 
 def _check_runaway_length(config: Config, history: Sequence[Metrics]) -> str | None:
     half = len(history) // 2
-    before, after = history[:half], history[half:]
-    lengths = _mean(before, "response_length/mean"), _mean(after, "response_length/mean")
-    rewards = _mean(before, "reward/mean"), _mean(after, "reward/mean")
-    spread = _mean(history, "reward/std")
-    grows = lengths[1] > 1.5 * lengths[0] and lengths[1] > 0.5 * config.data.max_response_length
-    if not (grows and rewards[1] > rewards[0] + 0.1 * spread):
+    first_length = _mean(history[:half], "response_length/mean")
+    last_length = _mean(history[half:], "response_length/mean")
+    is_long = last_length > 0.5 * config.data.max_response_length
+    if last_length <= 1.5 * first_length or not is_long:
+        return None
+    first_reward = _mean(history[:half], "reward/mean")
+    last_reward = _mean(history[half:], "reward/mean")
+    rises = last_reward > first_reward + 0.1 * _mean(history, "reward/std")
+    if not rises:
         return None
     return (
-        f"within {len(history)} steps the responses grew from {lengths[0]:.0f} to "
-        f"{lengths[1]:.0f} tokens while the reward rose from {rewards[0]:.3g} to {rewards[1]:.3g}: "
+        f"within {len(history)} steps the responses grew from {first_length:.0f} to "
+        f"{last_length:.0f} tokens while the reward rose from {first_reward:.3g} to "
+        f"{last_reward:.3g}: "
         "the reward may pay for length. Read some in report.html; "
         "config.reward.overlong_buffer_len or a KL penalty may help"
     )
@@ -179,7 +185,8 @@ def _check_idle_slots(config: Config, history: Sequence[Metrics]) -> str | None:
 
 
 def _check_host_time(config: Config, history: Sequence[Metrics]) -> str | None:
-    reward, step = _mean(history, "seconds/reward"), _mean(history, "seconds/step")
+    reward = _mean(history, "seconds/reward")
+    step = _mean(history, "seconds/step")
     if reward <= 0.5 * step:
         return None
     return (
@@ -189,7 +196,8 @@ def _check_host_time(config: Config, history: Sequence[Metrics]) -> str | None:
 
 
 def _check_host_bound(config: Config, history: Sequence[Metrics]) -> str | None:
-    host, step = _mean(history, "seconds/host"), _mean(history, "seconds/step")
+    host = _mean(history, "seconds/host")
+    step = _mean(history, "seconds/step")
     waits = _mean(history, "seconds/update")
     # Where the host waits for an update, the devices had work all the time.
     if host <= 0.5 * step or waits > 0.1 * step:
@@ -223,13 +231,11 @@ def _check_duplicates(config: Config, history: Sequence[Metrics]) -> str | None:
     repeated = sum(row.get("rollout/duplicates", 0.0) for row in history) / len(history)
     if max(common, repeated) <= 0.75 or _is_solved(history):
         return None
-    what = (
-        f"{common:.0%} of all responses are the same one"
-        if common > 0.75
-        else f"{repeated:.0%} of the responses repeat another one to the same prompt"
-    )
+    finding = f"{repeated:.0%} of the responses repeat another one to the same prompt"
+    if common > 0.75:
+        finding = f"{common:.0%} of all responses are the same one"
     return (
-        f"{what}, over the last {len(history)} steps: the policy hardly explores. A higher "
+        f"{finding}, over the last {len(history)} steps: the policy hardly explores. A higher "
         "config.rollout.temperature, config.actor.entropy_coeff or a larger KL penalty may help"
     )
 
@@ -254,7 +260,8 @@ def _check_padding(config: Config, history: Sequence[Metrics]) -> str | None:
 
 def _check_warm_compilation(config: Config, history: Sequence[Metrics]) -> str | None:
     last = history[-1]
-    seconds, step = last["seconds/compile"], last["seconds/step"]
+    seconds = last["seconds/compile"]
+    step = last["seconds/step"]
     if seconds <= max(_LEAST_COMPILE_SECONDS, 0.1 * step):
         return None
     return (

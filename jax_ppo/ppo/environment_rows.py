@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 from jax_ppo.config.schema import MultiTurn
 from jax_ppo.data.prompts import PromptDataset
@@ -14,7 +14,7 @@ from jax_ppo.types import Example
 
 
 class ConcatenatedExamples(Sequence[Example]):
-    """Examples of several sequences, each looked up where it is kept: also on a disk."""
+    """Examples of several sequences, which are not copied: they may be on a disk."""
 
     def __init__(self, parts: Sequence[Sequence[Example]]) -> None:
         """Refer to the sequences."""
@@ -40,26 +40,40 @@ class ConcatenatedExamples(Sequence[Example]):
         return self._parts[part][row - self._ends[part] + len(self._parts[part])]
 
 
+class RunPrompts(NamedTuple):
+    """The prompts of a run, and what answers the policy's turns.
+
+    Attributes:
+      training: the training prompts.
+      held_out: the held-out prompts; `None` without validation files.
+      environment: `None` if responses are one turn.
+    """
+
+    training: PromptDataset
+    held_out: PromptDataset | None
+    environment: Environment | None = None
+
+
 def set_up_environment(
     environment_class: Callable[..., Any],
     options: MultiTurn,
     tokenizer: Any,
-    training: PromptDataset,
-    held_out: PromptDataset | None,
-) -> tuple[PromptDataset, PromptDataset | None, Environment]:
-    """Return the data with rows that are numbered throughout, and the environment of these rows.
+    prompts: RunPrompts,
+) -> RunPrompts:
+    """Return the prompts with rows that are numbered throughout, and the environment of these rows.
 
     Args:
       environment_class: of `load_environment_class`.
       options: `config.rollout.multi_turn`.
       tokenizer: the policy's.
-      training: the training prompts.
-      held_out: the held-out prompts; `None` without validation files.
+      prompts: the prompts without an environment.
     """
+    training = dataclasses.replace(prompts.training, first_row=0)
     parts = [training.examples]
-    if held_out is not None:
-        held_out = dataclasses.replace(held_out, first_row=len(training))
+    held_out = None
+    if prompts.held_out is not None:
+        held_out = dataclasses.replace(prompts.held_out, first_row=len(training))
         parts.append(held_out.examples)
     examples = ConcatenatedExamples(parts)
     environment = make_environment(environment_class, options, tokenizer, examples)
-    return dataclasses.replace(training, first_row=0), held_out, environment
+    return RunPrompts(training, held_out, environment)

@@ -59,16 +59,16 @@ def evaluate_policy(
 ) -> Evaluation:
     """Evaluate the policy on the held-out prompts, sampled as `rollout.val_kwargs` says.
 
-    With `rollout.val_kwargs.and_greedy` they are then answered greedily, too.
-
-    The random draws are the same at every step, so that only the policy makes a difference.
+    With `rollout.val_kwargs.and_greedy`, the prompts are then answered greedily, too. The random
+    draws are the same at every step, so that only the policy makes a difference.
 
     Args:
       run: the parts of the run.
       state: holds the policy.
       before_batch: called before each batch; it may raise an exception to end the evaluation.
     """
-    sampling, options = run.held_out_sampling, run.config.rollout.val_kwargs
+    sampling = run.held_out_sampling
+    options = run.config.rollout.val_kwargs
     run.engine.update_weights(run.policy_params(state))
     try:
         evaluation = _evaluate_sampled(run, state, sampling, before_batch)
@@ -148,7 +148,9 @@ def evaluate(
       mesh: the run's mesh.
       key: the same for every batch; samples differ by their index.
     """
-    scores, correct, lengths = [], [], []
+    scores: list[np.ndarray] = []
+    correct: list[np.ndarray] = []
+    lengths: list[np.ndarray] = []
     sources: list[str] = []
     records: list[dict[str, Any]] = []
     n = 1
@@ -169,11 +171,15 @@ def evaluate(
         records += batch_records[:num_real]
         # A sample's random numbers follow from its index over all batches.
         first_sample_index += len(batch_scores)
-    all_correct, all_scores = np.concatenate(correct), np.concatenate(scores)
+    all_scores = np.concatenate(scores)
+    all_correct = np.concatenate(correct)
     # Rules that do not define correctness report NaN.
     defined_correct = all_correct[~np.isnan(all_correct)]
+    accuracy = None
+    if len(defined_correct):
+        accuracy = float(defined_correct.mean())
     return Evaluation(
-        accuracy=float(defined_correct.mean()) if len(defined_correct) else None,
+        accuracy=accuracy,
         reward_mean=float(all_scores.mean()),
         length_mean=float(np.concatenate(lengths).mean()),
         figures=describe_prompts(

@@ -1,7 +1,7 @@
 """Statistics of several responses to each held-out prompt: pass@k, maj@k, best of k, intervals.
 
-k responses are a random subset of the n that were sampled, and averages over all subsets are
-computed exactly, so that they have no noise of their own.
+The k responses are a random subset of the n sampled ones. Averages over all subsets are computed
+exactly, so that choosing subsets adds no noise.
 """
 
 import collections
@@ -66,8 +66,9 @@ def majority_at_k(correct_N: np.ndarray, answers_N: np.ndarray, sizes: list[int]
         ways = _ways_to_lose(list(wrong_votes.values()), votes, largest)
         for k in [size for size in sizes if size >= votes]:
             for ties, others in zip(*np.nonzero(ways[:, : k - votes + 1]), strict=True):
-                rest = math.comb(silent, k - votes - int(others))
-                wins[k] += math.comb(right, votes) * ways[ties, others] * rest / (ties + 1)
+                silent_ways = math.comb(silent, k - votes - int(others))
+                ways_to_win = math.comb(right, votes) * ways[ties, others] * silent_ways
+                wins[k] += ways_to_win / (ties + 1)
     return [wins[k] / math.comb(len(correct_N), k) for k in sizes]
 
 
@@ -76,12 +77,12 @@ def _ways_to_lose(counts: list[int], votes: int, largest: int) -> np.ndarray:
 
     Args:
       counts: the number of responses of each wrong answer.
-      votes: of the right answer.
-      largest: the largest number of responses of which there are choices.
+      votes: the votes of the right answer.
+      largest: the largest number of responses to choose.
 
     Returns:
-      [ties, n]: the number of choices of n wrong responses in which so many wrong answers have
-      exactly `votes` votes.
+      [ties, n]: the number of choices of n wrong responses in which exactly `ties` wrong answers
+      have `votes` votes.
     """
     ways = np.zeros((1 + largest // votes, 1 + largest))
     ways[0, 0] = 1
@@ -89,8 +90,8 @@ def _ways_to_lose(counts: list[int], votes: int, largest: int) -> np.ndarray:
         added = np.zeros_like(ways)
         for chosen in range(min(count, votes, largest) + 1):
             tied = int(chosen == votes)
-            kept = ways[: len(ways) - tied, : 1 + largest - chosen]
-            added[tied:, chosen:] += math.comb(count, chosen) * kept
+            ways_before = ways[: len(ways) - tied, : 1 + largest - chosen]
+            added[tied:, chosen:] += math.comb(count, chosen) * ways_before
         ways = added
     return ways
 
@@ -113,14 +114,20 @@ def bootstrap_interval(values_P: np.ndarray, seed: int = 0) -> tuple[float, floa
     return float(low), float(high)
 
 
+def _describe_interval(name: str, values_P: np.ndarray) -> dict[str, float]:
+    """Return the ends of the interval of a mean over prompts, by name."""
+    low, high = bootstrap_interval(values_P)
+    return {f"{name}_low": low, f"{name}_high": high}
+
+
 def describe_prompts(
     scores_PxN: np.ndarray, correct_PxN: np.ndarray, answers_PxN: np.ndarray, sources: list[str]
 ) -> dict[str, float]:
     """Return the statistics that a mean over all responses leaves out, by name.
 
-    They are the interval of the accuracy, or of the reward where correctness is undefined; for
-    several responses per prompt pass@k, best@k, worst@k and, if the rules read answers, maj@k; and,
-    for data from several sources, all of them by source.
+    These are the interval of the accuracy, or of the reward where correctness is undefined; for
+    several responses per prompt pass@k, best@k, worst@k and, if the rules read answers, maj@k; and
+    for data from several sources all of these for each source.
 
     Args:
       scores_PxN: N scores per prompt.
@@ -152,12 +159,10 @@ def _describe_group(
     graded_PxN = correct_PxN[graded_P]
     sizes = subset_sizes(scores_PxN.shape[1])
     votes = answers_PxN[graded_P]
-    figures = {}
     if len(graded_PxN):
-        name, values = "accuracy", graded_PxN.mean(1)
+        figures = _describe_interval("accuracy", graded_PxN.mean(1))
     else:
-        name, values = "reward_mean", scores_PxN.mean(1)
-    figures[f"{name}_low"], figures[f"{name}_high"] = bootstrap_interval(values)
+        figures = _describe_interval("reward_mean", scores_PxN.mean(1))
     if sizes and (votes != np.array(None)).any():
         shares = np.mean(
             [majority_at_k(*row, sizes) for row in zip(graded_PxN, votes, strict=True)], axis=0

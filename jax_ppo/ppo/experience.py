@@ -54,10 +54,13 @@ def estimate_experience(
     Returns:
       The experience, and metrics: scalars on the mesh.
     """
-    algorithm, moments = options.algorithm, control.moments
-    # Without a scoring pass of the policy, the sampler's log-probs serve as the old ones.
-    old_logprobs = sampled_logprobs if scores.old_logprobs is None else scores.old_logprobs
+    algorithm = options.algorithm
+    moments = control.moments
     masks = select_tokens(algorithm, sequences)
+    # Without a scoring pass of the policy, the sampler's log-probs serve as the old ones.
+    old_logprobs = sampled_logprobs
+    if scores.old_logprobs is not None:
+        old_logprobs = scores.old_logprobs
 
     # Running moments include this rollout before they normalize it.
     reward_moments = reward_shaping.update_reward_moments(

@@ -14,14 +14,15 @@ import jax
 from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config, Trainer
-from jax_ppo.ppo import scoring
+from jax_ppo.ppo.batch_sampling import TrainingBatches, observe_solve_rates, sample_batch
 from jax_ppo.ppo.evaluation import Evaluation, evaluate_policy
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.experience_types import ExperienceOptions
 from jax_ppo.ppo.out_of_memory import explain_out_of_memory
-from jax_ppo.ppo.plans import sample_lengths
+from jax_ppo.ppo.plans import Plans, sample_lengths
 from jax_ppo.ppo.precompilation import precompile_in_background
 from jax_ppo.ppo.report import Reporter
+from jax_ppo.ppo.reward_inputs import ModelInputs
 from jax_ppo.ppo.reward_moments import measure_first_rewards
 from jax_ppo.ppo.rewarding import FailedSteps, RuleRewards, add_reward_model_scores
 from jax_ppo.ppo.run import PPORun
@@ -29,12 +30,8 @@ from jax_ppo.ppo.run_models import train_missing_actor
 from jax_ppo.ppo.sample_metrics import measure_sampling
 from jax_ppo.ppo.sample_records import StepSamples
 from jax_ppo.ppo.sample_selection import sample_selected_batch
-from jax_ppo.ppo.sampled_batch import (
-    SampledBatch,
-    TrainingBatches,
-    observe_solve_rates,
-    sample_batch,
-)
+from jax_ppo.ppo.sampled_batch import SampledBatch
+from jax_ppo.ppo.scoring import ScoringOptions, join_sequences, score_rollout
 from jax_ppo.ppo.setup import set_up_run
 from jax_ppo.ppo.step_flops import count_step_flops
 from jax_ppo.ppo.update import UpdateOptions, update_state
@@ -96,98 +93,58 @@ def take_steps(
       The last state, and whether a signal has ended the run after its current step was saved.
     """
     config = run.config
-    # Sections of the options that compiled functions take as static arguments.
-    scoring_options = scoring.ScoringOptions.from_config(config)
-    experience_options = ExperienceOptions.from_config(config)
-    update_options = UpdateOptions.from_config(config)
-    sample = sample_selected_batch if config.selects_samples else sample_batch
+    # Sections of the options are static arguments of the compiled functions.
+    score = functools.partial(score_rollout, ScoringOptions.from_config(config), run.nets)
+    estimate = functools.partial(estimate_experience, ExperienceOptions.from_config(config))
+    update = functools.partial(
+        update_state, UpdateOptions.from_config(config), run.nets, run.total_steps
+    )
     failed_steps = FailedSteps(config.reward)
     stop_request = StopRequest()
-
     state = start_state(run, checkpoints, progress, reporter)
     batches = run.batches(progress.position, progress.solve_rates)
     # What the run had sampled one step ahead when it was saved.
     next_sampled = restore_sampled_batch(run, checkpoints, progress, batches)
+
     for step in range(progress.step, run.total_steps):
         # 1. Sample responses, unless that was done during the last step.
-        sampled = next_sampled or sample(run, state, batches, step, reporter)
-        batch, rollout = sampled.batch, sampled.rollout
+        sampled = next_sampled or sample_step(run, state, batches, step, reporter)
         # This waits for the lengths of the responses: the one wait of a step.
         with reporter.phase("rollout"):
-            lengths = sample_lengths(batch, rollout)
+            lengths = sample_lengths(sampled.batch, sampled.rollout)
             plans = run.planner.plan(step, lengths)
 
         # 2. Dispatch the scoring passes; their results are not waited for.
-        sequences = scoring.join_sequences(rollout, config.sequence_length)
-        scores = scoring.score_rollout(scoring_options, run.nets, state, sequences, *plans.scoring)
-
+        sequences = join_sequences(sampled.rollout, config.sequence_length)
+        scores = score(state, sequences, *plans.scoring)
         # One step off: sample with the weights from before this step's update.
-        next_sampled = None
-        if config.rollout.one_step_off and step + 1 < run.total_steps:
-            next_sampled = sample_batch(run, state, batches, step + 1, reporter)
+        next_sampled = sample_ahead(run, state, batches, step + 1, reporter)
         reporter.flush()  # unless sampling ahead has done it
 
         # 3. Apply the rules on the host while the mesh scores; add a reward model's scores.
         with reporter.phase("reward"):
             rule_rewards = apply_rules(run, sampled, batches)
         failed_steps.count(step, rule_rewards)
-        rewards = add_reward_model_scores(
-            run.nets,
-            state,
-            rule_rewards.scores,
-            # A reward model with its own tokenizer has inputs of its own.
-            rule_rewards.model_inputs or (sequences, *plans.scoring),
-            config.reward.score_position,
-            run.rules.model_weight,
-        )
+        rewards = add_model_scores(run, state, rule_rewards, (sequences, *plans.scoring))
 
         # 4. Dispatch advantages and update, which takes over the buffers of `state`.
-        experience, rollout_metrics = estimate_experience(
-            experience_options,
+        experience, rollout_metrics = estimate(
             state.step,
             state.control,
             sequences,
-            rollout.logprobs,
+            sampled.rollout.logprobs,
             scores,
             rewards,
             rule_rewards.steps,
         )
-        state, update_metrics = update_state(
-            update_options,
-            run.nets,
-            run.total_steps,
-            state,
-            experience,
-            plans.actor,
-            plans.critic,
-        )
+        state, update_metrics = update(state, experience, plans.actor, plans.critic)
         # The mesh has the update to do next: timing the scores leaves no gap.
         with reporter.phase("score"):
             jax.block_until_ready(scores)
 
         # 5. Report, one step late; evaluate and save.
-        sampling_metrics = measure_sampling(
-            rollout,
-            rule_rewards.correct,
-            rewards,
-            rule_rewards.steps,
-            responses_per_prompt=config.responses_per_prompt,
-        )
-        reporter.report_later(
-            step,
-            rollout_metrics | update_metrics | sampling_metrics,
-            rule_rewards,
-            flops=count_step_flops(config, run.nets, step, batch.prompts.lengths, lengths),
-            samples=StepSamples(
-                batch=batch,
-                rollout=rollout,
-                experience=experience,
-                rule_rewards=rule_rewards,
-                rewards=rewards,
-                addresses=sampled.addresses,
-            ),
-            on_host={"update/padding": plans.padding, **sampled.metrics},
-        )
+        samples = StepSamples(sampled, experience, rule_rewards, rewards)
+        report_step(run, reporter, step, samples, plans, rollout_metrics | update_metrics)
         finish_step(
             run,
             state,
@@ -204,6 +161,24 @@ def take_steps(
     return state, False
 
 
+def sample_step(
+    run: PPORun, state: TrainState, batches: TrainingBatches, step: int, reporter: Reporter
+) -> SampledBatch:
+    """Return the samples of a step, selected by their rewards if that is configured."""
+    if run.config.selects_samples:
+        return sample_selected_batch(run, state, batches, step, reporter)
+    return sample_batch(run, state, batches, step, reporter)
+
+
+def sample_ahead(
+    run: PPORun, state: TrainState, batches: TrainingBatches, step: int, reporter: Reporter
+) -> SampledBatch | None:
+    """Return the samples of the next step in a run one step off; `None` if there is none."""
+    if not run.config.rollout.one_step_off or step == run.total_steps:
+        return None
+    return sample_batch(run, state, batches, step, reporter)
+
+
 def apply_rules(run: PPORun, sampled: SampledBatch, batches: TrainingBatches) -> RuleRewards:
     """Return the rules' rewards of a batch, and update the solve rates of its prompts.
 
@@ -214,6 +189,65 @@ def apply_rules(run: PPORun, sampled: SampledBatch, batches: TrainingBatches) ->
     rule_rewards = run.rules.score(sampled.batch, sampled.rollout)
     observe_solve_rates(batches, sampled.batch, rule_rewards)
     return rule_rewards
+
+
+def add_model_scores(
+    run: PPORun, state: TrainState, rule_rewards: RuleRewards, sampled_inputs: ModelInputs
+) -> jax.Array:
+    """Return the rules' scores [B] plus those of the reward model, if there is one.
+
+    Args:
+      run: the parts of the run.
+      state: holds the reward model's parameters.
+      rule_rewards: the rules' scores, and the inputs of a reward model with its own tokenizer.
+      sampled_inputs: the sampled tokens, which other reward models read.
+    """
+    return add_reward_model_scores(
+        run.nets,
+        state,
+        rule_rewards.scores,
+        rule_rewards.model_inputs or sampled_inputs,
+        run.config.reward.score_position,
+        run.rules.model_weight,
+    )
+
+
+def report_step(
+    run: PPORun,
+    reporter: Reporter,
+    step: int,
+    samples: StepSamples,
+    plans: Plans,
+    metrics: dict[str, jax.Array],
+) -> None:
+    """Dispatch the metrics of a step's samples, and have the step reported without a wait.
+
+    Args:
+      run: the parts of the run.
+      reporter: writes the metrics one step late.
+      step: the step, from 0.
+      samples: the samples that the step learned from.
+      plans: how they were packed.
+      metrics: of experience and update, scalars on the mesh.
+    """
+    sampled = samples.sampled
+    sampling_metrics = measure_sampling(
+        sampled.rollout,
+        samples.rule_rewards.correct,
+        samples.rewards,
+        samples.rule_rewards.steps,
+        responses_per_prompt=run.config.responses_per_prompt,
+    )
+    reporter.report_later(
+        step,
+        metrics | sampling_metrics,
+        samples.rule_rewards,
+        flops=count_step_flops(
+            run.config, run.nets, step, sampled.batch.prompts.lengths, plans.lengths
+        ),
+        samples=samples,
+        on_host={"update/padding": plans.padding, **sampled.metrics},
+    )
 
 
 def open_checkpoints(options: Trainer, workdir: Path, mesh: Mesh) -> Checkpointer:
@@ -237,13 +271,12 @@ def start_state(
 
     Meanwhile the programs of a step are compiled, also while a small actor is trained.
     """
-    config, step = run.config, progress.step
-    # A finished run only exports: no program of a step is needed.
-    is_finished = step >= run.total_steps
-    precompilation = (
-        contextlib.nullcontext() if is_finished else precompile_in_background(run, progress)
-    )
-    with precompilation:
+    config = run.config
+    step = progress.step
+    with contextlib.ExitStack() as precompilation:
+        # A finished run only exports: no program of a step is needed.
+        if step < run.total_steps:
+            precompilation.enter_context(precompile_in_background(run, progress))
         train_missing_actor(config, run.folders, run.mesh, console.print_on_main)
         # A checkpoint holds what training changes; frozen models are read from their folders.
         trained = None
@@ -280,7 +313,8 @@ def restore_sampled_batch(
       The batch, which is taken from `batches`, or `None` if the checkpoint holds no rollout of the
       size of this run's, or one without the routing that this run replays.
     """
-    config, step = run.config, progress.step
+    config = run.config
+    step = progress.step
     if not (step and config.rollout.one_step_off):
         return None
     saved = checkpoints.saved_tree(step, ROLLOUT)
@@ -289,12 +323,13 @@ def restore_sampled_batch(
         return None
     if ("routed_experts" in saved) != run.sampling.returns_routed_experts:
         return None
-    rows, everywhere = sharding.batch_rows(run.mesh, samples), sharding.replicated(run.mesh)
+    rows = sharding.batch_rows(run.mesh, samples)
+    # A number per decoder queue, of which this mesh may have more or fewer.
+    layouts = {"slot_steps": sharding.replicated(run.mesh)}
 
     def shape(path: jax.tree_util.KeyPath, x: Any) -> jax.ShapeDtypeStruct:
-        # This mesh may have another number of decoder queues.
-        is_per_queue = jax.tree_util.keystr(path, simple=True) == "slot_steps"
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere if is_per_queue else rows)
+        layout = layouts.get(jax.tree_util.keystr(path, simple=True), rows)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
 
     shapes = jax.tree_util.tree_map_with_path(shape, saved)
     arrays = checkpoints.restore_item(step, ROLLOUT, shapes)
@@ -334,37 +369,52 @@ def finish_step(
       checkpoints: where the state is saved.
       stop_request: decides whether the run ends after this step.
     """
+    evaluation = evaluate_if_due(run, state, completed_steps, reporter, stop_request)
     trainer = run.config.trainer
-    evaluation = None
-    if run.held_out and is_due(completed_steps, run.total_steps, trainer.test_freq):
-        reporter.flush()
-        try:
-            evaluation = evaluate_policy(
-                run, state, functools.partial(stop_request.interrupt_evaluation, completed_steps)
-            )
-            reporter.report_evaluation(completed_steps, evaluation)
-        except EvaluationInterrupted:
-            reporter.progress.evaluation_pending = True
     saves = is_due(completed_steps, run.total_steps, trainer.save_freq)
     saves = saves or stop_request.should_stop(completed_steps)
     saves_locally = bool(trainer.local_dir) and completed_steps % trainer.local_save_freq == 0
-    if saves or saves_locally:
-        reporter.flush()
-        with reporter.phase("checkpoint"):
-            meta = {
-                "position": position,
-                **reporter.progress.history(),
-                "config": dataclasses.asdict(run.config),
-            }
-            trees = trained_trees(state)
-            if next_sampled is not None:
-                trees[ROLLOUT] = rollout_arrays(next_sampled.rollout)
-            if saves:
-                checkpoints.save(completed_steps, trees, meta, _checkpoint_metrics(evaluation))
-            else:
-                checkpoints.save_local(completed_steps, trees, meta)
-        # The next step's time does not include the checkpoint.
-        reporter.restart_clock()
+    if not (saves or saves_locally):
+        return
+    reporter.flush()
+    with reporter.phase("checkpoint"):
+        meta = {
+            "position": position,
+            **reporter.progress.history(),
+            "config": dataclasses.asdict(run.config),
+        }
+        trees = trained_trees(state)
+        if next_sampled is not None:
+            trees[ROLLOUT] = rollout_arrays(next_sampled.rollout)
+        if saves:
+            checkpoints.save(completed_steps, trees, meta, _checkpoint_metrics(evaluation))
+        else:
+            checkpoints.save_local(completed_steps, trees, meta)
+    # The next step's time does not include the checkpoint.
+    reporter.restart_clock()
+
+
+def evaluate_if_due(
+    run: PPORun,
+    state: TrainState,
+    completed_steps: int,
+    reporter: Reporter,
+    stop_request: StopRequest,
+) -> Evaluation | None:
+    """Return the evaluation after a step; `None` if none is due, or a signal interrupted it."""
+    if not run.held_out or not is_due(
+        completed_steps, run.total_steps, run.config.trainer.test_freq
+    ):
+        return None
+    reporter.flush()
+    interrupt = functools.partial(stop_request.interrupt_evaluation, completed_steps)
+    try:
+        evaluation = evaluate_policy(run, state, before_batch=interrupt)
+    except EvaluationInterrupted:
+        reporter.progress.evaluation_pending = True
+        return None
+    reporter.report_evaluation(completed_steps, evaluation)
+    return evaluation
 
 
 def _checkpoint_metrics(evaluation: Evaluation | None) -> dict[str, float | None] | None:

@@ -31,8 +31,8 @@ class LeastMemory:
       parameters: trained parameters of actor and critic, unless they are in the host's memory.
       optimizer: both optimizer states, unless they are in the host's memory.
       frozen: reference, base of adapters and reward model, unless they are in the host's memory.
-      gradients: of the phase that needs the most: those of actor or critic, which a whole clipped
-        gradient needs at once.
+      gradients: the actor's or the critic's, whichever phase needs more; clipping needs a whole
+        gradient at once.
       decoding: the built-in engine's copy of the actor's weights.
       fetched: what that phase copies from the host's memory.
     """
@@ -135,12 +135,12 @@ def fetched_by_phase(config: Config, state: TrainState) -> dict[str, Fetched]:
       config: all options.
       state: shapes, as `state_shapes` returns them.
     """
-    reference, reward = _fetched_bytes(state.reference), _fetched_bytes(state.reward)
+    reference = _fetched_bytes(state.reference)
     critic = _fetched_bytes(state.critic)
     return {
         "score_policy": Fetched(frozen=reference),
         "score_critic": Fetched(parameters=critic),
-        "score_reward": Fetched(frozen=reward),
+        "score_reward": Fetched(frozen=_fetched_bytes(state.reward)),
         "update_actor": Fetched(
             optimizer=_fetched_bytes(state.actor_optimizer),
             frozen=reference if config.actor.use_kl_loss else 0,

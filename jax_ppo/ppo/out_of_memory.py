@@ -46,10 +46,12 @@ def _describe_memory(config: Config, folders: Folders, nets: Networks, mesh: Mes
     """Yield lines: what a device holds, and the changes of options that take less."""
     least = measure_least_memory(config, nets, mesh)
     limit = read_memory_limit()
-    has = "" if limit is None else f" of {limit / GIB:.1f} GiB"
+    of_limit = ""
+    if limit is not None:
+        of_limit = f" of {limit / GIB:.1f} GiB"
     yield (
-        f"  arrays that stay, per device: {least.peak / GIB:.3g} GiB{has} ({least}); the rest is "
-        "temporary: activations, logits and the decoding cache"
+        f"  arrays that stay, per device: {least.peak / GIB:.3g} GiB{of_limit} ({least}); the rest "
+        "is temporary: activations, logits and the decoding cache"
     )
     batches = [words for words, changed in smaller_batches(config, mesh) if _is_valid(changed)]
     if batches:

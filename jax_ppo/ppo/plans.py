@@ -27,12 +27,14 @@ class Plans:
       actor: the actor's mini-batches.
       critic: the critic's mini-batches; `None` without a critic of its own.
       padding: share of the places in the actor's rows that hold no token, 0..1.
+      lengths: int [B] on the host, tokens of each sample's prompt and response.
     """
 
     scoring: ScoringPlan
     actor: MiniBatches
     critic: MiniBatches | None
     padding: float
+    lengths: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +100,7 @@ class RolloutPlanner:
             actor=actor,
             critic=critic,
             padding=1 - self.actor.epochs * int(lengths.sum()) / places,
+            lengths=lengths,
         )
 
     def plan_scoring(self, lengths: np.ndarray) -> ScoringPlan:
@@ -176,18 +179,22 @@ def make_planner(config: Config, mesh: Mesh, has_critic: bool) -> RolloutPlanner
       mesh: the run's mesh.
       has_critic: whether there is a critic with parameters of its own.
     """
-    actor_options, critic_options = config.actor, config.critic
-    # What the critic's section leaves unset follows the actor's.
+    actor_options = config.actor
+    critic_options = config.critic
     actor = Partition(
         epochs=actor_options.ppo_epochs,
         prompts_per_mini_batch=actor_options.ppo_mini_batch_size,
         rows_per_device=actor_options.ppo_micro_batch_size_per_device,
     )
-    critic = Partition(
-        epochs=critic_options.ppo_epochs or actor.epochs,
-        prompts_per_mini_batch=critic_options.ppo_mini_batch_size or actor.prompts_per_mini_batch,
-        rows_per_device=critic_options.ppo_micro_batch_size_per_device or actor.rows_per_device,
-    )
+    critic = None
+    if has_critic:
+        # What the critic's section leaves unset follows the actor's.
+        mini_batch_size = critic_options.ppo_mini_batch_size
+        critic = Partition(
+            epochs=critic_options.ppo_epochs or actor.epochs,
+            prompts_per_mini_batch=mini_batch_size or actor.prompts_per_mini_batch,
+            rows_per_device=critic_options.ppo_micro_batch_size_per_device or actor.rows_per_device,
+        )
     return RolloutPlanner(
         mesh=mesh,
         seed=config.seed,
@@ -198,7 +205,7 @@ def make_planner(config: Config, mesh: Mesh, has_critic: bool) -> RolloutPlanner
             config.rollout.logprob_micro_batch_size_per_device or actor.rows_per_device
         ),
         actor=actor,
-        critic=critic if has_critic else None,
+        critic=critic,
     )
 
 

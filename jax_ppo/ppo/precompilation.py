@@ -7,7 +7,7 @@ cache for both.
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax_ppo.config.schema import Config
 from jax_ppo.ppo import scoring, update
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.experience_types import ExperienceOptions
-from jax_ppo.ppo.plans import Plans
+from jax_ppo.ppo.plans import Plans, ScoringPlan
 from jax_ppo.ppo.random_keys import TRAINING
 from jax_ppo.ppo.run import PPORun
 from jax_ppo.ppo.sample_selection import compile_selection
@@ -29,7 +29,7 @@ from jax_ppo.training.networks import Networks, full_parameters
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.state import TrainState, policy_params
 from jax_ppo.training.state_shapes import state_shapes
-from jax_ppo.types import Prompts
+from jax_ppo.types import Experience, Prompts, Rollout, Sequences
 
 THREAD_NAME = "precompilation"
 
@@ -141,40 +141,8 @@ def compile_programs(
         rollout = compile_selection(step.mesh, config, rollout)
         yield "select"
     sequences = compile_ahead(scoring.join_sequences, rollout, config.sequence_length)
-    scores = []
-    scoring_options = scoring.ScoringOptions.from_config(config)
-    programs = scoring.scoring_programs(scoring_options, nets, state, sequences, *plans.scoring)
-    for part, (function, arguments) in zip(scoring_options.parts, programs, strict=True):
-        scores.append(compile_ahead(function, *arguments))
-        yield f"score_{part}"
-    if nets.reward is not None and step.reads_rollout:
-        reward_params = full_parameters(nets.reward, state.reward, state.reference)
-        compile_ahead(
-            scoring.reward_model_scores,
-            nets.reward,
-            reward_params,
-            sequences,
-            *plans.scoring,
-            config.reward.score_position,
-        )
-        yield "score_reward"
-    rows = sharding.batch_rows(step.mesh, step.samples)
-    rewards = jax.ShapeDtypeStruct((step.samples,), jnp.float32, sharding=rows)
-    # Rewards arrive from the host, so no program's result has their shape.
-    step_rewards = None
-    if config.has_step_rewards:
-        step_rewards = jax.ShapeDtypeStruct(rollout.logprobs.shape, jnp.float32, sharding=rows)
-    experience, _ = compile_ahead(
-        estimate_experience,
-        ExperienceOptions.from_config(config),
-        state.step,
-        state.control,
-        sequences,
-        rollout.logprobs,
-        scoring.join_scores(scores),
-        rewards,
-        step_rewards,
-    )
+    scores = yield from _compile_scoring(step, state, sequences, plans.scoring)
+    experience = _compile_experience(step, state, sequences, rollout, scores)
     yield "estimate"
     updates = update.update_programs(
         update.UpdateOptions.from_config(config),
@@ -189,3 +157,56 @@ def compile_programs(
     for role, (function, arguments) in zip(("actor", "critic"), updates, strict=False):
         compile_ahead(function, *arguments)
         yield f"update_{role}"
+
+
+def _compile_scoring(
+    step: StepPrograms, state: TrainState, sequences: Sequences, plan: ScoringPlan
+) -> Generator[str, None, scoring.Scores]:
+    """Compile the scoring passes, yield their names, and return the shapes of the scores."""
+    nets = step.nets
+    options = scoring.ScoringOptions.from_config(step.config)
+    programs = scoring.scoring_programs(options, nets, state, sequences, *plan)
+    scores = []
+    for part, (function, arguments) in zip(options.parts, programs, strict=True):
+        scores.append(compile_ahead(function, *arguments))
+        yield f"score_{part}"
+    if nets.reward is not None and step.reads_rollout:
+        reward_params = full_parameters(nets.reward, state.reward, state.reference)
+        compile_ahead(
+            scoring.reward_model_scores,
+            nets.reward,
+            reward_params,
+            sequences,
+            *plan,
+            step.config.reward.score_position,
+        )
+        yield "score_reward"
+    return scoring.join_scores(scores)
+
+
+def _compile_experience(
+    step: StepPrograms,
+    state: TrainState,
+    sequences: Sequences,
+    rollout: Rollout,
+    scores: scoring.Scores,
+) -> Experience:
+    """Compile the estimation of advantages, and return the shapes of the experience."""
+    # Rewards arrive from the host, so no program's result has their shape.
+    rows = sharding.batch_rows(step.mesh, step.samples)
+    rewards = jax.ShapeDtypeStruct((step.samples,), jnp.float32, sharding=rows)
+    step_rewards = None
+    if step.config.has_step_rewards:
+        step_rewards = jax.ShapeDtypeStruct(rollout.logprobs.shape, jnp.float32, sharding=rows)
+    experience, _ = compile_ahead(
+        estimate_experience,
+        ExperienceOptions.from_config(step.config),
+        state.step,
+        state.control,
+        sequences,
+        rollout.logprobs,
+        scores,
+        rewards,
+        step_rewards,
+    )
+    return experience

@@ -8,9 +8,11 @@ from jax.sharding import Mesh
 
 from jax_ppo.runtime import placement, sharding
 
-# Streams of random numbers: training rollouts, evaluation, and `reward.normalize=reference`. Those
-# from 3 on are the further draws of a step that replaces groups.
-TRAINING, EVALUATION, REFERENCE, FURTHER_DRAWS = 0, 1, 2, 3
+# Streams of random numbers.
+TRAINING = 0
+EVALUATION = 1
+REFERENCE = 2  # rollouts for `reward.normalize=reference`
+FURTHER_DRAWS = 3  # and all numbers above: further draws of a step that replaces groups
 
 
 class SampleKeys:
@@ -38,4 +40,6 @@ def sample_key(seed: int, stream: int | jax.Array, step: int | jax.Array) -> jax
 
 def training_stream(draw: int) -> int:
     """Return the stream of a step's draw, counted from 0."""
-    return TRAINING if draw == 0 else FURTHER_DRAWS + draw - 1
+    if draw == 0:
+        return TRAINING
+    return FURTHER_DRAWS + draw - 1

@@ -17,7 +17,7 @@ _WITHOUT_CRITIC = "reinforce_plus_plus"
 _MAX_MODEL_PARALLELISM = 8
 _FIRST_CHANGES = 3  # pairs begin with one of the best single changes
 
-# The bytes that a device needs for a run, of its options, models and mesh.
+# (options, models, mesh) -> the bytes that a device needs for a run
 Measure = Callable[[Config, Networks, Mesh], int]
 
 
@@ -136,7 +136,9 @@ def _other_meshes(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]]:
 
 def _bfloat16_storage(config: Config) -> Iterator[tuple[str, Config]]:
     """Yield the change that stores what is trained in half the memory."""
-    roles = ("actor", "critic") if config.has_critic and not config.shares_trunk else ("actor",)
+    roles = ["actor"]
+    if config.has_critic and not config.shares_trunk:
+        roles.append("critic")
     changed = config
     for role in roles:
         options = getattr(changed, role)

@@ -143,20 +143,23 @@ class Reporter(journal.Journal):
         """
         reported = {"rule_failures": rule_rewards.failures, **rule_rewards.extra}
         rule_metrics = {f"reward/{name}": value for name, value in reported.items()}
+        if not self._logs_samples(step):
+            samples = None
         self._pending = PendingStep(
             step=step,
             on_mesh=on_mesh,
             on_host={**rule_metrics, **(on_host or {})},
             misses=rule_rewards.misses,
             flops=flops,
-            samples=samples if self._logs_samples(step) else None,
+            samples=samples,
         )
 
     def _logs_samples(self, step: int) -> bool:
         """Return whether samples of a step, numbered from 0, are written: the first one's are."""
         trainer = self._run.config.trainer
-        is_due = step == 0 or (step + 1) % max(trainer.log_rollouts_freq, 1) == 0
-        return bool(trainer.log_rollouts and trainer.log_rollouts_freq) and is_due
+        if not trainer.log_rollouts or not trainer.log_rollouts_freq:
+            return False
+        return step == 0 or (step + 1) % trainer.log_rollouts_freq == 0
 
     def flush(self) -> None:
         """Fetch and write the pending metrics, if there are any.
@@ -166,11 +169,12 @@ class Reporter(journal.Journal):
         """
         if self._pending is None:
             return
-        step, on_mesh, on_host, flops, samples, misses = self._pending
+        pending = self._pending
         self._pending = None
         # Fetching waits for the update, so this is the time that the host lost to it.
         with self.phase("update"):
-            metrics = {name: float(value) for name, value in jax.device_get(on_mesh).items()}
+            fetched = jax.device_get(pending.on_mesh)
+        metrics = {name: float(value) for name, value in fetched.items()}
         # Totals over the roles; a shared trunk has one optimizer and so no `critic/skipped`.
         for name in ("loss", "skipped"):
             critic_share = metrics.get(f"critic/{name}", 0.0)
@@ -178,24 +182,25 @@ class Reporter(journal.Journal):
         if np.isnan(metrics["reward/accuracy"]):  # the rules do not define correctness
             del metrics["reward/accuracy"]
         # A metric of the loop wins over a rule's figure of the same name.
-        for name, value in on_host.items():
+        for name, value in pending.on_host.items():
             metrics.setdefault(name, value)
+        completed_steps = pending.step + 1
         config = self._run.config
         num_samples = config.data.train_batch_size * config.responses_per_prompt
         written = self.write_step(
-            step + 1,
+            completed_steps,
             metrics,
             tokens=metrics["response_length/mean"] * num_samples,
             skipped=bool(metrics["update/skipped"]),
-            flops=flops,
+            flops=pending.flops,
         )
-        for message in self._diagnosis.observe(written, misses).values():
-            self.warn(f"step {step + 1}: {message}")
-        if samples is not None:
-            address = {"seed": config.seed, "stream": "training", "step": step}
+        for message in self._diagnosis.observe(written, pending.misses).values():
+            self.warn(f"step {completed_steps}: {message}")
+        if pending.samples is not None:
+            address = {"seed": config.seed, "stream": "training", "step": pending.step}
             count = config.trainer.log_rollouts
-            records = describe_step(samples, count, self._run.tokenizer, address)
-            self.write_samples("training", step + 1, records)
+            records = describe_step(pending.samples, count, self._run.tokenizer, address)
+            self.write_samples("training", completed_steps, records)
 
     def report_evaluation(self, completed_steps: int, evaluation: Evaluation) -> None:
         """Write an evaluation and show some responses."""
@@ -228,7 +233,8 @@ class Reporter(journal.Journal):
         Adapters are merged into it, and also written to a folder of their own.
         """
         run = self._run
-        architecture, lora = run.nets.actor.architecture, run.nets.actor.lora
+        architecture = run.nets.actor.architecture
+        lora = run.nets.actor.lora
         # A critic's head on a shared trunk is not part of the policy.
         actor = heads.without_scalar_head(state.actor)
         export = functools.partial(

@@ -44,7 +44,7 @@ def make_reward_inputs(
     report: Callable[[str], None],
     prompts_are_chats: bool = True,
 ) -> "RewardInputs | None":
-    """Return what makes the reward model's input, or `None` if it reads the sampled tokens.
+    """Return the maker of the reward model's input, or `None` if it reads the sampled tokens.
 
     Args:
       options: `config.reward`.
@@ -66,41 +66,25 @@ def make_reward_inputs(
     if _reads_sampled_tokens(options, net, tokenizer, actor_tokenizer):
         _refuse_unread_options(options)
         return None
+    # From here on the model reads texts in its own tokens.
+    reader = _make_reader(options, net, tokenizer, prompts_are_chats)
     is_encoder = isinstance(net, Deberta)
-    # From here on the model reads texts in its own tokens; the form says how they are joined.
-    form = options.model_input
-    if form == "auto":
-        form = _automatic_form(is_encoder, tokenizer, prompts_are_chats)
-    max_length = _max_length(options, net.architecture)
-    # JAX raises no error for token ids past the embedding.
-    if len(tokenizer) > net.architecture.vocab_size:
-        raise UserError(
-            f"config.reward.model_path={options.model_path!r}: the tokenizer there has "
-            f"{len(tokenizer)} tokens, the model's embedding {net.architecture.vocab_size}; "
-            "they do not belong together"
-        )
     meshes.validate_architecture(mesh, net.architecture, is_encoder=is_encoder)
-    try:
-        reader = model_inputs.RewardInputEncoder(
-            tokenizer, form, max_length, with_eos=not is_encoder
-        )
-    except ValueError as obstacle:
-        raise UserError(
-            f"config.reward.model_input={options.model_input!r}: the reward model cannot read "
-            f"this as {form}: {obstacle}"
-        ) from None
     report(
-        f"the reward model reads prompt and response as {form}, in tokens of its own, at most "
-        f"{reader.max_length}"
+        f"the reward model reads prompt and response as {reader.form}, in tokens of its own, at "
+        f"most {reader.max_length}"
     )
+    # An encoder reads whole rows: context devices take rows of their own.
+    row_parts = 1
+    if not is_encoder:
+        row_parts = meshes.row_parts(mesh)
     return RewardInputs(
         mesh=mesh,
         reader=reader,
         actor_tokenizer=actor_tokenizer,
         rows_per_device=options.micro_batch_size_per_device,
         packed=packed,
-        # An encoder reads whole rows: context devices take rows of their own.
-        row_parts=1 if is_encoder else meshes.row_parts(mesh),
+        row_parts=row_parts,
     )
 
 
@@ -118,6 +102,32 @@ def _load_reward_tokenizer(
     return actor_tokenizer
 
 
+def _make_reader(
+    options: Reward, net: Transformer | Deberta, tokenizer: Any, prompts_are_chats: bool
+) -> model_inputs.RewardInputEncoder:
+    """Return what turns prompts and responses into the reward model's own tokens."""
+    is_encoder = isinstance(net, Deberta)
+    # The form says how prompt and response are joined.
+    form = options.model_input
+    if form == "auto":
+        form = _automatic_form(is_encoder, tokenizer, prompts_are_chats)
+    max_length = _max_length(options, net.architecture)
+    # JAX raises no error for token ids past the embedding.
+    if len(tokenizer) > net.architecture.vocab_size:
+        raise UserError(
+            f"config.reward.model_path={options.model_path!r}: the tokenizer there has "
+            f"{len(tokenizer)} tokens, the model's embedding {net.architecture.vocab_size}; "
+            "they do not belong together"
+        )
+    try:
+        return model_inputs.RewardInputEncoder(tokenizer, form, max_length, with_eos=not is_encoder)
+    except ValueError as obstacle:
+        raise UserError(
+            f"config.reward.model_input={options.model_input!r}: the reward model cannot read "
+            f"this as {form}: {obstacle}"
+        ) from None
+
+
 def _reads_sampled_tokens(
     options: Reward, net: Transformer | Deberta, tokenizer: Any, actor_tokenizer: Any
 ) -> bool:
@@ -129,7 +139,7 @@ def _reads_sampled_tokens(
 def _explain_score_position(
     options: Reward, net: Transformer | Deberta, tokenizer: Any, report: Callable[[str], None]
 ) -> None:
-    """Report where the score is read if the pad token that is skipped is an EOS.
+    """Report where the score is read if the pad token, which is skipped, is also an EOS.
 
     Raises:
       UserError: a position is set for an encoder, which has only one.
@@ -203,11 +213,11 @@ class RewardInputs:
         packed: bool,
         row_parts: int,
     ) -> None:
-        """Keep the parts.
+        """Store the parts.
 
         Args:
           mesh: the run's mesh.
-          reader: of the reward model.
+          reader: turns prompts and responses into the reward model's tokens.
           actor_tokenizer: the tokenizer of the samples.
           rows_per_device: packed rows that a device scores at once; `None` chooses automatically.
           packed: whether several inputs share a row.
@@ -235,7 +245,7 @@ class RewardInputs:
 
         Args:
           examples: the example of each response of this process.
-          last_tokens: the last token of each one's prompt, the actor's.
+          last_tokens: the last token of each response's prompt, by the actor's tokenizer.
           responses: the actor's tokens, int [length] each.
           texts: the decoded responses.
           indices: their rows among all samples.
@@ -283,16 +293,15 @@ class RewardInputs:
             lengths, np.arange(total)[None], rows_at_once, width, self._packed
         )
         # Everything counts as the prompt: the text no longer shows where the response begins.
-        prompt_lengths, response_lengths, truncated, action_mask = placement.place(
-            (lengths, np.zeros_like(lengths), np.zeros(total, bool), np.zeros((total, 1), bool)),
-            sharding.batch_rows(mesh, total),
-        )
+        columns = {
+            "prompt_lengths": lengths,
+            "lengths": np.zeros_like(lengths),
+            "truncated": np.zeros(total, bool),
+            "action_mask": np.zeros((total, 1), bool),
+        }
         sequences = Sequences(
             tokens=placement.from_local_rows(mesh, indices, local_tokens, total),
-            prompt_lengths=prompt_lengths,
-            lengths=response_lengths,
-            truncated=truncated,
-            action_mask=action_mask,
+            **placement.place(columns, sharding.batch_rows(mesh, total)),
         )
         first_group = packing.split_columns(jax.tree.map(lambda x: x[0], packed), shards, parts)
         return (

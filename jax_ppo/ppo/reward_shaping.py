@@ -33,7 +33,9 @@ def shape_rewards(
     step_rewards: Tokens | None,
 ) -> tuple[Tokens, Metrics]:
     """Return the reward of each token before the KL penalty, [B, T]."""
-    earned = rewards if step_rewards is None else rewards + step_rewards.sum(1)
+    earned = rewards
+    if step_rewards is not None:
+        earned = rewards + step_rewards.sum(1)
     lengths = sequences.lengths
     # Metrics describe what was earned, before any shaping.
     metrics = {

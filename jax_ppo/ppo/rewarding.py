@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,14 +22,14 @@ from jax_ppo.rewards.batch import ScoredBatch, score_batch
 from jax_ppo.rewards.batch_functions import BatchFunction
 from jax_ppo.rewards.misses import describe_misses
 from jax_ppo.rewards.rules import RewardResult
-from jax_ppo.rewards.samples import RewardFunction
+from jax_ppo.rewards.samples import RewardFunction, RewardRow
 from jax_ppo.rewards.step_rewards import assign_step_rewards
 from jax_ppo.rewards.worker_pool import RewardWorkers
 from jax_ppo.runtime import distributed, placement, signals, stragglers
 from jax_ppo.sampler.environment import Environment
 from jax_ppo.training.networks import Networks, full_parameters
 from jax_ppo.training.state import TrainState
-from jax_ppo.types import Rollout
+from jax_ppo.types import Example, Rollout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +64,24 @@ class RuleRewards:
     misses: tuple[str, ...] = ()
 
 
+class LocalResponses(NamedTuple):
+    """The responses of this process, b of all B.
+
+    Attributes:
+      indices: int [b], their rows among all samples.
+      examples: the example of each response.
+      tokens: int [length] each.
+      texts: the decoded responses.
+      policy_texts: the texts without observations, which a reward model reads and rules do not.
+    """
+
+    indices: np.ndarray
+    examples: list[Example]
+    tokens: list[np.ndarray]
+    texts: list[str]
+    policy_texts: list[str]
+
+
 @dataclasses.dataclass(frozen=True)
 class RuleScorer:
     """Scores responses by rules, each response in one process.
@@ -96,39 +114,20 @@ class RuleScorer:
     def score(self, batch: PromptBatch, rollout: Rollout) -> RuleRewards:
         """Score this process's responses.
 
-        Rules read the policy's own tokens: the answer that a tool has given is not the policy's. A
-        reward model reads observations, too.
+        Rules read the policy's own tokens, without the observations that an environment has
+        inserted. A reward model reads those, too.
 
         Args:
           batch: the prompts and their examples.
           rollout: their responses.
         """
-        # Each process decodes and scores its share: no sample is scored twice.
-        indices, rows = placement.local_rows(rollout.responses)
-        _, lengths = placement.local_rows(rollout.lengths)
-        responses = [row[:length] for row, length in zip(rows, lengths, strict=True)]
-        texts: list[str] = []
-        if responses:  # a process may have no share
-            texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         total, max_length = rollout.responses.shape
-        n = total // len(batch.examples)
-        examples = [batch.examples[i // n] for i in indices]
-        own_texts = texts
-        if rollout.turn_rewards is not None:
-            _, masks = placement.local_rows(rollout.action_mask)
-            own_texts = self._own_texts(responses, masks)
-        if isinstance(self.environment, HostEnvironment):
-            self.environment.raise_if_all_failed()
-        # Without a rule, all of the reward is a reward model's or an environment's.
-        rule = self.rule or (lambda row, text: RewardResult(0.0))
-        # A hung function must not keep the run from ending.
-        with signals.limited("scoring the rewards"):
-            scored = score_batch(rule, examples, own_texts, self.options.fallback_score)
-
+        responses = self._decode_local(batch, rollout)
+        scored = self._apply_rule(responses)
         steps = rollout.turn_rewards
         if self.options.process_rewards:
-            token_rewards = self._token_rewards(scored, responses, max_length)
-            steps = placement.from_local_rows(self.mesh, indices, token_rewards, total)
+            token_rewards = self._token_rewards(scored, responses.tokens, max_length)
+            steps = self._place(responses, token_rewards, total)
         # Figures of all processes are exchanged at once, below.
         per_sample: dict[str, ArrayLike] = {
             f"extra/{name}": values for name, values in scored.extra.items()
@@ -138,38 +137,71 @@ class RuleScorer:
         if self.reward_inputs:
             prompts = batch.prompts
             last_tokens = prompts.tokens[np.arange(len(prompts.lengths)), prompts.lengths - 1]
+            responses_per_prompt = total // len(batch.examples)
             model_inputs, per_sample["model_inputs_cut"] = self.reward_inputs(
-                examples=examples,
-                last_tokens=last_tokens[indices // n],
-                responses=responses,
-                texts=texts,
-                indices=indices,
+                examples=responses.examples,
+                last_tokens=last_tokens[responses.indices // responses_per_prompt],
+                responses=responses.tokens,
+                texts=responses.texts,
+                indices=responses.indices,
                 total=total,
             )
         # An exchange between processes: every process must reach this line.
         with stragglers.waiting():
-            failures, extra = _describe_rollout(self.mesh, indices, per_sample, total)
-            answers = _gather_answers(indices, scored)
+            failures, extra = _describe_rollout(self.mesh, responses.indices, per_sample, total)
+            answers = _gather_answers(responses.indices, scored)
         return RuleRewards(
-            scores=placement.from_local_rows(self.mesh, indices, scored.scores, total),
+            scores=self._place(responses, scored.scores, total),
             steps=steps,
-            correct=placement.from_local_rows(self.mesh, indices, scored.correct, total),
+            correct=self._place(responses, scored.correct, total),
             failures=failures,
             scored=total,
             extra=extra,
             first_failure=scored.first_failure,
             model_inputs=model_inputs,
             answers=answers,
-            misses=describe_misses(examples, own_texts, scored),
+            misses=describe_misses(responses.examples, responses.policy_texts, scored),
         )
 
-    def _own_texts(self, responses: list[np.ndarray], masks: np.ndarray) -> list[str]:
+    def _decode_local(self, batch: PromptBatch, rollout: Rollout) -> LocalResponses:
+        """Return this process's share of the responses, so that no sample is scored twice."""
+        indices, rows = placement.local_rows(rollout.responses)
+        lengths = placement.local_rows(rollout.lengths)[1]
+        responses = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        texts: list[str] = []
+        if responses:  # a process may have no share
+            texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        policy_texts = texts
+        if rollout.turn_rewards is not None:
+            masks = placement.local_rows(rollout.action_mask)[1]
+            policy_texts = self._policy_texts(responses, masks)
+        n = len(rollout.responses) // len(batch.examples)
+        examples = [batch.examples[i // n] for i in indices]
+        return LocalResponses(indices, examples, responses, texts, policy_texts)
+
+    def _apply_rule(self, responses: LocalResponses) -> ScoredBatch:
+        if isinstance(self.environment, HostEnvironment):
+            self.environment.raise_if_all_failed()
+        # A hung function must not keep the run from ending.
+        with signals.limited("scoring the rewards"):
+            return score_batch(
+                self.rule or _score_zero,
+                responses.examples,
+                responses.policy_texts,
+                self.options.fallback_score,
+            )
+
+    def _place(self, responses: LocalResponses, values: np.ndarray, total: int) -> jax.Array:
+        """Return values of this process's responses as rows of an array [B, ...] on the mesh."""
+        return placement.from_local_rows(self.mesh, responses.indices, values, total)
+
+    def _policy_texts(self, responses: list[np.ndarray], masks: np.ndarray) -> list[str]:
         """Return what the policy wrote in each response, a line for each turn."""
         texts = []
         for response, mask in zip(responses, masks, strict=True):
             actions = mask[: len(response)]
             turns = np.split(response, np.flatnonzero(np.diff(actions)) + 1)
-            # Turns and observations take turns; the policy has the first one.
+            # Turns and observations alternate, beginning with a turn of the policy.
             decoded = self.tokenizer.batch_decode(turns[::2], skip_special_tokens=True)
             texts.append("\n".join(decoded))
         return texts
@@ -188,27 +220,33 @@ class RuleScorer:
         return rewards
 
 
+def _score_zero(row: RewardRow, response: str) -> RewardResult:
+    """Return a score of 0, where all of the reward is a reward model's or an environment's."""
+    return RewardResult(0.0)
+
+
 class FailedSteps:
     """Counts consecutive steps in which the rule failed on every response."""
 
     def __init__(self, options: Reward) -> None:
-        """Start to count; `options` is `config.reward`."""
+        """Start to count with the options of `config.reward`."""
         self._options = options
         self._count = 0
 
     def count(self, step: int, rewards: RuleRewards) -> None:
-        """Count a step; `step` is its number from 0.
+        """Count a step, numbered from 0, if the rule failed on every response.
 
         Raises:
-          UserError: there were `reward.max_failed_steps` such steps.
+          UserError: there were `reward.max_failed_steps` such steps in a row.
         """
         if rewards.failures < rewards.scored:
             self._count = 0
             return
         self._count += 1
         if self._count >= self._options.max_failed_steps:
-            function = self._options.function
-            rule = f"config.reward.function={function!r}" if function else "the built-in rule"
+            rule = "the built-in rule"
+            if self._options.function:
+                rule = f"config.reward.function={self._options.function!r}"
             sample, _, cause = rewards.first_failure.partition("\n")
             raise UserError(
                 f"{rule} failed on every response of {self._count} consecutive steps "
@@ -256,13 +294,18 @@ def _describe_rollout(
     extra = {}
     for name, values in everywhere.items():
         if name.startswith("extra/"):
-            # np.nanmean warns where there is nothing to average.
-            has_values = not np.isnan(values).all()
-            mean = float(np.nanmean(values)) if has_values else math.nan
-            extra[name.removeprefix("extra/")] = mean
+            extra[name.removeprefix("extra/")] = _mean_of_known(values)
     if "model_inputs_cut" in everywhere:
         extra["model_inputs_cut"] = int(everywhere["model_inputs_cut"].sum())
     return int(everywhere["failed"].sum()), extra
+
+
+def _mean_of_known(values: np.ndarray) -> float:
+    """Return the mean of the values that are not NaN; NaN if there are none."""
+    # np.nanmean warns where there is nothing to average.
+    if np.isnan(values).all():
+        return math.nan
+    return float(np.nanmean(values))
 
 
 def _gather_answers(indices: np.ndarray, scored: ScoredBatch) -> dict[int, str]:

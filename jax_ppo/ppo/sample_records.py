@@ -8,6 +8,7 @@ import numpy as np
 
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.ppo.rewarding import RuleRewards
+from jax_ppo.ppo.sampled_batch import SampledBatch
 from jax_ppo.runtime import placement
 from jax_ppo.types import Example, Experience, Rollout
 
@@ -16,20 +17,16 @@ class StepSamples(NamedTuple):
     """The samples of a training step; arrays may still be being computed.
 
     Attributes:
-      batch: the prompts.
-      rollout: the responses.
+      sampled: the prompts and their responses.
       experience: what the update learns from.
       rule_rewards: the rewards of the rules.
       rewards: float32 [B], with the scores of a reward model.
-      addresses: as in `SampledBatch`.
     """
 
-    batch: PromptBatch
-    rollout: Rollout
+    sampled: SampledBatch
     experience: Experience
     rule_rewards: RuleRewards
     rewards: jax.Array
-    addresses: np.ndarray | None = None
 
 
 def spread_rows(total: int, count: int) -> np.ndarray:
@@ -50,7 +47,9 @@ def describe_step(
       tokenizer: the actor's.
       address: what identifies the rollout's random numbers, without the sample.
     """
-    experience, rollout = samples.experience, samples.rollout
+    experience = samples.experience
+    rollout = samples.sampled.rollout
+    addresses = samples.sampled.addresses
     rows = spread_rows(len(samples.rewards), count)
     arrays = {
         "logprobs": experience.old_logprobs,
@@ -73,7 +72,7 @@ def describe_step(
         rewards = rewards + figures.pop("steps").sum(1)
     records = describe_samples(
         rows,
-        samples.batch,
+        samples.sampled.batch,
         rollout,
         rewards,
         placement.to_host(samples.rule_rewards.correct),
@@ -85,8 +84,8 @@ def describe_step(
         length = len(record["response_ids"])
         for name, values in figures.items():
             record[name] = _rounded(values[row, :length])
-        if samples.addresses is not None:
-            draw, sample = samples.addresses[row].tolist()
+        if addresses is not None:
+            draw, sample = addresses[row].tolist()
             record["address"] |= {"draw": draw, "sample": sample}
     return records
 
@@ -116,12 +115,12 @@ def describe_samples(
       address: what identifies the rollout's random numbers: `seed`, `stream` and `step`, and with
         `sample` the index of the first sample.
     """
-    responses, lengths, truncated = (
-        placement.to_host(array)
-        for array in (rollout.responses, rollout.lengths, rollout.truncated)
-    )
-    has_turns = rollout.turn_rewards is not None
-    action_mask = placement.to_host(rollout.action_mask) if has_turns else None
+    responses = placement.to_host(rollout.responses)
+    lengths = placement.to_host(rollout.lengths)
+    truncated = placement.to_host(rollout.truncated)
+    action_mask = None
+    if rollout.turn_rewards is not None:
+        action_mask = placement.to_host(rollout.action_mask)
     n = len(rewards) // len(batch.examples)
     records = []
     for row in map(int, rows):
@@ -136,7 +135,7 @@ def describe_samples(
                 "ground_truth": example.ground_truth,
                 "score": _rounded(rewards[row]),
                 "answer": answers.get(row),
-                "correct": None if np.isnan(correct[row]) else bool(correct[row]),
+                "correct": _bool_or_none(correct[row]),
                 "truncated": bool(truncated[row]),
                 "address": address | {"sample": address.get("sample", 0) + row},
                 "prompt_ids": np.asarray(prompt_ids).tolist(),
@@ -157,7 +156,16 @@ def prompt_text(example: Example) -> str:
     return "\n".join(message["content"] for message in example.prompt)
 
 
+def _bool_or_none(correct: np.ndarray) -> bool | None:
+    """Return whether a response is correct, `None` where correctness is undefined."""
+    if np.isnan(correct):
+        return None
+    return bool(correct)
+
+
 def _rounded(values: np.ndarray) -> Any:
-    """Return float32 values as numbers with six digits, the most that they mean."""
-    flat = [float(f"{value:.6g}") for value in np.ravel(values).tolist()]
-    return flat if np.ndim(values) else flat[0]
+    """Return float32 values as numbers with six significant digits, a float's precision."""
+    rounded = [float(f"{value:.6g}") for value in np.ravel(values).tolist()]
+    if np.ndim(values) == 0:
+        return rounded[0]
+    return rounded

@@ -9,7 +9,6 @@ shapes, so that no number of draws compiles anything.
 """
 
 import functools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,15 +19,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax_ppo.config.schema import Config
 from jax_ppo.data.prompt_batches import make_batch
 from jax_ppo.errors import UserError
+from jax_ppo.ppo.batch_sampling import TrainingBatches, observe_solve_rates, sample_batch
 from jax_ppo.ppo.report import Reporter
 from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.ppo.run import PPORun
-from jax_ppo.ppo.sampled_batch import (
-    SampledBatch,
-    TrainingBatches,
-    observe_solve_rates,
-    sample_batch,
-)
+from jax_ppo.ppo.sampled_batch import SampledBatch
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.training.state import TrainState
@@ -82,14 +77,17 @@ def sample_selected_batch(
     selected: Selected | None = None
     statistics: list[DrawStatistics] = []
     filled = 0
-    for draw in range(filters.max_num_gen_batches if filters.enable else 1):
+    max_draws = 1
+    if filters.enable:
+        max_draws = filters.max_num_gen_batches
+    for draw in range(max_draws):
         sampled = sample_batch(run, state, batches, step, reporter, draw)
         with reporter.phase("rollout"):
             jax.block_until_ready(sampled.rollout.lengths)
         with reporter.phase("reward"):
             rewards = run.rules.score(sampled.batch, sampled.rollout)
             observe_solve_rates(batches, sampled.batch, rewards)
-        drawn, differs = _keep_responses(run, sampled, rewards, draw)
+        drawn, differs = _select_responses(run, sampled, rewards, draw)
         statistics.append(_describe_draw(sampled.rollout, rewards, differs))
         if not filters.enable:
             selected = drawn
@@ -106,12 +104,14 @@ def sample_selected_batch(
 
 
 def _describe_draw(rollout: Rollout, rewards: RuleRewards, differs: np.ndarray) -> DrawStatistics:
-    slot_steps = rollout.slot_steps
+    slot_steps = None
+    if rollout.slot_steps is not None:
+        slot_steps = int(placement.to_host(rollout.slot_steps).sum())
     return DrawStatistics(
         rule_rewards=rewards,
         uniform=int((~differs).sum()),
         tokens=int(placement.to_host(rollout.action_mask).sum()),
-        slot_steps=None if slot_steps is None else int(placement.to_host(slot_steps).sum()),
+        slot_steps=slot_steps,
     )
 
 
@@ -120,12 +120,12 @@ def choose_groups(differs: np.ndarray, filled: int) -> tuple[np.ndarray, int]:
 
     Args:
       differs: bool [G], whether the rewards of a drawn group differ.
-      filled: number of groups, at the front of those that the step has, that are kept.
+      filled: number of the step's groups, the first ones, that are kept.
 
     Returns:
-      (int [G], indices into the G groups that the step has, followed by the G drawn ones; how many
-      of them, at the front, are kept by a further draw). Places that no group with different
-      rewards is left for hold drawn groups with equal rewards.
+      (int [G], indices into the G groups of the step followed by the G drawn ones; how many of
+      them, the first ones, a further draw keeps). If too few groups have different rewards, the
+      other places hold drawn groups with equal rewards.
     """
     size = len(differs)
     useful = np.flatnonzero(differs)[: size - filled]
@@ -156,7 +156,7 @@ def choose_responses(scores_Gxn: np.ndarray, keep: int, by: str) -> np.ndarray:
 
 
 def is_uniform(figures_Gxk: np.ndarray) -> np.ndarray:
-    """Return whether the figures of each group are equal, bool [G]; NaN counts as nothing."""
+    """Return whether the figures of each group are equal, bool [G]; NaN is ignored."""
     known = ~np.isnan(figures_Gxk)
     highest = np.where(known, figures_Gxk, -np.inf).max(axis=1)
     lowest = np.where(known, figures_Gxk, np.inf).min(axis=1)
@@ -167,11 +167,11 @@ def is_uniform(figures_Gxk: np.ndarray) -> np.ndarray:
 def take_rows(
     pools: tuple[dict[str, jax.Array], ...], rows: jax.Array, layout: NamedSharding
 ) -> dict[str, jax.Array]:
-    """Return the rows with these indices of the arrays joined over the pools.
+    """Return rows of the concatenated arrays of all pools.
 
     Args:
       pools: arrays by name.
-      rows: int [r].
+      rows: int [r], the indices of the rows.
       layout: the sharding of the result.
     """
 
@@ -201,16 +201,16 @@ def compile_selection(mesh: Mesh, config: Config, rollout: Rollout) -> Rollout:
         drawn["steps"] = jax.ShapeDtypeStruct(
             rollout.logprobs.shape, jnp.float32, sharding=draw_layout
         )
-    kept = compile_ahead(take_rows, (drawn,), rows, layout)
+    selected = compile_ahead(take_rows, (drawn,), rows, layout)
     if config.algorithm.filter_groups.enable:
-        kept = compile_ahead(take_rows, (kept, kept), rows, layout)
+        selected = compile_ahead(take_rows, (selected, selected), rows, layout)
     prompts = Prompts(
         tokens=jax.ShapeDtypeStruct(
             (samples, rollout.prompts.tokens.shape[1]), jnp.int32, sharding=layout
         ),
         lengths=jax.ShapeDtypeStruct((samples,), jnp.int32, sharding=layout),
     )
-    return Rollout(prompts=prompts, **{name: kept[name] for name in _rollout_arrays(rollout)})
+    return Rollout(prompts=prompts, **{name: selected[name] for name in _rollout_arrays(rollout)})
 
 
 def _rollout_arrays(rollout: Rollout) -> dict[str, Any]:
@@ -222,10 +222,10 @@ def _rollout_arrays(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _keep_responses(
+def _select_responses(
     run: PPORun, sampled: SampledBatch, rewards: RuleRewards, draw: int
 ) -> tuple[Selected, np.ndarray]:
-    """Return the responses of a draw that are kept, and which of its groups differ, bool [G]."""
+    """Return the selected responses of a draw, and bool [G], which groups' rewards differ."""
     options = run.config
     prompts = sampled.batch.indices
     arrays = _rollout_arrays(sampled.rollout)
@@ -261,7 +261,7 @@ def _require_correctness(correct_B: np.ndarray) -> None:
 
 
 def _merge(mesh: Mesh, selected: Selected, drawn: Selected, groups: np.ndarray) -> Selected:
-    """Return the groups with these indices of both, numbered one after the other."""
+    """Return the groups with these indices; those of `drawn` follow those of `selected`."""
     responses = len(drawn.addresses) // len(groups)
     rows = (groups[:, None] * responses + np.arange(responses)).ravel()
     return Selected(
@@ -325,11 +325,11 @@ def _as_batch(
 
 
 def _mean_extra(draws: list[RuleRewards]) -> dict[str, float]:
-    """Return the means over the draws of what the rules report; each draw counts once."""
-
-    def known() -> Iterator[tuple[str, list[float]]]:
-        for name in sorted(set().union(*(draw.extra for draw in draws))):
-            values = [draw.extra[name] for draw in draws if name in draw.extra]
-            yield name, [value for value in values if not np.isnan(value)]
-
-    return {name: float(np.mean(values)) if values else np.nan for name, values in known()}
+    """Return the means over the draws of the rules' figures; each draw counts once."""
+    values: dict[str, list[float]] = {}
+    for draw in draws:
+        for name, value in draw.extra.items():
+            known = values.setdefault(name, [])
+            if not np.isnan(value):
+                known.append(value)
+    return {name: float(np.mean(values[name] or [np.nan])) for name in sorted(values)}

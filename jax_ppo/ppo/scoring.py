@@ -244,17 +244,22 @@ def score_part(
 
 def _empty_scores(options: ScoringOptions, part: Part, samples: int) -> Scores:
     """Return zeros for the fields that a part computes, and `None` for the others."""
-    # Scoring computes the fields that are not `None` here.
-    zeros_BxT = jnp.zeros((samples, options.max_response_length), jnp.float32)
-    zeros_B = jnp.zeros(samples, jnp.float32)
     is_policy = part == "policy"
     has_values = options.values and options.shared_trunk == is_policy
+    length = options.max_response_length
+
+    # Scoring computes the fields that are not `None` here.
+    def zeros_if(is_computed: bool, *shape: int) -> jax.Array | None:
+        if not is_computed:
+            return None
+        return jnp.zeros(shape, jnp.float32)
+
     return Scores(
-        old_logprobs=zeros_BxT if is_policy and options.old_logprobs else None,
-        ref_logprobs=zeros_BxT if is_policy and options.reference else None,
-        kl=zeros_BxT if is_policy and options.full_kl else None,
-        values=zeros_BxT if has_values else None,
-        last_values=zeros_B if has_values and options.last_values else None,
+        old_logprobs=zeros_if(is_policy and options.old_logprobs, samples, length),
+        ref_logprobs=zeros_if(is_policy and options.reference, samples, length),
+        kl=zeros_if(is_policy and options.full_kl, samples, length),
+        values=zeros_if(has_values, samples, length),
+        last_values=zeros_if(has_values and options.last_values, samples),
     )
 
 
@@ -267,7 +272,8 @@ def _score_policy(
     scores: Scores,
 ) -> Scores:
     """Return `scores` with the policy's and the reference's numbers of these rows."""
-    net, temperature = nets.actor, options.temperature
+    net = nets.actor
+    temperature = options.temperature
     actor = full_parameters(net, state.actor, state.reference)
 
     def compute_logprobs(params: Params, hidden: Float[Array, "R L D"]) -> Float[Array, "R L"]:
@@ -280,7 +286,7 @@ def _score_policy(
         logprobs = packing.to_samples(compute_logprobs(actor, hidden), rows, scores.old_logprobs)
         scores = dataclasses.replace(scores, old_logprobs=logprobs)
     if scores.ref_logprobs is not None:
-        # A frozen model with routing of its own.
+        # The frozen reference routes by itself: no routing is replayed.
         ref_hidden = forward.hidden_states(net, state.reference, rows)
         # The reference is divided by the same temperature: equal policies have a KL of exactly 0.
         logprobs = compute_logprobs(state.reference, ref_hidden)
@@ -336,9 +342,10 @@ def reward_model_scores(
         # An encoder's head reads the first token, wherever the text ends.
         positions_B = jnp.zeros_like(sequences.lengths)
     else:
-        pad_id = model.architecture.pad_id if position == "auto" else None
+        pad_id = None
+        if position == "auto":
+            pad_id = model.architecture.pad_id
         positions_B = forward.score_positions(sequences, pad_id)
-
     params = placement.to_device(params)
 
     def micro_batch(i: jax.Array, scores_B: jax.Array) -> jax.Array:

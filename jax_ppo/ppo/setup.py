@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jax_ppo.config import notes
 from jax_ppo.config.parsing import parse_logit_bias
-from jax_ppo.config.schema import Config, Data, Reward, RolloutOptions, option_value
+from jax_ppo.config.schema import Config, Data, RolloutOptions, option_value
 from jax_ppo.data.prompts import PromptDataset, tokenize_prompts
 from jax_ppo.data.sources import source_weights
 from jax_ppo.environments.loading import load_environment_class
@@ -17,7 +17,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.ppo import advantages, kl_estimators, objectives
 from jax_ppo.ppo.cached_prompts import cache_training_prompts, load_run_examples
 from jax_ppo.ppo.decoding_slots import count_decoding_slots
-from jax_ppo.ppo.environment_rows import set_up_environment
+from jax_ppo.ppo.environment_rows import RunPrompts, set_up_environment
 from jax_ppo.ppo.memory_check import validate_memory
 from jax_ppo.ppo.plans import make_planner
 from jax_ppo.ppo.random_keys import SampleKeys
@@ -66,9 +66,7 @@ def set_up_run(
     _report_notes(config, mesh, report, trains)
     _reject_weights_with_curriculum(config.data)
     model_weight = registry.model_weight(config.reward)
-    rule = None
-    if not config.rewards_by_environment_alone:
-        rule = _resolve_rule(config.reward, [*examples, *held_out_examples])
+    rule = _resolve_rule(config, [*examples, *held_out_examples])
     environment_class, engine_class = _load_plugins(config)
     rollout_mesh = meshes.make_rollout_mesh(mesh, config.rollout.mesh)
 
@@ -80,21 +78,14 @@ def set_up_run(
         validate_memory(config, models.folders, models.nets, mesh)
 
     # 3. Prompts as tokens, which fix the number of steps.
-    training, held_out = _tokenize_prompts(config, examples, held_out_examples, models)
-    environment = None
+    prompts = _tokenize_prompts(config, examples, held_out_examples, models)
     if environment_class is not None:
-        training, held_out, environment = set_up_environment(
-            environment_class,
-            config.rollout.multi_turn,
-            models.tokenizer,
-            training,
-            held_out,
-        )
-    steps_per_epoch = batches_in_order(config, training, position=0).steps_per_epoch
-    total_steps = count_steps(config.trainer, steps_per_epoch)
+        multi_turn = config.rollout.multi_turn
+        prompts = set_up_environment(environment_class, multi_turn, models.tokenizer, prompts)
+    steps_per_epoch = batches_in_order(config, prompts.training, position=0).steps_per_epoch
 
-    # 4. How the engine samples.
-    sampling, held_out_sampling = _sampling_options(config, models, environment)
+    # 4. How the engine samples; the number of decoding slots changes no sample.
+    sampling, held_out_sampling = _sampling_options(config, models, prompts.environment)
     slots = count_decoding_slots(config, models.nets, mesh, rollout_mesh, sampling)
     if not config.rollout.max_num_seqs:
         report(f"rollout.max_num_seqs: {slots} samples are decoded at once on a device")
@@ -105,9 +96,9 @@ def set_up_run(
         folders=models.folders,
         nets=models.nets,
         tokenizer=models.tokenizer,
-        training=training,
-        held_out=held_out,
-        total_steps=total_steps,
+        training=prompts.training,
+        held_out=prompts.held_out,
+        total_steps=count_steps(config.trainer, steps_per_epoch),
         engine=make_engine(engine_class, config, models.nets, mesh, rollout_mesh),
         sampling=dataclasses.replace(sampling, slots=slots),
         held_out_sampling=dataclasses.replace(held_out_sampling, slots=slots),
@@ -120,7 +111,7 @@ def set_up_run(
             rule=rule,
             model_weight=model_weight,
             reward_inputs=models.reward_inputs,
-            environment=environment,
+            environment=prompts.environment,
         ),
     )
     if trains:
@@ -129,9 +120,10 @@ def set_up_run(
 
 
 def _report_notes(config: Config, mesh: Mesh, report: Report, trains: bool) -> None:
-    """Report options that are valid, but unlikely to do what they seem to."""
-    for note in notes.train_notes(config) if trains else ():
-        report(f"note: {note}")
+    """Report options that are valid, but unlikely to have the effect that they seem to have."""
+    if trains:
+        for note in notes.train_notes(config):
+            report(f"note: {note}")
     offloads = [name for name in OFFLOADS if option_value(config, name)]
     if offloads and mesh.devices.flat[0].platform == "cpu":
         names = " and ".join(offloads)
@@ -149,14 +141,15 @@ def _reject_weights_with_curriculum(data: Data) -> None:
 
 
 def _resolve_rule(
-    options: Reward, examples: list[Example]
+    config: Config, examples: list[Example]
 ) -> RewardFunction | BatchFunction | RewardWorkers | None:
     """Return the reward function or the worker processes that apply it.
 
-    Returns `None` if a reward model is the only reward.
+    Returns `None` if all of the reward is a reward model's or an environment's.
     """
+    options = config.reward
     # Without a user-defined function or terms, a reward model replaces the built-in rule.
-    if not registry.has_rules(options):
+    if config.rewards_by_environment_alone or not registry.has_rules(options):
         return None
     # Resolved here even if workers import it again: errors should surface before a run starts.
     judge = Judge.from_options(options)
@@ -169,19 +162,21 @@ def _resolve_rule(
     workers = count_workers(options, registry.needs_workers(examples, options))
     if not workers:
         return rule
-    takes_batches = isinstance(rule, BatchFunction)
-    return RewardWorkers(options, 1 if takes_batches else workers, takes_batches)
+    # A function of batches runs in one process, which gets whole batches.
+    if isinstance(rule, BatchFunction):
+        return RewardWorkers(options, 1, takes_batches=True)
+    return RewardWorkers(options, workers, takes_batches=False)
 
 
 def _load_plugins(
     config: Config,
 ) -> tuple[Callable[..., Any] | None, Callable[..., RolloutEngine]]:
-    """Load every plugin and return two: the class of the environment, and that of the engine.
+    """Load every plugin; return the classes of the environment and of the engine.
 
     Raises:
       UserError: one of them cannot be loaded.
     """
-    # The others are only tried here: what cannot be loaded should end a run before it starts.
+    # The others are loaded only to fail early: a missing plugin should end a run before it starts.
     objectives.get_policy_loss(config.actor.policy_loss)
     advantages.load_estimator(config.algorithm.adv_estimator)
     kl_estimators.load_kl_estimators(config)
@@ -191,20 +186,21 @@ def _load_plugins(
 
 def _tokenize_prompts(
     config: Config, training: list[Example], held_out: list[Example], models: RunModels
-) -> tuple[PromptDataset, PromptDataset | None]:
-    """Return the training and the held-out prompts as tokens, `None` without validation files."""
+) -> RunPrompts:
+    """Return the training and the held-out prompts as tokens."""
     data = config.data
     if data.cache_dir:
         prompts = cache_training_prompts(config, models.folders.actor)
     else:
         prompts = _tokenize(data, training, models.tokenizer, "config.data.train_files")
-    if not held_out:
-        return prompts, None
-    return prompts, _tokenize(data, held_out, models.tokenizer, "config.data.val_files")
+    held_out_prompts = None
+    if held_out:
+        held_out_prompts = _tokenize(data, held_out, models.tokenizer, "config.data.val_files")
+    return RunPrompts(prompts, held_out_prompts)
 
 
 def _tokenize(data: Data, examples: list[Example], tokenizer: Any, option: str) -> PromptDataset:
-    """Return the examples with their prompts as tokens; errors name `option`."""
+    """Return the examples with their prompts as tokens; error messages name `option`."""
     return tokenize_prompts(
         examples,
         tokenizer,
@@ -235,14 +231,12 @@ def _sampling_options(
     architecture = models.nets.actor.architecture
     tokenizer = models.tokenizer
     _validate_biased_tokens(config.rollout, architecture.vocab_size)
-    # config.json may name only the end of text and the tokenizer the end of a chat turn: a
+    # config.json may name only the end of a text, and the tokenizer only that of a chat turn. A
     # response ends at either.
     eos_ids = (*architecture.eos_ids, tokenizer.eos_token_id)
     searches = make_searches(config.rollout, tokenizer, architecture.vocab_size)
-    training, held_out = (
-        sampling_options(config, options, eos_ids, searches, environment)
-        for options in (config.rollout, config.rollout.val_kwargs)
-    )
+    training = sampling_options(config, config.rollout, eos_ids, searches, environment)
+    held_out = sampling_options(config, config.rollout.val_kwargs, eos_ids, searches, environment)
     return training, held_out
 
 

@@ -41,9 +41,11 @@ def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
     """
     if not config.data.val_files:
         raise UserError("config.data.val_files='': an evaluation needs held-out prompts")
-    path = Path(config.model.path)
-    checkpoint = path if path.parent.name == staging.CHECKPOINTS and path.is_dir() else None
-    config = _read_run(config, checkpoint) if checkpoint else _without_critic(config)
+    checkpoint = _find_checkpoint(config.model.path)
+    if checkpoint is not None:
+        config = _read_run(config, checkpoint)
+    else:
+        config = _without_critic(config)
     mesh = meshes.make_mesh(config.mesh)
     with jax.set_mesh(mesh), compilation.count_compilations() as compiled:
         run = set_up_run(config, workdir, mesh, console.print_on_main, trains=False)
@@ -58,6 +60,14 @@ def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
             return reporter.write_summary(step, mesh)
 
 
+def _find_checkpoint(model_path: str) -> Path | None:
+    """Return the checkpoint of a run that a path names, `None` if it names something else."""
+    path = Path(model_path)
+    if path.parent.name == staging.CHECKPOINTS and path.is_dir():
+        return path
+    return None
+
+
 def _without_critic(config: Config) -> Config:
     """Return the options for a model that was exported: only the policy is read."""
     path = Path(config.model.path)
@@ -65,9 +75,12 @@ def _without_critic(config: Config) -> Config:
         path = path / "actor"  # the work directory of a run
     elif config.model.path and (path / "training_metrics.csv").exists():
         raise UserError(_describe_unexported_run(path))
+    model = config.model
+    if model.path:
+        model = dataclasses.replace(model, path=str(path))
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, path=str(path) if config.model.path else ""),
+        model=model,
         algorithm=dataclasses.replace(config.algorithm, adv_estimator="rloo", use_reference=False),
     )
 
@@ -83,7 +96,7 @@ def _describe_unexported_run(workdir: Path) -> str:
 
 
 def _read_run(config: Config, checkpoint: Path) -> Config:
-    """Return the options with the models of the run that a checkpoint is of."""
+    """Return the options with the models of the run that wrote a checkpoint."""
     workdir = checkpoint.parents[1]
     try:
         values = json.loads((workdir / "config.json").read_text())
@@ -105,7 +118,8 @@ def _read_run(config: Config, checkpoint: Path) -> Config:
 
 def _create_state(run: PPORun, checkpoint: Path | None) -> TrainState:
     """Return the state to evaluate, without optimizers."""
-    config, progress = run.config, console.make_loading_reporter
+    config = run.config
+    progress = console.make_loading_reporter
     train_missing_actor(config, run.folders, run.mesh, console.print_on_main)
     if checkpoint is None:
         return create_policy_state(config, run.nets, run.folders, run.mesh, progress)

@@ -14,10 +14,9 @@ def count_step_flops(
 ) -> float:
     """Return the FLOPs that sampling, scoring and update of a step need.
 
-    Nothing that is computed twice counts twice: not activations that are recomputed in the backward
-    pass, nor a prompt of several responses while sampling. All of `ppo_epochs` count, also those
-    that `actor.target_kl` cut short. A reward model with its own tokenizer counts as if its inputs
-    were as long as the samples.
+    Recomputed activations do not count, and while sampling a prompt counts once for all of its
+    responses. All of `ppo_epochs` count, even if `actor.target_kl` cut them short. A reward model
+    with its own tokenizer counts as if its inputs were as long as the samples.
 
     Args:
       config: all options.
@@ -64,4 +63,6 @@ def _training_passes(model: Transformer) -> int:
     The backward pass has a product for the gradient of each product's input and, unless only
     adapters are trained, one for that of its weights.
     """
-    return 3 if model.lora is None else 2
+    if model.lora is None:
+        return 3
+    return 2

@@ -19,7 +19,7 @@ def constrains_logits(options: SamplingOptions) -> bool:
 def constrain_logits(
     options: SamplingOptions, vocab_size: int, drawn_B: jax.Array, forbidden_B: jax.Array
 ) -> jax.Array | None:
-    """Return what is added to the logits before a draw, float32 [B, V]; `None`: nothing ever.
+    """Return what to add to the logits before a draw, float32 [B, V]; `None` if unconstrained.
 
     Args:
       options: how to sample.

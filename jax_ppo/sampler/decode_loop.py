@@ -73,44 +73,61 @@ def generate_responses(
     model = model.clone(returns_routed_experts=options.returns_routed_experts)
     keys_N = sampling.sample_keys(key, indices_N)
     limits = stage_limits(options)
-    count = (indices_N != PADDING).sum() if has_padding else None
+    count = None
+    if has_padding:
+        count = (indices_N != PADDING).sum()
     first = plan_job(
         model, options, params, prompts, keys_N, any_shard, limit=limits[0], count=count
     )
-    own_prompts = jax.tree.map(lambda x: jnp.repeat(x, options.n, axis=0), prompts)
-    begun = initial_state(first)
-    if has_padding:
-        # Later stages continue what is not finished.
-        begun = begun._replace(finished=indices_N == PADDING)
-    if options.environment is not None:
-        assert len(limits) == 1, "the options refuse stages with an environment"
-        assert own_prompts.rows is not None, "an environment is reset to the rows of the data"
-        begun = begun._replace(
-            dialogues=dialogues.start_dialogues(
-                options.environment,
-                options.max_response_length,
-                keys_N,
-                own_prompts.rows,
-                indices_N,
-            )
-        )
-    state = decode_queue(first, begun)
+    prompts_N = jax.tree.map(lambda x: jnp.repeat(x, options.n, axis=0), prompts)
+    state = decode_queue(first, _first_state(first, prompts_N, indices_N, has_padding))
     for start, limit in itertools.pairwise(limits):
-        job, state, order_N = plan_next_stage(first, own_prompts, state, start, limit)
-        state = reorder_results(decode_queue(job, state), jnp.argsort(order_N))
-    # Without an environment, every token up to the length was chosen by the policy.
-    action_mask = jnp.arange(options.max_response_length) < state.lengths[:, None]
-    talks = state.dialogues
-    return Rollout(
-        prompts=dataclasses.replace(own_prompts, rows=None),
+        stage = plan_next_stage(first, prompts_N, state, start, limit)
+        state = reorder_results(decode_queue(stage.job, stage.state), jnp.argsort(stage.order_N))
+    rollout = Rollout(
+        prompts=dataclasses.replace(prompts_N, rows=None),
         responses=state.responses,
         lengths=state.lengths,
         logprobs=state.logprobs,
         truncated=~state.finished,
-        action_mask=action_mask if talks is None else talks.is_action,
+        # Without an environment, every token up to the length was chosen by the policy.
+        action_mask=jnp.arange(options.max_response_length) < state.lengths[:, None],
         slot_steps=state.slot_steps[None],
-        turn_rewards=None if talks is None else talks.rewards,
-        routed_experts=None if state.routing is None else state.routing.sequences,
+    )
+    if state.dialogues is not None:
+        rollout = dataclasses.replace(
+            rollout, action_mask=state.dialogues.is_action, turn_rewards=state.dialogues.rewards
+        )
+    if state.routing is not None:
+        rollout = dataclasses.replace(rollout, routed_experts=state.routing.sequences)
+    return rollout
+
+
+def _first_state(
+    job: DecodeJob, prompts: Prompts, indices_N: jax.Array, has_padding: bool
+) -> DecodeState:
+    """Return the state before the first token, with dialogues if there is an environment.
+
+    Args:
+      job: the job of the first stage.
+      prompts: [N, P], the prompt of each sample.
+      indices_N: int32, the samples' addresses; `PADDING` where there is no sample.
+      has_padding: whether some of `indices_N` may be `PADDING`.
+    """
+    state = initial_state(job)
+    if has_padding:
+        # Later stages continue what is not finished.
+        state = state._replace(finished=indices_N == PADDING)
+    environment = job.options.environment
+    if environment is None:
+        return state
+    longest = job.options.max_response_length
+    assert job.limit == longest, "the options refuse stages with an environment"
+    assert prompts.rows is not None, "an environment is reset to the rows of the data"
+    return state._replace(
+        dialogues=dialogues.start_dialogues(
+            environment, longest, job.keys_N, prompts.rows, indices_N
+        )
     )
 
 
@@ -158,7 +175,7 @@ def refill_and_decode(job: DecodeJob, narrower: int, state: DecodeState) -> Deco
         can_refill = job.any_shard(has_queue(job, state) & (idle >= job.refill))
         return _uses_width(job, narrower, state) & ~can_refill
 
-    # Loops of one turn or none instead of conditionals: XLA copies nothing on their way.
+    # Loops of at most one turn instead of conditionals, whose branches XLA would copy state into.
     state = jax.lax.while_loop(can_stage, functools.partial(prefill_group, job), state)
     state = jax.lax.while_loop(can_fill, functools.partial(fill_slots, job), state)
     return jax.lax.while_loop(can_decode, functools.partial(decode_and_answer, job), state)
@@ -166,13 +183,12 @@ def refill_and_decode(job: DecodeJob, narrower: int, state: DecodeState) -> Deco
 
 def prefill_group(job: DecodeJob, state: DecodeState) -> DecodeState:
     """Stage the keys and values of the next G prompts, if the previous group is used up."""
-    tokens_GxP, lengths_G = (
-        jax.lax.dynamic_slice_in_dim(x, state.staged, job.group)
-        for x in (job.prompts.tokens, job.prompts.lengths)
-    )
+    tokens_GxP = jax.lax.dynamic_slice_in_dim(job.prompts.tokens, state.staged, job.group)
+    lengths_G = jax.lax.dynamic_slice_in_dim(job.prompts.lengths, state.staged, job.group)
     columns_GxP = jnp.broadcast_to(jnp.arange(tokens_GxP.shape[1]), tokens_GxP.shape)
     is_prompt_GxP = (columns_GxP < lengths_G[:, None]).astype(jnp.int32)
-    record, replayed = state.routing, None
+    record = state.routing
+    replayed = None
     if record is not None and job.start:
         # An earlier stage has run these tokens: they pass through the same experts again.
         replayed = routing.recorded_prompts(record, state.staged)
@@ -196,11 +212,11 @@ def prefill_group(job: DecodeJob, state: DecodeState) -> DecodeState:
 
 
 def decode_and_answer(job: DecodeJob, state: DecodeState) -> DecodeState:
-    """Decode one token per slot; then have turns answered, if there is an environment."""
+    """Decode one token per slot; then answer turns, if there is an environment."""
     state = decode_step(job, state)
     if state.dialogues is None:
         return state
-    # A loop of one turn or none, as above: once answered, no turn waits.
+    # A loop of at most one turn, as above: once answered, no turn waits.
     return jax.lax.while_loop(
         functools.partial(dialogues.should_answer, job),
         functools.partial(dialogues.answer_turns, job),
@@ -210,7 +226,8 @@ def decode_and_answer(job: DecodeJob, state: DecodeState) -> DecodeState:
 
 def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     """Run each slot's last token, draw and record the next one; drop what idle slots draw."""
-    options, slots = job.options, state.slots
+    options = job.options
+    slots = state.slots
     busy_B = busy_slots(job, state)
     # An idle slot computes for the last sample, and nothing of it is written.
     sample_B = jnp.minimum(slots.sample, job.samples - 1)
@@ -231,9 +248,9 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     written_B = slots.sample
     if state.dialogues is not None:
         # Observations take the place of what is drawn; slots that wait write nothing.
-        is_given_B = dialogues.given_tokens(state, sample_B)
-        tokens_B = jnp.where(is_given_B, state.responses[sample_B, slots.drawn], tokens_B)
-        logprobs_B = jnp.where(is_given_B, 0.0, logprobs_B)
+        is_observed_B = dialogues.runs_observation(state, sample_B)
+        tokens_B = jnp.where(is_observed_B, state.responses[sample_B, slots.drawn], tokens_B)
+        logprobs_B = jnp.where(is_observed_B, 0.0, logprobs_B)
         written_B = jnp.where(dialogues.waiting_slots(job, state), job.samples, written_B)
     # A response ends with an EOS, a stop string, or at the limit, which alone is not `finished`.
     finishes_B = (tokens_B[:, None] == jnp.array(options.eos_ids, jnp.int32)).any(-1)
@@ -242,7 +259,7 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     if options.stop is not None:
         stop_B = options.stop.advance(stop_B, tokens_B)
         stop_B = jnp.where(drawn_B <= options.min_new_tokens, text_search.START, stop_B)
-        finishes_B |= stop_B == options.stop.found
+        finishes_B |= stop_B == options.stop.found_state
     if options.forbidden is not None:
         forbidden_B = options.forbidden.advance(forbidden_B, tokens_B)
     ended_B = finishes_B | (drawn_B == job.limit)
@@ -258,7 +275,7 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
         routing=_record_routing(state, decoded, positions_B),
     )
     if state.dialogues is not None:
-        return dialogues.end_turns(job, slots, recorded, is_given_B, finishes_B)
+        return dialogues.end_turns(job, slots, recorded, is_observed_B, finishes_B)
     # An ended sample leaves its slot at once: N marks the slot as idle.
     return recorded._replace(
         slots=recorded.slots._replace(sample=jnp.where(ended_B, job.samples, slots.sample)),
@@ -297,8 +314,10 @@ def _sample_tokens(
             top_k=options.top_k,
             top_p=options.top_p,
             shards=sampling.VocabularyShards(axis),
-            added_BxV=added_BxV[0] if added_BxV else None,
+            added_BxV=next(iter(added_BxV), None),
         )
 
-    added = () if added_BxV is None else (added_BxV,)
-    return split_vocabulary(sample)(logits_BxV, uniforms_Bx2, *added)
+    arrays = [logits_BxV, uniforms_Bx2]
+    if added_BxV is not None:
+        arrays.append(added_BxV)
+    return split_vocabulary(sample)(*arrays)

@@ -1,4 +1,4 @@
-"""The copy of the actor's weights that decoding reads: its shapes, and what makes it."""
+"""The copy of the actor's weights that decoding reads: its shapes and the programs that make it."""
 
 import functools
 
@@ -41,8 +41,8 @@ def _to_decoding_form(actor: Transformer, params: Params) -> Params:
 class WeightPreparation:
     """Makes the copy from stacked parameters.
 
-    On several devices layers are laid out one after the other, by one program that runs for each. A
-    program for all of them would hold what it has gathered of all, as much as the copy itself.
+    On several devices, one program lays the layers out one after the other. A program for all of
+    them would hold all gathered layers at once, as much memory as the copy itself takes.
     """
 
     def __init__(self, mesh: jax.sharding.Mesh, actor: Transformer, params: Params) -> None:
@@ -99,7 +99,9 @@ def _others_in_decoding_form(actor: Transformer, params: Params) -> tuple[Params
 def _count_stages(layers: Params) -> int:
     """Return the number of parts that training splits the stacked layers into."""
     layout = getattr(jax.tree.leaves(layers)[0], "sharding", None)
-    return layout.mesh.shape["stage"] if isinstance(layout, jax.sharding.NamedSharding) else 1
+    if isinstance(layout, jax.sharding.NamedSharding):
+        return int(layout.mesh.shape["stage"])
+    return 1
 
 
 def _layer_in_decoding_form(
@@ -117,10 +119,10 @@ def _take_layer(x: jax.Array, index: jax.Array, stages: int) -> jax.Array:
     """Return `x[index]` of stacked layers, each stage of which is on devices of its own."""
     if stages == 1:
         return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
-    # An index into what is split would gather all layers. Instead each stage takes one of its own,
+    # An index into a split axis would gather all layers. Instead each stage takes one of its own,
     # and all but one of them count as zeros.
-    of_stage = x.reshape(stages, -1, *x.shape[1:])
-    stage, own = jnp.divmod(index, of_stage.shape[1])
-    taken = jax.lax.dynamic_index_in_dim(of_stage, own, axis=1, keepdims=False)
+    stage_layers = x.reshape(stages, -1, *x.shape[1:])
+    stage, layer = jnp.divmod(index, stage_layers.shape[1])
+    taken = jax.lax.dynamic_index_in_dim(stage_layers, layer, axis=1, keepdims=False)
     is_owner = jnp.arange(stages) == stage
     return jnp.sum(taken, axis=0, where=is_owner.reshape(-1, *[1] * (x.ndim - 1)))

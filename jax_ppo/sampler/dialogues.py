@@ -1,10 +1,10 @@
-"""Responses of several turns: what the decode loop keeps of each dialogue, and when it is answered.
+"""Responses of several turns: the decode loop's state of each dialogue, and when it is answered.
 
 A turn ends with an EOS, a stop string, after `max_turn_length` tokens, or when the response is
-full. Its slot then waits until the environment has answered: the other slots decode on, and the
-turns that wait are answered together once as many wait as the loop refills at once, or all do. The
-observation becomes the next tokens of the response. Its slot runs them one per step, like tokens
-that it drew, into the cache that it has; the policy's next turn follows.
+full. Its slot then waits until the environment has answered, while the other slots keep decoding.
+The turns that wait are answered together, once as many wait as the loop refills at once, or all do.
+The observation becomes the next tokens of the response. Its slot runs them one per step, like
+drawn tokens, into the slot's own cache; the policy's next turn follows.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -55,7 +55,8 @@ def start_dialogues(
       rows_N: int32, the row of the data that each sample's prompt is from.
       samples_N: int32, the samples' indices.
     """
-    N, T = len(keys_N), max_response_length
+    N = len(keys_N)
+    T = max_response_length
     return Dialogues(
         environment=environment.reset(address_dialogues(keys_N, rows_N, samples_N)),
         turns=jnp.zeros(N, jnp.int32),
@@ -75,7 +76,7 @@ def waiting_slots(job: "DecodeJob", state: "DecodeState") -> jax.Array:
     return waits_N[jnp.minimum(sample_B, job.samples - 1)] & (sample_B < job.samples)
 
 
-def given_tokens(state: "DecodeState", sample_B: jax.Array) -> jax.Array:
+def runs_observation(state: "DecodeState", sample_B: jax.Array) -> jax.Array:
     """Return which slots take the next token of an observation instead of drawing one, bool [B]."""
     assert state.dialogues is not None
     return state.slots.drawn < state.dialogues.turn_start[sample_B]
@@ -85,7 +86,7 @@ def end_turns(
     job: "DecodeJob",
     before: "Slots",
     recorded: "DecodeState",
-    is_given_B: jax.Array,
+    is_observed_B: jax.Array,
     finishes_B: jax.Array,
 ) -> "DecodeState":
     """Record who chose the tokens of a decode step, and let the turns that they end wait.
@@ -94,10 +95,11 @@ def end_turns(
       job: what the loops do not change.
       before: the slots before the step.
       recorded: the state after it, with its tokens.
-      is_given_B: which tokens are of an observation.
+      is_observed_B: which tokens are of an observation.
       finishes_B: which tokens would end a turn, by an EOS or a stop string.
     """
-    dialogues, slots = recorded.dialogues, recorded.slots
+    slots = recorded.slots
+    dialogues = recorded.dialogues
     assert dialogues is not None
     N = job.samples
     sample_B = jnp.minimum(before.sample, N - 1)
@@ -108,19 +110,23 @@ def end_turns(
     if job.options.max_turn_length is not None:
         ended_B |= slots.drawn - dialogues.turn_start[sample_B] == job.options.max_turn_length
     # Strings are searched for in the policy's own turns only.
-    given_B = jnp.where(is_given_B, written_B, N)
+    observed_B = jnp.where(is_observed_B, written_B, N)
     return recorded._replace(
-        # Of the turn, until it is answered.
-        finished=recorded.finished.at[written_B].set(finishes_B & ~is_given_B, mode="drop"),
+        # Whether the turn is finished, until it is answered.
+        finished=recorded.finished.at[written_B].set(finishes_B & ~is_observed_B, mode="drop"),
         slots=slots._replace(
             drawn=jnp.where(waits_B, before.drawn, slots.drawn),
             token=jnp.where(waits_B, before.token, slots.token),
         ),
-        stop_states=recorded.stop_states.at[given_B].set(text_search.START, mode="drop"),
-        forbidden_states=recorded.forbidden_states.at[given_B].set(text_search.START, mode="drop"),
+        stop_states=recorded.stop_states.at[observed_B].set(text_search.START, mode="drop"),
+        forbidden_states=recorded.forbidden_states.at[observed_B].set(
+            text_search.START, mode="drop"
+        ),
         dialogues=dialogues._replace(
-            waits=dialogues.waits.at[written_B].set(ended_B & ~is_given_B, mode="drop"),
-            is_action=dialogues.is_action.at[written_B, before.drawn].set(~is_given_B, mode="drop"),
+            waits=dialogues.waits.at[written_B].set(ended_B & ~is_observed_B, mode="drop"),
+            is_action=dialogues.is_action.at[written_B, before.drawn].set(
+                ~is_observed_B, mode="drop"
+            ),
         ),
     )
 
@@ -135,7 +141,9 @@ def should_answer(job: "DecodeJob", state: "DecodeState") -> jax.Array:
 
 def answer_turns(job: "DecodeJob", state: "DecodeState") -> "DecodeState":
     """Answer all turns that wait: insert observations, or end the dialogues."""
-    options, slots, dialogues = job.options, state.slots, state.dialogues
+    options = job.options
+    slots = state.slots
+    dialogues = state.dialogues
     environment = options.environment
     assert dialogues is not None and environment is not None
     N, T = state.responses.shape
@@ -148,22 +156,22 @@ def answer_turns(job: "DecodeJob", state: "DecodeState") -> "DecodeState":
     answered_B = dialogues.turns[sample_B] + 1
     observed_B = slots.drawn + answers.lengths
     # An observation is only inserted where the policy has room for a token after it.
-    goes_on_B = waits_B & ~answers.done & (observed_B < T)
+    continues_B = waits_B & ~answers.done & (observed_B < T)
     if options.max_turns is not None:
-        goes_on_B &= answered_B < options.max_turns
+        continues_B &= answered_B < options.max_turns
 
     # Writes to sample N, which does not exist, are dropped.
-    at_B = jnp.where(waits_B, slots.sample, N)
+    written_B = jnp.where(waits_B, slots.sample, N)
     observation_O = jnp.arange(answers.observations.shape[1])
-    is_observed_BxO = goes_on_B[:, None] & (observation_O < answers.lengths[:, None])
+    is_observed_BxO = continues_B[:, None] & (observation_O < answers.lengths[:, None])
     columns_BxO = jnp.where(is_observed_BxO, slots.drawn[:, None] + observation_O, T)
 
     def put(x_N: jax.Array, new_B: jax.Array | int | bool) -> jax.Array:
-        return x_N.at[at_B].set(new_B, mode="drop")
+        return x_N.at[written_B].set(new_B, mode="drop")
 
     return state._replace(
-        slots=slots._replace(sample=jnp.where(waits_B & ~goes_on_B, N, slots.sample)),
-        responses=state.responses.at[at_B[:, None], columns_BxO].set(
+        slots=slots._replace(sample=jnp.where(waits_B & ~continues_B, N, slots.sample)),
+        responses=state.responses.at[written_B[:, None], columns_BxO].set(
             answers.observations, mode="drop"
         ),
         # A dialogue is cut off by the number of turns, for want of room, or within its last turn.
@@ -176,7 +184,9 @@ def answer_turns(job: "DecodeJob", state: "DecodeState") -> "DecodeState":
             turns=put(dialogues.turns, answered_B),
             turn_start=put(dialogues.turn_start, observed_B),
             waits=put(dialogues.waits, False),
-            rewards=dialogues.rewards.at[at_B, slots.drawn - 1].set(answers.rewards, mode="drop"),
+            rewards=dialogues.rewards.at[written_B, slots.drawn - 1].set(
+                answers.rewards, mode="drop"
+            ),
         ),
     )
 

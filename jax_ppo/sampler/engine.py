@@ -24,7 +24,7 @@ class SamplingOptions:
       top_k: draw among the k likeliest tokens; -1 draws among all.
       top_p: draw among the likeliest tokens that together hold this probability, in (0, 1].
       n: responses per prompt.
-      eos_ids: tokens that end a response; the one that does is part of it.
+      eos_ids: tokens that end a response; the response includes it.
       slots: B, the most samples decoded together (on each device that rows are split over); `None`
         is no limit.
       stage_length: tokens of the responses that the first stage of decoding has room for
@@ -151,7 +151,8 @@ def rollout_shapes(
       rows: the sharding of arrays whose first axis counts samples.
     """
     prompt_count, P = prompts.tokens.shape
-    B, T = prompt_count * options.n, options.max_response_length
+    B = prompt_count * options.n
+    T = options.max_response_length
 
     def shape(dtype: DTypeLike, *dimensions: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dimensions, dtype, sharding=rows)

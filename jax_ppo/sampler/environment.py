@@ -1,7 +1,7 @@
 """The contract between the decode loop and an environment that answers the policy's turns.
 
 A response may be a dialogue: the policy writes a turn, the environment answers with an observation,
-the policy writes the next turn. `dialogues.py` holds what the decode loop keeps of it.
+the policy writes the next turn. `dialogues.py` holds the decode loop's state of it.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class DialogueAddresses(NamedTuple):
     Attributes:
       rows: int32 [N], the row of the data that the sample's prompt is from.
       samples: int32 [N], the sample's index, unique among those that are decoded together.
-      keys: one random key per sample, which no token is drawn with.
+      keys: one random key per sample, used for no token.
     """
 
     rows: jax.Array
@@ -80,12 +80,12 @@ class PerDialogue:
         step: Callable[[Any, jax.Array, jax.Array], tuple[Any, ...]],
         observation_length: int,
     ) -> None:
-        """Keep the functions.
+        """Store the functions.
 
         Args:
-          reset: of (row, key): the first state, a pytree of arrays.
-          step: of (state, turn, length): (state, observation, its length, reward, done), where turn
-            and observation are int32 [U] and int32 [O].
+          reset: (row, key) -> the first state, a pytree of arrays.
+          step: (state, turn, length) -> (state, observation, its length, reward, whether the
+            dialogue has ended), where turn and observation are int32 [U] and int32 [O].
           observation_length: O.
         """
         self._reset = reset
@@ -98,13 +98,13 @@ class PerDialogue:
 
     def step(self, state: Any, turns: jax.Array, lengths: jax.Array) -> Answers:
         """Answer turns. See `Environment.step`."""
-        state, observations, observed, rewards, done = jax.vmap(self._step)(state, turns, lengths)
+        answers = Answers(*jax.vmap(self._step)(state, turns, lengths))
         return Answers(
-            state=state,
-            observations=observations.astype(jnp.int32),
-            lengths=jnp.asarray(observed, jnp.int32),
-            rewards=jnp.asarray(rewards, jnp.float32),
-            done=jnp.asarray(done, bool),
+            state=answers.state,
+            observations=answers.observations.astype(jnp.int32),
+            lengths=jnp.asarray(answers.lengths, jnp.int32),
+            rewards=jnp.asarray(answers.rewards, jnp.float32),
+            done=jnp.asarray(answers.done, bool),
         )
 
 

@@ -54,24 +54,29 @@ class Sampler:
             missing = num_padded_rows(count) - count
             # The index addresses a sample's random numbers, wherever the sample is decoded.
             indices_N = first_sample_index + jnp.arange(count * options.n)
-            own_options = dataclasses.replace(options, slots=slots)
             generate = functools.partial(
-                generate_responses, model, own_options, has_padding=missing > 0
+                generate_responses,
+                model,
+                dataclasses.replace(options, slots=slots),
+                has_padding=missing > 0,
             )
-            # Prompts that the devices do not divide are filled up by some that nobody answers.
+            # If the devices do not divide the prompts, some are added that nobody answers.
+            rows = prompts.rows
+            if rows is not None:
+                rows = jnp.pad(rows, (0, missing))
             prompts = Prompts(
                 tokens=jnp.pad(prompts.tokens, ((0, missing), (0, 0))),
                 lengths=jnp.pad(prompts.lengths, (0, missing), constant_values=1),
-                rows=None if prompts.rows is None else jnp.pad(prompts.rows, (0, missing)),
+                rows=rows,
             )
             indices_N = jnp.pad(indices_N, (0, missing * options.n), constant_values=PADDING)
             rollout = split_rows(generate)(params, prompts, indices_N, key)
             if not missing:
                 return rollout
             cut = functools.partial(drop_padded_rows, count=count * options.n)
-            # One entry per queue of prompts, not per sample.
-            slot_steps, rollout = rollout.slot_steps, dataclasses.replace(rollout, slot_steps=None)
-            return dataclasses.replace(jax.tree.map(cut, rollout), slot_steps=slot_steps)
+            # `slot_steps` has one entry per queue of prompts, not per sample.
+            per_sample = dataclasses.replace(rollout, slot_steps=None)
+            return dataclasses.replace(jax.tree.map(cut, per_sample), slot_steps=rollout.slot_steps)
 
         self.program = jax.jit(generate_from, static_argnames="slots")
 
@@ -87,7 +92,9 @@ class Sampler:
         `first_sample_index=None` is a constant 0 of the program: nothing is sent from the host.
         """
         parts = dispatch.run_together(self.programs(params, prompts, key, first_sample_index))
-        return concatenate_rollouts(parts) if len(parts) > 1 else parts[0]
+        if len(parts) == 1:
+            return parts[0]
+        return concatenate_rollouts(parts)
 
     def programs(
         self,
@@ -106,8 +113,10 @@ class Sampler:
         if slots is not None:
             slots = min(slots, len(prompts.lengths) * self.options.n)
         if lanes == 1 or not self._can_split(params, prompts, slots, lanes):
-            offset = () if first_sample_index is None else (first_sample_index,)
-            return [(self.program, (params, prompts, key, *offset))]
+            arguments: tuple = (params, prompts, key)
+            if first_sample_index is not None:
+                arguments = (*arguments, first_sample_index)
+            return [(self.program, arguments)]
         split_arguments = (prompts, first_sample_index, lanes, self.options.n)
         if isinstance(prompts.lengths, jax.ShapeDtypeStruct):
             parts = compilation.compile_ahead(split_prompts, *split_arguments)
@@ -135,7 +144,9 @@ def split_prompts(
     """Return the prompts in `lanes` equal parts, each with the index of its first sample."""
     count = len(prompts.lengths) // lanes
     # Parts keep the indices of the whole batch, so that a split changes no draw.
-    first = jnp.int32(0 if first_sample_index is None else first_sample_index)
+    if first_sample_index is None:
+        first_sample_index = 0
+    first = jnp.int32(first_sample_index)
     parts = []
     for lane in range(lanes):
         rows = slice(lane * count, (lane + 1) * count)

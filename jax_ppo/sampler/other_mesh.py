@@ -1,8 +1,8 @@
 """A rollout engine on a mesh of another shape than the training's, over the same devices.
 
 Training splits parameters to fit in memory (`fsdp`), decoding reads every weight per token and may
-be better served by tensor parallelism (`model`). The engine lays the weights out for its own mesh
-once per step; prompts and responses, which are small, move between the meshes in each call.
+be faster with tensor parallelism (`model`). The engine lays the weights out for its own mesh once
+per step; prompts and responses, which are small, move between the meshes in each call.
 """
 
 from collections.abc import Generator
@@ -81,10 +81,12 @@ class OtherMeshEngine:
         return self._to_run_mesh(rollout)
 
     def _move_embeddings(self, params: Params) -> Params:
-        layouts = embedding_layouts(self._mesh, params)
-        return jax.tree.map(
-            lambda x, layout: x if layout is None else _move(x, layout), params, layouts
-        )
+        def move(x: Any, layout: NamedSharding | None) -> Any:
+            if layout is None:
+                return x
+            return _move(x, layout)
+
+        return jax.tree.map(move, params, embedding_layouts(self._mesh, params))
 
     def _to_mesh(self, prompts: Prompts, key: jax.Array) -> tuple[Prompts, jax.Array]:
         return (
@@ -94,11 +96,11 @@ class OtherMeshEngine:
 
     def _to_run_mesh(self, rollout: Rollout) -> Rollout:
         rows = sharding.batch_rows(self._run_mesh, rollout.lengths.shape[0])
+        # One entry per decoder queue, of which the run's mesh may have more or fewer.
+        layouts = {"slot_steps": sharding.replicated(self._run_mesh)}
 
         def move(path: jax.tree_util.KeyPath, x: Any) -> Any:
-            # One entry per decoder queue, of which the run's mesh may have another number.
-            is_per_queue = jax.tree_util.keystr(path, simple=True) == "slot_steps"
-            return _move(x, sharding.replicated(self._run_mesh) if is_per_queue else rows)
+            return _move(x, layouts.get(jax.tree_util.keystr(path, simple=True), rows))
 
         return jax.tree_util.tree_map_with_path(move, rollout)
 

@@ -102,7 +102,9 @@ def record_tokens(
 
 
 def recorded_prompts(record: RoutingRecord, first: jax.Array) -> jax.Array:
-    """Return what is recorded of the next prompts to be staged, if each has one sample.
+    """Return the recorded experts of the next prompts to be staged, [G, P, layers, k].
+
+    Each of the prompts must have one sample.
 
     Args:
       record: with stage and samples in the order of the queue.

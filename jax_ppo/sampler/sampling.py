@@ -30,23 +30,33 @@ class VocabularyShards:
 
     def start(self, width: int) -> jax.Array | int:
         """Return the id of the first of this device's `width` tokens."""
-        return 0 if self.axis is None else jax.lax.axis_index(self.axis) * width
+        if self.axis is None:
+            return 0
+        return jax.lax.axis_index(self.axis) * width
 
     def total(self, width: int) -> int:
         """Return V, the number of tokens of all devices, each of which has `width`."""
-        return width if self.axis is None else width * jax.lax.axis_size(self.axis)
+        if self.axis is None:
+            return width
+        return width * jax.lax.axis_size(self.axis)
 
     def sum(self, x: jax.Array) -> jax.Array:
         """Return the sum over devices."""
-        return x if self.axis is None else jax.lax.psum(x, self.axis)
+        if self.axis is None:
+            return x
+        return jax.lax.psum(x, self.axis)
 
     def max(self, x: jax.Array) -> jax.Array:
         """Return the maximum over devices."""
-        return x if self.axis is None else jax.lax.pmax(x, self.axis)
+        if self.axis is None:
+            return x
+        return jax.lax.pmax(x, self.axis)
 
     def min(self, x: jax.Array) -> jax.Array:
         """Return the minimum over devices."""
-        return x if self.axis is None else jax.lax.pmin(x, self.axis)
+        if self.axis is None:
+            return x
+        return jax.lax.pmin(x, self.axis)
 
 
 WHOLE = VocabularyShards()
@@ -102,11 +112,15 @@ def sample_tokens(
     assert uniforms_Bx2.shape == (logits_BxV.shape[0], 2), (logits_BxV.shape, uniforms_Bx2.shape)
     # Greedy: no division by 0, and no random numbers.
     if temperature == 0:
-        preferred_BxV = logits_BxV if added_BxV is None else logits_BxV + added_BxV
+        preferred_BxV = logits_BxV
+        if added_BxV is not None:
+            preferred_BxV = logits_BxV + added_BxV
         tokens_B = _likeliest_tokens(preferred_BxV, shards)
         return tokens_B, token_logprob(logits_BxV, tokens_B, shards=shards)
     logits_BxV = logits_BxV / temperature
-    preferred_BxV = logits_BxV if added_BxV is None else logits_BxV + added_BxV / temperature
+    preferred_BxV = logits_BxV
+    if added_BxV is not None:
+        preferred_BxV = logits_BxV + added_BxV / temperature
     filtered_BxV = keep_top_p(keep_top_k(preferred_BxV, top_k, shards), top_p, shards)
     tokens_B, sums_B = draw_tokens(filtered_BxV, uniforms_Bx2, shards)
     # Without a filter the draw has summed these very logits.
@@ -144,19 +158,19 @@ def token_logprob(
       shards: the devices that split the vocabulary.
     """
     index_B = tokens_B - shards.start(logits_BxV.shape[-1])
-    drawn_B = shards.sum(_take_own(logits_BxV, index_B))
+    drawn_B = shards.sum(_take_local(logits_BxV, index_B))
     if sums_B is None:
         sums_B = shards.sum(_unnormalized_probs(logits_BxV, shards).sum(-1))
     return drawn_B - shards.max(logits_BxV.max(-1)) - jnp.log(sums_B)
 
 
-def _take_own(x_BxNx: jax.Array, index_B: jax.Array) -> jax.Array:
+def _take_local(x_BxNx: jax.Array, index_B: jax.Array) -> jax.Array:
     """Return x[b, index[b]] of each row; 0 where the index is another device's."""
     last = x_BxNx.shape[1] - 1
-    is_own_B = (index_B >= 0) & (index_B <= last)
+    is_local_B = (index_B >= 0) & (index_B <= last)
     expand = (slice(None),) + (None,) * (x_BxNx.ndim - 1)
     taken_Bx1x = jnp.take_along_axis(x_BxNx, jnp.clip(index_B, 0, last)[expand], axis=1)
-    return jnp.where(is_own_B[expand], taken_Bx1x, 0)[:, 0]
+    return jnp.where(is_local_B[expand], taken_Bx1x, 0)[:, 0]
 
 
 def keep_top_k(logits_BxV: jax.Array, k: int, shards: VocabularyShards = WHOLE) -> jax.Array:
@@ -235,7 +249,7 @@ def draw_tokens(
     # First a block by its total weight, then a token within the block.
     sums_BxN = shards.sum(_place_blocks(weights_BxMxW.sum(-1), first, -(-V // size)))
     block_B, sums_B = _invert_cdf(sums_BxN, uniforms_Bx2[:, 0])
-    block_BxW = shards.sum(_take_own(weights_BxMxW, block_B - first))
+    block_BxW = shards.sum(_take_local(weights_BxMxW, block_B - first))
     within_B, _ = _invert_cdf(block_BxW, uniforms_Bx2[:, 1])
     return block_B * size + within_B, sums_B
 

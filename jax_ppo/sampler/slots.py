@@ -1,4 +1,4 @@
-"""The slots that decode together, the queue that refills them, and the arrays that both live in.
+"""The slots that decode together, the queue that refills them, and the arrays of both.
 
 All prompts of a step wait in a queue on the device. B slots decode together, one token per step and
 slot; a slot whose response has ended takes the next sample. Prompts are prefilled in groups into a
@@ -66,9 +66,9 @@ class DecodeState(NamedTuple):
       lengths: int32 [N], tokens of each response so far.
       finished: bool [N], whether an EOS ended the response, or the environment the dialogue.
       stop_states: int32 [N], how far each response has got towards a stop string.
-      forbidden_states: int32 [N], how far it has got towards a forbidden string.
+      forbidden_states: int32 [N], how far each has got towards a forbidden string.
       slot_steps: int32 scalar, tokens that the slots could have drawn so far: steps times slots.
-      dialogues: what is kept of dialogues; `None` without an environment.
+      dialogues: the dialogues' state; `None` without an environment.
       routing: the experts that tokens have passed through; `None` unless they are asked for.
     """
 
@@ -126,7 +126,7 @@ class DecodeJob:
 
     @property
     def refill(self) -> int:
-        """Return the number of slots that are filled at once; as many must be idle before that."""
+        """Return the number of slots that are filled together, once as many are idle."""
         return max(1, self.width // 64)
 
 
@@ -140,7 +140,7 @@ def plan_job(
     *,
     start: int = 0,
     limit: int | None = None,
-    count: jax.Array | None = None,
+    count: int | jax.Array | None = None,
 ) -> DecodeJob:
     """Choose the numbers of slots and of prompts per prefill, and pad the queue to whole groups.
 
@@ -166,6 +166,10 @@ def plan_job(
         tokens=jnp.pad(tokens, ((0, -rows % group), (0, 0))),
         lengths=jnp.pad(prompts.lengths, (0, -rows % group), constant_values=1),
     )
+    if limit is None:
+        limit = options.max_response_length
+    if count is None:
+        count = len(keys_N)
     return DecodeJob(
         model=model,
         options=options,
@@ -175,8 +179,8 @@ def plan_job(
         group=group,
         width=width,
         start=start,
-        limit=options.max_response_length if limit is None else limit,
-        count=len(keys_N) if count is None else count,
+        limit=limit,
+        count=count,
         any_shard=any_shard,
     )
 
@@ -184,8 +188,10 @@ def plan_job(
 def initial_state(job: DecodeJob) -> DecodeState:
     """Return the state in which all slots are idle and nothing is staged."""
     architecture = job.model.architecture
-    T, P = job.options.max_response_length, job.prompts.tokens.shape[1]
-    N, B = job.samples, job.width
+    T = job.options.max_response_length
+    P = job.prompts.tokens.shape[1]
+    N = job.samples
+    B = job.width
 
     def cache(rows: int, columns: int, layout: Any = whole_cache) -> Cache:
         return tuple(
@@ -228,7 +234,9 @@ def initial_state(job: DecodeJob) -> DecodeState:
 
 def slot_cache() -> Any:
     """Return the module of the slots' cache; the stage of prompts is never split."""
-    return split_cache if num_cache_parts() > 1 else whole_cache
+    if num_cache_parts() > 1:
+        return split_cache
+    return whole_cache
 
 
 def slot_widths(width: int, tokens: int) -> tuple[int, ...]:
@@ -264,7 +272,8 @@ def needs_prefill(job: DecodeJob, state: DecodeState) -> jax.Array:
 
 def fill_slots(job: DecodeJob, state: DecodeState) -> DecodeState:
     """Give up to `job.refill` idle slots the next samples whose prompts are on the stage."""
-    n, slots = job.options.n, state.slots
+    n = job.options.n
+    slots = state.slots
     B = len(slots.sample)
     # Idle slots meet the next samples of the queue, in order; B stands for no slot.
     slot_g = jnp.nonzero(~busy_slots(job, state), size=job.refill, fill_value=B)[0]
@@ -318,8 +327,14 @@ def compact_slots(job: DecodeJob, state: DecodeState, width: int) -> DecodeState
     def move(x: jax.Array) -> jax.Array:
         return x.at[target_m].set(x[source_m], mode="drop")
 
-    sample, drawn, token, cache = jax.tree.map(move, state.slots)
+    moved = jax.tree.map(move, state.slots)
+    cache = moved.cache
     if job.model.decoding == "cpu":
         cache = jax.tree.map(lambda x: x[:width], cache)
-    compacted = Slots(sample=sample[:width], drawn=drawn[:width], token=token[:width], cache=cache)
+    compacted = Slots(
+        sample=moved.sample[:width],
+        drawn=moved.drawn[:width],
+        token=moved.token[:width],
+        cache=cache,
+    )
     return state._replace(slots=compacted)

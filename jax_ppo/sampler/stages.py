@@ -4,11 +4,12 @@ A cache with room for the longest possible response in each slot is mostly unuse
 are short, and accelerators read all of it for each token. In stages, all responses are decoded up
 to L tokens first, with room for no more. Those that have not ended are continued up to 2 L tokens,
 then 4 L, ..., in the same memory: with twice the room there are half as many slots. A stage runs
-the tokens drawn before again, as part of the prompts; a stage that nothing reaches costs no step.
+the tokens drawn before again, as part of the prompts; a stage that no sample reaches costs no step.
 """
 
 import dataclasses
 import itertools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,21 @@ from jax_ppo.runtime import meshes
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.slots import Cache, DecodeJob, DecodeState, initial_state, plan_job
 from jax_ppo.types import Prompts
+
+
+class Stage(NamedTuple):
+    """A stage that continues the samples that have not ended.
+
+    Attributes:
+      job: the stage's inputs.
+      state: its initial state.
+      order_N: int32, the sample at each place of the job's queue: those that have not ended come
+        first, in their order.
+    """
+
+    job: DecodeJob
+    state: DecodeState
+    order_N: jax.Array
 
 
 def stage_limits(options: SamplingOptions) -> tuple[int, ...]:
@@ -34,19 +50,15 @@ def stage_limits(options: SamplingOptions) -> tuple[int, ...]:
 
 def plan_next_stage(
     first: DecodeJob, prompts: Prompts, state: DecodeState, start: int, limit: int
-) -> tuple[DecodeJob, DecodeState, jax.Array]:
-    """Return a job that continues the samples that have not ended, with its initial state.
+) -> Stage:
+    """Return the stage that continues the samples that have not ended.
 
     Args:
       first: the job of the first stage.
       prompts: [N, P], the prompt of each sample.
-      state: at the end of the stage before, with the results in the samples' order.
-      start: the limit of the stage before.
-      limit: of this stage, at most T.
-
-    Returns:
-      The job, its state, and int32 [N], the sample at each place of the job's queue: those that
-      have not ended come first, in their order.
+      state: the state at the end of the previous stage, with the results in the samples' order.
+      start: the limit of the previous stage.
+      limit: the limit of this stage, at most T.
     """
     order_N = jnp.argsort(state.finished, stable=True)
     P = prompts.tokens.shape[1]
@@ -76,7 +88,7 @@ def plan_next_stage(
         # The stage has room for longer prompts.
         routing = begun.routing._replace(sequences=state.routing.sequences)
         begun = begun._replace(routing=routing)
-    return job, reorder_results(begun, order_N), order_N
+    return Stage(job, reorder_results(begun, order_N), order_N)
 
 
 def reorder_results(state: DecodeState, order_N: jax.Array) -> DecodeState:
@@ -112,9 +124,9 @@ def cache_shapes(
         first = plan_job(model, options, {}, prompts, keys_N, limit=limits[0])
         state = initial_state(first)
         caches = [(state.slots.cache, state.stage)]
-        own_prompts = jax.tree.map(lambda x: jnp.repeat(x, options.n, axis=0), prompts)
+        prompts_N = jax.tree.map(lambda x: jnp.repeat(x, options.n, axis=0), prompts)
         for start, limit in itertools.pairwise(limits):
-            _, state, _ = plan_next_stage(first, own_prompts, state, start, limit)
+            state = plan_next_stage(first, prompts_N, state, start, limit).state
             caches.append((state.slots.cache, state.stage))
         return caches
 
@@ -126,11 +138,13 @@ def cache_bytes_per_device(stage: tuple[Cache, Cache], mesh: Mesh) -> int:
 
     Heads are split over `model`, and the slots' columns perhaps further.
     """
-    slots, prompts = (
-        sum(int(x.size) * int(x.dtype.itemsize) for x in jax.tree.leaves(caches))
-        for caches in stage
-    )
-    return (slots // meshes.cache_parts(mesh) + prompts) // int(mesh.shape["model"])
+
+    def count_bytes(caches: Cache) -> int:
+        return sum(int(x.size) * int(x.dtype.itemsize) for x in jax.tree.leaves(caches))
+
+    slots, prompts = stage
+    slot_bytes = count_bytes(slots) // meshes.cache_parts(mesh)
+    return (slot_bytes + count_bytes(prompts)) // int(mesh.shape["model"])
 
 
 def _append_responses(prompts: Prompts, responses_NxT: jax.Array, start: int) -> Prompts:

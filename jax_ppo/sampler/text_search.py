@@ -3,7 +3,7 @@
 A string may begin in one token and end in another, or stand in the middle of one. An Aho-Corasick
 automaton over bytes finds it exactly: each sample carries the automaton's state, and a token leads
 from one state to another. These transitions are computed for every token once, on the host, so that
-a step of decoding only looks one number up per sample.
+a decode step only looks up one number per sample.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class TextSearch:
     next_states: np.ndarray
 
     @property
-    def found(self) -> int:
+    def found_state(self) -> int:
         """Return the state that means that a string was found."""
         return len(self.next_states) - 1
 
@@ -44,7 +44,7 @@ class TextSearch:
 
     def completing_tokens(self, states_B: jax.Array) -> jax.Array:
         """Return which tokens would complete a string, bool [B, V]."""
-        completes_BxK = jnp.asarray(self.next_states == self.found)[states_B]
+        completes_BxK = jnp.asarray(self.next_states == self.found_state)[states_B]
         return jnp.take(completes_BxK, jnp.asarray(self.class_of_token), axis=1)
 
 
@@ -81,22 +81,23 @@ def _byte_automaton(strings: Sequence[bytes]) -> np.ndarray:
                 ends.append(False)
             node = children[node][byte]
         ends[node] = True
-    # Breadth first: a byte without a child leads where it leads from the longest proper suffix.
-    found = len(children)
-    after = np.zeros((found + 1, 256), np.int32)
-    suffix = [0] * found
+    # Breadth first: a byte without a child leads where it leads from the longest proper suffix. The
+    # root is its own suffix, and every byte leads from it to itself until its children are set.
+    found_state = len(children)
+    next_states = np.zeros((found_state + 1, 256), np.int32)
+    suffix = [0] * found_state
     queue = deque([0])
     while queue:
         node = queue.popleft()
         ends[node] = ends[node] or ends[suffix[node]]
-        after[node] = after[suffix[node]] if node else 0
+        next_states[node] = next_states[suffix[node]]
         for byte, child in children[node].items():
-            suffix[child] = int(after[suffix[node], byte]) if node else 0
-            after[node, byte] = child
+            suffix[child] = int(next_states[suffix[node], byte])
+            next_states[node, byte] = child
             queue.append(child)
-    after[np.isin(after, np.flatnonzero(ends))] = found
-    after[found] = found
-    return after
+    next_states[np.isin(next_states, np.flatnonzero(ends))] = found_state
+    next_states[found_state] = found_state
+    return next_states
 
 
 def _run_tokens(byte_states_Sx256: np.ndarray, tokens: Sequence[bytes]) -> np.ndarray:

@@ -249,6 +249,6 @@ def test_rewards_of_steps_count_in_the_choice():
     )
     steps = jax.numpy.asarray(steps)
     rewards = types.SimpleNamespace(scores=zeros, correct=zeros, steps=steps)
-    selected, _ = sample_selection._keep_responses(run, sampled, rewards, draw=2)
+    selected, _ = sample_selection._select_responses(run, sampled, rewards, draw=2)
     assert selected.addresses.tolist() == [[2, 1], [2, 5]]
     assert np.asarray(selected.arrays["responses"]).ravel().tolist() == [1, 5]

@@ -41,8 +41,8 @@ def test_a_search_finds_what_the_text_contains(strings):
         states = np.asarray(search.advance(states, tokens_BxT[:, position]))
         for row in range(40):
             texts = text_of(tokens_BxT[row, : position + 1])
-            assert (states[row] == search.found) == any(s in texts for s in strings)
-            assert completing[row, tokens_BxT[row, position]] == (states[row] == search.found)
+            assert (states[row] == search.found_state) == any(s in texts for s in strings)
+            assert completing[row, tokens_BxT[row, position]] == (states[row] == search.found_state)
 
 
 def test_a_string_of_bytes_that_tokens_split_is_found():
@@ -51,7 +51,7 @@ def test_a_string_of_bytes_that_tokens_split_is_found():
     state = np.zeros(1, np.int32)
     for token, found in ((0, False), (4, False), (1, True), (3, True)):
         state = np.asarray(search.advance(state, np.array([token])))
-        assert (state[0] == search.found) == found
+        assert (state[0] == search.found_state) == found
 
 
 @pytest.mark.parametrize("options", [{}, {"slots": 3}, {"slots": 3, "stage_length": 5}], ids=str)

@@ -93,7 +93,7 @@ def test_the_slots_of_each_stage_fit_in_the_cache_of_the_first(actor):
         states = [initial_state(first)]
         repeated = jax.tree.map(lambda x: x.repeat(8, axis=0), prompts)
         for start, limit in ((64, 128), (128, 256), (256, 512), (512, 1024)):
-            _, state, _ = plan_next_stage(first, repeated, states[-1], start, limit)
+            state = plan_next_stage(first, repeated, states[-1], start, limit).state
             states.append(state)
         one = plan_job(actor.decoded, options, params, prompts, keys)
         return states, initial_state(one)

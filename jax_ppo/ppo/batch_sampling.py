@@ -1,0 +1,58 @@
+"""Sample responses to the prompts of a step."""
+
+from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches
+from jax_ppo.ppo.curriculum import CurriculumBatches
+from jax_ppo.ppo.random_keys import training_stream
+from jax_ppo.ppo.report import Reporter
+from jax_ppo.ppo.rewarding import RuleRewards
+from jax_ppo.ppo.run import PPORun
+from jax_ppo.ppo.sampled_batch import SampledBatch
+from jax_ppo.runtime import placement
+from jax_ppo.training.state import TrainState
+
+TrainingBatches = PromptBatches | CurriculumBatches
+
+
+def sample_batch(
+    run: PPORun,
+    state: TrainState,
+    batches: TrainingBatches,
+    step: int,
+    reporter: Reporter,
+    draw: int = 0,
+) -> SampledBatch:
+    """Start to sample responses to the prompts of a step, without waiting for them.
+
+    Then write the metrics of the last update that was dispatched: the actor is updated by the time
+    that sampling starts. (On one CPU device the critic may still be learning beside it.) When
+    sampling one step ahead, that is the update of the step before the current one, and its row
+    includes what the host waited for in between.
+
+    Args:
+      run: the parts of the run.
+      state: holds the policy.
+      batches: yields the prompts.
+      step: the step, from 0.
+      reporter: writes the metrics.
+      draw: which of the step's batches, from 0.
+    """
+    batch = next(batches)
+    run.engine.update_weights(run.policy_params(state))
+    rollout = run.engine.generate(
+        run.place_prompts(batch.prompts),
+        run.sample_keys(training_stream(draw), step),
+        run.sampling,
+    )
+    run.engine.release_weights()  # the update needs the memory
+    reporter.flush()
+    return SampledBatch(batch=batch, rollout=rollout, position=batches.position)
+
+
+def observe_solve_rates(batches: TrainingBatches, batch: PromptBatch, rewards: RuleRewards) -> None:
+    """Update the solve rates of the prompts, if the batches are drawn by them.
+
+    Raises:
+      UserError: the rule does not define correctness.
+    """
+    if isinstance(batches, CurriculumBatches):
+        batches.observe(batch.indices, placement.to_host(rewards.correct))
