@@ -80,10 +80,10 @@ def take_steps(
       The trained parameters, the number of completed steps, and whether a signal has ended the run
       after its current step was saved.
     """
-    config, trainer = run.config, run.config.trainer
+    config = run.config
     params, optimizer_state = start_parameters(run, checkpoints, progress.step)
     reporter.restart_clock()
-    evaluates_first = progress.step == 0 and trainer.val_before_train
+    evaluates_first = progress.step == 0 and config.trainer.val_before_train
     if run.held_out and (evaluates_first or progress.evaluation_pending):
         reporter.report_evaluation(progress.step, evaluate(run, params))
         progress.evaluation_pending = False
@@ -107,18 +107,10 @@ def take_steps(
         completed_steps = step + 1
         reporter.report_later(completed_steps, metrics)
 
-        quality = None
-        if run.held_out and is_due(completed_steps, run.total_steps, trainer.test_freq):
-            reporter.flush()  # the evaluation is not part of the step's time
-            interrupt = functools.partial(stop_request.interrupt_evaluation, completed_steps)
-            try:
-                means = evaluate(run, params, interrupt)
-                quality = reporter.report_evaluation(completed_steps, means)
-            except EvaluationInterrupted:
-                progress.evaluation_pending = True
+        quality = evaluate_if_due(run, params, completed_steps, reporter, stop_request)
         # A preempted run saves even if no checkpoint is due.
         is_preempted = stop_request.should_stop(completed_steps)
-        if is_preempted or is_due(completed_steps, run.total_steps, trainer.save_freq):
+        if is_preempted or is_due(completed_steps, run.total_steps, config.trainer.save_freq):
             reporter.flush()
             meta = {
                 "position": batches.position,
@@ -132,6 +124,31 @@ def take_steps(
             checkpoints.wait()
             return params, completed_steps, True
     return params, run.total_steps, False
+
+
+def evaluate_if_due(
+    run: SupervisedRun,
+    params: Params,
+    completed_steps: int,
+    reporter: Reporter,
+    stop_request: StopRequest,
+) -> float | None:
+    """Evaluate after a step if due; return the quality by which the best checkpoint is chosen.
+
+    Returns `None` if no evaluation is due, or a signal interrupted it.
+    """
+    if not run.held_out or not is_due(
+        completed_steps, run.total_steps, run.config.trainer.test_freq
+    ):
+        return None
+    reporter.flush()  # the evaluation is not part of the step's time
+    interrupt = functools.partial(stop_request.interrupt_evaluation, completed_steps)
+    try:
+        means = evaluate(run, params, interrupt)
+    except EvaluationInterrupted:
+        reporter.progress.evaluation_pending = True
+        return None
+    return reporter.report_evaluation(completed_steps, means)
 
 
 def start_parameters(
@@ -148,7 +165,7 @@ def start_parameters(
     # Shapes first: both a checkpoint and a model's folder are read into their shards.
     shapes = trained_shapes(run.config.supervised, run.model, head, run.mesh)
     if step:
-        arrays, _ = checkpoints.restore(step, shapes)
+        arrays = checkpoints.restore(step, shapes)[0]
         return arrays["params"], arrays["optimizer"]
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
     options = run.config.supervised

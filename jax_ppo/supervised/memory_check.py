@@ -41,9 +41,10 @@ def validate_memory(config: Config, model: Transformer, head: str, mesh: Mesh) -
         return
     remedies = []
     for words, changed, changed_mesh in _possible_changes(config, mesh):
-        left = sum(measure_least_memory(changed, model, head, changed_mesh).values())
-        if left < needed:
-            remedies.append((left, f"{words} needs at least {left / _GIB:.1f}"))
+        changed_need = sum(measure_least_memory(changed, model, head, changed_mesh).values())
+        if changed_need < needed:
+            text = f"{words} needs at least {changed_need / _GIB:.1f}"
+            remedies.append((changed_need, text))
     parts = ", ".join(f"{name} {bytes_ / _GIB:.1f}" for name, bytes_ in least.items())
     suggestions = "; ".join(text for _, text in sorted(remedies))
     raise UserError(

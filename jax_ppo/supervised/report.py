@@ -55,9 +55,14 @@ class Reporter(journal.Journal):
         step, on_mesh = self._pending
         self._pending = None
         # This waits for the step. In the loop the next one has been dispatched before.
-        metrics = {f"train/{name}": float(value) for name, value in jax.device_get(on_mesh).items()}
-        tokens, skipped = metrics["train/tokens"], bool(metrics["train/skipped"])
-        self.write_step(step, metrics, tokens=tokens, skipped=skipped)
+        fetched = jax.device_get(on_mesh)
+        metrics = {f"train/{name}": float(value) for name, value in fetched.items()}
+        self.write_step(
+            step,
+            metrics,
+            tokens=metrics["train/tokens"],
+            skipped=bool(metrics["train/skipped"]),
+        )
 
     def report_evaluation(self, completed_steps: int, means: dict[str, float]) -> float:
         """Write an evaluation; return the quality that the best checkpoint is chosen by."""

@@ -69,7 +69,7 @@ class SupervisedRun:
     def exported_architecture(self) -> Architecture:
         """The model's architecture, with the EOS that responses were trained with."""
         architecture = self.model.architecture
-        # Else a sampler would not end where the trained responses end.
+        # Otherwise a sampler would not stop where the trained responses end.
         eos_ids = (*architecture.eos_ids, self.tokenizer.eos_token_id)
         return dataclasses.replace(architecture, eos_ids=tuple(dict.fromkeys(eos_ids)))
 
@@ -108,8 +108,10 @@ class SupervisedRun:
             shards,
             meshes.needs_large_micro_batches(self.mesh),
         )
+        if count is None:
+            count = num_rows
         # A length of 0 takes no place in a row.
-        is_real = np.arange(num_rows) < (num_rows if count is None else count)
+        is_real = np.arange(num_rows) < count
         plans, counts = packing.plan_packing(
             lengths.sum(0) * is_real,
             np.arange(num_rows)[None],

@@ -56,7 +56,7 @@ def _sum_negative_log_likelihood(
 ) -> Metrics:
     hidden, router_loss = _run_decoder(options, model, params, sequences, rows)
     # At temperature 1, and without the entropy, which this loss does not read.
-    logprobs, _ = forward.token_logprobs(model, params, hidden, rows, 1.0, with_entropy=False)
+    logprobs = forward.token_logprobs(model, params, hidden, rows, 1.0, with_entropy=False)[0]
     return {"loss": -logprobs.sum()} | router_loss
 
 
@@ -74,12 +74,9 @@ def _run_decoder(
 
 def _packed_samples(sequences: Sequences, plan: Packing) -> jax.Array:
     """Return which samples a packing holds, bool [B]."""
-    samples = len(sequences.lengths)
-    return (
-        jnp.zeros(samples, bool)
-        .at[jnp.where(plan.sample >= 0, plan.sample, samples)]
-        .set(True, mode="drop")
-    )
+    dropped = len(sequences.lengths)  # an index out of bounds, which the scatter ignores
+    samples = jnp.where(plan.sample >= 0, plan.sample, dropped)
+    return jnp.zeros(dropped, bool).at[samples].set(True, mode="drop")
 
 
 def _count_pairs(sequences: Sequences, plan: Packing) -> jax.Array:
@@ -104,7 +101,7 @@ def _sum_preferences(
     chosen, rejected = jnp.split(scores_B, 2)
     # Only the pairs in these rows count: the tokens at which they are scored are here.
     has_end = forward.write_values_at(jnp.ones_like(scores_RxL), rows, positions_B, zeros) > 0
-    is_in_rows, _ = jnp.split(has_end, 2)
+    is_in_rows = has_end[: len(chosen)]
     centering = preferences.centering_penalty(chosen, rejected)
     losses = preferences.bradley_terry(chosen, rejected) + options.center_coef * centering
     values = {
@@ -180,7 +177,7 @@ def train_step(
     params, optimizer_state, norm, is_finite = descend(
         transform, params, optimizer_state, grads, rate, key=stored_key
     )
-    # Left alone, the compiler splits what the table replicates, and the next call would compile
+    # Otherwise the compiler splits what the table replicates, and the next call would compile
     # another program.
     params, optimizer_state = constrain_tree((params, optimizer_state), TRAIN_RULES)
     metrics = metrics | {
@@ -223,7 +220,9 @@ def gradients(
 
         gradient_sum, mean_sums = carry
         grads, means = jax.grad(loss, has_aux=True)(params)
-        sum_key = None if key is None else jax.random.fold_in(key, i)
+        sum_key = key
+        if key is not None:
+            sum_key = jax.random.fold_in(key, i)
         return (
             add_gradients(gradient_sum, grads, sum_key),
             jax.tree.map(jnp.add, mean_sums, means),

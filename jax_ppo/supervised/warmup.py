@@ -1,6 +1,6 @@
-"""Supervised warm-up: a small model and its tokenizer, made from worked examples.
+"""Supervised warm-up: a small model and its tokenizer, trained on worked examples.
 
-It gives the embedded arithmetic task something to start from without a download.
+It gives the embedded arithmetic task a model to start from without a download.
 """
 
 import functools
@@ -35,7 +35,7 @@ NUM_EXAMPLES = 8_192  # of each kind, at most
 TOKENIZER_EXAMPLES = 2_000
 ROW_LENGTH = 144  # three worked examples
 WEIGHT_DECAY = 0.5  # without it the model learns examples by heart, not the skill
-BETA2 = 0.95  # with a few hundred steps, moments over a thousand would be those of the beginning
+BETA2 = 0.95  # moments over a thousand steps would remember the start of a few hundred steps
 
 # Factors on the initial weights, whose standard deviation of 0.02 is that of wide models. Without
 # them attention takes twice as many steps to find the operands. Kernels that write to the residual
@@ -47,7 +47,7 @@ RESIDUAL_KERNELS = ("o_proj", "down_proj")
 
 
 def describe_model(config: Config, folder: Path) -> None:
-    """Write the tokenizer and config.json of a small model, which `train_weights` completes.
+    """Write the tokenizer and config.json of a small model, to which `train_weights` adds weights.
 
     Does nothing if the folder already holds a complete model.
 
@@ -91,7 +91,8 @@ def train_weights(config: Config, folder: Path, mesh: Mesh, report: Callable[[st
     """
     if has_weights(folder):
         return
-    create, seed = config.model.create, config.seed
+    create = config.model.create
+    seed = config.seed
     architecture = read_architecture(folder, needs_weights=False)
     model = Transformer(architecture, jnp.dtype(config.model.dtype))
     init = functools.partial(_init_params, model)
@@ -138,7 +139,9 @@ def _init_params(model: Transformer, key: jax.Array) -> Params:
             return EMBEDDING_SCALE * x
         if any(name in names for name in RESIDUAL_KERNELS):
             return RESIDUAL_SCALE * x
-        return KERNEL_SCALE * x if "kernel" in names else x
+        if "kernel" in names:
+            return KERNEL_SCALE * x
+        return x
 
     return jax.tree_util.tree_map_with_path(scale, heads.init_params(model, key, head="lm"))
 
@@ -212,15 +215,7 @@ def train_on_responses(
       mesh: the mesh to train on.
       report: called with lines for the user.
     """
-    optim = CriticOptim(
-        lr=create.lr,
-        lr_warmup_steps=max(create.steps // 20, 1),
-        lr_schedule="linear",
-        min_lr_ratio=create.habit_lr / create.lr,
-        beta2=BETA2,
-        weight_decay=WEIGHT_DECAY,
-    )
-    options = Supervised(optim)
+    options = _training_options(create)
     init = make_optimizer(options.optim, options.grad_clip).init
     shardings = sharding.tree_shardings(mesh, jax.eval_shape(init, params), sharding.TRAIN_RULES)
     opt_state = jax.jit(init, out_shardings=shardings)(params)
@@ -230,11 +225,14 @@ def train_on_responses(
     plans, rows_at_once = _pack_rows(sequences, num_careful, create.batch_size, shards, parts)
     sequences = placement.place(sequences, sharding.replicated(mesh))
     rng = np.random.default_rng(seed)
-    careful_batches, habit_batches = (_draw_rows(plan, rows_at_once, rng) for plan in plans)
+    careful_batches = _draw_rows(plans[0], rows_at_once, rng)
+    habit_batches = _draw_rows(plans[1], rows_at_once, rng)
     last_steps = (create.steps, create.steps + create.habit_steps)
     for step in range(1, last_steps[-1] + 1):
-        batch = next(careful_batches if step <= create.steps else habit_batches)
-        batch = packing_lib.split_columns(batch, shards, parts)
+        batches = careful_batches
+        if step > create.steps:
+            batches = habit_batches
+        batch = packing_lib.split_columns(next(batches), shards, parts)
         rows = placement.place(batch, sharding.rows(mesh, axis=1))
         params, opt_state, metrics = train_step(
             LANGUAGE,
@@ -254,6 +252,20 @@ def train_on_responses(
     return params
 
 
+def _training_options(create: Create) -> Supervised:
+    """Return the options of training; the schedule ends at the habit's learning rate."""
+    return Supervised(
+        CriticOptim(
+            lr=create.lr,
+            lr_warmup_steps=max(create.steps // 20, 1),
+            lr_schedule="linear",
+            min_lr_ratio=create.habit_lr / create.lr,
+            beta2=BETA2,
+            weight_decay=WEIGHT_DECAY,
+        )
+    )
+
+
 def _draw_rows(plan: Packing, count: int, rng: np.random.Generator) -> Iterator[Packing]:
     """Yield batches [1, count, L] of rows without end, each row once before any returns.
 
@@ -263,7 +275,8 @@ def _draw_rows(plan: Packing, count: int, rng: np.random.Generator) -> Iterator[
     while True:
         while len(order) < count:
             order = np.concatenate([order, rng.permutation(len(plan.sample))])
-        drawn, order = order[:count], order[count:]
+        drawn = order[:count]
+        order = order[count:]
         yield jax.tree.map(lambda x, drawn=drawn: x[drawn][None], plan)
 
 
@@ -273,8 +286,8 @@ def _pack_rows(
     """Pack the first `num_careful` examples, and the others.
 
     Returns:
-      Of both parts Packing [rows, L] without empty rows, host arrays, and the number of rows per
-      batch.
+      The packing of each part, host arrays [rows, L] without empty rows; and the number of rows
+      per batch.
     """
     lengths = sequences.prompt_lengths + sequences.lengths
     examples_per_row = max(1, ROW_LENGTH // int(lengths[:num_careful].mean()))
@@ -284,7 +297,7 @@ def _pack_rows(
     packed = []
     for examples in np.split(np.arange(len(lengths)), [num_careful]):
         # One row per "micro-batch" in the plan, so that rows can be drawn one by one.
-        plans, _ = packing_lib.plan_packing(lengths, examples[None], 1, row_length)
+        plans = packing_lib.plan_packing(lengths, examples[None], 1, row_length)[0]
         plan = jax.tree.map(lambda x: x[0, :, 0], plans)
         is_used = (plan.sample >= 0).any(1)
         packed.append(jax.tree.map(lambda x, is_used=is_used: x[is_used], plan))

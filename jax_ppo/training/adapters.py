@@ -1,4 +1,4 @@
-"""Which adapters a role has: those in its folder, or new ones as the options say."""
+"""The shape of a role's adapters: those in its folder, or new ones as the options describe."""
 
 import logging
 from pathlib import Path
@@ -27,8 +27,8 @@ def read_actor_lora(
 
     Args:
       options: the section of the config.
-      adapters_folder: of the adapters that the actor starts from; `None` for new ones.
-      base_folder: of the model that they stand on.
+      adapters_folder: the adapters that the actor starts from; `None` for new ones.
+      base_folder: the model that they apply to.
       architecture: that model's.
 
     Raises:
@@ -51,7 +51,7 @@ def read_actor_lora(
 
 
 def existing_targets(text: str, architecture: Architecture) -> tuple[str, ...]:
-    """Return the projections that `model.lora.targets` names; all-linear names those there are.
+    """Return the projections that `model.lora.targets` names; all-linear names all of the model's.
 
     Raises:
       UserError: the model lacks a projection that is named.
@@ -68,7 +68,7 @@ def existing_targets(text: str, architecture: Architecture) -> tuple[str, ...]:
 
 
 def targets_beside_experts(text: str) -> tuple[str, ...]:
-    """Return the projections that `model.lora.targets` names where those of the MLP are experts'.
+    """Return the projections that `model.lora.targets` names in a model with experts.
 
     As in PEFT, all-linear does not include experts.
 

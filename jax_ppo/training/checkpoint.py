@@ -170,7 +170,7 @@ class Checkpointer:
         Raises:
           UserError: the directory cannot be used.
         """
-        # In the directory of the checkpoints: who removes it begins another run.
+        # In the directory of the checkpoints: removing that directory begins another run.
         path = self._manager.directory / RUN_ID
 
         def name_run() -> None:
@@ -178,7 +178,10 @@ class Checkpointer:
                 path.write_text(secrets.token_hex(8))
 
         distributed.run_on_main(name_run)
-        run_id = distributed.allgather_json(path.read_text() if distributed.is_main() else "")[0]
+        run_id = ""
+        if distributed.is_main():
+            run_id = path.read_text()
+        run_id = distributed.allgather_json(run_id)[0]
         self._local = LocalCheckpoints(
             directory, run_id, mesh, self._manager.latest_step(), self._report
         )
@@ -186,7 +189,7 @@ class Checkpointer:
     def save_local(self, step: int, arrays: dict[str, Any], meta: dict) -> None:
         """Copy the arrays and return; each process writes its shards to its local disk.
 
-        Arguments are those of `save`. It needs `keep_local`.
+        Arguments are those of `save`. `keep_local` must have been called before.
 
         Raises:
           UserError: the disk has too little space, or the previous save failed.
@@ -198,7 +201,7 @@ class Checkpointer:
     def latest_step(self) -> int | None:
         """Return the step of the newest checkpoint, or `None` if there is none."""
         if self._local is not None and self._local.step is not None:
-            return self._local.step  # those of the work directory were older
+            return self._local.step  # the checkpoints of the work directory are older
         return self._manager.latest_step()
 
     def best_step(self) -> int | None:
@@ -208,11 +211,9 @@ class Checkpointer:
         """
         self.wait()  # metrics are read from disk
         step = self._manager.best_step()
-        return (
-            None
-            if step is None or self._quality(self._manager.metrics(step)) == -math.inf
-            else step
-        )
+        if step is None or self._quality(self._manager.metrics(step)) == -math.inf:
+            return None
+        return step
 
     def restore(self, step: int, abstract: dict[str, Any]) -> tuple[dict[str, Any], dict]:
         """Read a checkpoint.
@@ -246,9 +247,11 @@ class Checkpointer:
         self._validate_files(step)
         checkpoint = f"checkpoint {step} in {self._directory}"
         for name, tree in wanted.items():
+            saved_shapes = None
             saved_tree = self.saved_tree(step, name)
-            saved = None if saved_tree is None else _shapes(saved_tree)
-            _validate_shapes(checkpoint, name, saved, tree)
+            if saved_tree is not None:
+                saved_shapes = _shapes(saved_tree)
+            _validate_shapes(checkpoint, name, saved_shapes, tree)
         items = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
         restored = self._manager.restore(
             step, args=ocp.args.Composite(**items, **{META: ocp.args.JsonRestore()})
@@ -266,15 +269,16 @@ class Checkpointer:
           Nested dicts of objects with `shape` and `dtype`.
         """
         path = self._manager.directory / str(step) / name
-        return ocp.StandardCheckpointHandler().metadata(path).tree if path.exists() else None
+        if not path.exists():
+            return None
+        return ocp.StandardCheckpointHandler().metadata(path).tree
 
     def restore_item(self, step: int, name: str, abstract: Any) -> Any:
         """Read one tree of a checkpoint, as `restore` does."""
-        arrays, _ = self.restore(step, {name: abstract})
-        return arrays[name]
+        return self.restore(step, {name: abstract})[0][name]
 
     def wait(self) -> None:
-        """Wait until everything saved is on disk, and raise what went wrong."""
+        """Wait until everything saved is on disk, and raise the error if a save failed."""
         # Background errors of the last save surface here.
         with self._disk_errors():
             self._manager.wait_until_finished()
@@ -292,7 +296,7 @@ class Checkpointer:
 
     def _prepare_save(self) -> None:
         step, needed = self._saving
-        # Asked beforehand, since tensorstore has no short error for a full disk.
+        # Checked beforehand, since tensorstore has no short error for a full disk.
         if not self._is_remote:
             what = f"the checkpoint of step {step}"
             disk_space.require_free_space(Path(self._directory), needed, what)
@@ -340,8 +344,8 @@ def _validate_shapes(
     """Compare names and shapes before anything is read: other errors name no parameter.
 
     Args:
-      checkpoint: what messages call it.
-      name: that of the tree.
+      checkpoint: its name in messages.
+      name: the tree's name.
       saved: the shapes in the checkpoint; `None` if it has no such tree.
       abstract: the tree to read.
 
@@ -359,10 +363,10 @@ def _validate_shapes(
         if saved.get(key) != wanted.get(key)
     ]
     if wrong:
-        more = f" and {len(wrong) - MAX_SHOWN} more" if len(wrong) > MAX_SHOWN else ""
-        raise UserError(
-            f"{checkpoint} is of another model or optimizer: {'; '.join(wrong[:MAX_SHOWN])}{more}"
-        )
+        shown = "; ".join(wrong[:MAX_SHOWN])
+        if len(wrong) > MAX_SHOWN:
+            shown += f" and {len(wrong) - MAX_SHOWN} more"
+        raise UserError(f"{checkpoint} is of another model or optimizer: {shown}")
 
 
 def _num_bytes(array: Any) -> int:

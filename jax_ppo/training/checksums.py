@@ -70,7 +70,9 @@ class ChecksummedBucketPath(ocp.path.atomicity.CommitFileTemporaryPath):
 
 def temporary_path_class(directory: str) -> type[ocp.path.atomicity.TemporaryPathBase]:
     """Return how checkpoints in a directory, a path or an address, become complete."""
-    return ChecksummedBucketPath if remote.is_address(directory) else ChecksummedPath
+    if remote.is_address(directory):
+        return ChecksummedBucketPath
+    return ChecksummedPath
 
 
 def write_checksums(folder: Path) -> None:
@@ -116,6 +118,8 @@ def find_bucket_damage(address: str) -> str | None:
 
 
 def _compare_listing(expected: dict[str, Any], files: dict[str, RemoteFile]) -> str | None:
+    if not expected:
+        return f"{CHECKSUMS} names no file"
     for name, entry in expected.items():
         if name not in files:
             return f"{name} is missing"
@@ -123,7 +127,7 @@ def _compare_listing(expected: dict[str, Any], files: dict[str, RemoteFile]) -> 
             return f"{name} has {files[name].size} bytes instead of {entry['bytes']}"
         if files[name].version != entry["crc32c"]:
             return f"the checksum of {name} differs"
-    return None if expected else f"{CHECKSUMS} names no file"
+    return None
 
 
 def find_damage(folder: Path, *, small_files_only: bool = False) -> str | None:
@@ -151,8 +155,9 @@ def find_damage(folder: Path, *, small_files_only: bool = False) -> str | None:
             return f"{name} is missing"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes instead of {size}"
-    limit = _SMALL_FILE_BYTES if small_files_only else float("inf")
-    paths = [path for path, (size, _) in expected.items() if size <= limit]
+    paths = list(expected)
+    if small_files_only:
+        paths = [path for path in paths if expected[path][0] <= _SMALL_FILE_BYTES]
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         for path, checksum in zip(paths, pool.map(_checksum_or_none, paths), strict=True):
             if checksum is None:
@@ -213,8 +218,8 @@ class _BucketFolders:
 def set_damaged_aside(directory: str | os.PathLike, report: Callable[[str], None]) -> int | None:
     """Rename damaged checkpoints, so that the newest one in the directory is intact.
 
-    Only the newest intact checkpoint is read completely. Older ones are the best of the run or
-    spare: their sizes and small files, which hold their metrics, are compared.
+    Only the newest intact checkpoint is read completely. Of older ones, which are the best of the
+    run or spare, the sizes and the small files, which hold the metrics, are compared.
 
     Args:
       directory: a path or a gs:// address; it holds a folder per step.
@@ -235,7 +240,8 @@ def set_damaged_aside(directory: str | os.PathLike, report: Callable[[str], None
         folder = f"{directory}/{step}"
         damage = folders.find_damage(str(step), small_files_only=newest is not None)
         if damage is None:
-            newest = step if newest is None else newest
+            if newest is None:
+                newest = step
         elif newest is not None and damage.endswith("is missing"):
             # Old checkpoints are deleted file by file; the run was killed while it did so.
             folders.remove(str(step))

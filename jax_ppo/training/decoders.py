@@ -1,4 +1,4 @@
-"""Decoders for a machine: the programs that compute their attention, and the rows these take."""
+"""Decoders for a machine: their attention programs, and the row lengths that these take."""
 
 import jax
 import jax.extend
@@ -16,8 +16,8 @@ from jax_ppo.runtime.parallelism.context import num_row_parts
 def packed_row_length(config: Config) -> int:
     """Return L, the number of tokens of a packed row in PPO.
 
-    Unless configured it is that of the longest sample, rounded up so that the platform's attention
-    program runs. Packed rows hold further samples in the rest.
+    Unless configured, it is the length of the longest sample, rounded up so that the platform's
+    attention program runs. Further samples fill what is left of a row.
     """
     return config.packing.row_length or attention_programs.round_row_length(
         config.model.attention, _platform(), config.sequence_length, config.mesh.context
@@ -82,7 +82,7 @@ def describe_attention(
       row_length: L, tokens per packed row.
       decodes: whether the built-in engine samples from this decoder.
     """
-    program, platform = decoder.attention, _platform()
+    platform = _platform()
     reason = None
     if options.attention == "auto":
         architecture = decoder.architecture
@@ -95,7 +95,7 @@ def describe_attention(
             architecture.attention_softcap,
             gpu_generation=_gpu_generation(),
         )
-    line = f"attention: {program} for packed rows of {row_length} tokens"
+    line = f"attention: {decoder.attention} for packed rows of {row_length} tokens"
     if num_row_parts() > 1:
         line += f" in {num_row_parts()} parts"
     if reason:
@@ -114,7 +114,9 @@ def _platform() -> str:
     if platform != backend.platform:
         return {"gpu": "cuda"}.get(platform, platform)
     # JAX calls both kinds of GPU "gpu"; the version names CUDA or ROCm.
-    return backend.platform_version.split()[0] if backend.platform == "gpu" else backend.platform
+    if backend.platform == "gpu":
+        return backend.platform_version.split()[0]
+    return backend.platform
 
 
 def _gpu_generation() -> int | None:

@@ -32,10 +32,9 @@ def hidden_states(
 
     All passes of scoring and update go through this function or the next one.
     """
-    hidden, _ = run_decoder(
+    return run_decoder(
         model, params, rows, with_router_loss=False, replays_routing=replays_routing
-    )
-    return hidden
+    )[0]
 
 
 def run_decoder(
@@ -53,17 +52,22 @@ def run_decoder(
       rows: the micro-batch.
       with_router_loss: `False` returns `None` for the loss (experts.balance_losses).
       replays_routing: whether tokens pass through the experts that the sampler recorded, if it
-        recorded any: those of the actor, which no other model would have selected.
+        recorded any. Only for the actor, whose experts these are.
     """
     model = model.clone(router_loss=with_router_loss)
+    routed_experts = None
+    if replays_routing:
+        routed_experts = rows.routed_experts
     output: Any = model.apply(
         {"params": params},
         rows.tokens,
         rows.positions,
         rows.segments,
-        routed_experts=rows.routed_experts if replays_routing else None,
+        routed_experts=routed_experts,
     )
-    return output.hidden, output.auxiliary["router_loss"].mean(0) if with_router_loss else None
+    if not with_router_loss:
+        return output.hidden, None
+    return output.hidden, output.auxiliary["router_loss"].mean(0)
 
 
 def token_logprobs(
@@ -87,14 +91,13 @@ def token_logprobs(
     Returns:
       Two arrays in float32 nats, 0 where `rows.mask` is False.
     """
-    # Positions are grouped by device, so that no hidden states move between devices.
     temperature, cap = product_scaling(model.architecture, temperature)
-    hidden, targets, mask = (split_by_device(x) for x in (hidden, rows.targets, rows.mask))
+    # Positions are grouped by device, so that no hidden states move between devices.
     values, entropy = logprobs.token_logprobs(
-        hidden,
+        split_by_device(hidden),
         output_embedding(params),
-        targets,
-        mask,
+        split_by_device(rows.targets),
+        split_by_device(rows.mask),
         temperature,
         with_entropy=with_entropy,
         logit_softcap=cap,
@@ -127,13 +130,12 @@ def reference_kl(
       temperature: divides the logits of both, > 0.
     """
     temperature, cap = product_scaling(model.architecture, temperature)
-    hidden, ref_hidden, mask = (split_by_device(x) for x in (hidden, ref_hidden, rows.mask))
     return vocabulary_kl.full_kl(
-        hidden,
+        split_by_device(hidden),
         output_embedding(params),
-        ref_hidden,
+        split_by_device(ref_hidden),
         output_embedding(reference),
-        mask,
+        split_by_device(rows.mask),
         temperature,
         logit_softcap=cap,
         layout=UNEMBEDDING,
@@ -166,16 +168,16 @@ def write_last_values(
 def score_positions(sequences: Sequences, pad_id: int | None) -> Int[Array, " B"]:
     """Return the position at which a decoder's score of each sequence is read.
 
-    It is that of the last token that is not `pad_id`, as in transformers' sequence classifiers:
-    with `pad_id` the EOS, the token before the final EOS. A sequence of `pad_id` only is read at
-    its first token. With `pad_id=None` it is the last token.
+    It is the position of the last token that is not `pad_id`, as in transformers' sequence
+    classifiers; if `pad_id` is the EOS, that is the token before the final EOS. A sequence of
+    `pad_id` only is read at its first token. With `pad_id=None` it is the last token.
     """
     # The largest readable column; 0 if there is none.
     column = jnp.arange(sequences.tokens.shape[1])
     lengths = sequences.prompt_lengths + sequences.lengths
     is_readable = column < lengths[:, None]
     if pad_id is not None:
-        # By token id, as transformers' sequence classifiers do.
+        # By token id, not by position.
         is_readable &= sequences.tokens != pad_id
     return jnp.max(jnp.where(is_readable, column, 0), axis=1)
 

@@ -36,8 +36,8 @@ class LocalCheckpoints:
     Every process of the run creates one and calls its methods in the same order.
 
     Attributes:
-      step: that of the newest checkpoint that every process had when this object was created, or
-        `None`.
+      step: the step of the newest checkpoint that every process had when this object was created,
+        or `None`.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class LocalCheckpoints:
 
         Args:
           directory: on a disk of this machine.
-          run_id: tells the runs that use the directory apart.
-          mesh: that of the run; checkpoints of another one are not used.
-          shared_step: that of the newest checkpoint in the work directory, which replaces older
+          run_id: distinguishes the runs that use the directory.
+          mesh: the run's mesh; checkpoints of another mesh are not used.
+          shared_step: the step of the newest checkpoint in the work directory, which replaces older
             local ones.
           report: called with a line if there are checkpoints, but none that all processes can use.
 
@@ -75,7 +75,7 @@ class LocalCheckpoints:
         self._saved_step: int | None = None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self.step = self._agree_on_step(-1 if shared_step is None else shared_step, report)
+            self.step = self._agree_on_step(shared_step, report)
             self._remove_all_but(self.step)
         except OSError as error:
             raise _directory_error(error) from error
@@ -137,7 +137,7 @@ class LocalCheckpoints:
           The arrays, and `meta`.
 
         Raises:
-          UserError: the arrays are laid out otherwise than those of the checkpoint.
+          UserError: the arrays have another layout than those of the checkpoint.
         """
         manifest = self._read_manifest(self.step)
 
@@ -193,8 +193,10 @@ class LocalCheckpoints:
 
         return jax.make_array_from_callback(x.shape, x.sharding, read_shard)
 
-    def _agree_on_step(self, shared_step: int, report: Callable[[str], None]) -> int | None:
-        steps = [step for step in self._saved_steps() if step > shared_step]
+    def _agree_on_step(self, shared_step: int | None, report: Callable[[str], None]) -> int | None:
+        steps = self._saved_steps()
+        if shared_step is not None:
+            steps = [step for step in steps if step > shared_step]
         usable = [step for step in steps if self._is_usable(step)]
         answers = distributed.allgather_json({"saved": steps, "usable": usable})
         common = set.intersection(*(set(answer["usable"]) for answer in answers))
@@ -223,7 +225,7 @@ class LocalCheckpoints:
                 shutil.rmtree(path)
 
     def _write(self, step: int, manifest: str, shards: list[np.ndarray]) -> None:
-        # Not flushed to the disk: after a loss of power the checksums tell what is missing.
+        # Not flushed to the disk: after a loss of power the checksums show what is missing.
         temporary = self._folder / f"{step}.tmp"
         temporary.mkdir()
         for number, shard in enumerate(shards):

@@ -72,8 +72,8 @@ def read_networks(config: Config, folders: Folders, needs_weights: bool = True) 
       UserError: an architecture is not supported, the reward model is not a reward model, adapters
         do not fit their base, or an attention program cannot run on this machine.
     """
-    # Only config.json is read here; weights are loaded once everything is validated. Those of a
-    # small model of the run's own are trained after that.
+    # Only config.json is read here; weights are loaded once everything is validated. A small model
+    # that the run makes for itself is trained after that.
     actor_needs_weights = needs_weights and bool(config.model.path)
     architecture = read_architecture(folders.actor, actor_needs_weights)
     decoder = build_decoder(architecture, config.model, packed_row_length(config))
@@ -86,9 +86,10 @@ def read_networks(config: Config, folders: Folders, needs_weights: bool = True) 
         quantized=config.rollout.quantization == "int8",
         lora=lora,
     )
-    critic = _read_critic(
-        config, folders, actor, needs_weights if config.critic.path else actor_needs_weights
-    )
+    critic_needs_weights = actor_needs_weights
+    if config.critic.path:
+        critic_needs_weights = needs_weights
+    critic = _read_critic(config, folders, actor, critic_needs_weights)
     refuse_router_loss("config.actor", config.actor.router_aux_loss_coef, actor)
     refuse_router_loss("config.critic", config.critic.router_aux_loss_coef, critic)
     refuse_router_replay(config.actor.router_replay.mode, actor)

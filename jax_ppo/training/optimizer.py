@@ -37,12 +37,13 @@ def make_optimizer(options: Optim, grad_clip: float) -> optax.GradientTransforma
     )
 
     def init(params: Params) -> optax.OptState:
-        # optax has an option for the type of the first moment only. The count stays an integer.
-        state = transform.init(params)
-        dtype = jnp.dtype(options.moments_dtype)
-        return jax.tree.map(
-            lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, state
-        )
+        # optax has an option for the type of the first moment only.
+        def cast(x: jax.Array) -> jax.Array:
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                return x  # the number of steps
+            return x.astype(options.moments_dtype)
+
+        return jax.tree.map(cast, transform.init(params))
 
     return optax.GradientTransformation(init, transform.update)
 
@@ -54,11 +55,13 @@ def rounding_seed(options: Optim, seed: int) -> int:
     round nothing.
     """
     stored = (options.param_dtype, options.moments_dtype, options.gradient_dtype)
-    return seed if "bfloat16" in stored else 0
+    if "bfloat16" in stored:
+        return seed
+    return 0
 
 
 def rounding_keys(seed: int, role: str, opt_state: optax.OptState) -> tuple[jax.Array, jax.Array]:
-    """Return the keys of the coming optimizer step: of what it stores, and of its gradient sum.
+    """Return two keys for the next optimizer step: for what it stores, and for its gradient sum.
 
     They depend on the number of steps taken, so that a resumed run continues with the same noise.
 

@@ -71,7 +71,9 @@ def row_width(longest: int, parts: int = 1) -> int:
         power *= 2
     # With a width between powers of two, at most a third of a row above 256 is wasted.
     between = power * 3 // 4
-    return between if power > 256 and longest <= between else power
+    if power > 256 and longest <= between:
+        return between
+    return power
 
 
 def assign_to_rows(
@@ -101,7 +103,8 @@ def assign_to_rows(
         if candidate < len(free_space):
             free, row = free_space.pop(candidate)
         else:
-            free, row = row_length, len(rows)
+            free = row_length
+            row = len(rows)
             rows.append([])
         rows[row].append(i)
         bisect.insort(free_space, (free - int(lengths[i]), row))
@@ -215,7 +218,7 @@ class Rows:
       segments: the sample that attention stays inside; -1 in empty places.
       targets: the following token of the same sample, 0 where `mask` is False.
       samples: index of the sample, 0 in empty places.
-      steps: index of the target in its response; any valid index where it is no response token.
+      steps: index of the target in its response; any valid index if it is not a response token.
       mask: True where the target is a token that the policy chose (`action_mask`). Log-probs,
         values and losses are defined there.
       routed_experts: the experts of each token that the sampler recorded, any in empty places;

@@ -28,7 +28,6 @@ from jax_ppo.types import Params
 # Streams of random numbers for new adapters. The sampler's streams have lower numbers.
 ADAPTER_STREAMS = {"actor": 3, "critic": 4}
 
-
 # Returns, for the name of a tree, the callback (tensors read, tensors in all) of its loader.
 LoadingProgress = Callable[[str], Callable[[int, int], None] | None]
 
@@ -102,7 +101,7 @@ def create_policy_state(
     actor = _load_role(
         "actor",
         nets.actor,
-        folders.adapters if config.has_adapters else folders.actor,
+        _actor_folder(config, folders),
         shardings.actor,
         head="lm",
         dtype=jnp.float32,
@@ -127,7 +126,7 @@ def _create_trained(
 ) -> dict[str, Any]:
     """Return everything that training changes, for a run that starts at step 0."""
     load = functools.partial(_load_role, seed=config.seed, progress=progress)
-    actor_folder = folders.adapters if config.has_adapters else folders.actor
+    actor_folder = _actor_folder(config, folders)
     params = {
         "actor": load(
             "actor",
@@ -139,12 +138,13 @@ def _create_trained(
         )
     }
     if nets.critic:
-        # With adapters the actor's folder is the base: its adapters come from elsewhere.
-        starts_as_actor = folders.critic_starts_as_actor
+        critic_folder = folders.critic
+        if folders.critic_starts_as_actor:
+            critic_folder = actor_folder
         params["critic"] = load(
             "critic",
             nets.critic,
-            actor_folder if starts_as_actor else folders.critic,
+            critic_folder,
             shardings.critic,
             head="reward" if config.critic.keep_head else "scalar",
             dtype=param_dtype(config, "critic"),
@@ -165,6 +165,14 @@ def _create_trained(
         "optimizer": optimizers,
         "control": placement.place(jax.device_get(control), shardings.step),
     }
+
+
+def _actor_folder(config: Config, folders: Folders) -> Path | None:
+    """Return the folder of what is trained of the actor; `None` for new adapters."""
+    # With adapters `folders.actor` is their base.
+    if config.has_adapters:
+        return folders.adapters
+    return folders.actor
 
 
 def _create_optimizer_state(options: Actor | Critic, params: Params, shardings: Any) -> Any:

@@ -76,8 +76,9 @@ def state_shapes(config: Config, nets: Networks, mesh: Mesh) -> TrainState:
         if config.algorithm.reference_offload:
             reference = _in_host_memory(reference, mesh)
     if nets.reward is not None:
-        is_encoder = isinstance(nets.reward, Deberta)
-        rules = sharding.ENCODER_RULES if is_encoder else sharding.TRAIN_RULES
+        rules = sharding.TRAIN_RULES
+        if isinstance(nets.reward, Deberta):
+            rules = sharding.ENCODER_RULES
         reward = frozen(_init_shapes(nets.reward, "scalar"), rules)
         if config.reward.param_offload:
             reward = _in_host_memory(reward, mesh)

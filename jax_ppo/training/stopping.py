@@ -37,9 +37,9 @@ class StopRequest:
         return self._should_stop
 
     def interrupt_evaluation(self, step: int) -> None:
-        """Raise if the run is to end, for between the batches of the evaluation after a step.
+        """Raise if the run is to end; call it between the batches of the evaluation after a step.
 
-        All processes must call it equally often. `should_stop` of the step agrees with it.
+        All processes must call it equally often. `should_stop` then gives the same answer.
 
         Raises:
           EvaluationInterrupted: SIGTERM or Ctrl-C asked the run to save and end.
