@@ -24,7 +24,7 @@ _program_compiler: ContextVar[ProgramCompiler | None] = ContextVar("program_comp
 
 
 def enable_cache(option: str, report: Callable[[str], None]) -> None:
-    """Make JAX keep what it compiles, and look there before it compiles.
+    """Make JAX keep compiled programs on disk, and look for them there before it compiles.
 
     Call it before any computation. Several processes, of one run or of several, may use one folder.
     JAX identifies programs by what is computed, on which kind of device and by which version of the
@@ -43,7 +43,7 @@ def enable_cache(option: str, report: Callable[[str], None]) -> None:
     if is_local:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            # Existing is not enough: the folder may be read-only.
+            # That the folder exists is not enough: it may be read-only.
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             report(

@@ -1,10 +1,10 @@
 """JAX's coordination service in a process of its own, which outlives process 0.
 
-In process 0 itself the service would be gone when that process is killed. JAX ends a process whose
+Inside process 0 the service would be gone when that process is killed. JAX ends a process whose
 connection to the service breaks, at once and without naming the one that has ended. Here the
 service stays until the lifeline, which does name it, has ended the others. The service itself
-notices a process that is alive but frozen, by its missing heartbeats. JAX then aborts the others;
-the service's process says which one it was.
+notices a process that is alive but frozen by its missing heartbeats. JAX then aborts the others,
+and the service's process reports which one it was.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class ServiceProcess:
     """The service, as far as `jax.distributed` uses it."""
 
     def __init__(self, address: str, num_nodes: int, **options: Any) -> None:
-        """Start the service; the arguments are those of JAX's own class.
+        """Start the service; the arguments are those of the class in JAX.
 
         Raises:
           UserError: it does not start, for example because the address is in use.

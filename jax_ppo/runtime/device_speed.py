@@ -1,4 +1,4 @@
-"""Peak rates of accelerators, by the name that JAX has for them."""
+"""Peak rates of accelerators, by JAX's name of the device."""
 
 import dataclasses
 
@@ -49,4 +49,6 @@ def total_peak_flops() -> float | None:
     """Return the peak FLOPs per second of all devices of the run; `None` if one is unknown."""
     rates = [PEAK_RATES.get(device.device_kind) for device in jax.devices()]
     known = [rate.flops for rate in rates if rate is not None]
-    return sum(known) if len(known) == len(rates) else None
+    if len(known) < len(rates):
+        return None
+    return sum(known)

@@ -27,11 +27,13 @@ def run_together(programs: list[Program]) -> list[Any]:
     """Dispatch the programs and return their results without blocking.
 
     They are dispatched in order, so that a program compiled for the first is found by the next. JAX
-    runs what one thread dispatches one after the other; to overlap, each program but the first is
-    dispatched by a thread of its own. The intermediate memory of all programs is needed at once.
+    runs programs that one thread dispatches one after the other; to overlap, each program but the
+    first is dispatched by its own thread. The intermediate memory of all programs is needed at
+    once.
     """
-    dispatch_next = _dispatch_in_thread if num_lanes() > 1 else _dispatch
-    return [*map(_dispatch, programs[:1]), *map(dispatch_next, programs[1:])]
+    if num_lanes() == 1:
+        return [_dispatch(program) for program in programs]
+    return [*map(_dispatch, programs[:1]), *map(_dispatch_in_thread, programs[1:])]
 
 
 def _dispatch(program: Program) -> Any:

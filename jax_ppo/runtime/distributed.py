@@ -34,14 +34,14 @@ from jax_ppo.runtime.lifeline import Lifeline
 
 # jax.distributed.initialize() detects Slurm by these; srun sets all of them, sbatch alone does not.
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
-_MESSAGE_BYTES = 4096  # of an error that one process sends to the others
+_MESSAGE_BYTES = 4096  # of an error message that one process sends to the others
 # Keys of the store that JAX's coordination service shares between the processes.
 _STOP_REQUESTS = "jax_ppo/stop/requests"
 _STOP_DECISIONS = "jax_ppo/stop/decisions"
 _FOREVER_MS = 7 * 24 * 3600 * 1000
 _LAST_BARRIER_MS = 3600 * 1000  # one process may still upload what another has ready
 _stop_questions = itertools.count()
-# A collective that fails because another process has ended waits so long for the reason.
+# How long a process whose collective failed waits to learn that another process has ended.
 _REASON_SECONDS = 5
 _lifeline: Lifeline | None = None
 # Hosts may start minutes apart. JAX's own limit is as long, but aborts with a stack trace.
@@ -150,10 +150,12 @@ def agree_on_signal(received: signal.Signals | None) -> signal.Signals | None:
         requests = {int(value) for _, value in client.key_value_dir_get(_STOP_REQUESTS)}
         number = signal.SIGINT if signal.SIGINT in requests else max(requests, default=0)
         client.key_value_set(decision, str(int(number)))
-    # No time limit of its own: the heartbeats end a process whose main process is dead.
+    # Without a time limit: the heartbeats end a process whose main process is dead.
     with stragglers.waiting():
         number = int(client.blocking_key_value_get(decision, _FOREVER_MS))
-    return signal.Signals(number) if number else None
+    if not number:
+        return None
+    return signal.Signals(number)
 
 
 def run_on_main(function: Callable[[], object]) -> None:
@@ -240,7 +242,7 @@ def end_all(reason: str, code: int = 1) -> NoReturn:
 def end_stalled_run(reason: str) -> NoReturn:
     """End all processes because one hangs.
 
-    The exit code asks for a new start: a device or the network may not hang again.
+    The exit code asks for a restart, since a device or the network may not hang again.
     """
     end_all(reason, signals.LOST_EXIT_CODE)
 

@@ -33,8 +33,8 @@ class Lifeline:
         """Create it without connections; `listen` or `connect` adds them.
 
         Args:
-          process: The number of this process.
-          on_end: Called in the thread with the number of the process that ended, the reason and the
+          process: the number of this process.
+          on_end: called in the thread with the number of the process that ended, the reason and the
             exit code.
         """
         self._process = process
@@ -49,8 +49,8 @@ class Lifeline:
 
         Args:
           store: JAX's client of the coordination service.
-          host: The name or address under which the others reach this machine.
-          seconds: After how long without an answer a machine counts as gone.
+          host: the name or address under which the others reach this machine.
+          seconds: after how long without an answer a machine counts as gone.
         """
         self._token = secrets.token_hex(16)
         dual = socket.has_dualstack_ipv6()
@@ -66,7 +66,7 @@ class Lifeline:
 
         Args:
           store: JAX's client of the coordination service.
-          seconds: After how long without an answer the machine of process 0 counts as gone.
+          seconds: after how long without an answer the machine of process 0 counts as gone.
 
         Raises:
           OSError: process 0 cannot be reached.
@@ -86,8 +86,8 @@ class Lifeline:
         """Tell the others that this process ends.
 
         Args:
-          reason: Why the run has failed; `None` if this process is merely done.
-          code: The exit code of all.
+          reason: why the run has failed; `None` if this process has finished.
+          code: the exit code of all processes.
         """
         self._is_over.set()
         self._broadcast(self._process, reason, code)
@@ -141,10 +141,12 @@ class Lifeline:
                 self._end(peer.process, WITHOUT_A_WORD, signals.LOST_EXIT_CODE)
 
     def _identify(self, line: bytes) -> int | None:
-        """Return the number of the process that connects, `None` for a stranger."""
+        """Return the number of the process that connects, `None` for an unknown one."""
         try:
             message = json.loads(line)
-            return message["process"] if message["token"] == self._token else None
+            if message["token"] != self._token:
+                return None
+            return message["process"]
         except (ValueError, TypeError, KeyError):
             return None
 

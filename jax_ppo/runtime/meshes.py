@@ -1,11 +1,11 @@
 """Meshes: the devices of a run, arranged along named axes.
 
 Axes: `data` replicates the parameters; `fsdp` splits parameters and optimizer states, which are
-gathered layer by layer; `expert` shares out the experts of a mixture of experts, and does the same
-with other parameters; `context` does the same with all, and its devices hold parts of the same
-packed rows; `model` splits each matrix product (tensor parallelism); `stage` splits the layers. The
-rows of a batch are split over stage x data x fsdp x expert x context. What the devices of an axis
-compute and exchange is the subject of a file in parallelism/.
+gathered layer by layer; `expert` divides the experts of a mixture of experts among its devices, and
+splits other parameters as `fsdp` does; `context` splits all parameters so, and its devices hold
+parts of the same packed rows; `model` splits each matrix product (tensor parallelism); `stage`
+splits the layers. The rows of a batch are split over stage x data x fsdp x expert x context. What
+the devices of an axis compute and exchange is the subject of a file in parallelism/.
 
 A further axis is a field of `config.schema.MeshShape` and named in `AXES`; in `ROWS` if it splits
 the rows of a batch, and in the rules of the parameters that it splits (sharding.py).
@@ -46,7 +46,8 @@ def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh
       UserError: the sizes do not multiply to the number of devices, or slices have different
         numbers of them.
     """
-    devices = jax.devices() if devices is None else devices
+    if devices is None:
+        devices = jax.devices()
     sizes = {axis: getattr(shape, axis) for axis in AXES}
     known = math.prod(size for size in sizes.values() if size != -1)
     free = [axis for axis, size in sizes.items() if size == -1]
@@ -63,7 +64,7 @@ def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh
 
 
 def _devices_per_slice(devices: Sequence[jax.Device]) -> collections.Counter[int]:
-    """Count the devices of each slice, inside of which devices have a fast network of their own.
+    """Count the devices of each slice, inside which a fast network connects them.
 
     Slices are those of a TPU Multislice job, or the hosts of a GPU job.
     """
@@ -116,16 +117,22 @@ def make_rollout_mesh(mesh: Mesh, shape: RolloutMesh) -> Mesh:
     if shape.model is None:
         return mesh
     others = shape.context * shape.model
-    data = mesh.size // others if shape.data == -1 else shape.data
+    data = shape.data
+    if data == -1:
+        data = mesh.size // others
     if data * others != mesh.size:
-        context = f" x config.rollout.mesh.context={shape.context}" if shape.context > 1 else ""
+        factors = [f"config.rollout.mesh.data={shape.data}"]
+        if shape.context > 1:
+            factors.append(f"config.rollout.mesh.context={shape.context}")
+        factors.append(f"config.rollout.mesh.model={shape.model}")
         raise UserError(
-            f"config.rollout.mesh.data={shape.data}{context} x config.rollout.mesh.model="
-            f"{shape.model}: must multiply to the number of devices, {mesh.size}"
+            f"{' x '.join(factors)}: must multiply to the number of devices, {mesh.size}"
         )
     sizes = {"data": data, COLUMNS: shape.context, "model": shape.model}
-    # Neighbours split matrices, as in a run's mesh.
-    axes = AXES if shape.context == 1 else (*AXES[:-1], COLUMNS, AXES[-1])
+    axes: tuple[str, ...] = AXES
+    if shape.context > 1:
+        # Neighbours split matrices, as in a run's mesh.
+        axes = (*AXES[:-1], COLUMNS, AXES[-1])
     devices = mesh.devices.reshape([sizes.get(axis, 1) for axis in axes])
     return Mesh(devices, axes, axis_types=(AxisType.Auto,) * len(axes))
 
@@ -200,12 +207,15 @@ def validate_architecture(
         sizes["stage"] = {"number of layers": architecture.num_layers}
         sizes["expert"] = {"number of experts": architecture.num_experts}
     for axis, dimensions in sizes.items():
-        parts = weight_shards(mesh) if axis == "fsdp" else mesh.shape[axis]
+        factors = [axis]
+        if axis == "fsdp":
+            # Further axes split the parameters in the same way.
+            factors += [other for other in WEIGHTS[1:] if mesh.shape[other] > 1]
+        parts = math.prod(mesh.shape[factor] for factor in factors)
         indivisible = [f"{name} ({size})" for name, size in dimensions.items() if size % parts]
         if indivisible:
             possible = _common_divisors(dimensions.values(), of=mesh.size)
-            split = [other for other in WEIGHTS[1:] if axis == "fsdp" and mesh.shape[other] > 1]
-            name = " x ".join(f"{option}.{factor}" for factor in (axis, *split))
+            name = " x ".join(f"{option}.{factor}" for factor in factors)
             raise UserError(
                 f"{name}={parts}: must divide the model's {' and '.join(indivisible)}; "
                 f"on {mesh.size} devices it may be {' or '.join(map(str, possible))}"

@@ -1,4 +1,4 @@
-"""Transfers between hosts and the mesh: whole arrays, and rows that processes share out."""
+"""Transfers between hosts and the mesh: whole arrays, and rows divided among processes."""
 
 import collections
 import functools
@@ -42,11 +42,13 @@ def abstract(tree: Any, sharding: NamedSharding) -> Any:
 def host_memory_kind(mesh: Mesh) -> str | None:
     """Return the kind of host memory that the mesh's devices read directly, `None` without one."""
     device = mesh.devices.flat[0]
-    # Accelerators have it. One that is only compiled for lists no memories.
+    # Accelerators have it; a device that programs are only compiled for lists no memories.
     if device.platform != "cpu":
         return PINNED_HOST
     kinds = {memory.kind for memory in device.addressable_memories()}
-    return PINNED_HOST if PINNED_HOST in kinds else None
+    if PINNED_HOST in kinds:
+        return PINNED_HOST
+    return None
 
 
 def in_memory(shapes: Any, kind: str | None) -> Any:
@@ -81,14 +83,18 @@ def to_device(tree: Any) -> Any:
     """Copy what is in the host's memory to the devices, inside a compiled function."""
 
     def copy(x: jax.Array) -> jax.Array:
-        return jax.device_put(x, jax.memory.Space.Device) if _is_in_host_memory(x) else x
+        if not _is_in_host_memory(x):
+            return x
+        return jax.device_put(x, jax.memory.Space.Device)
 
     return jax.tree.map(copy, tree)
 
 
 def to_memory_of(tree: Any, like: Any) -> Any:
     """Return a tree in the memory, host's or devices', of another, inside a compiled function."""
-    return jax.device_put(tree, jax.memory.Space.Host) if is_in_host_memory(like) else tree
+    if not is_in_host_memory(like):
+        return tree
+    return jax.device_put(tree, jax.memory.Space.Host)
 
 
 def to_host(array: jax.Array) -> np.ndarray:
@@ -118,7 +124,9 @@ def from_local_rows(mesh: Mesh, indices: np.ndarray, values: Any, total: int) ->
 def _row_groups(mesh: Mesh, total: int) -> int:
     """Return the number of parts that `total` rows are split into; see `batch_rows`."""
     groups = row_shards(mesh)
-    return 1 if total % groups else groups
+    if total % groups:
+        return 1
+    return groups
 
 
 def _shares_rows(mesh: Mesh, total: int) -> bool:
@@ -174,8 +182,8 @@ def _scatter_rows(indices: np.ndarray, values: Any, total: int) -> np.ndarray:
 def local_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows that this process is responsible for, in order.
 
-    Each row belongs to exactly one process. Devices that hold copies of the same rows, as tensor
-    parallelism has them, share these rows out; a process may be left without any.
+    Each row belongs to exactly one process. Devices that hold copies of the same rows, as in tensor
+    parallelism, divide these rows among themselves; a process may be left without any.
 
     Args:
       array: [B, ...], in the layout of `batch_rows`.
@@ -196,16 +204,19 @@ def local_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
         # Of several copies in this process one is enough.
         shards.setdefault(start, shard)
         ranks[start].add(rank_of_device[shard.device])
-    indices, values = [], []
+    indices: list[np.ndarray] = []
+    values: list[np.ndarray] = []
     for start in sorted(shards):
         copy = np.asarray(shards[start].data)
         rank_of_row = np.arange(len(copy)) // _part_size(len(copy), holders[start])
-        own = np.flatnonzero(np.isin(rank_of_row, list(ranks[start])))
-        indices.append(start + own)
-        values.append(copy[own])
+        assigned = np.flatnonzero(np.isin(rank_of_row, list(ranks[start])))
+        indices.append(start + assigned)
+        values.append(copy[assigned])
     return np.concatenate(indices), np.concatenate(values)
 
 
 def _first_row(index: tuple[slice, ...]) -> int:
     """Return the first row of a shard."""
-    return (index[0].start or 0) if index else 0
+    if not index:
+        return 0
+    return index[0].start or 0

@@ -130,7 +130,9 @@ def batch_rows(mesh: Mesh, count: int) -> NamedSharding:
     Whole if the devices do not divide them. These are tokens and numbers per token, which are small
     beside a model; the packed rows that models run are always split.
     """
-    return replicated(mesh) if count % row_shards(mesh) else rows(mesh)
+    if count % row_shards(mesh):
+        return replicated(mesh)
+    return rows(mesh)
 
 
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
@@ -163,9 +165,11 @@ def constrain_rows(x: jax.Array, axis: int = 0) -> jax.Array:
 
 
 def num_padded_rows(count: int) -> int:
-    """Return the least number of rows, from `count` on, that the devices divide."""
+    """Return the smallest number of rows >= `count` that the devices divide."""
     mesh = jax.sharding.get_abstract_mesh()
-    return count if mesh.empty else count + -count % row_shards(mesh)
+    if mesh.empty:
+        return count
+    return count + -count % row_shards(mesh)
 
 
 def drop_padded_rows(x: jax.Array, count: int) -> jax.Array:

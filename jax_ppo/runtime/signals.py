@@ -1,4 +1,4 @@
-"""Ending a run by SIGTERM or Ctrl-C: the loop saves and ends, and nothing hung is waited for.
+"""Ending a run by SIGTERM or Ctrl-C: the loop saves and ends, and waits for nothing that hangs.
 
 Before the first step that can be saved, a signal ends the run at once. Later it is recorded, and
 the loop asks for it after each step. A second signal ends the run at once, and so does a limited
@@ -27,7 +27,7 @@ LIMIT_SECONDS = 30.0
 _SAME_SIGNAL_SECONDS = 0.1
 _POLL_SECONDS = 0.1
 EXIT_CODES = {128 + number: number for number in (signal.SIGTERM, signal.SIGINT)}
-# Another process was lost, or nothing moved: the same command may succeed if it is started again.
+# Another process was lost, or no progress was made: restarting the same command may succeed.
 LOST_EXIT_CODE = os.EX_TEMPFAIL
 
 
@@ -79,8 +79,10 @@ class _StopSignals:
         """Give a forked child, which has no such thread, the default handlers."""
         signal.set_wakeup_fd(-1)
         for number in self._previous_handlers:
-            is_interrupt = number == signal.SIGINT
-            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+            default: Any = signal.SIG_DFL
+            if number == signal.SIGINT:
+                default = signal.default_int_handler
+            signal.signal(number, default)
 
     @contextlib.contextmanager
     def limited(self, work: str) -> Iterator[None]:
@@ -208,14 +210,16 @@ def on_abrupt_end(announce: Callable[[str, int], None]) -> None:
     """Have a function called, in a thread, before a signal ends the process at once.
 
     Args:
-      announce: Called with the reason and the exit code; it must not wait.
+      announce: called with the reason and the exit code; it must not wait.
     """
     _on_abrupt_end.append(announce)
 
 
 def received_signal() -> signal.Signals | None:
     """Return the signal that asked the run to save and end, or `None`."""
-    return _active.received if _active else None
+    if _active is None:
+        return None
+    return _active.received
 
 
 def record_signal(number: signal.Signals) -> None:
@@ -246,7 +250,10 @@ def limited(work: str) -> Iterator[None]:
     Args:
       work: name for the message.
     """
-    with _active.limited(work) if _active else contextlib.nullcontext():
+    if _active is None:
+        yield
+        return
+    with _active.limited(work):
         yield
 
 
@@ -263,8 +270,10 @@ def raise_if_stopped(report: Callable[[str], None]) -> None:
     if _active is None or _active.received is None:
         return
     step = _active.saved_step
-    saved = "the run was over" if step is None else f"saved step {step}"
-    text = f"stopped by {_active.received.name}, {saved}"
+    outcome = "the run was over"
+    if step is not None:
+        outcome = f"saved step {step}"
+    text = f"stopped by {_active.received.name}, {outcome}"
     report(text)
     if _active.ends_process:
         raise SystemExit(128 + _active.received)

@@ -1,8 +1,8 @@
 """Which process of a run is slow: the time that each needs for its own work in a step.
 
 A step ends in all processes at the same time, since each waits for the slowest. So a process counts
-its seconds without those in which it waits for its devices or for the others. It leaves them in the
-store of JAX's coordination service; process 0 reads what is there, and nobody waits.
+its seconds without those in which it waits for its devices or for the others. It puts them into the
+store of JAX's coordination service; process 0 reads the store, and no process waits.
 """
 
 import contextlib
@@ -36,7 +36,8 @@ def waiting() -> Iterator[None]:
 def take_waited_seconds() -> float:
     """Return the seconds spent waiting since the last call."""
     global _waited_seconds
-    seconds, _waited_seconds = _waited_seconds, 0.0
+    seconds = _waited_seconds
+    _waited_seconds = 0.0
     return seconds
 
 

@@ -126,7 +126,7 @@ class Topology:
     def available_bytes(self) -> float | None:
         """Return the bytes that programs may use on each device; `None` if unknown.
 
-        On GPUs JAX takes a part of the memory, three quarters unless the environment says otherwise
+        On GPUs JAX takes a part of the memory, three quarters unless the environment changes that
         (docs.jax.dev/en/latest/gpu_memory_allocation.html).
         """
         memory = self.device_type.memory
@@ -161,9 +161,11 @@ def parse_topology(text: str) -> Topology:
         raise UserError(f"--topology={text}: expected TYPE:SHAPE, for example {EXAMPLES}")
     shape = tuple(int(size) for size in shape_text.split("x"))
     if len(shape) != device_type.dimensions:
+        numbers = "1 number"
+        if device_type.dimensions > 1:
+            numbers = f"{device_type.dimensions} numbers"
         raise UserError(
-            f"--topology={text}: a shape of {kind} has {device_type.dimensions} "
-            f"{'number' if device_type.dimensions == 1 else 'numbers'}, for example {EXAMPLES}"
+            f"--topology={text}: a shape of {kind} has {numbers}, for example {EXAMPLES}"
         )
     topology = Topology(kind, shape)
     _validate_hosts(topology)
@@ -172,7 +174,8 @@ def parse_topology(text: str) -> Topology:
 
 def _validate_hosts(topology: Topology) -> None:
     """Raise `UserError` unless the machine consists of whole hosts."""
-    chips, hosts = math.prod(topology.shape), topology.device_type.chips_per_host
+    chips = math.prod(topology.shape)
+    hosts = topology.device_type.chips_per_host
     if hosts and chips > 1:
         nearest = [
             -(-size // host) * host for size, host in zip(topology.shape, hosts, strict=True)

@@ -1,9 +1,9 @@
-"""A watchdog over a run: when nothing moves for too long, it names the phase and shows the stacks.
+"""A watchdog over a run: without progress for too long, it names the phase and shows the stacks.
 
-Whatever makes progress says so by `report_progress`: a phase that begins or ends, a tensor loaded,
-a program compiled. A hung device, network or reward function stops all of these. In a run of
-several processes the one that hangs is the first to stop, while the others go on until they need
-it; so the first watchdog to end its process names the right one.
+Progress is reported by `report_progress`: when a phase begins or ends, a tensor was loaded, or a
+program compiled. A hung device, network or reward function stops all of these. In a run of several
+processes the one that hangs is the first to stop, while the others continue until they need it; so
+the first watchdog to end its process names the right one.
 """
 
 import contextlib
@@ -53,8 +53,8 @@ def watch(seconds: float, on_stall: Callable[[str], object]) -> Iterator[None]:
     """Watch over the block.
 
     Args:
-      seconds: The longest time without progress; 0: no limit.
-      on_stall: Called with the reason in a thread of its own; it should end the process.
+      seconds: the longest time without progress; 0 sets no limit.
+      on_stall: called with the reason in a thread of its own; it should end the process.
     """
     global _active
     if not seconds or _active is not None:
@@ -64,12 +64,13 @@ def watch(seconds: float, on_stall: Callable[[str], object]) -> Iterator[None]:
     try:
         yield
     finally:
-        watchdog, _active = _active, None
+        watchdog = _active
+        _active = None
         watchdog.stop()
 
 
 def report_progress(phase: str) -> None:
-    """Say that the run has reached a phase, or moves within it."""
+    """Record that the run has reached a phase, or makes progress in it."""
     if _active is not None:
         _active.phase = phase
         _active.moved_at = time.monotonic()

@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import jax
 import numpy as np
@@ -34,9 +34,20 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP)
 _Report = Callable[[str], None]
 
 
-# The work directories in buckets that this process has open, by their local folders. The main
-# process alone has the lock.
-_open_buckets: dict[Path, tuple[staging.StagedFolder, bucket_lock.BucketLock | None]] = {}
+class _OpenBucket(NamedTuple):
+    """A work directory in a bucket.
+
+    Attributes:
+      staged: the local folder that stands for it.
+      lock: the lock, which the main process alone has.
+    """
+
+    staged: staging.StagedFolder
+    lock: bucket_lock.BucketLock | None
+
+
+# The work directories in buckets that this process has open, by their local folders.
+_open_buckets: dict[Path, _OpenBucket] = {}
 
 
 def validated(workdir: str | Path) -> str | Path:
@@ -83,7 +94,9 @@ def open_work_directory(workdir: str | Path, report: _Report) -> Iterator[Path]:
 def _open_bucket(address: str, report: _Report) -> Iterator[Path]:
     """Lock a work directory in a bucket, and yield the local folder that stands for it."""
     staged = staging.StagedFolder(address, jax.process_index())
-    lock = bucket_lock.BucketLock(address) if distributed.is_main() else None
+    lock = None
+    if distributed.is_main():
+        lock = bucket_lock.BucketLock(address)
     with contextlib.ExitStack() as stack:
 
         def take_lock() -> None:
@@ -94,7 +107,7 @@ def _open_bucket(address: str, report: _Report) -> Iterator[Path]:
 
         distributed.run_on_main(take_lock)
         staged.fetch(WARM_UP_MODEL)
-        _open_buckets[staged.folder] = (staged, lock)
+        _open_buckets[staged.folder] = _OpenBucket(staged, lock)
         try:
             yield staged.folder
         finally:
@@ -105,8 +118,7 @@ def checkpoint_directory(folder: Path) -> str:
     """Return where the checkpoints of a run are, from the folder that it writes to."""
     if folder not in _open_buckets:
         return str(folder / staging.CHECKPOINTS)
-    staged, _ = _open_buckets[folder]
-    return f"{staged.address}/{staging.CHECKPOINTS}"
+    return f"{_open_buckets[folder].staged.address}/{staging.CHECKPOINTS}"
 
 
 def publish(folder: Path) -> None:
@@ -116,10 +128,10 @@ def publish(folder: Path) -> None:
       UserError: another run has taken over the work directory, or it cannot be written to.
     """
     if folder in _open_buckets:
-        staged, lock = _open_buckets[folder]
-        if lock is not None:
-            lock.require_held()
-            staged.upload()
+        bucket = _open_buckets[folder]
+        if bucket.lock is not None:
+            bucket.lock.require_held()
+            bucket.staged.upload()
 
 
 def share_with_all(folder: Path, name: str) -> None:
@@ -133,8 +145,7 @@ def share_with_all(folder: Path, name: str) -> None:
     """
     distributed.run_on_main(lambda: publish(folder))
     if folder in _open_buckets:
-        staged, _ = _open_buckets[folder]
-        staged.fetch(name)
+        _open_buckets[folder].staged.fetch(name)
 
 
 def is_in_bucket(folder: Path) -> bool:
@@ -145,8 +156,7 @@ def is_in_bucket(folder: Path) -> bool:
 def remove_from_bucket(folder: Path) -> None:
     """Remove a folder of a run's files from its bucket, if the run has one, to write it anew."""
     if is_in_bucket(folder):
-        staged, _ = _open_buckets[folder.parent]
-        staged.remove(folder.name)
+        _open_buckets[folder.parent].staged.remove(folder.name)
 
 
 def move_to_bucket(path: Path, folder: Path) -> None:
@@ -159,8 +169,7 @@ def move_to_bucket(path: Path, folder: Path) -> None:
       folder: the folder of the run's files that it will belong to.
     """
     if is_in_bucket(folder):
-        staged, _ = _open_buckets[folder.parent]
-        staged.move(path, f"{folder.name}/{path.name}")
+        _open_buckets[folder.parent].staged.move(path, f"{folder.name}/{path.name}")
 
 
 @contextlib.contextmanager

@@ -18,7 +18,9 @@ def num_row_parts() -> int:
     It is 1 inside `split_rows`, where rows are whole.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty or "context" in mesh.manual_axes else row_parts(mesh)
+    if mesh.empty or "context" in mesh.manual_axes:
+        return 1
+    return row_parts(mesh)
 
 
 def attend_over_parts(attention: Callable[..., jax.Array], shared: Any = None) -> Any:
@@ -48,7 +50,9 @@ def attend_over_parts(attention: Callable[..., jax.Array], shared: Any = None) -
             # The columns of the first block and of its mirror image.
             starts = jnp.array([part, 2 * parts - 1 - part]) * block
             columns = (starts[:, None] + jnp.arange(block)).reshape(-1)
-            keys, values, row_segments = (_gather_row(x) for x in (k, v, segments))
+            keys = _gather_row(k)
+            values = _gather_row(v)
+            row_segments = _gather_row(segments)
             return attention(q, keys, values, row_segments, segments, columns, *shared)
 
         first = remaining_row_axes(mesh)

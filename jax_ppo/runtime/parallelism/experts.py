@@ -35,11 +35,11 @@ def _count_row_parts(mesh: AbstractMesh) -> int:
 def split_experts(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Make each device run `function` on its own experts and its part of each one's width.
 
-    Along `expert`, devices have experts of their own: the tokens of their rows are gathered there,
-    each device adds what its experts make of them, and a reduce-scatter returns the sums to the
-    devices of the rows. No kernel of another device's experts is gathered. Along the other axes of
-    rows no token leaves its device, which sorts only its own. What the devices of `model` compute
-    is summed. Without a mesh in the context, or for rows that the mesh cannot split, the compiler
+    Along `expert`, devices have experts of their own: each device gathers the tokens of all these
+    devices' rows and runs its experts on them, and a reduce-scatter returns the sums to the devices
+    of the rows. No kernel of another device's experts is gathered. Along the other axes of rows no
+    token leaves its device, which sorts only its own. The results of the devices of `model` are
+    summed. Without a mesh in the context, or for rows that the mesh cannot split, the compiler
     splits `function`.
 
     Args:
@@ -56,12 +56,12 @@ def split_experts(function: Callable[..., jax.Array]) -> Callable[..., jax.Array
         row_axes = remaining_row_axes(mesh)
 
         def run_part(*rows_and_projections: Any) -> jax.Array:
-            *rows, own = rows_and_projections
+            *rows, local_projections = rows_and_projections
             first = None
             if mesh.shape["expert"] > 1:
                 rows = [jax.lax.all_gather(x, "expert", tiled=True) for x in rows]
-                first = jax.lax.axis_index("expert") * len(own["down_proj"]["kernel"])
-            out = function(*rows, own, first)
+                first = jax.lax.axis_index("expert") * len(local_projections["down_proj"]["kernel"])
+            out = function(*rows, local_projections, first)
             # XLA keeps a sum over a single device.
             if mesh.shape["model"] > 1:
                 out = jax.lax.psum(out, "model")
@@ -72,8 +72,11 @@ def split_experts(function: Callable[..., jax.Array]) -> Callable[..., jax.Array
         if not remaining_axes(mesh):
             return run_part(x, weights, experts, projections)
         rows = P(row_axes)
-        # Inside `split_rows` experts are shared out already, as rows are.
-        specs = _expert_parts("expert" if "expert" in (row_axes or ()) else None)
+        # Inside `split_rows` experts are split already, as rows are.
+        expert_axis = None
+        if row_axes is not None and "expert" in row_axes:
+            expert_axis = "expert"
+        specs = _expert_parts(expert_axis)
         parts = {
             name: {kind: specs[name][kind] for kind in arrays}
             for name, arrays in projections.items()

@@ -42,7 +42,9 @@ def split_heads(attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]
 def num_split_kv_heads(heads: int) -> int:
     """Return the number of key-value heads after `copy_kv_heads`."""
     mesh = jax.sharding.get_abstract_mesh()
-    return heads if mesh.empty else math.lcm(heads, mesh.shape["model"])
+    if mesh.empty:
+        return heads
+    return math.lcm(heads, mesh.shape["model"])
 
 
 def copy_kv_heads(x_BxTxKxd: jax.Array) -> jax.Array:

@@ -25,23 +25,26 @@ def call_host(function: Callable[..., Any], result_shapes: Any, *arguments: jax.
     """
     call = functools.partial(io_callback, function, result_shapes)
     mesh = jax.sharding.get_abstract_mesh()
-    left = set() if mesh.empty else remaining_axes(mesh)
-    if not left:
+    if mesh.empty or not remaining_axes(mesh):
         return call(*arguments)
     # XLA keeps a sum over a single device.
-    split = tuple(axis for axis in mesh.axis_names if axis in left and mesh.shape[axis] > 1)
+    axes = remaining_axes(mesh)
+    split = tuple(axis for axis in mesh.axis_names if axis in axes and mesh.shape[axis] > 1)
+    if not split:
+        return on_each_device(call, in_specs=P(), out_specs=P())(*arguments)
 
     def skip(*_: jax.Array) -> Any:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), result_shapes)
 
     def share(result: jax.Array) -> jax.Array:
-        # All but one are 0. Booleans have no sum.
-        summed = result.astype(jnp.int32) if result.dtype == bool else result
+        # The results of all devices but one are 0. Booleans have no sum.
+        summed = result
+        if result.dtype == bool:
+            summed = result.astype(jnp.int32)
         return jax.lax.psum(summed, split).astype(result.dtype)
 
     def call_on_first(*arguments: jax.Array) -> Any:
         is_first = jax.lax.axis_index(split) == 0
         return jax.tree.map(share, jax.lax.cond(is_first, call, skip, *arguments))
 
-    on_each = on_each_device(call_on_first if split else call, in_specs=P(), out_specs=P())
-    return on_each(*arguments)
+    return on_each_device(call_on_first, in_specs=P(), out_specs=P())(*arguments)

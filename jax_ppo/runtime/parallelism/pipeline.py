@@ -1,4 +1,4 @@
-"""Pipeline stages: each runs its own layers on one micro-batch after the other.
+"""Pipeline stages: each runs its own layers on one micro-batch after another.
 
 With S stages and M micro-batches the loop has M + S - 1 ticks. In tick t stage s works on
 micro-batch t - s: it runs its layers and passes the hidden states on to stage s + 1. While the
@@ -27,7 +27,9 @@ _MICRO_BATCHES = P("stage", None, tuple(axis for axis in ROWS if axis != "stage"
 def num_stages() -> int:
     """Return the number of stages of the mesh in the context; 1 without one or inside a stage."""
     mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty or "stage" in mesh.manual_axes else mesh.shape["stage"]
+    if mesh.empty or "stage" in mesh.manual_axes:
+        return 1
+    return mesh.shape["stage"]
 
 
 def bubble(stages: int, micro_batches: int) -> float:
@@ -72,9 +74,9 @@ def run_stages(
         ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
             t, first = inputs
             # Outside of its range a stage repeats an end of it, and the result is dropped.
-            own = jnp.clip(t - stage, 0, M - 1)
+            m = jnp.clip(t - stage, 0, M - 1)
             x = jnp.where(stage == 0, first, received)
-            x, others = run_stage(own_layers, x, jax.tree.map(lambda array: array[own], rows))
+            x, others = run_stage(own_layers, x, jax.tree.map(lambda array: array[m], rows))
             passed_on = jax.lax.ppermute(x, "stage", [(s, s + 1) for s in range(stages - 1)])
             return passed_on, (x, others)
 
@@ -95,7 +97,7 @@ def run_stages(
 def _to_rows(x_NxMxr: jax.Array, stages: int) -> jax.Array:
     """Return the micro-batches [N, M, r, ...] of N layers as rows [N, R, ...]."""
     N, M, r, *rest = x_NxMxr.shape
-    # Rows are split over stages first, and each device has some in a row.
+    # Rows are split over stages first, and each device has consecutive ones.
     return x_NxMxr.reshape(N, stages, M // stages, r, *rest).swapaxes(2, 3).reshape(N, M * r, *rest)
 
 
@@ -112,14 +114,17 @@ def _split_stages(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tup
     """
 
     def run(layers: Any, micro_batches: Any) -> tuple[Any, Any]:
+        axes = {"stage"}
+        micro_batch_parts = P("stage", None, None)
         # XLA keeps a sum over a single device.
-        data = "data" if jax.sharding.get_abstract_mesh().shape["data"] > 1 else None
-        of_stage = P("stage", None, data)
+        if jax.sharding.get_abstract_mesh().shape["data"] > 1:
+            axes.add("data")
+            micro_batch_parts = P("stage", None, "data")
         return jax.shard_map(
             function,
-            in_specs=(P("stage"), of_stage),
-            out_specs=(of_stage, of_stage),
-            axis_names={"stage"} | ({data} if data else set()),
+            in_specs=(P("stage"), micro_batch_parts),
+            out_specs=(micro_batch_parts, micro_batch_parts),
+            axis_names=axes,
             check_vma=False,
         )(layers, micro_batches)
 
@@ -135,9 +140,9 @@ def _gather_micro_batches(x_Rx: jax.Array) -> jax.Array:
       x_Rx: rows [R, ...], where R is a multiple of `row_shards`.
     """
 
-    def gather(own: jax.Array) -> jax.Array:
-        every = jax.lax.all_gather(own, "stage", tiled=True)
-        return every[None, :, None]
+    def gather(local_rows: jax.Array) -> jax.Array:
+        all_rows = jax.lax.all_gather(local_rows, "stage", tiled=True)
+        return all_rows[None, :, None]
 
     return jax.shard_map(gather, in_specs=P(ROWS), out_specs=_MICRO_BATCHES)(x_Rx)
 
@@ -145,10 +150,10 @@ def _gather_micro_batches(x_Rx: jax.Array) -> jax.Array:
 def _scatter_micro_batches(x_SxMxr: jax.Array) -> jax.Array:
     """Return the last stage's copy as rows [R, ...], ordered as before the gather."""
 
-    def scatter(own: jax.Array) -> jax.Array:
-        # Every stage sends, the last one's part counts: unlike a sum this rounds nothing.
+    def scatter(local_copy: jax.Array) -> jax.Array:
+        # Every stage sends; only the last one's part is used. Unlike a sum, this rounds nothing.
         stages = jax.lax.axis_size("stage")
-        parts = own.reshape(stages, -1, *own.shape[3:])
+        parts = local_copy.reshape(stages, -1, *local_copy.shape[3:])
         return jax.lax.all_to_all(parts, "stage", split_axis=0, concat_axis=0)[-1]
 
     return jax.shard_map(scatter, in_specs=_MICRO_BATCHES, out_specs=P(ROWS))(x_SxMxr)

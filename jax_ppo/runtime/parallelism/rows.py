@@ -16,10 +16,10 @@ from jax_ppo.runtime.sharding import DECODE_RULES, tree_shardings
 def split_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make each shard of rows run `function` on its own rows.
 
-    The loops inside may differ in length from shard to shard, unless another axis than those of
-    rows is split, or experts are: the devices must then meet in every matrix product, and
-    any_shard(bool) tells whether the bool holds on any shard. Without a mesh in the context the
-    result is `function`.
+    The loops inside may differ in length from shard to shard, unless experts or an axis other than
+    those of rows are split: the devices must then meet in every matrix product, and any_shard(bool)
+    tells whether the bool holds on any shard. Without a mesh in the context, `function` runs as it
+    is.
 
     Args:
       function: of (params, rows, rows, key, any_shard); what it returns has rows in front.
@@ -33,10 +33,15 @@ def split_rows(function: Callable[..., Any]) -> Callable[..., Any]:
         in_step = has_shared_experts or any(
             mesh.shape[axis] > 1 for axis in mesh.axis_names if axis not in ROWS
         )
-        split = functools.partial(function, any_shard=_any_shard) if in_step else function
+        run_shard = function
+        if in_step:
+            run_shard = functools.partial(function, any_shard=_any_shard)
+        params_parts: Any = P()
+        if has_shared_experts:
+            params_parts = _row_parts(params)
         return jax.shard_map(
-            split,
-            in_specs=(_row_parts(params) if has_shared_experts else P(), P(ROWS), P(ROWS), P()),
+            run_shard,
+            in_specs=(params_parts, P(ROWS), P(ROWS), P()),
             out_specs=P(ROWS),
             axis_names=set(ROWS),
             check_vma=False,
@@ -46,7 +51,7 @@ def split_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _row_parts(params: Any) -> Any:
-    """Return how the axes of rows split parameters in decoding: they share out experts."""
+    """Return how the axes of rows split parameters in decoding: they split the experts."""
 
     def only_rows(layout: NamedSharding) -> P:
         return P(*[axis if axis in ROWS else None for axis in layout.spec])

@@ -53,7 +53,9 @@ def look_up_embedding(
             x_rxLxD = jax.lax.all_to_all(
                 x_rxLxD, weight_axes, split_axis=0, concat_axis=2, tiled=True
             )
-        return jax.lax.psum(x_rxLxD, "model") if "model" in split else x_rxLxD
+        if "model" in split:
+            x_rxLxD = jax.lax.psum(x_rxLxD, "model")
+        return x_rxLxD
 
     # The gradient is summed over the axes that the table's layout does not name.
     columns = tuple(axis for axis in ROWS if axis in WEIGHTS or axis not in split)
@@ -95,13 +97,15 @@ def scatter_group_sum(gradient_GxVxD: jax.Array) -> jax.Array:
     if mesh.empty:
         return gradient_GxVxD.sum(0)
 
-    def exchange(own: jax.Array) -> jax.Array:
-        columns = own.sum(0)
+    def exchange(local_GxVxD: jax.Array) -> jax.Array:
+        columns = local_GxVxD.sum(0)
         if weight_shards(mesh) > 1:
             columns = jax.lax.psum_scatter(columns, WEIGHTS, scatter_dimension=1, tiled=True)
         # XLA keeps a sum over a single device.
         others = tuple(axis for axis in ROWS if axis not in WEIGHTS and mesh.shape[axis] > 1)
-        return jax.lax.psum(columns, others) if others else columns
+        if others:
+            columns = jax.lax.psum(columns, others)
+        return columns
 
     return jax.shard_map(
         exchange, in_specs=P(ROWS, "model", None), out_specs=P("model", WEIGHTS), check_vma=False
@@ -137,10 +141,11 @@ def split_vocabulary(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def embedding_layouts(mesh: Mesh, params: Any) -> Any:
-    """Return the layout in which embeddings reach a mesh that other parameters are read on.
+    """Return the layout in which embeddings are moved to a mesh to decode on.
 
-    From columns split over all devices the compiler cannot go to rows split over `model` without a
-    copy of the table on each device, but it can go to this layout, and from there.
+    The compiler cannot change columns that are split over all devices to rows that are split over
+    `model` without a copy of the table on each device. It can change them to this layout, and this
+    layout to rows.
 
     Args:
       mesh: the mesh to decode on.
