@@ -100,8 +100,11 @@ def xla_attention(
         """Return the attention of the queries from `start` to `stop`."""
         # From the window of the block's first query to the block's last query.
         keys = slice(max(0, start + 1 - (sliding_window or stop)), stop)
-        own_segments = None if segments_BxT is None else segments_BxT[:, start:stop]
-        key_segments = None if segments_BxT is None else segments_BxT[:, keys]
+        own_segments: Segments = None
+        key_segments: Segments = None
+        if segments_BxT is not None:
+            own_segments = segments_BxT[:, start:stop]
+            key_segments = segments_BxT[:, keys]
         visible = visible_keys(
             jnp.arange(start, stop), keys, own_segments, key_segments, sliding_window
         )
@@ -198,7 +201,7 @@ def splash_attention(
 
     `interpret` runs the Python code of the kernel on any platform, slowly.
     """
-    _, T, H, _ = q_BxTxHxd.shape
+    T, H = q_BxTxHxd.shape[1:3]
     attend_heads = make_splash_kernel(
         H, T, softcap=softcap, sliding_window=sliding_window, interpret=interpret
     )
@@ -273,7 +276,9 @@ def run_splash_kernel(
 
 
 def _scale(scale: float | None, head_dim: int) -> float:
-    return head_dim**-0.5 if scale is None else scale
+    if scale is None:
+        return head_dim**-0.5
+    return scale
 
 
 def visible_keys(

@@ -79,23 +79,24 @@ def _xla_part(
     second half. Which earlier blocks a device could skip differs from device to device, but the
     program does not.
     """
-    T, block = k_BxTxKxd.shape[1], q_BxQxHxd.shape[1] // 2
+    T = k_BxTxKxd.shape[1]
+    block = q_BxQxHxd.shape[1] // 2
     k_BxKxTxd = k_BxTxKxd.swapaxes(1, 2)
     v_BxKxTxd = v_BxTxKxd.swapaxes(1, 2)
 
-    def attend_block(own: slice, keys: slice) -> jax.Array:
+    def attend_block(queries: slice, keys: slice) -> jax.Array:
         return attend_block_of_queries(
-            q_BxQxHxd[:, own],
+            q_BxQxHxd[:, queries],
             k_BxKxTxd[:, :, keys],
             v_BxKxTxd[:, :, keys],
-            visible_BxQxT[:, own, keys],
+            visible_BxQxT[:, queries, keys],
             scale=scale,
             softcap=softcap,
         )
 
     blocks = [
-        attend_block(own=slice(block), keys=slice(T // 2)),
-        attend_block(own=slice(block, None), keys=slice(T)),
+        attend_block(queries=slice(block), keys=slice(T // 2)),
+        attend_block(queries=slice(block, None), keys=slice(T)),
     ]
     return jnp.concatenate(blocks, axis=1)
 

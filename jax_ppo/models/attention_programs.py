@@ -1,4 +1,4 @@
-"""Which program computes attention on a platform, and the row lengths that it takes.
+"""Select the program that computes attention on a platform, and the row lengths that it takes.
 
 The programs are those of attention.py.
 """
@@ -42,7 +42,7 @@ def select_attention_program(
     Raises:
       ValueError: `wanted` cannot run; the message says why.
     """
-    program = PLATFORM_PROGRAMS.get(platform, "xla") if wanted == "auto" else wanted
+    program = _preferred_program(wanted, platform)
     reason = program_obstacle(
         program,
         platform,
@@ -52,11 +52,18 @@ def select_attention_program(
         softcap=softcap,
         gpu_generation=gpu_generation,
     )
-    if wanted == "auto":
-        return "xla" if reason else program
+    if reason and wanted == "auto":
+        return "xla"
     if reason:
         raise ValueError(reason)
     return program
+
+
+def _preferred_program(wanted: str, platform: str) -> str:
+    """Return the program that is wanted, or with "auto" the platform's own."""
+    if wanted == "auto":
+        return PLATFORM_PROGRAMS.get(platform, "xla")
+    return wanted
 
 
 def round_row_length(wanted: str, platform: str, length: int, parts: int = 1) -> int:
@@ -75,7 +82,7 @@ def round_row_length(wanted: str, platform: str, length: int, parts: int = 1) ->
     if parts > 1:
         part = round_row_length(wanted, platform, -(-length // parts))
         return parts * (part + part % 2)
-    program = PLATFORM_PROGRAMS.get(platform, "xla") if wanted == "auto" else wanted
+    program = _preferred_program(wanted, platform)
     if program == "cudnn":
         return length + length % 2
     if program != "splash":

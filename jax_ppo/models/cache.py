@@ -95,9 +95,7 @@ def cache_layout(
 
 def num_columns(program: str, layer: LayerCache) -> int:
     """Return S."""
-    keys, _ = layer
-    keys_axis, _ = column_axes(program)
-    return keys.shape[keys_axis]
+    return layer[0].shape[column_axes(program)[0]]
 
 
 def column_axes(program: str) -> tuple[int, int]:
@@ -137,7 +135,7 @@ def write_tokens(
 ) -> LayerCache:
     """Write one token per row into that row's column; rows from the b-th on are left alone.
 
-    `mode` says what becomes of columns outside the cache, as for JAX's indexed updates.
+    `mode` decides what happens to columns outside the cache, as for JAX's indexed updates.
     """
 
     def write(cache: jax.Array, new: jax.Array, axis: int) -> jax.Array:
@@ -291,7 +289,8 @@ def cache_scores(
     softcap: float | None,
 ) -> Float[Array, "B K G S"]:
     """Return the masked scores of queries and keys in float32; keys in the program's layout."""
-    B, _, _, d = q_Bx1xHxd.shape
+    B = len(q_Bx1xHxd)
+    d = q_Bx1xHxd.shape[-1]
     keys_axes = "bkds" if program in TRANSPOSED else "bskd"
     K = keys.shape[keys_axes.index("k")]
     # Query heads are grouped by the key head that they read, which is not repeated.

@@ -39,7 +39,7 @@ class Kernel(nn.Module):
     def __call__(self) -> dict[str, jax.Array]:
         """Return the kernel and, if there is one, its scale, by name."""
         if self.has_variable("params", "kernel"):
-            # Where decoding has shared experts out, there are fewer than `shape` says.
+            # In decoding, a device may have fewer experts than `shape` says.
             parts: dict[str, jax.Array] = {"kernel": self.get_variable("params", "kernel")}
         else:
             init = nn.initializers.normal(0.02)
@@ -118,7 +118,9 @@ def router_probabilities(
 
 def routed_experts_dtype(num_experts: int) -> DTypeLike:
     """Return the smallest type that holds the indices of experts, and one more: E itself."""
-    return jnp.uint8 if num_experts < 2**8 else jnp.uint16
+    if num_experts < 2**8:
+        return jnp.uint8
+    return jnp.uint16
 
 
 def select_experts(
@@ -130,8 +132,8 @@ def select_experts(
     """Return the weights and indices of the experts of each token.
 
     They are the k most probable ones, or those that were recorded in another pass (routing replay;
-    Ma et al. 2025, arXiv 2510.11370). Their weights are computed from the present probabilities
-    alike, and have a gradient: normalized ones are a softmax over the k experts.
+    Ma et al. 2025, arXiv 2510.11370). In both cases their weights are computed from the present
+    probabilities, and have a gradient: normalized ones are a softmax over the k experts.
 
     Args:
       probabilities: Of each expert for each token.
@@ -180,8 +182,8 @@ def balance_losses(
     totals_RxLxE = segment_sums(counts_RxLxE, number_RxL)
     lengths_RxL = segment_sums(jnp.ones((R, L), totals_RxLxE.dtype), number_RxL)
     shares_RxLxE = totals_RxLxE / jnp.maximum(lengths_RxL, 1)[..., None]
-    own_RxLxE = jnp.take_along_axis(shares_RxLxE, number_RxL[..., None], axis=1)
-    return E * jnp.sum(own_RxLxE * probabilities_RxLxE, axis=-1)
+    token_shares_RxLxE = jnp.take_along_axis(shares_RxLxE, number_RxL[..., None], axis=1)
+    return E * jnp.sum(token_shares_RxLxE * probabilities_RxLxE, axis=-1)
 
 
 def run_experts(
@@ -210,10 +212,10 @@ def run_experts(
     num_experts = len(projections["down_proj"]["kernel"])
     expert_N = experts_RxLxk.reshape(-1)
     if first_expert is not None:
-        # The others' places come last, in no group.
+        # The places of other experts come last, in no group.
         expert_N = expert_N - first_expert
-        is_own_N = (expert_N >= 0) & (expert_N < num_experts)
-        expert_N = jnp.where(is_own_N, expert_N, num_experts)
+        is_present_N = (expert_N >= 0) & (expert_N < num_experts)
+        expert_N = jnp.where(is_present_N, expert_N, num_experts)
     # Each token has k places among the N; places are sorted by expert.
     order_N = jnp.argsort(expert_N, stable=True)
     group_sizes = jnp.bincount(expert_N, length=num_experts).astype(jnp.int32)
@@ -228,12 +230,12 @@ def run_experts(
 
     x_NxD = x_RxLxD.reshape(-1, D).astype(dtype)[order_N // k]
     if first_expert is not None:
-        # What a product is in no group is undefined, and so is its gradient.
+        # The products of rows in no group are undefined, and so are their gradients.
         x_NxD = jnp.where((sorted_N < num_experts)[:, None], x_NxD, 0)
     hidden = activation(project("gate_proj", x_NxD)) * project("up_proj", x_NxD)
     out_NxD = project("down_proj", hidden)[jnp.argsort(order_N)]
     if first_expert is not None:
-        out_NxD = jnp.where(is_own_N[:, None], out_NxD, 0)
+        out_NxD = jnp.where(is_present_N[:, None], out_NxD, 0)
     # The places of each token are summed with at least the bits of the weights.
     places = out_NxD.reshape(*experts_RxLxk.shape, D)
     return jnp.einsum("rlkd,rlk->rld", places.astype(weights_RxLxk.dtype), weights_RxLxk).astype(

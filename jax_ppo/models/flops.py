@@ -11,8 +11,8 @@ def count_forward_flops(
 ) -> float:
     """Return the FLOPs of the matrix products of a forward pass over sequences.
 
-    A multiplication and an addition count as two, as in PaLM (arXiv 2204.02311, appendix B).
-    Of the experts, those that a token passes through count.
+    A multiplication and an addition count as two, as in PaLM (arXiv 2204.02311, appendix B). Of the
+    experts, those that a token passes through count.
     Attention counts the pairs of tokens that see each other, not those that are masked. Norms,
     activations, biases and a scalar head are left out, and so are the relative terms of DeBERTa.
 

@@ -66,7 +66,9 @@ def product_scaling(architecture: Architecture, temperature: float) -> tuple[flo
     c tanh(x / (s c)) / t is (s c) tanh(x / (s c)) / (s t).
     """
     a = architecture
-    cap = None if a.logit_softcap is None else a.logit_divisor * a.logit_softcap
+    cap = None
+    if a.logit_softcap is not None:
+        cap = a.logit_divisor * a.logit_softcap
     return a.logit_divisor * temperature, cap
 
 

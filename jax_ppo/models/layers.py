@@ -164,7 +164,8 @@ class Attention(nn.Module):
         q = rope.rotate(q, cos, sin, a.rope_interleaved)
         k = rope.rotate(k, cos, sin, a.rope_interleaved)
         # Fewer heads than devices that split them: from here on each device has its own.
-        k, v = copy_kv_heads(k), copy_kv_heads(v)
+        k = copy_kv_heads(k)
+        v = copy_kv_heads(v)
         if cache is None or columns_B is None:
             out = self._attend_to_sequences(q, k, v, kind.is_local, segments_BxT)
             # Keys are cached after rotation: it depends on their own position only.
@@ -235,9 +236,13 @@ class Attention(nn.Module):
     ) -> jax.Array:
         """Return the attention of whole sequences, [B, T, H, d]."""
         a = self.architecture
+        parts = 1
         # Parameters are created from one token, which has no parts.
-        parts = 1 if self.is_initializing() else num_row_parts()
-        run = run_attention if parts == 1 else run_attention_over_parts
+        if not self.is_initializing():
+            parts = num_row_parts()
+        run: Callable[..., jax.Array] = run_attention
+        if parts > 1:
+            run = run_attention_over_parts
 
         def attend(sliding_window: int | None) -> jax.Array:
             return run(
@@ -261,9 +266,11 @@ def _if_local(
     is_local: Flag, local: Callable[[], jax.Array], other: Callable[[], jax.Array]
 ) -> jax.Array:
     """Return local() or other(); if `is_local` is traced, both are compiled."""
-    if isinstance(is_local, bool):
-        return local() if is_local else other()
-    return jax.lax.cond(is_local, local, other)
+    if not isinstance(is_local, bool):
+        return jax.lax.cond(is_local, local, other)
+    if is_local:
+        return local()
+    return other()
 
 
 class MLP(nn.Module):
@@ -345,20 +352,26 @@ class Layer(nn.Module):
             )
         else:
             run_mlp = MLP(a, self.dtype, self.lora_scale, name="mlp")
-        normed = norm("input_norm", x) if a.pre_norms else x
+        normed = x
+        if a.pre_norms:
+            normed = norm("input_norm", x)
         attended, cache = self._attend(normed, kind, rotations, segments_BxT, cache, columns_B)
         # The names are Hugging Face's; post_attention_norm is another place with post_norms.
         if a.post_norms:
             attended = norm("post_attention_norm", attended)
         x = x + multiply(attended, a.residual_multiplier)
         mlp_input = x
-        if a.pre_norms:
-            mlp_input = norm("pre_feedforward_norm" if a.post_norms else "post_attention_norm", x)
+        if a.pre_norms and a.post_norms:
+            mlp_input = norm("pre_feedforward_norm", x)
+        elif a.pre_norms:
+            mlp_input = norm("post_attention_norm", x)
         out, auxiliary = run_mlp(mlp_input)
         if a.post_norms:
             out = norm("post_feedforward_norm", out)
         x = x + multiply(out, a.residual_multiplier)
-        return x, LayerOutput(cache if self.keep_cache else None, auxiliary)
+        if not self.keep_cache:
+            return x, LayerOutput(None, auxiliary)
+        return x, LayerOutput(cache, auxiliary)
 
     def _attend(
         self, x: jax.Array, kind: LayerKind | None, *inputs: Any
@@ -372,6 +385,8 @@ class Layer(nn.Module):
             lora_scale=self.lora_scale,
             name="attention",
         )
-        # Layers that differ get their kind from the scan, others have it in their code.
-        own_kind: Any = kind if self.kind is None else self.kind
-        return attention(x, own_kind, *inputs)
+        # Layers that differ get their kind from the scan; the others have it in their code.
+        if self.kind is not None:
+            kind = self.kind
+        assert kind is not None
+        return attention(x, kind, *inputs)

@@ -65,8 +65,7 @@ def init_adapters(architecture: Architecture, lora: Lora, key: jax.Array, head: 
         if path[-1] != "lora_a":
             params[path] = jnp.zeros(row.full_shape, jnp.float32)
             continue
-        inputs, _ = row.shape
-        bound = inputs**-0.5
+        bound = row.shape[0] ** -0.5
         # Each tensor has a key of its own, by its place in the sorted table.
         params[path] = jax.random.uniform(
             jax.random.fold_in(key, number), row.full_shape, minval=-bound, maxval=bound

@@ -26,22 +26,27 @@ def quantize_kernels(params: Params, dtype: DTypeLike) -> Params:
     def convert(tree: Params) -> Params:
         converted: Params = {}
         for name, value in tree.items():
-            if isinstance(value, dict):
+            if name == "router":
                 # A rounded router would choose other experts.
-                converted[name] = keep(value) if name == "router" else convert(value)
+                converted[name] = cast(value)
+            elif isinstance(value, dict):
+                converted[name] = convert(value)
             elif name == "kernel":
                 converted["kernel"], converted["kernel_scale"] = _quantize(value)
             else:
                 converted[name] = value.astype(dtype)
         return converted
 
-    def keep(tree: Params) -> Params:
+    def cast(tree: Params) -> Params:
         return jax.tree.map(lambda x: x.astype(dtype), tree)
 
-    return {
-        name: convert(value) if name.startswith("layer_") else keep(value)
-        for name, value in params.items()
-    }
+    quantized: Params = {}
+    for name, value in params.items():
+        if name.startswith("layer_"):
+            quantized[name] = convert(value)
+        else:
+            quantized[name] = cast(value)
+    return quantized
 
 
 def _quantize(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -117,7 +117,9 @@ def _yarn_attention_factor(scaling: Scaling) -> float:
     factor = scaling["factor"]
 
     def temperature(weight: float = 1.0) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+        if factor <= 1:
+            return 1.0
+        return 0.1 * weight * math.log(factor) + 1.0
 
     if scaling.get("attention_factor") is not None:
         return scaling["attention_factor"]
@@ -190,7 +192,8 @@ def rotate(
         return x_BxTxHxd
     wide = x_BxTxHxd[..., : 2 * half].astype(jnp.float32)
     if interleaved:
-        first, second = wide[..., 0::2], wide[..., 1::2]
+        first = wide[..., 0::2]
+        second = wide[..., 1::2]
     else:
         first, second = jnp.split(wide, 2, axis=-1)
     pairs = (first * cos - second * sin, second * cos + first * sin)

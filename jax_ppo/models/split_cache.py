@@ -1,4 +1,4 @@
-"""The cache of cache.py where devices hold the columns of the same sequences in turn.
+"""The cache of cache.py where devices hold alternating columns of the same sequences.
 
 The device with number p of C along the mesh's axis of columns holds columns p, p + C, p + 2 C, ...,
 one after the other: sequences of any length are split evenly. Each device reads its own columns,
@@ -32,7 +32,7 @@ def _layer_axes(program: str) -> tuple[tuple[int, int], tuple[int, int]]:
 def empty_cache(
     program: str, rows: int, length: int, kv_heads: int, head_dim: int, dtype: DTypeLike
 ) -> LayerCache:
-    """Return the cache of a layer; `length` is rounded up to as many columns on each device."""
+    """Return the cache of a layer; `length` is rounded up to equally many columns per device."""
     length += -length % num_cache_parts()
     layer = whole.empty_cache(program, rows, length, kv_heads, head_dim, dtype)
     keys_axes, values_axes = _layer_axes(program)
@@ -46,8 +46,8 @@ def write_rows(
     parts = num_cache_parts()
     keys_axes, values_axes = _layer_axes(program)
 
-    def own_columns(new: jax.Array, axis: int, part: jax.Array) -> jax.Array:
-        # Columns part, part + C, ... What pads them is behind every sequence.
+    def local_columns(new: jax.Array, axis: int, part: jax.Array) -> jax.Array:
+        # Columns part, part + C, ... The padding is behind every sequence.
         widths = [(0, 0)] * new.ndim
         widths[axis] = (0, -new.shape[axis] % parts)
         new = jnp.pad(new, widths)
@@ -55,8 +55,9 @@ def write_rows(
         return jax.lax.dynamic_index_in_dim(new, part, axis + 1, keepdims=False)
 
     def write(part: jax.Array, layer: LayerCache, rows_g: jax.Array, new: LayerCache) -> LayerCache:
-        own = (own_columns(new[0], keys_axes[1], part), own_columns(new[1], values_axes[1], part))
-        return whole.write_rows(program, layer, rows_g, own)
+        keys = local_columns(new[0], keys_axes[1], part)
+        values = local_columns(new[1], values_axes[1], part)
+        return whole.write_rows(program, layer, rows_g, (keys, values))
 
     # The new rows have all columns on each device.
     new_axes = ((keys_axes[0], None), (values_axes[0], None))
@@ -108,8 +109,8 @@ def attend_to_cache(
 
     def attend(part: jax.Array, q: jax.Array, layer: LayerCache, columns: jax.Array) -> jax.Array:
         keys, values = layer
-        own = jnp.arange(whole.num_columns(program, layer)) * parts + part
-        readable_BxS = whole.readable_columns(columns, own, sliding_window)
+        held_S = jnp.arange(whole.num_columns(program, layer)) * parts + part
+        readable_BxS = whole.readable_columns(columns, held_S, sliding_window)
         scores = whole.cache_scores(program, q, keys, readable_BxS, scale=scale, softcap=softcap)
         # Some device holds the new token's own column: the largest score is not a masked one.
         top = jax.lax.pmax(scores.max(-1, keepdims=True), COLUMNS)

@@ -31,7 +31,8 @@ class LayerNorm(nn.Module):
         width = (x.shape[-1],)
         scale = self.param("scale", nn.initializers.ones, width, jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, width, jnp.float32)
-        scale, bias = scale.astype(x.dtype), bias.astype(x.dtype)
+        scale = scale.astype(x.dtype)
+        bias = bias.astype(x.dtype)
         wide = x.astype(jnp.float32)
         wide -= jnp.mean(wide, axis=-1, keepdims=True)
         variance = jnp.mean(wide**2, axis=-1, keepdims=True)
@@ -83,5 +84,10 @@ class UngatedLayer(Layer):
         normed = LayerNorm(a, name="post_attention_norm")(mlp_input)
         out = UngatedMLP(a, self.dtype, self.lora_scale, name="mlp")(normed)
         # In the order in which transformers adds and rounds.
-        x = out + attended + x if a.parallel_residual else mlp_input + out
-        return x, LayerOutput(cache if self.keep_cache else None, {})
+        if a.parallel_residual:
+            x = out + attended + x
+        else:
+            x = mlp_input + out
+        if not self.keep_cache:
+            return x, LayerOutput(None, {})
+        return x, LayerOutput(cache, {})

@@ -140,7 +140,9 @@ def _read_distances(reader: ConfigReader) -> dict[str, Any]:
     # -1, the default of transformers, means the longest sequence.
     if max_distance < 1:
         max_distance = max_length
-    buckets = reader.integer("position_buckets", minimum=-1) if "position_buckets" in reader else -1
+    buckets = -1
+    if "position_buckets" in reader:
+        buckets = reader.integer("position_buckets", minimum=-1)
     has_buckets = buckets > 0
     # Buckets beyond the middle grow up to the longest distance, which must lie beyond it.
     if has_buckets and not 0 < buckets // 2 < max_distance - 1:

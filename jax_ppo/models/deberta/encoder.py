@@ -274,7 +274,7 @@ class Deberta(nn.Module):
         )
         is_first = jnp.arange(a.num_layers) == 0
         layers = stack(a, self.dtype, name="layers")
-        x, _ = layers(x, is_first, relative, visible, conv, conv_norm)
+        x = layers(x, is_first, relative, visible, conv, conv_norm)[0]
         x = nn.Dense(a.hidden_size, dtype=self.dtype, name="pooler")(x)
         x = ACTIVATION_FUNCTIONS[a.pooler_activation](x)
         return nn.Dense(1, dtype=jnp.float32, name="score")(x)[..., 0]

@@ -92,8 +92,9 @@ def _read_family(config: Config) -> tuple[str, Family]:
     """Return the `model_type` and its family; raise `UserError` if it is not supported."""
     kind = config.get("model_type", "")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        nearest = difflib.get_close_matches(str(kind), FAMILIES, n=1)
-        hint = f"; the nearest is {nearest[0]}" if nearest else ""
+        hint = ""
+        if nearest := difflib.get_close_matches(str(kind), FAMILIES, n=1):
+            hint = f"; the nearest is {nearest[0]}"
         raise UserError(
             f"config.json: model_type {quote_value(kind)} is not supported, only "
             f"{', '.join((*FAMILIES, *MULTIMODAL))} are{hint}"
@@ -137,8 +138,11 @@ def _read_family_fields(reader: ConfigReader, family: Family) -> dict[str, Any]:
     """Return the fields of `Architecture` that only some families set."""
     values = dict(family.fixed)
     for name, field in family.fields.items():
-        read = reader.optional_integer if name in family.integers else reader.optional_number
-        values[field] = read(name, nullable=name in family.nullable)
+        is_nullable = name in family.nullable
+        if name in family.integers:
+            values[field] = reader.optional_integer(name, nullable=is_nullable)
+        else:
+            values[field] = reader.optional_number(name, nullable=is_nullable)
     for name, biases in family.bias_fields.items():
         has_bias = reader.boolean(name)
         values |= dict.fromkeys(biases, has_bias)
@@ -154,12 +158,14 @@ def _read_mlp(reader: ConfigReader, family: Family, hidden_size: int) -> dict[st
     per_token = reader.integer("num_experts_per_tok")
     if per_token > experts:
         raise reader.error(f"num_experts_per_tok={per_token}: there are only {experts} experts")
-    switch = family.expert_weights_field
+    is_normalized = True
+    if family.expert_weights_field:
+        is_normalized = reader.boolean(family.expert_weights_field)
     return {
         "intermediate_size": reader.integer(family.expert_width),
         "num_experts": experts,
         "experts_per_token": per_token,
-        "normalized_expert_weights": reader.boolean(switch) if switch else True,
+        "normalized_expert_weights": is_normalized,
     }
 
 
@@ -283,4 +289,6 @@ def _read_unrotated_layers(
         period = period or family.unrotated_period
         rotated = tuple((layer + 1) % period > 0 for layer in range(num_layers))
     unrotated = tuple(not flag for flag in rotated[:num_layers])
-    return unrotated if any(unrotated) else ()
+    if not any(unrotated):
+        return ()
+    return unrotated

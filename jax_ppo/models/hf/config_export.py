@@ -35,7 +35,7 @@ def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str =
         "max_position_embeddings": a.max_position_embeddings,
         "tie_word_embeddings": a.tied,
         "bos_token_id": a.bos_id,
-        "eos_token_id": a.eos_ids[0] if len(a.eos_ids) == 1 else list(a.eos_ids) or None,
+        "eos_token_id": _write_eos_ids(a.eos_ids),
         "pad_token_id": a.pad_id,
         "dtype": dtype,
     }
@@ -109,7 +109,16 @@ def update_hf_config(source: Config, architecture: Architecture, dtype: str, hea
         for name in ("num_labels", "problem_type"):
             changed.pop(name, None)
     exported = dataclasses.replace(from_hf_config(changed), eos_ids=architecture.eos_ids)
-    return changed if exported == architecture else ours
+    if exported != architecture:
+        return ours
+    return changed
+
+
+def _write_eos_ids(eos_ids: tuple[int, ...]) -> int | list[int] | None:
+    """Return EOS ids as config.json has them: one number, a list, or null."""
+    if len(eos_ids) == 1:
+        return eos_ids[0]
+    return list(eos_ids) or None
 
 
 def _write_windows(a: Architecture, family: Family) -> Config:

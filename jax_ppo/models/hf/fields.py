@@ -139,12 +139,18 @@ class ConfigReader:
     def token_id(self, name: str, maximum: int = MAX_SIZE) -> int | None:
         """Return a token id; `None` for null and for -1, which some files use instead."""
         value = self.optional_integer(name, minimum=-1, maximum=maximum)
-        return None if value == -1 else value
+        if value == -1:
+            return None
+        return value
 
     def token_ids(self, name: str) -> tuple[int, ...]:
         """Return token ids, which may be one number, a list or null."""
         value = self._get(name)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if value is None:
+            return ()
+        ids = value
+        if not isinstance(value, list):
+            ids = [value]
         for token in ids:
             if type(token) is not int or not -1 <= token <= MAX_SIZE:
                 raise self._mismatch(name, "a token id or a list of them", value)
@@ -253,8 +259,9 @@ class ConfigReader:
                 )
         if unknown:
             first = min(unknown)
-            nearest = difflib.get_close_matches(first, self._read, n=1)
-            hint = f"; the nearest known field is {nearest[0]}" if nearest else ""
+            hint = ""
+            if nearest := difflib.get_close_matches(first, self._read, n=1):
+                hint = f"; the nearest known field is {nearest[0]}"
             raise self.error(
                 f"{quote_value(first)[1:-1]} is an unknown field, which might change what the "
                 f"model computes: remove it if it does not{hint}"

@@ -6,7 +6,7 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import ml_dtypes
 import numpy as np
@@ -34,6 +34,20 @@ BLOCK_SIZE = 1 << 18
 COMPARED_BYTES = 1 << 26
 
 
+class StoredTensor(NamedTuple):
+    """Where a tensor is stored.
+
+    Attributes:
+      file: The open file.
+      file_name: The file's name.
+      name: The tensor's name in the file.
+    """
+
+    file: Any
+    file_name: str
+    name: str
+
+
 class SafetensorsCheckpoint:
     """The tensors of a folder's safetensors files, as a context manager.
 
@@ -52,7 +66,7 @@ class SafetensorsCheckpoint:
         Args:
           folder: Folder of the checkpoint.
           files: The files to open; `None`: those that `weight_files` returns.
-          rename: From a tensor's name in the files to its name here; "" leaves the tensor out.
+          rename: Maps a tensor's name in the files to its name here; "" leaves the tensor out.
 
         Raises:
           UserError: The folder has no complete safetensors files, or two of them hold different
@@ -60,10 +74,11 @@ class SafetensorsCheckpoint:
         """
         self.folder = Path(folder)
         self._stack = contextlib.ExitStack()
-        # The open file, its name, and the tensor's name in it.
-        self._files: dict[str, tuple[Any, str, str]] = {}
+        self._tensors: dict[str, StoredTensor] = {}
+        if files is None:
+            files = weight_files(self.folder)
         with contextlib.ExitStack() as opening:
-            for path in weight_files(self.folder) if files is None else files:
+            for path in files:
                 try:
                     file = opening.enter_context(safe_open(path, framework="numpy"))
                 except (SafetensorError, OSError) as error:
@@ -73,27 +88,26 @@ class SafetensorsCheckpoint:
                     ) from error
                 for stored_name in file.keys():
                     name = rename(stored_name)
-                    if name in self._files:
+                    if name in self._tensors:
                         self._refuse_different_copy(name, file.get_slice(stored_name), path.name)
                     if name:
-                        self._files[name] = (file, path.name, stored_name)
+                        self._tensors[name] = StoredTensor(file, path.name, stored_name)
             self._stack = opening.pop_all()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._files.clear()
+        self._tensors.clear()
         self._stack.close()
 
     def names(self) -> set[str]:
         """Return the names of all tensors."""
-        return set(self._files)
+        return set(self._tensors)
 
     def file(self, name: str) -> str:
         """Return the name of the file that holds a tensor."""
-        _, file_name, _ = self._files[name]
-        return file_name
+        return self._tensors[name].file_name
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
@@ -130,8 +144,8 @@ class SafetensorsCheckpoint:
             )
 
     def _slice(self, name: str) -> Any:
-        file, _, stored_name = self._files[name]
-        return file.get_slice(stored_name)
+        tensor = self._tensors[name]
+        return tensor.file.get_slice(tensor.name)
 
 
 def is_finite(values: np.ndarray, code: str) -> bool:

@@ -112,5 +112,7 @@ def _nearest_folder(folder: Path) -> Path | None:
     if not nearest:
         return None
     corrected = parent / by_lower[nearest[0]]
-    full = corrected.joinpath(*parts[1:])
-    return full if full.is_dir() else corrected
+    complete = corrected.joinpath(*parts[1:])
+    if complete.is_dir():
+        return complete
+    return corrected

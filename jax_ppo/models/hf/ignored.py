@@ -90,8 +90,8 @@ def _has_computed_frequencies(
     if dtype is None:
         return False
     stored = checkpoint.read(name).astype(np.float64)
-    scaled, _ = rope.inverse_frequencies(architecture)
-    local, _ = rope.inverse_frequencies(architecture, local=True)
+    scaled = rope.inverse_frequencies(architecture)[0]
+    local = rope.inverse_frequencies(architecture, local=True)[0]
     dim = architecture.rotary_dim
     unscaled = architecture.rope_theta ** -(np.arange(0, dim, 2) / dim)
     precision = jnp.finfo(dtype)

@@ -32,7 +32,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def quote_value(value: Any) -> str:
     """Return a value for an error message: in one line and not too long."""
     text = repr(value)
-    return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 3] + "..."
+    if len(text) > MAX_QUOTED:
+        return text[: MAX_QUOTED - 3] + "..."
+    return text
 
 
 def write_json(path: Path, value: Any) -> None:

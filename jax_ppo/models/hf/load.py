@@ -392,5 +392,7 @@ def _missing_tensor(name: str, names: set[str]) -> str:
             f"there is no {name} in it but score.weight: it is a reward model or critic, "
             "not a language model"
         )
-    nearest = difflib.get_close_matches(name, names, n=1)
-    return f"tensor {name} is missing" + (f"; the nearest there is {nearest[0]}" if nearest else "")
+    message = f"tensor {name} is missing"
+    if nearest := difflib.get_close_matches(name, names, n=1):
+        message += f"; the nearest there is {nearest[0]}"
+    return message

@@ -1,5 +1,6 @@
 """Tables that map our parameters to Hugging Face checkpoint tensors, for import and export."""
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 
@@ -10,8 +11,9 @@ from jax_ppo.models.hf.tensors import Fused, TensorMapping, TensorTable
 
 HEADS = ("lm", "scalar", "reward", "both")
 PEFT_PREFIX = "base_model.model."
-ATTENTION, MLP = "self_attn", "mlp"
-# They have the names of those of a single MLP.
+ATTENTION = "self_attn"
+MLP = "mlp"
+# The same names as those of a single MLP.
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -44,7 +46,11 @@ def tensor_table(architecture: Architecture | DebertaArchitecture, head: str) ->
             f"{_hf_name(a, 'model.embed_positions')}.weight",
             (a.max_position_embeddings, a.hidden_size),
         )
-    rows |= _norms(a) | _attention(a) | (_experts(a) if a.num_experts else _mlp(a))
+    rows |= _norms(a) | _attention(a)
+    if a.num_experts:
+        rows |= _experts(a)
+    else:
+        rows |= _mlp(a)
     if head != "lm":
         rows["score", "kernel"] = TensorMapping("score.weight", (a.hidden_size, 1), transposed=True)
     if head in ("lm", "both") and not a.tied:
@@ -89,10 +95,10 @@ def adapter_tensor_table(
 
 
 def module_names(architecture: Architecture, projections: Sequence[str]) -> list[str]:
-    """Return the names by which PEFT finds projections: their modules', as short as they can be.
+    """Return the shortest names of their modules by which PEFT finds projections.
 
-    Where two projections of a layer have the same name, as in "attn.c_proj" and "mlp.c_proj", it is
-    that of the outer module too.
+    Where two projections of a layer have the same name, as in "attn.c_proj" and "mlp.c_proj", the
+    name of the outer module precedes it.
     """
     rows = tensor_table(architecture, "lm")
     full = {
@@ -101,12 +107,14 @@ def module_names(architecture: Architecture, projections: Sequence[str]) -> list
         if path[-1] == "kernel"
     }
     short = {name: hf_name.rpartition(".")[2] for name, hf_name in full.items()}
-    used = list(short.values())
-    return [
-        short[name] if used.count(short[name]) == 1 else ".".join(full[name].split(".")[-2:])
-        for name in projections
-        if name in full
-    ]
+    uses = collections.Counter(short.values())
+    names = []
+    for name in projections:
+        if name in full and uses[short[name]] == 1:
+            names.append(short[name])
+        elif name in full:
+            names.append(".".join(full[name].split(".")[-2:]))
+    return names
 
 
 def _hf_name(a: Architecture, name: str) -> str:
@@ -191,11 +199,13 @@ def _experts(a: Architecture) -> TensorTable:
             layers=a.num_layers,
         )
     }
-    for name in EXPERT_PROJECTIONS:
-        shape = (a.hidden_size, a.intermediate_size)
+    inwards = (a.hidden_size, a.intermediate_size)
+    outwards = (a.intermediate_size, a.hidden_size)
+    shapes = {"gate_proj": inwards, "up_proj": inwards, "down_proj": outwards}
+    for name, shape in shapes.items():
         rows["layers", "mlp", "experts", name, "kernel"] = TensorMapping(
             f"{_layer_name(a, f'{MLP}.experts.{{}}.{name}')}.weight",
-            shape[::-1] if name == "down_proj" else shape,
+            shape,
             transposed=True,
             layers=a.num_layers,
             experts=a.num_experts,
@@ -213,7 +223,7 @@ def _shared_input_projections(
     rows: TensorTable = {}
     first = 0
     for name, width in widths.items():
-        own = _dense(
+        projection = _dense(
             a,
             path=(module, name),
             hf_name=f"{hf_module}.{fused or name}",
@@ -223,8 +233,10 @@ def _shared_input_projections(
         )
         if fused:
             place = Fused(first // groups, sum(widths.values()), groups)
-            own = {path: dataclasses.replace(row, fused=place) for path, row in own.items()}
-        rows |= own
+            projection = {
+                path: dataclasses.replace(row, fused=place) for path, row in projection.items()
+            }
+        rows |= projection
         first += width
     return rows
 

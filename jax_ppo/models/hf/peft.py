@@ -278,10 +278,17 @@ def to_adapter_config(
       base_model: Hub name or path of the base model.
       revision: Revision of the base model on the hub.
     """
-    alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
+    alpha = lora.alpha
+    if alpha == int(alpha):
+        alpha = int(alpha)
+    task = "SEQ_CLS"
+    trained_modules: list[str] | None = ["score"]
+    if head == "lm":
+        task = "CAUSAL_LM"
+        trained_modules = None
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if head == "lm" else "SEQ_CLS",
+        "task_type": task,
         "base_model_name_or_path": base_model,
         "revision": revision,
         "inference_mode": True,
@@ -289,7 +296,7 @@ def to_adapter_config(
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "target_modules": module_names(architecture, lora.targets),
-        "modules_to_save": None if head == "lm" else ["score"],
+        "modules_to_save": trained_modules,
         "bias": "none",
         "fan_in_fan_out": FAMILIES[architecture.family].input_first,
         "init_lora_weights": True,

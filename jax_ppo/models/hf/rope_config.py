@@ -7,7 +7,8 @@ from jax_ppo.models.hf.family import Family
 from jax_ppo.models.hf.fields import Config, ConfigReader
 from jax_ppo.models.hf.json_files import quote_value
 
-FULL, LOCAL = "full_attention", "sliding_attention"
+FULL = "full_attention"
+LOCAL = "sliding_attention"
 # Kinds of rotary embeddings that depend on the sequence length of pretraining.
 ROPE_KINDS_WITH_LENGTH = ("yarn", "llama3", "longrope")
 ORIGINAL_LENGTH = "original_max_position_embeddings"
@@ -16,10 +17,12 @@ OPTIONAL_NUMBERS: dict[str, tuple[str, ...]] = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     "longrope": ("attention_factor", "factor"),
 }
-LISTS = ("short_factor", "long_factor")
+LISTS = frozenset({"short_factor", "long_factor"})
 # Entries that transformers ignores.
 HARMLESS_ENTRIES = ("finetuned",)
-DEFAULT_THETA_OF_TWO, DEFAULT_LOCAL_THETA = 1_000_000.0, 10_000.0
+# Of a family whose local layers have rotary parameters of their own.
+DEFAULT_GLOBAL_THETA = 1_000_000.0
+DEFAULT_LOCAL_THETA = 10_000.0
 PARTIAL_FACTOR = "partial_rotary_factor"
 
 RopeScaling = tuple[tuple[str, Any], ...]
@@ -114,7 +117,7 @@ def _read_two_ropes(
     tables = ConfigReader(parameters, where="config.json: rope_parameters.")
     full = tables.table(FULL)
     local = tables.table(LOCAL)
-    other_rope = _OneRope(reader, family, head_dim, "rope_theta", DEFAULT_THETA_OF_TWO)
+    other_rope = _OneRope(reader, family, head_dim, "rope_theta", DEFAULT_GLOBAL_THETA)
     fields = other_rope.read(full, f"rope_parameters.{FULL}")
     if scaling:
         if "type" in scaling:
@@ -138,7 +141,7 @@ def _read_two_ropes(
 
 
 class _OneRope:
-    """Reads the parameters of one kind of rotary embedding."""
+    """Reads the parameters of one rotary embedding."""
 
     def __init__(
         self,
@@ -252,13 +255,17 @@ def write_rope(a: Architecture, family: Family) -> Config:
     """Return the rotary parameters in the spellings of transformers 4 and 5."""
     if family.learned_positions:
         return {}
-    rope = {name: list(v) if isinstance(v, tuple) else v for name, v in a.rope_scaling}
+    rope = dict(a.rope_scaling)
+    for name in LISTS & rope.keys():
+        rope[name] = list(rope[name])
     config: Config = {
         "rope_parameters": {**rope, "rope_theta": a.rope_theta},
         # transformers 4 reads the next two fields.
         "rope_theta": a.rope_theta,
-        "rope_scaling": None if rope["rope_type"] == "default" else rope,
+        "rope_scaling": rope,
     }
+    if rope["rope_type"] == "default":
+        config["rope_scaling"] = None
     if family.rope_length_outside and ORIGINAL_LENGTH in rope:
         config[ORIGINAL_LENGTH] = rope.pop(ORIGINAL_LENGTH)
         # transformers 4 accepts no further field in rope_scaling.

@@ -25,7 +25,7 @@ from jax_ppo.models.lora import Lora
 from jax_ppo.runtime import distributed, work_directory
 
 GIB = 1024**3
-DESCRIPTION = ("config.json", "generation_config.json")  # what tells an export from other folders
+DESCRIPTION = ("config.json", "generation_config.json")  # by these an export is recognized
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -186,8 +186,10 @@ def _model_config(
     architecture: Architecture, dtype: str, head: str, source_folder: str | Path | None
 ) -> dict[str, Any]:
     """Return the contents of config.json, with the source's fields that need not change."""
-    source = None if source_folder is None else Path(source_folder) / "config.json"
-    if source is None or not source.exists():
+    if source_folder is None:
+        return to_hf_config(architecture, dtype, head)
+    source = Path(source_folder) / "config.json"
+    if not source.exists():
         return to_hf_config(architecture, dtype, head)
     return update_hf_config(read_json_object(source), architecture, dtype, head)
 

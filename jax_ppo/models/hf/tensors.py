@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from flax import traverse_util
 
 Path = tuple[str, ...]
+T = TypeVar("T")
 
 
 class Fused(NamedTuple):
@@ -51,7 +52,7 @@ class TensorMapping:
     @property
     def hf_shape(self) -> tuple[int, ...]:
         """Shape of the checkpoint's tensor."""
-        shape = self.shape[::-1] if self.transposed else self.shape
+        shape = self._in_hf_order(self.shape)
         if self.fused is None:
             return shape
         axis = self.output_axis
@@ -60,7 +61,9 @@ class TensorMapping:
     @property
     def output_axis(self) -> int:
         """Axis of the checkpoint's tensor along which a fused one holds its parameters."""
-        return 0 if self.transposed else len(self.shape) - 1
+        if self.transposed:
+            return 0
+        return len(self.shape) - 1
 
     def read(
         self, read: Callable[[tuple[slice, ...]], np.ndarray], index: tuple[slice, ...]
@@ -71,33 +74,47 @@ class TensorMapping:
           read: Reads a block of the checkpoint's tensor.
           index: One slice per axis of our parameter, without the axis of layers.
         """
-        hf_index = list(index[::-1] if self.transposed else index)
+        hf_index = list(self._in_hf_order(index))
         if self.fused is None:
-            values = read(tuple(hf_index))
-        else:
-            axis, outputs = self.output_axis, self._fused_outputs(index[-1])
-            # What lies between the first and the last is read, too.
-            first, last = int(outputs[0]), int(outputs[-1])
-            hf_index[axis] = slice(first, last + 1)
-            values = read(tuple(hf_index))
-            if len(outputs) < last + 1 - first:
-                values = np.take(values, outputs - first, axis)
-        return values.T if self.transposed else values
+            return self._transpose(read(tuple(hf_index)))
+        axis = self.output_axis
+        outputs = self._fused_outputs(index[-1])
+        # What lies between the first and the last is read, too.
+        first = int(outputs[0])
+        last = int(outputs[-1])
+        hf_index[axis] = slice(first, last + 1)
+        values = read(tuple(hf_index))
+        if len(outputs) < last + 1 - first:
+            values = np.take(values, outputs - first, axis)
+        return self._transpose(values)
 
-    def _fused_outputs(self, own: slice) -> np.ndarray:
+    def _in_hf_order(self, axes: tuple[T, ...]) -> tuple[T, ...]:
+        """Return entries for each axis of our parameter in the order of the checkpoint's axes."""
+        if self.transposed:
+            return axes[::-1]
+        return axes
+
+    def _transpose(self, values: np.ndarray) -> np.ndarray:
+        """Convert between the order of axes of our parameter and that of the checkpoint."""
+        if self.transposed:
+            return values.T
+        return values
+
+    def _fused_outputs(self, block: slice) -> np.ndarray:
         """Return the indices of some of our outputs in a fused tensor, in ascending order."""
         assert self.fused is not None
         first, total, groups = self.fused
         width = self.shape[-1] // groups
-        outputs = np.arange(self.shape[-1])[own]
+        outputs = np.arange(self.shape[-1])[block]
         return outputs // width * (total // groups) + first + outputs % width
 
     def join(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Return the checkpoint's tensor of the parameters, in order, that it holds."""
-        values = [part.T if self.transposed else part for part in parts]
+        values = [self._transpose(part) for part in parts]
         if self.fused is None:
             return values[0]
-        axis, groups = self.output_axis, self.fused.groups
+        axis = self.output_axis
+        groups = self.fused.groups
         if groups == 1:
             return np.concatenate(values, axis)
         # [.., groups, width, ..] next to each other.
@@ -110,12 +127,16 @@ class TensorMapping:
     @property
     def full_shape(self) -> tuple[int, ...]:
         """Shape of our parameter, including the axis of layers."""
-        return self.layer_shape if self.layers is None else (self.layers, *self.layer_shape)
+        if self.layers is None:
+            return self.layer_shape
+        return (self.layers, *self.layer_shape)
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
         """Shape of our parameter in one layer, including the axis of experts."""
-        return self.shape if self.experts is None else (self.experts, *self.shape)
+        if self.experts is None:
+            return self.shape
+        return (self.experts, *self.shape)
 
     def names(self) -> list[str]:
         """Return the names of the checkpoint's tensors, layer by layer."""
@@ -166,4 +187,7 @@ def flatten_like(tree: dict[str, Any], rows: Mapping[Path, Any], what: str) -> d
 def abbreviate(names: Iterable[str]) -> str:
     """Join the first few names for an error message."""
     names = list(names)
-    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+    shown = names[:6]
+    if len(names) > 6:
+        shown.append("...")
+    return ", ".join(shown)

@@ -92,7 +92,9 @@ def write_weights(
     is_moved = work_directory.is_in_bucket(folder)
     if distributed.is_main() or is_moved:
         # Files that go to a bucket are on this disk one at a time.
-        needed = min(total_bytes, max_shard_bytes) if is_moved else total_bytes
+        needed = total_bytes
+        if is_moved:
+            needed = min(total_bytes, max_shard_bytes)
         disk_space.require_free_space(folder.parent, needed, "an export of the weights")
     shards = _split_into_shards(rows, itemsize, max_shard_bytes)
     names = [single_file]
@@ -102,15 +104,18 @@ def write_weights(
             for number in range(1, len(shards) + 1)
         ]
     # In each round every process writes a file, so that all disks and links are busy.
-    processes, own = jax.process_count(), jax.process_index()
+    processes = jax.process_count()
+    process = jax.process_index()
     for first in range(0, len(shards), processes):
         in_round = shards[first : first + processes]
-        contents = _gather_round(in_round, own, arrays, rows, dtype)
-        if own >= len(in_round):
+        contents = _gather_round(in_round, process, arrays, rows, dtype)
+        if process >= len(in_round):
             collections.deque(contents, maxlen=0)  # only gathers
             continue
-        header = {tensor.name: (code, rows[tensor.paths[0]].hf_shape) for tensor in in_round[own]}
-        path = folder / names[first + own]
+        header = {
+            tensor.name: (code, rows[tensor.paths[0]].hf_shape) for tensor in in_round[process]
+        }
+        path = folder / names[first + process]
         write_safetensors(path, header, contents)
         work_directory.move_to_bucket(path, _final_folder(folder))
     if distributed.is_main() and len(shards) > 1:
@@ -125,7 +130,7 @@ def write_weights(
 
 def _gather_round(
     shards: Sequence[Sequence[ExportedTensor]],
-    own: int,
+    process: int,
     arrays: Arrays,
     rows: TensorTable,
     dtype: str,
@@ -137,18 +142,18 @@ def _gather_round(
 
     Args:
       shards: The files that processes 0, 1, ... write at the same time.
-      own: Number of this process; it has no file if there are fewer.
+      process: Number of this process; it has no file if there are fewer.
       arrays: The parameters by path.
       rows: The tensor table.
       dtype: One of `EXPORT_DTYPES`.
     """
     for tensors_by_process in itertools.zip_longest(*shards):
         values: np.ndarray | None = None
-        for process, tensor in enumerate(tensors_by_process):
+        for writer, tensor in enumerate(tensors_by_process):
             if tensor is None:
                 continue
             parts = [_gather(arrays[path], tensor, dtype) for path in tensor.paths]
-            if process == own:
+            if writer == process:
                 values = rows[tensor.paths[0]].join([np.asarray(part) for part in parts])
             # The devices' copies go before the next tensor is gathered.
             del parts
@@ -178,14 +183,21 @@ def _in_order(rows: TensorTable) -> Iterator[ExportedTensor]:
     outside: dict[str, list[tensors.Path]] = {}
     stacked: dict[str, list[tensors.Path]] = {}
     for path, row in rows.items():
-        (outside if row.layers is None else stacked).setdefault(row.name, []).append(path)
+        paths_by_name = stacked
+        if row.layers is None:
+            paths_by_name = outside
+        paths_by_name.setdefault(row.name, []).append(path)
     for name, paths in outside.items():
         yield ExportedTensor(name, paths, layer=None)
     for layer in range(max(row.layers for row in rows.values() if row.layers is not None)):
         for paths in stacked.values():
             row = rows[paths[0]]
-            for expert, name in enumerate(row.layer_names(layer)):
-                yield ExportedTensor(name, paths, layer, None if row.experts is None else expert)
+            names = row.layer_names(layer)
+            if row.experts is None:
+                yield ExportedTensor(names[0], paths, layer)
+                continue
+            for expert, name in enumerate(names):
+                yield ExportedTensor(name, paths, layer, expert)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -200,11 +212,10 @@ def _select(array: jax.Array, index: tuple[int, ...], dtype: str) -> jax.Array:
 def _select_merged_layer(
     kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array, layer: int, dtype: str, scale: float
 ) -> jax.Array:
-    kernel, lora_a, lora_b = (
-        jax.lax.dynamic_index_in_dim(array, layer, 0, keepdims=False)
-        for array in (kernel, lora_a, lora_b)
-    )
-    return merge_kernel(kernel, lora_a, lora_b, scale).astype(dtype)
+    def select(array: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(array, layer, 0, keepdims=False)
+
+    return merge_kernel(select(kernel), select(lora_a), select(lora_b), scale).astype(dtype)
 
 
 def _gather(array: jax.Array | MergedKernel, tensor: ExportedTensor, dtype: str) -> jax.Array:
