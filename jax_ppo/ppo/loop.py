@@ -282,7 +282,7 @@ def start_state(
         trained = None
         if step:
             shapes = trained_shapes(config, run.nets, run.mesh)
-            trained, _ = checkpoints.restore(step, shapes)
+            trained = checkpoints.restore(step, shapes).arrays
         state = create_state(
             config,
             run.nets,

@@ -134,7 +134,8 @@ def compile_programs(
       key: the base key of a step's samples.
       plans: the packing of a rollout.
     """
-    config, nets = step.config, step.nets
+    config = step.config
+    nets = step.nets
     params = policy_params(nets, state)
     rollout = yield from step.engine.precompile(params, prompts, key, step.sampling)
     if config.selects_samples:
@@ -198,7 +199,7 @@ def _compile_experience(
     step_rewards = None
     if step.config.has_step_rewards:
         step_rewards = jax.ShapeDtypeStruct(rollout.logprobs.shape, jnp.float32, sharding=rows)
-    experience, _ = compile_ahead(
+    experience: Experience = compile_ahead(
         estimate_experience,
         ExperienceOptions.from_config(step.config),
         state.step,
@@ -208,5 +209,5 @@ def _compile_experience(
         scores,
         rewards,
         step_rewards,
-    )
+    )[0]
     return experience

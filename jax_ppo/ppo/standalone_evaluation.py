@@ -126,9 +126,9 @@ def _create_state(run: PPORun, checkpoint: Path | None) -> TrainState:
     step = int(checkpoint.name)
     shapes = trained_shapes(config, run.nets, run.mesh)
     with Checkpointer(checkpoint.parent, read_only=True) as checkpoints:
-        trained, _ = checkpoints.restore(
+        trained = checkpoints.restore(
             step, {name: shapes[name] for name in ("actor", "control")}
-        )
+        ).arrays
     return create_state(
         config,
         run.nets,

@@ -165,7 +165,7 @@ def start_parameters(
     # Shapes first: both a checkpoint and a model's folder are read into their shards.
     shapes = trained_shapes(run.config.supervised, run.model, head, run.mesh)
     if step:
-        arrays = checkpoints.restore(step, shapes)[0]
+        arrays = checkpoints.restore(step, shapes).arrays
         return arrays["params"], arrays["optimizer"]
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
     options = run.config.supervised

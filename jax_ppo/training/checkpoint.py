@@ -16,7 +16,7 @@ import secrets
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -32,6 +32,18 @@ from jax_ppo.training.local_checkpoints import LocalCheckpoints, leaf_name
 META = "meta"
 RUN_ID = "run_id"  # the file that tells the local checkpoints of runs apart
 MAX_SHOWN = 5  # mismatched parameters named in an error
+
+
+class Restored(NamedTuple):
+    """What was read from a checkpoint.
+
+    Attributes:
+      arrays: trees of arrays by name.
+      meta: as it was saved.
+    """
+
+    arrays: dict[str, Any]
+    meta: dict[str, Any]
 
 
 class Checkpointer:
@@ -215,7 +227,7 @@ class Checkpointer:
             return None
         return step
 
-    def restore(self, step: int, abstract: dict[str, Any]) -> tuple[dict[str, Any], dict]:
+    def restore(self, step: int, abstract: dict[str, Any]) -> Restored:
         """Read a checkpoint.
 
         Args:
@@ -238,7 +250,7 @@ class Checkpointer:
             checkpoint = f"local checkpoint {self._local.path}"
             for name, tree in wanted.items():
                 _validate_shapes(checkpoint, name, self._local.saved_shapes(name), tree)
-            return self._local.restore(wanted)
+            return Restored(*self._local.restore(wanted))
         saved_steps = self._manager.all_steps()
         if step not in saved_steps:
             raise FileNotFoundError(
@@ -256,7 +268,7 @@ class Checkpointer:
         restored = self._manager.restore(
             step, args=ocp.args.Composite(**items, **{META: ocp.args.JsonRestore()})
         )
-        return {name: restored[name] for name in wanted}, restored[META]
+        return Restored({name: restored[name] for name in wanted}, restored[META])
 
     def saved_tree(self, step: int, name: str) -> Any:
         """Return the shapes and dtypes of a tree of a checkpoint, `None` if it is not there.
@@ -275,7 +287,7 @@ class Checkpointer:
 
     def restore_item(self, step: int, name: str, abstract: Any) -> Any:
         """Read one tree of a checkpoint, as `restore` does."""
-        return self.restore(step, {name: abstract})[0][name]
+        return self.restore(step, {name: abstract}).arrays[name]
 
     def wait(self) -> None:
         """Wait until everything saved is on disk, and raise the error if a save failed."""

@@ -50,7 +50,7 @@ def find_progress(
             f"{latest}; give another --workdir, or remove it"
         )
     # No arrays yet: they are read once the options are known to fit.
-    _, meta = checkpoints.restore(latest, {})
+    meta = checkpoints.restore(latest, {}).meta
     _compare_options(config, meta["config"], report, command)
     if latest < total_steps:
         report(f"resuming after step {latest} of {total_steps}")

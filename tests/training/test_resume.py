@@ -9,13 +9,14 @@ import tiny
 from jax_ppo.config import schema
 from jax_ppo.errors import UserError
 from jax_ppo.training import resume
+from jax_ppo.training.checkpoint import Restored
 
 
 def find_progress_of_saved_run(config, total_steps, saved, command="train"):
     """Resume after a checkpoint of step 3 that was saved with the options `~saved`."""
     meta = {"position": 24, "evaluations": [], "config": saved}
     checkpoints = types.SimpleNamespace(
-        latest_step=lambda: 3, restore=lambda step, abstract: (None, meta)
+        latest_step=lambda: 3, restore=lambda step, abstract: Restored({}, meta)
     )
     return resume.find_progress(config, total_steps, checkpoints, print, command)
 
