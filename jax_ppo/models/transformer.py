@@ -292,6 +292,10 @@ class Transformer(nn.Module):
             routed = None if routed_experts_BxTxLxk is None else routed_experts_BxTxLxk[:, :, i]
             x, output = block(x, None, rotations, segments_BxT, routed, layer_cache, columns_B)
             assert output.cache is not None  # because of keep_cache
+            if cache is None and self.decoding == "tpu":
+                # Where a norm follows the products (Gemma), the compiler for TPUs would keep what
+                # each layer adds instead of the sum, and add all of it up again in every layer.
+                x = jax.lax.optimization_barrier(x)
             new_cache.append(output.cache)
             # Stacked below, to the same form that a scan returns.
             auxiliary.append(output.auxiliary)

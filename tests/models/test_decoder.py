@@ -144,6 +144,27 @@ def test_one_token_at_a_time_is_the_whole_sequence(params, ids, decoding, monkey
         np.testing.assert_allclose(hidden[:, 0], expected[np.arange(B), at], atol=1e-5)
 
 
+@pytest.mark.parametrize("decoding", ["tpu", "cpu"])
+def test_a_prefill_for_tpus_keeps_nothing_but_keys_and_values_of_a_layer(ids, decoding):
+    """Those of each layer are there before the next one begins; decoding needs no such order."""
+    model = Transformer(ARCHITECTURE, unrolled=True, decoding=decoding)
+    params = jax.eval_shape(
+        lambda: unroll_params(heads.init_params(STACKED, jax.random.key(0), "lm"))
+    )
+    positions = np.tile(np.arange(T), (B, 1))
+
+    def count_barriers(*arguments, **options):
+        lowered = jax.jit(model.apply).lower({"params": params}, *arguments, **options)
+        return lowered.as_text().count("optimization_barrier")
+
+    cache = jax.eval_shape(model.apply, {"params": params}, ids, positions).cache
+    barriers = (
+        count_barriers(ids, positions),
+        count_barriers(ids[:, :1], positions[:, :1], cache=cache),
+    )
+    assert barriers == (ARCHITECTURE.num_layers if decoding == "tpu" else 0, 0)
+
+
 def test_recomputing_activations_leaves_the_gradient(params, ids):
     def gradient(remat):
         model = Transformer(ARCHITECTURE, remat=remat)
