@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from jax_ppo.kernels import vocabulary_chunks
 from jax_ppo.kernels.platform import target_platform
+from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention import query_block_size
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.transformer import Transformer
@@ -124,7 +125,8 @@ def _sampling_temporaries(step: AbstractStep) -> int:
     parts = mesh.shape["model"]
     prompt = config.data.max_prompt_length
     prompts = max(1, min(PREFILL_TOKENS // prompt, step.queue // config.rollout.n))
-    prefill = _layer_bytes(role, prompts * prompt, mesh)
+    scores = _score_bytes(architecture, prompts, query_block_size(prompt), prompt, parts)
+    prefill = _layer_bytes(role, prompts * prompt, mesh, scores=scores)
     # Forbidden strings are found with a tokenizer, which a plan does not have.
     is_constrained = bool(config.rollout.bad_words) or constrains_logits(step.programs.sampling)
     arrays = 3 if is_constrained else 2
@@ -267,10 +269,17 @@ def _pair_bytes(
         return rows * queries * keys * role.itemsize
     block = queries // 2
     if row_parts == 1:
-        block = min(queries, query_block_size(queries))
-    heads = -(-net.architecture.num_heads // int(mesh.shape["model"]))
-    arrays = 4 if with_gradient else 2
-    return arrays * rows * heads * block * keys * _FLOAT32
+        block = query_block_size(queries)
+    scores = _score_bytes(net.architecture, rows, block, keys, mesh.shape["model"])
+    if with_gradient:
+        return 2 * scores
+    return scores
+
+
+def _score_bytes(architecture: Architecture, rows: int, block: int, keys: int, parts: int) -> int:
+    """Return the bytes of xla's scores and weights, in float32, of a block of queries."""
+    heads = -(-architecture.num_heads // parts)
+    return 2 * rows * heads * min(block, keys) * keys * _FLOAT32
 
 
 def _cast_weights(step: AbstractStep, role: Role) -> int:
@@ -327,8 +336,15 @@ def _chunk_bytes(role: Role, tokens: int, parts: int) -> int:
     return min(chunk, tokens) * architecture.vocab_size * _FLOAT32 // parts
 
 
-def _layer_bytes(role: Role, tokens: int, mesh: Mesh) -> int:
-    """Return the bytes of the outputs of a layer's products for `tokens`."""
+def _layer_bytes(role: Role, tokens: int, mesh: Mesh, scores: int = 0) -> int:
+    """Return the bytes of the outputs of a layer's products for `tokens`.
+
+    Args:
+      role: the model.
+      tokens: those of a device.
+      mesh: that the layer runs on.
+      scores: bytes of the scores of attention, which are gone when the MLP begins.
+    """
     architecture = role.architecture
     parts = mesh.shape["model"]
     width = 4 * architecture.hidden_size
@@ -346,4 +362,4 @@ def _layer_bytes(role: Role, tokens: int, mesh: Mesh) -> int:
     mlp_itemsize = _FLOAT32
     if getattr(architecture, "activation", "") == "silu":
         mlp_itemsize = role.itemsize
-    return tokens * (width * role.itemsize + mlp * mlp_itemsize)
+    return tokens * width * role.itemsize + max(tokens * mlp * mlp_itemsize, scores)

@@ -109,6 +109,18 @@ def test_scores_of_each_pair_of_tokens_are_counted(folder, changes, per_device):
         assert difference == arrays * 4 * per_device
 
 
+def test_scores_of_long_prompts_are_counted(folder):
+    """Prompts are read with xla's attention; the scores of a long one outweigh its MLP."""
+    lengths = (2048, 4096)
+    short, long = (
+        memory(estimate(folder, "cpu:1", data__max_prompt_length=length), "sample").temporaries
+        for length in lengths
+    )
+    # As many tokens in fewer prompts: blocks of a quarter of a prompt, four heads, two arrays.
+    scores = [2 * 4 * (length // 4) * length * (8192 // length) * 4 for length in lengths]
+    assert long - short == scores[1] - scores[0]
+
+
 def test_cudnns_mask_is_counted_once_for_all_heads(tmp_path):
     """A row of 512 tokens on each device, and bfloat16."""
     architecture = dataclasses.replace(tiny.ARCHITECTURE, head_dim=16)
