@@ -1848,9 +1848,9 @@ STOPS = [
             "reason"
         ),
         test="tests/ppo/test_report.py::test_too_many_skipped_updates_in_a_row_end_the_run",
-        where="Journal.write_step",
-        old="self._skipped_in_a_row + 1",
-        new="1",
+        where="Journal._count_skipped_update",
+        old="self._skipped_in_a_row += 1",
+        new="self._skipped_in_a_row = 1",
     ),
 ]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 def replace_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`, and rename it to `path` when the block succeeds.
 
-    Readers see the old file or the new one, never a part of either.
+    Readers see either the old file or the new one, never a part of one.
     """
-    # In the same folder: a rename is atomic within one file system only.
+    # In the same folder, since a rename is atomic only within one file system.
     temporary = path.with_name(path.name + ".tmp")
     yield temporary
     os.replace(temporary, path)

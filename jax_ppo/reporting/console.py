@@ -16,6 +16,7 @@ from typing import Any
 
 import tqdm
 
+from jax_ppo.errors import printable_lines
 from jax_ppo.runtime import distributed, watchdog
 
 # Columns of a sample table that are neither prompt nor response: score, correct and separators.
@@ -45,7 +46,7 @@ class Column:
 
 
 def print_on_main(text: str) -> None:
-    """Print a line if this is the main process, above the progress bars that are shown."""
+    """Print a line above any progress bars, if this is the main process."""
     watchdog.report_progress(text)
     if distributed.is_main():
         tqdm.tqdm.write(text)
@@ -69,7 +70,9 @@ def format_step_line(
         if column.optional and (value is None or math.isnan(value)):
             continue
         # Numbers are right-aligned to a fixed width, so that columns line up from step to step.
-        number = "-" if value is None else format(float(value), column.format)
+        number = "-"
+        if value is not None:
+            number = format(float(value), column.format)
         parts.append(column.label + number.rjust(column.width) + column.unit)
     return "  ".join(parts)
 
@@ -86,15 +89,17 @@ def make_loading_reporter(role: str) -> Callable[[int, int], None]:
     return make_count_reporter(f"loading the {role}", "tensor", f"loaded the {role}")
 
 
-def make_count_reporter(work: str, unit: str, done: str = "") -> Callable[[int, int], None]:
+def make_count_reporter(
+    work: str, unit: str, finished_work: str = ""
+) -> Callable[[int, int], None]:
     """Return a callback that shows the progress of a piece of work.
 
     It shows a progress bar on a terminal, and otherwise prints one line at the end.
 
     Args:
-      work: what is done, such as "loading the actor".
-      unit: what is counted, such as "tensor".
-      done: the same at the end, such as "loaded the actor"; "": as `work`.
+      work: name of the work, such as "loading the actor".
+      unit: name of what is counted, such as "tensor".
+      finished_work: name of the work at its end, such as "loaded the actor"; "": the same.
 
     Returns:
       A function of (units done, units in total), to be called after each advance.
@@ -113,7 +118,7 @@ def make_count_reporter(work: str, unit: str, done: str = "") -> Callable[[int, 
         bar.update(count - bar.n)
         if count == total:
             bar.close()
-            print_on_main(f"{done or work}: {total} {unit}s")
+            print_on_main(f"{finished_work or work}: {total} {unit}s")
 
     return report_progress
 
@@ -160,7 +165,7 @@ class ProgressBar:
         try:
             yield
         finally:
-            watchdog.report_progress(f"{name}, which is over")
+            watchdog.report_progress(f"{name} (finished)")
             # A phase may be entered several times per step.
             key = f"seconds/{name}"
             self._seconds[key] = self._seconds.get(key, 0.0) + time.perf_counter() - started
@@ -191,7 +196,7 @@ def format_sample_table(rows: list[dict[str, Any]], width: int | None = None) ->
         reward does not define correctness).
       width: characters per line. Default: the width of the terminal, or 100.
     """
-    # What the numbers leave is shared by prompt and response, 2 to 3.
+    # Prompt and response share the remaining width, 2 to 3.
     width = max(width or shutil.get_terminal_size((100, 24)).columns, _LEAST_TABLE_WIDTH)
     prompt_width = (width - _FIXED_TABLE_WIDTH) * 2 // 5
     response_width = width - _FIXED_TABLE_WIDTH - prompt_width
@@ -212,8 +217,8 @@ def format_sample_table(rows: list[dict[str, Any]], width: int | None = None) ->
 def _format_cell(text: str, width: int) -> str:
     """Return the text as one line of exactly `width` columns; cut its middle if it is longer."""
     # Unprintable characters may form an escape sequence, which a model must not send to a terminal.
-    line = text.strip().replace("\n", "⏎")
-    sized = [(c if c.isprintable() else "·", _display_width(c)) for c in line]
+    line = printable_lines(text.strip().replace("\n", "⏎"))
+    sized = [(c, _display_width(c)) for c in line]
     # The end of a response, with its answer, matters as much as the beginning.
     if sum(size for _, size in sized) > width:
         half = (width - 1) // 2
@@ -226,8 +231,9 @@ def _format_cell(text: str, width: int) -> str:
 
 def _display_width(character: str) -> int:
     """Return the number of terminal columns that a printable character occupies."""
-    is_wide = character.isprintable() and unicodedata.east_asian_width(character) in "WF"
-    return 2 if is_wide else 1
+    if unicodedata.east_asian_width(character) in "WF":
+        return 2
+    return 1
 
 
 def _take_columns(sized: list[tuple[str, int]], width: int) -> list[tuple[str, int]]:

@@ -42,7 +42,7 @@ class HTMLReport:
         self._panels = panels
         self._groups: list[dict[str, Any]] = []
         self._distributions: list[dict[str, Any]] = []
-        # What an interrupted run has logged.
+        # Responses that were logged before an interruption.
         for kind, step, records in sample_files.read_samples(workdir):
             self.add_samples(kind, step, records)
 
@@ -56,11 +56,11 @@ class HTMLReport:
         """
         if not records:
             return
-        shown = list(records[:SHOWN_SAMPLES])
-        self._groups.append({"name": f"{step} ({kind})", "records": shown})
-        # The first one stays: what the run started from.
+        shown_records = list(records[:SHOWN_SAMPLES])
+        self._groups.append({"name": f"{step} ({kind})", "records": shown_records})
+        # The first group is kept: it shows how the run started.
         del self._groups[1 : max(1, len(self._groups) - SHOWN_STEPS)]
-        # Evaluations draw other prompts in another way.
+        # Evaluations are not comparable: they sample other prompts with other settings.
         if kind == "training":
             self._distributions.append(
                 {
@@ -76,8 +76,8 @@ class HTMLReport:
         """Write the file, which is replaced atomically.
 
         Args:
-          status: one line about how far the run has come.
-          warnings: what is wrong, shown at the top.
+          status: one line about the progress of the run.
+          warnings: the warnings of the run, shown at the top.
           evaluations: dicts of step and metrics.
         """
         rows = read_metrics_csv(self._workdir / "training_metrics.csv")
@@ -131,7 +131,7 @@ def _describe_phases(rows: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
         {
             "legend": name.removeprefix(PHASE_PREFIX),
             "steps": [int(row["step"]) for row in rows if row.get("seconds/step")],
-            # A phase that a step did not have took no time.
+            # A phase that did not occur in a step took no time.
             "values": [float(row.get(name) or 0.0) for row in rows if row.get("seconds/step")],
         }
         for name in names
@@ -146,13 +146,15 @@ def _describe_options(config: Config) -> list[dict[str, Any]]:
         value: Any = config
         for part in option.name.split("."):
             value = getattr(value, part)
-        cells = [option.name, _show(value), _show(option.default), option.facts.doc]
+        cells = [option.name, _value_text(value), _value_text(option.default), option.facts.doc]
         table.append({"cells": cells, "changed": value != option.default})
     return sorted(table, key=lambda row: not row["changed"])
 
 
-def _show(value: Any) -> str:
-    return "unset" if value is None else str(value)
+def _value_text(value: Any) -> str:
+    if value is None:
+        return "unset"
+    return str(value)
 
 
 def _read_resource(package: str, name: str) -> str:

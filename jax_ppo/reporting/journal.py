@@ -29,9 +29,9 @@ SPEED_COLUMNS = (
 )
 # Phases in which the host does little but wait for the devices.
 WAITING_PHASES = ("rollout", "score", "update")
-# A process that is behind by more than this share of a step is named on the console.
+# A warning names a process that lags by more than this share of a step.
 MAX_STRAGGLER_SHARE = 0.1
-# Drawing curves keeps the host from dispatching steps; it gets at most this share of its time.
+# Drawing curves keeps the host from dispatching steps; it may take at most this share of its time.
 MAX_PLOT_SHARE = 0.05
 
 
@@ -58,7 +58,7 @@ class Journal:
     """The logs, the progress bar and the clock of a run. Only the main process writes and prints.
 
     Attributes:
-      progress: how far the run has come. Evaluations are appended to it.
+      progress: the progress of the run. Evaluations are appended to it.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Journal:
 
         Args:
           step: the step, from 1.
-          metrics: values by name. The memory of the devices is added where they report it.
+          metrics: values by name. The memory of the devices is added if they report it.
           tokens: tokens that the step processed, for the throughput.
           skipped: whether an update was skipped because its gradient was not finite.
           flops: model FLOPs of the step, for `perf/mfu`; `None` if they were not counted.
@@ -145,7 +145,7 @@ class Journal:
         Raises:
           FloatingPointError: config.trainer.max_skipped_updates steps in a row were skipped.
         """
-        # Wall-clock time between two rows, whatever the host waited for.
+        # The seconds of a step are the wall-clock time since the row before.
         phases = self._bar.take_seconds()
         metrics = metrics | measure_device_memory() | phases
         now = time.monotonic()
@@ -159,7 +159,9 @@ class Journal:
         metrics |= self._measure_compilation()
         if jax.default_backend() != "cpu":  # where the host itself computes
             metrics["seconds/host"] = seconds - sum(phases.values())
-        metrics |= self._measure_efficiency(seconds, 0.0 if skipped else seconds, flops)
+        if not skipped:
+            self.progress.kept_seconds += seconds
+        metrics |= self._measure_efficiency(seconds, flops)
         waited_seconds = sum(phases.get(f"seconds/{name}", 0.0) for name in WAITING_PHASES)
         metrics |= self._compare_processes(step, seconds, waited_seconds)
         self._log.write(step, metrics)
@@ -169,44 +171,50 @@ class Journal:
         plot_freq = self._config.trainer.plot_freq
         if plot_freq and step % plot_freq == 0 and step < self._total_steps:
             self._plot(step)
-        # A single skipped step is harmless; many in a row mean that the run has diverged.
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        self._count_skipped_update(step, skipped)
+        return metrics
+
+    def _count_skipped_update(self, step: int, skipped: bool) -> None:
+        """Raise `FloatingPointError` after too many steps in a row that were skipped.
+
+        A single skipped step is harmless; many in a row mean that the run has diverged.
+        """
+        if not skipped:
+            self._skipped_in_a_row = 0
+            return
+        self._skipped_in_a_row += 1
         if self._skipped_in_a_row == self._config.trainer.max_skipped_updates:
             raise FloatingPointError(
                 f"step {step}: the gradient was not finite for {self._skipped_in_a_row} steps in a "
                 "row (config.trainer.max_skipped_updates); a smaller "
                 f"config.{self._layout.learning_rate_option} or config.model.dtype=float32 may help"
             )
-        return metrics
 
     def _seconds_left(self, step: int) -> float:
         """Return the expected time of the remaining steps, without evaluations and checkpoints.
 
-        They are taken to be as long as the median of the last steps, so that a step that compiled
-        does not count.
+        Each is assumed to take the median time of the last steps, which a step that compiled does
+        not affect.
         """
         return statistics.median(self._last_seconds) * (self._total_steps - step)
 
     def _measure_compilation(self) -> dict[str, float]:
         """Return the number of programs compiled in a step, and the seconds that this took."""
-        before, self._compiled_before = self._compiled_before, dataclasses.replace(self._compiled)
+        before = self._compiled_before
+        self._compiled_before = dataclasses.replace(self._compiled)
         return {
             "perf/compiled_programs": self._compiled.programs - before.programs,
             "seconds/compile": self._compiled.seconds - before.seconds,
         }
 
-    def _measure_efficiency(
-        self, seconds: float, kept_seconds: float, flops: float | None
-    ) -> dict[str, float]:
-        """Return MFU, where the peak of the devices is known, and goodput.
+    def _measure_efficiency(self, seconds: float, flops: float | None) -> dict[str, float]:
+        """Return goodput, and MFU if the peak of the devices is known.
 
         Args:
-          seconds: of the step.
-          kept_seconds: the part of them that moved the run forward.
+          seconds: time of the step.
           flops: model FLOPs of the step, if they were counted.
         """
-        self.progress.kept_seconds += kept_seconds
-        # The system's clock: the run may have started in another process, on another machine.
+        # By the system's clock: the run may have started in another process, on another machine.
         run_seconds = time.time() - self.progress.started_at
         figures = {"perf/goodput": self.progress.kept_seconds / max(run_seconds, seconds)}
         peak = device_speed.total_peak_flops()
@@ -217,20 +225,22 @@ class Journal:
     def _compare_processes(
         self, step: int, seconds: float, waited_seconds: float
     ) -> dict[str, float]:
-        """Return how far the slowest of several processes is behind; name it when it is far.
+        """Return the lag of the slowest of several processes, and warn if it is large.
 
         Args:
           step: the step, from 1.
-          seconds: of the step.
-          waited_seconds: the part of them in phases that wait for the devices.
+          seconds: time of the step.
+          waited_seconds: the part of it in phases that wait for the devices.
         """
         own_seconds = seconds - waited_seconds - stragglers.take_waited_seconds()
         all_seconds = stragglers.exchange_own_seconds(own_seconds)
         if len(all_seconds) < 2:
             return {}
         process, behind = stragglers.find_straggler(all_seconds)
-        straggler = process if behind > MAX_STRAGGLER_SHARE * seconds else None
-        # Not at every step: only when it becomes another one.
+        straggler = None
+        if behind > MAX_STRAGGLER_SHARE * seconds:
+            straggler = process
+        # Warn only when another process becomes the straggler, not at every step.
         if straggler is not None and straggler != self._straggler:
             self.warn(
                 f"step {step}: process {process} spends {behind:.2f} s more on its own "
@@ -262,11 +272,11 @@ class Journal:
 
         Args:
           steps_done: steps of training before the evaluation.
-          means: values by name; logs leave out those that are None.
+          means: values by name; the logs omit those that are None.
           shown: the text for the console.
         """
         self.progress.evaluations.append({"step": steps_done} | means)
-        # Logs hold numbers only, while the progress keeps None for an undefined mean.
+        # Logs contain only numbers, while the progress has None for an undefined mean.
         defined = {f"eval/{name}": value for name, value in means.items() if value is not None}
         self._log.write(steps_done, defined)
         self._bar.print_line(f"evaluation after step {steps_done}: {shown}")

@@ -3,12 +3,20 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax_ppo.reporting.atomic import replace_file
 from jax_ppo.reporting.summary import to_json_value
 
 FOLDER = "rollouts"
+
+
+class LoggedSamples(NamedTuple):
+    """The contents of a file; see `write_samples`."""
+
+    kind: str
+    step: int
+    records: list[dict[str, Any]]
 
 
 def write_samples(workdir: Path, kind: str, step: int, records: list[dict[str, Any]]) -> None:
@@ -29,12 +37,13 @@ def write_samples(workdir: Path, kind: str, step: int, records: list[dict[str, A
                 file.write(line + "\n")
 
 
-def read_samples(workdir: Path) -> Iterator[tuple[str, int, list[dict[str, Any]]]]:
-    """Yield the kind, step and records of each file, in the order of the steps."""
+def read_samples(workdir: Path) -> Iterator[LoggedSamples]:
+    """Yield the contents of each file, in the order of the steps."""
     for path in sorted((workdir / FOLDER).glob("*_*.jsonl"), key=_step_and_kind):
         step, kind = _step_and_kind(path)
         with path.open(encoding="utf-8") as file:
-            yield kind, step, [json.loads(line) for line in file]
+            records = [json.loads(line) for line in file]
+        yield LoggedSamples(kind=kind, step=step, records=records)
 
 
 def drop_samples_after(workdir: Path, step: int) -> None:

@@ -61,7 +61,9 @@ class CurveFile:
         # Sorted, so that an interrupted run writes the same file as an uninterrupted one.
         names = {name for row in rows for name, value in row.items() if value}
         self._columns = ["step", *sorted(names - {"step"})]
-        self._last_step = int(rows[-1]["step"]) if rows else None
+        self._last_step = None
+        if rows:
+            self._last_step = int(rows[-1]["step"])
         with replace_file(self._path) as temporary, temporary.open("w", newline="") as file:
             writer = csv.DictWriter(file, self._columns, extrasaction="ignore", lineterminator="\n")
             writer.writeheader()
@@ -138,7 +140,7 @@ class MetricsLog:
 
     def close(self) -> None:
         """Flush and close all loggers."""
-        # All are closed, also if one of them fails.
+        # All are closed, even if one of them fails.
         with contextlib.ExitStack() as stack:
             for close_logger in reversed(self._closers):
                 stack.callback(close_logger)
@@ -150,8 +152,8 @@ class MetricsLog:
         from tensorboardX.proto import event_pb2, summary_pb2
 
         # Event files are read in the order of their names, which have a resolution of one second;
-        # the suffix orders the files of one second. Written without tensorboardX's SummaryWriter,
-        # whose thread would report a full disk with a traceback of its own.
+        # the suffix orders the files of one second. tensorboardX's SummaryWriter is not used, since
+        # its thread reports a full disk with a traceback of its own.
         folder.mkdir(exist_ok=True)
         writer = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
 
@@ -159,7 +161,7 @@ class MetricsLog:
             writer.write_event(event_pb2.Event(wall_time=time.time(), step=step, **content))
             writer.flush()
 
-        # It hides what an earlier process wrote from that step on.
+        # This event hides the values that an earlier process wrote from that step on.
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         write_event(first_step + 1 if first_step else 0, session_log=start)
 

@@ -1,6 +1,6 @@
 """Experiment trackers: Weights & Biases and MLflow.
 
-A resumed run continues its record, whose id is kept in the work directory.
+A resumed run continues its record, whose id is stored in the work directory.
 """
 
 import os
@@ -56,14 +56,14 @@ def open_wandb(
         project=options.project_name,
         entity=options.wandb_entity or None,
         name=name,
-        tags=_split(options.tags),
+        tags=_parse_tags(options.tags),
         id=id_file.read_text(),
         resume="allow",
         config=config_dict,
         dir=str(workdir),
     )
-    # wandb's own step cannot decrease, but ours does when a run resumes from a checkpoint.
-    # Therefore our step is logged as one of the metrics.
+    # wandb's own step cannot decrease, but a run's does when it resumes from a checkpoint, so it is
+    # logged as one of the metrics.
     run.define_metric("*", step_metric="step")
     return Tracker(write=lambda step, metrics: run.log({"step": step} | metrics), close=run.finish)
 
@@ -78,7 +78,7 @@ def open_mlflow(
     Raises:
       UserError: mlflow is not installed.
     """
-    # Its file store asks for this consent since MLflow 3.
+    # Since MLflow 3, its file store requires this consent.
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     try:
         from mlflow.tracking import MlflowClient
@@ -92,12 +92,11 @@ def open_mlflow(
         client.update_run(run_id, status="RUNNING")
     else:
         experiment = client.get_experiment_by_name(options.project_name)
-        experiment_id = (
-            experiment.experiment_id
-            if experiment is not None
-            else client.create_experiment(options.project_name)
-        )
-        tags = {tag: "true" for tag in _split(options.tags)}
+        if experiment is None:
+            experiment_id = client.create_experiment(options.project_name)
+        else:
+            experiment_id = experiment.experiment_id
+        tags = {tag: "true" for tag in _parse_tags(options.tags)}
         run_id = client.create_run(experiment_id, run_name=name, tags=tags).info.run_id
         id_file.write_text(run_id)
         for option, value in _flatten(config_dict):
@@ -117,7 +116,7 @@ def _missing_package(name: str) -> UserError:
     )
 
 
-def _split(text: str) -> list[str]:
+def _parse_tags(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
