@@ -1,1 +1,1 @@
-"""Environments that answer the policy's turns: their protocols, the host's side, two examples."""
+"""Environments that answer the policy's turns: protocols, execution on the host, two examples."""

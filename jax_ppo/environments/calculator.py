@@ -4,9 +4,9 @@
     answer    24
     policy     clips in May. #### 72
 
-The turn ends at the `=`, which `rollout.stop` names. Also GSM8K's own notation is answered,
-`<<48/2=24>>`. A turn that does not end with `=` is the last one. The environment itself rewards
-nothing: the reward is that of the response.
+The turn ends at the `=`, which `rollout.stop` names. GSM8K's own notation, `<<48/2=24>>`, is
+answered as well. A turn that does not end with `=` is the last one. The environment itself gives no
+rewards: the reward is that of the response.
 """
 
 import ast
@@ -38,20 +38,21 @@ class Calculator:
 
     def step(self, text: str) -> tuple[str, float, bool]:
         """Answer a turn. See `TextEnvironment.step`."""
-        is_call = text.rstrip().endswith("=")
-        return (calculate(text) if is_call else ""), 0.0, not is_call
+        if text.rstrip().endswith("="):
+            return calculate(text), 0.0, False
+        return "", 0.0, True
 
 
 def calculate(text: str) -> str:
     """Return the value of the expression before the `=` at the end of a text; "" if it has none.
 
-    Of what precedes the expression, numbers are left out as far as they do not belong to it. Values
-    are rounded to four decimal places.
+    Numbers before the expression that are not part of it are ignored. Values are rounded to four
+    decimal places.
     """
     match = _EXPRESSION.search(text[-LONGEST:])
     if match is None:
         return ""
-    # Thousands have commas, prices a dollar sign.
+    # Remove the commas of thousands and the dollar signs of prices.
     characters = re.sub(r"(?<=\d),(?=\d{3})|\$", "", match[1])
     words = characters.split()
     for first in range(len(words)):
@@ -64,7 +65,7 @@ def calculate(text: str) -> str:
 
 
 def _format(value: Fraction) -> str:
-    # Not as a float, which would round long integers.
+    # A float would round long integers.
     scaled = round(value * 10**4)
     whole, decimals = divmod(abs(scaled), 10**4)
     sign = "-" if scaled < 0 else ""
@@ -75,7 +76,7 @@ def _evaluate(node: ast.AST) -> Fraction:
     """Return the value of numbers joined by + - * /; nothing else is evaluated.
 
     Raises:
-      ValueError: the expression holds something else.
+      ValueError: the expression contains anything else.
     """
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         return Fraction(str(node.value))

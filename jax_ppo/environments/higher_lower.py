@@ -1,11 +1,11 @@
-"""A game in JAX: guess the digit that answers a word problem, and be told where it lies.
+"""A game in JAX: guess the digit that answers a word problem, with a hint after each wrong guess.
 
     policy       4
     environment  +     the digit is larger
     policy       7     right: the dialogue ends
 
-A right guess earns 1, a wrong one -0.25; the fifth is the last. The host takes no part: the rules
-are traced into the decode loop. Guesses are turns of one token:
+A right guess earns 1, a wrong one -0.25; the fifth is the last. The rules are traced into the
+decode loop, so the host is not involved. Guesses are turns of one token:
 `rollout.multi_turn.max_turn_length=1`.
 """
 
@@ -33,12 +33,11 @@ class HigherLower:
         texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
         self._digits = np.array([_read_digit(text) for text in texts], np.int32)
         self._secrets = np.array([_read_digit(x.ground_truth) for x in examples], np.int32)
-        self._higher, self._lower = (
-            tokenizer.encode(sign, add_special_tokens=False)[0] for sign in "+-"
-        )
+        self._higher = tokenizer.encode("+", add_special_tokens=False)[0]
+        self._lower = tokenizer.encode("-", add_special_tokens=False)[0]
 
     def reset(self, row: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the digit to guess and the number of guesses; nothing is left to chance."""
+        """Return the digit to guess and the number of guesses; nothing is random."""
         return jnp.asarray(self._secrets)[row], jnp.int32(0)
 
     def step(
@@ -46,18 +45,20 @@ class HigherLower:
     ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array, jax.Array, jax.Array]:
         """Answer a guess. See `TokenEnvironment.step`."""
         secret, guesses = state
-        # Tokens past the tokenizer's, to which a vocabulary may be rounded up, are no digits.
+        # A vocabulary may be rounded up beyond the tokenizer's tokens; those are not digits.
         guess = jnp.asarray(self._digits).at[turn[0]].get(mode="fill", fill_value=NO_DIGIT)
         is_right = guess == secret
         sign = jnp.where(guess < secret, self._higher, self._lower)
-        # What is no guess is not answered.
+        # A turn that is not a guess gets no answer.
         observed = (guess != NO_DIGIT).astype(jnp.int32)
         reward = jnp.where(is_right, 1.0, MISS)
-        # The game itself ends after the last guess, so that its response does not count as cut off.
+        # Ending the game after the last guess keeps the response from counting as truncated.
         ends = is_right | (guesses + 1 == GUESSES)
         return (secret, guesses + 1), sign[None], observed, reward, ends
 
 
 def _read_digit(text: str) -> int:
     text = text.strip()
-    return int(text) if len(text) == 1 and text in "0123456789" else NO_DIGIT
+    if len(text) == 1 and text in "0123456789":
+        return int(text)
+    return NO_DIGIT

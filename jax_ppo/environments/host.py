@@ -1,8 +1,8 @@
 """Environments on the host, called by the decode loop.
 
-The loop calls the host once for all turns that wait, and decodes on with the answers. Threads step
-the dialogues of a call side by side, since environments mostly wait for something else; their
-answers do not depend on that, unless a step exceeds the time limit.
+The loop calls the host once for all turns that await an answer, and continues decoding with the
+answers. Threads step the dialogues of a call concurrently, since environments mostly wait for other
+services; this does not affect the answers, unless a step exceeds the time limit.
 """
 
 import concurrent.futures
@@ -26,7 +26,7 @@ from jax_ppo.types import Example
 
 log = logging.getLogger(__name__)
 
-THREADS = 16  # dialogues that are stepped side by side
+THREADS = 16  # dialogues that are stepped concurrently
 # If as many turns of a batch time out before any is answered, no further turns are tried.
 MAX_UNANSWERED_TURNS = 4 * THREADS
 
@@ -36,9 +36,9 @@ class HostState(NamedTuple):
 
     Attributes:
       rows: index of the dialogue's example.
-      samples: index of the sample, under which the host keeps the dialogue.
-      seeds: of the dialogue's randomness.
-      turns: turns that have been answered.
+      samples: index of the sample, which identifies the dialogue on the host.
+      seeds: seed of the dialogue's randomness.
+      turns: number of turns that have been answered.
     """
 
     rows: jax.Array
@@ -48,9 +48,9 @@ class HostState(NamedTuple):
 
 
 class HostEnvironment:
-    """`Environment` of dialogues that objects on the host keep.
+    """`Environment` of dialogues whose states are objects on the host.
 
-    A dialogue whose environment raises an exception, or takes too long, ends with a reward of 0.
+    A dialogue whose environment raises an exception or takes too long ends with a reward of 0.
     """
 
     def __init__(
@@ -61,23 +61,28 @@ class HostEnvironment:
         observation_length: int,
         timeout: float,
     ) -> None:
-        """Keep the parts.
+        """Create the environment and its threads.
 
         Args:
-          environment_class: makes the environment of one dialogue.
+          environment_class: constructs the environment of one dialogue.
           tokenizer: the policy's.
-          examples: what the rows of dialogues index.
-          observation_length: O; longer observations are cut at their end.
-          timeout: seconds that a `step` may take, the first one with its `reset`.
+          examples: the rows of the data; dialogues refer to them by index.
+          observation_length: O; longer observations are cut off.
+          timeout: seconds that a `step` may take; the first one includes `reset`.
         """
         self.observation_length = observation_length
         self._class = environment_class
         self._tokenizer = tokenizer
         self._examples = examples
-        # By the index of the sample: the next batch's dialogues replace those of the last.
+        # By the index of the sample, so that the next batch's dialogues replace the last one's.
         self._dialogues: dict[int, CallResult] = {}
         self._threads = TimedThreads(THREADS, timeout)
-        self._steps = self._failures = self._timeouts = 0
+        self._reset_counts()
+
+    def _reset_counts(self) -> None:
+        self._steps = 0
+        self._failures = 0
+        self._timeouts = 0
         self._first_failure = ""
 
     def reset(self, addresses: DialogueAddresses) -> HostState:
@@ -102,14 +107,15 @@ class HostEnvironment:
         return Answers(state._replace(turns=state.turns + 1), *answers)
 
     def raise_if_all_failed(self) -> None:
-        """Raise if each of this process's turns since the last call has failed.
+        """Raise if all of this process's turns since the last call failed.
 
         Raises:
           UserError: with the first failure.
         """
-        steps, failures, cause = self._steps, self._failures, self._first_failure
-        self._steps = self._failures = self._timeouts = 0
-        self._first_failure = ""
+        steps = self._steps
+        failures = self._failures
+        cause = self._first_failure
+        self._reset_counts()
         if steps and failures == steps:
             raise UserError(
                 f"config.rollout.multi_turn.environment: {self._class.__name__} failed at every "
@@ -117,27 +123,25 @@ class HostEnvironment:
                 details=cause,
             )
 
-    def _answer(
-        self,
-        *arrays: jax.Array,
-    ) -> tuple[np.ndarray, ...]:
-        """Answer the turns of a call, whose arguments are those of `step`.
+    def _answer(self, *arrays: jax.Array) -> tuple[np.ndarray, ...]:
+        """Answer the turns of a call; the arguments are those of `step`.
 
-        Turns of length 0 are left out.
+        Turns of length 0 are ignored.
         """
         rows, samples, seeds, answered, turns, lengths = (np.asarray(x) for x in arrays)
         B = len(lengths)
         observations = np.zeros((B, self.observation_length), np.int32)
-        observed, rewards = np.zeros(B, np.int32), np.zeros(B, np.float32)
-        done = np.ones(B, bool)
+        observed = np.zeros(B, np.int32)
+        rewards = np.zeros(B, np.float32)
+        has_ended = np.ones(B, bool)
         (waiting,) = np.nonzero(lengths)
         texts = self._tokenizer.batch_decode(
             [turns[b, : lengths[b]] for b in waiting], skip_special_tokens=True
         )
-        # Made in order, before the threads step them. Examples may be read from a disk.
+        # Constructed in order, before the threads step them. Examples may be read from a disk.
         examples = {}
         for b in waiting[answered[waiting] == 0]:
-            self._dialogues[int(samples[b])] = self._make_dialogue()
+            self._dialogues[int(samples[b])] = self._construct_dialogue()
             examples[int(b)] = self._examples[int(rows[b])]
 
         def step(b: int, text: str) -> tuple[list[int], float, bool]:
@@ -145,9 +149,9 @@ class HostEnvironment:
             dialogue: TextEnvironment = self._dialogues[int(samples[b])].result()
             if answered[b] == 0:
                 dialogue.reset(examples[b], int(seeds[b]))
-            observation, reward, is_done = dialogue.step(text)
+            observation, reward, ends = dialogue.step(text)
             tokens = encode_text(self._tokenizer, observation, special=False)
-            return tokens[: self.observation_length], float(reward), bool(is_done)
+            return tokens[: self.observation_length], float(reward), bool(ends)
 
         calls = [
             functools.partial(step, int(b), text) for b, text in zip(waiting, texts, strict=True)
@@ -155,21 +159,21 @@ class HostEnvironment:
         for b, result in zip(waiting, self._threads.call_all(calls), strict=True):
             self._steps += 1
             try:
-                tokens, rewards[b], done[b] = result.result()
+                tokens, rewards[b], has_ended[b] = result.result()
             except (Exception, SystemExit) as error:
                 self._count_failure(error, int(rows[b]))
                 continue
             observed[b] = len(tokens)
             observations[b, : len(tokens)] = tokens
-        return observations, observed, rewards, done
+        return observations, observed, rewards, has_ended
 
-    def _make_dialogue(self) -> CallResult:
-        made: CallResult = concurrent.futures.Future()
+    def _construct_dialogue(self) -> CallResult:
+        dialogue: CallResult = concurrent.futures.Future()
         try:
-            made.set_result(self._class())
+            dialogue.set_result(self._class())
         except Exception as error:
-            made.set_exception(error)
-        return made
+            dialogue.set_exception(error)
+        return dialogue
 
     def _give_up_if_none_answers(self) -> None:
         if MAX_UNANSWERED_TURNS <= self._timeouts == self._steps:
@@ -179,9 +183,8 @@ class HostEnvironment:
         self._failures += 1
         self._timeouts += isinstance(error, CallTimeout)
         if not self._first_failure:
-            prompt = self._examples[row].prompt
-            asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-            self._first_failure = f"prompt {shorten(asked)!r}: {_describe(error)}"
+            prompt = _last_message(self._examples[row])
+            self._first_failure = f"prompt {shorten(prompt)!r}: {_describe_failure(error)}"
             log.warning(
                 "%s failed; the dialogue ends with a reward of 0. The first failure of each batch "
                 "is logged: %s",
@@ -190,8 +193,15 @@ class HostEnvironment:
             )
 
 
-def _describe(error: BaseException) -> str:
-    """Return a traceback of the environment's own lines, or what took too long."""
+def _last_message(example: Example) -> str:
+    """Return a prompt of text, or the last message of a chat."""
+    if isinstance(example.prompt, str):
+        return example.prompt
+    return example.prompt[-1]["content"]
+
+
+def _describe_failure(error: BaseException) -> str:
+    """Return a traceback of the environment's own lines, or the message of a timeout."""
     if isinstance(error, CallTimeout):
         return f"{error} (config.rollout.multi_turn.timeout)"
     return "\n" + "".join(traceback.format_exception(error, limit=-4))

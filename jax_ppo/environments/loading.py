@@ -1,4 +1,4 @@
-"""The environment that `rollout.multi_turn.environment` names."""
+"""Loading of the environment that `rollout.multi_turn.environment` names."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ _OPTION = "rollout.multi_turn.environment"
 
 
 def load_environment_class(options: MultiTurn) -> Callable[..., Any] | None:
-    """Return the class of the environment; `None` if responses are one turn.
+    """Return the class of the environment; `None` if each response is a single turn.
 
     Raises:
       UserError: it cannot be imported or constructed, or lacks a method.
@@ -22,20 +22,23 @@ def load_environment_class(options: MultiTurn) -> Callable[..., Any] | None:
     name = options.environment
     if not name:
         return None
-    found = plugins.load_plugin(
-        name,
-        _OPTION,
-        (),
-        by_name=True,
-        other_arguments=lambda plugin: ("tokenizer", "examples") if _is_in_jax(plugin) else None,
+    environment_class = plugins.load_plugin(
+        name, _OPTION, (), by_name=True, other_arguments=_constructor_arguments
     )
     for method in ("reset", "step"):
-        if not callable(getattr(found, method, None)):
+        if not callable(getattr(environment_class, method, None)):
             raise UserError(
                 f"config.{_OPTION}={name!r}: has no method {method}; expected a class as in "
                 "jax_ppo/environments/protocol.py"
             )
-    return found
+    return environment_class
+
+
+def _constructor_arguments(environment_class: Callable[..., Any]) -> tuple[str, ...] | None:
+    """Return the arguments of a `TokenEnvironment`; `None` for one of text, which has none."""
+    if _is_in_jax(environment_class):
+        return ("tokenizer", "examples")
+    return None
 
 
 def make_environment(
@@ -44,10 +47,10 @@ def make_environment(
     tokenizer: Any,
     examples: Sequence[Example],
 ) -> Environment:
-    """Return the environment as the decode loop takes it.
+    """Construct the environment for the decode loop.
 
     Args:
-      environment_class: of `load_environment_class`.
+      environment_class: as returned by `load_environment_class`.
       options: `config.rollout.multi_turn`.
       tokenizer: the policy's.
       examples: the rows of the training data, then those of the held-out data.

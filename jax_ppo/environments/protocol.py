@@ -1,4 +1,4 @@
-"""What a user's environment must have. `rollout.multi_turn.environment` names its class."""
+"""The protocols of environments; `rollout.multi_turn.environment` names a class of one of them."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -15,9 +15,9 @@ class TextEnvironment(Protocol):
         """Begin the dialogue.
 
         Args:
-          example: the row of the data, whose prompt the policy has been given.
-          seed: 0..2^32 - 1, for all randomness; it depends on the run's seed, the step and the
-            sample only, so that a run can be repeated.
+          example: the row of the data with the prompt of the dialogue.
+          seed: 0..2^32 - 1, for all randomness; it depends only on the run's seed, the step and the
+            sample, so that a run can be repeated.
         """
 
     def step(self, text: str) -> tuple[str, float, bool]:
@@ -27,25 +27,25 @@ class TextEnvironment(Protocol):
           text: the turn, without special tokens such as the EOS that ended it.
 
         Returns:
-          The observation, which becomes part of the response as it is; the reward of the turn; and
-          whether the dialogue has ended, so that the observation is not read.
+          The observation, which becomes part of the response unchanged; the reward of the turn; and
+          whether the dialogue has ended, in which case the observation is ignored.
         """
 
 
 class TokenEnvironment(Protocol):
-    """All dialogues, in JAX: the methods are traced, and the host takes no part in decoding.
+    """All dialogues, in JAX: the methods are traced, and the host is not involved in decoding.
 
-    The class has an attribute `observation_length`, by which it is told from a `TextEnvironment`.
-    The methods are of one dialogue, and are mapped over all of them with `jax.vmap`.
+    The class has an attribute `observation_length`, which distinguishes it from a
+    `TextEnvironment`. The methods handle one dialogue; `jax.vmap` maps them over all dialogues.
 
     Attributes:
-      observation_length: O, the most tokens of an observation.
+      observation_length: O, the maximum number of tokens of an observation.
     """
 
     observation_length: int
 
     def __init__(self, tokenizer: Any, examples: Sequence[Example]) -> None:
-        """Prepare tables of tokens.
+        """Prepare what the traced methods look up, such as tables of tokens.
 
         Args:
           tokenizer: the policy's.
@@ -58,7 +58,7 @@ class TokenEnvironment(Protocol):
 
         Args:
           row: int32, index of the dialogue's example.
-          key: for all randomness of the dialogue.
+          key: the key for all randomness of the dialogue.
         """
 
     def step(
@@ -67,7 +67,7 @@ class TokenEnvironment(Protocol):
         """Answer a turn.
 
         Args:
-          state: of the dialogue.
+          state: the state of the dialogue.
           turn: int32 [U], the tokens of the turn, with the EOS that ended it; 0 past its length.
           length: int32, the number of these tokens.
 

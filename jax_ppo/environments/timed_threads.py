@@ -1,7 +1,7 @@
-"""Calls in threads, side by side, each with a time limit.
+"""Concurrent calls in threads, each with a time limit.
 
-Python cannot end a thread. One whose call takes too long is left to itself, and another takes its
-place; none of them keeps the process from ending.
+Python cannot end a thread. A thread whose call takes too long is abandoned and replaced; no thread
+keeps the process from exiting.
 """
 
 import concurrent.futures
@@ -15,11 +15,11 @@ CallResult = concurrent.futures.Future[Any]
 
 
 class CallTimeout(Exception):
-    """A call has not returned within the limit."""
+    """A call did not return within the limit."""
 
 
 class _Call:
-    """A call, when it began, and its result."""
+    """A call, the time when it began, and its result."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self.function = function
@@ -44,7 +44,7 @@ class TimedThreads:
         """Start the threads.
 
         Args:
-          threads: calls that are made side by side.
+          threads: number of concurrent calls.
           timeout: seconds that one call may take.
         """
         self._timeout = timeout
@@ -64,17 +64,17 @@ class TimedThreads:
             yield self._wait(call)
 
     def _wait(self, call: _Call) -> CallResult:
-        # It starts: of those before it, each has returned or has lost its thread to another.
+        # Every call starts: each one before it has returned, or its thread has been replaced.
         call.has_started.wait()
-        left = call.started_at + self._timeout - time.monotonic()
-        concurrent.futures.wait([call.result], max(left, 0.0))
+        remaining = call.started_at + self._timeout - time.monotonic()
+        concurrent.futures.wait([call.result], max(remaining, 0.0))
         if call.result.done():
             return call.result
         call.is_abandoned = True
         self._start_thread()
-        late: CallResult = concurrent.futures.Future()
-        late.set_exception(CallTimeout(f"no answer within {self._timeout:g} seconds"))
-        return late
+        timeout: CallResult = concurrent.futures.Future()
+        timeout.set_exception(CallTimeout(f"no answer within {self._timeout:g} seconds"))
+        return timeout
 
     def _start_thread(self) -> None:
         threading.Thread(target=self._work, name="environment", daemon=True).start()
