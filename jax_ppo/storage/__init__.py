@@ -1,1 +1,1 @@
-"""Access to files that are not on this machine: the Hugging Face hub."""
+"""Access to files on local disks, in object stores and on the Hugging Face hub."""

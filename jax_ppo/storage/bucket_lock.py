@@ -1,9 +1,9 @@
 """A lock on a folder in Cloud Storage: an object that its holder keeps renewing.
 
 Buckets have no locks that end with a process. Instead, every write of the object names the
-generation that it replaces, so that of two processes that try, one succeeds. A holder that has not
-renewed its lock for STALE_SECONDS is taken to be dead; a dead process of the same machine is
-recognized at once. No clocks of different machines are compared.
+generation that it replaces, so that only one of two competing processes succeeds. A holder that has
+not renewed its lock for STALE_SECONDS is presumed dead; a dead process of the same machine is
+recognized at once. Clocks of different machines are never compared.
 """
 
 import datetime
@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax_ppo.errors import UserError
 from jax_ppo.storage import remote
@@ -27,6 +27,21 @@ POLL_SECONDS = 1.0
 _own_tokens: set[str] = set()
 
 
+class _LockObject(NamedTuple):
+    """The object in the bucket."""
+
+    generation: int
+    contents: dict[str, Any]
+
+    @property
+    def token(self) -> str | None:
+        return self.contents.get("token")
+
+    @property
+    def holder(self) -> str:
+        return str(self.contents.get("holder", "an unknown process"))
+
+
 class BucketLock:
     """The lock of one folder."""
 
@@ -37,9 +52,9 @@ class BucketLock:
         self._address = address
         bucket, _, folder = remote.bucket_path(address).partition("/")
         self._name = f"{folder}/{LOCK_OBJECT}".lstrip("/")
-        # Objects belong to buckets: the project plays no role.
+        # Objects belong to buckets, so the project does not matter.
         self._bucket = storage.Client(project="none").bucket(bucket)
-        self._generation = 0  # of the object as this process wrote it
+        self._generation = 0  # of the object that this process last wrote
         started = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
         self._token = uuid.uuid4().hex
         self._contents = {
@@ -58,31 +73,30 @@ class BucketLock:
         Raises:
           UserError: another run holds the lock.
         """
-        # Orbax asks for the bucket when it deletes a checkpoint: a missing permission shows now.
+        # Orbax queries the bucket when it deletes a checkpoint; a missing permission fails now.
         self._bucket.reload()
         first_seen: int | None = None
         deadline = 0.0
         while not self._write(replaces=0):
-            found = self._read()
-            if found is None:  # released in the meantime
+            lock = self._read()
+            if lock is None:  # released in the meantime
                 continue
-            generation, contents = found
-            if contents.get("token") in _own_tokens:
-                raise self._held_error(contents)
-            is_stale = first_seen is not None and time.monotonic() > deadline
-            if _is_dead(contents) or (is_stale and generation == first_seen):
-                if self._write(replaces=generation):
+            if lock.token in _own_tokens:
+                raise self._held_error(lock)
+            is_stale = lock.generation == first_seen and time.monotonic() > deadline
+            if is_stale or _is_dead(lock):
+                if self._write(replaces=lock.generation):
                     break
                 continue
             if first_seen is None:
-                first_seen = generation
+                first_seen = lock.generation
                 deadline = time.monotonic() + STALE_SECONDS
                 report(
-                    f"{self._address} is locked by {contents.get('holder')}: waiting up to "
+                    f"{self._address} is locked by {lock.holder}: waiting up to "
                     f"{STALE_SECONDS:g} s to see whether that run is alive"
                 )
-            elif generation != first_seen:
-                raise self._held_error(contents)
+            elif lock.generation != first_seen:
+                raise self._held_error(lock)
             time.sleep(POLL_SECONDS)
         _own_tokens.add(self._token)
 
@@ -105,20 +119,20 @@ class BucketLock:
         from google.api_core import exceptions
 
         _own_tokens.discard(self._token)
-        found = self._read()
-        if found is None or found[1].get("token") != self._token:
+        lock = self._read()
+        if lock is None or lock.token != self._token:
             return
         try:
-            self._bucket.blob(self._name).delete(if_generation_match=found[0])
+            self._bucket.blob(self._name).delete(if_generation_match=lock.generation)
         except (exceptions.NotFound, exceptions.PreconditionFailed):
             pass
 
     def _write(self, replaces: int) -> bool:
-        """Write the object and return whether it had this generation; 0: it did not exist."""
+        """Write the object if it has this generation, 0 for none; return whether it did."""
         from google.api_core import exceptions
 
         blob = self._bucket.blob(self._name)
-        # New contents each time: a renewal is recognized by its generation.
+        # The contents change each time, and with them the generation that shows a renewal.
         text = json.dumps(self._contents | {"renewed": time.time()})
         try:
             blob.upload_from_string(text, if_generation_match=replaces)
@@ -127,8 +141,8 @@ class BucketLock:
         self._generation = int(blob.generation)
         return True
 
-    def _read(self) -> tuple[int, dict[str, Any]] | None:
-        """Return the generation of the object and its contents, or `None` if it does not exist."""
+    def _read(self) -> _LockObject | None:
+        """Return the object; `None` if it does not exist."""
         from google.api_core import exceptions
 
         try:
@@ -138,31 +152,33 @@ class BucketLock:
             contents = json.loads(blob.download_as_bytes())
         except exceptions.NotFound:
             return None
-        except ValueError:  # not written by this program
+        except ValueError:
+            contents = None
+        if not isinstance(contents, dict):  # not written by this program
             contents = {}
-        return int(blob.generation), contents if isinstance(contents, dict) else {}
+        return _LockObject(generation=int(blob.generation), contents=contents)
 
-    def _require_own(self, found: tuple[int, dict[str, Any]] | None) -> None:
-        if found is not None and found[1].get("token") == self._token:
+    def _require_own(self, lock: _LockObject | None) -> None:
+        if lock is not None and lock.token == self._token:
             # A retried renewal may have succeeded without an answer.
-            self._generation = found[0]
+            self._generation = lock.generation
             return
-        other = "nobody" if found is None else found[1].get("holder", "an unknown process")
+        holder = "nobody" if lock is None else lock.holder
         raise UserError(
-            f"--workdir={self._address}: this run has lost its lock, which is now held by {other}: "
-            f"it was not renewed for {STALE_SECONDS:g} s, or the object {LOCK_OBJECT} was removed"
+            f"--workdir={self._address}: this run has lost its lock, which is now held by "
+            f"{holder}: it was not renewed for {STALE_SECONDS:g} s, or the object {LOCK_OBJECT} "
+            "was removed"
         )
 
-    def _held_error(self, contents: dict[str, Any]) -> UserError:
+    def _held_error(self, lock: _LockObject) -> UserError:
         return UserError(
-            f"--workdir={self._address}: another run uses it: "
-            f"{contents.get('holder', 'an unknown process')}; stop that run, or give another "
-            "--workdir"
+            f"--workdir={self._address}: another run uses it: {lock.holder}; stop that run, or "
+            "give another --workdir"
         )
 
 
 def _machine() -> str:
-    """Return what identifies the processes among which process ids are unique."""
+    """Return an identifier of the system in which process ids are unique; "" if unknown."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     namespace = Path("/proc/self/ns/pid")
     try:
@@ -171,10 +187,11 @@ def _machine() -> str:
         return ""
 
 
-def _is_dead(contents: dict[str, Any]) -> bool:
-    """Return whether the holder is known to be dead: a process of this machine that is over."""
-    machine, pid = contents.get("machine"), contents.get("pid")
+def _is_dead(lock: _LockObject) -> bool:
+    """Return whether the holder is known to be dead: a process of this machine that has ended."""
+    machine = lock.contents.get("machine")
+    pid = lock.contents.get("pid")
     if not machine or machine != _machine() or not isinstance(pid, int):
         return False
-    # Another process that got the same number, which here is this one, is not the holder.
+    # If the holder's process id is now this process's own, the holder has ended.
     return pid == os.getpid() or not Path(f"/proc/{pid}").exists()

@@ -1,4 +1,4 @@
-"""Free space of the disks that a run writes to, and the errors of full ones."""
+"""Free space on the disks that a run writes to, and the errors of full disks."""
 
 import errno
 import shutil
@@ -8,7 +8,7 @@ from jax_ppo.errors import UserError
 
 # EFBIG: beyond the limit of this process (ulimit -f) or of the file system on the size of a file.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# tensorstore, which writes the arrays of checkpoints, has only these words for it.
+# tensorstore, which writes the arrays of checkpoints, reports it only in these words.
 _FULL_TEXTS = (
     "RESOURCE_EXHAUSTED",
     "No space left on device",
@@ -49,13 +49,15 @@ def disk_full_error(
       cause: The error of the system, if there was one.
     """
     free = _megabytes(shutil.disk_usage(folder).free)
-    need = "" if needed is None else f" needs {_megabytes(needed)};"
-    reason, remedy = "the disk is full", "Make room"
+    need = "did not fit" if needed is None else f"needs {_megabytes(needed)}"
+    reason = "the disk is full"
+    remedy = "Make room"
     if _matches(cause, (errno.EFBIG,), ("File too large",)):
-        reason, remedy = "files may not become so large (`ulimit -f`)", "Raise the limit"
+        reason = "files may not become so large (`ulimit -f`)"
+        remedy = "Raise the limit"
     return UserError(
-        f"{folder}: {reason}: {what}{need or ' did not fit;'} {free} are free. {remedy}, "
-        "then the same command resumes from the newest checkpoint"
+        f"{folder}: {reason}: {what} {need}; {free} are free. {remedy}, then the same command "
+        "resumes from the newest checkpoint"
     )
 
 

@@ -1,8 +1,8 @@
 """Local copies of model folders and data files that options name by addresses in object stores.
 
-Copies are kept in the user's cache folder, under a name that depends on the contents: an address
-whose files have changed is downloaded again. One process per host downloads, the others wait. A
-copy appears complete or not at all, and an interrupted download continues where it ended.
+Copies are kept in the user's cache folder, under names that depend on the contents: an address
+whose files have changed is downloaded again. One process per host downloads while the others wait.
+A copy appears only when it is complete, and an interrupted download continues where it stopped.
 """
 
 import base64
@@ -38,7 +38,7 @@ def local_name(address: str, *contents: object) -> str:
 
 
 def download_folder(address: str, option: str, patterns: Sequence[str]) -> Path:
-    """Return a local copy of the files of a folder that match.
+    """Return a local copy of the matching files of a folder.
 
     Args:
       address: SCHEME://BUCKET/FOLDER.
@@ -54,7 +54,7 @@ def download_folder(address: str, option: str, patterns: Sequence[str]) -> Path:
     matching = {
         name: file
         for name, file in files.items()
-        if name and "/" not in name and any(fnmatch.fnmatch(name, one) for one in patterns)
+        if name and "/" not in name and any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
     }
     if not matching:
         raise _missing_folder_error(address, option, files)
@@ -78,7 +78,9 @@ def download_file(address: str, option: str) -> Path:
     if "" not in files:
         problem = f"{option}={shorten(address)!r}: "
         if files:
-            raise UserError(f"{problem}this is a folder, with {_some(files)}; expected a file")
+            raise UserError(
+                f"{problem}this is a folder, with {_list_names(files)}; expected a file"
+            )
         siblings = [path for path in remote.list_files(folder, option) if "/" not in path]
         raise UserError(f"{problem}there is no such file.{did_you_mean(name, siblings)}")
     return _download(address, option, {name: files[""]}) / name
@@ -90,7 +92,7 @@ def fetch_files(
     folder: Path,
     count_bytes: Callable[[int], object] = lambda count: None,
 ) -> None:
-    """Download files into a folder, several at once; complete ones are left as they are.
+    """Download files into a folder, several at once; complete ones are not downloaded again.
 
     Args:
       address: an address in their store.
@@ -115,10 +117,10 @@ def _download(address: str, option: str, files: Mapping[str, RemoteFile]) -> Pat
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f"{folder.name}.partial")
-    # The lock is released when this process ends, in whichever way.
+    # The lock is released however this process ends.
     with folder.with_name(f"{folder.name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        # Another process of this host has downloaded it meanwhile.
+        # Another process of this host may have downloaded it in the meantime.
         if folder.is_dir():
             return folder
         partial.mkdir(exist_ok=True)
@@ -145,14 +147,14 @@ def _fetch_file(
     target: Path,
     count_bytes: Callable[[int], object],
 ) -> None:
-    """Write one file, continuing what an interrupted download has left of it."""
+    """Write one file, continuing an interrupted download of it."""
     if target.is_file() and target.stat().st_size == file.size:
         count_bytes(file.size)
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.part")
     with part.open("ab") as output:
-        # A part belongs to this version of the file: the name of its folder depends on it.
+        # A part belongs to this version of the file, on which the name of its folder depends.
         start = output.tell()
         count_bytes(start)
         while start < file.size:
@@ -170,7 +172,7 @@ def _fetch_file(
 
 
 def _crc32c(path: Path) -> str:
-    """Return the base64 of the CRC-32C of a file, as Cloud Storage spells it."""
+    """Return the CRC-32C of a file in base64, as Cloud Storage does."""
     import google_crc32c  # comes with the client of Cloud Storage
 
     checksum = google_crc32c.Checksum()
@@ -185,11 +187,16 @@ def _missing_folder_error(address: str, option: str, files: Mapping[str, RemoteF
     if "" in files:
         return UserError(f"{problem}this is a file; expected a folder")
     if files:
-        return UserError(f"{problem}the folder has none of the expected files, only {_some(files)}")
+        return UserError(
+            f"{problem}the folder has none of the expected files, only {_list_names(files)}"
+        )
     return UserError(f"{problem}there is no such folder in the bucket")
 
 
-def _some(files: Mapping[str, RemoteFile]) -> str:
+def _list_names(files: Mapping[str, RemoteFile], most: int = 4) -> str:
+    """Return the names of the first files, and the number of the others."""
     names = sorted(files)
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(names[:4]) + more
+    listed = ", ".join(names[:most])
+    if len(names) <= most:
+        return listed
+    return f"{listed} and {len(names) - most} more"

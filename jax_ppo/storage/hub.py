@@ -1,18 +1,29 @@
 """Downloads from the Hugging Face hub.
 
-Without a network the local cache is used, or the error is raised within seconds.
+Without a network the local cache is used, or an error is raised within seconds.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypedDict
+from types import ModuleType
+from typing import NamedTuple, TypedDict
 
 from jax_ppo.errors import UserError
 
 TIMEOUT_SECONDS = 10.0  # for the hub to answer
 
-# Repository type: its name in messages, and the prefix of its repositories in URLs.
-_KINDS = {"model": ("model", ""), "dataset": ("data set", "datasets/")}
+
+class _Kind(NamedTuple):
+    """A kind of repository: its name in messages, and the prefix of its repositories in URLs."""
+
+    name: str
+    url_prefix: str
+
+
+_KINDS = {
+    "model": _Kind(name="model", url_prefix=""),
+    "dataset": _Kind(name="data set", url_prefix="datasets/"),
+}
 
 
 class _Request(TypedDict):
@@ -60,13 +71,12 @@ def download_snapshot(
 
     Returns:
       The folder in the cache, and the names of all files of the repository. Without a network these
-      are the names of the files in the cache, of which at least one matches.
+      are the names of the cached files; at least one matches.
 
     Raises:
       HubError: the repository is gated, it or the revision does not exist, the name is invalid, a
         download failed, or there is neither a network nor a cached copy.
     """
-    kind, prefix = _KINDS[repo_type]
     repo_id, revision = split_revision(name)
     request = _Request(
         repo_type=repo_type,
@@ -74,38 +84,52 @@ def download_snapshot(
         allow_patterns=list(patterns),
         ignore_patterns=list(ignore),
     )
-    has_answered = False
-    endpoint = "the Hugging Face hub"
+    huggingface_hub = _import_hub(repo_id, request, option)
+    api = huggingface_hub.HfApi()
     try:
-        import huggingface_hub  # imported late: local files need neither it nor the network
-
-        api = huggingface_hub.HfApi()
-        endpoint = api.endpoint
         info = api.repo_info(
             repo_id, repo_type=repo_type, revision=revision, timeout=TIMEOUT_SECONDS
         )
-        has_answered = True
-        # Download by the name of the revision, not by the commit in `info`: otherwise the cache
-        # would not know the name when there is no network.
-        folder = huggingface_hub.snapshot_download(repo_id, etag_timeout=TIMEOUT_SECONDS, **request)
-        return Path(folder), [file.rfilename for file in getattr(info, "siblings", None) or ()]
-    # Without a network the exception is whatever the hub's HTTP library raises.
-    except Exception as error:
-        reason = _explain_refusal(error, endpoint, f"{endpoint}/{prefix}{repo_id}", revision)
-        if not reason and has_answered:
-            reason = f"downloading it from {endpoint} failed ({_format_error(error)})"
+    except Exception as error:  # without a network, it is one of the hub's HTTP library
+        reason = _explain_refusal(error, api.endpoint, repo_id, request)
         if not reason:
             if cached := _find_in_cache(repo_id, request):
                 return cached
-            reason = (
-                f"{endpoint} cannot be reached ({_format_error(error)}) and its cache has no copy"
-            )
-        raise HubError(
-            f"{option}: the {kind} {repo_id} at revision {revision} is unavailable: {reason}. Give "
-            f"a local path in {option}, or a name that the hub has; or run once with a network "
-            "(`hf download` fills the cache; HF_HOME says where it is)",
-            reason,
-        ) from error
+            cause = _format_error(error)
+            reason = f"{api.endpoint} cannot be reached ({cause}) and its cache has no copy"
+        raise _unavailable_error(repo_id, request, option, reason) from error
+    try:
+        # Download by the name of the revision, not by the commit in `info`: otherwise the cache
+        # would not know the name when there is no network.
+        folder = huggingface_hub.snapshot_download(repo_id, etag_timeout=TIMEOUT_SECONDS, **request)
+    except Exception as error:
+        reason = _explain_refusal(error, api.endpoint, repo_id, request)
+        if not reason:
+            reason = f"downloading it from {api.endpoint} failed ({_format_error(error)})"
+        raise _unavailable_error(repo_id, request, option, reason) from error
+    return Path(folder), [file.rfilename for file in getattr(info, "siblings", None) or ()]
+
+
+def _import_hub(repo_id: str, request: _Request, option: str) -> ModuleType:
+    """Return the hub's package; raise `HubError` if it is not installed."""
+    try:
+        import huggingface_hub  # imported late: local files need neither it nor the network
+    except ImportError as error:
+        reason = (
+            f"the hub needs the package huggingface_hub ({error}); `pip install huggingface_hub`"
+        )
+        raise _unavailable_error(repo_id, request, option, reason) from error
+    return huggingface_hub
+
+
+def _unavailable_error(repo_id: str, request: _Request, option: str, reason: str) -> HubError:
+    kind = _KINDS[request["repo_type"]].name
+    return HubError(
+        f"{option}: the {kind} {repo_id} at revision {request['revision']} is unavailable: "
+        f"{reason}. Give a local path in {option}, or a name that the hub has; or run once with a "
+        "network (`hf download` fills the cache; HF_HOME says where it is)",
+        reason,
+    )
 
 
 def split_revision(name: str) -> tuple[str, str]:
@@ -114,17 +138,16 @@ def split_revision(name: str) -> tuple[str, str]:
     return repo_id, revision or "main"
 
 
-def _explain_refusal(error: Exception, endpoint: str, url: str, revision: str) -> str:
-    """Return why the hub was not queried or refused, or "" if it did not answer."""
-    if isinstance(error, ImportError):
-        return f"the hub needs the package huggingface_hub ({error}); `pip install huggingface_hub`"
+def _explain_refusal(error: Exception, endpoint: str, repo_id: str, request: _Request) -> str:
+    """Return why the hub refused a request, or "" if it did not answer."""
     from huggingface_hub import errors
 
+    url = f"{endpoint}/{_KINDS[request['repo_type']].url_prefix}{repo_id}"
     # GatedRepoError is a RepositoryNotFoundError, so it comes first.
     if isinstance(error, errors.GatedRepoError):
         return f"{url} is gated: accept its terms there and set HF_TOKEN (or `hf auth login`)"
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"{url} has no revision {revision!r}"
+        return f"{url} has no revision {request['revision']!r}"
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
             f"{endpoint} has no repository of this name (check the spelling; a private one needs "
@@ -136,7 +159,7 @@ def _explain_refusal(error: Exception, endpoint: str, url: str, revision: str) -
 
 
 def _find_in_cache(repo_id: str, request: _Request) -> tuple[Path, list[str]] | None:
-    """Return the result of `download_snapshot` from the cache alone, or None if nothing matches."""
+    """Return what `download_snapshot` does from the cache alone; `None` if nothing matches."""
     import huggingface_hub
     from huggingface_hub.utils import filter_repo_objects
 
@@ -150,7 +173,9 @@ def _find_in_cache(repo_id: str, request: _Request) -> tuple[Path, list[str]] | 
         allow_patterns=request["allow_patterns"],
         ignore_patterns=request["ignore_patterns"],
     )
-    return (folder, names) if any(matches) else None
+    if not any(matches):
+        return None
+    return folder, names
 
 
 def _format_error(error: Exception) -> str:

@@ -1,6 +1,6 @@
 """Addresses in object stores: gs://BUCKET/PATH and s3://BUCKET/PATH.
 
-fsspec's clients (gcsfs, s3fs) do the work, which `etils.epath` and Orbax use as well. Credentials
+They are accessed with fsspec's clients (gcsfs, s3fs), as in `etils.epath` and Orbax. Credentials
 are the store's own: application default credentials for gs, the AWS settings for s3.
 """
 
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from jax_ppo.errors import UserError, did_you_mean, shorten
 
-# Scheme: the module that fsspec loads for it, which is also its package, and the extra of jax_ppo.
+# By scheme: the module that fsspec loads, which is also the package's name, and jax_ppo's extra.
 _CLIENTS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
-# One slash is what is left of two after the address was taken for a path.
+# Code that treats an address as a path reduces its two slashes to one.
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/(/?)([^/]*)(.*)")
 _FORBIDDEN = ("forbidden", "403", "does not have storage.", "access denied", "accessdenied")
 _NO_CREDENTIALS = ("invalid credentials", "anonymous caller", "401", "nocredentialserror")
@@ -29,7 +29,7 @@ class RemoteFile(NamedTuple):
     Attributes:
       path: BUCKET/PATH.
       size: bytes.
-      version: identifies the contents; another upload of other contents has another one.
+      version: identifies the contents; it changes when other contents are uploaded.
       crc32c: base64 of the CRC-32C of the contents, or "" if the store does not have it.
     """
 
@@ -40,7 +40,7 @@ class RemoteFile(NamedTuple):
 
 
 def is_address(path: str) -> bool:
-    """Return whether a path is meant as an address, SCHEME://..., rather than as a local path."""
+    """Return whether a path is an address, SCHEME://..., rather than a local path."""
     return _ADDRESS.fullmatch(path) is not None
 
 
@@ -61,7 +61,7 @@ def validate_address(address: str, option: str, schemes: tuple[str, ...] = tuple
         hint = did_you_mean(f"{scheme}://", [f"{name}://" for name in schemes])
         raise UserError(f"{problem}expected a local path or {forms}.{hint}")
     if not second_slash or not bucket:
-        raise UserError(f"{problem}names no bucket; expected {forms}")
+        raise UserError(f"{problem}the bucket is missing; expected {forms}")
     module, extra = _CLIENTS[scheme]
     try:
         importlib.import_module(module)
@@ -80,7 +80,7 @@ def open_filesystem(address: str) -> Any:
     # tensorstore writes and deletes objects behind the client's back, so that the client's cache of
     # listings, which also serves `etils.epath` and Orbax, would be out of date.
     scheme = address.partition(":")[0]
-    # fsspec has two names for one client: it reads the settings of either.
+    # fsspec has two names for this client and reads the settings of both.
     protocols = {"gs": ("gcs", "gs")}.get(scheme, (scheme,))
     for protocol in protocols:
         fsspec.config.conf.setdefault(protocol, {})["use_listings_cache"] = False
@@ -89,7 +89,7 @@ def open_filesystem(address: str) -> Any:
 
 @contextlib.contextmanager
 def reported_errors(address: str, option: str) -> Iterator[None]:
-    """Raise `UserError` in the place of the errors of a store's client.
+    """Replace the errors of a store's client by `UserError`.
 
     Args:
       address: the address that the block accesses.
@@ -99,7 +99,7 @@ def reported_errors(address: str, option: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    # Clients raise whatever their HTTP and credential libraries do.
+    # Clients also raise the errors of their HTTP and credential libraries.
     except Exception as error:
         raise UserError(f"{option}={shorten(address)!r}: {_explain(address, error)}") from error
 
@@ -120,22 +120,22 @@ def list_files(address: str, option: str) -> dict[str, RemoteFile]:
     root = bucket_path(address)
     with reported_errors(address, option):
         _require_network(address)
-        found = open_filesystem(address).find(root, detail=True)
+        listing = open_filesystem(address).find(root, detail=True)
     files = {}
-    for path, details in found.items():
-        # A client may list neighbors whose names merely begin like this one.
+    for path, details in listing.items():
+        # A client may list neighbors whose names merely begin with this one.
         if path != root and not path.startswith(f"{root}/"):
             continue
-        # Empty objects with such names are what some tools create in the place of folders.
+        # Some tools create empty objects with such names to represent folders.
         if not path.endswith("/"):
             files[path[len(root) :].lstrip("/")] = _describe_file(path, details)
     return files
 
 
 def _require_network(address: str) -> None:
-    """Raise `OSError` at once if the store has no address; clients would retry for a minute."""
+    """Raise `OSError` at once if the store's name has no address; clients retry for a minute."""
     server = {"gs": "storage.googleapis.com", "s3": "s3.amazonaws.com"}[address.partition(":")[0]]
-    # An emulator or a proxy has an address of its own.
+    # An emulator or a proxy is accessed by another address.
     settings = ("STORAGE_EMULATOR_HOST", "AWS_ENDPOINT_URL", "HTTPS_PROXY", "https_proxy")
     if not any(os.environ.get(name) for name in settings):
         socket.getaddrinfo(server, 443)
@@ -152,21 +152,24 @@ def _describe_file(path: str, details: dict[str, Any]) -> RemoteFile:
     version = (
         crc32c or details.get("ETag") or details.get("etag") or details.get("generation") or ""
     )
-    return RemoteFile(path, int(details["size"]), str(version).strip('"'), crc32c)
+    return RemoteFile(
+        path=path,
+        size=int(details["size"]),
+        version=str(version).strip('"'),
+        crc32c=crc32c,
+    )
 
 
 def _explain(address: str, error: Exception) -> str:
-    """Return why a store refused, in one line, with a remedy where there is one."""
+    """Return why a store refused the access, in one line, with a remedy if there is one."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     lower = text.lower()
     scheme, _, rest = address.partition("://")
     bucket = f"{scheme}://{rest.partition('/')[0]}"
     if isinstance(error, FileNotFoundError):
         return f"there is no bucket {bucket} (check the spelling, and the project it belongs to)"
-    if (
-        any(sign in lower for sign in _NO_CREDENTIALS)
-        or "credentials" in type(error).__name__.lower()
-    ):
+    lacks_credentials = "credentials" in type(error).__name__.lower()
+    if lacks_credentials or any(sign in lower for sign in _NO_CREDENTIALS):
         remedy = (
             "run `gcloud auth application-default login`, or give the machine a service account"
         )

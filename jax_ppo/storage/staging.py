@@ -1,8 +1,8 @@
 """Work directories in a bucket: the run writes its files to a local folder, which is uploaded.
 
 Checkpoints are written to the bucket directly; metrics, curves, event files and exports appear in
-the local folder first. Objects cannot be appended to, so that a file that has changed is uploaded
-as a whole, at most every UPLOAD_SECONDS.
+the local folder first. Since objects cannot be appended to, a changed file is uploaded as a whole,
+at most every UPLOAD_SECONDS.
 """
 
 import contextlib
@@ -39,22 +39,22 @@ class StagedFolder:
 
         Args:
           address: a validated address.
-          process: number of the process, which has a folder of its own.
+          process: number of the process; each process has its own folder.
         """
         self.address = address.rstrip("/")
         name = downloads.local_name(self.address, process)
         self.folder = downloads.cache_folder("workdirs") / name
         self._filesystem = remote.open_filesystem(address)
         self._root = remote.bucket_path(address)
-        # Files in the bucket: by name what was uploaded, or `None` if it was there before.
+        # The uploaded state of each file in the bucket, `None` for those of earlier processes.
         self._uploaded: dict[str, tuple[int, int] | None] = {}
         self._uploading = threading.Lock()
 
     def fetch(self, *names: str) -> None:
-        """Replace the local folder by files of the bucket.
+        """Replace the contents of the local folder with files from the bucket.
 
         Args:
-          names: folders to fetch besides the files directly in the work directory.
+          names: folders to fetch in addition to the files directly in the work directory.
         """
         with self._uploading, remote.reported_errors(self.address, _OPTION):
             files = {
@@ -62,16 +62,16 @@ class StagedFolder:
                 for name, file in remote.list_files(self.address, _OPTION).items()
                 if name.partition("/")[0] not in (CHECKPOINTS, LOCK_OBJECT)
             }
-            wanted = {
+            fetched = {
                 name: file
                 for name, file in files.items()
                 if "/" not in name or name.partition("/")[0] in names
             }
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
-            downloads.fetch_files(self.address, wanted, self.folder)
+            downloads.fetch_files(self.address, fetched, self.folder)
             self._uploaded = dict.fromkeys(files)
-            self._uploaded |= {name: _state(self.folder / name) for name in wanted}
+            self._uploaded |= {name: _state(self.folder / name) for name in fetched}
 
     def upload(self) -> None:
         """Upload the files that have changed, and delete those that were removed or replaced.
@@ -81,7 +81,7 @@ class StagedFolder:
         """
         with self._uploading, remote.reported_errors(self.address, _OPTION):
             local = {path.relative_to(self.folder).as_posix(): path for path in self._files()}
-            # An export without its config.json is not complete.
+            # Uploaded last, config.json marks an export as complete.
             for name in sorted(local, key=lambda name: (name.endswith("config.json"), name)):
                 self._upload_file(name, local[name])
             for name in self._uploaded.keys() - local.keys():
@@ -90,23 +90,23 @@ class StagedFolder:
                     del self._uploaded[name]
 
     def move(self, path: Path, name: str) -> None:
-        """Upload a file under a name, and delete it here.
+        """Upload a file under a name, and delete the local one.
 
-        Any process may call it; the file stays in the bucket until its folder is removed.
+        Any process may call this; the file stays in the bucket until its folder is removed.
         """
         with remote.reported_errors(self.address, _OPTION):
             self._filesystem.put_file(str(path), f"{self._root}/{name}")
         path.unlink()
 
     def remove(self, name: str) -> None:
-        """Remove an earlier export from the bucket, config.json first: it makes it complete."""
+        """Remove an earlier export from the bucket: first config.json, which marks it complete."""
         with self._uploading, remote.reported_errors(self.address, _OPTION):
             files = remote.list_files(f"{self.address}/{name}", _OPTION)
-            # An export that was interrupted has weights only.
+            # An interrupted export has only weights.
             if files and not any(file.endswith(EXPORTED) for file in files):
                 raise UserError(
-                    f"{self.address}/{name} exists and holds something else than an export; remove "
-                    "it, or give another --workdir"
+                    f"{self.address}/{name} exists and contains something other than an export; "
+                    "remove it, or give another --workdir"
                 )
             for file in sorted(files, key=lambda file: (not file.endswith("config.json"), file)):
                 self._delete(files[file].path)
@@ -120,7 +120,7 @@ class StagedFolder:
             self._filesystem.rm_file(path)
 
     def _is_obsolete(self, name: str) -> bool:
-        """Return whether a file of the bucket, which is not in the local folder, was replaced."""
+        """Return whether a file of the bucket that is missing in the local folder is obsolete."""
         if self._uploaded[name] is not None:
             return True
         # An export replaces the one of an earlier process.
@@ -128,7 +128,7 @@ class StagedFolder:
         return folder.is_dir() and folder.name not in GROWING
 
     def _files(self) -> Iterator[Path]:
-        """Yield the files to upload: hidden and temporary ones are still being written."""
+        """Yield the files to upload; hidden and temporary ones are still being written."""
         for path in sorted(self.folder.rglob("*")):
             parts = path.relative_to(self.folder).parts
             is_hidden = any(part.startswith(".") for part in parts)
@@ -136,8 +136,8 @@ class StagedFolder:
                 yield path
 
     def _upload_file(self, name: str, path: Path) -> None:
-        # Taken before the file is read: what is appended meanwhile is uploaded the next time.
         try:
+            # Determined before the file is read, so that later additions are uploaded next time.
             state = _state(path)
             if self._uploaded.get(name) == state:
                 return
@@ -145,7 +145,7 @@ class StagedFolder:
             if state[1] > _MOST_BYTES_AT_ONCE:
                 self._filesystem.put_file(str(path), target)
             else:
-                # Read at once, since a file that grows has a size that is soon wrong.
+                # Read at once, since the size of a growing file may change during the upload.
                 self._filesystem.pipe_file(target, path.read_bytes())
         except FileNotFoundError:
             if path.exists():
@@ -158,7 +158,7 @@ class StagedFolder:
 def locked_and_uploaded(
     staged: StagedFolder, lock: BucketLock, report: Callable[[str], None]
 ) -> Iterator[None]:
-    """Hold the lock and upload changes in the block, and once more at its end.
+    """Hold the lock and upload changes during the block, and once more at its end.
 
     Args:
       staged: the folder.
@@ -176,7 +176,7 @@ def locked_and_uploaded(
         try:
             yield
         except BaseException:
-            # After an error or a signal, too, but then that is what ends the run.
+            # The error or signal that ends the run must not be hidden by one of the upload.
             _upload_or_report(staged, lock, report)
             raise
         lock.require_held()
@@ -210,14 +210,18 @@ def _keep_uploading(
                 staged.upload()
                 uploaded_at = time.monotonic()
             is_failing = False
-        # Whatever it is, the next attempt may succeed; the checkpoint reports what lasts.
+        # The next attempt may succeed; if the problem lasts, the next checkpoint fails.
         except Exception as error:
             if not is_failing:
-                reason = (
-                    error if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-                )
+                reason = _describe_error(error)
                 report(f"note: {staged.address} was not updated, trying again: {reason}")
             is_failing = True
+
+
+def _describe_error(error: Exception) -> str:
+    if isinstance(error, UserError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def _state(path: Path) -> tuple[int, int]:

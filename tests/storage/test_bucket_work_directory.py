@@ -184,7 +184,7 @@ def test_a_run_that_fails_leaves_its_last_files_in_the_bucket(server, bucket):
     [
         ("s3://bucket/run", "expected a local path or gs://BUCKET/PATH"),
         ("gcs://bucket/run", "Did you mean 'gs://'"),
-        ("gs:/bucket/run", "names no bucket"),
+        ("gs:/bucket/run", "the bucket is missing"),
         ("gs://no-such-bucket/run", "there is no bucket gs://no-such-bucket"),
     ],
 )
@@ -277,7 +277,7 @@ def test_an_export_leaves_no_weights_on_the_disk_and_replaces_an_older_one(serve
 def test_a_folder_of_another_kind_is_not_replaced_by_an_export(server, bucket):
     bucket_server.put(server, f"{bucket}/actor/notes.txt", "mine")
     params = tiny.random_params(tiny.ARCHITECTURE, 0, 0, "lm")
-    with pytest.raises(UserError, match="holds something else than an export"):
+    with pytest.raises(UserError, match="contains something other than an export"):
         with work_directory.open_work_directory(bucket, print) as folder:
             export_checkpoint(params, tiny.ARCHITECTURE, folder / "actor")
     assert bucket_server.names(server, bucket) == ["actor/notes.txt"]

@@ -53,8 +53,8 @@ def test_addresses_are_told_from_paths_and_names(path, expected):
     [
         ("gcs://bucket/m", r"expected a local path or gs://BUCKET/PATH .* Did you mean 'gs://'\?"),
         ("gss://bucket/m", "Did you mean 'gs://'"),
-        ("gs:/bucket/m", "names no bucket"),
-        ("gs:///m", "names no bucket"),
+        ("gs:/bucket/m", "the bucket is missing"),
+        ("gs:///m", "the bucket is missing"),
     ],
 )
 def test_misspelt_addresses_are_explained(address, message):
