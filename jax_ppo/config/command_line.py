@@ -1,6 +1,6 @@
 """Read `--config=FILE[:ARG] --config.OPTION=VALUE --workdir=FOLDER`.
 
-Errors name the option, its value, what was expected and the nearest valid name.
+Errors name the option, its value, the expectation and the nearest valid name.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ shipped one:
 
 {names}
 
-FOLDER defaults to output/EXPERIMENT_NAME; a run resumes from the checkpoint that it finds there.
+FOLDER defaults to output/EXPERIMENT_NAME; a run resumes from a checkpoint in it.
 The options:
 """
 
@@ -48,18 +48,18 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
       command: The command whose options are validated: train, evaluate, sft or reward_model.
 
     Raises:
-      UserError: Every argument that cannot be right, a line each; or the first problem of the
-        options together.
+      UserError: All invalid arguments, one per line; or the first problem of the options in
+        combination.
       SystemExit: After `--help`.
     """
-    # Before any validation: help is for those whose command line is wrong.
+    # Help comes before any validation: it is for users whose command line is wrong.
     if {"--help", "-h", "-help"} & set(arguments[1:]):
         names = textwrap.fill(", ".join(config_files.shipped_names()), width=96)
         print(USAGE.format(command=command, names=textwrap.indent(names, "  ")))
         reference.print_options()
         raise SystemExit(0)
     config_values = []
-    others = [arguments[0]]
+    other_arguments = [arguments[0]]
     problems = []
     for argument in arguments[1:]:
         try:
@@ -68,20 +68,22 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
             problems.append(str(error))
             continue
         if config_value is None:
-            others.append(argument)
+            other_arguments.append(argument)
         else:
             config_values.append(config_value)
     if problems:
-        # All at once: fixing one by one would take as many starts.
+        # All are reported at once, so that one more start is enough.
         details = "\n".join(f"error: {problem}" for problem in problems[1:])
         raise UserError(problems[0], details=details)
     if not config_values:
         raise UserError(f"--config: must be given, for example --config={EXAMPLES[command]}")
-    values = _parse_flags(others, loading.read_config_file(config_values[-1]))
+    values = _parse_flags(other_arguments, loading.read_config_file(config_values[-1]))
     evaluates = command == "evaluate"
     config = loading.from_config_dict(values.config, "train" if evaluates else command)
-    # An evaluation leaves the folder of the run of this name as it is.
-    name = f"{config.experiment_name}-evaluation" if evaluates else config.experiment_name
+    name = config.experiment_name
+    if evaluates:
+        # An evaluation leaves the folder of the training run unchanged.
+        name = f"{name}-evaluation"
     workdir: str | Path = values.workdir or Path("output") / name
     if values.workdir and remote.is_address(values.workdir):
         remote.validate_address(values.workdir, "--workdir", schemes=("gs",))
@@ -96,11 +98,11 @@ def write_resolved_config(config: Config, folder: Path, workdir: str) -> None:
     Args:
       config: the options.
       folder: the folder that the run writes to.
-      workdir: the work directory as the user knows it.
+      workdir: the work directory as the user wrote it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
-    # On the console options are grouped by section, to be read at a glance.
+    # On the console, options are grouped by section for readability.
     settings: dict[str, list[str]] = {}
     for option in all_options():
         section, _, name = option.name.rpartition(".")
@@ -120,7 +122,7 @@ def write_resolved_config(config: Config, folder: Path, workdir: str) -> None:
 
 def _parse_flags(arguments: list[str], defaults: ml_collections.ConfigDict) -> flags.FlagValues:
     """Return the values of the flags; `defaults` are those of the configuration file."""
-    # Flags of this call only: absl's global flags would remember an earlier call.
+    # A separate object, since absl's global flags would remember an earlier call.
     values = flags.FlagValues()
     flags.DEFINE_string(
         "workdir", None, "folder or gs:// address of everything the run writes", flag_values=values
@@ -165,7 +167,7 @@ def _validate_argument(argument: str) -> str | None:
 
 
 def _refuse_bare_option(name: str, value: str) -> None:
-    """Raise `UserError` for an option without `--config.`, as commands of verl write theirs."""
+    """Raise `UserError` for an option without `--config.`, as in commands of verl."""
     known = [option.name for option in all_options()]
     if name in known:
         raise UserError(f"{name}={value}: write --config.{name}={value}")

@@ -24,7 +24,9 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 def shipped_folder() -> Path:
     """Return the folder of the shipped configurations."""
     installed = _PACKAGE / "configs"
-    return installed if installed.is_dir() else _PACKAGE.parent / "configs"
+    if installed.is_dir():
+        return installed
+    return _PACKAGE.parent / "configs"
 
 
 def shipped_names() -> list[str]:
@@ -37,7 +39,7 @@ def find_config_file(value: str) -> tuple[Path, str]:
 
     Args:
       value: `FILE[:ARG]`, with a path or the bare name of a shipped configuration. An existing
-        file takes precedence. The argument `smoke` is that of smoke.py, for any file.
+        file takes precedence. The argument `smoke` works for any file; see smoke.py.
 
     Raises:
       UserError: There is no such file; the message has the nearest name.
@@ -50,8 +52,9 @@ def find_config_file(value: str) -> tuple[Path, str]:
     is_name = path.parent == Path() and path.suffix == ""
     if is_name and text in shipped_names():
         return shipped_folder() / f"{text}.py", argument
-    nearest = _nearest_config(path)
-    hint = f". Did you mean {nearest}?" if nearest else ""
+    hint = ""
+    if nearest := _nearest_config(path):
+        hint = f". Did you mean {nearest}?"
     raise UserError(f"--config={value}: there is no such file{hint}")
 
 
@@ -79,11 +82,13 @@ def call_get_config(
             raise UserError(f"--config={value}: the file has no function get_config")
         if argument == smoke.ARGUMENT:
             config = smoke.shrink(module.get_config(), defaults, value)
+        elif argument:
+            config = module.get_config(argument)
         else:
-            config = module.get_config(argument) if argument else module.get_config()
+            config = module.get_config()
     except UserError:
         raise
-    # A file that ends the process would otherwise pass for a run that is complete.
+    # Otherwise a file that ends the process would look like a completed run.
     except (Exception, SystemExit) as error:
         raise UserError(f"--config={value}: {_describe_error(error, spec.origin)}") from error
     return _as_config_dict(config, value)
@@ -102,25 +107,27 @@ def _as_config_dict(config: object, value: str) -> "ml_collections.ConfigDict":
 
 
 def _describe_error(error: BaseException, file: str | None) -> str:
-    """Return one line: where a configuration file raised an exception, its type and its text."""
-    place = ""
+    """Return the line of a configuration file, the type and the text of an exception."""
+    location = ""
     if isinstance(error, SyntaxError) and error.filename:
         text = error.msg
-        place = f"{error.filename}, line {error.lineno}: "
+        location = f"{error.filename}, line {error.lineno}: "
     else:
         text = str(error)
-        # The file's own line, not that of a library which it called.
+        # The file's own line, not that of a library that it called.
         for frame in traceback.extract_tb(error.__traceback__):
             if frame.filename == file:
-                place = f"{file}, line {frame.lineno}: "
+                location = f"{file}, line {frame.lineno}: "
     text = shorten(" ".join(text.split()), width=300)
-    return f"{place}{type(error).__name__}: {text}".removesuffix(": ")
+    return f"{location}{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def _nearest_config(path: Path) -> str:
-    """Return the most similar file beside the path, else the nearest shipped name."""
-    # Someone who wrote a suffix meant a file, others a name.
-    siblings = [str(p) for p in path.parent.glob("*.py")] if path.suffix else []
+    """Return the most similar file next to the path, or else the nearest shipped name."""
+    siblings = []
+    # With a suffix the user meant a file, otherwise a name.
+    if path.suffix:
+        siblings = [str(file) for file in path.parent.glob("*.py")]
     return (
         _nearest(str(path), siblings)
         or _nearest(path.stem, shipped_names())

@@ -1,6 +1,6 @@
 """Turn a ConfigDict into a validated, frozen Config: names, types and ranges of single options.
 
-A file under configs/ calls `default_config()`, changes what its experiment is about and returns the
+A file under configs/ calls `default_config()`, sets the options of its experiment and returns the
 ConfigDict. The command line overrides single options (`--config.actor.clip_ratio=0.1`), and
 `from_config_dict` validates the result and freezes it. Options that depend on each other are
 validated in validation.py.
@@ -29,7 +29,7 @@ FLOAT32_MAX = 3.4028234663852886e38
 FLOAT32_TINY = 1.1754943508222875e-38
 INT32_MAX = 2**31 - 1
 
-# How each bound of `Facts` is worded and tested.
+# The wording and the test of each bound of `Facts`.
 BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "at_least": ("at least", operator.ge),
     "above": ("more than", operator.gt),
@@ -60,7 +60,7 @@ def load_config(
         load_config("configs/gsm8k.py", {"actor.optim.lr": 2e-6})
 
     Args:
-      file: What `--config` takes: the name of a shipped configuration or the path of a file, with
+      file: A value of `--config`: the name of a shipped configuration or the path of a file, with
         an optional `:ARG` for its `get_config`; `None`: all options at their defaults.
       overrides: Values by dotted name, "actor.optim.lr".
       command: The command that reads the options: train, sft or reward_model.
@@ -83,7 +83,7 @@ def load_config(
 
 
 def parse_option(name: str, text: str) -> Any:
-    """Return the value of an option that is written as on the command line.
+    """Parse the value of an option as it is written on the command line.
 
     Raises:
       UserError: there is no such option, or the value is invalid by itself.
@@ -107,7 +107,7 @@ def parse_option(name: str, text: str) -> Any:
 
 
 def read_config_file(value: str) -> "ml_collections.ConfigDict":
-    """Return the configuration that a value of `--config` names, with defaults where it has none.
+    """Return the configuration that a value of `--config` names, completed by the defaults.
 
     Raises:
       UserError: There is no such file, or it raised an exception.
@@ -140,7 +140,7 @@ def from_config_dict(
 
 
 def unknown_option_error(name: str) -> UserError:
-    """Return the error for an option that does not exist, with what may be meant."""
+    """Return the error for an option that does not exist, with a suggestion."""
     known = [option.name for option in all_options()]
     return UserError(f"config.{name}: there is no such option. {suggest_option(name, known)}")
 
@@ -225,7 +225,7 @@ def _validate_value(name: str, value: Any, annotation: Any, facts: Facts) -> Any
             raise UserError(f"{name}: must be set ({facts.doc})")
         return None
     if expected is float and isinstance(value, int) and not isinstance(value, bool):
-        # An integer beyond the range of floats is refused as infinity.
+        # An integer beyond the range of floats becomes infinity, which is rejected below.
         value = float(value) if abs(value) <= FLOAT32_MAX else math.inf
     # Names that other programs use for a choice become the name used here.
     if isinstance(value, str):
@@ -238,7 +238,9 @@ def _validate_value(name: str, value: Any, annotation: Any, facts: Facts) -> Any
     # A user-defined function is imported where it is used.
     names_function = facts.is_plugin and isinstance(value, str) and ":" in value
     if facts.choices is not None and value not in facts.choices and not names_function:
-        known = ", ".join(map(repr, facts.choices)) + (" or module:function" * facts.is_plugin)
+        known = ", ".join(map(repr, facts.choices))
+        if facts.is_plugin:
+            known += " or module:function"
         raise UserError(
             f"{name}={value!r}: expected one of {known}.{did_you_mean(str(value), facts.choices)}"
         )
@@ -247,7 +249,7 @@ def _validate_value(name: str, value: Any, annotation: Any, facts: Facts) -> Any
 
 
 def _join_items(value: Any) -> Any:
-    """Return a list of texts, or a text that is written as one, as items separated by commas."""
+    """Join a list of texts, or the items of a text in brackets, with commas."""
     if isinstance(value, str) and value[:1] + value[-1:] in ("[]", "()"):
         value = [item.strip(" '\"") for item in value[1:-1].split(",")]
     if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
@@ -256,14 +258,14 @@ def _join_items(value: Any) -> Any:
 
 
 def _validate_range(name: str, value: Any, facts: Facts) -> None:
-    """Raise `UserError` for a number outside its range, or that 32 bits cannot hold."""
+    """Raise `UserError` for a number outside its range or the range of 32 bits."""
     if isinstance(value, float) and not _is_float32(value):
         raise UserError(f"{name}={value!r}: expected a finite number of 32 bits ({facts.doc})")
     # Integers become int32 in compiled programs, where larger ones would wrap around.
     largest = facts.at_most or INT32_MAX
     if isinstance(value, int) and abs(value) > largest:
-        shown = value if abs(value) < 10**30 else "(more than 30 digits)"
-        raise UserError(f"{name}={shown}: expected an integer within +-{largest} ({facts.doc})")
+        number = value if abs(value) < 10**30 else "(more than 30 digits)"
+        raise UserError(f"{name}={number}: expected an integer within +-{largest} ({facts.doc})")
     for bound, (words, holds) in BOUNDS.items():
         limit = getattr(facts, bound)
         if limit is not None and not holds(value, limit):

@@ -10,33 +10,34 @@ Advice = Callable[[Config], str | None]
 def train_notes(config: Config) -> list[str]:
     """Return notes for a `train` run: easily missed biases, and options without an effect."""
     advice = [text for rule in ADVICE if (text := rule(config))]
-    return [*advice, *_ineffective(config), *_unread(config, "train")]
+    return [*advice, *_note_ineffective_options(config), *_note_unread_options(config, "train")]
 
 
 def supervised_notes(config: Config, command: str) -> list[str]:
     """Return notes for an `sft` or `reward_model` run: options that the command does not read."""
-    return list(_unread(config, command))
+    return list(_note_unread_options(config, command))
 
 
-def _unread(config: Config, command: str) -> Iterator[str]:
+def _note_unread_options(config: Config, command: str) -> Iterator[str]:
     """Yield a note for each changed option that belongs to other commands."""
     for option in all_options():
         value = option_value(config, option.name)
-        # The user said nothing about an option at its default.
+        # An option at its default was not set by the user.
         if value != option.default and command not in option.read_by:
             readers = " and ".join(f"jax_ppo.{reader}" for reader in option.read_by)
             yield f"config.{option.name}={value!r} is not read: it belongs to {readers}"
 
 
-def _ineffective(config: Config) -> Iterator[str]:
-    """Yield a note for each changed option that the other options leave without an effect."""
+def _note_ineffective_options(config: Config) -> Iterator[str]:
+    """Yield a note for each changed option that has no effect because of the other options."""
     for option in all_options():
         value = option_value(config, option.name)
-        unmet = [c.summary for c in option.facts.effective_when if not c.is_met(config)]
+        conditions = option.facts.effective_when
+        unmet = [condition.summary for condition in conditions if not condition.is_met(config)]
         if value != option.default and unmet:
             yield (
                 f"config.{option.name}={value!r} has no effect with the other options: it is "
-                f"read only where {' and '.join(unmet)}"
+                f"read only if {' and '.join(unmet)}"
             )
 
 
@@ -55,8 +56,8 @@ def note_truncated_distribution(config: Config) -> str | None:
     """Return a note if sampling filters make training off-policy (trl#6789, verl#6240)."""
     if config.rollout.top_k > 0 or config.rollout.top_p < 1:
         return (
-            "config.rollout.top_k and top_p cut the distribution that is sampled, while "
-            "log-probs and ratios are of the full one: training is off-policy by that much"
+            "config.rollout.top_k and top_p truncate the distribution that is sampled from, while "
+            "log-probs and ratios are those of the full one: training is off-policy to that extent"
         )
     return None
 
@@ -67,7 +68,7 @@ def note_biased_kl_in_reward(config: Config) -> str | None:
     if algorithm.use_kl_in_reward and algorithm.kl_penalty != "k1":
         return (
             f"config.algorithm.kl_penalty={algorithm.kl_penalty!r}: in the reward only k1 follows "
-            "the gradient of the KL; kernels/kl.py describes what the others do"
+            "the gradient of the KL; kernels/kl.py describes the others"
         )
     return None
 
@@ -76,8 +77,8 @@ def note_idle_kl_loss(config: Config) -> str | None:
     """Return a note if the KL in the loss has no expected gradient."""
     if config.actor.use_kl_loss and config.actor.kl_loss_type == "k1":
         return (
-            "config.actor.kl_loss_type='k1': its expected gradient is 0, so it restrains "
-            "nothing; k2 does"
+            "config.actor.kl_loss_type='k1': its expected gradient is 0, so it does not restrain "
+            "the policy; k2 does"
         )
     return None
 
@@ -85,7 +86,7 @@ def note_idle_kl_loss(config: Config) -> str | None:
 def note_wide_gspo_clip(config: Config) -> str | None:
     """Return a note if GSPO uses the clip range of token-level ratios."""
     actor = config.actor
-    # A range set by the user is taken as meant, whatever its size.
+    # A range that the user set is intended, whatever its size.
     has_own_range = actor.clip_ratio_low is not None or actor.clip_ratio_high is not None
     if actor.policy_loss == "gspo" and not has_own_range:
         return (
@@ -100,7 +101,7 @@ def note_biased_reinforce(config: Config) -> str | None:
     """Return a note if a loss without a ratio is used for several optimizer steps."""
     if config.actor.policy_loss == "reinforce" and not config.updates_once:
         return (
-            "config.actor.policy_loss='reinforce': is biased once the policy has moved; it is "
+            "config.actor.policy_loss='reinforce': is biased once the policy has changed; it is "
             "meant for one optimizer step per rollout"
         )
     return None

@@ -1,4 +1,4 @@
-"""The facts of an option: how a field of the schema declares them and how they are listed."""
+"""The facts of an option, their declaration in a field of the schema, and lists of options."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Requirement(Condition):
     """A condition without which an option must keep its default.
 
     Attributes:
-      message: What the error says after `config.NAME=VALUE: `. Fields such as
+      message: The text of the error after `config.NAME=VALUE: `. Fields such as
         `{config.algorithm.adv_estimator!r}` are filled in.
     """
 
@@ -43,7 +43,7 @@ class Requirement(Condition):
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """Everything that is known about an option besides its name, type and default.
+    """Everything that is declared about an option besides its name, type and default.
 
     Attributes:
       doc: The meaning.
@@ -52,17 +52,17 @@ class Facts:
       is_plugin: Besides the choices, `module:function` or `file.py:function` is permitted.
       aliases: Other names of some choices; the value is replaced by the choice.
       is_list: The text holds items separated by commas; a list of them is accepted too.
-      is_json: The text is a JSON list, or one item as it is; a list of items is accepted too.
+      is_json: The text is a JSON list, or a single item; a list of items is accepted too.
       at_least: Inclusive lower bound.
       above: Exclusive lower bound.
       at_most: Inclusive upper bound.
       below: Exclusive upper bound.
       read_by: The commands that read the option; `None`: those of its section, or all.
       requires: Changing the option from its default is an error unless all of these are met.
-      effective_when: Changing it has no effect, and is noted, unless all of these are met.
-      fixed_on_resume: A run cannot be resumed with another value; `None`: as its section.
+      effective_when: Changing it has no effect, and causes a note, unless all of these are met.
+      fixed_on_resume: A run cannot be resumed with another value; `None`: as in its section.
       first_step_only: The condition under which only the first step reads it, so that a resumed run
-        keeps what came of it; `None`: every step reads it.
+        keeps its first result; `None`: every step reads it.
     """
 
     doc: str = ""
@@ -83,7 +83,7 @@ class Facts:
     first_step_only: Condition | None = None
 
     def inherit(self, section: Facts) -> Facts:
-        """Return these facts with those of the enclosing section where they are not declared."""
+        """Return these facts, completed by those of the enclosing section."""
         # Conditions add up; any other fact of the option replaces the section's.
         fixed = self.fixed_on_resume
         return dataclasses.replace(
@@ -155,7 +155,7 @@ def iterate_options(
 
     Args:
       cls: The dataclass of the section.
-      prefix: What the names begin with, such as "actor.optim.".
+      prefix: The beginning of the names, such as "actor.optim.".
       inherited: Facts of the enclosing section.
     """
     for field in dataclasses.fields(cls):
@@ -176,5 +176,7 @@ def iterate_options(
 
 def strip_none(annotation: Any) -> type:
     """Return `float` for `float | None`, and any other type unchanged."""
-    arguments = [a for a in typing.get_args(annotation) if a is not type(None)]
-    return arguments[0] if arguments else annotation
+    for argument in typing.get_args(annotation):
+        if argument is not type(None):
+            return argument
+    return annotation

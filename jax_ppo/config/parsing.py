@@ -23,7 +23,7 @@ def parse_lora_targets(text: str) -> tuple[str, ...]:
             f"expected all-linear alone, or some of {', '.join(LORA_TARGETS)}, got {name!r}."
             f"{did_you_mean(name, LORA_TARGETS)}"
         )
-    # One order for every spelling: the result is part of a static argument.
+    # The order does not depend on the text, since the result is part of a static argument.
     return tuple(name for name in LORA_TARGETS if name in names)
 
 
@@ -38,8 +38,10 @@ def parse_strings(text: str) -> tuple[str, ...]:
     Raises:
       ValueError: The list is not JSON, or an item is empty or not text.
     """
+    if not text:
+        return ()
     if not text.startswith("["):
-        return (text,) if text else ()
+        return (text,)
     try:
         items = json.loads(text)
     except ValueError as error:
@@ -91,7 +93,8 @@ def _parse_point(part: str, text: str) -> SchedulePoint:
     """Return one point; `text` is the whole schedule, for error messages."""
     step_text, _, value_text = part.partition(":")
     try:
-        step, value = int(step_text), float(value_text)
+        step = int(step_text)
+        value = float(value_text)
     except ValueError:
         raise ValueError(f"{part!r} in {text!r} is not STEP:VALUE, as in 0:0.01,200:0") from None
     if step < 0:

@@ -1,9 +1,9 @@
 """Options of other frameworks and their counterparts here, for users who migrate.
 
-Names are those of verl 0.9.1, TRL 1.12.0, OpenRLHF 0.11.2 and those with underscores before it,
-tunix 0.1.7 and NeMo-RL 0.7, which are compared without `actor_rollout_ref.`. A name that ends in
-`.*` stands for the options of a group that have no answer of their own. docs/migrating.md has the
-differences in words.
+Names are those of verl 0.9.1, TRL 1.12.0, OpenRLHF 0.11.2 and its earlier names with underscores,
+tunix 0.1.7 and NeMo-RL 0.7. They are compared without `actor_rollout_ref.`. A name that ends in
+`.*` stands for all options of a group that have no answer of their own. docs/migrating.md describes
+the differences.
 """
 
 from jax_ppo.config.peers import nemo_rl, openrlhf, trl, tunix, verl
@@ -19,7 +19,7 @@ VERL_PREFIX = "actor_rollout_ref."
 
 
 def find_answer(options: dict[str, str], name: str) -> str | None:
-    """Return the answer of a table to a name, or to the smallest group `a.b.*` that it is of."""
+    """Return a table's answer to a name, or to the smallest group `a.b.*` that contains it."""
     if name in options:
         return options[name]
     parts = name.split(".")
@@ -28,7 +28,7 @@ def find_answer(options: dict[str, str], name: str) -> str | None:
 
 
 def explain_peer_option(name: str) -> str | None:
-    """Return what an option of another framework is here, as a sentence; `None` if none has it.
+    """Return the counterparts of another framework's option in words; `None` if none has it.
 
     Args:
       name: as written, without `config.`; hyphens count as underscores.

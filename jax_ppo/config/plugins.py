@@ -41,9 +41,11 @@ def load_plugin(
     module = _import_plugin(module_name, setting)
     plugin = getattr(module, name, None)
     if not callable(plugin):
-        # What the module does have helps against a misspelled name.
+        # The functions that the module does have help with a misspelled name.
         callables = [
-            n for n, value in vars(module).items() if callable(value) and not n.startswith("_")
+            attribute
+            for attribute, value in vars(module).items()
+            if callable(value) and not attribute.startswith("_")
         ]
         raise UserError(
             f"{setting}: {module_name} has no function {name!r}; it has "
@@ -61,9 +63,9 @@ def _import_plugin(module_name: str, setting: str) -> ModuleType:
         return importlib.import_module(module_name)
     except UserError:
         raise
-    except (Exception, SystemExit) as error:  # sys.exit() in the user's module is its failure, too
+    except (Exception, SystemExit) as error:  # sys.exit() in the user's module is a failure, too
         hint = ""
-        # Distinguish "no such module" from a failing import inside the user's module.
+        # Distinguish a missing module from a failing import inside the user's module.
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module_name}.".startswith(f"{missing}."):
             hint = (
@@ -105,7 +107,7 @@ def _validate_signature(
         return
     try:
         if by_name:
-            # Binding tests the call without making it: a mistake is found before the run starts.
+            # Binding tests the call without making it, so that mistakes are found before the run.
             signature.bind(**dict.fromkeys(arguments))
         else:
             signature.bind(*arguments)

@@ -15,11 +15,11 @@ HEADER = """\
 
 Set an option in a file under `configs/`, on the command line as `--config.NAME=VALUE`, or in Python
 with `load_config("arithmetic", {"NAME": VALUE})`. A mistake is reported within a second, with the
-nearest valid name. "unset" means that the program chooses; the meaning says what. Numbers are
-finite and fit into 32 bits: infinity and NaN are refused.
+nearest valid name. "unset" means that the program chooses the value that the meaning describes.
+Numbers must be finite and fit into 32 bits: infinity and NaN are rejected.
 
 - **Needs**: changing the option is an error unless the condition holds.
-- **Effective only if**: otherwise changing the option has no effect, and a note says so.
+- **Effective only if**: otherwise changing the option has no effect, and a note is printed.
 - **Fixed**: a run cannot be resumed with another value.
 """
 
@@ -57,7 +57,9 @@ def _sections() -> Iterator[str]:
         # The schema lists options section by section, so a new section begins a new table.
         section = option.name.rpartition(".")[0] or "Top level"
         if section != current:
-            title = section if section == "Top level" else f"`{section}`"
+            title = section
+            if section != "Top level":
+                title = f"`{section}`"
             if current is not None:
                 yield ""
             yield f"## {title}\n"
@@ -73,22 +75,28 @@ def _default(option: Option) -> str:
         return "unset"
     # A row of a table is one line.
     text = str(option.default).replace("\n", "\\n")
-    return f"`{text}`" if text else "empty"
+    if not text:
+        return "empty"
+    return f"`{text}`"
 
 
 def _values(option: Option) -> str:
     """Return the permitted values: type or choices, range and unit."""
     facts = option.facts
     if facts.choices is not None:
-        plugin = ("module:function",) if facts.is_plugin else ()
-        return ", ".join(f"`{choice}`" for choice in (*facts.choices, *plugin))
+        choices = list(facts.choices)
+        if facts.is_plugin:
+            choices.append("module:function")
+        return ", ".join(f"`{choice}`" for choice in choices)
     limits = [
         f"{words} {getattr(facts, bound)}"
         for bound, (words, _) in BOUNDS.items()
         if getattr(facts, bound) is not None
     ]
-    kind = option.value_type.__name__
-    return ", ".join([f"{kind} ({facts.unit})" if facts.unit else kind, *limits])
+    value_type = option.value_type.__name__
+    if facts.unit:
+        value_type += f" ({facts.unit})"
+    return ", ".join([value_type, *limits])
 
 
 def _meaning(option: Option) -> str:

@@ -10,7 +10,7 @@ import functools
 
 from jax_ppo.config.option import Condition, Option, Requirement, iterate_options, option, section
 
-# verl's names of the KL estimators, accepted beside those of Schulman's note.
+# verl's names of the KL estimators, accepted in addition to those of Schulman's note.
 VERL_KINDS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "low_var_kl+": "k3+"}
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 POLICY_LOSSES = ("vanilla", "importance", "gspo", "gmpo", "cispo", "reinforce")
@@ -26,8 +26,8 @@ AGGREGATIONS = (
 PPO = ("train",)
 SUPERVISED = ("sft", "reward_model")
 
-# What options depend on. Changing an option is an error if a requirement is not met, and is noted
-# as having no effect if a condition is not met.
+# Conditions that options depend on. Changing an option is an error if a requirement is not met, and
+# causes a note that it has no effect if a condition is not met.
 HAS_CRITIC = Requirement(
     lambda config: config.has_critic,
     "`algorithm.adv_estimator` is gae",
@@ -36,7 +36,7 @@ HAS_CRITIC = Requirement(
 CRITIC_HAS_TRUNK = Requirement(
     lambda config: not config.critic.shared_trunk,
     "`critic.shared_trunk` is off",
-    "a critic that shares the actor's trunk has none of its own; leave it unset, or set "
+    "a critic that shares the actor's trunk has no trunk of its own; leave it unset, or set "
     "config.critic.shared_trunk=False",
 )
 CRITIC_HAS_PATH = Requirement(
@@ -50,8 +50,7 @@ HAS_LOCAL_DIR = Condition(
 SAMPLES_WITHIN_STEP = Requirement(
     lambda config: not config.rollout.one_step_off,
     "`rollout.one_step_off` is off",
-    "the states that it holds are without the batch that config.rollout.one_step_off=True samples "
-    "ahead",
+    "the states in it do not include the batch that config.rollout.one_step_off=True samples ahead",
 )
 HAS_ROLLOUT_MESH = Requirement(
     lambda config: config.rollout.mesh.model is not None,
@@ -71,7 +70,7 @@ USES_KL_LOSS = Requirement(
 USES_KL_COEFFICIENT = Requirement(
     lambda config: config.algorithm.use_kl_in_reward or config.actor.kl_loss_ctrl,
     "`algorithm.use_kl_in_reward` or `actor.kl_loss_ctrl` is on",
-    "moves the coefficient of the KL in the reward or the loss; set "
+    "changes the coefficient of the KL in the reward or the loss; set "
     "config.algorithm.use_kl_in_reward=True or config.actor.kl_loss_ctrl=True",
 )
 KL_COEFFICIENT_IS_SCHEDULED = Requirement(
@@ -113,13 +112,13 @@ HAS_REWARD_MODEL = Requirement(
 REFERENCE_IS_IDLE = Requirement(
     lambda config: config.algorithm.use_reference and not config.has_adapters,
     "`algorithm.use_reference` is on, without adapters",
-    "there is no reference that could wait there: it is off, or the base of adapters, which is "
-    "read all the time",
+    "there is no reference to move there: it is off, or it is the base of adapters, which all "
+    "programs read",
 )
 HAS_ADAPTERS = Condition(
     lambda config: config.has_adapters, "`model.lora.rank` or `model.lora.path` is set"
 )
-# CRITIC_HAS_TRUNK as a mere condition: a changed value is noted instead of refused.
+# CRITIC_HAS_TRUNK as a mere condition: a changed value causes a note instead of an error.
 HAS_OWN_CRITIC = Condition(lambda config: not config.shares_trunk, CRITIC_HAS_TRUNK.summary)
 UPDATES_SEVERAL_TIMES = Condition(
     lambda config: not config.updates_once,
@@ -188,8 +187,8 @@ NO_OTHER_REWARD = Requirement(
         )
     ),
     "no other reward is set",
-    "leaves out what config.reward sets; unset function, terms, url and model_path there, or "
-    "set config.rollout.multi_turn.reward='sum'",
+    "ignores the rewards that config.reward sets; unset function, terms, url and model_path "
+    "there, or set config.rollout.multi_turn.reward='sum'",
 )
 IS_GRPO = Condition(
     lambda config: config.algorithm.adv_estimator == "grpo", "`algorithm.adv_estimator` is grpo"
@@ -253,14 +252,14 @@ class Data:
     )
     cache_dir: str = option(
         "",
-        "local folder for the tokenized prompts of `train_files`, which are Parquet then: worker "
-        "processes fill it once, and steps look their rows up there, so that memory does not grow "
-        "with the data; empty keeps them in memory",
+        "local folder that caches the tokenized prompts of `train_files`, which must then be "
+        "Parquet files: worker processes fill it once, and steps look their rows up there, so that "
+        "memory does not grow with the data; empty keeps prompts in memory",
         read_by=PPO,
     )
     max_prompt_length: int = option(
         512,
-        "maximum prompt length in tokens; longer prompts are dropped, cut or refused",
+        "maximum prompt length in tokens; longer prompts are dropped, truncated or rejected",
         unit="tokens",
         at_least=1,
     )
@@ -280,12 +279,12 @@ class Data:
         "ground_truth", "column of the reference answer in rows that are not in verl's form"
     )
     system_prompt: str = option(
-        "", "system message in front of every chat, in place of its own if it has one"
+        "", "system message at the beginning of every chat; it replaces the chat's own"
     )
     prompt_template: str = option(
         "",
-        "text around every prompt, or around the last message of a chat, which takes the place of "
-        "{prompt}: instructions, or solved examples; @FILE reads it from a file",
+        "text in which {prompt} is replaced by each prompt, or by the last message of a chat, to "
+        "add instructions or solved examples; @FILE reads it from a file",
     )
     instruction: str = option(
         "", "text appended to the question, after a space, in rows in GSM8K's and MATH's forms"
@@ -295,8 +294,8 @@ class Data:
     curriculum: str = option(
         "none",
         "how training prompts are drawn: none, each once per epoch; solve_rate, by the share of "
-        "correct responses to them so far, those that are always or never solved twenty times less "
-        "often than those that are solved half of the time or were never drawn",
+        "correct responses to them so far: those that are always or never solved are drawn twenty "
+        "times less often than those that are solved half of the time or were never drawn",
         choices=("none", "solve_rate"),
         read_by=PPO,
         requires=(REWARDS_BY_RULE, NOT_ONE_STEP_OFF),
@@ -306,7 +305,7 @@ class Data:
 
 @dataclasses.dataclass(frozen=True)
 class Create:
-    """The small model that is made when `model.path` is empty."""
+    """The small model that is created if `model.path` is empty."""
 
     vocab_size: int = option(
         256,
@@ -378,12 +377,12 @@ class Lora:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The pretrained model and how it computes."""
+    """The pretrained model and its computation."""
 
     path: str = option(
         "",
         "Hugging Face folder or hub name (OWNER/NAME or OWNER/NAME@REVISION, as for every "
-        "model); empty makes a small model (see model.create)",
+        "model); empty creates a small model (see model.create)",
     )
     tokenizer_path: str = option("", "folder or hub name of the tokenizer; empty: model.path")
     dtype: str = option(
@@ -399,7 +398,7 @@ class Model:
         "full",
         "what each layer keeps for the backward pass besides its input, instead of computing it "
         "again: full, nothing; attention, the output of attention; dots, the results of matrix "
-        "products, which takes most memory and least time",
+        "products, which takes the most memory and the least time",
         choices=("full", "attention", "dots"),
         effective_when=(CHECKPOINTS_GRADIENTS,),
         fixed_on_resume=False,
@@ -474,9 +473,9 @@ class RouterReplay:
 
     mode: str = option(
         "disabled",
-        "R3: each token passes through the experts that it passed through in sampling, weighted by "
-        "the trained router's probabilities, in the actor's scoring and update (routing replay); "
-        "for a mixture of experts; disabled: its routers select anew in each pass",
+        "for a mixture of experts: R3 (routing replay) sends each token, in the actor's scoring "
+        "and update, through the experts that it passed through in sampling, weighted by the "
+        "trained router's probabilities; disabled: routers select experts anew in each pass",
         choices=("disabled", "R3"),
         requires=(ENGINE_RECORDS_ROUTING,),
     )
@@ -491,8 +490,8 @@ class Actor:
     grad_clip: float = option(1.0, "maximum global gradient norm", above=0)
     optimizer_offload: bool = option(
         False,
-        "keep the optimizer state in the host's memory; its update copies it to the device, where "
-        "scoring and decoding have the room",
+        "keep the optimizer state in the host's memory; its update copies it to the device, which "
+        "leaves memory there for scoring and decoding",
     )
     ppo_mini_batch_size: int = option(
         64,
@@ -535,7 +534,7 @@ class Actor:
     router_aux_loss_coef: float = option(
         0.0,
         "weight of the load-balancing loss of a mixture of experts, a mean over sequences and "
-        "layers, k if its experts are used alike",
+        "layers, k if all experts are used equally",
         at_least=0,
     )
     use_kl_loss: bool = option(
@@ -611,14 +610,14 @@ class Critic:
     )
     optimizer_offload: bool = option(
         False,
-        "keep the optimizer state in the host's memory; its update copies it to the device, where "
-        "scoring and decoding have the room",
+        "keep the optimizer state in the host's memory; its update copies it to the device, which "
+        "leaves memory there for scoring and decoding",
         effective_when=(HAS_OWN_CRITIC,),
     )
     param_offload: bool = option(
         False,
         "keep the critic's parameters in the host's memory; its scoring and its update copy them "
-        "to the device, where decoding and the actor have the room",
+        "to the device, which leaves memory there for decoding and the actor",
         effective_when=(HAS_OWN_CRITIC,),
     )
     ppo_mini_batch_size: int | None = option(
@@ -711,8 +710,8 @@ class KLControl:
     )
     target_unit: str = option(
         "token",
-        "what target_kl is the target of: token, the mean KL per token (verl); sequence, the KL "
-        "summed over a response, averaged over responses (OpenAI's 6)",
+        "quantity that target_kl is the target of: token, the mean KL per token (verl); sequence, "
+        "the KL summed over a response, averaged over responses (OpenAI's 6)",
         choices=("token", "sequence"),
     )
     horizon: int = option(
@@ -729,8 +728,8 @@ class FilterGroups:
 
     enable: bool = option(
         False,
-        "replace prompts whose responses all earned the same, which teach nothing when they are "
-        "compared, by further prompts of the data",
+        "replace prompts whose responses all earned the same reward, from which a comparison of "
+        "responses learns nothing, by further prompts of the data",
         requires=(REWARDS_BY_RULE, NOT_ONE_STEP_OFF),
     )
     metric: str = option(
@@ -742,8 +741,8 @@ class FilterGroups:
     )
     max_num_gen_batches: int = option(
         10,
-        "batches of train_batch_size prompts that a step samples at most; places that are then "
-        "still empty take prompts with equal rewards",
+        "maximum number of batches of train_batch_size prompts that a step samples; prompts with "
+        "equal rewards fill the places that are then still empty",
         unit="batches",
         at_least=1,
         effective_when=(FILTERS_GROUPS,),
@@ -830,7 +829,7 @@ class Algorithm:
     reference_offload: bool = option(
         False,
         "keep the reference in the host's memory; the programs that read it copy it to the device, "
-        "where decoding and the other updates have the room",
+        "which leaves memory there for decoding and the other updates",
         requires=(REFERENCE_IS_IDLE,),
     )
     kl_penalty: str = option(
@@ -875,16 +874,16 @@ class EvaluationSampling(Sampling):
     and_greedy: bool = option(
         False,
         "evaluations also take one greedy response per prompt, and report its figures as "
-        "eval/greedy/NAME beside those of the sampled ones",
+        "eval/greedy/NAME, in addition to those of the sampled ones",
         effective_when=(SAMPLES_HELD_OUT,),
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutMesh:
-    """The mesh of the decoding, over the devices of `mesh`.
+    """The mesh for decoding, over the devices of `mesh`.
 
-    It has no fsdp: decoding reads every weight per token.
+    It has no fsdp axis: decoding reads every weight for each token.
     """
 
     model: int | None = option(
@@ -897,7 +896,7 @@ class RolloutMesh:
     data: int = option(
         -1,
         "groups of devices, each with a whole copy of the weights, that decode samples of their "
-        "own; -1 uses the devices that the other two leave",
+        "own; -1 uses the devices that the other two axes leave",
         unit="groups",
         at_least=-1,
         requires=(HAS_ROLLOUT_MESH,),
@@ -905,7 +904,7 @@ class RolloutMesh:
     context: int = option(
         1,
         "devices that split the keys and values of each sequence in the cache, for responses whose "
-        "cache a device has no room for; weights are repeated on them",
+        "cache does not fit on one device; each of them has a copy of the weights",
         unit="devices",
         at_least=1,
         requires=(HAS_ROLLOUT_MESH,),
@@ -919,8 +918,8 @@ class MultiTurn:
     environment: str = option(
         "",
         "class of the environment, `module:Class` or `file.py:Class`, as in "
-        "environments/protocol.py; its observations become tokens of the response, which no loss "
-        "counts. Empty: a response is one turn",
+        "environments/protocol.py; its observations become tokens of the response, which all "
+        "losses ignore. Empty: a response is one turn",
         requires=(ENVIRONMENT_HAS_ENGINE, DECODES_IN_ONE_STAGE, NO_PROCESS_REWARDS),
     )
     max_assistant_turns: int | None = option(
@@ -941,15 +940,16 @@ class MultiTurn:
     )
     max_observation_length: int = option(
         64,
-        "tokens of an observation of an environment on the host; longer ones are cut at their end",
+        "maximum number of tokens of an observation of an environment on the host; longer ones are "
+        "truncated",
         unit="tokens",
         at_least=1,
         effective_when=(HAS_ENVIRONMENT,),
     )
     timeout: float = option(
         60.0,
-        "longest time that a `step` of an environment on the host may take, the first one with its "
-        "`reset`; the dialogue then ends with a reward of 0 for that turn",
+        "longest time that a `step` of an environment on the host may take, the first one with "
+        "`reset`; if it is exceeded, the dialogue ends with a reward of 0 for that turn",
         unit="seconds",
         above=0,
         effective_when=(HAS_ENVIRONMENT,),
@@ -957,7 +957,7 @@ class MultiTurn:
     reward: str = option(
         "sum",
         "sum: the environment's rewards of turns and the reward of the whole response; "
-        "environment: the environment's alone",
+        "environment: only the environment's",
         choices=("sum", "environment"),
         requires=(NO_OTHER_REWARD,),
         effective_when=(HAS_ENVIRONMENT,),
@@ -981,8 +981,8 @@ class RolloutOptions(Sampling):
     max_num_seqs: int = option(
         256,
         "samples that a device decodes at once; the others wait and take the slot of one that "
-        "has ended; 0: as many as fit beside the weights, by the memory that devices report, and "
-        "256 on platforms that report none",
+        "has ended; 0: as many as fit into the memory that devices report, besides the weights, "
+        "and 256 on platforms that report none",
         unit="samples",
         at_least=0,
     )
@@ -990,8 +990,8 @@ class RolloutOptions(Sampling):
         None,
         "decode in stages: all responses up to this length first, then those that have not ended "
         "up to twice, four times, ... this length, with as many fewer slots, in the same memory. "
-        "Where few responses come near data.max_response_length, the cache takes a fraction of the "
-        "memory. Changes no sample. Unset: one stage with room for the longest response",
+        "If few responses approach data.max_response_length, the cache takes a fraction of the "
+        "memory. Samples do not change. Unset: one stage with room for the longest response",
         unit="tokens",
         at_least=1,
         requires=(HAS_BUILT_IN_ENGINE,),
@@ -999,14 +999,15 @@ class RolloutOptions(Sampling):
     stop: str = option(
         "",
         "strings that end a response (a turn, with rollout.multi_turn.environment), in training "
-        "and in evaluations: one as it is, or a JSON list "
-        'such as ["Question:", "\\n\\n"]. They are found wherever tokens begin and end; the token '
+        "and in evaluations: a single string, or a JSON list "
+        'such as ["Question:", "\\n\\n"]. They are found regardless of token boundaries; the token '
         "that completes one is the last of the response",
         is_json=True,
     )
     min_new_tokens: int = option(
         0,
-        "tokens of a response before which no EOS is drawn and no `rollout.stop` is searched for",
+        "number of tokens of a response before which no EOS is drawn and `rollout.stop` is not "
+        "searched for",
         unit="tokens",
         at_least=0,
     )
@@ -1018,8 +1019,8 @@ class RolloutOptions(Sampling):
     )
     logit_bias: str = option(
         "",
-        "TOKEN:BIAS pairs separated by commas, by the ids of tokens: added to their logits before "
-        "a draw, in training and in evaluations",
+        "TOKEN:BIAS pairs separated by commas, where TOKEN is an id: each bias is added to the "
+        "token's logit before a draw, in training and in evaluations",
         is_list=True,
     )
     attention: str = option(
@@ -1033,8 +1034,8 @@ class RolloutOptions(Sampling):
         "none",
         "how the copy of the weights that decodes stores the layers' kernels: none, in the type of "
         "model.dtype; int8, with a float32 scale per column, in half the memory of bfloat16; "
-        "samples are then drawn from a slightly different policy than the one that is scored, "
-        "which `algorithm.rollout_is` corrects, and so are those of evaluations",
+        "samples, also those of evaluations, are then drawn from a slightly different policy than "
+        "the one that is scored, which `algorithm.rollout_is` corrects in training",
         choices=("none", "int8"),
         requires=(HAS_BUILT_IN_ENGINE,),
     )
@@ -1047,15 +1048,15 @@ class RolloutOptions(Sampling):
     reuse_logprobs: str = option(
         "auto",
         "use the sampler's log-probs as the old policy's instead of computing them again: "
-        "`always`, with first ratios off 1 by what two programs round differently (percents in "
-        "bfloat16); `never`; `auto`: if that introduces no bias, in float32 on CPU and, without "
-        "a KL in the reward or an adaptive one, in a step of one optimizer step",
+        "`always`, with first ratios that differ from 1 by the rounding of two programs (by "
+        "percents in bfloat16); `never`; `auto`: if that introduces no bias, in float32 on CPU "
+        "and, without a KL in the reward or an adaptive one, in a step of one optimizer step",
         choices=("auto", "always", "never"),
     )
     one_step_off: bool = option(
         False,
         "sample the next batch before a step's update instead of after it, while the host "
-        "computes the step's rewards. Checkpoints hold that batch, so that a resumed run is "
+        "computes the step's rewards. Checkpoints contain that batch, so that a resumed run is "
         "identical",
         requires=(HAS_IMPORTANCE_WEIGHTS,),
     )
@@ -1100,20 +1101,19 @@ class Reward:
     url: str = option(
         "",
         "address of a server that scores responses: `http://HOST/PATH`, called with a JSON object "
-        "of prompt, response, ground_truth and data_source, or with url_model one that speaks "
-        "OpenAI's chat completions. It is the whole reward, or the term `judge`. "
-        "JAX_PPO_REWARD_KEY in the environment is sent as a bearer token; reward.workers calls are "
-        "under way at a time",
+        "of prompt, response, ground_truth and data_source, or with url_model as in OpenAI's chat "
+        "completions. Its score is the whole reward, or the term `judge`. The environment variable "
+        "JAX_PPO_REWARD_KEY is sent as a bearer token; reward.workers calls are made at a time",
     )
     url_model: str = option(
         "",
-        "model that judges; its reply holds the score as JSON or as its last number",
+        "name of the judging model; its reply contains the score as JSON or as its last number",
         requires=(HAS_REWARD_URL,),
     )
     url_prompt: str = option(
         "Rate the response to the prompt from 0 to 10. End with the number.\n\n"
         "Prompt:\n{prompt}\n\nResponse:\n{response}",
-        "what the model that judges is asked; may also hold {ground_truth}",
+        "prompt of the judging model; it may also contain {ground_truth}",
         requires=(HAS_REWARD_URL,),
     )
     url_timeout: float = option(
@@ -1125,7 +1125,7 @@ class Reward:
     )
     url_retries: int = option(
         3,
-        "further calls after one that failed, was refused as too many (429) or met a broken server",
+        "retries of a call that failed, was refused as one too many (429) or met a server error",
         at_least=0,
         requires=(HAS_REWARD_URL,),
     )
@@ -1140,7 +1140,7 @@ class Reward:
     workers: int | None = option(
         None,
         "worker processes that the reward function runs in, per process of the run; a worker that "
-        "hangs or dies is replaced and costs its sample only; 0: the function runs in the run's "
+        "hangs or dies is replaced and costs only its sample; 0: the function runs in the run's "
         "own process; unset: 1 for user-defined functions and for rules without a time bound "
         "(math, regex, json_schema), 0 for others",
         unit="processes",
@@ -1168,8 +1168,8 @@ class Reward:
     )
     param_offload: bool = option(
         False,
-        "keep the reward model in the host's memory; scoring copies it to the device, where "
-        "decoding and the updates have the room",
+        "keep the reward model in the host's memory; scoring copies it to the device, which leaves "
+        "memory there for decoding and the updates",
         requires=(HAS_REWARD_MODEL,),
     )
     model_input: str = option(
@@ -1201,7 +1201,7 @@ class Reward:
     score_position: str = option(
         "auto",
         "the token at which a decoder's score is read: auto, as in transformers, the last one that "
-        "is not the pad token of its config.json; last_token, the last one, also if that is the "
+        "is not the pad token of its config.json; last_token, the last one, even if that is the "
         "pad token",
         choices=("auto", "last_token"),
         requires=(HAS_REWARD_MODEL,),
@@ -1209,7 +1209,7 @@ class Reward:
     )
     process_rewards: bool = option(
         False,
-        "the dict from reward.function may hold `step_rewards`, a list of (characters of the "
+        "the dict from reward.function may contain `step_rewards`, a list of (characters of the "
         "response up to the step's end, reward): each is earned by the token that reaches that "
         "end, and is exempt from normalization and clipping of scores; estimators that compare "
         "responses use the sum",
@@ -1331,23 +1331,23 @@ class MeshShape:
     )
     stage: int = option(
         1,
-        "stages that split the layers (pipeline parallelism) in scoring and training: each has as "
-        "many of them, and passes the hidden states of one packed row per device after the other "
-        "on to the next; in decoding, and outside the layers, they split rows as data does",
+        "stages that split the layers (pipeline parallelism) in scoring and training: each has the "
+        "same number of layers and passes the hidden states on to the next, one packed row per "
+        "device at a time; in decoding, and outside the layers, they split rows as data does",
         unit="devices",
         at_least=1,
     )
     context: int = option(
         1,
         "devices that split the tokens of each packed row (context parallelism) in scoring and "
-        "training, for long responses; otherwise they are like those of fsdp",
+        "training, for long responses; otherwise they act like those of fsdp",
         unit="devices",
         at_least=1,
     )
     expert: int = option(
         1,
-        "devices that share out the experts of a mixture of experts; to all other parameters they "
-        "are like those of fsdp",
+        "devices that divide the experts of a mixture of experts among them; for all other "
+        "parameters they act like those of fsdp",
         unit="devices",
         at_least=1,
     )
@@ -1376,8 +1376,8 @@ class Distributed:
     )
     stall_seconds: int = option(
         1800,
-        "a run in which nothing moves for this long, such as a hung device or network, prints the "
-        "stacks of its threads and ends with a line that names the phase; 0: no limit",
+        "a run without progress for this long, for example because a device or the network hangs, "
+        "prints the stacks of its threads and ends with a line that names the phase; 0: no limit",
         unit="seconds",
         at_least=0,
     )
@@ -1471,15 +1471,15 @@ class Trainer:
     )
     log_rollouts_freq: int = option(
         10,
-        "steps between those whose responses are written to WORKDIR/rollouts and report.html, "
-        "besides the first; 0: never",
+        "steps between those whose responses are written to WORKDIR/rollouts and report.html, in "
+        "addition to the first; 0: never",
         unit="steps",
         at_least=0,
         read_by=PPO,
     )
     log_rollouts: int = option(
         32,
-        "responses that are written of such a step, spread over its prompts",
+        "responses that are written in such a step, spread over its prompts",
         unit="responses",
         at_least=0,
         read_by=PPO,
@@ -1491,9 +1491,9 @@ class Trainer:
     )
     logger: str = option(
         "tensorboard",
-        "curves besides the CSV, separated by commas: tensorboard, wandb, mlflow (on the server of "
-        "MLFLOW_TRACKING_URI, or in the work directory), or empty. console is accepted: it always "
-        "shows the steps",
+        "loggers of curves besides the CSV, separated by commas: tensorboard, wandb, mlflow (on "
+        "the server of MLFLOW_TRACKING_URI, or in the work directory), or empty. console is "
+        "accepted, although it always shows the steps",
         is_list=True,
     )
     project_name: str = option("jax_ppo", "project in wandb, experiment in mlflow")
@@ -1552,7 +1552,7 @@ class Config:
 
     @property
     def whitens_advantages(self) -> bool:
-        """Return algorithm.whiten_advantages or, if unset, what the authors chose."""
+        """Return algorithm.whiten_advantages or, if unset, the choice of the estimator's paper."""
         if self.algorithm.whiten_advantages is not None:
             return self.algorithm.whiten_advantages
         whitening = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -1570,7 +1570,7 @@ class Config:
 
     @property
     def has_step_rewards(self) -> bool:
-        """Return whether rewards are earned within responses, and not only by the whole."""
+        """Return whether rewards are earned within responses, and not only by whole ones."""
         return self.reward.process_rewards or bool(self.rollout.multi_turn.environment)
 
     @property
@@ -1583,7 +1583,7 @@ class Config:
     def updates_once(self) -> bool:
         """Return whether a rollout is used for a single optimizer step.
 
-        The policy that is trained is then still the policy that was scored.
+        If so, the policy that is trained is still the policy that was scored.
         """
         one_epoch = self.actor.ppo_epochs == 1
         return one_epoch and self.actor.ppo_mini_batch_size == self.data.train_batch_size

@@ -1,7 +1,7 @@
-"""The smoke form of a configuration: its algorithm on a model and data that two cores manage.
+"""The smoke form of a configuration: its algorithm with a model and data for two cores.
 
 `--config=gsm8k:smoke` keeps the options of losses, advantages, KL and schedules. Models, data and
-sizes become those of the model that is made from nothing.
+sizes are replaced by those of the small model that a run creates.
 """
 
 from typing import TYPE_CHECKING
@@ -23,12 +23,12 @@ def shrink(
     """Return the smoke form of a configuration, which is changed in place.
 
     Args:
-      config: as its file returns it.
+      config: the configuration that its file returned.
       defaults: all options at their defaults.
       value: the value of `--config`, for messages.
 
     Raises:
-      UserError: the configuration is that of supervised training, which has no small model.
+      UserError: the configuration is one of supervised training, which creates no small model.
     """
     if "rollout" not in config or config.supervised != defaults.supervised:
         raise UserError(f"--config={value}: supervised training has no smoke form")
@@ -46,11 +46,12 @@ def shrink(
         prompt_template="",
     )
     config.actor.ppo_mini_batch_size = max(1, _BATCH // mini_batches)
-    config.model.path = config.critic.path = ""
+    config.model.path = ""
+    config.critic.path = ""
     config.model.tokenizer_path = ""
     config.model.dtype = "float32"
     config.model.create.update(steps=60, habit_steps=10)
-    # The built-in rule of the problems takes the place of any other reward.
+    # The built-in rule of the problems replaces any other reward.
     config.reward.update(function="", terms="", url="", model_path="")
     config.reward.overlong_buffer_len = min(config.reward.overlong_buffer_len, _RESPONSE // 3)
     config.rollout.n = min(config.rollout.n, 4)

@@ -1,4 +1,4 @@
-"""What to say about an option that does not exist: another framework's, or a misspelled one."""
+"""Suggestions for options that do not exist: another framework's, or misspelled ones."""
 
 import difflib
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from jax_ppo.config.peer_options import VERL_PREFIX, explain_peer_option
 
 # The similarity, 0..1, below which nothing is suggested.
 _CUTOFF = 0.75
-# How much an equal last part counts beside the similarity of the whole name.
+# The weight of an equal last part relative to the similarity of the whole name.
 _SAME_LAST_PART = 0.1
 
 
@@ -21,7 +21,7 @@ def suggest_option(name: str, known: Iterable[str]) -> str:
     if (explanation := explain_peer_option(name)) is not None:
         return f"{explanation}."
     names = list(known)
-    # Some of verl's options have their names here, but for the section around the actor's.
+    # Some of verl's options have the same name here, except for the section around the actor's.
     if name.startswith(VERL_PREFIX):
         name = name.removeprefix(VERL_PREFIX)
         if name in names:
@@ -35,7 +35,7 @@ def suggest_option(name: str, known: Iterable[str]) -> str:
 
 
 def find_nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Return the options that a misspelled name may mean: one, none or, without a section, several.
+    """Return the options that a misspelled name may mean; without a section, they may be several.
 
     Args:
       name: as written.
@@ -55,9 +55,11 @@ def find_nearest(name: str, known: Iterable[str]) -> list[str]:
     def similarity(option: str) -> float:
         ratio = difflib.SequenceMatcher(None, name, option).ratio()
         has_same_last_part = option.rpartition(".")[2] == last_part
-        # A name that is deeper than an option is of another framework's section.
+        # A name that is deeper than an option belongs to another framework's section.
         is_deeper = name.count(".") > option.count(".")
         return ratio + _SAME_LAST_PART * (has_same_last_part and not is_deeper)
 
     best = max(names, key=similarity)
-    return [best] if similarity(best) >= _CUTOFF else []
+    if similarity(best) < _CUTOFF:
+        return []
+    return [best]

@@ -1,4 +1,4 @@
-"""Translate a command of another framework into one of ours, by the table of peers' options."""
+"""Translate commands of other frameworks into ours, using the tables of their options."""
 
 import dataclasses
 import itertools
@@ -22,7 +22,7 @@ _TABLES = {
 # "config.A", "config.A=V", and such parts joined by "and" or "with".
 _PART = re.compile(r"config\.([\w.]+)(?:=([\w.]+))?")
 _ANSWER = re.compile(rf"{_PART.pattern}(?: (?:and|with) {_PART.pattern})*")
-# Units that the value keeps: the answer mentions them for people.
+# Remarks in answers for readers; the value does not change.
 _SAME_VALUE = (
     ", in prompts",
     ", in packed rows",
@@ -32,7 +32,7 @@ _SAME_VALUE = (
     ", in the loss config.actor.kl_loss_type",
 )
 _NO_VALUE = ("null", "none", "")
-# What TRL counts the sizes of a step and the number of steps by.
+# The options that determine TRL's sizes of a step and number of steps.
 _TRL_SIZES = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -69,7 +69,7 @@ class Translation:
 
     Attributes:
       options: values by name, without `config.`.
-      notes: what has no counterpart, or needs a look: a line each.
+      notes: one line for each option without a counterpart or in need of a review.
     """
 
     options: dict[str, str]
@@ -79,7 +79,9 @@ class Translation:
         """Return our command on several lines, quoted for a shell; variables stay variables."""
         lines = [f"python -m jax_ppo.train --config={base}"]
         for name, value in self.options.items():
-            quoted = f'"{value}"' if "$" in value else shlex.quote(value)
+            quoted = shlex.quote(value)
+            if "$" in value:
+                quoted = f'"{value}"'
             lines.append(f"    --config.{name}={quoted}")
         return " \\\n".join(lines)
 
@@ -89,7 +91,7 @@ def translate(framework: str, text: str) -> Translation:
 
     Args:
       framework: "verl", "trl" or "openrlhf".
-      text: the command, also of several lines that end in a backslash.
+      text: the command; it may have several lines, each continued by a backslash.
 
     Raises:
       UserError: the framework is unknown, or the text is not a command.
@@ -100,11 +102,13 @@ def translate(framework: str, text: str) -> Translation:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise UserError(f"the command cannot be read: {error}") from error
-    read = _read_hydra if framework == "verl" else _read_flags
+    if framework == "verl":
+        flags = dict(_read_hydra(words))
+    else:
+        flags = dict(_read_flags(words))
     known = {option.name: option for option in all_options()}
     options: dict[str, str] = {}
     notes: list[str] = []
-    flags = dict(read(words))
     for name, value in flags.items():
         if name in _TRL_SIZES and _TRL_SIZES[0] in flags:
             continue
@@ -123,7 +127,7 @@ def translate(framework: str, text: str) -> Translation:
         notes += _adapt_openrlhf(options)
     if framework in ("trl", "openrlhf"):
         _begin_critic_as_reward_model(options)
-    notes += _remove_refused(options, BASE_CONFIGS[framework])
+    notes += _remove_invalid(options, BASE_CONFIGS[framework])
     return Translation(options=options, notes=notes)
 
 
@@ -131,39 +135,41 @@ def _read_hydra(words: list[str]) -> Iterator[tuple[str, str]]:
     """Yield the overrides of a command of verl, without `actor_rollout_ref.`."""
     for word in words:
         match = re.fullmatch(r"(?:\+{0,2}|--)([\w.-]+)=(.*)", word, re.DOTALL)
-        name = match[1].replace("-", "_") if match else ""
-        if match and ("." in name or name in verl.OPTIONS):
+        if match is None:
+            continue
+        name = match[1].replace("-", "_")
+        if "." in name or name in verl.OPTIONS:
             yield name.removeprefix("actor_rollout_ref."), match[2]
 
 
 def _read_flags(words: list[str]) -> Iterator[tuple[str, str]]:
     """Yield the flags of a command, `--name value`, `--name=value` or `--name`."""
     words = words[_count_launcher_words(words) :]
-    for place, word in enumerate(words):
+    for index, word in enumerate(words):
         if not word.startswith("--") or word == "--":
             continue
         name, equals, value = word.removeprefix("--").partition("=")
         if not equals:
             # A flag takes the words up to the next flag; one without any is a switch.
-            values = itertools.takewhile(lambda word: not word.startswith("--"), words[place + 1 :])
+            values = itertools.takewhile(lambda word: not word.startswith("--"), words[index + 1 :])
             value = ",".join(values) or "True"
         yield name.replace("-", "_"), value
 
 
 def _count_launcher_words(words: list[str]) -> int:
-    """Return how many words come before the script's own, such as `accelerate launch`."""
+    """Return the number of words before the script's own, such as `accelerate launch`."""
     if words and words[0].startswith("--"):
         return 0
-    for place, word in enumerate(words, 1):
-        if word.endswith(".py") or words[place - 2 : place - 1] == ["-m"]:
-            return place
+    for count, word in enumerate(words, 1):
+        if word.endswith(".py") or words[count - 2 : count - 1] == ["-m"]:
+            return count
     return 0
 
 
 def _find_targets(
     name: str, value: str, table: dict[str, str], known: dict[str, Option]
 ) -> dict[str, str] | str:
-    """Return our options with their values, or why there is none."""
+    """Return our options with their values, or the reason why there are none."""
     if value.lower() in _NO_VALUE:
         return {}
     if name in known and name not in table:
@@ -195,7 +201,7 @@ def _convert(option: Option, value: str) -> str:
     """Return a value in our notation."""
     items = _as_list(value)
     if option.name == "trainer.logger":
-        # The console is always written to.
+        # Steps are always printed on the console.
         items = [item for item in items if item != "console"]
     text = ",".join(items)
     if option.name in ("trainer.test_freq", "trainer.save_freq") and text == "-1":
@@ -210,20 +216,20 @@ def _convert(option: Option, value: str) -> str:
 
 def _as_list(value: str) -> list[str]:
     """Return the items of a list such as "['a','b']" or "a,b"; of a single value, itself."""
-    is_bracketed = value[:1] + value[-1:] in ("[]", "()")
-    items = value[1:-1] if is_bracketed else value
-    return [item.strip(" '\"") for item in items.split(",")]
+    if value[:1] + value[-1:] in ("[]", "()"):
+        value = value[1:-1]
+    return [item.strip(" '\"") for item in value.split(",")]
 
 
 def _join_reward_function(options: dict[str, str]) -> None:
-    """Join the file and the name of a reward function, which verl gives apart."""
+    """Join the file and the name of a reward function, which are two options of verl."""
     name = options.pop("reward.function:name", "compute_score")
     if "reward.function" in options:
         options["reward.function"] += f":{name}"
 
 
 def _count_trl_batches(flags: dict[str, str], options: dict[str, str]) -> list[str]:
-    """Set the sizes that follow from several of TRL's, for one process; return notes."""
+    """Set the sizes that several options of TRL determine, for one process; return notes."""
     if _TRL_SIZES[0] not in flags:
         return []
     sizes = [flags.get(name, "1") for name in _TRL_SIZES]
@@ -237,26 +243,27 @@ def _count_trl_batches(flags: dict[str, str], options: dict[str, str]) -> list[s
         options["trainer.total_training_steps"] = str(-(-episodes // batch))
     return [
         f"config.data.train_batch_size={batch}: {_TRL_SIZES[0]} x {_TRL_SIZES[1]}, of one process; "
-        "multiply it and config.actor.ppo_mini_batch_size by their number, and divide "
+        "multiply it and config.actor.ppo_mini_batch_size by the number of processes, and divide "
         "config.trainer.total_training_steps by it"
     ]
 
 
 def _adapt_openrlhf(options: dict[str, str]) -> list[str]:
     """Count mini-batches in prompts, and move the KL penalty into the loss; return notes."""
-    # It has no reward model unless one is named.
+    # OpenRLHF has no reward model unless one is named.
     options.setdefault("reward.model_path", "")
     notes = []
-    n, size = (options.get(x, "1") for x in ("rollout.n", "actor.ppo_mini_batch_size"))
+    n = options.get("rollout.n", "1")
+    size = options.get("actor.ppo_mini_batch_size", "1")
     if n.isdecimal() and size.isdecimal() and int(n) > 1 and "actor.ppo_mini_batch_size" in options:
         options["actor.ppo_mini_batch_size"] = str(max(int(size) // int(n), 1))
         if int(size) % int(n):
             notes.append(
                 f"config.actor.ppo_mini_batch_size={options['actor.ppo_mini_batch_size']}: "
-                f"{size} samples are no whole number of prompts with {n} each"
+                f"{size} samples are not a whole number of prompts with {n} each"
             )
     if options.get("actor.use_kl_loss") == "true":
-        # One coefficient and one estimator, of the reward or of the loss.
+        # OpenRLHF has one coefficient and one estimator, for the reward or for the loss.
         options.pop("algorithm.use_kl_in_reward", None)
         for ours, in_loss in (
             ("algorithm.kl_ctrl.kl_coef", "actor.kl_loss_coef"),
@@ -268,16 +275,16 @@ def _adapt_openrlhf(options: dict[str, str]) -> list[str]:
 
 
 def _begin_critic_as_reward_model(options: dict[str, str]) -> None:
-    """Set the critic's first weights, which TRL and OpenRLHF take from the reward model."""
-    first = options.get("reward.model_path") or options.get("model.path")
+    """Set the critic's initial weights, which TRL and OpenRLHF take from the reward model."""
+    initial_path = options.get("reward.model_path") or options.get("model.path")
     if options.get("algorithm.adv_estimator", "gae") != "gae":
         options["critic.path"] = ""
-    elif "reward.model_path" in options and first:
-        options.setdefault("critic.path", first)
+    elif "reward.model_path" in options and initial_path:
+        options.setdefault("critic.path", initial_path)
 
 
-def _remove_refused(options: dict[str, str], base: str) -> list[str]:
-    """Remove the values that are refused by themselves, and return a line for each problem."""
+def _remove_invalid(options: dict[str, str], base: str) -> list[str]:
+    """Remove the values that are invalid by themselves, and return a line for each problem."""
     notes = []
     values = {}
     for name, text in list(options.items()):

@@ -1,7 +1,7 @@
-"""Validate options against each other: sizes that do not fit and options that need others.
+"""Validate options against each other: incompatible sizes, and options that require others.
 
 Names, types and ranges of single options are validated in loading.py. The rules are in rules/: each
-takes the options and raises `UserError` if they break it.
+takes the options and raises `UserError` if they violate it.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,14 @@ def validate_train_config(config: Config) -> None:
     """Validate a `train` config; raise `UserError` on the first problem."""
     for rule in TRAIN_RULES:
         rule(config)
-    # After the rules, whose messages are more specific.
+    # Requirements come after the rules, whose messages are more specific.
     validate_requirements(config, "train")
 
 
 def validate_supervised_config(config: Config, command: str) -> None:
     """Validate an `sft` or `reward_model` config; raise `UserError` on the first problem."""
     sizes.require_set(config, "data.train_files")
-    # Only PPO makes a small model to start from, for its arithmetic data.
+    # Only PPO creates a small model to start from, for its arithmetic data.
     sizes.require_set(config, "model.path")
     sizes.require_row_holds_example(config, command)
     model.reject_center_coef_in_sft(config, command)
@@ -35,10 +35,10 @@ def validate_supervised_config(config: Config, command: str) -> None:
 
 
 def validate_requirements(config: Config, command: str) -> None:
-    """Raise `UserError` for an option that was changed although what it requires is missing."""
+    """Raise `UserError` for a changed option whose requirements are not met."""
     for option in all_options():
         value = option_value(config, option.name)
-        # Options at their default, or that this command does not read, need nothing.
+        # Options at their defaults, or not read by this command, require nothing.
         if value == option.default or command not in option.read_by:
             continue
         for requirement in option.facts.requires:

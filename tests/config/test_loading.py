@@ -101,7 +101,7 @@ def test_every_option_has_a_meaning():
         ),
         (
             {"algorithm__kl_ctrl__type": "adaptive"},
-            r"kl_ctrl\.type='adaptive': moves the coefficient",
+            r"kl_ctrl\.type='adaptive': changes the coefficient",
         ),
         (
             {"algorithm__kl_ctrl__type": "linear", "algorithm__use_kl_in_reward": True},
@@ -159,7 +159,7 @@ def test_every_option_has_a_meaning():
         ),
         (
             {"rollout__multi_turn__reward": "environment", "reward__function": "a:f"},
-            r"multi_turn\.reward='environment': leaves out what config\.reward sets",
+            r"multi_turn\.reward='environment': ignores the rewards that config\.reward sets",
         ),
         (
             {"reward__overlong_buffer_len": 513},

@@ -57,5 +57,5 @@ def test_a_note_says_when_an_option_has_an_effect():
     (note,) = notes.train_notes(tiny.config(reward__normalize_samples=8))
     assert note == (
         "config.reward.normalize_samples=8 has no effect with the other options: it is read only "
-        "where `reward.normalize` is reference"
+        "if `reward.normalize` is reference"
     )

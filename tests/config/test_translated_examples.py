@@ -158,7 +158,7 @@ def test_openrlhf_counts_mini_batches_in_samples_and_has_one_kl_coefficient():
 
 def test_a_mini_batch_of_half_a_prompt_is_pointed_out():
     notes = translate("openrlhf", "--train_batch_size 6 --n_samples_per_prompt 4").notes
-    assert "6 samples are no whole number of prompts with 4 each" in "\n".join(notes)
+    assert "6 samples are not a whole number of prompts with 4 each" in "\n".join(notes)
 
 
 def test_an_estimator_without_a_critic_needs_no_folder_for_it():

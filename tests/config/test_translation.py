@@ -142,7 +142,7 @@ def test_the_command_prints_options_and_what_has_no_counterpart(capsys):
         "To look at:\n"
         "- trainer.nnodes=2: the launcher starts the processes: see docs/launching.md\n"
         "- config.actor.ppo_mini_batch_size=64: must divide config.data.train_batch_size=8; "
-        "the nearest that does is 8\n"
+        "the nearest divisor is 8\n"
     )
 
 

@@ -1,1 +1,1 @@
-"""Options of other frameworks: a table each, from their names to what replaces them here."""
+"""Options of other frameworks: one table each, from their names to their counterparts here."""

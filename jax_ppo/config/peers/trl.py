@@ -3,11 +3,11 @@
 from jax_ppo.config.peers import answers
 
 OPTIONS = {
-    "auto_find_batch_size": "micro-batches are chosen",
+    "auto_find_batch_size": "micro-batches are automatic",
     "local_batch_size": "config.data.train_batch_size, in prompts of all devices",
     "local_mini_batch_size": "config.actor.ppo_mini_batch_size, in prompts of all devices",
     "micro_batch_size": "config.actor.ppo_micro_batch_size_per_device, in packed rows",
-    "chat_template_kwargs": "a template gets no arguments; config.data.chat_template applies it",
+    "chat_template_kwargs": "a template has no arguments; config.data.chat_template applies it",
     "ddp_timeout": answers.LAUNCHER,
     "entropy_coef": "config.actor.entropy_coeff",
     "entropy_coef_delta": "the coefficient is constant: config.actor.entropy_coeff",
@@ -28,7 +28,7 @@ OPTIONS = {
     "adam_epsilon": "config.actor.optim.eps",
     "max_grad_norm": answers.GRAD_CLIP,
     "gradient_checkpointing": "config.model.gradient_checkpointing",
-    "gradient_accumulation_steps": "micro-batches are chosen; config.data.train_batch_size",
+    "gradient_accumulation_steps": "micro-batches are automatic; config.data.train_batch_size",
     "per_device_train_batch_size": "config.data.train_batch_size, in prompts of all devices",
     "per_device_eval_batch_size": "config.data.val_batch_size, in prompts of all devices",
     "batch_size": "config.data.train_batch_size, in prompts",

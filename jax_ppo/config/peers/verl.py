@@ -86,7 +86,7 @@ OPTIONS = {
         "config.critic.ppo_micro_batch_size_per_device, in packed rows"
     ),
     "critic.forward_micro_batch_size": "config.rollout.logprob_micro_batch_size_per_device",
-    "critic.loss_scale_factor": "of the policy loss alone: config.actor.loss_scale_factor",
+    "critic.loss_scale_factor": "for the policy loss only: config.actor.loss_scale_factor",
     "ref.log_prob_micro_batch_size": "config.rollout.logprob_micro_batch_size_per_device",
     "rollout.log_prob_micro_batch_size": "config.rollout.logprob_micro_batch_size_per_device",
     "data.filter_overlong_prompts_workers": (

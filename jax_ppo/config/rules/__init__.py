@@ -1,1 +1,1 @@
-"""Rules that relate options to each other, by the part of a run that they concern."""
+"""Rules that relate options to each other, grouped by the part of a run that they concern."""

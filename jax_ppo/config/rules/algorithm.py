@@ -4,11 +4,9 @@ from jax_ppo.config import parsing
 from jax_ppo.config.schema import POLICY_LOSSES, Config
 from jax_ppo.errors import UserError, did_you_mean
 
-# Sampling, rewards and the algorithm
-
 
 def require_valid_top_k(config: Config) -> None:
-    """Raise `UserError` for a top_k of 0, which lies inside the range of the option."""
+    """Raise `UserError` for a top_k of 0, which the range of the option includes."""
     samplings = {"rollout": config.rollout, "rollout.val_kwargs": config.rollout.val_kwargs}
     for name, sampling in samplings.items():
         if sampling.top_k == 0:
@@ -21,8 +19,8 @@ def reject_reuse_with_importance_weights(config: Config) -> None:
     if config.rollout.reuse_logprobs == "always" and rollout_is != "none":
         raise UserError(
             "config.rollout.reuse_logprobs='always': leaves "
-            f"config.algorithm.rollout_is={rollout_is!r} nothing to weigh against the sampler's "
-            "log-probs; set it to 'auto'"
+            f"config.algorithm.rollout_is={rollout_is!r} no other log-probs to compare the "
+            "sampler's with; set it to 'auto'"
         )
 
 
@@ -88,7 +86,7 @@ def require_valid_constraints(config: Config) -> None:
 
 
 def require_several_responses_to_compare(config: Config) -> None:
-    """Raise `UserError` for an estimator that compares a prompt's responses if there is one."""
+    """Raise `UserError` for an estimator that compares responses if there is one per prompt."""
     estimator = config.algorithm.adv_estimator
     # The advantage of a single response within its group is always 0.
     compares = estimator in ("grpo", "rloo", "reinforce_plus_plus_baseline")
@@ -100,7 +98,7 @@ def require_several_responses_to_compare(config: Config) -> None:
 
 
 def require_several_responses_to_filter(config: Config) -> None:
-    """Raise `UserError` if groups of one response are filtered: none of them differs."""
+    """Raise `UserError` if groups of a single response are filtered, which never differ."""
     if config.algorithm.filter_groups.enable and config.responses_per_prompt < 2:
         raise UserError(
             f"{_describe_responses(config)}: config.algorithm.filter_groups.enable=True compares "
@@ -109,7 +107,7 @@ def require_several_responses_to_filter(config: Config) -> None:
 
 
 def _describe_responses(config: Config) -> str:
-    """Return the option that decides how many responses to a prompt are trained on."""
+    """Return the option that sets the number of responses per prompt that are trained on."""
     if config.rollout.keep is None:
         return f"config.rollout.n={config.rollout.n}"
     return f"config.rollout.keep={config.rollout.keep}"
@@ -117,7 +115,8 @@ def _describe_responses(config: Config) -> str:
 
 def require_kept_responses_to_be_sampled(config: Config) -> None:
     """Raise `UserError` if more responses are kept than sampled."""
-    keep, n = config.rollout.keep, config.rollout.n
+    keep = config.rollout.keep
+    n = config.rollout.n
     if keep is not None and keep > n:
         raise UserError(f"config.rollout.keep={keep}: expected at most config.rollout.n={n}")
 

@@ -7,7 +7,8 @@ from jax_ppo.errors import UserError, did_you_mean
 
 def require_row_divides(config: Config) -> None:
     """Raise `UserError` unless the devices of `mesh.context` can split a packed row evenly."""
-    row_length, parts = config.packing.row_length, config.mesh.context
+    row_length = config.packing.row_length
+    parts = config.mesh.context
     # Each part has two blocks of columns.
     if row_length is not None and parts > 1 and row_length % (2 * parts):
         raise UserError(
@@ -17,18 +18,15 @@ def require_row_divides(config: Config) -> None:
 
 
 def reject_router_loss_of_parts(config: Config) -> None:
-    """Raise `UserError` for a router loss, a mean over sequences, where devices hold parts."""
+    """Raise `UserError` for a router loss, a mean over sequences, if devices split sequences."""
     for name in ("actor", "critic", "supervised"):
         coef = option_value(config, f"{name}.router_aux_loss_coef")
         if coef and config.mesh.context > 1:
             raise UserError(
-                f"config.{name}.router_aux_loss_coef={coef}: is computed from whole sequences, of "
-                f"which config.mesh.context={config.mesh.context} devices hold parts; set one of "
-                "them to its default"
+                f"config.{name}.router_aux_loss_coef={coef}: is computed from whole sequences, "
+                f"which config.mesh.context={config.mesh.context} splits; set one of them to its "
+                "default"
             )
-
-
-# The machine, and where curves are written
 
 
 def require_one_remaining_axis(config: Config) -> None:
@@ -42,7 +40,7 @@ def require_one_remaining_axis(config: Config) -> None:
 
 
 def require_positive_axes(config: Config) -> None:
-    """Raise `UserError` for a mesh axis of 0 devices, which lies inside the range of the option."""
+    """Raise `UserError` for a mesh axis of 0 devices, which the range of the option includes."""
     for axis in ("data", "fsdp", "model"):
         if getattr(config.mesh, axis) == 0:
             raise UserError(f"config.mesh.{axis}=0: expected -1 or at least 1")
@@ -52,11 +50,11 @@ def require_positive_axes(config: Config) -> None:
 
 def require_process_id(config: Config) -> None:
     """Raise `UserError` for a process whose index is not below the number of processes."""
-    explicit = config.distributed
-    if explicit.coordinator_address and not 0 <= explicit.process_id < explicit.num_processes:
+    options = config.distributed
+    if options.coordinator_address and not 0 <= options.process_id < options.num_processes:
         raise UserError(
-            f"config.distributed.process_id={explicit.process_id}: expected 0 to num_processes - "
-            f"1 = {explicit.num_processes - 1} with config.distributed.coordinator_address set"
+            f"config.distributed.process_id={options.process_id}: expected 0 to num_processes - "
+            f"1 = {options.num_processes - 1} with config.distributed.coordinator_address set"
         )
 
 

@@ -6,16 +6,14 @@ from jax_ppo.config import parsing
 from jax_ppo.config.schema import Config, Lora
 from jax_ppo.errors import UserError
 
-# The model
-
 
 def require_model_or_arithmetic(config: Config) -> None:
-    """Raise `UserError` without a model, except for the data that comes with one."""
-    # The model that is made knows nothing but arithmetic.
+    """Raise `UserError` without a model, except for the data that a model is created for."""
+    # The created model is taught only arithmetic.
     if not config.model.path and not config.data.train_files.startswith("arithmetic:"):
         raise UserError(
-            "config.model.path='': must be set to a Hugging Face folder or hub name; only the "
-            "`arithmetic` data makes a model of its own"
+            "config.model.path='': must be set to a Hugging Face folder or hub name; a model is "
+            "created only for the `arithmetic` data"
         )
 
 
@@ -40,7 +38,7 @@ def require_known_lora_targets(config: Config) -> None:
 
 
 def require_lora_path_alone(config: Config) -> None:
-    """Raise `UserError` for a rank, alpha or targets besides the adapters that determine them."""
+    """Raise `UserError` for a rank, alpha or targets besides adapters that determine them."""
     lora = config.model.lora
     if lora.path and lora != dataclasses.replace(Lora(), path=lora.path):
         raise UserError(

@@ -7,14 +7,11 @@ from jax_ppo.errors import UserError
 RESPONSES_PER_EXAMPLE = {"sft": 1, "reward_model": 2}
 
 
-# Data and sizes
-
-
 def require_set(config: Config, name: str) -> None:
     """Raise `UserError` if a text option is empty."""
     if not option_value(config, name):
         doc = next(option.facts.doc for option in all_options() if option.name == name)
-        # What an empty value means to other commands is no help here.
+        # The meaning of an empty value to other commands does not help here.
         meaning = doc.partition("; empty")[0]
         raise UserError(f"config.{name}='': must be set ({meaning})")
 
@@ -33,7 +30,7 @@ def require_mini_batches_divide_batch(config: Config) -> None:
             name = "actor" if role is config.actor else "critic"
             raise UserError(
                 f"config.{name}.ppo_mini_batch_size={mini_batch}: must divide "
-                f"config.data.train_batch_size={batch}; the nearest that does is "
+                f"config.data.train_batch_size={batch}; the nearest divisor is "
                 f"{_nearest_divisor(batch, mini_batch)}"
             )
 
