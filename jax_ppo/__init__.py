@@ -7,7 +7,7 @@
     config = load_config("arithmetic", trainer__total_training_steps=10)
     summary = train(config, "output/arithmetic")
     policy = load_policy("output/arithmetic")
-    print(sample(policy, ["Tom has 3 apples. He buys 4 more. How many has he?"]))
+    print(sample(policy, ["Tom has 3 apples. He buys 4 more. How many does he have?"]))
 """
 
 import importlib

@@ -11,10 +11,10 @@ COMMANDS = {
     "evaluate": "evaluate a model on held-out prompts",
     "sft": "fine-tune a language model on responses, before PPO",
     "reward_model": "train a reward model on preferences, for PPO",
-    "prepare": "write data sets as Parquet that verl reads too",
-    "check": "describe data, and whether a run could train on them",
+    "prepare": "write data sets as Parquet files in verl's form",
+    "check": "describe data sets, and report whether a run can train on them",
     "plan": "predict memory and time of a training step, without the machine",
-    "translate": "translate a command of verl, TRL or OpenRLHF",
+    "translate": "translate a verl, TRL or OpenRLHF command",
     "config": "print the table of options",
 }
 USAGE = """\
@@ -27,8 +27,8 @@ usage: {program} COMMAND --config=FILE[:ARG] [--config.OPTION=VALUE ...] [--work
 {program} COMMAND --help prints the options.
 
 to begin with:
-  {program} train --config=arithmetic          PPO from nothing, in minutes, without a download
-  {program} check FILE --config=gsm8k          what data of your own hold
+  {program} train --config=arithmetic          PPO from scratch, in minutes, without a download
+  {program} check FILE --config=gsm8k          describe your own data
   {program} train --config=gsm8k:smoke         a recipe with a small model; then without :smoke
 """
 
@@ -42,7 +42,9 @@ def main(arguments: list[str] | None = None) -> None:
     Raises:
       SystemExit: With a message for an unknown command, and as the command itself exits.
     """
-    command, *options = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if arguments is None:
+        arguments = sys.argv[1:]
+    command, *options = arguments or ["--help"]
     if command in ("--help", "-h", "help"):
         print(_usage())
     elif command == "--version":
@@ -55,7 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
         importlib.import_module(f"jax_ppo.{command}").main([command, *options])
     else:
         hint = did_you_mean(command, COMMANDS)
-        sys.exit(f"error: {command}: no such command; there are {', '.join(COMMANDS)}.{hint}")
+        names = ", ".join(COMMANDS)
+        sys.exit(f"error: {command}: no such command; expected one of {names}.{hint}")
 
 
 def _usage() -> str:

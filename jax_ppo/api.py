@@ -157,6 +157,17 @@ def sample(
         stop=_search_for(policy, stop),
     )
     prompt_ids = _encode_prompts(policy, prompts, max_response_length, chat_template)
+    response_ids = _generate(policy, prompt_ids, options, seed)
+    return [
+        tokenizer_lib.decode_continuation(policy.tokenizer, prompt_ids[i // n][-1], ids)
+        for i, ids in enumerate(response_ids)
+    ]
+
+
+def _generate(
+    policy: Policy, prompt_ids: Sequence[Sequence[int]], options: SamplingOptions, seed: int
+) -> list[list[int]]:
+    """Return the tokens of `options.n` responses per prompt."""
     with jax.set_mesh(policy.mesh):
         batch = placement.place(_pad_batch(policy, prompt_ids), sharding.rows(policy.mesh))
         everywhere = sharding.replicated(policy.mesh)
@@ -164,12 +175,9 @@ def sample(
         rollout = policy.engine.generate(batch, key, options)
         responses = placement.to_host(rollout.responses)
         lengths = placement.to_host(rollout.lengths)
-    return [
-        tokenizer_lib.decode_continuation(
-            policy.tokenizer, prompt_ids[i // n][-1], responses[i, : lengths[i]].tolist()
-        )
-        for i in range(len(prompts) * n)
-    ]
+    # Rows past these answer the copies that fill up the batch.
+    samples = len(prompt_ids) * options.n
+    return [responses[i, : lengths[i]].tolist() for i in range(samples)]
 
 
 def _search_for(policy: Policy, stop: Sequence[str]) -> TextSearch | None:
@@ -184,7 +192,7 @@ def _search_for(policy: Policy, stop: Sequence[str]) -> TextSearch | None:
 
 
 def _policy_folder(path: str | Path) -> Path:
-    """Return the folder of a Hugging Face checkpoint: that of a run is WORKDIR/actor."""
+    """Return the folder of a Hugging Face checkpoint; a run's is WORKDIR/actor."""
     if remote.is_address(str(path)):
         return _bucket_policy_folder(str(path))
     folder = expand_local_path(str(path), "load_policy: path")
@@ -194,7 +202,7 @@ def _policy_folder(path: str | Path) -> Path:
     if is_run:
         raise UserError(
             f"load_policy: path={str(path)!r}: the run has exported no model (there is no folder "
-            "actor in it); it does so after its last step, with config.trainer.export=True"
+            "actor in it); a run exports it after its last step, if config.trainer.export=True"
         )
     return resolve_model_folder(str(path), what="load_policy: path")
 
@@ -205,7 +213,9 @@ def _bucket_policy_folder(address: str) -> Path:
     remote.validate_address(address, option)
     exported = f"{address.rstrip('/')}/actor"
     is_run = "config.json" in remote.list_files(exported, option)
-    return resolve_model_folder(exported if is_run else address, what=option)
+    if is_run:
+        address = exported
+    return resolve_model_folder(address, what=option)
 
 
 def _load_params(folder: Path, model: Transformer, mesh: jax.sharding.Mesh) -> Params:
@@ -222,8 +232,9 @@ def _encode_prompts(
     limit = rope.max_sequence_length(policy.model.architecture)
     encoded = []
     for number, prompt in enumerate(prompts):
-        text_or_chat = prompt if isinstance(prompt, str) else tuple(prompt)
-        ids = tokenizer_lib.encode_prompt(policy.tokenizer, text_or_chat, chat_template)
+        if not isinstance(prompt, str):
+            prompt = tuple(prompt)
+        ids = tokenizer_lib.encode_prompt(policy.tokenizer, prompt, chat_template)
         if not ids:
             raise UserError(f"sample: prompts[{number}]={prompt!r}: the prompt has no tokens")
         if len(ids) + max_response_length > limit:
@@ -236,7 +247,7 @@ def _encode_prompts(
 
 
 def _pad_batch(policy: Policy, prompt_ids: Sequence[Sequence[int]]) -> Prompts:
-    """Return the prompts as arrays, with copies of the first so that they divide among devices."""
+    """Return the prompts as arrays, filled up with copies of the first to divide among devices."""
     padding = -len(prompt_ids) % meshes.row_shards(policy.mesh)
     rows = [*prompt_ids, *[prompt_ids[0]] * padding]
     lengths = np.array([len(ids) for ids in rows], np.int32)

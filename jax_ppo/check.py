@@ -1,7 +1,8 @@
 """Check data: `python -m jax_ppo.check [FILE ...] [--config=FILE] [--json]`.
 
-Prints what the data hold and what would keep a run from training on them; exits with 1 if something
-would. Without --config the rules are checked and tokens are not counted.
+Prints a description of the data and the problems that would keep a run from training on them. The
+exit code is 1 if there are any. Without --config only the rules are checked, and tokens are not
+counted.
 """
 
 import dataclasses
@@ -15,10 +16,10 @@ from jax_ppo.errors import UserError
 USAGE = """\
 usage: python -m jax_ppo.check [FILE ...] [--config=FILE[:ARG]] [--config.OPTION=VALUE ...] [--json]
 
-FILE      what config.data.train_files takes: files, hf:, tfds:, arithmetic:COUNT
---config  checks the data of this configuration, with its model's tokenizer and its rules; FILEs
-          take the place of its training data
---json    prints the report as JSON
+FILE      any value of config.data.train_files: files, hf:, tfds:, arithmetic:COUNT
+--config  check the data of this configuration, with its model's tokenizer and its rules; FILEs
+          replace its training data
+--json    print the report as JSON
 
 The exit code is 1 if training on the data would fail.
 """
@@ -48,7 +49,7 @@ def main(arguments: list[str]) -> None:
 
 
 def read_check_arguments(arguments: list[str]) -> Config:
-    """Return the options that a command line names.
+    """Return the options that the command line selects.
 
     Args:
       arguments: `sys.argv`.
@@ -56,12 +57,13 @@ def read_check_arguments(arguments: list[str]) -> Config:
     Raises:
       UserError: there is nothing to check, or an option is wrong.
     """
-    options = [argument for argument in arguments[1:] if argument.startswith("-")]
-    files = ",".join(argument for argument in arguments[1:] if not argument.startswith("-"))
-    options = [option for option in options if option != "--json"]
+    program, *given_arguments = arguments
+    files = ",".join(word for word in given_arguments if not word.startswith("-"))
+    options = [word for word in given_arguments if word.startswith("-") and word != "--json"]
     if options:
-        named = [f"--config.data.train_files={files}"] if files else []
-        return command_line.read_command_line([arguments[0], *options, *named], "train")[0]
+        if files:
+            options.append(f"--config.data.train_files={files}")
+        return command_line.read_command_line([program, *options], "train")[0]
     if not files:
         raise UserError("check: name the files to check, or a configuration with --config=FILE")
     return dataclasses.replace(Config(), data=Data(train_files=files))

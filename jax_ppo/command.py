@@ -1,4 +1,4 @@
-"""Shared frame of the commands: read the options, start the processes, report errors in one line.
+"""Steps shared by all commands: read the options, start the processes, report errors in one line.
 
 Nothing heavy is imported before the options have been validated, so a mistake is reported within a
 second.
@@ -26,7 +26,7 @@ def run_command(arguments: list[str], command: str, run: Callable[[Config, Path]
       command: "train", "sft" or "reward_model".
       run: takes the options and the folder to write to; imports heavy modules itself.
     """
-    # First of all: a signal ends the command in one line also while it loads its modules.
+    # Installed first, so that a signal ends the command in one line even while modules are loaded.
     with signals.handle_stop_signals(ends_process=True):
         try:
             options, workdir = command_line.read_command_line(arguments, command)
@@ -38,13 +38,13 @@ def run_command(arguments: list[str], command: str, run: Callable[[Config, Path]
         try:
             distributed.run_or_abort(lambda: _run(options, workdir, run))
         finally:
-            # While Python exits, Ctrl-C would show a traceback from the exit handler of a library.
+            # While Python exits, Ctrl-C would print a traceback of a library's exit handler.
             atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def prepared_run(options: Config, workdir: str | Path) -> Iterator[Path]:
-    """Prepare a run that takes place in the block, which has the work directory for itself.
+    """Prepare a run in the block, which has exclusive use of the work directory.
 
     Set up the compilation cache and write the resolved options to the work directory.
 
@@ -78,8 +78,10 @@ def prepared_run(options: Config, workdir: str | Path) -> Iterator[Path]:
     except OSError as error:
         if not disk_space.is_disk_full(error):
             raise
-        what = Path(error.filename).name if error.filename else "a file of the run"
-        raise disk_space.disk_full_error(folder, what, cause=error) from error
+        written = "a file of the run"
+        if error.filename:
+            written = Path(error.filename).name
+        raise disk_space.disk_full_error(folder, written, cause=error) from error
 
 
 def _run(options: Config, workdir: str | Path, run: Callable[[Config, Path], object]) -> None:

@@ -3,22 +3,22 @@
 import difflib
 from collections.abc import Iterable
 
-# Longer messages are cut in the middle: they quote an input of that length.
+# Longer messages, which quote a long input, are cut in the middle.
 LONGEST_MESSAGE = 2000
 
 
 class UserError(ValueError):
     """Invalid input.
 
-    The message names the option, its value, what was expected and, if there is one, the nearest
-    valid name. It is one line of printable characters, whatever the input that it quotes.
+    The message names the option, its value, the expectation and, if there is one, the nearest valid
+    name. It is one line of printable characters, whatever input it quotes.
     """
 
     def __init__(self, message: str, details: str = "") -> None:
-        """Make the error.
+        """Create the error.
 
         Args:
-          message: its unprintable characters are replaced, and line breaks by spaces.
+          message: unprintable characters in it are replaced, and line breaks become spaces.
           details: further lines below the message, such as a traceback or commands to copy; only
             their unprintable characters are replaced.
         """
@@ -29,14 +29,14 @@ class UserError(ValueError):
         super().__init__("\n".join(text for text in self._arguments if text))
 
     def __reduce__(self) -> tuple[type["UserError"], tuple[str, str]]:
-        """Keep message and details apart on the way between processes."""
+        """Pickle message and details separately, to pass them between processes."""
         return type(self), self._arguments
 
 
 def printable_lines(text: str) -> str:
     """Replace the characters that are neither printable nor line breaks.
 
-    A message may quote what a model wrote, and an escape sequence must not reach a terminal.
+    A message may quote text of a model, and an escape sequence must not reach a terminal.
     """
     return "".join(c if c.isprintable() or c == "\n" else "·" for c in text)
 
@@ -44,10 +44,14 @@ def printable_lines(text: str) -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the known name closest to `name`, or "" if none is close."""
     matches = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {matches[0]!r}?" if matches else ""
+    if not matches:
+        return ""
+    return f" Did you mean {matches[0]!r}?"
 
 
 def shorten(text: str, width: int = 80) -> str:
     """Return the text without surrounding white space, cut to `width` characters, for messages."""
     text = text.strip()
-    return text if len(text) <= width else text[:width] + "..."
+    if len(text) <= width:
+        return text
+    return text[:width] + "..."

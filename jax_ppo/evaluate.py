@@ -1,9 +1,10 @@
 """Evaluate: `python -m jax_ppo.evaluate --config=FILE --config.model.path=MODEL [--workdir=DIR]`.
 
-The held-out prompts of config.data.val_files are sampled as config.rollout.val_kwargs says and
-scored as in training. MODEL is a Hugging Face folder or hub name, the work directory of a run that
-has exported its model, or one of its checkpoints (RUN/checkpoints/STEP). The work directory gets
-summary.json, report.html and every response with its score in rollouts/.
+Responses to the held-out prompts of config.data.val_files are sampled with
+config.rollout.val_kwargs and scored as in training. MODEL is a Hugging Face folder or hub name, the
+work directory of a run that has exported its model, or one of its checkpoints
+(RUN/checkpoints/STEP). summary.json, report.html and, in rollouts/, every response with its score
+are written to the work directory.
 """
 
 import sys

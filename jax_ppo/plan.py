@@ -1,12 +1,13 @@
 """Plan a run: `python -m jax_ppo.plan --config=FILE --topology=v5e:2x4 [--json] [--arithmetic]`.
 
-Prints, for each phase of a step and each device, the memory and the predicted time. The step is
-compiled for the named machine, of which nothing but the compiler is needed; models need nothing but
-their config.json.
+Prints the memory and the predicted time per device in each phase of a step. The step is compiled
+for the named machine, which is not needed itself: its compiler is enough. Of the models, only
+config.json is read.
 """
 
 import json
 import sys
+from typing import NamedTuple
 
 from jax_ppo.config import command_line
 from jax_ppo.config.schema import Config
@@ -23,8 +24,16 @@ usage: python -m jax_ppo.plan --config=FILE[:ARG] --topology=TYPE:SHAPE
 --arithmetic  estimate temporaries instead of compiling, within seconds
 
 Prints the memory of each device in each phase of a step of `jax_ppo.train` with these options, and
-the time that it takes at least. Options are those of jax_ppo.train.
+a lower bound of its time. Options are those of jax_ppo.train.
 """
+
+
+class PlanArguments(NamedTuple):
+    """A parsed command line: the options of the run, the machine, and the flags that are set."""
+
+    config: Config
+    topology: Topology
+    flags: set[str]
 
 
 def main(arguments: list[str]) -> None:
@@ -39,8 +48,8 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"error: {error}")
 
 
-def read_plan_arguments(arguments: list[str]) -> tuple[Config, Topology, set[str]]:
-    """Return the options of the run, the machine, and which of --json and --arithmetic are set.
+def read_plan_arguments(arguments: list[str]) -> PlanArguments:
+    """Parse a command line; the flags are --json and --arithmetic.
 
     Args:
       arguments: `sys.argv`.
@@ -48,19 +57,19 @@ def read_plan_arguments(arguments: list[str]) -> tuple[Config, Topology, set[str
     Raises:
       UserError: the first problem, in one message.
     """
-    own: dict[str, str] = {}
-    others = []
+    plan_flags: dict[str, str] = {}
+    train_arguments = []
     for argument in arguments:
         name, _, value = argument.partition("=")
         if name in ("--topology", "--json", "--arithmetic"):
-            own[name] = value
+            plan_flags[name] = value
         else:
-            others.append(argument)
-    if "--topology" not in own:
+            train_arguments.append(argument)
+    if "--topology" not in plan_flags:
         raise UserError(f"--topology: must be given, for example {topologies.EXAMPLES}")
-    topology = topologies.parse_topology(own.pop("--topology"))
-    config, _ = command_line.read_command_line(others, "train")
-    return config, topology, set(own)
+    topology = topologies.parse_topology(plan_flags.pop("--topology"))
+    config, _ = command_line.read_command_line(train_arguments, "train")
+    return PlanArguments(config=config, topology=topology, flags=set(plan_flags))
 
 
 def _run(arguments: list[str]) -> None:

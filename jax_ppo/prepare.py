@@ -1,8 +1,8 @@
 """Prepare data: `python -m jax_ppo.prepare gsm8k --source FILE --out FILE.parquet`.
 
-Writes rows in verl's form, which `config.data.train_files` takes and verl reads too: `data_source`,
+Writes rows in verl's form, which `config.data.train_files` and verl itself read: `data_source`,
 `prompt` (messages), `ability`, `reward_model` {style, ground_truth} and `extra_info` with the row's
-index, its other columns and, as `answer` and `rejected`, its responses.
+index, its other columns and its responses, as `answer` and `rejected`.
 """
 
 import argparse
@@ -30,10 +30,10 @@ class DataSet:
 
     Attributes:
       data_source: name that selects the rule.
-      forms: `data_source` that the reader finds in rows of the data set's own form.
-      ability: verl's column of this name.
-      style: "rule" or "model", what scores responses.
-      instruction: default text behind each question.
+      forms: the values of `data_source` that the reader assigns to rows in the data set's own form.
+      ability: value of verl's column of this name.
+      style: "rule" or "model": what scores responses.
+      instruction: default text after each question.
     """
 
     data_source: str
@@ -94,13 +94,13 @@ def main(arguments: list[str]) -> None:
 
 
 def read_prepare_arguments(arguments: list[str]) -> argparse.Namespace:
-    """Return `data_set`, `source`, `out` (a path), `split` and `instruction` of a command line.
+    """Parse a command line into `data_set`, `source`, `out` (a path), `split` and `instruction`.
 
     Args:
       arguments: `sys.argv`.
 
     Raises:
-      UserError: the first problem.
+      UserError: an argument is invalid.
       SystemExit: after `--help`.
     """
     parser = _Parser(prog="python -m jax_ppo.prepare", description=(__doc__ or "").split("\n")[0])
@@ -108,12 +108,12 @@ def read_prepare_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--source",
         required=True,
-        help="what config.data.train_files takes: files, hf:OWNER/NAME/FILE, tfds:NAME/SPLIT",
+        help="any value of config.data.train_files: files, hf:OWNER/NAME/FILE, tfds:NAME/SPLIT",
     )
     parser.add_argument("--out", required=True, help="the file to write, which ends in .parquet")
     parser.add_argument("--split", default="train", help="`split` in extra_info (default: train)")
     parser.add_argument(
-        "--instruction", help="text behind each question (default: that of verl for gsm8k and math)"
+        "--instruction", help="text after each question (default: verl's for gsm8k and math)"
     )
     options = parser.parse_args(arguments[1:])
     if options.data_set not in DATA_SETS:
@@ -124,7 +124,7 @@ def read_prepare_arguments(arguments: list[str]) -> argparse.Namespace:
     if options.instruction is None:
         options.instruction = DATA_SETS[options.data_set].instruction
     elif options.instruction and not DATA_SETS[options.data_set].instruction:
-        raise UserError(f"--instruction: rows of {options.data_set} take none")
+        raise UserError(f"--instruction: rows of {options.data_set} cannot have one")
     options.out = paths.expand_local_path(options.out, "--out")
     if options.out.suffix != ".parquet":
         raise UserError(f"--out={str(options.out)!r}: expected a file that ends in .parquet")
@@ -135,7 +135,7 @@ def to_rows(examples: list[Example], name: str, split: str) -> list[dict[str, An
     """Return the rows of a data set in verl's form.
 
     Args:
-      examples: read from its own form.
+      examples: the rows, read from the data set's own form.
       name: a key of DATA_SETS.
       split: text for extra_info.
 
@@ -150,8 +150,6 @@ def to_rows(examples: list[Example], name: str, split: str) -> list[dict[str, An
                 f"--source, row {index + 1}: not in {name}'s form; its data_source is "
                 f"{example.data_source!r}"
             )
-        # The rule finds the box in a solution; verl's compares with what the box holds.
-        boxed = math_rules.last_boxed(example.ground_truth) if name == "math" else None
         rows.append(
             {
                 "data_source": data_set.data_source,
@@ -159,7 +157,7 @@ def to_rows(examples: list[Example], name: str, split: str) -> list[dict[str, An
                 "ability": data_set.ability,
                 "reward_model": {
                     "style": data_set.style,
-                    "ground_truth": example.ground_truth if boxed is None else boxed,
+                    "ground_truth": _ground_truth(example, name),
                 },
                 "extra_info": _extra_info(example, split, index),
             }
@@ -167,22 +165,30 @@ def to_rows(examples: list[Example], name: str, split: str) -> list[dict[str, An
     return rows
 
 
+def _ground_truth(example: Example, name: str) -> str:
+    """Return the reference answer; for MATH the boxed one, which verl's rule does not extract."""
+    if name == "math":
+        boxed = math_rules.last_boxed(example.ground_truth)
+        if boxed is not None:
+            return boxed
+    return example.ground_truth
+
+
 def to_messages(prompt: str | tuple[dict[str, str], ...]) -> Messages:
-    r"""Return a chat as it is, and a transcript "\n\nHuman: ...\n\nAssistant:" as a chat."""
+    r"""Return a prompt as a chat; text must be a transcript "\n\nHuman: ...\n\nAssistant:"."""
     if not isinstance(prompt, str):
         return [dict(message) for message in prompt]
     _, *parts = _TURN.split(prompt)
-    speakers, texts = parts[::2], parts[1::2]
     return [
         {"role": _ROLES[speaker], "content": text.strip()}
-        for speaker, text in zip(speakers, texts, strict=True)
-        # The turn of the response to come is empty.
+        for speaker, text in zip(parts[::2], parts[1::2], strict=True)
+        # The turn of the response, which is last, is still empty.
         if text.strip()
     ]
 
 
 def write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write rows to a Parquet file, which appears when it is complete.
+    """Write rows to a Parquet file, which appears only when it is complete.
 
     Raises:
       UserError: the file cannot be written.

@@ -32,13 +32,13 @@ class WorkerProcess(multiprocessing.context.SpawnProcess):
 
 
 class WorkerContext(multiprocessing.context.SpawnContext):
-    """Starts worker processes from a new interpreter: nothing of the run is inherited."""
+    """Starts worker processes as new interpreters, which inherit nothing from the run."""
 
     Process = WorkerProcess  # type: ignore[assignment]
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process as soon as its parent has ended, by whatever signal.
+    """Let the kernel kill this process as soon as its parent ends, however it ends.
 
     A thread that waits for the parent would not run while other code holds the interpreter.
 

@@ -22,10 +22,10 @@ def run(options: schema.Config, workdir: Path) -> None:
 
 
 class _CallableModule(types.ModuleType):
-    """This module, which is the command, can be called as the function `jax_ppo.api.train` too.
+    """A module, which is the command, that can also be called, as the function `jax_ppo.api.train`.
 
-    Importing a submodule binds its name in the package, so `from jax_ppo import train` cannot be
-    relied on to give a function of the same name.
+    Importing a submodule binds its name in the package, so that `from jax_ppo import train` cannot
+    be relied on to return a function of the same name.
     """
 
     def __call__(self, config: schema.Config, workdir: str | Path | None = None) -> dict[str, Any]:

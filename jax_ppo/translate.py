@@ -1,7 +1,8 @@
 """Translate: `python -m jax_ppo.translate verl 'python3 -m verl.trainer.main_ppo ...'`.
 
-Prints the command of jax_ppo.train for a command of verl, TRL (`trl`) or OpenRLHF (`openrlhf`), and
-what has no counterpart. Without a second argument the command is read from the standard input.
+Prints the jax_ppo.train command that corresponds to a command of verl, TRL (`trl`) or OpenRLHF
+(`openrlhf`), and the settings without a counterpart. Without a second argument the command is read
+from the standard input.
 """
 
 import sys

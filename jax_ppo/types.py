@@ -79,18 +79,18 @@ class Rollout:
       lengths: number of response tokens, 1..T.
       logprobs: log-probability of each token under the distribution it was drawn from, before
         top-k and top-p: log_softmax(logits / temperature). 0 past the length.
-      truncated: True if T tokens were drawn without an EOS; with an environment, if that did not
-        end the dialogue.
+      truncated: True if T tokens were drawn without an EOS; with an environment, if the dialogue
+        had not ended by then.
       action_mask: True on the response tokens that the policy chose. False past the length, and on
         tokens inserted by the environment, such as the output of a tool. Models read all tokens;
         losses, advantages and token metrics count only the actions.
       slot_steps: one entry per decoder queue: the number of tokens that its slots could have
         drawn. `None` if the engine does not count them.
-      turn_rewards: what an environment rewarded, each at the last token of its turn, which is an
+      turn_rewards: the rewards of an environment, each at the last token of its turn, which is an
         action; `None` without an environment.
       routed_experts: the experts that each token of prompt and response, joined without a gap,
-        passed through in each layer; the number of experts where a token was not run, such as the
-        last one. `None` unless the sampling options ask for it.
+        passed through in each layer; the number of experts for tokens that were not run, such as
+        the last one. `None` unless the sampling options request it.
     """
 
     prompts: Prompts

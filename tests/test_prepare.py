@@ -116,7 +116,7 @@ def test_instructions_have_their_inputs(tmp_path):
         (["gsm8k", "--source=a.jsonl", "--out=a.json"], "--out='a.json': .*parquet"),
         (["gsm8k", "--out=a.parquet"], "required: --source"),
         (["gsm8k", "--source=missing.jsonl", "--out=a.parquet"], "--source.*missing.jsonl"),
-        (["alpaca", "--source=a.jsonl", "--out=a.parquet", "--instruction=x"], "take none"),
+        (["alpaca", "--source=a.jsonl", "--out=a.parquet", "--instruction=x"], "cannot have one"),
         (["gsm8k", "--source=math.jsonl", "--out=a.parquet"], "row 1: not in gsm8k's form"),
     ],
 )
