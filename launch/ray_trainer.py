@@ -23,7 +23,7 @@ from jax_ppo.errors import UserError
 
 
 def train_on_worker(settings: dict[str, Any]) -> None:
-    """Run the command in this worker, connected with the others.
+    """Run the command in this worker, connected to the others.
 
     Args:
       settings: the command, its arguments, and the folder to run it in.
@@ -43,9 +43,9 @@ def train_on_worker(settings: dict[str, Any]) -> None:
         "JAX_NUM_PROCESSES": str(context.get_world_size()),
         "JAX_PROCESS_ID": str(rank),
     }
-    # Ray shows the messages of all levels; those of Orbax would bury the run's own.
+    # Ray shows messages of all levels; those of Orbax would bury the run's own.
     logging.getLogger("absl").setLevel(logging.WARNING)
-    # Relative paths in the options mean the same here as for the user.
+    # Relative paths in the options are relative to the user's folder.
     os.chdir(settings["folder"])
     command = importlib.import_module(f"jax_ppo.{settings['command']}")
     command.main([settings["command"], *settings["arguments"]])
@@ -55,9 +55,11 @@ def read_command_line(words: list[str]) -> argparse.Namespace:
     """Return the options; `arguments` are those of the run, after --.
 
     Raises:
-      SystemExit: an option is wrong, also one of the run.
+      SystemExit: an option, or one of the run's, is invalid.
     """
-    index = words.index("--") if "--" in words else len(words)
+    index = len(words)
+    if "--" in words:
+        index = words.index("--")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -77,7 +79,9 @@ def read_command_line(words: list[str]) -> argparse.Namespace:
         )
     except UserError as error:
         sys.exit(f"error: {error}")
-    options.workdir = workdir if isinstance(workdir, str) else str(Path(workdir).absolute())
+    if isinstance(workdir, Path):
+        workdir = str(workdir.absolute())
+    options.workdir = workdir
     return options
 
 

@@ -8,9 +8,9 @@ launch/gke/jobset.py stop   NAME              SIGTERM: the run saves a checkpoin
 launch/gke/jobset.py resume NAME              submit it again
 launch/gke/jobset.py xpk    NAME (as render)  print the `xpk` command that does the same
 
-The cluster needs the JobSet controller, as xpk's clusters have it, and a node pool of the
-accelerator. Exit codes 143 and 130, which mean that a signal ended the run, and disrupted nodes
-restart the run without limit; any other failure does so --max-restarts times.
+The cluster needs the JobSet controller, which xpk's clusters have, and a node pool of the
+accelerator. The run is restarted without limit after exit codes 143 and 130, which mean that a
+signal ended it, and after disruptions of nodes; after any other failure --max-restarts times.
 """
 
 import argparse
@@ -28,7 +28,7 @@ import time
 from typing import Any, NamedTuple
 
 SIGNAL_CODES = [130, 143]  # see jax_ppo/runtime/signals.py
-LOST_CODE = 75  # of the processes that have lost another one
+LOST_CODE = 75  # exit code of processes that lost another one
 COORDINATOR_PORT = 8476
 JOB = "workers"
 POLL_SECONDS = float(os.environ.get("POLL_SECONDS", "10"))
@@ -62,7 +62,7 @@ class Tpu(NamedTuple):
 
 
 def _cubes(most_chips: int) -> tuple[str, ...]:
-    """Return the topologies that are made of cubes of 4x4x4, with their sides in order."""
+    """Return the topologies that consist of cubes of 4x4x4, with their sides in ascending order."""
     sides = itertools.combinations_with_replacement(range(4, 257, 4), 3)
     return tuple("x".join(map(str, each)) for each in sides if math.prod(each) <= most_chips)
 
@@ -114,7 +114,7 @@ def find_pool(accelerator: str, slices: int) -> Pool:
 
 
 def _suggestion(kind: str, size: str) -> str:
-    """Return what to write instead; a name such as v5e-64 or v5p-128 counts TensorCores."""
+    """Suggest an accelerator; a name such as v5e-64 or v5p-128 counts TensorCores."""
     if not size:
         kind, _, size = kind.rpartition("-")
     kind = re.sub("^v5(lite.*)?$", "v5e", re.sub("^(v7x?|ironwood)$", "tpu7x", kind.lower()))
@@ -125,11 +125,12 @@ def _suggestion(kind: str, size: str) -> str:
     if kind not in TPUS:
         return "expected, for example, v6e:4x4 or h100:8"
     tpu = TPUS[kind]
+    chips: float = 8
     if re.fullmatch("[0-9]+(x[0-9]+)*", size):
-        chips = math.prod(map(int, size.split("x"))) / (1 if "x" in size else tpu.cores)
-    else:
-        chips = 8
-    # Of topologies with as many chips, the one that is closest to a cube.
+        chips = math.prod(map(int, size.split("x")))
+        if "x" not in size:
+            chips /= tpu.cores
+    # Among topologies with the same number of chips, prefer the one that is closest to a cube.
     nearest = min(tpu.topologies, key=lambda each: (abs(_chips(each) - chips), _longest_side(each)))
     return f"did you mean {kind}:{nearest}?"
 
@@ -149,7 +150,7 @@ def render_jobset(options: argparse.Namespace) -> dict[str, Any]:
         "completionMode": "Indexed",
         "completions": pool.nodes,
         "parallelism": pool.nodes,
-        # No pod is replaced alone: the processes of a run start and end together.
+        # Pods are not replaced one by one: the processes of a run start and end together.
         "backoffLimit": 0,
         "podFailurePolicy": {
             "rules": [
@@ -159,7 +160,7 @@ def render_jobset(options: argparse.Namespace) -> dict[str, Any]:
                     "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
                 },
                 {"action": "Count", "onExitCodes": _exit_codes("In", SIGNAL_CODES)},
-                # The pod that was lost decides, not those that have lost it.
+                # The pod that was lost decides, not those that lost it.
                 {"action": "Ignore", "onExitCodes": _exit_codes("In", [LOST_CODE])},
                 # ... or else with PodFailurePolicy.
                 {"action": "FailJob", "onExitCodes": _exit_codes("NotIn", SIGNAL_CODES)},
@@ -179,7 +180,7 @@ def render_jobset(options: argparse.Namespace) -> dict[str, Any]:
             "name": options.name,
             "namespace": options.namespace,
             "labels": labels,
-            # Each slice has a node pool of its own.
+            # Each slice has its own node pool.
             "annotations": {
                 "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
             },
@@ -244,7 +245,7 @@ def _pod_spec(options: argparse.Namespace, pool: Pool) -> dict[str, Any]:
 
 def _environment(options: argparse.Namespace, pool: Pool) -> list[dict[str, Any]]:
     variables: list[dict[str, Any]] = [{"name": "HF_HOME", "value": options.hf_home}]
-    # GKE itself tells the pods of a TPU slice about each other.
+    # GKE itself connects the pods of a TPU slice.
     if pool.resource == "nvidia.com/gpu":
         address = f"{options.name}-{JOB}-0-0.{options.name}:{COORDINATOR_PORT}"
         index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
@@ -263,7 +264,7 @@ def render_xpk_command(options: argparse.Namespace) -> list[str]:
         sys.exit(f"error: --accelerator: xpk has no {options.accelerator}; its smallest is v5e:2x4")
     variables = f"HF_HOME={shlex.quote(options.hf_home)}"
     if pool.resource == "nvidia.com/gpu":
-        # xpk sets these under names of its own. No double quotes: it writes the command into some.
+        # xpk sets these under other names, and puts the command in double quotes: avoid them here.
         variables += (
             " JAX_COORDINATOR_ADDRESS=$JAX_COORDINATOR_ADDRESS:$JAX_COORDINATOR_PORT"
             " JAX_NUM_PROCESSES=$NNODES JAX_PROCESS_ID=$NODE_RANK"
@@ -307,15 +308,15 @@ def watch(name: str, namespace: str) -> int:
         logs = ["kubectl", "logs", where, f"--selector={selector}", "--follow", "--tail=100"]
         subprocess.run(logs)
         get = ["kubectl", "get", "jobset", name, where, "--output=json"]
-        found = subprocess.run(get, stdout=subprocess.PIPE, text=True)
-        if found.returncode != 0:
-            return found.returncode
-        status = json.loads(found.stdout).get("status", {})
+        jobset = subprocess.run(get, stdout=subprocess.PIPE, text=True)
+        if jobset.returncode != 0:
+            return jobset.returncode
+        status = json.loads(jobset.stdout).get("status", {})
         state = status.get("terminalState")
         if state:
             messages = [each["message"] for each in status.get("conditions", [])]
             print(f"{name}: {state}: {'; '.join(messages)}", file=sys.stderr)
-            return 0 if state == "Completed" else 1
+            return int(state != "Completed")
         restarts = status.get("restarts", 0)
         print(f"{name}: waiting for process 0; {restarts} restarts so far", file=sys.stderr)
         time.sleep(POLL_SECONDS)
@@ -330,17 +331,19 @@ def stop(name: str, namespace: str) -> int:
 
 
 def record_path(name: str, namespace: str) -> pathlib.Path:
-    """Return the file in which `start` leaves the manifest for `resume`."""
+    """Return the file in which `start` stores the manifest for `resume`."""
     home = os.environ.get("XDG_STATE_HOME") or pathlib.Path.home() / ".local/state"
     return pathlib.Path(home) / "jax_ppo" / "gke" / f"{namespace}.{name}.yaml"
 
 
 def read_command_line(words: list[str]) -> argparse.Namespace:
     """Return the options; `arguments` are those of the run, after --."""
-    own, separator, arguments = words, "", []
+    own_words = words
+    run_arguments: list[str] | None = None
     if "--" in words:
         index = words.index("--")
-        own, separator, arguments = words[:index], "--", words[index + 1 :]
+        own_words = words[:index]
+        run_arguments = words[index + 1 :]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -361,18 +364,17 @@ def read_command_line(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--data-claim", help="PersistentVolumeClaim to mount at /data")
     parser.add_argument("--hf-home", help="default: /data/huggingface with --data-claim, else /tmp")
     parser.add_argument("--cluster", default="$CLUSTER", help="name of the cluster, for xpk")
-    options = parser.parse_args(own)
-    options.arguments = arguments
+    options = parser.parse_args(own_words)
+    options.arguments = run_arguments or []
     if not re.fullmatch("[a-z]([-a-z0-9]{0,38}[a-z0-9])?", options.name):
         # Names of pods, which are also host names, are longer by about 20 characters.
         parser.error("name: expected up to 40 lower-case letters, digits and hyphens")
     if options.verb in ("render", "start", "xpk"):
         if not (options.accelerator and options.image):
             parser.error(f"{options.verb} needs --accelerator and --image")
-        options.hf_home = options.hf_home or (
-            "/data/huggingface" if options.data_claim else "/tmp/huggingface"
-        )
-    elif separator:
+        if not options.hf_home:
+            options.hf_home = "/data/huggingface" if options.data_claim else "/tmp/huggingface"
+    elif run_arguments is not None:
         parser.error("only render, start and xpk take arguments after --")
     return options
 
