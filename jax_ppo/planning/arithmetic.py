@@ -125,8 +125,9 @@ def _sampling_temporaries(step: AbstractStep) -> int:
     parts = mesh.shape["model"]
     prompt = config.data.max_prompt_length
     prompts = max(1, min(PREFILL_TOKENS // prompt, step.queue // config.rollout.n))
-    scores = _score_bytes(architecture, prompts, query_block_size(prompt), prompt, parts)
-    prefill = _layer_bytes(role, prompts * prompt, mesh, scores=scores)
+    scores = _num_scores(architecture, prompts, query_block_size(prompt), prompt, parts)
+    score_bytes = scores * (_FLOAT32 + role.itemsize)
+    prefill = _layer_bytes(role, prompts * prompt, mesh, score_bytes=score_bytes)
     # Forbidden strings are found with a tokenizer, which a plan does not have.
     is_constrained = bool(config.rollout.bad_words) or constrains_logits(step.programs.sampling)
     arrays = 3 if is_constrained else 2
@@ -254,8 +255,8 @@ def _pair_bytes(
     """Return the bytes of attention's arrays with an entry for each pair of a query and a key.
 
     cuDNN reads a mask in the type of the computation, the same for all heads and for gradients. xla
-    has scores and weights of each head in float32, for a block of queries at once, and their
-    gradients. Splash has none of these.
+    has scores in float32 and weights in the type of the computation, of each head for a block of
+    queries at once; with gradients there are four arrays in float32. Splash has none of these.
     """
     mesh = step.programs.mesh
     net = role.net
@@ -270,16 +271,16 @@ def _pair_bytes(
     block = queries // 2
     if row_parts == 1:
         block = query_block_size(queries)
-    scores = _score_bytes(net.architecture, rows, block, keys, mesh.shape["model"])
+    scores = _num_scores(net.architecture, rows, block, keys, mesh.shape["model"])
     if with_gradient:
-        return 2 * scores
-    return scores
+        return 4 * scores * _FLOAT32
+    return scores * (_FLOAT32 + role.itemsize)
 
 
-def _score_bytes(architecture: Architecture, rows: int, block: int, keys: int, parts: int) -> int:
-    """Return the bytes of xla's scores and weights, in float32, of a block of queries."""
+def _num_scores(architecture: Architecture, rows: int, block: int, keys: int, parts: int) -> int:
+    """Return the number of scores that xla's attention has at once, of a block of queries."""
     heads = -(-architecture.num_heads // parts)
-    return 2 * rows * heads * min(block, keys) * keys * _FLOAT32
+    return rows * heads * min(block, keys) * keys
 
 
 def _cast_weights(step: AbstractStep, role: Role) -> int:
@@ -336,14 +337,14 @@ def _chunk_bytes(role: Role, tokens: int, parts: int) -> int:
     return min(chunk, tokens) * architecture.vocab_size * _FLOAT32 // parts
 
 
-def _layer_bytes(role: Role, tokens: int, mesh: Mesh, scores: int = 0) -> int:
+def _layer_bytes(role: Role, tokens: int, mesh: Mesh, score_bytes: int = 0) -> int:
     """Return the bytes of the outputs of a layer's products for `tokens`.
 
     Args:
       role: the model.
       tokens: those of a device.
       mesh: that the layer runs on.
-      scores: bytes of the scores of attention, which are gone when the MLP begins.
+      score_bytes: of the scores of attention, which are gone when the MLP begins.
     """
     architecture = role.architecture
     parts = mesh.shape["model"]
@@ -362,4 +363,4 @@ def _layer_bytes(role: Role, tokens: int, mesh: Mesh, scores: int = 0) -> int:
     mlp_itemsize = _FLOAT32
     if getattr(architecture, "activation", "") == "silu":
         mlp_itemsize = role.itemsize
-    return tokens * width * role.itemsize + max(tokens * mlp * mlp_itemsize, scores)
+    return tokens * width * role.itemsize + max(tokens * mlp * mlp_itemsize, score_bytes)
