@@ -530,8 +530,8 @@ DATA = [
         holds="an overlong prompt is truncated as configured",
         test=f"{TEST_PROMPTS}::test_truncation_is_applied",
         where="encode_prompts",
-        old="ids = _truncate(ids, limit, encoding.truncation, where)",
-        new="ids = (_truncate(ids, limit, encoding.truncation, where), ids)[1]",
+        old="ids = _truncate(ids, limit, encoding.truncation, location)",
+        new="ids = (_truncate(ids, limit, encoding.truncation, location), ids)[1]",
     ),
     Exhibit(
         name="truncation_error_raises_no_error",

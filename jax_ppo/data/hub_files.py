@@ -51,17 +51,17 @@ def fetch_hub_files(location: str, option: str) -> list[Path]:
 
 
 def _fetch_file(repository: str, path: str, option: str) -> Path:
-    folder, names = hub.download_snapshot(repository, [path], option, repo_type="dataset")
-    if path not in names:
+    snapshot = hub.download_snapshot(repository, [path], option, repo_type="dataset")
+    if path not in snapshot.names:
         raise UserError(
             f"{option}: the data set {repository} on the hub has no file {path}."
-            f"{did_you_mean(path, names)}"
+            f"{did_you_mean(path, snapshot.names)}"
         )
-    return folder / path
+    return snapshot.folder / path
 
 
 def _fetch_split(repository: str, folder: str, split: str, option: str) -> list[Path]:
-    _, names = hub.download_snapshot(repository, _SMALL_FILES, option, repo_type="dataset")
+    names = hub.download_snapshot(repository, _SMALL_FILES, option, repo_type="dataset").names
     readable = [PurePosixPath(name) for name in sorted(names) if name.endswith(SUFFIXES)]
     inside = [path for path in readable if not folder or path.is_relative_to(folder)]
     chosen = [path for path in inside if _split_of(path) == split]
@@ -75,7 +75,7 @@ def _fetch_split(repository: str, folder: str, split: str, option: str) -> list[
         )
     _require_one_table(repository, split, chosen, option)
     patterns = [str(path) for path in chosen]
-    root, _ = hub.download_snapshot(repository, patterns, option, repo_type="dataset")
+    root = hub.download_snapshot(repository, patterns, option, repo_type="dataset").folder
     return [root / path for path in chosen]
 
 

@@ -7,20 +7,20 @@ from jax_ppo.errors import UserError, shorten
 Messages = tuple[dict[str, str], ...]
 
 
-def parse_prompt(value: Any, where: str, prompt_key: str) -> str | Messages:
+def parse_prompt(value: Any, location: str, prompt_key: str) -> str | Messages:
     """Return a prompt: text, or messages without entries that are None."""
     if isinstance(value, str):
         return value
     if isinstance(value, dict):
-        value = _as_messages(value, where, prompt_key)
+        value = _as_messages(value, location, prompt_key)
     if not isinstance(value, (list, tuple)) or not value:
         raise UserError(
-            f"{where}: {prompt_key} must be text or a list of messages, got {quote_value(value)}"
+            f"{location}: {prompt_key} must be text or a list of messages, got {quote_value(value)}"
         )
     for message in value:
         if not is_message(message):
             raise UserError(
-                f"{where}: each message of {prompt_key} must have role and content as text, got "
+                f"{location}: each message of {prompt_key} must have role and content as text, got "
                 f"{quote_value(message)}"
             )
     return tuple(
@@ -28,7 +28,7 @@ def parse_prompt(value: Any, where: str, prompt_key: str) -> str | Messages:
     )
 
 
-def _as_messages(value: dict[str, Any], where: str, prompt_key: str) -> list[dict[str, Any]]:
+def _as_messages(value: dict[str, Any], location: str, prompt_key: str) -> list[dict[str, Any]]:
     """Return a single message as a list of one, and TFDS's lists by column as a list of rows."""
     if is_message(value):
         return [value]
@@ -38,7 +38,7 @@ def _as_messages(value: dict[str, Any], where: str, prompt_key: str) -> list[dic
     is_by_column = {"role", "content"} <= value.keys() == lengths.keys()
     if not is_by_column or len(set(lengths.values())) > 1:
         raise UserError(
-            f"{where}: {prompt_key} must be a message whose role and content are text, or hold "
+            f"{location}: {prompt_key} must be a message whose role and content are text, or hold "
             f"lists of one length by column, got {quote_value(value)}"
         )
     rows = zip(*value.values(), strict=True)

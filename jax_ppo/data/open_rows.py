@@ -34,18 +34,18 @@ class _Texts(NamedTuple):
     rejected: str | None = None
 
 
-def parse_open_row(row: Row, where: str, columns: Columns) -> Example | None:
+def parse_open_row(row: Row, location: str, columns: Columns) -> Example | None:
     """Return the example of a row, or `None` if it has no prompt.
 
     Args:
       row: columns by name.
-      where: location of the row, for error messages.
+      location: place of the row in the data, for error messages.
       columns: names of columns that options set.
 
     Raises:
       UserError: a column has the wrong type.
     """
-    texts = _parse_texts(row, where, columns.prompt)
+    texts = _parse_texts(row, location, columns.prompt)
     if texts is None:
         return None
     response = texts.response
@@ -55,7 +55,7 @@ def parse_open_row(row: Row, where: str, columns: Columns) -> Example | None:
     parsed_columns = {columns.prompt, "messages", "chosen", "rejected", "completion"}
     return Example(
         prompt=texts.prompt,
-        data_source=_require_text(data_source, where, "data_source"),
+        data_source=_require_text(data_source, location, "data_source"),
         ground_truth=parse_ground_truth(row.get(columns.ground_truth)),
         extra_info={name: value for name, value in row.items() if name not in parsed_columns},
         response=response,
@@ -63,76 +63,78 @@ def parse_open_row(row: Row, where: str, columns: Columns) -> Example | None:
     )
 
 
-def _parse_texts(row: Row, where: str, prompt_key: str) -> _Texts | None:
+def _parse_texts(row: Row, location: str, prompt_key: str) -> _Texts | None:
     """Return the texts of the first form that the row has; `None` if it has none of the forms."""
     if {"chosen", "rejected"} <= row.keys():
-        return _parse_preference(row, where, prompt_key)
+        return _parse_preference(row, location, prompt_key)
     if prompt_key in row:
-        prompt = parse_prompt(row[prompt_key], where, prompt_key)
-        return _Texts(prompt, _parse_response(row.get("completion"), where, "completion"))
+        prompt = parse_prompt(row[prompt_key], location, prompt_key)
+        return _Texts(prompt, _parse_response(row.get("completion"), location, "completion"))
     if row.get("messages") is not None:
-        return _Texts(*_split_last_answer(row["messages"], where, "messages"))
+        return _Texts(*_split_last_answer(row["messages"], location, "messages"))
     if "instruction" in row:
-        instruction = _parse_instruction(row, where)
-        return _Texts(instruction, _parse_response(row.get("output"), where, "output"))
+        instruction = _parse_instruction(row, location)
+        return _Texts(instruction, _parse_response(row.get("output"), location, "output"))
     for name in QUESTIONS:
         if name in row:
-            return _Texts(user_message(_require_text(row[name], where, name)))
+            return _Texts(user_message(_require_text(row[name], location, name)))
     return None
 
 
-def _parse_preference(row: Row, where: str, prompt_key: str) -> _Texts:
+def _parse_preference(row: Row, location: str, prompt_key: str) -> _Texts:
     if prompt_key in row:
-        prompt = parse_prompt(row[prompt_key], where, prompt_key)
-        chosen, rejected = (
-            _parse_response(row[name], where, name) for name in ("chosen", "rejected")
-        )
+        prompt = parse_prompt(row[prompt_key], location, prompt_key)
+        chosen = _parse_response(row["chosen"], location, "chosen")
+        rejected = _parse_response(row["rejected"], location, "rejected")
         if chosen is None or rejected is None:
-            raise UserError(f"{where}: chosen and rejected must both be set")
+            raise UserError(f"{location}: chosen and rejected must both be set")
         return _Texts(prompt, chosen, rejected)
-    (prompt, chosen), (other_prompt, rejected) = (
-        _split_last_answer(row[name], where, name) for name in ("chosen", "rejected")
-    )
+    prompt, chosen = _split_last_answer(row["chosen"], location, "chosen")
+    other_prompt, rejected = _split_last_answer(row["rejected"], location, "rejected")
     if chosen is None or rejected is None:
-        raise UserError(f"{where}: the last message of chosen and rejected must be the assistant's")
+        raise UserError(
+            f"{location}: the last message of chosen and rejected must be the assistant's"
+        )
     if prompt != other_prompt:
-        raise UserError(f"{where}: chosen and rejected must differ only in their last message")
+        raise UserError(f"{location}: chosen and rejected must differ only in their last message")
     return _Texts(prompt, chosen, rejected)
 
 
-def _parse_response(value: Any, where: str, name: str) -> str | None:
+def _parse_response(value: Any, location: str, name: str) -> str | None:
     """Return a response given as text, or as the only message of an assistant."""
     if value is None or isinstance(value, str):
         return value
-    messages = parse_prompt(value, where, name)
+    messages = parse_prompt(value, location, name)
     if isinstance(messages, str) or len(messages) != 1 or messages[0]["role"] != "assistant":
         raise UserError(
-            f"{where}: {name} must be text or one message of the assistant, got "
+            f"{location}: {name} must be text or one message of the assistant, got "
             f"{quote_value(value)}"
         )
     return messages[0]["content"]
 
 
-def _split_last_answer(value: Any, where: str, name: str) -> tuple[Messages, str | None]:
+def _split_last_answer(value: Any, location: str, name: str) -> tuple[Messages, str | None]:
     """Return the messages before a final one of the assistant, and the text of that one."""
-    messages = parse_prompt(value, where, name)
+    messages = parse_prompt(value, location, name)
     if isinstance(messages, str):
-        raise UserError(f"{where}: {name} must be a list of messages, got {quote_value(value)}")
+        raise UserError(f"{location}: {name} must be a list of messages, got {quote_value(value)}")
     if messages[-1]["role"] != "assistant":
         return messages, None
     if len(messages) == 1:
-        raise UserError(f"{where}: {name} has a message of the assistant but no prompt before it")
+        raise UserError(
+            f"{location}: {name} has a message of the assistant but no prompt before it"
+        )
     return messages[:-1], messages[-1]["content"]
 
 
-def _parse_instruction(row: Row, where: str) -> Messages:
-    text = _require_text(row["instruction"], where, "instruction")
+def _parse_instruction(row: Row, location: str) -> Messages:
+    text = _require_text(row["instruction"], location, "instruction")
     if row.get("input"):
-        text = f"{text}\n\n{_require_text(row['input'], where, 'input')}"
+        text = f"{text}\n\n{_require_text(row['input'], location, 'input')}"
     return user_message(text)
 
 
-def _require_text(value: Any, where: str, name: str) -> str:
+def _require_text(value: Any, location: str, name: str) -> str:
     if not isinstance(value, str):
-        raise UserError(f"{where}: {name} must be text, got {quote_value(value)}")
+        raise UserError(f"{location}: {name} must be text, got {quote_value(value)}")
     return value

@@ -57,10 +57,12 @@ class RowParser:
     system_prompt: str = ""
     template: str = ""
 
-    def parse(self, row: dict[str, Any], where: str) -> Example:
-        """Return the example of a row; `where` is its location for messages."""
-        example = row_formats.parse_row(row, where, self.columns, self.instruction)
-        [shaped] = prompt_shaping.shape_prompts([example], self.system_prompt, self.template, where)
+    def parse(self, row: dict[str, Any], location: str) -> Example:
+        """Return the example of a row; messages name its location."""
+        example = row_formats.parse_row(row, location, self.columns, self.instruction)
+        [shaped] = prompt_shaping.shape_prompts(
+            [example], self.system_prompt, self.template, location
+        )
         return shaped
 
 
@@ -366,12 +368,14 @@ def _write_part(part: _Part, folder: Path, identity: str) -> Path:
                     _job.parser.parse(columns, f"{part.path}, row {number}")
                     for number, columns in enumerate(used.to_pylist(), first + 1)
                 ]
-                where = f"{part.path}, from row {first + 1}"
+                location = f"{part.path}, from row {first + 1}"
                 try:
                     _job.validate(examples)
                 except UserError as error:
-                    raise UserError(f"{where}: {error}") from error
-                writer.write(used, list(encode_prompts(examples, _tokenizer, _job.encoding, where)))
+                    raise UserError(f"{location}: {error}") from error
+                writer.write(
+                    used, list(encode_prompts(examples, _tokenizer, _job.encoding, location))
+                )
         return cache_folder.publish(file, identity)
 
 

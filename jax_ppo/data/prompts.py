@@ -137,20 +137,20 @@ def encode_prompts(
     bound = None if truncates else LengthBound(tokenizer)
     for row, example in enumerate(examples, 1):
         # Every error names the example, counted from 1.
-        where = f"{name}, example {row}"
-        text, special = _render_example(example, tokenizer, encoding.chat_template, where)
+        location = f"{name}, example {row}"
+        text, special = _render_example(example, tokenizer, encoding.chat_template, location)
         certainly_exceeds = bound is not None and bound.certainly_exceeds(text, limit)
         ids: list[int] = []
         if not certainly_exceeds:
-            ids = _encode_rendered(tokenizer, text, special, where)
+            ids = _encode_rendered(tokenizer, text, special, location)
         # Too long: drop it, raise, or truncate, in this order of precedence.
         if certainly_exceeds or len(ids) > limit:
             if encoding.filter_overlong_prompts:
                 yield None
                 continue
             if certainly_exceeds:
-                raise _overlong_error(f"more than {limit}", limit, where)
-            ids = _truncate(ids, limit, encoding.truncation, where)
+                raise _overlong_error(f"more than {limit}", limit, location)
+            ids = _truncate(ids, limit, encoding.truncation, location)
         yield np.asarray(ids, np.int32)
 
 
@@ -173,7 +173,7 @@ def report_dropped(dropped: int, total: int, max_prompt_length: int, name: str) 
 
 
 def _render_example(
-    example: Example, tokenizer: "PreTrainedTokenizerBase", chat_template: bool, where: str
+    example: Example, tokenizer: "PreTrainedTokenizerBase", chat_template: bool, location: str
 ) -> tuple[str, bool]:
     """Return the text of a prompt, and whether the tokenizer adds its special tokens to it."""
     if isinstance(example.prompt, str):
@@ -182,29 +182,29 @@ def _render_example(
         texts = [message["content"] for message in example.prompt]
     # Checked before rendering, since a chat template renders an empty prompt as text.
     if not any(text.strip() for text in texts):
-        raise UserError(f"{where}: the prompt is empty")
+        raise UserError(f"{location}: the prompt is empty")
     try:
         return render_prompt(tokenizer, example.prompt, chat_template)
     except Exception as error:
         raise UserError(
-            f"{where}: the prompt cannot be encoded (config.data.chat_template={chat_template}): "
-            f"{error}"
+            f"{location}: the prompt cannot be encoded "
+            f"(config.data.chat_template={chat_template}): {error}"
         ) from error
 
 
 def _encode_rendered(
-    tokenizer: "PreTrainedTokenizerBase", text: str, special: bool, where: str
+    tokenizer: "PreTrainedTokenizerBase", text: str, special: bool, location: str
 ) -> list[int]:
     try:
         ids = encode_text(tokenizer, text, special)
     except Exception as error:
-        raise UserError(f"{where}: the prompt cannot be encoded: {error}") from error
+        raise UserError(f"{location}: the prompt cannot be encoded: {error}") from error
     if not ids:
-        raise UserError(f"{where}: the prompt has no tokens: {text[:80]!r}")
+        raise UserError(f"{location}: the prompt has no tokens: {text[:80]!r}")
     return ids
 
 
-def _truncate(ids: list[int], width: int, truncation: str, where: str) -> list[int]:
+def _truncate(ids: list[int], width: int, truncation: str, location: str) -> list[int]:
     if truncation == "left":
         return ids[-width:]
     if truncation == "right":
@@ -213,12 +213,12 @@ def _truncate(ids: list[int], width: int, truncation: str, where: str) -> list[i
         # `first - width` is negative: it counts the tokens at the end.
         first = width // 2
         return ids[:first] + ids[first - width :]
-    raise _overlong_error(str(len(ids)), width, where)
+    raise _overlong_error(str(len(ids)), width, location)
 
 
-def _overlong_error(count: str, width: int, where: str) -> UserError:
+def _overlong_error(count: str, width: int, location: str) -> UserError:
     return UserError(
-        f"{where}: the prompt has {count} tokens, and config.data.max_prompt_length={width}. "
+        f"{location}: the prompt has {count} tokens, and config.data.max_prompt_length={width}. "
         "Set that higher, config.data.filter_overlong_prompts=True to drop such prompts, or "
         "config.data.truncation to left, right or middle to truncate them"
     )

@@ -41,7 +41,7 @@ Row = dict[str, Any]
 
 def parse_row(
     row: Row,
-    where: str,
+    location: str,
     columns: Columns | None = None,
     instruction: str = "",
 ) -> Example:
@@ -50,7 +50,7 @@ def parse_row(
     Args:
       row: columns by name. If several formats match, verl takes precedence over GSM8K, GSM8K over
         HH-RLHF, and HH-RLHF over the others.
-      where: location of the row, for error messages.
+      location: place of the row in the data, for error messages.
       columns: names of columns that options set; `None`: the defaults.
       instruction: text added to the question in GSM8K's and MATH's format, after a space.
 
@@ -61,23 +61,23 @@ def parse_row(
     prompt_key = columns.prompt
     # The most specific set of columns comes first.
     if {"data_source", prompt_key, "reward_model"} <= row.keys():
-        return _parse_verl_row(row, where, prompt_key, columns.response)
+        return _parse_verl_row(row, location, prompt_key, columns.response)
     # If `data.ground_truth_key` names a column of the row, the answer is there instead.
     if {"question", "answer"} <= row.keys() and columns.ground_truth not in row:
-        return _parse_gsm8k_row(row, where, instruction)
+        return _parse_gsm8k_row(row, location, instruction)
     if {"problem", "solution"} <= row.keys() and columns.ground_truth not in row:
-        return _parse_math_row(row, where, instruction)
+        return _parse_math_row(row, location, instruction)
     is_transcript = isinstance(row.get("chosen"), str) and prompt_key not in row
     if {"chosen", "rejected"} <= row.keys() and is_transcript:
-        return _parse_hh_rlhf_row(row, where)
+        return _parse_hh_rlhf_row(row, location)
     # verl's form without the prompt is a mistake, even if another column could be the prompt.
     lacks_prompt = {"data_source", "reward_model"} <= row.keys()
     if not lacks_prompt:
-        example = open_rows.parse_open_row(row, where, columns)
+        example = open_rows.parse_open_row(row, location, columns)
         if example is not None:
             return example
     names = ", ".join(map(str, row)) or "(none)"
-    message = f"{where}: found the columns {names}; {FORMS.format(prompt=prompt_key)}"
+    message = f"{location}: found the columns {names}; {FORMS.format(prompt=prompt_key)}"
     # The option that names the prompt's column is probably wrong.
     if lacks_prompt:
         raise UserError(
@@ -102,18 +102,18 @@ def to_plain_python(value: Any) -> Any:
     return value
 
 
-def _parse_gsm8k_row(row: Row, where: str, instruction: str) -> Example:
+def _parse_gsm8k_row(row: Row, location: str, instruction: str) -> Example:
     question = row["question"]
     answer = row["answer"]
     if not isinstance(question, str) or not isinstance(answer, str):
         raise UserError(
-            f"{where}: question and answer must be text, got {type(question).__name__} and "
+            f"{location}: question and answer must be text, got {type(question).__name__} and "
             f"{type(answer).__name__}"
         )
     # The last match counts: a worked solution may contain the pattern earlier.
     gold_answers = _GOLD.findall(answer)
     if not gold_answers:
-        raise UserError(f"{where}: the answer has no `#### N` (it ends in {answer[-60:]!r})")
+        raise UserError(f"{location}: the answer has no `#### N` (it ends in {answer[-60:]!r})")
     return Example(
         prompt=user_message(_add_instruction(question, instruction)),
         data_source=GSM8K,
@@ -123,13 +123,13 @@ def _parse_gsm8k_row(row: Row, where: str, instruction: str) -> Example:
     )
 
 
-def _parse_math_row(row: Row, where: str, instruction: str) -> Example:
+def _parse_math_row(row: Row, location: str, instruction: str) -> Example:
     problem = row["problem"]
     solution = row["solution"]
     data_source = row.get("data_source") or MATH
     for name, value in (("problem", problem), ("solution", solution), ("data_source", data_source)):
         if not isinstance(value, str):
-            raise UserError(f"{where}: {name} must be text, got {quote_value(value)}")
+            raise UserError(f"{location}: {name} must be text, got {quote_value(value)}")
     ground_truth = row.get("answer")
     if not isinstance(ground_truth, str):
         # The rule extracts the boxed answer from the solution.
@@ -149,12 +149,12 @@ def _add_instruction(question: str, instruction: str) -> str:
     return f"{question} {instruction}"
 
 
-def _parse_hh_rlhf_row(row: Row, where: str) -> Example:
+def _parse_hh_rlhf_row(row: Row, location: str) -> Example:
     chosen = row["chosen"]
     rejected = row["rejected"]
     if not isinstance(chosen, str) or not isinstance(rejected, str):
         raise UserError(
-            f"{where}: chosen and rejected must be text, got {type(chosen).__name__} and "
+            f"{location}: chosen and rejected must be text, got {type(chosen).__name__} and "
             f"{type(rejected).__name__}"
         )
     # The answers may begin with the same words, so the prompt ends at the last shared turn.
@@ -162,7 +162,8 @@ def _parse_hh_rlhf_row(row: Row, where: str) -> Example:
     last_turn = shared.rfind(ASSISTANT)
     if last_turn < 0:
         raise UserError(
-            f"{where}: chosen and rejected do not begin with the same dialogue up to {ASSISTANT!r}"
+            f"{location}: chosen and rejected do not begin with the same dialogue up to "
+            f"{ASSISTANT!r}"
         )
     prompt_end = last_turn + len(ASSISTANT)
     return Example(
@@ -173,31 +174,31 @@ def _parse_hh_rlhf_row(row: Row, where: str) -> Example:
     )
 
 
-def _parse_verl_row(row: Row, where: str, prompt_key: str, response_key: str) -> Example:
+def _parse_verl_row(row: Row, location: str, prompt_key: str, response_key: str) -> Example:
     data_source = row["data_source"]
     reward_model = row["reward_model"]
     extra_info = row.get("extra_info")
     if not isinstance(reward_model, dict):
         raise UserError(
-            f"{where}: reward_model must have style and ground_truth, got "
+            f"{location}: reward_model must have style and ground_truth, got "
             f"{quote_value(reward_model)}"
         )
     if not isinstance(data_source, str):
-        raise UserError(f"{where}: data_source must be text, got {quote_value(data_source)}")
+        raise UserError(f"{location}: data_source must be text, got {quote_value(data_source)}")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise UserError(
-            f"{where}: extra_info must contain named values, got {quote_value(extra_info)}"
+            f"{location}: extra_info must contain named values, got {quote_value(extra_info)}"
         )
     return Example(
-        prompt=parse_prompt(row[prompt_key], where, prompt_key),
+        prompt=parse_prompt(row[prompt_key], location, prompt_key),
         data_source=data_source,
         ground_truth=parse_ground_truth(reward_model.get("ground_truth")),
         extra_info=extra_info or {},
-        response=_find_response(row, extra_info or {}, where, response_key),
+        response=_find_response(row, extra_info or {}, location, response_key),
     )
 
 
-def _find_response(row: Row, extra_info: Row, where: str, response_key: str) -> str | None:
+def _find_response(row: Row, extra_info: Row, location: str, response_key: str) -> str | None:
     """Return the response in a row of verl's format, or None if it has none."""
     response = row.get(response_key)
     if response is None:
@@ -208,6 +209,6 @@ def _find_response(row: Row, extra_info: Row, where: str, response_key: str) -> 
     if response_key == _DEFAULT_RESPONSE_KEY:
         return None
     raise UserError(
-        f"{where}: config.supervised.response_key={response_key!r} must name text, got "
+        f"{location}: config.supervised.response_key={response_key!r} must name text, got "
         f"{type(response).__name__}"
     )

@@ -144,8 +144,8 @@ def _load_source(
     else:
         located_rows = _read_file_rows(source, option)
     examples = [
-        row_formats.parse_row(row, where, columns=columns, instruction=instruction)
-        for where, row in located_rows
+        row_formats.parse_row(row, location, columns=columns, instruction=instruction)
+        for location, row in located_rows
     ]
     # An empty source is a mistake, even if others have rows.
     if not examples:

@@ -97,7 +97,7 @@ def _download_tokenizer(path: str, option: str) -> Path:
             f"{option}={path!r}: there is no such folder (looked from {Path.cwd()})."
             f"{did_you_mean(Path(path).name, siblings)}"
         )
-    return hub.download_snapshot(path, _DOWNLOADED_FILES, option)[0]
+    return hub.download_snapshot(path, _DOWNLOADED_FILES, option).folder
 
 
 def train_tokenizer(

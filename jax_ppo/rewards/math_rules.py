@@ -72,8 +72,6 @@ def _are_equal(answer: str, ground_truth: str) -> bool:
             "the rule `math` needs the package math-verify: pip install 'jax_ppo[math]'"
         ) from error
     # math-verify's own time limits use signals; the worker pool limits the time instead.
-    gold, parsed = (
-        math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=None)
-        for text in (ground_truth, answer)
-    )
+    gold = math_verify.parse(f"\\boxed{{{ground_truth}}}", parsing_timeout=None)
+    parsed = math_verify.parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
     return bool(math_verify.verify(gold, parsed, timeout_seconds=None))

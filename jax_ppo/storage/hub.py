@@ -35,6 +35,18 @@ class _Request(TypedDict):
     ignore_patterns: list[str]
 
 
+class Snapshot(NamedTuple):
+    """A downloaded repository.
+
+    Attributes:
+      folder: its folder in the hub's cache.
+      names: the names of all files of the repository; without a network, of the cached files.
+    """
+
+    folder: Path
+    names: list[str]
+
+
 class HubError(UserError):
     """A repository could not be obtained from the hub.
 
@@ -55,7 +67,7 @@ def download_snapshot(
     *,
     repo_type: str = "model",
     ignore: Sequence[str] = (),
-) -> tuple[Path, list[str]]:
+) -> Snapshot:
     """Download the matching files of a repository to the hub's cache.
 
     The hub is first queried once, with a time limit and without retries, before anything that
@@ -70,8 +82,7 @@ def download_snapshot(
       ignore: patterns of matching files to leave out.
 
     Returns:
-      The folder in the cache, and the names of all files of the repository. Without a network these
-      are the names of the cached files; at least one matches.
+      The repository; without a network at least one cached file matches.
 
     Raises:
       HubError: the repository is gated, it or the revision does not exist, the name is invalid, a
@@ -107,7 +118,8 @@ def download_snapshot(
         if not reason:
             reason = f"downloading it from {api.endpoint} failed ({_format_error(error)})"
         raise _unavailable_error(repo_id, request, option, reason) from error
-    return Path(folder), [file.rfilename for file in getattr(info, "siblings", None) or ()]
+    names = [file.rfilename for file in getattr(info, "siblings", None) or ()]
+    return Snapshot(folder=Path(folder), names=names)
 
 
 def _import_hub(repo_id: str, request: _Request, option: str) -> ModuleType:
@@ -158,7 +170,7 @@ def _explain_refusal(error: Exception, endpoint: str, repo_id: str, request: _Re
     return ""
 
 
-def _find_in_cache(repo_id: str, request: _Request) -> tuple[Path, list[str]] | None:
+def _find_in_cache(repo_id: str, request: _Request) -> Snapshot | None:
     """Return what `download_snapshot` does from the cache alone; `None` if nothing matches."""
     import huggingface_hub
     from huggingface_hub.utils import filter_repo_objects
@@ -175,7 +187,7 @@ def _find_in_cache(repo_id: str, request: _Request) -> tuple[Path, list[str]] | 
     )
     if not any(matches):
         return None
-    return folder, names
+    return Snapshot(folder=folder, names=names)
 
 
 def _format_error(error: Exception) -> str:

@@ -303,11 +303,18 @@ def watch(name: str, namespace: str) -> int:
     """Follow process 0 through restarts; return 0 if the run completed, else 1."""
     selector = f"jobset.sigs.k8s.io/jobset-name={name}"
     selector += ",jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0"
-    where = f"--namespace={namespace}"
+    namespace_option = f"--namespace={namespace}"
     while True:
-        logs = ["kubectl", "logs", where, f"--selector={selector}", "--follow", "--tail=100"]
+        logs = [
+            "kubectl",
+            "logs",
+            namespace_option,
+            f"--selector={selector}",
+            "--follow",
+            "--tail=100",
+        ]
         subprocess.run(logs)
-        get = ["kubectl", "get", "jobset", name, where, "--output=json"]
+        get = ["kubectl", "get", "jobset", name, namespace_option, "--output=json"]
         jobset = subprocess.run(get, stdout=subprocess.PIPE, text=True)
         if jobset.returncode != 0:
             return jobset.returncode
@@ -324,9 +331,9 @@ def watch(name: str, namespace: str) -> int:
 
 def stop(name: str, namespace: str) -> int:
     """Delete the JobSet and wait until its processes have saved and ended."""
-    where = f"--namespace={namespace}"
+    namespace_option = f"--namespace={namespace}"
     return subprocess.run(
-        ["kubectl", "delete", "jobset", name, where, "--cascade=foreground"]
+        ["kubectl", "delete", "jobset", name, namespace_option, "--cascade=foreground"]
     ).returncode
 
 
