@@ -149,6 +149,12 @@ def parse() -> argparse.Namespace:
         "--search-turns", type=int, default=2, help="steps per micro-batch size, after a warm-up"
     )
     parser.add_argument(
+        "--sizes-from",
+        type=Path,
+        metavar="RESULT",
+        help="result file of an earlier run at this shape; its peers are not searched again",
+    )
+    parser.add_argument(
         "--micro-batch",
         type=int,
         metavar="ROWS",
@@ -231,6 +237,10 @@ def search_micro_batches(side: str, settings: dict, args: argparse.Namespace) ->
       `chosen`, the size of each setting, and `tried`, milliseconds per token by phase of each size.
     """
     names = MICRO_BATCH_SETTINGS[side]
+    if args.sizes_from:
+        earlier = json.loads(args.sizes_from.read_text())["search"]
+        if side in earlier:
+            return earlier[side]
     if args.micro_batch:
         return {"chosen": dict.fromkeys(names, args.micro_batch), "tried": []}
     sizes = [rows for rows in SEARCHED_ROWS[side] if rows <= settings["samples"]]
