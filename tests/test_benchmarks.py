@@ -1,5 +1,7 @@
 """The benchmarks' shared code, and the benchmark for accelerators on a machine without one."""
 
+import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -87,7 +89,7 @@ def test_a_split_that_does_not_add_up_is_reported(harness, capsys):
     assert ppo_step.report_splits({"torch": same_speed}) == 0
 
 
-def test_the_search_combines_the_best_size_of_each_setting(harness, monkeypatch):
+def test_the_search_combines_the_best_size_of_each_setting(harness, monkeypatch, tmp_path):
     import ppo_step
 
     # Milliseconds per token by rows: training is fastest with 8, the rest of TRL's step with 16.
@@ -99,11 +101,53 @@ def test_the_search_combines_the_best_size_of_each_setting(harness, monkeypatch)
         return {"milliseconds_per_token": sum(phases.values()), "phases": phases}
 
     monkeypatch.setattr(ppo_step, "measure_candidate", measure_candidate)
-    args = type("Args", (), {"micro_batch": None, "search_turns": 1})
+    args = argparse.Namespace(micro_batch=None, sizes_from=None, search_turns=1)
     settings = {"samples": 32, "equal_lengths": True}
     search = ppo_step.search_micro_batches("trl", settings, args)
     assert search["chosen"] == {"train_rows": 8, "forward_rows": 16}
     assert len(search["tried"]) == 4
+
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text(json.dumps({"search": {"torch": {"chosen": {"train_rows": 2}}}}))
+    args.sizes_from = earlier
+    assert ppo_step.search_micro_batches("torch", settings, args)["chosen"] == {"train_rows": 2}
+    assert ppo_step.search_micro_batches("trl", settings, args) == search
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("benchmark", ["ppo_step", "decode", "time_to_reward"])
+def test_our_side_of_a_benchmark_takes_a_turn(harness, monkeypatch, tmp_path, benchmark):
+    """Our workers use the package's parts, which change; peers are not installed here."""
+    monkeypatch.setenv("ADDITION_MAX_STEPS", "1")
+    folder = tmp_path / "worker"
+    folder.mkdir()
+    if benchmark == "ppo_step":
+        import ppo_step
+
+        args = argparse.Namespace(
+            lengths="forced", reward="model", response=4, samples=4, sides=["ours"], set=[]
+        )
+        worker = ppo_step.start_worker("ours", ppo_step.make_settings(args, folder), args, {})
+        phases = worker.turn(split=True)["phases"]
+        assert phases["rollout"] > 0 and phases["update"] > 0
+    elif benchmark == "decode":
+        import decode
+        import workload
+
+        case = decode.Case(prompts=4, rows=2, response=4)
+        model = workload.make_model(folder / "model", case.chance)
+        settings = dataclasses.asdict(case) | {"model": str(model), "prompt": decode.PROMPT}
+        worker = harness.Worker("ours", "ours_decode.py", settings | {"side": "ours"})
+        assert worker.turn()["tokens"] == 16
+    else:
+        import addition
+        import time_to_reward
+
+        if not addition.FOLDER.is_dir():
+            pytest.skip(f"{addition.FOLDER} is missing")
+        (worker,) = time_to_reward.start_workers(["ours, shared trunk"], sys.executable)
+        assert worker.turn()["steps"] == addition.EVAL_EVERY
+    worker.close()
 
 
 @pytest.mark.slow

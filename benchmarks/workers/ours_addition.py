@@ -122,7 +122,7 @@ class Training:
         scores = scoring.score_rollout(
             scoring.ScoringOptions.from_config(config), run.nets, state, sequences, *plans.scoring
         )
-        rewarded, _ = run.rules.score(batch, rollout)
+        rewarded = run.rules.score(batch, rollout)
         experience, _ = estimate_experience(
             ExperienceOptions.from_config(config),
             state.step,
@@ -153,6 +153,7 @@ class Training:
 
 def reach_target(config: schema.Config) -> dict:
     """Run once; `warm_up_seconds` covers the first calls, which compile."""
+    jax.clear_caches()  # programs of an earlier turn
     mesh = meshes.make_mesh(config.mesh)
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as workdir:
         run = set_up_run(config, Path(workdir), mesh, console.print_on_main)
