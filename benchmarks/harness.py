@@ -110,6 +110,7 @@ class Worker:
         """End the worker and wait for it."""
         self._process.stdin.close()
         self._process.wait(timeout=60)
+        self._process.stdout.close()
 
     def _answer(self) -> dict:
         line = self._process.stdout.readline()
