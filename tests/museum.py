@@ -1462,8 +1462,8 @@ UPDATES = [
         ),
         holds="the gradient of the whole mini-batch is clipped",
         test=f"{TEST_UPDATE}::test_micro_batches_and_packing_do_not_change_the_gradient",
-        where="Role.gradients",
-        old="add_gradients(gradient_sum, gradients, sum_key)",
+        where="add_gradients",
+        old="jax.tree.map(jnp.add, widen(gradient_sum), gradients)",
         new="jax.tree.map(lambda t, g: t + jnp.clip(g, -0.001, 0.001), gradient_sum, gradients)",
     ),
     Exhibit(

@@ -37,6 +37,7 @@ from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.blocks import MODULES
 from jax_ppo.models.cache import LayerCache, num_columns
+from jax_ppo.models.gradient_sums import GRADIENT_SUM, scan_layers
 from jax_ppo.models.layers import (
     ATTENTION_OUTPUT,
     Auxiliary,
@@ -170,6 +171,8 @@ class Transformer(nn.Module):
             # Parameters are created by the plain loop.
             in_stages = num_stages() > 1 and not self.is_initializing()
             run_layers = self._staged_layers if in_stages else self._scanned_layers
+            if self.has_variable("params", GRADIENT_SUM):
+                run_layers = self._summing_layers
             x, auxiliary = run_layers(x, positions_BxT, segments_BxT, routed_experts)
             new_cache = None
         norm = MODULES[a.block].norm(a, name="norm")
@@ -216,6 +219,33 @@ class Transformer(nn.Module):
         x, output = layers(x, self._kind_of_each(), rotations, segments_BxT, routed_LxBxTxk)
         return x, output.auxiliary
 
+    def _summing_layers(
+        self,
+        x: jax.Array,
+        positions_BxT: jax.Array,
+        segments_BxT: jax.Array | None,
+        routed_experts_BxTxLxk: jax.Array | None,
+    ) -> tuple[jax.Array, Auxiliary]:
+        """Run all layers as `_scanned_layers` does; going backward, add to a sum of gradients."""
+        kind = self._kind_of_all()
+        num_layers = self.architecture.num_layers
+        layer_class = self._layer_class(prevent_cse=not _is_loop(num_layers))
+        # A module of its own, without a name in this one: it gets its parameters in the loop.
+        layer = layer_class(**self._layer_options(), keep_cache=False, kind=kind, parent=None)
+        rotations = self._rotations(positions_BxT, positions_BxT.shape[1] * num_row_parts())
+
+        def run_layer(params: Params, x: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
+            kind, routed = inputs
+            return layer.apply({"params": params}, x, kind, rotations, segments_BxT, routed)
+
+        inputs = (self._kind_of_each(), _layers_first(routed_experts_BxTxLxk))
+        layers: Any = self.get_variable("params", "layers")
+        gradient_sum: Any = self.get_variable("params", GRADIENT_SUM)
+        x, output = scan_layers(
+            run_layer, layers, x, inputs, gradient_sum, unroll=_layers_per_iteration(num_layers)
+        )
+        return x, output.auxiliary
+
     def _staged_layers(
         self,
         x: jax.Array,
@@ -247,12 +277,8 @@ class Transformer(nn.Module):
 
     def _layer_stack(self, num_layers: int, **options: Any) -> Any:
         """Return layers with stacked parameters, run one after the other."""
-        kinds = set(layer_kinds(self.architecture))
-        in_loop = num_layers > MAX_UNROLLED_LAYERS
-        # With layers of one kind it is a constant of the program, and no branch is compiled.
-        all_alike = len(kinds) == 1
-        # Inside a loop XLA cannot merge the second computation with the first.
-        layer = self._layer_class(prevent_cse=not in_loop)
+        kind = self._kind_of_all()
+        layer = self._layer_class(prevent_cse=not _is_loop(num_layers))
         stack = nn.scan(
             layer,
             variable_axes={"params": 0},
@@ -260,18 +286,22 @@ class Transformer(nn.Module):
             length=num_layers,
             # One kind per layer, or none; rotations and segments are the same for all layers.
             # Recorded experts, if there are any, are a layer's own.
-            in_axes=(nn.broadcast if all_alike else 0, nn.broadcast, nn.broadcast, 0),
-            unroll=1 if in_loop else num_layers,
+            in_axes=(0 if kind is None else nn.broadcast, nn.broadcast, nn.broadcast, 0),
+            unroll=_layers_per_iteration(num_layers),
         )
-        kind = next(iter(kinds)) if all_alike else None
         return stack(**self._layer_options(), keep_cache=False, kind=kind, **options)
+
+    def _kind_of_all(self) -> LayerKind | None:
+        """Return the kind of all layers; `None` if they differ."""
+        # With layers of one kind it is a constant of the program, and no branch is compiled.
+        kinds = set(layer_kinds(self.architecture))
+        return next(iter(kinds)) if len(kinds) == 1 else None
 
     def _kind_of_each(self) -> LayerKind | None:
         """Return the kinds of all layers, [L]; `None` if they are alike."""
-        kinds = layer_kinds(self.architecture)
-        if len(set(kinds)) == 1:
+        if self._kind_of_all() is not None:
             return None
-        return LayerKind(*map(jnp.array, zip(*kinds, strict=True)))
+        return LayerKind(*map(jnp.array, zip(*layer_kinds(self.architecture), strict=True)))
 
     def _unrolled_layers(
         self,
@@ -300,6 +330,18 @@ class Transformer(nn.Module):
             # Stacked below, to the same form that a scan returns.
             auxiliary.append(output.auxiliary)
         return x, tuple(new_cache), jax.tree.map(lambda *x: jnp.stack(x), *auxiliary)
+
+
+def _is_loop(num_layers: int) -> bool:
+    """Return whether stacked layers run as a loop, rather than each as code of its own.
+
+    Inside a loop XLA cannot merge the second computation of a layer with the first.
+    """
+    return num_layers > MAX_UNROLLED_LAYERS
+
+
+def _layers_per_iteration(num_layers: int) -> int:
+    return 1 if _is_loop(num_layers) else num_layers
 
 
 def _layers_first(routed_experts_BxTxLxk: jax.Array | None) -> jax.Array | None:

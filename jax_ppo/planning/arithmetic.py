@@ -164,9 +164,11 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
     shape = batches.packing.sample.shape[2:]
     tokens = _device_tokens(step, shape)
     schedule = schedule_rows(mesh, shape[0])
-    # The gradients of a micro-batch; those outside the layers are added to the sum at once. Stages
-    # also have those of a tick.
-    gradients = bytes_per_device(role.trained["layers"]) * min(schedule.stages, 2)
+    # Gradients are added to the sum as they are computed (training/gradients.py), except in stages,
+    # which have those of a micro-batch and those of a tick, and for adapters.
+    gradients = 0
+    if schedule.stages > 1 or role.net.lora is not None:
+        gradients = bytes_per_device(role.trained["layers"]) * min(schedule.stages, 2)
     # Of each layer, all outputs are saved, or its input alone if it is computed again; in stages,
     # for a device's part of the layers in each tick.
     saved_per_layer = _layer_bytes(role, tokens, mesh)

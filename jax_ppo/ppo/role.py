@@ -20,9 +20,10 @@ from jax_ppo.ppo.loss_metrics import Metric
 from jax_ppo.ppo.objectives import ActorContext, Metrics, Weights
 from jax_ppo.runtime.sharding import constrain_rows
 from jax_ppo.training import packing
+from jax_ppo.training.gradients import add_gradient
 from jax_ppo.training.networks import full_parameters
 from jax_ppo.training.optimizer import descend, make_optimizer, rounding_keys
-from jax_ppo.training.stochastic_rounding import add_gradients, zero_gradients
+from jax_ppo.training.stochastic_rounding import zero_gradients
 from jax_ppo.types import Experience, MiniBatches, Params
 
 # Parameters, optimizer state, and whether the policy is still within `target_kl`.
@@ -178,14 +179,16 @@ class Role:
                 all_params = full_parameters(self.net, learned, self.base)
                 return self.objective(all_params, context, rows, experience, weights)
 
-            gradients, metrics = jax.grad(objective, has_aux=True)(params)
             gradient_sum, totals = carry
+            sum_key = None if key is None else jax.random.fold_in(key, i)
+            gradient_sum, metrics = add_gradient(
+                objective, params, gradient_sum, sum_key, trains_layers=self.net.lora is None
+            )
             totals = {
                 name: metric.combine(totals[name], metrics[name])
                 for name, metric in self.metrics.items()
             }
-            sum_key = None if key is None else jax.random.fold_in(key, i)
-            return add_gradients(gradient_sum, gradients, sum_key), totals
+            return gradient_sum, totals
 
         zeros = zero_gradients(params, self.optim.gradient_dtype)
         start = {name: jnp.float32(metric.start) for name, metric in self.metrics.items()}

@@ -19,9 +19,10 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.sharding import TRAIN_RULES, constrain_rows, constrain_tree
 from jax_ppo.training import forward
 from jax_ppo.training import packing as packing_lib
+from jax_ppo.training.gradients import add_gradient
 from jax_ppo.training.optimizer import descend, learning_rate, make_optimizer, rounding_keys
 from jax_ppo.training.packing import Rows
-from jax_ppo.training.stochastic_rounding import add_gradients, zero_gradients
+from jax_ppo.training.stochastic_rounding import zero_gradients
 from jax_ppo.types import Packing, Params, Sequences
 
 Metrics = dict[str, jax.Array]
@@ -219,14 +220,11 @@ def gradients(
             return means["loss"] + options.router_aux_loss_coef * router_loss, means
 
         gradient_sum, mean_sums = carry
-        grads, means = jax.grad(loss, has_aux=True)(params)
         sum_key = key
         if key is not None:
             sum_key = jax.random.fold_in(key, i)
-        return (
-            add_gradients(gradient_sum, grads, sum_key),
-            jax.tree.map(jnp.add, mean_sums, means),
-        )
+        gradient_sum, means = add_gradient(loss, params, gradient_sum, sum_key)
+        return gradient_sum, jax.tree.map(jnp.add, mean_sums, means)
 
     zeros = (
         zero_gradients(params, options.optim.gradient_dtype),

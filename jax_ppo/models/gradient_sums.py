@@ -1,0 +1,121 @@
+"""A loop over layers whose backward pass adds each layer's gradient to a sum.
+
+The gradient of an ordinary loop is a tree of its own, beside the sum over micro-batches that it is
+added to afterwards. Here the backward loop carries the sum and adds to it in place.
+
+A backward loop carries the cotangents of what the forward loop carries. The forward loop therefore
+carries a `slot` of the sum's shapes, which nothing reads, so that no memory is reserved for it. Its
+cotangent starts as the sum so far, and each layer adds its gradient on the way back: the "gradient"
+by the slot is the new sum.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ppo.types import Params
+
+# The entry of a decoder's parameters, beside `layers`, that makes its loop over layers this one.
+GRADIENT_SUM = "gradient_sum"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GradientSum:
+    """The sum that the gradients of stacked layers are added to.
+
+    Attributes:
+      slot: zeros like `total`; the gradient of a loss by them is the new sum.
+      total: the sum of earlier micro-batches, a tree like the layers.
+      key: random key of the micro-batch, for `add`.
+      add: of (a layer's part of the sum, its gradient, a key); returns the new part.
+    """
+
+    slot: Params
+    total: Params
+    key: jax.Array | None
+    add: Callable[[Any, Any, jax.Array | None], Any] = dataclasses.field(metadata={"static": True})
+
+
+def scan_layers(
+    run_layer: Callable[[Params, jax.Array, Any], tuple[jax.Array, Any]],
+    layers: Params,
+    x: jax.Array,
+    inputs: Any,
+    gradient_sum: GradientSum,
+    unroll: int,
+) -> tuple[jax.Array, Any]:
+    """Run layers one after the other; the loss is differentiated by `gradient_sum.slot`.
+
+    Args:
+      run_layer: of (a layer's parameters, hidden states, its inputs); returns hidden states and
+        further outputs.
+      layers: stacked parameters, [L, ...].
+      x: hidden states, the input of the first layer.
+      inputs: what each layer has of its own, [L, ...].
+      gradient_sum: what the layers' gradients are added to.
+      unroll: layers per iteration of the loop.
+
+    Returns:
+      Hidden states, and the further outputs of all layers, [L, ...].
+    """
+
+    def step(carry: tuple[jax.Array, Params], of_layer: Any) -> tuple[Any, Any]:
+        x, slot = carry
+        i, layer, own_inputs = of_layer
+        layer, slot = _add_on_the_way_back(gradient_sum.add, layer, slot, i, gradient_sum.key)
+        x, output = run_layer(layer, x, own_inputs)
+        return (x, slot), output
+
+    numbers = jnp.arange(len(jax.tree.leaves(layers)[0]))
+    (x, slot), outputs = jax.lax.scan(
+        step, (x, gradient_sum.slot), (numbers, layers, inputs), unroll=unroll
+    )
+    return _start_on_the_way_back(x, slot, gradient_sum.total), outputs
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _add_on_the_way_back(
+    add: Callable[..., Any], layer: Params, slot: Params, i: jax.Array, key: jax.Array | None
+) -> tuple[Params, Params]:
+    """Return layer and slot; the layer's gradient is added to part i of the slot's cotangent."""
+    return layer, slot
+
+
+def _keep_place(
+    add: Callable[..., Any], layer: Params, slot: Params, i: jax.Array, key: jax.Array | None
+) -> tuple[tuple[Params, Params], tuple[jax.Array, jax.Array | None]]:
+    return (layer, slot), (i, key)
+
+
+def _add_gradient(
+    add: Callable[..., Any],
+    place: tuple[jax.Array, jax.Array | None],
+    cotangents: tuple[Params, Params],
+) -> tuple[None, Params, None, None]:
+    i, key = place
+    gradient, total = cotangents
+    part = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), total)
+    part = add(part, gradient, None if key is None else jax.random.fold_in(key, i))
+    total = jax.tree.map(
+        lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, i, axis=0), total, part
+    )
+    return None, total, None, None
+
+
+_add_on_the_way_back.defvjp(_keep_place, _add_gradient)
+
+
+@jax.custom_vjp
+def _start_on_the_way_back(x: jax.Array, slot: Params, total: Params) -> jax.Array:
+    """Return x; the slot's cotangent is `total`."""
+    return x
+
+
+_start_on_the_way_back.defvjp(
+    lambda x, slot, total: (x, total), lambda total, x_grad: (x_grad, total, None)
+)
