@@ -57,10 +57,7 @@ def estimate_experience(
     algorithm = options.algorithm
     moments = control.moments
     masks = select_tokens(algorithm, sequences)
-    # Without a scoring pass of the policy, the sampler's log-probs serve as the old ones.
-    old_logprobs = sampled_logprobs
-    if scores.old_logprobs is not None:
-        old_logprobs = scores.old_logprobs
+    old_logprobs = select_old_logprobs(scores, sampled_logprobs)
 
     # Running moments include this rollout before they normalize it.
     reward_moments = reward_shaping.update_reward_moments(
@@ -108,6 +105,13 @@ def estimate_experience(
         ),
     )
     return experience, metrics | kl_metrics | advantage_metrics | weight_metrics
+
+
+def select_old_logprobs(scores: Scores, sampled_logprobs: Tokens) -> Tokens:
+    """Return the log-probs that ratios divide by; without a scoring pass, the sampler's."""
+    if scores.old_logprobs is None:
+        return sampled_logprobs
+    return scores.old_logprobs
 
 
 def select_tokens(algorithm: Algorithm, sequences: Sequences) -> Masks:

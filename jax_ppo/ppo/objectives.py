@@ -36,8 +36,8 @@ class ActorLossOptions:
     Attributes:
       actor: the section of the config.
       temperature: divides the logits, as in sampling.
-      is_on_policy: the log-probs being differentiated are also the old ones. This is the case if
-        the rollout gets one optimizer step and its log-probs were not computed again.
+      is_on_policy: whether the log-probs being differentiated are also the old ones. This is the
+        case if the rollout gets one optimizer step and its log-probs were not computed again.
     """
 
     actor: Actor
@@ -104,14 +104,13 @@ def actor_context(
     if options.entropy_schedule:
         points = parsing.parse_schedule(options.entropy_schedule)
         entropy_coef = schedules.piecewise(points, step, linear=True)
+    kl_coef = jnp.float32(options.kl_loss_coef)
+    if options.kl_loss_ctrl:
+        kl_coef = control.kl_coef
     # Estimated KLs read the reference's log-probs from the experience instead.
-    needs_reference = options.use_kl_loss and options.kl_loss_type == "full"
-    fixed_kl_coef = jnp.float32(options.kl_loss_coef)
-    return ActorContext(
-        reference=reference if needs_reference else None,
-        kl_coef=control.kl_coef if options.kl_loss_ctrl else fixed_kl_coef,
-        entropy_coef=entropy_coef,
-    )
+    if not options.use_kl_loss or options.kl_loss_type != "full":
+        reference = None
+    return ActorContext(reference=reference, kl_coef=kl_coef, entropy_coef=entropy_coef)
 
 
 def actor_loss(

@@ -192,8 +192,9 @@ def update_actor(
     Returns:
       The next step's number, the new parameters and optimizer state, and metrics.
     """
-    # The schedule starts when the actor does, after the critic's warm-up.
-    step, warmup = fixed_state.step, options.warmup_steps
+    # The actor's schedule starts after the critic's warm-up.
+    step = fixed_state.step
+    warmup = options.warmup_steps
     actor = options.loss.actor
     rate = learning_rate(actor.optim, jnp.maximum(step - warmup, 0), total_steps - warmup)
     update_enabled = step >= warmup

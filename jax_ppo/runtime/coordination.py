@@ -127,18 +127,18 @@ def _wait_while(holds: Callable[[], bool], seconds: float) -> bool:
 
 def _has_connections() -> bool:
     """Return whether another process is connected to this one by TCP."""
-    own = set()
+    open_files = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         # Another thread may close it meanwhile.
         with contextlib.suppress(FileNotFoundError):
-            own.add(os.readlink(descriptor))
+            open_files.add(os.readlink(descriptor))
     rows = [
         line.split()
         for table in Path("/proc/self/net").glob("tcp*")
         for line in table.read_text().splitlines()[1:]
     ]
     # The fourth column is the state, the tenth the number of the socket.
-    return any(row[3] == _ESTABLISHED and f"socket:[{row[9]}]" in own for row in rows)
+    return any(row[3] == _ESTABLISHED and f"socket:[{row[9]}]" in open_files for row in rows)
 
 
 def _name_silent_processes(seconds: int) -> None:
