@@ -21,12 +21,15 @@ def measure_sampling(
 ) -> dict[str, jax.Array]:
     """Return metrics of the sampled responses, scalars on the mesh.
 
-    They are the shares of correct answers (NaN if the rules do not define correctness), of
-    truncated responses and, for an engine that counts them, of slot-steps that drew a token; of
-    responses that repeat another one to the same prompt, and of the most common response; with an
-    environment, the number of turns of a response, the share of its tokens that are observations,
-    and what the turns earned; and, for several responses per prompt, the share of prompts whose
-    responses all earned the same.
+    They are
+
+    - the shares of correct answers (NaN if the rules do not define correctness), of truncated
+      responses, and of the most common response;
+    - the share of slot-steps that drew a token, if the engine counts them;
+    - with an environment, the turns of a response, the share of tokens that are observations, and
+      what the turns earned;
+    - with several responses per prompt, the shares of responses that repeat another one to the same
+      prompt, and of prompts whose responses all earned the same.
 
     Args:
       rollout: B responses, those to a prompt one after the other.
@@ -47,25 +50,37 @@ def measure_sampling(
     if rollout.slot_steps is not None:
         metrics["rollout/slot_use"] = rollout.action_mask.sum() / rollout.slot_steps.sum()
     if rollout.turn_rewards is not None:
-        actions_BxT = rollout.action_mask
-        # A turn that is answered without a word runs on into the next.
-        is_last_BxT = actions_BxT & ~jnp.pad(actions_BxT, ((0, 0), (0, 1)))[:, 1:]
-        metrics["rollout/turns"] = is_last_BxT.sum(1).mean()
-        metrics["rollout/observed_share"] = 1 - actions_BxT.sum() / rollout.lengths.sum()
-        metrics["reward/turns"] = rollout.turn_rewards.sum(1).mean()
+        metrics |= _measure_turns(rollout, rollout.turn_rewards)
     if responses_per_prompt > 1:
-        hashes_Gxn = _hash_responses(rollout.responses, rollout.lengths).reshape(
-            -1, responses_per_prompt
-        )
-        hashes_Gxn = jnp.sort(hashes_Gxn, axis=1)
-        repeats = (hashes_Gxn[:, 1:] == hashes_Gxn[:, :-1]).sum()
-        metrics["rollout/duplicates"] = repeats / hashes_Gxn.size
         if steps_BxT is not None:
             rewards_B = rewards_B + steps_BxT.sum(1)
-        rewards_Gxn = rewards_B.reshape(-1, responses_per_prompt)
-        is_uniform_G = rewards_Gxn.max(1) == rewards_Gxn.min(1)
-        metrics["reward/uniform_groups"] = is_uniform_G.mean(dtype=jnp.float32)
+        metrics |= _measure_groups(rollout, rewards_B, responses_per_prompt)
     return metrics
+
+
+def _measure_turns(rollout: Rollout, turn_rewards_BxT: jax.Array) -> dict[str, jax.Array]:
+    """Return the metrics of dialogues."""
+    actions_BxT = rollout.action_mask
+    # A turn that is answered by an empty observation continues in the next.
+    is_last_BxT = actions_BxT & ~jnp.pad(actions_BxT, ((0, 0), (0, 1)))[:, 1:]
+    return {
+        "rollout/turns": is_last_BxT.sum(1).mean(),
+        "rollout/observed_share": 1 - actions_BxT.sum() / rollout.lengths.sum(),
+        "reward/turns": turn_rewards_BxT.sum(1).mean(),
+    }
+
+
+def _measure_groups(rollout: Rollout, rewards_B: jax.Array, n: int) -> dict[str, jax.Array]:
+    """Return the metrics of the groups of n responses to a prompt."""
+    hashes_B = _hash_responses(rollout.responses, rollout.lengths)
+    hashes_Gxn = jnp.sort(hashes_B.reshape(-1, n), axis=1)
+    repeats = (hashes_Gxn[:, 1:] == hashes_Gxn[:, :-1]).sum()
+    rewards_Gxn = rewards_B.reshape(-1, n)
+    is_uniform_G = rewards_Gxn.max(1) == rewards_Gxn.min(1)
+    return {
+        "rollout/duplicates": repeats / hashes_Gxn.size,
+        "reward/uniform_groups": is_uniform_G.mean(dtype=jnp.float32),
+    }
 
 
 def _hash_responses(responses_BxT: jax.Array, lengths_B: jax.Array) -> jax.Array:
