@@ -203,5 +203,5 @@ class Experience:
 
     @property
     def action_mask(self) -> Bool[Array, "B T"]:
-        """The response tokens that the policy chose."""
+        """Return the mask of the response tokens that the policy chose."""
         return self.sequences.action_mask

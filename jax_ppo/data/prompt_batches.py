@@ -142,7 +142,7 @@ class Mixture:
 
         Args:
           dataset: the prompts of all sources.
-          weights: of each source, above 0.
+          weights: the weight of each source, > 0.
           shuffle: use a new order in each pass; False keeps the order of the rows.
           seed: seed of the orders.
 

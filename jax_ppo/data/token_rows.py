@@ -9,7 +9,7 @@ def pad_rows(rows: Sequence[Sequence[int] | np.ndarray], width: int) -> np.ndarr
     """Return the rows as int32 [len(rows), width], with zeros after the end of each.
 
     Args:
-      rows: of at most `width` tokens each.
+      rows: at most `width` tokens each.
       width: length of the padded rows.
     """
     padded = np.zeros((len(rows), width), np.int32)

@@ -44,7 +44,7 @@ def update_moments(
     moments.
 
     Args:
-      moments: of the numbers before.
+      moments: the moments of the earlier numbers.
       x: numbers of any shape; may hold anything, NaN included, where mask = 0.
       mask: 1 on the elements that count, in any pattern.
     """

@@ -94,7 +94,7 @@ def cache_layout(
 
 
 def num_columns(program: str, layer: LayerCache) -> int:
-    """Return S."""
+    """Return S, the number of columns."""
     return layer[0].shape[column_axes(program)[0]]
 
 

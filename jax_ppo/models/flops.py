@@ -17,7 +17,7 @@ def count_forward_flops(
     activations, biases and a scalar head are left out, and so are the relative terms of DeBERTa.
 
     Args:
-      architecture: of a decoder or an encoder.
+      architecture: the architecture of a decoder or an encoder.
       lengths: int [B], tokens of each sequence.
       num_logits: number of tokens for which logits over the vocabulary are computed.
     """

@@ -163,7 +163,7 @@ class Attention(nn.Module):
         cos, sin = self._rotation(kind, rotations)
         q = rope.rotate(q, cos, sin, a.rope_interleaved)
         k = rope.rotate(k, cos, sin, a.rope_interleaved)
-        # Fewer heads than devices that split them: from here on each device has its own.
+        # The mesh may split more finely than there are heads: copies give each device its own.
         k = copy_kv_heads(k)
         v = copy_kv_heads(v)
         if cache is None or columns_B is None:
@@ -236,13 +236,10 @@ class Attention(nn.Module):
     ) -> jax.Array:
         """Return the attention of whole sequences, [B, T, H, d]."""
         a = self.architecture
-        parts = 1
         # Parameters are created from one token, which has no parts.
-        if not self.is_initializing():
-            parts = num_row_parts()
-        run: Callable[..., jax.Array] = run_attention
-        if parts > 1:
-            run = run_attention_over_parts
+        parts = 1 if self.is_initializing() else num_row_parts()
+        run: Callable[..., jax.Array]
+        run = run_attention_over_parts if parts > 1 else run_attention
 
         def attend(sliding_window: int | None) -> jax.Array:
             return run(
@@ -356,7 +353,7 @@ class Layer(nn.Module):
         if a.pre_norms:
             normed = norm("input_norm", x)
         attended, cache = self._attend(normed, kind, rotations, segments_BxT, cache, columns_B)
-        # The names are Hugging Face's; post_attention_norm is another place with post_norms.
+        # The names are Hugging Face's; with post_norms, post_attention_norm is in another place.
         if a.post_norms:
             attended = norm("post_attention_norm", attended)
         x = x + multiply(attended, a.residual_multiplier)

@@ -285,7 +285,7 @@ class Transformer(nn.Module):
             split_rngs={"params": True},
             length=num_layers,
             # One kind per layer, or none; rotations and segments are the same for all layers.
-            # Recorded experts, if there are any, are a layer's own.
+            # Each layer has its own recorded experts, if there are any.
             in_axes=(0 if kind is None else nn.broadcast, nn.broadcast, nn.broadcast, 0),
             unroll=_layers_per_iteration(num_layers),
         )
@@ -312,7 +312,7 @@ class Transformer(nn.Module):
         cache: tuple[LayerCache, ...] | None,
         columns_B: jax.Array,
     ) -> tuple[jax.Array, tuple[LayerCache, ...], Auxiliary]:
-        """Run each layer as code of its own."""
+        """Run the layers unrolled, each with code of its own."""
         layer = self._layer_class(prevent_cse=True)
         new_cache = []
         auxiliary = []

@@ -344,9 +344,9 @@ def _layer_bytes(role: Role, tokens: int, mesh: Mesh, score_bytes: int = 0) -> i
 
     Args:
       role: the model.
-      tokens: those of a device.
-      mesh: that the layer runs on.
-      score_bytes: of the scores of attention, which are gone when the MLP begins.
+      tokens: number of tokens on a device.
+      mesh: the mesh that the layer runs on.
+      score_bytes: bytes of the scores of attention, which are freed before the MLP begins.
     """
     architecture = role.architecture
     parts = mesh.shape["model"]

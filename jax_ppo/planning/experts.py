@@ -34,7 +34,7 @@ def exchanged_bytes(
     """Return the bytes of hidden states that a device receives for its experts, and of their sums.
 
     Args:
-      architecture: of the model.
+      architecture: the model's architecture.
       tokens: number of the device's own tokens.
       itemsize: bytes of a number of the computation.
       mesh: the mesh of the pass.

@@ -87,12 +87,12 @@ class Phase:
     """One phase of a step.
 
     Attributes:
-      name: of the program, a key of `TITLES`.
+      name: the program's name, a key of `TITLES`.
       memory: bytes per device; temporaries are the compiler's figures if there is a compiler.
       estimated_peak: the peak by arithmetic alone.
       is_refused: whether the compiler refused the program for its memory.
       bubble: share of the time in the layers in which a pipeline stage waits, 0..1.
-      work: of one device.
+      work: the work of one device.
       seconds: predicted by the device's peak rates; `None` if they are unknown.
     """
 

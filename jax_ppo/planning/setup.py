@@ -85,7 +85,7 @@ class AbstractStep:
       plans: the packing of a rollout.
       rollout_mesh: the mesh to decode on.
       decoding_weights: the copy of the weights that decodes.
-      caches: of the slots and of the prompts on their stage, for each stage of one queue.
+      caches: shapes of the slots' and the staged prompts' caches, for each stage of one queue.
       least: bytes of weights, as the check at the start of a run adds them up.
     """
 

@@ -69,8 +69,8 @@ def predict_seconds(
     """Return the seconds of a phase at peak rates; `None` if the rates are unknown.
 
     Args:
-      work: of one device.
-      rates: of the device.
+      work: the work of one device.
+      rates: the device's peak rates.
       network_bytes: bytes of gathered weights and gradients per second and device that the network
         between hosts carries; `None` if there is none.
     """

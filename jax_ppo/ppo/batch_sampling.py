@@ -21,7 +21,7 @@ def sample_batch(
     reporter: Reporter,
     draw: int = 0,
 ) -> SampledBatch:
-    """Start to sample responses to the prompts of a step, without waiting for them.
+    """Start sampling responses to the prompts of a step, without waiting for them.
 
     Then write the metrics of the last update that was dispatched: the actor is updated by the time
     that sampling starts. (On one CPU device the critic may still be learning beside it.) When

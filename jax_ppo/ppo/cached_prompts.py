@@ -51,7 +51,7 @@ def cache_training_prompts(config: Config, actor_folder: Path) -> PromptDataset:
 
     Args:
       config: all options.
-      actor_folder: of the model whose tokenizer is used if no other is named.
+      actor_folder: the folder of the model whose tokenizer is used if no other is named.
 
     Raises:
       UserError: a row cannot be used or scored, or no prompt is left.

@@ -20,7 +20,7 @@ class Diagnosis:
         """Record the next step; return the messages of problems that have newly appeared, by name.
 
         Args:
-          metrics: of the step.
+          metrics: the step's metrics.
           misses: descriptions of some of its wrong responses.
         """
         self._history.append(metrics)

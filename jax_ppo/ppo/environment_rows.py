@@ -63,7 +63,7 @@ def set_up_environment(
     """Return the prompts with rows that are numbered throughout, and the environment of these rows.
 
     Args:
-      environment_class: of `load_environment_class`.
+      environment_class: the result of `load_environment_class`.
       options: `config.rollout.multi_turn`.
       tokenizer: the policy's.
       prompts: the prompts without an environment.

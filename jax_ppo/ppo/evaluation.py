@@ -144,7 +144,7 @@ def evaluate(
       sample: samples responses.
       reward: scores them, for the rows of all processes; `correct` is NaN where it is undefined,
         and the records hold `answer`.
-      batches: of one size; the first `count` prompts of each are real.
+      batches: batches of one size; the first `count` prompts of each are real.
       mesh: the run's mesh.
       key: the same for every batch; samples differ by their index.
     """

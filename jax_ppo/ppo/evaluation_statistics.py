@@ -101,7 +101,7 @@ def bootstrap_interval(values_P: np.ndarray, seed: int = 0) -> tuple[float, floa
 
     Args:
       values_P: one value per prompt.
-      seed: of the draws; the interval of the same values is always the same.
+      seed: seed of the draws; the interval of the same values is always the same.
     """
     generator = np.random.default_rng(seed)
     size = len(values_P)

@@ -43,7 +43,7 @@ def estimate_experience(
     Args:
       options: see `ExperienceOptions`.
       step: number of completed steps.
-      control: of this step.
+      control: the control of this step.
       sequences: the rollout.
       sampled_logprobs: `Rollout.logprobs`. They are the old log-probs if `scores` has none;
         otherwise metrics compare the two, which differ by rounding and by the sampler's weights.

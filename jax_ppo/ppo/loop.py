@@ -182,7 +182,7 @@ def sample_ahead(
 def apply_rules(run: PPORun, sampled: SampledBatch, batches: TrainingBatches) -> RuleRewards:
     """Return the rules' rewards of a batch, and update the solve rates of its prompts.
 
-    Samples that were selected by their rewards have been scored, and their prompts observed.
+    Samples that were selected by their rewards are scored already, and their prompts observed.
     """
     if sampled.rule_rewards is not None:
         return sampled.rule_rewards
@@ -220,7 +220,7 @@ def report_step(
     plans: Plans,
     metrics: dict[str, jax.Array],
 ) -> None:
-    """Dispatch the metrics of a step's samples, and have the step reported without a wait.
+    """Dispatch the metrics of a step's samples, and queue the step's report without waiting.
 
     Args:
       run: the parts of the run.
@@ -228,7 +228,7 @@ def report_step(
       step: the step, from 0.
       samples: the samples that the step learned from.
       plans: how they were packed.
-      metrics: of experience and update, scalars on the mesh.
+      metrics: those of experience and update, scalars on the mesh.
     """
     sampled = samples.sampled
     sampling_metrics = measure_sampling(
@@ -269,7 +269,7 @@ def start_state(
 ) -> TrainState:
     """Return the state to start from, evaluated if it is untrained.
 
-    Meanwhile the programs of a step are compiled, also while a small actor is trained.
+    The programs of a step are compiled in the background, also while a small actor is trained.
     """
     config = run.config
     step = progress.step
@@ -310,8 +310,8 @@ def restore_sampled_batch(
     The resumed run could not sample it again: the weights are one update newer by now.
 
     Returns:
-      The batch, which is taken from `batches`, or `None` if the checkpoint holds no rollout of the
-      size of this run's, or one without the routing that this run replays.
+      The batch, which is taken from `batches`, or `None` if the checkpoint holds no rollout of this
+      run's size, or one that records routing although this run does not, or the reverse.
     """
     config = run.config
     step = progress.step
@@ -324,7 +324,7 @@ def restore_sampled_batch(
     if ("routed_experts" in saved) != run.sampling.returns_routed_experts:
         return None
     rows = sharding.batch_rows(run.mesh, samples)
-    # A number per decoder queue, of which this mesh may have more or fewer.
+    # One number per decoder queue; this mesh may have more or fewer queues.
     layouts = {"slot_steps": sharding.replicated(run.mesh)}
 
     def shape(path: jax.tree_util.KeyPath, x: Any) -> jax.ShapeDtypeStruct:
@@ -418,7 +418,7 @@ def evaluate_if_due(
 
 
 def _checkpoint_metrics(evaluation: Evaluation | None) -> dict[str, float | None] | None:
-    """Return the metrics that the best checkpoint is chosen by."""
+    """Return the metrics by which the best checkpoint is chosen."""
     if evaluation is None:
         return None
     return {"accuracy": evaluation.accuracy, "reward_mean": evaluation.reward_mean}

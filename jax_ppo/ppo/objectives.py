@@ -70,10 +70,10 @@ class Weights:
     """Weights of the tokens of a mini-batch, 0 where the rows' mask is False.
 
     Attributes:
-      loss: in the loss, according to `loss_agg_mode`.
-      mean: in means over the mini-batch's tokens.
-      sequence: of every token, prompts included, in means over tokens and then over the
-        mini-batch's sequences.
+      loss: weights in the loss, according to `loss_agg_mode`.
+      mean: weights in means over the mini-batch's tokens.
+      sequence: weights of all tokens, prompts included, in means over tokens and then over the
+        mini-batch's sequences; `None` if no loss needs them.
     """
 
     loss: Float32[Array, "R L"]
@@ -127,11 +127,11 @@ def actor_loss(
     Args:
       options: see `ActorLossOptions`.
       net: the actor's model.
-      params: everything that it runs on.
+      params: all of the model's parameters, including the base of adapters.
       context: constants of the step.
       rows: some rows of a mini-batch.
-      experience: of the whole rollout.
-      weights: of the tokens of these rows.
+      experience: that of the whole rollout.
+      weights: those of the tokens of these rows.
     """
     coef = options.actor.router_aux_loss_coef
     hidden, router_loss = forward.run_decoder(
@@ -213,7 +213,7 @@ def _actor_loss(
     assert entropy is not None, "the loss needs the entropy"
     policy = _policy_loss(options, logprobs, rows, experience)
     if not (actor.entropy_coeff or actor.entropy_schedule):
-        # A coefficient of 0 alone would not save the backward pass of the entropy.
+        # With a coefficient of 0 alone, the entropy's backward pass would still run.
         entropy = jax.lax.stop_gradient(entropy)
     # Weights for tokens that an older policy or another program sampled.
     importance: int | jax.Array = 1
@@ -287,7 +287,7 @@ def _kl_loss(
 
 
 def _policy_metrics(policy: PolicyLoss, entropy: Float[Array, "R L"], weights: Weights) -> Metrics:
-    """Describe how far the policy has moved since the rollout."""
+    """Return metrics of how far the policy has moved since the rollout."""
     counts = weights.mean > 0
 
     def mean(x: jax.Array) -> jax.Array:

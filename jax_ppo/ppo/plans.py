@@ -25,7 +25,7 @@ class Plans:
     Attributes:
       scoring: rows of all samples, for the passes that only read.
       actor: the actor's mini-batches.
-      critic: the critic's mini-batches; `None` without a critic of its own.
+      critic: the critic's mini-batches; `None` without a separate critic.
       padding: share of the places in the actor's rows that hold no token, 0..1.
       lengths: int [B] on the host, tokens of each sample's prompt and response.
     """
@@ -59,13 +59,13 @@ class RolloutPlanner:
 
     Attributes:
       mesh: the mesh that plans are placed on.
-      seed: of the shuffling.
+      seed: seed of the shuffling.
       prompts_per_step: prompts of a rollout.
       row_length: L, tokens of a packed row.
       packed: False gives each sample a row of its own.
       scoring_rows_per_device: packed rows that a device scores at once; `None` chooses.
       actor: how a rollout is divided for the actor.
-      critic: how it is divided for the critic; `None` without a critic of its own.
+      critic: how it is divided for the critic; `None` without a separate critic.
       place: puts the host arrays of a plan on the mesh, or returns their shapes and shardings.
     """
 

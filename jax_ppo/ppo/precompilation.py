@@ -154,7 +154,7 @@ def compile_programs(
         plans.actor,
         plans.critic,
     )
-    # The second, if there is one, is that of a critic of its own.
+    # The second, if there is one, is that of a separate critic.
     for role, (function, arguments) in zip(("actor", "critic"), updates, strict=False):
         compile_ahead(function, *arguments)
         yield f"update_{role}"

@@ -92,7 +92,7 @@ class RuleScorer:
       options: `config.reward`.
       rule: the reward function, or the worker processes that apply it; `None` if a reward model
         is the only reward.
-      model_weight: of the reward model's score.
+      model_weight: the weight of the reward model's score.
       reward_inputs: makes the input of a reward model with its own tokenizer; `None` otherwise.
       environment: answers the policy's turns; `None` if responses are one turn.
     """
@@ -272,7 +272,7 @@ def add_reward_model_scores(
       scores: float32 [B], the rules' scores.
       inputs: what the reward model reads: sequences, their packing, and its micro-batch count.
       position: `config.reward.score_position`.
-      weight: of the reward model's scores.
+      weight: the weight of the reward model's scores.
     """
     if nets.reward is None:
         return scores

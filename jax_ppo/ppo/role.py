@@ -58,7 +58,7 @@ class Role:
       loss_scale: tokens, the divisor of "seq-mean-token-sum-norm".
       early_stop: `None` takes all steps.
       base: frozen parameters that the role's adapters apply to; `None` without adapters.
-      rounding_seed: of what is stored in bfloat16.
+      rounding_seed: seed of the stochastic rounding of what is stored in bfloat16.
     """
 
     name: str
@@ -87,11 +87,11 @@ class Role:
 
         Args:
           params: the role's parameters, or its adapters.
-          optimizer_state: for them.
+          optimizer_state: the state of their optimizer.
           rate: the learning rate.
           update_enabled: bool scalar; False measures without moving anything.
           context: constants of the objective.
-          experience: of the rollout.
+          experience: the rollout's experience.
           batches: U mini-batches.
 
         Returns:
@@ -153,7 +153,7 @@ class Role:
         Args:
           params: the role's parameters, or its adapters.
           context: constants of the objective.
-          experience: of the rollout.
+          experience: the rollout's experience.
           batch: one mini-batch, without the leading U.
           key: the second of `rounding_keys`; `None` if gradients are summed in float32.
         """

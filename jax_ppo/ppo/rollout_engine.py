@@ -27,7 +27,7 @@ def make_engine(
     """Return the engine that samples from the actor, on a mesh of its own if it has one.
 
     Args:
-      engine_class: of the engine that `rollout.engine` names.
+      engine_class: the class of the engine that `rollout.engine` names.
       config: all options.
       nets: each role's model.
       mesh: the run's mesh.
@@ -78,7 +78,7 @@ def sampling_options(
       config: all options.
       options: the section.
       eos_ids: ids that end a response; repeated ones and `None` are left out.
-      searches: of `make_searches`.
+      searches: the result of `make_searches`.
       environment: answers the policy's turns, if there is one.
     """
     stop, forbidden = searches

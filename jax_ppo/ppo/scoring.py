@@ -82,8 +82,9 @@ class Scores:
     """Results of the scoring passes; arrays of [B, T] are 0 where the action mask is False.
 
     Attributes:
-      old_logprobs: of the policy that the update starts from; `None` if the sampler's are reused.
-      ref_logprobs: of the reference; `None` without a reference.
+      old_logprobs: log-probs under the policy that the update starts from; `None` if the sampler's
+        are reused.
+      ref_logprobs: log-probs under the reference; `None` without a reference.
       kl: KL to the reference over the whole vocabulary; `None` if it is estimated from log-probs.
       values: the critic's output for the state before each token; `None` without a critic.
       last_values: the critic's output for the final state; `None` without bootstrapping.
@@ -184,7 +185,7 @@ def scoring_programs(
     plan: Packing,
     micro_batches: Int32[Array, ""],
 ) -> list[dispatch.Program]:
-    """Return the programs of `score_rollout`: the policy's, and that of a critic of its own."""
+    """Return the programs of `score_rollout`: the policy's, and that of a separate critic."""
     return [
         (score_part, (options, nets, part, state, sequences, plan, micro_batches))
         for part in options.parts

@@ -112,9 +112,9 @@ def update_state(
       nets: the roles' models.
       total_steps: number of steps of the whole run, at which the learning rate schedules end.
       state: its trained trees are donated.
-      experience: of the rollout.
+      experience: the rollout's experience.
       actor_batches: the actor's optimizer steps.
-      critic_batches: the critic's; `None` without a critic of its own.
+      critic_batches: those of a separate critic; `None` without one.
 
     Returns:
       The new state, and metrics: scalars on the mesh, reduced over a role's optimizer steps as
@@ -142,7 +142,7 @@ def update_programs(
     actor_batches: MiniBatches,
     critic_batches: MiniBatches | None,
 ) -> list[dispatch.Program]:
-    """Return the programs of `update_state`: the actor's, and that of a critic of its own."""
+    """Return the programs of `update_state`: the actor's, and that of a separate critic."""
     # A donated buffer may appear in no other argument: trained trees are passed separately.
     fixed_state = dataclasses.replace(
         state, actor=None, critic=None, actor_optimizer=None, critic_optimizer=None
@@ -186,7 +186,7 @@ def update_actor(
       params: donated.
       optimizer_state: donated.
       fixed_state: the state without its trained trees.
-      experience: of the rollout.
+      experience: the rollout's experience.
       batches: the optimizer steps to take.
 
     Returns:
@@ -222,14 +222,14 @@ def update_critic(
     experience: Experience,
     batches: MiniBatches,
 ) -> tuple[Params, optax.OptState, Metrics]:
-    """Train a critic of its own; arguments as for `update_actor`.
+    """Train a separate critic; arguments as for `update_actor`.
 
     Returns:
       The new parameters and optimizer state, and metrics.
     """
     # The critic learns from the first step on, so its schedule spans the whole run.
     rate = learning_rate(options.critic.optim, fixed_state.step, total_steps)
-    # Only adapters need it here, and then it is on the device.
+    # Only adapters need the base here, and with adapters it is on the device already.
     base = placement.to_device(fixed_state.reference)
     start = placement.to_device((params, optimizer_state))
     new_params, new_optimizer_state, metrics = critic_role(options, net, base=base).train(
@@ -284,7 +284,7 @@ def actor_role(options: ActorOptions, net: Transformer, base: Params | None = No
 
 
 def critic_role(options: CriticOptions, net: Transformer, base: Params | None = None) -> Role:
-    """Return the role of a critic of its own."""
+    """Return the role of a separate critic."""
     metrics = loss_metrics.CRITIC_METRICS
     if options.critic.router_aux_loss_coef:
         metrics = {**metrics, "critic/router_loss": loss_metrics.Metric.MEAN}

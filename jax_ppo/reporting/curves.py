@@ -91,7 +91,7 @@ def panel_points(
 
     Args:
       panel: the plot.
-      rows: of training_metrics.csv.
+      rows: the rows of training_metrics.csv.
       evaluations: dicts of step and metrics.
     """
     for legend, metric in panel.curves.items():

@@ -78,7 +78,7 @@ class Journal:
           total_steps: number of steps of the whole run.
           layout: how metrics are shown.
           workdir: the folder to write to.
-          progress: of the run; the logs continue after its step.
+          progress: how far the run has come; the logs continue after that step.
           compiled: counts of compiled programs, for the summary.
         """
         self.progress = progress

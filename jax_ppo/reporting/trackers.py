@@ -37,7 +37,7 @@ def open_wandb(
     Args:
       options: `config.trainer`: project, entity and tags.
       workdir: holds the run's id and wandb's own files.
-      name: of the run.
+      name: the run's name.
       config_dict: all options.
       first_step: steps that are complete; 0 begins a new run.
 

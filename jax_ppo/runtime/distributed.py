@@ -226,7 +226,7 @@ def _disconnect() -> None:
     """
     client = jax_distributed.global_state.client
     if client is not None:
-        # A process that does not come has an error of its own to report.
+        # A process that does not arrive reports an error of its own.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             client.wait_at_barrier("the end of the run", _LAST_BARRIER_MS)
         jax.distributed.shutdown()

@@ -40,7 +40,7 @@ def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh
 
     Args:
       shape: sizes of the axes; at most one is -1 and takes the devices that the others leave.
-      devices: default: all of them.
+      devices: the devices to arrange; `None` means all.
 
     Raises:
       UserError: the sizes do not multiply to the number of devices, or slices have different
@@ -153,7 +153,7 @@ def rows_per_shard(mesh: Mesh | AbstractMesh, count: int) -> int:
 
 
 def split_copies(mesh: Mesh | AbstractMesh) -> MeshShape:
-    """Return the shape in which `fsdp` has the devices of `data`, too, and nothing is repeated."""
+    """Return the shape in which `fsdp` also has the devices of `data`: no copies of parameters."""
     copies = {"data": 1, "fsdp": mesh.shape["data"] * mesh.shape["fsdp"]}
     return MeshShape(**dict(mesh.shape) | copies)
 
@@ -164,7 +164,7 @@ def row_parts(mesh: Mesh | AbstractMesh) -> int:
 
 
 def weight_shards(mesh: Mesh | AbstractMesh) -> int:
-    """Return the number of devices that share one copy of the parameters, beside `model`."""
+    """Return the number of devices that share one copy of the parameters, not counting `model`."""
     return math.prod(mesh.shape[axis] for axis in WEIGHTS)
 
 
@@ -174,7 +174,7 @@ def gathers_weights(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def needs_large_micro_batches(mesh: Mesh | AbstractMesh) -> bool:
-    """Return whether each micro-batch costs time of its own: weights to gather, stages to fill."""
+    """Return whether each micro-batch has a fixed cost: weights to gather, stages to fill."""
     return gathers_weights(mesh) or mesh.shape["stage"] > 1
 
 
@@ -188,7 +188,7 @@ def validate_architecture(
 
     Args:
       mesh: the run's mesh.
-      architecture: of a decoder or an encoder.
+      architecture: the architecture of a decoder or an encoder.
       is_encoder: whether it is an encoder, whose heads are split and whose vocabulary is not.
       option: the section of the mesh, for error messages.
     """

@@ -64,7 +64,7 @@ def in_memory(shapes: Any, kind: str | None) -> Any:
 
 
 def is_in_host_memory(tree: Any) -> bool:
-    """Return whether arrays of a compiled function, or shapes, are in the host's memory."""
+    """Return whether any array of a compiled function, or any shape, is in the host's memory."""
     return any(_is_in_host_memory(x) for x in jax.tree.leaves(tree))
 
 
@@ -91,7 +91,7 @@ def to_device(tree: Any) -> Any:
 
 
 def to_memory_of(tree: Any, like: Any) -> Any:
-    """Return a tree in the memory, host's or devices', of another, inside a compiled function."""
+    """Move `tree` to the memory of `like`, host's or devices', inside a compiled function."""
     if not is_in_host_memory(like):
         return tree
     return jax.device_put(tree, jax.memory.Space.Host)
@@ -136,7 +136,7 @@ def _shares_rows(mesh: Mesh, total: int) -> bool:
 
 
 def _exchange_copied_rows(mesh: Mesh, indices: np.ndarray, values: Any, total: int) -> jax.Array:
-    """Return `from_local_rows`, where each device places only its part of the copied rows."""
+    """Return the array of `from_local_rows`; each device places only its part of copied rows."""
     groups = _row_groups(mesh, total)
     copies = mesh.size // groups
     size = total // groups

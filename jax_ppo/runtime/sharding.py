@@ -51,7 +51,7 @@ ENCODER_RULES: Rules = (
     (r"pooler/kernel", P(WEIGHTS, "model")),
     (r"(conv|pooler|score)/bias", P()),
     (r"(layers/)?\w+_norm/(scale|bias)", P()),
-    (r"count", P()),  # of the optimizer
+    (r"count", P()),  # the optimizer's step count
 )
 TRAIN_RULES: Rules = tuple(
     (pattern, P("stage", *spec[1:]) if pattern.startswith("layers/") else spec)
@@ -127,8 +127,8 @@ def rows(mesh: Mesh, axis: int = 0) -> NamedSharding:
 def batch_rows(mesh: Mesh, count: int) -> NamedSharding:
     """Return the sharding of arrays of `count` rows: split, or whole on each device.
 
-    Whole if the devices do not divide them. These are tokens and numbers per token, which are small
-    beside a model; the packed rows that models run are always split.
+    They are whole if they cannot be split evenly. Such arrays hold tokens or numbers per token and
+    are small compared with a model; the packed rows that models run are always split.
     """
     if count % row_shards(mesh):
         return replicated(mesh)
@@ -165,7 +165,7 @@ def constrain_rows(x: jax.Array, axis: int = 0) -> jax.Array:
 
 
 def num_padded_rows(count: int) -> int:
-    """Return the smallest number of rows >= `count` that the devices divide."""
+    """Return the smallest number of rows >= `count` that can be split evenly over the devices."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return count
@@ -182,7 +182,7 @@ def drop_padded_rows(x: jax.Array, count: int) -> jax.Array:
 
 
 def constrain_tree(tree: Any, rules: Rules) -> Any:
-    """Lay every leaf out by the rules, inside a compiled function.
+    """Lay out every leaf according to the rules, inside a compiled function.
 
     Without a mesh in the context, return `tree`.
     """

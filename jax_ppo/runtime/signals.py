@@ -79,10 +79,8 @@ class _StopSignals:
         """Give a forked child, which has no such thread, the default handlers."""
         signal.set_wakeup_fd(-1)
         for number in self._previous_handlers:
-            default: Any = signal.SIG_DFL
-            if number == signal.SIGINT:
-                default = signal.default_int_handler
-            signal.signal(number, default)
+            is_interrupt = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
 
     @contextlib.contextmanager
     def limited(self, work: str) -> Iterator[None]:

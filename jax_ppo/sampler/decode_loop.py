@@ -155,9 +155,9 @@ def refill_and_decode(job: DecodeJob, narrower: int, state: DecodeState) -> Deco
     """Fill idle slots from the queue, then decode until a refill pays or the loop is left.
 
     Args:
-      job: what the loops do not change.
+      job: inputs that the loops do not change.
       narrower: the number of slots of the next loop.
-      state: of the whole loop.
+      state: what the decode loop carries.
     """
 
     # Prefill once the staged prompts are used up.
@@ -229,7 +229,7 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     options = job.options
     slots = state.slots
     busy_B = busy_slots(job, state)
-    # An idle slot computes for the last sample, and nothing of it is written.
+    # An idle slot computes for the last sample, and its results are not written.
     sample_B = jnp.minimum(slots.sample, job.samples - 1)
     # The prompt includes what earlier stages have drawn.
     own_B = slots.drawn - job.start

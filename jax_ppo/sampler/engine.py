@@ -88,7 +88,7 @@ class RolloutEngine(Protocol):
         options: SamplingOptions,
         first_sample_index: int | None = None,
     ) -> Rollout:
-        """Return `options.n` responses per prompt, sampled with the weights last taken over.
+        """Return `options.n` responses per prompt, sampled with the weights of the last update.
 
         Sample i answers prompt i // n. What is drawn for it depends only on the weights, the key,
         its prompt and its index `first_sample_index + i`. Need not wait for the result.

@@ -64,7 +64,7 @@ class Environment(Protocol):
         """Answer B turns.
 
         Args:
-          state: of the dialogues.
+          state: the states of the dialogues.
           turns: int32 [B, U], the tokens of each turn from column 0, with the EOS that ended it;
             0 past its length.
           lengths: int32 [B]; 0 where there is nothing to answer and the answer is not read.

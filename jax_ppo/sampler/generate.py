@@ -38,8 +38,8 @@ class Sampler:
         Args:
           model: with `unrolled=True`.
           options: how to sample.
-          split_rows: wraps a function of (params, prompts, indices, key, any_shard) so that each
-            row shard of the mesh runs it on its own rows: it refills its slots from its own queue.
+          split_rows: wraps `generate(params, prompts, indices, key)` so that each row shard of the
+            mesh runs it on its own rows: it refills its slots from its own queue.
         """
         self.options = options
 
@@ -60,7 +60,7 @@ class Sampler:
                 dataclasses.replace(options, slots=slots),
                 has_padding=missing > 0,
             )
-            # If the devices do not divide the prompts, some are added that nobody answers.
+            # Prompts are padded to a multiple of the devices; padding is not answered.
             rows = prompts.rows
             if rows is not None:
                 rows = jnp.pad(rows, (0, missing))

@@ -31,7 +31,7 @@ def empty_record(
     """Return the record before anything has been run.
 
     Args:
-      architecture: of a model with experts.
+      architecture: the architecture of a model with experts.
       prompts: G.
       prompt_length: P.
       samples: N.
@@ -91,7 +91,7 @@ def record_tokens(
     """Return the record with the tokens that a decode step has run, one per slot.
 
     Args:
-      record: of the tokens before.
+      record: the record of the earlier tokens.
       routed_experts_LxBx1xk: what the model returned.
       sample_B: the slots' samples; N for idle slots.
       positions_B: the position of each token in its sequence.

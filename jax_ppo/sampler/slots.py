@@ -30,7 +30,7 @@ from jax_ppo.types import Prompts
 
 PREFILL_TOKENS = 8192  # prompt tokens that one prefill runs
 MIN_SLOTS = 8  # the slots are not narrowed below this: each width is one more loop to compile
-# Nor at all for responses of fewer tokens, which waste less than the compilation takes.
+# Slots are not narrowed for shorter responses: that would save less time than it takes to compile.
 MIN_NARROWED_TOKENS = 64
 
 Cache = tuple[Any, ...]  # one entry per layer (models/cache.py)
@@ -43,8 +43,8 @@ class Slots(NamedTuple):
       sample: int32 [B], index of the slot's sample; N, the number of samples, if the slot is idle.
       drawn: int32 [B], tokens of its response so far, of all stages.
       token: int32 [B], the last token of its sequence, which has not been run yet.
-      cache: of each layer, B rows and S columns; possibly with further rows that slots have left
-        (see `compact_slots`).
+      cache: one entry per layer, with B rows and S columns; it may keep the rows of slots that no
+        longer exist (see `compact_slots`).
     """
 
     sample: jax.Array
@@ -95,13 +95,13 @@ class DecodeJob:
       model: the actor's model, with `unrolled=True`.
       options: how to sample.
       params: the actor's weights, laid out for decoding.
-      prompts: [N / n, P], padded by prompts of length 1, which nobody answers, to a multiple of
-        `group`.
+      prompts: [N / n, P], padded to a multiple of `group` with prompts of length 1, which are not
+        answered.
       keys_N: one random key per sample.
       group: G, prompts prefilled together.
       width: B, the number of slots at first.
       start: tokens of each response that have been drawn and are part of its prompt.
-      limit: tokens of a response at which a sample leaves its slot, whether or not it has ended.
+      limit: tokens of a response at which a sample leaves its slot, even if it has not ended.
       count: samples to decode; those from this one on are left alone.
       any_shard: maps a bool to whether it holds on any of the row shards whose loops run in step
         with this one's.
@@ -121,7 +121,7 @@ class DecodeJob:
 
     @property
     def samples(self) -> int:
-        """N, the number of samples."""
+        """Return N, the number of samples."""
         return len(self.keys_N)
 
     @property

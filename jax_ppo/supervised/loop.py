@@ -158,7 +158,7 @@ def start_parameters(
 
     Args:
       run: the parts of the run.
-      checkpoints: of the run.
+      checkpoints: the run's checkpoints.
       step: the number of completed steps; with 0 the model's own parameters are read.
     """
     head = run.task.objective.head

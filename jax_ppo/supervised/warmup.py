@@ -211,7 +211,7 @@ def train_on_responses(
       sequences: all examples, host arrays.
       num_careful: how many of them, the first ones, teach the skill; the others teach the habit.
       create: steps, learning rates, and examples per step, approximately: whole rows are drawn.
-      seed: of the order of the rows.
+      seed: seed of the order of the rows.
       mesh: the mesh to train on.
       report: called with lines for the user.
     """

@@ -98,11 +98,11 @@ def read_adapters(
     """Return the shape of the adapters in a folder.
 
     Args:
-      folder: of the adapters, in PEFT format.
+      folder: the adapters' folder, in PEFT format.
       option: the option that names the folder, for error messages.
       head: the head that the adapters come with.
       architecture: the base's.
-      base_folder: of the actor's base.
+      base_folder: the folder of the actor's base.
       base_path: `config.model.path`.
 
     Raises:

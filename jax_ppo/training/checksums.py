@@ -134,7 +134,7 @@ def find_damage(folder: Path, *, small_files_only: bool = False) -> str | None:
     """Return what is wrong with a checkpoint's files, or `None` if they are as they were written.
 
     Args:
-      folder: of one checkpoint.
+      folder: the folder of one checkpoint.
       small_files_only: compute the checksums of small files only, and compare the sizes of all.
     """
     try:

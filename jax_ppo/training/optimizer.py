@@ -66,7 +66,7 @@ def rounding_keys(seed: int, role: str, opt_state: optax.OptState) -> tuple[jax.
     They depend on the number of steps taken, so that a resumed run continues with the same noise.
 
     Args:
-      seed: of the run.
+      seed: the run's seed.
       role: a name in `ROUNDING_STREAMS`.
       opt_state: the optimizer's state before the step.
     """

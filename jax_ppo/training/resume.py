@@ -34,7 +34,7 @@ def find_progress(
     Args:
       config: all options.
       total_steps: number of steps of the whole run.
-      checkpoints: of the run.
+      checkpoints: the run's checkpoints.
       report: called with lines for the user.
       command: train, sft or reward_model; options that it does not read may change.
 

@@ -24,7 +24,7 @@ def load_examples(
 
     Args:
       data: `config.data`.
-      seed: of generated examples.
+      seed: seed of generated examples.
       response_key: column of the responses; `None` if they are not read.
 
     Returns:

@@ -23,7 +23,7 @@ class TrainState:
       reward: the frozen reward model's parameters, or adapters on the same base; `None` without a
         reward model.
       actor_optimizer: optax state.
-      critic_optimizer: optax state; `None` without a critic of its own.
+      critic_optimizer: optax state; `None` without a separate critic.
       control: the KL coefficient and running moments for the coming step.
     """
 

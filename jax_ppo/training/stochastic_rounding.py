@@ -104,7 +104,7 @@ def add_gradients(gradient_sum: Any, gradients: Any, key: jax.Array | None) -> A
 
     Args:
       gradient_sum: as `zero_gradients` starts it.
-      gradients: of a further micro-batch.
+      gradients: the gradients of one more micro-batch.
       key: random key of the micro-batch; `None` if the sum is wider.
     """
     total = jax.tree.map(jnp.add, widen(gradient_sum), gradients)

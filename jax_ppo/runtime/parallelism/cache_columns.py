@@ -27,8 +27,9 @@ def on_cache_parts(function: Callable[..., Any], in_axes: Any, out_axes: Any) ->
     """Make each device run `function` on its own heads and columns, inside `split_rows`.
 
     Args:
-      function: of (the device's number along the axis of columns, further arguments).
-      in_axes: for each further argument a tree of pairs: the axis of heads and that of columns, or
+      function: called as `function(part, *arguments)`, where `part` is the device's index along the
+        axis of columns.
+      in_axes: for each argument a tree of pairs: the axis of heads and that of columns, or
         `None` for an axis that the array does not have; `None` for arrays that are not split.
       out_axes: the same for the result.
     """

@@ -31,9 +31,10 @@ def attend_over_parts(attention: Callable[..., jax.Array], shared: Any = None) -
     gathered over `context`; the gradients of keys and values are reduce-scattered.
 
     Args:
-      attention: of (q [R, L / C, H, d], keys and values [R, L, K, d] and segments [R, L] in the
-        order of the row, the segments of the queries [R, L / C], their columns [L / C], and
-        `shared` if it is not `None`).
+      attention: called as `attention(q, k, v, row_segments, segments, columns)`, followed by
+        `shared` if that is not `None`: queries [R, L / C, H, d]; keys and values [R, L, K, d] and
+        their segments [R, L], in the order of the row; the queries' segments [R, L / C] and columns
+        [L / C].
       shared: an object with `manual_sharding_spec`, such as JAX's splash kernel, of which each
         device gets the part for its queries.
     """
@@ -55,14 +56,14 @@ def attend_over_parts(attention: Callable[..., jax.Array], shared: Any = None) -
             row_segments = _gather_row(segments)
             return attention(q, keys, values, row_segments, segments, columns, *shared)
 
-        first = remaining_row_axes(mesh)
-        heads = P(first, None, "model", None)
+        row_axes = remaining_row_axes(mesh)
+        heads = P(row_axes, None, "model", None)
         extra: tuple[Any, ...] = ()
         extra_specs: tuple[Any, ...] = ()
         if shared is not None:
             extra = (shared,)
             extra_specs = (shared.manual_sharding_spec(NamedSharding(mesh, P(None, "context"))),)
-        in_specs = (heads, heads, heads, P(first), *extra_specs)
+        in_specs = (heads, heads, heads, P(row_axes), *extra_specs)
         return on_each_device(attend, in_specs, heads)(q, k, v, segments, *extra)
 
     return run

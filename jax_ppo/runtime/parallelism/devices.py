@@ -25,9 +25,9 @@ def on_each_device(function: Function, in_specs: Any, out_specs: Any) -> Functio
     """Make each device run `function` on its parts, which the remaining axes split.
 
     Args:
-      function: of arrays; it may exchange data along these axes.
-      in_specs: how they split each argument.
-      out_specs: how they split the results.
+      function: takes and returns arrays; it may exchange data along these axes.
+      in_specs: how the axes split each argument.
+      out_specs: how the axes split the results.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return jax.shard_map(

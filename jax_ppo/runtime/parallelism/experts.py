@@ -12,9 +12,10 @@ from jax_ppo.runtime.parallelism.devices import on_each_device, remaining_axes, 
 
 
 def run_on_own_rows(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    """Make each device run `function`, of an array [R, ...] and without a gradient, on its rows.
+    """Make each device run `function` on its own rows.
 
-    Without a mesh in the context, or for rows that the mesh cannot split, the compiler splits it.
+    `function` maps an array [R, ...] to another and is not differentiated. Without a mesh in the
+    context, or for rows that the mesh cannot split, the compiler splits it.
     """
 
     def run(x: jax.Array) -> jax.Array:
@@ -43,9 +44,10 @@ def split_experts(function: Callable[..., jax.Array]) -> Callable[..., jax.Array
     splits `function`.
 
     Args:
-      function: of (x [R, L, D], two arrays [R, L, k], projections by name, each with a `kernel`
-        [E, in, out] and perhaps a `kernel_scale` [E, out], and the index of the first of these E
-        experts, `None` if they are all); what it returns, [R, L, D], is a sum over experts and
+      function: called as `function(x, weights, experts, projections, first)`: x is [R, L, D],
+        weights and experts of each token are [R, L, k], each projection has a `kernel`
+        [E, in, out] and perhaps a `kernel_scale` [E, out], and `first` is the index of the first of
+        these E experts, `None` if they are all. The result, [R, L, D], is a sum over experts and
         their width.
     """
 
@@ -73,9 +75,7 @@ def split_experts(function: Callable[..., jax.Array]) -> Callable[..., jax.Array
             return run_part(x, weights, experts, projections)
         rows = P(row_axes)
         # Inside `split_rows` experts are split already, as rows are.
-        expert_axis = None
-        if row_axes is not None and "expert" in row_axes:
-            expert_axis = "expert"
+        expert_axis = "expert" if row_axes and "expert" in row_axes else None
         specs = _expert_parts(expert_axis)
         parts = {
             name: {kind: specs[name][kind] for kind in arrays}

@@ -1,6 +1,6 @@
 """Tensor parallelism of attention: each device of `model` computes whole heads.
 
-Heads of queries that the devices do not divide are padded, those of keys and values copied.
+Query heads that cannot be split evenly are padded; key and value heads are copied.
 """
 
 import math
@@ -12,27 +12,28 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ppo.runtime.parallelism.devices import on_each_device, remaining_axes, remaining_row_axes
 
-# Of [B, T, heads, d].
+# The layout of arrays [B, T, heads, d].
 _SPLIT_HEADS = P(P.UNCONSTRAINED, P.UNCONSTRAINED, "model", P.UNCONSTRAINED)
 
 
 def split_heads(attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Make each device run `attention` on its own rows and heads.
 
-    Inside `split_rows`, where rows are split already, on its own heads.
+    Inside `split_rows`, where rows are split already, only the heads are divided.
 
     Args:
-      attention: of (q, k, v [R, L, heads, d], an array [R, ...] or `None`).
+      attention: called as `attention(q, k, v, per_row)`: q, k and v are [R, L, heads, d], and
+        `per_row` is an array [R, ...] or `None`.
     """
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, per_row: jax.Array | None) -> jax.Array:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or not remaining_axes(mesh):
             return attention(q, k, v, per_row)
-        first = remaining_row_axes(mesh)
-        heads = P(first, None, "model", None)
+        row_axes = remaining_row_axes(mesh)
+        heads = P(row_axes, None, "model", None)
         run_part = on_each_device(
-            attention, in_specs=(heads, heads, heads, P(first)), out_specs=heads
+            attention, in_specs=(heads, heads, heads, P(row_axes)), out_specs=heads
         )
         return run_part(q, k, v, per_row)
 
@@ -93,7 +94,7 @@ def pad_query_heads(q_BxTxHxd: jax.Array, kv_heads: int) -> jax.Array:
 
 
 def drop_padded_heads(out_BxTxHxd: jax.Array, heads: int, kv_heads: int) -> jax.Array:
-    """Return the `heads` heads that `pad_query_heads` received, of the output of attention.
+    """Drop the heads that `pad_query_heads` added from the output of attention.
 
     Args:
       out_BxTxHxd: output of attention for padded queries.

@@ -1,4 +1,4 @@
-"""Calls of the host from inside compiled functions: one for each shard of rows."""
+"""Calls of host functions from inside compiled functions: one for each shard of rows."""
 
 import functools
 from collections.abc import Callable
@@ -19,8 +19,8 @@ def call_host(function: Callable[..., Any], result_shapes: Any, *arguments: jax.
     which do not split the arguments, the first device calls, and the others get its results.
 
     Args:
-      function: of host arrays; it may have side effects.
-      result_shapes: of what it returns, a pytree of `jax.ShapeDtypeStruct`.
+      function: takes and returns host arrays; it may have side effects.
+      result_shapes: the shapes of its results, a pytree of `jax.ShapeDtypeStruct`.
       *arguments: passed to it.
     """
     call = functools.partial(io_callback, function, result_shapes)
@@ -38,10 +38,8 @@ def call_host(function: Callable[..., Any], result_shapes: Any, *arguments: jax.
 
     def share(result: jax.Array) -> jax.Array:
         # The results of all devices but one are 0. Booleans have no sum.
-        summed = result
-        if result.dtype == bool:
-            summed = result.astype(jnp.int32)
-        return jax.lax.psum(summed, split).astype(result.dtype)
+        terms = result.astype(jnp.int32) if result.dtype == bool else result
+        return jax.lax.psum(terms, split).astype(result.dtype)
 
     def call_on_first(*arguments: jax.Array) -> Any:
         is_first = jax.lax.axis_index(split) == 0

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ppo.runtime.meshes import ROWS, row_shards
 
-# Of [S, M, r, ...]: a copy of the micro-batches per stage, and the rows of each that are not split
-# over stages.
+# The layout of arrays [S, M, r, ...]: a copy of the micro-batches per stage, whose rows are split
+# over the other axes.
 _MICRO_BATCHES = P("stage", None, tuple(axis for axis in ROWS if axis != "stage"))
 
 
@@ -46,8 +46,8 @@ def run_stages(
     """Run all layers on all rows, inside a compiled function with a mesh of several stages.
 
     Args:
-      run_stage: of (a stage's layers, hidden states [r, L, D], rows); returns hidden states and any
-        further outputs, arrays [a stage's layers, r, ...].
+      run_stage: called as `run_stage(layers, hidden, rows)` with a stage's layers and hidden states
+        [r, L, D]; returns hidden states and any further outputs, arrays [a stage's layers, r, ...].
       layers: arrays with the stacked layers' axis in front, which the stages split.
       x_RxLxD: hidden states, the input of the first layer.
       rows: arrays [R, ...] that each layer needs.
@@ -73,7 +73,7 @@ def run_stages(
             received: jax.Array, inputs: tuple[jax.Array, jax.Array]
         ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
             t, first = inputs
-            # Outside of its range a stage repeats an end of it, and the result is dropped.
+            # A stage without a micro-batch repeats its first or last, and the result is dropped.
             m = jnp.clip(t - stage, 0, M - 1)
             x = jnp.where(stage == 0, first, received)
             x, others = run_stage(own_layers, x, jax.tree.map(lambda array: array[m], rows))
@@ -108,9 +108,9 @@ def _split_stages(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tup
     after the function: a compiler would do so after each micro-batch.
 
     Args:
-      function: of (arrays with layers in front, any tree of arrays [1, M, r, ...] as
-        `_gather_micro_batches` returns them); it returns such an array, and arrays
-        [layers, M, r, ...].
+      function: called as `function(layers, micro_batches)`: arrays whose first axis counts layers,
+        and a tree of arrays [1, M, r, ...] as `_gather_micro_batches` returns them. It returns an
+        array of the second form, and arrays [layers, M, r, ...].
     """
 
     def run(layers: Any, micro_batches: Any) -> tuple[Any, Any]:

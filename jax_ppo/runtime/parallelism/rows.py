@@ -17,12 +17,13 @@ def split_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make each shard of rows run `function` on its own rows.
 
     The loops inside may differ in length from shard to shard, unless experts or an axis other than
-    those of rows are split: the devices must then meet in every matrix product, and any_shard(bool)
-    tells whether the bool holds on any shard. Without a mesh in the context, `function` runs as it
-    is.
+    those of rows are split: all devices must then take part in every matrix product, and `function`
+    gets `any_shard`, which maps a bool to whether it holds on any shard. Without a mesh in the
+    context, `function` runs unchanged.
 
     Args:
-      function: of (params, rows, rows, key, any_shard); what it returns has rows in front.
+      function: called as `function(params, rows, other_rows, key)`, with `any_shard` by keyword if
+        shards run in step. The first axis of every array that it returns counts rows.
     """
 
     def run(params: Any, *rows_and_key: Any) -> Any:
@@ -36,9 +37,7 @@ def split_rows(function: Callable[..., Any]) -> Callable[..., Any]:
         run_shard = function
         if in_step:
             run_shard = functools.partial(function, any_shard=_any_shard)
-        params_parts: Any = P()
-        if has_shared_experts:
-            params_parts = _row_parts(params)
+        params_parts = _row_parts(params) if has_shared_experts else P()
         return jax.shard_map(
             run_shard,
             in_specs=(params_parts, P(ROWS), P(ROWS), P()),
@@ -51,7 +50,7 @@ def split_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _row_parts(params: Any) -> Any:
-    """Return how the axes of rows split parameters in decoding: they split the experts."""
+    """Return how the axes of rows split parameters in decoding: they split experts alone."""
 
     def only_rows(layout: NamedSharding) -> P:
         return P(*[axis if axis in ROWS else None for axis in layout.spec])

@@ -119,21 +119,21 @@ def split_vocabulary(function: Callable[..., Any]) -> Callable[..., Any]:
     columns with axis None.
 
     Args:
-      function: of (logits [B, V], an array [B, ...], any number of arrays [B, V], and by name the
-        axis that splits V or `None`); what it returns has B in front and is the same on all devices
-        that split a row's logits.
+      function: called as `function(logits_BxV, per_row, *others_BxV, axis=axis)`: `per_row` is an
+        array [B, ...], and `axis` the mesh axis that splits V, or `None`. The first axis of what it
+        returns is B, and all devices that split a row's logits return the same.
     """
 
     def run(logits_BxV: jax.Array, per_row: jax.Array, *others_BxV: jax.Array) -> Any:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.shape["model"] == 1:
             return function(logits_BxV, per_row, *others_BxV, axis=None)
-        first = remaining_row_axes(mesh)
-        columns = P(first, "model")
+        row_axes = remaining_row_axes(mesh)
+        columns = P(row_axes, "model")
         run_part = on_each_device(
             functools.partial(function, axis="model"),
-            in_specs=(columns, P(first), *[columns] * len(others_BxV)),
-            out_specs=P(first),
+            in_specs=(columns, P(row_axes), *[columns] * len(others_BxV)),
+            out_specs=P(row_axes),
         )
         return run_part(logits_BxV, per_row, *others_BxV)
 
