@@ -68,23 +68,23 @@ class Problem:
 
     @property
     def intermediate(self) -> int:
-        """The result of the first step, 0 to 9."""
+        """Return the result of the first step, 0 to 9."""
         first, second, _ = self.numbers
         return _add_or_subtract(first, self.signs[0], second)
 
     @property
     def answer(self) -> int:
-        """The final result, 0 to 9."""
+        """Return the final result, 0 to 9."""
         return _add_or_subtract(self.intermediate, self.signs[1], self.numbers[2])
 
     @property
     def prompt(self) -> str:
-        """The prompt; it ends in a line break so that it does not change a response's tokens."""
+        """Return the prompt; its final line break keeps it from changing a response's tokens."""
         return f"Question: {self.question}\nAnswer:\n"
 
     @property
     def worked_solution(self) -> str:
-        """The solution step by step, always right."""
+        """Return the solution step by step, always right."""
         first, second, third = self.numbers
         return (
             f"{first}{self.signs[0]}{second}={self.intermediate}\n"

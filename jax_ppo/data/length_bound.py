@@ -40,7 +40,7 @@ class LengthBound:
 
     @functools.cached_property
     def _characters_per_token(self) -> int | None:
-        """The maximum number of characters that one token represents; `None` without a bound."""
+        """Return the most characters that one token represents; `None` without a bound."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             return None

@@ -89,12 +89,12 @@ class PromptBatches:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of full batches in an epoch."""
+        """Return the number of full batches in an epoch."""
         return len(self.dataset) // self.batch_size
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next batch belongs to, from 0."""
+        """Return the epoch that the next batch belongs to, from 0."""
         # An epoch without room for another full batch is over.
         epoch, offset = divmod(self.position, len(self.dataset))
         is_exhausted = offset + self.batch_size > len(self.dataset)

@@ -53,7 +53,7 @@ class ResponseDataset:
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longest example: all of its responses, each with the prompt."""
+        """Return the tokens of the longest example: all of its responses, each with the prompt."""
         return max(
             len(responses) * len(prompt) + sum(map(len, responses))
             for prompt, *responses in zip(self.prompts.tokens, *self.responses, strict=True)

@@ -145,32 +145,32 @@ class Architecture:
 
     @property
     def mlp_projections(self) -> tuple[str, ...]:
-        """Names of the MLP's projections."""
+        """Return the names of the MLP's projections."""
         return (*BLOCKS[self.block].mlp_inputs, "down_proj")
 
     @property
     def active_width(self) -> int:
-        """Width of the MLP that each token passes through, or of its experts together."""
+        """Return the width of the MLP that a token passes through, or of its experts together."""
         return self.intermediate_size * (self.experts_per_token or 1)
 
     @property
     def attention_scale(self) -> float:
-        """Factor on the product of a query and a key."""
+        """Return the factor on the product of a query and a key."""
         if self.attention_multiplier is not None:
             return self.attention_multiplier
         return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
 
     @property
     def layers_are_local(self) -> tuple[bool, ...]:
-        """`local_layers` with one entry per layer, also where no layer is local."""
+        """Return `local_layers` with one entry per layer, also where no layer is local."""
         return self.local_layers or (False,) * self.num_layers
 
     @property
     def layers_are_rotated(self) -> tuple[bool, ...]:
-        """Whether each layer has a rotary embedding."""
+        """Return whether each layer has a rotary embedding."""
         return tuple(not bare for bare in self.unrotated_layers) or (True,) * self.num_layers
 
     @property
     def rotary_dim(self) -> int:
-        """How many numbers of each head are rotated."""
+        """Return how many numbers of each head are rotated."""
         return int(self.head_dim * self.partial_rotary_factor)

@@ -44,7 +44,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """Factor on (x A) B."""
+        """Return the factor on (x A) B."""
         return self.alpha / self.rank
 
 

@@ -11,7 +11,7 @@ class Diagnosis:
     """Watches the metrics of a run."""
 
     def __init__(self, config: Config) -> None:
-        """Start to watch a run with these options."""
+        """Start watching a run with these options."""
         self._config = config
         self._history = collections.deque[Metrics](maxlen=max(d.steps for d in DIAGNOSTICS))
         self._present: set[str] = set()

@@ -24,7 +24,7 @@ class Metric(enum.Enum):
 
     @property
     def start(self) -> float:
-        """The value that shares are combined with at first."""
+        """Return the value that the first share is combined with."""
         return {
             Metric.MIN: float("inf"),
             Metric.MAX: -float("inf"),

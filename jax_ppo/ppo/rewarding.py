@@ -49,7 +49,7 @@ class RuleRewards:
       model_inputs: the input of a reward model with its own tokenizer, as
         `scoring.reward_model_scores` takes it; `None` if the model reads the samples themselves.
       answers: the answers that the rules read, by row; rows without one are left out.
-      misses: wrong responses of this process, as `describe_misses` says.
+      misses: wrong responses of this process, as `describe_misses` returns them.
     """
 
     scores: jax.Array
@@ -229,7 +229,7 @@ class FailedSteps:
     """Counts consecutive steps in which the rule failed on every response."""
 
     def __init__(self, options: Reward) -> None:
-        """Start to count with the options of `config.reward`."""
+        """Start counting; `options` is `config.reward`."""
         self._options = options
         self._count = 0
 

@@ -67,7 +67,7 @@ class ScoringOptions:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The programs that scoring consists of."""
+        """Return the programs that scoring consists of."""
         parts: list[Part] = []
         # Actor and reference share one program, since a full KL needs both outputs of a row.
         if self.old_logprobs or self.reference or self.shared_trunk:

@@ -51,7 +51,7 @@ class ScoredBatch:
 
     @property
     def failures(self) -> int:
-        """Number of responses that could not be scored."""
+        """Return the number of responses that could not be scored."""
         return int(self.failed.sum())
 
 

@@ -31,7 +31,7 @@ class Term:
 
     @property
     def metric(self) -> str:
-        """Name of the term among the metrics: the rule, or the name of the function."""
+        """Return the term's name among the metrics: the rule, or the name of the function."""
         return f"{self.rule.rpartition(':')[2]}_term"
 
 

@@ -27,7 +27,7 @@ class _WorkerProcess(processes.WorkerProcess):
 
     @property
     def exitcode(self) -> int | None:
-        """The exit code, never 0: workers do not end by themselves."""
+        """Return the exit code, never 0: workers do not end by themselves."""
         code = super().exitcode
         if code == 0:
             return _ENDED_WITH_ZERO

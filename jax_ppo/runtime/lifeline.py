@@ -105,7 +105,7 @@ class Lifeline:
                     self._read(key.fileobj)  # type: ignore[arg-type]
 
     def _add(self, connection: socket.socket, peer: "_Peer", seconds: int) -> None:
-        # By these the kernel notices that a machine is gone, which closes no connection.
+        # A machine that is gone closes no connection; these let the kernel notice it.
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_KEEPIDLE"):
@@ -170,7 +170,7 @@ class Lifeline:
         self._write(connection, json.dumps(message).encode() + b"\n")
 
     def _write(self, connection: socket.socket, text: bytes) -> None:
-        # A peer that is gone needs no news.
+        # A peer that is gone need not be told.
         with contextlib.suppress(OSError):
             connection.sendall(text)
 

@@ -55,7 +55,7 @@ class _StopSignals:
         self._reader, self._writer = socket.socketpair()
 
     def install(self, numbers: tuple[signal.Signals, ...]) -> None:
-        """Install the handlers; an ignored signal and one that others handle in C stay so."""
+        """Install the handlers, but not for signals that are ignored or handled in C."""
         for number in numbers:
             if signal.getsignal(number) not in (None, signal.SIG_IGN):
                 self._previous_handlers[number] = signal.signal(number, self._handle)
@@ -154,7 +154,7 @@ class _StopSignals:
             main_thread = threading.main_thread().ident
             assert main_thread is not None, "the main thread has started"
             # Unlike `_thread.interrupt_main`, this also interrupts a blocking system call. A signal
-            # that comes right before the call does not: therefore again, until it has raised.
+            # that arrives right before the call does not, so it is sent again until it has raised.
             signal.pthread_kill(main_thread, received)
             while not self._is_over.wait(_POLL_SECONDS):
                 signal.pthread_kill(main_thread, received)

@@ -42,7 +42,7 @@ def take_waited_seconds() -> float:
 
 
 def exchange_own_seconds(seconds: float) -> dict[int, float]:
-    """Publish this process's seconds of a step, and return those that all have published last.
+    """Publish this process's seconds of a step, and return the latest ones of all processes.
 
     Returns:
       Seconds by process, on process 0; those of another process may be of the step before. Empty on

@@ -133,7 +133,7 @@ class Sampler:
 
     @property
     def compilations(self) -> int:
-        """Number of programs compiled so far."""
+        """Return the number of programs compiled so far."""
         return self.program._cache_size()  # type: ignore[attr-defined]
 
 

@@ -67,7 +67,7 @@ class SupervisedRun:
 
     @property
     def exported_architecture(self) -> Architecture:
-        """The model's architecture, with the EOS that responses were trained with."""
+        """Return the model's architecture, with the EOS that responses were trained with."""
         architecture = self.model.architecture
         # Otherwise a sampler would not stop where the trained responses end.
         eos_ids = (*architecture.eos_ids, self.tokenizer.eos_token_id)

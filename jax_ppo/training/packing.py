@@ -41,7 +41,7 @@ def rows_per_micro_batch(
       row_length: L.
       samples: number of samples to pack.
       shards: number of parts that the mesh splits rows into.
-      has_fixed_cost: whether each micro-batch costs time of its own, whatever its size.
+      has_fixed_cost: whether each micro-batch has a fixed cost, whatever its size.
 
     Returns:
       A multiple of `shards`, no larger than needed for one row per sample.

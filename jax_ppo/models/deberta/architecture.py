@@ -72,12 +72,12 @@ class DebertaArchitecture:
 
     @property
     def head_dim(self) -> int:
-        """Width of an attention head."""
+        """Return the width of an attention head."""
         return self.hidden_size // self.num_heads
 
     @property
     def num_kv_heads(self) -> int:
-        """Number of key and value heads, which is that of the query heads."""
+        """Return the number of key and value heads, which is that of the query heads."""
         return self.num_heads
 
 

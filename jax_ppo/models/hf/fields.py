@@ -91,7 +91,7 @@ class ConfigReader:
         where: str = "config.json: ",
         names: Mapping[str, str] | None = None,
     ) -> None:
-        """Start to read.
+        """Start reading.
 
         Args:
           values: The fields.

@@ -51,7 +51,7 @@ class TensorMapping:
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        """Shape of the checkpoint's tensor."""
+        """Return the shape of the checkpoint's tensor."""
         shape = self._in_hf_order(self.shape)
         if self.fused is None:
             return shape
@@ -60,7 +60,7 @@ class TensorMapping:
 
     @property
     def output_axis(self) -> int:
-        """Axis of the checkpoint's tensor along which a fused one holds its parameters."""
+        """Return the axis of the checkpoint's tensor along which a fused one holds parameters."""
         if self.transposed:
             return 0
         return len(self.shape) - 1
@@ -126,14 +126,14 @@ class TensorMapping:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """Shape of our parameter, including the axis of layers."""
+        """Return the shape of our parameter, including the axis of layers."""
         if self.layers is None:
             return self.layer_shape
         return (self.layers, *self.layer_shape)
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
-        """Shape of our parameter in one layer, including the axis of experts."""
+        """Return the shape of our parameter in one layer, including the axis of experts."""
         if self.experts is None:
             return self.shape
         return (self.experts, *self.shape)
