@@ -5,8 +5,8 @@ added to afterwards. Here the backward loop carries the sum and adds to it in pl
 
 A backward loop carries the cotangents of what the forward loop carries. The forward loop therefore
 carries a `slot` of the sum's shapes, which nothing reads, so that no memory is reserved for it. Its
-cotangent starts as the sum so far, and each layer adds its gradient on the way back: the "gradient"
-by the slot is the new sum.
+cotangent starts as the sum so far, and in the backward pass each layer adds its gradient: the
+"gradient" with respect to the slot is the new sum.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ class GradientSum:
     """The sum that the gradients of stacked layers are added to.
 
     Attributes:
-      slot: zeros like `total`; the gradient of a loss by them is the new sum.
+      slot: zeros like `total`; the gradient of a loss with respect to them is the new sum.
       total: the sum of earlier micro-batches, a tree like the layers.
       key: random key of the micro-batch, for `add`.
-      add: of (a layer's part of the sum, its gradient, a key); returns the new part.
+      add: (a layer's part of the sum, its gradient, a key) -> the new part.
     """
 
     slot: Params
@@ -49,14 +49,14 @@ def scan_layers(
     gradient_sum: GradientSum,
     unroll: int,
 ) -> tuple[jax.Array, Any]:
-    """Run layers one after the other; the loss is differentiated by `gradient_sum.slot`.
+    """Run layers one after the other, for a loss differentiated with respect to the slot.
 
     Args:
-      run_layer: of (a layer's parameters, hidden states, its inputs); returns hidden states and
-        further outputs.
+      run_layer: (a layer's parameters, hidden states, its inputs) -> (hidden states, further
+        outputs).
       layers: stacked parameters, [L, ...].
       x: hidden states, the input of the first layer.
-      inputs: what each layer has of its own, [L, ...].
+      inputs: the inputs of each layer, [L, ...].
       gradient_sum: what the layers' gradients are added to.
       unroll: layers per iteration of the loop.
 
@@ -64,22 +64,22 @@ def scan_layers(
       Hidden states, and the further outputs of all layers, [L, ...].
     """
 
-    def step(carry: tuple[jax.Array, Params], of_layer: Any) -> tuple[Any, Any]:
+    def step(carry: tuple[jax.Array, Params], per_layer: Any) -> tuple[Any, Any]:
         x, slot = carry
-        i, layer, own_inputs = of_layer
-        layer, slot = _add_on_the_way_back(gradient_sum.add, layer, slot, i, gradient_sum.key)
-        x, output = run_layer(layer, x, own_inputs)
+        i, layer, layer_inputs = per_layer
+        layer, slot = _add_in_backward_pass(gradient_sum.add, layer, slot, i, gradient_sum.key)
+        x, output = run_layer(layer, x, layer_inputs)
         return (x, slot), output
 
     numbers = jnp.arange(len(jax.tree.leaves(layers)[0]))
     (x, slot), outputs = jax.lax.scan(
         step, (x, gradient_sum.slot), (numbers, layers, inputs), unroll=unroll
     )
-    return _start_on_the_way_back(x, slot, gradient_sum.total), outputs
+    return _start_in_backward_pass(x, slot, gradient_sum.total), outputs
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _add_on_the_way_back(
+def _add_in_backward_pass(
     add: Callable[..., Any], layer: Params, slot: Params, i: jax.Array, key: jax.Array | None
 ) -> tuple[Params, Params]:
     """Return layer and slot; the layer's gradient is added to part i of the slot's cotangent."""
@@ -107,15 +107,15 @@ def _add_gradient(
     return None, total, None, None
 
 
-_add_on_the_way_back.defvjp(_keep_place, _add_gradient)
+_add_in_backward_pass.defvjp(_keep_place, _add_gradient)
 
 
 @jax.custom_vjp
-def _start_on_the_way_back(x: jax.Array, slot: Params, total: Params) -> jax.Array:
+def _start_in_backward_pass(x: jax.Array, slot: Params, total: Params) -> jax.Array:
     """Return x; the slot's cotangent is `total`."""
     return x
 
 
-_start_on_the_way_back.defvjp(
+_start_in_backward_pass.defvjp(
     lambda x, slot, total: (x, total), lambda total, x_grad: (x_grad, total, None)
 )

@@ -19,13 +19,13 @@ def add_gradient(
     key: jax.Array | None,
     trains_layers: bool = True,
 ) -> tuple[Params, Any]:
-    """Return `total` with the gradient of `loss` added, and what `loss` returns beside its value.
+    """Return `total` with the gradient of `loss` added, and the auxiliary output of `loss`.
 
     The gradients of layers are added while they are computed (`models.gradient_sums`), which saves
     a tree of them.
 
     Args:
-      loss: of parameters; it runs the decoder on them once.
+      loss: parameters -> (value, auxiliary output); it runs the decoder on them once.
       params: parameters, or adapters.
       total: as `zero_gradients` starts it.
       key: random key of the micro-batch; `None` if the sum is wider than bfloat16.
@@ -35,7 +35,7 @@ def add_gradient(
     if not trains_layers or num_stages() > 1:
         gradients, aux = jax.grad(loss, has_aux=True)(params)
         return add_gradients(total, gradients, key), aux
-    layers, others = params["layers"], _without_layers(params)
+    layers = params["layers"]
 
     def loss_by_slot(others: Params, slot: Params) -> tuple[jax.Array, Any]:
         gradient_sum = GradientSum(slot, total["layers"], key, add_gradients)
@@ -43,7 +43,7 @@ def add_gradient(
 
     slot = jax.tree.map(jnp.zeros_like, total["layers"])
     gradient = jax.grad(loss_by_slot, argnums=(0, 1), has_aux=True)
-    (gradients, layers_total), aux = gradient(others, slot)
+    (gradients, layers_total), aux = gradient(_without_layers(params), slot)
     return add_gradients(_without_layers(total), gradients, key) | {"layers": layers_total}, aux
 
 
