@@ -57,9 +57,7 @@ def _sections() -> Iterator[str]:
         # The schema lists options section by section, so a new section begins a new table.
         section = option.name.rpartition(".")[0] or "Top level"
         if section != current:
-            title = section
-            if section != "Top level":
-                title = f"`{section}`"
+            title = section if section == "Top level" else f"`{section}`"
             if current is not None:
                 yield ""
             yield f"## {title}\n"

@@ -79,9 +79,7 @@ class Translation:
         """Return our command on several lines, quoted for a shell; variables stay variables."""
         lines = [f"python -m jax_ppo.train --config={base}"]
         for name, value in self.options.items():
-            quoted = shlex.quote(value)
-            if "$" in value:
-                quoted = f'"{value}"'
+            quoted = f'"{value}"' if "$" in value else shlex.quote(value)
             lines.append(f"    --config.{name}={quoted}")
         return " \\\n".join(lines)
 

@@ -349,9 +349,7 @@ class Layer(nn.Module):
             )
         else:
             run_mlp = MLP(a, self.dtype, self.lora_scale, name="mlp")
-        normed = x
-        if a.pre_norms:
-            normed = norm("input_norm", x)
+        normed = norm("input_norm", x) if a.pre_norms else x
         attended, cache = self._attend(normed, kind, rotations, segments_BxT, cache, columns_B)
         # The names are Hugging Face's; with post_norms, post_attention_norm is in another place.
         if a.post_norms:

@@ -175,9 +175,7 @@ def _rollout_flops(step: AbstractStep, role: Role, rows: int) -> float:
     config = step.programs.config
     samples = step.programs.samples
     lengths = np.full(samples, config.sequence_length)
-    num_logits = 0
-    if role.has_logits:
-        num_logits = samples * config.data.max_response_length
+    num_logits = samples * config.data.max_response_length if role.has_logits else 0
     layers = count_forward_flops(role.architecture, lengths)
     logits = count_forward_flops(role.architecture, lengths, num_logits) - layers
     layers *= _schedule(step, role, rows).slowdown

@@ -112,7 +112,7 @@ def generalized_advantages(
 
 
 def critic_metrics(values: Tokens, returns: Tokens, loss_mask: Mask) -> Metrics:
-    """Describe returns and values in units of reward."""
+    """Return metrics of returns and values, in units of reward."""
     return {
         "critic/returns_mean": masked.masked_mean(returns, loss_mask),
         "critic/returns_std": jnp.sqrt(masked.masked_variance(returns, loss_mask)),

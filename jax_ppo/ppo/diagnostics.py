@@ -231,9 +231,10 @@ def _check_duplicates(config: Config, history: Sequence[Metrics]) -> str | None:
     repeated = sum(row.get("rollout/duplicates", 0.0) for row in history) / len(history)
     if max(common, repeated) <= 0.75 or _is_solved(history):
         return None
-    finding = f"{repeated:.0%} of the responses repeat another one to the same prompt"
     if common > 0.75:
         finding = f"{common:.0%} of all responses are the same one"
+    else:
+        finding = f"{repeated:.0%} of the responses repeat another one to the same prompt"
     return (
         f"{finding}, over the last {len(history)} steps: the policy hardly explores. A higher "
         "config.rollout.temperature, config.actor.entropy_coeff or a larger KL penalty may help"

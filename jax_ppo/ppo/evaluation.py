@@ -175,9 +175,7 @@ def evaluate(
     all_correct = np.concatenate(correct)
     # Rules that do not define correctness report NaN.
     defined_correct = all_correct[~np.isnan(all_correct)]
-    accuracy = None
-    if len(defined_correct):
-        accuracy = float(defined_correct.mean())
+    accuracy = float(defined_correct.mean()) if len(defined_correct) else None
     return Evaluation(
         accuracy=accuracy,
         reward_mean=float(all_scores.mean()),

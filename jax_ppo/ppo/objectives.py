@@ -207,6 +207,7 @@ def _actor_loss(
     experience: Experience,
     weights: Weights,
 ) -> LossAndMetrics:
+    """Return the actor's loss, without that of routers, from its hidden states."""
     actor = options.actor
     # One pass over the vocabulary gives log-probs and entropy.
     logprobs, entropy = forward.token_logprobs(net, params, hidden, rows, options.temperature)
@@ -337,6 +338,7 @@ def _critic_loss(
     experience: Experience,
     weights: Weights,
 ) -> LossAndMetrics:
+    """Return the value loss, without that of routers, from the critic's values."""
     assert experience.values is not None, "a value loss needs values"
     assert experience.returns is not None, "a value loss needs returns"
     # Normalized or not, values, old values and returns are in one unit: the critic's.

@@ -77,9 +77,7 @@ def sample_selected_batch(
     selected: Selected | None = None
     statistics: list[DrawStatistics] = []
     filled = 0
-    max_draws = 1
-    if filters.enable:
-        max_draws = filters.max_num_gen_batches
+    max_draws = filters.max_num_gen_batches if filters.enable else 1
     for draw in range(max_draws):
         sampled = sample_batch(run, state, batches, step, reporter, draw)
         with reporter.phase("rollout"):

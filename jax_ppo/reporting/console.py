@@ -70,9 +70,7 @@ def format_step_line(
         if column.optional and (value is None or math.isnan(value)):
             continue
         # Numbers are right-aligned to a fixed width, so that columns line up from step to step.
-        number = "-"
-        if value is not None:
-            number = format(float(value), column.format)
+        number = "-" if value is None else format(float(value), column.format)
         parts.append(column.label + number.rjust(column.width) + column.unit)
     return "  ".join(parts)
 

@@ -237,9 +237,7 @@ class Journal:
         if len(all_seconds) < 2:
             return {}
         process, behind = stragglers.find_straggler(all_seconds)
-        straggler = None
-        if behind > MAX_STRAGGLER_SHARE * seconds:
-            straggler = process
+        straggler = process if behind > MAX_STRAGGLER_SHARE * seconds else None
         # Warn only when another process becomes the straggler, not at every step.
         if straggler is not None and straggler != self._straggler:
             self.warn(

@@ -268,9 +268,7 @@ def raise_if_stopped(report: Callable[[str], None]) -> None:
     if _active is None or _active.received is None:
         return
     step = _active.saved_step
-    outcome = "the run was over"
-    if step is not None:
-        outcome = f"saved step {step}"
+    outcome = "the run was over" if step is None else f"saved step {step}"
     text = f"stopped by {_active.received.name}, {outcome}"
     report(text)
     if _active.ends_process:

@@ -10,9 +10,9 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import compilation
 from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.sampler.decoding_weights import WeightPreparation
-from jax_ppo.sampler.engine import Params, RolloutEngine, SamplingOptions
+from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.sampler.generate import Sampler, concatenate_rollouts
-from jax_ppo.types import Prompts, Rollout
+from jax_ppo.types import Params, Prompts, Rollout
 
 
 def resolve_engine(name: str) -> Callable[..., RolloutEngine]:

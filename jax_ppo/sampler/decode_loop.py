@@ -20,7 +20,7 @@ from jax_ppo.models.transformer import Transformer, TransformerOutput
 from jax_ppo.runtime.parallelism.vocabulary import split_vocabulary
 from jax_ppo.sampler import dialogues, routing, sampling, text_search
 from jax_ppo.sampler.constraints import constrain_logits
-from jax_ppo.sampler.engine import Params, SamplingOptions
+from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.slots import (
     DecodeJob,
     DecodeState,
@@ -35,7 +35,7 @@ from jax_ppo.sampler.slots import (
     slot_widths,
 )
 from jax_ppo.sampler.stages import plan_next_stage, reorder_results, stage_limits
-from jax_ppo.types import Prompts, Rollout
+from jax_ppo.types import Params, Prompts, Rollout
 
 PADDING = -1  # the index of a sample that is not decoded
 
@@ -73,9 +73,7 @@ def generate_responses(
     model = model.clone(returns_routed_experts=options.returns_routed_experts)
     keys_N = sampling.sample_keys(key, indices_N)
     limits = stage_limits(options)
-    count = None
-    if has_padding:
-        count = (indices_N != PADDING).sum()
+    count = (indices_N != PADDING).sum() if has_padding else None
     first = plan_job(
         model, options, params, prompts, keys_N, any_shard, limit=limits[0], count=count
     )

@@ -92,10 +92,10 @@ def end_turns(
     """Record who chose the tokens of a decode step, and let the turns that they end wait.
 
     Args:
-      job: what the loops do not change.
+      job: inputs that the loops do not change.
       before: the slots before the step.
       recorded: the state after it, with its tokens.
-      is_observed_B: which tokens are of an observation.
+      is_observed_B: which tokens belong to an observation.
       finishes_B: which tokens would end a turn, by an EOS or a stop string.
     """
     slots = recorded.slots

@@ -11,8 +11,8 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import compilation, dispatch
 from jax_ppo.runtime.sharding import drop_padded_rows, num_padded_rows
 from jax_ppo.sampler.decode_loop import PADDING, generate_responses
-from jax_ppo.sampler.engine import Params, SamplingOptions
-from jax_ppo.types import Prompts, Rollout
+from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.types import Params, Prompts, Rollout
 
 # Several programs side by side read weights of at most this size: larger ones do not stay in a
 # CPU's cache.

@@ -112,9 +112,7 @@ def sample_tokens(
     assert uniforms_Bx2.shape == (logits_BxV.shape[0], 2), (logits_BxV.shape, uniforms_Bx2.shape)
     # Greedy: no division by 0, and no random numbers.
     if temperature == 0:
-        preferred_BxV = logits_BxV
-        if added_BxV is not None:
-            preferred_BxV = logits_BxV + added_BxV
+        preferred_BxV = logits_BxV if added_BxV is None else logits_BxV + added_BxV
         tokens_B = _likeliest_tokens(preferred_BxV, shards)
         return tokens_B, token_logprob(logits_BxV, tokens_B, shards=shards)
     logits_BxV = logits_BxV / temperature

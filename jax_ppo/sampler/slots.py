@@ -24,9 +24,9 @@ from jax_ppo.runtime.parallelism.cache_columns import num_cache_parts
 from jax_ppo.runtime.parallelism.heads import num_split_kv_heads
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.dialogues import Dialogues
-from jax_ppo.sampler.engine import Params, SamplingOptions
+from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.routing import RoutingRecord, empty_record, record_entries
-from jax_ppo.types import Prompts
+from jax_ppo.types import Params, Prompts
 
 PREFILL_TOKENS = 8192  # prompt tokens that one prefill runs
 MIN_SLOTS = 8  # the slots are not narrowed below this: each width is one more loop to compile

@@ -220,9 +220,7 @@ def gradients(
             return means["loss"] + options.router_aux_loss_coef * router_loss, means
 
         gradient_sum, mean_sums = carry
-        sum_key = key
-        if key is not None:
-            sum_key = jax.random.fold_in(key, i)
+        sum_key = None if key is None else jax.random.fold_in(key, i)
         gradient_sum, means = add_gradient(loss, params, gradient_sum, sum_key)
         return gradient_sum, jax.tree.map(jnp.add, mean_sums, means)
 

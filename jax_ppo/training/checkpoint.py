@@ -190,9 +190,7 @@ class Checkpointer:
                 path.write_text(secrets.token_hex(8))
 
         distributed.run_on_main(name_run)
-        run_id = ""
-        if distributed.is_main():
-            run_id = path.read_text()
+        run_id = path.read_text() if distributed.is_main() else ""
         run_id = distributed.allgather_json(run_id)[0]
         self._local = LocalCheckpoints(
             directory, run_id, mesh, self._manager.latest_step(), self._report

@@ -86,9 +86,7 @@ def read_networks(config: Config, folders: Folders, needs_weights: bool = True) 
         quantized=config.rollout.quantization == "int8",
         lora=lora,
     )
-    critic_needs_weights = actor_needs_weights
-    if config.critic.path:
-        critic_needs_weights = needs_weights
+    critic_needs_weights = needs_weights if config.critic.path else actor_needs_weights
     critic = _read_critic(config, folders, actor, critic_needs_weights)
     refuse_router_loss("config.actor", config.actor.router_aux_loss_coef, actor)
     refuse_router_loss("config.critic", config.critic.router_aux_loss_coef, critic)

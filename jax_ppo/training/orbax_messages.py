@@ -21,9 +21,7 @@ def _is_worth_showing(record: logging.LogRecord) -> bool:
     A full disk is reported by `Checkpointer`. Orbax's threads fail if the command ends before them,
     after an error that has been reported. Directories of other runs are read only on purpose.
     """
-    error = None
-    if record.exc_info:
-        error = record.exc_info[1]
+    error = record.exc_info[1] if record.exc_info else None
     text = record.getMessage()
     is_of_full_disk = disk_space.is_disk_full(error) or disk_space.is_disk_full(Exception(text))
     expected = ("cannot schedule new futures", "Given directory is read only")

@@ -148,9 +148,7 @@ class ConfigReader:
         value = self._get(name)
         if value is None:
             return ()
-        ids = value
-        if not isinstance(value, list):
-            ids = [value]
+        ids = value if isinstance(value, list) else [value]
         for token in ids:
             if type(token) is not int or not -1 <= token <= MAX_SIZE:
                 raise self._mismatch(name, "a token id or a list of them", value)

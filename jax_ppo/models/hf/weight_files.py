@@ -183,9 +183,7 @@ def _in_order(rows: TensorTable) -> Iterator[ExportedTensor]:
     outside: dict[str, list[tensors.Path]] = {}
     stacked: dict[str, list[tensors.Path]] = {}
     for path, row in rows.items():
-        paths_by_name = stacked
-        if row.layers is None:
-            paths_by_name = outside
+        paths_by_name = outside if row.layers is None else stacked
         paths_by_name.setdefault(row.name, []).append(path)
     for name, paths in outside.items():
         yield ExportedTensor(name, paths, layer=None)
