@@ -37,10 +37,10 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command that the first argument names; without one, list the commands.
 
     Args:
-      arguments: The arguments without the program's name; `None`: those of the process.
+      arguments: the arguments without the program's name; `None`: those of the process.
 
     Raises:
-      SystemExit: With a message for an unknown command, and as the command itself exits.
+      SystemExit: with a message for an unknown command, and as the command itself exits.
     """
     if arguments is None:
         arguments = sys.argv[1:]

@@ -38,11 +38,11 @@ class Policy:
     """A language model that is ready to sample from, on a mesh of all devices.
 
     Attributes:
-      folder: The folder of the checkpoint.
-      model: The network.
-      tokenizer: The transformers tokenizer of the folder.
-      mesh: The devices.
-      engine: The engine, started and with the weights of the checkpoint.
+      folder: the folder of the checkpoint.
+      model: the network.
+      tokenizer: the transformers tokenizer of the folder.
+      mesh: the devices.
+      engine: the engine, started and with the weights of the checkpoint.
     """
 
     folder: Path
@@ -56,15 +56,15 @@ def train(config: schema.Config, workdir: str | Path | None = None) -> dict[str,
     """Train with PPO, as `python -m jax_ppo.train` does.
 
     Args:
-      config: The options, from `load_config`.
-      workdir: Folder or gs:// address for everything that the run writes; `None`:
+      config: the options, from `load_config`.
+      workdir: folder or gs:// address for everything that the run writes; `None`:
         output/EXPERIMENT_NAME. A run resumes from the newest checkpoint in it.
 
     Returns:
       The contents of WORKDIR/summary.json.
 
     Raises:
-      UserError: Options or input files are invalid; the message names the option.
+      UserError: options or input files are invalid; the message names the option.
       KeyboardInterrupt: Ctrl-C stopped the run; during training, after the step was saved.
       SystemExit: SIGTERM stopped the run in the same way; the code is 143.
     """
@@ -78,12 +78,12 @@ def load_policy(path: str | Path, *, dtype: str = "float32") -> Policy:
     """Load a language model to sample from.
 
     Args:
-      path: The work directory of a run that exported its model, a Hugging Face folder, one of these
+      path: the work directory of a run that exported its model, a Hugging Face folder, one of these
         in a bucket (gs://BUCKET/FOLDER), or a hub name (OWNER/NAME or OWNER/NAME@REVISION).
-      dtype: Data type of weights and computation: "float32" or "bfloat16".
+      dtype: data type of weights and computation: "float32" or "bfloat16".
 
     Raises:
-      UserError: There is no such model, or it is not supported.
+      UserError: there is no such model, or it is not supported.
     """
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"load_policy: dtype={dtype!r}: expected 'float32' or 'bfloat16'")
@@ -122,24 +122,24 @@ def sample(
     A response depends on the seed and on its index among the responses, not on the other prompts.
 
     Args:
-      policy: From `load_policy`.
-      prompts: Texts, or chats as lists of {"role": ..., "content": ...} messages.
-      max_response_length: Maximum number of tokens of a response.
-      temperature: Divides the logits; 0 is greedy.
-      top_k: Draw from the k most likely tokens; -1: from all.
-      top_p: Draw from the most likely tokens that together hold this probability.
-      stop: Strings that end a response; the token that completes one is its last.
-      n: Responses per prompt.
-      seed: Seed of the draws.
-      chat_template: Apply the tokenizer's chat template to chats, if it has one.
-      max_num_seqs: Samples that a device decodes at once; the others wait for a free slot.
+      policy: from `load_policy`.
+      prompts: texts, or chats as lists of {"role": ..., "content": ...} messages.
+      max_response_length: maximum number of tokens of a response.
+      temperature: divides the logits; 0 is greedy.
+      top_k: draw from the k most likely tokens; -1: from all.
+      top_p: draw from the most likely tokens that together hold this probability.
+      stop: strings that end a response; the token that completes one is its last.
+      n: responses per prompt.
+      seed: seed of the draws.
+      chat_template: apply the tokenizer's chat template to chats, if it has one.
+      max_num_seqs: samples that a device decodes at once; the others wait for a free slot.
 
     Returns:
       `n` responses per prompt, those of the first prompt first, without special tokens. Prompt and
       response concatenated read as one text.
 
     Raises:
-      UserError: An argument is out of range, or a prompt is empty or too long for the model.
+      UserError: an argument is out of range, or a prompt is empty or too long for the model.
     """
     if isinstance(prompts, str):
         raise UserError(f"sample: prompts={prompts!r}: expected a list of prompts")

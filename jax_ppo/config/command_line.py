@@ -45,12 +45,12 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
 
     Args:
       arguments: `sys.argv`.
-      command: The command whose options are validated: train, evaluate, sft or reward_model.
+      command: the command whose options are validated: train, evaluate, sft or reward_model.
 
     Raises:
-      UserError: All invalid arguments, one per line; or the first problem of the options in
+      UserError: all invalid arguments, one per line; or the first problem of the options in
         combination.
-      SystemExit: After `--help`.
+      SystemExit: after `--help`.
     """
     # Help comes before any validation: it is for users whose command line is wrong.
     if {"--help", "-h", "-help"} & set(arguments[1:]):
@@ -141,7 +141,7 @@ def _validate_argument(argument: str) -> str | None:
     """Return the value of an argument `--config=VALUE`; `None` for any other argument.
 
     Raises:
-      UserError: Names the option and the expected value, which the flag parser's errors do not.
+      UserError: names the option and the expected value, which the flag parser's errors do not.
     """
     name, equals, value = argument.lstrip("-").partition("=")
     if argument.startswith("-") and name == "config":

@@ -42,7 +42,7 @@ def find_config_file(value: str) -> tuple[Path, str]:
         file takes precedence. The argument `smoke` works for any file; see smoke.py.
 
     Raises:
-      UserError: There is no such file; the message has the nearest name.
+      UserError: there is no such file; the message has the nearest name.
     """
     text, _, argument = value.partition(":")
     path = expand_local_path(text, "--config")
@@ -68,7 +68,7 @@ def call_get_config(
       defaults: all options at their defaults.
 
     Raises:
-      UserError: There is no such file, it has no `get_config`, or it raised an exception; the
+      UserError: there is no such file, it has no `get_config`, or it raised an exception; the
         message names the line.
     """
     path, argument = find_config_file(value)

@@ -62,12 +62,12 @@ def load_config(
     Args:
       file: A value of `--config`: the name of a shipped configuration or the path of a file, with
         an optional `:ARG` for its `get_config`; `None`: all options at their defaults.
-      overrides: Values by dotted name, "actor.optim.lr".
-      command: The command that reads the options: train, sft or reward_model.
-      **options: More overrides, as keywords with `__` for each dot: `actor__optim__lr=2e-6`.
+      overrides: values by dotted name, "actor.optim.lr".
+      command: the command that reads the options: train, sft or reward_model.
+      **options: more overrides, as keywords with `__` for each dot: `actor__optim__lr=2e-6`.
 
     Raises:
-      UserError: There is no such file or option, or a value is invalid.
+      UserError: there is no such file or option, or a value is invalid.
     """
     if command not in COMMANDS:
         raise UserError(
@@ -110,7 +110,7 @@ def read_config_file(value: str) -> "ml_collections.ConfigDict":
     """Return the configuration that a value of `--config` names, completed by the defaults.
 
     Raises:
-      UserError: There is no such file, or it raised an exception.
+      UserError: there is no such file, or it raised an exception.
     """
     defaults = default_config()
     values = config_files.call_get_config(value, defaults)
@@ -124,11 +124,11 @@ def from_config_dict(
     """Validate names, types, ranges and sizes against each other, and freeze the options.
 
     Args:
-      config: The options; those that are missing have their defaults.
-      command: The command that reads the options: train, sft or reward_model.
+      config: the options; those that are missing have their defaults.
+      command: the command that reads the options: train, sft or reward_model.
 
     Raises:
-      UserError: The first problem.
+      UserError: the first problem.
     """
     # First each option by itself, then the options against each other.
     frozen = _build_section(Config, config, "")

@@ -21,8 +21,8 @@ class Condition:
     """A condition on the values of other options.
 
     Attributes:
-      is_met: Return whether a configuration meets the condition.
-      summary: The condition in words, for notes and the reference page: "`critic.path` is set".
+      is_met: returns whether a configuration meets the condition.
+      summary: the condition in words, for notes and the reference page: "`critic.path` is set".
     """
 
     is_met: Callable[[Config], bool]
@@ -34,7 +34,7 @@ class Requirement(Condition):
     """A condition without which an option must keep its default.
 
     Attributes:
-      message: The text of the error after `config.NAME=VALUE: `. Fields such as
+      message: the text of the error after `config.NAME=VALUE: `. Fields such as
         `{config.algorithm.adv_estimator!r}` are filled in.
     """
 
@@ -46,22 +46,22 @@ class Facts:
     """Everything that is declared about an option besides its name, type and default.
 
     Attributes:
-      doc: The meaning.
-      unit: The unit of a number, such as "tokens".
-      choices: The permitted values.
-      is_plugin: Besides the choices, `module:function` or `file.py:function` is permitted.
-      aliases: Other names of some choices; the value is replaced by the choice.
-      is_list: The text holds items separated by commas; a list of them is accepted too.
-      is_json: The text is a JSON list, or a single item; a list of items is accepted too.
-      at_least: Inclusive lower bound.
-      above: Exclusive lower bound.
-      at_most: Inclusive upper bound.
-      below: Exclusive upper bound.
-      read_by: The commands that read the option; `None`: those of its section, or all.
-      requires: Changing the option from its default is an error unless all of these are met.
-      effective_when: Changing it has no effect, and causes a note, unless all of these are met.
+      doc: the meaning.
+      unit: the unit of a number, such as "tokens".
+      choices: the permitted values.
+      is_plugin: besides the choices, `module:function` or `file.py:function` is permitted.
+      aliases: other names of some choices; the value is replaced by the choice.
+      is_list: the text holds items separated by commas; a list of them is accepted too.
+      is_json: the text is a JSON list, or a single item; a list of items is accepted too.
+      at_least: inclusive lower bound.
+      above: exclusive lower bound.
+      at_most: inclusive upper bound.
+      below: exclusive upper bound.
+      read_by: the commands that read the option; `None`: those of its section, or all.
+      requires: changing the option from its default is an error unless all of these are met.
+      effective_when: changing it has no effect, and causes a note, unless all of these are met.
       fixed_on_resume: A run cannot be resumed with another value; `None`: as in its section.
-      first_step_only: The condition under which only the first step reads it, so that a resumed run
+      first_step_only: the condition under which only the first step reads it, so that a resumed run
         keeps its first result; `None`: every step reads it.
     """
 
@@ -100,11 +100,11 @@ class Option:
     """One option of the schema.
 
     Attributes:
-      name: Dotted name without the leading `config.`.
+      name: dotted name without the leading `config.`.
       value_type: `float` for both `float` and `float | None`.
-      optional: Whether `None` ("not set") is permitted.
-      default: The default value.
-      facts: The declared and inherited facts.
+      optional: whether `None` ("not set") is permitted.
+      default: the default value.
+      facts: the declared and inherited facts.
     """
 
     name: str
@@ -123,9 +123,9 @@ def option(default: T, doc: str, **facts: Any) -> T:
     """Declare an option of a section.
 
     Args:
-      default: The default value.
-      doc: The meaning.
-      **facts: The other fields of `Facts`.
+      default: the default value.
+      doc: the meaning.
+      **facts: the other fields of `Facts`.
 
     Returns:
       A dataclass field, typed as the value so that type checkers see the option's type.
@@ -138,8 +138,8 @@ def section(cls: type[T], **facts: Any) -> T:
     """Declare a section of options.
 
     Args:
-      cls: The dataclass of the section.
-      **facts: Fields of `Facts` that all options of the section inherit.
+      cls: the dataclass of the section.
+      **facts: fields of `Facts` that all options of the section inherit.
 
     Returns:
       A dataclass field, typed as the section.
@@ -154,9 +154,9 @@ def iterate_options(
     """Yield the options of a section and of the sections inside it, in the schema's order.
 
     Args:
-      cls: The dataclass of the section.
-      prefix: The beginning of the names, such as "actor.optim.".
-      inherited: Facts of the enclosing section.
+      cls: the dataclass of the section.
+      prefix: the beginning of the names, such as "actor.optim.".
+      inherited: facts of the enclosing section.
     """
     for field in dataclasses.fields(cls):
         facts: Facts = field.metadata["facts"].inherit(inherited or Facts())

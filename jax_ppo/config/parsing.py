@@ -36,7 +36,7 @@ def parse_strings(text: str) -> tuple[str, ...]:
     """Return the strings of a JSON list such as `["END", "Question:"]`; other text is one string.
 
     Raises:
-      ValueError: The list is not JSON, or an item is empty or not text.
+      ValueError: the list is not JSON, or an item is empty or not text.
     """
     if not text:
         return ()
@@ -56,7 +56,7 @@ def parse_logit_bias(text: str) -> tuple[tuple[int, float], ...]:
     """Return the (token, bias) pairs of a text such as "198:-100,25:2.5".
 
     Raises:
-      ValueError: The message names the part and the problem.
+      ValueError: the message names the part and the problem.
     """
     pairs = []
     for part in filter(None, text.split(",")):
@@ -78,7 +78,7 @@ def parse_schedule(text: str) -> tuple[SchedulePoint, ...]:
         values are finite and at least 0.
 
     Raises:
-      ValueError: The message names the part and the problem.
+      ValueError: the message names the part and the problem.
     """
     points: list[SchedulePoint] = []
     for part in text.split(","):

@@ -24,14 +24,14 @@ def load_plugin(
     """Return the function that `module:function` or `path/to/file.py:function` names.
 
     Args:
-      function: The value of the option.
-      option: The name of the option, for error messages.
-      arguments: The names of the arguments that the function will be called with.
-      by_name: Whether it is called as f(name=...) rather than f(value, ...).
-      other_arguments: Returns the arguments of a function with another signature, else `None`.
+      function: the value of the option.
+      option: the name of the option, for error messages.
+      arguments: the names of the arguments that the function will be called with.
+      by_name: whether it is called as f(name=...) rather than f(value, ...).
+      other_arguments: returns the arguments of a function with another signature, else `None`.
 
     Raises:
-      UserError: The value is malformed; the module, file or function does not exist; importing the
+      UserError: the value is malformed; the module, file or function does not exist; importing the
         module failed; or the function cannot be called with these arguments.
     """
     setting = f"config.{option}={function!r}"

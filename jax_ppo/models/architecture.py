@@ -13,8 +13,8 @@ class Block(NamedTuple):
     """The parameters of a type of layer; its computation is in blocks.py.
 
     Attributes:
-      norm_parameters: Names of the parameters of each norm.
-      mlp_inputs: Names of the MLP's projections of its input.
+      norm_parameters: names of the parameters of each norm.
+      mlp_inputs: names of the MLP's projections of its input.
     """
 
     norm_parameters: tuple[str, ...]
@@ -46,55 +46,55 @@ class Architecture:
       family: Hugging Face's `model_type` (hf/families.py); only import and export read it.
       vocab_size: V, number of rows of the embedding.
       hidden_size: D.
-      intermediate_size: Width of the gated MLP, or of each expert.
-      num_layers: Number of layers.
+      intermediate_size: width of the gated MLP, or of each expert.
+      num_layers: number of layers.
       num_heads: H, number of query heads.
       num_kv_heads: K, number of key and value heads; it divides `num_heads`.
-      head_dim: Width of a head.
-      qkv_bias: Whether the projections to queries, keys and values have biases.
-      output_bias: Whether the output projection of attention has a bias.
-      mlp_bias: Whether the projections of the MLP have biases.
+      head_dim: width of a head.
+      qkv_bias: whether the projections to queries, keys and values have biases.
+      output_bias: whether the output projection of attention has a bias.
+      mlp_bias: whether the projections of the MLP have biases.
       num_experts: E, number of experts in each MLP (experts.py); 0: the MLP is a single one.
       experts_per_token: k, number of experts that each token passes through.
-      normalized_expert_weights: Whether the weights of a token's k experts are divided by their
+      normalized_expert_weights: whether the weights of a token's k experts are divided by their
         sum.
-      activation: Activation of the MLP, or of its gate, one of `ACTIVATIONS`.
-      scaled_embedding: Whether the input embedding is multiplied by sqrt(D).
-      embedding_multiplier: Factor on the input embedding.
-      residual_multiplier: Factor on the outputs of attention and MLP before they are added to the
+      activation: activation of the MLP, or of its gate, one of `ACTIVATIONS`.
+      scaled_embedding: whether the input embedding is multiplied by sqrt(D).
+      embedding_multiplier: factor on the input embedding.
+      residual_multiplier: factor on the outputs of attention and MLP before they are added to the
         residual stream.
-      logit_divisor: The product of hidden states and output embedding is divided by this number.
-      norm_epsilon: Epsilon of the norms.
-      norm_plus_one: Whether RMSNorm multiplies by 1 + scale instead of scale.
-      qk_norm: Whether queries and keys are normalized per head before they are rotated.
-      qk_norm_over_heads: With `qk_norm`, whether all heads of a token are normalized together.
-      pre_norms: Whether the inputs of attention and MLP are normalized.
-      post_norms: Whether the outputs of attention and MLP are normalized before they are added to
+      logit_divisor: the product of hidden states and output embedding is divided by this number.
+      norm_epsilon: epsilon of the norms.
+      norm_plus_one: whether RMSNorm multiplies by 1 + scale instead of scale.
+      qk_norm: whether queries and keys are normalized per head before they are rotated.
+      qk_norm_over_heads: with `qk_norm`, whether all heads of a token are normalized together.
+      pre_norms: whether the inputs of attention and MLP are normalized.
+      post_norms: whether the outputs of attention and MLP are normalized before they are added to
         the residual stream.
-      parallel_residual: Whether attention and MLP of an ungated block have the same input.
-      query_pre_attn_scalar: Queries are multiplied by this number to the power -1/2; `None`: by
+      parallel_residual: whether attention and MLP of an ungated block have the same input.
+      query_pre_attn_scalar: queries are multiplied by this number to the power -1/2; `None`: by
         `head_dim` to that power.
-      attention_multiplier: Factor on the product of a query and a key in place of that power.
+      attention_multiplier: factor on the product of a query and a key in place of that power.
       attention_softcap: c for attention scores, which become c tanh(score / c); `None`: no cap.
-      logit_softcap: The same for the final logits.
-      sliding_window: Number of tokens that a token attends to in local layers, itself included.
-      local_layers: Which layers are local, one bool per layer; (): none.
-      rope_theta: Base of the rotary frequencies.
-      rope_scaling: Sorted (name, value) pairs of Hugging Face's rotary parameters except the base,
+      logit_softcap: the same for the final logits.
+      sliding_window: number of tokens that a token attends to in local layers, itself included.
+      local_layers: which layers are local, one bool per layer; (): none.
+      rope_theta: base of the rotary frequencies.
+      rope_scaling: sorted (name, value) pairs of Hugging Face's rotary parameters except the base,
         with lists as tuples.
-      local_rope_theta: Base of local layers, whose frequencies are not scaled; `None`: local
+      local_rope_theta: base of local layers, whose frequencies are not scaled; `None`: local
         layers rotate like the others.
-      partial_rotary_factor: Share of each head that is rotated, its first numbers; 0: no layer has
+      partial_rotary_factor: share of each head that is rotated, its first numbers; 0: no layer has
         a rotary embedding.
-      rope_interleaved: Whether the pairs (2i, 2i + 1) are rotated instead of (i, i + half).
-      unrotated_layers: Which layers have no rotary embedding, one bool per layer; (): none.
-      learned_positions: Whether the embedding of a token's position is added to that of the token.
-      max_position_embeddings: Longest sequence that the model was made for, in tokens.
-      tied: Whether the output embedding is the input embedding.
+      rope_interleaved: whether the pairs (2i, 2i + 1) are rotated instead of (i, i + half).
+      unrotated_layers: which layers have no rotary embedding, one bool per layer; (): none.
+      learned_positions: whether the embedding of a token's position is added to that of the token.
+      max_position_embeddings: longest sequence that the model was made for, in tokens.
+      tied: whether the output embedding is the input embedding.
       bos_id: BOS token id, or `None`.
       eos_ids: EOS token ids.
-      pad_id: Padding token id, or `None`.
-      block: Type of the layers, one of `BLOCKS`.
+      pad_id: padding token id, or `None`.
+      block: type of the layers, one of `BLOCKS`.
     """
 
     family: str

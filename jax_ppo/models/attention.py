@@ -57,12 +57,12 @@ def run_attention(
     own rows and heads.
 
     Args:
-      program: Name of the program.
-      q_BxTxHxd: Queries.
-      k_BxTxKxd: Keys.
-      v_BxTxKxd: Values.
-      segments_BxT: Segments, or `None`.
-      **options: See the module.
+      program: name of the program.
+      q_BxTxHxd: queries.
+      k_BxTxKxd: keys.
+      v_BxTxKxd: values.
+      segments_BxT: segments, or `None`.
+      **options: see the module.
     """
     programs: dict[str, Callable[..., jax.Array]] = {
         "xla": xla_attention,

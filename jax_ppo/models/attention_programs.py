@@ -33,11 +33,11 @@ def select_attention_program(
       wanted: "xla", "cudnn", "splash", or "auto": the platform's own program if it can run, else
         xla.
       platform: "cpu", "cuda", "rocm" or "tpu".
-      dtype: Type of the computation.
+      dtype: type of the computation.
       head_dim: d.
       length: T, number of tokens per row.
-      softcap: Soft cap of the scores, or `None`.
-      gpu_generation: Major part of an NVIDIA GPU's compute capability; `None` if it is unknown.
+      softcap: soft cap of the scores, or `None`.
+      gpu_generation: major part of an NVIDIA GPU's compute capability; `None` if it is unknown.
 
     Raises:
       ValueError: `wanted` cannot run; the message says why.

@@ -12,8 +12,8 @@ class BlockModules(NamedTuple):
     """The modules of a type of layer.
 
     Attributes:
-      layer: Called like `Layer`.
-      norm: The norm of the hidden states after the last layer, made of an architecture.
+      layer: called like `Layer`.
+      norm: the norm of the hidden states after the last layer, made of an architecture.
     """
 
     layer: type[Layer]

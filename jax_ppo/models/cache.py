@@ -46,10 +46,10 @@ def select_cache_program(
     Args:
       wanted: "xla", "cudnn", or "auto": cudnn if it can run, else xla.
       platform: "cpu", "cuda", "rocm" or "tpu".
-      attention: Program for whole sequences (attention.py).
-      architecture: The decoder.
-      max_columns: Maximum of S.
-      is_split: Whether devices hold parts of the columns (split_cache.py).
+      attention: program for whole sequences (attention.py).
+      architecture: the decoder.
+      max_columns: maximum of S.
+      is_split: whether devices hold parts of the columns (split_cache.py).
 
     Raises:
       ValueError: `wanted` cannot run; the message says why.
@@ -109,10 +109,10 @@ def write_rows(
     """Write rows into the first columns of the cache.
 
     Args:
-      program: The program, which determines the layout.
-      layer: The cache of a layer.
-      rows_g: Indices of the rows to write; those outside the cache are dropped.
-      new_rows: Caches of g rows with at most S columns.
+      program: the program, which determines the layout.
+      layer: the cache of a layer.
+      rows_g: indices of the rows to write; those outside the cache are dropped.
+      new_rows: caches of g rows with at most S columns.
     """
 
     def write(cache: jax.Array, new: jax.Array, axis: int) -> jax.Array:
@@ -162,13 +162,13 @@ def attend_to_cache(
     """Return the attention of one new token per row to the first b rows of the cache.
 
     Args:
-      program: The program.
-      q_bx1xHxd: Queries of the new tokens.
-      layer: The cache of a layer, which includes the new tokens.
-      columns_b: Columns of the new tokens; each row is read up to its own.
-      sliding_window: See attention.py.
-      scale: See attention.py.
-      softcap: See attention.py.
+      program: the program.
+      q_bx1xHxd: queries of the new tokens.
+      layer: the cache of a layer, which includes the new tokens.
+      columns_b: columns of the new tokens; each row is read up to its own.
+      sliding_window: see attention.py.
+      scale: see attention.py.
+      softcap: see attention.py.
     """
     keys, values = layer
     # A window as wide as the cache hides nothing, and the programs are simpler without.

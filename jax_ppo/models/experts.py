@@ -30,7 +30,7 @@ class Kernel(nn.Module):
     """A kernel without its product, int8 with a scale per column in decoding (quantization.py).
 
     Attributes:
-      shape: Shape of the kernel.
+      shape: shape of the kernel.
     """
 
     shape: tuple[int, ...]
@@ -68,11 +68,11 @@ class ExpertMLP(nn.Module):
     """A router and its experts, in the place of the MLP.
 
     Attributes:
-      architecture: The architecture.
-      dtype: Type of the experts' computation.
-      activation: Activation of the experts' gates.
-      router_loss: Whether `balance_losses` is returned as "router_loss".
-      returns_routed_experts: Whether the selected experts are returned as "routed_experts".
+      architecture: the architecture.
+      dtype: type of the experts' computation.
+      activation: activation of the experts' gates.
+      router_loss: whether `balance_losses` is returned as "router_loss".
+      returns_routed_experts: whether the selected experts are returned as "routed_experts".
     """
 
     architecture: Architecture
@@ -136,10 +136,10 @@ def select_experts(
     probabilities, and have a gradient: normalized ones are a softmax over the k experts.
 
     Args:
-      probabilities: Of each expert for each token.
-      k: Number of experts of each token.
-      is_normalized: Whether the weights of a token are divided by their sum.
-      routed_experts: The recorded experts, E and above where there is no record; `None`: there is
+      probabilities: the probability of each expert for each token.
+      k: number of experts of each token.
+      is_normalized: whether the weights of a token are divided by their sum.
+      routed_experts: the recorded experts, E and above where there is no record; `None`: there is
         none at all.
     """
     # A compiler would gather the probabilities of all devices to sort them.
@@ -169,9 +169,9 @@ def balance_losses(
     the sequences beside it.
 
     Args:
-      probabilities_RxLxE: Of each expert for each token.
-      experts_RxLxk: The selected experts.
-      segments_RxL: Number of the sequence that each token belongs to; a sequence has no gap.
+      probabilities_RxLxE: the probability of each expert for each token.
+      experts_RxLxk: the selected experts.
+      segments_RxL: number of the sequence that each token belongs to; a sequence has no gap.
     """
     R, L, E = probabilities_RxLxE.shape
     # Segments are numbered from 0 in each row, whatever their names.
@@ -199,13 +199,13 @@ def run_experts(
     """Return the weighted sum of the experts' outputs for each token, [R, L, D] in `dtype`.
 
     Args:
-      x_RxLxD: Input of the MLP.
-      weights_RxLxk: Weights of each token's experts.
-      experts_RxLxk: Their indices.
-      projections: Of all experts, or of some that follow each other: others add nothing.
-      first_expert: Index of the first of these; `None` if they are all.
-      dtype: Type of the products.
-      activation: Activation of the gates.
+      x_RxLxD: input of the MLP.
+      weights_RxLxk: weights of each token's experts.
+      experts_RxLxk: their indices.
+      projections: those of all experts, or of consecutive ones; the others add nothing.
+      first_expert: index of the first of these; `None` if they are all.
+      dtype: type of the products.
+      activation: activation of the gates.
     """
     k = experts_RxLxk.shape[-1]
     D = x_RxLxD.shape[-1]

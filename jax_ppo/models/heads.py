@@ -22,8 +22,8 @@ def init_params(model: Transformer, key: jax.Array, head: str) -> Params:
     """Return random parameters of a role.
 
     Args:
-      model: The decoder.
-      key: Random key.
+      model: the decoder.
+      key: random key.
       head: "lm", "scalar" or "both". A scalar head starts at zero, as a critic must.
     """
     architecture = model.architecture

@@ -38,8 +38,8 @@ class LayerKind(NamedTuple):
     """The properties in which layers of a model may differ.
 
     Attributes:
-      is_local: Whether the layer has a sliding window.
-      is_rotated: Whether it has a rotary embedding.
+      is_local: whether the layer has a sliding window.
+      is_rotated: whether it has a rotary embedding.
     """
 
     is_local: Flag
@@ -63,8 +63,8 @@ class LayerOutput(NamedTuple):
     """Result of one layer besides its hidden states.
 
     Attributes:
-      cache: Keys and values, or `None` if they are not kept.
-      auxiliary: Further outputs by name.
+      cache: keys and values, or `None` if they are not kept.
+      auxiliary: further outputs by name.
     """
 
     cache: LayerCache | None
@@ -134,11 +134,11 @@ class Attention(nn.Module):
     """Attention with its projections and rotary embeddings.
 
     Attributes:
-      architecture: The architecture.
-      dtype: Type of the computation.
-      program: Program for whole sequences, one of attention.py's.
-      decoding: Program for new tokens, one of cache.py's.
-      lora_scale: Scale of the adapters, if there are any.
+      architecture: the architecture.
+      dtype: type of the computation.
+      program: program for whole sequences, one of attention.py's.
+      decoding: program for new tokens, one of cache.py's.
+      lora_scale: scale of the adapters, if there are any.
     """
 
     architecture: Architecture
@@ -295,15 +295,15 @@ class Layer(nn.Module):
     """One layer: attention and MLP, each with its norms and a residual connection.
 
     Attributes:
-      architecture: The architecture.
-      dtype: Type of the computation.
-      attention: Program for whole sequences, one of attention.py's.
-      decoding: Program for new tokens, one of cache.py's.
-      keep_cache: Whether keys and values are returned; a scan would stack them for nothing.
-      kind: Kind of the layer; `None` if layers of a scan differ and each is passed its own.
-      lora_scale: Scale of the adapters, if there are any.
-      router_loss: Whether experts return the loss of their router.
-      returns_routed_experts: Whether they return which of them each token passes through.
+      architecture: the architecture.
+      dtype: type of the computation.
+      attention: program for whole sequences, one of attention.py's.
+      decoding: program for new tokens, one of cache.py's.
+      keep_cache: whether keys and values are returned; a scan would stack them for nothing.
+      kind: kind of the layer; `None` if layers of a scan differ and each is passed its own.
+      lora_scale: scale of the adapters, if there are any.
+      router_loss: whether experts return the loss of their router.
+      returns_routed_experts: whether they return which of them each token passes through.
     """
 
     architecture: Architecture

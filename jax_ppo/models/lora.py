@@ -34,8 +34,8 @@ class Lora:
 
     Attributes:
       rank: r.
-      alpha: Numerator of the scale.
-      targets: Projections that have adapters, in every layer.
+      alpha: numerator of the scale.
+      targets: projections that have adapters, in every layer.
     """
 
     rank: int
@@ -54,10 +54,10 @@ def init_adapters(architecture: Architecture, lora: Lora, key: jax.Array, head: 
     As in PEFT, A is uniform in +- 1 / sqrt(in); B and a scalar head are zero.
 
     Args:
-      architecture: The decoder that they belong to.
-      lora: Their shape.
-      key: Random key.
-      head: One of `HEADS` in hf/names.py.
+      architecture: the decoder that they belong to.
+      lora: their shape.
+      key: random key.
+      head: one of `HEADS` in hf/names.py.
     """
     rows = adapter_tensor_table(architecture, lora.rank, lora.targets, head)
     params = {}

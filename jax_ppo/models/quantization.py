@@ -19,8 +19,8 @@ def quantize_kernels(params: Params, dtype: DTypeLike) -> Params:
     """Return unrolled parameters with int8 kernels in the layers, each beside its `kernel_scale`.
 
     Args:
-      params: Unrolled parameters (`transformer.unroll_params`), before rounding to `dtype`.
-      dtype: Type of everything else.
+      params: unrolled parameters (`transformer.unroll_params`), before rounding to `dtype`.
+      dtype: type of everything else.
     """
 
     def convert(tree: Params) -> Params:

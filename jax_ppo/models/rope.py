@@ -27,14 +27,14 @@ def inverse_frequencies(
     enforce, so that cached keys stay valid.
 
     Args:
-      architecture: The decoder.
-      local: Whether to return those of local layers.
+      architecture: the decoder.
+      local: whether to return those of local layers.
 
     Returns:
       The inverse frequencies, float32 [rotary_dim / 2], and the factor.
 
     Raises:
-      ValueError: The kind of rotary embedding is not supported.
+      ValueError: the kind of rotary embedding is not supported.
     """
     scaling = dict(architecture.rope_scaling)
     kind = scaling["rope_type"]
@@ -156,10 +156,10 @@ def rotation_tables(
     and repeat it for each head of each layer.
 
     Args:
-      architecture: The decoder.
-      positions_BxT: Positions of the tokens.
-      length: Size of the table; positions beyond it become NaN.
-      local: Whether to return those of local layers.
+      architecture: the decoder.
+      positions_BxT: positions of the tokens.
+      length: size of the table; positions beyond it become NaN.
+      local: whether to return those of local layers.
     """
     inverse, factor = inverse_frequencies(architecture, local)
     # In float32, as transformers computes the angles.
@@ -182,10 +182,10 @@ def rotate(
     """Rotate the first 2 half numbers of each head in float32 and return the type of the input.
 
     Args:
-      x_BxTxHxd: Queries or keys.
-      cos: Cosine of the angle of each pair.
-      sin: Sine of the angle of each pair.
-      interleaved: Whether the pairs are (2i, 2i + 1) instead of (i, i + half).
+      x_BxTxHxd: queries or keys.
+      cos: cosine of the angle of each pair.
+      sin: sine of the angle of each pair.
+      interleaved: whether the pairs are (2i, 2i + 1) instead of (i, i + half).
     """
     half = cos.shape[-1]
     if half == 0:

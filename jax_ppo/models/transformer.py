@@ -70,9 +70,9 @@ class TransformerOutput(NamedTuple):
     """Result of the decoder.
 
     Attributes:
-      hidden: Hidden states after the last norm, [B, T, D] in the type of the computation.
-      cache: Keys and values of each layer (cache.py) in the unrolled form, `None` otherwise.
-      auxiliary: Further outputs of the layers by name, [L, ...]: with `router_loss`, "router_loss"
+      hidden: hidden states after the last norm, [B, T, D] in the type of the computation.
+      cache: keys and values of each layer (cache.py) in the unrolled form, `None` otherwise.
+      auxiliary: further outputs of the layers by name, [L, ...]: with `router_loss`, "router_loss"
         [L, B, T] (experts.balance_losses), and with `returns_routed_experts` "routed_experts"
         [L, B, T, k] (experts.select_experts).
     """
@@ -86,21 +86,21 @@ class Transformer(nn.Module):
     """The decoder without a head.
 
     Attributes:
-      architecture: The architecture.
-      dtype: Type of the computation; parameters may have any type.
-      remat: Whether each layer is recomputed in the backward pass.
-      remat_policy: With `remat`, what is kept instead of recomputed, one of `REMAT_POLICIES`.
+      architecture: the architecture.
+      dtype: type of the computation; parameters may have any type.
+      remat: whether each layer is recomputed in the backward pass.
+      remat_policy: with `remat`, what is kept instead of recomputed, one of `REMAT_POLICIES`.
       unrolled: `False`: the layers are one `scan` over stacked parameters, which compiles fast
         (training, scoring). `True`: each layer has its own code and keys and values are returned
         (decoding, without copies of the cache). `unroll_params` converts parameters of the first
         form to the second.
-      attention: Program for whole sequences, one of attention.py's.
-      decoding: Program for one new token per row, one of cache.py's; it determines the layout of
+      attention: program for whole sequences, one of attention.py's.
+      decoding: program for one new token per row, one of cache.py's; it determines the layout of
         the cache.
-      lora: Shape of the adapters in the parameters (lora.join_adapters), if there are any.
-      quantized: Whether decoding reads kernels as int8 (quantization.py).
-      router_loss: Whether the loss of the routers is returned, for training with experts.
-      returns_routed_experts: Whether the experts that each token passes through are returned.
+      lora: shape of the adapters in the parameters (lora.join_adapters), if there are any.
+      quantized: whether decoding reads kernels as int8 (quantization.py).
+      router_loss: whether the loss of the routers is returned, for training with experts.
+      returns_routed_experts: whether the experts that each token passes through are returned.
     """
 
     architecture: Architecture
@@ -128,15 +128,15 @@ class Transformer(nn.Module):
         """Compute the hidden states of tokens.
 
         Args:
-          tokens_BxT: Token ids.
-          positions_BxT: Position of each token in its own sequence, from 0 and below T (below S
+          tokens_BxT: token ids.
+          positions_BxT: position of each token in its own sequence, from 0 and below T (below S
             with a cache).
           segments_BxT: A token attends to the earlier tokens in its row that have the same
             segment. `None`: each row is one segment. Not used with a cache.
-          cache: Keys and values of each layer (cache.py), for one new token per row (T = 1,
+          cache: keys and values of each layer (cache.py), for one new token per row (T = 1,
             unrolled). Its rows beyond B are left alone. The token at position i of a sequence is
             in column i; the new token is written to its own column and attends up to it.
-          routed_experts: The experts of each token, recorded in another pass
+          routed_experts: the experts of each token, recorded in another pass
             (experts.select_experts); `None`: the routers select them.
 
         Returns:
@@ -359,8 +359,8 @@ def unroll_params(params: Params, dtype: DTypeLike | None = None) -> Params:
     """Return the parameters of `Transformer(unrolled=True)` for stacked ones.
 
     Args:
-      params: Parameters with stacked layers; heads are kept.
-      dtype: Type of the result; `None`: unchanged.
+      params: parameters with stacked layers; heads are kept.
+      dtype: type of the result; `None`: unchanged.
     """
     if dtype is not None:
         params = jax.tree.map(lambda x: x.astype(dtype), params)

@@ -64,7 +64,7 @@ def find_straggler(seconds: dict[int, float]) -> tuple[int, float]:
     The lower median: of two processes, the faster one is the measure.
 
     Args:
-      seconds: by process, at least one.
+      seconds: the seconds of each process, at least one.
     """
     slowest = max(seconds, key=lambda process: seconds[process])
     return slowest, seconds[slowest] - statistics.median_low(seconds.values())

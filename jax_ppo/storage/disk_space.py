@@ -21,9 +21,9 @@ def require_free_space(folder: Path, needed: int, what: str) -> None:
     """Raise `UserError` if a disk has too little space for what is about to be written.
 
     Args:
-      folder: An existing folder on the disk.
-      needed: Bytes that will be written.
-      what: What is written, for the message.
+      folder: an existing folder on the disk.
+      needed: bytes that will be written.
+      what: what is written, for the message.
     """
     if shutil.disk_usage(folder).free < needed:
         raise disk_full_error(folder, what, needed)
@@ -43,10 +43,10 @@ def disk_full_error(
     """Return the error for a full disk, or for a file beyond the limit on the size of files.
 
     Args:
-      folder: An existing folder on the disk.
-      what: What was written, such as "the checkpoint of step 3".
-      needed: Its size in bytes, if it is known.
-      cause: The error of the system, if there was one.
+      folder: an existing folder on the disk.
+      what: what was written, such as "the checkpoint of step 3".
+      needed: its size in bytes, if it is known.
+      cause: the error of the system, if there was one.
     """
     free = _megabytes(shutil.disk_usage(folder).free)
     need = "did not fit" if needed is None else f"needs {_megabytes(needed)}"

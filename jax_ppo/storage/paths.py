@@ -9,11 +9,11 @@ def expand_local_path(path: str, option: str) -> Path:
     """Return a path with `~` and `~USER` replaced by home folders.
 
     Args:
-      path: The path as the user wrote it; it need not exist.
-      option: The option that holds the path, for messages.
+      path: the path as the user wrote it; it need not exist.
+      option: the option that holds the path, for messages.
 
     Raises:
-      UserError: There is no such user, or the operating system refuses to look the path up, for
+      UserError: there is no such user, or the operating system refuses to look the path up, for
         example because it is too long. `Path.is_file` and `is_dir` do not raise for the result.
     """
     try:

@@ -162,7 +162,7 @@ def train_step(
       optimizer_state: the optimizer's state; donated.
       step: int32 scalar, the number of completed steps.
       sequences: the batch.
-      plan: Packing [A, R, L].
+      plan: packing [A, R, L].
       micro_batches: int32 scalar, how many of the A micro-batches hold tokens.
       rounding_seed: see `optimizer.rounding_seed`; static.
 

@@ -70,7 +70,7 @@ def _compare_options(
     """Report which options differ from the checkpoint's.
 
     Raises:
-      UserError: An option has changed that is fixed for the length of a run.
+      UserError: an option has changed that is fixed for the length of a run.
     """
     saved_values = dict(_flatten(saved))
     for option in all_options():

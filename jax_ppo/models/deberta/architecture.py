@@ -28,24 +28,24 @@ class DebertaArchitecture:
       vocab_size: V, number of rows of the word embedding.
       embedding_size: E, width of the word embedding; if it is not D, a projection follows.
       hidden_size: D.
-      intermediate_size: Width of the MLP.
-      num_layers: Number of layers.
-      num_heads: Number of attention heads; it divides `hidden_size`.
-      activation: Activation of the MLP, one of `ACTIVATIONS`.
-      pooler_activation: Activation of the pooler.
-      conv_activation: Activation of the convolution.
-      norm_epsilon: Epsilon of LayerNorm.
-      max_position_embeddings: Longest sequence that the model was made for, in tokens.
-      absolute_positions: Whether position embeddings are added to the word embeddings.
+      intermediate_size: width of the MLP.
+      num_layers: number of layers.
+      num_heads: number of attention heads; it divides `hidden_size`.
+      activation: activation of the MLP, one of `ACTIVATIONS`.
+      pooler_activation: activation of the pooler.
+      conv_activation: activation of the convolution.
+      norm_epsilon: epsilon of LayerNorm.
+      max_position_embeddings: longest sequence that the model was made for, in tokens.
+      absolute_positions: whether position embeddings are added to the word embeddings.
       relative_span: S; each relative distance from -S to S - 1 has an embedding.
-      log_buckets: Whether distant positions share embeddings, in buckets of geometrically growing
+      log_buckets: whether distant positions share embeddings, in buckets of geometrically growing
         width (position_buckets > 0 in config.json).
-      max_relative_distance: With `log_buckets`, the distance where the last bucket ends.
-      content_to_position: Whether attention has the term between a query and a relative position.
-      position_to_content: Whether attention has the term between a relative position and a key.
-      share_keys: Whether these terms use the projections of the content.
-      norm_relative: Whether the embeddings of distances are normalized by a LayerNorm.
-      conv_kernel_size: Width of the convolution beside the first layer, an odd number; 0: none.
+      max_relative_distance: with `log_buckets`, the distance where the last bucket ends.
+      content_to_position: whether attention has the term between a query and a relative position.
+      position_to_content: whether attention has the term between a relative position and a key.
+      share_keys: whether these terms use the projections of the content.
+      norm_relative: whether the embeddings of distances are normalized by a LayerNorm.
+      conv_kernel_size: width of the convolution beside the first layer, an odd number; 0: none.
     """
 
     family: str
@@ -85,7 +85,7 @@ def deberta_from_hf_config(config: dict[str, Any]) -> DebertaArchitecture:
     """Return the architecture that config.json describes.
 
     Args:
-      config: Contents of config.json.
+      config: contents of config.json.
 
     Raises:
       UserError: A field is missing, has an unsupported value, or is unknown; the message names it.

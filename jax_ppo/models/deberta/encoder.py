@@ -227,8 +227,8 @@ class Deberta(nn.Module):
     """The encoder with its pooler and a score.
 
     Attributes:
-      architecture: The architecture.
-      dtype: Type of the computation; parameters may have any type.
+      architecture: the architecture.
+      dtype: type of the computation; parameters may have any type.
     """
 
     architecture: DebertaArchitecture
@@ -244,8 +244,8 @@ class Deberta(nn.Module):
         """Score texts; a row may hold several.
 
         Args:
-          tokens_BxT: Token ids.
-          positions_BxT: Position of each token in its own text, from 0.
+          tokens_BxT: token ids.
+          positions_BxT: position of each token in its own text, from 0.
           segments_BxT: A token attends to the tokens in its row that have the same segment. The
             tokens of a text are contiguous.
 

@@ -24,7 +24,7 @@ def from_hf_config(config: Config) -> Architecture:
     """Return the architecture that config.json describes.
 
     Args:
-      config: Contents of config.json.
+      config: contents of config.json.
 
     Raises:
       UserError: A field is missing, has an unsupported value, or is unknown; the message names it.
@@ -77,7 +77,7 @@ def text_config(config: Config) -> Config:
     Any other config.json is returned as it is.
 
     Raises:
-      UserError: The multimodal model has no `text_config`, or of an unsupported family.
+      UserError: the multimodal model has no `text_config`, or of an unsupported family.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in MULTIMODAL:
@@ -181,8 +181,8 @@ def read_eos_ids(config: Config, where: str) -> tuple[int, ...]:
     """Return the EOS token ids of generation_config.json, which are a list, a number or null.
 
     Args:
-      config: Contents of the file.
-      where: Path of the file, for error messages.
+      config: contents of the file.
+      where: path of the file, for error messages.
     """
     return ConfigReader(config, where=f"{where}: ").token_ids("eos_token_id")
 

@@ -15,8 +15,8 @@ def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str =
     """Return the contents of a config.json that transformers reads as the same model.
 
     Args:
-      architecture: The decoder.
-      dtype: Type of the exported weights.
+      architecture: the decoder.
+      dtype: type of the exported weights.
       head: "lm", or "scalar" for a sequence classifier with one label.
     """
     a = architecture
@@ -75,10 +75,10 @@ def update_hf_config(source: Config, architecture: Architecture, dtype: str, hea
     """Return the config.json of a trained model, which is that of its source where possible.
 
     Args:
-      source: Contents of config.json of the checkpoint that the model started from.
-      architecture: The decoder.
-      dtype: Type of the exported weights.
-      head: As in `to_hf_config`.
+      source: contents of config.json of the checkpoint that the model started from.
+      architecture: the decoder.
+      dtype: type of the exported weights.
+      head: as in `to_hf_config`.
 
     Returns:
       `source` with the fields changed that an export must change, or the result of `to_hf_config`

@@ -15,53 +15,53 @@ class Family:
     """A family of decoders, identified by the `model_type` of its config.json.
 
     Attributes:
-      class_prefix: Prefix of the classes in transformers: {class_prefix}ForCausalLM.
-      classifier_prefix: Prefix of ...ForSequenceClassification; "" if it is `class_prefix`.
-      decoder_class: Name of the language model's class; "" if it is {class_prefix}ForCausalLM.
-      field_names: Names of fields of config.json that differ from Llama's, by Llama's name. The
+      class_prefix: prefix of the classes in transformers: {class_prefix}ForCausalLM.
+      classifier_prefix: prefix of ...ForSequenceClassification; "" if it is `class_prefix`.
+      decoder_class: name of the language model's class; "" if it is {class_prefix}ForCausalLM.
+      field_names: names of fields of config.json that differ from Llama's, by Llama's name. The
         names in the attributes below are the family's own.
-      absent: Fields of Llama that the family does not have.
-      fixed: Fields of `Architecture` that are the same in all models of the family.
-      fields: Fields of config.json and the field of `Architecture` that each one sets, besides
+      absent: fields of Llama that the family does not have.
+      fixed: fields of `Architecture` that are the same in all models of the family.
+      fields: fields of config.json and the field of `Architecture` that each one sets, besides
         those that all families have.
-      bias_fields: Boolean fields of config.json, `False` by default, and the biases, or other
+      bias_fields: boolean fields of config.json, `False` by default, and the biases, or other
         switches, of `Architecture` that each one turns on.
-      defaults: Values that transformers uses for fields missing from config.json.
-      integers: Those of `fields` that are whole numbers.
-      nullable: Sizes and numbers of config.json that transformers accepts as null.
-      expert_fields: Names of the number of experts in config.json, of which one is read and the
+      defaults: values that transformers uses for fields missing from config.json.
+      integers: those of `fields` that are whole numbers.
+      nullable: sizes and numbers of config.json that transformers accepts as null.
+      expert_fields: names of the number of experts in config.json, of which one is read and the
         first is written; (): the MLP is a single one.
-      expert_width: Field of the width of an expert.
-      expert_weights_field: Boolean field: whether the weights of a token's experts are divided by
+      expert_width: field of the width of an expert.
+      expert_weights_field: boolean field: whether the weights of a token's experts are divided by
         their sum; "": they always are.
-      sliding_windows: Which layers have a sliding window. "none": no layer; "all": every layer, if
+      sliding_windows: which layers have a sliding window. "none": no layer; "all": every layer, if
         config.json has a `sliding_window`; "switched": the same, if `use_sliding_window` is set;
         "last": the layers from `max_window_layers` on, if `use_sliding_window` is set; "pattern":
         all layers except every n-th; "listed": those in `layer_types`, or every layer. With the
         last three, `layer_types` decides if there is one.
-      window_period: With "pattern", n.
-      window_period_field: With "pattern", the field of config.json that overrides n; "" if none.
-      activation_fields: Fields of config.json that name the activation. The first one is read and
+      window_period: with "pattern", n.
+      window_period_field: with "pattern", the field of config.json that overrides n; "" if none.
+      activation_fields: fields of config.json that name the activation. The first one is read and
         all are written.
-      activation: Default activation of the MLP.
-      activation_aliases: The family's names of activations, and the usual names.
-      learned_positions: Whether positions are embedded instead of rotated.
-      rope_theta: Base of the rotary embedding unless config.json has one.
-      partial_rotary_factor: Share of a head that is rotated unless config.json says so; `None` if
+      activation: default activation of the MLP.
+      activation_aliases: the family's names of activations, and the usual names.
+      learned_positions: whether positions are embedded instead of rotated.
+      rope_theta: base of the rotary embedding unless config.json has one.
+      partial_rotary_factor: share of a head that is rotated unless config.json says so; `None` if
         it cannot.
-      unrotated_period: With n, every n-th layer has no rotary embedding unless config.json lists
+      unrotated_period: with n, every n-th layer has no rotary embedding unless config.json lists
         others in `no_rope_layers`; 0: all layers have one.
-      rope_aliases: The family's names of rotary embeddings, and the usual names.
-      rope_by_layer_type: Whether layers with a sliding window have rotary parameters of their own.
-      rope_length_outside: Whether `original_max_position_embeddings` is stored outside the rotary
+      rope_aliases: the family's names of rotary embeddings, and the usual names.
+      rope_by_layer_type: whether layers with a sliding window have rotary parameters of their own.
+      rope_length_outside: whether `original_max_position_embeddings` is stored outside the rotary
         parameters.
-      fused_projections: Projections that the checkpoint stores as one tensor, and its name.
-      fused_by_head: Whether such a tensor holds all projections of one head, then of the next.
-      input_first: Whether kernels are stored [in, out] instead of [out, in].
-      module_names: Names of modules in the checkpoint that differ from Llama's, by Llama's name:
+      fused_projections: projections that the checkpoint stores as one tensor, and its name.
+      fused_by_head: whether such a tensor holds all projections of one head, then of the next.
+      input_first: whether kernels are stored [in, out] instead of [out, in].
+      module_names: names of modules in the checkpoint that differ from Llama's, by Llama's name:
         {"self_attn.o_proj": "self_attn.dense"}.
-      older_prefixes: Prefixes of tensors in other files on the hub, and the usual prefixes.
-      unsupported: Fields of config.json that are refused unless null, and the reason.
+      older_prefixes: prefixes of tensors in other files on the hub, and the usual prefixes.
+      unsupported: fields of config.json that are refused unless null, and the reason.
     """
 
     class_prefix: str
@@ -113,9 +113,9 @@ class EncoderFamily:
     """A family of encoders that serve as reward models.
 
     Attributes:
-      from_hf_config: Reads the contents of config.json.
-      tensor_table: Returns the checkpoint tensor of each parameter.
-      unused_tensors: Tensors that a checkpoint may hold although the model does not read them, and
+      from_hf_config: reads the contents of config.json.
+      tensor_table: returns the checkpoint tensor of each parameter.
+      unused_tensors: tensors that a checkpoint may hold although the model does not read them, and
         the values that the model uses in their place.
     """
 
@@ -133,8 +133,8 @@ class Multimodal:
     Its config.json describes the decoder in `text_config`, which is one of `FAMILIES`.
 
     Attributes:
-      text_prefixes: Prefixes of the decoder's tensors, and those of its own family.
-      other_prefixes: Prefixes of the tensors that are left out.
+      text_prefixes: prefixes of the decoder's tensors, and those of its own family.
+      other_prefixes: prefixes of the tensors that are left out.
     """
 
     text_prefixes: Mapping[str, str]

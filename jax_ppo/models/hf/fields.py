@@ -94,10 +94,10 @@ class ConfigReader:
         """Start reading.
 
         Args:
-          values: The fields.
-          defaults: Values of fields that are missing.
-          where: Precedes the name of a field in error messages.
-          names: Names in the file of fields that callers call by other names.
+          values: the fields.
+          defaults: values of fields that are missing.
+          where: precedes the name of a field in error messages.
+          names: names in the file of fields that callers call by other names.
         """
         self._values = values
         self._defaults = defaults or {}
@@ -242,7 +242,7 @@ class ConfigReader:
         """Raise `UserError` for a field that was not read and might change the numbers.
 
         Args:
-          harmless: Fields that do not.
+          harmless: fields that do not.
         """
         unknown = []
         for name in self._values.keys() - self._read - set(harmless):

@@ -38,9 +38,9 @@ class StoredTensor(NamedTuple):
     """Where a tensor is stored.
 
     Attributes:
-      file: The open file.
-      file_name: The file's name.
-      name: The tensor's name in the file.
+      file: the open file.
+      file_name: the file's name.
+      name: the tensor's name in the file.
     """
 
     file: Any
@@ -64,12 +64,12 @@ class SafetensorsCheckpoint:
         """Open the files.
 
         Args:
-          folder: Folder of the checkpoint.
-          files: The files to open; `None`: those that `weight_files` returns.
-          rename: Maps a tensor's name in the files to its name here; "" leaves the tensor out.
+          folder: folder of the checkpoint.
+          files: the files to open; `None`: those that `weight_files` returns.
+          rename: maps a tensor's name in the files to its name here; "" leaves the tensor out.
 
         Raises:
-          UserError: The folder has no complete safetensors files, or two of them hold different
+          UserError: the folder has no complete safetensors files, or two of them hold different
             tensors of the same name.
         """
         self.folder = Path(folder)
@@ -154,8 +154,8 @@ def is_finite(values: np.ndarray, code: str) -> bool:
     The bits are compared as integers, which costs about as much as reading them from memory.
 
     Args:
-      values: Contiguous array.
-      code: Its type, a key of `SAFETENSORS_DTYPES`.
+      values: contiguous array.
+      code: its type, a key of `SAFETENSORS_DTYPES`.
     """
     integer, magnitude, infinity = MAGNITUDE_BITS[code]
     bits = values.reshape(-1).view(integer)
@@ -185,7 +185,7 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the files that hold the weights of a checkpoint.
 
     Raises:
-      UserError: There are none, only pickles, or some are missing; or the index names something
+      UserError: there are none, only pickles, or some are missing; or the index names something
         other than files of this folder.
     """
     if (folder / SINGLE_FILE).exists():
@@ -256,9 +256,9 @@ def write_safetensors(
     """Write a safetensors file with one array in memory at a time, unlike `save_file`.
 
     Args:
-      path: Path of the file.
-      tensors: Names to (type as safetensors spells it, shape), in the order of `arrays`.
-      arrays: The arrays, of any memory layout. They are consumed to their end.
+      path: path of the file.
+      tensors: names to (type as safetensors spells it, shape), in the order of `arrays`.
+      arrays: the arrays, of any memory layout. They are consumed to their end.
     """
     # transformers refuses a file without this metadata.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

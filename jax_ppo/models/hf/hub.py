@@ -40,12 +40,12 @@ def resolve_model_folder(
     Args:
       path: A local folder, an address such as gs://BUCKET/FOLDER, or a hub name: OWNER/NAME, or
         OWNER/NAME@REVISION with a branch, tag or commit.
-      what: Name of the option, for error messages.
-      holds: What such a folder holds, for error messages.
-      files: Patterns of the files to download.
+      what: name of the option, for error messages.
+      holds: what such a folder holds, for error messages.
+      files: patterns of the files to download.
 
     Raises:
-      UserError: There is no such folder and the hub has no such repository, or does not answer
+      UserError: there is no such folder and the hub has no such repository, or does not answer
         within about `hub.TIMEOUT_SECONDS` seconds; or the bucket is not accessible.
     """
     if not path:
@@ -81,8 +81,8 @@ def shareable_model_name(path: str, folder: Path) -> tuple[str, str | None]:
     """Return how others can refer to a model.
 
     Args:
-      path: The option as passed to `resolve_model_folder`, or "" for a folder of this run.
-      folder: The folder that it returned.
+      path: the option as passed to `resolve_model_folder`, or "" for a folder of this run.
+      folder: the folder that it returned.
 
     Returns:
       A hub name and its revision, or an address or absolute path and `None`.

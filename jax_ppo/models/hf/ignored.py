@@ -35,10 +35,10 @@ def is_ignorable(
     the values that the model uses in its place.
 
     Args:
-      checkpoint: The open checkpoint.
-      name: Name of a tensor that the model does not read.
-      head: As in `load_checkpoint`.
-      architecture: The model.
+      checkpoint: the open checkpoint.
+      name: name of a tensor that the model does not read.
+      head: as in `load_checkpoint`.
+      architecture: the model.
     """
     if isinstance(architecture, DebertaArchitecture):
         expected = ENCODERS[architecture.family].unused_tensors.get(name)

@@ -14,7 +14,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Return the contents of a JSON file that holds an object.
 
     Raises:
-      UserError: The file cannot be read, is not JSON, or holds something other than an object.
+      UserError: the file cannot be read, is not JSON, or holds something other than an object.
     """
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))

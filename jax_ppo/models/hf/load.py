@@ -38,11 +38,11 @@ def read_architecture(folder: str | Path, needs_weights: bool = True) -> Archite
     config.json calls the model tied.
 
     Args:
-      folder: Folder of the checkpoint.
+      folder: folder of the checkpoint.
       needs_weights: False also accepts a folder without weights.
 
     Raises:
-      UserError: The folder has no config.json or no safetensors weights, or the model is not
+      UserError: the folder has no config.json or no safetensors weights, or the model is not
         supported.
     """
     architecture = from_hf_config(text_config(_read_config(folder)))
@@ -75,11 +75,11 @@ def read_reward_architecture(
     The headers of the weights are read too.
 
     Args:
-      folder: Folder of the checkpoint.
+      folder: folder of the checkpoint.
       needs_weights: False also accepts a folder without weights.
 
     Raises:
-      UserError: As in `read_architecture`, or the weights are not those of a sequence classifier
+      UserError: as in `read_architecture`, or the weights are not those of a sequence classifier
         with one label.
     """
     config = _read_config(folder)
@@ -158,15 +158,15 @@ def load_checkpoint(
     of them must call this.
 
     Args:
-      folder: Folder with model.safetensors, or its shards and their index, in float32, bfloat16
+      folder: folder with model.safetensors, or its shards and their index, in float32, bfloat16
         or float16.
-      architecture: The architecture that `read_architecture` or `read_reward_architecture`
+      architecture: the architecture that `read_architecture` or `read_reward_architecture`
         returned for it.
       shardings: A `jax.sharding.Sharding` per parameter, in the structure of the parameters.
-      dtype: Type of the parameters.
+      dtype: type of the parameters.
       head: "lm"; "scalar": score/kernel is zeros, as a critic starts; "reward": score/kernel is
         read; "both": the heads of "lm" and "scalar".
-      progress: Called with the number of tensors read so far and in total, after each one. A
+      progress: called with the number of tensors read so far and in total, after each one. A
         tensor that holds several parameters counts once per parameter.
 
     Returns:
@@ -211,12 +211,12 @@ def read_parameters(
     """Return the parameters of a tensor table as a nested dict of sharded arrays.
 
     Args:
-      checkpoint: The open checkpoint.
-      rows: All parameters.
-      rows_to_read: Those that are read from the checkpoint; the others are zeros.
-      places: The sharding of each parameter.
-      dtype: Type of the parameters.
-      progress: As in `load_checkpoint`.
+      checkpoint: the open checkpoint.
+      rows: all parameters.
+      rows_to_read: those that are read from the checkpoint; the others are zeros.
+      places: the sharding of each parameter.
+      dtype: type of the parameters.
+      progress: as in `load_checkpoint`.
     """
     dtype = np.dtype(dtype)
     total = sum(len(row.names()) for row in rows_to_read.values())
@@ -347,10 +347,10 @@ def validate_tensors(
     """Raise `UserError` unless the checkpoint has each tensor with its shape and a known type.
 
     Args:
-      checkpoint: The open checkpoint.
-      rows: The tensors that it must hold.
-      head: As in `load_checkpoint`.
-      config: Name of the file that determines the shapes, for the messages.
+      checkpoint: the open checkpoint.
+      rows: the tensors that it must hold.
+      head: as in `load_checkpoint`.
+      config: name of the file that determines the shapes, for the messages.
     """
     names = checkpoint.names()
     for name, row in _rows_by_name(rows):

@@ -21,8 +21,8 @@ def tensor_table(architecture: Architecture | DebertaArchitecture, head: str) ->
     """Return the checkpoint tensor of each parameter.
 
     Args:
-      architecture: The decoder or encoder.
-      head: One of `HEADS`; an encoder always has "reward".
+      architecture: the decoder or encoder.
+      head: one of `HEADS`; an encoder always has "reward".
 
     Returns:
       Tensors by our paths, for example `("layers", "mlp", "up_proj", "kernel")`.
@@ -69,10 +69,10 @@ def adapter_tensor_table(
     as one tensor have the same A in PEFT's format, and each its own outputs of B.
 
     Args:
-      architecture: The decoder that the adapters belong to.
-      rank: Rank of the adapters.
-      targets: Projections that have adapters, in every layer; experts have none.
-      head: As in `tensor_table`.
+      architecture: the decoder that the adapters belong to.
+      rank: rank of the adapters.
+      targets: projections that have adapters, in every layer; experts have none.
+      head: as in `tensor_table`.
     """
     rows: TensorTable = {}
     for path, row in tensor_table(architecture, head).items():

@@ -76,11 +76,11 @@ def read_adapter_config(folder: str | Path, architecture: Architecture) -> tuple
     The shape follows from adapter_config.json and the names of the tensors.
 
     Args:
-      folder: Folder in PEFT's format.
-      architecture: The decoder that the adapters belong to.
+      folder: folder in PEFT's format.
+      architecture: the decoder that the adapters belong to.
 
     Raises:
-      UserError: The folder holds no adapters, or unsupported ones.
+      UserError: the folder holds no adapters, or unsupported ones.
     """
     folder = Path(folder)
     if not holds_adapters(folder):
@@ -145,13 +145,13 @@ def load_adapters(
     """Read adapters into sharded arrays, as `load_checkpoint` reads a checkpoint.
 
     Args:
-      folder: Folder in PEFT's format.
-      architecture: The decoder that the adapters belong to.
-      lora: Their shape, as returned by `read_adapter_config`.
+      folder: folder in PEFT's format.
+      architecture: the decoder that the adapters belong to.
+      lora: their shape, as returned by `read_adapter_config`.
       shardings: A `jax.sharding.Sharding` per parameter, in the structure of the adapters.
-      dtype: Type of the adapters.
+      dtype: type of the adapters.
       head: "lm"; "scalar" or "both": a scalar head starts at zero; "reward": it is read.
-      progress: Called with the number of tensors read so far and in total.
+      progress: called with the number of tensors read so far and in total.
 
     Returns:
       The adapters in the layout that lora.py describes.
@@ -181,10 +181,10 @@ def validate_adapters(
     """Raise the errors of `load_adapters` after reading only names and shapes.
 
     Args:
-      folder: Folder in PEFT's format.
-      architecture: The decoder that the adapters belong to.
-      lora: Their shape.
-      head: As in `load_adapters`.
+      folder: folder in PEFT's format.
+      architecture: the decoder that the adapters belong to.
+      lora: their shape.
+      head: as in `load_adapters`.
     """
     rows = adapter_tensor_table(architecture, lora.rank, lora.targets, head)
     with _open_adapters(Path(folder)) as checkpoint:
@@ -231,13 +231,13 @@ def save_adapters(
     In a run of several processes, all of them must call this; process 0 writes.
 
     Args:
-      adapters: Adapters of one role, on any devices. With a scalar head they are those of a
+      adapters: adapters of one role, on any devices. With a scalar head they are those of a
         sequence classifier.
-      architecture: The decoder that they belong to.
-      lora: Their shape.
-      folder: The folder; an earlier export in it is replaced.
-      base_model: Hub name or path of the base model.
-      revision: Revision of the base model on the hub.
+      architecture: the decoder that they belong to.
+      lora: their shape.
+      folder: the folder; an earlier export in it is replaced.
+      base_model: hub name or path of the base model.
+      revision: revision of the base model on the hub.
 
     Raises:
       ValueError: `adapters` does not have this shape.
@@ -272,11 +272,11 @@ def to_adapter_config(
     """Return the contents of adapter_config.json.
 
     Args:
-      architecture: The decoder that the adapters belong to.
-      lora: Shape of the adapters.
+      architecture: the decoder that the adapters belong to.
+      lora: shape of the adapters.
       head: "lm", or "scalar" for a sequence classifier.
-      base_model: Hub name or path of the base model.
-      revision: Revision of the base model on the hub.
+      base_model: hub name or path of the base model.
+      revision: revision of the base model on the hub.
     """
     alpha = lora.alpha
     if alpha == int(alpha):

@@ -167,8 +167,8 @@ class _OneRope:
         """Return the parameters.
 
         Args:
-          table: The parameters; empty: the default ones.
-          name: Name of the table in config.json.
+          table: the parameters; empty: the default ones.
+          name: name of the table in config.json.
         """
         entries = ConfigReader(table, where=f"config.json: {name}.")
         kind = self._read_kind(entries)

@@ -58,16 +58,16 @@ def export_checkpoint(
     files do not depend on the number of processes.
 
     Args:
-      params: Parameters of one role in the stacked form (transformer.py, heads.py), on any devices.
-      architecture: Their architecture.
-      folder: The folder; an earlier export in it is replaced.
-      dtype: Type of the weights in the files, "float32" or "bfloat16".
-      source_folder: Folder of the checkpoint that the model started from. Its tokenizer files and
+      params: parameters of one role in the stacked form (transformer.py, heads.py), on any devices.
+      architecture: their architecture.
+      folder: the folder; an earlier export in it is replaced.
+      dtype: type of the weights in the files, "float32" or "bfloat16".
+      source_folder: folder of the checkpoint that the model started from. Its tokenizer files and
         generation defaults are copied, and the fields of config.json that need not change.
-      tokenizer_folder: Folder whose tokenizer files are copied instead, if it differs.
-      max_shard_bytes: Maximum size of a weight file, unless a single tensor is larger.
-      adapters: Adapters to merge into `params` during the export, one tensor at a time.
-      lora: Shape of the adapters.
+      tokenizer_folder: folder whose tokenizer files are copied instead, if it differs.
+      max_shard_bytes: maximum size of a weight file, unless a single tensor is larger.
+      adapters: adapters to merge into `params` during the export, one tensor at a time.
+      lora: shape of the adapters.
 
     Raises:
       ValueError: `params` does not fit the architecture, or `dtype` is unknown.
@@ -95,9 +95,9 @@ def export_description(architecture: Architecture, folder: Path, source_folder: 
     In a run of several processes, all of them must call this.
 
     Args:
-      architecture: The model's architecture.
-      folder: The folder; an export in it is replaced.
-      source_folder: Folder whose tokenizer files are copied.
+      architecture: the model's architecture.
+      folder: the folder; an export in it is replaced.
+      source_folder: folder whose tokenizer files are copied.
     """
     with atomic_folder(folder, *DESCRIPTION) as temporary:
         if distributed.is_main():
@@ -136,8 +136,8 @@ def atomic_folder(folder: Path, *members: str) -> Iterator[Path]:
     Every process of a run must call it, and waits on exit until `folder` exists.
 
     Args:
-      folder: The folder; it may hold an earlier export of the same kind, or nothing.
-      *members: Names of files that each such export has.
+      folder: the folder; it may hold an earlier export of the same kind, or nothing.
+      *members: names of files that each such export has.
 
     Yields:
       The folder to write to.

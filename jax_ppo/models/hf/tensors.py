@@ -15,9 +15,9 @@ class Fused(NamedTuple):
     """The place of a parameter in a tensor that holds several, along the axis of their outputs.
 
     Attributes:
-      first: Its first output in the tensor, or in each of its groups.
-      total: Number of the tensor's outputs.
-      groups: With n, the tensor holds the first n-th of each parameter, then the second, ...
+      first: its first output in the tensor, or in each of its groups.
+      total: number of the tensor's outputs.
+      groups: with n, the tensor holds the first n-th of each parameter, then the second, ...
     """
 
     first: int
@@ -30,15 +30,15 @@ class TensorMapping:
     """One of our parameters and the checkpoint tensor (or part of one) that holds it.
 
     Attributes:
-      name: Name of the checkpoint's tensor; the first `{}` stands for the layer index, the second
+      name: name of the checkpoint's tensor; the first `{}` stands for the layer index, the second
         one for that of an expert.
-      shape: Shape of our parameter in one layer, without the axis of experts.
-      transposed: Whether the checkpoint stores the axes reversed, [out, in] where ours are
+      shape: shape of our parameter in one layer, without the axis of experts.
+      transposed: whether the checkpoint stores the axes reversed, [out, in] where ours are
         [in, out].
-      layers: Number of layers stacked along the first axis of our parameter; `None` if the
+      layers: number of layers stacked along the first axis of our parameter; `None` if the
         parameter does not belong to a layer.
-      fused: Where the parameter is in a checkpoint's tensor that holds several of ours.
-      experts: Number of experts of a layer, stacked along the axis after that of the layers;
+      fused: where the parameter is in a checkpoint's tensor that holds several of ours.
+      experts: number of experts of a layer, stacked along the axis after that of the layers;
         the checkpoint has a tensor for each. `None` if the parameter does not belong to an expert.
     """
 
@@ -71,8 +71,8 @@ class TensorMapping:
         """Return a block of our parameter.
 
         Args:
-          read: Reads a block of the checkpoint's tensor.
-          index: One slice per axis of our parameter, without the axis of layers.
+          read: reads a block of the checkpoint's tensor.
+          index: one slice per axis of our parameter, without the axis of layers.
         """
         hf_index = list(self._in_hf_order(index))
         if self.fused is None:
@@ -158,15 +158,15 @@ def flatten_like(tree: dict[str, Any], rows: Mapping[Path, Any], what: str) -> d
     """Flatten a nested dict to paths and check that these are the paths of a tensor table.
 
     Args:
-      tree: Nested dict in the structure of the parameters.
-      rows: The tensor table.
-      what: Name of the tree in error messages.
+      tree: nested dict in the structure of the parameters.
+      rows: the tensor table.
+      what: name of the tree in error messages.
 
     Returns:
       The leaves of `tree` by path.
 
     Raises:
-      ValueError: The paths differ from those of the table.
+      ValueError: the paths differ from those of the table.
     """
     flat = traverse_util.flatten_dict(tree)
     missing = sorted(rows.keys() - flat.keys())

@@ -37,7 +37,7 @@ class MergedKernel:
       kernel: [L, in, out].
       lora_a: [L, in, r].
       lora_b: [L, r, out].
-      scale: Factor on the product of the adapters.
+      scale: factor on the product of the adapters.
     """
 
     kernel: jax.Array
@@ -51,10 +51,10 @@ class ExportedTensor:
     """One tensor of an exported checkpoint.
 
     Attributes:
-      name: Its name in the checkpoint.
-      paths: Our parameters that it holds, in order.
-      layer: The layer that it belongs to, or `None`.
-      expert: The expert that it belongs to, or `None`.
+      name: its name in the checkpoint.
+      paths: our parameters that it holds, in order.
+      layer: the layer that it belongs to, or `None`.
+      expert: the expert that it belongs to, or `None`.
     """
 
     name: str
@@ -79,12 +79,12 @@ def write_weights(
     Every process must call this.
 
     Args:
-      folder: The folder.
-      rows: The tensor table.
-      arrays: The parameters by path.
-      dtype: One of `EXPORT_DTYPES`.
-      max_shard_bytes: Maximum size of a file, unless a single tensor is larger.
-      single_file: Name of the file if there is only one.
+      folder: the folder.
+      rows: the tensor table.
+      arrays: the parameters by path.
+      dtype: one of `EXPORT_DTYPES`.
+      max_shard_bytes: maximum size of a file, unless a single tensor is larger.
+      single_file: name of the file if there is only one.
     """
     code = EXPORT_DTYPES[dtype]
     itemsize = SAFETENSORS_DTYPES[code].itemsize
@@ -141,11 +141,11 @@ def _gather_round(
     write at the same time, each from one tensor in its memory.
 
     Args:
-      shards: The files that processes 0, 1, ... write at the same time.
-      process: Number of this process; it has no file if there are fewer.
-      arrays: The parameters by path.
-      rows: The tensor table.
-      dtype: One of `EXPORT_DTYPES`.
+      shards: the files that processes 0, 1, ... write at the same time.
+      process: number of this process; it has no file if there are fewer.
+      arrays: the parameters by path.
+      rows: the tensor table.
+      dtype: one of `EXPORT_DTYPES`.
     """
     for tensors_by_process in itertools.zip_longest(*shards):
         values: np.ndarray | None = None
