@@ -155,7 +155,7 @@ def _gather_round(
             parts = [_gather(arrays[path], tensor, dtype) for path in tensor.paths]
             if writer == process:
                 values = rows[tensor.paths[0]].join([np.asarray(part) for part in parts])
-            # The devices' copies go before the next tensor is gathered.
+            # The devices' copies are freed before the next tensor is gathered.
             del parts
         if values is not None:
             yield values

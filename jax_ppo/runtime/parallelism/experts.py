@@ -64,7 +64,7 @@ def split_experts(function: Callable[..., jax.Array]) -> Callable[..., jax.Array
                 rows = [jax.lax.all_gather(x, "expert", tiled=True) for x in rows]
                 first = jax.lax.axis_index("expert") * len(local_projections["down_proj"]["kernel"])
             out = function(*rows, local_projections, first)
-            # XLA keeps a sum over a single device.
+            # XLA would not remove a sum over a single device.
             if mesh.shape["model"] > 1:
                 out = jax.lax.psum(out, "model")
             if mesh.shape["expert"] > 1:

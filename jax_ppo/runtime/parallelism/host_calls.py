@@ -27,7 +27,7 @@ def call_host(function: Callable[..., Any], result_shapes: Any, *arguments: jax.
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not remaining_axes(mesh):
         return call(*arguments)
-    # XLA keeps a sum over a single device.
+    # XLA would not remove a sum over a single device.
     axes = remaining_axes(mesh)
     split = tuple(axis for axis in mesh.axis_names if axis in axes and mesh.shape[axis] > 1)
     if not split:

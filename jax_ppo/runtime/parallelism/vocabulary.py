@@ -31,7 +31,7 @@ def look_up_embedding(
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.manual_axes or len(tokens_RxL) % row_shards(mesh):
         return embedding_VxD[tokens_RxL].astype(dtype)
-    # XLA keeps exchanges of a device with itself.
+    # XLA would not remove exchanges of a device with itself.
     split = {axis for axis in mesh.axis_names if mesh.shape[axis] > 1}
     weight_axes = tuple(axis for axis in WEIGHTS if axis in split)
     if not weight_axes and "model" not in split:
@@ -101,7 +101,7 @@ def scatter_group_sum(gradient_GxVxD: jax.Array) -> jax.Array:
         columns = local_GxVxD.sum(0)
         if weight_shards(mesh) > 1:
             columns = _scatter_columns(columns)
-        # XLA keeps a sum over a single device.
+        # XLA would not remove a sum over a single device.
         others = tuple(axis for axis in ROWS if axis not in WEIGHTS and mesh.shape[axis] > 1)
         if others:
             columns = jax.lax.psum(columns, others)
