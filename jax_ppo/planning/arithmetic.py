@@ -191,6 +191,12 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
             head += architecture.vocab_size * architecture.hidden_size // parts * _FLOAT32
     fixed = _cast_weights(step, role) + architecture.num_layers * saved_per_layer
     if _is_tpu():
+        sums_in_float32 = step.programs.config.actor.optim.gradient_dtype == "float32"
+        trains_head = role.has_logits and role.net.lora is None
+        if trains_head and sums_in_float32 and meshes.gathers_weights(mesh):
+            # Each device has a whole sum of the output embedding's gradients: devices add theirs
+            # up once per mini-batch.
+            fixed += architecture.vocab_size * architecture.hidden_size // parts * _FLOAT32
         # The layers' gradients follow the head's; of the head, only the weights remain.
         return fixed + gathered_head + max(gradients + layers, head)
     return fixed + gradients + _join(step, layers, head + gathered_head)

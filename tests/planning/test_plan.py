@@ -335,6 +335,16 @@ def test_a_tpus_update_has_the_gradients_of_the_head_or_those_of_the_layers(fold
     assert temporaries("v5e:2x4", added=2**30) > 2**30
 
 
+def test_a_tpus_sum_of_the_embeddings_gradients_in_float32_is_whole(folder):
+    options = {"mesh__data": 1, "mesh__fsdp": 8}
+    wide, narrow = (
+        memory(estimate(folder, actor__optim__gradient_dtype=dtype, **options), "update_actor")
+        for dtype in ("float32", "bfloat16")
+    )
+    embedding = tiny.ARCHITECTURE.vocab_size * tiny.ARCHITECTURE.hidden_size
+    assert wide.temporaries - narrow.temporaries == embedding * 4
+
+
 def test_a_phase_takes_as_long_as_its_slowest_resource():
     rates = PeakRates(flops=10.0, memory_bytes=5.0, link_bytes=2.0)
     one = PhaseWork(flops=20.0, memory_bytes=5.0, link_bytes=2.0, row_bytes=1.0)

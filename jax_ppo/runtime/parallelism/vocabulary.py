@@ -89,8 +89,8 @@ def gather_columns(embedding_VxD: jax.Array) -> jax.Array:
 def scatter_group_sum(gradient_GxVxD: jax.Array) -> jax.Array:
     """Return the sum over groups, [V, D], laid out like an embedding in training.
 
-    The groups are those of `split_by_device`. Each device receives only a part of the sum (a
-    reduce-scatter over `WEIGHTS`), and only its columns are summed over the other axes of rows; the
+    The groups are those of `split_by_device`. Each device receives only its columns of the sum (a
+    reduce-scatter over `WEIGHTS`), and only these are summed over the other axes of rows; the
     compiler for the CPU would sum and send all columns.
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -100,7 +100,7 @@ def scatter_group_sum(gradient_GxVxD: jax.Array) -> jax.Array:
     def exchange(local_GxVxD: jax.Array) -> jax.Array:
         columns = local_GxVxD.sum(0)
         if weight_shards(mesh) > 1:
-            columns = _scatter_columns(columns)
+            columns = jax.lax.psum_scatter(columns, WEIGHTS, scatter_dimension=1, tiled=True)
         # XLA would not remove a sum over a single device.
         others = tuple(axis for axis in ROWS if axis not in WEIGHTS and mesh.shape[axis] > 1)
         if others:
@@ -110,17 +110,6 @@ def scatter_group_sum(gradient_GxVxD: jax.Array) -> jax.Array:
     return jax.shard_map(
         exchange, in_specs=P(ROWS, "model", None), out_specs=P("model", WEIGHTS), check_vma=False
     )(gradient_GxVxD)
-
-
-def _scatter_columns(local_VxD: jax.Array) -> jax.Array:
-    """Return this device's columns of the sum over `WEIGHTS`, inside a program of each device."""
-    shards = weight_shards(jax.sharding.get_abstract_mesh())
-    if len(local_VxD) % shards:
-        return jax.lax.psum_scatter(local_VxD, WEIGHTS, scatter_dimension=1, tiled=True)
-    # Rows of a table are contiguous. Unless a device's columns are a multiple of a TPU's 128 lanes,
-    # its compiler would sum all of them on each device.
-    rows = jax.lax.psum_scatter(local_VxD, WEIGHTS, scatter_dimension=0, tiled=True)
-    return jax.lax.all_to_all(rows, WEIGHTS, split_axis=1, concat_axis=0, tiled=True)
 
 
 def split_vocabulary(function: Callable[..., Any]) -> Callable[..., Any]:
