@@ -1,8 +1,8 @@
-"""GSM8K by PPO with the KL to the reference in the loss instead of nowhere.
+"""GSM8K by PPO with the KL to the reference in the loss; gsm8k.py has no KL penalty.
 
     python -m jax_ppo.train --config=gsm8k_kl_loss
 
-As gsm8k.py otherwise: one device of 80 GB or a TPU v5e-8. The estimator is k3 (low_var_kl in
+Otherwise as gsm8k.py: one device of 80 GB or a TPU v5e-8. The estimator is k3 (low_var_kl in
 verl). Not run here at this size; its `:smoke` form was.
 """
 
