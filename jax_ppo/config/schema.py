@@ -1434,7 +1434,10 @@ class Trainer:
         choices=("accuracy", "reward_mean"),
         read_by=PPO,
     )
-    resume: bool = option(True, "resume from the newest checkpoint in the work directory")
+    resume: bool = option(
+        True,
+        "resume from the newest checkpoint in the work directory; if not, refuse one that has any",
+    )
     export: bool = option(
         True,
         "write the trained model as a Hugging Face folder at the end (WORKDIR/actor, or "
