@@ -22,12 +22,12 @@ from jax_ppo.ppo.evaluation import evaluate_policy
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.experience_types import ExperienceOptions
 from jax_ppo.ppo.plans import sample_lengths
-from jax_ppo.ppo.random_keys import TRAINING
 from jax_ppo.ppo.run import PPORun
 from jax_ppo.ppo.setup import set_up_run
 from jax_ppo.ppo.update import UpdateOptions, update_state
 from jax_ppo.reporting import console
 from jax_ppo.runtime import meshes
+from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.state_creation import create_state
 
 WARM_UP_STEPS = 2  # the second takes the state that the first one's update returned
@@ -113,7 +113,7 @@ class Training:
         run.engine.update_weights(run.policy_params(state))
         rollout = run.engine.generate(
             run.place_prompts(batch.prompts),
-            run.sample_keys(TRAINING, self.steps_done),
+            run.sample_keys(Stream.TRAINING, self.steps_done),
             run.sampling,
         )
         run.engine.release_weights()

@@ -12,12 +12,12 @@ from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.ppo import scoring
 from jax_ppo.ppo.evaluation_statistics import describe_prompts
 from jax_ppo.ppo.plans import sample_lengths
-from jax_ppo.ppo.random_keys import EVALUATION
 from jax_ppo.ppo.rewarding import RuleRewards, add_reward_model_scores
 from jax_ppo.ppo.run import PPORun
 from jax_ppo.ppo.sample_records import describe_samples
 from jax_ppo.runtime import placement, sharding, watchdog
 from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Prompts, Rollout
 
@@ -126,7 +126,7 @@ def _evaluate_sampled(
         reward=reward,
         batches=batches(),
         mesh=run.mesh,
-        key=run.sample_keys(EVALUATION, 0),
+        key=run.sample_keys(Stream.EVALUATION, 0),
     )
 
 

@@ -19,7 +19,6 @@ from jax_ppo.ppo import scoring, update
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.experience_types import ExperienceOptions
 from jax_ppo.ppo.plans import Plans, ScoringPlan
-from jax_ppo.ppo.random_keys import TRAINING
 from jax_ppo.ppo.run import PPORun
 from jax_ppo.ppo.sample_selection import compile_selection
 from jax_ppo.runtime import sharding
@@ -27,6 +26,7 @@ from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.training.networks import Networks, full_parameters
 from jax_ppo.training.progress import Progress
+from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.state import TrainState, policy_params
 from jax_ppo.training.state_shapes import state_shapes
 from jax_ppo.types import Experience, Prompts, Rollout, Sequences
@@ -80,7 +80,7 @@ def precompile_in_background(run: PPORun, progress: Progress) -> Iterator[None]:
     # Arrays are made in this thread: all processes must run their programs in one order, which
     # another thread would disturb.
     prompts = run.place_prompts(next(run.batches(progress.position, progress.solve_rates)).prompts)
-    key = run.sample_keys(TRAINING, 0)
+    key = run.sample_keys(Stream.TRAINING, 0)
     # Plans have one shape for all lengths, so lengths of 1 stand for any.
     step = StepPrograms(
         config=run.config,

@@ -7,12 +7,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_ppo.runtime import placement, sharding
-
-# Streams of random numbers.
-TRAINING = 0
-EVALUATION = 1
-REFERENCE = 2  # rollouts for `reward.normalize=reference`
-FURTHER_DRAWS = 3  # and all numbers above: further draws of a step that replaces groups
+from jax_ppo.training.random_streams import Stream
 
 
 class SampleKeys:
@@ -41,5 +36,5 @@ def sample_key(seed: int, stream: int | jax.Array, step: int | jax.Array) -> jax
 def training_stream(draw: int) -> int:
     """Return the stream of a step's draw, counted from 0."""
     if draw == 0:
-        return TRAINING
-    return FURTHER_DRAWS + draw - 1
+        return Stream.TRAINING
+    return Stream.FURTHER_DRAWS + draw - 1

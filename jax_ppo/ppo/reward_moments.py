@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax_ppo.kernels import moments as moments_lib
 from jax_ppo.kernels.moments import Moments
 from jax_ppo.ppo.evaluation import total_rewards
-from jax_ppo.ppo.random_keys import REFERENCE
 from jax_ppo.ppo.run import PPORun
 from jax_ppo.reporting import console
+from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.state import TrainState
 
 
@@ -29,7 +29,9 @@ def measure_first_rewards(run: PPORun, state: TrainState) -> TrainState:
     for number in range(num_batches):
         batch = next(batches)
         rollout = run.engine.generate(
-            run.place_prompts(batch.prompts), run.sample_keys(REFERENCE, number), run.sampling
+            run.place_prompts(batch.prompts),
+            run.sample_keys(Stream.REFERENCE, number),
+            run.sampling,
         )
         rule_rewards = run.rules.score(batch, rollout)
         # Rewards of steps are not normalized, so they are left out here.

@@ -7,13 +7,18 @@ import jax.numpy as jnp
 import optax
 
 from jax_ppo.config.schema import Optim
+from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.stochastic_rounding import store_like, widen
 from jax_ppo.types import Params
 
 T = TypeVar("T")  # a pytree
 
-# Streams of the random numbers that round what is stored in bfloat16. Others have lower numbers.
-ROUNDING_STREAMS = {"actor": 5, "critic": 6, "supervised": 7}
+# Of the random numbers that round what is stored in bfloat16.
+ROUNDING_STREAMS = {
+    "actor": Stream.ACTOR_ROUNDING,
+    "critic": Stream.CRITIC_ROUNDING,
+    "supervised": Stream.SUPERVISED_ROUNDING,
+}
 DECAYED_LEAVES = ("kernel", "embedding", "lora_a", "lora_b")  # matrices: no norms, no biases
 
 

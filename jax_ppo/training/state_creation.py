@@ -21,12 +21,13 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.training.kl_schedule import first_control, resumed_control
 from jax_ppo.training.networks import Folders, Networks, actor_head
+from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.state import TrainState, assemble_state
 from jax_ppo.training.state_shapes import param_dtype, role_optimizer, role_options, state_shapes
 from jax_ppo.types import Params
 
-# Streams of random numbers for new adapters. The sampler's streams have lower numbers.
-ADAPTER_STREAMS = {"actor": 3, "critic": 4}
+# Of the random numbers of new adapters.
+ADAPTER_STREAMS = {"actor": Stream.ACTOR_ADAPTERS, "critic": Stream.CRITIC_ADAPTERS}
 
 # Returns, for the name of a tree, the callback (tensors read, tensors in all) of its loader.
 LoadingProgress = Callable[[str], Callable[[int, int], None] | None]

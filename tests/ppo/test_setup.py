@@ -10,10 +10,11 @@ import pytest
 import tiny
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.ppo import plans, run_models, setup
-from jax_ppo.ppo.random_keys import EVALUATION, TRAINING, sample_key
+from jax_ppo.ppo.random_keys import sample_key
 from jax_ppo.ppo.rewarding import RuleScorer
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.runtime import placement, sharding
+from jax_ppo.training.random_streams import Stream
 from jax_ppo.types import Example
 
 
@@ -61,7 +62,7 @@ def test_roles_cut_a_rollout_as_their_options_say():
 
 
 def test_keys_differ_by_seed_stream_and_step():
-    addresses = itertools.product((0, 1), (TRAINING, EVALUATION), (0, 1))
+    addresses = itertools.product((0, 1), (Stream.TRAINING, Stream.EVALUATION), (0, 1))
     keys = [sample_key(*address) for address in addresses]
     assert len({np.asarray(jax.random.key_data(key)).tobytes() for key in keys}) == 8
 
