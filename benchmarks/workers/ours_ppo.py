@@ -98,7 +98,7 @@ def stop_between_steps(turnstile: Turnstile, prompt_tokens: int) -> None:
     original_update, ppo.update_state = turnstile.phase("update", ppo.update_state), update
     for owner, name, phase in (
         (generate.Sampler, "__call__", "rollout"),
-        (scoring, "score_rollout", "scoring"),
+        (ppo, "score_rollout", "scoring"),
         (rewarding.RuleScorer, "score", "reward"),
         (scoring, "reward_model_scores", "reward"),
         (ppo, "estimate_experience", "advantages"),
