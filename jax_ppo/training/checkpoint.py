@@ -35,11 +35,11 @@ MAX_SHOWN = 5  # mismatched parameters named in an error
 
 
 class Restored(NamedTuple):
-    """What was read from a checkpoint.
+    """Contents of a restored checkpoint.
 
     Attributes:
       arrays: trees of arrays by name.
-      meta: as it was saved.
+      meta: the metadata, as it was saved.
     """
 
     arrays: dict[str, Any]
