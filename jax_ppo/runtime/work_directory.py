@@ -145,7 +145,7 @@ def share_with_all(folder: Path, name: str) -> None:
     """
     distributed.run_on_main(lambda: publish(folder))
     if folder in _open_buckets:
-        _open_buckets[folder].staged.fetch(name)
+        _open_buckets[folder].staged.fetch_folder(name)
 
 
 def is_in_bucket(folder: Path) -> bool:

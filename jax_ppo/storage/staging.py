@@ -73,6 +73,18 @@ class StagedFolder:
             self._uploaded = dict.fromkeys(files)
             self._uploaded |= {name: _state(self.folder / name) for name in fetched}
 
+    def fetch_folder(self, name: str) -> None:
+        """Replace one local folder with that of the bucket.
+
+        Other files are left alone: the run may have them open, and write to them later.
+        """
+        with self._uploading, remote.reported_errors(self.address, _OPTION):
+            listed = remote.list_files(f"{self.address}/{name}", _OPTION)
+            files = {f"{name}/{path}": file for path, file in listed.items()}
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+            downloads.fetch_files(self.address, files, self.folder)
+            self._uploaded |= {path: _state(self.folder / path) for path in files}
+
     def upload(self) -> None:
         """Upload the files that have changed, and delete those that were removed or replaced.
 

@@ -296,3 +296,17 @@ def test_an_export_is_removed_beginning_with_what_makes_it_complete(monkeypatch)
     )
     staging.StagedFolder.remove(folder, "actor")
     assert removed[0] == "actor/config.json" and sorted(removed) == sorted(files)
+
+
+def test_sharing_a_folder_leaves_files_that_are_still_written_alone(server, bucket):
+    """Events are written to a file that stays open, while the run shares the model it made."""
+    with work_directory.open_work_directory(bucket, print) as folder:
+        (folder / "tensorboard").mkdir()
+        with (folder / "tensorboard" / "events").open("w") as events:
+            events.write("before, ")
+            events.flush()
+            (folder / "model").mkdir()
+            (folder / "model" / "config.json").write_text("{}")
+            work_directory.share_with_all(folder, "model")
+            events.write("after")
+    assert bucket_server.get(server, f"{bucket}/tensorboard/events") == b"before, after"
