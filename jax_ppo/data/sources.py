@@ -275,9 +275,7 @@ def _open_tfds_source(name: str, split: str, option: str) -> Any:
     try:
         builder = tfds.builder(name, data_dir=folder)
         if not builder.is_prepared():
-            # TFDS's default format, TFRecord, can be neither written nor read without TensorFlow.
-            builder = tfds.builder(name, data_dir=folder, file_format="array_record")
-            builder.download_and_prepare()
+            builder = _prepare_tfds(tfds, name, folder)
         return builder.as_data_source(split)
     except tfds.core.DatasetNotFoundError as error:
         raise UserError(
@@ -291,6 +289,21 @@ def _open_tfds_source(name: str, split: str, option: str) -> Any:
             f"prepared with file_format='array_record' under {folder or _TFDS_DEFAULT_FOLDER} "
             "(TFDS_DATA_DIR), or that can be downloaded from here"
         ) from error
+
+
+def _prepare_tfds(tfds: ModuleType, name: str, folder: str | None) -> Any:
+    """Return the builder of a data set after one process of this machine has prepared it.
+
+    TFDS fails if another process prepares the same data set at the same time.
+    """
+    lock = downloads.cache_folder("tfds") / "lock"
+    with downloads.locked(lock):
+        # TFDS's default format, TFRecord, can be neither written nor read without TensorFlow. A
+        # builder made only now also finds what another process has prepared in the meantime.
+        builder = tfds.builder(name, data_dir=folder, file_format="array_record")
+        if not builder.is_prepared():
+            builder.download_and_prepare()
+    return builder
 
 
 def _import_unlisted_builder(tfds: ModuleType, name: str) -> None:

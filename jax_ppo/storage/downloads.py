@@ -7,12 +7,13 @@ A copy appears only when it is complete, and an interrupted download continues w
 
 import base64
 import concurrent.futures
+import contextlib
 import fcntl
 import fnmatch
 import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,17 +110,26 @@ def fetch_files(
         list(pool.map(fetch, files))
 
 
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file during the block, while other processes of this machine wait for it.
+
+    The file is created if it does not exist. The lock is released however this process ends.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def _download(address: str, option: str, files: Mapping[str, RemoteFile]) -> Path:
     from tqdm import tqdm
 
     folder = cache_folder("downloads") / local_name(address, sorted(files.items()))
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f"{folder.name}.partial")
-    # The lock is released however this process ends.
-    with folder.with_name(f"{folder.name}.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(folder.with_name(f"{folder.name}.lock")):
         # Another process of this host may have downloaded it in the meantime.
         if folder.is_dir():
             return folder

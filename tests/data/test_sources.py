@@ -1,6 +1,9 @@
+import concurrent.futures
 import gzip
 import json
 import sys
+import time
+import types
 from pathlib import Path
 
 import pyarrow as pa
@@ -390,6 +393,34 @@ def test_a_builder_that_tfds_ships_prepares_its_files_without_tensorflow(tmp_pat
         assert sorted(e.ground_truth for e in examples) == ["-7", "1234", "4"]
     assert list(tmp_path.glob("tfds/gsm8k/1.0.0/gsm8k-train.array_record*"))
     assert "tensorflow" not in sys.modules
+
+
+def test_one_of_several_processes_prepares_a_tfds_data_set(tmp_path, monkeypatch):
+    """TFDS renames a folder when it is complete, and fails if another process did so before."""
+
+    class Builder:
+        def is_prepared(self):
+            return (tmp_path / "prepared").exists()
+
+        def download_and_prepare(self):
+            (tmp_path / "incomplete").mkdir()
+            time.sleep(0.1)
+            (tmp_path / "incomplete").rename(tmp_path / "prepared")
+
+        def as_data_source(self, split):
+            return split if self.is_prepared() else None
+
+    stub = types.SimpleNamespace(
+        core=types.SimpleNamespace(DatasetNotFoundError=KeyError),
+        builder=lambda *arguments, **options: Builder(),
+        list_builders=lambda **options: ["sums"],
+    )
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", stub)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    # Locks of a file exclude threads that opened it separately, too.
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        opened = threads.map(sources._open_tfds_source, ["sums"] * 3, ["train"] * 3, ["option"] * 3)
+        assert list(opened) == ["train"] * 3
 
 
 def test_tfds_rows_that_got_lost_are_noticed(tfds_folder, monkeypatch):
