@@ -186,7 +186,8 @@ class Checkpointer:
         path = self._manager.directory / RUN_ID
 
         def name_run() -> None:
-            if not path.exists():
+            # An empty file is left by a run that was killed, or whose disk was full.
+            if not path.exists() or not path.read_text():
                 path.write_text(secrets.token_hex(8))
 
         distributed.run_on_main(name_run)

@@ -10,6 +10,7 @@ file. It gets its name once it is complete.
 """
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import shutil
@@ -172,9 +173,10 @@ class LocalCheckpoints:
         newest = self._saved_step or self.step or 0
         if shared_step is not None and shared_step >= newest:
             shutil.rmtree(self._folder, ignore_errors=True)
-            # The processes of one machine share the run's folder: the last one removes it.
-            if self._folder.parent.is_dir() and not any(self._folder.parent.iterdir()):
-                shutil.rmtree(self._folder.parent, ignore_errors=True)
+            # The processes of one machine share the run's folder: the last one removes it, and for
+            # the others it is not empty, or already removed.
+            with contextlib.suppress(OSError):
+                self._folder.parent.rmdir()
 
     def _read_array(self, entry: dict[str, Any], x: jax.ShapeDtypeStruct) -> jax.Array:
         """Read an array of the checkpoint of `step`, in the layout and memory of its sharding."""

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import tiny
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import placement
-from jax_ppo.training.checkpoint import Checkpointer
+from jax_ppo.training.checkpoint import RUN_ID, Checkpointer
 from jax_ppo.training.local_checkpoints import LocalCheckpoints
 
 NOT_USED = "local checkpoints are not used: no step is whole on every process, with the run's mesh"
@@ -177,6 +177,29 @@ def test_a_run_that_is_complete_in_its_work_directory_leaves_nothing(saved, mesh
     folder, _ = saved
     open_checkpoints(folder, mesh).close(shared_step=6)
     assert not any(folder.iterdir())
+
+
+def test_another_process_may_remove_the_folder_of_the_run_first(saved, mesh, monkeypatch):
+    folder, _ = saved
+    checkpoints = open_checkpoints(folder, mesh)
+
+    def list_removed_folder(path):
+        path.rmdir()
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr("pathlib.Path.iterdir", list_removed_folder)
+    checkpoints.close(shared_step=6)
+    assert not (folder / "run").exists()
+
+
+def test_an_empty_name_of_the_run_is_written_again(mesh, tmp_path):
+    """A run that was killed while writing it leaves one; all such runs would share checkpoints."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / RUN_ID).touch()
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.keep_local(str(tmp_path / "local"), mesh)
+        name = (tmp_path / "run" / RUN_ID).read_text()
+        assert name and (tmp_path / "local" / name / "process_0").is_dir()
 
 
 def test_a_folder_that_cannot_be_used_is_named(mesh, tmp_path):
