@@ -63,7 +63,9 @@ def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
 def _find_checkpoint(model_path: str) -> Path | None:
     """Return the checkpoint of a run that a path names, `None` if it names something else."""
     path = Path(model_path)
-    if path.parent.name == staging.CHECKPOINTS and path.is_dir():
+    # Other models may be in a folder of this name, too.
+    is_step = path.name.isdecimal() and path.parent.name == staging.CHECKPOINTS
+    if is_step and path.is_dir():
         return path
     return None
 

@@ -47,3 +47,13 @@ def test_the_models_of_a_run_are_evaluated_without_its_reference(tmp_path):
     config = standalone_evaluation._read_run(tiny.config(), checkpoint)
     assert config.model.dtype == "bfloat16" and config.critic == run.critic
     assert config.algorithm.use_kl_in_reward and not config.algorithm.use_reference
+
+
+@pytest.mark.parametrize("name", ["my-model", "12.damaged"])
+def test_a_model_in_a_folder_called_checkpoints_is_no_checkpoint_of_a_run(tmp_path, name):
+    (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    config = tiny.config(
+        model__path=str(tmp_path / "checkpoints" / name), data__val_files="arithmetic:4:heldout"
+    )
+    with pytest.raises(UserError, match=f"{name} has no config.json"):
+        evaluate_model(config, tmp_path)
