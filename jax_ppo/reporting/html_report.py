@@ -42,8 +42,10 @@ class HTMLReport:
         self._panels = panels
         self._groups: list[dict[str, Any]] = []
         self._distributions: list[dict[str, Any]] = []
-        # Responses that were logged before an interruption.
-        for kind, step, records in sample_files.read_samples(workdir):
+
+    def add_logged_samples(self) -> None:
+        """Show the responses in the run's folder, which were logged before an interruption."""
+        for kind, step, records in sample_files.read_samples(self._workdir):
             self.add_samples(kind, step, records)
 
     def add_samples(self, kind: str, step: int, records: Sequence[dict[str, Any]]) -> None:

@@ -95,9 +95,11 @@ class Journal:
             first_step=progress.step,
             is_main=distributed.is_main(),
         )
+        self._report = HTMLReport(workdir, config, layout.panels)
+        # The other processes would read files while this one deletes them.
         if distributed.is_main():
             sample_files.drop_samples_after(workdir, progress.step)
-        self._report = HTMLReport(workdir, config, layout.panels)
+            self._report.add_logged_samples()
         self._bar = console.ProgressBar(total_steps, progress.step, distributed.is_main())
         self._warnings: list[str] = []
         self._skipped_in_a_row = 0

@@ -12,7 +12,7 @@ from safetensors import safe_open
 import tiny
 from jax_ppo.ppo import report
 from jax_ppo.ppo.evaluation import Evaluation
-from jax_ppo.reporting import journal
+from jax_ppo.reporting import journal, sample_files
 from jax_ppo.reporting.sinks import read_metrics_csv
 from jax_ppo.runtime import device_speed, stragglers
 from jax_ppo.runtime.compilation import Compilations
@@ -239,3 +239,12 @@ def test_greedy_figures_stand_beside_the_sampled_ones(tmp_path, capsys):
     assert (row["eval/accuracy"], row["eval/greedy/accuracy"]) == ("0.25", "0.75")
     assert row["eval/greedy/accuracy_low"] == "0.0"
     assert "accuracy 0.250, reward 0.250; greedy: accuracy 0.750" in capsys.readouterr().out
+
+
+def test_only_the_main_process_reads_logged_samples(tmp_path, monkeypatch):
+    """The main process deletes those of later steps, perhaps while others start."""
+    monkeypatch.setattr(journal.distributed, "is_main", lambda: False)
+    (tmp_path / sample_files.FOLDER).mkdir()
+    vanished = tmp_path / sample_files.FOLDER / "training_000001.jsonl"
+    vanished.symlink_to(tmp_path / "deleted")
+    report_steps(tmp_path, [{}])

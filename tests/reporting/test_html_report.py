@@ -90,6 +90,7 @@ def test_a_resumed_run_shows_what_was_logged_before(tmp_path):
     for step in (10, 2):
         write_samples(tmp_path, "training", step, [make_record(score=step)])
     report = HTMLReport(tmp_path, Config(), PANELS)
+    report.add_logged_samples()
     report.write("", [], [])
     data = read_data(tmp_path)[1]
     assert data["distributions"] == [
