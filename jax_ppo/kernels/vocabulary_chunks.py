@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from jax_ppo.kernels.softcap import softcap, softcap_slope
@@ -18,8 +19,8 @@ CHUNK_BYTES_ELSEWHERE = 512 * 2**20
 MIN_CHUNK_SIZE = 128
 
 
-def _sum_groups(gradient_GxVxD: jax.Array) -> jax.Array:
-    return gradient_GxVxD.sum(0)
+def _sum_groups(gradient_GxVxD: jax.Array, dtype: DTypeLike) -> jax.Array:
+    return gradient_GxVxD.sum(0).astype(dtype)
 
 
 class UnembeddingLayout(NamedTuple):
@@ -30,11 +31,12 @@ class UnembeddingLayout(NamedTuple):
 
     Attributes:
       gather: maps the weights [V, D], in the dtype of the products, to those that chunks read.
-      sum_groups: maps the float32 gradient [G, V, D] to its sum over groups, [V, D].
+      sum_groups: maps the float32 gradient [G, V, D] and a dtype to the sum over groups, [V, D], in
+        that dtype.
     """
 
     gather: Callable[[jax.Array], jax.Array] = jnp.asarray
-    sum_groups: Callable[[jax.Array], jax.Array] = _sum_groups
+    sum_groups: Callable[[jax.Array, DTypeLike], jax.Array] = _sum_groups
 
 
 NOT_SPLIT = UnembeddingLayout()
@@ -147,4 +149,4 @@ def hidden_and_weight_grad(
     hidden_grad, weight_sum = jax.lax.fori_loop(0, chunks.count, process_chunk, start)
     hidden_grad = jnp.where(mask[..., None], chunks.scatter(hidden_grad), 0)
     # Groups are on different devices: this sum is their one exchange.
-    return hidden_grad, layout.sum_groups(weight_sum).astype(unembedding.dtype)
+    return hidden_grad, layout.sum_groups(weight_sum, unembedding.dtype)

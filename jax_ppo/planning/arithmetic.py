@@ -20,14 +20,13 @@ from jax_ppo.ppo.memory_check import Fetched, fetched_by_phase
 from jax_ppo.ppo.scoring import ScoringOptions
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.device_memory import bytes_per_device
+from jax_ppo.runtime.parallelism.vocabulary import TPU_LANES
 from jax_ppo.sampler.constraints import constrains_logits
 from jax_ppo.sampler.routing import record_bytes
 from jax_ppo.sampler.slots import PREFILL_TOKENS
 from jax_ppo.types import MiniBatches
 
 _FLOAT32 = 4
-# TPUs pad the last axis of an array to this number of elements.
-_TPU_LANES = 128
 
 
 def resident_memory(step: AbstractStep, name: str) -> PhaseMemory:
@@ -136,7 +135,7 @@ def _sampling_temporaries(step: AbstractStep) -> int:
     if _is_tpu():
         # Heads narrower than a lane take as much memory as wide ones.
         width = architecture.head_dim
-        padding = step.cache_bytes * (-width % _TPU_LANES) // width
+        padding = step.cache_bytes * (-width % TPU_LANES) // width
     return padding + prefill + logits
 
 
@@ -188,15 +187,17 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
         gathered_head = _head_bytes(step, role)
         # The whole output embedding has a gradient in float32, unless only adapters are trained.
         if role.net.lora is None:
-            head += architecture.vocab_size * architecture.hidden_size // parts * _FLOAT32
+            exchanged = _exchanged_head_bytes(role, mesh)
+            head = max(head, exchanged) + _head_elements(role, mesh) * _FLOAT32
     fixed = _cast_weights(step, role) + architecture.num_layers * saved_per_layer
     if _is_tpu():
         sums_in_float32 = step.programs.config.actor.optim.gradient_dtype == "float32"
         trains_head = role.has_logits and role.net.lora is None
-        if trains_head and sums_in_float32 and meshes.gathers_weights(mesh):
+        is_exchanged_once = meshes.gathers_weights(mesh) and not _exchanged_head_bytes(role, mesh)
+        if trains_head and sums_in_float32 and is_exchanged_once:
             # Each device has a whole sum of the output embedding's gradients: devices add theirs
             # up once per mini-batch.
-            fixed += architecture.vocab_size * architecture.hidden_size // parts * _FLOAT32
+            fixed += _head_elements(role, mesh) * _FLOAT32
         # The layers' gradients follow the head's; of the head, only the weights remain.
         return fixed + gathered_head + max(gradients + layers, head)
     return fixed + gradients + _join(step, layers, head + gathered_head)
@@ -315,15 +316,32 @@ def _gathered_layers(step: AbstractStep, role: Role) -> int:
 def _head_bytes(step: AbstractStep, role: Role) -> int:
     """Return the bytes of the output embedding in the type of the computation."""
     mesh = step.programs.mesh
-    architecture = role.architecture
-    assert not isinstance(architecture, DebertaArchitecture), "encoders have no logits"
-    elements = architecture.vocab_size * architecture.hidden_size // mesh.shape["model"]
+    elements = _head_elements(role, mesh)
     # For GPUs trained weights are gathered as they are stored, in float32, and then rounded. For
     # TPUs they are rounded first.
     is_wide = _stored_itemsize(role) > role.itemsize
     if meshes.gathers_weights(mesh) and is_wide and not _is_tpu():
         return elements * (role.itemsize + _FLOAT32)
     return elements * role.itemsize
+
+
+def _exchanged_head_bytes(role: Role, mesh: Mesh) -> int:
+    """Return the bytes that a device receives of the gradient of its output embedding's columns.
+
+    0 if the exchange is a reduce-scatter, which adds up what it receives.
+    """
+    columns = role.architecture.hidden_size // meshes.weight_shards(mesh)
+    is_scattered = not _is_tpu() or columns % TPU_LANES == 0
+    if is_scattered or not meshes.gathers_weights(mesh):
+        return 0
+    return _head_elements(role, mesh) * _stored_itemsize(role)
+
+
+def _head_elements(role: Role, mesh: Mesh) -> int:
+    """Return a device's number of elements of the gathered output embedding."""
+    architecture = role.architecture
+    assert not isinstance(architecture, DebertaArchitecture), "encoders have no logits"
+    return architecture.vocab_size * architecture.hidden_size // int(mesh.shape["model"])
 
 
 def _stored_itemsize(role: Role) -> int:

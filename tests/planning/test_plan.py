@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import jax
 import pytest
@@ -335,14 +336,19 @@ def test_a_tpus_update_has_the_gradients_of_the_head_or_those_of_the_layers(fold
     assert temporaries("v5e:2x4", added=2**30) > 2**30
 
 
-def test_a_tpus_sum_of_the_embeddings_gradients_in_float32_is_whole(folder):
+@pytest.mark.parametrize(("lanes", "sums"), [(2, 1), (128, 0)])
+def test_a_tpus_sum_of_gradients_in_float32_is_whole_if_columns_fill_lanes(
+    folder, lanes, sums, monkeypatch
+):
+    """Two columns of the output embedding on each of eight devices."""
+    monkeypatch.setattr(arithmetic, "TPU_LANES", lanes)
     options = {"mesh__data": 1, "mesh__fsdp": 8}
     wide, narrow = (
         memory(estimate(folder, actor__optim__gradient_dtype=dtype, **options), "update_actor")
         for dtype in ("float32", "bfloat16")
     )
     embedding = tiny.ARCHITECTURE.vocab_size * tiny.ARCHITECTURE.hidden_size
-    assert wide.temporaries - narrow.temporaries == embedding * 4
+    assert wide.temporaries - narrow.temporaries == sums * embedding * 4
 
 
 def test_a_phase_takes_as_long_as_its_slowest_resource():
@@ -444,3 +450,14 @@ def test_a_tpus_compiler_measures_the_plan(folder):
     values = json.loads(run_command(folder, "--topology=v5e:2x2", "--json"))
     assert values["is_compiled"] and "TPU v5 lite" in values["source"]
     assert all(phase["peak"] > 0 for phase in values["phases"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_a_tpus_update_sums_no_table_of_a_vocabulary_on_all_devices():
+    """Each of eight devices has 64 columns, half as many as a vector."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    script = Path(__file__).with_name("compile_update_for_tpus.py")
+    output = subprocess.check_output([sys.executable, script, "512"], env=environment, text=True)
+    kinds = [line.split()[0] for line in output.splitlines()]
+    assert sorted(kinds) == ["all-gather", "all-to-all"]

@@ -18,7 +18,12 @@ from hlo import read_collectives
 from jax_ppo.kernels import logprobs, vocabulary_chunks, vocabulary_kl
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import placement, sharding
-from jax_ppo.runtime.parallelism.vocabulary import look_up_embedding
+from jax_ppo.runtime.meshes import WEIGHTS
+from jax_ppo.runtime.parallelism.vocabulary import (
+    TPU_LANES,
+    look_up_embedding,
+    scatter_columns_for_tpu,
+)
 from jax_ppo.training import forward, packing
 
 G, N, V, D, CHUNK = 8, 12, 96, 16, 4
@@ -106,6 +111,27 @@ def test_a_split_unembedding_has_the_gradient_of_a_whole_one(loss, shape):
     expected = jax.jit(jax.grad(whole, argnums=(0, 1)))(*inputs())
     for one, other in zip(compiled(*arguments), expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [{"fsdp": 8}, {"fsdp": 2, "context": 4}], ids=str)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("width", [64, 8 * TPU_LANES])
+def test_columns_of_a_tpu_are_summed_in_float32(shape, dtype, width):
+    """Parts of any width; only those that do not fill the lanes are rounded when they are sent."""
+    parts = np.random.default_rng(0).normal(size=(8, V, width)).astype(np.float32)
+    mesh = tiny.make_mesh(8, data=1, **shape)
+    with jax.set_mesh(mesh):
+        scatter = jax.shard_map(
+            lambda part: scatter_columns_for_tpu(part[0], dtype),
+            in_specs=jax.P(WEIGHTS),
+            out_specs=jax.P(None, WEIGHTS),
+            check_vma=False,
+        )
+        columns = jax.jit(scatter)(placement.place(parts, sharding.rows(mesh)))
+    sent = parts
+    if width == 64:
+        sent = parts.astype(dtype).astype(np.float32)
+    np.testing.assert_allclose(columns, sent.sum(0), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

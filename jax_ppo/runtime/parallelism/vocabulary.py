@@ -15,6 +15,9 @@ from jax_ppo.runtime.meshes import ROWS, WEIGHTS, row_shards, weight_shards
 from jax_ppo.runtime.parallelism.devices import on_each_device, remaining_row_axes
 from jax_ppo.runtime.sharding import constrain_rows
 
+# The length of a TPU's vectors, along which the last axis of an array lies.
+TPU_LANES = 128
+
 
 def look_up_embedding(
     embedding_VxD: jax.Array, tokens_RxL: jax.Array, dtype: DTypeLike
@@ -86,8 +89,8 @@ def gather_columns(embedding_VxD: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(embedding_VxD, P("model", None))
 
 
-def scatter_group_sum(gradient_GxVxD: jax.Array) -> jax.Array:
-    """Return the sum over groups, [V, D], laid out like an embedding in training.
+def scatter_group_sum(gradient_GxVxD: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return the sum over groups, [V, D] in `dtype`, laid out like an embedding in training.
 
     The groups are those of `split_by_device`. Each device receives only its columns of the sum (a
     reduce-scatter over `WEIGHTS`), and only these are summed over the other axes of rows; the
@@ -95,21 +98,50 @@ def scatter_group_sum(gradient_GxVxD: jax.Array) -> jax.Array:
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        return gradient_GxVxD.sum(0)
+        return gradient_GxVxD.sum(0).astype(dtype)
 
     def exchange(local_GxVxD: jax.Array) -> jax.Array:
         columns = local_GxVxD.sum(0)
         if weight_shards(mesh) > 1:
-            columns = jax.lax.psum_scatter(columns, WEIGHTS, scatter_dimension=1, tiled=True)
+            columns = jax.lax.platform_dependent(
+                columns,
+                tpu=functools.partial(scatter_columns_for_tpu, dtype=dtype),
+                default=_scatter_columns,
+            )
         # XLA would not remove a sum over a single device.
         others = tuple(axis for axis in ROWS if axis not in WEIGHTS and mesh.shape[axis] > 1)
         if others:
             columns = jax.lax.psum(columns, others)
-        return columns
+        return columns.astype(dtype)
 
     return jax.shard_map(
         exchange, in_specs=P(ROWS, "model", None), out_specs=P("model", WEIGHTS), check_vma=False
     )(gradient_GxVxD)
+
+
+def _scatter_columns(local_VxD: jax.Array) -> jax.Array:
+    return jax.lax.psum_scatter(local_VxD, WEIGHTS, scatter_dimension=1, tiled=True)
+
+
+def scatter_columns_for_tpu(local_VxD: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return the own columns of the sum over `WEIGHTS`, inside `jax.shard_map`.
+
+    The compiler for TPUs makes a reduce-scatter of columns that do not fill its lanes an all-reduce
+    of the table. Here each device sends the columns of the others to them, half as many bytes, and
+    adds up its own.
+
+    Args:
+      local_VxD: the part of the sum of this device.
+      dtype: the type in which columns that do not fill the lanes are sent.
+    """
+    shards = jax.lax.axis_size(WEIGHTS)
+    if local_VxD.shape[1] % (shards * TPU_LANES) == 0:
+        return _scatter_columns(local_VxD)
+    # The compiler would send float32 if it saw that these are rounded here, and summed in float32.
+    columns = jax.lax.optimization_barrier(local_VxD.astype(dtype))
+    parts = jax.lax.all_to_all(columns, WEIGHTS, split_axis=1, concat_axis=0, tiled=True)
+    parts = jax.lax.optimization_barrier(parts)
+    return parts.reshape(shards, -1, parts.shape[1]).sum(0, dtype=local_VxD.dtype)
 
 
 def split_vocabulary(function: Callable[..., Any]) -> Callable[..., Any]:
