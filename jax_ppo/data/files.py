@@ -98,7 +98,7 @@ def _read_jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _read_json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from error
     content = _parse_json(text, str(path))
     # A list, as it is or as the only entry of an object: {"data": [...]}.
@@ -141,7 +141,7 @@ def _read_csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                         f"first line, {shorten(', '.join(names))!r}"
                     )
                 yield location, row
-    except (csv.Error, UnicodeDecodeError) as error:
+    except (OSError, csv.Error, UnicodeDecodeError) as error:
         raise UserError(f"{path}, after row {number}: cannot be read as CSV: {error}") from error
 
 

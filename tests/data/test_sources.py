@@ -325,6 +325,14 @@ def test_an_empty_file_is_refused(tmp_path):
         load_examples(str(tmp_path / "a.jsonl"))
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+def test_a_file_that_the_disk_does_not_return_is_named(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    path.symlink_to("/proc/self/mem")  # can be opened, and not be read
+    with pytest.raises(UserError, match=rf"a{suffix}.*: cannot be read as .*"):
+        load_examples(str(path))
+
+
 @pytest.fixture(scope="module")
 def tfds_folder(tmp_path_factory):
     """Return a folder with the rows above as TFDS array records.
