@@ -21,7 +21,7 @@ from jax_ppo.ppo.experience_types import ExperienceOptions
 from jax_ppo.ppo.out_of_memory import explain_out_of_memory
 from jax_ppo.ppo.plans import Plans, sample_lengths
 from jax_ppo.ppo.precompilation import precompile_in_background
-from jax_ppo.ppo.report import Reporter
+from jax_ppo.ppo.report import Reporter, refuse_foreign_exports
 from jax_ppo.ppo.reward_inputs import ModelInputs
 from jax_ppo.ppo.reward_moments import measure_first_rewards
 from jax_ppo.ppo.rewarding import FailedSteps, RuleRewards, add_reward_model_scores
@@ -36,7 +36,7 @@ from jax_ppo.ppo.setup import set_up_run
 from jax_ppo.ppo.step_flops import count_step_flops
 from jax_ppo.ppo.update import UpdateOptions, update_state
 from jax_ppo.reporting import console
-from jax_ppo.runtime import compilation, meshes, sharding, work_directory
+from jax_ppo.runtime import compilation, distributed, meshes, sharding, work_directory
 from jax_ppo.sampler import engine
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress
@@ -62,7 +62,9 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
         compilation.count_compilations() as compiled,
         open_checkpoints(config.trainer, workdir, mesh) as checkpoints,
     ):
-        # Most user errors surface in these two lines, before any weights are loaded.
+        # Most user errors surface in these lines, before any weights are loaded.
+        if config.trainer.export:
+            distributed.run_on_main(lambda: refuse_foreign_exports(config, workdir))
         run = set_up_run(config, workdir, mesh, console.print_on_main)
         progress = find_progress(
             config, run.total_steps, checkpoints, console.print_on_main, "train"

@@ -8,10 +8,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jax_ppo.config.schema import Config
 from jax_ppo.models import heads
 from jax_ppo.models.hf.hub import shareable_model_name
-from jax_ppo.models.hf.peft import peft_obstacle, save_adapters
-from jax_ppo.models.hf.save import export_checkpoint
+from jax_ppo.models.hf.peft import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    peft_obstacle,
+    save_adapters,
+)
+from jax_ppo.models.hf.save import export_checkpoint, refuse_foreign_folder
 from jax_ppo.ppo.diagnosis import Diagnosis
 from jax_ppo.ppo.evaluation import Evaluation
 from jax_ppo.ppo.rewarding import RuleRewards
@@ -22,6 +28,10 @@ from jax_ppo.reporting.curves import Panel
 from jax_ppo.runtime import compilation, signals
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.state import TrainState
+
+# Folders of the work directory that the trained policy is exported to.
+ACTOR = "actor"
+ADAPTER = "adapter"
 
 COLUMNS = (
     console.Column(metric="reward/mean", width=6, format=".3f", label="reward "),
@@ -240,7 +250,7 @@ class Reporter(journal.Journal):
         export = functools.partial(
             export_checkpoint,
             architecture=architecture,
-            folder=self._workdir / "actor",
+            folder=self._workdir / ACTOR,
             dtype=run.config.trainer.export_dtype,
             source_folder=run.folders.actor,
             tokenizer_folder=Path(run.tokenizer.name_or_path),
@@ -254,7 +264,14 @@ class Reporter(journal.Journal):
             return
         # PEFT finds the base by this name; a hub name works on other machines, too.
         base_model, revision = shareable_model_name(run.config.model.path, run.folders.actor)
-        save_adapters(actor, architecture, lora, self._workdir / "adapter", base_model, revision)
+        save_adapters(actor, architecture, lora, self._workdir / ADAPTER, base_model, revision)
+
+
+def refuse_foreign_exports(config: Config, workdir: Path) -> None:
+    """Raise `UserError` if a folder that the run will export to holds something else."""
+    refuse_foreign_folder(workdir / ACTOR)
+    if config.has_adapters:
+        refuse_foreign_folder(workdir / ADAPTER, (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
 
 
 def _describe_evaluation(evaluation: Evaluation) -> tuple[str, dict[str, float | None]]:

@@ -15,9 +15,9 @@ import optax
 from jax_ppo.config.schema import Config
 from jax_ppo.data import prompt_batches
 from jax_ppo.models.hf.load import load_checkpoint
-from jax_ppo.models.hf.save import export_checkpoint
+from jax_ppo.models.hf.save import export_checkpoint, refuse_foreign_folder
 from jax_ppo.reporting import console
-from jax_ppo.runtime import compilation, meshes, signals, work_directory
+from jax_ppo.runtime import compilation, distributed, meshes, signals, work_directory
 from jax_ppo.supervised.parameters import trained_shapes
 from jax_ppo.supervised.report import Reporter
 from jax_ppo.supervised.setup import SupervisedRun, set_up_run
@@ -50,6 +50,9 @@ def train(config: Config, workdir: Path, task: Task) -> dict[str, Any]:
             before_save=functools.partial(work_directory.publish, workdir),
         ) as checkpoints,
     ):
+        if trainer.export:
+            # Before training: the export comes after it.
+            distributed.run_on_main(lambda: refuse_foreign_folder(workdir / task.output))
         run = set_up_run(config, task, mesh)
         progress = find_progress(
             config, run.total_steps, checkpoints, console.print_on_main, task.command

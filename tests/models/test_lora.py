@@ -373,7 +373,7 @@ def test_pickles_and_other_folders_are_refused(saved, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").touch()
     shape = Lora(2, 3.0, ("q_proj",))
-    with pytest.raises(FileExistsError):
+    with pytest.raises(UserError, match="mine exists and holds something other than an export"):
         save_adapters(
             random_adapters(ARCHITECTURE, shape),
             ARCHITECTURE,

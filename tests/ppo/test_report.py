@@ -1,6 +1,7 @@
 """What a run reports about its steps, and when it stops. Whole runs are in test_train.py."""
 
 import json
+import sys
 import time
 import types
 
@@ -10,7 +11,8 @@ import pytest
 from safetensors import safe_open
 
 import tiny
-from jax_ppo.ppo import report
+from jax_ppo.errors import UserError
+from jax_ppo.ppo import loop, report
 from jax_ppo.ppo.evaluation import Evaluation
 from jax_ppo.reporting import journal, sample_files
 from jax_ppo.reporting.sinks import read_metrics_csv
@@ -248,3 +250,29 @@ def test_only_the_main_process_reads_logged_samples(tmp_path, monkeypatch):
     vanished = tmp_path / sample_files.FOLDER / "training_000001.jsonl"
     vanished.symlink_to(tmp_path / "deleted")
     report_steps(tmp_path, [{}])
+
+
+@pytest.mark.parametrize(("folder", "rank"), [("actor", 0), ("adapter", 4)])
+def test_a_run_that_could_not_export_is_refused_before_it_trains(
+    tmp_path, monkeypatch, folder, rank
+):
+    """Regression: it ended with a traceback after its last step."""
+    monkeypatch.setattr(loop, "set_up_run", lambda *arguments: pytest.fail("it was set up"))
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "notes.txt").touch()
+    with pytest.raises(UserError, match=f"{folder} exists and holds something other than an exp"):
+        loop.train(tiny.config(model__lora__rank=rank), tmp_path)
+
+
+def test_earlier_exports_and_those_that_are_not_made_refuse_no_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "set_up_run", lambda *arguments: sys.exit("it is set up"))
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "notes.txt").touch()
+    with pytest.raises(SystemExit):
+        loop.train(tiny.config(), tmp_path)
+    with pytest.raises(SystemExit):
+        loop.train(tiny.config(model__lora__rank=4, trainer__export=False), tmp_path)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / "adapter" / name).touch()
+    with pytest.raises(SystemExit):
+        loop.train(tiny.config(model__lora__rank=4), tmp_path)

@@ -304,6 +304,16 @@ def test_mistakes_are_told_before_weights_load(files, tmp_path, override, messag
         loop.train(load(files, override, command="reward_model"), tmp_path, tasks.REWARD_MODEL)
 
 
+def test_a_run_that_could_not_export_is_refused_before_it_trains(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "jax_ppo.supervised.loop.set_up_run", lambda *_: pytest.fail("the run was set up")
+    )
+    (tmp_path / tasks.SFT.output).mkdir()
+    (tmp_path / tasks.SFT.output / "notes.txt").touch()
+    with pytest.raises(UserError, match="exists and holds something other than an export"):
+        loop.train(load(files), tmp_path, tasks.SFT)
+
+
 def test_what_ppo_alone_reads_is_noted():
     values = loading.default_config()
     values.data.train_files, values.model.path, values.actor.optim.lr = "x.jsonl", "llama", 1e-3

@@ -241,7 +241,7 @@ def save_adapters(
 
     Raises:
       ValueError: `adapters` does not have this shape.
-      FileExistsError: `folder` holds something other than adapters.
+      UserError: `folder` holds something other than adapters.
     """
     head = "scalar" if "score" in adapters else "lm"
     folder = Path(folder)

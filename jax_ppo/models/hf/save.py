@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jax_ppo.errors import UserError
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf import tensors
 from jax_ppo.models.hf.config_export import to_hf_config, update_hf_config
@@ -71,7 +72,7 @@ def export_checkpoint(
 
     Raises:
       ValueError: `params` does not fit the architecture, or `dtype` is unknown.
-      FileExistsError: `folder` holds something other than an export.
+      UserError: `folder` holds something other than an export.
     """
     if dtype not in EXPORT_DTYPES:
         raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(map(repr, EXPORT_DTYPES))}")
@@ -143,9 +144,9 @@ def atomic_folder(folder: Path, *members: str) -> Iterator[Path]:
       The folder to write to.
 
     Raises:
-      FileExistsError: `folder` holds something else.
+      UserError: `folder` holds something else.
     """
-    _refuse_foreign_folder(folder, members)
+    refuse_foreign_folder(folder, members)
     temporary = temporary_folder(folder)
     if distributed.is_main():
         shutil.rmtree(temporary, ignore_errors=True)  # left by a killed run
@@ -220,12 +221,13 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
                 shutil.copyfile(file, copy)  # follows the links of the hub's cache
 
 
-def _refuse_foreign_folder(folder: Path, members: tuple[str, ...]) -> None:
-    """Raise `FileExistsError` if the folder holds anything but an earlier export."""
+def refuse_foreign_folder(folder: Path, members: tuple[str, ...] = DESCRIPTION) -> None:
+    """Raise `UserError` if the folder holds anything but an earlier export with these members."""
     is_export = all((folder / name).exists() for name in members)
     if folder.exists() and not is_export and (folder.is_file() or any(folder.iterdir())):
-        raise FileExistsError(
-            f"{folder} exists and holds something else; remove it or export to another folder"
+        raise UserError(
+            f"{folder} exists and holds something other than an export; remove it, or export to "
+            "another folder"
         )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from jax_ppo.errors import UserError
 from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.models.hf.save import export_checkpoint
 
@@ -195,7 +196,7 @@ def test_an_export_is_replaced_whole_and_nothing_else_ever(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes/thesis.txt").write_text("years of work")
-    with pytest.raises(FileExistsError, match="notes exists and holds something else"):
+    with pytest.raises(UserError, match="notes exists and holds something other than an export"):
         export_checkpoint(params, architecture, tmp_path / "notes")
     assert (tmp_path / "notes/thesis.txt").exists()
 
