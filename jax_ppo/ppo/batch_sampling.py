@@ -54,5 +54,7 @@ def observe_solve_rates(batches: TrainingBatches, batch: PromptBatch, rewards: R
     Raises:
       UserError: the rule does not define correctness.
     """
-    if isinstance(batches, CurriculumBatches):
+    # A step without any score says nothing of the rule; the run counts such steps.
+    all_failed = rewards.failures == rewards.scored
+    if isinstance(batches, CurriculumBatches) and not all_failed:
         batches.observe(batch.indices, placement.to_host(rewards.correct))

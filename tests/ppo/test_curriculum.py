@@ -1,12 +1,15 @@
 """Prompts are drawn by their solve rates."""
 
 import collections
+import types
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.errors import UserError
+from jax_ppo.ppo.batch_sampling import observe_solve_rates
 from jax_ppo.ppo.curriculum import CurriculumBatches, solve_rate_weights
 from jax_ppo.types import Example
 
@@ -51,3 +54,15 @@ def test_newer_responses_count_more_and_undefined_correctness_nothing():
 def test_a_rule_without_correctness_is_refused():
     with pytest.raises(UserError, match="config.data.curriculum='solve_rate'.*correctness"):
         batches({}).observe(np.array([0]), np.array([np.nan, np.nan]))
+
+
+def test_a_step_whose_responses_could_not_be_scored_changes_nothing():
+    """Regression: one such step ended the run, as if the rule did not define correctness."""
+    drawn = batches({"5": 0.5})
+    batch = types.SimpleNamespace(indices=np.array([5]))
+    rewards = types.SimpleNamespace(failures=2, scored=2, correct=jnp.full(2, jnp.nan))
+    observe_solve_rates(drawn, batch, rewards)
+    assert drawn._solve_rates == {"5": 0.5}
+    rewards.failures = 1
+    with pytest.raises(UserError, match="does not define correctness"):
+        observe_solve_rates(drawn, batch, rewards)
