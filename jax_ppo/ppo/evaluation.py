@@ -1,7 +1,7 @@
 """Held-out evaluation: sample, score with the rules and the reward model, average."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -39,6 +39,10 @@ class Evaluation:
       records: all responses, those to a prompt one after the other: see `sample_records`.
       responses_per_prompt: how many.
       greedy: the same of one greedy response per prompt; `None` unless that was asked for.
+      failures: responses that the rule failed on: they have the fallback score, and the accuracy
+        does not count them.
+      scored: all responses that were scored, among them those that fill up the last batch.
+      first_failure: the first response of this process that the rule failed on and why.
     """
 
     accuracy: float | None
@@ -48,6 +52,9 @@ class Evaluation:
     records: list[dict[str, Any]]
     responses_per_prompt: int
     greedy: "Evaluation | None" = None
+    failures: int = 0
+    scored: int = 0
+    first_failure: str = ""
 
     def samples(self, count: int) -> list[dict[str, Any]]:
         """Return the records of the first responses to different prompts."""
@@ -90,11 +97,14 @@ def _evaluate_sampled(
     def sample(prompts: Prompts, key: jax.Array, first_sample_index: int) -> Rollout:
         return run.engine.generate(prompts, key, sampling, first_sample_index)
 
+    rewards_of_batches: list[RuleRewards] = []
+
     def reward(
         batch: PromptBatch, rollout: Rollout, first_sample_index: int
     ) -> tuple[np.ndarray, np.ndarray, list[dict[str, Any]]]:
         watchdog.report_progress("evaluation")
         rule_rewards = run.rules.score(batch, rollout)
+        rewards_of_batches.append(rule_rewards)
         # The total, which includes the reward model's score.
         scores = placement.to_host(total_rewards(run, state, batch, rollout, rule_rewards))
         correct = placement.to_host(rule_rewards.correct)
@@ -121,12 +131,24 @@ def _evaluate_sampled(
             before_batch()
             yield batch
 
-    return evaluate(
+    evaluation = evaluate(
         sample=sample,
         reward=reward,
         batches=batches(),
         mesh=run.mesh,
         key=run.sample_keys(Stream.EVALUATION, 0),
+    )
+    return with_failures(evaluation, rewards_of_batches)
+
+
+def with_failures(evaluation: Evaluation, rewards: Sequence[RuleRewards]) -> Evaluation:
+    """Return the evaluation with what the rewards of its batches say about failures."""
+    causes = (batch.first_failure for batch in rewards if batch.first_failure)
+    return dataclasses.replace(
+        evaluation,
+        failures=sum(batch.failures for batch in rewards),
+        scored=sum(batch.scored for batch in rewards),
+        first_failure=next(causes, ""),
     )
 
 

@@ -223,6 +223,13 @@ class Reporter(journal.Journal):
             self.write_samples("evaluation_greedy", completed_steps, evaluation.greedy.records)
         if samples := evaluation.samples(self._run.config.trainer.log_samples):
             shown += "\n" + console.format_sample_table(samples)
+        for part in filter(None, (evaluation, evaluation.greedy)):
+            if part.failures:
+                self.warn(
+                    f"evaluation after step {completed_steps}: the reward function failed on "
+                    f"{part.failures} of {part.scored} responses, which have "
+                    "config.reward.fallback_score and no part in the accuracy"
+                )
         self.write_evaluation(completed_steps, means, shown)
 
     def finish(self, state: TrainState, export: bool) -> dict[str, Any]:
@@ -285,10 +292,14 @@ def _describe_evaluation(evaluation: Evaluation) -> tuple[str, dict[str, float |
         for name, value in evaluation.figures.items()
         if not name.endswith(("_low", "_high"))
     ]
+    failures = {}
+    if evaluation.failures:
+        failures = {"rule_failures": float(evaluation.failures)}
     means = {
         "accuracy": evaluation.accuracy,
         "reward_mean": evaluation.reward_mean,
         "response_length": evaluation.length_mean,
         **evaluation.figures,
+        **failures,
     }
     return ", ".join([shown, *figures]), means

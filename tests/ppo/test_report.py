@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 import tiny
 from jax_ppo.errors import UserError
-from jax_ppo.ppo import loop, report
+from jax_ppo.ppo import evaluation, loop, report
 from jax_ppo.ppo.evaluation import Evaluation
 from jax_ppo.reporting import journal, sample_files
 from jax_ppo.reporting.sinks import read_metrics_csv
@@ -223,7 +223,7 @@ def test_samples_are_written_of_the_first_step_and_every_nth(
 
 
 def test_greedy_figures_stand_beside_the_sampled_ones(tmp_path, capsys):
-    def evaluation(accuracy, greedy=None):
+    def make_evaluation(accuracy, greedy=None):
         return Evaluation(
             accuracy=accuracy,
             reward_mean=accuracy,
@@ -236,7 +236,8 @@ def test_greedy_figures_stand_beside_the_sampled_ones(tmp_path, capsys):
 
     run = types.SimpleNamespace(config=tiny.config(), total_steps=1)
     with report.Reporter(run, tmp_path, Progress(), Compilations()) as reporter:
-        reporter.report_evaluation(0, evaluation(0.25, greedy=evaluation(0.75)))
+        greedy = make_evaluation(0.75)
+        reporter.report_evaluation(0, make_evaluation(0.25, greedy=greedy))
     (row,) = read_metrics_csv(tmp_path / "training_metrics.csv")
     assert (row["eval/accuracy"], row["eval/greedy/accuracy"]) == ("0.25", "0.75")
     assert row["eval/greedy/accuracy_low"] == "0.0"
@@ -250,6 +251,34 @@ def test_only_the_main_process_reads_logged_samples(tmp_path, monkeypatch):
     vanished = tmp_path / sample_files.FOLDER / "training_000001.jsonl"
     vanished.symlink_to(tmp_path / "deleted")
     report_steps(tmp_path, [{}])
+
+
+def test_responses_of_an_evaluation_that_could_not_be_scored_are_reported(tmp_path, capsys):
+    """Regression: nothing but the log said that the accuracy was one of the others alone."""
+    rewards = [
+        types.SimpleNamespace(failures=count, scored=4, first_failure=cause)
+        for count, cause in ((0, ""), (2, "row 3"), (1, "row 0"))
+    ]
+    scored = Evaluation(
+        accuracy=1.0,
+        reward_mean=0.5,
+        length_mean=4.0,
+        figures={},
+        records=[],
+        responses_per_prompt=1,
+    )
+    failing = evaluation.with_failures(scored, rewards)
+    assert failing.first_failure == "row 3"
+    run = types.SimpleNamespace(config=tiny.config(), total_steps=1)
+    with report.Reporter(run, tmp_path, Progress(), Compilations()) as reporter:
+        reporter.report_evaluation(0, scored)
+        assert "warning" not in capsys.readouterr().out
+        reporter.report_evaluation(1, failing)
+    assert [
+        row.get("eval/rule_failures") for row in read_metrics_csv(tmp_path / "training_metrics.csv")
+    ] == ["", "3.0"]
+    warning = "evaluation after step 1: the reward function failed on 3 of 12 responses"
+    assert warning in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("folder", "rank"), [("actor", 0), ("adapter", 4)])

@@ -7,7 +7,7 @@ import pytest
 
 import tiny
 from jax_ppo.errors import UserError
-from jax_ppo.ppo import standalone_evaluation
+from jax_ppo.ppo import evaluation, standalone_evaluation
 from jax_ppo.ppo.standalone_evaluation import evaluate_model
 
 
@@ -57,3 +57,20 @@ def test_a_model_in_a_folder_called_checkpoints_is_no_checkpoint_of_a_run(tmp_pa
     )
     with pytest.raises(UserError, match=f"{name} has no config.json"):
         evaluate_model(config, tmp_path)
+
+
+def test_a_reward_function_that_fails_on_everything_gives_no_figures():
+    failing = evaluation.Evaluation(
+        accuracy=None,
+        reward_mean=0.0,
+        length_mean=1.0,
+        figures={},
+        records=[],
+        responses_per_prompt=1,
+        failures=2,
+        scored=3,
+        first_failure="row 0 of the batch:\nTraceback",
+    )
+    standalone_evaluation._require_scores(failing)
+    with pytest.raises(UserError, match="failed on all 3 responses.* row 0 of the batch:\nTrace"):
+        standalone_evaluation._require_scores(dataclasses.replace(failing, failures=3))
