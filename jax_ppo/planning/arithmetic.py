@@ -168,12 +168,8 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
     gradients = 0
     if schedule.stages > 1 or role.net.lora is not None:
         gradients = bytes_per_device(role.trained["layers"]) * min(schedule.stages, 2)
-    # Of each layer, all outputs are saved, or its input alone if it is computed again; in stages,
-    # for a device's part of the layers in each tick.
-    saved_per_layer = _layer_bytes(role, tokens, mesh)
-    if role.net.remat:
-        saved_per_layer = tokens * architecture.hidden_size * role.itemsize
-    saved_per_layer = round(saved_per_layer * schedule.slowdown)
+    # In stages, for a device's part of the layers in each tick.
+    saved_per_layer = round(_saved_per_layer(step, role, shape) * schedule.slowdown)
     layers = _layer_bytes(role, _layer_tokens(step, role, shape), mesh) * 3 // 2
     layers += _gathered_layers(step, role)
     # Hidden states, and their gradients.
@@ -201,6 +197,61 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
         # The layers' gradients follow the head's; of the head, only the weights remain.
         return fixed + gathered_head + max(gradients + layers, head)
     return fixed + gradients + _join(step, layers, head + gathered_head)
+
+
+def _saved_per_layer(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
+    """Return the bytes that the forward pass over [R, L] keeps of a layer for the backward pass."""
+    net = role.net
+    architecture = role.architecture
+    assert isinstance(net, Transformer), "encoders are not trained"
+    assert not isinstance(architecture, DebertaArchitecture)
+    mesh = step.programs.mesh
+    parts = mesh.shape["model"]
+    tokens = _device_tokens(step, shape)
+    scores = 0
+    if net.attention == "xla":
+        scores = _kept_scores(architecture, tokens, shape[-1], mesh)
+    if not net.remat:
+        return _layer_bytes(role, tokens, mesh) + scores * (_FLOAT32 + role.itemsize)
+    # The input of the layer, and what the policy keeps (transformer.REMAT_POLICIES).
+    width = architecture.hidden_size
+    queries = architecture.num_heads * architecture.head_dim // parts
+    if net.remat_policy == "attention":
+        width += queries
+    if net.remat_policy != "dots":
+        return tokens * width * role.itemsize
+    # The products that the backward pass reads: queries, keys, values, the output of attention
+    # before and, with xla, also without its projection, and the inputs of the activation. Those of
+    # experts (`ragged_dot`) are computed again.
+    width += queries + 2 * architecture.num_kv_heads * architecture.head_dim // parts
+    width += architecture.hidden_size
+    if net.attention == "xla":
+        width += queries
+    if not architecture.num_experts:
+        inputs = len(architecture.mlp_projections) - 1
+        width += inputs * architecture.intermediate_size // parts
+    return tokens * width * role.itemsize + scores * _FLOAT32
+
+
+def _kept_scores(architecture: Architecture, tokens: int, queries: int, mesh: Mesh) -> int:
+    """Return the number of scores of all blocks of queries of xla's attention.
+
+    Args:
+      architecture: the model's architecture.
+      tokens: number of a device's tokens.
+      queries: number of a device's tokens of one row.
+      mesh: the run's mesh.
+    """
+    row_parts = meshes.row_parts(mesh)
+    block = query_block_size(queries)
+    # The keys of a block end with its last query.
+    starts = range(0, queries, block)
+    pairs = sum(min(block, queries - start) * min(start + block, queries) for start in starts)
+    if row_parts > 1:
+        # Two blocks: half of the row, and all of it.
+        pairs = queries // 2 * (queries * row_parts * 3 // 2)
+    heads = -(-architecture.num_heads // mesh.shape["model"])
+    return tokens // queries * heads * pairs
 
 
 def _join(step: AbstractStep, layers: int, head: int) -> int:

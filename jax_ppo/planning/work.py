@@ -146,8 +146,9 @@ def _update(step: AbstractStep, role: Role, batches: MiniBatches, epochs: int) -
     steps, micro_batches, rows, length = batches.packing.sample.shape
     forward = _pass_work(step, role, rows, length)
     # The backward pass has products for the gradients of inputs and, unless only adapters are
-    # trained, of weights. With gradient checkpointing, the forward products are computed twice.
-    recomputed = int(role.net.remat)
+    # trained, of weights. With gradient checkpointing, the forward products are computed twice,
+    # unless the policy keeps them.
+    recomputed = int(role.net.remat and role.net.remat_policy != "dots")
     backward = 2 if role.net.lora is None else 1
     flops = _rollout_flops(step, role, rows)
     products = PhaseWork(flops=flops * (1 + recomputed + backward) * epochs)
