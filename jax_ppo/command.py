@@ -23,7 +23,7 @@ def run_command(arguments: list[str], command: str, run: Callable[[Config, Path]
 
     Args:
       arguments: `sys.argv`.
-      command: "train", "sft" or "reward_model".
+      command: "train", "evaluate", "sft" or "reward_model".
       run: takes the options and the folder to write to; imports heavy modules itself.
     """
     # Installed first, so that a signal ends the command in one line even while modules are loaded.
@@ -36,17 +36,24 @@ def run_command(arguments: list[str], command: str, run: Callable[[Config, Path]
         except UserError as error:
             sys.exit(f"error: {error}")
         try:
-            distributed.run_or_abort(lambda: _run(options, workdir, run))
+            evaluates = command == "evaluate"
+            distributed.run_or_abort(lambda: _run(options, workdir, run, evaluates))
         finally:
             # While Python exits, Ctrl-C would print a traceback of a library's exit handler.
             atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
-def prepared_run(options: Config, workdir: str | Path) -> Iterator[Path]:
+def prepared_run(options: Config, workdir: str | Path, evaluates: bool = False) -> Iterator[Path]:
     """Prepare a run in the block, which has exclusive use of the work directory.
 
     Set up the compilation cache and write the resolved options to the work directory.
+
+    Args:
+      options: the options.
+      workdir: a folder or a gs:// address.
+      evaluates: refuse a work directory that has checkpoints: an evaluation would replace the
+        records of their run.
 
     Yields:
       The folder to write to: the work directory, or a local folder that stands for its address.
@@ -70,6 +77,8 @@ def prepared_run(options: Config, workdir: str | Path) -> Iterator[Path]:
             signals.handle_stop_signals(ends_process=False),
             work_directory.open_work_directory(workdir, console.print_on_main) as folder,
         ):
+            if evaluates:
+                distributed.run_on_main(lambda: work_directory.refuse_checkpoints(folder, workdir))
             distributed.run_on_main(
                 lambda: command_line.write_resolved_config(options, folder, str(workdir))
             )
@@ -84,13 +93,18 @@ def prepared_run(options: Config, workdir: str | Path) -> Iterator[Path]:
         raise disk_space.disk_full_error(folder, written, cause=error) from error
 
 
-def _run(options: Config, workdir: str | Path, run: Callable[[Config, Path], object]) -> None:
+def _run(
+    options: Config,
+    workdir: str | Path,
+    run: Callable[[Config, Path], object],
+    evaluates: bool,
+) -> None:
     from jax_ppo.reporting import console
     from jax_ppo.runtime import distributed, watchdog
 
     watched = watchdog.watch(options.distributed.stall_seconds, distributed.end_stalled_run)
     try:
-        with watched, prepared_run(options, workdir) as folder:
+        with watched, prepared_run(options, workdir, evaluates) as folder:
             run(options, folder)
             console.print_on_main(f"report: {workdir}/report.html")
             if "tensorboard" in parsing.parse_loggers(options.trainer.logger):

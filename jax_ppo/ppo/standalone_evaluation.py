@@ -1,7 +1,6 @@
 """An evaluation without training: of an exported model, or of a checkpoint of a run."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax
 from jax_ppo.config import loading
 from jax_ppo.config.schema import Config
 from jax_ppo.errors import UserError
+from jax_ppo.models.hf.json_files import read_json_object
 from jax_ppo.ppo.evaluation import Evaluation, evaluate_policy
 from jax_ppo.ppo.report import Reporter
 from jax_ppo.ppo.run import PPORun
@@ -114,13 +114,11 @@ def _read_run(config: Config, checkpoint: Path) -> Config:
     """Return the options with the models of the run that wrote a checkpoint."""
     workdir = checkpoint.parents[1]
     try:
-        values = json.loads((workdir / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        run = loading.from_config_dict(read_json_object(workdir / "config.json"))
+    except UserError as error:
         raise UserError(
-            f"config.model.path={str(checkpoint)!r}: cannot read the options of its run from "
-            f"{workdir / 'config.json'}: {error}"
+            f"config.model.path={str(checkpoint)!r}: cannot read the options of its run: {error}"
         ) from error
-    run = loading.from_config_dict(values)
     # A model that the run made for itself is in its folder.
     path = run.model.path or str(workdir / work_directory.WARM_UP_MODEL)
     return dataclasses.replace(

@@ -121,6 +121,25 @@ def checkpoint_directory(folder: Path) -> str:
     return f"{_open_buckets[folder].staged.address}/{staging.CHECKPOINTS}"
 
 
+def refuse_checkpoints(folder: Path, workdir: str | Path) -> None:
+    """Raise `UserError` if a work directory has checkpoints.
+
+    Args:
+      folder: the folder that the run writes to.
+      workdir: the work directory as the user wrote it.
+    """
+    directory = checkpoint_directory(folder)
+    if remote.is_address(directory):
+        has_checkpoints = bool(remote.list_files(directory, "--workdir"))
+    else:
+        has_checkpoints = Path(directory).is_dir() and any(Path(directory).iterdir())
+    if has_checkpoints:
+        raise UserError(
+            f"--workdir={workdir}: a training run has checkpoints there, and an evaluation would "
+            "replace its metrics and responses; give another --workdir"
+        )
+
+
 def publish(folder: Path) -> None:
     """Upload what has changed, if the folder stands for a bucket; call it on the main process.
 

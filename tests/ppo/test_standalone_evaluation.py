@@ -24,6 +24,12 @@ def test_a_checkpoint_without_the_options_of_its_run_is_refused(tmp_path):
         evaluate_model(config, tmp_path)
 
 
+def test_options_of_a_run_that_are_no_object_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(UserError, match="options of its run: .*config.json must hold a JSON objec"):
+        standalone_evaluation._read_run(tiny.config(), tmp_path / "checkpoints" / "3")
+
+
 def test_a_run_without_an_export_is_refused_with_its_newest_checkpoint(tmp_path):
     """Regression: its config.json was read as that of a model."""
     (tmp_path / "config.json").write_text("{}")

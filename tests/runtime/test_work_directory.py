@@ -142,6 +142,19 @@ def run_two(folders, coordinator_address):
     return [[line for line in own if not line.startswith("[Gloo]")] for own in lines]
 
 
+def test_an_evaluation_does_not_write_to_the_folder_of_a_training_run(tmp_path):
+    """Regression: it replaced the run's metrics and deleted its responses."""
+    import tiny
+
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    with pytest.raises(UserError, match="a training run has checkpoints there, and an evaluation"):
+        with command.prepared_run(tiny.config(), tmp_path, evaluates=True):
+            pytest.fail("it was prepared")
+    assert not (tmp_path / "config.json").exists()
+    with command.prepared_run(tiny.config(), tmp_path / "evaluation", evaluates=True):
+        pass
+
+
 @pytest.mark.slow
 def test_two_processes_share_one_directory(tmp_path, coordinator_address):
     assert run_two([tmp_path, tmp_path], coordinator_address) == [["shared"], ["shared"]]

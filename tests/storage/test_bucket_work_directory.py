@@ -129,6 +129,13 @@ def test_a_run_holds_the_lock_and_its_files_are_in_the_bucket(server, bucket):
     assert bucket_server.get(server, f"{address}/training_metrics.csv") == b"step\n1\n2\n"
 
 
+def test_an_evaluation_is_not_written_to_a_run_in_a_bucket(server, bucket):
+    bucket_server.put(server, f"{bucket}/a/checkpoints/1/x", "x")
+    with pytest.raises(UserError, match="a training run has checkpoints there"):
+        command.prepared_run(tiny.config(), f"{bucket}/a", evaluates=True).__enter__()
+    assert bucket_server.names(server, f"{bucket}/a") == ["checkpoints/1/x"]
+
+
 def test_a_resumed_run_finds_its_files_and_replaces_its_exports(server, bucket):
     for name in ("training_metrics.csv", "model/config.json", "checkpoints/1/x", "tensorboard/old"):
         bucket_server.put(server, f"{bucket}/{name}", name)
