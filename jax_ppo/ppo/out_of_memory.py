@@ -10,7 +10,7 @@ from jax_ppo.config import validation
 from jax_ppo.config.schema import Config
 from jax_ppo.errors import UserError
 from jax_ppo.ppo.memory_check import GIB, measure_least_memory
-from jax_ppo.ppo.remedies import rank_remedies, smaller_batches
+from jax_ppo.ppo.remedies import rank_remedies, temporary_savings
 from jax_ppo.runtime.device_memory import read_memory_limit
 from jax_ppo.training.networks import Folders, Networks, read_networks
 
@@ -53,9 +53,9 @@ def _describe_memory(config: Config, folders: Folders, nets: Networks, mesh: Mes
         f"  arrays that stay, per device: {least.peak / GIB:.3g} GiB{of_limit} ({least}); the rest "
         "is temporary: activations, logits and the decoding cache"
     )
-    batches = [words for words, changed in smaller_batches(config, mesh) if _is_valid(changed)]
-    if batches:
-        yield f"  less that is temporary: {' or '.join(batches)}"
+    changes = [words for words, changed in temporary_savings(config, mesh) if _is_valid(changed)]
+    if changes:
+        yield f"  less that is temporary: {' or '.join(changes)}"
     remedies = rank_remedies(
         config,
         mesh,

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from jax_ppo.config import validation
 from jax_ppo.config.schema import Config, RolloutMesh
 from jax_ppo.errors import UserError
+from jax_ppo.kernels.platform import target_platform
 from jax_ppo.runtime import meshes
 from jax_ppo.training.networks import Networks
 
@@ -15,6 +16,12 @@ from jax_ppo.training.networks import Networks
 _LORA_RANK = 16
 _WITHOUT_CRITIC = "reinforce_plus_plus"
 _MAX_MODEL_PARALLELISM = 8
+# Options of the packed rows of a device at once.
+_ROWS = (
+    ("actor", "ppo_micro_batch_size_per_device"),
+    ("critic", "ppo_micro_batch_size_per_device"),
+    ("rollout", "logprob_micro_batch_size_per_device"),
+)
 _FIRST_CHANGES = 3  # pairs begin with one of the best single changes
 
 # (options, models, mesh) -> the bytes that a device needs for a run
@@ -96,7 +103,8 @@ def _possible_remedies(
 def _possible_changes(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]]:
     """Yield the words of each change on the command line, and the options after it."""
     yield from _other_meshes(config, mesh)
-    yield from smaller_batches(config, mesh)
+    yield from temporary_savings(config, mesh)
+    yield from _host_memory(config)
     int8 = dataclasses.replace(config.rollout, quantization="int8")
     yield "config.rollout.quantization=int8", dataclasses.replace(config, rollout=int8)
     yield from _bfloat16_storage(config)
@@ -134,11 +142,37 @@ def _other_meshes(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]]:
         size *= 2
 
 
+def _host_memory(config: Config) -> Iterator[tuple[str, Config]]:
+    """Yield changes that keep in the host's memory what a phase does not read."""
+    # The memory of CPU devices is the host's.
+    if target_platform() == "cpu":
+        return
+    optimizers = [f"{role}.optimizer_offload" for role in _trained_roles(config)]
+    idle = []
+    if config.keeps_reference and not config.has_adapters:
+        idle.append("algorithm.reference_offload")
+    if "critic" in _trained_roles(config):
+        idle.append("critic.param_offload")
+    if config.reward.model_path:
+        idle.append("reward.param_offload")
+    for names in (optimizers, idle):
+        changed = config
+        for name in names:
+            section, _, option = name.partition(".")
+            options = dataclasses.replace(getattr(changed, section), **{option: True})
+            changed = dataclasses.replace(changed, **{section: options})
+        yield " and ".join(f"config.{name}=True" for name in names), changed
+
+
+def _trained_roles(config: Config) -> list[str]:
+    if config.has_critic and not config.shares_trunk:
+        return ["actor", "critic"]
+    return ["actor"]
+
+
 def _bfloat16_storage(config: Config) -> Iterator[tuple[str, Config]]:
     """Yield the change that stores what is trained in half the memory."""
-    roles = ["actor"]
-    if config.has_critic and not config.shares_trunk:
-        roles.append("critic")
+    roles = _trained_roles(config)
     changed = config
     for role in roles:
         options = getattr(changed, role)
@@ -155,13 +189,27 @@ def _bfloat16_storage(config: Config) -> Iterator[tuple[str, Config]]:
     yield words, changed
 
 
-def smaller_batches(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]]:
-    """Yield changes that process fewer tokens at once, which save temporary memory only."""
-    rows = dataclasses.replace(config.actor, ppo_micro_batch_size_per_device=1)
-    yield (
-        "config.actor.ppo_micro_batch_size_per_device=1",
-        dataclasses.replace(config, actor=rows),
+def temporary_savings(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config]]:
+    """Yield changes that save temporary memory only.
+
+    More is computed again, or fewer tokens are processed at once.
+    """
+    recomputed = dataclasses.replace(
+        config.model, gradient_checkpointing=True, gradient_checkpointing_policy="full"
     )
+    if recomputed != config.model:
+        words = (
+            "config.model.gradient_checkpointing=True with "
+            "config.model.gradient_checkpointing_policy=full"
+        )
+        yield words, dataclasses.replace(config, model=recomputed)
+    for section, option in _ROWS:
+        options = getattr(config, section)
+        # Unset, the others follow the actor's.
+        if getattr(options, option) == 1 or (section != "actor" and not getattr(options, option)):
+            continue
+        options = dataclasses.replace(options, **{option: 1})
+        yield f"config.{section}.{option}=1", dataclasses.replace(config, **{section: options})
     samples = meshes.rows_per_shard(mesh, config.data.train_batch_size) * config.rollout.n
     slots = min(config.rollout.max_num_seqs or samples, samples) // 4
     if slots:

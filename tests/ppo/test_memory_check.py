@@ -10,8 +10,9 @@ import tiny
 from jax_ppo.config import loading
 from jax_ppo.data import arithmetic
 from jax_ppo.errors import UserError
+from jax_ppo.kernels.platform import assume_platform
 from jax_ppo.ppo import loop, memory_check
-from jax_ppo.ppo.remedies import rank_remedies
+from jax_ppo.ppo.remedies import rank_remedies, temporary_savings
 from jax_ppo.runtime import device_memory, meshes
 from jax_ppo.training.networks import Folders
 from llama_folder import write_llama
@@ -119,6 +120,61 @@ def test_remedies_begin_with_the_one_that_saves_most_and_need_what_they_promise(
             meshes.make_mesh(pairs[0].config.mesh, jax.devices()[:8]),
         ).peak
     )
+
+
+def remedies_for(config, platform):
+    """Return the options after each remedy by its words, without a measurement."""
+    with assume_platform(platform):
+        remedies = rank_remedies(
+            config,
+            tiny.make_mesh(1),
+            needed=1,
+            read_nets=tiny.networks,
+            measure=lambda *changed: 0,
+        )
+    return {remedy.options: remedy.config for remedy in remedies}
+
+
+def test_the_hosts_memory_is_a_remedy_where_devices_have_their_own():
+    def least(config):
+        nets = tiny.networks(config)
+        return memory_check.measure_least_memory(config, nets, tiny.make_mesh(1))
+
+    remedies = remedies_for(CONFIG, "tpu")
+    optimizers = remedies[
+        "config.actor.optimizer_offload=True and config.critic.optimizer_offload=True"
+    ]
+    idle = remedies["config.algorithm.reference_offload=True and config.critic.param_offload=True"]
+    assert least(optimizers).optimizer == 0
+    assert least(idle).frozen == 0 and least(idle).parameters < least(CONFIG).parameters
+    assert not [words for words in remedies_for(CONFIG, "cpu") if "offload" in words]
+    # The base of adapters, which the reference is, is read by all programs.
+    adapters = remedies_for(tiny.config(model__lora__rank=2), "tpu")
+    assert "config.critic.param_offload=True" in adapters
+    assert not [words for words in adapters if "reference_offload" in words]
+
+
+def test_less_temporary_memory_begins_with_what_is_not_yet_so():
+    mesh = tiny.make_mesh(1)
+
+    def words(**changes):
+        return [words for words, _ in temporary_savings(tiny.config(**changes), mesh)]
+
+    full = (
+        "config.model.gradient_checkpointing=True with "
+        "config.model.gradient_checkpointing_policy=full"
+    )
+    assert words()[:2] == [full, "config.actor.ppo_micro_batch_size_per_device=1"]
+    rows = words(
+        model__gradient_checkpointing=True,
+        actor__ppo_micro_batch_size_per_device=1,
+        critic__ppo_micro_batch_size_per_device=2,
+        rollout__logprob_micro_batch_size_per_device=4,
+    )
+    assert rows[:2] == [
+        "config.critic.ppo_micro_batch_size_per_device=1",
+        "config.rollout.logprob_micro_batch_size_per_device=1",
+    ]
 
 
 def test_the_limit_is_that_of_the_smallest_device(monkeypatch):
