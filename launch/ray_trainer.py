@@ -63,7 +63,8 @@ def read_command_line(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--command", default="train", help="train (default), sft or reward_model")
+    commands = ["train", "sft", "reward_model"]
+    parser.add_argument("--command", choices=commands, default="train", help="(default: train)")
     parser.add_argument("--num_workers", type=int, default=1, help="processes (default: 1)")
     parser.add_argument("--use_gpu", action="store_true", help="one GPU per worker")
     parser.add_argument("--accelerator_type", help="such as TPU-V6E or H100")

@@ -329,7 +329,7 @@ for variable in "${variables[@]}"; do
 done
 if [[ $command == start || $command == run ]]; then
   run_command=${COMMAND:-train}
-  [[ $run_command =~ ^[a-z_]+$ ]] || die "COMMAND: expected train, sft or reward_model"
+  [[ $run_command =~ ^(train|sft|reward_model)$ ]] || die "COMMAND: expected train, sft or reward_model"
   run_arguments=("${arguments[@]}")
 elif ((${#arguments[@]} > 0)); then
   die "only start takes arguments after --"

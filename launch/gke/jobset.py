@@ -31,6 +31,9 @@ SIGNAL_CODES = [130, 143]  # see jax_ppo/runtime/signals.py
 LOST_CODE = 75  # exit code of processes that lost another one
 COORDINATOR_PORT = 8476
 JOB = "workers"
+COMMANDS = ("train", "sft", "reward_model")
+# Options of the JobSet that `xpk workload create` has no counterpart of, or sets by itself.
+NOT_IN_XPK = ("namespace", "queue", "priority", "secret", "service_account", "data_claim")
 POLL_SECONDS = float(os.environ.get("POLL_SECONDS", "10"))
 
 
@@ -359,13 +362,13 @@ def read_command_line(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--namespace", default="default")
     parser.add_argument("--accelerator", help="v5e:4x4, v6e:1x1, tpu7x:2x2x1, h100:16, ...")
     parser.add_argument("--image", help="built from launch/gke/Dockerfile")
-    parser.add_argument("--slices", type=int, default=1, help="TPU slices (default: 1)")
-    parser.add_argument("--command", default="train", help="train (default), sft or reward_model")
+    parser.add_argument("--slices", type=_positive, default=1, help="TPU slices (default: 1)")
+    parser.add_argument("--command", choices=COMMANDS, default="train", help="(default: train)")
     parser.add_argument("--spot", action="store_true", help="use spot nodes")
     parser.add_argument("--queue", help="Kueue's LocalQueue")
     parser.add_argument("--priority", help="Kueue's WorkloadPriorityClass")
-    parser.add_argument("--max-restarts", type=int, default=3, help="after failures (default: 3)")
-    parser.add_argument("--grace-seconds", type=int, default=300, help="to save after SIGTERM")
+    parser.add_argument("--max-restarts", type=_count, default=3, help="of failures (default: 3)")
+    parser.add_argument("--grace-seconds", type=_positive, default=300, help="to save on SIGTERM")
     parser.add_argument("--secret", default="jax-ppo", help="of variables (default: jax-ppo)")
     parser.add_argument("--service-account", help="that may read and write the bucket")
     parser.add_argument("--data-claim", help="PersistentVolumeClaim to mount at /data")
@@ -376,6 +379,12 @@ def read_command_line(words: list[str]) -> argparse.Namespace:
     if not re.fullmatch("[a-z]([-a-z0-9]{0,38}[a-z0-9])?", options.name):
         # Names of pods, which are also host names, are longer by about 20 characters.
         parser.error("name: expected up to 40 lower-case letters, digits and hyphens")
+    if options.priority and not options.queue:
+        parser.error("--priority needs --queue: without a queue the run is not submitted to Kueue")
+    if options.verb == "xpk":
+        for name in NOT_IN_XPK:
+            if getattr(options, name) != parser.get_default(name):
+                parser.error(f"xpk does not take --{name.replace('_', '-')}; use render or start")
     if options.verb in ("render", "start", "xpk"):
         if not (options.accelerator and options.image):
             parser.error(f"{options.verb} needs --accelerator and --image")
@@ -384,6 +393,19 @@ def read_command_line(words: list[str]) -> argparse.Namespace:
     elif run_arguments is not None:
         parser.error("only render, start and xpk take arguments after --")
     return options
+
+
+def _positive(text: str) -> int:
+    number = _count(text)
+    if not number:
+        raise argparse.ArgumentTypeError("expected at least 1")
+    return number
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}")
+    return int(text)
 
 
 def main() -> int:

@@ -208,6 +208,40 @@ def test_what_xpk_lacks_is_refused(gke):
     assert run.stderr == "error: --accelerator: xpk has no v5e:1x1; its smallest is v5e:2x4\n"
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--queue=team",
+        "--service-account=trainer",
+        "--data-claim=data",
+        "--secret=mine",
+        "--namespace=mine",
+    ],
+)
+def test_what_xpk_would_not_pass_on_is_refused(gke, option):
+    run = gke("xpk", "demo", *OPTIONS, option)
+    assert (run.returncode, run.stdout) == (2, "")
+    name = option.partition("=")[0]
+    assert run.stderr.endswith(f"error: xpk does not take {name}; use render or start\n")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--slices=0", "--slices: expected at least 1"),
+        ("--slices=-1", "--slices: expected a whole number, got '-1'"),
+        ("--max-restarts=-1", "--max-restarts: expected a whole number, got '-1'"),
+        ("--grace-seconds=0", "--grace-seconds: expected at least 1"),
+        ("--command=trian", "--command: invalid choice: 'trian'"),
+        ("--priority=high", "--priority needs --queue"),
+    ],
+)
+def test_options_that_would_have_no_effect_are_refused(gke, option, message):
+    run = gke("render", "demo", *OPTIONS, option)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert message in run.stderr
+
+
 class TestRuns:
     def test_a_start_is_submitted_and_can_be_resumed(self, gke, tmp_path):
         assert gke("start", "demo", *OPTIONS, "--", "--config=gsm8k").returncode == 0

@@ -87,6 +87,12 @@ def test_a_mistake_is_one_line_before_anything_starts(monkeypatch):
     assert "\n" not in str(stopped.value)
 
 
+def test_a_command_that_does_not_exist_is_refused(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        start(monkeypatch, "--command=trian", "--", "--config=arithmetic")
+    assert "--command: invalid choice: 'trian'" in capsys.readouterr().err
+
+
 def test_a_run_that_fails_ends_with_one_line(ray, monkeypatch):
     with pytest.raises(SystemExit, match="^error: Training failed due to worker errors$"):
         start(monkeypatch, "--", "--config=arithmetic", "--config.seed=13")

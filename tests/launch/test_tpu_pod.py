@@ -355,6 +355,11 @@ class TestCommandLine:
         run = pod(*arguments)
         assert run.returncode == 2 and message in run.stderr
 
+    def test_a_command_that_does_not_exist_is_refused(self, pod):
+        run = pod("start", "--", "--config=gsm8k", COMMAND="trian")
+        assert run.returncode == 2
+        assert run.stderr == "tpu_pod.sh: COMMAND: expected train, sft or reward_model\n"
+
     def test_help(self):
         run = subprocess.run([LAUNCH / "tpu_pod.sh", "--help"], capture_output=True, text=True)
         assert run.returncode == 0 and run.stdout.startswith("Train on")
