@@ -151,7 +151,8 @@ class Reporter(journal.Journal):
           samples: the step's samples; some are written if that is due.
           on_host: further metrics by name: of the packing, and of how samples were selected.
         """
-        reported = {"rule_failures": rule_rewards.failures, **rule_rewards.extra}
+        # The rule may report a figure of that name, too.
+        reported = {**rule_rewards.extra, "rule_failures": rule_rewards.failures}
         rule_metrics = {f"reward/{name}": value for name, value in reported.items()}
         if not self._logs_samples(step):
             samples = None

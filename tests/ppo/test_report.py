@@ -32,7 +32,7 @@ HEALTHY = {
 
 def report_steps(workdir, steps, progress=None, flops=None, **changes):
     """Write steps with a Reporter; each has the metrics HEALTHY with these replacements."""
-    rewarded = types.SimpleNamespace(failures=0, extra={}, misses=())
+    rewarded = types.SimpleNamespace(failures=2, extra={"rule_failures": 0.0}, misses=())
     run = types.SimpleNamespace(config=tiny.config(**changes), total_steps=len(steps))
     progress = progress or Progress()
     with report.Reporter(run, workdir, progress, Compilations()) as reporter:
@@ -44,6 +44,12 @@ def report_steps(workdir, steps, progress=None, flops=None, **changes):
                 flops,
             )
             reporter.flush()
+
+
+def test_no_figure_of_a_rule_replaces_the_count_of_its_failures(tmp_path):
+    report_steps(tmp_path, [{}])
+    (row,) = read_metrics_csv(tmp_path / "training_metrics.csv")
+    assert row["reward/rule_failures"] == "2.0"
 
 
 @pytest.mark.parametrize(
