@@ -21,8 +21,7 @@ class RewardRow(NamedTuple):
     Attributes:
       data_source: selects the built-in rule.
       ground_truth: the reference answer.
-      extra_info: further columns; a copy, so that a function that changes them changes no other
-        sample.
+      extra_info: further columns.
       prompt: text, or the messages of a chat.
     """
 
@@ -33,12 +32,12 @@ class RewardRow(NamedTuple):
 
     @classmethod
     def from_example(cls, example: "Example") -> "RewardRow":
-        """Copy the columns of an example."""
+        """Copy the columns of an example: a function may change them, but of no other sample."""
         return cls(
             data_source=example.data_source,
-            ground_truth=example.ground_truth,
+            ground_truth=copy.deepcopy(example.ground_truth),
             extra_info=copy.deepcopy(example.extra_info),
-            prompt=example.prompt,
+            prompt=copy.deepcopy(example.prompt),
         )
 
 

@@ -166,6 +166,18 @@ def test_a_function_that_changes_extra_info_changes_it_for_its_call_only(module)
     assert example.extra_info == {"calls": []}
 
 
+def test_a_function_that_changes_other_columns_changes_them_for_its_call_only():
+    example = Example(({"role": "user", "content": "q"},), "mine", ["4"])
+
+    def pops(row, response):
+        row.prompt[0]["content"] += response
+        return RewardResult(score=float(row.ground_truth.pop()), answer=row.prompt[0]["content"])
+
+    batch = score_batch(pops, [example] * 2, ["a", "b"])
+    assert batch.scores.tolist() == [4, 4] and batch.answers == ["qa", "qb"]
+    assert example == Example(({"role": "user", "content": "q"},), "mine", ["4"])
+
+
 def test_a_built_in_rule_that_can_not_be_had_is_a_failure_of_that_sample():
     batch = score_batch(
         resolve_reward_function(),
