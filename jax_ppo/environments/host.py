@@ -6,6 +6,7 @@ services; this does not affect the answers, unless a step exceeds the time limit
 """
 
 import concurrent.futures
+import copy
 import functools
 import logging
 import traceback
@@ -19,7 +20,7 @@ import numpy as np
 from jax_ppo.data.tokenizer import encode_text
 from jax_ppo.environments.protocol import TextEnvironment
 from jax_ppo.environments.timed_threads import CallResult, CallTimeout, TimedThreads
-from jax_ppo.errors import UserError, shorten
+from jax_ppo.errors import UserError, printable_lines, shorten
 from jax_ppo.runtime.parallelism.host_calls import call_host
 from jax_ppo.sampler.environment import Answers, DialogueAddresses
 from jax_ppo.types import Example
@@ -142,7 +143,8 @@ class HostEnvironment:
         examples = {}
         for b in waiting[answered[waiting] == 0]:
             self._dialogues[int(samples[b])] = self._construct_dialogue()
-            examples[int(b)] = self._examples[int(rows[b])]
+            # A copy: an environment that changes its example changes no other dialogue.
+            examples[int(b)] = copy.deepcopy(self._examples[int(rows[b])])
 
         def step(b: int, text: str) -> tuple[list[int], float, bool]:
             self._give_up_if_none_answers()
@@ -151,6 +153,9 @@ class HostEnvironment:
                 dialogue.reset(examples[b], int(seeds[b]))
             observation, reward, ends = dialogue.step(text)
             tokens = encode_text(self._tokenizer, observation, special=False)
+            # Written so that NaN fails too.
+            if not abs(float(reward)) <= np.finfo(np.float32).max:
+                raise ValueError(f"the reward of a turn is {reward}; expected a finite float32")
             return tokens[: self.observation_length], float(reward), bool(ends)
 
         calls = [
@@ -171,7 +176,7 @@ class HostEnvironment:
         dialogue: CallResult = concurrent.futures.Future()
         try:
             dialogue.set_result(self._class())
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             dialogue.set_exception(error)
         return dialogue
 
@@ -184,7 +189,10 @@ class HostEnvironment:
         self._timeouts += isinstance(error, CallTimeout)
         if not self._first_failure:
             prompt = _last_message(self._examples[row])
-            self._first_failure = f"prompt {shorten(prompt)!r}: {_describe_failure(error)}"
+            # The exception may quote what the policy wrote.
+            self._first_failure = printable_lines(
+                f"prompt {shorten(prompt)!r}: {_describe_failure(error)}"
+            )
             log.warning(
                 "%s failed; the dialogue ends with a reward of 0. The first failure of each batch "
                 "is logged: %s",

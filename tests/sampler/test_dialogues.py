@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import subprocess
 import sys
 import threading
@@ -266,18 +267,54 @@ def test_an_environment_that_raises_ends_its_own_dialogue():
     environment.raise_if_all_failed()  # counts anew
 
 
+class Odd(OnTheHost):
+    """An environment that changes its example, and whose answers are not usable."""
+
+    rewards = iter(())
+
+    def reset(self, example, seed):
+        super().reset(example, seed)
+        example.extra_info["seen"].append(seed)
+        assert len(example.extra_info["seen"]) == 1
+
+    def step(self, text):
+        reward = next(self.rewards)
+        if isinstance(reward, str):
+            raise ValueError(reward)
+        return "", reward, True
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, 1e39, "\x1b[2Jcleared"])
+def test_rewards_that_are_not_finite_and_escape_sequences_are_failures(reward, caplog):
+    """Regression: NaN spread to the gradients; a log line sent the text to the terminal."""
+    examples = [Example("4", "mine", extra_info={"seen": []})]
+    environment = HostEnvironment(Odd, Numbers(), examples, LONGEST, timeout=60.0)
+    Odd.rewards = iter([1.0, reward])
+    for expected in (1.0, 0.0):
+        one = (np.array([0]), np.arange(1), np.array([2]), np.zeros(1, np.int32))
+        answers = environment._answer(*one, np.array([[5]]), np.array([1]))
+        assert answers[2].tolist() == [expected]
+    assert ("Odd failed" in caplog.text) and "\x1b" not in caplog.text
+    assert examples[0].extra_info == {"seen": []}
+
+
 class Unmakeable(OnTheHost):
     """An environment whose dialogues cannot begin."""
 
+    error: BaseException
+
     def __init__(self):
-        raise RuntimeError("no sandbox")
+        raise self.error
 
 
-def test_an_environment_that_cannot_be_made_fails_at_its_turn():
+@pytest.mark.parametrize("error", [RuntimeError("no sandbox"), SystemExit("no sandbox")])
+def test_an_environment_that_cannot_be_made_fails_at_its_turn(error):
+    Unmakeable.error = error
     environment = HostEnvironment(Unmakeable, Numbers(), EXAMPLES, LONGEST, timeout=60.0)
     one = (np.array([4]), np.arange(1), np.array([2]), np.zeros(1, np.int32))
     assert environment._answer(*one, np.array([[5]]), np.array([1]))[3].tolist() == [True]
-    with pytest.raises(UserError, match=r"(?s)Unmakeable failed .*RuntimeError: no sandbox"):
+    cause = f"{type(error).__name__}: no sandbox"
+    with pytest.raises(UserError, match=rf"(?s)Unmakeable failed .*{cause}"):
         environment.raise_if_all_failed()
 
 
