@@ -132,7 +132,8 @@ def test_curves_and_report_are_written_while_a_run_goes_on(tmp_path, monkeypatch
     assert reported[:2] == [3, 6]
 
 
-@pytest.mark.parametrize(("share", "drawn"), [(0.05, 1), (1000.0, 6)])
+# The pause after a drawing is longer than any machine takes for the steps, or shorter.
+@pytest.mark.parametrize(("share", "drawn"), [(1e-6, 1), (1000.0, 6)])
 def test_drawing_curves_takes_a_bounded_share_of_the_time(tmp_path, monkeypatch, share, drawn):
     drawings = []
 
