@@ -62,6 +62,8 @@ def read_plan_arguments(arguments: list[str]) -> PlanArguments:
     for argument in arguments:
         name, _, value = argument.partition("=")
         if name in ("--topology", "--json", "--arithmetic"):
+            if value and name != "--topology":
+                raise UserError(f"{argument}: {name} takes no value; leave it out to turn it off")
             plan_flags[name] = value
         else:
             train_arguments.append(argument)

@@ -28,6 +28,7 @@ class DeviceType:
       devices_per_chip: devices of JAX on each chip.
       chips_per_host: shape of the smallest TPU host with several chips, to which a shape is a
         multiple; a single chip is a host of its own.
+      most_chips: chips of the largest slice, which a fast network connects.
     """
 
     platform: str
@@ -36,18 +37,32 @@ class DeviceType:
     dimensions: int = 1
     devices_per_chip: int = 1
     chips_per_host: tuple[int, ...] = ()
+    most_chips: int | None = None
 
 
 # TPU: HBM per chip is 16 GB (v5e), 95 GB (v5p), 32 GB (v6e) and 192 GB (TPU7x, whose two cores are
-# two devices of JAX), https://cloud.google.com/tpu/docs/v5e, .../v5p, .../v6e, .../tpu7x. On
-# v5e and v6e, 0.25 and 0.75 GiB of it are the system's, as the compiler's errors state ("... of
-# 15.75G hbm"). GPU: https://www.nvidia.com/en-us/data-center/h100 (80 GB) and .../h200 (141 GB).
+# two devices of JAX), and the largest slice has 256, 6144, 256 and 9216 chips,
+# https://cloud.google.com/tpu/docs/v5e, .../v5p, .../v6e, .../tpu7x. On v5e and v6e, 0.25 and
+# 0.75 GiB of the memory are the system's, as the compiler's errors state ("... of 15.75G hbm").
+# GPU: https://www.nvidia.com/en-us/data-center/h100 (80 GB) and .../h200 (141 GB).
 DEVICE_TYPES = {
-    "v5e": DeviceType("tpu", 15.75 * GIB, "TPU v5e", dimensions=2, chips_per_host=(2, 2)),
-    "v5p": DeviceType("tpu", 95 * GIB, "TPU v5p", dimensions=3, chips_per_host=(2, 2, 1)),
-    "v6e": DeviceType("tpu", 31.25 * GIB, "TPU v6e", dimensions=2, chips_per_host=(2, 2)),
+    "v5e": DeviceType(
+        "tpu", 15.75 * GIB, "TPU v5e", dimensions=2, chips_per_host=(2, 2), most_chips=256
+    ),
+    "v5p": DeviceType(
+        "tpu", 95 * GIB, "TPU v5p", dimensions=3, chips_per_host=(2, 2, 1), most_chips=6144
+    ),
+    "v6e": DeviceType(
+        "tpu", 31.25 * GIB, "TPU v6e", dimensions=2, chips_per_host=(2, 2), most_chips=256
+    ),
     "tpu7x": DeviceType(
-        "tpu", 96 * GIB, "TPU7x", dimensions=3, devices_per_chip=2, chips_per_host=(2, 2, 1)
+        "tpu",
+        96 * GIB,
+        "TPU7x",
+        dimensions=3,
+        devices_per_chip=2,
+        chips_per_host=(2, 2, 1),
+        most_chips=9216,
     ),
     "h100": DeviceType("cuda", 84942979072, "NVIDIA H100 80GB HBM3"),
     "h200": DeviceType("cuda", 150754820096, "NVIDIA H200"),
@@ -132,7 +147,7 @@ class Topology:
         memory = self.device_type.memory
         if memory is None or self.device_type.platform != "cuda":
             return memory
-        return memory * float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))
+        return memory * _gpu_memory_share()
 
     def network_bytes(self, model: int) -> float | None:
         """Return the bytes per second and device between hosts; `None` inside one host or slice.
@@ -144,6 +159,22 @@ class Topology:
         if self.device_type.platform != "cuda" or self.num_devices <= GPUS_PER_HOST:
             return None
         return GPU_NETWORK_BYTES * max(1, GPUS_PER_HOST // model)
+
+
+def _gpu_memory_share() -> float:
+    """Return the share of a GPU's memory that JAX takes.
+
+    Raises:
+      UserError: the environment sets no share.
+    """
+    text = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or "0.75"
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < math.inf:
+        raise UserError(f"XLA_PYTHON_CLIENT_MEM_FRACTION={text}: expected a number above 0")
+    return share
 
 
 def parse_topology(text: str) -> Topology:
@@ -173,7 +204,7 @@ def parse_topology(text: str) -> Topology:
 
 
 def _validate_hosts(topology: Topology) -> None:
-    """Raise `UserError` unless the machine consists of whole hosts."""
+    """Raise `UserError` unless the machine consists of whole hosts, as many as there are."""
     chips = math.prod(topology.shape)
     hosts = topology.device_type.chips_per_host
     if hosts and chips > 1:
@@ -186,6 +217,12 @@ def _validate_hosts(topology: Topology) -> None:
                 f"{'x'.join(map(str, hosts))} chips; the nearest larger one is "
                 f"{topology.kind}:{'x'.join(map(str, nearest))}"
             )
+    most_chips = topology.device_type.most_chips
+    if most_chips is not None and chips > most_chips:
+        raise UserError(
+            f"--topology={topology.name}: a slice of {topology.kind} has at most {most_chips} "
+            f"chips, these are {chips}"
+        )
     if topology.device_type.platform == "cuda" and chips > GPUS_PER_HOST and chips % GPUS_PER_HOST:
         raise UserError(
             f"--topology={topology.name}: a host has {GPUS_PER_HOST} GPUs; the nearest larger "

@@ -387,6 +387,7 @@ def test_machines_are_known_by_name(name, devices):
         ("v5e:3x4", "nearest larger one is v5e:4x4"),
         ("v5p:1x2x2", "nearest larger one is v5p:2x2x2"),
         ("h100:12", "nearest larger machine is h100:16"),
+        ("v5e:16x32", "a slice of v5e has at most 256 chips, these are 512"),
         ("h100:0", "expected TYPE:SHAPE"),
         ("h100", "expected TYPE:SHAPE"),
     ],
@@ -404,6 +405,10 @@ def test_gpus_have_what_jax_takes_of_their_memory(monkeypatch):
     assert parse_topology("h100:8").available_bytes == 0.75 * whole
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     assert parse_topology("h100:8").available_bytes == 0.9 * whole
+    for text in ("most", "0", "nan"):
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", text)
+        with pytest.raises(UserError, match=f"^XLA_PYTHON_CLIENT_MEM_FRACTION={text}: expected a"):
+            _ = parse_topology("h100:8").available_bytes
 
 
 def test_gpus_of_several_hosts_have_a_network():
@@ -422,6 +427,8 @@ def test_the_command_reports_mistakes_in_one_line(capsys):
         plan_command.main(
             ["plan", "--config=arithmetic", "--topology=cpu:1", "--config.actor.clip_rato=1"]
         )
+    with pytest.raises(SystemExit, match=r"^error: --arithmetic=no: --arithmetic takes no value"):
+        plan_command.main(["plan", "--config=arithmetic", "--topology=cpu:1", "--arithmetic=no"])
     plan_command.main(["plan", "--help"])
     assert "usage: python -m jax_ppo.plan" in capsys.readouterr().out
 
