@@ -15,11 +15,28 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jax_ppo.config import command_line
 from jax_ppo.errors import UserError
+
+# Variables of this process that workers on other machines do not have.
+PASSED_VARIABLES = ("HF_HOME", "HF_TOKEN", "WANDB_API_KEY")
+
+
+def train_with_environment(variables: dict[str, str]) -> Callable[[dict[str, Any]], None]:
+    """Return `train_on_worker` with environment variables that are set before it runs.
+
+    They are part of the function, since Ray may show its settings.
+    """
+
+    def set_variables_and_train(settings: dict[str, Any]) -> None:
+        os.environ.update(variables)
+        train_on_worker(settings)
+
+    return set_variables_and_train
 
 
 def train_on_worker(settings: dict[str, Any]) -> None:
@@ -96,8 +113,9 @@ def main() -> None:
     resources = {"CPU": options.cpus}
     if options.use_gpu:
         resources["GPU"] = 1
+    variables = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}
     trainer = JaxTrainer(
-        train_on_worker,
+        train_with_environment(variables),
         train_loop_config={
             "command": options.command,
             "arguments": options.arguments,

@@ -113,6 +113,22 @@ def test_a_worker_runs_the_command_as_one_of_the_processes(ray, monkeypatch, tmp
     assert (os.environ["JAX_NUM_PROCESSES"], os.environ["JAX_PROCESS_ID"]) == ("2", "1")
 
 
+def test_secrets_reach_the_workers_and_are_not_among_the_settings(ray, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hidden")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    trainer = start(monkeypatch, "--", "--config=arithmetic")
+    assert "hidden" not in str(trainer["train_loop_config"])
+    monkeypatch.delenv("HF_TOKEN")
+    seen = []
+    monkeypatch.setattr(
+        ray_trainer, "train_on_worker", lambda _: seen.append(os.environ["HF_TOKEN"])
+    )
+    (on_worker,) = trainer["positional"]
+    on_worker(trainer["train_loop_config"])
+    assert seen == ["hidden"] and "WANDB_API_KEY" not in os.environ
+    monkeypatch.delenv("HF_TOKEN")
+
+
 @pytest.mark.slow
 def test_two_workers_of_a_local_cluster_train_and_resume(tmp_path):
     pytest.importorskip("ray.train.v2.jax")
