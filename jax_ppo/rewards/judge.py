@@ -33,7 +33,8 @@ PLACEHOLDERS = ("{prompt}", "{response}", "{ground_truth}")
 _MAX_REPLY = 1_000_000  # bytes
 _FIRST_PAUSE = 0.5  # seconds before the second attempt; doubled for each further one
 _CACHE_SIZE = 10_000  # replies per worker process
-_NUMBER = re.compile(r"-?(?:\d+(?:\.\d+)?|\.\d+)")
+# With an exponent, or commas between thousands: otherwise -3 would be read in 1e-3.
+_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +176,7 @@ def _read_score(text: str) -> Any:
     numbers = _NUMBER.findall(str(text))
     if not numbers:
         raise ValueError(f"the judge's reply has no number: {shorten(str(text))!r}")
-    return float(numbers[-1])
+    return float(numbers[-1].replace(",", ""))
 
 
 def _as_text(prompt: str | tuple[dict[str, str], ...]) -> str:

@@ -139,6 +139,13 @@ class TestTpuPods:
         assert arguments({"TPU_WORKER_HOSTNAMES": "localhost"}) is None
         assert arguments({"TPU_WORKER_HOSTNAMES": "localhost", "MEGASCALE_NUM_SLICES": "2"}) == {}
 
+    def test_the_device_plugin_of_kubernetes_does_not_hide_the_hosts(self, machine):
+        """It sets TPU_SKIP_MDS_QUERY in all pods that have chips."""
+        pod = machine(worker_network_endpoints="a,b") | {"TPU_SKIP_MDS_QUERY": "true"}
+        assert arguments(pod | {"TPU_WORKER_HOSTNAMES": "a,b"}) == {}
+        assert arguments(pod | {"TPU_WORKER_HOSTNAMES": "localhost"}) is None
+        assert arguments(pod) is None, "the variable asks not to read the metadata"
+
     def test_a_run_on_the_cpu_is_alone(self, machine):
         several = machine(worker_network_endpoints="a,b")
         assert arguments(several | {"JAX_PLATFORMS": "cpu"}) is None
