@@ -346,14 +346,16 @@ def _read_count(environ: Mapping[str, str], name: str) -> int:
 def _tpu_hosts(environ: Mapping[str, str]) -> int:
     """Return the number of hosts of this machine's TPU slices, 1 if it has no TPU."""
     platforms = environ.get("JAX_PLATFORMS", "")
-    # Importing jax sets TPU_SKIP_MDS_QUERY on machines without a TPU chip.
-    no_tpu = importlib.util.find_spec("libtpu") is None or "TPU_SKIP_MDS_QUERY" in environ
+    # Importing jax sets this to 1 on machines without a TPU chip. The TPU device plugin of Google
+    # Kubernetes Engine sets it to "true", in pods that have chips.
+    skips_metadata = environ.get("TPU_SKIP_MDS_QUERY", "")
+    no_tpu = importlib.util.find_spec("libtpu") is None or skips_metadata == "1"
     if no_tpu or (platforms and "tpu" not in platforms.split(",")):
         return 1
     # Kubernetes sets these variables; a Cloud TPU VM has both values in its metadata.
-    hosts = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES")
+    hosts = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES") or ""
     slices = environ.get("MEGASCALE_NUM_SLICES")
-    if not hosts:
+    if not hosts and not skips_metadata:
         hosts = _metadata("worker-network-endpoints", environ)
         match = re.search(r"MEGASCALE_NUM_SLICES:\s*'?(\d+)", _metadata("tpu-env", environ))
         slices = slices or (match and match.group(1))

@@ -84,7 +84,16 @@ def test_equal_requests_are_sent_once(server):
 
 @pytest.mark.parametrize(
     ("reply", "expected"),
-    [("I give it 3 out of 10: 7.5", 7.5), ("-1", -1), ('{"score": 4}', 4), ("Score: .5", 0.5)],
+    [
+        ("I give it 3 out of 10: 7.5", 7.5),
+        ("-1", -1),
+        ('{"score": 4}', 4),
+        ("Score: .5", 0.5),
+        ("Score: 1e-3", 0.001),
+        ("Score: -1,250.5 points", -1250.5),
+        ("Scores: 1,2", 2),
+        ("**7**/10, so 7", 7),
+    ],
 )
 def test_a_model_judges_in_words(server, reply, expected):
     server.replies = [(200, chat_reply(reply))]
