@@ -19,7 +19,7 @@ from jax_ppo.reporting.curves import Panel, plot_curves
 from jax_ppo.reporting.html_report import HTMLReport
 from jax_ppo.reporting.sinks import MetricsLog, read_metrics_csv
 from jax_ppo.reporting.summary import collect_versions, write_summary_file
-from jax_ppo.runtime import compilation, device_speed, distributed, stragglers
+from jax_ppo.runtime import compilation, device_speed, distributed, stragglers, work_directory
 from jax_ppo.runtime.device_memory import measure_device_memory
 from jax_ppo.training.progress import Progress
 
@@ -94,10 +94,12 @@ class Journal:
             config_dict=dataclasses.asdict(config),
             first_step=progress.step,
             is_main=distributed.is_main(),
+            warn=self.warn,
         )
         self._report = HTMLReport(workdir, config, layout.panels)
         # The other processes would read files while this one deletes them.
         if distributed.is_main():
+            work_directory.fetch_folder(workdir, sample_files.FOLDER)
             sample_files.drop_samples_after(workdir, progress.step)
             self._report.add_logged_samples()
         self._bar = console.ProgressBar(total_steps, progress.step, distributed.is_main())

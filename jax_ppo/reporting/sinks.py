@@ -14,7 +14,7 @@ from typing import Any
 from jax_ppo.config.parsing import parse_loggers
 from jax_ppo.config.schema import Trainer
 from jax_ppo.reporting.atomic import replace_file
-from jax_ppo.reporting.trackers import MetricSink, open_mlflow, open_wandb
+from jax_ppo.reporting.trackers import MetricSink, open_tracker
 
 
 class CurveFile:
@@ -92,6 +92,7 @@ class MetricsLog:
         config_dict: dict[str, Any],
         first_step: int,
         is_main: bool,
+        warn: Callable[[str], None] = print,
     ) -> None:
         """Open the files, continuing those of an interrupted run.
 
@@ -104,9 +105,10 @@ class MetricsLog:
           first_step: steps that are complete. 0 starts new files; otherwise records of later steps
             are dropped.
           is_main: whether this is the main process. Other processes write nothing.
+          warn: shows a warning about a tracker that fails during the run.
 
         Raises:
-          UserError: a tracker is requested but not installed.
+          UserError: a tracker is requested but not installed, or cannot be opened.
         """
         self._sinks: list[MetricSink] = []
         self._closers: list[Callable[[], object]] = []
@@ -118,9 +120,11 @@ class MetricsLog:
         loggers = parse_loggers(options.logger)
         if "tensorboard" in loggers:
             self._open_tensorboard(workdir / "tensorboard", first_step)
-        for name, open_tracker in (("wandb", open_wandb), ("mlflow", open_mlflow)):
+        for name in ("wandb", "mlflow"):
             if name in loggers:
-                tracker = open_tracker(options, workdir, experiment_name, config_dict, first_step)
+                tracker = open_tracker(
+                    name, options, workdir, experiment_name, config_dict, first_step, warn
+                )
                 self._sinks.append(tracker.write)
                 self._closers.append(tracker.close)
 

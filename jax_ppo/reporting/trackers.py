@@ -4,6 +4,7 @@ A resumed run continues its record, whose id is stored in the work directory.
 """
 
 import os
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,65 @@ class Tracker(NamedTuple):
 
     write: MetricSink
     close: Callable[[], object]
+
+
+def open_tracker(
+    name: str,
+    options: Trainer,
+    workdir: Path,
+    experiment_name: str,
+    config_dict: dict[str, Any],
+    first_step: int,
+    warn: Callable[[str], None],
+) -> Tracker:
+    """Open a record that does not end the run if its server fails later.
+
+    Args:
+      name: "wandb" or "mlflow".
+      options: `config.trainer`.
+      workdir: holds the id of the record.
+      experiment_name: the run's name.
+      config_dict: all options.
+      first_step: steps that are complete; 0 begins a new record.
+      warn: shows what has failed, once. After that the record gets no more metrics until the run is
+        resumed: each attempt may wait for the server for minutes.
+
+    Raises:
+      UserError: the tracker is not installed, or its server cannot be used.
+    """
+    open_record = {"wandb": open_wandb, "mlflow": open_mlflow}[name]
+    try:
+        tracker = open_record(options, workdir, experiment_name, config_dict, first_step)
+    except UserError:
+        raise
+    # Each tracker has errors of its own, and of the libraries that it uses.
+    except Exception as error:
+        raise UserError(f"config.trainer.logger={name}: {_first_line(error)}") from error
+    has_failed = False
+
+    def run_unless_failed(action: Callable[[], object], text: str) -> None:
+        nonlocal has_failed
+        if has_failed:
+            return
+        try:
+            action()
+        except Exception as error:
+            has_failed = True
+            warn(
+                f"{name} {text}: {_first_line(error)}; training_metrics.csv has all metrics, and "
+                f"{name} gets those of steps after a resume"
+            )
+
+    return Tracker(
+        write=lambda step, metrics: run_unless_failed(
+            lambda: tracker.write(step, metrics), f"took no metrics of step {step}"
+        ),
+        close=lambda: run_unless_failed(tracker.close, "did not close the record"),
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def open_wandb(
@@ -81,6 +141,7 @@ def open_mlflow(
     # Since MLflow 3, its file store requires this consent.
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     try:
+        from mlflow.entities import Metric
         from mlflow.tracking import MlflowClient
     except ImportError as error:
         raise _missing_package("mlflow") from error
@@ -103,8 +164,10 @@ def open_mlflow(
             client.log_param(run_id, option, str(value)[:_MAX_PARAMETER])
 
     def write(step: int, metrics: dict[str, float]) -> None:
-        for metric, value in metrics.items():
-            client.log_metric(run_id, metric, float(value), step=step)
+        now = int(1000 * time.time())
+        client.log_batch(
+            run_id, [Metric(name, float(value), now, step) for name, value in metrics.items()]
+        )
 
     return Tracker(write=write, close=lambda: client.set_terminated(run_id))
 

@@ -153,6 +153,19 @@ def publish(folder: Path) -> None:
             bucket.staged.upload()
 
 
+def fetch_folder(folder: Path, name: str) -> None:
+    """Let this process read a folder of files that an interrupted run has written.
+
+    On a disk there is nothing to do.
+
+    Args:
+      folder: the folder that the run writes to.
+      name: a folder in it.
+    """
+    if folder in _open_buckets:
+        _open_buckets[folder].staged.fetch_folder(name)
+
+
 def share_with_all(folder: Path, name: str) -> None:
     """Let every process read a folder of a run's files; all of them call it.
 
@@ -163,8 +176,7 @@ def share_with_all(folder: Path, name: str) -> None:
       name: a folder in it, which was exported.
     """
     distributed.run_on_main(lambda: publish(folder))
-    if folder in _open_buckets:
-        _open_buckets[folder].staged.fetch_folder(name)
+    fetch_folder(folder, name)
 
 
 def is_in_bucket(folder: Path) -> bool:

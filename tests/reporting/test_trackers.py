@@ -7,7 +7,7 @@ import pytest
 
 from jax_ppo.config.schema import Trainer
 from jax_ppo.errors import UserError
-from jax_ppo.reporting.sinks import MetricsLog
+from jax_ppo.reporting.sinks import MetricsLog, read_metrics_csv
 
 CONFIG = {"seed": 0, "actor": {"optim": {"lr": 1e-6}}, "note": "n" * 9000}
 
@@ -84,3 +84,32 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, name):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match=rf"jax_ppo\[{name}\]"):
         write_steps(tmp_path, name, 0, 1, 0.5)
+
+
+def fail(*_, **__):
+    raise ConnectionError("the server is down\nfor a while")
+
+
+def test_a_server_that_fails_later_costs_its_record_alone(tmp_path, monkeypatch):
+    run = types.SimpleNamespace(log=fail, finish=fail, define_metric=lambda *_, **__: None)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: run))
+    warnings = []
+    options = Trainer(logger="wandb")
+    with MetricsLog(
+        tmp_path, options, "name", CONFIG, 0, is_main=True, warn=warnings.append
+    ) as log:
+        for step in (1, 2, 3):
+            log.write(step, {"reward/mean": 0.5})
+    (warning,) = warnings
+    assert warning.startswith(
+        "wandb took no metrics of step 1: ConnectionError: the server is down;"
+    )
+    assert len(read_metrics_csv(tmp_path / "training_metrics.csv")) == 3
+
+
+def test_a_server_that_cannot_be_used_is_named_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=fail))
+    with pytest.raises(UserError) as error:
+        write_steps(tmp_path, "wandb", 0, 1, 0.5)
+    expected = "config.trainer.logger=wandb: ConnectionError: the server is down"
+    assert str(error.value) == expected

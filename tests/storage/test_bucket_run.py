@@ -153,6 +153,8 @@ def test_a_killed_run_in_a_bucket_resumes_bit_equal_on_another_machine(server, b
     # Those of the killed process, too: the first step's, and the evaluation before it.
     logged = {name for name in bucket_server.names(server, whole) if name.startswith("rollouts/")}
     assert logged == {name for name in names if name.startswith("rollouts/")} != set()
+    report = bucket_server.get(server, f"{halves}/report.html").decode()
+    assert '"0 (evaluation)"' in report and '"1 (training)"' in report
 
 
 EXPORTS = """
