@@ -21,8 +21,11 @@ import math
 import multiprocessing
 import os
 import random
+import re
+import shlex
 import signal
 import struct
+import subprocess
 import sys
 import tempfile
 import time
@@ -216,6 +219,113 @@ def option_names(r: random.Random, folder: Path) -> None:
     with naming(name.split(".")[0][:20], "--config", "option"):
         read_command_line(["train", "--config=arithmetic", f"--config.{name}=1"])
     raise Wrong(f"the option {name!r} does not exist and was accepted")
+
+
+SHELL_TEXTS = (
+    *("$HOME", "${HOME}/x y", '$x"; touch pwned; "', "`touch pwned`", "$(touch pwned)$HOME", "$"),
+    *("a, b", "it's", '"', "\\", "#x", "*", "--x", "[a,b]", "('a','b')", "-1", "1e3"),
+)
+
+
+def peer_options(r: random.Random, folder: Path) -> None:
+    """Options of other frameworks, given to our command or in a command to translate."""
+    from jax_ppo.config.peer_options import FRAMEWORKS
+    from jax_ppo.config.schema import all_options
+    from jax_ppo.config.translation import BASE_CONFIGS
+
+    framework = r.choice(list(FRAMEWORKS))
+    answers = {name: x for name, x in FRAMEWORKS[framework].items() if not name.endswith("*")}
+    name = r.choice(list(answers))
+    answer = answers[name]
+    value = r.choice((*TEXTS, *SHELL_TEXTS, *map(str_of, NUMBERS)))
+    if r.random() < 0.3:
+        # No option of any framework has these letters.
+        name, answer = f"{name[:1]}qq{name[1:]}", ""
+    if framework.lower() in BASE_CONFIGS and r.random() < 0.7:
+        translate_peer_option(r, framework.lower(), name, value, answer, folder)
+    elif name not in {option.name for option in all_options()}:
+        refuse_peer_option(r, name, value, answer)
+
+
+def refuse_peer_option(r: random.Random, name: str, value: str, answer: str) -> None:
+    """Expect a refusal that names the option and its counterparts."""
+    from jax_ppo.config.command_line import read_command_line
+
+    argument = f"{r.choice(('--config.', '--', ''))}{name}={value}"
+    try:
+        with naming(name):
+            read_command_line(["train", "--config=arithmetic", argument])
+    except Refused as refused:
+        if any(option not in str(refused) for option in re.findall(r"config\.[\w.]+\w", answer)):
+            raise Wrong(f"{argument!r:.100} has counterparts in {answer!r}: {refused}") from None
+        raise
+    raise Wrong(f"{argument!r:.100} was accepted")
+
+
+def translate_peer_option(
+    r: random.Random, framework: str, name: str, value: str, answer: str, folder: Path
+) -> None:
+    """Expect the value in our option, or a note, and a command that a shell passes on unchanged."""
+    from jax_ppo.config.command_line import read_command_line
+    from jax_ppo.config.schema import all_options
+    from jax_ppo.config.translation import BASE_CONFIGS, translate
+    from jax_ppo.errors import UserError
+
+    written = name.replace("_", "-") if r.random() < 0.2 else name
+    flag = f"{written}=" if framework == "verl" else f"--{written}{r.choice((' ', '='))}"
+    if value.startswith("--"):
+        flag = f"{flag[:-1]}="
+    program = "python3 -m main"
+    translated = translate(framework, f"{program} {flag}{shlex.quote(value)}")
+    unset = translate(framework, program).options
+    for note in translated.notes:
+        one_line(note)
+    changed = {name: x for name, x in translated.options.items() if unset.get(name) != x}
+    targets = re.findall(r"config\.([\w.]*\w)", answer)
+    is_noted = any(option in note for note in translated.notes for option in (name, *targets))
+    if not answer and (changed or not is_noted):
+        raise Wrong(f"{name} is no option, but translated to {changed}, {translated.notes}")
+    if not (changed or is_noted or value.lower() in ("none", "null", "")):
+        if not any(target in translated.options for target in targets):
+            raise Wrong(f"{name}={value!r:.100} was lost")
+    option = {option.name: option for option in all_options()}.get(targets[0] if targets else "")
+    if option and len(targets) == 1 and option.name in changed and "=" not in answer:
+        ours, expected = changed[option.name], value
+        is_in_brackets = value[:1] + value[-1:] in ("[]", "()")
+        if option.facts.is_list or is_in_brackets:
+            items = value[1:-1] if is_in_brackets else value
+            expected = ",".join(item.strip(" '\"") for item in items.split(","))
+        is_number = option.value_type in (int, float) and "$" not in value
+        if option.value_type is bool:
+            ours, expected = ours.lower(), expected.lower()
+        elif option.name == "reward.function" and "_function" in name:
+            ours = ours.removesuffix(":compute_score")
+        elif option.name.endswith("_freq") and value == "-1":
+            expected = "0"
+        is_same = ours == expected or (is_number and float(ours) == float(expected))
+        if not is_same:
+            raise Wrong(f"{name}={value!r:.100} became {option.name}={ours!r:.100}")
+    # A shell without variables passes our options on, and runs nothing else.
+    base = BASE_CONFIGS[framework]
+    script = translated.command(base).replace("python -m jax_ppo.train", "printf '%s\\0'", 1)
+    shell = ["/bin/sh", "-c", script.encode(errors="surrogatepass")]
+    output = subprocess.run(shell, cwd=folder, env={}, capture_output=True, check=True).stdout
+    arguments = output.decode(errors="surrogatepass").split("\0")[:-1]
+    expected_arguments = [f"--config={base}"]
+    for ours, text in translated.options.items():
+        text = re.sub(r"\$(\w+|\{\w+\})", "", text)
+        expected_arguments.append(f"--config.{ours}={text}")
+    if arguments != expected_arguments or list(folder.iterdir()):
+        raise Wrong(f"the shell made {arguments!r:.200} of {expected_arguments!r:.200}")
+    if any("$" in text for text in translated.options.values()):
+        return
+    try:
+        read_command_line(["train", *arguments])
+    except UserError as error:
+        if str(error) not in translated.notes:
+            raise Wrong(f"the translated command is refused: {error}") from None
+    if translated.notes:
+        raise Refused(translated.notes[0])
 
 
 LLAMA = {
@@ -639,6 +749,177 @@ def reward_results(r: random.Random, folder: Path) -> None:
     one_line(scored.first_failure, lines=False)
 
 
+# What a judge writes, and the score that it means; None if it means none.
+JUDGEMENTS = (
+    *(("3", 3), ("-2.5", -2.5), ("Score: 1e-3", 1e-3), ("I say 1,234.5", 1234.5), (".5", 0.5)),
+    *(('{"score": 4}', 4), ('{"score": 4, "of": 10}', 4), ('"5"', 5), ("true", 1), ("**8**/", 8)),
+    *(('```json\n{"score": 4, "of": 10}\n```', 4), ("```\n-1\n```\n", -1), ("\u22123", -3)),
+    *(("on a scale of 1-5", 5), ("GPT-4", 4), ("score=-3", -3), ("<b>2</b>", 2), ("7.", 7)),
+    *(("", None), ("no", None), ("NaN", None), ("-Infinity", None), ("1e400", None), ("٣", 3)),
+    *(('{"score": "4"}', None), ('{"x": 4}', None), ('{"score": [4]}', None), ("9" * 5000, None)),
+    *(('{"score": null}', None), ("[" * 100_000, None), ("1,000,000 " * 10_000, 1e6)),
+)
+
+
+def judge_replies(r: random.Random, folder: Path) -> None:
+    """Replies of the server behind `reward.url`, without a connection."""
+    import unittest.mock
+
+    import numpy as np
+
+    from jax_ppo.config.schema import Reward
+    from jax_ppo.rewards.batch import score_batch
+    from jax_ppo.rewards.judge import Judge
+    from jax_ppo.types import Example
+
+    def chat(content: Any) -> Any:
+        return {"choices": [{"message": {"role": "assistant", "content": content}}]}
+
+    model = r.choice(("", "judge"))
+    expected: Any = ...  # not known
+    if model and r.random() < 0.6:
+        text, expected = r.choice(JUDGEMENTS)
+        body = to_json(chat(text)).encode()
+    elif model and r.random() < 0.5:
+        content = any_value(r)
+        body = to_json(chat(content)).encode(errors="surrogatepass")
+        expected = ... if isinstance(content, str) else None
+    else:
+        value = r.choice((any_value(r), {"score": any_value(r), r.choice(TEXTS): any_value(r)}))
+        score = value["score"] if isinstance(value, dict) and "score" in value else value
+        body = to_json(value).encode(errors="surrogatepass")
+        # Python reads no lists this deep, wherever they are.
+        is_deep = "[" * 900 in to_json(value)
+        is_score = isinstance(score, int | float) and abs(score) < 3e38 and not is_deep
+        expected = float(score) if is_score and not model else None
+    if r.random() < 0.2:
+        body, expected = any_bytes(r, body), ...
+    good = json.dumps(chat("1") if model else 1).encode()
+
+    class Connection:
+        def open(self, message: Any, timeout: float) -> io.BytesIO:
+            return io.BytesIO(body if b"hostile" in message.data else good)
+
+    options = Reward(url="http://judge/", url_model=model, url_prompt="{response}", url_retries=0)
+    judge = Judge.from_options(options)
+    assert judge
+    example = Example(prompt="2+2?", data_source="x", ground_truth="4", extra_info={})
+    with unittest.mock.patch("urllib.request.build_opener", lambda *_: Connection()):
+        texts = ["good", f"hostile {r.choice(TEXTS)}", "good"]
+        scored = score_batch(judge.reward_function(), [example] * 3, texts, -7.0)
+    if scored.scores[0] != 1 or scored.scores[2] != 1 or not np.isfinite(scored.scores).all():
+        raise Wrong(f"a bad reply changed its neighbours: {scored.scores}")
+    if scored.failures != int(scored.failed[1]):
+        raise Wrong(f"{scored.failures} failures, but failed {scored.failed}")
+    if expected is None and not scored.failed[1]:
+        raise Wrong(f"{body!r:.200} means no score, but became {scored.scores[1]}")
+    if expected not in (None, ...):
+        if scored.failed[1] or scored.scores[1] != np.float32(expected):
+            raise Wrong(f"{body!r:.200} means {expected}, but became {scored.scores[1]}")
+    one_line(scored.first_failure, lines=False)
+
+
+_ENVIRONMENTS: dict[int, Any] = {}
+_DIALOGUES: list[Callable[[], Any]] = []
+
+
+def next_dialogue() -> Any:
+    """Construct the next dialogue, as the class of a user's environment would."""
+    return _DIALOGUES.pop(0)()
+
+
+def environments(r: random.Random, folder: Path) -> None:
+    """What a Python environment returns and raises, in the second of three dialogues."""
+    import jax
+    import numpy as np
+
+    from jax_ppo.environments.host import HostEnvironment
+    from jax_ppo.errors import UserError
+    from jax_ppo.sampler.environment import DialogueAddresses
+    from jax_ppo.types import Example
+
+    tokenizer = tiny_tokenizer()
+    observations = (*TEXTS, None, 1, b"x", ["a"], [1], ("a", "b"), "x" * 10**7, "\ud800" * 9)
+    rewards = (*NUMBERS, *TEXTS[:12], None, True, [1.0], np.float32(2.5), np.array([1.0, 2.0]))
+    ends = (True, False, np.bool_(True), 1, 0, 7, None, "False", [], math.nan, object())
+    observation, reward, has_ended = r.choice(observations), r.choice(rewards), r.choice(ends)
+    result = r.choice(
+        (
+            *((observation, 0.5, False), ("ok", reward, True), ("ok", 0.5, has_ended)),
+            *([observation, 0.5, True], (observation, reward, has_ended), (observation, 0.5)),
+            *(("ok", 0.5, False, 1), None, "abc", {"ok": 1, "b": 2, "c": 3}, any_value(r)),
+        )
+    )
+    errors = (ValueError, SystemExit, RecursionError, StopIteration, MemoryError, UserError)
+    error, text = r.choice(errors), r.choice(TEXTS)
+    failing = r.choice(("__init__", "reset", "step", *[""] * 9))
+
+    class Dialogue:
+        def __init__(self, result: Any = ("ok", 0.5, False), failing: str = "") -> None:
+            self.result = result
+            self.failing = failing
+            self.fail("__init__")
+
+        def fail(self, method: str) -> None:
+            if self.failing == method:
+                raise error(text)
+
+        def reset(self, example: Example, seed: int) -> None:
+            self.fail("reset")
+            example.extra_info["index"].append(3)
+            if example.extra_info != {"index": [1, 2, 3]}:
+                raise AssertionError("another dialogue changed the example")
+
+        def step(self, text: str) -> Any:
+            self.fail("step")
+            return self.result
+
+    width = r.choice((1, 16))
+    example = Example(
+        prompt="2+2?", data_source="x", ground_truth="4", extra_info={"index": [1, 2]}
+    )
+    if width not in _ENVIRONMENTS:
+        _ENVIRONMENTS[width] = HostEnvironment(next_dialogue, tokenizer, [example], width, HANG)
+    environment = _ENVIRONMENTS[width]
+    _DIALOGUES[:] = [Dialogue, lambda: Dialogue(result, failing), Dialogue]
+    numbers = jax.numpy.arange(3)
+    addresses = DialogueAddresses(numbers * 0, numbers, jax.random.split(jax.random.key(0), 3))
+    turns = jax.numpy.full((3, 2), 5)
+    answers = environment.step(environment.reset(addresses), turns, numbers * 0 + 2)
+    jax.block_until_ready(answers)
+    failure = environment._first_failure
+    environment.raise_if_all_failed()
+    one_line(failure, lines=False)
+    expected_rewards, expected_ends = [0.5, 0.0, 0.5], [False, True, False]
+    is_answer = not failing and is_environment_answer(result)
+    if is_answer:
+        expected_rewards[1], expected_ends[1] = float(np.float32(result[1])), bool(result[2])
+    # The compiler may take a number below the smallest normal one as 0.
+    is_same = np.allclose(answers.rewards, expected_rewards, rtol=0, atol=1e-37)
+    if not is_same or answers.done.tolist() != expected_ends:
+        raise Wrong(f"{result!r:.200} gave {answers.rewards} and {answers.done}: {failure[-300:]}")
+    if bool(failure) == is_answer:
+        raise Wrong(f"{result!r:.200}: the failure is {failure[-300:]!r}")
+    tokens = answers.observations[1, : answers.lengths[1]].tolist()
+    wanted = tokenizer.encode(result[0][:1000], add_special_tokens=False) if is_answer else []
+    if tokens != wanted[:width]:
+        raise Wrong(f"the observation {result[0]!r:.100} became {tokens}")
+
+
+def is_environment_answer(result: Any) -> bool:
+    """Return whether a result is text, a finite number in float32, and true or false."""
+    import numpy as np
+
+    if not (isinstance(result, tuple | list) and len(result) == 3):
+        return False
+    observation, reward, has_ended = result
+    if not isinstance(observation, str) or "\ud800" in observation:
+        return False
+    if not isinstance(reward, int | float | np.floating) or not abs(reward) < 3.4e38:
+        return False
+    return isinstance(has_ended, bool | np.bool_) or has_ended in (0, 1)
+
+
 def responses(r: random.Random, folder: Path) -> None:
     """Responses with control characters, as the console and the sample table print them."""
     from jax_ppo.reporting.console import format_sample_table
@@ -702,6 +983,7 @@ def plugins(r: random.Random, folder: Path) -> None:
 KINDS: dict[str, Callable[[random.Random, Path], None]] = {
     "option values": option_values,
     "option names": option_names,
+    "peers' options": peer_options,
     "config.json": model_config,
     "adapter_config.json": adapter_config,
     "safetensors": safetensors_header,
@@ -712,6 +994,8 @@ KINDS: dict[str, Callable[[random.Random, Path], None]] = {
     "chat templates": chat_templates,
     "tokenizer files": tokenizer_files,
     "reward results": reward_results,
+    "judge replies": judge_replies,
+    "environments": environments,
     "responses": responses,
     "plugins": plugins,
 }

@@ -10,7 +10,7 @@ from jax_ppo.config import loading, peer_options
 from jax_ppo.config.option import Option
 from jax_ppo.config.peers import openrlhf, trl, verl
 from jax_ppo.config.schema import all_options
-from jax_ppo.errors import UserError
+from jax_ppo.errors import UserError, shorten
 
 # The configuration that a translated command starts from: the sizes of the framework's example.
 BASE_CONFIGS = {"verl": "gsm8k", "trl": "hh_rlhf", "openrlhf": "hh_rlhf"}
@@ -39,6 +39,12 @@ _TRL_SIZES = (
     "num_mini_batches",
     "total_episodes",
 )
+# A variable of the shell, also with a default: $NAME, ${NAME}, ${NAME:-8}.
+_VARIABLE = re.compile(r"(\$(?:[A-Za-z_]\w*|\{\w+(?::-[\w./-]*)?\}))", re.ASCII)
+_BRACKETS = ("[]", "()")
+_QUOTED = re.compile(r"""(["'])(.*)\1""", re.DOTALL)
+# A number of prompts, samples or processes.
+_COUNT = re.compile(r"[1-9][0-9]{,11}")
 # Values that have another name here.
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _SCHEDULES = {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"}
@@ -79,9 +85,18 @@ class Translation:
         """Return our command on several lines, quoted for a shell; variables stay variables."""
         lines = [f"python -m jax_ppo.train --config={base}"]
         for name, value in self.options.items():
-            quoted = f'"{value}"' if "$" in value else shlex.quote(value)
-            lines.append(f"    --config.{name}={quoted}")
+            lines.append(f"    --config.{name}={_quote_for_shell(value)}")
         return " \\\n".join(lines)
+
+
+def _quote_for_shell(value: str) -> str:
+    """Quote a value; variables stay variables, and everything else is text that never runs."""
+    # Splitting by a group yields texts and variables in turn.
+    parts = _VARIABLE.split(value)
+    texts = [shlex.quote(text) if text else "" for text in parts[::2]]
+    variables = [f'"{variable}"' for variable in parts[1::2]]
+    pairs = itertools.zip_longest(texts, variables, fillvalue="")
+    return "".join(itertools.chain.from_iterable(pairs)) or "''"
 
 
 def translate(framework: str, text: str) -> Translation:
@@ -112,12 +127,14 @@ def translate(framework: str, text: str) -> Translation:
             continue
         targets = _find_targets(name, value, _TABLES[framework], known)
         if isinstance(targets, str):
-            notes.append(f"{name}={value}: {targets}")
+            notes.append(f"{name}={shorten(value)}: {targets}")
             continue
         for target, target_value in targets.items():
             options[target] = target_value
-            if target_value.startswith("$"):
+            if _VARIABLE.search(target_value):
                 notes.append(f"config.{target}: a variable of the shell")
+            elif "$(" in target_value or "`" in target_value:
+                notes.append(f"config.{target}: a command of the shell, which stays text")
     _join_reward_function(options)
     if framework == "trl":
         notes += _count_trl_batches(flags, options)
@@ -126,17 +143,21 @@ def translate(framework: str, text: str) -> Translation:
     if framework in ("trl", "openrlhf"):
         _begin_critic_as_reward_model(options)
     notes += _remove_invalid(options, BASE_CONFIGS[framework])
-    return Translation(options=options, notes=notes)
+    # Each note is one line of printable characters, whatever it quotes.
+    return Translation(options=options, notes=[str(UserError(note)) for note in notes])
 
 
 def _read_hydra(words: list[str]) -> Iterator[tuple[str, str]]:
     """Yield the overrides of a command of verl, without `actor_rollout_ref.`."""
-    for word in words:
-        match = re.fullmatch(r"(?:\+{0,2}|--)([\w.-]+)=(.*)", word, re.DOTALL)
+    launcher_words = _count_launcher_words(words)
+    for index, word in enumerate(words):
+        match = re.fullmatch(r"(?:--|\+{0,2})([^=]+)=(.*)", word, re.DOTALL)
         if match is None:
             continue
         name = match[1].replace("-", "_")
-        if "." in name or name in verl.OPTIONS:
+        # Words before the program may set variables of the environment.
+        is_override = 0 < launcher_words <= index
+        if is_override or "." in name or name in verl.OPTIONS:
             yield name.removeprefix("actor_rollout_ref."), match[2]
 
 
@@ -168,13 +189,13 @@ def _find_targets(
     name: str, value: str, table: dict[str, str], known: dict[str, Option]
 ) -> dict[str, str] | str:
     """Return our options with their values, or the reason why there are none."""
+    answer = peer_options.find_answer(table, name)
+    if answer is None and name not in known:
+        return "there is no such option"
     if value.lower() in _NO_VALUE:
         return {}
-    if name in known and name not in table:
+    if answer is None or (name in known and name not in table):
         return {name: _convert(known[name], value)}
-    answer = peer_options.find_answer(table, name)
-    if answer is None:
-        return "there is no such option"
     for suffix in _SAME_VALUE:
         answer = answer.removesuffix(suffix)
     if name == "custom_reward_function.path" or name.endswith(".custom_reward_function.path"):
@@ -197,24 +218,30 @@ def _find_targets(
 
 def _convert(option: Option, value: str) -> str:
     """Return a value in our notation."""
-    items = _as_list(value)
-    if option.name == "trainer.logger":
-        # Steps are always printed on the console.
-        items = [item for item in items if item != "console"]
-    text = ",".join(items)
+    text = value
+    is_in_brackets = value[:1] + value[-1:] in _BRACKETS and not option.facts.is_json
+    if option.facts.is_list or is_in_brackets:
+        items = _as_list(value)
+        if option.name == "trainer.logger":
+            # Steps are always printed on the console.
+            items = [item for item in items if item != "console"]
+        text = ",".join(items)
+    elif quoted := _QUOTED.fullmatch(value):
+        text = quoted[2]
     if option.name in ("trainer.test_freq", "trainer.save_freq") and text == "-1":
         return "0"
     text = _VALUES.get(option.name, {}).get(text, text)
     if option.value_type is bool:
         return text.lower()
-    if option.value_type is int and re.fullmatch(r"\d+\.0*|\d+e\d+", text):
+    # At most twelve digits and a small exponent; the option's range refuses other numbers.
+    if option.value_type is int and re.fullmatch(r"\d{1,12}(?:\.0*|e\d{1,2})", text):
         return str(int(float(text)))
     return text
 
 
 def _as_list(value: str) -> list[str]:
     """Return the items of a list such as "['a','b']" or "a,b"; of a single value, itself."""
-    if value[:1] + value[-1:] in ("[]", "()"):
+    if value[:1] + value[-1:] in _BRACKETS:
         value = value[1:-1]
     return [item.strip(" '\"") for item in value.split(",")]
 
@@ -231,7 +258,7 @@ def _count_trl_batches(flags: dict[str, str], options: dict[str, str]) -> list[s
     if _TRL_SIZES[0] not in flags:
         return []
     sizes = [flags.get(name, "1") for name in _TRL_SIZES]
-    if not all(size.isdecimal() and int(size) for size in sizes):
+    if not all(_COUNT.fullmatch(size) for size in sizes):
         return [f"{', '.join(_TRL_SIZES)}: set config.data.train_batch_size, in prompts"]
     per_device, accumulated, mini_batches, episodes = map(int, sizes)
     batch = per_device * accumulated
@@ -252,8 +279,8 @@ def _adapt_openrlhf(options: dict[str, str]) -> list[str]:
     options.setdefault("reward.model_path", "")
     notes = []
     n = options.get("rollout.n", "1")
-    size = options.get("actor.ppo_mini_batch_size", "1")
-    if n.isdecimal() and size.isdecimal() and int(n) > 1 and "actor.ppo_mini_batch_size" in options:
+    size = options.get("actor.ppo_mini_batch_size", "")
+    if n != "1" and _COUNT.fullmatch(n) and _COUNT.fullmatch(size):
         options["actor.ppo_mini_batch_size"] = str(max(int(size) // int(n), 1))
         if int(size) % int(n):
             notes.append(
@@ -286,7 +313,11 @@ def _remove_invalid(options: dict[str, str], base: str) -> list[str]:
     notes = []
     values = {}
     for name, text in list(options.items()):
-        if "$" in text:
+        if not all(character.isprintable() or character == "\n" for character in text):
+            del options[name]
+            notes.append(f"config.{name}={shorten(text)!r}: expected printable characters")
+            continue
+        if _VARIABLE.search(text):
             continue
         try:
             values[name] = loading.parse_option(name, text)

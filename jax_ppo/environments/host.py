@@ -28,6 +28,8 @@ from jax_ppo.types import Example
 log = logging.getLogger(__name__)
 
 THREADS = 16  # dialogues that are stepped concurrently
+# Of an observation that will be cut off, no more is encoded; few tokens have as many characters.
+CHARACTERS_PER_TOKEN = 256
 # If as many turns of a batch time out before any is answered, no further turns are tried.
 MAX_UNANSWERED_TURNS = 4 * THREADS
 
@@ -152,10 +154,9 @@ class HostEnvironment:
             if answered[b] == 0:
                 dialogue.reset(examples[b], int(seeds[b]))
             observation, reward, ends = dialogue.step(text)
-            tokens = encode_text(self._tokenizer, observation, special=False)
-            # Written so that NaN fails too.
-            if not abs(float(reward)) <= np.finfo(np.float32).max:
-                raise ValueError(f"the reward of a turn is {reward}; expected a finite float32")
+            _validate_answer(observation, reward, ends)
+            text = observation[: CHARACTERS_PER_TOKEN * self.observation_length]
+            tokens = encode_text(self._tokenizer, text, special=False)
             return tokens[: self.observation_length], float(reward), bool(ends)
 
         calls = [
@@ -199,6 +200,24 @@ class HostEnvironment:
                 self._class.__name__,
                 self._first_failure,
             )
+
+
+def _validate_answer(observation: Any, reward: Any, ends: Any) -> None:
+    """Raise `TypeError` or `ValueError` for an answer that would be read as something else."""
+    if not isinstance(observation, str):
+        raise TypeError(f"the observation of a turn is {_quote(observation)}; expected text")
+    # Python would read a number in text, and every text but "" as true.
+    if isinstance(reward, (str, bytes)):
+        raise TypeError(f"the reward of a turn is {_quote(reward)}; expected a number")
+    # Written so that NaN fails too.
+    if not abs(float(reward)) <= np.finfo(np.float32).max:
+        raise ValueError(f"the reward of a turn is {reward}; expected a finite float32")
+    if ends not in (0, 1):
+        raise TypeError(f"whether the dialogue has ended is {_quote(ends)}; expected True or False")
+
+
+def _quote(value: Any) -> str:
+    return f"{shorten(repr(value))} of type {type(value).__name__}"
 
 
 def _last_message(example: Example) -> str:

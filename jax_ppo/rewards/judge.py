@@ -33,8 +33,15 @@ PLACEHOLDERS = ("{prompt}", "{response}", "{ground_truth}")
 _MAX_REPLY = 1_000_000  # bytes
 _FIRST_PAUSE = 0.5  # seconds before the second attempt; doubled for each further one
 _CACHE_SIZE = 10_000  # replies per worker process
-# With an exponent, or commas between thousands: otherwise -3 would be read in 1e-3.
-_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+# The hyphen of "1-5" or "GPT-4" is no minus. With an exponent, or commas between thousands:
+# otherwise -3 would be read in 1e-3.
+_NUMBER = re.compile(
+    r"(?:(?<!\w)[-\u2212])?"
+    r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
+    r"(?:[eE][-+]?\d+)?"
+)
+# A reply that is one block of code, as models write JSON.
+_CODE_BLOCK = re.compile(r"\s*```\w*\n(.*)```\s*", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,16 +145,22 @@ class Judge:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY_VARIABLE):
             headers["Authorization"] = f"Bearer {key}"
-        message = urllib.request.Request(self.url, request.encode(), headers, method="POST")
+        # Half of a surrogate pair has no encoding.
+        data = request.encode(errors="replace")
+        message = urllib.request.Request(self.url, data, headers, method="POST")
         opener = urllib.request.build_opener(_RefuseRedirects)
         with opener.open(message, timeout=self.url_timeout) as reply:
             value = json.loads(reply.read(_MAX_REPLY))
         if not self.url_model:
             return value
         try:
-            return value["choices"][0]["message"]["content"]
+            content = value["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
-            raise ValueError("no choices[0].message.content") from None
+            content = None
+        # A number in a list of parts may be anything, such as an index.
+        if not isinstance(content, str):
+            raise ValueError("no choices[0].message.content with text")
+        return content
 
 
 class _RefuseRedirects(urllib.request.HTTPRedirectHandler):
@@ -167,16 +180,18 @@ class _RefuseRedirects(urllib.request.HTTPRedirectHandler):
 
 def _read_score(text: str) -> Any:
     """Return the score that a reply holds as JSON, or else its last number."""
+    if block := _CODE_BLOCK.fullmatch(text):
+        text = block[1]
     try:
         value = json.loads(text)
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, RecursionError):
         value = None
     if isinstance(value, (dict, int, float)):
         return value
-    numbers = _NUMBER.findall(str(text))
+    numbers = _NUMBER.findall(text)
     if not numbers:
-        raise ValueError(f"the judge's reply has no number: {shorten(str(text))!r}")
-    return float(numbers[-1].replace(",", ""))
+        raise ValueError(f"the judge's reply has no number: {shorten(text)!r}")
+    return float(numbers[-1].replace(",", "").replace("\u2212", "-"))
 
 
 def _as_text(prompt: str | tuple[dict[str, str], ...]) -> str:

@@ -153,3 +153,45 @@ def test_the_command_prints_options_and_what_has_no_counterpart(capsys):
 def test_what_is_no_command_is_one_line(framework, text, message):
     with pytest.raises(UserError, match=message):
         translate(framework, text)
+
+
+@pytest.mark.parametrize(
+    ("value", "quoted"),
+    [
+        ("$HOME/x y", "\"$HOME\"'/x y'"),
+        ("${SIZE:-8}", '"${SIZE:-8}"'),
+        ("$(touch a)", "'$(touch a)'"),
+        ('$A"; touch a; "', """"$A"'"; touch a; "'"""),
+    ],
+)
+def test_no_value_runs_as_a_command_of_the_shell(value, quoted):
+    """Regression: a value with a dollar sign was put into double quotes as it is."""
+    translated = translate("verl", f"trainer.experiment_name={shlex.quote(value)}")
+    assert translated.command("gsm8k").endswith(f"--config.experiment_name={quoted}")
+    assert "config.experiment_name: a " in translated.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("framework", "command", "note"),
+    [
+        ("verl", "python3 -m main tr\\ ainer.x=1 ", "tr ainer.x=1: there is no such option"),
+        ("verl", "A=1 python3 -m main hybrid_engin=1", "hybrid_engin=1: there is no such option"),
+        ("openrlhf", "--pretrian none", "pretrian=none: there is no such option"),
+        ("trl", "--save_steps 1e400", "config.trainer.save_freq='1e400': expected int"),
+        ("verl", "reward.reward_manager=dapo", "reward.reward_manager=dapo: managers are verl's"),
+        ("trl", "--run_name '\x1b[2J'", "config.experiment_name='\\x1b[2J': expected printable"),
+        ("trl", "--bf16x '\x1b\n'", "bf16x=·: there is no such option"),
+    ],
+)
+def test_nothing_is_lost_without_a_note(framework, command, note):
+    translated = translate(framework, command)
+    assert [text for text in translated.notes if text.startswith(note)], translated.notes
+    unset = translate(framework, "").options
+    assert translated.options == unset and len(translated.notes) == 1
+
+
+def test_numbers_of_thousands_of_digits_and_commas_in_texts_are_kept():
+    size = "1" + "0" * 4400
+    notes = translate("trl", f"--per_device_train_batch_size {size}").notes
+    assert any("set config.data.train_batch_size" in note for note in notes)
+    assert translate("trl", "--run_name 'a, b'").options["experiment_name"] == "a, b"

@@ -93,6 +93,10 @@ def test_equal_requests_are_sent_once(server):
         ("Score: -1,250.5 points", -1250.5),
         ("Scores: 1,2", 2),
         ("**7**/10, so 7", 7),
+        ("On a scale of 1-5", 5),
+        ("As GPT-4", 4),
+        ("Score=\u22122.5", -2.5),
+        ('```json\n{"score": 4, "of": 10}\n```', 4),
     ],
 )
 def test_a_model_judges_in_words(server, reply, expected):
@@ -105,6 +109,11 @@ def test_a_model_judges_in_words(server, reply, expected):
         "messages": [{"role": "user", "content": "Q user: 2+2? T 4 R {prompt}!"}],
         "temperature": 0,
     }
+
+
+def test_half_a_surrogate_pair_in_a_response_reaches_the_server_as_a_question_mark(server):
+    assert judge(server)(CHAT, "4\ud800").score == 0.5
+    assert server.requests[0][2]["response"] == "4?"
 
 
 def test_a_busy_or_broken_server_is_asked_again(server):
@@ -120,6 +129,12 @@ def test_a_busy_or_broken_server_is_asked_again(server):
         ([(500, "")], {"url_retries": 1}, "HTTP 500", 2),
         ([(200, "[")], {"url_retries": 0}, "not JSON", 1),
         ([(200, "{}")], {"url_model": "m", "url_retries": 0}, "no choices", 1),
+        (
+            [(200, chat_reply([{"text": "4", "index": 0}]))],
+            {"url_model": "m", "url_retries": 0},
+            "with text",
+            1,
+        ),
         ([(200, chat_reply("well"))], {"url_model": "m"}, "has no number: 'well'", 1),
     ],
 )

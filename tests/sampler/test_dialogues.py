@@ -281,7 +281,7 @@ class Odd(OnTheHost):
         reward = next(self.rewards)
         if isinstance(reward, str):
             raise ValueError(reward)
-        return "", reward, True
+        return reward if isinstance(reward, tuple) else ("", reward, True)
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, 1e39, "\x1b[2Jcleared"])
@@ -296,6 +296,43 @@ def test_rewards_that_are_not_finite_and_escape_sequences_are_failures(reward, c
         assert answers[2].tolist() == [expected]
     assert ("Odd failed" in caplog.text) and "\x1b" not in caplog.text
     assert examples[0].extra_info == {"seen": []}
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (("", "1_000", True), "the reward of a turn is '1_000' of type str; expected a number"),
+        (("", 1.0, "False"), "has ended is 'False' of type str; expected True or False"),
+        (("", 1.0, None), "has ended is None of type NoneType; expected True or False"),
+        ((5, 1.0, True), "the observation of a turn is 5 of type int; expected text"),
+    ],
+)
+def test_answers_of_a_wrong_type_are_failures(answer, message, caplog):
+    """Regression: "False" ended a dialogue, and "1_000" was a reward of 1000."""
+    examples = [Example("4", "mine", extra_info={"seen": []})]
+    environment = HostEnvironment(Odd, Numbers(), examples, LONGEST, timeout=60.0)
+    Odd.rewards = iter([answer])
+    one = (np.array([0]), np.arange(1), np.array([2]), np.zeros(1, np.int32))
+    answers = environment._answer(*one, np.array([[5]]), np.array([1]))
+    assert answers[2].tolist() == [0.0] and answers[3].tolist() == [True]
+    assert message in caplog.text
+
+
+def test_of_an_observation_that_is_cut_off_no_more_is_encoded():
+    """Regression: ten million characters occupied the tokenizer for half a minute."""
+
+    class Longest(Numbers):
+        def encode(self, text, add_special_tokens, verbose):
+            self.characters = len(text)
+            return super().encode(text, add_special_tokens, verbose)
+
+    tokenizer = Longest()
+    examples = [Example("4", "mine", extra_info={"seen": []})]
+    environment = HostEnvironment(Odd, tokenizer, examples, observation_length=3, timeout=60.0)
+    Odd.rewards = iter([("7 " * 10**5, 1.0, False)])
+    one = (np.array([0]), np.arange(1), np.array([2]), np.zeros(1, np.int32))
+    answers = environment._answer(*one, np.array([[5]]), np.array([1]))
+    assert answers[0].tolist() == [[7, 7, 7]] and tokenizer.characters < 1000
 
 
 class Unmakeable(OnTheHost):
