@@ -165,7 +165,8 @@ def _describe_json_error(error: json.JSONDecodeError) -> str:
     line = error.doc
     if "\n" in error.doc:
         position = f"line {error.lineno}, {position}"
-        line = error.doc.splitlines()[error.lineno - 1]
+        # Not splitlines: a text that ends too early ends in an empty line, which it would drop.
+        line = error.doc.split("\n")[error.lineno - 1]
     return f"{error.msg} at {position} of {shorten(line)!r}"
 
 

@@ -123,6 +123,7 @@ class RuleScorer:
         """
         total, max_length = rollout.responses.shape
         responses = self._decode_local(batch, rollout)
+        _refuse_infinite_turn_rewards(rollout)
         scored = self._apply_rule(responses)
         steps = rollout.turn_rewards
         if self.options.process_rewards:
@@ -218,6 +219,25 @@ class RuleScorer:
         for row, (steps, response) in enumerate(zip(scored.step_rewards, responses, strict=True)):
             rewards[row] = assign_step_rewards(steps, response.tolist(), decode, max_length)
         return rewards
+
+
+def _refuse_infinite_turn_rewards(rollout: Rollout) -> None:
+    """Raise `UserError` if the reward of a turn is NaN or infinite.
+
+    Only environments in JAX give such rewards; those on the host are checked at each turn.
+    Otherwise the gradients would be NaN, and the run would end with advice on the learning rate.
+    """
+    if rollout.turn_rewards is None:
+        return
+    indices, rewards = placement.local_rows(rollout.turn_rewards)
+    samples, positions = np.nonzero(~np.isfinite(rewards))
+    if len(samples):
+        row, position = samples[0], positions[0]
+        raise UserError(
+            f"config.rollout.multi_turn.environment: the reward of the turn that ends at token "
+            f"{position} of response {indices[row]} is {rewards[row][position]}; expected a finite "
+            f"float32 ({len(samples)} such rewards in this batch)"
+        )
 
 
 def _score_zero(row: RewardRow, response: str) -> RewardResult:

@@ -151,6 +151,7 @@ def test_a_csv_file_holds_texts(tmp_path):
         ("a.json", '{"a": 1, "b": 2}', "expected a list of objects, got dict"),
         ("a.json", '[{"prompt": "x"}, 3]', "row 2: expected a JSON object, got int: 3"),
         ("a.json", '[{"prompt": "x"},\n {"prompt": }]', "not JSON: .* at line 2, column 13"),
+        ("a.json", '[{"prompt": "x"}\n', "not JSON: .* at line 2, column 1 of ''"),
         ("a.json", '[{"prompt": "\\ud83d"}]', "row 1: .*half of a surrogate pair"),
         ("a.json", "[" * 100_000, "nested more than 100 levels"),
         ("a.csv", "prompt,b\nx\n", "row 1: expected 2 values"),

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -244,3 +245,31 @@ def test_rules_do_not_read_what_a_tool_has_answered():
     assert read == ["2*3=\n#### 5", "2*3=\n#### 6"]
     assert np.asarray(rewards.scores).tolist() == [0.0, 1.0]
     np.testing.assert_array_equal(rewards.steps, turn_rewards)
+
+
+@pytest.mark.parametrize("reward", [np.nan, np.inf])
+def test_a_turn_reward_that_is_not_finite_names_the_environment(reward):
+    """Regression: a run ended at its next step with advice on the learning rate."""
+    turn_rewards = np.zeros((2, 4), np.float32)
+    turn_rewards[1, 2] = reward
+    rollout = Rollout(
+        prompts=Prompts(tokens=np.ones((2, 1), np.int32), lengths=np.ones(2, np.int32)),
+        responses=jnp.ones((2, 4), jnp.int32),
+        logprobs=None,
+        lengths=jnp.full(2, 4, jnp.int32),
+        truncated=None,
+        action_mask=jnp.ones((2, 4), bool),
+        turn_rewards=jnp.asarray(turn_rewards),
+    )
+    scorer = RuleScorer(
+        mesh=meshes.make_mesh(MeshShape(), jax.devices()[:1]),
+        tokenizer=Words(),
+        options=Reward(),
+        rule=None,
+        model_weight=1.0,
+        reward_inputs=None,
+    )
+    examples = (Example("prompt", "mine"), Example("prompt", "mine"))
+    message = f"multi_turn.environment: .* at token 2 of response 1 is {reward}; .* .1 such"
+    with pytest.raises(UserError, match=message):
+        scorer.score(PromptBatch(examples, rollout.prompts, np.arange(2), 2), rollout)
