@@ -790,7 +790,7 @@ def judge_replies(r: random.Random, folder: Path) -> None:
         body = to_json(value).encode(errors="surrogatepass")
         # Python reads no lists this deep and no integers this long, wherever they are.
         written = to_json(value)
-        is_read = "[" * 900 not in written and "0" * 30 not in written
+        is_read = "[" * 900 not in written and "0" * 400 not in written
         is_score = isinstance(score, int | float) and abs(score) < 3e38 and is_read
         expected = float(score) if is_score and not model else None
     if r.random() < 0.2:
