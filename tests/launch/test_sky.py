@@ -20,7 +20,7 @@ def run(tmp_path):
     """Return a function that runs a block of the task and returns the words of the commands."""
     for path in (tmp_path / "jax_ppo/bin/python", tmp_path / "python3", tmp_path / "nvidia-smi"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        script(path, 'printf "%s\\0" "$@"; printf "%s\\0" "token=${HF_TOKEN-unset}" >&2')
+        script(path, 'printf "%s\\0" "$@"; printf "%s\\0" "${HF_TOKEN-unset} ${HF_HOME-unset}" >&2')
 
     def call(block, path=(), **variables):
         environment = {
@@ -60,9 +60,10 @@ def test_arguments_are_read_as_by_a_shell(run):
     assert words[3:] == TRICKY
 
 
-@pytest.mark.parametrize(("token", "seen"), [("", "unset"), ("abc", "abc")])
-def test_a_secret_that_is_not_passed_is_not_set(run, token, seen):
-    assert run("run", HF_TOKEN=token)[1] == f"token={seen}"
+@pytest.mark.parametrize(("value", "seen"), [("", "unset"), ("abc", "abc")])
+def test_a_secret_or_a_folder_that_is_not_passed_is_not_set(run, value, seen):
+    assert run("run", HF_TOKEN=value)[1] == f"{seen} unset"
+    assert run("run", HF_HOME=value)[1] == f"unset {seen}"
 
 
 @pytest.mark.parametrize(("gpu", "extra"), [(True, "cuda"), (False, "tpu")])
