@@ -103,6 +103,7 @@ def test_scores_of_each_pair_of_tokens_are_counted(folder, changes, per_device):
         "packing__enabled": False,
         "rollout__logprob_micro_batch_size_per_device": 2,
         "actor__ppo_micro_batch_size_per_device": 2,
+        "model__gradient_checkpointing": True,  # otherwise the scores of all layers are kept
     }
     splash, xla = (estimate(folder, **options, model__attention=name) for name in ("splash", "xla"))
     for phase, arrays in (("score_critic", 2), ("update_critic", 4)):
@@ -126,7 +127,12 @@ def test_cudnns_mask_is_counted_once_for_all_heads(tmp_path):
     """A row of 512 tokens on each device, and bfloat16."""
     architecture = dataclasses.replace(tiny.ARCHITECTURE, head_dim=16)
     (tmp_path / "config.json").write_text(json.dumps(to_hf_config(architecture)))
-    options = {"packing__row_length": 512, "packing__enabled": False, "model__dtype": "bfloat16"}
+    options = {
+        "packing__row_length": 512,
+        "packing__enabled": False,
+        "model__dtype": "bfloat16",
+        "model__gradient_checkpointing": True,
+    }
     cudnn, xla = (
         estimate(str(tmp_path), "h100:8", **options, model__attention=name)
         for name in ("cudnn", "xla")
