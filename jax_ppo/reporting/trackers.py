@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax_ppo.config.schema import Trainer
-from jax_ppo.errors import UserError
+from jax_ppo.errors import UserError, printable_lines
 
 MetricSink = Callable[[int, dict[str, float]], None]
 
@@ -86,7 +86,9 @@ def open_tracker(
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    """Return the type and the first line of an error, without control characters."""
+    line, _, _ = str(error).partition("\n")
+    return f"{type(error).__name__}: {printable_lines(line)}"
 
 
 def open_wandb(

@@ -87,7 +87,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, name):
 
 
 def fail(*_, **__):
-    raise ConnectionError("the server is down\nfor a while")
+    raise ConnectionError("the server\x1b is down\nfor a while")
 
 
 def test_a_server_that_fails_later_costs_its_record_alone(tmp_path, monkeypatch):
@@ -102,7 +102,7 @@ def test_a_server_that_fails_later_costs_its_record_alone(tmp_path, monkeypatch)
             log.write(step, {"reward/mean": 0.5})
     (warning,) = warnings
     assert warning.startswith(
-        "wandb took no metrics of step 1: ConnectionError: the server is down;"
+        "wandb took no metrics of step 1: ConnectionError: the server· is down;"
     )
     assert len(read_metrics_csv(tmp_path / "training_metrics.csv")) == 3
 
@@ -111,5 +111,5 @@ def test_a_server_that_cannot_be_used_is_named_at_the_start(tmp_path, monkeypatc
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=fail))
     with pytest.raises(UserError) as error:
         write_steps(tmp_path, "wandb", 0, 1, 0.5)
-    expected = "config.trainer.logger=wandb: ConnectionError: the server is down"
+    expected = "config.trainer.logger=wandb: ConnectionError: the server· is down"
     assert str(error.value) == expected
