@@ -151,7 +151,8 @@ def attend_block_of_queries(
         "bkqd,bksd->bkqs", q_BxKxGQxd, k_BxKxSxd, preferred_element_type=jnp.float32
     )
     scores = kernel.softcap(scores, softcap).reshape(B, K, -1, Q, S)
-    scores = jnp.where(visible[:, None, None], scores, MASKED_SCORE)
+    # Added, not selected: the gradient of a sum needs no mask.
+    scores += jnp.where(visible, 0.0, MASKED_SCORE)[:, None, None]
     weights = jax.nn.softmax(scores, axis=-1).reshape(B, K, -1, S)
     out_BxKxGQxd = jnp.einsum("bkqs,bksd->bkqd", weights.astype(v_BxKxSxd.dtype), v_BxKxSxd)
     return out_BxKxGQxd.reshape(B, K, -1, Q, d).transpose(0, 3, 1, 2, 4).reshape(B, -1, H, d)

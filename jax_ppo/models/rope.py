@@ -158,19 +158,22 @@ def rotation_tables(
     Args:
       architecture: the decoder.
       positions_BxT: positions of the tokens.
-      length: size of the table; positions beyond it become NaN.
+      length: size of the table; positions outside it become NaN.
       local: whether to return those of local layers.
     """
     inverse, factor = inverse_frequencies(architecture, local)
     # In float32, as transformers computes the angles.
     angles = np.arange(length, dtype=np.float32)[:, None] * inverse
+    # A last row of NaN for all other positions; negative ones become large. A lookup that fills
+    # them in would be a comparison that compilers repeat for each head of each layer.
+    angles = np.pad(angles, ((0, 1), (0, 0)), constant_values=np.nan)
+    rows_BxT = jnp.minimum(positions_BxT.astype(jnp.uint32), length)
 
-    def look_up(table: jax.Array) -> jax.Array:
-        return table.at[positions_BxT].get(mode="fill")[:, :, None]
+    def look_up(table: np.ndarray) -> jax.Array:
+        rows = jnp.asarray(table * np.float32(factor)).at[rows_BxT]
+        return rows.get(mode="promise_in_bounds")[:, :, None]
 
-    cos = look_up(jnp.asarray(np.cos(angles) * np.float32(factor)))
-    sin = look_up(jnp.asarray(np.sin(angles) * np.float32(factor)))
-    return cos, sin
+    return look_up(np.cos(angles)), look_up(np.sin(angles))
 
 
 def rotate(

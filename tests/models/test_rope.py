@@ -147,7 +147,7 @@ def test_a_pair_is_turned_by_its_angle():
     np.testing.assert_allclose(turned[0, 0, 0], expected, atol=1e-6)
 
 
-def test_a_position_past_the_table_is_seen():
+def test_a_position_outside_the_table_is_seen():
     architecture = from_hf_config(reference.SIZES | {"model_type": "llama"})
-    cos, _ = rope.rotation_tables(architecture, np.array([[0, 2, 3]]), 3)
-    assert np.isfinite(cos[0, :2]).all() and np.isnan(cos[0, 2]).all()
+    cos, _ = rope.rotation_tables(architecture, np.array([[0, 2, 3, 100, -1]]), 3)
+    assert np.isfinite(cos[0, :2]).all() and np.isnan(cos[0, 2:]).all()
