@@ -2,19 +2,13 @@
 
 import dataclasses
 
-import jax
-import numpy as np
-from jax.sharding import Mesh
-
-from jax_ppo.kernels import vocabulary_chunks
 from jax_ppo.kernels.platform import target_platform
-from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention import query_block_size
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.planning.experts import multiplied_elements, tokens_at_experts
+from jax_ppo.planning import head_memory, layer_memory
 from jax_ppo.planning.phases import PhaseMemory
-from jax_ppo.planning.setup import SCORING_ROLES, AbstractStep, Role
+from jax_ppo.planning.setup import FLOAT32_BYTES, SCORING_ROLES, AbstractStep, Role
 from jax_ppo.planning.stages import schedule_rows
 from jax_ppo.ppo.memory_check import Fetched, fetched_by_phase
 from jax_ppo.ppo.scoring import ScoringOptions
@@ -25,8 +19,6 @@ from jax_ppo.sampler.constraints import constrains_logits
 from jax_ppo.sampler.routing import record_bytes
 from jax_ppo.sampler.slots import PREFILL_TOKENS
 from jax_ppo.types import MiniBatches
-
-_FLOAT32 = 4
 
 
 def resident_memory(step: AbstractStep, name: str) -> PhaseMemory:
@@ -96,14 +88,10 @@ def _routing_bytes(step: AbstractStep) -> int:
     return record_bytes(architecture, samples, programs.config.sequence_length)
 
 
-def _is_tpu() -> bool:
-    return target_platform() == "tpu"
-
-
 def _resharding_temporaries(step: AbstractStep) -> int:
     """Return the bytes, besides the result, that laying out weights for decoding takes."""
     programs = step.programs
-    if not _is_tpu() or not meshes.gathers_weights(programs.mesh):
+    if target_platform() != "tpu" or not meshes.gathers_weights(programs.mesh):
         return 0
     # Layers are laid out one after another. The compiler for TPUs holds a second copy of an
     # embedding, which it transposes, and three copies if devices also divide the result.
@@ -124,15 +112,15 @@ def _sampling_temporaries(step: AbstractStep) -> int:
     parts = mesh.shape["model"]
     prompt = config.data.max_prompt_length
     prompts = max(1, min(PREFILL_TOKENS // prompt, step.queue // config.rollout.n))
-    scores = _num_scores(architecture, prompts, query_block_size(prompt), prompt, parts)
-    score_bytes = scores * (_FLOAT32 + role.itemsize)
-    prefill = _layer_bytes(role, prompts * prompt, mesh, score_bytes=score_bytes)
+    scores = layer_memory.num_scores(architecture, prompts, query_block_size(prompt), prompt, parts)
+    score_bytes = scores * (FLOAT32_BYTES + role.itemsize)
+    prefill = layer_memory.output_bytes(role, prompts * prompt, mesh, score_bytes=score_bytes)
     # Forbidden strings are found with a tokenizer, which a plan does not have.
     is_constrained = bool(config.rollout.bad_words) or constrains_logits(step.programs.sampling)
     arrays = 3 if is_constrained else 2
-    logits = arrays * step.slots * architecture.vocab_size // parts * _FLOAT32
+    logits = arrays * step.slots * architecture.vocab_size // parts * FLOAT32_BYTES
     padding = 0
-    if _is_tpu():
+    if target_platform() == "tpu":
         # Heads narrower than a lane take as much memory as wide ones.
         width = architecture.head_dim
         padding = step.cache_bytes * (-width % TPU_LANES) // width
@@ -143,15 +131,13 @@ def _scoring_temporaries(step: AbstractStep, role: Role) -> int:
     """Return the bytes that a forward pass over a micro-batch needs."""
     packing, _ = step.plans.scoring
     shape = packing.sample.shape[1:]
-    tokens = _device_tokens(step, shape)
-    layers = _layer_bytes(role, _layer_tokens(step, role, shape), step.programs.mesh)
-    layers += _gathered_layers(step, role) + _pipeline_bytes(step, role, shape)
-    layers += _row_bytes(step, role, shape) + _pair_bytes(step, role, shape)
+    tokens = layer_memory.device_tokens(step, shape)
+    layers = layer_memory.forward_bytes(step, role, shape)
     head = 0
     if role.has_logits:
-        head = _chunk_bytes(role, tokens, step.programs.mesh.shape["model"])
-        head += _head_bytes(step, role)
-    return _cast_weights(step, role) + _join(step, layers, head)
+        head = head_memory.chunk_bytes(role, tokens, step.programs.mesh.shape["model"])
+        head += head_memory.weight_bytes(step, role)
+    return layer_memory.cast_weight_bytes(step, role) + _join(step, layers, head)
 
 
 def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) -> int:
@@ -161,7 +147,7 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
     parts = mesh.shape["model"]
     assert isinstance(role.net, Transformer), "encoders are not trained"
     shape = batches.packing.sample.shape[2:]
-    tokens = _device_tokens(step, shape)
+    tokens = layer_memory.device_tokens(step, shape)
     schedule = schedule_rows(mesh, shape[0])
     # Gradients are added to the sum as they are computed (training/gradients.py), except in stages,
     # which have those of a micro-batch and those of a tick, and for adapters.
@@ -169,89 +155,31 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
     if schedule.stages > 1 or role.net.lora is not None:
         gradients = bytes_per_device(role.trained["layers"]) * min(schedule.stages, 2)
     # In stages, for a device's part of the layers in each tick.
-    saved_per_layer = round(_saved_per_layer(step, role, shape) * schedule.slowdown)
-    layers = _layer_bytes(role, _layer_tokens(step, role, shape), mesh) * 3 // 2
-    layers += _gathered_layers(step, role)
-    # Hidden states, and their gradients.
-    layers += 2 * _pipeline_bytes(step, role, shape)
-    layers += 2 * _row_bytes(step, role, shape)
-    layers += _pair_bytes(step, role, shape, with_gradient=True)
+    saved_per_layer = round(layer_memory.saved_bytes(step, role, shape) * schedule.slowdown)
+    layers = layer_memory.backward_bytes(step, role, shape)
     head = 0
     gathered_head = 0
     if role.has_logits:
-        head = _chunk_bytes(role, tokens, parts) * 3 // 2
-        gathered_head = _head_bytes(step, role)
+        head = head_memory.chunk_bytes(role, tokens, parts) * 3 // 2
+        gathered_head = head_memory.weight_bytes(step, role)
         # The whole output embedding has a gradient in float32, unless only adapters are trained.
         if role.net.lora is None:
-            exchanged = _exchanged_head_bytes(role, mesh)
-            head = max(head, exchanged) + _head_elements(role, mesh) * _FLOAT32
-    fixed = _cast_weights(step, role) + architecture.num_layers * saved_per_layer
-    if _is_tpu():
+            exchanged = head_memory.exchanged_gradient_bytes(role, mesh)
+            head = max(head, exchanged) + head_memory.num_elements(role, mesh) * FLOAT32_BYTES
+    fixed = layer_memory.cast_weight_bytes(step, role) + architecture.num_layers * saved_per_layer
+    if target_platform() == "tpu":
         sums_in_float32 = step.programs.config.actor.optim.gradient_dtype == "float32"
         trains_head = role.has_logits and role.net.lora is None
-        is_exchanged_once = meshes.gathers_weights(mesh) and not _exchanged_head_bytes(role, mesh)
+        is_exchanged_once = meshes.gathers_weights(
+            mesh
+        ) and not head_memory.exchanged_gradient_bytes(role, mesh)
         if trains_head and sums_in_float32 and is_exchanged_once:
             # Each device has a whole sum of the output embedding's gradients: devices add theirs
             # up once per mini-batch.
-            fixed += _head_elements(role, mesh) * _FLOAT32
+            fixed += head_memory.num_elements(role, mesh) * FLOAT32_BYTES
         # The layers' gradients follow the head's; of the head, only the weights remain.
         return fixed + gathered_head + max(gradients + layers, head)
     return fixed + gradients + _join(step, layers, head + gathered_head)
-
-
-def _saved_per_layer(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
-    """Return the bytes that the forward pass over [R, L] keeps of a layer for the backward pass."""
-    net = role.net
-    architecture = role.architecture
-    assert isinstance(net, Transformer), "encoders are not trained"
-    assert not isinstance(architecture, DebertaArchitecture)
-    mesh = step.programs.mesh
-    parts = mesh.shape["model"]
-    tokens = _device_tokens(step, shape)
-    scores = 0
-    if net.attention == "xla":
-        scores = _kept_scores(architecture, tokens, shape[-1], mesh)
-    if not net.remat:
-        return _layer_bytes(role, tokens, mesh) + scores * (_FLOAT32 + role.itemsize)
-    # The input of the layer, and what the policy keeps (transformer.REMAT_POLICIES).
-    width = architecture.hidden_size
-    queries = architecture.num_heads * architecture.head_dim // parts
-    if net.remat_policy == "attention":
-        width += queries
-    if net.remat_policy != "dots":
-        return tokens * width * role.itemsize
-    # The products that the backward pass reads: queries, keys, values, the output of attention
-    # before and, with xla, also without its projection, and the inputs of the activation. Those of
-    # experts (`ragged_dot`) are computed again.
-    width += queries + 2 * architecture.num_kv_heads * architecture.head_dim // parts
-    width += architecture.hidden_size
-    if net.attention == "xla":
-        width += queries
-    if not architecture.num_experts:
-        inputs = len(architecture.mlp_projections) - 1
-        width += inputs * architecture.intermediate_size // parts
-    return tokens * width * role.itemsize + scores * _FLOAT32
-
-
-def _kept_scores(architecture: Architecture, tokens: int, queries: int, mesh: Mesh) -> int:
-    """Return the number of scores of all blocks of queries of xla's attention.
-
-    Args:
-      architecture: the model's architecture.
-      tokens: number of a device's tokens.
-      queries: number of a device's tokens of one row.
-      mesh: the run's mesh.
-    """
-    row_parts = meshes.row_parts(mesh)
-    block = query_block_size(queries)
-    # The keys of a block end with its last query.
-    starts = range(0, queries, block)
-    pairs = sum(min(block, queries - start) * min(start + block, queries) for start in starts)
-    if row_parts > 1:
-        # Two blocks: half of the row, and all of it.
-        pairs = queries // 2 * (queries * row_parts * 3 // 2)
-    heads = -(-architecture.num_heads // mesh.shape["model"])
-    return tokens // queries * heads * pairs
 
 
 def _join(step: AbstractStep, layers: int, head: int) -> int:
@@ -262,176 +190,3 @@ def _join(step: AbstractStep, layers: int, head: int) -> int:
     if meshes.gathers_weights(step.programs.mesh):
         return layers + head
     return max(layers, head)
-
-
-def _device_tokens(step: AbstractStep, shape: tuple[int, ...]) -> int:
-    """Return a device's number of tokens in a micro-batch of [R, L]."""
-    return int(np.prod(shape)) // meshes.row_shards(step.programs.mesh)
-
-
-def _layer_tokens(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
-    """Return the number of tokens of a micro-batch [R, L] that a device's layer processes at once.
-
-    In stages these are the tokens of one row.
-    """
-    is_encoder = isinstance(role.architecture, DebertaArchitecture)
-    if step.programs.mesh.shape["stage"] == 1 or is_encoder:
-        return _device_tokens(step, shape)
-    return shape[-1]
-
-
-def _pipeline_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
-    """Return the bytes of the hidden states that enter and leave a stage, of rows [R, L]."""
-    schedule = schedule_rows(step.programs.mesh, shape[0])
-    if schedule.stages == 1 or isinstance(role.architecture, DebertaArchitecture):
-        return 0
-    # Gathered rows, the input of each tick and its output.
-    hidden_rows = schedule.micro_batches + 2 * schedule.ticks
-    return hidden_rows * shape[-1] * role.architecture.hidden_size * role.itemsize
-
-
-def _row_bytes(step: AbstractStep, role: Role, shape: tuple[int, ...]) -> int:
-    """Return the bytes of the keys and values of whole rows, if devices hold parts of them."""
-    mesh = step.programs.mesh
-    architecture = role.architecture
-    row_parts = meshes.row_parts(mesh)
-    if row_parts == 1 or isinstance(architecture, DebertaArchitecture):
-        return 0
-    # If there are fewer key heads than devices that split them, each device has a copy.
-    heads = max(architecture.num_kv_heads // int(mesh.shape["model"]), 1)
-    tokens = _device_tokens(step, shape) * row_parts
-    return 2 * tokens * heads * architecture.head_dim * role.itemsize
-
-
-def _pair_bytes(
-    step: AbstractStep, role: Role, shape: tuple[int, ...], with_gradient: bool = False
-) -> int:
-    """Return the bytes of attention's arrays with an entry for each pair of a query and a key.
-
-    cuDNN reads a mask in the type of the computation, the same for all heads and for gradients. xla
-    has scores in float32 and weights in the type of the computation, of each head for a block of
-    queries at once; with gradients there are four arrays in float32. Splash has none of these.
-    """
-    mesh = step.programs.mesh
-    net = role.net
-    if not isinstance(net, Transformer) or net.attention == "splash":
-        return 0
-    queries = shape[-1]
-    row_parts = meshes.row_parts(mesh)
-    rows = _layer_tokens(step, role, shape) // queries
-    keys = queries * row_parts
-    if net.attention == "cudnn":
-        return rows * queries * keys * role.itemsize
-    block = queries // 2
-    if row_parts == 1:
-        block = query_block_size(queries)
-    scores = _num_scores(net.architecture, rows, block, keys, mesh.shape["model"])
-    if with_gradient:
-        return 4 * scores * _FLOAT32
-    return scores * (_FLOAT32 + role.itemsize)
-
-
-def _num_scores(architecture: Architecture, rows: int, block: int, keys: int, parts: int) -> int:
-    """Return the number of scores that xla's attention has at once, of a block of queries."""
-    heads = -(-architecture.num_heads // parts)
-    return rows * heads * min(block, keys) * keys
-
-
-def _cast_weights(step: AbstractStep, role: Role) -> int:
-    """Return the bytes of weights that are converted from float32 to the type of the computation.
-
-    The compiler for TPUs converts a device's part of all layers before the first one is gathered or
-    runs.
-    """
-    if not _is_tpu() or role.itemsize == _FLOAT32:
-        return 0
-    wide = [x for x in jax.tree.leaves(role.params) if x.dtype.itemsize == _FLOAT32]
-    return bytes_per_device(wide) * role.itemsize // _FLOAT32
-
-
-def _gathered_layers(step: AbstractStep, role: Role) -> int:
-    """Return the bytes of gathered layers; compilers gather and round them in different orders."""
-    if not meshes.gathers_weights(step.programs.mesh):
-        return 0
-    mesh = step.programs.mesh
-    layers = multiplied_elements(role.params["layers"], mesh)
-    elements = layers // role.architecture.num_layers // mesh.shape["model"]
-    # For TPUs a layer is rounded first, and each of its matrices arrives, or its gradient leaves,
-    # while it is multiplied: there is never more than one layer, even in the backward pass.
-    if _is_tpu():
-        return elements * role.itemsize
-    # For GPUs the current layer and the next are gathered in float32.
-    return 2 * elements * _stored_itemsize(role)
-
-
-def _head_bytes(step: AbstractStep, role: Role) -> int:
-    """Return the bytes of the output embedding in the type of the computation."""
-    mesh = step.programs.mesh
-    elements = _head_elements(role, mesh)
-    # For GPUs trained weights are gathered as they are stored, in float32, and then rounded. For
-    # TPUs they are rounded first.
-    is_wide = _stored_itemsize(role) > role.itemsize
-    if meshes.gathers_weights(mesh) and is_wide and not _is_tpu():
-        return elements * (role.itemsize + _FLOAT32)
-    return elements * role.itemsize
-
-
-def _exchanged_head_bytes(role: Role, mesh: Mesh) -> int:
-    """Return the bytes that a device receives of the gradient of its output embedding's columns.
-
-    0 if the exchange is a reduce-scatter, which adds up what it receives.
-    """
-    columns = role.architecture.hidden_size // meshes.weight_shards(mesh)
-    is_scattered = not _is_tpu() or columns % TPU_LANES == 0
-    if is_scattered or not meshes.gathers_weights(mesh):
-        return 0
-    return _head_elements(role, mesh) * _stored_itemsize(role)
-
-
-def _head_elements(role: Role, mesh: Mesh) -> int:
-    """Return a device's number of elements of the gathered output embedding."""
-    architecture = role.architecture
-    assert not isinstance(architecture, DebertaArchitecture), "encoders have no logits"
-    return architecture.vocab_size * architecture.hidden_size // int(mesh.shape["model"])
-
-
-def _stored_itemsize(role: Role) -> int:
-    """Return the bytes of a stored number: trained parameters are float32, frozen ones are not."""
-    return int(role.params["embed"]["embedding"].dtype.itemsize)
-
-
-def _chunk_bytes(role: Role, tokens: int, parts: int) -> int:
-    """Return the bytes of a chunk of the logits of `tokens`, in float32."""
-    architecture = role.architecture
-    assert not isinstance(architecture, DebertaArchitecture), "encoders have no logits"
-    chunk = vocabulary_chunks.default_chunk_size(architecture.vocab_size, target_platform())
-    return min(chunk, tokens) * architecture.vocab_size * _FLOAT32 // parts
-
-
-def _layer_bytes(role: Role, tokens: int, mesh: Mesh, score_bytes: int = 0) -> int:
-    """Return the bytes of the outputs of a layer's products for `tokens`.
-
-    Args:
-      role: the model.
-      tokens: number of tokens on a device.
-      mesh: the mesh that the layer runs on.
-      score_bytes: bytes of the scores of attention, which are freed before the MLP begins.
-    """
-    architecture = role.architecture
-    parts = mesh.shape["model"]
-    width = 4 * architecture.hidden_size
-    mlp = 3 * architecture.intermediate_size // parts
-    if not isinstance(architecture, DebertaArchitecture):
-        heads = (2 * architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim
-        width += heads // parts
-        # Each expert of a token has its own copy of it, and its own output.
-        copies = tokens_at_experts(architecture, mesh)
-        width += 2 * copies * architecture.experts_per_token * architecture.hidden_size
-        # A gated MLP has gate, up and their product; an ungated one has the input and the output of
-        # its activation.
-        mlp = copies * len(architecture.mlp_projections) * architecture.active_width // parts
-    # The steps of a gelu are in float32; those of a silu are fused into the products.
-    mlp_itemsize = _FLOAT32
-    if getattr(architecture, "activation", "") == "silu":
-        mlp_itemsize = role.itemsize
-    return tokens * width * role.itemsize + max(tokens * mlp * mlp_itemsize, score_bytes)

@@ -37,6 +37,7 @@ from jax_ppo.types import Params, Prompts
 DESCRIPTIONS = ["config.json", "generation_config.json"]
 # The role whose model computes each part of the scores.
 SCORING_ROLES = {"policy": "actor", "critic": "critic"}
+FLOAT32_BYTES = 4
 # Any number will do: no shape depends on the number of steps.
 TOTAL_STEPS = 1000
 
@@ -66,6 +67,11 @@ class Role:
     def itemsize(self) -> int:
         """Return the bytes of a number of the computation."""
         return int(np.dtype(self.net.dtype).itemsize)
+
+    @property
+    def stored_itemsize(self) -> int:
+        """Return the bytes of a stored number; trained parameters are float32, frozen ones not."""
+        return int(self.params["embed"]["embedding"].dtype.itemsize)
 
     @property
     def elements(self) -> int:

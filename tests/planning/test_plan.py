@@ -18,7 +18,7 @@ from jax_ppo import plan as plan_command
 from jax_ppo.errors import UserError
 from jax_ppo.kernels.platform import assume_platform
 from jax_ppo.models.hf.config_export import to_hf_config
-from jax_ppo.planning import arithmetic, report, step_plan
+from jax_ppo.planning import arithmetic, head_memory, layer_memory, report, step_plan
 from jax_ppo.planning import work as work_counts
 from jax_ppo.planning.phases import PhaseWork
 from jax_ppo.planning.setup import read_descriptions, set_up_step
@@ -318,23 +318,23 @@ def test_weights_are_gathered_in_the_type_that_the_platforms_compiler_gathers(fo
         role = step.role("actor")
         stored = sum(bytes_per_device(x) for x in jax.tree.leaves(role.params))
         with assume_platform("tpu"):
-            assert arithmetic._head_bytes(step, role) == embedding * 2
-            assert arithmetic._cast_weights(step, role) == stored // 2
-            one_layer = arithmetic._gathered_layers(step, role)
+            assert head_memory.weight_bytes(step, role) == embedding * 2
+            assert layer_memory.cast_weight_bytes(step, role) == stored // 2
+            one_layer = layer_memory.gathered_bytes(step, role)
         with assume_platform("gpu"):
-            assert arithmetic._head_bytes(step, role) == embedding * (2 + 4)
-            assert arithmetic._cast_weights(step, role) == 0
+            assert head_memory.weight_bytes(step, role) == embedding * (2 + 4)
+            assert layer_memory.cast_weight_bytes(step, role) == 0
             # The next layer, too.
-            assert 0 < one_layer * 2 * 2 == arithmetic._gathered_layers(step, role)
+            assert 0 < one_layer * 2 * 2 == layer_memory.gathered_bytes(step, role)
 
 
 def test_a_tpus_update_has_the_gradients_of_the_head_or_those_of_the_layers(folder, monkeypatch):
     """In a small model the layers' are larger; for GPUs the head's weights arrive early."""
     options = {"mesh__data": 1, "mesh__fsdp": 8}
-    count_chunk = arithmetic._chunk_bytes
+    count_chunk = head_memory.chunk_bytes
 
     def temporaries(topology, added):
-        monkeypatch.setattr(arithmetic, "_chunk_bytes", lambda *args: count_chunk(*args) + added)
+        monkeypatch.setattr(head_memory, "chunk_bytes", lambda *args: count_chunk(*args) + added)
         return memory(estimate(folder, topology, **options), "update_actor").temporaries
 
     assert temporaries("v5e:2x4", added=2) == temporaries("v5e:2x4", added=0)
@@ -347,7 +347,7 @@ def test_a_tpus_sum_of_gradients_in_float32_is_whole_if_columns_fill_lanes(
     folder, lanes, sums, monkeypatch
 ):
     """Two columns of the output embedding on each of eight devices."""
-    monkeypatch.setattr(arithmetic, "TPU_LANES", lanes)
+    monkeypatch.setattr(head_memory, "TPU_LANES", lanes)
     options = {"mesh__data": 1, "mesh__fsdp": 8}
     wide, narrow = (
         memory(estimate(folder, actor__optim__gradient_dtype=dtype, **options), "update_actor")
