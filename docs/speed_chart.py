@@ -14,10 +14,10 @@ from matplotlib import pyplot  # noqa: E402  (the backend must be chosen first)
 
 ROOT = Path(__file__).resolve().parent.parent
 PANELS = (
-    ("Rule reward, 64-token responses, peers tuned, Intel Xeon", "ppo_step_forced_rule"),
-    ("Rule reward, 307 tokens on average, peers tuned, AMD EPYC", "ppo_step_verl_rule"),
-    ("Reward model, 64-token responses, an older AMD EPYC", "ppo_step_forced_model"),
-    ("Reward model, 307 tokens on average, an older AMD EPYC", "ppo_step_verl_model"),
+    ("Rule reward, 64-token responses, Intel Xeon", "ppo_step_forced_rule"),
+    ("Rule reward, 307 tokens on average, AMD EPYC", "ppo_step_verl_rule"),
+    ("Reward model, 64-token responses, Intel Xeon", "ppo_step_forced_model"),
+    ("Reward model, 307 tokens on average, Intel Xeon", "ppo_step_verl_model"),
 )
 LABELS = {
     "ours": "jax_ppo",
