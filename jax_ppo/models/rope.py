@@ -164,8 +164,8 @@ def rotation_tables(
     inverse, factor = inverse_frequencies(architecture, local)
     # In float32, as transformers computes the angles.
     angles = np.arange(length, dtype=np.float32)[:, None] * inverse
-    # A last row of NaN for all other positions; negative ones become large. A lookup that fills
-    # them in would be a comparison that compilers repeat for each head of each layer.
+    # All other positions read a last row of NaN; negative ones are large as unsigned numbers.
+    # Compilers would repeat a comparison after the lookup for each head of each layer.
     angles = np.pad(angles, ((0, 1), (0, 0)), constant_values=np.nan)
     rows_BxT = jnp.minimum(positions_BxT.astype(jnp.uint32), length)
 
