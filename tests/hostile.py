@@ -378,9 +378,13 @@ def model_config(r: random.Random, folder: Path) -> None:
         "is_causal",
         "num_experts",
         "x",
+        "_note",
     )
     field = r.choice((*where, *extra))
+    unchanged = architecture_or_refusal(config)
     where[field] = any_value(r)
+    if field == "_note" and architecture_or_refusal(config) != unchanged:
+        raise Wrong(f"a note of transformers is read: {where[field]!r:.300}")
     (folder / "config.json").write_text(to_json(config))
     write_safetensors(folder / "model.safetensors", llama_tensors())
     with naming("config.json", str(folder)):
@@ -397,6 +401,17 @@ def model_config(r: random.Random, folder: Path) -> None:
     own = {family.field_names.get(name, name): size for name, size in own.items()}
     if field in own and own[field] != where[field]:
         raise Wrong(f"{field}={where[field]!r} was read as {own[field]!r}")
+
+
+def architecture_or_refusal(config: dict[str, Any]) -> Any:
+    """Return what a config.json describes, or the message that refuses it."""
+    from jax_ppo.errors import UserError
+    from jax_ppo.models.hf.config import from_hf_config
+
+    try:
+        return from_hf_config(config)
+    except UserError as error:
+        return str(error)
 
 
 def adapter_config(r: random.Random, folder: Path) -> None:

@@ -1,7 +1,8 @@
 """Typed access to the fields of config.json.
 
 Every field is either read here, with a type and a range, or listed as having no influence on what
-the model computes. Any other field is refused, because it might change the numbers.
+the model computes. Any other field is refused, because it might change the numbers. Names that
+begin with an underscore are those of transformers' own notes, such as `_name_or_path`: ignored.
 """
 
 import difflib
@@ -21,8 +22,7 @@ MAX_LAYERS = 10_000
 # Fields of all families that do not change the scores, of transformers 4 and 5 and other programs.
 HARMLESS_FIELDS = frozenset(
     """
-    _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path
-    _sliding_window_pattern architectures attn_implementation auto_map begin_suppress_tokens
+    architectures attn_implementation auto_map begin_suppress_tokens
     cache_implementation chunk_size_feed_forward dtype finetuning_task gradient_checkpointing
     hidden_act hidden_activation id2label initializer_range is_decoder is_llama_config label2id
     max_sequence_length max_window_layers model_max_length name_or_path num_labels
@@ -99,7 +99,7 @@ class ConfigReader:
           where: precedes the name of a field in error messages.
           names: names in the file of fields that callers call by other names.
         """
-        self._values = values
+        self._values = _without_notes(values)
         self._defaults = defaults or {}
         self._where = where
         self._names = names or {}
@@ -236,7 +236,7 @@ class ConfigReader:
             return {}
         if not isinstance(value, dict):
             raise self._mismatch(name, "an object", value)
-        return value
+        return _without_notes(value)
 
     def refuse_unread(self, harmless: Collection[str] = HARMLESS_FIELDS) -> None:
         """Raise `UserError` for a field that was not read and might change the numbers.
@@ -290,6 +290,11 @@ class ConfigReader:
         if name not in self._values:
             return self.error(f"{name} must be {expected}, it is missing")
         return self.error(f"{name} must be {expected}, it is {quote_value(value)}")
+
+
+def _without_notes(values: Config) -> Config:
+    """Return the fields that describe the model; transformers' notes begin with an underscore."""
+    return {name: value for name, value in values.items() if not name.startswith("_")}
 
 
 def _is_number(value: Any) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from jax_ppo.errors import UserError
 from jax_ppo.models import rope
-from jax_ppo.models.hf.config import from_hf_config
+from jax_ppo.models.hf.config import from_hf_config, text_config
 from jax_ppo.models.hf.families import FAMILIES
 from jax_ppo.models.hf.fields import HARMLESS_FIELDS
 
@@ -147,7 +147,8 @@ def make_sweep(tmp_path):
             theirs=theirs,
             # The default of a missing pad_token_id may lie outside of this small vocabulary. Some
             # families of transformers fail on null, or without the size of a head.
-            harmless=HARMLESS_FIELDS | {"pad_token_id", "use_sliding_window", "head_dim"},
+            harmless=HARMLESS_FIELDS
+            | {"pad_token_id", "use_sliding_window", "head_dim", "_sliding_window_pattern"},
         )
 
     return make
@@ -177,6 +178,25 @@ def test_every_change_of_a_field_is_read_or_refused_in_one_line(family):
     layers, width = reference.fields(family, dict.fromkeys(("num_hidden_layers", "hidden_size")))
     assert {f"{layers}=100000000", "tie_word_embeddings='x'"} <= set(refused)
     assert {"is_causal=False", "rope_theta=None", f"{width}='missing'"} <= set(refused)
+
+
+def with_notes(value):
+    """Return a section of config.json with notes of transformers in it and in its sections."""
+    notes = {"_model_name_or_path": "model.gguf", "_": None, "_factor": {"factor": 2.0}}
+    return notes | {
+        name: with_notes(entry) if isinstance(entry, dict) else entry
+        for name, entry in value.items()
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_with_a_leading_underscore_are_notes_of_transformers_in_every_section(family):
+    config = make_config(family)
+    assert from_hf_config(with_notes(config)) == from_hf_config(config)
+    multimodal = {"model_type": "gemma3", "text_config": config, "_x": 1}
+    assert from_hf_config(text_config(with_notes(multimodal))) == from_hf_config(config)
+    with pytest.raises(UserError, match="x_ is an unknown field"):
+        from_hf_config(config | {"x_": 1})
 
 
 # The slow suite has a plain decoder, one with most fields of its own, and a mixture of experts; the
