@@ -1621,22 +1621,22 @@ RULES_IN_A_RUN = [
             "    return validate_result(function(row, response), response)\n"
             "except KeyboardInterrupt:\n"
             "    raise\n"
-            "except BaseException:\n"
+            "except BaseException as error:\n"
             "    text = printable_lines(traceback.format_exc())\n"
             "    if len(text) > _MAX_TRACEBACK:\n"
             "        text = f'...{text[-_MAX_TRACEBACK:]}'\n"
-            "    return ScoringFailure(text)"
+            "    return ScoringFailure(text, timed_out=isinstance(error, RewardTimeout))"
         ),
         new=(
             "try:\n"
             "    return validate_result(function(row, response), response)\n"
             "except KeyboardInterrupt:\n"
             "    raise\n"
-            "except ArithmeticError:\n"
+            "except ArithmeticError as error:\n"
             "    text = printable_lines(traceback.format_exc())\n"
             "    if len(text) > _MAX_TRACEBACK:\n"
             "        text = f'...{text[-_MAX_TRACEBACK:]}'\n"
-            "    return ScoringFailure(text)"
+            "    return ScoringFailure(text, timed_out=isinstance(error, RewardTimeout))"
         ),
     ),
     Exhibit(

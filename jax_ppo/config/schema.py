@@ -1153,9 +1153,18 @@ class Reward:
         above=0,
         effective_when=(SCORES_IN_WORKERS,),
     )
+    max_timeouts: int = option(
+        8,
+        "when this many consecutive responses of a batch, in its order, have run out of time, the "
+        "rest of it counts as failed at once; a function for whole batches has one time limit for "
+        "all of them instead",
+        unit="responses",
+        at_least=1,
+    )
     max_failed_steps: int = option(
         3,
-        "the run stops when the rule has failed on every response of this many consecutive steps",
+        "the run stops when the rule has failed on every response of this many consecutive steps, "
+        "or of one held-out evaluation",
         unit="steps",
         at_least=1,
     )

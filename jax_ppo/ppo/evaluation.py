@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_ppo.data.prompt_batches import PromptBatch
+from jax_ppo.errors import UserError
 from jax_ppo.ppo import scoring
 from jax_ppo.ppo.evaluation_statistics import describe_prompts
 from jax_ppo.ppo.plans import sample_lengths
@@ -73,6 +74,9 @@ def evaluate_policy(
       run: the parts of the run.
       state: holds the policy.
       before_batch: called before each batch; it may raise an exception to end the evaluation.
+
+    Raises:
+      UserError: the reward function failed on every response.
     """
     sampling = run.held_out_sampling
     options = run.config.rollout.val_kwargs
@@ -138,7 +142,9 @@ def _evaluate_sampled(
         mesh=run.mesh,
         key=run.sample_keys(Stream.EVALUATION, 0),
     )
-    return with_failures(evaluation, rewards_of_batches)
+    evaluation = with_failures(evaluation, rewards_of_batches)
+    require_scores(evaluation)
+    return evaluation
 
 
 def with_failures(evaluation: Evaluation, rewards: Sequence[RuleRewards]) -> Evaluation:
@@ -150,6 +156,17 @@ def with_failures(evaluation: Evaluation, rewards: Sequence[RuleRewards]) -> Eva
         scored=sum(batch.scored for batch in rewards),
         first_failure=next(causes, ""),
     )
+
+
+def require_scores(evaluation: Evaluation) -> None:
+    """Raise `UserError` if the reward function failed on every response."""
+    if evaluation.failures and evaluation.failures == evaluation.scored:
+        sample, _, cause = evaluation.first_failure.partition("\n")
+        raise UserError(
+            f"the reward function failed on all {evaluation.scored} responses of the held-out "
+            f"evaluation. The first failure was {sample}",
+            details=cause,
+        )
 
 
 def evaluate(

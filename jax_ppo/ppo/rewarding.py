@@ -190,6 +190,7 @@ class RuleScorer:
                 responses.examples,
                 responses.policy_texts,
                 self.options.fallback_score,
+                self.options.max_timeouts,
             )
 
     def _place(self, responses: LocalResponses, values: np.ndarray, total: int) -> jax.Array:

@@ -10,7 +10,7 @@ from jax_ppo.config import loading
 from jax_ppo.config.schema import Config
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.json_files import read_json_object
-from jax_ppo.ppo.evaluation import Evaluation, evaluate_policy
+from jax_ppo.ppo.evaluation import evaluate_policy
 from jax_ppo.ppo.report import Reporter
 from jax_ppo.ppo.run import PPORun
 from jax_ppo.ppo.run_models import train_missing_actor
@@ -57,20 +57,8 @@ def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
             state = _create_state(run, checkpoint)
             step = int(state.step)
             evaluation = evaluate_policy(run, state)
-            _require_scores(evaluation)
             reporter.report_evaluation(step, evaluation)
             return reporter.write_summary(step, mesh)
-
-
-def _require_scores(evaluation: Evaluation) -> None:
-    """Raise `UserError` if the reward function failed on every response."""
-    if evaluation.failures and evaluation.failures == evaluation.scored:
-        sample, _, cause = evaluation.first_failure.partition("\n")
-        raise UserError(
-            f"the reward function failed on all {evaluation.scored} responses, so there is nothing "
-            f"to report. The first failure was {sample}",
-            details=cause,
-        )
 
 
 def _find_checkpoint(model_path: str) -> Path | None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jax_ppo.config.schema import Reward
 from jax_ppo.errors import printable_lines, shorten
 from jax_ppo.rewards.batch_functions import BatchFunction, score_whole_batch
 from jax_ppo.rewards.rules import RewardResult
@@ -15,6 +16,7 @@ from jax_ppo.rewards.samples import (
     RewardFunction,
     RewardRow,
     ScoringFailure,
+    TimeoutCounter,
     score_sample,
 )
 from jax_ppo.rewards.worker_pool import RewardWorkers
@@ -60,6 +62,7 @@ def score_batch(
     examples: Sequence[Example],
     responses_text: Sequence[str],
     fallback_score: float = 0.0,
+    max_timeouts: int = Reward.max_timeouts,
 ) -> ScoredBatch:
     """Score each response for its example. A sample that cannot be scored affects no other.
 
@@ -69,11 +72,12 @@ def score_batch(
       responses_text: n texts; response i answers example i.
       fallback_score: score of a sample that could not be scored. Such samples are counted, and the
         first one of the batch is logged with its traceback.
+      max_timeouts: `config.reward.max_timeouts`; worker processes have it already.
 
     Raises:
       ValueError: the numbers of responses and examples differ.
     """
-    outcomes = _score_samples(reward_function, examples, responses_text)
+    outcomes = _score_samples(reward_function, examples, responses_text, max_timeouts)
     results: list[RewardResult] = []
     failed = np.zeros(len(outcomes), bool)
     first_failure = ""
@@ -114,6 +118,7 @@ def _score_samples(
     reward_function: RewardFunction | BatchFunction | RewardWorkers,
     examples: Sequence[Example],
     responses: Sequence[str],
+    max_timeouts: int,
 ) -> list[Outcome]:
     """Return the outcome of each sample, in order."""
     if isinstance(reward_function, BatchFunction):
@@ -122,10 +127,13 @@ def _score_samples(
     if isinstance(reward_function, RewardWorkers):
         rows = [RewardRow.from_example(example) for example in examples]
         return reward_function.score(rows, responses)
-    return [
-        score_sample(reward_function, RewardRow.from_example(example), response)
-        for example, response in zip(examples, responses, strict=True)
-    ]
+    outcomes: list[Outcome] = []
+    timeouts = TimeoutCounter(max_timeouts)
+    for example, response in zip(examples, responses, strict=True):
+        outcomes.append(score_sample(reward_function, RewardRow.from_example(example), response))
+        if timeouts.should_give_up(outcomes[-1]):
+            return outcomes + timeouts.fail_rest(len(examples) - len(outcomes))
+    return outcomes
 
 
 def _correctness(result: RewardResult) -> float:

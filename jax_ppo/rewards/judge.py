@@ -24,7 +24,7 @@ from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.rewards.custom import parse_reward_output
 from jax_ppo.rewards.rules import RewardResult
-from jax_ppo.rewards.samples import RewardFunction, RewardRow
+from jax_ppo.rewards.samples import RewardFunction, RewardRow, RewardTimeout
 
 # Sent as a bearer token. It never occurs in an option, a message or a file of the run.
 KEY_VARIABLE = "JAX_PPO_REWARD_KEY"
@@ -122,10 +122,12 @@ class Judge:
         """Return the server's reply; retry after errors that may be temporary.
 
         Raises:
-          RuntimeError: no attempt succeeded.
+          RuntimeError: no attempt succeeded; `RewardTimeout` if the last one took too long.
         """
         problem = ""
+        timed_out = False
         for attempt in range(self.url_retries + 1):
+            timed_out = False
             if attempt:
                 time.sleep(_FIRST_PAUSE * 2 ** (attempt - 1))
             try:
@@ -137,9 +139,12 @@ class Judge:
                     break
             except (OSError, http.client.HTTPException) as error:
                 problem = f"{type(error).__name__}: {error}"
+                # While connecting, the error is the reason of a URLError.
+                timed_out = isinstance(getattr(error, "reason", error), TimeoutError)
             except ValueError as error:
                 problem = f"the reply is not JSON: {error}"
-        raise RuntimeError(f"config.reward.url={_without_query(self.url)}: {problem}")
+        error_type = RewardTimeout if timed_out else RuntimeError
+        raise error_type(f"config.reward.url={_without_query(self.url)}: {problem}")
 
     def _send(self, request: str) -> Any:
         headers = {"Content-Type": "application/json"}

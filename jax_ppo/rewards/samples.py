@@ -1,6 +1,7 @@
 """Scoring of one response: the columns that a reward function reads, and its failures."""
 
 import copy
+import logging
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,6 +11,8 @@ from jax_ppo.rewards.rules import RewardResult
 
 if TYPE_CHECKING:  # `jax_ppo.types` imports jax, which reward workers do not load
     from jax_ppo.types import Example
+
+log = logging.getLogger(__name__)
 
 LARGEST_SCORE = 3.4028234663852886e38  # of float32
 _MAX_TRACEBACK = 4000  # characters
@@ -46,13 +49,49 @@ class ScoringFailure(NamedTuple):
 
     Attributes:
       cause: the traceback, or why there is none; printable characters and line breaks only.
+      timed_out: whether there was no result in time.
     """
 
     cause: str
+    timed_out: bool = False
+
+
+class RewardTimeout(RuntimeError):
+    """A service that a rule asks has not answered in time."""
 
 
 RewardFunction = Callable[[RewardRow, str], RewardResult]
 Outcome = RewardResult | ScoringFailure
+
+
+class TimeoutCounter:
+    """Counts consecutive time-outs in a batch, after `limit` of which the rest is not tried.
+
+    They are consecutive in the order of the samples, not of completion, so that what fails does not
+    depend on the number of workers.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._count = 0
+
+    def should_give_up(self, outcome: "Outcome | None") -> bool:
+        """Count the outcome of the next sample; return whether the rest should not be tried."""
+        timed_out = isinstance(outcome, ScoringFailure) and outcome.timed_out
+        self._count = self._count + 1 if timed_out else 0
+        return self._count >= self._limit
+
+    def fail_rest(self, count: int) -> list["Outcome"]:
+        """Return the outcomes of the `count` samples that are not tried, and say so in one line."""
+        cause = f"not tried: {self._limit} consecutive responses ran out of time before it"
+        if count:
+            log.warning(
+                "%d consecutive responses ran out of time (config.reward.max_timeouts), so the "
+                "other %d of this batch count as failed",
+                self._limit,
+                count,
+            )
+        return [ScoringFailure(cause)] * count
 
 
 def score_sample(function: RewardFunction, row: RewardRow, response: str) -> Outcome:
@@ -62,11 +101,11 @@ def score_sample(function: RewardFunction, row: RewardRow, response: str) -> Out
     except KeyboardInterrupt:
         raise
     # This includes SystemExit: a reward function must not end the run as if it had succeeded.
-    except BaseException:
+    except BaseException as error:
         text = printable_lines(traceback.format_exc())
         if len(text) > _MAX_TRACEBACK:
             text = f"...{text[-_MAX_TRACEBACK:]}"
-        return ScoringFailure(text)
+        return ScoringFailure(text, timed_out=isinstance(error, RewardTimeout))
 
 
 def validate_result(result: RewardResult, response: str) -> RewardResult:

@@ -3,6 +3,7 @@
 import multiprocessing.context
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -14,10 +15,11 @@ from jax_ppo.config.schema import Reward
 from jax_ppo.errors import printable_lines
 from jax_ppo.rewards import worker
 from jax_ppo.rewards.judge import Judge
-from jax_ppo.rewards.samples import Outcome, RewardRow, ScoringFailure
+from jax_ppo.rewards.samples import Outcome, RewardRow, ScoringFailure, TimeoutCounter
 
 # Attempts to score a sample whose pool broke before a worker took it.
 _MAX_ATTEMPTS = 3
+_LONGEST_STOP = 10.0  # seconds to wait for the threads of a pool whose workers are killed
 # Reported for a worker that ended with 0, by which Pebble means that it was asked to end.
 _ENDED_WITH_ZERO = 256
 
@@ -95,7 +97,10 @@ class RewardWorkers:
         """End the worker processes."""
         if self._pool is not None:
             self._pool.stop()
-            self._pool.join()
+            # A process that has left a worker's group may keep the pool's pipe open, and full.
+            waiting = threading.Thread(target=self._pool.join, daemon=True)
+            waiting.start()
+            waiting.join(_LONGEST_STOP)
             self._pool = None
 
     def score(self, rows: Sequence[RewardRow], responses: Sequence[str]) -> list[Outcome]:
@@ -115,8 +120,14 @@ class RewardWorkers:
                 )
                 for index in missing
             }
+            timeouts = TimeoutCounter(self._options.max_timeouts)
             for index, future in futures.items():
                 outcomes[index] = self._wait(future)
+                if timeouts.should_give_up(outcomes[index]):
+                    # The workers would go on with the samples that they have been sent.
+                    self.stop()
+                    outcomes[index + 1 :] = timeouts.fail_rest(len(samples) - index - 1)
+                    break
         died_early = ScoringFailure("the worker processes ended before they took this sample")
         return [outcome or died_early for outcome in outcomes]
 
@@ -162,7 +173,8 @@ class RewardWorkers:
         except TimeoutError:
             return ScoringFailure(
                 f"no result within config.reward.timeout={self._options.timeout:g} seconds; its "
-                "worker process was replaced"
+                "worker process was replaced",
+                timed_out=True,
             )
         except pebble.ProcessExpired as error:
             return ScoringFailure(

@@ -77,6 +77,6 @@ def test_a_reward_function_that_fails_on_everything_gives_no_figures():
         scored=3,
         first_failure="row 0 of the batch:\nTraceback",
     )
-    standalone_evaluation._require_scores(failing)
+    evaluation.require_scores(failing)
     with pytest.raises(UserError, match="failed on all 3 responses.* row 0 of the batch:\nTrace"):
-        standalone_evaluation._require_scores(dataclasses.replace(failing, failures=3))
+        evaluation.require_scores(dataclasses.replace(failing, failures=3))

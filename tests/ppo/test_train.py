@@ -792,6 +792,39 @@ def test_a_reward_that_always_fails_stops_the_run(files, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_reward_that_hangs_ends_the_run_at_its_first_evaluation(files, tmp_path):
+    """Of a step's 16 responses, and of two held-out batches of 8, two each are tried."""
+    (tmp_path / "hangs.py").write_text(
+        "import pathlib, time\n"
+        "def reward(data_source, solution_str, ground_truth, extra_info):\n"
+        "    with open(pathlib.Path(__file__).with_name('calls'), 'a') as calls: calls.write('x')\n"
+        "    time.sleep(3600)\n"
+    )
+    arguments = (
+        f"--config.reward.function={tmp_path}/hangs.py:reward",
+        "--config.reward.workers=1",
+        "--config.reward.timeout=0.2",
+        "--config.reward.max_timeouts=2",
+        "--config.trainer.val_before_train=False",
+        "--config.trainer.test_freq=1",
+    )
+    process = subprocess.run(
+        command(files, tmp_path / "work", *arguments),
+        cwd=ROOT,
+        text=True,
+        env=environment(),
+        capture_output=True,
+        timeout=RUN_SECONDS,
+    )
+    assert process.returncode == 1
+    last = process.stderr[process.stderr.rindex("error: ") :]
+    assert "the reward function failed on all 16 responses of the held-out evaluation" in last
+    assert "no result within config.reward.timeout=0.2 seconds" in last
+    # A worker may have begun the next one.
+    assert 6 <= len((tmp_path / "calls").read_text()) <= 9
+
+
+@pytest.mark.slow
 def test_an_error_in_one_process_ends_both(files, tmp_path):
     (tmp_path / "bad.py").write_text(
         "import jax\n"

@@ -1,7 +1,9 @@
 """A reward from a server, asked over HTTP."""
 
+import contextlib
 import http.server
 import json
+import socket
 import threading
 
 import pytest
@@ -9,9 +11,11 @@ import pytest
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError
 from jax_ppo.rewards import registry
+from jax_ppo.rewards.batch import score_batch
 from jax_ppo.rewards.judge import KEY_VARIABLE, Judge
 from jax_ppo.rewards.samples import RewardRow, score_sample
 from jax_ppo.rewards.worker_pool import RewardWorkers
+from jax_ppo.types import Example
 
 CHAT = RewardRow("mine", "4", {}, ({"role": "user", "content": "2+2?"},))
 
@@ -152,6 +156,34 @@ def test_a_server_that_does_not_answer_is_given_up(server):
     options = Reward(url="http://127.0.0.1:9/score", url_retries=1)
     failure = score_sample(Judge.from_options(options).reward_function(), CHAT, "x")
     assert "config.reward.url=http://127.0.0.1:9/score" in failure.cause
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_judge_that_hangs_is_given_up_after_consecutive_time_outs(workers):
+    """It times out by itself, before `reward.timeout`, in the run's own process too."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
+        options = Reward(url=url, url_timeout=0.05, url_retries=1, max_timeouts=2)
+        rule = Judge.from_options(options).reward_function()
+        with RewardWorkers(options, 1) as pool:
+            scored = score_batch(
+                pool if workers else rule, [Example("q", "mine")] * 5, list("abcde"), -1.0, 2
+            )
+        silent.setblocking(False)
+        accepted = 0
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                silent.accept()[0].close()
+                accepted += 1
+    assert scored.failures == 5 and "TimeoutError" in scored.first_failure
+    # Two samples, each asked twice; a worker may have begun the third.
+    assert 4 <= accepted <= 4 + 2 * workers
+
+
+def test_a_judge_that_refuses_is_asked_for_every_response(server):
+    server.replies = [(401, "")]
+    scored = score_batch(judge(server), [Example("q", "mine")] * 5, list("abcde"), max_timeouts=2)
+    assert scored.failures == len(server.requests) == 5
 
 
 def test_workers_ask_the_judge_as_one_term_of_several(server):

@@ -111,6 +111,33 @@ def test_a_hung_or_dead_worker_costs_its_sample_only(module, workers, caplog):
     wait_until(lambda: f"sleep\x003600.{os.getpid()}\x00" not in _commands_of_processes())
 
 
+@pytest.mark.usefixtures("hangs_are_over_at_once")
+@pytest.mark.parametrize("workers", [1, 3])
+def test_after_consecutive_time_outs_the_rest_of_a_batch_fails_at_once(module, workers, caplog):
+    """They are consecutive in the order of the samples, whatever the workers finish first.
+
+    The longest response fills the pipe to the workers, so that sending the others is interrupted.
+    """
+    hangs = ["abc", "sleep", "sleep", "exit7", "regex", "sleep", "sleep"]
+    untried = ["sleep", "x" * 10**7, "abc", "sleep"]
+    rows = [Example("q", "mine", "4", {"index": 0})] * (len(hangs) + len(untried))
+    folder = pathlib.Path(module).parent
+    with RewardWorkers(options(f"{module}:misbehaves", max_timeouts=3), workers) as pool:
+        before = len(list(folder.glob("*.hangs")))
+        batch = score_batch(pool, rows, [*hangs, *untried], fallback_score=-1.0)
+        assert batch.scores.tolist() == [5] + [-1] * 10 and batch.failures == 10
+        # With several workers, some may have begun the samples that follow the third time-out.
+        assert len(list(folder.glob("*.hangs"))) - before <= 5 + workers - 1
+        # The next batch is tried again, in new workers.
+        assert score_batch(pool, rows[:1], ["abc"]).scores.tolist() == [5]
+    line, summary = [record.getMessage() for record in caplog.records]
+    assert line == (
+        "3 consecutive responses ran out of time (config.reward.max_timeouts), so the other 4 of "
+        "this batch count as failed"
+    )
+    assert "10 of 11 responses could not be scored" in summary
+
+
 def _commands_of_processes():
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
         try:
