@@ -30,8 +30,9 @@ def run_command(arguments: list[str], command: str, run: Callable[[Config, Path]
     with signals.handle_stop_signals(ends_process=True):
         try:
             options, workdir = command_line.read_command_line(arguments, command)
-            from jax_ppo.runtime import distributed
+            from jax_ppo.runtime import distributed, xla_flags
 
+            xla_flags.require_known()
             distributed.initialize(options.distributed)
         except UserError as error:
             sys.exit(f"error: {error}")

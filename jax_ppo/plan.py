@@ -12,7 +12,7 @@ from typing import NamedTuple
 from jax_ppo.config import command_line
 from jax_ppo.config.schema import Config
 from jax_ppo.errors import UserError
-from jax_ppo.runtime import topologies
+from jax_ppo.runtime import topologies, xla_flags
 from jax_ppo.runtime.topologies import Topology
 
 USAGE = """\
@@ -79,6 +79,7 @@ def _run(arguments: list[str]) -> None:
         print(USAGE.format(examples=topologies.EXAMPLES))
         return
     config, topology, flags = read_plan_arguments(arguments)
+    xla_flags.require_known()
     topologies.prepare_environment(topology)
     from jax_ppo.planning import report, step_plan
 

@@ -14,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 
+import quick_compilation
 from chaos_server import ForkServer, WarmProcess
 from chaos_variants import Variant
 from waiting import keep_port
@@ -25,17 +26,14 @@ COMMAND = ROOT / "tests" / "chaos_command.py"
 TIMEOUT = 600.0
 STARTING = "starting"
 # Like the tests: compiling quickly matters more than running quickly.
-XLA_FLAGS = (
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-)
+quick_compilation.set_flags(print)
 EXAMPLES = re.compile(r"step (\d+) of examples ([\d ]+)")
 # Of every process, also of the server that forks them.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_NUM_CPU_DEVICES": "1",
     "PYTHONPATH": str(ROOT),
-    "XLA_FLAGS": XLA_FLAGS,
+    "XLA_FLAGS": os.environ["XLA_FLAGS"],
 }
 
 

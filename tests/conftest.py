@@ -11,21 +11,15 @@ from pathlib import Path
 # Eight devices, so that meshes of 1, 2 and 8 can be compared in one process.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
-# Most of the suite's time is compilation. These flags take 60 % of its CPU time away: no
-# optimization by LLVM, fusions by XLA's older emitters, which do not go through MLIR, and no
-# splitting of a program between threads. XLA aborts at a flag that it does not know. A test that
-# computes for minutes needs optimized programs: run it with XLA_FLAGS= in the environment.
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
-)
 
 import jax
 import pytest
 
+import quick_compilation
 import waiting
 
+_dropped_flags: list[str] = []
+quick_compilation.set_flags(_dropped_flags.append)
 # Tracing makes millions of small objects, few of them garbage: rarer collections save 5 % of the
 # CPU time.
 gc.set_threshold(100_000, 50, 100)
@@ -70,6 +64,11 @@ SMOKE = (
     "test_architecture.py",
     "training/test_packing.py",
 )
+
+
+def pytest_report_header() -> list[str]:
+    """Name the flags of XLA that the tests do without."""
+    return _dropped_flags
 
 
 def require_smoke_tests_exist() -> None:

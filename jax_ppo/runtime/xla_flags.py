@@ -1,0 +1,64 @@
+"""The flags in XLA_FLAGS, of which XLA aborts the process at the first that it does not know."""
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+
+from jax_ppo.errors import UserError
+
+# The value that has been tried already, for the processes that this one starts.
+_TRIED = "JAX_PPO_TRIED_XLA_FLAGS"
+# Has XLA parse its flags: a quarter of a second, without devices or the package jax.
+_PARSES_FLAGS = """
+from jaxlib import _jax
+options = _jax.CompileOptions()
+options.executable_build_options.debug_options
+"""
+
+
+def require_known() -> None:
+    """Raise `UserError` if XLA_FLAGS has flags that the installed jaxlib refuses."""
+    refused = _refused()
+    if refused:
+        raise UserError(
+            f"XLA_FLAGS: the installed jaxlib does not know {shlex.join(refused)}, or not this "
+            "value; leave it out, or install another jaxlib"
+        )
+
+
+def drop_unknown(report: Callable[[str], object]) -> None:
+    """Take the flags out of XLA_FLAGS that the installed jaxlib refuses.
+
+    Args:
+      report: called with one line if there are any.
+    """
+    refused = _refused()
+    if refused:
+        flags = shlex.split(os.environ["XLA_FLAGS"])
+        os.environ["XLA_FLAGS"] = shlex.join(flag for flag in flags if flag not in refused)
+        os.environ[_TRIED] = os.environ["XLA_FLAGS"]
+        report(f"XLA_FLAGS: without {shlex.join(refused)}, which the installed jaxlib refuses")
+
+
+def _refused() -> list[str]:
+    """Return the flags at which a child process ends, tried once per value of XLA_FLAGS."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if not flags.strip() or os.environ.get(_TRIED) == flags:
+        return []
+    refused: list[str] = []
+    if not _parses(flags):
+        # Anything else than a flag may be wrong: then jaxlib reports it when it is used.
+        refused = [flag for flag in shlex.split(flags) if not _parses(flag)] if _parses("") else []
+    if not refused:
+        os.environ[_TRIED] = flags
+    return refused
+
+
+def _parses(flags: str) -> bool:
+    return not subprocess.run(
+        [sys.executable, "-c", _PARSES_FLAGS],
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+    ).returncode

@@ -1,0 +1,51 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jax_ppo.errors import UserError
+from jax_ppo.runtime import xla_flags
+
+KNOWN = "--xla_backend_optimization_level=0"
+
+
+@pytest.fixture(autouse=True)
+def untried(monkeypatch):
+    monkeypatch.delenv("JAX_PPO_TRIED_XLA_FLAGS", raising=False)
+
+
+@pytest.mark.parametrize("wrong", ["--xla_nothing=true", "--xla_backend_optimization_level=high"])
+def test_a_command_ends_in_one_line_that_names_a_flag_that_xla_refuses(wrong):
+    result = subprocess.run(
+        [sys.executable, "-m", "jax_ppo.train", "--config=arithmetic"],
+        env=os.environ | {"XLA_FLAGS": f"{KNOWN} {wrong}"},
+        capture_output=True,
+        text=True,
+    )
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("error: XLA_FLAGS: ")
+    assert wrong in result.stderr and KNOWN not in result.stderr
+
+
+def test_refused_flags_are_dropped_with_one_line_and_the_others_are_tried_once(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", f"{KNOWN} --xla_nothing=true --xla_neither")
+    lines = []
+    xla_flags.drop_unknown(lines.append)
+    assert os.environ["XLA_FLAGS"] == KNOWN
+    assert lines == [
+        "XLA_FLAGS: without --xla_nothing=true --xla_neither, which the installed jaxlib refuses"
+    ]
+    monkeypatch.setattr(subprocess, "run", None)  # no child is started again
+    xla_flags.drop_unknown(lines.append)
+    xla_flags.require_known()
+    assert len(lines) == 1
+
+
+def test_flags_are_left_to_jaxlib_where_a_child_cannot_try_them(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_nothing=true")
+    with pytest.raises(UserError, match="--xla_nothing=true"):
+        xla_flags.require_known()
+    monkeypatch.setattr(xla_flags, "_PARSES_FLAGS", "raise SystemExit(1)")
+    xla_flags.require_known()
