@@ -6,6 +6,7 @@ second.
 
 import atexit
 import contextlib
+import importlib.util
 import os
 import signal
 import sys
@@ -109,6 +110,15 @@ def _run(
             run(options, folder)
             console.print_on_main(f"report: {workdir}/report.html")
             if "tensorboard" in parsing.parse_loggers(options.trainer.logger):
-                console.print_on_main(f"curves: tensorboard --logdir {workdir}/tensorboard")
+                console.print_on_main(describe_curves(workdir))
     except UserError as error:
         sys.exit(f"error: {error}")
+
+
+def describe_curves(workdir: str | Path) -> str:
+    """Return the line that says how to see the curves."""
+    line = f"curves: tensorboard --logdir {workdir}/tensorboard"
+    # Event files are written without it: with its server it takes 50 MB.
+    if importlib.util.find_spec("tensorboard") is None:
+        line += "  (after: pip install tensorboard)"
+    return line

@@ -7,6 +7,7 @@ import pytest
 
 import jax_ppo
 from jax_ppo import __main__ as commands
+from jax_ppo import command
 
 
 def test_without_arguments_the_commands_are_listed():
@@ -33,3 +34,12 @@ def test_a_command_gets_its_options(capsys):
 def test_a_wrong_command_gets_the_nearest():
     with pytest.raises(SystemExit, match="trian: no such command.*Did you mean 'train'"):
         commands.main(["trian"])
+
+
+@pytest.mark.parametrize(("installed", "remedy"), [(True, ""), (False, "pip install tensorboard")])
+def test_the_curves_line_names_what_is_missing(monkeypatch, installed, remedy):
+    spec = object() if installed else None
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: spec)
+    line = command.describe_curves("output/run")
+    assert line.startswith("curves: tensorboard --logdir output/run/tensorboard")
+    assert remedy in line and ("pip" in line) == bool(remedy)

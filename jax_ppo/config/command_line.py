@@ -5,6 +5,7 @@ Errors name the option, its value, the expectation and the nearest valid name.
 
 import dataclasses
 import json
+import shlex
 import textwrap
 from pathlib import Path
 
@@ -93,7 +94,7 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
 
 
 def write_resolved_config(config: Config, folder: Path, workdir: str) -> None:
-    """Print all options, one paragraph per section, and write them to config.json in the folder.
+    """Write all options to config.json in the folder, and print those that were set.
 
     Args:
       config: the options.
@@ -102,22 +103,25 @@ def write_resolved_config(config: Config, folder: Path, workdir: str) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
-    # On the console, options are grouped by section for readability.
+    print(f"work directory: {workdir} (all options: config.json)")
+    # Most options are rarely set: showing all would hide those that make this run.
     settings: dict[str, list[str]] = {}
     for option in all_options():
-        section, _, name = option.name.rpartition(".")
         value = option_value(config, option.name)
-        settings.setdefault(section or "config", []).append(f"{name}={value!r}")
-    for section, texts in settings.items():
-        paragraph = textwrap.fill(
-            f"{section}: {'  '.join(texts)}",
-            width=118,
-            subsequent_indent="    ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        print(paragraph)
-    print(f"work directory: {workdir}", flush=True)
+        if value != option.default:
+            section, _, name = option.name.rpartition(".")
+            settings.setdefault(section, []).append(f"{name}={shlex.quote(str(value))}")
+    sections = [
+        f"{section}: {' '.join(texts)}".removeprefix(": ") for section, texts in settings.items()
+    ]
+    paragraph = textwrap.fill(
+        f"options that were set: {'; '.join(sections) or 'none'}",
+        width=118,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    print(paragraph, flush=True)
 
 
 def _parse_flags(arguments: list[str], defaults: ml_collections.ConfigDict) -> flags.FlagValues:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 import math
 import pathlib
 import re
@@ -323,17 +324,29 @@ def test_a_mistake_costs_no_heavy_import(config_file):
     assert "config.actor.clip_ratio" in done.stdout
 
 
-def test_resolved_configuration_is_written(config_file, tmp_path, capsys):
-    options, _ = command_line.read_command_line(["train", f"--config={config_file}"])
+def test_all_options_are_written_and_those_that_were_set_are_printed(config_file, tmp_path, capsys):
+    arguments = ["train", f"--config={config_file}", "--config.data.instruction=Think first."]
+    options, _ = command_line.read_command_line(arguments)
     command_line.write_resolved_config(options, tmp_path / "work", "gs://bucket/run")
-    assert '"train_files": "arithmetic:8"' in (tmp_path / "work" / "config.json").read_text()
+    written = json.loads((tmp_path / "work" / "config.json").read_text())
+    assert loading.from_config_dict(written) == options
+    assert written["actor"]["clip_ratio"] == 0.2, "defaults are written, too"
     printed = capsys.readouterr().out
-    assert "clip_ratio=0.2" in printed and "work directory: gs://bucket/run" in printed
+    assert "work directory: gs://bucket/run" in printed
+    set_options = [
+        option.name.rpartition(".")[2]
+        for option in schema.all_options()
+        if schema.option_value(options, option.name) != option.default
+    ]
+    assert re.findall(r"(\w+)=", printed) == set_options
+    assert "train_files=arithmetic:8" in printed and "instruction='Think first.'" in printed
     # A value is never broken, so that it can be searched for and copied.
     name = "-".join(["part"] * 60)
     named = dataclasses.replace(options, experiment_name=name)
     command_line.write_resolved_config(named, tmp_path / "work", "here")
-    assert f"experiment_name={name!r}" in capsys.readouterr().out
+    assert f"experiment_name={name};" in capsys.readouterr().out
+    command_line.write_resolved_config(schema.Config(), tmp_path / "work", "here")
+    assert capsys.readouterr().out.endswith("options that were set: none\n")
 
 
 def test_a_reader_of_the_table_may_leave():
