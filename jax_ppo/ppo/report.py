@@ -1,7 +1,7 @@
 """Reports of a PPO run: metrics of each step, warnings, evaluations, export and summary."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from jax_ppo.ppo.run import PPORun
 from jax_ppo.ppo.sample_records import StepSamples, describe_step
 from jax_ppo.reporting import console, journal
 from jax_ppo.reporting.curves import Panel
+from jax_ppo.rewards.misses import Miss, describe_misses
 from jax_ppo.runtime import compilation, signals
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.state import TrainState
@@ -232,6 +233,9 @@ class Reporter(journal.Journal):
                     "config.reward.fallback_score and no part in the accuracy"
                 )
         self.write_evaluation(completed_steps, means, shown)
+        if evaluation.accuracy == 0:
+            lines = ["no answer is right", *describe_misses(_wrong_records(evaluation))]
+            self.warn(f"evaluation after step {completed_steps}: " + "\n  ".join(lines))
 
     def finish(self, state: TrainState, export: bool) -> dict[str, Any]:
         """Write the pending metrics, the exported actor if asked, and the summary.
@@ -282,11 +286,21 @@ def refuse_foreign_exports(config: Config, workdir: Path) -> None:
         refuse_foreign_folder(workdir / ADAPTER, (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
 
 
+def _wrong_records(evaluation: Evaluation) -> Iterator[Miss]:
+    """Yield the wrong responses of an evaluation."""
+    for record in evaluation.records:
+        if record["correct"] is False:
+            yield Miss(record["ground_truth"], record["response"], record["answer"])
+
+
 def _describe_evaluation(evaluation: Evaluation) -> tuple[str, dict[str, float | None]]:
     """Return the text for the console, and all figures by name."""
     shown = f"reward {evaluation.reward_mean:.3f}"
     if evaluation.accuracy is not None:
         shown = f"accuracy {evaluation.accuracy:.3f}, {shown}"
+    cut = sum(record["truncated"] for record in evaluation.records)
+    if cut:
+        shown += f", {cut} of {len(evaluation.records)} responses cut off at the longest length"
     # Intervals are in the files: the console names the figures themselves.
     figures = [
         f"{name} {value:.3f}"

@@ -20,7 +20,7 @@ from jax_ppo.ppo import scoring
 from jax_ppo.ppo.reward_inputs import ModelInputs, RewardInputs
 from jax_ppo.rewards.batch import ScoredBatch, score_batch
 from jax_ppo.rewards.batch_functions import BatchFunction
-from jax_ppo.rewards.misses import describe_misses
+from jax_ppo.rewards.misses import describe_misses, scored_misses
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction, RewardRow
 from jax_ppo.rewards.step_rewards import assign_step_rewards
@@ -161,7 +161,9 @@ class RuleScorer:
             first_failure=scored.first_failure,
             model_inputs=model_inputs,
             answers=answers,
-            misses=describe_misses(responses.examples, responses.policy_texts, scored),
+            misses=describe_misses(
+                scored_misses(responses.examples, responses.policy_texts, scored)
+            ),
         )
 
     def _decode_local(self, batch: PromptBatch, rollout: Rollout) -> LocalResponses:

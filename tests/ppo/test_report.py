@@ -288,6 +288,35 @@ def test_responses_of_an_evaluation_that_could_not_be_scored_are_reported(tmp_pa
     assert warning in capsys.readouterr().out
 
 
+def test_an_evaluation_without_a_right_answer_shows_what_was_looked_for(tmp_path, capsys):
+    def make_record(correct, answer, truncated):
+        response = {"response": "It is 7.", "score": 0.0, "prompt": "3 + 4 ="}
+        found = {"ground_truth": "7", "answer": answer, "correct": correct, "truncated": truncated}
+        return response | found
+
+    def make_evaluation(records, accuracy):
+        return Evaluation(
+            accuracy=accuracy,
+            reward_mean=accuracy,
+            length_mean=4.0,
+            figures={},
+            records=records,
+            responses_per_prompt=1,
+        )
+
+    run = types.SimpleNamespace(config=tiny.config(), total_steps=1)
+    wrong = [make_record(False, None, True), make_record(False, "3", False)]
+    with report.Reporter(run, tmp_path, Progress(), Compilations()) as reporter:
+        reporter.report_evaluation(0, make_evaluation(wrong, 0.0))
+        printed = capsys.readouterr().out
+        assert "accuracy 0.000, reward 0.000, 1 of 2 responses cut off" in printed
+        assert "no answer is right\n  looked for '7', in 'It is 7.'\n" in printed
+        assert "  looked for '7', read '3' in 'It is 7.'" in printed
+        right = [make_record(True, "7", False), *wrong]
+        reporter.report_evaluation(1, make_evaluation(right, 1 / 3))
+    assert "looked for" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("folder", "rank"), [("actor", 0), ("adapter", 4)])
 def test_a_run_that_could_not_export_is_refused_before_it_trains(
     tmp_path, monkeypatch, folder, rank

@@ -1,7 +1,7 @@
 """Wrong responses next to what the rule looked for."""
 
 from jax_ppo.rewards.batch import LONGEST_ANSWER, score_batch
-from jax_ppo.rewards.misses import describe_misses
+from jax_ppo.rewards.misses import describe_misses, scored_misses
 from jax_ppo.rewards.registry import resolve_reward_function
 from jax_ppo.types import Example
 
@@ -11,7 +11,7 @@ TRUTH = "72"
 def describe(texts, source="openai/gsm8k", **arguments):
     examples = [Example("question", source, ground_truth=TRUTH) for _ in texts]
     scored = score_batch(resolve_reward_function(), examples, texts)
-    return describe_misses(examples, texts, scored, **arguments)
+    return describe_misses(scored_misses(examples, texts, scored), **arguments)
 
 
 def test_the_nearest_misses_come_first_and_say_what_was_read():
