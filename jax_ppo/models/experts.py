@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt
 
 from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.quantization import converted_kernel
 from jax_ppo.runtime.parallelism.experts import run_on_own_rows, split_experts
 
 Activation = Callable[[jax.Array], jax.Array]
@@ -222,7 +223,7 @@ def run_experts(
     sorted_N = expert_N[order_N]
 
     def project(name: str, rows: jax.Array) -> jax.Array:
-        kernel = projections[name]["kernel"].astype(dtype)
+        kernel = converted_kernel(projections[name]["kernel"], rows, dtype)
         out = jax.lax.ragged_dot(rows, kernel, group_sizes)
         if "kernel_scale" in projections[name]:
             out = (out * projections[name]["kernel_scale"][sorted_N]).astype(dtype)

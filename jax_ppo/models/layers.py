@@ -17,6 +17,7 @@ from jax_ppo.models.attention import run_attention
 from jax_ppo.models.attention_over_parts import run_attention_over_parts
 from jax_ppo.models.cache import LayerCache, cache_layout
 from jax_ppo.models.experts import ExpertMLP
+from jax_ppo.models.quantization import converted_kernel
 from jax_ppo.runtime.parallelism.cache_columns import num_cache_parts
 from jax_ppo.runtime.parallelism.context import num_row_parts
 from jax_ppo.runtime.parallelism.heads import copy_kv_heads, drop_padded_heads, pad_query_heads
@@ -110,7 +111,7 @@ class Dense(nn.Module):
         )
         # Parameters are float32 while they are trained; products are in the computation dtype.
         flat = x.reshape(-1, x.shape[-1]).astype(self.dtype)
-        out = jax.lax.dot(flat, kernel.astype(self.dtype))
+        out = jax.lax.dot(flat, converted_kernel(kernel, flat, self.dtype))
         if self.has_variable("params", "kernel_scale"):
             scale: jax.Array = self.get_variable("params", "kernel_scale")
             out = (out * scale).astype(self.dtype)

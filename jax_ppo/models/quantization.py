@@ -49,6 +49,17 @@ def quantize_kernels(params: Params, dtype: DTypeLike) -> Params:
     return quantized
 
 
+def converted_kernel(kernel: jax.Array, x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return a kernel in the type of the product with `x`; one of int8 only once `x` is there.
+
+    A compiler that sees a conversion of what no step of the decode loop changes makes it before the
+    loop, and keeps a wide copy of every kernel (XLA of jaxlib 0.12 for CPUs).
+    """
+    if kernel.dtype == jnp.int8:
+        kernel, _ = jax.lax.optimization_barrier((kernel, x))
+    return kernel.astype(dtype)
+
+
 def _quantize(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return int8 [..., in, out] and float32 [..., out]."""
     wide = kernel.astype(jnp.float32)
