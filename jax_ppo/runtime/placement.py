@@ -100,7 +100,7 @@ def to_memory_of(tree: Any, like: Any) -> Any:
 def to_host(array: jax.Array) -> np.ndarray:
     """Return the whole array, in every process."""
     if array.is_fully_addressable or array.is_fully_replicated:
-        return np.asarray(array)
+        return jax.device_get(array)
     return multihost_utils.process_allgather(array, tiled=True)
 
 
