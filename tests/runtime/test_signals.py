@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130}
 
 PROGRAM = """
-import hashlib, os, signal, sys, threading, time
+import hashlib, os, signal, sys, threading, time, warnings
 from jax_ppo.runtime import signals
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have ignored it
 signals.LIMIT_SECONDS = 0.2
@@ -73,6 +73,8 @@ def workers():
 def forked():
     signals.defer_signals()
     reader, writer = os.pipe()
+    # Libraries and reward functions fork in spite of Python's warning of it.
+    warnings.simplefilter("ignore", DeprecationWarning)
     child = os.fork()
     if child == 0:
         os.write(writer, b"1")
