@@ -67,7 +67,7 @@ def prepared_run(options: Config, workdir: str | Path, evaluates: bool = False) 
       KeyboardInterrupt: if SIGINT stopped the run, outside of a command.
     """
     from jax_ppo.reporting import console
-    from jax_ppo.runtime import compilation, distributed, work_directory
+    from jax_ppo.runtime import compilation, distributed, heartbeat, work_directory
     from jax_ppo.storage import disk_space
 
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # torch is not needed
@@ -84,7 +84,11 @@ def prepared_run(options: Config, workdir: str | Path, evaluates: bool = False) 
             distributed.run_on_main(
                 lambda: command_line.write_resolved_config(options, folder, str(workdir))
             )
-            yield folder
+            beating: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if distributed.is_main():
+                beating = heartbeat.beating(console.print_aside)
+            with beating:
+                yield folder
             signals.raise_if_stopped(console.print_on_main)
     except OSError as error:
         if not disk_space.is_disk_full(error):

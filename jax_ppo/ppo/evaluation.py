@@ -16,7 +16,7 @@ from jax_ppo.ppo.plans import sample_lengths
 from jax_ppo.ppo.rewarding import RuleRewards, add_reward_model_scores
 from jax_ppo.ppo.run import PPORun
 from jax_ppo.ppo.sample_records import describe_samples
-from jax_ppo.runtime import placement, sharding, watchdog
+from jax_ppo.runtime import heartbeat, placement, sharding
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.state import TrainState
@@ -106,7 +106,7 @@ def _evaluate_sampled(
     def reward(
         batch: PromptBatch, rollout: Rollout, first_sample_index: int
     ) -> tuple[np.ndarray, np.ndarray, list[dict[str, Any]]]:
-        watchdog.report_progress("evaluation")
+        activity.update(f"batch {len(rewards_of_batches) + 1}")
         rule_rewards = run.rules.score(batch, rollout)
         rewards_of_batches.append(rule_rewards)
         # The total, which includes the reward model's score.
@@ -135,13 +135,14 @@ def _evaluate_sampled(
             before_batch()
             yield batch
 
-    evaluation = evaluate(
-        sample=sample,
-        reward=reward,
-        batches=batches(),
-        mesh=run.mesh,
-        key=run.sample_keys(Stream.EVALUATION, 0),
-    )
+    with heartbeat.activity("evaluation") as activity:
+        evaluation = evaluate(
+            sample=sample,
+            reward=reward,
+            batches=batches(),
+            mesh=run.mesh,
+            key=run.sample_keys(Stream.EVALUATION, 0),
+        )
     evaluation = with_failures(evaluation, rewards_of_batches)
     require_scores(evaluation)
     return evaluation

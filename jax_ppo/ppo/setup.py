@@ -30,7 +30,7 @@ from jax_ppo.rewards.batch_functions import BatchFunction
 from jax_ppo.rewards.judge import Judge
 from jax_ppo.rewards.samples import RewardFunction
 from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
-from jax_ppo.runtime import meshes
+from jax_ppo.runtime import heartbeat, meshes
 from jax_ppo.sampler.built_in import resolve_engine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.sampler.environment import Environment
@@ -62,7 +62,8 @@ def set_up_run(
       UserError: an option does not fit the data, the models or the machine.
     """
     # 1. Data, rules and plugins: nothing of a model is read yet.
-    examples, held_out_examples = load_run_examples(config)
+    with heartbeat.activity("reading data"):
+        examples, held_out_examples = load_run_examples(config)
     _report_notes(config, mesh, report, trains)
     _reject_weights_with_curriculum(config.data)
     model_weight = registry.model_weight(config.reward)
@@ -72,7 +73,8 @@ def set_up_run(
 
     # 2. Folders, architectures and tokenizers of the roles.
     prompts_are_chats = not isinstance(examples[0].prompt, str)
-    models = read_run_models(config, workdir, mesh, report, prompts_are_chats)
+    with heartbeat.activity("reading models' descriptions"):
+        models = read_run_models(config, workdir, mesh, report, prompts_are_chats)
     validate_run_models(config, models, mesh, rollout_mesh)
     if trains:
         validate_memory(config, models.folders, models.nets, mesh)
@@ -189,13 +191,14 @@ def _tokenize_prompts(
 ) -> RunPrompts:
     """Return the training and the held-out prompts as tokens."""
     data = config.data
-    if data.cache_dir:
-        prompts = cache_training_prompts(config, models.folders.actor)
-    else:
-        prompts = _tokenize(data, training, models.tokenizer, "config.data.train_files")
-    held_out_prompts = None
-    if held_out:
-        held_out_prompts = _tokenize(data, held_out, models.tokenizer, "config.data.val_files")
+    with heartbeat.activity("tokenizing prompts"):
+        if data.cache_dir:
+            prompts = cache_training_prompts(config, models.folders.actor)
+        else:
+            prompts = _tokenize(data, training, models.tokenizer, "config.data.train_files")
+        held_out_prompts = None
+        if held_out:
+            held_out_prompts = _tokenize(data, held_out, models.tokenizer, "config.data.val_files")
     return RunPrompts(prompts, held_out_prompts)
 
 

@@ -17,10 +17,11 @@ from typing import Any
 import tqdm
 
 from jax_ppo.errors import printable_lines
-from jax_ppo.runtime import distributed, watchdog
+from jax_ppo.runtime import distributed, heartbeat, watchdog
 
 # Columns of a sample table that are neither prompt nor response: score, correct and separators.
 _FIXED_TABLE_WIDTH = 21
+LEAST_REPORTED_SECONDS = 5  # of work whose end is worth a line
 _LEAST_TABLE_WIDTH = 40  # narrower terminals wrap the lines
 
 
@@ -49,8 +50,14 @@ def print_on_main(text: str) -> None:
     """Print a line above any progress bars, if this is the main process."""
     watchdog.report_progress(text)
     if distributed.is_main():
-        tqdm.tqdm.write(text)
-        sys.stdout.flush()
+        heartbeat.line_printed()
+        print_aside(text)
+
+
+def print_aside(text: str) -> None:
+    """Print a line above any progress bars that is no sign of progress."""
+    tqdm.tqdm.write(text)
+    sys.stdout.flush()
 
 
 def format_step_line(
@@ -92,7 +99,7 @@ def make_count_reporter(
 ) -> Callable[[int, int], None]:
     """Return a callback that shows the progress of a piece of work.
 
-    It shows a progress bar on a terminal, and otherwise prints one line at the end.
+    It shows a progress bar on a terminal, and prints one line at the end of work that took long.
 
     Args:
       work: name of the work, such as "loading the actor".
@@ -109,14 +116,17 @@ def make_count_reporter(
         leave=False,
         disable=not (distributed.is_main() and sys.stderr.isatty()),
     )
+    activity = heartbeat.Activity(work)
 
     def report_progress(count: int, total: int) -> None:
-        watchdog.report_progress(work)
+        activity.update(f"{count}/{total} {unit}s")
         bar.total = total
         bar.update(count - bar.n)
         if count == total:
             bar.close()
-            print_on_main(f"{finished_work or work}: {total} {unit}s")
+            activity.end()
+            if time.monotonic() - activity.started_at >= LEAST_REPORTED_SECONDS:
+                print_on_main(f"{finished_work or work}: {total} {unit}s")
 
     return report_progress
 
@@ -158,12 +168,11 @@ class ProgressBar:
         Asynchronous device work is counted in the phase that waits for it.
         """
         self._bar.set_description(name)
-        watchdog.report_progress(name)
         started = time.perf_counter()
         try:
-            yield
+            with heartbeat.activity(name):
+                yield
         finally:
-            watchdog.report_progress(f"{name} (finished)")
             # A phase may be entered several times per step.
             key = f"seconds/{name}"
             self._seconds[key] = self._seconds.get(key, 0.0) + time.perf_counter() - started
@@ -177,12 +186,14 @@ class ProgressBar:
     def print_line(self, text: str) -> None:
         """Print a line without breaking the bar."""
         if self._enabled:
+            heartbeat.line_printed()
             self._bar.write(text)
             sys.stdout.flush()
 
     def advance(self, line: str) -> None:
         """Count one step as complete and print its line."""
         self.print_line(line)
+        heartbeat.line_printed(is_step=True)
         self._bar.update()
 
 
@@ -199,7 +210,7 @@ def format_sample_table(rows: list[dict[str, Any]], width: int | None = None) ->
     prompt_width = (width - _FIXED_TABLE_WIDTH) * 2 // 5
     response_width = width - _FIXED_TABLE_WIDTH - prompt_width
     header = f"{'prompt':{prompt_width}}  {'response':{response_width}}  {'score':>8}  correct"
-    lines = [header, "-" * width]
+    lines = [header]
     for row in rows:
         correct = {True: "yes", False: "no", None: "-"}[row["correct"]]
         cells = (

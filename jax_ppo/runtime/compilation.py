@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.monitoring
 
-from jax_ppo.runtime import watchdog
+from jax_ppo.runtime import heartbeat, watchdog
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # compiled, or read from the cache
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
@@ -119,11 +119,12 @@ def compile_ahead(function: Any, *arguments: Any) -> Any:
       The outputs' tree of `jax.ShapeDtypeStruct` with shardings, which can be passed on
       to the next call.
     """
-    lowered = function.lower(*arguments)
-    compile_program = _program_compiler.get()
-    if compile_program is not None:
-        return compile_program(lowered, arguments)
-    return output_shapes(lowered, lowered.compile())
+    with heartbeat.activity(f"compiling {function.__name__.strip('_')}"):
+        lowered = function.lower(*arguments)
+        compile_program = _program_compiler.get()
+        if compile_program is not None:
+            return compile_program(lowered, arguments)
+        return output_shapes(lowered, lowered.compile())
 
 
 def output_shapes(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> Any:

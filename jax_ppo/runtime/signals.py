@@ -22,6 +22,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jax_ppo.runtime import heartbeat
+
 LIMIT_SECONDS = 30.0
 # `timeout` and some launchers send a signal to a process and to its group: that counts as one.
 _SAME_SIGNAL_SECONDS = 0.1
@@ -248,11 +250,12 @@ def limited(work: str) -> Iterator[None]:
     Args:
       work: name for the message.
     """
-    if _active is None:
-        yield
-        return
-    with _active.limited(work):
-        yield
+    with heartbeat.activity(work):
+        if _active is None:
+            yield
+            return
+        with _active.limited(work):
+            yield
 
 
 def raise_if_stopped(report: Callable[[str], None]) -> None:

@@ -17,7 +17,14 @@ from jax_ppo.data import prompt_batches
 from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.hf.save import export_checkpoint, refuse_foreign_folder
 from jax_ppo.reporting import console
-from jax_ppo.runtime import compilation, distributed, meshes, signals, work_directory
+from jax_ppo.runtime import (
+    compilation,
+    distributed,
+    heartbeat,
+    meshes,
+    signals,
+    work_directory,
+)
 from jax_ppo.supervised.parameters import trained_shapes
 from jax_ppo.supervised.report import Reporter
 from jax_ppo.supervised.setup import SupervisedRun, set_up_run
@@ -95,18 +102,19 @@ def take_steps(
     for step in range(progress.step, run.total_steps):
         # The host packs this batch while the mesh still computes the step before.
         batch = run.place_batch(run.training, next(batches).indices)
-        params, optimizer_state, metrics = train_step(
-            run.task.objective,
-            config.supervised,
-            run.model,
-            run.total_steps,
-            params,
-            optimizer_state,
-            run.replicate(np.int32(step)),
-            *batch,
-            rounding_seed=rounding_seed(config.supervised.optim, config.seed),
-        )
-        reporter.flush()  # of the step before, while this one is computed
+        with heartbeat.activity(f"step {step + 1}"):  # the first compiles
+            params, optimizer_state, metrics = train_step(
+                run.task.objective,
+                config.supervised,
+                run.model,
+                run.total_steps,
+                params,
+                optimizer_state,
+                run.replicate(np.int32(step)),
+                *batch,
+                rounding_seed=rounding_seed(config.supervised.optim, config.seed),
+            )
+            reporter.flush()  # of the step before, while this one is computed
         completed_steps = step + 1
         reporter.report_later(completed_steps, metrics)
 
@@ -197,18 +205,21 @@ def evaluate(
     assert run.held_out is not None, "there are no validation files"
     objective = run.task.objective
     sums: collections.Counter[str] = collections.Counter()
-    for batch in prompt_batches.evaluation_batches(
+    batches = prompt_batches.evaluation_batches(
         run.held_out.prompts, run.config.data.val_batch_size
-    ):
-        before_batch()
-        batch_sums = measure_batch(
-            objective,
-            run.config.supervised,
-            run.model,
-            params,
-            *run.place_batch(run.held_out, batch.indices, batch.count),
-        )
-        sums.update({name: float(value) for name, value in jax.device_get(batch_sums).items()})
+    )
+    with heartbeat.activity("evaluation") as activity:
+        for number, batch in enumerate(batches, start=1):
+            activity.update(f"batch {number}")
+            before_batch()
+            batch_sums = measure_batch(
+                objective,
+                run.config.supervised,
+                run.model,
+                params,
+                *run.place_batch(run.held_out, batch.indices, batch.count),
+            )
+            sums.update({name: float(value) for name, value in jax.device_get(batch_sums).items()})
     # Sums of all batches over all units: batches of any size count by their content.
     units = sums.pop("units")
     return {name: sums[name] / units for name in objective.names}

@@ -25,7 +25,7 @@ from jax_ppo.models.hf.families import CREATED_FAMILY
 from jax_ppo.models.hf.load import has_weights, read_architecture
 from jax_ppo.models.hf.save import export_checkpoint, export_description
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime import meshes, placement, sharding
+from jax_ppo.runtime import heartbeat, meshes, placement, sharding
 from jax_ppo.supervised.step import LANGUAGE, train_step
 from jax_ppo.training import packing as packing_lib
 from jax_ppo.training.optimizer import make_optimizer
@@ -228,27 +228,31 @@ def train_on_responses(
     careful_batches = _draw_rows(plans[0], rows_at_once, rng)
     habit_batches = _draw_rows(plans[1], rows_at_once, rng)
     last_steps = (create.steps, create.steps + create.habit_steps)
-    for step in range(1, last_steps[-1] + 1):
-        batches = careful_batches
-        if step > create.steps:
-            batches = habit_batches
-        batch = packing_lib.split_columns(next(batches), shards, parts)
-        rows = placement.place(batch, sharding.rows(mesh, axis=1))
-        params, opt_state, metrics = train_step(
-            LANGUAGE,
-            options,
-            model,
-            create.steps,  # at which the schedule ends
-            params,
-            opt_state,
-            np.int32(step - 1),
-            sequences,
-            rows,
-            np.int32(1),
-        )
-        if step % 100 == 0 or step in last_steps:
-            loss = float(metrics["loss"])
-            report(f"supervised warm-up: step {step}/{last_steps[-1]}, loss {loss:.3f}")
+    with heartbeat.activity("supervised warm-up") as activity:
+        for step in range(1, last_steps[-1] + 1):
+            batches = careful_batches
+            if step > create.steps:
+                batches = habit_batches
+            batch = packing_lib.split_columns(next(batches), shards, parts)
+            rows = placement.place(batch, sharding.rows(mesh, axis=1))
+            params, opt_state, metrics = train_step(
+                LANGUAGE,
+                options,
+                model,
+                create.steps,  # at which the schedule ends
+                params,
+                opt_state,
+                np.int32(step - 1),
+                sequences,
+                rows,
+                np.int32(1),
+            )
+            # Waiting now and then keeps the host, and what it reports, near what the mesh does.
+            if step == 1 or step % 20 == 0 or step in last_steps:
+                loss = float(metrics["loss"])
+                progress = f"step {step}/{last_steps[-1]}, loss {loss:.3f}"
+                activity.update(progress)
+    report(f"supervised warm-up: {progress}")
     return params
 
 

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from orbax.checkpoint import checkpoint_managers
 
 from jax_ppo.errors import UserError
-from jax_ppo.runtime import distributed, signals
+from jax_ppo.runtime import distributed, heartbeat, signals
 from jax_ppo.storage import disk_space, remote
 from jax_ppo.training import checksums, orbax_messages
 from jax_ppo.training.local_checkpoints import LocalCheckpoints, leaf_name
@@ -226,6 +226,7 @@ class Checkpointer:
             return None
         return step
 
+    @heartbeat.activity("restoring a checkpoint")
     def restore(self, step: int, abstract: dict[str, Any]) -> Restored:
         """Read a checkpoint.
 

@@ -1,0 +1,144 @@
+"""Lines that say what a run is doing while it prints nothing else.
+
+An activity is work that may take long: loading weights, compiling a program. A thread of the main
+process names those in progress, in each thread the innermost, when no line was printed for a while.
+"""
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from jax_ppo.runtime import watchdog
+
+START_SECONDS = 9.0  # without a line before the first step; a user waits for 10 at most
+STEP_SECONDS = 60.0  # after it: steps print lines of their own
+_CHECK_SECONDS = 0.5
+
+
+@dataclasses.dataclass(eq=False)
+class Activity:
+    """Work in progress, from its creation until `end`.
+
+    Attributes:
+      name: what is done, such as "loading the actor".
+      detail: how far it has come, such as "12/290 tensors".
+      thread: the thread that does it.
+      started_at: the time of the clock `time.monotonic`.
+    """
+
+    name: str
+    detail: str = ""
+    thread: int = dataclasses.field(default_factory=threading.get_ident)
+    started_at: float = dataclasses.field(default_factory=lambda: time.monotonic())
+
+    def __post_init__(self) -> None:
+        _activities.append(self)
+        watchdog.report_progress(self.name)
+
+    def update(self, detail: str) -> None:
+        """Record how far the work has come."""
+        self.detail = detail
+        watchdog.report_progress(self.name)
+
+    def end(self) -> None:
+        """Record that the work is over."""
+        if self in _activities:
+            _activities.remove(self)
+        watchdog.report_progress(f"{self.name} (finished)")
+
+
+class Heartbeat:
+    """The time of the last line, and what to print when it is long ago."""
+
+    def __init__(self, report: Callable[[str], object]) -> None:
+        self.printed_at = time.monotonic()
+        self.quiet_seconds = START_SECONDS
+        self._started_at = self.printed_at
+        self._report = report
+        self._is_over = threading.Event()
+        # A daemon: it never keeps a process alive.
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; a line that cannot be written does not delay the run."""
+        self._is_over.set()
+        self._thread.join(timeout=_CHECK_SECONDS)
+
+    def beat(self) -> None:
+        """Print a line if none was printed for `quiet_seconds`."""
+        now = time.monotonic()
+        if now - self.printed_at >= self.quiet_seconds:
+            self.printed_at = now
+            self._report(f"... {describe_activities(now) or self._describe_run(now)}")
+
+    def _describe_run(self, now: float) -> str:
+        name = "starting" if self.quiet_seconds == START_SECONDS else "running"
+        return f"{name} ({now - self._started_at:.0f} s)"
+
+    def _beat(self) -> None:
+        while not self._is_over.wait(_CHECK_SECONDS):
+            try:
+                self.beat()
+            except (OSError, ValueError):
+                return  # the output is closed, which the run notices by itself
+
+
+_activities: list[Activity] = []
+_active: Heartbeat | None = None
+
+
+@contextlib.contextmanager
+def activity(name: str) -> Iterator[Activity]:
+    """Name what the block does."""
+    current = Activity(name)
+    try:
+        yield current
+    finally:
+        current.end()
+
+
+def describe_activities(now: float) -> str:
+    """Return the innermost activity of each thread with its seconds, "" if there is none."""
+    # Later ones replace those that they are part of.
+    innermost = {current.thread: current for current in list(_activities)}
+    texts = []
+    for current in innermost.values():
+        detail = f": {current.detail}" if current.detail else ""
+        texts.append(f"{current.name}{detail} ({now - current.started_at:.0f} s)")
+    return "; ".join(texts)
+
+
+@contextlib.contextmanager
+def beating(report: Callable[[str], object]) -> Iterator[None]:
+    """Let the run in the block be heard.
+
+    Args:
+      report: called with each line, in a separate thread.
+    """
+    global _active
+    if _active is not None:
+        yield
+        return
+    _active = Heartbeat(report)
+    _active.start()
+    try:
+        yield
+    finally:
+        heartbeat = _active
+        _active = None
+        heartbeat.stop()
+        _activities.clear()  # of work that failed
+
+
+def line_printed(is_step: bool = False) -> None:
+    """Record that a line was printed; after that of a step, silence may last longer."""
+    if _active is not None:
+        _active.printed_at = time.monotonic()
+        if is_step:
+            _active.quiet_seconds = STEP_SECONDS
