@@ -70,7 +70,7 @@ def read_plan_arguments(arguments: list[str]) -> PlanArguments:
     if "--topology" not in plan_flags:
         raise UserError(f"--topology: must be given, for example {topologies.EXAMPLES}")
     topology = topologies.parse_topology(plan_flags.pop("--topology"))
-    config, _ = command_line.read_command_line(train_arguments, "train")
+    config, _ = command_line.read_command_line(train_arguments, "plan")
     return PlanArguments(config=config, topology=topology, flags=set(plan_flags))
 
 

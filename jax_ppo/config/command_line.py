@@ -24,6 +24,7 @@ OWN_FLAGS = ("workdir", "help")
 EXAMPLES = {
     "train": "arithmetic",
     "evaluate": "arithmetic",
+    "plan": "arithmetic",
     "sft": "hh_rlhf_sft",
     "reward_model": "hh_rlhf_reward",
 }
@@ -46,7 +47,7 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
 
     Args:
       arguments: `sys.argv`.
-      command: the command whose options are validated: train, evaluate, sft or reward_model.
+      command: the command whose options are validated: train, evaluate, plan, sft or reward_model.
 
     Raises:
       UserError: all invalid arguments, one per line; or the first problem of the options in
@@ -79,10 +80,9 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
     if not config_values:
         raise UserError(f"--config: must be given, for example --config={EXAMPLES[command]}")
     values = _parse_flags(other_arguments, loading.read_config_file(config_values[-1]))
-    evaluates = command == "evaluate"
-    config = loading.from_config_dict(values.config, "train" if evaluates else command)
+    config = loading.from_config_dict(values.config, command)
     name = config.experiment_name
-    if evaluates:
+    if command == "evaluate":
         # An evaluation leaves the folder of the training run unchanged.
         name = f"{name}-evaluation"
     workdir: str | Path = values.workdir or Path("output") / name

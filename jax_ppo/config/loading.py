@@ -125,17 +125,17 @@ def from_config_dict(
 
     Args:
       config: the options; those that are missing have their defaults.
-      command: the command that reads the options: train, sft or reward_model.
+      command: the command that reads the options: train, evaluate, plan, sft or reward_model.
 
     Raises:
       UserError: the first problem.
     """
     # First each option by itself, then the options against each other.
     frozen = _build_section(Config, config, "")
-    if command == "train":
-        validation.validate_train_config(frozen)
-    else:
+    if command in ("sft", "reward_model"):
         validation.validate_supervised_config(frozen, command)
+    else:
+        validation.validate_train_config(frozen, reads_data=command == "train")
     return frozen
 
 

@@ -13,8 +13,15 @@ from jax_ppo.errors import UserError
 Rule = Callable[[Config], None]  # raises UserError
 
 
-def validate_train_config(config: Config) -> None:
-    """Validate a `train` config; raise `UserError` on the first problem."""
+def validate_train_config(config: Config, reads_data: bool = True) -> None:
+    """Validate a `train` config; raise `UserError` on the first problem.
+
+    Args:
+      config: all options.
+      reads_data: whether the command reads the training data, which must be named then.
+    """
+    if reads_data:
+        sizes.require_set(config, "data.train_files")
     for rule in TRAIN_RULES:
         rule(config)
     # Requirements come after the rules, whose messages are more specific.
@@ -57,7 +64,6 @@ MACHINE_RULES: tuple[Rule, ...] = (
 )
 TRAIN_RULES: tuple[Rule, ...] = (
     sizes.require_mini_batches_divide_batch,
-    sizes.require_train_files,
     sizes.require_row_holds_sample,
     algorithm.require_valid_top_k,
     algorithm.require_dual_clip_above_one,

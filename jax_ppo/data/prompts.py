@@ -24,7 +24,7 @@ class PromptDataset:
     """Examples with the token ids of their prompts.
 
     Attributes:
-      examples: one or more; they may be read from a disk on lookup.
+      examples: they may be read from a disk on lookup; none where nothing is trained.
       tokens: int32 [length] per example, length 1..max_prompt_length; they may be read from a disk,
         like the examples.
       max_prompt_length: tokens; no batch is wider.

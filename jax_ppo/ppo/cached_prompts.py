@@ -20,17 +20,21 @@ from jax_ppo.types import Example
 _TRAIN_FILES = "config.data.train_files"
 
 
-def load_run_examples(config: Config) -> tuple[list[Example], list[Example]]:
+def load_run_examples(config: Config, trains: bool) -> tuple[list[Example], list[Example]]:
     """Return training and held-out examples; of training data in a cache one per `data_source`.
+
+    Args:
+      config: all options.
+      trains: False reads no training data.
 
     Raises:
       UserError: a source does not exist, or has rows of an unknown form.
     """
     data = config.data
-    if not data.cache_dir:
+    if trains and not data.cache_dir:
         return load_examples(data, config.seed)
     _, held_out = load_examples(dataclasses.replace(data, train_files=""), config.seed)
-    return _find_representatives(data), held_out
+    return _find_representatives(data) if trains else [], held_out
 
 
 def _find_representatives(data: Data) -> list[Example]:

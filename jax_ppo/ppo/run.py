@@ -34,7 +34,7 @@ class PPORun:
       tokenizer: the actor's.
       training: the prompts that the actor is trained on.
       held_out: the prompts of evaluations; `None` without validation files.
-      total_steps: number of steps of the whole run.
+      total_steps: number of steps of the whole run; 0 where nothing is trained.
       engine: generates responses, with the parameters that `policy_params` returns.
       sampling: how it samples for training (`rollout`).
       held_out_sampling: how it samples in evaluations (`rollout.val_kwargs`).

@@ -56,23 +56,24 @@ def set_up_run(
       workdir: the run's folder.
       mesh: the run's mesh.
       report: called with lines for the user.
-      trains: whether there will be steps of training, and not only evaluations.
+      trains: whether there will be steps of training; otherwise no training data are read.
 
     Raises:
       UserError: an option does not fit the data, the models or the machine.
     """
     # 1. Data, rules and plugins: nothing of a model is read yet.
     with heartbeat.activity("reading data"):
-        examples, held_out_examples = load_run_examples(config)
+        examples, held_out_examples = load_run_examples(config, trains)
     _report_notes(config, mesh, report, trains)
-    _reject_weights_with_curriculum(config.data)
+    if trains:
+        _reject_weights_with_curriculum(config.data)
     model_weight = registry.model_weight(config.reward)
     rule = _resolve_rule(config, [*examples, *held_out_examples])
     environment_class, engine_class = _load_plugins(config)
     rollout_mesh = meshes.make_rollout_mesh(mesh, config.rollout.mesh)
 
     # 2. Folders, architectures and tokenizers of the roles.
-    prompts_are_chats = not isinstance(examples[0].prompt, str)
+    prompts_are_chats = not isinstance((examples or held_out_examples)[0].prompt, str)
     with heartbeat.activity("reading models' descriptions"):
         models = read_run_models(config, workdir, mesh, report, prompts_are_chats)
     validate_run_models(config, models, mesh, rollout_mesh)
@@ -80,11 +81,14 @@ def set_up_run(
         validate_memory(config, models.folders, models.nets, mesh)
 
     # 3. Prompts as tokens, which fix the number of steps.
-    prompts = _tokenize_prompts(config, examples, held_out_examples, models)
+    prompts = _tokenize_prompts(config, examples, held_out_examples, models, trains)
     if environment_class is not None:
         multi_turn = config.rollout.multi_turn
         prompts = set_up_environment(environment_class, multi_turn, models.tokenizer, prompts)
-    steps_per_epoch = batches_in_order(config, prompts.training, position=0).steps_per_epoch
+    total_steps = 0
+    if trains:
+        steps_per_epoch = batches_in_order(config, prompts.training, position=0).steps_per_epoch
+        total_steps = count_steps(config.trainer, steps_per_epoch)
 
     # 4. How the engine samples; the number of decoding slots changes no sample.
     sampling, held_out_sampling = _sampling_options(config, models, prompts.environment)
@@ -100,7 +104,7 @@ def set_up_run(
         tokenizer=models.tokenizer,
         training=prompts.training,
         held_out=prompts.held_out,
-        total_steps=count_steps(config.trainer, steps_per_epoch),
+        total_steps=total_steps,
         engine=make_engine(engine_class, config, models.nets, mesh, rollout_mesh),
         sampling=dataclasses.replace(sampling, slots=slots),
         held_out_sampling=dataclasses.replace(held_out_sampling, slots=slots),
@@ -187,12 +191,18 @@ def _load_plugins(
 
 
 def _tokenize_prompts(
-    config: Config, training: list[Example], held_out: list[Example], models: RunModels
+    config: Config,
+    training: list[Example],
+    held_out: list[Example],
+    models: RunModels,
+    trains: bool,
 ) -> RunPrompts:
     """Return the training and the held-out prompts as tokens."""
     data = config.data
     with heartbeat.activity("tokenizing prompts"):
-        if data.cache_dir:
+        if not trains:
+            prompts = PromptDataset((), (), data.max_prompt_length)
+        elif data.cache_dir:
             prompts = cache_training_prompts(config, models.folders.actor)
         else:
             prompts = _tokenize(data, training, models.tokenizer, "config.data.train_files")

@@ -355,7 +355,7 @@ class Journal:
         self._write_report(step)
 
     def _write_report(self, step: int) -> None:
-        status = f"{step} of {self._total_steps} steps"
+        status = f"{step} of {self._total_steps} steps" if self._total_steps else "no training"
         if self._last_seconds and step < self._total_steps:
             status += f", about {self._seconds_left(step) / 60:,.0f} min left"
         if self.progress.evaluations:

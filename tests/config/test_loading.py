@@ -251,6 +251,16 @@ def test_overrides_and_argument(config_file):
     assert str(workdir) == "output/named"
 
 
+def test_only_what_trains_needs_training_data(config_file):
+    arguments = [f"--config={config_file}", "--config.data.train_files=", "--config.model.path=x/y"]
+    for command in ("evaluate", "plan"):
+        options, _ = command_line.read_command_line(["", *arguments], command)
+        assert options.data.train_files == ""
+    for command in ("train", "sft", "reward_model"):
+        with pytest.raises(UserError, match="config.data.train_files='': must be set"):
+            command_line.read_command_line(["", *arguments], command)
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [

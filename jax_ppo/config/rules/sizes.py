@@ -16,11 +16,6 @@ def require_set(config: Config, name: str) -> None:
         raise UserError(f"config.{name}='': must be set ({meaning})")
 
 
-def require_train_files(config: Config) -> None:
-    """Raise `UserError` if there is no training data."""
-    require_set(config, "data.train_files")
-
-
 def require_mini_batches_divide_batch(config: Config) -> None:
     """Raise `UserError` unless mini-batches divide the batch."""
     batch = config.data.train_batch_size
