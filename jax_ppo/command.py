@@ -61,15 +61,16 @@ def prepared_run(options: Config, workdir: str | Path, evaluates: bool = False) 
       The folder to write to: the work directory, or a local folder that stands for its address.
 
     Raises:
-      UserError: the work directory cannot be used, or its disk is full.
+      UserError: JAX finds no devices, the work directory cannot be used, or its disk is full.
       SystemExit: at the end of the block, if SIGTERM stopped the run: with code 143, and in a
         command with code 130 for SIGINT.
       KeyboardInterrupt: if SIGINT stopped the run, outside of a command.
     """
     from jax_ppo.reporting import console
-    from jax_ppo.runtime import compilation, distributed, heartbeat, work_directory
+    from jax_ppo.runtime import backends, compilation, distributed, heartbeat, work_directory
     from jax_ppo.storage import disk_space
 
+    backends.start_backends()
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # torch is not needed
     compilation.enable_cache(options.trainer.compilation_cache, console.print_on_main)
     workdir = work_directory.validated(workdir)

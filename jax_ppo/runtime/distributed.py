@@ -194,7 +194,8 @@ def run_or_abort(function: Callable[[], object]) -> object:
         # A signal ends all processes after the same step.
         ordinary_codes = (None, 0, *signals.EXIT_CODES)
         finished = isinstance(error, SystemExit) and error.code in ordinary_codes
-        if finished or not jax.distributed.is_initialized() or jax.process_count() == 1:
+        # jax.process_count() needs devices, which may be what failed.
+        if finished or jax_distributed.global_state.num_processes == 1:
             _disconnect()
             raise
         if _is_runtime_error(error) and _lifeline is not None:

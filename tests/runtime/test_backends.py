@@ -1,0 +1,79 @@
+"""A run ends in one line without the platforms that it asks for, and needs no resolvable name."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from waiting import finish_all
+
+ROOT = pathlib.Path(__file__).parents[2]
+PROGRAM = """
+import sys
+from jax_ppo.config import schema
+from jax_ppo.runtime import backends, distributed
+
+def main():
+    backends.start_backends()
+    assert len(distributed.allgather_json(sys.argv[2])) == 2
+
+address, number = sys.argv[1:]
+distributed.initialize(schema.Distributed(address, 2, int(number)))
+distributed.run_or_abort(main)
+"""
+
+
+@pytest.mark.parametrize("platform", ["cuda", "nothing"])
+def test_a_platform_that_is_not_there_is_one_line_with_those_that_are(tmp_path, platform):
+    if platform == "cuda" and shutil.which("nvidia-smi"):
+        pytest.skip("there may be a GPU")
+    result = subprocess.run(
+        [sys.executable, "-m", "jax_ppo.train", "--config=arithmetic", f"--workdir={tmp_path}/run"],
+        env=os.environ | {"JAX_PLATFORMS": platform},
+        capture_output=True,
+        text=True,
+    )
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith(f"error: JAX_PLATFORMS={platform}: ")
+    assert "expected some of those of this machine: cpu" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def start_two_processes(address, *, prefix=(), platforms=("cpu", "cpu")):
+    return [
+        subprocess.Popen(
+            [*prefix, sys.executable, "-c", PROGRAM, address, str(number)],
+            cwd=ROOT,
+            text=True,
+            env=os.environ | {"JAX_PLATFORMS": platform, "JAX_NUM_CPU_DEVICES": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for number, platform in enumerate(platforms)
+    ]
+
+
+def test_processes_connect_on_a_host_whose_name_does_not_resolve(coordinator_address):
+    rename = "hostname no-such-host.invalid && exec"
+    prefix = ("unshare", "--uts", "sh", "-c", f'{rename} "$@"', "sh")
+    if (
+        not shutil.which("unshare")
+        or subprocess.run([*prefix, "true"], capture_output=True).returncode
+    ):
+        pytest.skip("renaming a host needs a namespace of names, which takes root")
+    processes = start_two_processes(coordinator_address, prefix=prefix)
+    outputs = finish_all(processes)
+    assert [process.returncode for process in processes] == [0, 0], outputs
+
+
+def test_a_process_without_its_platform_ends_both_with_one_line(coordinator_address):
+    processes = start_two_processes(coordinator_address, platforms=("cpu", "nothing"))
+    (_, errors), (_, other_errors) = finish_all(processes)
+    assert [process.returncode for process in processes] == [1, 1], errors + other_errors
+    line = "process 0 of 2 ends the run: process 1: UserError: JAX_PLATFORMS=nothing: "
+    assert line in errors
+    assert "Traceback" not in errors
