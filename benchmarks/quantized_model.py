@@ -3,8 +3,8 @@
     python benchmarks/quantized_model.py pack MODEL.gguf PIECES --mib 60   # where the file is
     python benchmarks/quantized_model.py unpack PIECES MODEL FOLDER        # where the model is used
 
-`pack` writes the quantized blocks of a GGUF file of a Llama or a Qwen2 as safetensors files of bytes.
-`unpack` dequantizes them to bfloat16, into a copy of MODEL: the folder of the same model's
+`pack` writes the quantized blocks of a GGUF file of a Llama or a Qwen2 as safetensors files of
+bytes. `unpack` dequantizes them to bfloat16, into a copy of MODEL: the folder of the same model's
 config.json and tokenizer, without weights. A model whose input and output embeddings are tied
 (config.json) takes the output embedding of the file, which is stored with more bits, for both.
 Requires gguf, NumPy and safetensors.
@@ -94,7 +94,7 @@ def pack(gguf: Path, folder: Path, limit: int, tied: bool) -> None:
 
 
 def dequantize_piece(path: Path) -> tuple[str, dict[str, np.ndarray]]:
-    """Return a piece's architecture, and its tensors in bfloat16 by the file's name and first row."""
+    """Return a piece's architecture, and its tensors in bfloat16 by name and first row."""
     from gguf import GGMLQuantizationType, dequantize
 
     with safe_open(path, "numpy") as file:

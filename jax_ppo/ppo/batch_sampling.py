@@ -37,12 +37,14 @@ def sample_batch(
       draw: which of the step's batches, from 0.
     """
     batch = next(batches)
-    run.engine.update_weights(run.policy_params(state))
-    rollout = run.engine.generate(
-        run.place_prompts(batch.prompts),
-        run.sample_keys(training_stream(draw), step),
-        run.sampling,
-    )
+    # GPUs read the conditions of loops on the host: dispatching the sampler may wait for its end.
+    with reporter.phase("rollout"):
+        run.engine.update_weights(run.policy_params(state))
+        rollout = run.engine.generate(
+            run.place_prompts(batch.prompts),
+            run.sample_keys(training_stream(draw), step),
+            run.sampling,
+        )
     run.engine.release_weights()  # the update needs the memory
     reporter.flush()
     return SampledBatch(batch=batch, rollout=rollout, position=batches.position)

@@ -118,7 +118,8 @@ def take_steps(
 
         # 2. Dispatch the scoring passes; their results are not waited for.
         sequences = join_sequences(sampled.rollout, config.sequence_length)
-        scores = score(state, sequences, *plans.scoring)
+        with reporter.phase("score"):
+            scores = score(state, sequences, *plans.scoring)
         # One step off: sample with the weights from before this step's update.
         next_sampled = sample_ahead(run, state, batches, step + 1, reporter)
         reporter.flush()  # unless sampling ahead has done it
@@ -139,7 +140,8 @@ def take_steps(
             rewards,
             rule_rewards.steps,
         )
-        state, update_metrics = update(state, experience, plans.actor, plans.critic)
+        with reporter.phase("update"):
+            state, update_metrics = update(state, experience, plans.actor, plans.critic)
         # The mesh has the update to do next: timing the scores leaves no gap.
         with reporter.phase("score"):
             jax.block_until_ready(scores)

@@ -26,8 +26,9 @@ def relative_error(result, expected):
     return np.linalg.norm(result - expected) / np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 40}, {"scale": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    ("packed", "options"), [(False, {}), (True, {"sliding_window": 40}), (True, {"scale": 0.1})]
+)
 def test_cudnn_and_its_gradients_are_as_exact_as_xla(packed, options):
     """Both in bfloat16, against XLA in float32 with exact products."""
     q, k, v = (draw(ROWS, LENGTH, heads, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS))
