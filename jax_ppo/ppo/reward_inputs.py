@@ -61,10 +61,18 @@ def make_reward_inputs(
       UserError: the model cannot read its input in the form that the options ask for.
     """
     tokenizer = _load_reward_tokenizer(options, net, folder, actor_tokenizer)
-    _explain_score_position(options, net, tokenizer, report)
+    if isinstance(net, Deberta) and options.score_position != "auto":
+        raise UserError(
+            f"config.reward.score_position={options.score_position!r}: is not read: this reward "
+            "model is an encoder, whose score is that of its first token; leave it unset"
+        )
     # A model with the actor's tokenizer scores the rollout itself: no input is made.
     if _reads_sampled_tokens(options, net, tokenizer, actor_tokenizer):
+        assert not isinstance(net, Deberta), "encoders do not read sampled tokens"
         _refuse_unread_options(options)
+        _explain_score_position(
+            options, net, (*net.architecture.eos_ids, tokenizer.eos_token_id), report
+        )
         return None
     # From here on the model reads texts in its own tokens.
     reader = _make_reader(options, net, tokenizer, prompts_are_chats)
@@ -74,6 +82,7 @@ def make_reward_inputs(
         f"the reward model reads prompt and response as {reader.form}, in tokens of its own, at "
         f"most {reader.max_length}"
     )
+    _explain_score_position(options, net, reader.ends, report)
     # An encoder reads whole rows: context devices take rows of their own.
     row_parts = 1
     if not is_encoder:
@@ -137,27 +146,26 @@ def _reads_sampled_tokens(
 
 
 def _explain_score_position(
-    options: Reward, net: Transformer | Deberta, tokenizer: Any, report: Callable[[str], None]
+    options: Reward,
+    net: Transformer | Deberta,
+    ends: tuple[int, ...],
+    report: Callable[[str], None],
 ) -> None:
-    """Report where the score is read if the pad token, which is skipped, is also an EOS.
+    """Report where a decoder's score is read if an input may end in the pad token.
 
-    Raises:
-      UserError: a position is set for an encoder, which has only one.
+    Args:
+      options: `config.reward`.
+      net: the reward model.
+      ends: the tokens that may end an input.
+      report: called with a line for the user.
     """
-    if isinstance(net, Deberta):
-        if options.score_position != "auto":
-            raise UserError(
-                f"config.reward.score_position={options.score_position!r}: is not read: this "
-                "reward model is an encoder, whose score is that of its first token; leave it unset"
-            )
+    if isinstance(net, Deberta) or options.score_position != "auto":
         return
-    pad_id = net.architecture.pad_id
-    is_end = pad_id in (*net.architecture.eos_ids, tokenizer.eos_token_id)
-    if pad_id is not None and is_end and options.score_position == "auto":
+    if net.architecture.pad_id in ends:
         report(
-            f"note: config.reward.score_position='auto': the reward model's pad token, {pad_id}, "
-            "is also its EOS, so its score is read before the final EOS, as transformers does; "
-            "set last_token if it was trained to be read at the EOS"
+            "the reward model's score is read at the token before the final EOS, which is also its "
+            "pad token: right for a model of jax_ppo.reward_model or of transformers; "
+            "config.reward.score_position=last_token is for one that was trained at the EOS"
         )
 
 

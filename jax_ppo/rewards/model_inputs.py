@@ -33,6 +33,7 @@ class RewardInputEncoder:
         encodes the response directly after the prompt; for a decoder an EOS follows, the token at
         which its score was trained.
       max_length: maximum number of tokens of an input.
+      ends: the token that ends every input, if there is one.
     """
 
     def __init__(
@@ -62,10 +63,11 @@ class RewardInputEncoder:
         self._end: list[int] = []
         if with_eos and tokenizer.eos_token_id is not None:
             self._end = [tokenizer.eos_token_id]
-        overhead = len(self._encode_all([""], [""])[0])
-        if overhead >= longest:
+        empty = self._encode_all([""], [""])[0]
+        self.ends = tuple(empty[-1:])
+        if len(empty) >= longest:
             raise ValueError(
-                f"{overhead} tokens surround an empty prompt and response, and it reads at most "
+                f"{len(empty)} tokens surround an empty prompt and response, and it reads at most "
                 f"{longest}"
             )
 

@@ -181,8 +181,23 @@ def test_a_pad_token_that_is_the_eos_is_skipped_as_in_transformers(
         for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)
     ]
     reward_models.assert_close(ours, [reward_models.score(model, input_ids=row) for row in ids])
-    notes = [line for line in messages if line.startswith("note: config.reward.score_position=")]
-    assert len(notes) == (position == "auto") and all(str(eos) in line for line in notes)
+    lines = [line for line in messages if "is read at the token before the final EOS" in line]
+    assert len(lines) == (position == "auto")
+
+
+def test_where_a_score_is_read_is_said_only_if_an_input_ends_in_the_pad_token(
+    decoder, actors, tmp_path
+):
+    """A chat may end in other tokens, such as a line break."""
+    tokenizer = reward_models.load(decoder)[1]
+    eos = tokenizer.eos_token_id
+    for end, is_said in ((tokenizer.eos_token, True), (".", False)):
+        tokenizer.chat_template = reward_models.CHAT + end
+        folder = reward_models.decoder(
+            tmp_path / str(is_said), tokenizer, pad_token_id=eos, eos_token_id=eos
+        )
+        messages = score_answers(folder, decoder, actors, reward__model_input="chat")[-1]
+        assert any("before the final EOS" in line for line in messages) == is_said
 
 
 def test_an_encoder_has_one_score_position(encoder, decoder, actors):
