@@ -70,8 +70,8 @@ def train(config: schema.Config, workdir: str | Path | None = None) -> dict[str,
     """
     validation.validate_train_config(config)
     workdir = workdir or Path("output") / config.experiment_name
-    with command.prepared_run(config, workdir) as folder:
-        return loop.train(config, folder)
+    with command.prepared_run(config, workdir) as (resolved, folder):
+        return loop.train(resolved, folder)
 
 
 def load_policy(path: str | Path, *, dtype: str = "float32") -> Policy:

@@ -46,7 +46,9 @@ def run_command(arguments: list[str], command: str, run: Callable[[Config, Path]
 
 
 @contextlib.contextmanager
-def prepared_run(options: Config, workdir: str | Path, evaluates: bool = False) -> Iterator[Path]:
+def prepared_run(
+    options: Config, workdir: str | Path, evaluates: bool = False
+) -> Iterator[tuple[Config, Path]]:
     """Prepare a run in the block, which has exclusive use of the work directory.
 
     Set up the compilation cache and write the resolved options to the work directory.
@@ -58,7 +60,8 @@ def prepared_run(options: Config, workdir: str | Path, evaluates: bool = False) 
         records of their run.
 
     Yields:
-      The folder to write to: the work directory, or a local folder that stands for its address.
+      The options with what depends on the machine resolved; and the folder to write to: the work
+      directory, or a local folder that stands for its address.
 
     Raises:
       UserError: JAX finds no devices, the work directory cannot be used, or its disk is full.
@@ -67,7 +70,14 @@ def prepared_run(options: Config, workdir: str | Path, evaluates: bool = False) 
       KeyboardInterrupt: if SIGINT stopped the run, outside of a command.
     """
     from jax_ppo.reporting import console
-    from jax_ppo.runtime import backends, compilation, distributed, heartbeat, work_directory
+    from jax_ppo.runtime import (
+        backends,
+        compilation,
+        computation_dtype,
+        distributed,
+        heartbeat,
+        work_directory,
+    )
     from jax_ppo.storage import disk_space
 
     backends.start_backends()
@@ -82,14 +92,19 @@ def prepared_run(options: Config, workdir: str | Path, evaluates: bool = False) 
         ):
             if evaluates:
                 distributed.run_on_main(lambda: work_directory.refuse_checkpoints(folder, workdir))
-            distributed.run_on_main(
-                lambda: command_line.write_resolved_config(options, folder, str(workdir))
-            )
+            resolved, chosen_dtype = computation_dtype.resolve_dtype_here(options)
+
+            def write_options() -> None:
+                command_line.write_config(resolved, folder)
+                command_line.print_set_options(options, str(workdir))
+                console.print_on_main(chosen_dtype)
+
+            distributed.run_on_main(write_options)
             beating: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if distributed.is_main():
                 beating = heartbeat.beating(console.print_aside)
             with beating:
-                yield folder
+                yield resolved, folder
             signals.raise_if_stopped(console.print_on_main)
     except OSError as error:
         if not disk_space.is_disk_full(error):
@@ -111,8 +126,8 @@ def _run(
 
     watched = watchdog.watch(options.distributed.stall_seconds, distributed.end_stalled_run)
     try:
-        with watched, prepared_run(options, workdir, evaluates) as folder:
-            run(options, folder)
+        with watched, prepared_run(options, workdir, evaluates) as (resolved, folder):
+            run(resolved, folder)
             console.print_on_main(f"report: {workdir}/report.html")
             if "tensorboard" in parsing.parse_loggers(options.trainer.logger):
                 console.print_on_main(describe_curves(workdir))

@@ -93,16 +93,19 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
     return config, workdir
 
 
-def write_resolved_config(config: Config, folder: Path, workdir: str) -> None:
-    """Write all options to config.json in the folder, and print those that were set.
+def write_config(config: Config, folder: Path) -> None:
+    """Write all options to config.json in the folder that the run writes to."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+
+
+def print_set_options(config: Config, workdir: str) -> None:
+    """Print the options that are not at their defaults.
 
     Args:
       config: the options.
-      folder: the folder that the run writes to.
       workdir: the work directory as the user wrote it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
     print(f"work directory: {workdir} (all options: config.json)")
     # Most options are rarely set: showing all would hide those that make this run.
     settings: dict[str, list[str]] = {}

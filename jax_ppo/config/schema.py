@@ -386,10 +386,12 @@ class Model:
     )
     tokenizer_path: str = option("", "folder or hub name of the tokenizer; empty: model.path")
     dtype: str = option(
-        "bfloat16",
+        "auto",
         "data type of the computation; trained parameters and their optimizer state are stored in "
-        "the types of the optim sections, float32 by default",
-        choices=("bfloat16", "float32"),
+        "the types of the optim sections, float32 by default. auto: bfloat16 on TPUs and on GPUs "
+        "that have units for it (NVIDIA: compute capability 8.0), float32 elsewhere; a run prints "
+        "its choice, and config.json holds it",
+        choices=("auto", "bfloat16", "float32"),
     )
     gradient_checkpointing: bool = option(
         True, "recompute each layer's activations in the backward pass"
@@ -407,7 +409,7 @@ class Model:
         "auto",
         "attention implementation for whole sequences: xla runs everywhere; cudnn on NVIDIA GPUs "
         "in bfloat16; splash on TPU if packing.row_length is unset or a multiple of 128; auto: the "
-        "platform's own if it can run. A run prints what it uses",
+        "platform's own if it can run. A run prints what it uses, unless that is xla alone",
         choices=("auto", "xla", "cudnn", "splash"),
     )
     lora: Lora = section(Lora, read_by=PPO)

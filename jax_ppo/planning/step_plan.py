@@ -15,6 +15,7 @@ from jax_ppo.planning.stages import count_bubbles
 from jax_ppo.planning.work import count_work, predict_seconds
 from jax_ppo.ppo.remedies import rank_remedies
 from jax_ppo.runtime import meshes
+from jax_ppo.runtime.computation_dtype import resolve_dtype
 from jax_ppo.runtime.device_speed import PEAK_RATES
 from jax_ppo.runtime.topologies import (
     CompilerMissingError,
@@ -41,6 +42,7 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
       UserError: the options do not match the machine or the models, or a model has no config.json.
     """
     platform = topology.device_type.platform
+    config = resolve_dtype(config, platform)  # all GPUs that can be named have bfloat16
     devices, source = _describe_machine(topology, compiles)
     # Without a compiler CPU devices stand for the machine's; nothing is compiled for them.
     mesh = meshes.make_mesh(config.mesh, devices or cpu_devices(topology))

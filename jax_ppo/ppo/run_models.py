@@ -64,14 +64,14 @@ def read_run_models(
     folders = resolve_role_folders(config, workdir, describe_model)
     nets = read_networks(config, folders)
     tokenizer = load_model_tokenizer(config.model, folders.actor)
-    report(
-        describe_attention(
-            config.model,
-            nets.actor,
-            packed_row_length(config),
-            decodes=config.rollout.engine == "built-in",
-        )
+    attention = describe_attention(
+        config.model,
+        nets.actor,
+        packed_row_length(config),
+        decodes=config.rollout.engine == "built-in",
     )
+    if attention:
+        report(attention)
     reward_inputs = None
     if nets.reward is not None and folders.reward is not None:
         reward_inputs = make_reward_inputs(

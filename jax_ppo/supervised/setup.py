@@ -184,7 +184,8 @@ def set_up_run(config: Config, task: Task, mesh: Mesh) -> SupervisedRun:
     )
     coef = config.supervised.router_aux_loss_coef
     refuse_router_loss("config.supervised", coef, run.model)
-    console.print_on_main(describe_attention(config.model, run.model, row_length))
+    if attention := describe_attention(config.model, run.model, row_length):
+        console.print_on_main(attention)
     console.print_on_main(
         f"{len(run.training)} training and {len(run.held_out or ())} held-out {task.unit}, "
         f"{run.total_steps} steps of {config.data.train_batch_size}"

@@ -74,7 +74,7 @@ def decoding_program(config: Config, decoder: Transformer) -> str:
 def describe_attention(
     options: Model, decoder: Transformer, row_length: int, decodes: bool = False
 ) -> str:
-    """Return a line that names the attention program of each phase.
+    """Return a line that names the attention program of each phase; "" if all use xla as asked.
 
     Args:
       options: the section of the config.
@@ -95,13 +95,15 @@ def describe_attention(
             architecture.attention_softcap,
             gpu_generation=_gpu_generation(),
         )
+    reader = "cudnn" if decodes and decoder.decoding == "cudnn" else "xla"
+    if decoder.attention == reader == "xla" and not reason:
+        return ""  # nothing that a user would not expect
     line = f"attention: {decoder.attention} for packed rows of {row_length} tokens"
     if num_row_parts() > 1:
         line += f" in {num_row_parts()} parts"
     if reason:
         line += f" ({reason})"
     if decodes:
-        reader = "cudnn" if decoder.decoding == "cudnn" else "xla"
         line += f", xla for prompts, {reader} for decoding"
     return line
 

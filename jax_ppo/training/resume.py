@@ -82,7 +82,7 @@ def _compare_options(
         if option.facts.fixed_on_resume and command in option.read_by:
             raise UserError(
                 f"config.{option.name}={now!r}: the work directory holds checkpoints of another "
-                f"experiment, with {then!r}; give another --workdir"
+                f"experiment, with {then!r}; set that, or give another --workdir"
             )
         # Other changes are permitted, and reported.
         first_step_only = option.facts.first_step_only

@@ -279,6 +279,13 @@ def test_a_run_on_a_tpu_packs_rounded_rows_and_prints_what_attends(monkeypatch):
     )
 
 
+def test_a_run_that_has_no_other_program_says_nothing(monkeypatch):
+    monkeypatch.setattr(networks, "read_architecture", lambda folder, *_: tiny.ARCHITECTURE)
+    config = tiny.config()
+    actor = read_networks(config, Folders(None, None, None)).actor
+    assert decoders.describe_attention(config.model, actor, 1000, decodes=True) == ""
+
+
 @pytest.mark.parametrize(
     ("generation", "chosen"), [(None, "xla"), (8, "xla"), (9, "cudnn"), (10, "xla")]
 )

@@ -150,6 +150,12 @@ def test_int8_kernels_shrink_the_decoding_copy(folder):
     assert 0.5 < memory(int8, "sample").decoding_copy / plain < 0.9
 
 
+@pytest.mark.parametrize(("topology", "dtype"), [("v5e:1x1", "bfloat16"), ("cpu:1", "float32")])
+def test_the_dtype_is_that_of_the_named_machine(folder, topology, dtype):
+    chosen = estimate(folder, topology, model__dtype="auto")
+    assert chosen.to_json() == estimate(folder, topology, model__dtype=dtype).to_json()
+
+
 def test_the_compilers_figures_replace_the_estimate(folder):
     config = tiny.config(model__path=folder, mesh__fsdp=2, mesh__data=1)
     plan = step_plan.plan_step(config, parse_topology("cpu:2"))

@@ -110,7 +110,7 @@ def test_of_two_runs_that_take_over_a_lock_one_succeeds(server, bucket, quick, m
 
 def test_a_run_holds_the_lock_and_its_files_are_in_the_bucket(server, bucket):
     address = f"{bucket}/runs/a"
-    with command.prepared_run(tiny.config(), address) as folder:
+    with command.prepared_run(tiny.config(), address) as (_, folder):
         assert (folder / "config.json").exists()
         with pytest.raises(UserError, match="another run uses it: process"):
             command.prepared_run(tiny.config(), address).__enter__()

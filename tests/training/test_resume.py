@@ -8,6 +8,7 @@ import pytest
 import tiny
 from jax_ppo.config import schema
 from jax_ppo.errors import UserError
+from jax_ppo.runtime.computation_dtype import resolve_dtype
 from jax_ppo.training import resume
 from jax_ppo.training.checkpoint import Restored
 
@@ -46,6 +47,13 @@ def test_an_option_is_fixed_for_the_commands_that_read_it():
     with pytest.raises(UserError, match=r"normalize_values=True: .*another experiment, with False"):
         find_progress_of_saved_run(config, 5, saved)
     assert find_progress_of_saved_run(config, 5, saved, command="sft").step == 3
+
+
+def test_a_run_that_moves_to_a_machine_with_another_dtype_is_told_what_to_set():
+    resolved = resolve_dtype(tiny.config(model__dtype="auto"), "cpu")
+    saved = dataclasses.asdict(resolve_dtype(tiny.config(model__dtype="auto"), "tpu"))
+    with pytest.raises(UserError, match=r"model.dtype='float32': .*, with 'bfloat16'; set that"):
+        find_progress_of_saved_run(resolved, 5, saved)
 
 
 def test_an_option_that_only_the_first_step_reads_is_kept(capsys):

@@ -1,0 +1,54 @@
+"""The type of the computation, by kind of device."""
+
+import dataclasses
+import json
+import types
+
+import jax
+import pytest
+
+import tiny
+from jax_ppo import command
+from jax_ppo.runtime import computation_dtype
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "dtype"),
+    [
+        ("tpu", None, "bfloat16"),
+        ("gpu", "9.0", "bfloat16"),
+        ("gpu", "12.0", "bfloat16"),
+        ("gpu", "8.0", "bfloat16"),
+        ("gpu", "7.5", "float32"),
+        ("gpu", "gfx942", "bfloat16"),
+        ("cpu", None, "float32"),
+    ],
+)
+def test_auto_is_what_the_device_computes_fast_in(platform, capability, dtype, monkeypatch):
+    config = tiny.config(model__dtype="auto")
+    assert computation_dtype.resolve_dtype(config, platform, capability).model.dtype == dtype
+    device = types.SimpleNamespace(
+        platform=platform, compute_capability=capability, device_kind="the device"
+    )
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    resolved, line = computation_dtype.resolve_dtype_here(config)
+    assert resolved.model.dtype == dtype and line.startswith(f"computing in {dtype} on the device")
+    assert ("no fast bfloat16" in line) == (dtype == "float32")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_the_user_chose_is_kept_and_said_to_be_slow_where_it_is(dtype):
+    config = tiny.config(model__dtype=dtype)
+    resolved, line = computation_dtype.resolve_dtype_here(config)
+    assert resolved == config and line.startswith(f"computing in {dtype} on cpu")
+    assert ("model.dtype=float32 may take less time" in line) == (dtype == "bfloat16")
+
+
+def test_the_choice_is_printed_and_in_the_work_directory(tmp_path, capsys):
+    config = tiny.config(model__dtype="auto")
+    with command.prepared_run(config, tmp_path) as (resolved, folder):
+        written = json.loads((folder / "config.json").read_text())
+    assert written == dataclasses.asdict(resolved) and resolved.model.dtype == "float32"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("computing in float32 on cpu")
+    assert "dtype" not in "".join(lines[:-1]), "it was not set"
