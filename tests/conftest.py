@@ -16,6 +16,7 @@ import jax
 import pytest
 
 import quick_compilation
+import recorded
 import waiting
 
 _dropped_flags: list[str] = []
@@ -81,8 +82,40 @@ def require_smoke_tests_exist() -> None:
             raise pytest.UsageError(f"SMOKE in tests/conftest.py: there is no test {entry!r}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the smoke tests."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options that compute the values of tests/expected/ again (recorded.py)."""
+    parser.addoption(
+        "--parity",
+        action="store_const",
+        const="check",
+        help="compare with torch, transformers and peft themselves, and what is stored of them",
+    )
+    parser.addoption(
+        "--store-expected",
+        dest="parity",
+        action="store_const",
+        const="write",
+        help="store what torch, transformers and peft compute (tests/regenerate_expected.py)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell `recorded` what is asked for."""
+    recorded.mode = config.getoption("parity")
+
+
+def pytest_sessionfinish() -> None:
+    """Store the expected values that were computed for that."""
+    if recorded.mode == "write":
+        recorded.write_files()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the smoke tests, and leave out those that need `--parity`."""
+    if recorded.mode != "check":
+        live = [item for item in items if item.get_closest_marker("parity")]
+        config.hook.pytest_deselected(items=live)
+        items[:] = [item for item in items if item not in set(live)]
     require_smoke_tests_exist()
     prefixes = tuple(f"tests/{name}" for name in SMOKE)
     for item in items:

@@ -1,13 +1,13 @@
 """Small random reward models with their own tokenizers, and their scores by transformers."""
 
-import json
+import collections
+import math
 import pathlib
 
 import numpy as np
-import pytest
+import transformers
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+import recorded
 
 TEXTS = [
     "Tom has 3 apples. He buys 2 more and gives 1 away.",
@@ -24,52 +24,41 @@ CHAT = (
 )
 
 
-def deberta(folder: pathlib.Path, **changes) -> pathlib.Path:
-    """Write a DeBERTa-v3 with its kind of tokenizer.
+def write_unigrams(folder: pathlib.Path) -> int:
+    """Write a tokenizer of DeBERTa-v3's kind, and return its size.
 
-    The tokenizer has SentencePiece's unigrams and encodes [CLS] A [SEP] B [SEP].
+    It has SentencePiece's unigrams and encodes [CLS] A [SEP] B [SEP].
     """
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-    pieces = Tokenizer(models.Unigram())
-    pieces.pre_tokenizer = pre_tokenizers.Metaspace()
-    pieces.train_from_iterator(
-        TEXTS,
-        trainers.UnigramTrainer(
-            vocab_size=90,
-            special_tokens=["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]"],
-            unk_token="[UNK]",
-            show_progress=False,
-        ),
-    )
-    vocabulary = [tuple(entry) for entry in json.loads(pieces.to_str())["model"]["vocab"]]
-    tokenizer = transformers.DebertaV2Tokenizer(vocab=vocabulary, unk_id=3)
+    words = ["\u2581" + word for text in TEXTS for word in text.split()]
+    counts = collections.Counter(letter for word in words for letter in (word[:2], *word))
+    special = [(piece, 0.0) for piece in ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]")]
+    pieces = [(piece, math.log(n / counts.total())) for piece, n in sorted(counts.items())]
+    tokenizer = transformers.DebertaV2Tokenizer(vocab=special + pieces, unk_id=3)
     tokenizer.save_pretrained(folder)
-    save(
-        transformers.DebertaV2ForSequenceClassification(
-            transformers.DebertaV2Config(
-                **{
-                    "vocab_size": len(tokenizer) + 3,
-                    "hidden_size": 32,
-                    "intermediate_size": 48,
-                    "num_hidden_layers": 2,
-                    "num_attention_heads": 4,
-                    "max_position_embeddings": 128,
-                    "relative_attention": True,
-                    "position_buckets": 16,
-                    "norm_rel_ebd": "layer_norm",
-                    "share_att_key": True,
-                    "pos_att_type": "p2c|c2p",
-                    "position_biased_input": False,
-                    "type_vocab_size": 0,
-                    "pad_token_id": 0,
-                    "num_labels": 1,
-                }
-                | changes
-            )
-        ),
-        folder,
-    )
+    return len(tokenizer)
+
+
+def deberta(folder: pathlib.Path, **changes) -> pathlib.Path:
+    """Write a DeBERTa-v3 with its kind of tokenizer."""
+    config = {
+        "vocab_size": write_unigrams(folder) + 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+        "relative_attention": True,
+        "position_buckets": 16,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "pos_att_type": "p2c|c2p",
+        "position_biased_input": False,
+        "type_vocab_size": 0,
+        "pad_token_id": 0,
+        "num_labels": 1,
+    }
+    name = "DebertaV2ForSequenceClassification"
+    recorded.write_checkpoint(folder, name, config | changes, std=0.2)
     return folder
 
 
@@ -79,64 +68,61 @@ def decoder(folder: pathlib.Path, tokenizer=None, **changes) -> pathlib.Path:
 
     own_tokenizer = tokenizer or train_tokenizer(TEXTS, 120, folder)
     own_tokenizer.save_pretrained(folder)
-    save(
-        transformers.LlamaForSequenceClassification(
-            transformers.LlamaConfig(
-                **{
-                    "vocab_size": 192,
-                    "hidden_size": 32,
-                    "intermediate_size": 48,
-                    "num_hidden_layers": 2,
-                    "num_attention_heads": 4,
-                    "num_key_value_heads": 2,
-                    "max_position_embeddings": 256,
-                    "num_labels": 1,
-                    "pad_token_id": 0,
-                }
-                | changes
-            )
-        ),
-        folder,
-    )
+    config = {
+        "vocab_size": 192,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "num_labels": 1,
+        "pad_token_id": 0,
+    }
+    recorded.write_checkpoint(folder, "LlamaForSequenceClassification", config | changes, std=0.2)
     return folder
 
 
-def save(model, folder):
-    """Write a model after moving every parameter far from its initial value."""
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(std=0.2, generator=generator)
-            if "norm" in name.lower() and name.endswith("weight"):
-                parameter += 1
-    model.save_pretrained(folder)
+def load_tokenizer(folder):
+    """Return the tokenizer of transformers."""
+    return transformers.AutoTokenizer.from_pretrained(folder)
 
 
-def load(folder):
-    """Return the model and tokenizer of transformers."""
-    return (
-        transformers.AutoModelForSequenceClassification.from_pretrained(
-            folder, dtype="float32"
-        ).eval(),
-        transformers.AutoTokenizer.from_pretrained(folder),
+def scores(folder, inputs, position=None) -> list[float]:
+    """Return the scores of inputs, each alone and without padding.
+
+    Args:
+        folder: folder of the reward model.
+        inputs: the arguments of each call: lists of token ids by name.
+        position: "last_token" to read the score there although it is a pad token.
+    """
+    return recorded.value(
+        "scores", lambda: live_scores(folder, inputs, position), folder, inputs, position
     )
 
 
-def score(model, **inputs) -> float:
-    """Return the score of one input, alone and without padding."""
+def live_scores(folder, inputs, position=None):
+    """Compute the scores with torch."""
+    import torch
+
+    name = "AutoModelForSequenceClassification"
+    model = recorded.Checkpoint(folder, name).load()
+    if position == "last_token":
+        model.config.pad_token_id = None  # it reads the last token of a single input then
     with torch.no_grad():
-        return float(
-            model(**{name: torch.tensor([ids]) for name, ids in inputs.items()}).logits[0, 0]
-        )
+        return [
+            float(model(**{k: torch.tensor([ids]) for k, ids in row.items()}).logits[0, 0])
+            for row in inputs
+        ]
 
 
-def pair_score(model, tokenizer, question, answer) -> float:
-    """Score a pair as the model cards of OpenAssistant's reward models do, but with lists.
+def pair_inputs(tokenizer, pairs):
+    """Return the inputs of pairs as the model cards of OpenAssistant's reward models do.
 
-    Without lists an empty answer would be taken for a missing one.
+    They are made with lists: without lists an empty answer would be taken for a missing one.
     """
-    with torch.no_grad():
-        return float(model(**tokenizer([question], [answer], return_tensors="pt")).logits[0, 0])
+    encoded = [tokenizer([question], [answer]) for question, answer in pairs]
+    return [{name: ids[0] for name, ids in row.items()} for row in encoded]
 
 
 def assert_close(ours, theirs):

@@ -11,12 +11,17 @@ import pytest
 
 # These pages train or sample a model, which takes longer.
 RUNS_MODELS = ("python-api", "model-family", "rollout-engine")
+
+
+def marks_of(recipe):
+    """Return the marks of a recipe's test: one of them compares with torch."""
+    parity = [pytest.mark.parity] if recipe == "model-family" else []
+    return [*parity, *([pytest.mark.slow] if recipe in RUNS_MODELS else [])]
+
+
 each_recipe = pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, marks=pytest.mark.slow) if page.stem in RUNS_MODELS else page
-        for page in doc_pages.RECIPES
-    ],
+    [pytest.param(page, marks=marks_of(page.stem)) for page in doc_pages.RECIPES],
     ids=lambda page: page.stem,
 )
 
@@ -62,8 +67,6 @@ def test_the_python_of_a_recipe_runs(page, tmp_path):
     assert blocks, "a recipe shows how to check what was written"
     program = "\n".join(block.text for block in blocks)
     assert "assert" in program
-    if "import torch" in program:
-        pytest.importorskip("torch")
     (tmp_path / "program.py").write_text(program)
     run(["program.py"], tmp_path)
 

@@ -1,18 +1,16 @@
-"""Small random checkpoints made by transformers, and this project's logits for them."""
+"""Small random checkpoints as transformers writes them, and its logits and ours for them."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
+import recorded
 from jax_ppo.models import heads
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture
 from jax_ppo.models.transformer import Transformer
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
 
 SIZES = {
     "vocab_size": 97,
@@ -26,25 +24,25 @@ SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-MODELS = {
-    "llama": ("LlamaConfig", "LlamaFor"),
-    "qwen2": ("Qwen2Config", "Qwen2For"),
-    "qwen3": ("Qwen3Config", "Qwen3For"),
-    "mistral": ("MistralConfig", "MistralFor"),
-    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeFor"),
-    "mixtral": ("MixtralConfig", "MixtralFor"),
-    "ministral": ("MinistralConfig", "MinistralFor"),
-    "phi3": ("Phi3Config", "Phi3For"),
-    "smollm3": ("SmolLM3Config", "SmolLM3For"),
-    "granite": ("GraniteConfig", "GraniteFor"),
-    "olmo2": ("Olmo2Config", "Olmo2For"),
-    "glm": ("GlmConfig", "GlmFor"),
-    "glm4": ("Glm4Config", "Glm4For"),
-    "gemma": ("GemmaConfig", "GemmaFor"),
-    "gemma2": ("Gemma2Config", "Gemma2For"),
-    "gemma3_text": ("Gemma3TextConfig", "Gemma3For"),
-    "gpt2": ("GPT2Config", "GPT2For"),
-    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXFor"),
+CLASS_PREFIXES = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mistral": "Mistral",
+    "qwen3_moe": "Qwen3Moe",
+    "mixtral": "Mixtral",
+    "ministral": "Ministral",
+    "phi3": "Phi3",
+    "smollm3": "SmolLM3",
+    "granite": "Granite",
+    "olmo2": "Olmo2",
+    "glm": "Glm",
+    "glm4": "Glm4",
+    "gemma": "Gemma",
+    "gemma2": "Gemma2",
+    "gemma3_text": "Gemma3",
+    "gpt2": "GPT2",
+    "gpt_neox": "GPTNeoX",
 }
 
 
@@ -74,46 +72,91 @@ def fields(family, values):
     return {names.get(name, name): x for name, x in values.items() if names.get(name, name)}
 
 
-def make(family="llama", task="CausalLM", **changes):
-    """Return a float32 model of transformers with all parameters far from their initial values."""
-    config_class, model_class = MODELS[family]
-    # Not "sdpa", which silently ignores soft caps.
-    values = fields(family, SIZES | changes)
-    config = getattr(transformers, config_class)(attn_implementation="eager", **values)
-    name = model_class + task
-    model = getattr(transformers, CLASSES.get(name, name))(config).eval()
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(std=0.15, generator=generator)
-            if "norm" in name or ".ln_" in name:
-                parameter += 1
-    return model
-
-
-def save(folder, *args, **changes):
-    """Write the model of `~make` to `~folder` and return it."""
-    model = make(*args, **changes)
-    model.save_pretrained(folder)
-    return model
+def save(folder, family="llama", task="CausalLM", dtypes=("float32",), shard_bytes=None, **changes):
+    """Write a small model as transformers does, with random parameters; return it."""
+    name = f"{CLASS_PREFIXES[family]}For{task}"
+    return recorded.write_checkpoint(
+        folder,
+        CLASSES.get(name, name),
+        fields(family, SIZES | changes),
+        dtypes=dtypes,
+        shard_bytes=shard_bytes,
+    )
 
 
 def reload(folder, dtype="float32", task="CausalLM"):
-    """Return the model that transformers loads from a folder."""
-    return (
-        getattr(transformers, "AutoModelFor" + task)
-        .from_pretrained(folder, dtype=dtype, attn_implementation="eager")
-        .eval()
-    )
+    """Return what transformers makes of a folder."""
+    return recorded.Checkpoint(folder, f"AutoModelFor{task}", dtype)
 
 
 def tokens(rows=2, length=24, vocab_size=97):
     return np.random.default_rng(3).integers(3, vocab_size, (rows, length)).astype(np.int32)
 
 
-def their_logits(model, ids):
+def their_logits(checkpoint, ids, every=1, is_computed=False):
+    """Return the logits of transformers for every n-th token of the vocabulary.
+
+    Args:
+        checkpoint: a folder and its class.
+        ids: the tokens.
+        every: n. Fewer numbers are stored.
+        is_computed: whether the last bits of the folder's numbers depend on the machine.
+    """
+    folder = recorded.Headers(checkpoint.folder) if is_computed else checkpoint.folder
+    return recorded.value(
+        "logits",
+        lambda: live_logits(checkpoint.load(), ids)[..., ::every],
+        folder,
+        *(checkpoint.name, checkpoint.dtype, np.asarray(ids), every),
+    )
+
+
+def assert_their_logits(ours, checkpoint, ids, rtol=1e-7, atol=1e-4, is_computed=False):
+    """Require that our logits are those of transformers, and that these tell models apart."""
+    theirs = their_logits(checkpoint, ids, every=4, is_computed=is_computed)
+    assert theirs.std() > 0.3
+    np.testing.assert_allclose(ours[..., ::4], theirs, rtol=rtol, atol=atol)
+
+
+def live_logits(model, ids):
+    """Return the logits of a model of torch."""
+    import torch
+
     with torch.no_grad():
         return model(torch.from_numpy(np.asarray(ids, np.int64))).logits.float().numpy()
+
+
+def assert_same_logits(checkpoint, other, ids, atol=1e-6):
+    """Require that transformers computes the same from two folders."""
+    difference = recorded.value(
+        "difference",
+        lambda: float(
+            np.abs(live_logits(checkpoint.load(), ids) - live_logits(other.load(), ids)).max()
+        ),
+        *(checkpoint.folder, other.folder, checkpoint.name, other.name, np.asarray(ids)),
+    )
+    assert difference <= atol
+
+
+def peft_logits(checkpoint, adapters, ids):
+    """Return every fourth logit of a model with the adapters that PEFT reads from a folder."""
+
+    def compute():
+        import peft
+
+        model = peft.PeftModel.from_pretrained(checkpoint.load(), str(adapters)).eval()
+        return live_logits(model, ids)[..., ::4]
+
+    return recorded.value("logits with adapters", compute, checkpoint.folder, adapters, ids)
+
+
+def read_adapters(folder):
+    """Return the configuration of a folder that PEFT wrote, with the names of its base left out."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    return config | {
+        "base_model_name_or_path": "some/base",
+        "target_modules": sorted(config["target_modules"]),
+    }
 
 
 def one_device(architecture, head):

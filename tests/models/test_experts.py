@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+import recorded
 from jax_ppo.config.schema import MeshShape
 from jax_ppo.errors import UserError
 from jax_ppo.models import heads
@@ -90,18 +92,24 @@ def test_weights_are_probabilities_that_may_be_divided_by_their_sum():
 
 def test_the_router_loss_of_a_packed_sequence_is_transformers_loss_of_it_alone():
     """transformers' loss of one layer is a mean over its tokens; empty places are a segment."""
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
     rng = np.random.default_rng(1)
     logits = rng.normal(size=(2, 12, 4)).astype(np.float32)
     segments = np.array([[5] * 3 + [2] * 7 + [-1] * 2, [2] * 12])
     probabilities = jax.nn.softmax(logits)
     _, experts = select_experts(probabilities, 2, is_normalized=True)
     losses = balance_losses(probabilities, experts, segments)
-    for row, first, last in ((0, 0, 3), (0, 3, 10), (1, 0, 12)):
-        alone = reference.torch.from_numpy(logits[row, first:last])
-        expected = float(load_balancing_loss_func((alone,), 4, 2))
-        assert losses[row, first:last].mean() == pytest.approx(expected, rel=1e-5)
+    sequences = ((0, 0, 3), (0, 3, 10), (1, 0, 12))
+
+    def theirs():
+        import torch
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+        alone = [torch.from_numpy(logits[row, first:last]) for row, first, last in sequences]
+        return [float(load_balancing_loss_func((x,), 4, 2)) for x in alone]
+
+    expected = recorded.value("losses", theirs, logits, sequences)
+    for (row, first, last), loss in zip(sequences, expected, strict=True):
+        assert losses[row, first:last].mean() == pytest.approx(loss, rel=1e-5)
     # Experts that are used alike: k.
     even = balance_losses(
         np.full((1, 2, 4), 0.25, np.float32),
@@ -187,7 +195,7 @@ def test_adapters_of_attention_are_merged_for_transformers(tmp_path):
     assert np.abs(ours - reference.our_logits(architecture, params, ids)).max() > 0.1
     export_checkpoint(params, architecture, tmp_path / "merged", adapters=adapters, lora=lora)
     merged = reference.reload(tmp_path / "merged")
-    np.testing.assert_allclose(reference.their_logits(merged, ids), ours, rtol=1e-4, atol=1e-4)
+    reference.assert_their_logits(ours, merged, ids, rtol=1e-4, is_computed=True)
 
 
 @pytest.mark.parametrize(
@@ -210,8 +218,7 @@ def test_other_mixtures_are_refused_by_the_name_of_the_field(changes, message):
 
 def test_a_checkpoint_has_a_tensor_per_expert_and_may_be_split_anywhere(tmp_path):
     """Also between the experts of a layer; progress counts each of them."""
-    model = reference.make("qwen3_moe", **EXPERTS)
-    model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    reference.save(tmp_path / "theirs", "qwen3_moe", shard_bytes=20_000, **EXPERTS)
     counts = []
     architecture, params = reference.load(
         tmp_path / "theirs", progress=lambda *count: counts.append(count)
@@ -219,8 +226,12 @@ def test_a_checkpoint_has_a_tensor_per_expert_and_may_be_split_anywhere(tmp_path
     total = 3 + 2 * (2 + 6 + 1 + 3 * 4)  # norms, attention with its norms, router, experts
     assert counts == [(i, total) for i in range(1, total + 1)]
     kernel = params["layers"]["mlp"]["experts"]["up_proj"]["kernel"]
-    fused = model.state_dict()["model.layers.1.mlp.experts.gate_up_proj"].numpy()
-    np.testing.assert_array_equal(kernel[1], np.swapaxes(fused[:, 24:], 1, 2))
+    tensors = {}
+    for file in (tmp_path / "theirs").glob("*.safetensors"):
+        tensors |= load_file(file)
+    for expert in range(4):
+        stored = tensors[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"]
+        np.testing.assert_array_equal(kernel[1, expert], stored.T)
     export_checkpoint(params, architecture, tmp_path / "ours", max_shard_bytes=20_000)
     index = "model.safetensors.index.json"
     theirs, ours = (

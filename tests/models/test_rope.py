@@ -4,13 +4,12 @@ import hf_reference as reference
 import numpy as np
 import pytest
 
+import recorded
 from jax_ppo.errors import UserError
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import ROPE_KINDS
 from jax_ppo.models.hf.config import from_hf_config
 from jax_ppo.models.hf.config_export import to_hf_config
-
-rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
 
 # Chosen so that every branch is taken: the four frequencies of a head (8 wide) have wavelengths of
 # 6, 63, 628 and 6,283 tokens, and the original length is 64.
@@ -70,17 +69,16 @@ def test_frequencies_and_logits_are_those_of_transformers(name, tmp_path):
     model = reference.save(tmp_path, **make_config(KINDS[name]))
     architecture, params = reference.load(tmp_path)
     inverse, factor = rope.inverse_frequencies(architecture)
-    if name == "default":
-        expected, expected_factor = model.model.rotary_emb.inv_freq, 1.0
-    else:
-        expected, expected_factor = rope_utils.ROPE_INIT_FUNCTIONS[KINDS[name]["rope_type"]](
-            model.config
-        )
+
+    def their_frequencies():
+        rotary = model.load().model.rotary_emb
+        return rotary.inv_freq.numpy(), float(rotary.attention_scaling)
+
+    expected, expected_factor = recorded.value("frequencies", their_frequencies, tmp_path)
     np.testing.assert_allclose(inverse, expected, rtol=1e-6)
     assert factor == pytest.approx(expected_factor, rel=1e-12)
     ids = reference.tokens(rows=1, length=64)  # up to the original length
-    ours = reference.our_logits(architecture, params, ids)
-    np.testing.assert_allclose(ours, reference.their_logits(model, ids), atol=1e-4)
+    reference.assert_their_logits(reference.our_logits(architecture, params, ids), model, ids)
 
 
 def test_every_kind_is_tested():

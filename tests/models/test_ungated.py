@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import recorded
 import tiny
 from jax_ppo.errors import UserError
 from jax_ppo.models import heads
@@ -58,6 +59,16 @@ def test_projections_that_are_stored_input_first():
     assert rows[0].hf_shape == (3, 12)
 
 
+def their_layer_norm(*arrays, dtype):
+    def compute():
+        import torch
+
+        x, scale, bias = (torch.from_numpy(a).to(getattr(torch, dtype)) for a in arrays)
+        return torch.nn.functional.layer_norm(x, scale.shape, scale, bias, 1e-5).float().numpy()
+
+    return recorded.value("normalized", compute, *arrays, dtype)
+
+
 def test_layer_norm_is_that_of_torch():
     x = np.random.default_rng(0).normal(3, 2, (2, 7)).astype(np.float32)
     scale, bias = np.linspace(-1, 2, 7, dtype=np.float32), np.linspace(3, 1, 7, dtype=np.float32)
@@ -65,24 +76,20 @@ def test_layer_norm_is_that_of_torch():
         reference.fields("gpt2", reference.SIZES) | {"model_type": "gpt2"}
     )
     ours = LayerNorm(architecture).apply({"params": {"scale": scale, "bias": bias}}, x)
-    torch = reference.torch
-    theirs = torch.nn.functional.layer_norm(
-        torch.from_numpy(x), (7,), torch.from_numpy(scale), torch.from_numpy(bias), 1e-5
-    )
-    np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-5, atol=1e-6)
+    theirs = their_layer_norm(x, scale, bias, dtype="float32")
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_the_norm_rounds_where_torch_does():
     """Rounding inside the norm, or not rounding its weights, changes a quarter of the numbers."""
-    torch, rng = reference.torch, np.random.default_rng(5)
+    rng = np.random.default_rng(5)
     x, scale, bias = (rng.normal(1, 2, shape).astype(np.float32) for shape in ((64, 96), 96, 96))
     architecture = from_hf_config(
         reference.fields("gpt2", reference.SIZES) | {"model_type": "gpt2"}
     )
     params = {"scale": scale, "bias": bias}
     ours = LayerNorm(architecture).apply({"params": params}, jnp.asarray(x, jnp.bfloat16))
-    x, scale, bias = (torch.from_numpy(a).bfloat16() for a in (x, scale, bias))
-    theirs = torch.nn.functional.layer_norm(x, (96,), scale, bias, 1e-5).float().numpy()
+    theirs = their_layer_norm(x, scale, bias, dtype="bfloat16")
     # Sums in another order may round to a neighbour.
     assert (np.asarray(ours, np.float32) != theirs).mean() < 0.01
 
@@ -211,11 +218,7 @@ def test_exported_tensors_are_bitwise_those_of_the_source(checkpoint, tmp_path):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_mixed_types_on_disk(checkpoint, tmp_path, dtype):
     family, _, _, params = checkpoint
-    model = reference.make(family, vocab_size=96)
-    for i, parameter in enumerate(model.parameters()):
-        if i % 2:
-            parameter.data = parameter.data.to(getattr(reference.torch, dtype))
-    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    reference.save(tmp_path, family, dtypes=("float32", dtype), shard_bytes=10_000, vocab_size=96)
     loaded = reference.load(tmp_path)[1]
     jax.tree.map(
         lambda ours, exact: np.testing.assert_allclose(ours, exact, rtol=8e-3, atol=1e-6),
@@ -281,53 +284,54 @@ def adapted_logits(folder, adapters, lora):
     return heads.compute_logits(architecture, full, hidden), ids
 
 
-@pytest.mark.filterwarnings("ignore")  # PEFT's use of transformers is not tested here
 @pytest.mark.parametrize(
     "family", ["gpt2", "gpt_neox", pytest.param("phi3", marks=pytest.mark.slow)]
 )
 def test_adapters_of_peft_on_fused_projections_are_read(family, tmp_path):
     """PEFT's A of a fused tensor is that of each of its projections, which have their own B."""
-    library = pytest.importorskip("peft")
-    base = reference.save(tmp_path, family)
-    config = library.LoraConfig(r=3, lora_alpha=5, target_modules=PEFT_MODULES[family])
-    theirs = library.get_peft_model(base, config).eval()
-    generator = reference.torch.Generator().manual_seed(1)
-    for name, parameter in theirs.named_parameters():
-        if "lora_" in name:
-            parameter.data.normal_(std=0.3, generator=generator)
-    theirs.save_pretrained(tmp_path / "adapter")
-    architecture = read_architecture(tmp_path)
+    base = reference.save(tmp_path / "base", family)
+
+    def theirs():
+        import peft
+
+        config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=PEFT_MODULES[family])
+        peft.get_peft_model(base.load(), config).save_pretrained(tmp_path / "theirs")
+        tensors = recorded.shapes(tmp_path / "theirs/adapter_model.safetensors")
+        return reference.read_adapters(tmp_path / "theirs"), tensors
+
+    config, shapes = recorded.value("adapters", theirs, base.folder)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(config))
+    tensors = recorded.random_tensors(shapes, std=0.3)
+    save_file(tensors, tmp_path / "adapter/adapter_model.safetensors")
+    architecture = read_architecture(base.folder)
     lora, _ = read_adapter_config(tmp_path / "adapter", architecture)
     assert lora == Lora(3, 5.0, PROJECTIONS[family])
     tree = jax.eval_shape(lambda: init_adapters(architecture, lora, jax.random.key(0), "lm"))
     where = sharding.tree_shardings(tiny.make_mesh(), tree, sharding.TRAIN_RULES)
     adapters = load_adapters(tmp_path / "adapter", architecture, lora, where)
-    ours, ids = adapted_logits(tmp_path, adapters, lora)
-    expected = reference.their_logits(theirs, ids)
-    assert np.abs(expected - reference.their_logits(reference.reload(tmp_path), ids)).max() > 0.5
-    np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-4)
+    ours, ids = adapted_logits(base.folder, adapters, lora)
+    expected = reference.peft_logits(base, tmp_path / "adapter", ids)
+    assert np.abs(expected - reference.their_logits(base, ids, every=4)).max() > 0.5
+    np.testing.assert_allclose(ours[..., ::4], expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
 def test_peft_reads_adapters_on_the_other_projections(family, tmp_path):
     """GPT-2 calls two of them c_proj, and stores kernels input first (fan_in_fan_out)."""
-    library = pytest.importorskip("peft")
-    reference.save(tmp_path, family)
-    architecture = read_architecture(tmp_path)
+    base = reference.save(tmp_path / "base", family)
+    architecture = read_architecture(base.folder)
     assert "q_proj" in peft_obstacle(architecture, Lora(2, 4.0, ("q_proj", "o_proj")))
     lora = Lora(2, 4.0, ("o_proj", "down_proj"))
     assert peft_obstacle(architecture, lora) == ""
-    tree = init_adapters(architecture, lora, jax.random.key(0), "lm")
-    keys = iter(jax.random.split(jax.random.key(1), 9))
-    adapters = jax.tree.map(lambda x: 0.3 * jax.random.normal(next(keys), x.shape), tree)
-    save_adapters(adapters, architecture, lora, tmp_path / "adapter", str(tmp_path))
-    assert read_adapter_config(tmp_path / "adapter", architecture) == (lora, str(tmp_path))
-    theirs = library.PeftModel.from_pretrained(
-        reference.reload(tmp_path), str(tmp_path / "adapter")
-    ).eval()
-    ours, ids = adapted_logits(tmp_path, adapters, lora)
-    np.testing.assert_allclose(ours, reference.their_logits(theirs, ids), rtol=1e-4, atol=1e-4)
+    tree = jax.eval_shape(lambda: init_adapters(architecture, lora, jax.random.key(0), "lm"))
+    rng = np.random.default_rng(1)
+    adapters = jax.tree.map(lambda x: rng.random(x.shape, np.float32) - np.float32(0.5), tree)
+    save_adapters(adapters, architecture, lora, tmp_path / "adapter", "some/base")
+    assert read_adapter_config(tmp_path / "adapter", architecture) == (lora, "some/base")
+    ours, ids = adapted_logits(base.folder, adapters, lora)
+    theirs = reference.peft_logits(base, tmp_path / "adapter", ids)
+    np.testing.assert_allclose(ours[..., ::4], theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_adapters_on_a_projection_that_the_model_lacks_are_refused():

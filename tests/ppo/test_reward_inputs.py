@@ -139,12 +139,9 @@ def test_an_encoder_scores_pairs_on_any_mesh(encoder, decoder, actors, mesh):
     ours, (sequences, packed, count), cut, messages = score_answers(
         encoder, decoder, actors, tiny.make_mesh(**mesh)
     )
-    model, tokenizer = reward_models.load(encoder)
-    theirs = [
-        reward_models.pair_score(model, tokenizer, text(prompt), answer)
-        for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)
-    ]
-    reward_models.assert_close(ours, theirs)
+    pairs = zip(map(text, PROMPTS), ANSWERS, strict=True)
+    inputs = reward_models.pair_inputs(reward_models.load_tokenizer(encoder), pairs)
+    reward_models.assert_close(ours, reward_models.scores(encoder, inputs))
     assert messages == [
         "the reward model reads prompt and response as pair, in tokens of its own, at most 128"
     ]
@@ -154,7 +151,7 @@ def test_an_encoder_scores_pairs_on_any_mesh(encoder, decoder, actors, mesh):
 
 
 def test_text_is_read_as_text_whatever_the_template(decoder, actors, tmp_path):
-    tokenizer = reward_models.load(decoder)[1]
+    tokenizer = reward_models.load_tokenizer(decoder)
     tokenizer.chat_template = reward_models.CHAT
     folder = reward_models.decoder(tmp_path, tokenizer)
     options = tiny.config(reward__model_path=str(folder))
@@ -169,18 +166,15 @@ def test_a_pad_token_that_is_the_eos_is_skipped_as_in_transformers(
     decoder, actors, tmp_path, position
 ):
     """Regression: the score was read at the EOS, where transformers does not read it."""
-    tokenizer = reward_models.load(decoder)[1]
+    tokenizer = reward_models.load_tokenizer(decoder)
     eos = tokenizer.eos_token_id
     folder = reward_models.decoder(tmp_path, tokenizer, pad_token_id=eos, eos_token_id=eos)
     ours, _, _, messages = score_answers(folder, decoder, actors, reward__score_position=position)
-    model, _ = reward_models.load(folder)
-    if position == "last_token":
-        model.config.pad_token_id = None  # it reads the last token of a single input then
-    ids = [
-        [*tokenizer.encode(text(prompt) + answer), eos]
+    inputs = [
+        {"input_ids": [*tokenizer.encode(text(prompt) + answer), eos]}
         for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)
     ]
-    reward_models.assert_close(ours, [reward_models.score(model, input_ids=row) for row in ids])
+    reward_models.assert_close(ours, reward_models.scores(folder, inputs, position))
     lines = [line for line in messages if "is read at the token before the final EOS" in line]
     assert len(lines) == (position == "auto")
 
@@ -189,7 +183,7 @@ def test_where_a_score_is_read_is_said_only_if_an_input_ends_in_the_pad_token(
     decoder, actors, tmp_path
 ):
     """A chat may end in other tokens, such as a line break."""
-    tokenizer = reward_models.load(decoder)[1]
+    tokenizer = reward_models.load_tokenizer(decoder)
     eos = tokenizer.eos_token_id
     for end, is_said in ((tokenizer.eos_token, True), (".", False)):
         tokenizer.chat_template = reward_models.CHAT + end
@@ -208,11 +202,11 @@ def test_an_encoder_has_one_score_position(encoder, decoder, actors):
 @pytest.mark.parametrize("form", ["auto", "chat", "pair"])
 def test_a_decoder_reads_text_or_its_own_chat(decoder, actors, tmp_path, form):
     template = form != "auto"
-    tokenizer = reward_models.load(decoder)[1]
+    tokenizer = reward_models.load_tokenizer(decoder)
     tokenizer.chat_template = reward_models.CHAT if template else None
     folder = reward_models.decoder(tmp_path, tokenizer)
     ours, _, _, messages = score_answers(folder, decoder, actors, reward__model_input=form)
-    model, tokenizer = reward_models.load(folder)
+    tokenizer = reward_models.load_tokenizer(folder)
 
     def ids(prompt, answer):
         if form == "pair":
@@ -225,11 +219,8 @@ def test_a_decoder_reads_text_or_its_own_chat(decoder, actors, tmp_path, form):
             tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False
         )
 
-    theirs = [
-        reward_models.score(model, input_ids=ids(*texts))
-        for texts in zip(PROMPTS, ANSWERS, strict=True)
-    ]
-    reward_models.assert_close(ours, theirs)
+    inputs = [{"input_ids": ids(*texts)} for texts in zip(PROMPTS, ANSWERS, strict=True)]
+    reward_models.assert_close(ours, reward_models.scores(folder, inputs))
     assert f"as {'text' if form == 'auto' else form}, in" in messages[0]
     if form == "chat":  # the default for this tokenizer as well
         again, _, _, messages = score_answers(folder, decoder, actors)
@@ -239,7 +230,7 @@ def test_a_decoder_reads_text_or_its_own_chat(decoder, actors, tmp_path, form):
 def test_what_is_cut_is_counted_and_said_once(encoder, decoder, actors, caplog):
     ours, _, cut, messages = score_answers(encoder, decoder, actors, reward__max_length=40)
     assert "at most 40" in messages[0]
-    ids = reward_models.load(encoder)[1](list(map(text, PROMPTS)), ANSWERS)["input_ids"]
+    ids = reward_models.load_tokenizer(encoder)(list(map(text, PROMPTS)), ANSWERS)["input_ids"]
     too_long = [len(row) > 40 for row in ids]
     assert cut == too_long and 0 < sum(too_long) < 8
     assert "longer than the 40 tokens that it reads (config.reward.max_length)" in caplog.text
@@ -267,7 +258,7 @@ def reward_inputs_of(folder, decoder, actors, mesh=None, **changes):
 
 
 def test_with_the_actors_tokens_nothing_goes_through_the_host(decoder, tmp_path):
-    own = reward_models.load(decoder)[1]
+    own = reward_models.load_tokenizer(decoder)
     assert reward_inputs_of(decoder, decoder, own) is None
     assert reward_inputs_of(decoder, decoder, own, reward__model_input="text").reader.form == "text"
     without = tmp_path / "without"  # a tokenizer, which is then the actor's

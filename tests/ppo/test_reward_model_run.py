@@ -101,11 +101,13 @@ def run(files, workdir, *overrides, devices=1):
     )
 
 
+@pytest.mark.parity
 @pytest.mark.slow
 def test_the_rewards_are_those_of_transformers(files, tmp_path):
     output, sampled, rows = run(files, tmp_path)
-    model, tokenizer = reward_models.load(files / "deberta")
-    scores = [reward_models.pair_score(model, tokenizer, *texts) for texts in sampled]
+    tokenizer = reward_models.load_tokenizer(files / "deberta")
+    inputs = reward_models.pair_inputs(tokenizer, sampled)
+    scores = reward_models.live_scores(files / "deberta", inputs)
     # An evaluation (two batches of four prompts, six of them real), two steps of 4 x 2, an
     # evaluation.
     first, one, two, last = np.split(np.array(scores), [8, 16, 24])

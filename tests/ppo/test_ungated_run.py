@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
 from safetensors.numpy import load_file
 
-import reward_models
+import recorded
 import tiny
 from jax_ppo.data import arithmetic
 from jax_ppo.models import heads
@@ -65,22 +66,22 @@ def write_tokenizer(folder):
             show_progress=False,
         ),
     )
-    tokenizer = reward_models.transformers.PreTrainedTokenizerFast(
+    tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=pieces, bos_token=END, eos_token=END, unk_token=END
     )
     tokenizer.save_pretrained(folder)
     return len(tokenizer)
 
 
-def make_model(family, vocab_size):
-    transformers = reward_models.transformers
+def write_model(folder, family, vocab_size):
     ids = {"bos_token_id": 0, "eos_token_id": 0, "vocab_size": vocab_size}
     if family == "gpt2":
         sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 80}
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ids))
+        recorded.write_checkpoint(folder, "GPT2LMHeadModel", sizes | ids, std=0.2)
+        return
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "max_position_embeddings": 80}
-    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes, **ids))
+    recorded.write_checkpoint(folder, "GPTNeoXForCausalLM", sizes | ids, std=0.2)
 
 
 def our_logits(folder, ids):
@@ -100,9 +101,12 @@ def our_logits(folder, ids):
         pytest.param("gpt_neox", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.parity
 def test_two_steps_from_a_folder_of_transformers(family, tmp_path):
+    import torch
+
     source, workdir = tmp_path / "source", tmp_path / "run"
-    reward_models.save(make_model(family, write_tokenizer(source) + 5), source)
+    write_model(source, family, write_tokenizer(source) + 5)
     (tmp_path / "reward.py").write_text(REWARD)
     (tmp_path / "config.py").write_text(
         CONFIG.format(model=str(source), reward=f"{tmp_path}/reward.py:reward")
@@ -123,10 +127,9 @@ def test_two_steps_from_a_folder_of_transformers(family, tmp_path):
         # Each number moves, by 0.001 in a step at most, except the embeddings of unused tokens.
         moved = np.abs(after[name] - tensor)
         assert 0 < moved.max() < 0.01, name
-    transformers, torch = reward_models.transformers, reward_models.torch
     tokenizer = transformers.AutoTokenizer.from_pretrained(workdir / "actor")
     ids = np.array(tokenizer(["Tom has 3 apples. He buys 2 more."])["input_ids"])
-    model = transformers.AutoModelForCausalLM.from_pretrained(workdir / "actor", dtype="float32")
+    model = recorded.Checkpoint(workdir / "actor").load()
     with torch.no_grad():
-        expected = model.eval()(torch.from_numpy(ids)).logits.numpy()
+        expected = model(torch.from_numpy(ids)).logits.numpy()
     np.testing.assert_allclose(our_logits(workdir / "actor", ids), expected, rtol=1e-4, atol=1e-4)

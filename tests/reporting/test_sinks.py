@@ -122,7 +122,10 @@ class TestCurveFile:
 
 class TestTensorBoard:
     def read(self, folder):
-        accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+        accumulator = pytest.importorskip(
+            "tensorboard.backend.event_processing.event_accumulator",
+            reason="needs the extra `parity`",
+        )
         events = accumulator.EventAccumulator(str(folder / "tensorboard")).Reload()
         return {
             tag: [(e.step, e.value) for e in events.Scalars(tag)]

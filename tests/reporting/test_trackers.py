@@ -39,7 +39,7 @@ def test_wandb_takes_our_step_as_a_metric_since_its_own_cannot_decrease(tmp_path
 
 @pytest.mark.slow
 def test_wandb_continues_the_record_of_a_resumed_run(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb", reason="needs the extra `parity`")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     starts = []
@@ -60,7 +60,7 @@ def test_wandb_continues_the_record_of_a_resumed_run(tmp_path, monkeypatch):
 
 
 def test_mlflow_continues_the_record_of_a_resumed_run(tmp_path, monkeypatch):
-    pytest.importorskip("mlflow")
+    pytest.importorskip("mlflow", reason="needs the extra `parity`")
     from mlflow.tracking import MlflowClient
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

@@ -13,7 +13,7 @@ CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
-    return reward_models.load(reward_models.deberta(tmp_path_factory.mktemp("deberta")))[1]
+    return reward_models.load_tokenizer(reward_models.deberta(tmp_path_factory.mktemp("deberta")))
 
 
 @pytest.fixture(scope="module")

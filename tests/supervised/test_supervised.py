@@ -12,6 +12,7 @@ import sys
 
 import numpy as np
 import pytest
+import transformers
 
 from jax_ppo.config import command_line, loading, notes
 from jax_ppo.data import sources
@@ -126,7 +127,7 @@ def held_out(files, folder):
 
     They are encoded by the tokenizer of transformers.
     """
-    tokenizer = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     for example in sources.load_examples(f"{files}/pairs.jsonl.gz[32:]"):
         prompt, eos = tokenizer.encode(example.prompt), [tokenizer.eos_token_id]
         yield (
@@ -138,7 +139,7 @@ def held_out(files, folder):
         )
 
 
-def test_sft_learns_what_transformers_then_measures(files, sft):
+def test_sft_learns(sft):
     workdir, output = sft
     rows, evaluated = read_metrics(workdir), evaluations(workdir)
     assert [entry["step"] for entry in evaluated] == [0, 6, 12] and "step 12/12" in output
@@ -147,7 +148,14 @@ def test_sft_learns_what_transformers_then_measures(files, sft):
     assert (workdir / "training_curves.png").stat().st_size > 5_000 and list(
         (workdir / "tensorboard").iterdir()
     )
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+
+
+@pytest.mark.parity
+def test_transformers_measures_the_loss_after_sft(files, sft):
+    import torch
+
+    workdir, _ = sft
+    evaluated = evaluations(workdir)
     model = transformers.AutoModelForCausalLM.from_pretrained(workdir / "actor").eval()
     losses = []
     for prompt, chosen, _ in held_out(files, workdir / "actor"):
@@ -157,14 +165,21 @@ def test_sft_learns_what_transformers_then_measures(files, sft):
     assert evaluated[2]["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
 
 
-def test_a_reward_model_prefers_and_transformers_gives_its_scores(files, reward_model):
+def test_a_reward_model_learns_to_prefer(reward_model):
     workdir, output = reward_model
     evaluated = evaluations(workdir)
     assert [entry["step"] for entry in evaluated] == [0, 6, 12]
     assert evaluated[0]["loss"] == pytest.approx(np.log(2)) and evaluated[0]["accuracy"] == 0.5
     assert evaluated[2]["accuracy"] == 1 and evaluated[2]["loss"] < 0.3
     assert "evaluation after step 12: loss" in output and "accuracy 1.000" in output
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+
+
+@pytest.mark.parity
+def test_transformers_gives_the_scores_of_the_reward_model(files, reward_model):
+    import torch
+
+    workdir, _ = reward_model
+    evaluated = evaluations(workdir)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(
         workdir / "reward_model"
     ).eval()

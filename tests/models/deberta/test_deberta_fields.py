@@ -6,7 +6,7 @@ import config_sweep
 import hf_reference as reference
 import numpy as np
 import pytest
-from test_deberta import load, make, score_padded_rows, theirs
+from test_deberta import live_scores, load, make, score_padded_rows
 
 from jax_ppo.models.deberta.architecture import UNUSED_FIELDS, deberta_from_hf_config
 from jax_ppo.models.hf.fields import HARMLESS_FIELDS
@@ -26,6 +26,7 @@ ADDED = {
 UNUSED_VALUES = [None, True, 0, 3, "x", []]
 
 
+@pytest.mark.parity
 @pytest.mark.exhaustive
 def test_every_change_of_a_field_gives_equal_scores_or_a_refusal(tmp_path):
     make(tmp_path)
@@ -33,7 +34,9 @@ def test_every_change_of_a_field_gives_equal_scores_or_a_refusal(tmp_path):
     def their_scores():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return theirs(reference.reload(tmp_path, task="SequenceClassification"), IDS)
+            return live_scores(
+                reference.reload(tmp_path, task="SequenceClassification").load(), IDS
+            )
 
     sweep = config_sweep.Sweep(
         folder=tmp_path,

@@ -126,10 +126,7 @@ def make_sweep(tmp_path):
     def theirs():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = reference.reload(tmp_path)
-            with reference.torch.no_grad():
-                inputs = reference.torch.from_numpy(ids).long()
-                return model(inputs, return_dict=True).logits.numpy()
+            return reference.live_logits(reference.reload(tmp_path).load(), ids)
 
     def ours():
         architecture, params = reference.load(tmp_path)
@@ -154,15 +151,16 @@ def make_sweep(tmp_path):
     return make
 
 
-def make_config(family):
-    """Return the config.json of a family's small model."""
-    return json.loads(reference.make(family, **MODELS[family]).config.to_json_string())
+def make_config(family, folder):
+    """Return the config.json of a family's small model, which is written to a folder."""
+    reference.save(folder, family, **MODELS[family])
+    return json.loads((folder / "config.json").read_text())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_change_of_a_field_is_read_or_refused_in_one_line(family):
+def test_every_change_of_a_field_is_read_or_refused_in_one_line(family, tmp_path):
     """The slow test below also compares what is read with transformers."""
-    config = make_config(family)
+    config = make_config(family, tmp_path)
     refused = []
     for cases in (
         config_sweep.change_each_field(config, config),
@@ -190,8 +188,10 @@ def with_notes(value):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_keys_with_a_leading_underscore_are_notes_of_transformers_in_every_section(family):
-    config = make_config(family)
+def test_keys_with_a_leading_underscore_are_notes_of_transformers_in_every_section(
+    family, tmp_path
+):
+    config = make_config(family, tmp_path)
     assert from_hf_config(with_notes(config)) == from_hf_config(config)
     multimodal = {"model_type": "gemma3", "text_config": config, "_x": 1}
     assert from_hf_config(text_config(with_notes(multimodal))) == from_hf_config(config)
@@ -201,17 +201,21 @@ def test_keys_with_a_leading_underscore_are_notes_of_transformers_in_every_secti
 
 # The slow suite has a plain decoder, one with most fields of its own, and a mixture of experts; the
 # exhaustive suite changes all fields of every family (below).
+@pytest.mark.parity
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [FIRST_FAMILY, "gemma3_text", "mixtral"])
-def test_changes_of_a_familys_own_fields_give_equal_logits_or_a_refusal(family, make_sweep):
+def test_changes_of_a_familys_own_fields_give_equal_logits_or_a_refusal(
+    family, make_sweep, tmp_path
+):
     """One reader serves all families: fields that the first one has too are changed there."""
     sweep = make_sweep(family)
-    shared = {} if family == FIRST_FAMILY else make_config(FIRST_FAMILY)
+    shared = {} if family == FIRST_FAMILY else make_config(FIRST_FAMILY, tmp_path / "first")
     own = {name for name, value in sweep.config.items() if shared.get(name, "none") != value}
     accepted, refused = sweep.run(config_sweep.change_each_field(sweep.config, own))
     assert accepted and refused
 
 
+@pytest.mark.parity
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_change_of_a_field_gives_equal_logits_or_a_refusal(family, make_sweep):
@@ -222,6 +226,7 @@ def test_every_change_of_a_field_gives_equal_logits_or_a_refusal(family, make_sw
     assert accepted > 10 and refused > 10
 
 
+@pytest.mark.parity
 @pytest.mark.exhaustive
 def test_fields_that_are_not_read_change_nothing_in_transformers_either(make_sweep):
     sweep = make_sweep("llama")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import recorded
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.config import from_hf_config
 from jax_ppo.models.hf.families import FAMILIES, MULTIMODAL
@@ -85,14 +86,21 @@ def test_tensors_that_would_not_be_used(folder):
 INV_FREQ = "model.layers.0.self_attn.rotary_emb.inv_freq"
 
 
+def their_frequencies(model):
+    return recorded.value(
+        "inv_freq", lambda: model.load().model.rotary_emb.inv_freq.numpy(), model.folder
+    )
+
+
 def test_tensors_that_change_nothing_are_ignored(tmp_path):
     model = reference.save(tmp_path, tie_word_embeddings=True)
-    frequencies = model.model.rotary_emb.inv_freq.numpy()
+    frequencies = their_frequencies(model)
+    tensors = load_file(tmp_path / "model.safetensors")
     rewrite_tensors(
         tmp_path,
         {
             INV_FREQ: frequencies.astype(np.float16),
-            "lm_head.weight": model.lm_head.weight.detach().numpy(),
+            "lm_head.weight": tensors["model.embed_tokens.weight"],
             "score.weight": np.ones((1, 32), np.float32),
         },
     )
@@ -100,11 +108,11 @@ def test_tensors_that_change_nothing_are_ignored(tmp_path):
     architecture, params = reference.load(tmp_path)
     assert architecture.tied
     ours = reference.our_logits(architecture, params, ids)
-    np.testing.assert_allclose(ours, reference.their_logits(model, ids), atol=1e-4)
+    reference.assert_their_logits(ours, model, ids)
 
 
 def test_an_ignored_tensor_must_equal_what_stands_in_for_it(folder):
-    frequencies = reference.reload(folder).model.rotary_emb.inv_freq.numpy()
+    frequencies = their_frequencies(reference.reload(folder))
     for wrong in (2 * frequencies, frequencies[:-1], np.ones(4, np.int8)):
         rewrite_tensors(folder, {INV_FREQ: wrong})
         assert f"has 1 tensors that this model would not use: {INV_FREQ}" in refusal(folder)
@@ -113,7 +121,7 @@ def test_an_ignored_tensor_must_equal_what_stands_in_for_it(folder):
 def test_frequencies_from_before_a_scaling_are_ignored(tmp_path):
     scaling = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
     model = reference.save(tmp_path, rope_parameters=scaling)
-    scaled = model.model.rotary_emb.inv_freq.numpy()
+    scaled = their_frequencies(model)
     for frequencies in (scaled, 4 * scaled):
         rewrite_tensors(tmp_path, {INV_FREQ: frequencies})
         reference.load(tmp_path)
@@ -127,13 +135,12 @@ def test_a_tied_model_with_its_own_head_uses_it_and_exports_it(tmp_path):
     head = np.random.default_rng(0).normal(size=(97, 32)).astype(np.float32)
     rewrite_tensors(tmp_path / "source", {"lm_head.weight": head})
     ids = reference.tokens()
-    theirs = reference.their_logits(reference.reload(tmp_path / "source"), ids)
+    theirs = reference.reload(tmp_path / "source")
     architecture, params = reference.load(tmp_path / "source")
     assert not architecture.tied
-    np.testing.assert_allclose(reference.our_logits(architecture, params, ids), theirs, atol=1e-4)
+    reference.assert_their_logits(reference.our_logits(architecture, params, ids), theirs, ids)
     export_checkpoint(params, architecture, tmp_path / "out", source_folder=tmp_path / "source")
-    exported = reference.their_logits(reference.reload(tmp_path / "out"), ids)
-    np.testing.assert_allclose(exported, theirs, atol=1e-6)
+    reference.assert_same_logits(reference.reload(tmp_path / "out"), theirs, ids)
 
 
 def test_an_own_head_is_refused_with_an_architecture_that_ties_it(tmp_path):
@@ -146,7 +153,7 @@ def test_an_own_head_is_refused_with_an_architecture_that_ties_it(tmp_path):
 
 def test_two_files_with_different_copies_of_a_tensor(tmp_path):
     """Equal copies, which some tools write, do no harm."""
-    reference.make().save_pretrained(tmp_path, max_shard_size="40KB")
+    reference.save(tmp_path, shard_bytes=40_000)
     first, *_, last = sorted(tmp_path.glob("*.safetensors"))
     name, values = next(iter(load_file(first).items()))
     save_file(load_file(last) | {name: values}, last, {"format": "pt"})
@@ -286,7 +293,7 @@ def test_a_configuration_that_cannot_be_read(folder):
 
 
 def test_files_that_are_cut_short_or_missing(tmp_path):
-    reference.make().save_pretrained(tmp_path, max_shard_size="40KB")
+    reference.save(tmp_path, shard_bytes=40_000)
     first = sorted(tmp_path.glob("*.safetensors"))[0]
     first.write_bytes(first.read_bytes()[:1000])
     assert f"{first} is not a whole safetensors file" in refusal(tmp_path)

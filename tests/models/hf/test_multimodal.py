@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import recorded
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.load import read_architecture, read_reward_architecture
 from jax_ppo.models.hf.save import export_checkpoint
@@ -31,23 +32,15 @@ VISION = {
 @pytest.fixture
 def model(tmp_path):
     """Save a small Gemma 3 of text and images to tmp_path / "in" and return it."""
-    transformers = reference.transformers
-    config = transformers.Gemma3Config(
-        text_config=TEXT,
-        vision_config=VISION,
-        mm_tokens_per_image=4,
-        image_token_index=90,
-        boi_token_index=91,
-        eoi_token_index=92,
-        attn_implementation="eager",
-    )
-    model = transformers.Gemma3ForConditionalGeneration(config).eval()
-    generator = reference.torch.Generator().manual_seed(7)
-    with reference.torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.15, generator=generator)
-    model.save_pretrained(tmp_path / "in")
-    return model
+    config = {
+        "text_config": TEXT,
+        "vision_config": VISION,
+        "mm_tokens_per_image": 4,
+        "image_token_index": 90,
+        "boi_token_index": 91,
+        "eoi_token_index": 92,
+    }
+    return recorded.write_checkpoint(tmp_path / "in", "Gemma3ForConditionalGeneration", config)
 
 
 def change_config(folder, **changes):
@@ -71,16 +64,14 @@ def test_the_text_part_computes_the_logits_of_the_whole(model, tmp_path, prefix)
 
     architecture, params = reference.load(tmp_path / "in")
     ids = reference.tokens(rows=2, length=16, vocab_size=90)
-    expected = reference.their_logits(model, ids)
     ours = reference.our_logits(architecture, params, ids)
-    np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+    reference.assert_their_logits(ours, model, ids, rtol=1e-4, atol=1e-4 * np.abs(ours).max())
 
     export_checkpoint(params, architecture, tmp_path / "out", source_folder=tmp_path / "in")
-    exported = reference.reload(tmp_path / "out")
-    assert type(exported).__name__ == "Gemma3ForCausalLM"
-    np.testing.assert_allclose(
-        reference.their_logits(exported, ids), expected, rtol=1e-5, atol=1e-5
-    )
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["architectures"] == ["Gemma3ForCausalLM"]
+    exported = recorded.Checkpoint(tmp_path / "out", "Gemma3ForCausalLM")
+    reference.assert_same_logits(exported, model, ids, atol=1e-5)
 
 
 def test_what_the_text_config_leaves_out_has_its_default(model, tmp_path):
