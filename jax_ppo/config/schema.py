@@ -223,9 +223,9 @@ class Data:
     train_files: str = option(
         "",
         "training data: files (.jsonl, .jsonl.gz, .json, .csv, .parquet), `arithmetic:COUNT`, "
-        "`stories:COUNT`, `hf:OWNER/NAME/FILE` or `tfds:NAME/SPLIT`; separate several with commas; "
-        "FILE[START:END] selects some of a file's rows; with a weight for each, as in "
-        "a.jsonl*0.7,b.csv*0.3, sources are mixed in these shares",
+        "`sums:COUNT`, `stories:COUNT`, `hf:OWNER/NAME/FILE` or `tfds:NAME/SPLIT`; separate "
+        "several with commas; FILE[START:END] selects some of a file's rows; with a weight for "
+        "each, as in a.jsonl*0.7,b.csv*0.3, sources are mixed in these shares",
         is_list=True,
         fixed_on_resume=True,
     )
@@ -1096,9 +1096,9 @@ class Reward:
         "",
         "what the reward adds up, RULE:WEIGHT separated by commas: names of built-in rules, some "
         "with an argument (gsm8k, gsm8k[flexible], math, multiple_choice, exact, regex, "
-        "json_schema, arithmetic, stories, format[think,answer], length[5:200]), `auto` (the rule "
-        "of each row's data_source), `model` (the reward model), or file.py:function. Each term's "
-        "score is a metric",
+        "json_schema, arithmetic, sums, stories, format[think,answer], length[5:200]), `auto` (the "
+        "rule of each row's data_source), `model` (the reward model), or file.py:function. Each "
+        "term's score is a metric",
     )
     url: str = option(
         "",

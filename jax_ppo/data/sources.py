@@ -6,6 +6,7 @@
     hf:OWNER/NAME[/FOLDER][:SPLIT]          the files of a split of it, by default `train`
     tfds:NAME/SPLIT                         TensorFlow Datasets; TensorFlow is not needed
     arithmetic:COUNT[:heldout]              generated word problems
+    sums:COUNT[:heldout]                    generated chats that ask for sums of two-digit numbers
     stories:COUNT[:heldout]                 generated story openings, each with a joyful and a sad
                                             continuation
 
@@ -23,19 +24,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from jax_ppo.data import arithmetic, files, hub_files, row_formats, stories
+from jax_ppo.data import arithmetic, files, hub_files, row_formats, stories, sums
 from jax_ppo.data.columns import Columns
 from jax_ppo.errors import UserError, did_you_mean, shorten
 from jax_ppo.storage import downloads, paths, remote
 from jax_ppo.types import Example
 
-GENERATED = ("arithmetic", "stories")
+GENERATED = ("arithmetic", "sums", "stories")
 SCHEMES = (*GENERATED, "hf", "tfds")
 FORMS = (
     "files ("
     + ", ".join(files.SUFFIXES)
-    + "; also as gs://BUCKET/FILE), `arithmetic:COUNT[:heldout]`, `stories:COUNT[:heldout]`, "
-    "`hf:OWNER/NAME[@REVISION]/FILE`, `hf:OWNER/NAME[/FOLDER][:SPLIT]` or `tfds:NAME/SPLIT`"
+    + "; also as gs://BUCKET/FILE), `arithmetic:COUNT[:heldout]`, `sums:COUNT[:heldout]`, "
+    "`stories:COUNT[:heldout]`, `hf:OWNER/NAME[@REVISION]/FILE`, `hf:OWNER/NAME[/FOLDER][:SPLIT]` "
+    "or `tfds:NAME/SPLIT`"
 )
 # More examples would fill the memory of the host.
 MAX_GENERATED_DIGITS = 7
@@ -157,6 +159,8 @@ def _generate_examples(scheme: str, arguments: str, seed: int, option: str) -> l
     count, split = _parse_count_and_split(scheme, arguments, option)
     if scheme == "arithmetic":
         return arithmetic.generate_arithmetic_examples(count, split)
+    if scheme == "sums":
+        return sums.generate_sum_examples(count, split)
     return stories.generate_story_examples(count, split, seed)
 
 

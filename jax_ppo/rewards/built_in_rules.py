@@ -1,6 +1,7 @@
 """The table of built-in rules: how each is bound to its argument, and which rows it scores."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -100,6 +101,11 @@ RULES = {
     "arithmetic": Rule(
         bind=_without_argument(rules.score_arithmetic),
         sources=("arithmetic",),
+        obstacle=_number_obstacle,
+    ),
+    "sums": Rule(
+        bind=_without_argument(functools.partial(rules.score_gsm8k, method="flexible")),
+        sources=("sums",),
         obstacle=_number_obstacle,
     ),
     "stories": Rule(bind=_bind_story, sources=("stories",)),
