@@ -141,6 +141,7 @@ def test_commands_are_understood(place, command, monkeypatch):
                 "pip",
                 "cd",
                 "python",
+                "python3",
                 "source",
                 "mkdocs",
                 "sbatch",
