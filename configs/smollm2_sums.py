@@ -3,8 +3,8 @@
     python -m jax_ppo.train --config=smollm2_sums --config.model.path=FOLDER
 
 Without a folder the model comes from the Hugging Face hub. The question is asked through the
-model's chat template; the last number of the response is the answer. All weights of actor and critic
-are trained; for adapters on both add
+model's chat template; the last number of the response is the answer. All weights of actor and
+critic are trained; for adapters on both add
 
     --config.model.lora.rank=16 --config.actor.optim.lr=2e-4 --config.critic.optim.lr=1e-3
 
