@@ -134,12 +134,13 @@ class _Recorder:
     def _lay_out(self, results: Any) -> Any:
         """Return results with shardings, since a refused program has not chosen any."""
         structure = jax.tree.structure(results)
-        if structure == jax.tree.structure(self._decoding_weights):  # type: ignore[operator]
-            return self._decoding_weights
-        # On several devices, each program lays out one layer.
-        layer = (self._decoding_weights["layer_0"], jax.ShapeDtypeStruct((), "int32"))
-        if structure == jax.tree.structure(layer):  # type: ignore[operator]
-            return layer
+        weights = self._decoding_weights
+        others = {name: x for name, x in weights.items() if not name.startswith("layer_")}
+        for part in (others, weights["layer_0"]):
+            # A program that lays weights out for decoding also returns the index of a layer.
+            laid_out = (part, jax.ShapeDtypeStruct((), "int32"))
+            if structure == jax.tree.structure(laid_out):  # type: ignore[operator]
+                return laid_out
         parts = meshes.row_shards(self._mesh)
 
         def lay_out(x: Any) -> jax.ShapeDtypeStruct:

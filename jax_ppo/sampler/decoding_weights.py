@@ -41,8 +41,9 @@ def _to_decoding_form(actor: Transformer, params: Params) -> Params:
 class WeightPreparation:
     """Makes the copy from stacked parameters.
 
-    On several devices, one program lays the layers out one after the other. A program for all of
-    them would hold all gathered layers at once, as much memory as the copy itself takes.
+    One program lays the layers out one after the other. A program for all of them would take
+    longer to compile the more layers there are, and on several devices hold all gathered layers at
+    once, as much memory as the copy itself takes.
     """
 
     def __init__(self, mesh: jax.sharding.Mesh, actor: Transformer, params: Params) -> None:
@@ -50,8 +51,6 @@ class WeightPreparation:
         weights = shape_decoding_weights(mesh, actor, params)
         layouts = jax.tree.map(lambda x: x.sharding, weights)
         self._num_layers = sum(name.startswith("layer_") for name in weights)
-        self._is_split = mesh.size > 1
-        self._whole = jax.jit(functools.partial(_to_decoding_form, actor), out_shardings=layouts)
         others = {name: layout for name, layout in layouts.items() if name not in self._layer_names}
         index = sharding.replicated(mesh)
         self._others = jax.jit(
@@ -65,8 +64,6 @@ class WeightPreparation:
 
     def __call__(self, params: Params) -> Params:
         """Dispatch the programs, and return the copy."""
-        if not self._is_split:
-            return self._whole(params)
         weights, index = self._others(_without_layers(params))
         stages = _count_stages(params["layers"])
         for name in self._layer_names:
@@ -75,8 +72,6 @@ class WeightPreparation:
 
     def compile(self, params: Params) -> Params:
         """Compile the programs for parameters or their shapes, and return the copy's shapes."""
-        if not self._is_split:
-            return compile_ahead(self._whole, params)
         weights, index = compile_ahead(self._others, _without_layers(params))
         stages = _count_stages(params["layers"])
         layer, _ = compile_ahead(self._layer, params["layers"], index, stages)

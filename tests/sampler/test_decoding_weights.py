@@ -1,4 +1,4 @@
-"""Layers of a pipeline are laid out for decoding one at a time, wherever they come from."""
+"""Layers are laid out for decoding one at a time, wherever they come from."""
 
 import dataclasses
 
@@ -12,6 +12,7 @@ from hlo import read_collectives
 from jax_ppo.config.schema import RolloutMesh
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes, sharding
+from jax_ppo.runtime.compilation import count_compilations
 from jax_ppo.sampler.decoding_weights import WeightPreparation
 
 NUM_LAYERS = 6
@@ -36,3 +37,17 @@ def test_stages_hand_over_one_layer_at_a_time(rollout):
     shapes = [shape for x in read_collectives(program.as_text()) for shape in x.shapes]
     assert shapes and max(np.prod(shape) for shape in shapes) <= 32 * 48 // 2
     assert not any(NUM_LAYERS in shape for shape in shapes)
+
+
+def test_on_one_device_two_programs_make_the_copy_however_many_layers_there_are():
+    actor = Actor(dataclasses.replace(ARCHITECTURE, num_layers=NUM_LAYERS))
+    mesh = tiny.make_mesh(1)
+    layout = sharding.tree_shardings(mesh, actor.stacked, sharding.TRAIN_RULES)
+    params = jax.device_put(actor.stacked, layout)
+    with jax.set_mesh(mesh):
+        preparation = WeightPreparation(mesh, Transformer(actor.scored.architecture), params)
+        with count_compilations() as compilations:
+            preparation.compile(params)
+            weights = preparation(params)
+    assert compilations.programs == 2
+    jax.tree.map(np.testing.assert_array_equal, weights, actor.params)
