@@ -2,23 +2,30 @@
 
 import dataclasses
 
+import jax
+
 from jax_ppo.kernels.platform import target_platform
 from jax_ppo.models.attention import query_block_size
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.planning import head_memory, layer_memory
-from jax_ppo.planning.phases import PhaseMemory
+from jax_ppo.planning.phases import TOGETHER, PhaseMemory
 from jax_ppo.planning.setup import FLOAT32_BYTES, SCORING_ROLES, AbstractStep, Role
 from jax_ppo.planning.stages import schedule_rows
 from jax_ppo.ppo.memory_check import Fetched, fetched_by_phase
 from jax_ppo.ppo.scoring import ScoringOptions
-from jax_ppo.runtime import meshes
+from jax_ppo.runtime import dispatch, meshes
 from jax_ppo.runtime.device_memory import bytes_per_device
 from jax_ppo.runtime.parallelism.vocabulary import TPU_LANES
 from jax_ppo.sampler.constraints import constrains_logits
 from jax_ppo.sampler.routing import record_bytes
 from jax_ppo.sampler.slots import PREFILL_TOKENS
+from jax_ppo.training.stochastic_rounding import gradient_shapes
 from jax_ppo.types import MiniBatches
+
+# Measured with 30 layers (docs/scaling.md): 0.3 GiB when weights are loaded, the rest for compiled
+# programs and what malloc keeps. Where transformers finds torch and loads it, it takes 0.24 more.
+PROCESS_BYTES = 7 * 2**30 // 10
 
 
 def resident_memory(step: AbstractStep, name: str) -> PhaseMemory:
@@ -44,7 +51,23 @@ def resident_memory(step: AbstractStep, name: str) -> PhaseMemory:
         gradients=gradients,
         decoding_copy=decoding_copy,
         cache=cache,
+        process=PROCESS_BYTES if is_one_cpu() else 0,
     )
+
+
+def is_one_cpu() -> bool:
+    """Return whether the step is for a single CPU, which is also the memory of the process."""
+    return target_platform() == "cpu" and dispatch.num_lanes() > 1
+
+
+def overlap_phases(phases: dict[str, PhaseMemory]) -> dict[str, PhaseMemory]:
+    """Return the memory of phases, of which a single CPU runs some at the same time."""
+    overlapping = dict(phases)
+    for one, other in TOGETHER:
+        if is_one_cpu() and one in phases and other in phases:
+            overlapping[one] = phases[one].beside(phases[other])
+            overlapping[other] = phases[other].beside(phases[one])
+    return overlapping
 
 
 def estimate_phases(step: AbstractStep) -> dict[str, PhaseMemory]:
@@ -75,7 +98,7 @@ def estimate_phases(step: AbstractStep) -> dict[str, PhaseMemory]:
     # During sampling, the record of the step before is in memory, too.
     sample = phases["sample"]
     phases["sample"] = dataclasses.replace(sample, batch=sample.batch + routing)
-    return phases
+    return overlap_phases(phases)
 
 
 def _routing_bytes(step: AbstractStep) -> int:
@@ -179,7 +202,19 @@ def _update_temporaries(step: AbstractStep, role: Role, batches: MiniBatches) ->
             fixed += head_memory.num_elements(role, mesh) * FLOAT32_BYTES
         # The layers' gradients follow the head's; of the head, only the weights remain.
         return fixed + gathered_head + max(gradients + layers, head)
-    return fixed + gradients + _join(step, layers, head + gathered_head)
+    backward = fixed + gradients + _join(step, layers, head + gathered_head)
+    if target_platform() == "cpu":
+        return max(backward, _optimizer_temporaries(role))
+    return backward
+
+
+def _optimizer_temporaries(role: Role) -> int:
+    """Return the bytes of an optimizer step by the compiler for CPUs, which fuses less of it.
+
+    It scales the whole gradient into a copy, and has two new arrays of a parameter at once.
+    """
+    sizes = [bytes_per_device(x) for x in jax.tree.leaves(gradient_shapes(role.trained, "float32"))]
+    return sum(sizes) + 2 * max(sizes)
 
 
 def _join(step: AbstractStep, layers: int, head: int) -> int:

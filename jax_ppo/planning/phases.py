@@ -17,6 +17,9 @@ TITLES = {
     "update_critic": "update, critic",
 }
 
+# Those that a step dispatches together: a single CPU runs them at the same time.
+TOGETHER = (("score_policy", "score_critic"), ("update_actor", "update_critic"))
+
 
 @dataclasses.dataclass(frozen=True)
 class PhaseMemory:
@@ -30,7 +33,8 @@ class PhaseMemory:
       decoding_copy: the copy of the weights that sampling reads.
       cache: keys and values of the slots, and of the prompts on their stage.
       batch: prompts, rollout, scores and packing, as arguments and results.
-      temporaries: everything else.
+      process: interpreter, libraries and compiled programs, if the device is the run's only CPU.
+      temporaries: everything else, also of a program that runs at the same time.
     """
 
     parameters: int = 0
@@ -40,12 +44,18 @@ class PhaseMemory:
     decoding_copy: int = 0
     cache: int = 0
     batch: int = 0
+    process: int = 0
     temporaries: int = 0
 
     @property
     def peak(self) -> int:
         """Return the sum of all parts."""
         return sum(vars(self).values())
+
+    def beside(self, other: "PhaseMemory") -> "PhaseMemory":
+        """Return the memory while the program of another phase runs at the same time."""
+        added = other.gradients + other.cache + other.temporaries
+        return dataclasses.replace(self, temporaries=self.temporaries + added)
 
 
 @dataclasses.dataclass(frozen=True)

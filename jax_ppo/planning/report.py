@@ -13,6 +13,7 @@ _COLUMNS = {
     "decoding_copy": "decoding",
     "cache": "cache",
     "batch": "batch",
+    "process": "process",
     "temporaries": "temporary",
 }
 _PREDICTION = (
@@ -39,10 +40,17 @@ def _heading(plan: StepPlan) -> str:
     if plan.rollout_mesh != plan.mesh:
         shape += f", decoding on {_mesh_text(plan.rollout_mesh)}"
     lines = [f"{plan.topology.name}, mesh {shape}", f"temporaries: {plan.source}"]
+    if _counts_process(plan):
+        lines.append("programs that run at the same time count each other's gradients as temporary")
     bubbles = [f"{TITLES[x.name]} {x.bubble:.1%}" for x in plan.phases if x.bubble]
     if bubbles:
         lines.append(f"stages wait for this share of the time in the layers: {'; '.join(bubbles)}")
     return "\n".join(lines)
+
+
+def _counts_process(plan: StepPlan) -> bool:
+    """Return whether the process is in the memory of the device, which is then a single CPU."""
+    return any(phase.memory.process for phase in plan.phases)
 
 
 def _mesh_text(shape: dict[str, int]) -> str:
@@ -52,12 +60,14 @@ def _mesh_text(shape: dict[str, int]) -> str:
 
 
 def _memory_table(plan: StepPlan) -> str:
-    rows = [["GiB per device", *_COLUMNS.values(), "peak"]]
+    counts = _counts_process(plan)
+    columns = {name: title for name, title in _COLUMNS.items() if counts or name != "process"}
+    rows = [["GiB per device", *columns.values(), "peak"]]
     if plan.is_compiled:
         rows[0].append("by arithmetic")
     for phase in plan.phases:
         row = [TITLES[phase.name]]
-        row += [_gib(getattr(phase.memory, column)) for column in _COLUMNS]
+        row += [_gib(getattr(phase.memory, column)) for column in columns]
         row.append(_gib(phase.memory.peak))
         if plan.is_compiled:
             row.append(_gib(phase.estimated_peak))

@@ -8,6 +8,7 @@ from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.ppo.run import PPORun
 from jax_ppo.ppo.sampled_batch import SampledBatch
 from jax_ppo.runtime import placement
+from jax_ppo.runtime.device_memory import release_freed_memory
 from jax_ppo.training.state import TrainState
 
 TrainingBatches = PromptBatches | CurriculumBatches
@@ -47,6 +48,7 @@ def sample_batch(
         )
     run.engine.release_weights()  # the update needs the memory
     reporter.flush()
+    release_freed_memory(state)  # of the update before
     return SampledBatch(batch=batch, rollout=rollout, position=batches.position)
 
 

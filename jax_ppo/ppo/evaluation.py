@@ -17,6 +17,7 @@ from jax_ppo.ppo.rewarding import RuleRewards, add_reward_model_scores
 from jax_ppo.ppo.run import PPORun
 from jax_ppo.ppo.sample_records import describe_samples
 from jax_ppo.runtime import heartbeat, placement, sharding
+from jax_ppo.runtime.device_memory import release_freed_memory
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.state import TrainState
@@ -80,6 +81,7 @@ def evaluate_policy(
     """
     sampling = run.held_out_sampling
     options = run.config.rollout.val_kwargs
+    release_freed_memory(state)
     run.engine.update_weights(run.policy_params(state))
     try:
         evaluation = _evaluate_sampled(run, state, sampling, before_batch)

@@ -37,6 +37,7 @@ from jax_ppo.ppo.step_flops import count_step_flops
 from jax_ppo.ppo.update import UpdateOptions, update_state
 from jax_ppo.reporting import console
 from jax_ppo.runtime import compilation, distributed, meshes, sharding, work_directory
+from jax_ppo.runtime.device_memory import release_freed_memory
 from jax_ppo.sampler import engine
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress
@@ -145,6 +146,7 @@ def take_steps(
         # The mesh has the update to do next: timing the scores leaves no gap.
         with reporter.phase("score"):
             jax.block_until_ready(scores)
+        release_freed_memory(state)  # of sampling and scoring: the update needs the most
 
         # 5. Report, one step late; evaluate and save.
         samples = StepSamples(sampled, experience, rule_rewards, rewards)

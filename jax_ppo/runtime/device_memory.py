@@ -1,11 +1,16 @@
 """Bytes on a device: what devices report, and what arrays or their shapes take."""
 
+import contextlib
+import ctypes
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 _GIB = 2**30
+_LARGE = 2**28  # bytes of arrays with which a step takes much longer than freeing memory
 # Names in JAX's statistics of a device, and ours.
 _STATISTICS = {"bytes_in_use": "memory/used_gib", "peak_bytes_in_use": "memory/peak_gib"}
 
@@ -32,6 +37,29 @@ def measure_device_memory() -> dict[str, float]:
             if statistic in statistics:
                 figures[name] = max(figures.get(name, 0.0), statistics[statistic] / _GIB)
     return figures
+
+
+def release_freed_memory(resident: Any) -> None:
+    """Return what programs on CPU devices have freed to the system, where malloc keeps it.
+
+    glibc keeps up to 64 MiB for each thread that has run a program, and there are dozens. A limit
+    of malloc itself (M_MMAP_THRESHOLD) would have the system clear memory for each product.
+
+    Args:
+      resident: the arrays that stay; if they are small, nothing is done.
+    """
+    trim = _malloc_trim()
+    if trim is not None and bytes_per_device(resident) >= _LARGE:
+        trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """Return glibc's `malloc_trim`; `None` where programs use other memory or another library."""
+    if jax.default_backend() == "cpu":
+        with contextlib.suppress(OSError, TypeError, AttributeError):
+            return ctypes.CDLL(None).malloc_trim
+    return None
 
 
 def bytes_per_device(tree: Any) -> int:

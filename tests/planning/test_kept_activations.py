@@ -23,7 +23,7 @@ def update_of(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     (path / "config.json").write_text(json.dumps(to_hf_config(ARCHITECTURE)))
 
-    def plan(topology="cpu:1", **options):
+    def plan(topology="h100:1", **options):
         options = {"model__gradient_checkpointing": True} | options
         config = tiny.config(
             model__path=str(path),

@@ -124,6 +124,26 @@ def test_scores_of_long_prompts_are_counted(folder):
     assert long - short == scores[1] - scores[0]
 
 
+def test_a_single_cpu_runs_both_updates_at_once_beside_the_process(folder):
+    both, alone, others = (
+        estimate(folder, topology, algorithm__adv_estimator=estimator)
+        for topology, estimator in (
+            ("cpu:1", "gae"),
+            ("cpu:1", "reinforce_plus_plus"),
+            ("v5e:1x1", "gae"),
+        )
+    )
+    actor, critic = memory(both, "update_actor"), memory(both, "update_critic")
+    assert actor.gradients + actor.temporaries == critic.gradients + critic.temporaries
+    critics_own = actor.temporaries - memory(alone, "update_actor").temporaries - critic.gradients
+    # The scaled gradient, and two new arrays of the largest parameter.
+    assert critics_own > critic.gradients
+    assert {phase.memory.process for phase in both.phases} == {arithmetic.PROCESS_BYTES}
+    assert {phase.memory.process for phase in others.phases} == {0}
+    table, other = (report.format_plan(plan).splitlines() for plan in (both, others))
+    assert "process" in table[4] and not any("process" in line for line in other)
+
+
 def test_cudnns_mask_is_counted_once_for_all_heads(tmp_path):
     """A row of 512 tokens on each device, and bfloat16."""
     architecture = dataclasses.replace(tiny.ARCHITECTURE, head_dim=16)
