@@ -23,16 +23,16 @@ def get_config() -> ConfigDict:
     config.model.path = "HuggingFaceTB/SmolLM2-135M-Instruct"
     config.data.train_files = "sums:4096"
     config.data.val_files = "sums:128:heldout"
-    config.data.train_batch_size = 32
+    config.data.train_batch_size = 64
     config.data.val_batch_size = 64
-    config.data.max_prompt_length = 48
+    config.data.max_prompt_length = 46
     config.data.max_response_length = 16
     config.rollout.n = 1
     config.model.gradient_checkpointing = False
     config.actor.ppo_mini_batch_size = 16
     config.actor.optim.lr = 1e-5
     config.critic.optim.lr = 5e-5
-    config.trainer.total_training_steps = 12
+    config.trainer.total_training_steps = 8
     config.trainer.test_freq = 4
     config.trainer.save_freq = 0
     return config

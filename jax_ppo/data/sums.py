@@ -26,7 +26,12 @@ def generate_sum_examples(count: int, split: str = "train") -> list[Example]:
     for draw in draws:
         first, second = pairs[draw]
         example = Example(
-            prompt=({"role": "user", "content": f"What is {first} + {second}?"},),
+            prompt=(
+                {
+                    "role": "user",
+                    "content": f"What is {first} + {second}? Answer with the number only.",
+                },
+            ),
             data_source="sums",
             ground_truth=str(first + second),
         )

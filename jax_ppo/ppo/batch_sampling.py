@@ -1,5 +1,7 @@
 """Sample responses to the prompts of a step."""
 
+import jax
+
 from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches
 from jax_ppo.ppo.curriculum import CurriculumBatches
 from jax_ppo.ppo.random_keys import training_stream
@@ -38,9 +40,14 @@ def sample_batch(
       draw: which of the step's batches, from 0.
     """
     batch = next(batches)
-    # GPUs read the conditions of loops on the host: dispatching the sampler may wait for its end.
+    params = run.policy_params(state)
+    # GPUs and CPUs dispatch a loop by running it: the host waits here in any case, first for the
+    # actor's update and then for the samples.
+    if jax.default_backend() != "tpu":
+        with reporter.phase("update"):
+            jax.block_until_ready(params)
     with reporter.phase("rollout"):
-        run.engine.update_weights(run.policy_params(state))
+        run.engine.update_weights(params)
         rollout = run.engine.generate(
             run.place_prompts(batch.prompts),
             run.sample_keys(training_stream(draw), step),
