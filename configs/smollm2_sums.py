@@ -8,7 +8,8 @@ critic are trained; for adapters on both add
 
     --config.model.lora.rank=16 --config.actor.optim.lr=2e-4 --config.critic.optim.lr=1e-3
 
-docs/results.md has time, memory and accuracy of three seeds each.
+Expect greedy accuracy on held-out sums to rise from 0.06 to about 0.7, within 15 minutes on 2
+cores and in 7.2 GiB; docs/results.md has the run.
 """
 
 from ml_collections import ConfigDict
