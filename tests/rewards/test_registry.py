@@ -270,7 +270,7 @@ def test_check_sources():
         validate_data_sources([SUM, Example("q", "openai/gsm8")])
     for words in (
         "example 2: data_source='openai/gsm8'",
-        "'openai/gsm8k', 'arithmetic', 'stories'",
+        "'openai/gsm8k', 'arithmetic', 'sums', 'stories'",
         "config.reward.function=module:function",
         "Did you mean 'openai/gsm8k'?",
     ):
