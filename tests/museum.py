@@ -693,9 +693,9 @@ DATA = [
         source="proeval#19: `#### -3` was read as 3",
         holds="ground truths keep their signs",
         test="tests/data/test_sources.py::test_rows_of_gsm8ks_form",
-        where="_GOLD",
-        old="'####\\\\s*(-?[0-9][0-9.,]*)'",
-        new="'####\\\\s*-?([0-9][0-9.,]*)'",
+        where="_parse_gsm8k_row",
+        old="answer.rpartition('####')[2].strip()",
+        new="answer.rpartition('####')[2].strip(' -')",
     ),
 ]
 
@@ -709,8 +709,8 @@ REWARDS = [
         holds="`flexible` takes the last number, in whatever format it is written",
         test=f"{TEST_RULES}::test_flexible_takes_answers_however_they_are_written",
         where="extract_gsm8k",
-        old="_NUMBER.findall(tail)",
-        new="_NUMBER.findall(tail.partition('#### ')[2])",
+        old="last_number(tail)",
+        new="last_number(tail.partition('#### ')[2])",
     ),
     Exhibit(
         name="the_flexible_method_is_unreachable",
@@ -726,25 +726,26 @@ REWARDS = [
         source="helm#4337, omlx#3484: `72, in total` resulted in an empty answer",
         holds="a number starts and ends with a digit",
         test=f"{TEST_RULES}::test_what_is_extracted",
-        where="_NUMBER",
+        where="_INTEGER",
         old=(
-            "'((?<![\\\\w)])-)?\\\\$?(\\\\d{1,3}(?:,\\\\d{3})+(?:\\\\.\\\\d+)?(?!\\\\d)|\\\\d+(?:\\\\.\\\\d+)?|\\\\.\\\\d+)'"
+            "'(?:\\\\d{1,3}(?:,\\\\d{3})+(?!\\\\d)|\\\\d{1,2}(?:,\\\\d{2})+,\\\\d{3}(?!\\\\d)"
+            "|\\\\d{1,3}(?:[ \\'\\\\u00a0\\\\u2009\\\\u202f]\\\\d{3})+(?![\\\\d-])|\\\\d+)'"
         ),
-        new="'((?<![\\\\w)])-)?\\\\$?([\\\\d,]+(?:\\\\.\\\\d+)?)'",
+        new="'[\\\\d,]+'",
     ),
     Exhibit(
         name="the_sign_of_an_answer_is_lost",
         source="open-instruct#1530: a wrong sign was rewarded",
         holds="-3 is not 3",
         test=f"{TEST_RULES}::test_what_is_extracted",
-        where="extract_gsm8k",
-        old="numbers[-1][0] + numbers[-1][1].replace(',', '')",
-        new="numbers[-1][1].replace(',', '')",
+        where="_written",
+        old="sign + _GROUPING.sub('', text)",
+        new="_GROUPING.sub('', text)",
     ),
     Exhibit(
         name="numbers_are_compared_as_text",
         source="lm-evaluation-harness#3254: 29.00 against 29",
-        holds="answers are compared as decimal numbers",
+        holds="answers are compared as exact numbers",
         test=f"{TEST_RULES}::test_numbers_are_compared_as_numbers",
         where="score_gsm8k",
         old="number == parse_number(ground_truth)",
@@ -759,8 +760,8 @@ REWARDS = [
         holds="the last answer counts",
         test=f"{TEST_RULES}::test_what_is_extracted",
         where="extract_gsm8k",
-        old="answers[-1].replace",
-        new="answers[0].replace",
+        old="leading_number(answers[-1])",
+        new="leading_number(answers[0])",
     ),
     Exhibit(
         name="the_models_output_is_evaluated",

@@ -34,7 +34,7 @@ HH_RLHF = "Anthropic/hh-rlhf"
 ASSISTANT = "\n\nAssistant:"
 _DEFAULT_RESPONSE_KEY = Columns().response
 
-_GOLD = re.compile(r"####\s*(-?[0-9][0-9.,]*)")
+_GROUPED = re.compile(r"-?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")
 
 Row = dict[str, Any]
 
@@ -110,14 +110,16 @@ def _parse_gsm8k_row(row: Row, location: str, instruction: str) -> Example:
             f"{location}: question and answer must be text, got {type(question).__name__} and "
             f"{type(answer).__name__}"
         )
-    # The last match counts: a worked solution may contain the pattern earlier.
-    gold_answers = _GOLD.findall(answer)
-    if not gold_answers:
+    # The last mark counts: a worked solution may contain it earlier. What follows is kept whole.
+    gold_answer = answer.rpartition("####")[2].strip().rstrip(".") if "####" in answer else ""
+    if not gold_answer:
         raise UserError(f"{location}: the answer has no `#### N` (it ends in {answer[-60:]!r})")
+    if _GROUPED.fullmatch(gold_answer):
+        gold_answer = gold_answer.replace(",", "")  # as verl writes it
     return Example(
         prompt=user_message(_add_instruction(question, instruction)),
         data_source=GSM8K,
-        ground_truth=gold_answers[-1].replace(",", "").rstrip("."),
+        ground_truth=gold_answer,
         extra_info=dict(row),
         response=answer,
     )

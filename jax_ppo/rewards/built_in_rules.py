@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_ppo.rewards import math_rules, rules, text_rules
+from jax_ppo.rewards.numbers import parse_number
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction
 
@@ -67,8 +68,15 @@ def _bind_length(argument: str) -> RewardFunction:
 
 
 def _number_obstacle(ground_truth: Any) -> str:
-    if rules.parse_number(str(ground_truth)) is None:
+    if parse_number(str(ground_truth)) is None:
         return "is not a number"
+    return ""
+
+
+def _integer_obstacle(ground_truth: Any) -> str:
+    number = parse_number(str(ground_truth))
+    if number is None or number.is_time or number.value.denominator > 1:
+        return "is not a whole number"
     return ""
 
 
@@ -101,7 +109,7 @@ RULES = {
     "arithmetic": Rule(
         bind=_without_argument(rules.score_arithmetic),
         sources=("arithmetic",),
-        obstacle=_number_obstacle,
+        obstacle=_integer_obstacle,
     ),
     "sums": Rule(
         bind=_without_argument(functools.partial(rules.score_gsm8k, method="flexible")),

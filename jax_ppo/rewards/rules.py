@@ -1,12 +1,13 @@
 """Built-in rules: the score of a response from its text alone.
 
 Model output is never evaluated: answers are extracted by a pattern from the last CLIP characters,
-in linear time, and compared as decimal numbers.
+in linear time, and compared as exact numbers.
 """
 
 import dataclasses
-import decimal
 import re
+
+from jax_ppo.rewards.numbers import format_quantity, last_number, leading_number, parse_number
 
 GSM8K_METHODS = ("strict", "flexible")
 CLIP = 300  # characters at the end of a response that are searched for an answer, as in verl
@@ -42,10 +43,8 @@ JOYFUL_WORDS = frozenset(
 )
 JOYFUL_ENOUGH = 5  # distinct words for the full score
 
-_STRICT = re.compile(r"#### (-?[0-9.,]+)")
-_NUMBER = re.compile(
-    r"((?<![\w)])-)?\$?(\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+(?:\.\d+)?|\.\d+)", re.ASCII
-)
+# Matches overlap, so that of several on a line the last one counts.
+_STRICT = re.compile(r"#### (?=(-?[0-9.,][^\n]*))")
 _WORD = re.compile(r"[a-z]+")
 
 
@@ -71,16 +70,16 @@ class RewardResult:
 
 
 def extract_gsm8k(text: str, method: str) -> str | None:
-    """Return the answer in a response, without commas and dollar signs, or None.
+    """Return the answer in a response, without grouping and currency, or None.
 
     Only the last CLIP characters are searched.
 
     Args:
       text: the response.
-      method: "strict" takes the last `#### N`, as verl does, so that the format is learned too.
-        "flexible" takes the last number in any notation: `####42`, `#### $1,234`, `#### **42**`,
-        `-3`, `42.00`, `42.`. A minus directly after a word, a number or a bracket is read as a
-        subtraction sign.
+      method: "strict" takes the number after the last `#### `, as verl does, so that the format is
+        learned too. "flexible" takes the last number in any notation: `####42`, `#### $1,234`,
+        `#### **42**`, `-3`, `42.00`, `42.`. A minus directly after a word, a number or a bracket
+        is read as a subtraction sign.
 
     Raises:
       ValueError: unknown method.
@@ -91,24 +90,10 @@ def extract_gsm8k(text: str, method: str) -> str | None:
         if not answers:
             return None
         # "#### ," has no number either.
-        return answers[-1].replace(",", "") or None
+        return leading_number(answers[-1]) or answers[-1].split()[0].replace(",", "") or None
     if method == "flexible":
-        numbers = _NUMBER.findall(tail)
-        if not numbers:
-            return None
-        return numbers[-1][0] + numbers[-1][1].replace(",", "")
+        return last_number(tail)
     raise ValueError(f"config.reward.gsm8k_method={method!r}: expected one of {GSM8K_METHODS}")
-
-
-def parse_number(text: str) -> decimal.Decimal | None:
-    """Return a text as a finite number, ignoring commas, or None. `42` and `42.00` are equal."""
-    try:
-        number = decimal.Decimal(text.replace(",", "").strip())
-    except decimal.InvalidOperation:
-        return None
-    if not number.is_finite():
-        return None
-    return number
 
 
 def score_gsm8k(solution: str, ground_truth: str, method: str = "strict") -> RewardResult:
@@ -123,7 +108,7 @@ def score_gsm8k(solution: str, ground_truth: str, method: str = "strict") -> Rew
     correct = number is not None and number == parse_number(ground_truth)
     if number is not None:
         # One text for 42, 42.0 and 42.00.
-        answer = f"{number.normalize():f}"
+        answer = format_quantity(number)
     return RewardResult(
         score=float(correct), correct=correct, extra={"answered": 1.0}, answer=answer
     )

@@ -59,7 +59,7 @@ def test_good_data_are_described(tmp_path, model, capsys):
 
 
 def test_solutions_that_their_own_rule_rejects_are_counted(tmp_path, capsys):
-    rows = [{"question": "q", "answer": "#### 4" + " and so on" * 40}, ROW]
+    rows = [{"question": "q", "answer": "#### $4"}, ROW]
     report, code = run_check(capsys, write_rows(tmp_path / "a.jsonl", rows))
     assert (code, report["training"]["rejected_solutions"]) == (0, 1)
     assert report["training"]["prompt_tokens"] is None

@@ -275,7 +275,7 @@ def test_check_sources():
         "Did you mean 'openai/gsm8k'?",
     ):
         assert words in str(error.value)
-    with pytest.raises(UserError, match="example 1: ground_truth='five' is not a number"):
+    with pytest.raises(UserError, match="example 1: ground_truth='five' is not a whole number"):
         validate_data_sources([Example("q", "arithmetic", "five")])
 
 

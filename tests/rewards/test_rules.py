@@ -1,7 +1,6 @@
 import json
 import os
 import time
-from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -89,8 +88,6 @@ def test_what_looks_like_a_number_and_is_none():
     assert score_gsm8k("#### 1.2.3", "1.23").correct is False
     assert score_gsm8k("#### ...", "0").correct is False
     assert score_gsm8k("#### 5", "").correct is False, "nothing to compare with is not right"
-    assert rules.parse_number("NaN") is rules.parse_number("inf") is rules.parse_number("x") is None
-    assert rules.parse_number("1,234.50") == Decimal("1234.5")
 
 
 def test_an_unknown_method_is_named():

@@ -1,0 +1,143 @@
+"""Numbers in text: one notation for ground truths and for the answers of responses.
+
+A number has an optional sign and currency and is one of
+
+    decimal    42  .5  1,234.50  1 000  1'000  1,00,000
+    exponent   1.5e3  1.5 x 10^3
+    fraction   3/4  and, with a whole part, 1 1/2
+    time       12:30  7:05:30  3:15 pm
+
+A unit may follow, and is not compared: 5 km, 50%, 3 square feet. Values are exact, so that any two
+notations of a number are equal.
+"""
+
+import decimal
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+LONGEST_NUMBER = 60  # characters of a ground truth
+
+_INTEGER = (
+    r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)"
+    r"|\d{1,3}(?:[ '\u00a0\u2009\u202f]\d{3})+(?![\d-])|\d+)"
+)
+_DECIMAL = rf"(?:{_INTEGER}(?:\.\d+)?|\.\d+)"
+_EXPONENT = (
+    r"(?:[eE](?P<{0}>[-+]?\d{{1,2}})(?!\d)"
+    r"|[ ]?(?:[x×*]|\\times|\\cdot)[ ]?10(?:\^|\*\*)\{{?(?P<{0}_power>[-+]?\d{{1,2}})(?!\d)\}}?)?"
+)
+# A minus directly after a word, a number or a bracket is a subtraction sign.
+_NUMBER = re.compile(
+    r"(?P<sign>(?<![\w)])[-+\u2212][$€£¥]?|[$€£¥][-+\u2212]?)?"
+    r"(?:(?P<time>\d{1,2}(?::[0-5]\d){1,2})(?![:\d])(?:[ ]?(?P<half>[aApP])\.?[mM]\b\.?)?"
+    r"|(?P<whole>\d{1,9})[ ](?P<above>\d{1,2})/(?P<below>\d{1,3})(?![\d/])"
+    rf"|(?P<number>{_DECIMAL}){_EXPONENT.format('exponent')}"
+    rf"(?:[ ]?/[ ]?(?P<divisor>{_DECIMAL}){_EXPONENT.format('divisor_exponent')}(?![\d/]))?)",
+    re.ASCII,
+)
+# What makes a number a part of something longer, such as 1.2.3, 40+2 and 4_2.
+_CONTINUATION = re.compile(r"(?:[-+*/^_=:.,'×]+|[eE][-+]?)\d")
+_UNIT_WORD = re.compile(r"(?=.*(?:[^\W\d_]|[%°$€£¥]))(?:[^\W\d_]|[%°$€£¥./'()-])+(?:\^?[23])?")
+_MOST_UNIT_WORDS = 3
+# Words that change the value or add another one.
+_NO_UNITS = frozenset(
+    "a.m am and b billion dozen half hundred k million minus n or out p.m plus pm thousand to "
+    "trillion x y z".split()
+)
+_BLANK = re.compile("[ \u00a0\u2009\u202f]")
+_GROUPING = re.compile(r"[,' \u00a0\u2009\u202f]")
+
+
+class Quantity(NamedTuple):
+    """A number, or a time of day or duration in hours."""
+
+    value: Fraction
+    is_time: bool = False
+
+
+def parse_number(text: str) -> Quantity | None:
+    """Return what the whole text says: a number or a time, and a unit if any; otherwise `None`."""
+    text = text.strip()
+    match = _NUMBER.match(text)
+    if match is None or len(text) > LONGEST_NUMBER or not _is_unit(text[match.end() :]):
+        return None
+    return _evaluate(match)
+
+
+def leading_number(text: str) -> str | None:
+    """Return the number at the beginning of a text; `None` if something longer begins there."""
+    match = _NUMBER.match(text)
+    if match is None or _CONTINUATION.match(text, match.end()):
+        return None
+    return _written(match)
+
+
+def last_number(text: str) -> str | None:
+    """Return the last number of a text in any notation, without currency and grouping."""
+    matches = list(_NUMBER.finditer(text))
+    if not matches:
+        return None
+    return _written(matches[-1])
+
+
+def format_quantity(quantity: Quantity) -> str:
+    """Return the one text of all notations of a value: 42, 0.75, 1/3 or 12:30."""
+    value = quantity.value
+    if quantity.is_time:
+        minutes, seconds = divmod(int(value * 3600), 60)
+        text = f"{minutes // 60}:{minutes % 60:02}"
+        return f"{text}:{seconds:02}" if seconds else text
+    if value.denominator == 1:
+        return str(value.numerator)
+    quotient = decimal.Decimal(value.numerator) / decimal.Decimal(value.denominator)
+    return f"{quotient:f}" if Fraction(quotient) == value else str(value)
+
+
+def _written(match: re.Match[str]) -> str:
+    """Return a match without currency and grouping, with an ASCII sign."""
+    sign = "-" if _is_negative(match) else ""
+    text = match[0].removeprefix(match["sign"] or "")
+    if match["whole"] or match["time"]:
+        return sign + text
+    return sign + _GROUPING.sub("", text)
+
+
+def _is_negative(match: re.Match[str]) -> bool:
+    return bool({"-", "\u2212"} & set(match["sign"] or ""))
+
+
+def _evaluate(match: re.Match[str]) -> Quantity | None:
+    """Return the value of a match; `None` for a division by zero and an impossible time."""
+    sign = -1 if _is_negative(match) else 1
+    if match["time"]:
+        hours, minutes, *seconds = map(Fraction, match["time"].split(":"))
+        if match["half"]:
+            if not 1 <= hours <= 12:
+                return None
+            hours = hours % 12 + 12 * (match["half"] in "pP")
+        hours += (minutes * 60 + sum(seconds)) / 3600
+        return Quantity(hours, is_time=True) if sign > 0 else None
+    if match["whole"]:
+        whole, above, below = (int(match[name]) for name in ("whole", "above", "below"))
+        return Quantity(sign * (whole + Fraction(above, below))) if below else None
+    value = _decimal(match, "number", "exponent")
+    if match["divisor"]:
+        divisor = _decimal(match, "divisor", "divisor_exponent")
+        if not divisor:
+            return None
+        value /= divisor
+    return Quantity(sign * value)
+
+
+def _decimal(match: re.Match[str], digits: str, exponent: str) -> Fraction:
+    power = int(match[exponent] or match[f"{exponent}_power"] or 0)
+    return Fraction(_GROUPING.sub("", match[digits])) * Fraction(10) ** power
+
+
+def _is_unit(text: str) -> bool:
+    """Return whether a text after a number is empty, a full stop or a unit."""
+    words = [word for word in _BLANK.split(text.rstrip(".,")) if word]
+    return len(words) <= _MOST_UNIT_WORDS and all(
+        _UNIT_WORD.fullmatch(word) and word.lower() not in _NO_UNITS for word in words
+    )
