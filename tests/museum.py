@@ -718,8 +718,8 @@ REWARDS = [
         holds="`strict` and `flexible` are both reachable",
         test=f"{TEST_RULES}::test_flexible_takes_answers_however_they_are_written",
         where="score_gsm8k",
-        old="extract_gsm8k(solution, method)",
-        new="extract_gsm8k(solution, 'strict')",
+        old="extract_gsm8k(text, method)",
+        new="extract_gsm8k(text, 'strict')",
     ),
     Exhibit(
         name="a_comma_is_taken_for_the_answer",

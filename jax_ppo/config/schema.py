@@ -1095,10 +1095,10 @@ class Reward:
     terms: str = option(
         "",
         "what the reward adds up, RULE:WEIGHT separated by commas: names of built-in rules, some "
-        "with an argument (gsm8k, gsm8k[flexible], math, multiple_choice, exact, regex, "
-        "json_schema, arithmetic, sums, stories, format[think,answer], length[5:200]), `auto` (the "
-        "rule of each row's data_source), `model` (the reward model), or file.py:function. Each "
-        "term's score is a metric",
+        "with an argument (gsm8k, gsm8k[flexible], math, math_dapo, multiple_choice, exact, "
+        "search_qa, regex, json_schema, arithmetic, sums, stories, format[think,answer], "
+        "length[5:200]), `auto` (the rule of each row's data_source), `model` (the reward model), "
+        "or file.py:function. Each term's score is a metric",
     )
     url: str = option(
         "",

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_ppo.rewards import math_rules, rules, text_rules
-from jax_ppo.rewards.numbers import parse_number
+from jax_ppo.rewards.numbers import format_quantity, parse_number
 from jax_ppo.rewards.rules import RewardResult
-from jax_ppo.rewards.samples import RewardFunction
+from jax_ppo.rewards.samples import RewardFunction, RewardRow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,15 +19,58 @@ class Rule:
     Attributes:
       bind: returns the reward function for the argument in a term's brackets, "" without one;
         raises `ValueError` if the argument is invalid.
-      sources: the values of `data_source` that select the rule.
+      sources: the values of `data_source` that select the rule; `aime*` stands for all that begin
+        with aime.
       obstacle: returns what is wrong with a ground truth, "" if nothing is.
+      perfect: returns a response that is right for a ground truth; `None` if none can be made.
+      markers: forms of answers that it reads, besides `<answer>` tags; empty if any form is read.
       is_isolated: whether its time is unbounded, so that it runs only in worker processes.
     """
 
     bind: Callable[[str], RewardFunction]
     sources: tuple[str, ...] = ()
     obstacle: Callable[[Any], str] = lambda ground_truth: ""
+    perfect: Callable[[Any], str] | None = None
+    markers: tuple[str, ...] = ()
     is_isolated: bool = False
+
+    def find_obstacle(self, ground_truth: Any) -> str:
+        """Return why no response to a row can be right, "" if one can be.
+
+        Each entry of a list is a right answer. A perfect answer must score as right.
+        """
+        if ground_truth == []:
+            return "is empty"
+        for truth in _alternatives(ground_truth):
+            if obstacle := self.obstacle(truth):
+                return obstacle
+            if self.perfect is not None:
+                row = RewardRow("", truth)
+                if not self.bind("")(row, self.perfect(truth)).correct:
+                    return "is not read whole, so that no response is right"
+        return ""
+
+    def perfect_answer(self, ground_truth: Any) -> str | None:
+        """Return a response that is right for a ground truth, `None` if none can be made."""
+        if self.perfect is None:
+            return None
+        return self.perfect(_alternatives(ground_truth)[0])
+
+
+def _alternatives(ground_truth: Any) -> list[Any]:
+    """Return the right answers of a row, numbers as text."""
+    truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
+    return [str(truth) if isinstance(truth, (int, float)) else truth for truth in truths]
+
+
+def _any_of(score: Callable[[str, Any], RewardResult]) -> RewardFunction:
+    """Return the reward function that scores a response for the best of a row's right answers."""
+
+    def score_row(row: RewardRow, response: str) -> RewardResult:
+        results = [score(response, truth) for truth in _alternatives(row.ground_truth)]
+        return max(results, key=lambda result: result.score)
+
+    return score_row
 
 
 def _without_argument(score: Callable[[str, Any], RewardResult]) -> Callable[[str], RewardFunction]:
@@ -36,7 +79,7 @@ def _without_argument(score: Callable[[str, Any], RewardResult]) -> Callable[[st
     def bind(argument: str) -> RewardFunction:
         if argument:
             raise ValueError("takes no argument")
-        return lambda row, response: score(response, row.ground_truth)
+        return _any_of(score)
 
     return bind
 
@@ -45,7 +88,7 @@ def _bind_gsm8k(argument: str) -> RewardFunction:
     method = argument or "strict"
     if method not in rules.GSM8K_METHODS:
         raise ValueError(f"expected one of {', '.join(rules.GSM8K_METHODS)}")
-    return lambda row, response: rules.score_gsm8k(response, row.ground_truth, method)
+    return _any_of(functools.partial(rules.score_gsm8k, method=method))
 
 
 def _bind_story(argument: str) -> RewardFunction:
@@ -80,6 +123,39 @@ def _integer_obstacle(ground_truth: Any) -> str:
     return ""
 
 
+def _perfect_number(ground_truth: Any) -> str:
+    number = parse_number(str(ground_truth))
+    assert number is not None, "`_number_obstacle` rejects it"
+    return f"#### {format_quantity(number)}"
+
+
+def _perfect_box(ground_truth: str) -> str:
+    boxed = math_rules.last_boxed(ground_truth)
+    return f"\\boxed{{{ground_truth if boxed is None else boxed}}}"
+
+
+def _box_obstacle(ground_truth: Any) -> str:
+    obstacle = _text_obstacle(ground_truth)
+    if not obstacle:
+        truth = math_rules.last_boxed(ground_truth)
+        content = ground_truth.strip() if truth is None else truth
+        if math_rules.last_boxed(_perfect_box(ground_truth)) != content:
+            return "has braces that do not match"
+    return obstacle
+
+
+def _choice_obstacle(ground_truth: Any) -> str:
+    if not isinstance(ground_truth, str) or text_rules.parse_choice(ground_truth) is None:
+        return "is not one letter"
+    return ""
+
+
+def _search_obstacle(ground_truth: Any) -> str:
+    if not text_rules.search_targets(ground_truth):
+        return "is not text, a list of texts, or a dict with either as `target`"
+    return ""
+
+
 def _text_obstacle(ground_truth: Any) -> str:
     if not isinstance(ground_truth, str) or not ground_truth.strip():
         return "is empty or not text"
@@ -105,16 +181,25 @@ def _schema_obstacle(ground_truth: Any) -> str:
 
 
 RULES = {
-    "gsm8k": Rule(bind=_bind_gsm8k, sources=("openai/gsm8k",), obstacle=_number_obstacle),
+    "gsm8k": Rule(
+        bind=_bind_gsm8k,
+        sources=("openai/gsm8k",),
+        obstacle=_number_obstacle,
+        perfect=_perfect_number,
+        markers=("####",),
+    ),
     "arithmetic": Rule(
         bind=_without_argument(rules.score_arithmetic),
         sources=("arithmetic",),
         obstacle=_integer_obstacle,
+        perfect=_perfect_number,
+        markers=("####",),
     ),
     "sums": Rule(
         bind=_without_argument(functools.partial(rules.score_gsm8k, method="flexible")),
         sources=("sums",),
         obstacle=_number_obstacle,
+        perfect=_perfect_number,
     ),
     "stories": Rule(bind=_bind_story, sources=("stories",)),
     "math": Rule(
@@ -125,19 +210,51 @@ RULES = {
             "EleutherAI/hendrycks_math",
             "HuggingFaceH4/MATH-500",
             "HuggingFaceH4/aime_2024",
-            "math_dapo",
-            "math",
+            "numina_aops_forum",
+            "numina_synthetic_math",
+            "numina_amc_aime",
+            "numina_synthetic_amc",
+            "numina_cn_k12",
+            "numina_olympiads",
         ),
-        obstacle=_text_obstacle,
+        obstacle=_box_obstacle,
+        perfect=_perfect_box,
+        markers=("\\boxed",),
         is_isolated=True,
+    ),
+    "math_dapo": Rule(
+        bind=_without_argument(math_rules.score_dapo),
+        sources=("math_dapo", "math", "math_dapo_reasoning", "aime*"),
+        obstacle=_text_obstacle,
+        perfect=lambda ground_truth: f"Answer: {ground_truth}",
+        markers=("Answer:", "\\boxed"),
     ),
     "multiple_choice": Rule(
         bind=_without_argument(text_rules.score_choice),
         sources=("multiple_choice",),
-        obstacle=_text_obstacle,
+        obstacle=_choice_obstacle,
+        perfect=lambda ground_truth: f"Answer: {text_rules.parse_choice(ground_truth)}",
     ),
     "exact": Rule(
-        bind=_without_argument(text_rules.score_exact), sources=("exact",), obstacle=_text_obstacle
+        bind=_without_argument(text_rules.score_exact),
+        sources=("exact",),
+        obstacle=_text_obstacle,
+        perfect=lambda ground_truth: ground_truth,
+    ),
+    "search_qa": Rule(
+        bind=_without_argument(text_rules.score_search_answer),
+        sources=(
+            "searchR1_nq",
+            "searchR1_triviaqa",
+            "searchR1_popqa",
+            "searchR1_hotpotqa",
+            "searchR1_2wikimultihopqa",
+            "searchR1_musique",
+            "searchR1_bamboogle",
+        ),
+        obstacle=_search_obstacle,
+        perfect=lambda truth: f"<answer>{text_rules.search_targets(truth)[0]}</answer>",
+        markers=("<answer>",),
     ),
     # The data choose the pattern and a model the text, so that the time to match has no bound.
     "regex": Rule(
@@ -156,6 +273,12 @@ RULES = {
     "length": Rule(bind=_bind_length),
 }
 
-RULE_OF_SOURCE = {source: name for name, rule in RULES.items() for source in rule.sources}
+_RULE_OF_SOURCE = {source: name for name, rule in RULES.items() for source in rule.sources}
 
-SOURCES = tuple(RULE_OF_SOURCE)
+SOURCES = tuple(_RULE_OF_SOURCE)
+
+
+def rule_of_source(source: str) -> str | None:
+    """Return the name of the rule that a `data_source` selects, `None` if there is none."""
+    prefixes = (name for name in SOURCES if name.endswith("*") and source.startswith(name[:-1]))
+    return _RULE_OF_SOURCE.get(source) or _RULE_OF_SOURCE.get(next(prefixes, ""))

@@ -1,36 +1,57 @@
-r"""The rule for MATH and its relatives: the last `\boxed{...}`, compared as mathematics.
+r"""The rules for mathematics: MATH and its relatives, and DAPO's.
 
-Answers that are not the same text are compared by math-verify, which parses LaTeX with sympy. That
-may take unbounded time, so the rule runs in worker processes with a time limit.
+`score_math` compares the last `\boxed{...}` as mathematics. Answers that are not the same text are
+compared by math-verify, which parses LaTeX with sympy. That may take unbounded time, so the rule
+runs in worker processes with a time limit.
 """
 
 import re
 
 from jax_ppo.errors import UserError
+from jax_ppo.rewards.final_part import read_final_part
+from jax_ppo.rewards.numbers import format_quantity, parse_number
 from jax_ppo.rewards.rules import RewardResult
 
 MAX_ANSWER = 500  # characters; a longer answer is not compared
+CLIP = 300  # characters at the end of a response that DAPO's rule searches, as in verl
 
-_BOXED = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
+_BOXED = re.compile(r"\\(?:boxed|fbox)\s*")
+# What TeX puts into a box without braces, or a number.
+_UNBRACED = re.compile(r"-?\d+(?:[.,/]\d+)*|\\[a-z]+(?:\{[^{}]*\})+|[A-Za-z](?![A-Za-z])")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_TEXT_COMMAND = re.compile(r"\\(?:text|math|mbox)[a-z]*\s*\{([^{}]*)\}")
+_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_DECORATION = re.compile(r"\\\$|\$|\\[,;!: ]|\{,\}|\^\{?\\circ\}?|\\(?=%)|\*\*")
 # Spacing and delimiters of LaTeX that do not change the meaning.
 _LAYOUT = re.compile(r"\\(?:left|right|[,;!:]|text(?=\{))|\$|\s+")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the contents of the last complete `\boxed{...}` of a text, or `None`."""
+    r"""Return the contents of the last complete `\boxed{...}` of a text, or `None`.
+
+    Braces may be nested, and escaped ones are text. Without braces, as in `\boxed 5`, a number, a
+    letter or a command is the content.
+    """
     for match in reversed(list(_BOXED.finditer(text))):
+        if not text.startswith("{", match.end()):
+            unbraced = _UNBRACED.match(text, match.end())
+            if unbraced:
+                return unbraced[0]
+            continue
         depth = 0
-        for end in range(match.end(), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
+        for brace in _BRACE.finditer(text, match.end()):
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
             if depth == 0:
-                return text[match.end() + 1 : end].strip()
+                return text[match.end() + 1 : brace.start()].strip()
     return None
 
 
 def score_math(solution: str, ground_truth: str) -> RewardResult:
     r"""Return 1 if the last `\boxed{...}` of the response equals the ground truth, otherwise 0.
 
-    `extra` holds `answered`, 1 if there is such an answer and 0 otherwise.
+    Within `<answer>` tags the box may be missing. `extra` holds `answered`, 1 if there is such an
+    answer and 0 otherwise.
 
     Args:
       solution: the response.
@@ -39,7 +60,10 @@ def score_math(solution: str, ground_truth: str) -> RewardResult:
     Raises:
       UserError: math-verify is not installed.
     """
-    answer = last_boxed(solution)
+    text, is_answer = read_final_part(solution)
+    answer = last_boxed(text)
+    if answer is None and is_answer:
+        answer = text
     if answer is None:
         return RewardResult(score=0.0, correct=False, extra={"answered": 0.0})
     correct = answers_agree(answer, last_boxed(ground_truth) or ground_truth)
@@ -49,6 +73,38 @@ def score_math(solution: str, ground_truth: str) -> RewardResult:
         extra={"answered": 1.0},
         answer=_strip_layout(answer),
     )
+
+
+def score_dapo(solution: str, ground_truth: str) -> RewardResult:
+    r"""Return 1 if the last `Answer: ...` equals the ground truth, otherwise -1, as verl does.
+
+    Without one the last `\boxed{...}` or the content of `<answer>` tags counts. Only the last CLIP
+    characters are searched. Numbers are compared as numbers, other answers as text without layout.
+    `extra` holds `answered`.
+    """
+    text, is_answer = read_final_part(solution)
+    tail = text[-CLIP:]
+    answers = _ANSWER_LINE.findall(tail)
+    written = answers[-1] if answers else last_boxed(tail)
+    if written is None and is_answer:
+        written = text
+    if written is None:
+        return RewardResult(score=-1.0, correct=False, extra={"answered": 0.0})
+    answer = _plain_answer(written)
+    correct = answer != "" and answer == _plain_answer(ground_truth)
+    return RewardResult(
+        score=1.0 if correct else -1.0, correct=correct, extra={"answered": 1.0}, answer=answer
+    )
+
+
+def _plain_answer(answer: str) -> str:
+    """Return the number that an answer in LaTeX is, in one notation, or else its text."""
+    answer = answer.rpartition("=")[2]
+    boxed = last_boxed(answer)
+    answer = answer if boxed is None else boxed
+    answer = _FRACTION.sub(r"\1/\2", _TEXT_COMMAND.sub(r" \1", _DECORATION.sub("", answer)))
+    number = parse_number(answer)
+    return _strip_layout(answer) if number is None else format_quantity(number)
 
 
 def answers_agree(answer: str, ground_truth: str) -> bool:

@@ -17,7 +17,7 @@ from jax_ppo.rewards.batch_functions import (
     batch_arguments,
     wrap_batch_function,
 )
-from jax_ppo.rewards.built_in_rules import RULE_OF_SOURCE, RULES, SOURCES
+from jax_ppo.rewards.built_in_rules import RULES, SOURCES, rule_of_source
 from jax_ppo.rewards.custom import REWARD_ARGUMENTS, parse_reward_output
 from jax_ppo.rewards.judge import Judge
 from jax_ppo.rewards.row_validation import rules_of_source
@@ -195,7 +195,7 @@ def needs_workers(examples: Sequence["Example"], options: Reward) -> bool:
 
 
 def _apply_built_in_rule(row: RewardRow, response: str, gsm8k_method: str) -> RewardResult:
-    name = RULE_OF_SOURCE.get(row.data_source)
+    name = rule_of_source(row.data_source)
     if name is None:
         raise UserError(
             f"data_source={row.data_source!r} has no built-in rule; expected one of {SOURCES}"

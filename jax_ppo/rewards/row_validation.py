@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jax_ppo.errors import UserError, did_you_mean
-from jax_ppo.rewards.built_in_rules import RULE_OF_SOURCE, RULES, SOURCES, Rule
+from jax_ppo.rewards.built_in_rules import RULES, SOURCES, Rule, rule_of_source
 from jax_ppo.rewards.terms import AUTO, JUDGE, MODEL, Term, parse_terms
 
 if TYPE_CHECKING:  # `jax_ppo.types` imports jax, which reward workers do not load
@@ -45,7 +45,7 @@ def find_obstacles(
         for name, rule in rules_of_source(source, parsed_terms):
             if rule is None:
                 yield f"example {row}: {_describe_missing_rule(source)}"
-            elif obstacle := rule.obstacle(example.ground_truth):
+            elif obstacle := rule.find_obstacle(example.ground_truth):
                 required = f"data_source={source!r}" if name == AUTO else f"the rule {name!r}"
                 yield (
                     f"example {row}: ground_truth={example.ground_truth!r} {obstacle}, as "
@@ -70,6 +70,6 @@ def rules_of_source(source: str, terms: tuple[Term, ...]) -> Iterator[tuple[str,
     names = [term.rule for term in terms] or [AUTO]
     for name in names:
         if name == AUTO:
-            yield AUTO, RULES.get(RULE_OF_SOURCE.get(source, ""))
+            yield AUTO, RULES.get(rule_of_source(source) or "")
         elif name not in (MODEL, JUDGE) and ":" not in name:
             yield name, RULES.get(name)

@@ -7,6 +7,7 @@ in linear time, and compared as exact numbers.
 import dataclasses
 import re
 
+from jax_ppo.rewards.final_part import read_final_part
 from jax_ppo.rewards.numbers import format_quantity, last_number, leading_number, parse_number
 
 GSM8K_METHODS = ("strict", "flexible")
@@ -45,6 +46,7 @@ JOYFUL_ENOUGH = 5  # distinct words for the full score
 
 # Matches overlap, so that of several on a line the last one counts.
 _STRICT = re.compile(r"#### (?=(-?[0-9.,][^\n]*))")
+_LAST_LINE = re.compile(r"#### -?\d+\s*\Z")
 _WORD = re.compile(r"[a-z]+")
 
 
@@ -101,7 +103,11 @@ def score_gsm8k(solution: str, ground_truth: str, method: str = "strict") -> Rew
 
     `extra` holds `answered`, 1 if there is an answer and 0 otherwise.
     """
-    answer = extract_gsm8k(solution, method)
+    text, is_answer = read_final_part(solution)
+    answer = extract_gsm8k(text, method)
+    # Within <answer> tags, the number may stand alone.
+    if answer is None and is_answer and parse_number(text):
+        answer = text
     if answer is None:
         return RewardResult(score=0.0, correct=False, extra={"answered": 0.0})
     number = parse_number(answer)
@@ -117,9 +123,9 @@ def score_gsm8k(solution: str, ground_truth: str, method: str = "strict") -> Rew
 def score_arithmetic(solution: str, ground_truth: str) -> RewardResult:
     """Score as `score_gsm8k`, strict, and require that nothing follows the answer.
 
-    A response must end as the worked solutions do.
+    A response must end as the worked solutions do, or with `<answer>` tags.
     """
-    if re.search(r"#### -?\d+\s*\Z", solution) is None:
+    if not solution.rstrip().endswith("</answer>") and not _LAST_LINE.search(solution):
         solution = ""
     return score_gsm8k(solution, ground_truth, "strict")
 

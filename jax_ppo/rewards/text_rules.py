@@ -2,41 +2,119 @@
 
 import json
 import re
+import string
 from typing import Any
 
 from jax_ppo.errors import UserError
+from jax_ppo.rewards.final_part import THINKING_TAGS, after_thinking, read_final_part
 from jax_ppo.rewards.rules import RewardResult
 
-# The letter after "answer is", in brackets or alone at the end; the last one counts.
-_CHOICE = re.compile(
-    r"(?:answer\s*(?:is|:)?\s*\(?|\\boxed\{\s*\(?|####\s*\(?)([A-Z])\b|\(([A-Z])\)|\b([A-Z])\W*\Z",
+# A letter is a choice if nothing but punctuation follows on its line, or a word if the letter is
+# upper-case and no article. "A or B" is none.
+_LETTER = (
+    r"(?:([A-Za-z])(?=[\s*_`$\"'\])}]*(?:[.,:;!?)\]}]|\n|\Z))"
+    r"|([B-HJ-Z])(?=\s+(?!(?:or|and|is)\b)\w)|([AI])(?=\s+(?:because|since|as|due)\b))"
+)
+_OPENING = r"(?:[\s*_`$\"'(\[{]|\\(?:text|math)(?:bf|rm)?\{)*(?:(?:option|choice)\s+\(?)?"
+_STATED_CHOICE = re.compile(
+    rf"(?:\b(?:answer(?:\s+is)?|(?:option|choice)\s+is)\s*:?|####|\\boxed){_OPENING}(?-i:{_LETTER})",
     re.IGNORECASE,
 )
+_CHOICES = (
+    _STATED_CHOICE,
+    re.compile(r"\(([A-Za-z])\)"),
+    re.compile(r"(?<!\bor )(?<!\band )(?<!\bnot )\b([A-Z])\W*\Z"),
+    re.compile(r"\A\s*([A-Z])[.):]\s[^\n]*\Z"),  # the whole response is an option with its text
+)
+_WHOLE_CHOICE = re.compile(r"[\s*(\[]*([A-Za-z])[\s*]*(?:[.):\]].*)?\Z", re.DOTALL)
 _FENCE = re.compile(r"\A```(?:json)?\s*\n(.*)\n```\Z", re.DOTALL)
 
 
 def score_exact(solution: str, ground_truth: str) -> RewardResult:
-    """Return 1 if the response is the ground truth, ignoring surrounding blanks, otherwise 0."""
-    answer = solution.strip()
-    correct = answer == ground_truth.strip()
+    """Return 1 if the response answers the ground truth, ignoring surrounding blanks, otherwise 0.
+
+    The whole response or its final part must be the ground truth.
+    """
+    truth = ground_truth.strip()
+    answer = read_final_part(solution)[0].strip()
+    if solution.strip() == truth:
+        answer = truth
+    correct = answer == truth
     return RewardResult(score=float(correct), correct=correct, answer=answer)
 
 
 def score_choice(solution: str, ground_truth: str) -> RewardResult:
     """Return 1 if the letter that the response chooses is the ground truth, otherwise 0.
 
-    A choice is `answer is B`, `Answer: (B)`, `(B)`, `#### B`, a boxed letter, or a letter at the
-    very end; the last one counts. `extra` holds `answered`.
+    A choice is the content of `<answer>` tags; or the last of `answer is B`, `Answer: (B)`,
+    `#### B` and a boxed letter; or the last `(B)`; or a capital letter at the very end; or the
+    beginning of a response of one line, as in `B. a cat`. The thinking is not read. `extra` holds
+    `answered`.
     """
-    choices = _CHOICE.findall(solution[-1000:])
-    if not choices:
+    letter = _find_choice(*read_final_part(solution))
+    if letter is None:
         return RewardResult(score=0.0, correct=False, extra={"answered": 0.0})
-    # Each alternative of the pattern has a group of its own; all others are empty.
-    letter = "".join(choices[-1]).upper()
-    correct = letter == ground_truth.strip().strip("()").upper()
+    correct = letter == parse_choice(ground_truth)
     return RewardResult(
         score=float(correct), correct=correct, extra={"answered": 1.0}, answer=letter
     )
+
+
+def parse_choice(text: str) -> str | None:
+    """Return the letter of a ground truth such as `B`, `b`, `(B)` or `B.`; otherwise `None`."""
+    match = re.fullmatch(r"\(?([A-Za-z])\)?\.?", text.strip())
+    return match and match[1].upper()
+
+
+def _find_choice(text: str, is_answer: bool) -> str | None:
+    whole = _WHOLE_CHOICE.match(text) if is_answer else None
+    if whole:
+        return whole[1].upper()
+    for pattern in _CHOICES:
+        matches = list(pattern.finditer(text[-1000:]))
+        if matches:
+            return next(filter(None, matches[-1].groups())).upper()
+    return None
+
+
+def score_search_answer(solution: str, ground_truth: Any) -> RewardResult:
+    """Return 1 if the `<answer>` of the response is one of the targets, otherwise 0, as verl does.
+
+    Case, punctuation, articles and blanks are ignored. More than 10 tags earn a quarter.
+
+    Args:
+      solution: the response.
+      ground_truth: a target, a list of them, or a dict with either as `target`.
+    """
+    text, is_answer = read_final_part(solution)
+    if not is_answer:
+        return RewardResult(score=0.0, correct=False, extra={"answered": 0.0})
+    answer = _normalize_words(text)
+    correct = answer in map(_normalize_words, search_targets(ground_truth))
+    is_flood = max(solution.count("<answer>"), solution.count("</answer>")) > 10
+    return RewardResult(
+        score=float(correct) * (0.25 if is_flood else 1.0),
+        correct=correct,
+        extra={"answered": 1.0},
+        answer=answer,
+    )
+
+
+def search_targets(ground_truth: Any) -> list[str]:
+    """Return the targets of a ground truth; an empty list if it has another form."""
+    if isinstance(ground_truth, dict):
+        ground_truth = ground_truth.get("target")
+    targets = [ground_truth] if isinstance(ground_truth, str) else ground_truth
+    if not isinstance(targets, list) or not all(
+        isinstance(target, str) and _normalize_words(target) for target in targets
+    ):
+        return []
+    return targets
+
+
+def _normalize_words(text: str) -> str:
+    text = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return " ".join(re.sub(r"\b(?:a|an|the)\b", " ", text).split())
 
 
 def score_regex(solution: str, ground_truth: str) -> RewardResult:
@@ -48,7 +126,7 @@ def score_regex(solution: str, ground_truth: str) -> RewardResult:
 def score_json(solution: str, ground_truth: Any) -> RewardResult:
     """Return 1 if the response is JSON that satisfies the ground truth's schema, otherwise 0.
 
-    The JSON may be fenced as code. `extra` holds `is_json`.
+    The JSON may be fenced as code, and follow the thinking. `extra` holds `is_json`.
 
     Args:
       solution: the response.
@@ -63,7 +141,7 @@ def score_json(solution: str, ground_truth: Any) -> RewardResult:
         raise UserError(
             "the rule `json_schema` needs the package jsonschema: pip install 'jax_ppo[json]'"
         ) from error
-    text = solution.strip()
+    text = after_thinking(solution).strip()
     if fenced := _FENCE.match(text):
         text = fenced[1]
     try:
@@ -86,12 +164,17 @@ def score_format(solution: str, tags: tuple[str, ...]) -> RewardResult:
     """Return 1 if the response consists of these tags in order, each once, otherwise 0.
 
     The form is `<think>...</think><answer>...</answer>` for the tags think and answer, optionally
-    with blanks between them.
+    with blanks between them. The first opening tag may be missing if it is one of THINKING_TAGS:
+    many chat templates end with it, so that it belongs to the prompt.
     """
+    solution = solution.strip()
+    opening = f"<{tags[0]}>"
+    if tags[0] in THINKING_TAGS and opening not in solution:
+        solution = opening + solution
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
     once = all(solution.count(mark) == 1 for mark in marks)
     pattern = r"\s*".join(rf"<{re.escape(tag)}>.*</{re.escape(tag)}>" for tag in tags)
-    has_form = once and re.fullmatch(pattern, solution.strip(), re.DOTALL) is not None
+    has_form = once and re.fullmatch(pattern, solution, re.DOTALL) is not None
     return RewardResult(score=float(has_form))
 
 

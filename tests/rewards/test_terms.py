@@ -106,6 +106,14 @@ def test_a_model_may_be_one_term_or_the_only_one():
     [
         ("gsm8k:1", "mine", "four", "'four' is not a number, as the rule 'gsm8k' requires"),
         ("", "math", "", "is empty or not text, as data_source='math' requires"),
+        ("", "multiple_choice", "B or C", "'B or C' is not one letter"),
+        ("", "multiple_choice", "2", "'2' is not one letter"),
+        ("", "lighteval/MATH", "1}{2", "has braces that do not match"),
+        ("", "lighteval/MATH", "9" * 501, "is not read whole"),
+        ("", "aime2024", "5\n6", "is not read whole"),
+        ("", "openai/gsm8k", ["4", "four"], "is not a number"),
+        ("", "exact", [], "is empty"),
+        ("", "searchR1_nq", {"answers": ["a"]}, "a dict with either as `target`"),
         ("", "regex", "(", "is not a regular expression"),
         ("", "json_schema", "{", "is not JSON"),
         ("auto:1", "", "", "the rows have no such column"),
@@ -120,8 +128,8 @@ def test_rules_that_may_take_any_time_run_in_workers():
     def needs(source, **options):
         return registry.needs_workers([Example("q", source, "1")], Reward(**options))
 
-    assert needs("math") and needs("regex") and not needs("openai/gsm8k")
-    assert needs("openai/gsm8k", terms="math:1") and not needs("math", terms="exact:1,model:1")
+    assert needs("lighteval/MATH") and needs("regex") and not needs("openai/gsm8k")
+    assert needs("openai/gsm8k", terms="math:1") and not needs("regex", terms="exact:1,model:1")
     assert needs("openai/gsm8k", terms="exact:1,my.py:f:1") and needs("stories", function="m:f")
 
 
@@ -134,6 +142,16 @@ def test_rules_that_may_take_any_time_run_in_workers():
         (r"\boxed{1} and \boxed{2", "1"),
         (r"\boxed{} ", ""),
         ("42", None),
+        (r"\boxed{\boxed{5}}", "5"),
+        (r"\boxed{x = \frac{1}{\sqrt{2}}}", r"x = \frac{1}{\sqrt{2}}"),
+        (r"\boxed{\left\{ x \right.}", r"\left\{ x \right."),
+        (r"\boxed{\{1, 2\}} }", r"\{1, 2\}"),
+        (r"so $\boxed 5$.", "5"),
+        (r"\boxed42.", "42"),
+        (r"\boxed -1.5 m", "-1.5"),
+        (r"\boxed\frac{1}{2} is right", r"\frac{1}{2}"),
+        (r"$\boxed B$", "B"),
+        (r"\boxed{7}, in \boxed form", "7"),
     ],
 )
 def test_the_last_complete_box_is_the_answer(text, answer):
@@ -174,21 +192,87 @@ def test_an_endless_power_costs_its_own_sample_only():
 
 
 @pytest.mark.parametrize(
-    ("response", "correct"),
+    ("response", "letter"),
     [
-        ("The answer is (B).", True),
-        ("Answer: b", True),
-        ("A or C? I choose (B)", True),
-        (r"\boxed{B}", True),
-        ("#### B", True),
-        ("It must be B", True),
-        ("(B), no, (C)", False),
-        ("Because", False),
-        ("", False),
+        ("The answer is (B).", "B"),
+        ("Answer: b", "B"),
+        ("A or C? I choose (B)", "B"),
+        (r"\boxed{B}", "B"),
+        (r"So $\boxed{\textbf{(B)}}$", "B"),
+        ("#### B", "B"),
+        ("It must be B", "B"),
+        ("(B), no, (C)", "C"),
+        ("Answer: A. No, the answer is B because it is round. I like C", "B"),
+        ("Answer: B\nExplanation: a", "B"),
+        ("**Answer:** **B**", "B"),
+        ("The answer is\nB", "B"),
+        ("The correct option is B) a cat", "B"),
+        ("answer is (A) cat", "A"),
+        ("The answer is A because it is", "A"),
+        ("(A) is wrong. Answer: B", "B"),
+        ("B. a cat", "B"),
+        ("(B) a cat", "B"),
+        ("answer is A cat", None),
+        ("the answer is a question of taste", None),
+        ("The answer is I think unclear", None),
+        ("Answer: A or B", None),
+        ("The answer is not B", None),
+        ("Because", None),
+        ("", None),
+        ("<think>Is it (A)? The answer is A</think>", None),
+        ("<think>The answer is A", None),
+        ("<think>The answer is A</think>B", "B"),
+        ("is it A? The answer is A</think>\n\nThe answer is B.", "B"),
+        ("<think>A</think><answer>B</answer>", "B"),
+        ("<think>A</think><answer>(B) a cat</answer> or A", "B"),
+        ("<answer> **B** </answer>", "B"),
+        ("<answer>The answer is B.</answer>", "B"),
+        ("<answer>a cat</answer>", None),
     ],
 )
-def test_choices(response, correct):
-    assert text_rules.score_choice(response, "B").correct is correct
+def test_choices(response, letter):
+    result = text_rules.score_choice(response, "B")
+    assert (result.answer, result.correct) == (letter, letter == "B")
+
+
+TAGGED = (
+    ("<think>At first the answer is A, but no.</think><answer>B</answer>", "B"),
+    ("<think>6 times 7</think><answer>42</answer>", "42"),
+    ("thinking that the template opened</think><answer>42</answer>", "42"),
+    ("<reasoning>It is 41 or #### 43.</reasoning>\n<answer>\n42\n</answer>\n", "42"),
+)
+
+
+@pytest.mark.parametrize(("response", "truth"), TAGGED)
+def test_answer_tags_work_with_every_rule_for_answers_and_with_format(response, truth):
+    rules = ["exact", "math", "math_dapo"]
+    rules += ["gsm8k", "gsm8k[flexible]", "sums", "arithmetic"] if truth == "42" else []
+    rules += ["multiple_choice"] if truth == "B" else []
+    form = "reasoning,answer" if "reasoning" in response else "think,answer"
+    for rule in rules:
+        result = resolve(f"{rule}:1,format[{form}]:1")(RewardRow("any", truth), response)
+        assert (result.score, result.correct) == (2, True), rule
+        wrong = response.replace(f"{truth}</answer>", "9</answer>").replace(f"\n{truth}\n", "9")
+        assert not resolve(f"{rule}:1")(RewardRow("any", truth), wrong).correct, rule
+
+
+def test_nothing_is_answered_within_the_thinking():
+    for thinking in (
+        "<think>{}",
+        "<think>{}</think>",
+        "{}</think> so",
+        "<think>a</think><think>{}",
+    ):
+        for rule, text in (
+            ("gsm8k", "#### 42"),
+            ("sums", "42"),
+            ("math", r"\boxed{42}"),
+            ("math_dapo", "Answer: 42"),
+            ("exact", "42"),
+            ("search_qa", "<answer>42</answer>"),
+        ):
+            result = resolve(f"{rule}:1")(RewardRow("any", "42"), thinking.format(text))
+            assert result.correct is False, (rule, thinking)
 
 
 @pytest.mark.parametrize(
@@ -220,6 +304,11 @@ def test_json(response, correct, is_json):
         ("<think>1<answer>2</answer></think>", 0),
         ("<think>1</think> so <answer>2</answer>", 0),
         ("", 0),
+        # The template may have opened the thinking.
+        ("1</think>\n\n<answer>2</answer>", 1),
+        ("<answer>2</answer>", 0),
+        ("1</think></think><answer>2</answer>", 0),
+        ("1</think>2</answer>", 0),
     ],
 )
 def test_format(response, score):

@@ -1,0 +1,181 @@
+"""Rules of data sources: each as its publisher scores, on what its own instruction asks for."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_ppo.data.row_formats import parse_row
+from jax_ppo.rewards import registry
+from jax_ppo.rewards.built_in_rules import RULES, rule_of_source
+from jax_ppo.rewards.math_rules import score_dapo
+from jax_ppo.rewards.row_validation import find_obstacles
+from jax_ppo.rewards.samples import RewardRow
+from jax_ppo.rewards.text_rules import score_search_answer
+from jax_ppo.types import Example
+
+DAPO_ROW = {
+    "data_source": "math_dapo",
+    "prompt": [
+        {
+            "role": "user",
+            "content": "Solve the problem. The last line of your response should be of the form "
+            "Answer: $Answer (without quotes).\n\nWhat is 3 + 2?",
+        }
+    ],
+    "reward_model": {"ground_truth": "5", "style": "rule"},
+}
+
+# data_source, ground truth, a right response and a wrong one in the publisher's form, their scores
+PUBLISHED = [
+    ("openai/gsm8k", "5", "so\n#### 5", "so\n#### 6", (1, 0)),
+    ("lighteval/MATH", "5", r"so \boxed{5}", r"so \boxed{6}", (1, 0)),
+    ("DigitalLearningGmbH/MATH-lighteval", "5", r"\boxed{5}", "Answer: 5", (1, 0)),
+    ("HuggingFaceH4/MATH-500", "5", r"\boxed{5}", "Answer: 5", (1, 0)),
+    ("numina_cn_k12", "5", r"\boxed{5}", r"\boxed{6}", (1, 0)),
+    ("math_dapo", "5", "so\nAnswer: 5", "so it is 5", (1, -1)),
+    ("math_dapo", "34", "Answer: $34$", "Answer: 43", (1, -1)),
+    ("math", "5", r"Answer: \boxed{5}", "5", (1, -1)),
+    ("math_dapo_reasoning", "5", "Answer: 5", "Answer:", (1, -1)),
+    ("aime_2024", "204", "so\nAnswer: 204", "Answer: 204\nAnswer: 5", (1, -1)),
+    ("aime2025", "204", "<think>Answer: 5</think>Answer: x = 204.", "Answer: 20", (1, -1)),
+    ("searchR1_nq", {"target": ["The Who", "who"]}, "<answer>who!</answer>", "who", (1, 0)),
+]
+
+
+@pytest.mark.parametrize(("source", "truth", "right", "wrong", "scores"), PUBLISHED)
+def test_a_source_is_scored_by_its_publishers_rule_and_range(source, truth, right, wrong, scores):
+    function = registry.resolve_reward_function()
+    row = RewardRow(source, truth)
+    results = [function(row, response) for response in (right, wrong)]
+    assert tuple(result.score for result in results) == scores
+    assert [result.correct for result in results] == [True, False]
+    assert not list(find_obstacles([Example("q", source, truth)]))
+
+
+def test_a_row_of_dapo_is_answered_as_it_asks():
+    example = parse_row(DAPO_ROW, "a:1")
+    function = registry.resolve_reward_function()
+    assert function(RewardRow.from_example(example), "3 + 2 = 5\nAnswer: 5").score == 1
+    assert function(RewardRow.from_example(example), "3 + 2 = 5").score == -1
+
+
+# How the right answer is written: (ours, verl's) correctness.
+DAPO_FORMS = {
+    "Answer: {n}": (True, True),
+    "so {other}\nAnswer: ${n}$": (True, True),
+    "answer : {n}": (True, True),
+    r"Answer: \boxed{{{n}}}": (True, True),
+    r"Answer: \text{{{n}}}": (True, True),
+    "Answer: x={n}": (True, True),
+    "Answer: {n:,}": (True, True),
+    "Answer: {n} cm": (True, True),
+    r"Answer: {n}^\circ": (True, True),
+    "Answer: {other}\nAnswer: {n}": (True, True),
+    "Answer: {n}\nAnswer: {other}": (False, False),
+    "Answer: {other}": (False, False),
+    "Answer: -{n}": (False, False),
+    "Answer: {n}/997": (False, False),
+    "Answer: {n} or {other}": (False, False),
+    r"\boxed{{{n}}}": (True, True),
+    r"\boxed{{{n}}} Answer: {other}": (False, False),
+    "The answer is {n}": (False, False),
+    "{n}": (False, False),
+    "Answer: {n}{filler}": (False, False),
+    "{filler}\nAnswer: {n}": (True, True),
+    # Right answers that verl compares as text.
+    "Answer: {n}.": (True, False),
+    "Answer: {n}.0": (True, False),
+    "**Answer: {n}**": (True, False),
+    "<think>{other}</think><answer>{n}</answer>": (True, False),
+}
+
+
+@pytest.mark.parametrize("form", DAPO_FORMS)
+def test_daposs_rule_differs_from_verls_only_as_listed(form):
+    verl = _verl_module("math_dapo")
+    for n in (3, 42, 999, 1234, 20250):
+        text = form.format(n=n, other=n + 5, filler=" word" * 80)
+        ours = score_dapo(text, str(n))
+        assert ours.score == (1 if ours.correct else -1)
+        expected, theirs = DAPO_FORMS[form]
+        assert ours.correct is expected
+        if verl is not None:
+            result = verl.compute_score(text, str(n))
+            assert (result["acc"], result["score"]) == (theirs, 1.0 if theirs else -1.0)
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("<answer>The Beatles.</answer>", 1),
+        ("<answer>beatles</answer>", 1),
+        ("<answer>Stones</answer><answer>a Beatles</answer>", 1),
+        ("<answer>Beatles and Stones</answer>", 0),
+        ("Beatles", 0),
+        ("<answer>Beatles</answer>" * 11, 0.25),
+    ],
+)
+def test_search_answers_are_scored_as_by_verl(response, score):
+    truth = {"target": ["the Beatles", "Fab Four"]}
+    assert score_search_answer(response, truth).score == score
+    verl = _verl_module("search_r1_like_qa_em")
+    if verl is not None:
+        assert verl.compute_score(response, truth) == score
+
+
+def _verl_module(name):
+    """Return a module of verl's scores from its file, `None` without verl."""
+    package = importlib.util.find_spec("verl")
+    if package is None:
+        return None
+    path = Path(package.submodule_search_locations[0], "utils", "reward_score", f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"verl_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_prefixes_of_sources():
+    assert rule_of_source("aime") == rule_of_source("aime_2031") == "math_dapo"
+    assert rule_of_source("HuggingFaceH4/aime_2024") == "math"
+    assert rule_of_source("aim") is rule_of_source("") is rule_of_source("*") is None
+
+
+TRUTHS = st.one_of(
+    st.text(max_size=40),
+    st.text("0123456789.,/:-+ e$%kmABCab\\{}()=\n", max_size=12),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.sampled_from(["B", "(c)", r"\frac{1}{2}", r"\boxed{7}", "x = 5", "3/4", "12:30", "5 km"]),
+).map(lambda value: value if isinstance(value, str) else str(value))
+
+
+@given(st.sampled_from([name for name, rule in RULES.items() if rule.perfect]), TRUTHS, TRUTHS)
+@settings(max_examples=1500, deadline=None)
+def test_a_perfect_answer_to_an_accepted_ground_truth_is_right(name, truth, other):
+    """Also in <answer> tags after thinking about another answer, and as one of two alternatives."""
+    rule = RULES[name]
+    if next(find_obstacles([Example("q", "any", truth)], terms=f"{name}:1"), None):
+        return
+    function = rule.bind("")
+    perfect = rule.perfect_answer(truth)
+    assert function(RewardRow("any", truth), perfect).correct
+    assert function(RewardRow("any", ["7", truth]), perfect).correct
+    if name != "arithmetic" and "<" not in perfect:
+        for form in ("<think>{1}</think><answer>{0}</answer>", "{1}</think>\n{0}"):
+            response = form.format(perfect, "I see. Answer: 77 (A) #### 77")
+            assert function(RewardRow("any", truth), response).correct, response
+
+
+@pytest.mark.parametrize("truth", [["2", "two"], [2, "two"]])
+def test_each_of_several_ground_truths_is_right(truth):
+    for rule, wrong in (("exact", "three"), ("math_dapo", "Answer: three")):
+        function = registry.resolve_reward_function(terms=f"{rule}:1")
+        prefix = "Answer: " if rule == "math_dapo" else ""
+        row = RewardRow("any", json.loads(json.dumps(truth)))
+        assert all(function(row, f"{prefix}{answer}").correct for answer in ("2", "two"))
+        assert function(row, wrong).correct is False
