@@ -1,4 +1,4 @@
-"""Check data: `python -m jax_ppo.check [FILE ...] [--config=FILE] [--json]`.
+"""Check data: `python -m jax_ppo.check [FILE ...] [--config=FILE] [--for=COMMAND] [--json]`.
 
 Prints a description of the data and the problems that would keep a run from training on them. The
 exit code is 1 if there are any. Without --config only the rules are checked, and tokens are not
@@ -11,14 +11,17 @@ import sys
 
 from jax_ppo.config import command_line
 from jax_ppo.config.schema import Config, Data
-from jax_ppo.errors import UserError
+from jax_ppo.errors import UserError, did_you_mean
 
+COMMANDS = ("train", "sft", "reward_model")
 USAGE = """\
-usage: python -m jax_ppo.check [FILE ...] [--config=FILE[:ARG]] [--config.OPTION=VALUE ...] [--json]
+usage: python -m jax_ppo.check [FILE ...] [--config=FILE[:ARG]] [--config.OPTION=VALUE ...]
+       [--for=COMMAND] [--json]
 
 FILE      any value of config.data.train_files: files, hf:, tfds:, arithmetic:COUNT
 --config  check the data of this configuration, with its model's tokenizer and its rules; FILEs
           replace its training data
+--for     what the data are for: train, sft or reward_model; told from the rows by default
 --json    print the report as JSON
 
 The exit code is 1 if training on the data would fail.
@@ -35,10 +38,10 @@ def main(arguments: list[str]) -> None:
         print(USAGE)
         return
     try:
-        config = read_check_arguments(arguments)
+        config, command = read_check_arguments(arguments)
         from jax_ppo.ppo import data_check
 
-        report = data_check.check_data(config)
+        report = data_check.check_data(config, command)
     except UserError as error:
         sys.exit(f"error: {error}")
     if "--json" in arguments:
@@ -48,8 +51,8 @@ def main(arguments: list[str]) -> None:
     sys.exit(1 if report["problems"] else 0)
 
 
-def read_check_arguments(arguments: list[str]) -> Config:
-    """Return the options that the command line selects.
+def read_check_arguments(arguments: list[str]) -> tuple[Config, str]:
+    """Return the options that the command line selects, and what the data are for.
 
     Args:
       arguments: `sys.argv`.
@@ -59,14 +62,21 @@ def read_check_arguments(arguments: list[str]) -> Config:
     """
     program, *given_arguments = arguments
     files = ",".join(word for word in given_arguments if not word.startswith("-"))
-    options = [word for word in given_arguments if word.startswith("-") and word != "--json"]
+    own = ("--json", "--for=")
+    options = [word for word in given_arguments if word[0] == "-" and not word.startswith(own)]
+    command = next((word[6:] for word in given_arguments if word.startswith("--for=")), "")
+    if command not in ("", *COMMANDS):
+        raise UserError(
+            f"--for={command}: expected {', '.join(COMMANDS)}.{did_you_mean(command, COMMANDS)}"
+        )
     if options:
         if files:
             options.append(f"--config.data.train_files={files}")
-        return command_line.read_command_line([program, *options], "train")[0]
+        words = [program, *options]
+        return command_line.read_command_line(words, command or "train")[0], command
     if not files:
         raise UserError("check: name the files to check, or a configuration with --config=FILE")
-    return dataclasses.replace(Config(), data=Data(train_files=files))
+    return dataclasses.replace(Config(), data=Data(train_files=files)), command
 
 
 if __name__ == "__main__":

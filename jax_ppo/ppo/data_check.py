@@ -7,49 +7,73 @@ from typing import Any
 import numpy as np
 
 from jax_ppo.config.schema import Config, Data, Model, Reward
+from jax_ppo.data import responses
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.prompt_batches import bucket_width
 from jax_ppo.errors import UserError, printable_lines
+from jax_ppo.ppo import rule_trial
 from jax_ppo.ppo.sample_records import prompt_text
 from jax_ppo.rewards import registry, row_validation
-from jax_ppo.rewards.batch_functions import BatchFunction
-from jax_ppo.rewards.samples import RewardRow
+from jax_ppo.rewards.built_in_rules import rule_of_source
 from jax_ppo.training.setup import load_examples
 from jax_ppo.types import Example
 
 _MAX_SHOWN = 5  # problems of one kind that are listed
+_MOST_IN_WORKERS = 64  # responses that a function, or a rule without a time bound, is tried on
 _BAR = 40  # characters of the longest bar of a histogram
 
 
-def check_data(config: Config) -> dict[str, Any]:
+def check_data(config: Config, command: str = "") -> dict[str, Any]:
     """Return a report on the data that the options name.
 
     Args:
       config: all options. Tokens are counted with the tokenizer of `model.path`, if that is set.
+      command: what the data are for: train, sft or reward_model; "" to tell from the rows.
 
     Returns:
-      JSON: `training` and `held_out` (`None` without validation files), each as `_describe` returns
-      it, `overlap` (held-out prompts that are training prompts, too), `problems` (lines, each of
-      which would end a run before its first step) and `first_prompt`.
+      JSON: `command`, `training` and `held_out` (`None` without validation files), each as
+      `_describe` returns it, `overlap` (held-out prompts that are training prompts, too),
+      `problems` (lines, each of which would end a run before its first step), `warnings` (lines)
+      and `first_prompt`.
 
     Raises:
       UserError: the data cannot be read.
     """
-    training, held_out = load_examples(config.data, config.seed)
+    response_key = config.supervised.response_key if command == "sft" else None
+    training, held_out = load_examples(config.data, config.seed, response_key)
+    command = command or _tell_command(training, config)
     tokenizer = _load_tokenizer(config.model)
-    described = _describe(training, tokenizer, config)
+    obstacles = _find_obstacles(config, [*training, *held_out]) if command == "train" else []
+    not_run = ""
+    if command != "train":
+        not_run = f"{command} reads no rewards"
+    elif config.rewards_by_environment_alone:
+        not_run = "an environment gives the rewards"
+    elif obstacles:
+        not_run = "no rule can score some rows"
+    parts = [
+        _describe(examples, tokenizer, config, not_run) if examples else None
+        for examples in (training, held_out)
+    ]
+    assert parts[0] is not None, "without training examples loading fails"
     return {
-        "training": described,
-        "held_out": _describe(held_out, tokenizer, config) if held_out else None,
+        "command": command,
+        "training": parts[0],
+        "held_out": parts[1],
         "overlap": len(set(map(prompt_text, training)) & set(map(prompt_text, held_out))),
         "first_prompt": _render(training[0], tokenizer, config.data.chat_template),
-        "problems": _find_problems(config, training, held_out, described),
+        "problems": obstacles + _find_problems(config, command, training, held_out, parts[0]),
+        "warnings": [
+            f"{name} data: {line}"
+            for name, part in zip(("training", "held-out"), parts, strict=True)
+            for line in (part["rule"]["warnings"] if part else ())
+        ],
     }
 
 
 def format_report(report: dict[str, Any]) -> str:
     """Return a report as text."""
-    lines = []
+    lines = [f"data for `{report['command']}`", ""]
     for name in ("training", "held_out"):
         part = report[name]
         if part is not None:
@@ -58,6 +82,7 @@ def format_report(report: dict[str, Any]) -> str:
         lines += [f"held-out prompts that are also training prompts: {report['overlap']}", ""]
     first_prompt = printable_lines(report["first_prompt"])
     lines += ["the first prompt, as the model reads it:", *first_prompt.splitlines(), ""]
+    lines += [f"warning: {warning}" for warning in report["warnings"]]
     lines += [f"problem: {problem}" for problem in report["problems"]] or ["no problems"]
     return "\n".join(lines)
 
@@ -73,8 +98,35 @@ def _load_tokenizer(options: Model) -> Any:
     return None
 
 
-def _describe(examples: Sequence[Example], tokenizer: Any, config: Config) -> dict[str, Any]:
-    """Return counts over examples; `prompt_tokens` is `None` without a tokenizer."""
+def _tell_command(examples: Sequence[Example], config: Config) -> str:
+    """Return the command that the rows are for, by the responses that they have.
+
+    Rows with a rule, and rows for which the options set a reward, are for `train`.
+    """
+    options = config.reward
+    has_reward = options.function or options.terms or options.url or options.model_path
+    if has_reward or config.rewards_by_environment_alone:
+        return "train"
+    if any(rule_of_source(example.data_source) or example.ground_truth for example in examples):
+        return "train"
+    if all(example.rejected is not None for example in examples):
+        return "reward_model"
+    if all(example.response is not None for example in examples):
+        return "sft"
+    return "train"
+
+
+def _describe(
+    examples: Sequence[Example], tokenizer: Any, config: Config, not_run: str
+) -> dict[str, Any]:
+    """Return counts over examples.
+
+    Args:
+      examples: the rows.
+      tokenizer: the actor's; without one, `prompt_tokens` is `None`.
+      config: all options.
+      not_run: why their rule is not run; "" if it is.
+    """
     columns = collections.Counter(name for example in examples for name in example.extra_info)
     prompts = collections.Counter(map(prompt_text, examples))
     return {
@@ -84,26 +136,24 @@ def _describe(examples: Sequence[Example], tokenizer: Any, config: Config) -> di
         "chats": sum(not isinstance(example.prompt, str) for example in examples),
         "with_ground_truth": sum(bool(example.ground_truth) for example in examples),
         "with_response": sum(example.response is not None for example in examples),
-        "rejected_solutions": _count_rejected(examples, config.reward),
+        "rule": _describe_rule(examples, config.reward, not_run),
         "preferences": sum(example.rejected is not None for example in examples),
         "duplicates": len(examples) - len(prompts),
         "prompt_tokens": _count_tokens(examples, tokenizer, config.data),
     }
 
 
-def _count_rejected(examples: Sequence[Example], options: Reward) -> int:
-    """Return how many of the data's own responses their rule scores as wrong."""
-    solved = [example for example in examples if example.response and example.rejected is None]
-    # A user-defined function, or a rule without a time bound, is not run here.
-    if not registry.has_rules(options) or registry.needs_workers(solved, options):
-        return 0
-    obstacles = row_validation.find_obstacles(solved, options.function, options.terms)
-    if next(obstacles, None) is not None:
-        return 0
-    rule = registry.resolve_reward_function("", options.gsm8k_method, options.terms)
-    assert not isinstance(rule, BatchFunction), "user-defined functions are not run here"
-    results = (rule(RewardRow.from_example(e), e.response or "") for e in solved)
-    return sum(result.correct is False for result in results)
+def _describe_rule(examples: Sequence[Example], options: Reward, not_run: str) -> dict[str, Any]:
+    """Return what the rule made of the data's own responses and of perfect answers."""
+    trial = rule_trial.Trial(not_run=not_run)
+    perfect: dict[str, Any] = {"tried": 0, "right": 0, "impossible": []}
+    warnings = []
+    if not not_run:
+        trial = rule_trial.try_rule(examples, options, _MOST_IN_WORKERS, calls_functions=True)
+        tried, right, impossible = rule_trial.count_perfect_answers(examples, options)
+        perfect = {"tried": tried, "right": right, "impossible": list(impossible)}
+        warnings = rule_trial.describe_trial(trial, rule_trial.find_other_forms(examples, options))
+    return {**trial._asdict(), "perfect": perfect, "warnings": warnings}
 
 
 def _count_tokens(
@@ -133,19 +183,40 @@ def _count_tokens(
     }
 
 
-def _find_problems(
-    config: Config, training: Sequence[Example], held_out: Sequence[Example], part: dict[str, Any]
-) -> list[str]:
-    problems = []
+def _find_obstacles(config: Config, examples: Sequence[Example]) -> list[str]:
+    """Return some of the rows that no rule can score."""
     options = config.reward
     scores_rows = registry.has_rules(options) and not config.rewards_by_environment_alone
-    if scores_rows and (options.terms or not options.url):
-        obstacles = list(
-            row_validation.find_obstacles([*training, *held_out], options.function, options.terms)
+    if not scores_rows or (options.url and not options.terms):
+        return []
+    obstacles = list(row_validation.find_obstacles(examples, options.function, options.terms))
+    problems = obstacles[:_MAX_SHOWN]
+    if len(obstacles) > _MAX_SHOWN:
+        problems.append(f"{len(obstacles)} examples in all cannot be scored")
+    return problems
+
+
+def _find_problems(
+    config: Config,
+    command: str,
+    training: Sequence[Example],
+    held_out: Sequence[Example],
+    part: dict[str, Any],
+) -> list[str]:
+    """Return what else would end a run of the command."""
+    problems = []
+    fields = responses.PREFERENCE_FIELDS if command == "reward_model" else ("response",)
+    data = (("config.data.train_files", training), ("config.data.val_files", held_out))
+    for option, examples in data if command != "train" else ():
+        try:
+            responses.validate_responses(examples, fields, option, config.supervised.response_key)
+        except UserError as error:
+            problems.append(str(error))
+    trial = part["rule"]
+    if trial["tried"] and trial["failed"] == trial["tried"]:
+        problems.append(
+            f"the reward failed on each of {trial['tried']} responses; {trial['first_failure']}"
         )
-        problems += obstacles[:_MAX_SHOWN]
-        if len(obstacles) > _MAX_SHOWN:
-            problems.append(f"{len(obstacles)} examples in all cannot be scored")
     empty = [row for row, example in enumerate(training, 1) if not prompt_text(example).strip()]
     if empty:
         problems.append(f"{len(empty)} prompts are empty, the first is example {empty[0]}")
@@ -173,7 +244,7 @@ def _format_part(part: dict[str, Any]) -> list[str]:
         f"  rows {part['rows']}, of which {part['duplicates']} repeat another's prompt",
         f"  chats {part['chats']}, with a ground truth {part['with_ground_truth']}, with a "
         f"response {part['with_response']}, preferences {part['preferences']}",
-        f"  own responses that the rule scores as wrong: {part['rejected_solutions']}",
+        *_format_rule(part["rule"]),
         f"  data sources: {_format_counts(part['data_sources'])}",
         f"  columns besides the prompt: {_format_counts(part['columns'])}",
     ]
@@ -191,6 +262,20 @@ def _format_part(part: dict[str, Any]) -> list[str]:
     for width, count in tokens["histogram"].items():
         lines.append(f"  up to {width:>6} {'#' * max(1, count * _BAR // most)} {count}")
     return lines
+
+
+def _format_rule(rule: dict[str, Any]) -> list[str]:
+    """Return lines that say what the rule was run on, and on what it was not."""
+    own = f"not run: {rule['not_run']}"
+    if not rule["not_run"]:
+        own = f"{rule['tried']} tried, {rule['wrong']} wrong, {rule['failed']} not scored"
+    perfect = rule["perfect"]
+    answers = "not run"
+    if perfect["tried"]:
+        answers = f"{perfect['tried']} tried, {perfect['right']} right"
+    if perfect["impossible"]:
+        answers += f"; none can be made for {', '.join(perfect['impossible'])}"
+    return [f"  own responses by their rule: {own}", f"  perfect answers by their rule: {answers}"]
 
 
 def _format_counts(counts: dict[str, int]) -> str:

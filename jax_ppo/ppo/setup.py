@@ -23,6 +23,7 @@ from jax_ppo.ppo.plans import make_planner
 from jax_ppo.ppo.random_keys import SampleKeys
 from jax_ppo.ppo.rewarding import RuleScorer
 from jax_ppo.ppo.rollout_engine import make_engine, make_searches, sampling_options
+from jax_ppo.ppo.rule_trial import try_first_rows
 from jax_ppo.ppo.run import PPORun, batches_in_order
 from jax_ppo.ppo.run_models import Report, RunModels, read_run_models, validate_run_models
 from jax_ppo.rewards import registry, row_validation
@@ -69,6 +70,9 @@ def set_up_run(
         _reject_weights_with_curriculum(config.data)
     model_weight = registry.model_weight(config.reward)
     rule = _resolve_rule(config, [*examples, *held_out_examples])
+    if rule is not None and trains:
+        for line in try_first_rows(examples, config.reward):
+            report(f"warning: {line}")
     environment_class, engine_class = _load_plugins(config)
     rollout_mesh = meshes.make_rollout_mesh(mesh, config.rollout.mesh)
 

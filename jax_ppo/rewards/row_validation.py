@@ -58,8 +58,10 @@ def _describe_missing_rule(source: str) -> str:
     described = f"data_source={source!r}"
     if not source:
         described += " (the rows have no such column)"
+    examples = tuple(rule.sources[0] for rule in RULES.values() if rule.sources)
     return (
-        f"{described} has no built-in rule; expected one of {SOURCES}, or "
+        f"{described} has no built-in rule; expected one of {examples} and others "
+        "(docs/data-and-rewards.md), a rule by config.reward.terms=RULE:1.0, or "
         f"config.reward.function=module:function.{did_you_mean(source, SOURCES)}"
     )
 

@@ -1,11 +1,17 @@
 """`python -m jax_ppo.check` on data with and without problems."""
 
+import dataclasses
 import json
 
 import pytest
 
+import tiny
 from jax_ppo import check
+from jax_ppo.config.schema import Config, Data, Reward
 from jax_ppo.data import arithmetic
+from jax_ppo.ppo import setup
+from jax_ppo.ppo.rule_trial import try_rule
+from jax_ppo.types import Example
 from llama_folder import write_llama
 
 ROW = {"question": "1 + 1?", "answer": "It is 2.\n#### 2"}
@@ -51,7 +57,9 @@ def test_good_data_are_described(tmp_path, model, capsys):
     assert (part["rows"], part["duplicates"], part["with_ground_truth"]) == (3, 1, 3)
     assert part["data_sources"] == {"openai/gsm8k": 3}
     assert part["columns"] == {"question": 3, "answer": 3}
-    assert part["rejected_solutions"] == 0
+    rule = part["rule"]
+    assert (rule["not_run"], rule["tried"], rule["wrong"], rule["failed"]) == ("", 3, 0, 0)
+    assert rule["perfect"] == {"tried": 3, "right": 3, "impossible": []}
     tokens = part["prompt_tokens"]
     assert sum(tokens["histogram"].values()) == 3 and tokens["too_long"] == 0
     assert 0 < tokens["p0"] <= tokens["p50"] <= tokens["p100"]
@@ -61,8 +69,72 @@ def test_good_data_are_described(tmp_path, model, capsys):
 def test_solutions_that_their_own_rule_rejects_are_counted(tmp_path, capsys):
     rows = [{"question": "q", "answer": "#### $4"}, ROW]
     report, code = run_check(capsys, write_rows(tmp_path / "a.jsonl", rows))
-    assert (code, report["training"]["rejected_solutions"]) == (0, 1)
+    rule = report["training"]["rule"]
+    assert (code, rule["tried"], rule["wrong"]) == (0, 2, 1)
+    assert rule["misses"] == ["looked for '$4', in '#### $4'"] and not report["warnings"]
     assert report["training"]["prompt_tokens"] is None
+
+
+def test_a_rule_in_workers_and_a_function_are_run_and_what_is_not_is_said(tmp_path, model, capsys):
+    pattern = {"prompt": "p", "data_source": "regex", "ground_truth": r"\d", "completion": "4"}
+    path = write_rows(tmp_path / "a.jsonl", [pattern, pattern | {"completion": "four"}])
+    rule = run_check(capsys, path)[0]["training"]["rule"]
+    assert (rule["tried"], rule["wrong"]) == (2, 1)
+    assert rule["perfect"] == {"tried": 0, "right": 0, "impossible": ["regex"]}
+    (tmp_path / "mine.py").write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': 1 / (solution_str != 'four'), 'acc': 1}\n"
+        "def broken(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return extra_info['absent']\n"
+    )
+    options = ("--config=gsm8k", "--config.data.val_files=", f"--config.model.path={model}")
+    options += ("--config.data.train_batch_size=1", "--config.actor.ppo_mini_batch_size=1")
+    for name, failed in (("score", 1), ("broken", 2)):
+        function = f"{tmp_path}/mine.py:{name}"
+        report, code = run_check(capsys, path, *options, f"--config.reward.function={function}")
+        rule = report["training"]["rule"]
+        assert (rule["tried"], rule["wrong"], rule["failed"]) == (2, 0, failed)
+        assert rule["perfect"] == {"tried": 0, "right": 0, "impossible": [function]}
+        assert code == (name == "broken")
+    assert "failed on each of 2 responses" in report["problems"][0]
+    assert "KeyError: 'absent'" in report["problems"][0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "command", "words"),
+    [
+        ([{"prompt": "p", "chosen": "a", "rejected": "b"}], "reward_model", []),
+        ([{"prompt": "p", "completion": "a"}], "sft", []),
+        ([{"prompt": "p", "completion": "a", "data_source": "exact"}], "train", ["is empty"]),
+        ([{"prompt": "p"}], "train", ["has no built-in rule"]),
+    ],
+)
+def test_data_without_rewards_are_not_asked_about_rules(tmp_path, capsys, rows, command, words):
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    report, code = run_check(capsys, path)
+    assert (report["command"], code) == (command, bool(words))
+    assert all(word in str(report["problems"]) for word in words)
+    if not words:
+        assert report["training"]["rule"]["not_run"] == f"{command} reads no rewards"
+    # What they are for can be said.
+    report, code = run_check(capsys, path, "--for=reward_model")
+    assert code == ("rejected" not in rows[0])
+    assert report["command"] == "reward_model"
+
+
+def test_prompts_that_ask_for_another_form_are_a_warning(tmp_path, capsys):
+    rows = [
+        {"question": "1 + 1? Put it in \\boxed{}.", "answer": "so\n#### 2"},
+        {"question": "1 + 1? End with #### and the answer.", "answer": "so\n#### 2"},
+        {"question": "1 + 1? Reply in \\boxed{} in <answer></answer>.", "answer": "so\n#### 2"},
+        {"question": "1 + 1?\nAnswer:", "answer": "so\n#### 2"},
+    ]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    (warning,) = run_check(capsys, path)[0]["warnings"]
+    assert warning.startswith(
+        "training data: 1 of 4 prompts ask for `\\boxed`, and their rule reads"
+    )
+    assert "config.reward.terms=math:1.0" in warning
 
 
 @pytest.mark.parametrize(
@@ -101,6 +173,7 @@ def test_the_report_is_text_by_default(tmp_path, model, capsys):
 
 def test_mistakes_are_one_line(capsys):
     for arguments, message in (
+        (["a.jsonl", "--for=stf"], "error: --for=stf: expected train, sft.*Did you mean 'sft'"),
         ([], "error: check: name the files"),
         (["/nowhere/a.jsonl"], "error: config.data.train_files: there is no file"),
         (["--config=gsm9k"], "error: "),
@@ -108,3 +181,30 @@ def test_mistakes_are_one_line(capsys):
         with pytest.raises(SystemExit, match=message) as end:
             check.main(["check", *arguments])
         assert "\n" not in str(end.value)
+
+
+def test_training_tries_its_rule_on_the_first_rows_before_models_are_read(tmp_path, monkeypatch):
+    """Every response of the data is wrong, so the run says so before it reads a folder."""
+    rows = [ROW | {"answer": "so\n#### $2"}] * 9
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    config = dataclasses.replace(Config(), data=Data(train_files=path))
+
+    class Read(Exception):
+        """A model is read."""
+
+    def read(*arguments):
+        raise Read
+
+    monkeypatch.setattr(setup, "read_run_models", read)
+    lines = []
+    with pytest.raises(Read):
+        setup.set_up_run(config, tmp_path, tiny.make_mesh(), lines.append)
+    (warning,) = [line for line in lines if line.startswith("warning: the rule scores")]
+    assert "scores all 8 responses of the data that were tried as wrong" in warning
+    assert "looked for '$2', in 'so\\n#### $2'" in warning
+
+
+def test_functions_are_not_called_before_training():
+    options = Reward(function="mine.py:absent")
+    trial = try_rule([Example("q", "s", "1", response="1")] * 2, options, 2, calls_functions=False)
+    assert trial.tried == 0 and "`check` calls them" in trial.not_run
