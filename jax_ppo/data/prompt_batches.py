@@ -200,10 +200,12 @@ class Mixture:
 def evaluation_batches(dataset: PromptDataset, batch_size: int) -> Iterator[PromptBatch]:
     """Yield all rows once, in order.
 
-    The last batch is filled up by repeating its rows; its `count` is the number of real ones.
+    The last batch is filled up by repeating its rows; its `count` is the number of real ones. If
+    all rows fit into one batch, it has only the next `bucket_width` of rows.
     """
     if batch_size < 1:
         raise UserError(f"config.data.val_batch_size={batch_size}: expected 1 or more")
+    batch_size = bucket_width(len(dataset), batch_size)
     for start in range(0, len(dataset), batch_size):
         # All batches have one size, so that the last one needs no program of its own.
         real = np.arange(start, min(start + batch_size, len(dataset)))

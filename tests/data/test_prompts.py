@@ -206,6 +206,13 @@ def test_evaluation_counts_each_row_once():
     assert (small.indices.tolist(), small.count) == ([0, 1, 0, 1, 0], 2)
 
 
+def test_few_rows_do_not_fill_a_large_evaluation_batch():
+    for rows, size in ((4, 16), (17, 32), (100, 128), (250, 256)):
+        (batch,) = evaluation_batches(dataset(rows), 256)
+        assert (len(batch.examples), batch.count) == (size, rows)
+    assert [len(b.examples) for b in evaluation_batches(dataset(300), 256)] == [256, 256]
+
+
 def test_real_gsm8k_prompts(real_data, trained):
     from jax_ppo.data.sources import load_examples
 
