@@ -1,4 +1,4 @@
-"""The chart of speed, and the figures quoted from it, are those of the stored results."""
+"""The charts, and the figures quoted from them, are those of the stored results."""
 
 import importlib.util
 import json
@@ -6,9 +6,15 @@ import re
 
 import doc_pages
 
-spec = importlib.util.spec_from_file_location("speed_chart", doc_pages.ROOT / "docs/speed_chart.py")
-speed_chart = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(speed_chart)
+
+def load_script(name: str):
+    spec = importlib.util.spec_from_file_location(name, doc_pages.ROOT / "docs" / f"{name}.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+speed_chart, sums_chart = load_script("speed_chart"), load_script("sums_chart")
 
 
 def medians(name: str) -> dict[str, float]:
@@ -59,3 +65,16 @@ def test_the_benchmarks_page_quotes_ratios_of_the_medians():
     trl += f"{long_model['trl'] / long_model['ours']:.1f} times"
     assert f"| tunix 0.1.7 | {tunix} |" in text
     assert f"| TRL 1.12.0, with a reward model | {trl} |" in text
+
+
+def test_the_results_page_quotes_the_accuracies_of_the_sums(tmp_path):
+    runs = sums_chart.read_curves("eval/accuracy")
+    text = (doc_pages.ROOT / "docs" / "results.md").read_text()
+    for row, step in (("accuracy before", 0), ("after 4 steps", 4), ("after 8 steps", 8)):
+        quoted = re.search(rf"^\| {row} \|(.*)\|$", text, re.MULTILINE)[1].split("|")
+        stored = [dict(points)[step] for points in runs.values()]
+        assert len(quoted) == len(stored)
+        for said, value in zip(quoted, stored, strict=True):
+            assert abs(float(said) - value) < 0.001
+    sums_chart.draw_chart(tmp_path / "sums.png")
+    assert (tmp_path / "sums.png").stat().st_size > 10_000
