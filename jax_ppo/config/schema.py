@@ -227,7 +227,6 @@ class Data:
         "several with commas; FILE[START:END] selects some of a file's rows; with a weight for "
         "each, as in a.jsonl*0.7,b.csv*0.3, sources are mixed in these shares",
         is_list=True,
-        fixed_on_resume=True,
     )
     val_files: str = option(
         "", "held-out data in the same notation; empty turns evaluation off", is_list=True
@@ -248,7 +247,6 @@ class Data:
         "number of training examples to use, from the start of the files; unset: all",
         unit="examples",
         at_least=1,
-        fixed_on_resume=True,
     )
     cache_dir: str = option(
         "",
@@ -1448,6 +1446,12 @@ class Trainer:
     resume: bool = option(
         True,
         "resume from the newest checkpoint in the work directory; if not, refuse one that has any",
+    )
+    resume_with_changed_data: bool = option(
+        False,
+        "resume although the training rows, or their order, are no longer the checkpoint's: the "
+        "run goes on with the first rows of a new epoch of the new data; if not, refuse. Files "
+        "that only moved are the same data",
     )
     export: bool = option(
         True,

@@ -3,7 +3,9 @@
 import bisect
 import dataclasses
 import functools
+import hashlib
 import itertools
+import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -48,6 +50,11 @@ class CachedRows:
     def sources(self) -> np.ndarray:
         """Return the number of the source of each row, int [rows]."""
         return np.repeat(self._sources, np.diff(self.ends, prepend=0))
+
+    def fingerprint(self) -> str:
+        """Return a hash of the rows, from the checksums in the names of their files."""
+        checksums = [path.name.split(".")[1] for path in self._paths]
+        return hashlib.sha256(json.dumps([checksums, self._sources]).encode()).hexdigest()[:32]
 
     def read_tokens(self, index: int) -> np.ndarray:
         """Return the tokens of a row, int32 [length]."""
@@ -137,6 +144,10 @@ class CachedExamples(Sequence[Example]):
     def sources(self) -> np.ndarray:
         """Return the number of the source of each example, int [rows]."""
         return self._rows.sources()
+
+    def fingerprint(self) -> str:
+        """Return a hash of the rows."""
+        return self._rows.fingerprint()
 
     @overload
     def __getitem__(self, index: int) -> Example: ...

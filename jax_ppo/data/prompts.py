@@ -1,9 +1,12 @@
 """Tokenized prompts, and the treatment of those that are too long."""
 
 import dataclasses
+import functools
+import hashlib
+import json
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -47,6 +50,21 @@ class PromptDataset:
         if isinstance(self.examples, CachedExamples):
             return self.examples.sources()
         return np.array([example.source for example in self.examples])
+
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """Return facts that JSON can hold and that differ if the rows differ.
+
+        `rows` counts them; `memory` or `cache` is a hash of their contents and order, whose way of
+        computing depends on where they are. Neither depends on the names of files.
+        """
+        if isinstance(self.examples, CachedExamples):
+            return {"rows": len(self), "cache": self.examples.fingerprint()}
+        digest = hashlib.sha256()
+        # Not the tokens: a chat template may write today's date.
+        for example in self.examples:
+            digest.update(json.dumps(vars(example), sort_keys=True, default=str).encode())
+        return {"rows": len(self), "memory": digest.hexdigest()[:32]}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,6 +42,7 @@ from jax_ppo.sampler import engine
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.resume import find_progress, is_due
+from jax_ppo.training.setup import fingerprint_data
 from jax_ppo.training.state import TrainState, trained_trees
 from jax_ppo.training.state_creation import create_state
 from jax_ppo.training.state_shapes import trained_shapes
@@ -68,7 +69,12 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
             distributed.run_on_main(lambda: refuse_foreign_exports(config, workdir))
         run = set_up_run(config, workdir, mesh, console.print_on_main)
         progress = find_progress(
-            config, run.total_steps, checkpoints, console.print_on_main, "train"
+            config,
+            run.total_steps,
+            checkpoints,
+            console.print_on_main,
+            "train",
+            fingerprint_data(config.data, run.training),
         )
         with (
             explain_out_of_memory(config, run.folders, run.nets, mesh),
@@ -317,12 +323,14 @@ def restore_sampled_batch(
 
     Returns:
       The batch, which is taken from `batches`, or `None` if the checkpoint holds no rollout of this
-      run's size, or one that records routing although this run does not, or the reverse.
+      run's data and size, or one that records routing although this run does not, or the reverse.
     """
     config = run.config
     step = progress.step
     if not (step and config.rollout.one_step_off):
         return None
+    if not progress.position:
+        return None  # the data have changed: it was sampled for rows that are gone
     saved = checkpoints.saved_tree(step, ROLLOUT)
     samples = config.data.train_batch_size * config.rollout.n
     if saved is None or saved["responses"].shape != (samples, config.data.max_response_length):
@@ -386,6 +394,7 @@ def finish_step(
     with reporter.phase("checkpoint"):
         meta = {
             "position": position,
+            "data": fingerprint_data(run.config.data, run.training),
             **reporter.progress.history(),
             "config": dataclasses.asdict(run.config),
         }

@@ -34,6 +34,7 @@ from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.optimizer import make_optimizer, rounding_seed
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.resume import find_progress, is_due
+from jax_ppo.training.setup import fingerprint_data
 from jax_ppo.training.stopping import EvaluationInterrupted, StopRequest
 from jax_ppo.types import Params
 
@@ -62,7 +63,12 @@ def train(config: Config, workdir: Path, task: Task) -> dict[str, Any]:
             distributed.run_on_main(lambda: refuse_foreign_folder(workdir / task.output))
         run = set_up_run(config, task, mesh)
         progress = find_progress(
-            config, run.total_steps, checkpoints, console.print_on_main, task.command
+            config,
+            run.total_steps,
+            checkpoints,
+            console.print_on_main,
+            task.command,
+            fingerprint_data(config.data, run.training.prompts),
         )
         with Reporter(run, workdir, progress, compiled) as reporter:
             params, completed_steps, was_preempted = take_steps(
@@ -125,6 +131,7 @@ def take_steps(
             reporter.flush()
             meta = {
                 "position": batches.position,
+                "data": fingerprint_data(config.data, run.training.prompts),
                 **progress.history(),
                 "config": dataclasses.asdict(config),
             }

@@ -28,6 +28,7 @@ def find_progress(
     checkpoints: Checkpointer,
     report: Callable[[str], None],
     command: str,
+    data: dict[str, Any],
 ) -> Progress:
     """Return the progress of the newest checkpoint, or none if there is no checkpoint.
 
@@ -37,6 +38,7 @@ def find_progress(
       checkpoints: the run's checkpoints.
       report: called with lines for the user.
       command: train, sft or reward_model; options that it does not read may change.
+      data: the fingerprint of the training data.
 
     Raises:
       UserError: the run cannot be resumed from the checkpoint.
@@ -52,6 +54,8 @@ def find_progress(
     # No arrays yet: they are read once the options are known to fit.
     meta = checkpoints.restore(latest, {}).meta
     _compare_options(config, meta["config"], report, command)
+    # An older checkpoint has no fingerprint.
+    data_changed = _compare_data(config, meta.get("data", {}), data, report)
     if latest < total_steps:
         report(f"resuming after step {latest} of {total_steps}")
     else:
@@ -61,7 +65,36 @@ def find_progress(
         )
     # An older checkpoint may lack some of it.
     history = {name: meta[name] for name in HISTORY if name in meta}
+    if data_changed:
+        # Both refer to rows by their numbers.
+        history.pop("solve_rates", None)
+        return Progress(step=latest, position=0, **history)
     return Progress(step=latest, position=meta["position"], **history)
+
+
+def _compare_data(
+    config: Config, saved: dict[str, Any], data: dict[str, Any], report: Callable[[str], None]
+) -> bool:
+    """Return whether the training data have changed since the checkpoint, and report that.
+
+    Raises:
+      UserError: they have, and `trainer.resume_with_changed_data` is off.
+    """
+    # Rows that moved between memory and a cache have no hash in common, only their number.
+    if all(saved[name] == data[name] for name in saved.keys() & data.keys()):
+        return False
+    change = (
+        f"{saved['rows']} rows until the checkpoint, {data['rows']} other or reordered ones now"
+    )
+    if not config.trainer.resume_with_changed_data:
+        raise UserError(
+            f"config.data.train_files={config.data.train_files!r}: the training data have changed: "
+            f"{change}. Restore them, give another --workdir, or set "
+            "config.trainer.resume_with_changed_data=True to continue with the first rows of a new "
+            "epoch"
+        )
+    report(f"config.data.train_files: {change}; continuing with the first rows of a new epoch")
+    return True
 
 
 def _compare_options(

@@ -10,6 +10,7 @@ from jax_ppo.data import prompt_shaping, sources
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.columns import Columns
 from jax_ppo.data.prompt_cache import RowParser
+from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.errors import UserError
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
@@ -76,6 +77,12 @@ def make_parser(data: Data, response_key: str | None = None) -> RowParser:
     )
     template = prompt_shaping.read_template(data.prompt_template)
     return RowParser(columns, data.instruction, data.system_prompt, template)
+
+
+def fingerprint_data(data: Data, training: PromptDataset) -> dict[str, Any]:
+    """Return facts that JSON can hold and that differ if training rows or their order do."""
+    weights = sources.source_weights(data.train_files, "config.data.train_files")
+    return {**training.fingerprint, "weights": weights and list(weights)}
 
 
 def load_model_tokenizer(options: Model, model_folder: Path) -> Any:

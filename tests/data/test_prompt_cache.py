@@ -141,6 +141,16 @@ def test_other_tokens_other_options_and_changed_files_are_cached_apart(data, tra
     assert len(list(folder.iterdir())) == 3
 
 
+def test_a_moved_file_has_its_fingerprint_and_a_changed_one_another(trained, tmp_path):
+    rows = [verl_row(n) for n in range(100)]
+    paths = [
+        write(tmp_path / name, data)
+        for name, data in (("a.parquet", rows), ("b.parquet", rows), ("c.parquet", rows[::-1]))
+    ]
+    a, b, c = (cached(tmp_path / "cache", path, trained).fingerprint for path in paths)
+    assert a == b != c
+
+
 def test_an_unusable_row_ends_the_work_with_its_place_and_leaves_no_half_file(trained, tmp_path):
     rows = [verl_row(n, truth="no number" if n == 320 else None) for n in range(390)]
     path = write(tmp_path / "d.parquet", rows)

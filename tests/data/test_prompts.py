@@ -1,3 +1,4 @@
+import dataclasses
 import logging
 
 import numpy as np
@@ -16,6 +17,25 @@ def examples(*prompts):
 def dataset(rows, max_prompt_length=64):
     tokens = [np.full(1 + i % 7, i, np.int32) for i in range(rows)]
     return PromptDataset(tuple(examples(*map(str, range(rows)))), tokens, max_prompt_length)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows: rows[::-1],
+        lambda rows: rows[:-1],
+        lambda rows: [*rows[:-1], dataclasses.replace(rows[-1], ground_truth="2")],
+        lambda rows: [*rows[:-1], dataclasses.replace(rows[-1], extra_info={"level": 2})],
+        lambda rows: [*rows[:-1], dataclasses.replace(rows[-1], source=1)],
+    ],
+)
+def test_other_rows_have_another_fingerprint(change):
+    rows = examples("a", "b", "c")
+    fingerprints = [
+        PromptDataset(tuple(data), [], max_prompt_length=4).fingerprint
+        for data in (rows, list(rows), change(rows))
+    ]
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
 
 
 def take_batches(batches, count):

@@ -12,14 +12,16 @@ from jax_ppo.runtime.computation_dtype import resolve_dtype
 from jax_ppo.training import resume
 from jax_ppo.training.checkpoint import Restored
 
+DATA = {"rows": 8, "memory": "f00d", "weights": None}
 
-def find_progress_of_saved_run(config, total_steps, saved, command="train"):
+
+def find_progress_of_saved_run(config, total_steps, saved, command="train", data=DATA):
     """Resume after a checkpoint of step 3 that was saved with the options `~saved`."""
-    meta = {"position": 24, "evaluations": [], "config": saved}
+    meta = {"position": 24, "evaluations": [], "config": saved, "data": DATA}
     checkpoints = types.SimpleNamespace(
         latest_step=lambda: 3, restore=lambda step, abstract: Restored({}, meta)
     )
-    return resume.find_progress(config, total_steps, checkpoints, print, command)
+    return resume.find_progress(config, total_steps, checkpoints, print, command, data)
 
 
 def test_it_goes_on_or_has_nothing_left_to_do(capsys):
@@ -94,3 +96,37 @@ def test_no_option_of_the_model_may_change():
 def test_everything_is_due_after_the_last_step():
     assert [resume.is_due(step, 5, 2) for step in range(1, 6)] == [False, True, False, True, True]
     assert [resume.is_due(step, 5, 0) for step in range(1, 6)] == [False] * 4 + [True]
+
+
+@pytest.mark.parametrize(
+    ("change", "is_same"),
+    [
+        ({}, True),
+        ({"rows": 9, "memory": "beef"}, False),
+        ({"memory": "beef"}, False),
+        ({"weights": [0.7, 0.3]}, False),
+    ],
+)
+def test_changed_rows_are_refused_or_begin_a_new_epoch(capsys, change, is_same):
+    saved = dataclasses.asdict(tiny.config())
+    renamed = tiny.config(data__train_files="arithmetic:9")
+    data = DATA | change
+    if is_same:
+        assert find_progress_of_saved_run(renamed, 5, saved, data=data).position == 24
+        return
+    with pytest.raises(
+        UserError, match="arithmetic:9.*8 rows until .*resume_with_changed_data=True"
+    ):
+        find_progress_of_saved_run(renamed, 5, saved, data=data)
+    renamed = tiny.config(data__train_files="arithmetic:9", trainer__resume_with_changed_data=True)
+    progress = find_progress_of_saved_run(renamed, 5, saved, data=data)
+    assert (progress.step, progress.position) == (3, 0)
+    assert "continuing with the first rows of a new epoch" in capsys.readouterr().out
+
+
+def test_rows_that_move_from_memory_to_a_cache_are_compared_by_their_number():
+    saved = dataclasses.asdict(tiny.config())
+    cached = {"rows": 8, "cache": "beef", "weights": None}
+    assert find_progress_of_saved_run(tiny.config(), 5, saved, data=cached).position == 24
+    with pytest.raises(UserError, match="9 other"):
+        find_progress_of_saved_run(tiny.config(), 5, saved, data=cached | {"rows": 9})
