@@ -1087,8 +1087,8 @@ class Reward:
         "",
         "`module:function` called as f(data_source, solution_str, ground_truth, extra_info); or, "
         "for a whole batch, as f(data_sources, solution_strs, ground_truths, extra_infos), as in "
-        "verl, or f(prompts, completions, **columns), as in TRL; empty: the built-in rule for each "
-        "row's data_source",
+        "verl, or f(prompts, completions, completion_ids, **columns), as in TRL; or async; "
+        "empty: the built-in rule for each row's data_source",
     )
     terms: str = option(
         "",

@@ -193,6 +193,7 @@ class RuleScorer:
                 responses.policy_texts,
                 self.options.fallback_score,
                 self.options.max_timeouts,
+                responses.tokens,
             )
 
     def _place(self, responses: LocalResponses, values: np.ndarray, total: int) -> jax.Array:

@@ -7,7 +7,7 @@ from jax_ppo.config.schema import Reward
 from jax_ppo.ppo.sample_records import prompt_text
 from jax_ppo.rewards import registry
 from jax_ppo.rewards.batch import score_batch
-from jax_ppo.rewards.batch_functions import BatchFunction
+from jax_ppo.rewards.batch_functions import BatchFunction, validate_columns
 from jax_ppo.rewards.built_in_rules import RULES
 from jax_ppo.rewards.misses import describe_misses, scored_misses
 from jax_ppo.rewards.row_validation import rules_of_source
@@ -63,6 +63,8 @@ def try_rule(
         return Trial(not_run="the rows have no responses")
     needs_workers = registry.needs_workers(solved, options)
     rule = registry.resolve_reward_function(options.function, options.gsm8k_method, options.terms)
+    if isinstance(rule, BatchFunction):
+        validate_columns(rule, examples, f"config.reward.function={options.function!r}")
     if not needs_workers:
         return _summarize(solved, rule, options)
     solved = solved[:most_in_workers]

@@ -27,7 +27,7 @@ from jax_ppo.ppo.rule_trial import try_first_rows
 from jax_ppo.ppo.run import PPORun, batches_in_order
 from jax_ppo.ppo.run_models import Report, RunModels, read_run_models, validate_run_models
 from jax_ppo.rewards import registry, row_validation
-from jax_ppo.rewards.batch_functions import BatchFunction
+from jax_ppo.rewards.batch_functions import BatchFunction, validate_columns
 from jax_ppo.rewards.judge import Judge
 from jax_ppo.rewards.samples import RewardFunction
 from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
@@ -166,6 +166,8 @@ def _resolve_rule(
     rule = registry.resolve_reward_function(
         options.function, options.gsm8k_method, options.terms, judge
     )
+    if isinstance(rule, BatchFunction):
+        validate_columns(rule, examples, f"config.reward.function={options.function!r}")
     # A judge that is the whole reward scores rows of any source.
     if judge is None or options.terms:
         row_validation.validate_data_sources(examples, options.function, options.terms)

@@ -1,6 +1,7 @@
 """Scores of a batch of responses as arrays, and the warning about those that failed."""
 
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Sequence
@@ -63,6 +64,7 @@ def score_batch(
     responses_text: Sequence[str],
     fallback_score: float = 0.0,
     max_timeouts: int = Reward.max_timeouts,
+    tokens: Sequence[Sequence[int] | np.ndarray] = (),
 ) -> ScoredBatch:
     """Score each response for its example. A sample that cannot be scored affects no other.
 
@@ -73,11 +75,16 @@ def score_batch(
       fallback_score: score of a sample that could not be scored. Such samples are counted, and the
         first one of the batch is logged with its traceback.
       max_timeouts: `config.reward.max_timeouts`; worker processes have it already.
+      tokens: the token ids of the responses, if they are known.
 
     Raises:
       ValueError: the numbers of responses and examples differ.
     """
-    outcomes = _score_samples(reward_function, examples, responses_text, max_timeouts)
+    rows = [
+        RewardRow.from_example(example, ids)
+        for example, ids in zip(examples, tokens or [()] * len(examples), strict=True)
+    ]
+    outcomes = _score_samples(reward_function, rows, responses_text, max_timeouts)
     results: list[RewardResult] = []
     failed = np.zeros(len(outcomes), bool)
     first_failure = ""
@@ -99,6 +106,8 @@ def score_batch(
             fallback_score,
             first_failure,
         )
+    for name in sorted({name for result in results for name in result.ignored}):
+        _report_ignored_name(name)
     names = sorted({name for result in results for name in result.extra})
     return ScoredBatch(
         scores=np.array([result.score for result in results], np.float32),
@@ -116,24 +125,30 @@ def score_batch(
 
 def _score_samples(
     reward_function: RewardFunction | BatchFunction | RewardWorkers,
-    examples: Sequence[Example],
+    rows: Sequence[RewardRow],
     responses: Sequence[str],
     max_timeouts: int,
 ) -> list[Outcome]:
     """Return the outcome of each sample, in order."""
     if isinstance(reward_function, BatchFunction):
-        rows = [RewardRow.from_example(example) for example in examples]
         return score_whole_batch(reward_function, rows, responses)
     if isinstance(reward_function, RewardWorkers):
-        rows = [RewardRow.from_example(example) for example in examples]
         return reward_function.score(rows, responses)
     outcomes: list[Outcome] = []
     timeouts = TimeoutCounter(max_timeouts)
-    for example, response in zip(examples, responses, strict=True):
-        outcomes.append(score_sample(reward_function, RewardRow.from_example(example), response))
+    for row, response in zip(rows, responses, strict=True):
+        outcomes.append(score_sample(reward_function, row, response))
         if timeouts.should_give_up(outcomes[-1]):
-            return outcomes + timeouts.fail_rest(len(examples) - len(outcomes))
+            return outcomes + timeouts.fail_rest(len(rows) - len(outcomes))
     return outcomes
+
+
+@functools.cache
+def _report_ignored_name(name: str) -> None:
+    """Name an entry once in a run."""
+    log.warning(
+        "the reward function returned %r, which is no number: it is not reported (said once)", name
+    )
 
 
 def _correctness(result: RewardResult) -> float:

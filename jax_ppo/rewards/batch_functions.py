@@ -2,21 +2,25 @@
 
 There are two signatures, distinguished by the names of the arguments: verl's for batches,
 f(data_sources=, solution_strs=, ground_truths=, extra_infos=), and TRL's, f(prompts=, completions=,
-**columns).
+completion_ids=, **columns), of which it gets what it takes. An `async def` is awaited.
 """
 
 import inspect
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jax_ppo.errors import printable_lines
-from jax_ppo.rewards.custom import parse_reward_output
+from jax_ppo.errors import UserError, did_you_mean, printable_lines
+from jax_ppo.rewards.custom import call_and_wait, parse_reward_output
 from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import Outcome, RewardRow, ScoringFailure, validate_result
 
+if TYPE_CHECKING:  # `jax_ppo.types` imports jax, which reward workers do not load
+    from jax_ppo.types import Example
+
 VERL_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-TRL_ARGUMENTS = ("prompts", "completions")
+TRL_ARGUMENTS = ("prompts", "completions", "completion_ids")
+ROW_COLUMNS = ("data_source", "ground_truth")  # that all rows have
 
 _MAX_TRACEBACK = 4000  # characters
 
@@ -26,15 +30,17 @@ class BatchFunction(NamedTuple):
 
     Attributes:
       call: takes rows and responses and returns what the user's function returned.
+      columns: the columns of the data that the function requires.
     """
 
     call: Callable[[Sequence[RewardRow], Sequence[str]], Any]
+    columns: tuple[str, ...] = ()
 
 
 def batch_arguments(function: Callable[..., Any]) -> tuple[str, ...] | None:
-    """Return the arguments that a batch function is called with; `None` for any other function.
+    """Return the arguments that a batch function requires; `None` for any other function.
 
-    A function with TRL's signature also gets the columns of the data that it requires by name.
+    Arguments of TRL's signature that are not TRL_ARGUMENTS are columns of the data.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -44,20 +50,49 @@ def batch_arguments(function: Callable[..., Any]) -> tuple[str, ...] | None:
         return VERL_ARGUMENTS
     if "completions" not in parameters:
         return None
-    columns = (
+    return tuple(
         name
         for name, parameter in parameters.items()
         if parameter.default is parameter.empty
         and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     )
-    return tuple(dict.fromkeys((*TRL_ARGUMENTS, *columns)))
 
 
 def wrap_batch_function(function: Callable[..., Any], arguments: tuple[str, ...]) -> BatchFunction:
     """Wrap a user's batch function, whose `batch_arguments` are `arguments`."""
     if arguments == VERL_ARGUMENTS:
-        return BatchFunction(lambda rows, responses: function(**_verl_arguments(rows, responses)))
-    return BatchFunction(lambda rows, responses: function(**_trl_arguments(rows, responses)))
+        return BatchFunction(
+            lambda rows, responses: call_and_wait(function, **_verl_arguments(rows, responses))
+        )
+    parameters = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    columns = tuple(name for name in arguments if name not in (*TRL_ARGUMENTS, *ROW_COLUMNS))
+
+    def call(rows: Sequence[RewardRow], responses: Sequence[str]) -> Any:
+        given = _trl_arguments(rows, responses, columns)
+        if not takes_all:
+            given = {name: value for name, value in given.items() if name in parameters}
+        return call_and_wait(function, **given)
+
+    return BatchFunction(call, columns)
+
+
+def validate_columns(function: BatchFunction, examples: Sequence["Example"], setting: str) -> None:
+    """Raise `UserError` if a function requires a column that no example has.
+
+    Args:
+      function: the reward function.
+      examples: the rows.
+      setting: the option and its value, for the message.
+    """
+    known = set().union(*(example.extra_info for example in examples))
+    for name in function.columns:
+        if name not in known:
+            given = sorted(known.union(TRL_ARGUMENTS, ROW_COLUMNS))
+            raise UserError(
+                f"{setting}: its argument {name!r} is no column of the data; expected "
+                f"{', '.join(given)}, or a default.{did_you_mean(name, given)}"
+            )
 
 
 def score_whole_batch(
@@ -100,13 +135,18 @@ def _verl_arguments(rows: Sequence[RewardRow], responses: Sequence[str]) -> dict
     }
 
 
-def _trl_arguments(rows: Sequence[RewardRow], responses: Sequence[str]) -> dict[str, Any]:
-    """Return prompts, completions and columns of the rows; chats are lists of messages."""
+def _trl_arguments(
+    rows: Sequence[RewardRow], responses: Sequence[str], required: tuple[str, ...]
+) -> dict[str, Any]:
+    """Return prompts, completions and columns of the rows; chats are lists of messages.
+
+    A column that none of these rows has is None in all of them if it is `required`.
+    """
     columns: dict[str, list[Any]] = {
         "data_source": [row.data_source for row in rows],
         "ground_truth": [row.ground_truth for row in rows],
     }
-    for name in sorted(set().union(*(row.extra_info for row in rows))):
+    for name in sorted(set(required).union(*(row.extra_info for row in rows))):
         columns[name] = [row.extra_info.get(name) for row in rows]
     return {
         **columns,
@@ -114,6 +154,7 @@ def _trl_arguments(rows: Sequence[RewardRow], responses: Sequence[str]) -> dict[
         "completions": [
             _trl_completion(row, response) for row, response in zip(rows, responses, strict=True)
         ],
+        "completion_ids": [list(map(int, row.completion_ids)) for row in rows],
     }
 
 

@@ -1,6 +1,10 @@
 """The interface of user-defined reward functions: their arguments and return values."""
 
+import asyncio
+import functools
+import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 from jax_ppo.rewards.rules import RewardResult
@@ -11,14 +15,32 @@ REWARD_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _RESERVED_KEYS = ("score", "acc", "step_rewards", "pred")
 
 
+def call_and_wait(function: Callable[..., Any], **arguments: Any) -> Any:
+    """Return what a function returns; that of an `async def` is awaited."""
+    value = function(**arguments)
+    if inspect.isawaitable(value):
+        return _event_loop().run_until_complete(_wait(value))
+    return value
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Return the loop of this process: clients that a function keeps are bound to one."""
+    return asyncio.new_event_loop()
+
+
+async def _wait(value: Any) -> Any:
+    return await value
+
+
 def parse_reward_output(value: Any) -> RewardResult:
     """Convert the return value of a reward function to a RewardResult.
 
     Args:
-      value: a number (of Python or NumPy, or an array with one element) is the score. A dict must
-        hold "score". It may hold "acc", which means correct from 0.5 on; "step_rewards", pairs of
+      value: a number (also an array or tensor with one element) is the score. A dict must hold
+        "score". It may hold "acc", which means correct from 0.5 on; "step_rewards", pairs of
         (characters up to the end of a step, reward); "pred", the answer extracted from the
-        response; and other numbers to report. Other entries are ignored.
+        response; and other numbers to report. The names of other entries are in `ignored`.
 
     Raises:
       TypeError: the value has another type, a dict has no "score", the score is text, or the steps
@@ -34,17 +56,15 @@ def parse_reward_output(value: Any) -> RewardResult:
     if step_rewards is None:
         step_rewards = ()
     answer = value.get("pred")
-    extra = {
-        str(name): _to_float(item)
-        for name, item in value.items()
-        if name not in _RESERVED_KEYS and _is_number(item)
-    }
+    others = {str(name): item for name, item in value.items() if name not in _RESERVED_KEYS}
+    extra = {name: _to_float(item) for name, item in others.items() if _is_number(item)}
     return RewardResult(
         score=_to_float(value["score"]),
         correct=correct,
         extra=extra,
         step_rewards=tuple(map(_parse_step_reward, step_rewards)),
         answer=None if answer is None else str(answer),
+        ignored=tuple(name for name in others if name not in extra and others[name] is not None),
     )
 
 
@@ -72,7 +92,8 @@ def _parse_step_reward(pair: Any) -> tuple[int, float]:
 def _is_number(value: Any) -> bool:
     if isinstance(value, (str, bytes)):
         return False
-    return hasattr(value, "__float__") and getattr(value, "size", 1) == 1
+    # Arrays of NumPy and JAX and tensors of torch have a shape.
+    return hasattr(value, "__float__") and math.prod(getattr(value, "shape", ())) == 1
 
 
 def _to_float(value: Any) -> float:

@@ -18,7 +18,7 @@ from jax_ppo.rewards.batch_functions import (
     wrap_batch_function,
 )
 from jax_ppo.rewards.built_in_rules import RULES, SOURCES, rule_of_source
-from jax_ppo.rewards.custom import REWARD_ARGUMENTS, parse_reward_output
+from jax_ppo.rewards.custom import REWARD_ARGUMENTS, call_and_wait, parse_reward_output
 from jax_ppo.rewards.judge import Judge
 from jax_ppo.rewards.row_validation import rules_of_source
 from jax_ppo.rewards.rules import RewardResult
@@ -73,7 +73,8 @@ def _load_function(function: str, option: str) -> RewardFunction | BatchFunction
 
     def call_user_function(row: RewardRow, response: str) -> RewardResult:
         return parse_reward_output(
-            user_function(
+            call_and_wait(
+                user_function,
                 data_source=row.data_source,
                 solution_str=response,
                 ground_truth=row.ground_truth,
@@ -98,6 +99,7 @@ def _add_terms(text: str, gsm8k_method: str, judge: Judge | None) -> RewardFunct
         answer = None
         extra: dict[str, float] = {}
         steps: list[tuple[int, float]] = []
+        ignored: list[str] = []
         for term, function in functions:
             result = function(row, response)
             total += term.weight * result.score
@@ -106,9 +108,15 @@ def _add_terms(text: str, gsm8k_method: str, judge: Judge | None) -> RewardFunct
                 correct = result.correct
                 answer = result.answer
             extra = {**result.extra, **extra, term.metric: result.score}
+            ignored += result.ignored
             steps += [(end, term.weight * reward) for end, reward in result.step_rewards]
         return RewardResult(
-            score=total, correct=correct, extra=extra, step_rewards=tuple(steps), answer=answer
+            score=total,
+            correct=correct,
+            extra=extra,
+            step_rewards=tuple(steps),
+            answer=answer,
+            ignored=tuple(ignored),
         )
 
     return score

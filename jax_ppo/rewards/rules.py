@@ -62,6 +62,7 @@ class RewardResult:
         reward of the step).
       answer: the answer that the rule extracted from the response, in a form in which equal answers
         are equal texts; `None` if there is none, or if the rule extracts no answers.
+      ignored: names of what else a user-defined function returned, which cannot be reported.
     """
 
     score: float
@@ -69,6 +70,7 @@ class RewardResult:
     extra: dict[str, float] = dataclasses.field(default_factory=dict)
     step_rewards: tuple[tuple[int, float], ...] = ()
     answer: str | None = None
+    ignored: tuple[str, ...] = ()
 
 
 def extract_gsm8k(text: str, method: str) -> str | None:

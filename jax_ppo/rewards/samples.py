@@ -3,8 +3,10 @@
 import copy
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from jax_ppo.errors import UserError, printable_lines
 from jax_ppo.rewards.rules import RewardResult
@@ -26,21 +28,26 @@ class RewardRow(NamedTuple):
       ground_truth: the reference answer.
       extra_info: further columns.
       prompt: text, or the messages of a chat.
+      completion_ids: the tokens of the response, if they are known.
     """
 
     data_source: str
     ground_truth: str = ""
     extra_info: dict[str, Any] = {}
     prompt: str | tuple[dict[str, str], ...] = ""
+    completion_ids: Sequence[int] | np.ndarray = ()
 
     @classmethod
-    def from_example(cls, example: "Example") -> "RewardRow":
+    def from_example(
+        cls, example: "Example", completion_ids: Sequence[int] | np.ndarray = ()
+    ) -> "RewardRow":
         """Copy the columns of an example: a function may change them, but of no other sample."""
         return cls(
             data_source=example.data_source,
             ground_truth=copy.deepcopy(example.ground_truth),
             extra_info=copy.deepcopy(example.extra_info),
             prompt=copy.deepcopy(example.prompt),
+            completion_ids=completion_ids,
         )
 
 

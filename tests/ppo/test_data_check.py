@@ -9,7 +9,8 @@ import tiny
 from jax_ppo import check
 from jax_ppo.config.schema import Config, Data, Reward
 from jax_ppo.data import arithmetic
-from jax_ppo.ppo import setup
+from jax_ppo.errors import UserError
+from jax_ppo.ppo import data_check, setup
 from jax_ppo.ppo.rule_trial import try_rule
 from jax_ppo.types import Example
 from llama_folder import write_llama
@@ -208,3 +209,15 @@ def test_functions_are_not_called_before_training():
     options = Reward(function="mine.py:absent")
     trial = try_rule([Example("q", "s", "1", response="1")] * 2, options, 2, calls_functions=False)
     assert trial.tried == 0 and "`check` calls them" in trial.not_run
+
+
+def test_a_function_that_needs_a_column_that_no_row_has_is_refused_before_models_are_read(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", [ROW])
+    (tmp_path / "mine.py").write_text("def f(completions, trainer_state, **columns): pass")
+    config = dataclasses.replace(
+        Config(), data=Data(train_files=path), reward=Reward(function=f"{tmp_path}/mine.py:f")
+    )
+    with pytest.raises(UserError, match="its argument 'trainer_state' is no column of the data"):
+        setup.set_up_run(config, tmp_path, tiny.make_mesh(), print)
+    with pytest.raises(UserError, match="its argument 'trainer_state' is no column of the data"):
+        data_check.check_data(config)

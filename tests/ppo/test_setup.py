@@ -76,10 +76,11 @@ class Letters:
 
 
 def test_rules_see_each_response_beside_its_own_example_and_nothing_special():
-    seen, mesh = [], tiny.make_mesh()
+    seen, tokens, mesh = [], [], tiny.make_mesh()
 
     def rule(example, text):
         seen.append((example.ground_truth, text))
+        tokens.append(list(example.completion_ids))
         return RewardResult(len(seen) / 2)
 
     scorer = RuleScorer(
@@ -101,6 +102,7 @@ def test_rules_see_each_response_beside_its_own_example_and_nothing_special():
     )
     rewarded = scorer.score(batch, rollout)
     assert seen == [("first", "bc"), ("first", "d"), ("second", "efg"), ("second", "")]
+    assert tokens == [[2, 3, 1], [4, 0], [5, 6, 7], [1]]
     assert rewarded.scores.tolist() == [0.5, 1.0, 1.5, 2.0] and rewarded.scores.dtype == np.float32
 
 

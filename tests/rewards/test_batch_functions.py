@@ -1,10 +1,12 @@
 """Reward functions for whole batches, as verl and TRL call them."""
 
+import numpy as np
 import pytest
 
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError
 from jax_ppo.rewards.batch import score_batch
+from jax_ppo.rewards.batch_functions import validate_columns
 from jax_ppo.rewards.registry import resolve_reward_function
 from jax_ppo.rewards.worker_pool import RewardWorkers
 from jax_ppo.types import Example
@@ -16,6 +18,7 @@ EXAMPLES = [
 ]
 RESPONSES = ["3", "long answer"]
 MODULE = """
+import asyncio
 import os
 import time
 
@@ -48,6 +51,26 @@ def hangs(completions, **kwargs):
 
 def wrong(solution_strs):
     return []
+
+def ids(completions, completion_ids, **kwargs):
+    return [sum(ids) for ids in completion_ids]
+
+def narrow(completions, ground_truth):
+    return [float(c == g) for c, g in zip(completions, ground_truth)]
+
+def optional(*, completions, level=None):
+    return [level[0], 0]
+
+def strange(completions, solution, **kwargs):
+    return [0.0] * len(completions)
+
+async def awaited(completions, **kwargs):
+    await asyncio.sleep(0)
+    return [0.5, 1]
+
+async def awaited_single(data_source, solution_str, ground_truth, extra_info):
+    await asyncio.sleep(0)
+    return {"score": len(solution_str), "why": "long"}
 """
 
 
@@ -96,6 +119,38 @@ def test_a_worker_that_dies_or_hangs_costs_the_batch_and_not_the_run(module, nam
     with RewardWorkers(options, 1, takes_batches=True) as pool:
         scored = score_batch(pool, EXAMPLES, RESPONSES)
     assert scored.failures == 2 and words in scored.first_failure
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_functions_get_the_tokens_and_the_columns_that_they_take_and_are_awaited(module, workers):
+    def score(name, examples=EXAMPLES):
+        function = f"{module}:{name}"
+        if workers:
+            takes_batches = name != "awaited_single"
+            with RewardWorkers(Reward(function=function), 1, takes_batches) as pool:
+                return score_batch(pool, examples, RESPONSES, tokens=tokens)
+        return score_batch(resolve_reward_function(function), examples, RESPONSES, tokens=tokens)
+
+    tokens = [np.array([1, 2], np.int32), np.array([3], np.int32)]
+    assert score("ids").scores.tolist() == [3, 3]
+    assert score("narrow").scores.tolist() == [1, 0]
+    assert score("optional").scores.tolist() == [1, 0]
+    # A required column that no row of a batch has is None in each of them.
+    assert score("strange").failures == 0
+    assert score("awaited").scores.tolist() == [0.5, 1]
+    assert score("awaited_single").scores.tolist() == [1, 11]
+
+
+def test_a_column_that_no_row_has_is_refused_before_a_run(module):
+    function = resolve_reward_function(f"{module}:strange")
+    assert function.columns == ("solution",)
+    validate_columns(function, [*EXAMPLES, Example("q", "s", "", {"solution": 1})], "x")
+    with pytest.raises(UserError, match="^config.reward.function='f': its argument 'solution' is"):
+        validate_columns(function, EXAMPLES, "config.reward.function='f'")
+    with pytest.raises(UserError, match="completions, data_source, ground_truth, level, prompts"):
+        validate_columns(function, EXAMPLES, "x")
+    for name in ("trl", "ids", "narrow", "optional", "verl"):
+        validate_columns(resolve_reward_function(f"{module}:{name}"), EXAMPLES, "x")
 
 
 def test_a_wrong_signature_and_a_batch_function_as_a_term_are_refused(module):

@@ -1,8 +1,13 @@
+import decimal
+import fractions
 import logging
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jax_ppo.errors import UserError
 from jax_ppo.rewards import step_rewards
@@ -218,6 +223,49 @@ def test_nothing_to_score():
 )
 def test_what_a_function_may_return(value, result):
     assert parse_reward_output(value) == result
+
+
+NUMBERS = st.floats(-1e6, 1e6, width=32)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@given(score=NUMBERS, extra=NUMBERS, correct=st.booleans())
+@settings(deadline=None)
+def test_a_number_of_any_library_is_a_number(library, score, extra, correct):
+    expected = RewardResult(score, correct, {"extra": extra})
+    arrays = pytest.importorskip(library)
+    tensor = arrays.tensor if library == "torch" else arrays.array
+    makes = (
+        float,
+        lambda value: tensor(value, dtype=arrays.float32),
+        lambda value: tensor([[value]], dtype=arrays.float64),
+        lambda value: jnp.array(value, jnp.float32),
+        fractions.Fraction,
+        decimal.Decimal,
+    )
+    for make in makes:
+        assert parse_reward_output(make(score)) == RewardResult(score)
+        output = {"score": make(score), "extra": make(extra), "acc": make(float(correct))}
+        assert parse_reward_output(output) == expected
+    steps = parse_reward_output({"score": 0, "step_rewards": tensor([[2.0, score]])}).step_rewards
+    assert steps == ((2, pytest.approx(score)),)
+    with pytest.raises(TypeError, match="the reward function returned"):
+        parse_reward_output(tensor([score, extra]))
+    if library == "torch":
+        learned = tensor([1.5], dtype=arrays.bfloat16, requires_grad=True)
+        assert parse_reward_output(learned) == RewardResult(1.5)
+
+
+def test_what_cannot_be_reported_is_named_once(caplog):
+    output = {"score": 1, "said": "x", "absent": None, "two": np.ones(2), "one": np.ones(1)}
+    result = parse_reward_output(output)
+    assert result.ignored == ("said", "two") and result.extra == {"one": 1.0}
+    for _ in range(2):
+        score_batch(lambda row, response: result, [SUM] * 2, ["a", "b"])
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert all("is no number: it is not reported" in message for message in messages)
+    assert "'said'" in messages[0] and "'two'" in messages[1]
 
 
 @pytest.mark.parametrize(
